@@ -1,0 +1,37 @@
+# Every command sets up what it needs by itself: a virtual environment in .venv with pinned versions.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: test lint types fast bench format clean
+
+test: lint types  ## lint, types and the whole test suite, doctests included
+	$(BIN)/python -m pytest
+
+fast: $(STAMP)  ## the tests that take no compilation: a few seconds
+	$(BIN)/python -m pytest -m "not compiled" -x
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/pyright
+
+format: $(STAMP)  ## rewrite the sources in the house format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)  ## timings side by side with torch.optim; keep the machine idle
+	$(BIN)/python benchmarks/elementwise.py
+
+clean:
+	rm -rf $(VENV)
+
+# torch comes first and alone, so that no resolver replaces the pinned build by another one.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,docs]"
+	touch $@

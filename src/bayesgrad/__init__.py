@@ -1,0 +1,7 @@
+"""Learning rules as belief updates: Bayesian optimizers for PyTorch."""
+
+from bayesgrad import curvature, optim, posterior
+from bayesgrad.posterior import Posterior
+
+__version__ = "0.1.0"
+__all__ = ["Posterior", "curvature", "optim", "posterior"]

@@ -1,0 +1,136 @@
+"""What a belief factorises over, and how its tensors reach the kernels.
+
+Beliefs over independent weights do not care how weights are grouped, so an elementwise block is whatever can be
+computed together: tensors of one dtype and device that have seen equally many steps. Large tensors are handed over
+as they are; small ones would each cost a call, so their state lives in one flat storage per slot, and weights and
+gradients are gathered and scattered around the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesgrad._kernels import Row, compute_dtype
+
+SMALL = 1 << 15  # elements up to which a tensor is packed with others
+PACK = 1 << 20  # elements of one pack at most: bounds the memory of the gathered copies
+
+State = dict[str, Tensor]
+
+
+class Block:
+    """Parameters that are updated together, their shared step counter, and their state by slot.
+
+    Args:
+        params: of one dtype and device, all with a gradient.
+        state: the optimizer's state; its tensors are replaced by ones laid out for the kernels, same values.
+        slots: the names of the state tensors, in the order the kernel takes them.
+    """
+
+    def __init__(self, params: Sequence[Tensor], state: dict[Any, State], slots: tuple[str, ...]) -> None:
+        self.params = list(params)
+        self.slots = slots
+        self.dtype, self.device = params[0].dtype, params[0].device
+        self.step = state[params[0]]["step"].clone()
+        for p in params:
+            state[p]["step"] = self.step
+        self.large = [p for p in params if p.numel() > SMALL and is_dense(p)]
+        large = set(map(id, self.large))
+        for p in self.large:
+            for slot in slots:
+                if state[p][slot].stride() != p.stride():
+                    state[p][slot] = torch.empty_like(p, dtype=state[p][slot].dtype).copy_(state[p][slot])
+        self.packs = [Pack(part, state, slots) for part in _parts([p for p in params if id(p) not in large])]
+        self.kept = [[state[p][slot] for slot in slots] for p in self.params]
+        self.flat = {id(p): [flat(state[p][slot]) for slot in slots] for p in self.large}
+
+    def holds(self, params: Sequence[Tensor], state: dict[Any, State]) -> bool:
+        """Whether this is still the layout for these parameters: nobody has replaced a tensor of their state."""
+        if len(params) != len(self.params):
+            return False
+        for p, mine, kept in zip(params, self.params, self.kept):
+            entry = state.get(p)
+            if p is not mine or not entry or entry.get("step") is not self.step or p.dtype is not self.dtype:
+                return False
+            for slot, tensor in zip(self.slots, kept):
+                if entry.get(slot) is not tensor:
+                    return False
+        return True
+
+    def rows(self) -> Iterator[list[Row]]:
+        """The rows of the kernel, a call at a time: whatever is done to them between two calls is then in place."""
+        if self.large:
+            yield [(flat(p), flat(_laid_out(p)), *self.flat[id(p)]) for p in self.large]
+        for pack in self.packs:
+            yield [pack.gather()]
+            pack.scatter()
+
+
+class Pack:
+    """Small tensors in one row."""
+
+    def __init__(self, params: list[Tensor], state: dict[Any, State], slots: tuple[str, ...]) -> None:
+        self.params = params
+        dtype = compute_dtype(params[0].dtype)
+        size = sum(p.numel() for p in params)
+        self.weight, self.gradient, *self.state = (
+            torch.empty(size, dtype=dtype, device=params[0].device) for _ in range(2 + len(slots))
+        )
+        self.weights, self.gradients = self._views(self.weight), self._views(self.gradient)
+        for slot, storage in zip(slots, self.state):
+            views = self._views(storage)
+            torch._foreach_copy_(views, [state[p][slot] for p in params])
+            for p, view in zip(params, views):
+                state[p][slot] = view
+
+    def _views(self, storage: Tensor) -> list[Tensor]:
+        parts = storage.split([p.numel() for p in self.params])
+        return [part.view(p.shape) for part, p in zip(parts, self.params)]
+
+    def gather(self) -> Row:
+        gradients = [p.grad for p in self.params]
+        torch._foreach_copy_(self.weights + self.gradients, self.params + gradients)
+        return (self.weight, self.gradient, *self.state)
+
+    def scatter(self) -> None:
+        torch._foreach_copy_(self.params, self.weights)
+
+
+def _parts(params: list[Tensor]) -> Iterator[list[Tensor]]:
+    part: list[Tensor] = []
+    size = 0
+    for p in params:
+        if part and size + p.numel() > PACK:
+            yield part
+            part, size = [], 0
+        part.append(p)
+        size += p.numel()
+    if part:
+        yield part
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill a stretch of memory without gaps or overlap, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """A dense tensor's memory as one dimension."""
+    tensor = tensor.detach()
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _laid_out(p: Tensor) -> Tensor:
+    """The gradient in the layout of the parameter: nearly always the very tensor, else a copy."""
+    gradient = p.grad
+    assert gradient is not None
+    return gradient if gradient.stride() == p.stride() else torch.empty_like(p).copy_(gradient)

@@ -1,0 +1,80 @@
+"""Curvature from minibatch gradients alone."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from bayesgrad.curvature.evidence import Evidence
+
+Memory = dict[str, Tensor]
+Numbers = Mapping[str, Any]
+
+
+class Curvature(ABC):
+    """Reads evidence into a precision increment; keeps what it must remember in its own slots of `memory`."""
+
+    slots: tuple[str, ...] = ()
+
+    def numbers(self, step: int) -> dict[str, float]:
+        """The scalars that `read` asks for, at the `step`-th step (from 1) of a block."""
+        return {}
+
+    @abstractmethod
+    def read(self, evidence: Evidence, memory: Memory, n: Numbers) -> Tensor:
+        """The increment of the precision, elementwise; replaces its slots in `memory`."""
+
+
+@dataclass(frozen=True)
+class SquaredGradient(Curvature):
+    """h = (c g)^2, the squared gradient of the summed loss where the number `information` is c = B.
+
+    Unbiased for the Fisher information of the batch at the optimum, where gradients average to zero.
+
+    Reference: 001, Eq. 18a and 42.
+    Checked by: tests/equations/test_adabayes.py.
+    """
+
+    def read(self, evidence: Evidence, memory: Memory, n: Numbers) -> Tensor:
+        error = n["information"] * evidence.gradient
+        return error * error
+
+
+@dataclass(frozen=True)
+class CentredGradient(Curvature):
+    """h = c^2 k_t (g_t - mean_{t-1})^2, an unbiased estimate of the gradient's variance times c^2.
+
+    mean_{t-1} is the debiased moving average of the gradients before this one, with decay d. Under independent
+    gradients of variance s^2 it has variance s^2 r_t, r_t = (1-d)/(1+d) (1+d^(t-1))/(1-d^(t-1)), so that
+    k_t = 1/(1 + r_t) makes h unbiased at every step. At the first step there is no mean to subtract: h = (c g)^2.
+
+    Reference: 000, section 2.2.8.
+    Differs from the paper: which leaves the estimate of the mean open.
+    Checked by: tests/statistics/test_centred_gradient.py.
+
+    Args:
+        decay: d, of the moving average.
+    """
+
+    decay: float = 0.99
+    slots = ("gradient_mean",)
+
+    def numbers(self, step: int) -> dict[str, float]:
+        d, weight = self.decay, self.decay ** (step - 1)
+        if step == 1:
+            level, unbias = 0.0, 1.0
+        else:
+            level = 1 / (1 - weight)
+            unbias = 1 / (1 + (1 - d) / (1 + d) * (1 + weight) / (1 - weight))
+        return {"mean_keep": d, "mean_take": 1 - d, "mean_level": level, "mean_unbias": math.sqrt(unbias)}
+
+    def read(self, evidence: Evidence, memory: Memory, n: Numbers) -> Tensor:
+        mean = memory["gradient_mean"]
+        error = (evidence.gradient - n["mean_level"] * mean) * n["mean_unbias"] * n["information"]
+        memory["gradient_mean"] = n["mean_keep"] * mean + n["mean_take"] * evidence.gradient
+        return error * error

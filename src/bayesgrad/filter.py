@@ -1,0 +1,408 @@
+"""Every optimizer of this package is a `Filter`: parts that say what is believed, and the one `step()`."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from bayesgrad import _kernels
+from bayesgrad.belief import Belief
+from bayesgrad.block import Block
+from bayesgrad.curvature import Curvature, Evidence
+from bayesgrad.posterior import GaussianPosterior, Posterior
+from bayesgrad.posterior.posterior import stripped
+from bayesgrad.precision import Diagonal, Scalar
+from bayesgrad.rule import Rule
+from bayesgrad.transition import Transition
+
+NONFINITE = ("ignore", "raise", "skip")
+
+
+class Range(NamedTuple):
+    """What a hyper-parameter may be, in words and as a test."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+NONNEGATIVE = Range("a finite number >= 0", lambda x: 0 <= x < math.inf)
+POSITIVE = Range("a positive number", lambda x: x > 0)
+FRACTION = Range("in [0, 1)", lambda x: 0 <= x < 1)
+FRACTIONS = Range("two numbers in [0, 1)", lambda x: len(x) == 2 and all(0 <= b < 1 for b in x))
+COUNT = Range("a number >= 1", lambda x: 1 <= x < math.inf)
+OPTIONAL_COUNT = Range("None or a number >= 1", lambda x: x is None or 1 <= x < math.inf)
+FLAG = Range("True or False", lambda x: x is True or x is False)
+OPTIONAL_FLAG = Range("None, True or False", lambda x: x is None or x is True or x is False)
+
+
+class Parts(NamedTuple):
+    """What a filter is made of."""
+
+    curvature: Curvature | None
+    transition: Transition
+    rule: Rule
+
+
+@dataclass(frozen=True)
+class Update:
+    """The elementwise step that some parts make together, as a function for `_kernels.run`.
+
+    Args:
+        parts: what to do.
+        names: of the numbers, in order.
+        slots: of the state, in order.
+    """
+
+    parts: Parts
+    names: tuple[str, ...]
+    slots: tuple[str, ...]
+
+    def __call__(self, numbers: Iterable[Any], weight: Tensor, gradient: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
+        curvature, transition, rule = self.parts
+        n = dict(zip(self.names, numbers))
+        memory = dict(zip(self.slots, state))
+        dtype = _kernels.compute_dtype(weight.dtype)
+        weight, gradient = weight.to(dtype), gradient.to(dtype)
+        if "l2" in n:
+            gradient = gradient + n["l2"] * weight
+        if curvature is None:  # nothing is learnt of the curvature: every weight stays equally certain
+            precision = Scalar(torch.ones((), dtype=dtype, device=weight.device), tuple(weight.shape))
+        else:
+            increment = curvature.read(Evidence(gradient), memory, n)
+            precision = transition.merge(memory, increment, n)
+        if "damping" in n:
+            precision = precision.add(n["damping"])
+        weight = rule.move(transition.drift(weight, n), gradient, precision, memory, n)
+        return (weight, *(memory[slot] for slot in self.slots))
+
+
+class Filter(torch.optim.Optimizer):
+    """A belief about each weight, updated by each gradient: the base of all optimizers here.
+
+    A named optimizer is a declaration. It names its parts as class attributes and says, in a few one-line methods,
+    what its hyper-parameters mean to them:
+
+    | method | meaning | default |
+    |---|---|---|
+    | `parts(group)` | the parts, where an option changes them | the class attributes |
+    | `dynamics(group, step)` | what the transition's `numbers` asks for | nothing |
+    | `gain(group)` | what multiplies the step | lr |
+    | `information(group)` | what multiplies the gradient before it is squared | 1 |
+    | `prior_variance(group)` | the variance before any evidence, in the units of the state | 1 |
+
+    State is in `state[p]`: a `step` counter and one tensor for each slot of the parts. Hyper-parameters are in the
+    param groups, where schedulers find them; `base_lr` there is the lr the group began with.
+
+    Args:
+        params: as for any torch optimizer.
+        defaults: hyper-parameters; `weight_decay`, `nonfinite` and `fused` may be left out.
+    """
+
+    curvature: ClassVar[Curvature | None] = None
+    transition: ClassVar[Transition]
+    rule: ClassVar[Rule]
+    accepts: ClassVar[Mapping[str, Range]] = {
+        "lr": NONNEGATIVE,
+        "weight_decay": NONNEGATIVE,
+        "momentum": FRACTION,
+        "betas": FRACTIONS,
+        "damping": NONNEGATIVE,
+        "nonfinite": Range(" or ".join(map(repr, NONFINITE)), lambda x: x in NONFINITE),
+        "fused": OPTIONAL_FLAG,
+    }
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        super().__init__(params, {"weight_decay": 0.0, "nonfinite": "ignore", "fused": None, **defaults})
+
+    def parts(self, group: Mapping[str, Any]) -> Parts:
+        return Parts(self.curvature, self.transition, self.rule)
+
+    def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
+        return {}
+
+    def gain(self, group: Mapping[str, Any]) -> float:
+        return float(group["lr"])
+
+    def information(self, group: Mapping[str, Any]) -> float:
+        return 1.0
+
+    def prior_variance(self, group: Mapping[str, Any]) -> float:
+        return 1.0
+
+    def numbers(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
+        """All scalars of one step. Kernels never combine two of them, so that both ways of running round alike."""
+        curvature, transition, rule = self.parts(group)
+        n = {"shrink": 1 - float(group["lr"]) * group["weight_decay"], **rule.numbers(group, step, self.gain(group))}
+        if curvature is not None:
+            n |= {"information": self.information(group), **curvature.numbers(step)}
+            n |= transition.numbers(**self.dynamics(group, step))
+        if group.get("damping"):
+            n["damping"] = group["damping"]
+        return n
+
+    def slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        curvature, transition, rule = self.parts(group)
+        learnt = () if curvature is None else (*curvature.slots, *transition.slots)
+        return (*learnt, *rule.slots(group))
+
+    # --- the step ---
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates every belief by the gradients in `.grad`, which are left as they are.
+
+        Args:
+            closure: re-evaluates the model, calls backward and returns the loss.
+
+        Returns:
+            What the closure returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        active = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
+        self._refuse_sparse(active)
+        if self._skips(active):
+            return loss
+        layout = self._layout(active)
+        elements = sum(p.numel() for blocks in layout for block in blocks for p in block.params)
+        for group, blocks in zip(self.param_groups, layout):
+            if blocks and (lr := float(group["lr"])) > 0:
+                group["base_lr"] = group["base_lr"] or lr
+                group["last_lr"] = lr
+            for block in blocks:
+                block.step += 1
+                numbers = self.numbers(group, int(block.step))
+                update = Update(self.parts(group), tuple(numbers), block.slots)
+                fused = _kernels.pays(block.device, elements) if group["fused"] is None else group["fused"]
+                for rows in block.rows():
+                    _kernels.run(update, list(numbers.values()), rows, fused)
+        return loss
+
+    def _layout(self, active: list[list[Tensor]]) -> list[list[Block]]:
+        """The blocks of each group, kept from step to step for as long as they fit."""
+        kept: list[list[Block]] = self.__dict__.get("_blocks", [])
+        layout = []
+        for index, (group, params) in enumerate(zip(self.param_groups, active)):
+            slots = self.slots(group)
+            blocks = kept[index] if index < len(kept) else []
+            if not self._fits(blocks, params, slots):
+                self._initialise(group, params, slots)
+                keys = [(p.dtype, p.device, float(self.state[p]["step"])) for p in params]
+                blocks = [
+                    Block([p for p, k in zip(params, keys) if k == key], self.state, slots)
+                    for key in dict.fromkeys(keys)
+                ]
+            layout.append(blocks)
+        self._blocks = layout
+        return layout
+
+    def _fits(self, blocks: list[Block], params: list[Tensor], slots: tuple[str, ...]) -> bool:
+        if len(blocks) == 1:  # the usual case keeps the order of the parameters
+            return blocks[0].slots == slots and blocks[0].holds(params, self.state)
+        mine = {id(p) for block in blocks for p in block.params}
+        return mine == {id(p) for p in params} and all(
+            block.slots == slots and block.holds(block.params, self.state) for block in blocks
+        )
+
+    def _initialise(self, group: Mapping[str, Any], params: list[Tensor], slots: tuple[str, ...]) -> None:
+        for p in params:
+            entry = self.state[p]
+            if "step" not in entry:
+                entry["step"] = torch.zeros((), dtype=torch.float32)
+            entry["step"] = entry["step"].to("cpu", torch.float32)
+            for slot in slots:
+                if slot not in entry:
+                    value = self.prior_variance(group) if slot == "variance" else 0.0
+                    entry[slot] = torch.full_like(p, value, dtype=_kernels.compute_dtype(p.dtype))
+
+    # --- bad gradients ---
+
+    def _refuse_sparse(self, active: list[list[Tensor]]) -> None:
+        for index, params in enumerate(active):
+            for p in params:
+                if p.grad is not None and p.grad.layout is not torch.strided:
+                    raise RuntimeError(
+                        f"{type(self).__name__} takes no sparse gradients, but {self._name(index, p)} has one: "
+                        "build the embedding with sparse=False."
+                    )
+
+    def _skips(self, active: list[list[Tensor]]) -> bool:
+        """Whether this step is to be skipped; raises where that is wanted. Nothing has been changed so far."""
+        for index, (group, params) in enumerate(zip(self.param_groups, active)):
+            if group["nonfinite"] == "ignore" or not params:
+                continue
+            # The largest magnitude is infinite or NaN exactly where an entry is; a sum could overflow by itself.
+            norms = torch._foreach_norm([p.grad for p in params if p.numel()], math.inf)
+            if not norms or bool(torch.isfinite(torch.stack([norm.cpu() for norm in norms]).float()).all()):
+                continue
+            if group["nonfinite"] == "skip":
+                return True
+            for p in params:
+                gradient = p.grad
+                assert gradient is not None
+                bad = int((~torch.isfinite(gradient)).sum())
+                if bad:
+                    raise FloatingPointError(
+                        f"the gradient of {self._name(index, p)} has {bad} entries of {p.numel()} that are not finite; "
+                        "nothing was changed. Lower lr, clip gradients, or pass nonfinite='skip'."
+                    )
+        return False
+
+    def _name(self, index: int, p: Tensor) -> str:
+        group = self.param_groups[index]
+        position = next(i for i, q in enumerate(group["params"]) if q is p)
+        if "param_names" in group:
+            return f"parameter {group['param_names'][position]!r}"
+        return f"parameter {position} of group {index} (shape {tuple(p.shape)})"
+
+    # --- groups and checkpoints ---
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a param group, as in torch.optim; hyper-parameters it does not name are the defaults."""
+        self._check({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for position, p in enumerate(group["params"]):
+            if p.is_complex():
+                self.param_groups.pop()
+                raise ValueError(
+                    f"parameter {position} is {p.dtype}: complex weights are not supported, "
+                    "optimise torch.view_as_real(weight) instead."
+                )
+        group.setdefault("base_lr", float(group["lr"]))
+        group.setdefault("last_lr", group["base_lr"])
+
+    def _check(self, group: Mapping[str, Any]) -> None:
+        for name, (words, holds) in self.accepts.items():
+            if name not in group:
+                continue
+            try:
+                good = bool(holds(group[name]))
+            except (TypeError, ValueError, RuntimeError):
+                good = False
+            if not good:
+                raise ValueError(f"{name} must be {words}, got {group[name]!r}.")
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch.optim, but a snapshot: later steps leave it alone."""
+        saved = super().state_dict()
+        saved["state"] = {
+            key: {name: value.clone() for name, value in entry.items()} for key, entry in saved["state"].items()
+        }
+        return saved
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = super().__getstate__()
+        state = defaultdict(dict, {p: _unshared(entry) for p, entry in kept["state"].items()})
+        return {**kept, "state": state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores a run bit for bit, or raises and changes nothing.
+
+        Unlike torch.optim, state keeps its dtype (float32 beside bfloat16 weights) and is copied.
+        """
+        loaded: dict[str, Any] = {}
+
+        def check(_: Any, given: dict[str, Any]) -> None:
+            self._check_loaded(given)
+            loaded.update(given)
+
+        handle = self.register_load_state_dict_pre_hook(check)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        for p, saved in self._pairs(loaded):
+            for name, value in saved.items():
+                device = "cpu" if name == "step" else p.device
+                self.state[p][name] = value.detach().to(device, copy=True)
+
+    def _pairs(self, saved: Mapping[str, Any]) -> Iterable[tuple[Tensor, dict[str, Tensor]]]:
+        for group, given in zip(self.param_groups, saved["param_groups"]):
+            for p, key in zip(group["params"], given["params"]):
+                if key in saved["state"]:
+                    yield p, saved["state"][key]
+
+    def _check_loaded(self, saved: Mapping[str, Any]) -> None:
+        name = type(self).__name__
+        if not isinstance(saved, Mapping) or "state" not in saved or "param_groups" not in saved:
+            raise ValueError(f"this is no state of {name}: it lacks 'state' or 'param_groups'; was the file cut short?")
+        sizes = [len(group["params"]) for group in self.param_groups]
+        given = [len(group.get("params", ())) for group in saved["param_groups"]]
+        if sizes != given:
+            raise ValueError(f"the saved state has param groups of {given} parameters, this {name} of {sizes}.")
+        for index, (group, given_group) in enumerate(zip(self.param_groups, saved["param_groups"])):
+            missing = sorted({*self.defaults, "base_lr", "last_lr"} - set(given_group))
+            if missing:
+                raise ValueError(f"group {index} of the saved state lacks {missing}: it is not {name}'s, or cut short.")
+            self._check(given_group)
+            for position, (p, key) in enumerate(zip(group["params"], given_group["params"])):
+                where = f"parameter {position} of group {index}"
+                entry = saved["state"].get(key, {})
+                slots = self.slots(given_group)
+                if entry and not {"step", *slots} <= set(entry):
+                    lost = sorted({"step", *slots} - set(entry))
+                    raise ValueError(f"the saved state of {where} lacks {lost}: it is not {name}'s, or cut short.")
+                for slot in slots:
+                    if entry and entry[slot].shape != p.shape:
+                        raise ValueError(
+                            f"{slot} of {where} has shape {tuple(entry[slot].shape)} in the saved state, "
+                            f"but the parameter has {tuple(p.shape)}: load it into the model it came from."
+                        )
+
+    # --- what is believed ---
+
+    def posterior(self, model: nn.Module, scale: float = 1.0) -> Posterior:
+        """The belief about the model's weights as a `Posterior`, a copy.
+
+        Args:
+            model: the model whose parameters were given to the optimizer; its other parameters are held fixed.
+            scale: multiplies every variance. Choose it on held-out likelihood; see docs/choosing.md for why.
+        """
+        if not POSITIVE.holds(scale) or math.isinf(scale):
+            raise ValueError(f"scale must be a finite positive number, got {scale!r}.")
+        names = {id(p): stripped(name) for name, p in model.named_parameters()}
+        beliefs = {}
+        for index, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                if id(p) not in names:
+                    raise ValueError(f"{self._name(index, p)} is not in the model: pass the model that was optimised.")
+                variance = self._variance(group, p) * scale
+                beliefs[names[id(p)]] = Belief(p.detach().clone(), Diagonal(variance))
+        return GaussianPosterior(beliefs, model)
+
+    def _variance(self, group: Mapping[str, Any], p: Tensor) -> Tensor:
+        """sigma_post^2 of each weight, as of the last step.
+
+        The mean moves by gain P^-1 g for the mean gradient g, and by sigma_post^2 (B g): sigma_post^2 = gain P^-1 / B.
+        """
+        curvature, transition, _ = self.parts(group)
+        if curvature is None or "batch_size" not in group:
+            raise TypeError(f"{type(self).__name__} holds no belief about its weights: it has no posterior.")
+        if group["batch_size"] is None:
+            raise ValueError(
+                f"a posterior needs the number of examples in a gradient: pass batch_size= to {type(self).__name__}."
+            )
+        then = {**group, "lr": group["last_lr"]}
+        gain = self.gain(then) / group["batch_size"]
+        entry = self.state.get(p)
+        if not entry:
+            return torch.full_like(p, gain * self.prior_variance(then), dtype=_kernels.compute_dtype(p.dtype))
+        numbers = transition.numbers(**self.dynamics(then, int(entry["step"])))
+        return gain * transition.believed(entry, numbers).variance()
+
+
+def _unshared(entry: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors that are views into a larger storage, copied: pickling them would store all of it each time."""
+    return {
+        name: value.clone() if value.untyped_storage().nbytes() > value.numel() * value.element_size() else value
+        for name, value in entry.items()
+    }

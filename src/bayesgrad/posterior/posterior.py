@@ -1,0 +1,268 @@
+"""The interface of every posterior, whichever rule it came from."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev, vmap
+
+from bayesgrad import likelihoods
+
+METHODS = ("mc", "linear", "mean")
+
+
+class Posterior(ABC):
+    """A distribution over the named parameters of a model.
+
+    Parameters of the model that it does not name stay as they are in the model. Sampling never touches the
+    global generator: draw k of a posterior is a function of (seed, k) alone.
+
+    Args:
+        model: the network to predict with; may be left out and given to `predict` and `sampled` instead.
+        seed: where the draws of `sample` and `sampled` start.
+    """
+
+    kind: ClassVar[str]
+    _kinds: ClassVar[dict[str, type[Posterior]]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        Posterior._kinds[cls.kind] = cls
+
+    def __init__(self, model: nn.Module | None = None, *, seed: int = 0) -> None:
+        self.model = model
+        self.seed = seed
+        self._draws = 0
+
+    @property
+    @abstractmethod
+    def mean(self) -> dict[str, Tensor]:
+        """Name -> mean weight."""
+
+    @abstractmethod
+    def variance(self) -> dict[str, Tensor]:
+        """Name -> variance of each weight, in its shape."""
+
+    @abstractmethod
+    def _shapes(self) -> dict[str, torch.Size]:
+        """Name -> shape of the weights this posterior is about."""
+
+    @abstractmethod
+    def _draw(self, generators: list[torch.Generator]) -> Iterator[dict[str, Tensor]]:
+        """One draw of all weights for each generator."""
+
+    @abstractmethod
+    def _tensors(self) -> dict[str, dict[str, Tensor]]:
+        """What `state_dict` stores: group -> name -> tensor."""
+
+    @classmethod
+    @abstractmethod
+    def _from_tensors(cls, tensors: Mapping[str, Mapping[str, Tensor]], model: nn.Module | None) -> Posterior:
+        """The inverse of `_tensors`."""
+
+    # --- sampling ---
+
+    def sample(self, n: int = 1, *, seed: int | None = None) -> dict[str, Tensor]:
+        """Name -> (n, *shape) draws. Each call goes on where the last one ended, unless `seed` is given."""
+        if n < 1:
+            raise ValueError(f"n must be at least 1, got {n}.")
+        draws = list(self._draw(self._generators(n, seed)))
+        return {name: torch.stack([draw[name] for draw in draws]) for name in draws[0]}
+
+    @contextmanager
+    def sampled(self, model: nn.Module | None = None, *, seed: int | None = None) -> Iterator[nn.Module]:
+        """Within the context the model's weights are one draw; afterwards they are what they were, bit for bit."""
+        model = self._model(model)
+        parameters = self._parameters(model)
+        (draw,) = self._draw(self._generators(1, seed))
+        saved = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        try:
+            with torch.no_grad():
+                for name, parameter in parameters.items():
+                    parameter.copy_(draw[name])
+            yield model
+        finally:
+            with torch.no_grad():
+                for name, parameter in parameters.items():
+                    parameter.copy_(saved[name])
+
+    def _generators(self, n: int, seed: int | None) -> list[torch.Generator]:
+        first = 0
+        if seed is None:
+            seed, first = self.seed, self._draws
+            self._draws += n
+        # Consecutive seeds of the Mersenne twister are independent streams; the odd factor keeps users' seeds apart.
+        return [torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + first + k) % 2**63) for k in range(n)]
+
+    # --- prediction ---
+
+    @torch.no_grad()
+    def predict(
+        self,
+        x: Tensor,
+        samples: int = 32,
+        method: str = "mc",
+        *,
+        likelihood: str = "categorical",
+        model: nn.Module | None = None,
+        seed: int | None = None,
+    ) -> Tensor | likelihoods.Moments:
+        """Predictions averaged over the belief.
+
+        The model runs in evaluation mode, so normalisation statistics do not move, and is left in the mode it was in.
+        The same posterior, inputs and seed give the same prediction.
+
+        Args:
+            x: a batch of inputs.
+            samples: how many draws `method="mc"` averages.
+            method: `"mc"` averages over draws of the weights; `"linear"` is exact for the network linearised at the
+                mean; `"mean"` uses the mean weights alone.
+            likelihood: `"categorical"` and `"bernoulli"` give probabilities, `"gaussian"` a (mean, variance) pair.
+            model: another copy of the network, if not the one the posterior was built with.
+            seed: another set of draws.
+        """
+        if method not in METHODS:
+            raise ValueError(f"method must be one of {', '.join(map(repr, METHODS))}, got {method!r}.")
+        if samples < 1:
+            raise ValueError(f"samples must be at least 1, got {samples}.")
+        reading = likelihoods.named(likelihood)
+        network = self._model(model)
+        names = {stripped(name): name for name, _ in network.named_parameters()}
+        self._parameters(network)
+
+        def outputs(weights: Mapping[str, Tensor], inputs: Tensor = x) -> Tensor:
+            return functional_call(network, {names[name]: weight for name, weight in weights.items()}, (inputs,))
+
+        with evaluating(network):
+            if method == "linear":
+                return reading.expected(*self._linear(outputs, x, network))
+            if method == "mean":
+                value = reading.link(outputs(self._cast(self.mean, network)))
+                return reading.averaged(value, torch.zeros_like(value))
+            return reading.averaged(*self._average(outputs, reading.link, samples, seed, network))
+
+    def _average(
+        self, outputs: Callable, link: Callable, samples: int, seed: int | None, model: nn.Module
+    ) -> tuple[Tensor, Tensor]:
+        """Mean and variance of link(outputs) over draws, without keeping them."""
+        mean = squares = count = 0
+        for count, weights in enumerate(self._choose(samples, self.seed if seed is None else seed), 1):
+            value = link(outputs(self._cast(weights, model)))
+            deviation = value - mean
+            mean = mean + deviation / count
+            squares = squares + deviation * (value - mean)
+        return mean, squares / count  # pyright: ignore[reportReturnType]
+
+    def _choose(self, samples: int, seed: int) -> Iterator[dict[str, Tensor]]:
+        """The draws that a prediction averages over."""
+        return self._draw(self._generators(samples, seed))
+
+    def _linear(self, outputs: Callable, x: Tensor, model: nn.Module) -> tuple[Tensor, Tensor]:
+        """Outputs at the mean, and their variance sum_j J_j^2 v_j, one example at a time in a batched pass."""
+        mean, variance = self._cast(self.mean, model), self._cast(self.variance(), model)
+
+        def one(example: Tensor) -> Tensor:
+            jacobian = jacrev(lambda weights: outputs(weights, example[None])[0])(mean)
+            parts = [(jacobian[name].square() * variance[name]).flatten(1) for name in mean]
+            return torch.cat(parts, 1).sum(1)
+
+        with torch.enable_grad():
+            spread = vmap(one, chunk_size=16)(x)
+        return outputs(mean), spread.detach()
+
+    def _cast(self, weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+        like = self._parameters(model)
+        return {name: weight.to(like[name]) for name, weight in weights.items()}
+
+    def _model(self, model: nn.Module | None) -> nn.Module:
+        model = self.model if model is None else model
+        if model is None:
+            raise ValueError("this posterior has no model: pass model= to the call or to load().")
+        return model
+
+    def _parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """The parameters of the model that this posterior is about, checked by name and shape."""
+        found = {stripped(name): parameter for name, parameter in model.named_parameters()}
+        shapes = self._shapes()
+        for name, shape in shapes.items():
+            if name not in found:
+                raise ValueError(f"the model has no parameter {name!r}, which this posterior is about.")
+            if found[name].shape != shape:
+                raise ValueError(
+                    f"parameter {name!r} has shape {tuple(found[name].shape)} in the model and "
+                    f"{tuple(shape)} in the posterior: build the same architecture."
+                )
+        return {name: found[name] for name in shapes}
+
+    # --- storage ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the model: plain tensors, numbers and strings."""
+        return {"kind": self.kind, "seed": self.seed, "draws": self._draws, "tensors": self._tensors()}
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes `state_dict()` to a file, whole or not at all."""
+        path = Path(path)
+        partial = path.with_name(path.name + ".partial")
+        torch.save(self.state_dict(), partial)
+        os.replace(partial, path)
+
+    @staticmethod
+    def load(path: str | os.PathLike, model: nn.Module | None = None) -> Posterior:
+        """Reads what `save` wrote; never unpickles anything but tensors and plain values."""
+        return load(path, model)
+
+    @staticmethod
+    def from_state_dict(state: Mapping[str, Any], model: nn.Module | None = None) -> Posterior:
+        """The posterior that `state_dict()` came from, of whichever kind."""
+        missing = [key for key in ("kind", "seed", "draws", "tensors") if key not in state]
+        if missing:
+            raise ValueError(f"this is not a posterior's state: it lacks {', '.join(map(repr, missing))}.")
+        if state["kind"] not in Posterior._kinds:
+            known = ", ".join(map(repr, Posterior._kinds))
+            raise ValueError(f"a posterior of kind {state['kind']!r} is not known, only {known}.")
+        posterior = Posterior._kinds[state["kind"]]._from_tensors(state["tensors"], model)
+        posterior.seed, posterior._draws = state["seed"], state["draws"]
+        return posterior
+
+
+def load(path: str | os.PathLike, model: nn.Module | None = None) -> Posterior:
+    """Reads a posterior that `Posterior.save` wrote.
+
+    Raises:
+        ValueError: where the file is damaged, cut short, or not a posterior's.
+    """
+    try:
+        state = torch.load(path, weights_only=True, map_location="cpu")
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(
+            f"{os.fspath(path)} cannot be read as a posterior (damaged or cut short): save it again."
+        ) from error
+    if not isinstance(state, dict):
+        raise ValueError(f"{os.fspath(path)} holds no posterior but a {type(state).__name__}.")
+    return Posterior.from_state_dict(state, model)
+
+
+def stripped(name: str) -> str:
+    """A parameter's name without the prefixes that DistributedDataParallel and torch.compile add."""
+    return name.replace("_orig_mod.", "").removeprefix("module.")
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode within; each module's own mode afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -1,0 +1,54 @@
+"""Independent weights, each with a variance of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesgrad.precision.algebra import Precision
+
+
+@dataclass(frozen=True, eq=False)
+class Diagonal(Precision):
+    """P = diag(1/v), stored as the variances v.
+
+    >>> belief = Diagonal(torch.tensor([1.0, 4.0]))
+    >>> belief.add(torch.tensor([1.0, 0.0])).variance()
+    tensor([0.5000, 4.0000])
+
+    Args:
+        covariance: v, in the shape of the weights.
+    """
+
+    covariance: Tensor
+
+    def scale(self, factor: Any) -> Diagonal:
+        return Diagonal(self.covariance / factor)
+
+    def add(self, increment: Tensor) -> Diagonal:
+        return Diagonal(self.covariance / (1 + self.covariance * increment))
+
+    def spread(self, retain: Any, noise: Any) -> Diagonal:
+        return Diagonal(retain * self.covariance + noise)
+
+    def solve(self, vector: Tensor) -> Tensor:
+        return self.covariance * vector
+
+    def sample(self, noise: Tensor) -> Tensor:
+        return self.covariance.sqrt() * noise
+
+    def variance(self) -> Tensor:
+        return self.covariance
+
+    def logdet(self) -> Tensor:
+        return -self.covariance.log().sum()
+
+    def to_dense(self) -> Tensor:
+        return torch.diag(1 / self.covariance.flatten())
+
+    def storable(self) -> Tensor:
+        """The variances, none so small that its reciprocal overflows."""
+        return self.covariance.clamp(min=torch.finfo(self.covariance.dtype).tiny)

@@ -1,0 +1,52 @@
+"""All weights equally certain."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesgrad.precision.algebra import Precision
+
+
+@dataclass(frozen=True, eq=False)
+class Scalar(Precision):
+    """P = I/v for weights of a given shape, stored as the variance v.
+
+    >>> Scalar(torch.tensor(0.5), (2,)).solve(torch.tensor([1.0, 2.0]))
+    tensor([0.5000, 1.0000])
+
+    Args:
+        covariance: v, a tensor without dimensions.
+        shape: the shape of the weights.
+    """
+
+    covariance: Tensor
+    shape: tuple[int, ...]
+
+    def scale(self, factor: Any) -> Scalar:
+        return Scalar(self.covariance / factor, self.shape)
+
+    def add(self, increment: Any) -> Scalar:
+        return Scalar(self.covariance / (1 + self.covariance * increment), self.shape)
+
+    def spread(self, retain: Any, noise: Any) -> Scalar:
+        return Scalar(retain * self.covariance + noise, self.shape)
+
+    def solve(self, vector: Tensor) -> Tensor:
+        return self.covariance * vector
+
+    def sample(self, noise: Tensor) -> Tensor:
+        return self.covariance.sqrt() * noise
+
+    def variance(self) -> Tensor:
+        return self.covariance.expand(self.shape)
+
+    def logdet(self) -> Tensor:
+        return -self.covariance.log() * torch.Size(self.shape).numel()
+
+    def to_dense(self) -> Tensor:
+        size = torch.Size(self.shape).numel()
+        return torch.eye(size, dtype=self.covariance.dtype, device=self.covariance.device) / self.covariance

@@ -1,0 +1,148 @@
+"""How old belief and new evidence meet.
+
+A transition is predict and update in one verb, `merge`, because the rules that stay positive by construction need
+both at once. What it remembers is in its slots of `memory`; what it returns is the precision that moves the mean.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesgrad.curvature.gradients import Memory, Numbers
+from bayesgrad.precision import Diagonal
+
+
+class Transition(ABC):
+    """Base of all transitions. `dynamics` are the quantities a declaration hands to `numbers`."""
+
+    slots: tuple[str, ...] = ("variance",)
+
+    def numbers(self, *args: Any, **dynamics: Any) -> dict[str, float]:
+        """The scalars that the methods below ask for."""
+        return {}
+
+    @abstractmethod
+    def merge(self, memory: Memory, increment: Tensor, n: Numbers) -> Diagonal:
+        """The posterior precision; replaces its slots in `memory`."""
+
+    def believed(self, memory: Memory, n: Numbers) -> Diagonal:
+        """The precision that `memory` holds now."""
+        return Diagonal(memory["variance"])
+
+    def steady(self, moment: Tensor, n: Numbers) -> Diagonal:
+        """Where `merge` settles under increments that average to `moment`."""
+        raise TypeError(f"{type(self).__name__} has no steady state.")
+
+    def drift(self, mean: Tensor, n: Numbers) -> Tensor:
+        """The mean's own motion: decoupled weight decay."""
+        return n["shrink"] * mean
+
+
+@dataclass(frozen=True)
+class Static(Transition):
+    """P <- P + h: the weights do not move by themselves, so certainty only grows.
+
+    Reference: 000, section 2.1, in the limit of no process noise (a step size that falls as 1/t).
+    """
+
+    def merge(self, memory: Memory, increment: Tensor, n: Numbers) -> Diagonal:
+        posterior = Diagonal(memory["variance"]).add(increment)
+        memory["variance"] = posterior.storable()
+        return posterior
+
+
+@dataclass(frozen=True)
+class Forget(Transition):
+    """P <- keep P + take h: old evidence fades.
+
+    With take = 1 this is the fading-memory filter, with take = 1 - keep the moving average of the Bayesian learning
+    rule. Its steady state is P = take/(1-keep) <h>: a mean-square normaliser.
+
+    Reference: 001, Eq. 28-31; 002, Eq. 41.
+    Checked by: tests/equations/test_declarations.py.
+    """
+
+    def numbers(self, *, keep: float, take: float) -> dict[str, float]:
+        return {"keep": keep, "take": take, "gathered": take / (1 - keep) if keep < 1 else math.inf}
+
+    def merge(self, memory: Memory, increment: Tensor, n: Numbers) -> Diagonal:
+        posterior = Diagonal(memory["variance"]).scale(n["keep"]).add(n["take"] * increment)
+        memory["variance"] = posterior.storable()
+        return posterior
+
+    def steady(self, moment: Tensor, n: Numbers) -> Diagonal:
+        return Diagonal(1 / (n["gathered"] * moment))
+
+
+@dataclass(frozen=True)
+class OrnsteinUhlenbeck(Transition):
+    """v <- r v + q, then 1/v <- 1/v + h: the optimum of each weight drifts while the others are trained.
+
+    For process noise eta^2 per step and stationary variance sigma^2 the exact discretisation has
+    r = exp(-eta^2/sigma^2) and q = sigma^2 (1 - r), which leaves sigma^2 invariant for any eta; sigma = inf gives
+    r = 1, q = eta^2.
+
+    Its steady state, to first order in eta, is 1/v = 1/(2 sigma^2) + sqrt(1/(4 sigma^4) + <h>/eta^2): a
+    root-mean-square normaliser. `steady` returns it in units in which the mean moves by lr v g (see AdaBayesFP):
+    1/v = k + sqrt(k^2 + <h>), with k = eta/(2 sigma^2).
+
+    Reference: 001, Eq. 17b, 18a and 21.
+    Differs from the paper: whose first-order step r = (1 - eta^2/(2 sigma^2))^2, q = eta^2 needs a bound on eta.
+    Checked by: tests/equations/test_adabayes.py, against the root of its own quadratic.
+    """
+
+    def numbers(self, *, process: float, stationary: float) -> dict[str, float]:
+        """Args: process: eta^2; stationary: sigma^2."""
+        if process == 0:
+            return {"retain": 1.0, "noise": 0.0}
+        if math.isinf(stationary):
+            return {"retain": 1.0, "noise": process}
+        return {"retain": math.exp(-process / stationary), "noise": -stationary * math.expm1(-process / stationary)}
+
+    def merge(self, memory: Memory, increment: Tensor, n: Numbers) -> Diagonal:
+        posterior = Diagonal(memory["variance"]).spread(n["retain"], n["noise"]).add(increment)
+        memory["variance"] = posterior.storable()
+        return posterior
+
+    def steady(self, moment: Tensor, n: Numbers) -> Diagonal:
+        # Below `tiny` squares of gradients underflow, and would no longer bound the step.
+        square = (n["half_square"] + moment).clamp(min=torch.finfo(moment.dtype).tiny)
+        # x rsqrt(x), because eager and compiled rsqrt round alike, and eager and compiled sqrt do not.
+        return Diagonal(1 / (n["half"] + square * square.rsqrt()))
+
+
+@dataclass(frozen=True)
+class Steady(Transition):
+    """The steady state of another transition under a moving average of the increments.
+
+    m <- beta m + (1 - beta) h; the belief is `of.steady(m / (1 - beta^t))`.
+
+    Reference: 001, Algorithm 2.
+
+    Args:
+        of: the transition whose fixed point is taken.
+        debias: whether the average starts unbiased, as Adam's does and RMSprop's does not.
+    """
+
+    of: Transition = OrnsteinUhlenbeck()
+    debias: bool = True
+    slots = ("moment",)
+
+    def numbers(self, *, beta: float, step: int, half: float = 0.0) -> dict[str, float]:
+        level = 1 / (1 - beta**step) if self.debias else 1.0
+        return {"keep": beta, "take": 1 - beta, "level": level, "half": half, "half_square": half * half}
+
+    def merge(self, memory: Memory, increment: Tensor, n: Numbers) -> Diagonal:
+        largest = torch.finfo(increment.dtype).max / 4  # an average that is infinite once would stay so
+        moment = n["keep"] * memory["moment"] + n["take"] * increment.clamp(max=largest)
+        memory["moment"] = moment
+        return self.believed(memory, n)
+
+    def believed(self, memory: Memory, n: Numbers) -> Diagonal:
+        return self.of.steady(n["level"] * memory["moment"], n)
