@@ -13,8 +13,8 @@ What keeps it fast, all of it measured:
 - four rows to a call amortise the cost of calling; fewer rows are cut into four pieces;
 - sizes are symbolic, so one compilation serves every model, and numbers arrive in one vector of the rule's own
   dtype, so a learning rate that changes every step neither recompiles nor converts inside the loop;
-- compilation happens on dummies, so one that fails has touched no state; guards are dropped on the CPU because
-  the rows are flat, distinct and checked here.
+- compilation happens on dummies, so one that fails has touched no state; the compiled graph is then called without
+  torch.compile's checks of its inputs, because rows are flat, distinct and checked here.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from __future__ import annotations
 import types
 import warnings
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +49,13 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def pays(device: torch.device, elements: int) -> bool:
     """Whether compiling is worth its seconds for a model of so many elements on this device."""
     return device.type in ("cpu", "cuda") and elements >= WORTH_COMPILING
+
+
+def sqrt(x: Tensor) -> Tensor:
+    """The square root, with the same last bit in eager and compiled mode (torch.sqrt has not, on the CPU)."""
+    if x.dtype == torch.float64:
+        return x * x.rsqrt()
+    return x.sqrt() if torch.compiler.is_compiling() else x.double().sqrt().to(x.dtype)
 
 
 def run(function: Callable, numbers: Sequence[float], rows: list[Row], fused: bool) -> None:
@@ -129,7 +139,20 @@ def _kernel(function: Callable, count: int, dtypes: tuple[torch.dtype, ...], dev
 
 
 def _compile(function: Callable, count: int, dtypes: tuple[torch.dtype, ...], device: torch.device) -> Callable:
+    """Traces and compiles a call on four rows, and returns what calls the result without looking at its inputs.
+
+    torch.compile checks at every call that its inputs are like those it saw; here they are by construction, and the
+    checks would cost as much as a step of a small model. So the backend keeps the compiled graph, which is then called
+    directly: with the tensors and the sizes in the order in which the graph asks for them.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
     width = len(dtypes)
+    vector = torch.ones(count, dtype=compute_dtype(dtypes[0]), device=device)
+    # Sizes must differ, or they would share a symbol; and be large, or the loops would not be parallel.
+    sizes = [(1 << 16) + 16 * i + 8 for i in range(ROWS_PER_CALL)]
+    dummies = [torch.ones(size, dtype=dtype, device=device) for size in sizes for dtype in dtypes]
+    graphs: list[tuple[Callable, list[Callable[[Sequence[Tensor]], Any]]]] = []
 
     def bundle(vector: Tensor, *tensors: Tensor) -> None:
         numbers = vector.unbind()
@@ -137,42 +160,36 @@ def _compile(function: Callable, count: int, dtypes: tuple[torch.dtype, ...], de
             row = tensors[i * width : (i + 1) * width]
             _write(row, function(numbers, *row))
 
-    # torch.compile counts recompilations per code object: a copy of its own keeps each kernel's count apart.
-    isolated = types.FunctionType(
-        bundle.__code__.replace(co_name="step"), bundle.__globals__, "step", None, bundle.__closure__
-    )
-    vector = torch.ones(count, dtype=compute_dtype(dtypes[0]), device=device)
-    # Sizes must differ, or they would share a symbol; and be large, or the loops would not be parallel.
-    dummies = [
-        torch.ones((1 << 16) + 16 * i + 8, dtype=dtype, device=device) for i in range(ROWS_PER_CALL) for dtype in dtypes
-    ]
+    def backend(graph: Any, inputs: Sequence[Any]) -> Callable:
+        compiled: Any = compile_fx(graph, inputs, config_patches=_options(device))  # pyright: ignore[reportArgumentType]
+        where = {tensor.data_ptr(): itemgetter(i) for i, tensor in enumerate((vector, *dummies))}
+        length = {size: partial(_length, 1 + i * width) for i, size in enumerate(sizes)}
+        graphs.append((compiled, [where[x.data_ptr()] if isinstance(x, Tensor) else length[int(x)] for x in inputs]))
+        return compiled
+
+    # Recompilations are counted per code object: a copy of its own keeps each kernel's count apart.
+    code = bundle.__code__.replace(co_name="step")
+    isolated = types.FunctionType(code, bundle.__globals__, "step", None, bundle.__closure__)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # importing the compiler warns of deprecations that are not the user's
-        kernel = torch.compile(isolated, dynamic=True, fullgraph=True, options=_options(device))
         with torch.no_grad():
-            kernel(vector, *dummies)
+            torch.compile(isolated, dynamic=True, fullgraph=True, backend=backend)(vector, *dummies)
+    ((compiled, arguments),) = graphs
+
+    def kernel(*tensors: Tensor) -> None:
+        compiled(*[argument(tensors) for argument in arguments])
+
     return kernel
 
 
-def _options(device: torch.device) -> dict:
-    if device.type != "cpu":
-        return {}
+def _length(index: int, tensors: Sequence[Tensor]) -> int:
+    return tensors[index].shape[0]
+
+
+def _options(device: torch.device) -> dict[str, Any]:
     import torch._inductor.config as inductor
 
-    wanted = {
-        "cpp.vec_isa_ok": True,  # skips a trial compilation: half the time of the first step
-        "size_asserts": False,
-        "alignment_asserts": False,
-    }
-    options: dict = {name: value for name, value in wanted.items() if _has(inductor, name)}
-    if "guard_filter_fn" in (torch.compile.__doc__ or ""):
-        options["guard_filter_fn"] = lambda guards: [False] * len(guards)
-    return options
-
-
-def _has(config: types.ModuleType, name: str) -> bool:
-    for part in name.split("."):
-        if not hasattr(config, part):
-            return False
-        config = getattr(config, part)
-    return True
+    wanted: dict[str, Any] = {"size_asserts": False, "alignment_asserts": False}
+    if device.type == "cpu":
+        wanted["cpp.vec_isa_ok"] = True  # skips a trial compilation: half the time of the first step
+    return {name: value for name, value in wanted.items() if name in inductor.get_config_copy()}

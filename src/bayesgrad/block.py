@@ -35,6 +35,7 @@ class Block:
         self.params = list(params)
         self.slots = slots
         self.dtype, self.device = params[0].dtype, params[0].device
+        self.elements = sum(p.numel() for p in params)
         self.step = state[params[0]]["step"].clone()
         for p in params:
             state[p]["step"] = self.step
@@ -46,7 +47,7 @@ class Block:
                     state[p][slot] = torch.empty_like(p, dtype=state[p][slot].dtype).copy_(state[p][slot])
         self.packs = [Pack(part, state, slots) for part in _parts([p for p in params if id(p) not in large])]
         self.kept = [[state[p][slot] for slot in slots] for p in self.params]
-        self.flat = {id(p): [flat(state[p][slot]) for slot in slots] for p in self.large}
+        self.flat = [[flat(state[p][slot]) for slot in slots] for p in self.large]
 
     def holds(self, params: Sequence[Tensor], state: dict[Any, State]) -> bool:
         """Whether this is still the layout for these parameters: nobody has replaced a tensor of their state."""
@@ -64,7 +65,7 @@ class Block:
     def rows(self) -> Iterator[list[Row]]:
         """The rows of the kernel, a call at a time: whatever is done to them between two calls is then in place."""
         if self.large:
-            yield [(flat(p), flat(_laid_out(p)), *self.flat[id(p)]) for p in self.large]
+            yield [(flat(p), flat(_laid_out(p)), *state) for p, state in zip(self.large, self.flat)]
         for pack in self.packs:
             yield [pack.gather()]
             pack.scatter()
@@ -92,7 +93,7 @@ class Pack:
         return [part.view(p.shape) for part, p in zip(parts, self.params)]
 
     def gather(self) -> Row:
-        gradients = [p.grad for p in self.params]
+        gradients = [gradient_of(p) for p in self.params]
         torch._foreach_copy_(self.weights + self.gradients, self.params + gradients)
         return (self.weight, self.gradient, *self.state)
 
@@ -113,6 +114,11 @@ def _parts(params: list[Tensor]) -> Iterator[list[Tensor]]:
         yield part
 
 
+def gradient_of(p: Tensor) -> Tensor:
+    """`p.grad`, of a parameter that is known to have one."""
+    return p.grad  # pyright: ignore[reportReturnType]
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill a stretch of memory without gaps or overlap, in whatever order of dimensions."""
     expected = 1
@@ -125,12 +131,10 @@ def is_dense(tensor: Tensor) -> bool:
 
 def flat(tensor: Tensor) -> Tensor:
     """A dense tensor's memory as one dimension."""
-    tensor = tensor.detach()
     return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _laid_out(p: Tensor) -> Tensor:
     """The gradient in the layout of the parameter: nearly always the very tensor, else a copy."""
-    gradient = p.grad
-    assert gradient is not None
+    gradient = gradient_of(p)
     return gradient if gradient.stride() == p.stride() else torch.empty_like(p).copy_(gradient)

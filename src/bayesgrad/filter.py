@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bayesgrad import _kernels
 from bayesgrad.belief import Belief
-from bayesgrad.block import Block
+from bayesgrad.block import Block, gradient_of
 from bayesgrad.curvature import Curvature, Evidence
 from bayesgrad.posterior import GaussianPosterior, Posterior
 from bayesgrad.posterior.posterior import stripped
@@ -93,7 +93,7 @@ class Filter(torch.optim.Optimizer):
     | `parts(group)` | the parts, where an option changes them | the class attributes |
     | `dynamics(group, step)` | what the transition's `numbers` asks for | nothing |
     | `gain(group)` | what multiplies the step | lr |
-    | `information(group)` | what multiplies the gradient before it is squared | 1 |
+    | `information(group)` | what multiplies the gradient before it is squared | 1, as None |
     | `prior_variance(group)` | the variance before any evidence, in the units of the state | 1 |
 
     State is in `state[p]`: a `step` counter and one tensor for each slot of the parts. Hyper-parameters are in the
@@ -129,8 +129,8 @@ class Filter(torch.optim.Optimizer):
     def gain(self, group: Mapping[str, Any]) -> float:
         return float(group["lr"])
 
-    def information(self, group: Mapping[str, Any]) -> float:
-        return 1.0
+    def information(self, group: Mapping[str, Any]) -> float | None:
+        return None
 
     def prior_variance(self, group: Mapping[str, Any]) -> float:
         return 1.0
@@ -138,10 +138,13 @@ class Filter(torch.optim.Optimizer):
     def numbers(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         """All scalars of one step. Kernels never combine two of them, so that both ways of running round alike."""
         curvature, transition, rule = self.parts(group)
-        n = {"shrink": 1 - float(group["lr"]) * group["weight_decay"], **rule.numbers(group, step, self.gain(group))}
+        n = rule.numbers(group, step, self.gain(group))
         if curvature is not None:
-            n |= {"information": self.information(group), **curvature.numbers(step)}
-            n |= transition.numbers(**self.dynamics(group, step))
+            n |= curvature.numbers(step) | transition.numbers(**self.dynamics(group, step))
+            if (information := self.information(group)) is not None:
+                n["information"] = information
+        if group["weight_decay"]:
+            n["shrink"] = 1 - float(group["lr"]) * group["weight_decay"]
         if group.get("damping"):
             n["damping"] = group["damping"]
         return n
@@ -168,11 +171,10 @@ class Filter(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         active = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
-        self._refuse_sparse(active)
         if self._skips(active):
             return loss
         layout = self._layout(active)
-        elements = sum(p.numel() for blocks in layout for block in blocks for p in block.params)
+        elements = sum(block.elements for blocks in layout for block in blocks)
         for group, blocks in zip(self.param_groups, layout):
             if blocks and (lr := float(group["lr"])) > 0:
                 group["base_lr"] = group["base_lr"] or lr
@@ -225,30 +227,25 @@ class Filter(torch.optim.Optimizer):
 
     # --- bad gradients ---
 
-    def _refuse_sparse(self, active: list[list[Tensor]]) -> None:
-        for index, params in enumerate(active):
+    def _skips(self, active: list[list[Tensor]]) -> bool:
+        """Whether this step is to be skipped; raises where that is wanted. Nothing has been changed so far."""
+        for index, (group, params) in enumerate(zip(self.param_groups, active)):
             for p in params:
-                if p.grad is not None and p.grad.layout is not torch.strided:
+                if gradient_of(p).layout is not torch.strided:
                     raise RuntimeError(
                         f"{type(self).__name__} takes no sparse gradients, but {self._name(index, p)} has one: "
                         "build the embedding with sparse=False."
                     )
-
-    def _skips(self, active: list[list[Tensor]]) -> bool:
-        """Whether this step is to be skipped; raises where that is wanted. Nothing has been changed so far."""
-        for index, (group, params) in enumerate(zip(self.param_groups, active)):
             if group["nonfinite"] == "ignore" or not params:
                 continue
             # The largest magnitude is infinite or NaN exactly where an entry is; a sum could overflow by itself.
-            norms = torch._foreach_norm([p.grad for p in params if p.numel()], math.inf)
-            if not norms or bool(torch.isfinite(torch.stack([norm.cpu() for norm in norms]).float()).all()):
+            norms = torch._foreach_norm([gradient_of(p) for p in params if p.numel()], math.inf)
+            if not norms or bool(torch.stack([norm.isfinite().to(norms[0].device) for norm in norms]).all()):
                 continue
             if group["nonfinite"] == "skip":
                 return True
             for p in params:
-                gradient = p.grad
-                assert gradient is not None
-                bad = int((~torch.isfinite(gradient)).sum())
+                bad = int((~torch.isfinite(gradient_of(p))).sum())
                 if bad:
                     raise FloatingPointError(
                         f"the gradient of {self._name(index, p)} has {bad} entries of {p.numel()} that are not finite; "

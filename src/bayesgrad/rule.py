@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bayesgrad.curvature.gradients import Memory, Numbers
+from bayesgrad.curvature.gradients import Memory, Numbers, average
 from bayesgrad.precision import Precision
 
 
@@ -55,7 +55,8 @@ class NaturalGradient(Rule):
         momentum = momentum_of(group)
         if self.heavy_ball:
             return {"gain": gain, "momentum": momentum}
-        return {"gain": gain / (1 - momentum**step), "momentum": momentum, "fresh": 1 - momentum}
+        keep, take = average(momentum, step)
+        return {"gain": gain, "momentum": keep, "fresh": take}
 
     def move(self, mean: Tensor, gradient: Tensor, precision: Precision, memory: Memory, n: Numbers) -> Tensor:
         if "momentum" not in memory:

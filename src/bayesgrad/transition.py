@@ -14,8 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesgrad.curvature.gradients import Memory, Numbers
+from bayesgrad._kernels import sqrt
+from bayesgrad.curvature.gradients import Memory, Numbers, average
 from bayesgrad.precision import Diagonal
+
+FLOOR = torch.finfo(torch.float32).tiny
 
 
 class Transition(ABC):
@@ -41,7 +44,7 @@ class Transition(ABC):
 
     def drift(self, mean: Tensor, n: Numbers) -> Tensor:
         """The mean's own motion: decoupled weight decay."""
-        return n["shrink"] * mean
+        return n["shrink"] * mean if "shrink" in n else mean
 
 
 @dataclass(frozen=True)
@@ -111,17 +114,12 @@ class OrnsteinUhlenbeck(Transition):
         return posterior
 
     def steady(self, moment: Tensor, n: Numbers) -> Diagonal:
-        # Below `tiny` squares of gradients underflow, and would no longer bound the step.
-        square = (n["half_square"] + moment).clamp(min=torch.finfo(moment.dtype).tiny)
-        # x rsqrt(x), because eager and compiled rsqrt round alike, and eager and compiled sqrt do not.
-        return Diagonal(1 / (n["half"] + square * square.rsqrt()))
+        return Diagonal(1 / (n["half"] + sqrt(n["half_square"] + moment)))
 
 
 @dataclass(frozen=True)
 class Steady(Transition):
-    """The steady state of another transition under a moving average of the increments.
-
-    m <- beta m + (1 - beta) h; the belief is `of.steady(m / (1 - beta^t))`.
+    """The steady state of another transition under a moving average of the increments, `of.steady(<h>)`.
 
     Reference: 001, Algorithm 2.
 
@@ -135,8 +133,9 @@ class Steady(Transition):
     slots = ("moment",)
 
     def numbers(self, *, beta: float, step: int, half: float = 0.0) -> dict[str, float]:
-        level = 1 / (1 - beta**step) if self.debias else 1.0
-        return {"keep": beta, "take": 1 - beta, "level": level, "half": half, "half_square": half * half}
+        keep, take = average(beta, step) if self.debias else (beta, 1 - beta)
+        # Where squares of gradients underflow in float32, the floor keeps the step bounded by lr, and finite.
+        return {"keep": keep, "take": take, "half": half, "half_square": max(half * half, FLOOR)}
 
     def merge(self, memory: Memory, increment: Tensor, n: Numbers) -> Diagonal:
         largest = torch.finfo(increment.dtype).max / 4  # an average that is infinite once would stay so
@@ -145,4 +144,4 @@ class Steady(Transition):
         return self.believed(memory, n)
 
     def believed(self, memory: Memory, n: Numbers) -> Diagonal:
-        return self.of.steady(n["level"] * memory["moment"], n)
+        return self.of.steady(memory["moment"], n)

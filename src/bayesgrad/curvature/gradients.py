@@ -16,6 +16,16 @@ Memory = dict[str, Tensor]
 Numbers = Mapping[str, Any]
 
 
+def average(decay: float, step: int) -> tuple[float, float]:
+    """What a debiased moving average keeps of itself and takes of the `step`-th value (from 1).
+
+    For m_t = d m_{t-1} + (1-d) x_t, the debiased <x>_t = m_t/(1-d^t) obeys
+    <x>_t = d (1-d^(t-1))/(1-d^t) <x>_{t-1} + (1-d)/(1-d^t) x_t: it can be kept as it is.
+    """
+    level = 1 - decay**step
+    return decay * (1 - decay ** (step - 1)) / level, (1 - decay) / level
+
+
 class Curvature(ABC):
     """Reads evidence into a precision increment; keeps what it must remember in its own slots of `memory`."""
 
@@ -32,7 +42,7 @@ class Curvature(ABC):
 
 @dataclass(frozen=True)
 class SquaredGradient(Curvature):
-    """h = (c g)^2, the squared gradient of the summed loss where the number `information` is c = B.
+    """h = (c g)^2, the squared gradient of the summed loss where the number `information` is c = B (1 if left out).
 
     Unbiased for the Fisher information of the batch at the optimum, where gradients average to zero.
 
@@ -41,7 +51,7 @@ class SquaredGradient(Curvature):
     """
 
     def read(self, evidence: Evidence, memory: Memory, n: Numbers) -> Tensor:
-        error = n["information"] * evidence.gradient
+        error = evidence.gradient * n["information"] if "information" in n else evidence.gradient
         return error * error
 
 
@@ -66,15 +76,13 @@ class CentredGradient(Curvature):
 
     def numbers(self, step: int) -> dict[str, float]:
         d, weight = self.decay, self.decay ** (step - 1)
-        if step == 1:
-            level, unbias = 0.0, 1.0
-        else:
-            level = 1 / (1 - weight)
-            unbias = 1 / (1 + (1 - d) / (1 + d) * (1 + weight) / (1 - weight))
-        return {"mean_keep": d, "mean_take": 1 - d, "mean_level": level, "mean_unbias": math.sqrt(unbias)}
+        spread = (1 - d) / (1 + d) * (1 + weight) / (1 - weight) if step > 1 else 0.0
+        keep, take = average(d, step)
+        return {"mean_keep": keep, "mean_take": take, "mean_unbias": math.sqrt(1 / (1 + spread))}
 
     def read(self, evidence: Evidence, memory: Memory, n: Numbers) -> Tensor:
         mean = memory["gradient_mean"]
-        error = (evidence.gradient - n["mean_level"] * mean) * n["mean_unbias"] * n["information"]
+        error = (evidence.gradient - mean) * n["mean_unbias"]
+        error = error * n["information"] if "information" in n else error
         memory["gradient_mean"] = n["mean_keep"] * mean + n["mean_take"] * evidence.gradient
         return error * error

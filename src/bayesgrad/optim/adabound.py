@@ -26,7 +26,7 @@ class Peak(Steady):
 
     def believed(self, memory: Memory, n: Numbers) -> Diagonal:
         memory["peak"] = torch.maximum(memory["peak"], memory["moment"])
-        return self.of.steady(n["level"] * memory["peak"], n)
+        return self.of.steady(memory["peak"], n)
 
 
 @dataclass(frozen=True)

@@ -50,5 +50,5 @@ class Diagonal(Precision):
         return torch.diag(1 / self.covariance.flatten())
 
     def storable(self) -> Tensor:
-        """The variances, none so small that its reciprocal overflows."""
-        return self.covariance.clamp(min=torch.finfo(self.covariance.dtype).tiny)
+        """The variances, moved away from zero by what only a reciprocal that overflows could see."""
+        return self.covariance + torch.finfo(self.covariance.dtype).tiny
