@@ -34,6 +34,7 @@ class Range(NamedTuple):
 NONNEGATIVE = Range("a finite number >= 0", lambda x: 0 <= x < math.inf)
 POSITIVE = Range("a positive number", lambda x: x > 0)
 FRACTION = Range("in [0, 1)", lambda x: 0 <= x < 1)
+OPEN_FRACTION = Range("in (0, 1)", lambda x: 0 < x < 1)
 FRACTIONS = Range("two numbers in [0, 1)", lambda x: len(x) == 2 and all(0 <= b < 1 for b in x))
 COUNT = Range("a number >= 1", lambda x: 1 <= x < math.inf)
 OPTIONAL_COUNT = Range("None or a number >= 1", lambda x: x is None or 1 <= x < math.inf)
@@ -173,12 +174,13 @@ class Filter(torch.optim.Optimizer):
         active = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
         if self._skips(active):
             return loss
+        for group, params in zip(self.param_groups, active):
+            if params and (lr := float(group["lr"])) > 0:
+                group["base_lr"] = group["base_lr"] or lr
+                group["last_lr"] = lr
         layout = self._layout(active)
         elements = sum(block.elements for blocks in layout for block in blocks)
         for group, blocks in zip(self.param_groups, layout):
-            if blocks and (lr := float(group["lr"])) > 0:
-                group["base_lr"] = group["base_lr"] or lr
-                group["last_lr"] = lr
             for block in blocks:
                 block.step += 1
                 numbers = self.numbers(group, int(block.step))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bayesgrad.curvature import SquaredGradient
 from bayesgrad.curvature.gradients import Memory, Numbers
-from bayesgrad.filter import FRACTION, NONNEGATIVE, POSITIVE, Filter
+from bayesgrad.filter import NONNEGATIVE, OPEN_FRACTION, POSITIVE, Filter
 from bayesgrad.precision import Diagonal, Precision
 from bayesgrad.rule import NaturalGradient
 from bayesgrad.transition import Steady
@@ -92,7 +92,7 @@ class AdaBound(Filter):
     curvature = SquaredGradient()
     transition = Steady(debias=False)
     rule = BoundedGradient()
-    accepts = {**Filter.accepts, "final_lr": POSITIVE, "gamma": FRACTION, "eps": NONNEGATIVE}
+    accepts = {**Filter.accepts, "final_lr": POSITIVE, "gamma": OPEN_FRACTION, "eps": NONNEGATIVE}
 
     def __init__(
         self,

@@ -1,0 +1,145 @@
+"""The table of optimizers: whatever is listed here goes through every test of tests/contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from bayesgrad import optim
+
+
+@dataclass(frozen=True)
+class Case:
+    """One optimizer under one set of options.
+
+    Args:
+        make: the class.
+        options: beyond params; what is left out has its default.
+        slots: the state tensors it keeps beside `step`.
+        bad: arguments that must be refused, with the words the message must contain.
+    """
+
+    name: str
+    make: Callable[..., torch.optim.Optimizer]
+    options: dict[str, Any] = field(default_factory=dict)
+    slots: tuple[str, ...] = ("momentum",)
+    bad: tuple[tuple[dict[str, Any], str], ...] = ()
+
+    def __call__(self, params: Any, **options: Any) -> torch.optim.Optimizer:
+        return self.make(params, **{**self.options, **options})
+
+
+COMMON = (
+    ({"lr": -0.1}, "lr must be a finite number >= 0, got -0.1."),
+    ({"lr": float("nan")}, "lr must be a finite number >= 0, got nan."),
+    ({"lr": "fast"}, "lr must be a finite number >= 0, got 'fast'."),
+    ({"weight_decay": -1}, "weight_decay must be a finite number >= 0, got -1."),
+    ({"nonfinite": "warn"}, "nonfinite must be 'ignore' or 'raise' or 'skip', got 'warn'."),
+    ({"fused": "yes"}, "fused must be None, True or False, got 'yes'."),
+)
+ADABAYES = (
+    *COMMON,
+    ({"batch_size": 0}, "batch_size must be a number >= 1, got 0."),
+    ({"sgd_lr": 0.0}, "sgd_lr must be a positive number, got 0.0."),
+    ({"momentum": 1.0}, "momentum must be in [0, 1), got 1.0."),
+    ({"follow_lr": 1}, "follow_lr must be True or False, got 1."),
+    ({"centered": None}, "centered must be True or False, got None."),
+)
+ADABAYES_FP = (
+    *COMMON,
+    ({"batch_size": 0}, "batch_size must be None or a number >= 1, got 0."),
+    ({"sgd_lr": -1.0}, "sgd_lr must be a positive number, got -1.0."),
+    ({"betas": (0.9, 1.0)}, "betas must be two numbers in [0, 1), got (0.9, 1.0)."),
+    ({"betas": 0.9}, "betas must be two numbers in [0, 1), got 0.9."),
+)
+ADABOUND = (
+    *COMMON,
+    ({"final_lr": 0.0}, "final_lr must be a positive number, got 0.0."),
+    ({"gamma": 0.0}, "gamma must be in (0, 1), got 0.0."),
+    ({"eps": -1e-8}, "eps must be a finite number >= 0, got -1e-08."),
+)
+
+CASES = (
+    Case("AdaBayes", optim.AdaBayes, {"batch_size": 32}, ("variance", "momentum"), ADABAYES),
+    Case("AdaBayes-plain", optim.AdaBayes, {"batch_size": 32, "momentum": 0.0}, ("variance",)),
+    Case(
+        "AdaBayes-centered",
+        optim.AdaBayes,
+        {"batch_size": 32, "centered": True, "weight_decay": 0.1},
+        ("gradient_mean", "variance", "momentum"),
+    ),
+    Case(
+        "AdaBayes-paper",
+        optim.AdaBayes,
+        {"batch_size": 32, "follow_lr": False, "weight_decay": 0.1},
+        ("variance", "momentum"),
+    ),
+    Case("AdaBayes-random-walk", optim.AdaBayes, {"batch_size": 32, "sgd_lr": float("inf")}, ("variance", "momentum")),
+    Case("AdaBayesFP", optim.AdaBayesFP, {}, ("moment", "momentum"), ADABAYES_FP),
+    Case(
+        "AdaBayesFP-centered",
+        optim.AdaBayesFP,
+        {"centered": True, "weight_decay": 0.1},
+        ("gradient_mean", "moment", "momentum"),
+    ),
+    Case("AdaBayesFP-adamw", optim.AdaBayesFP, {"sgd_lr": float("inf")}, ("moment", "momentum")),
+    Case("AdaBound", optim.AdaBound, {"weight_decay": 0.1}, ("moment", "momentum"), ADABOUND),
+    Case("AMSBound", optim.AMSBound, {}, ("moment", "peak", "momentum"), ADABOUND),
+)
+
+
+def small_model(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+    """Large and small tensors, a scalar and a single element: every path of the layout."""
+    generator = torch.Generator().manual_seed(seed)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide = nn.Linear(40, 1000)
+            self.conv = nn.Conv1d(1, 2, 3)
+            self.out = nn.Linear(1000, 3)
+            self.scale = nn.Parameter(torch.tensor(1.0))
+            self.shift = nn.Parameter(torch.tensor([0.1]))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = torch.relu(self.wide(x)) * self.scale + self.shift
+            return self.out(hidden) + nn.functional.pad(self.conv(x[:, None]).mean(2), (0, 1))
+
+    model = Model()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p if p.numel() == 1 else 0.1 * torch.randn(p.shape, generator=generator))
+    return model.to(dtype)
+
+
+def batch(index: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """The index-th batch of 32 random examples with three classes."""
+    generator = torch.Generator().manual_seed(1000 + index)
+    return torch.randn(32, 40, generator=generator).to(dtype), torch.randint(0, 3, (32,), generator=generator)
+
+
+def backward(model: nn.Module, index: int) -> torch.Tensor:
+    x, y = batch(index, next(model.parameters()).dtype)
+    loss = nn.functional.cross_entropy(model(x), y)
+    loss.backward()
+    return loss
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for index in steps:
+        optimizer.zero_grad()
+        backward(model, index)
+        optimizer.step()
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    """Equal to the bit (NaN equals NaN)."""
+    return a.keys() == b.keys() and all(torch.equal(a[k].nan_to_num(7.7), b[k].nan_to_num(7.7)) for k in a)
