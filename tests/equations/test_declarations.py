@@ -1,0 +1,141 @@
+"""Known optimizers, declared out of the same parts: the paper's point, made in code."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from bayesgrad.curvature import SquaredGradient
+from bayesgrad.filter import Filter
+from bayesgrad.rule import NaturalGradient
+from bayesgrad.transition import OrnsteinUhlenbeck, Static, Steady
+
+DESIGN = Path(__file__).parents[2] / "docs" / "design.md"
+
+
+class SGD(Filter):
+    """A belief that never changes: every weight equally certain."""
+
+    transition = Static()
+    rule = NaturalGradient(heavy_ball=True)
+
+    def __init__(self, params, lr, momentum=0.0):
+        super().__init__(params, dict(lr=lr, momentum=momentum))
+
+
+class Adam(Filter):
+    """The steady state of a random walk (sigma = inf), whose prior precision is eps."""
+
+    curvature = SquaredGradient()
+    transition = Steady(OrnsteinUhlenbeck())
+    rule = NaturalGradient()
+
+    def __init__(self, params, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0):
+        super().__init__(params, dict(lr=lr, betas=betas, damping=eps, weight_decay=weight_decay))
+
+    def dynamics(self, group, step):
+        return {"beta": group["betas"][1], "step": step}
+
+
+class RMSprop(Filter):
+    """Adam without momentum, whose average of squares starts from zero."""
+
+    curvature = SquaredGradient()
+    transition = Steady(OrnsteinUhlenbeck(), debias=False)
+    rule = NaturalGradient()
+
+    def __init__(self, params, lr, alpha=0.99, eps=1e-8):
+        super().__init__(params, dict(lr=lr, alpha=alpha, damping=eps))
+
+    def dynamics(self, group, step):
+        return {"beta": group["alpha"], "step": step}
+
+
+PAIRS = {
+    "SGD": (lambda p: SGD(p, 0.1), lambda p: torch.optim.SGD(p, 0.1)),
+    "SGD with momentum": (lambda p: SGD(p, 0.1, 0.9), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)),
+    "RMSprop": (lambda p: RMSprop(p, 0.01), lambda p: torch.optim.RMSprop(p, 0.01)),
+    "Adam": (lambda p: Adam(p, 0.01), lambda p: torch.optim.Adam(p, 0.01)),
+    "AdamW": (
+        lambda p: Adam(p, 0.01, (0.8, 0.99), 1e-4, 0.1),
+        lambda p: torch.optim.AdamW(p, 0.01, (0.8, 0.99), 1e-4, 0.1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_equals_torch_optim(name: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(40, dtype=torch.float64, generator=generator)
+    weights = [torch.nn.Parameter(start.clone()) for _ in range(2)]
+    optimizers = [make([weight]) for make, weight in zip(PAIRS[name], weights)]
+    scale = torch.logspace(-2, 1, 40, dtype=torch.float64)
+    for step in range(300):
+        noise = torch.randn(40, dtype=torch.float64, generator=generator)
+        for weight, optimizer in zip(weights, optimizers):
+            optimizer.param_groups[0]["lr"] = 0.01 * (1 + math.cos(step / 40))
+            weight.grad = scale * (weight.detach() + noise)
+            optimizer.step()
+    torch.testing.assert_close(weights[0], weights[1], rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(weights[0], start, atol=1e-2)
+
+
+class Recursive(Filter):
+    """No dynamics at all: certainty adds up."""
+
+    curvature = SquaredGradient()
+    transition = Static()
+    rule = NaturalGradient()
+
+    def __init__(self, params, lr=1.0):
+        super().__init__(params, dict(lr=lr))
+
+    def prior_variance(self, group):
+        return 4.0
+
+
+def test_without_dynamics_precision_is_the_sum_of_squared_gradients() -> None:
+    weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    optimizer = Recursive([weight])
+    gradients = torch.randn(50, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected, precision = torch.zeros(3, dtype=torch.float64), 0.25
+    for gradient in gradients:
+        weight.grad = gradient.clone()
+        optimizer.step()
+        precision = precision + gradient**2
+        expected = expected - gradient / precision
+    torch.testing.assert_close(optimizer.state[weight]["variance"], 1 / precision, rtol=1e-12, atol=0)
+    torch.testing.assert_close(weight.detach(), expected, rtol=1e-12, atol=0)
+
+
+def test_the_design_page_builds_the_fading_memory_filter() -> None:
+    """001, Eq. 28-31: forgetting instead of process noise gives lambda/<g^2>, a mean-square normaliser."""
+    (source,) = re.findall(r"```python\n(.*?)```", DESIGN.read_text(), re.DOTALL)
+    assert len([line for line in source.splitlines() if line.strip() and "import" not in line]) <= 20
+    page: dict = {}
+    exec(compile(source, str(DESIGN), "exec"), page)
+
+    forget, batch = 0.02, 16
+    gradients = torch.randn(400, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    gradients *= torch.logspace(-2, 1, 5, dtype=torch.float64)
+    weight = torch.nn.Parameter(torch.zeros(5, dtype=torch.float64))
+    optimizer = page["FadingMemory"]([weight], batch_size=batch, forget=forget)
+    precision, expected = torch.ones(5, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
+    for gradient in gradients:
+        weight.grad = gradient.clone()
+        optimizer.step()
+        precision = (1 - forget) * precision + (batch * gradient) ** 2  # Eq. 30
+        expected = expected - batch * gradient / precision
+    torch.testing.assert_close(weight.detach(), expected, rtol=1e-12, atol=0)
+
+    weight.grad = torch.tensor([0.1, 0.2, 0.4, 0.8, 1.6], dtype=torch.float64)
+    for _ in range(2000):
+        optimizer.step()
+    model = torch.nn.Module()
+    model.register_parameter("w", weight)
+    steady = forget / (batch * weight.grad) ** 2  # Eq. 31
+    torch.testing.assert_close(optimizer.posterior(model).variance()["w"], steady, rtol=1e-9, atol=0)
