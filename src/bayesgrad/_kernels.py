@@ -124,7 +124,9 @@ def _kernel(function: Callable, count: int, dtypes: tuple[torch.dtype, ...], dev
     key = (function, count, dtypes, device)
     if key not in _compiled:
         try:
-            _compiled[key] = _compile(function, count, dtypes, device)
+            with warnings.catch_warnings(), torch.no_grad():
+                warnings.simplefilter("ignore")  # importing the compiler warns of deprecations that are not the user's
+                _compiled[key] = _compile(function, count, dtypes, device)
         except Exception as error:  # the compiler's own failures come in many types; none may stop training
             _unusable.add(device.type)
             reason = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
@@ -170,10 +172,7 @@ def _compile(function: Callable, count: int, dtypes: tuple[torch.dtype, ...], de
     # Recompilations are counted per code object: a copy of its own keeps each kernel's count apart.
     code = bundle.__code__.replace(co_name="step")
     isolated = types.FunctionType(code, bundle.__globals__, "step", None, bundle.__closure__)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # importing the compiler warns of deprecations that are not the user's
-        with torch.no_grad():
-            torch.compile(isolated, dynamic=True, fullgraph=True, backend=backend)(vector, *dummies)
+    torch.compile(isolated, dynamic=True, fullgraph=True, backend=backend)(vector, *dummies)
     ((compiled, arguments),) = graphs
 
     def kernel(*tensors: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -241,7 +242,9 @@ def load(path: str | os.PathLike, model: nn.Module | None = None) -> Posterior:
         ValueError: where the file is damaged, cut short, or not a posterior's.
     """
     try:
-        state = torch.load(path, weights_only=True, map_location="cpu")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of foreign pickles, which the error below is about
+            state = torch.load(path, weights_only=True, map_location="cpu")
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise ValueError(
             f"{os.fspath(path)} cannot be read as a posterior (damaged or cut short): save it again."

@@ -1,0 +1,229 @@
+"""Posteriors: sampling against closed forms, predictions on linear models where all is known, storage."""
+
+from __future__ import annotations
+
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from bayesgrad import Posterior
+from bayesgrad.belief import Belief
+from bayesgrad.posterior import GaussianPosterior, SampledPosterior, load
+from bayesgrad.precision import Diagonal
+
+
+def linear(outputs: int = 1) -> tuple[nn.Module, GaussianPosterior, torch.Tensor]:
+    """A linear model, a belief about it, and inputs."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, outputs, dtype=torch.float64)
+    beliefs = {
+        name: Belief(p.detach().clone(), Diagonal(torch.rand_like(p) + 0.1)) for name, p in model.named_parameters()
+    }
+    return model, GaussianPosterior(beliefs, model), torch.randn(5, 3, dtype=torch.float64)
+
+
+def test_samples_have_the_mean_and_variance_of_the_belief() -> None:
+    _, posterior, _ = linear()
+    n = 20_000
+    for name, draws in posterior.sample(n).items():
+        variance = posterior.variance()[name]
+        assert draws.shape == (n, *variance.shape)
+        assert bool(((draws.mean(0) - posterior.mean[name]).abs() < 5 * (variance / n).sqrt()).all())
+        assert bool(((draws.var(0) / variance - 1).abs() < 5 * math.sqrt(2 / n)).all())
+
+
+def test_draws_are_a_function_of_seed_and_index_and_leave_the_global_generator_alone() -> None:
+    model, posterior, x = linear()
+    state = torch.get_rng_state()
+    first, second = posterior.sample(2)["weight"], posterior.sample(2)["weight"]
+    again = posterior.sample(4, seed=0)["weight"]
+    assert torch.equal(torch.cat([first, second]), again)
+    assert not torch.equal(first, posterior.sample(2, seed=1)["weight"])
+    assert torch.equal(
+        posterior.predict(x, 3, likelihood="gaussian").mean, posterior.predict(x, 3, likelihood="gaussian").mean
+    )
+    with posterior.sampled(model, seed=0):
+        assert torch.equal(model.weight, again[0])
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_linear_prediction_is_exact_for_a_linear_model_and_monte_carlo_agrees() -> None:
+    """Var f = x' diag(v_w) x + v_b."""
+    model, posterior, x = linear(outputs=2)
+    v = posterior.variance()
+    variance = x.square() @ v["weight"].T + v["bias"]
+    exact = posterior.predict(x, method="linear", likelihood="gaussian")
+    torch.testing.assert_close(exact.mean, model(x).detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(exact.variance, variance, rtol=1e-12, atol=1e-12)
+    n = 4000
+    sampled = posterior.predict(x, samples=n, likelihood="gaussian")
+    assert bool(((sampled.mean - exact.mean).abs() < 5 * (variance / n).sqrt()).all())
+    assert bool(((sampled.variance / variance - 1).abs() < 5 * math.sqrt(2 / n)).all())
+    point = posterior.predict(x, method="mean", likelihood="gaussian")
+    torch.testing.assert_close(point.mean, exact.mean)
+    assert bool((point.variance == 0).all())
+
+
+def test_probabilities_are_averages_of_softmax_and_sigmoid() -> None:
+    model, posterior, x = linear(outputs=3)
+    draws = posterior.sample(7, seed=0)
+    logits = torch.einsum("noi,bi->nbo", draws["weight"], x) + draws["bias"][:, None]
+    torch.testing.assert_close(posterior.predict(x, samples=7), logits.softmax(-1).mean(0))
+    torch.testing.assert_close(posterior.predict(x, samples=7, likelihood="bernoulli"), logits.sigmoid().mean(0))
+    torch.testing.assert_close(posterior.predict(x, method="mean"), model(x).softmax(-1).detach())
+
+
+def test_the_probit_link_is_near_the_gaussian_integral() -> None:
+    """MacKay's approximation of E sigmoid(f) is good to 0.02 for any mean and variance."""
+    model, posterior, x = linear()
+    moments = posterior.predict(x, method="linear", likelihood="gaussian")
+    nodes = torch.linspace(-8, 8, 4001, dtype=torch.float64)
+    weights = torch.exp(-(nodes**2) / 2) / torch.exp(-(nodes**2) / 2).sum()
+    integral = ((moments.mean[..., None] + moments.variance.sqrt()[..., None] * nodes).sigmoid() * weights).sum(-1)
+    probit = posterior.predict(x, method="linear", likelihood="bernoulli")
+    assert (probit - integral).abs().max() < 0.02
+    assert (model(x).sigmoid() - integral).abs().max() > 0.02
+
+
+def test_sampled_weights_are_put_back_bit_for_bit_even_after_an_exception() -> None:
+    model, posterior, _ = linear()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def fails() -> None:
+        with posterior.sampled(model):
+            assert not torch.equal(model.weight, before["weight"])
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert torch.equal(model.weight, before["weight"])
+    with posterior.sampled() as outer:
+        held = outer.weight.detach().clone()
+        with posterior.sampled(model):
+            assert not torch.equal(model.weight, held)
+        assert torch.equal(model.weight, held)
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name])
+        assert p.requires_grad
+
+
+def test_prediction_leaves_modes_and_statistics_alone() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+    model[2].eval()
+    beliefs = {n: Belief(p.detach().clone(), Diagonal(torch.full_like(p, 0.01))) for n, p in model.named_parameters()}
+    posterior = GaussianPosterior(beliefs, model)
+    statistics = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    x = torch.randn(6, 3)
+    for method in ("mc", "linear", "mean"):
+        probabilities = posterior.predict(x, method=method)
+        torch.testing.assert_close(probabilities.sum(-1), torch.ones(6))
+        assert not probabilities.requires_grad
+    assert [module.training for module in model] == [True, True, False, True]
+    assert all(torch.equal(buffer, statistics[name]) for name, buffer in model.named_buffers())
+
+
+def test_a_bag_of_samples() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    members = [{name: torch.randn_like(p) for name, p in model.named_parameters()} for _ in range(5)]
+    posterior = SampledPosterior(members, model)
+    x = torch.randn(4, 3)
+    outputs = torch.stack([nn.functional.linear(x, m["weight"], m["bias"]) for m in members])
+    torch.testing.assert_close(posterior.predict(x), outputs.softmax(-1).mean(0))
+    moments = posterior.predict(x, likelihood="gaussian")
+    torch.testing.assert_close(moments.variance, outputs.var(0, correction=0))
+    stacked = torch.stack([m["weight"] for m in members])
+    torch.testing.assert_close(posterior.mean["weight"], stacked.mean(0))
+    torch.testing.assert_close(posterior.variance()["weight"], stacked.var(0))
+    drawn = posterior.sample(200)["weight"]
+    counts = torch.stack([(drawn == member).flatten(1).all(1).sum() for member in stacked])
+    assert counts.sum() == 200
+    assert bool(((counts - 40).abs() < 5 * math.sqrt(200 * 0.2 * 0.8)).all())
+    fewer = posterior.predict(x, samples=2)
+    pairs = [(outputs[i].softmax(-1) + outputs[j].softmax(-1)) / 2 for i in range(5) for j in range(i)]
+    assert min((fewer - pair).abs().max().item() for pair in pairs) < 1e-6
+    with pytest.raises(ValueError, match="no linearised prediction"):
+        posterior.predict(x, method="linear")
+    with pytest.raises(ValueError, match="at least one member, got none"):
+        SampledPosterior([], model)
+    with pytest.raises(ValueError, match="member 1 names other tensors"):
+        SampledPosterior([{"a": x}, {"b": x}])
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "samples"])
+def test_saved_and_loaded_it_goes_on_with_the_same_draws(kind: str, tmp_path) -> None:
+    model, posterior, x = linear(outputs=2)
+    if kind == "samples":
+        posterior = SampledPosterior(
+            [{k: v[i] for k, v in posterior.sample(3).items()} for i in range(3)], model, seed=3
+        )
+    posterior.sample(2)
+    posterior.save(tmp_path / "posterior.pt")
+    loaded = Posterior.load(tmp_path / "posterior.pt", model)
+    assert type(loaded) is type(posterior)
+    for a, b in (
+        (posterior.mean, loaded.mean),
+        (posterior.variance(), loaded.variance()),
+        (posterior.sample(3), loaded.sample(3)),
+    ):
+        assert all(torch.equal(a[name], b[name]) for name in a)
+    assert torch.equal(posterior.predict(x), loaded.predict(x))
+    assert [path.name for path in tmp_path.iterdir()] == ["posterior.pt"]
+
+
+def test_files_that_are_not_posteriors_get_one_sentence(tmp_path) -> None:
+    _, posterior, _ = linear()
+    path = tmp_path / "posterior.pt"
+    posterior.save(path)
+    whole = path.read_bytes()
+    for length in (0, 10, len(whole) // 2, len(whole) - 20):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match=r"posterior.pt cannot be read as a posterior \(damaged or cut short\)"):
+            load(path)
+
+    class Trap:
+        def __reduce__(self):
+            return print, ("unpickled",)
+
+    torch.save(Trap(), path)
+    with pytest.raises(ValueError, match="cannot be read as a posterior"):
+        load(path)
+    path.write_bytes(pickle.dumps({"kind": "gaussian"}))
+    with pytest.raises(ValueError, match="posterior"):
+        load(path)
+    torch.save([1, 2], path)
+    with pytest.raises(ValueError, match="holds no posterior but a list"):
+        load(path)
+    torch.save({"kind": "gaussian"}, path)
+    with pytest.raises(ValueError, match="it lacks 'seed', 'draws', 'tensors'"):
+        load(path)
+    torch.save({**posterior.state_dict(), "kind": "mystery"}, path)
+    with pytest.raises(ValueError, match="kind 'mystery' is not known"):
+        load(path)
+    with pytest.raises(FileNotFoundError):
+        load(tmp_path / "nowhere.pt")
+
+
+def test_bad_requests_get_one_sentence() -> None:
+    model, posterior, x = linear()
+    cases = [
+        (lambda: posterior.predict(x, method="exact"), "method must be one of 'mc', 'linear', 'mean', got 'exact'"),
+        (lambda: posterior.predict(x, samples=0), "samples must be at least 1, got 0"),
+        (lambda: posterior.predict(x, likelihood="poison"), "likelihood must be one of .*, got 'poison'"),
+        (lambda: posterior.sample(0), "n must be at least 1, got 0"),
+        (lambda: posterior.predict(x, model=nn.Linear(4, 1)), r"shape \(1, 4\) in the model and \(1, 3\)"),
+        (lambda: posterior.predict(x, model=nn.Sequential(model)), "the model has no parameter 'weight'"),
+        (lambda: GaussianPosterior(posterior.beliefs).predict(x), "this posterior has no model"),
+    ]
+    for call, message in cases:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_wrapped_models_keep_their_names() -> None:
+    model, posterior, x = linear(outputs=2)
+    wrapped = torch.compile(model, backend="eager")
+    assert torch.equal(posterior.predict(x, model=wrapped, method="mean"), posterior.predict(x, method="mean"))

@@ -1,0 +1,71 @@
+"""The architecture, enforced: imports point only downwards, and importing stays light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[1] / "src" / "bayesgrad"
+LAYERS = [
+    ["__init__"],
+    ["cli"],
+    ["experiments"],
+    ["plots"],
+    ["models"],
+    ["inference"],
+    ["families"],
+    ["samplers"],
+    ["laplace"],
+    ["optim"],
+    ["filter"],
+    ["rule", "transition", "block"],
+    ["curvature"],
+    ["posterior"],
+    ["belief"],
+    ["precision"],
+    ["likelihoods"],
+    ["_kernels"],
+]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+
+
+def imported(path: Path) -> set[str]:
+    """The top-level modules of the package that a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "bayesgrad" and len(parts) > 1:
+                found.add(parts[1] if parts[1] in LEVEL else "__init__")
+    return found
+
+
+def test_imports_point_downwards() -> None:
+    upward = []
+    for path in SOURCE.rglob("*.py"):
+        top = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+        assert top in LEVEL, f"{path.name} has no place in the layout"
+        upward += [f"{top} imports {name}" for name in imported(path) if name != top and LEVEL[name] <= LEVEL[top]]
+    assert not upward
+
+
+def test_importing_needs_nothing_but_torch_and_numpy_and_no_compiler() -> None:
+    code = (
+        "import sys, bayesgrad; names = {name.split('.')[0] for name in sys.modules};"
+        "print(sorted(names & {'sklearn', 'scipy', 'matplotlib', 'hypothesis', 'pytest'}),"
+        "'torch._inductor.compile_fx' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[] False"
+
+
+def test_no_file_asks_to_be_split() -> None:
+    long = {path.name: lines for path in SOURCE.rglob("*.py") if (lines := len(path.read_text().splitlines())) > 450}
+    assert not long
