@@ -9,6 +9,7 @@ gradients are gathered and scattered around the call.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ class Block:
                 if state[p][slot].stride() != p.stride():
                     state[p][slot] = torch.empty_like(p, dtype=state[p][slot].dtype).copy_(state[p][slot])
         self.packs = [Pack(part, state, slots) for part in _parts([p for p in params if id(p) not in large])]
-        self.kept = [[state[p][slot] for slot in slots] for p in self.params]
+        self.kept = [list(state[p].values()) for p in self.params]
         self.flat = [[flat(state[p][slot]) for slot in slots] for p in self.large]
 
     def holds(self, params: Sequence[Tensor], state: dict[Any, State]) -> bool:
@@ -54,12 +55,11 @@ class Block:
         if len(params) != len(self.params):
             return False
         for p, mine, kept in zip(params, self.params, self.kept):
-            entry = state.get(p)
-            if p is not mine or not entry or entry.get("step") is not self.step or p.dtype is not self.dtype:
+            entry = state.get(p, {})
+            if p is not mine or p.dtype is not self.dtype or len(entry) != len(kept):
                 return False
-            for slot, tensor in zip(self.slots, kept):
-                if entry.get(slot) is not tensor:
-                    return False
+            if not all(map(is_, entry.values(), kept)):
+                return False
         return True
 
     def rows(self) -> Iterator[list[Row]]:

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -104,6 +104,30 @@ class Posterior(ABC):
         return [torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + first + k) % 2**63) for k in range(n)]
 
     # --- prediction ---
+
+    @overload
+    def predict(
+        self,
+        x: Tensor,
+        samples: int = 32,
+        method: str = "mc",
+        *,
+        likelihood: Literal["categorical", "bernoulli"] = "categorical",
+        model: nn.Module | None = None,
+        seed: int | None = None,
+    ) -> Tensor: ...
+
+    @overload
+    def predict(
+        self,
+        x: Tensor,
+        samples: int = 32,
+        method: str = "mc",
+        *,
+        likelihood: Literal["gaussian"],
+        model: nn.Module | None = None,
+        seed: int | None = None,
+    ) -> likelihoods.Moments: ...
 
     @torch.no_grad()
     def predict(
