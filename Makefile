@@ -4,10 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: test lint types fast bench format clean
+.PHONY: test demo lint types fast bench format clean
 
 test: lint types  ## lint, types and the whole test suite, doctests included
 	$(BIN)/python -m pytest
+
+demo: $(STAMP)  ## compare optimizers on scikit-learn's digits; ends by saying where the report is
+	$(BIN)/bayesgrad compare --data digits --seeds 3 --epochs 15 --out runs --resume
 
 fast: $(STAMP)  ## the tests that take no compilation: a few seconds
 	$(BIN)/python -m pytest -m "not compiled" -x
@@ -24,7 +27,7 @@ format: $(STAMP)  ## rewrite the sources in the house format
 	$(BIN)/ruff format .
 
 bench: $(STAMP)  ## timings side by side with torch.optim; keep the machine idle
-	$(BIN)/python benchmarks/elementwise.py
+	$(BIN)/bayesgrad bench
 
 clean:
 	rm -rf $(VENV)

@@ -1,0 +1,51 @@
+"""What a data set is, wherever it comes from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+SPLIT_SEED = 0
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Inputs and integer labels for training and testing.
+
+    Args:
+        train_x, test_x: (n, ...) float inputs, or (n, time) token numbers where `kind` is "text".
+        train_y, test_y: (n,) labels, or (n, time) next tokens.
+        classes: how many different labels there may be.
+        kind: "image" (n, channels, height, width), "table" (n, features) or "text".
+        note: what was found, for people.
+    """
+
+    name: str
+    train_x: Tensor
+    train_y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+    classes: int
+    kind: str
+    note: str = ""
+
+    def part(self, count: int | None, seed: int = SPLIT_SEED) -> Dataset:
+        """The same test data and a fixed random choice of `count` training examples."""
+        if count is None or count >= len(self.train_x):
+            return self
+        chosen = torch.randperm(len(self.train_x), generator=torch.Generator().manual_seed(seed))[:count]
+        return replace(self, train_x=self.train_x[chosen], train_y=self.train_y[chosen])
+
+    def validation(self, fraction: float = 0.2) -> Dataset:
+        """A data set whose test part is held out of this one's training part; the test part is out of reach."""
+        order = torch.randperm(len(self.train_x), generator=torch.Generator().manual_seed(SPLIT_SEED + 1))
+        held, kept = order[: int(fraction * len(order))], order[int(fraction * len(order)) :]
+        return replace(
+            self,
+            train_x=self.train_x[kept],
+            train_y=self.train_y[kept],
+            test_x=self.train_x[held],
+            test_y=self.train_y[held],
+        )

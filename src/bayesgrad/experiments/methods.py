@@ -1,0 +1,82 @@
+"""Optimizers by name, with the settings they are compared at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from bayesgrad import optim
+from bayesgrad.experiments.names import unknown
+
+
+@dataclass(frozen=True)
+class Method:
+    """How one optimizer is built for a comparison.
+
+    Args:
+        title: for tables and legends.
+        lr: its usual learning rate, around which a search looks.
+        build: (model, lr, batch_size, decay) -> optimizers that step together; `decay` is the strength of L2
+            regularisation that SGD would have, which each method takes in its own way.
+    """
+
+    title: str
+    lr: float
+    build: Callable[[nn.Module, float, int, float], list[torch.optim.Optimizer]]
+
+
+def _simple(make: Callable[..., torch.optim.Optimizer], **fixed: Any):
+    """L2 regularisation in the gradient."""
+    return lambda model, lr, batch, decay: [make(model.parameters(), lr=lr, weight_decay=decay, **fixed)]
+
+
+def _decoupled(make: Callable[..., torch.optim.Optimizer], batch_size: bool = False, **fixed: Any):
+    """Decoupled decay that matches SGD's at learning rate 0.1: lr * weight_decay = 0.1 * decay at the default lr."""
+
+    def build(model: nn.Module, lr: float, batch: int, decay: float) -> list[torch.optim.Optimizer]:
+        extra = {"batch_size": batch} if batch_size else {}
+        return [make(model.parameters(), lr=lr, weight_decay=0.1 * decay / lr, **extra, **fixed)]
+
+    return build
+
+
+def _muon(model: nn.Module, lr: float, batch: int, decay: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the network, AdamW at a twentieth of its rate elsewhere, as its authors advise."""
+    outer = ("tokens", "positions", "out")
+    inner = [p for name, p in model.named_parameters() if p.dim() == 2 and not name.startswith(outer)]
+    chosen = {id(p) for p in inner}
+    rest = [p for p in model.parameters() if id(p) not in chosen]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, lr=lr / 20, weight_decay=0.1 * decay / lr)]
+    if inner:
+        optimizers.append(torch.optim.Muon(inner, lr=lr, weight_decay=0.1 * decay / lr))
+    return optimizers
+
+
+METHODS: dict[str, Method] = {
+    "sgd": Method("SGD", 0.1, _simple(torch.optim.SGD, momentum=0.9)),
+    "adam": Method("Adam", 1e-3, _simple(torch.optim.Adam)),
+    "adam99": Method("Adam (β₁ 0.99)", 1e-3, _simple(torch.optim.Adam, betas=(0.99, 0.999))),
+    "adagrad": Method("AdaGrad", 1e-2, _simple(torch.optim.Adagrad)),
+    "amsgrad": Method("AMSGrad", 1e-3, _simple(torch.optim.Adam, amsgrad=True)),
+    "amsgrad99": Method("AMSGrad (β₁ 0.99)", 1e-3, _simple(torch.optim.Adam, amsgrad=True, betas=(0.99, 0.999))),
+    "adabound": Method("AdaBound", 1e-3, _simple(optim.AdaBound)),
+    "amsbound": Method("AMSBound", 1e-3, _simple(optim.AMSBound)),
+    "adamw": Method("AdamW", 1e-3, _decoupled(torch.optim.AdamW)),
+    "adabayes": Method("AdaBayes", 1e-3, _decoupled(optim.AdaBayes, batch_size=True)),
+    "adabayes-paper": Method(
+        "AdaBayes (follow_lr=False)", 1e-3, _decoupled(optim.AdaBayes, batch_size=True, follow_lr=False)
+    ),
+    "adabayesfp": Method("AdaBayesFP", 1e-3, _decoupled(optim.AdaBayesFP)),
+    "muon": Method("Muon", 2e-2, _muon),
+}
+
+
+def method(name: str) -> Method:
+    """The method of that name."""
+    if name not in METHODS:
+        raise unknown("optimizer", name, METHODS)
+    return METHODS[name]

@@ -1,0 +1,290 @@
+"""Training runs that survive: a folder, a lock, a checkpoint each epoch, and the same numbers after a kill.
+
+A run is a folder. `config.json` says what it is, `trials/<key>.pt` holds each trial's last finished epoch and
+`trials/<key>.json` its metrics so far, `report.json`, `report.html` and the plots come at the end. Files are written
+beside their name and renamed, so that whatever kills the process leaves whole files behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from bayesgrad.experiments import networks
+from bayesgrad.experiments.dataset import Dataset
+from bayesgrad.experiments.methods import method
+
+EVALUATION_BATCH = 500
+CURVE_EXAMPLES = 2000  # of the test part that an epoch's point of a curve looks at; final scores look at all
+
+
+# --- folders ---
+
+
+def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
+    """Writes beside `path` and renames, so that a reader finds the old file or the new one."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        write(partial)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_atomically(path, lambda p: p.write_text(json.dumps(value, indent=1, allow_nan=True)))
+
+
+def versions() -> dict[str, str]:
+    import bayesgrad
+
+    return {
+        "bayesgrad": bayesgrad.__version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
+    }
+
+
+@contextlib.contextmanager
+def run_folder(path: Path, config: dict[str, Any], resume: bool) -> Iterator[Path]:
+    """Opens a folder for one run alone.
+
+    Raises:
+        ValueError: the folder belongs to another run, or to the same and `resume` was not asked for.
+        OSError: it cannot be written.
+    """
+    existing = path / "config.json"
+    if path.exists() and any(path.iterdir()) and not existing.exists():
+        raise ValueError(f"{path} holds files of something else: choose another --out.")
+    if existing.exists():
+        if not resume:
+            raise ValueError(f"{path} holds a run already: pass --resume to go on with it, or choose another --out.")
+        before = json.loads(existing.read_text())
+        changed = sorted(k for k in {*before, *config} if before.get(k) != config.get(k))
+        if changed:
+            k = changed[0]
+            raise ValueError(
+                f"{path} was begun with {k}={before.get(k)!r}, not {config.get(k)!r}: "
+                "resume with the same arguments, or choose another --out."
+            )
+    (path / "trials").mkdir(parents=True, exist_ok=True)
+    with _lock(path / ".lock", path):
+        if not existing.exists():
+            write_json(existing, config)
+        yield path
+
+
+@contextlib.contextmanager
+def _lock(path: Path, folder: Path) -> Iterator[None]:
+    """A lock that the operating system takes back when the process dies, however it dies."""
+    try:
+        import fcntl
+    except ImportError:  # no such locks on this system
+        yield
+        return
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"another process is writing into {folder}: wait for it, or choose another --out."
+            ) from None
+        yield
+
+
+# --- trials ---
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One training run: everything that its numbers depend on.
+
+    Args:
+        network, method: names.
+        lr: where the method starts.
+        seed: of the weights and of the order of examples.
+        milestones: epochs after which lr falls tenfold.
+        decay: L2 strength in SGD's terms.
+        purpose: "search" or "final", for the file's name.
+    """
+
+    network: str
+    method: str
+    lr: float
+    seed: int
+    epochs: int
+    batch_size: int
+    milestones: tuple[int, ...] = ()
+    decay: float = 0.0
+    augment: bool = False
+    large: bool = False
+    purpose: str = "final"
+
+    @property
+    def key(self) -> str:
+        return f"{self.purpose}-{self.network}-{self.method}-lr{self.lr:g}-seed{self.seed}"
+
+
+@dataclass
+class History:
+    """What a trial has measured: a row for each epoch, and at last the final scores."""
+
+    rows: list[dict[str, float]] = field(default_factory=list)
+    final: dict[str, float] = field(default_factory=dict)
+    cost: dict[str, float] = field(default_factory=dict)  # not reproducible: time and memory
+
+
+Progress = Callable[[Trial, int, int, float, float, float], None]  # trial, epoch, step, loss, error, steps/s
+
+
+def train(trial: Trial, data: Dataset, folder: Path, device: str = "cpu", progress: Progress | None = None) -> History:
+    """Runs a trial, or what is left of it, and returns its history.
+
+    Nothing is chosen by what is seen of the test part of `data`: some of it every epoch, for the curves, and all of it
+    once at the end, for the scores. In a search the caller passes a data set whose test part is held-out training data.
+    """
+    record, checkpoint = folder / "trials" / f"{trial.key}.json", folder / "trials" / f"{trial.key}.pt"
+    if record.exists():
+        saved = json.loads(record.read_text())
+        if saved["final"]:
+            return History(saved["rows"], saved["final"], saved["cost"])
+    model = networks.build(trial.network, data, trial.seed, trial.large).to(device)
+    optimizers = method(trial.method).build(model, trial.lr, trial.batch_size, trial.decay)
+    schedulers = [torch.optim.lr_scheduler.MultiStepLR(o, list(trial.milestones)) for o in optimizers]
+    parts: list[Any] = [model, *optimizers, *schedulers]
+    history = History(cost={"seconds": 0.0, "steps": 0.0, "memory": 0.0})
+    if checkpoint.exists():
+        saved = torch.load(checkpoint, weights_only=True, map_location=device)
+        for part, state in zip(parts, saved["parts"]):
+            part.load_state_dict(state)
+        history = History(**saved["history"])
+    _reset_peak(device)
+    for epoch in range(len(history.rows), trial.epochs):
+        loss, error, seconds, steps = _epoch(trial, epoch, model, optimizers, data, device, progress)
+        for scheduler in schedulers:
+            scheduler.step()
+        scores = evaluate(model, data.test_x[:CURVE_EXAMPLES], data.test_y[:CURVE_EXAMPLES], device)
+        history.rows.append({"epoch": epoch + 1, "train_loss": loss, "train_error": error, **scores})
+        history.cost["seconds"] += seconds
+        history.cost["steps"] += steps
+        history.cost["memory"] = max(history.cost["memory"], _peak(device))
+        state = {"parts": [part.state_dict() for part in parts], "history": asdict(history)}
+        write_atomically(checkpoint, lambda p, state=state: torch.save(state, p))
+        write_json(record, asdict(history))
+    history.final = final_scores(model, data, device)
+    write_json(record, asdict(history))
+    checkpoint.unlink(missing_ok=True)
+    return history
+
+
+def _epoch(
+    trial: Trial, epoch: int, model: nn.Module, optimizers: list, data: Dataset, device: str, progress: Progress | None
+) -> tuple[float, float, float, int]:
+    generator = torch.Generator().manual_seed(1_000_003 * trial.seed + epoch)
+    order = torch.randperm(len(data.train_x), generator=generator)
+    model.train()
+    total = torch.zeros(2, dtype=torch.float64)
+    start, count = time.perf_counter(), 0
+    batches = order.split(trial.batch_size)
+    for step, chosen in enumerate(batches, 1):
+        x, y = data.train_x[chosen], data.train_y[chosen]
+        if trial.augment:
+            x = augmented(x, generator)
+        x, y = x.to(device), y.to(device)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        outputs = model(x)
+        loss = F.cross_entropy(outputs.flatten(0, -2), y.flatten())
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        with torch.no_grad():
+            wrong = (outputs.argmax(-1) != y).double().mean()
+        total += torch.stack([loss.detach().double(), wrong]).cpu() * len(chosen)
+        count += len(chosen)
+        if progress and (step % 10 == 0 or step == len(batches)):
+            mean = (total / count).tolist()
+            progress(trial, epoch, step, mean[0], mean[1], step / (time.perf_counter() - start))
+    loss, error = (total / count).tolist()
+    return loss, error, time.perf_counter() - start, len(batches)
+
+
+def augmented(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Each image shifted by up to four pixels and mirrored half of the time."""
+    size = x.shape[-1]
+    padded = F.pad(x, (4, 4, 4, 4))
+    shift = torch.randint(0, 9, (len(x), 2), generator=generator)
+    mirror = torch.rand(len(x), generator=generator) < 0.5
+    rows = (torch.arange(size) + shift[:, :1])[:, None, :, None]
+    columns = torch.arange(size).expand(len(x), size).clone()
+    columns[mirror] = columns[mirror].flip(1)
+    columns = (columns + shift[:, 1:])[:, None, None, :]
+    return padded[torch.arange(len(x))[:, None, None, None], torch.arange(x.shape[1])[:, None, None], rows, columns]
+
+
+# --- scores ---
+
+
+@torch.no_grad()
+def log_probabilities(model: nn.Module, x: Tensor, device: str) -> Tensor:
+    """(n, classes) in evaluation mode; positions of a sequence count as examples."""
+    model.eval()
+    parts = [model(part.to(device)).log_softmax(-1).cpu() for part in x.split(EVALUATION_BATCH)]
+    return torch.cat(parts).flatten(0, -2)
+
+
+def evaluate(model: nn.Module, x: Tensor, y: Tensor, device: str = "cpu") -> dict[str, float]:
+    """Error and negative log-likelihood."""
+    logs = log_probabilities(model, x, device)
+    return {
+        "error": (logs.argmax(1) != y.flatten()).double().mean().item(),
+        "nll": F.nll_loss(logs.double(), y.flatten()).item(),
+    }
+
+
+def final_scores(model: nn.Module, data: Dataset, device: str = "cpu") -> dict[str, float]:
+    """Error, NLL, calibration error (15 bins) and Brier score on the test part."""
+    from torchmetrics.functional.classification import multiclass_accuracy, multiclass_calibration_error
+
+    logs, y = log_probabilities(model, data.test_x, device), data.test_y.flatten()
+    p = logs.exp()
+    return {
+        "error": 1 - multiclass_accuracy(p, y, data.classes, average="micro").item(),
+        "nll": F.nll_loss(logs.double(), y).item(),
+        "ece": multiclass_calibration_error(p, y, data.classes, n_bins=15).item(),
+        "brier": (p - F.one_hot(y, data.classes)).square().sum(1).double().mean().item(),
+    }
+
+
+def _reset_peak(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats()
+    elif sys.platform == "linux":
+        with contextlib.suppress(OSError):  # some containers forbid it: the peak is then the process's
+            Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak(device: str) -> float:
+    """Peak memory in bytes since the last reset: of the device, or of the process."""
+    if device.startswith("cuda"):
+        return float(torch.cuda.max_memory_allocated())
+    if sys.platform == "linux":
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return 1024.0 * float(line.split()[1])
+    import resource
+
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * (1 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,134 @@
+"""Comparisons by one protocol: learning rates chosen on held-out training data, then finals over seeds."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bayesgrad.experiments.dataset import Dataset
+from bayesgrad.experiments.methods import method
+from bayesgrad.experiments.runner import History, Progress, Trial, train
+
+SCALES = ("smoke", "laptop", "paper")
+
+
+@dataclass(frozen=True)
+class Context:
+    """Where and how an experiment runs.
+
+    Args:
+        folder: the run's own.
+        say: prints a line for people.
+        progress: shows a trial as it goes.
+        expect: is told how many epochs of how many steps a trial will take.
+    """
+
+    folder: Path
+    scale: str = "laptop"
+    seeds: int = 3
+    data_dir: str | None = None
+    download: bool = False
+    device: str = "cpu"
+    say: Callable[[str], None] = print
+    progress: Progress | None = None
+    expect: Callable[[Trial, int, int], None] | None = None
+
+    def run(self, trial: Trial, data: Dataset) -> History:
+        if self.expect:
+            self.expect(trial, trial.epochs, -(-len(data.train_x) // trial.batch_size))
+        return train(trial, data, self.folder, self.device, self.progress)
+
+
+@dataclass(frozen=True)
+class Search:
+    """A budget for choosing lr, the same for every method: factors of its usual lr, epochs, and training examples."""
+
+    factors: tuple[float, ...]
+    epochs: int
+    examples: int | None
+
+    def words(self) -> str:
+        amount = "all training examples" if self.examples is None else f"{self.examples:,} training examples"
+        return f"{len(self.factors)} learning rates each, {self.epochs} epochs of {amount}, judged by validation NLL"
+
+
+@dataclass(frozen=True)
+class Finals:
+    """What became of one method: the lr that was chosen and a history for each seed."""
+
+    lr: float
+    histories: list[History]
+    tried: dict[float, float]
+
+    def mean(self, score: str) -> tuple[float, float]:
+        """Mean and standard error over seeds of a final score (or of a cost)."""
+        return mean_and_error([self.value(history, score) for history in self.histories])
+
+    @staticmethod
+    def value(history: History, score: str) -> float:
+        if score == "steps/s":
+            return history.cost["steps"] / max(history.cost["seconds"], 1e-9)
+        if score == "memory":
+            return history.cost["memory"] / 2**20
+        if score.startswith("best "):
+            return min(row[score.removeprefix("best ")] for row in history.rows)
+        return history.final[score]
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return statistics.mean(values), error
+
+
+def compare(
+    context: Context, data: Dataset, methods: Sequence[str], base: Trial, search: Search | None
+) -> dict[str, Finals]:
+    """Each method on one network and data set: its lr searched for or as usual, then `context.seeds` finals.
+
+    Args:
+        base: what all trials share; its method, lr and seed are replaced.
+    """
+    held_out = data.validation().part(search.examples) if search else None
+    if search:
+        context.say(f"search on {base.network}: {search.words()}")
+    results = {}
+    for name in methods:
+        usual = method(name).lr
+        tried: dict[float, float] = {}
+        for factor in search.factors if search else ():
+            trial = replace(base, method=name, lr=usual * factor, seed=0, purpose="search")
+            milestones = tuple(math.ceil(m * search.epochs / base.epochs) for m in base.milestones) if search else ()
+            trial = replace(trial, epochs=search.epochs, milestones=milestones) if search else trial
+            nll = context.run(trial, held_out).final["nll"] if held_out else math.nan
+            tried[trial.lr] = nll if math.isfinite(nll) else math.inf
+        lr = min(tried, key=tried.__getitem__) if tried else usual
+        finals = [context.run(replace(base, method=name, lr=lr, seed=seed), data) for seed in range(context.seeds)]
+        results[name] = Finals(lr, finals, tried)
+    return results
+
+
+def table(results: dict[str, Finals], scores: dict[str, str]) -> dict[str, Any]:
+    """A table for a report: a row for each method, mean ± standard error for each score (key -> column title)."""
+    rows = []
+    for name, finals in results.items():
+        cells = [method(name).title, f"{finals.lr:g}"]
+        for score in scores:
+            mean, error = finals.mean(score)
+            digits = 1 if score in ("steps/s", "memory") else 4
+            cells.append(f"{mean:.{digits}f}" + (f" ± {error:.{digits}f}" if math.isfinite(error) else ""))
+        rows.append(cells)
+    return {"columns": ["optimizer", "lr", *scores.values()], "rows": rows}
+
+
+SCORES = {
+    "error": "test error",
+    "nll": "NLL",
+    "ece": "ECE",
+    "brier": "Brier",
+    "steps/s": "steps/s",
+    "memory": "peak MiB",
+}

@@ -1,0 +1,178 @@
+"""Runs that survive, and scores against their definitions."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from bayesgrad.experiments import datasets, networks, runner
+from bayesgrad.experiments.dataset import Dataset
+from bayesgrad.experiments.methods import METHODS
+from bayesgrad.experiments.runner import Trial
+from bayesgrad.experiments.study import Context, Search, compare, mean_and_error
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def digits() -> Dataset:
+    return datasets.load("digits").part(200)
+
+
+def folder(path: Path) -> Path:
+    (path / "trials").mkdir(parents=True)
+    return path
+
+
+class Interrupted(Exception):
+    """Stands in for whatever ends a process."""
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_resumes_to_the_same_numbers(name: str, digits: Dataset, tmp_path: Path) -> None:
+    trial = Trial("mlp", name, METHODS[name].lr, 1, 3, 50, (2,), decay=5e-4, augment=True)
+    whole = runner.train(trial, digits, folder(tmp_path / "whole"))
+
+    def stop(trial: Trial, epoch: int, step: int, *_: float) -> None:
+        if epoch == 1 and step == 4:
+            raise Interrupted
+
+    broken = folder(tmp_path / "broken")
+    with pytest.raises(Interrupted):
+        runner.train(trial, digits, broken, progress=stop)
+    resumed = runner.train(trial, digits, broken)
+    assert (resumed.rows, resumed.final) == (whole.rows, whole.final)
+    assert len(whole.rows) == 3
+    again = runner.train(trial, digits, broken, progress=stop)  # finished: nothing runs
+    assert again.final == whole.final
+
+
+def test_twenty_kills_at_random_moments_change_nothing(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(HERE / "kills.py"), str(tmp_path), "20"], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "20", done.stderr[-2000:]
+
+
+def test_a_folder_belongs_to_one_run(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with runner.run_folder(path, {"seeds": 3}, False):
+        with pytest.raises(ValueError, match="holds a run already: pass --resume"), runner.run_folder(path, {}, False):
+            pass
+        with pytest.raises(ValueError, match="another process is writing"), runner.run_folder(path, {"seeds": 3}, True):
+            pass
+    with runner.run_folder(path, {"seeds": 3}, True):
+        pass
+    with pytest.raises(ValueError, match="was begun with seeds=3, not 4"), runner.run_folder(path, {"seeds": 4}, True):
+        pass
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").write_text("")
+    other = runner.run_folder(tmp_path / "other", {}, True)
+    with pytest.raises(ValueError, match="holds files of something else"), other:
+        pass
+
+
+def test_writing_is_all_or_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "value.json"
+    runner.write_json(path, {"a": 1})
+
+    def fails(partial: Path) -> None:
+        partial.write_text("half")
+        raise Interrupted
+
+    with pytest.raises(Interrupted):
+        runner.write_atomically(path, fails)
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["value.json"]
+
+
+def test_scores_by_hand() -> None:
+    """Three examples with known probabilities: error 1/3, and NLL, ECE and Brier from their definitions."""
+    probabilities = torch.tensor([[0.7, 0.3], [0.4, 0.6], [0.9, 0.1]])
+    labels = torch.tensor([0, 1, 1])
+
+    class Fixed(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return probabilities.log()[x[:, 0].long()]
+
+    x = torch.arange(3.0)[:, None]
+    data = Dataset("fixed", x, labels, x, labels, 2, "table")
+    scores = runner.final_scores(Fixed(), data)
+    assert scores["error"] == pytest.approx(1 / 3)
+    assert scores["nll"] == pytest.approx(-(math.log(0.7) + math.log(0.6) + math.log(0.1)) / 3, rel=1e-6)
+    assert scores["brier"] == pytest.approx((2 * 0.3**2 + 2 * 0.4**2 + 2 * 0.9**2) / 3, rel=1e-6)
+    assert scores["ece"] == pytest.approx((0.3 + 0.4 + 0.9) / 3, rel=1e-5)
+
+
+def test_augmentation_shifts_and_mirrors() -> None:
+    x = torch.arange(2 * 3 * 8 * 8.0).view(2, 3, 8, 8) + 1
+    generator = torch.Generator().manual_seed(0)
+    seen = [runner.augmented(x, generator) for _ in range(200)]
+    for moved in seen[:20]:
+        for image, original in zip(moved, x):
+            candidates = [
+                torch.nn.functional.pad(flip, (4, 4, 4, 4))[:, i : i + 8, j : j + 8]
+                for flip in (original, original.flip(2))
+                for i in range(9)
+                for j in range(9)
+            ]
+            assert any(torch.equal(image, candidate) for candidate in candidates)
+    assert len({moved[0].numpy().tobytes() for moved in seen}) > 80
+
+
+def test_search_uses_the_same_budget_for_all_and_never_the_test_data(digits: Dataset, tmp_path: Path) -> None:
+    spoilt = replace(digits, test_y=torch.zeros_like(digits.test_y))  # labels that would mislead whoever looks at them
+    base = Trial("mlp", "", 0.0, 0, 2, 50)
+    search = Search((0.1, 1.0), 1, 100)
+    chosen = {}
+    for name, data in (("true", digits), ("spoilt", spoilt)):
+        said: list[str] = []
+        context = Context(folder(tmp_path / name), seeds=2, say=said.append)
+        results = compare(context, data, ["sgd", "adabayes"], base, search)
+        chosen[name] = {method: (finals.lr, finals.tried) for method, finals in results.items()}
+        budget = "2 learning rates each, 1 epochs of 100 training examples, judged by validation NLL"
+        assert said == [f"search on mlp: {budget}"]
+        for finals in results.values():
+            assert len(finals.histories) == 2
+            assert finals.lr == min(finals.tried, key=finals.tried.__getitem__)
+    assert chosen["true"] == chosen["spoilt"]
+
+
+def test_mean_and_standard_error() -> None:
+    assert mean_and_error([1.0, 2.0, 3.0]) == (2.0, pytest.approx(1 / math.sqrt(3)))
+    assert math.isnan(mean_and_error([1.0])[1])
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_networks_have_their_shapes_and_depend_on_the_seed_alone(large: bool, digits: Dataset) -> None:
+    images = replace(digits, train_x=torch.zeros(2, 3, 32, 32), name="images", classes=10)
+    expected = {"resnet": 21_282_122, "densenet": 6_956_298} if large else {}  # the CIFAR networks of paper 001
+    for name in ("mlp", "cnn", "resnet", "densenet"):
+        model = networks.build(name, images, 0, large)
+        if name in expected:
+            assert sum(p.numel() for p in model.parameters()) == expected[name]
+        if not large:
+            assert model(images.train_x).shape == (2, 10)
+            again = networks.build(name, images, 0)
+            assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters()))
+    with pytest.raises(ValueError, match="gpt takes text data, but images is image data; use mlp, cnn, resnet"):
+        networks.build("gpt", images, 0)
+
+
+def test_the_gpt_does_not_look_ahead() -> None:
+    text = Dataset("text", *[torch.randint(0, 9, (4, 16))] * 4, classes=9, kind="text")
+    model = networks.build("gpt", text, 0)
+    a = text.train_x.clone()
+    b = a.clone()
+    b[:, 10:] = (b[:, 10:] + 1) % 9
+    difference = (model(a) - model(b)).abs().amax((0, 2))
+    assert bool((difference[:10] == 0).all())
+    assert bool((difference[10:] > 0).all())
