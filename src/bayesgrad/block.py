@@ -18,7 +18,7 @@ from torch import Tensor
 from bayesgrad._kernels import Row, compute_dtype
 
 SMALL = 1 << 15  # elements up to which a tensor is packed with others
-PACK = 1 << 20  # elements of one pack at most: bounds the memory of the gathered copies
+PACK = 1 << 17  # elements of one pack at most: bounds the memory of the gathered copies
 
 State = dict[str, Tensor]
 
@@ -42,21 +42,26 @@ class Block:
             state[p]["step"] = self.step
         self.large = [p for p in params if p.numel() > SMALL and is_dense(p)]
         large = set(map(id, self.large))
+        dtype = compute_dtype(self.dtype)
         for p in self.large:
             for slot in slots:
-                if state[p][slot].stride() != p.stride():
-                    state[p][slot] = torch.empty_like(p, dtype=state[p][slot].dtype).copy_(state[p][slot])
-        self.packs = [Pack(part, state, slots) for part in _parts([p for p in params if id(p) not in large])]
+                if state[p][slot].stride() != p.stride() or state[p][slot].dtype != dtype:
+                    state[p][slot] = torch.empty_like(p, dtype=dtype).copy_(state[p][slot])
+        parts = list(_parts([p for p in params if id(p) not in large]))
+        longest = max((sum(p.numel() for p in part) for part in parts), default=0)
+        buffers = [torch.empty(longest, dtype=dtype, device=self.device) for _ in range(2)]
+        self.packs = [Pack(part, state, slots, *buffers) for part in parts]
+        self.layout = [_layout(p) for p in self.params]
         self.kept = [list(state[p].values()) for p in self.params]
         self.flat = [[flat(state[p][slot]) for slot in slots] for p in self.large]
 
     def holds(self, params: Sequence[Tensor], state: dict[Any, State]) -> bool:
-        """Whether this is still the layout for these parameters: nobody has replaced a tensor of their state."""
+        """Whether this is still the layout for these parameters: no tensor of theirs or of their state was replaced."""
         if len(params) != len(self.params):
             return False
-        for p, mine, kept in zip(params, self.params, self.kept):
+        for p, mine, layout, kept in zip(params, self.params, self.layout, self.kept):
             entry = state.get(p, {})
-            if p is not mine or p.dtype is not self.dtype or len(entry) != len(kept):
+            if p is not mine or _layout(p) != layout or len(entry) != len(kept):
                 return False
             if not all(map(is_, entry.values(), kept)):
                 return False
@@ -72,15 +77,15 @@ class Block:
 
 
 class Pack:
-    """Small tensors in one row."""
+    """Small tensors in one row; `weight` and `gradient` are buffers that packs share, one after the other."""
 
-    def __init__(self, params: list[Tensor], state: dict[Any, State], slots: tuple[str, ...]) -> None:
+    def __init__(
+        self, params: list[Tensor], state: dict[Any, State], slots: tuple[str, ...], weight: Tensor, gradient: Tensor
+    ) -> None:
         self.params = params
-        dtype = compute_dtype(params[0].dtype)
         size = sum(p.numel() for p in params)
-        self.weight, self.gradient, *self.state = (
-            torch.empty(size, dtype=dtype, device=params[0].device) for _ in range(2 + len(slots))
-        )
+        self.weight, self.gradient = weight[:size], gradient[:size]
+        self.state = [torch.empty_like(self.weight) for _ in slots]
         self.weights, self.gradients = self._views(self.weight), self._views(self.gradient)
         for slot, storage in zip(slots, self.state):
             views = self._views(storage)
@@ -114,6 +119,10 @@ def _parts(params: list[Tensor]) -> Iterator[list[Tensor]]:
         yield part
 
 
+def _layout(p: Tensor) -> tuple:
+    return p.dtype, p.device, p.shape, p.stride()
+
+
 def gradient_of(p: Tensor) -> Tensor:
     """`p.grad`, of a parameter that is known to have one."""
     return p.grad  # pyright: ignore[reportReturnType]
@@ -135,6 +144,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def _laid_out(p: Tensor) -> Tensor:
-    """The gradient in the layout of the parameter: nearly always the very tensor, else a copy."""
+    """The gradient in the layout and dtype of the parameter: nearly always the very tensor, else a copy."""
     gradient = gradient_of(p)
-    return gradient if gradient.stride() == p.stride() else torch.empty_like(p).copy_(gradient)
+    alike = gradient.stride() == p.stride() and gradient.dtype == p.dtype
+    return gradient if alike else torch.empty_like(p).copy_(gradient)

@@ -16,7 +16,7 @@ from bayesgrad.belief import Belief
 from bayesgrad.block import Block, gradient_of
 from bayesgrad.curvature import Curvature, Evidence
 from bayesgrad.posterior import GaussianPosterior, Posterior
-from bayesgrad.posterior.posterior import stripped
+from bayesgrad.posterior.posterior import parameters_of
 from bayesgrad.precision import Diagonal, Scalar
 from bayesgrad.rule import Rule
 from bayesgrad.transition import Transition
@@ -72,6 +72,7 @@ class Update:
         weight, gradient = weight.to(dtype), gradient.to(dtype)
         if "l2" in n:
             gradient = gradient + n["l2"] * weight
+        gradient = transition.admit(gradient)
         if curvature is None:  # nothing is learnt of the curvature: every weight stays equally certain
             precision = Scalar(torch.ones((), dtype=dtype, device=weight.device), tuple(weight.shape))
         else:
@@ -116,6 +117,8 @@ class Filter(torch.optim.Optimizer):
         "damping": NONNEGATIVE,
         "nonfinite": Range(" or ".join(map(repr, NONFINITE)), lambda x: x in NONFINITE),
         "fused": OPTIONAL_FLAG,
+        "base_lr": NONNEGATIVE,
+        "last_lr": NONNEGATIVE,
     }
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
@@ -171,16 +174,19 @@ class Filter(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        active = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
+        groups = [{**group, "lr": _rate(group)} for group in self.param_groups]
+        active = [[p for p in group["params"] if p.grad is not None] for group in groups]
+        for group in groups:
+            self._check(group)
         if self._skips(active):
             return loss
-        for group, params in zip(self.param_groups, active):
-            if params and (lr := float(group["lr"])) > 0:
-                group["base_lr"] = group["base_lr"] or lr
-                group["last_lr"] = lr
-        layout = self._layout(active)
+        for group, now, params in zip(self.param_groups, groups, active):
+            if params and now["lr"] > 0:
+                now["base_lr"] = group["base_lr"] = group["base_lr"] or now["lr"]
+                now["last_lr"] = group["last_lr"] = now["lr"]
+        layout = self._layout(groups, active)
         elements = sum(block.elements for blocks in layout for block in blocks)
-        for group, blocks in zip(self.param_groups, layout):
+        for group, blocks in zip(groups, layout):
             for block in blocks:
                 block.step += 1
                 numbers = self.numbers(group, int(block.step))
@@ -190,11 +196,11 @@ class Filter(torch.optim.Optimizer):
                     _kernels.run(update, list(numbers.values()), rows, fused)
         return loss
 
-    def _layout(self, active: list[list[Tensor]]) -> list[list[Block]]:
+    def _layout(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> list[list[Block]]:
         """The blocks of each group, kept from step to step for as long as they fit."""
         kept: list[list[Block]] = self.__dict__.get("_blocks", [])
         layout = []
-        for index, (group, params) in enumerate(zip(self.param_groups, active)):
+        for index, (group, params) in enumerate(zip(groups, active)):
             slots = self.slots(group)
             blocks = kept[index] if index < len(kept) else []
             if not self._fits(blocks, params, slots):
@@ -217,15 +223,24 @@ class Filter(torch.optim.Optimizer):
         )
 
     def _initialise(self, group: Mapping[str, Any], params: list[Tensor], slots: tuple[str, ...]) -> None:
+        curvature, _, rule = self.parts(group)
+        averages = {*(curvature.slots if curvature else ()), *rule.averages(group)}
         for p in params:
             entry = self.state[p]
             if "step" not in entry:
-                entry["step"] = torch.zeros((), dtype=torch.float32)
+                entry["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             entry["step"] = entry["step"].to("cpu", torch.float32)
             for slot in slots:
                 if slot not in entry:
                     value = self.prior_variance(group) if slot == "variance" else 0.0
                     entry[slot] = torch.full_like(p, value, dtype=_kernels.compute_dtype(p.dtype))
+                    if slot in averages and entry["step"] > 0:
+                        entry[slot].copy_(gradient_of(p))
+                if entry[slot].shape != p.shape:
+                    raise ValueError(
+                        f"{slot} of a parameter has shape {tuple(entry[slot].shape)}, but the parameter now has "
+                        f"{tuple(p.shape)}: build a new optimizer after reshaping parameters."
+                    )
 
     # --- bad gradients ---
 
@@ -241,7 +256,8 @@ class Filter(torch.optim.Optimizer):
             if group["nonfinite"] == "ignore" or not params:
                 continue
             # The largest magnitude is infinite or NaN exactly where an entry is; a sum could overflow by itself.
-            norms = torch._foreach_norm([gradient_of(p) for p in params if p.numel()], math.inf)
+            gradients = [gradient_of(p) for p in params if p.numel()]
+            norms = torch._foreach_norm(gradients, math.inf) if gradients else []
             if not norms or bool(torch.stack([norm.isfinite().to(norms[0].device) for norm in norms]).all()):
                 continue
             if group["nonfinite"] == "skip":
@@ -273,8 +289,8 @@ class Filter(torch.optim.Optimizer):
             if p.is_complex():
                 self.param_groups.pop()
                 raise ValueError(
-                    f"parameter {position} is {p.dtype}: complex weights are not supported, "
-                    "optimise torch.view_as_real(weight) instead."
+                    f"parameter {position} is {p.dtype}: complex weights are not supported, keep a real parameter "
+                    "and use torch.view_as_complex in the forward pass."
                 )
         group.setdefault("base_lr", float(group["lr"]))
         group.setdefault("last_lr", group["base_lr"])
@@ -293,9 +309,8 @@ class Filter(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As in torch.optim, but a snapshot: later steps leave it alone."""
         saved = super().state_dict()
-        saved["state"] = {
-            key: {name: value.clone() for name, value in entry.items()} for key, entry in saved["state"].items()
-        }
+        saved["state"] = {key: _copied(entry) for key, entry in saved["state"].items()}
+        saved["param_groups"] = [_copied(group) for group in saved["param_groups"]]
         return saved
 
     def __getstate__(self) -> dict[str, Any]:
@@ -309,6 +324,8 @@ class Filter(torch.optim.Optimizer):
         Unlike torch.optim, state keeps its dtype (float32 beside bfloat16 weights) and is copied.
         """
         loaded: dict[str, Any] = {}
+        if not isinstance(state_dict, dict):
+            raise ValueError(f"this is no state of {type(self).__name__} but a {type(state_dict).__name__}.")
 
         def check(_: Any, given: dict[str, Any]) -> None:
             self._check_loaded(given)
@@ -332,7 +349,9 @@ class Filter(torch.optim.Optimizer):
 
     def _check_loaded(self, saved: Mapping[str, Any]) -> None:
         name = type(self).__name__
-        if not isinstance(saved, Mapping) or "state" not in saved or "param_groups" not in saved:
+        groups = saved.get("param_groups")
+        whole = isinstance(groups, list) and all(isinstance(group, Mapping) for group in groups)
+        if not whole or not isinstance(saved.get("state"), Mapping):
             raise ValueError(f"this is no state of {name}: it lacks 'state' or 'param_groups'; was the file cut short?")
         sizes = [len(group["params"]) for group in self.param_groups]
         given = [len(group.get("params", ())) for group in saved["param_groups"]]
@@ -347,6 +366,9 @@ class Filter(torch.optim.Optimizer):
                 where = f"parameter {position} of group {index}"
                 entry = saved["state"].get(key, {})
                 slots = self.slots(given_group)
+                odd = next((k for k, value in entry.items() if not isinstance(value, Tensor)), None)
+                if odd is not None or ("step" in entry and entry["step"].numel() != 1):
+                    raise ValueError(f"{odd or 'step'} in the saved state of {where} is no tensor of its kind.")
                 if entry and not {"step", *slots} <= set(entry):
                     lost = sorted({"step", *slots} - set(entry))
                     raise ValueError(f"the saved state of {where} lacks {lost}: it is not {name}'s, or cut short.")
@@ -363,17 +385,20 @@ class Filter(torch.optim.Optimizer):
         """The belief about the model's weights as a `Posterior`, a copy.
 
         Args:
-            model: the model whose parameters were given to the optimizer; its other parameters are held fixed.
+            model: the model whose parameters were given to the optimizer. Its other parameters, and frozen ones that
+                were never updated, are held fixed.
             scale: multiplies every variance. Choose it on held-out likelihood; see docs/choosing.md for why.
         """
         if not POSITIVE.holds(scale) or math.isinf(scale):
             raise ValueError(f"scale must be a finite positive number, got {scale!r}.")
-        names = {id(p): stripped(name) for name, p in model.named_parameters()}
+        names = {id(p): name for name, p in parameters_of(model).items()}
         beliefs = {}
         for index, group in enumerate(self.param_groups):
             for p in group["params"]:
                 if id(p) not in names:
                     raise ValueError(f"{self._name(index, p)} is not in the model: pass the model that was optimised.")
+                if not p.requires_grad and not self.state.get(p):
+                    continue
                 variance = self._variance(group, p) * scale
                 beliefs[names[id(p)]] = Belief(p.detach().clone(), Diagonal(variance))
         return GaussianPosterior(beliefs, model)
@@ -390,13 +415,24 @@ class Filter(torch.optim.Optimizer):
             raise ValueError(
                 f"a posterior needs the number of examples in a gradient: pass batch_size= to {type(self).__name__}."
             )
-        then = {**group, "lr": group["last_lr"]}
+        # Before the first step at a positive lr any unit will do: the belief is the prior, which does not depend on it.
+        then = {**group, "lr": group["last_lr"] or 1.0, "base_lr": group["base_lr"] or 1.0}
         gain = self.gain(then) / group["batch_size"]
         entry = self.state.get(p)
         if not entry:
             return torch.full_like(p, gain * self.prior_variance(then), dtype=_kernels.compute_dtype(p.dtype))
         numbers = transition.numbers(**self.dynamics(then, int(entry["step"])))
         return gain * transition.believed(entry, numbers).variance()
+
+
+def _rate(group: Mapping[str, Any]) -> float:
+    """The learning rate, zero where a schedule has come to zero but for rounding."""
+    lr = float(group["lr"])
+    return 0.0 if -1e-9 * group["base_lr"] < lr < 0 else lr
+
+
+def _copied(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()}
 
 
 def _unshared(entry: dict[str, Tensor]) -> dict[str, Tensor]:

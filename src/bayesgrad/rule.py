@@ -20,6 +20,10 @@ class Rule(ABC):
         """What the rule remembers under the hyper-parameters of `group`."""
         return ()
 
+    def averages(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Those of its slots that average the gradient: missing late in a run, they start at the gradient."""
+        return ()
+
     @abstractmethod
     def numbers(self, group: Mapping[str, Any], step: int, gain: float) -> dict[str, float]:
         """The scalars that `move` asks for; `gain` multiplies the whole step."""
@@ -50,6 +54,9 @@ class NaturalGradient(Rule):
 
     def slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("momentum",) if momentum_of(group) else ()
+
+    def averages(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return () if self.heavy_ball else self.slots(group)
 
     def numbers(self, group: Mapping[str, Any], step: int, gain: float) -> dict[str, float]:
         momentum = momentum_of(group)

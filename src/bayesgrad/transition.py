@@ -38,9 +38,9 @@ class Transition(ABC):
         """The precision that `memory` holds now."""
         return Diagonal(memory["variance"])
 
-    def steady(self, moment: Tensor, n: Numbers) -> Diagonal:
-        """Where `merge` settles under increments that average to `moment`."""
-        raise TypeError(f"{type(self).__name__} has no steady state.")
+    def admit(self, gradient: Tensor) -> Tensor:
+        """The gradient as far as it can be made use of."""
+        return gradient
 
     def drift(self, mean: Tensor, n: Numbers) -> Tensor:
         """The mean's own motion: decoupled weight decay."""
@@ -67,20 +67,17 @@ class Forget(Transition):
     With take = 1 this is the fading-memory filter, with take = 1 - keep the moving average of the Bayesian learning
     rule. Its steady state is P = take/(1-keep) <h>: a mean-square normaliser.
 
-    Reference: 001, Eq. 28-31; 002, Eq. 41.
+    Reference: 001, Eq. 28-31; 002, Eq. 12.
     Checked by: tests/equations/test_declarations.py.
     """
 
     def numbers(self, *, keep: float, take: float) -> dict[str, float]:
-        return {"keep": keep, "take": take, "gathered": take / (1 - keep) if keep < 1 else math.inf}
+        return {"keep": keep, "take": take}
 
     def merge(self, memory: Memory, increment: Tensor, n: Numbers) -> Diagonal:
         posterior = Diagonal(memory["variance"]).scale(n["keep"]).add(n["take"] * increment)
         memory["variance"] = posterior.storable()
         return posterior
-
-    def steady(self, moment: Tensor, n: Numbers) -> Diagonal:
-        return Diagonal(1 / (n["gathered"] * moment))
 
 
 @dataclass(frozen=True)
@@ -119,16 +116,18 @@ class OrnsteinUhlenbeck(Transition):
 
 @dataclass(frozen=True)
 class Steady(Transition):
-    """The steady state of another transition under a moving average of the increments, `of.steady(<h>)`.
+    """The steady state of a filter under a moving average of the increments, `of.steady(<h>)`.
+
+    Gradients whose squares would overflow are capped, because an average that is infinite once would stay so.
 
     Reference: 001, Algorithm 2.
 
     Args:
-        of: the transition whose fixed point is taken.
+        of: the filter whose fixed point is taken.
         debias: whether the average starts unbiased, as Adam's does and RMSprop's does not.
     """
 
-    of: Transition = OrnsteinUhlenbeck()
+    of: OrnsteinUhlenbeck = OrnsteinUhlenbeck()
     debias: bool = True
     slots = ("moment",)
 
@@ -138,10 +137,12 @@ class Steady(Transition):
         return {"keep": keep, "take": take, "half": half, "half_square": max(half * half, FLOOR)}
 
     def merge(self, memory: Memory, increment: Tensor, n: Numbers) -> Diagonal:
-        largest = torch.finfo(increment.dtype).max / 4  # an average that is infinite once would stay so
-        moment = n["keep"] * memory["moment"] + n["take"] * increment.clamp(max=largest)
-        memory["moment"] = moment
+        memory["moment"] = n["keep"] * memory["moment"] + n["take"] * increment
         return self.believed(memory, n)
+
+    def admit(self, gradient: Tensor) -> Tensor:
+        largest = math.sqrt(torch.finfo(gradient.dtype).max) / 4
+        return gradient.clamp(-largest, largest)
 
     def believed(self, memory: Memory, n: Numbers) -> Diagonal:
         return self.of.steady(memory["moment"], n)

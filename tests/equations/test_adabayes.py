@@ -320,6 +320,46 @@ def test_the_posterior_says_what_it_needs() -> None:
         optimizer.posterior(model, scale=0.0)
     untouched = optimizer.posterior(model, scale=2.0).variance()["weight"]
     torch.testing.assert_close(untouched, torch.full((2, 2), 2 * 0.1 / 4))
+    for make in (AdaBayes, AdaBayesFP):  # the prior, whatever the learning rates are yet to be
+        for options in ({"lr": 0.0}, {"sgd_lr": math.inf}, {"lr": 0.0, "sgd_lr": math.inf}):
+            prior = make(model.parameters(), batch_size=4, **options).posterior(model).variance()["weight"]
+            torch.testing.assert_close(prior, torch.full((2, 2), 0.1 / 4))
+
+
+def test_frozen_weights_are_not_part_of_the_posterior() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    optimizer = AdaBayes(model.parameters(), batch_size=4)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert set(optimizer.posterior(model).mean) == {"1.weight", "1.bias"}
+
+
+def test_the_fixed_point_rule_is_bounded_for_any_gradient() -> None:
+    """Debiased averages at the first step: |step| <= lr, for gradients up to the largest float and down to denormals."""
+    weight = torch.nn.Parameter(torch.zeros(81))
+    optimizer = AdaBayesFP([weight], lr=ETA, sgd_lr=math.inf)
+    weight.grad = torch.logspace(-42, 38, 81, dtype=torch.float64).float()
+    optimizer.step()
+    assert weight.abs().max().item() <= ETA * (1 + 1e-5)
+    assert weight.abs()[25:].min().item() >= ETA * (1 - 1e-5)
+    optimizer.step()
+    assert bool(torch.isfinite(weight).all())
+
+
+def test_centred_gradients_need_a_finite_sgd_lr() -> None:
+    with pytest.raises(ValueError, match="centered=True needs a finite sgd_lr"):
+        AdaBayesFP([parameter([0.0])], sgd_lr=math.inf, centered=True)
+
+
+def test_averages_that_are_switched_on_late_start_at_the_gradient() -> None:
+    weight = parameter([0.0])
+    optimizer = AdaBayesFP([weight], lr=ETA, sgd_lr=math.inf, betas=(0.0, 0.999))
+    constant = np.full((50, 1), 3.0)
+    run(optimizer, weight, constant)
+    optimizer.param_groups[0]["betas"] = (0.9, 0.999)
+    path = run(optimizer, weight, constant)
+    np.testing.assert_allclose(np.diff(path[:, 0]), -ETA, rtol=1e-9)
 
 
 def test_the_posterior_at_the_end_of_a_schedule_is_that_of_the_last_step() -> None:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from bayesgrad import Posterior
+from bayesgrad import Posterior, likelihoods
 from bayesgrad.belief import Belief
+from bayesgrad.optim import AdaBayes
 from bayesgrad.posterior import GaussianPosterior, SampledPosterior, load
 from bayesgrad.precision import Diagonal
 
@@ -86,6 +87,12 @@ def test_the_probit_link_is_near_the_gaussian_integral() -> None:
     probit = posterior.predict(x, method="linear", likelihood="bernoulli")
     assert (probit - integral).abs().max() < 0.02
     assert (model(x).sigmoid() - integral).abs().max() > 0.02
+    # Two classes are one logit: softmax(0, f), with all variance in f, is sigmoid(f) but for where the probit puts it.
+    expected = (moments.mean / (1 + math.pi / 8 * moments.variance).sqrt()).sigmoid()
+    torch.testing.assert_close(probit, expected)
+    logits, variances = torch.randn(6, 3, dtype=torch.float64), torch.rand(6, 3, dtype=torch.float64)
+    found = likelihoods.named("categorical").expected(logits, variances)
+    torch.testing.assert_close(found, (logits / (1 + math.pi / 8 * variances).sqrt()).softmax(-1))
 
 
 def test_sampled_weights_are_put_back_bit_for_bit_even_after_an_exception() -> None:
@@ -147,10 +154,16 @@ def test_a_bag_of_samples() -> None:
     assert min((fewer - pair).abs().max().item() for pair in pairs) < 1e-6
     with pytest.raises(ValueError, match="no linearised prediction"):
         posterior.predict(x, method="linear")
-    with pytest.raises(ValueError, match="at least one member, got none"):
-        SampledPosterior([], model)
+    bad: list = [[], [{}], {"w": x}]
+    for members in bad:
+        with pytest.raises(ValueError, match="a list of at least one member"):
+            SampledPosterior(members, model)
     with pytest.raises(ValueError, match="member 1 names other tensors"):
         SampledPosterior([{"a": x}, {"b": x}])
+    with pytest.raises(ValueError, match=r"'a' has shape \(3, 3\) in member 1"):
+        SampledPosterior([{"a": x}, {"a": x[:3]}])
+    alone = SampledPosterior([{"weight": model.weight, "bias": model.bias}], model)
+    assert bool((alone.variance()["weight"] == 0).all())
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "samples"])
@@ -203,6 +216,9 @@ def test_files_that_are_not_posteriors_get_one_sentence(tmp_path) -> None:
     torch.save({**posterior.state_dict(), "kind": "mystery"}, path)
     with pytest.raises(ValueError, match="kind 'mystery' is not known"):
         load(path)
+    torch.save({**posterior.state_dict(), "tensors": {"mean": {}}}, path)
+    with pytest.raises(ValueError, match="damaged or cut short: it lacks 'variance'"):
+        load(path)
     with pytest.raises(FileNotFoundError):
         load(tmp_path / "nowhere.pt")
 
@@ -225,5 +241,77 @@ def test_bad_requests_get_one_sentence() -> None:
 
 def test_wrapped_models_keep_their_names() -> None:
     model, posterior, x = linear(outputs=2)
-    wrapped = torch.compile(model, backend="eager")
-    assert torch.equal(posterior.predict(x, model=wrapped, method="mean"), posterior.predict(x, method="mean"))
+    expected = posterior.predict(x, method="mean")
+    for wrapped in (torch.compile(model, backend="eager"), nn.DataParallel(model)):
+        assert torch.equal(posterior.predict(x, model=wrapped, method="mean"), expected)
+        bag = SampledPosterior([dict(wrapped.named_parameters())], wrapped)
+        torch.testing.assert_close(bag.predict(x), expected)
+
+
+def test_a_child_called_module_is_no_wrapper() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.Linear(3, 3, bias=False)
+            self.weight = nn.Parameter(torch.ones(3, 3))
+
+    model = Model()
+    assert set(AdaBayes(model.parameters(), batch_size=4).posterior(model).mean) == {"weight", "module.weight"}
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (4, 4, 3), (2, 3, 5, 3), (0, 3)])
+def test_linear_prediction_of_any_shape_of_outputs(shape: tuple) -> None:
+    """Positions of a sequence have outputs of their own: Var f = x' diag(v_w) x + v_b at each."""
+    _, posterior, _ = linear(outputs=4)
+    x = torch.randn(shape, dtype=torch.float64)
+    v = posterior.variance()
+    found = posterior.predict(x, method="linear", likelihood="gaussian")
+    torch.testing.assert_close(found.variance, x.square() @ v["weight"].T + v["bias"])
+    assert found.mean.shape == found.variance.shape
+
+
+def test_models_with_several_inputs_and_with_one_number_out() -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor([1.0, 2.0]))
+
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return self.weight[0] * a + self.weight[1] * b  # (batch,)
+
+    model = Sum()
+    posterior = GaussianPosterior(
+        {"weight": Belief(torch.tensor([1.0, 2.0]), Diagonal(torch.tensor([0.5, 0.1])))}, model
+    )
+    a, b = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.5, 0.0, -1.0])
+    found = posterior.predict((a, b), method="linear", likelihood="gaussian")
+    torch.testing.assert_close(found.variance, 0.5 * a**2 + 0.1 * b**2)
+    assert posterior.predict((a, b), 3, likelihood="gaussian").mean.shape == (3,)
+
+
+def test_half_precision_models_are_averaged_in_single_precision() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 3).bfloat16()
+    beliefs = {n: Belief(p.detach().clone(), Diagonal(torch.ones(p.shape))) for n, p in model.named_parameters()}
+    posterior = GaussianPosterior(beliefs, model)
+    x = torch.randn(6, 8).bfloat16()
+    probabilities = posterior.predict(x, 512)
+    assert probabilities.dtype == torch.float32
+    torch.testing.assert_close(probabilities.sum(-1), torch.ones(6), atol=1e-5, rtol=0)
+    variance = posterior.predict(x, 2048, likelihood="gaussian").variance
+    expected = (x.float().square().sum(1) + 1)[:, None].expand(6, 3)
+    assert bool(((variance / expected - 1).abs() < 5 * math.sqrt(2 / 2048) + 2**-7).all())  # bfloat16 rounds by 2^-8
+
+
+def test_draws_are_made_on_the_cpu_whatever_the_default_device() -> None:
+    _, posterior, x = linear()
+    expected, predicted = posterior.sample(2, seed=1)["weight"], posterior.predict(x, 2)
+    bag = SampledPosterior([posterior.mean, posterior.mean], posterior.model)
+    torch.set_default_device("meta")
+    try:
+        assert torch.equal(posterior.sample(2, seed=1)["weight"], expected)
+        assert torch.equal(posterior.predict(x, 2), predicted)
+        assert bag.sample(1)["weight"].device.type == "cpu"
+        assert bag.predict(x).device.type == "cpu"
+    finally:
+        torch.set_default_device(None)

@@ -27,7 +27,10 @@ def average(decay: float, step: int) -> tuple[float, float]:
 
 
 class Curvature(ABC):
-    """Reads evidence into a precision increment; keeps what it must remember in its own slots of `memory`."""
+    """Reads evidence into a precision increment; keeps what it must remember in its own slots of `memory`.
+
+    What it remembers are averages of the gradient: a slot that is missing late in a run starts at the gradient.
+    """
 
     slots: tuple[str, ...] = ()
 
@@ -65,7 +68,7 @@ class CentredGradient(Curvature):
 
     Reference: 000, section 2.2.8.
     Differs from the paper: which leaves the estimate of the mean open.
-    Checked by: tests/statistics/test_centred_gradient.py.
+    Checked by: tests/statistics/test_gradients.py.
 
     Args:
         decay: d, of the moving average.

@@ -21,6 +21,11 @@ class _AdaBayesFamily(Filter):
     rule = NaturalGradient()
     accepts = {**Filter.accepts, "sgd_lr": POSITIVE, "centered": FLAG}
 
+    def _check(self, group: Mapping[str, Any]) -> None:
+        super()._check(group)
+        if group["centered"] and math.isinf(group["sgd_lr"]):
+            raise ValueError("centered=True needs a finite sgd_lr: a gradient that hardly varies bounds no step.")
+
     def parts(self, group: Mapping[str, Any]) -> Parts:
         curvature = CentredGradient() if group["centered"] else self.curvature
         return Parts(curvature, self.transition, self.rule)
@@ -37,8 +42,8 @@ class AdaBayes(_AdaBayesFamily):
     with g the gradient of the mean loss (`.grad`), <g> its debiased moving average, eta = `lr`, lambda =
     `weight_decay`, B = `batch_size` and sigma^2 = `sgd_lr`/B.
 
-    For weak gradients the step is that of SGD with learning rate `sgd_lr`, for strong ones that of Adam with `lr`,
-    and without momentum no step exceeds sqrt(sigma^2_prior)/2.
+    For weak gradients the step is that of SGD with learning rate `sgd_lr`, for stronger ones at most that of Adam with
+    `lr`: the same while lr B rms(g) is small, less beyond. Without momentum no step exceeds sqrt(sigma^2_prior)/2.
 
     Args:
         params: parameters, named parameters or param groups.
@@ -51,7 +56,7 @@ class AdaBayes(_AdaBayesFamily):
         weight_decay: decoupled, as in AdamW.
         centered: estimate the information by the gradient's variance instead of its square.
         follow_lr: when lr changes by a factor, multiply sigma^2_post by it. `False` is the paper's filter, which needs
-            thousands of steps to follow a change of lr.
+            thousands of steps to follow a change of lr. Not to be changed during a run.
         nonfinite: what to do about a gradient with infinite or NaN entries: `"ignore"` it as torch.optim does,
             `"raise"`, or `"skip"` the step. The last two change nothing at all in that case.
         fused: compile the step (`True`), run it eagerly (`False`), or whichever pays (`None`).
@@ -125,7 +130,7 @@ class AdaBayes(_AdaBayesFamily):
 
     def prior_variance(self, group: Mapping[str, Any]) -> float:
         sgd_lr = DEFAULT_SGD_LR if math.isinf(group["sgd_lr"]) else group["sgd_lr"]
-        relative = 1.0 if group["follow_lr"] else float(group["last_lr"]) / (group["base_lr"] or 1.0)
+        relative = group["last_lr"] / group["base_lr"] if group["base_lr"] and not group["follow_lr"] else 1.0
         return relative * sgd_lr / group["batch_size"]
 
 
@@ -200,4 +205,5 @@ class AdaBayesFP(_AdaBayesFamily):
         return {"beta": group["betas"][1], "step": step, "half": group["base_lr"] / (2 * group["sgd_lr"])}
 
     def prior_variance(self, group: Mapping[str, Any]) -> float:
-        return group["sgd_lr"] / (group["base_lr"] or math.inf)
+        sgd_lr = DEFAULT_SGD_LR if math.isinf(group["sgd_lr"]) else group["sgd_lr"]
+        return sgd_lr / group["base_lr"] if group["base_lr"] else 0.0

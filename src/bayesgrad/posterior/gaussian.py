@@ -48,7 +48,7 @@ class GaussianPosterior(Posterior):
     def _draw_one(belief: Belief, generator: torch.Generator) -> Tensor:
         # Drawn on the CPU, so that a seed means the same weights on every device.
         variance = belief.precision.variance()
-        noise = torch.randn(variance.shape, dtype=variance.dtype, generator=generator)
+        noise = torch.randn(variance.shape, dtype=variance.dtype, generator=generator, device="cpu")
         return belief.sample(noise.to(variance.device))
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 
 from bayesgrad import likelihoods
+from bayesgrad._kernels import compute_dtype
 
 METHODS = ("mc", "linear", "mean")
 
@@ -101,14 +102,14 @@ class Posterior(ABC):
             seed, first = self.seed, self._draws
             self._draws += n
         # Consecutive seeds of the Mersenne twister are independent streams; the odd factor keeps users' seeds apart.
-        return [torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + first + k) % 2**63) for k in range(n)]
+        return [torch.Generator("cpu").manual_seed((seed * 0x9E3779B97F4A7C15 + first + k) % 2**63) for k in range(n)]
 
     # --- prediction ---
 
     @overload
     def predict(
         self,
-        x: Tensor,
+        x: Tensor | tuple[Tensor, ...],
         samples: int = 32,
         method: str = "mc",
         *,
@@ -120,7 +121,7 @@ class Posterior(ABC):
     @overload
     def predict(
         self,
-        x: Tensor,
+        x: Tensor | tuple[Tensor, ...],
         samples: int = 32,
         method: str = "mc",
         *,
@@ -132,7 +133,7 @@ class Posterior(ABC):
     @torch.no_grad()
     def predict(
         self,
-        x: Tensor,
+        x: Tensor | tuple[Tensor, ...],
         samples: int = 32,
         method: str = "mc",
         *,
@@ -146,7 +147,7 @@ class Posterior(ABC):
         The same posterior, inputs and seed give the same prediction.
 
         Args:
-            x: a batch of inputs.
+            x: a batch of inputs; a tuple of them where the model takes several.
             samples: how many draws `method="mc"` averages.
             method: `"mc"` averages over draws of the weights; `"linear"` is exact for the network linearised at the
                 mean; `"mean"` uses the mean weights alone.
@@ -159,16 +160,18 @@ class Posterior(ABC):
         if samples < 1:
             raise ValueError(f"samples must be at least 1, got {samples}.")
         reading = likelihoods.named(likelihood)
-        network = self._model(model)
-        names = {stripped(name): name for name, _ in network.named_parameters()}
+        network = unwrapped(self._model(model))
+        inputs = x if isinstance(x, tuple) else (x,)
+        names = {_clean(name): name for name, _ in network.named_parameters()}
         self._parameters(network)
 
-        def outputs(weights: Mapping[str, Tensor], inputs: Tensor = x) -> Tensor:
-            return functional_call(network, {names[name]: weight for name, weight in weights.items()}, (inputs,))
+        def outputs(weights: Mapping[str, Tensor], inputs: tuple[Tensor, ...] = inputs) -> Tensor:
+            found = functional_call(network, {names[name]: weight for name, weight in weights.items()}, inputs)
+            return found.to(compute_dtype(found.dtype))  # averages of half-precision numbers would not be averages
 
         with evaluating(network):
             if method == "linear":
-                return reading.expected(*self._linear(outputs, x, network))
+                return reading.expected(*self._linear(outputs, inputs, network))
             if method == "mean":
                 value = reading.link(outputs(self._cast(self.mean, network)))
                 return reading.averaged(value, torch.zeros_like(value))
@@ -190,18 +193,22 @@ class Posterior(ABC):
         """The draws that a prediction averages over."""
         return self._draw(self._generators(samples, seed))
 
-    def _linear(self, outputs: Callable, x: Tensor, model: nn.Module) -> tuple[Tensor, Tensor]:
+    def _linear(self, outputs: Callable, inputs: tuple[Tensor, ...], model: nn.Module) -> tuple[Tensor, Tensor]:
         """Outputs at the mean, and their variance sum_j J_j^2 v_j, one example at a time in a batched pass."""
         mean, variance = self._cast(self.mean, model), self._cast(self.variance(), model)
+        centre = outputs(mean)
+        if not len(centre):
+            return centre, torch.zeros_like(centre)
 
-        def one(example: Tensor) -> Tensor:
-            jacobian = jacrev(lambda weights: outputs(weights, example[None])[0])(mean)
+        def one(*example: Tensor) -> Tensor:
+            alone = tuple(part[None] for part in example)
+            jacobian = jacrev(lambda weights: outputs(weights, alone).flatten())(mean)
             parts = [(jacobian[name].square() * variance[name]).flatten(1) for name in mean]
             return torch.cat(parts, 1).sum(1)
 
         with torch.enable_grad():
-            spread = vmap(one, chunk_size=16)(x)
-        return outputs(mean), spread.detach()
+            spread = vmap(one, chunk_size=16)(*inputs)
+        return centre, spread.detach().view_as(centre)
 
     def _cast(self, weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
         like = self._parameters(model)
@@ -215,7 +222,7 @@ class Posterior(ABC):
 
     def _parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """The parameters of the model that this posterior is about, checked by name and shape."""
-        found = {stripped(name): parameter for name, parameter in model.named_parameters()}
+        found = parameters_of(model)
         shapes = self._shapes()
         for name, shape in shapes.items():
             if name not in found:
@@ -237,8 +244,11 @@ class Posterior(ABC):
         """Writes `state_dict()` to a file, whole or not at all."""
         path = Path(path)
         partial = path.with_name(path.name + ".partial")
-        torch.save(self.state_dict(), partial)
-        os.replace(partial, path)
+        try:
+            torch.save(self.state_dict(), partial)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
 
     @staticmethod
     def load(path: str | os.PathLike, model: nn.Module | None = None) -> Posterior:
@@ -254,7 +264,10 @@ class Posterior(ABC):
         if state["kind"] not in Posterior._kinds:
             known = ", ".join(map(repr, Posterior._kinds))
             raise ValueError(f"a posterior of kind {state['kind']!r} is not known, only {known}.")
-        posterior = Posterior._kinds[state["kind"]]._from_tensors(state["tensors"], model)
+        try:
+            posterior = Posterior._kinds[state["kind"]]._from_tensors(state["tensors"], model)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"this posterior's state is damaged or cut short: it lacks {error}.") from error
         posterior.seed, posterior._draws = state["seed"], state["draws"]
         return posterior
 
@@ -269,7 +282,7 @@ def load(path: str | os.PathLike, model: nn.Module | None = None) -> Posterior:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of foreign pickles, which the error below is about
             state = torch.load(path, weights_only=True, map_location="cpu")
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except (RuntimeError, EOFError, UnicodeDecodeError, KeyError, ValueError, pickle.UnpicklingError) as error:
         raise ValueError(
             f"{os.fspath(path)} cannot be read as a posterior (damaged or cut short): save it again."
         ) from error
@@ -278,9 +291,21 @@ def load(path: str | os.PathLike, model: nn.Module | None = None) -> Posterior:
     return Posterior.from_state_dict(state, model)
 
 
-def stripped(name: str) -> str:
-    """A parameter's name without the prefixes that DistributedDataParallel and torch.compile add."""
-    return name.replace("_orig_mod.", "").removeprefix("module.")
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's own model inside of what torch.compile and data parallelism wrap around it."""
+    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    while isinstance(model, wrappers) or hasattr(model, "_orig_mod"):
+        model = model.module if isinstance(model, wrappers) else model._orig_mod  # pyright: ignore
+    return model
+
+
+def _clean(name: str) -> str:
+    return name.replace("_orig_mod.", "")  # of compiled modules inside the model
+
+
+def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The model's parameters by the names they have without any wrapper."""
+    return {_clean(name): parameter for name, parameter in unwrapped(model).named_parameters()}
 
 
 @contextmanager

@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from bayesgrad.posterior.posterior import Posterior
+from bayesgrad.posterior.posterior import Posterior, _clean
 
 
 class SampledPosterior(Posterior):
     """Equally weighted samples: an ensemble, or the states of a sampler.
 
     `predict` averages over every member once where `samples` is at least their number, and over a random choice
-    without replacement otherwise. `variance` is the unbiased estimate, zero for a single member.
+    without replacement otherwise. `variance` is the unbiased estimate, zero for a single member; a prediction's
+    variance is that among the members it averages.
 
     >>> SampledPosterior([{"w": torch.zeros(2)}, {"w": torch.ones(2)}]).mean["w"]
     tensor([0.5000, 0.5000])
@@ -30,13 +31,22 @@ class SampledPosterior(Posterior):
         self, members: Sequence[Mapping[str, Tensor]], model: nn.Module | None = None, *, seed: int = 0
     ) -> None:
         super().__init__(model, seed=seed)
-        if not members:
-            raise ValueError("a bag of samples needs at least one member, got none.")
-        names = set(members[0])
+        if isinstance(members, Mapping) or not members or not members[0]:
+            raise ValueError("a bag of samples needs a list of at least one member, each name -> tensor.")
+        first = members[0]
         for i, member in enumerate(members):
-            if set(member) != names:
-                raise ValueError(f"member {i} names other tensors than member 0: {sorted(names ^ set(member))}.")
-        self.members = {name: torch.stack([member[name].detach() for member in members]) for name in members[0]}
+            if set(member) != set(first):
+                raise ValueError(f"member {i} names other tensors than member 0: {sorted(set(first) ^ set(member))}.")
+            odd = next((name for name in first if member[name].shape != first[name].shape), None)
+            if odd is not None:
+                raise ValueError(f"{odd!r} has shape {tuple(member[odd].shape)} in member {i}, not that of member 0.")
+        inner = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
+        self.members = {
+            (_clean(name).removeprefix("module.") if inner else _clean(name)): torch.stack(
+                [member[name].detach() for member in members]
+            )
+            for name in first
+        }
 
     def __len__(self) -> int:
         return len(next(iter(self.members.values())))
@@ -53,7 +63,7 @@ class SampledPosterior(Posterior):
 
     def _draw(self, generators: list[torch.Generator]) -> Iterator[dict[str, Tensor]]:
         for generator in generators:
-            yield self._member(int(torch.randint(len(self), (), generator=generator)))
+            yield self._member(int(torch.randint(len(self), (), generator=generator, device="cpu")))
 
     def _member(self, index: int) -> dict[str, Tensor]:
         return {name: members[index] for name, members in self.members.items()}
@@ -61,10 +71,10 @@ class SampledPosterior(Posterior):
     def _choose(self, samples: int, seed: int) -> Iterator[dict[str, Tensor]]:
         # Members are exchangeable: visiting each at most once has less variance than drawing with replacement.
         (generator,) = self._generators(1, seed)
-        order = torch.randperm(len(self), generator=generator)[:samples]
+        order = torch.randperm(len(self), generator=generator, device="cpu")[:samples]
         return (self._member(index) for index in sorted(order.tolist()))
 
-    def _linear(self, outputs: Callable, x: Tensor, model: nn.Module) -> tuple[Tensor, Tensor]:
+    def _linear(self, outputs: Callable, inputs: tuple[Tensor, ...], model: nn.Module) -> tuple[Tensor, Tensor]:
         raise ValueError("a bag of samples has no linearised prediction: use method='mc'.")
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
