@@ -12,7 +12,7 @@ test: lint types  ## lint, types and the whole test suite, doctests included
 demo: $(STAMP)  ## compare optimizers on scikit-learn's digits; ends by saying where the report is
 	$(BIN)/bayesgrad compare --data digits --seeds 3 --epochs 15 --out runs --resume
 
-fast: $(STAMP)  ## the tests that take no compilation: a few seconds
+fast: $(STAMP)  ## the tests that take no compilation
 	$(BIN)/python -m pytest -m "not compiled" -x
 
 lint: $(STAMP)

@@ -18,7 +18,7 @@ from torch import Tensor
 from bayesgrad._kernels import Row, compute_dtype
 
 SMALL = 1 << 15  # elements up to which a tensor is packed with others
-PACK = 1 << 17  # elements of one pack at most: bounds the memory of the gathered copies
+PACK = 1 << 18  # elements of one pack at most: bounds the memory of the gathered copies
 
 State = dict[str, Tensor]
 

@@ -336,13 +336,13 @@ def test_frozen_weights_are_not_part_of_the_posterior() -> None:
 
 
 def test_the_fixed_point_rule_is_bounded_for_any_gradient() -> None:
-    """Debiased averages at the first step: |step| <= lr, for gradients up to the largest float and down to denormals."""
+    """Debiased averages at the first step: |step| <= lr, for gradients from denormals to the largest float."""
     weight = torch.nn.Parameter(torch.zeros(81))
     optimizer = AdaBayesFP([weight], lr=ETA, sgd_lr=math.inf)
     weight.grad = torch.logspace(-42, 38, 81, dtype=torch.float64).float()
     optimizer.step()
     assert weight.abs().max().item() <= ETA * (1 + 1e-5)
-    assert weight.abs()[25:].min().item() >= ETA * (1 - 1e-5)
+    assert weight.abs()[28:].min().item() >= ETA * (1 - 1e-5)  # from 1e-14 on
     optimizer.step()
     assert bool(torch.isfinite(weight).all())
 
