@@ -10,7 +10,7 @@ test: lint types  ## lint, types and the whole test suite, doctests included
 	$(BIN)/python -m pytest
 
 demo: $(STAMP)  ## compare optimizers on scikit-learn's digits; ends by saying where the report is
-	$(BIN)/bayesgrad compare --data digits --seeds 3 --epochs 15 --out runs --resume
+	$(BIN)/bayesgrad compare --data digits --seeds 3 --epochs 15 --lr-search --out runs --resume
 
 fast: $(STAMP)  ## the tests that take no compilation
 	$(BIN)/python -m pytest -m "not compiled" -x

@@ -162,7 +162,7 @@ def _compare(arguments: argparse.Namespace, command: str) -> None:
         base = Trial(network, "", 0.0, 0, arguments.epochs, arguments.batch_size, (milestone,))
         results = compare(context, data, names, base, search)
         report = Report(f"{network} on {data.name}")
-        report.add_table(f"After {arguments.epochs} epochs", **table(results, SCORES))
+        report.add_table(f"Test data, after {arguments.epochs} epochs", **table(results, SCORES))
         panels = {
             title: {
                 method(name).title: [[row[key] for row in history.rows] for history in finals.histories]
@@ -175,7 +175,7 @@ def _compare(arguments: argparse.Namespace, command: str) -> None:
         if search:
             report.settings["search budget"] = search.words()
             rows = [
-                [method(name).title, *(f"{lr:g}: {nll:.4f}" for lr, nll in finals.tried.items())]
+                [method(name).title, *(f"{lr:.2g}: {nll:.3f}" for lr, nll in finals.tried.items())]
                 for name, finals in results.items()
             ]
             columns = ["optimizer", *(f"{factor:.2g} x usual" for factor in search.factors)]
@@ -262,9 +262,16 @@ def _show(console: Any, report: Any) -> None:
 
     console.print(f"\n[bold]{report.title}[/bold]")
     for table in report.tables:
-        shown = Table(*table["columns"], title=table["title"], title_justify="left", header_style="bold", box=None)
+        shown = Table(
+            *table["columns"],
+            title=table["title"],
+            title_justify="left",
+            header_style="bold",
+            box=None,
+            padding=(0, 1, 0, 0),
+        )
         for row in table["rows"]:
-            shown.add_row(*map(str, row))
+            shown.add_row(*(str(cell).replace(" ± ", "±") for cell in row))  # 80 columns are few
         console.print(shown)
     if report.verdict:
         console.print(f"[bold]Verdict.[/bold] {report.verdict}", highlight=False)

@@ -22,12 +22,12 @@ BASELINES = ("sgd", "adam", "adagrad", "amsgrad", "adabound", "amsbound", "adamw
 OURS = ("adabayesfp", "adabayes", "adabayes-paper")
 METHODS = (*BASELINES, *OURS)
 TABLE_SCORES = {
-    "error": "test error",
-    "nll": "NLL",
-    "ece": "ECE",
+    "error": "test error %",
+    "nll": "test NLL",
+    "ece": "ECE %",
     "brier": "Brier",
-    "best error": "best error of an epoch",
-    "best nll": "best NLL of an epoch",
+    "best error": "best epoch's error %",
+    "best nll": "best epoch's NLL",
 }
 
 

@@ -34,12 +34,16 @@ def _simple(make: Callable[..., torch.optim.Optimizer], **fixed: Any):
     return lambda model, lr, batch, decay: [make(model.parameters(), lr=lr, weight_decay=decay, **fixed)]
 
 
-def _decoupled(make: Callable[..., torch.optim.Optimizer], batch_size: bool = False, **fixed: Any):
-    """Decoupled decay that matches SGD's at learning rate 0.1: lr * weight_decay = 0.1 * decay at the default lr."""
+def _decoupled(make: Callable[..., torch.optim.Optimizer], **fixed: Any):
+    """Decoupled decay that matches SGD's at learning rate 0.1: lr * weight_decay = 0.1 * decay."""
+    return lambda model, lr, batch, decay: [make(model.parameters(), lr=lr, weight_decay=0.1 * decay / lr, **fixed)]
+
+
+def _adabayes(make: Callable[..., torch.optim.Optimizer], **fixed: Any):
+    """As `_decoupled`, with sgd_lr = 100 lr, the ratio of the paper: a search moves both."""
 
     def build(model: nn.Module, lr: float, batch: int, decay: float) -> list[torch.optim.Optimizer]:
-        extra = {"batch_size": batch} if batch_size else {}
-        return [make(model.parameters(), lr=lr, weight_decay=0.1 * decay / lr, **extra, **fixed)]
+        return _decoupled(make, sgd_lr=100 * lr, batch_size=batch, **fixed)(model, lr, batch, decay)
 
     return build
 
@@ -66,11 +70,9 @@ METHODS: dict[str, Method] = {
     "adabound": Method("AdaBound", 1e-3, _simple(optim.AdaBound)),
     "amsbound": Method("AMSBound", 1e-3, _simple(optim.AMSBound)),
     "adamw": Method("AdamW", 1e-3, _decoupled(torch.optim.AdamW)),
-    "adabayes": Method("AdaBayes", 1e-3, _decoupled(optim.AdaBayes, batch_size=True)),
-    "adabayes-paper": Method(
-        "AdaBayes (follow_lr=False)", 1e-3, _decoupled(optim.AdaBayes, batch_size=True, follow_lr=False)
-    ),
-    "adabayesfp": Method("AdaBayesFP", 1e-3, _decoupled(optim.AdaBayesFP)),
+    "adabayes": Method("AdaBayes", 1e-3, _adabayes(optim.AdaBayes)),
+    "adabayes-paper": Method("AdaBayes (follow_lr=False)", 1e-3, _adabayes(optim.AdaBayes, follow_lr=False)),
+    "adabayesfp": Method("AdaBayesFP", 1e-3, _adabayes(optim.AdaBayesFP)),
     "muon": Method("Muon", 2e-2, _muon),
 }
 

@@ -70,13 +70,13 @@ STYLE = """
   img { filter: invert(0.92) hue-rotate(180deg); }
 }
 body { font: 16px/1.55 system-ui, sans-serif; color: var(--ink); background: var(--back); margin: 0 auto;
-       max-width: 62rem; padding: 2rem 1.2rem 4rem; }
+       max-width: 70rem; padding: 2rem 1.2rem 4rem; }
 h1 { font-size: 1.7rem; margin: 0 0 .4rem; } h2 { font-size: 1.15rem; margin: 2rem 0 .6rem; }
 .claim, .verdict { border-left: 4px solid #4477aa; background: var(--card); padding: .7rem 1rem; margin: .8rem 0; }
 .verdict { border-color: #228833; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; min-width: 50%; }
-th, td { padding: .35rem .8rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
+th, td { padding: .35rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; } th { color: var(--soft); font-weight: 600; }
 figure { margin: 1.2rem 0; } img { max-width: 100%; } figcaption, footer { color: var(--soft); font-size: .9rem; }
 code { background: var(--card); padding: .1rem .3rem; border-radius: 3px; }

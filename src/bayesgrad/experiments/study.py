@@ -115,19 +115,21 @@ def table(results: dict[str, Finals], scores: dict[str, str]) -> dict[str, Any]:
     """A table for a report: a row for each method, mean ± standard error for each score (key -> column title)."""
     rows = []
     for name, finals in results.items():
-        cells = [method(name).title, f"{finals.lr:g}"]
+        cells = [method(name).title, f"{finals.lr:.2g}"]
         for score in scores:
             mean, error = finals.mean(score)
-            digits = 1 if score in ("steps/s", "memory") else 4
-            cells.append(f"{mean:.{digits}f}" + (f" ± {error:.{digits}f}" if math.isfinite(error) else ""))
+            factor, digits = SHOWN.get(score.removeprefix("best "), (1, 3))
+            text = f"{factor * mean:.{digits}f}"
+            cells.append(f"{text} ± {factor * error:.{digits}f}" if math.isfinite(error) else text)
         rows.append(cells)
     return {"columns": ["optimizer", "lr", *scores.values()], "rows": rows}
 
 
+SHOWN = {"error": (100, 2), "ece": (100, 2), "steps/s": (1, 0), "memory": (1, 0)}  # factor and decimals in tables
 SCORES = {
-    "error": "test error",
+    "error": "error %",
     "nll": "NLL",
-    "ece": "ECE",
+    "ece": "ECE %",
     "brier": "Brier",
     "steps/s": "steps/s",
     "memory": "peak MiB",
