@@ -68,7 +68,9 @@ def scatter_with_curves(
     for colour, (name, (a, b)) in zip(PALETTE, lines.items()):
         axis.plot(a, b, color=colour, label=name, lw=1.8)
     axis.set(xscale="log", yscale="log", xlabel=labels[0], ylabel=labels[1])
-    axis.legend(fontsize=9, frameon=False)
+    reach = np.concatenate([a for a, _ in lines.values()])
+    axis.set_xlim(reach.min() / 1.2, reach.max() * 1.2)
+    axis.legend(fontsize=9, frameon=False, markerscale=5)
     _save(figure, path)
 
 
