@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -92,6 +93,9 @@ CASES = (
 )
 
 
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
 def small_model(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
     """Large and small tensors, a scalar and a single element: every path of the layout."""
     generator = torch.Generator().manual_seed(seed)
@@ -138,6 +142,11 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def states(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    saved = optimizer.state_dict()["state"]
+    return {f"{key}.{name}": value.clone() for key, entry in saved.items() for name, value in entry.items()}
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

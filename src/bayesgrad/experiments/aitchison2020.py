@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import torch
@@ -108,8 +109,9 @@ def fig3(context: Context) -> Report:
     context.say(data.note)
     batch, lr, sgd_lr, beta = 128, 1e-3, 0.1, 0.999
     sigma2 = sgd_lr / batch
-    ratios, scatter = [], None
-    for seed in range(context.seeds):
+
+    def measure(seed: int) -> dict[str, torch.Tensor]:
+        """sigma_post^2 of every weight after training, and the average of its squared gradients G^2."""
         model = networks.build(network, data, seed, context.scale == "paper").to(context.device)
         optimizer = AdaBayes(model.parameters(), lr=lr, batch_size=batch, sgd_lr=sgd_lr)
         squares = [torch.zeros_like(p) for p in model.parameters()]
@@ -130,21 +132,27 @@ def fig3(context: Context) -> Report:
                 if context.progress:
                     context.progress(trial, epoch, i, loss.item(), math.nan, math.nan)
         variances = optimizer.posterior(model).variance()
-        measured = torch.cat([v.flatten() for v in variances.values()]).double().cpu()
-        square = torch.cat([s.flatten() for s in squares]).double().cpu() / (1 - beta**steps)
-        seen = square > 0  # weights that never had a gradient say nothing
-        predicted = 1 / (1 / (2 * sigma2) + (1 / (4 * sigma2**2) + square[seen] / lr**2).sqrt())
-        ratios.append((measured[seen] / predicted).numpy())
-        scatter = ((lr / square[seen].sqrt()).numpy(), measured[seen].numpy())
+        return {
+            "measured": torch.cat([v.flatten() for v in variances.values()]).double().cpu(),
+            "square": torch.cat([s.flatten() for s in squares]).double().cpu() / (1 - beta**steps),
+        }
+
+    ratios, rate, measured = [], np.empty(0), np.empty(0)
+    for seed in range(context.seeds):
+        found = context.once(f"fig3-seed{seed}", partial(measure, seed))
+        seen = found["square"] > 0  # weights that never had a gradient say nothing
+        square, measured = found["square"][seen].numpy(), found["measured"][seen].numpy()
+        rate = lr / np.sqrt(square)  # Adam's
+        ratios.append(measured * (1 / (2 * sigma2) + np.sqrt(1 / (4 * sigma2**2) + 1 / rate**2)))
     every = np.concatenate(ratios)
     median, within = float(np.median(every)), float(np.mean((every < 1.5) & (every > 1 / 1.5)))
-    assert scatter is not None
-    chosen = np.random.default_rng(0).permutation(len(scatter[0]))[:20_000]
-    x = np.geomspace(*np.quantile(scatter[0], [0.0005, 0.9995]), 200)
+    chosen = np.random.default_rng(0).permutation(len(rate))[:20_000]
+    low, high = np.quantile(rate, [0.0005, 0.9995]).tolist()
+    x = np.geomspace(low, high, 200)
     plots.scatter_with_curves(
         context.folder / "fig3.png",
-        scatter[0][chosen],
-        scatter[1][chosen],
+        rate[chosen],
+        measured[chosen],
         {
             "fixed point, Eq. 21": (x, 1 / (1 / (2 * sigma2) + np.sqrt(1 / (4 * sigma2**2) + 1 / x**2))),
             "Adam": (x, x),

@@ -9,9 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from bayesgrad.experiments.dataset import Dataset
 from bayesgrad.experiments.methods import method
-from bayesgrad.experiments.runner import History, Progress, Trial, train
+from bayesgrad.experiments.runner import History, Progress, Trial, train, write_atomically
 
 SCALES = ("smoke", "laptop", "paper")
 
@@ -41,6 +44,14 @@ class Context:
         if self.expect:
             self.expect(trial, trial.epochs, -(-len(data.train_x) // trial.batch_size))
         return train(trial, data, self.folder, self.device, self.progress)
+
+    def once(self, key: str, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """What `compute` returns, from the run's folder where an earlier, interrupted run has left it."""
+        path = self.folder / "trials" / f"{key}.pt"
+        if not path.exists():
+            value = compute()
+            write_atomically(path, lambda partial: torch.save(value, partial))
+        return torch.load(path, weights_only=True)
 
 
 @dataclass(frozen=True)

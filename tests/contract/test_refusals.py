@@ -1,0 +1,69 @@
+"""Bad input gets one sentence, and nothing changes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from cases import Case, backward, every_case, same, small_model, states, train, weights
+
+
+@every_case
+def test_bad_arguments_get_one_sentence(case: Case) -> None:
+    for options, message in case.bad:
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            case([nn.Parameter(torch.zeros(2))], **options)
+    with pytest.raises(ValueError, match="empty parameter list"):
+        case([])
+    optimizer = case([nn.Parameter(torch.zeros(2))])
+    with pytest.raises(ValueError, match="lr must be a finite number >= 0, got -1"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "lr": -1})
+    with pytest.raises(ValueError, match="complex64: complex weights are not supported"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, dtype=torch.complex64))]})
+    assert len(optimizer.param_groups) == 1
+
+
+@every_case
+def test_sparse_gradients_are_refused_before_anything_changes(case: Case) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Embedding(5, 2, sparse=True))
+    optimizer = case(model.named_parameters())
+    before = weights(model)
+    (model[0](torch.ones(1, 2)).sum() + model[1](torch.tensor([1])).sum()).backward()
+    with pytest.raises(
+        RuntimeError, match=r"takes no sparse gradients, but parameter '1.weight' has one: .*sparse=False"
+    ):
+        optimizer.step()
+    assert same(before, weights(model))
+
+
+@every_case
+def test_nonfinite_gradients(case: Case) -> None:
+    for value in (float("nan"), float("inf")):
+        for option in ("ignore", "raise", "skip"):
+            model = small_model()
+            optimizer = case(model.named_parameters(), nonfinite=option)
+            train(model, optimizer, range(2))
+            backward(model, 2)
+            model.out.weight.grad[1, 2] = value
+            before, known = weights(model), states(optimizer)
+            if option == "raise":
+                with pytest.raises(FloatingPointError, match=r"parameter 'out.weight' has 1 entries of 3000"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+            if option == "ignore":
+                assert not same(before, weights(model))
+            else:
+                assert same(before, weights(model))
+                assert same(known, states(optimizer))
+    empty = nn.Parameter(torch.zeros(0, 3))
+    empty.grad = torch.zeros(0, 3)
+    case([empty], nonfinite="skip").step()
+    model = small_model()  # large but finite gradients are not mistaken for infinite ones
+    optimizer = case(model.parameters(), nonfinite="raise")
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 3e38)
+    optimizer.step()

@@ -1,0 +1,170 @@
+"""State: kept, copied, saved, restored bit for bit, and refused where it does not fit."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from cases import CASES, Case, every_case, same, small_model, states, train, weights
+
+
+@every_case
+def test_keeps_the_state_it_declares_in_the_shapes_of_the_parameters(case: Case) -> None:
+    model = small_model()
+    optimizer = case(model.parameters())
+    train(model, optimizer, range(2))
+    for p in model.parameters():
+        entry = optimizer.state[p]
+        assert set(entry) == {"step", *case.slots}
+        assert entry["step"] == 2
+        assert all(entry[slot].shape == p.shape for slot in case.slots)
+
+
+@every_case
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_resumes_bit_for_bit_from_a_file(case: Case, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = small_model(dtype)
+    optimizer = case(model.parameters(), lr=0.01)
+    scheduler = lr_scheduler.CosineAnnealingLR(optimizer, 6)
+    for index in range(3):
+        train(model, optimizer, range(index, index + 1))
+        scheduler.step()
+    torch.save([model.state_dict(), optimizer.state_dict(), scheduler.state_dict()], tmp_path / "checkpoint.pt")
+    for index in range(3, 6):
+        train(model, optimizer, range(index, index + 1))
+        scheduler.step()
+
+    other = small_model(dtype, seed=1)
+    resumed = case(other.parameters(), lr=0.5)
+    schedule = lr_scheduler.CosineAnnealingLR(resumed, 6)
+    saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    for target, value in zip((other, resumed, schedule), saved):
+        target.load_state_dict(value)
+    for index in range(3, 6):
+        train(other, resumed, range(index, index + 1))
+        schedule.step()
+    assert same(weights(model), weights(other))
+    assert same(states(optimizer), states(resumed))
+    if dtype == torch.bfloat16:
+        kept = {value.dtype for entry in resumed.state.values() for value in entry.values()}
+        assert kept == {torch.float32}
+
+
+def test_resumes_bit_for_bit_in_a_new_process(tmp_path: Path) -> None:
+    for case in CASES:
+        model = small_model()
+        optimizer = case(model.parameters())
+        train(model, optimizer, range(3))
+        torch.save([model.state_dict(), optimizer.state_dict()], tmp_path / f"{case.name}.pt")
+        train(model, optimizer, range(3, 6))
+        torch.save([model.state_dict(), optimizer.state_dict()], tmp_path / f"{case.name}.expected.pt")
+    script = """
+import sys, torch
+from cases import CASES, same, small_model, train
+for case in CASES:
+    model = small_model(seed=1)
+    optimizer = case(model.parameters())
+    saved = torch.load(f"{sys.argv[1]}/{case.name}.pt", weights_only=True)
+    model.load_state_dict(saved[0]); optimizer.load_state_dict(saved[1])
+    train(model, optimizer, range(3, 6))
+    expected = torch.load(f"{sys.argv[1]}/{case.name}.expected.pt", weights_only=True)
+    assert same(model.state_dict(), expected[0]), case.name
+    for key, entry in optimizer.state_dict()["state"].items():
+        assert same(entry, expected[1]["state"][key]), case.name
+print("all", len(CASES))
+"""
+    folder = str(Path(__file__).parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == f"all {len(CASES)}", done.stderr
+
+
+@every_case
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+def test_a_copy_goes_on_by_itself_with_the_same_numbers(case: Case, copier) -> None:
+    model = nn.Sequential(nn.Linear(40, 1000), nn.Linear(1000, 3))
+    optimizer = case(model.parameters())
+    train(model, optimizer, range(2))
+    twin, twin_optimizer = copier((model, optimizer))
+    before = weights(model)
+    train(twin, twin_optimizer, range(2, 5))
+    assert same(before, weights(model))
+    assert not same(before, weights(twin))
+    train(model, optimizer, range(2, 5))
+    assert same(weights(twin), weights(model))
+    assert same(states(twin_optimizer), states(optimizer))
+
+
+def test_pickled_size_is_that_of_the_state() -> None:
+    model = nn.Sequential(*[nn.Linear(10, 10) for _ in range(50)])
+    optimizer = CASES[0](model.parameters())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    elements = sum(p.numel() for p in model.parameters())
+    assert len(pickle.dumps(optimizer)) < 3 * 4 * elements + 100 * 2000
+
+
+@every_case
+def test_a_state_dict_is_a_snapshot_that_can_be_returned_to(case: Case) -> None:
+    model = small_model()
+    optimizer = case(model.parameters(), lr=torch.tensor(0.01))
+    train(model, optimizer, range(2))
+    saved, start = optimizer.state_dict(), copy.deepcopy(model.state_dict())
+    train(model, optimizer, range(2, 4))
+    first = weights(model)
+    optimizer.param_groups[0]["lr"].fill_(0.5)
+    optimizer.load_state_dict(saved)
+    model.load_state_dict(start)
+    train(model, optimizer, range(2, 4))
+    assert same(first, weights(model))
+
+
+@every_case
+def test_loading_what_does_not_fit_says_so_and_loses_nothing(case: Case) -> None:
+    model = small_model()
+    optimizer = case(model.parameters())
+    train(model, optimizer, range(2))
+    known, groups = states(optimizer), optimizer.param_groups[0]["lr"]
+    good = optimizer.state_dict()
+
+    def spoilt(change) -> dict:
+        bad = copy.deepcopy(good)
+        change(bad)
+        return bad
+
+    slot = case.slots[0]
+    attempts = [
+        (
+            spoilt(lambda s: s["state"][0].update({slot: torch.zeros(3)})),
+            rf"{slot} of parameter 0 of group 0 has shape",
+        ),
+        (spoilt(lambda s: s["state"][1].pop(slot)), rf"parameter 1 of group 0 lacks \['{slot}'\]"),
+        (spoilt(lambda s: s.pop("state")), "lacks 'state' or 'param_groups'"),
+        (spoilt(lambda s: s["param_groups"][0]["params"].pop()), r"param groups of \[7\] parameters"),
+        (spoilt(lambda s: s["param_groups"][0].pop("lr")), r"lacks \['lr'\]"),
+        (spoilt(lambda s: s["param_groups"][0].update(lr=-1.0)), "lr must be a finite number >= 0, got -1.0"),
+        (torch.optim.SGD(model.parameters(), lr=0.1).state_dict(), "it is not"),
+        (spoilt(lambda s: s["state"][0].update(step=3)), "step in the saved state of parameter 0"),
+        (spoilt(lambda s: s["state"][0].update(step=torch.zeros(2))), "step in the saved state of parameter 0"),
+        (spoilt(lambda s: s["state"][0].update(extra="x")), "extra in the saved state of parameter 0"),
+        (spoilt(lambda s: s["param_groups"][0].update(last_lr="x")), "last_lr must be a finite number >= 0, got 'x'"),
+        (spoilt(lambda s: s.update(param_groups=[3])), "lacks 'state' or 'param_groups'"),
+        (spoilt(lambda s: s.update(state=[])), "lacks 'state' or 'param_groups'"),
+        (None, "but a NoneType"),
+    ]
+    for bad, message in attempts:
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_state_dict(bad)
+        assert same(known, states(optimizer))
+        assert optimizer.param_groups[0]["lr"] == groups
+    train(model, optimizer, range(2, 3))
