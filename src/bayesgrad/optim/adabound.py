@@ -52,8 +52,7 @@ class BoundedGradient(NaturalGradient):
 
     def move(self, mean: Tensor, gradient: Tensor, precision: Precision, memory: Memory, n: Numbers) -> Tensor:
         average = memory["momentum"] = n["momentum"] * memory["momentum"] + n["fresh"] * gradient
-        rate = n["gain"] * precision.variance()
-        rate = torch.minimum(torch.maximum(rate, n["lower"] + 0 * rate), n["upper"] + 0 * rate)
+        rate = (n["gain"] * precision.variance()).clamp(n["lower"], n["upper"])
         return mean - rate * average
 
 
