@@ -20,8 +20,8 @@ class Method:
     Args:
         title: for tables and legends.
         lr: its usual learning rate, around which a search looks.
-        build: (model, lr, batch_size, decay) -> optimizers that step together; `decay` is the strength of L2
-            regularisation that SGD would have, which each method takes in its own way.
+        build: (model, lr, terms, decay) -> optimizers that step together; `terms` is how many losses a gradient is the
+            mean of, `decay` the strength of L2 regularisation that SGD would have, which each takes in its own way.
     """
 
     title: str

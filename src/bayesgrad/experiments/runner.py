@@ -162,7 +162,8 @@ def train(trial: Trial, data: Dataset, folder: Path, device: str = "cpu", progre
         if saved["final"]:
             return History(saved["rows"], saved["final"], saved["cost"])
     model = networks.build(trial.network, data, trial.seed, trial.large).to(device)
-    optimizers = method(trial.method).build(model, trial.lr, trial.batch_size, trial.decay)
+    terms = trial.batch_size * data.train_y[0].numel()  # of the mean that the loss is: every position of a sequence
+    optimizers = method(trial.method).build(model, trial.lr, terms, trial.decay)
     schedulers = [torch.optim.lr_scheduler.MultiStepLR(o, list(trial.milestones)) for o in optimizers]
     parts: list[Any] = [model, *optimizers, *schedulers]
     history = History(cost={"seconds": 0.0, "steps": 0.0, "memory": 0.0})
