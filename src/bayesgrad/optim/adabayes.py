@@ -48,7 +48,7 @@ class AdaBayes(_AdaBayesFamily):
     Args:
         params: parameters, named parameters or param groups.
         lr: eta, Adam's learning rate; zero changes neither weights nor belief.
-        batch_size: B, the number of losses that a gradient is the mean of, over all accumulated micro-batches (and tokens).
+        batch_size: B, the number of losses that a gradient is the mean of, over all micro-batches (and tokens).
         sgd_lr: SGD's learning rate (with averaged gradients: ten times the one you would give torch.optim.SGD with
             momentum 0.9). It keeps its ratio to the initial lr under a schedule. `inf` removes the SGD limit, and the
             filter then starts where sgd_lr = 0.1 would.
