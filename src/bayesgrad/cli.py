@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import math
 import os
 import shlex
@@ -17,6 +18,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command. What a user can mend is said in one sentence, with exit code 2."""
     arguments = _parser().parse_args(argv)
     command = ["bayesgrad", *(sys.argv[1:] if argv is None else argv)]
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without ± must not cost the result
     try:
         return arguments.call(arguments, shlex.join(command)) or 0
     except ModuleNotFoundError as error:
@@ -26,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"bayesgrad: {_words(error)}", file=sys.stderr)
     except KeyboardInterrupt:
-        print("\nbayesgrad: interrupted; the same command with --resume goes on from here.", file=sys.stderr)
+        again = "; the same command with --resume goes on from here" if "resume" in arguments else ""
+        print(f"\nbayesgrad: interrupted{again}.", file=sys.stderr)
         return 130
     return 2
 
@@ -87,10 +92,18 @@ def _common(parser: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return value
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1, got {text}")
+    return int(text)
+
+
+def _check_device(name: str) -> None:
+    import torch
+
+    try:
+        torch.zeros(1, device=name).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise ValueError(f"--device {name} is not to be had on this machine: use cpu.") from None
 
 
 # --- commands ---
@@ -102,9 +115,9 @@ def _list(arguments: argparse.Namespace, command: str) -> None:
 
     from bayesgrad.experiments import EXPERIMENTS
 
-    table = Table(
-        "experiment", "paper", "figure", "about", "status", header_style="bold", box=None, padding=(0, 2, 0, 0)
-    )
+    table = Table(header_style="bold", box=None, padding=(0, 2, 0, 0))
+    for column in ("experiment", "paper", "figure", "about", "status"):
+        table.add_column(column, no_wrap=column == "experiment", overflow="fold")
     for e in EXPERIMENTS.values():
         table.add_row(e.name, e.paper, e.figure, e.about, e.status)
     Console().print(table)
@@ -150,6 +163,7 @@ def _compare(arguments: argparse.Namespace, command: str) -> None:
         "epochs": arguments.epochs,
         "batch size": arguments.batch_size,
         "training examples": len(data.train_x),
+        "data fingerprint": data.fingerprint(),
         "lr search": arguments.lr_search,
     }
 
@@ -171,7 +185,8 @@ def _compare(arguments: argparse.Namespace, command: str) -> None:
             for title, key in (("training loss", "train_loss"), ("test loss", "nll"), ("test error", "error"))
         }
         plots.curves(context.folder / "curves.png", panels)
-        report.add_figure("curves.png", "Mean and standard error over seeds; lr falls tenfold after three quarters.")
+        falls = f"; lr falls tenfold after epoch {milestone}" if milestone < arguments.epochs else ""
+        report.add_figure("curves.png", f"Mean and standard error over seeds{falls}. Of the test data, 2000 at most.")
         if search:
             report.settings["search budget"] = search.words()
             rows = [
@@ -193,6 +208,7 @@ def _carry_out(arguments: argparse.Namespace, folder: Path, settings: dict[str, 
     from bayesgrad.experiments.runner import run_folder, versions
     from bayesgrad.experiments.study import Context
 
+    _check_device(arguments.device)
     console = Console()
     settings = {**settings, "seeds": arguments.seeds, "device": arguments.device}
     with run_folder(folder, settings, arguments.resume), _Display(console) as display:
@@ -212,7 +228,8 @@ def _carry_out(arguments: argparse.Namespace, folder: Path, settings: dict[str, 
         report.settings = {**settings, **report.settings}
         page = report.save(folder)
     _show(console, report)
-    console.print(f"The report is in [bold]{page}[/bold]", soft_wrap=True)
+    console.print("The report is in", end=" ")
+    console.print(str(page), style="bold", markup=False, highlight=False, soft_wrap=True)
 
 
 class _Display:
@@ -242,7 +259,7 @@ class _Display:
         self.bars.stop()
 
     def say(self, text: str) -> None:
-        self.console.print(text, highlight=False, soft_wrap=True)
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def expect(self, trial: Any, epochs: int, steps: int) -> None:
         self.steps, self.key = steps, trial.key
@@ -260,7 +277,7 @@ class _Display:
 def _show(console: Any, report: Any) -> None:
     from rich.table import Table
 
-    console.print(f"\n[bold]{report.title}[/bold]")
+    console.print(f"\n{report.title}", style="bold", markup=False, highlight=False)
     for table in report.tables:
         shown = Table(
             *table["columns"],
@@ -274,7 +291,7 @@ def _show(console: Any, report: Any) -> None:
             shown.add_row(*(str(cell).replace(" ± ", "±") for cell in row))  # 80 columns are few
         console.print(shown)
     if report.verdict:
-        console.print(f"[bold]Verdict.[/bold] {report.verdict}", highlight=False)
+        console.print(f"Verdict. {report.verdict}", highlight=False, markup=False)
 
 
 def _report(arguments: argparse.Namespace, command: str) -> None:
@@ -284,14 +301,16 @@ def _report(arguments: argparse.Namespace, command: str) -> None:
     from bayesgrad.experiments.runner import write_atomically
 
     reports = [(load(folder), folder) for folder in arguments.runs]
+    names = [report.settings.get("experiment", folder.name) for report, folder in reports]
+    if arguments.markdown and len(set(names)) < len(names):
+        raise ValueError("two of these runs would become the same Markdown page: name them one at a time.")
     write_atomically(arguments.out, lambda path: path.write_text(render(reports), encoding="utf-8"))
     print(f"The report is in {arguments.out}")
     if arguments.markdown:
         arguments.markdown.mkdir(parents=True, exist_ok=True)
-        for report, folder in reports:
-            name = report.settings.get("experiment", folder.name)
+        for name, (report, folder) in zip(names, reports):
             for figure in report.figures:
-                target = f"{name}-{figure['file']}" if not figure["file"].startswith(name) else figure["file"]
+                target = f"{name}-{figure['file']}"
                 shutil.copyfile(folder / figure["file"], arguments.markdown / target)
                 figure["file"] = target
             (arguments.markdown / f"{name}.md").write_text(markdown(report), encoding="utf-8")

@@ -7,14 +7,15 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from bayesgrad.cli import main
-from bayesgrad.experiments import EXPERIMENTS, runner
+from bayesgrad.experiments import EXPERIMENTS
+from bayesgrad.experiments.methods import METHODS
 from bayesgrad.experiments.report import load, markdown
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -65,7 +66,7 @@ def test_every_experiment_runs_at_smoke_scale(name: str, capsys, tmp_path: Path)
 def test_compare_leaves_a_whole_report(finished: Path) -> None:
     report = load(finished)
     (table,) = report.tables
-    assert table["columns"] == ["optimizer", "lr", "error %", "NLL", "ECE %", "Brier", "steps/s", "peak MiB"]
+    assert table["columns"] == ["optimizer", "lr", "error %", "NLL", "ECE %", "Brier", "steps/s", "process MiB"]
     assert [row[0] for row in table["rows"]] == ["SGD", "AdaBayes"]
     assert all("±" in row[2] for row in table["rows"])
     page = (finished / "report.html").read_text()
@@ -105,8 +106,12 @@ def test_the_page_renders_in_a_browser(finished: Path, tmp_path: Path) -> None:
 
 def test_reports_of_several_runs_make_one_page(finished: Path, tmp_path: Path, capsys) -> None:
     out = tmp_path / "all.html"
-    assert main(["report", str(finished), str(finished), "--out", str(out), "--markdown", str(tmp_path / "docs")]) == 0
+    assert main(["report", str(finished), str(finished), "--out", str(out)]) == 0
     assert out.read_text().count("<h1>") == 2
+    twice = ["report", str(finished), str(finished), "--markdown", str(tmp_path / "docs")]
+    assert "would become the same Markdown page" in refused(capsys, [*twice, "--out", str(out)])
+    assert main(["report", str(finished), "--out", str(out), "--markdown", str(tmp_path / "docs")]) == 0
+    capsys.readouterr()
     assert (tmp_path / "docs" / "compare-digits-mlp.md").exists()
     assert (tmp_path / "docs" / "compare-digits-mlp-curves.png").exists()
     assert "is no folder" in refused(capsys, ["report", str(tmp_path / "nowhere")])
@@ -158,20 +163,20 @@ def test_a_folder_that_cannot_be_written_is_named(capsys, tmp_path: Path) -> Non
 )
 def test_a_full_disk_loses_nothing(code: int, words: str, capsys, tmp_path: Path, monkeypatch) -> None:
     """The third checkpoint does not fit. What was there stays readable, and the run goes on once there is room."""
-    save, count = torch.save, 0
+    write, count = Path.write_bytes, 0
 
-    def full(value, path, *rest):
+    def full(path: Path, value: bytes) -> int:
         nonlocal count
         count += 1
         if count == 3:
-            Path(path).write_bytes(b"half a check")
+            write(path, value[: len(value) // 2])
             raise OSError(code, words.capitalize(), str(path))
-        return save(value, path, *rest)
+        return write(path, value)
 
     arguments = ["compare", "--optimizers", "adabayes", "--epochs", "4", "--seeds", "1", "--examples", "100", "--out"]
     assert main([*arguments, str(tmp_path / "whole")]) == 0
     capsys.readouterr()
-    monkeypatch.setattr(runner.torch, "save", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     assert f"cannot be used: {words}." in refused(capsys, [*arguments, str(tmp_path / "full")])
     assert main([*arguments, str(tmp_path / "full"), "--resume"]) == 0
     results = [
@@ -189,6 +194,62 @@ def test_a_second_run_into_a_folder_is_refused(finished: Path, capsys) -> None:
         capsys, [*SMALL, "--seeds", "1", "--out", str(finished.parent), "--resume"]
     )
     assert (finished / "report.json").read_bytes() == before
+
+
+def test_a_disk_that_is_really_full_is_a_sentence(tmp_path: Path) -> None:
+    """The operating system's own limit on the size of a file, met while a checkpoint is written."""
+    code = (
+        "import resource, signal, sys; from bayesgrad.cli import main; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000)); sys.exit(main(sys.argv[1:]))"
+    )
+    arguments = ["compare", *QUICK, "--optimizers", "adabayes", "--out", str(tmp_path)]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "file too large" in done.stderr
+
+
+def test_a_method_that_diverges_does_not_cost_the_comparison(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setitem(METHODS, "sgd", replace(METHODS["sgd"], lr=1e12))
+    assert main([*SMALL, "--lr-search", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "sgd: every learning rate of the search diverged" in said
+    rows = load(tmp_path / "compare-digits-mlp").tables[0]["rows"]
+    assert rows[0][2:6] == ["diverged"] * 4
+    assert "diverged" not in rows[1]
+
+
+def test_data_that_changed_is_not_mixed_with_what_was_measured(tmp_path: Path, capsys) -> None:
+    generator = np.random.default_rng(0)
+    own, out = tmp_path / "own [1].npz", str(tmp_path / "runs")
+    np.savez(own, x=generator.normal(size=(60, 3)), y=generator.integers(0, 2, 60))
+    arguments = ["compare", "--data", str(own), "--epochs", "1", "--seeds", "1", "--optimizers", "sgd", "--out", out]
+    assert main(arguments) == 0
+    assert "own [1].npz: 48 training and 12 test examples" in capsys.readouterr().out
+    np.savez(own, x=generator.normal(size=(60, 3)), y=generator.integers(0, 2, 60))
+    assert "was begun with data fingerprint=" in refused(capsys, [*arguments, "--resume"])
+
+
+def test_devices_that_are_not_there(capsys, tmp_path: Path) -> None:
+    for name in ("nonsense", "meta"):
+        assert f"--device {name} is not to be had" in refused(
+            capsys, ["compare", *QUICK, "--device", name, "--out", str(tmp_path)]
+        )
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["config.json", "report.json", "trials/{}.json"])
+def test_damaged_files_of_a_run_are_named(name: str, capsys, tmp_path: Path) -> None:
+    arguments = ["compare", *QUICK, "--optimizers", "sgd", "--out", str(tmp_path)]
+    assert main(arguments) == 0
+    folder = tmp_path / "compare-digits-mlp"
+    path = folder / name.format(next((folder / "trials").glob("*.json")).stem)
+    for damage in ("{", "[]", "\udcff"):
+        path.write_bytes(damage.encode("utf-8", "surrogateescape"))
+        capsys.readouterr()
+        command = ["report", str(folder), "--out", str(tmp_path / "page.html")]
+        said = refused(capsys, command if name == "report.json" else [*arguments, "--resume"])
+        assert f"{path.name} is damaged" in said
 
 
 def test_nothing_but_a_sentence_reaches_the_terminal() -> None:

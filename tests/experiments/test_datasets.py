@@ -140,6 +140,15 @@ def test_own_files_that_cannot_be_understood_say_why(tmp_path: Path) -> None:
         "short.npz": (dict(x=x, y=np.arange(19)), "20 inputs but 19 labels"),
         "names.npz": (dict(data=x), r"must hold x and y, .*; it holds \['data'\]"),
         "nan.npz": (dict(x=x * np.nan, y=np.arange(20)), "some inputs are not finite"),
+        "one.npz": (dict(x=x, y=np.zeros(20)), "all labels are 0"),
+        "flat.npz": (dict(x=x[:, 0], y=np.arange(20)), r"inputs must be numbers of shape \(examples, ...\), found"),
+        "hot.npz": (dict(x=x, y=np.eye(20)), r"labels must be one number for each example, found shape \(20, 20\)"),
+        "huge.npz": (dict(x=x, y=np.full(20, 10.0**13)), "found the label"),
+        "text.npz": (dict(x=np.full((20, 2), "a"), y=np.arange(20)), "inputs must be numbers"),
+        "other.npz": (
+            dict(x_train=x, y_train=np.arange(20), x_test=x[:, :1], y_test=np.arange(20)),
+            r"an example has shape \(2,\) in training and \(1,\) in test data",
+        ),
         "objects.npz": (dict(x=np.array([{}] * 20), y=np.arange(20)), "cannot be read as .npz"),
     }
     for name, (arrays, message) in cases.items():
@@ -159,8 +168,21 @@ def test_own_files_that_cannot_be_understood_say_why(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
         with pytest.raises(ValueError, match=message):
             datasets.load(str(tmp_path / name))
+    (tmp_path / "bom.csv").write_bytes(b"\xef\xbb\xbf" + b"1,0\n2,1\n" * 10)
+    assert datasets.load(str(tmp_path / "bom.csv")).classes == 2
     with pytest.raises(FileNotFoundError, match=r"nowhere.csv does not exist"):
         datasets.load("nowhere.csv")
+
+
+def test_columns_that_are_constant_in_training_and_labels_in_a_column(tmp_path: Path) -> None:
+    x, y = RANDOM.normal(size=(40, 2)), RANDOM.integers(0, 2, (40, 1))
+    x[:, 1] = 0.0
+    test = x[:10].copy()
+    test[:, 1] = 1e-3
+    np.savez(tmp_path / "a.npz", x_train=x, y_train=y, x_test=test, y_test=y[:10])
+    data = datasets.load(str(tmp_path / "a.npz"))
+    assert data.test_x.abs().max() < 10
+    assert data.train_y.shape == (40,)
 
 
 def test_text(tmp_path: Path) -> None:
@@ -169,6 +191,9 @@ def test_text(tmp_path: Path) -> None:
     assert data.train_x.shape[1] == datasets.CONTEXT
     assert torch.equal(data.train_x.flatten()[1:], data.train_y.flatten()[:-1])
     assert data.classes == len(set("to be or not to be, "))
+    (tmp_path / "input.txt").write_bytes(b"\xff\xfe\xff" * 5000)
+    with pytest.raises(ValueError, match=r"input.txt is damaged: it is not UTF-8"):
+        datasets.load("tinyshakespeare", tmp_path)
     (tmp_path / "input.txt").write_text("short")
     with pytest.raises(ValueError, match="is cut short"):
         datasets.load("tinyshakespeare", tmp_path)

@@ -138,8 +138,8 @@ def test_search_uses_the_same_budget_for_all_and_never_the_test_data(digits: Dat
         context = Context(folder(tmp_path / name), seeds=2, say=said.append)
         results = compare(context, data, ["sgd", "adabayes"], base, search)
         chosen[name] = {method: (finals.lr, finals.tried) for method, finals in results.items()}
-        budget = "2 learning rates each, 1 epochs of 100 training examples, judged by validation NLL"
-        assert said == [f"search on mlp: {budget}"]
+        budget = "2 learning rates each, 1 epoch(s) of 100 training examples at a constant rate"
+        assert said[0] == f"search on mlp: {budget}, judged by validation NLL"
         for finals in results.values():
             assert len(finals.histories) == 2
             assert finals.lr == min(finals.tried, key=finals.tried.__getitem__)
@@ -149,6 +149,43 @@ def test_search_uses_the_same_budget_for_all_and_never_the_test_data(digits: Dat
 def test_mean_and_standard_error() -> None:
     assert mean_and_error([1.0, 2.0, 3.0]) == (2.0, pytest.approx(1 / math.sqrt(3)))
     assert math.isnan(mean_and_error([1.0])[1])
+    assert all(map(math.isnan, mean_and_error([1.0, math.nan, 2.0])))
+
+
+def test_trials_of_different_data_do_not_share_files(digits: Dataset, tmp_path: Path) -> None:
+    other = replace(digits, name="other", test_y=(digits.test_y + 1) % 10)
+    context = Context(folder(tmp_path), seeds=1)
+    base = Trial("mlp", "", 0.0, 0, 1, 50)
+    first, second = (compare(context, data, ["sgd"], base, None)["sgd"].histories[0] for data in (digits, other))
+    assert first.final != second.final
+    assert len(list((tmp_path / "trials").glob("*.json"))) == 2
+
+
+def test_a_model_that_diverged_has_no_scores(digits: Dataset) -> None:
+    model = networks.build("mlp", digits, 0)
+    with torch.no_grad():
+        next(model.parameters()).fill_(math.nan)
+    assert all(map(math.isnan, runner.final_scores(model, digits).values()))
+    assert all(map(math.isnan, runner.evaluate(model, digits.test_x, digits.test_y).values()))
+
+
+def test_a_damaged_checkpoint_costs_time_but_no_result(digits: Dataset, tmp_path: Path) -> None:
+    trial = Trial("mlp", "sgd", 0.1, 0, 2, 50)
+    whole = runner.train(trial, digits, folder(tmp_path / "whole"))
+    for damage in (b"", b"PK\x03\x04", b"garbage" * 100):
+        spoilt = folder(tmp_path / str(len(damage)))
+        (spoilt / "trials" / f"{trial.key}.pt").write_bytes(damage)
+        assert runner.train(trial, digits, spoilt).final == whole.final
+
+
+def test_a_run_killed_at_its_very_beginning_can_be_resumed(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    (path / "trials").mkdir(parents=True)
+    (path / ".lock").write_text("")
+    (path / "config.json.12.partial").write_text("{")
+    with runner.run_folder(path, {"seeds": 1}, True):
+        assert json.loads((path / "config.json").read_text()) == {"seeds": 1}
+        assert not list(path.glob("*.partial"))
 
 
 @pytest.mark.parametrize("large", [False, True])

@@ -34,7 +34,7 @@ def _lazily(module: str, function: str) -> Callable[[Context], Report]:
     return run
 
 
-PAPER_001 = "Aitchison, Bayesian filtering unifies adaptive and non-adaptive methods"
+PAPER_001 = "Aitchison, Bayesian filtering unifies adaptive and non-adaptive neural network optimization methods"
 EXPERIMENTS = {
     experiment.name: experiment
     for experiment in (
@@ -58,7 +58,7 @@ EXPERIMENTS = {
             "aitchison2020-table1",
             PAPER_001,
             "Table 1, Fig. 4, A1-A5",
-            "nine optimizers on a ResNet and a DenseNet",
+            "ten optimizers on a ResNet and a DenseNet",
             _lazily("aitchison2020", "table1"),
             "not recorded",
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,6 +32,13 @@ class Dataset:
     kind: str
     note: str = ""
 
+    def fingerprint(self) -> str:
+        """A short digest of all that is in it."""
+        digest = hashlib.sha256()
+        for tensor in (self.train_x, self.train_y, self.test_x, self.test_y):
+            digest.update(tensor.contiguous().numpy().tobytes())
+        return digest.hexdigest()[:12]
+
     def part(self, count: int | None, seed: int = SPLIT_SEED) -> Dataset:
         """The same test data and a fixed random choice of `count` training examples."""
         if count is None or count >= len(self.train_x):
@@ -40,8 +48,11 @@ class Dataset:
 
     def validation(self, fraction: float = 0.2) -> Dataset:
         """A data set whose test part is held out of this one's training part; the test part is out of reach."""
+        count = int(fraction * len(self.train_x))
+        if count < 1:
+            raise ValueError(f"{len(self.train_x)} training examples are too few to hold any out: use at least 5.")
         order = torch.randperm(len(self.train_x), generator=torch.Generator().manual_seed(SPLIT_SEED + 1))
-        held, kept = order[: int(fraction * len(order))], order[int(fraction * len(order)) :]
+        held, kept = order[:count], order[count:]
         return replace(
             self,
             train_x=self.train_x[kept],

@@ -166,6 +166,9 @@ def _idx(files: Files) -> Dataset:
     sources = {name: replace(source, url=source.url + name) for name, source in IDX[files.name].items()}
     arrays = [read_idx(files.need(name, source)) for name, source in sources.items()]
     for images, labels in (arrays[:2], arrays[2:]):
+        if images.ndim != 3 or labels.ndim != 1 or not len(images) or images.shape[1:] != arrays[0].shape[1:]:
+            shapes = f"{images.shape} and {labels.shape}"
+            raise ValueError(f"{files.name}: arrays of shape {shapes} are no images and labels; get the files again.")
         if len(images) != len(labels):
             raise ValueError(f"{files.name}: {len(images)} images but {len(labels)} labels; get the files again.")
     return _images(files.name, arrays[0][:, None], arrays[1], arrays[2][:, None], arrays[3], 10)
@@ -231,8 +234,11 @@ def read_cifar(path: Path, label_bytes: int) -> tuple[np.ndarray, np.ndarray]:
         with path.open("rb") as file:
             batch = _ArraysOnly(file, encoding="bytes").load()
         images = np.asarray(batch[b"data"], np.uint8).reshape(-1, 3, 32, 32)
-        return images, np.asarray(batch[b"fine_labels" if label_bytes == 2 else b"labels"])
-    except (pickle.UnpicklingError, EOFError, KeyError, ValueError, TypeError, AttributeError) as error:
+        labels = np.asarray(batch[b"fine_labels" if label_bytes == 2 else b"labels"])
+        if labels.dtype.kind not in "iu" or labels.shape != (len(images),):
+            raise ValueError(f"{labels.shape} labels of type {labels.dtype} for {len(images)} images")
+        return images, labels
+    except Exception as error:  # a damaged pickle can raise anything; nothing of it has been called
         raise ValueError(f"{path} is no batch of CIFAR's python version ({error}); get it again.") from error
 
 
@@ -240,8 +246,9 @@ def _cifar(files: Files) -> Dataset:
     hundred = files.name == "cifar100"
     train = ["train"] if hundred else [f"data_batch_{i}" for i in range(1, 6)]
     test = "test" if hundred else "test_batch"
-    if files.download and files.find(f"{test}.bin", test) is None:
-        _unpack(files)
+    whole = all(files.find(f"{name}.bin", name) for name in (train[0], test))
+    if files.download and not whole:
+        files = replace(files, data_dir=_unpack(files))
     found = {name: files.find(f"{name}.bin", name) for name in (*train, test)}
     parts = [path for name in train if (path := found[name])]
     if not parts:
@@ -254,11 +261,12 @@ def _cifar(files: Files) -> Dataset:
     return _images(files.name, x, y, test_x, test_y, 100 if hundred else 10)
 
 
-def _unpack(files: Files) -> None:
+def _unpack(files: Files) -> Path:
     name, source = CIFAR_ARCHIVES[files.name]
     archive = files._fetch(name, replace(source, url=_CIFAR_URL + name))
     with tarfile.open(archive) as tar:
         tar.extractall(archive.parent, filter="data")
+    return archive.parent
 
 
 # --- data that comes with packages ---
@@ -297,7 +305,11 @@ CONTEXT = 64
 def _shakespeare(files: Files) -> Dataset:
     """Characters in windows of 64, the last tenth of the text for testing."""
     path = files.find("input.txt") or files.need("tinyshakespeare.txt", SHAKESPEARE)
-    text = path.read_text(encoding="utf-8")
+    verify(path, SHAKESPEARE)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is damaged: it is not UTF-8 text; get it again.") from error
     alphabet = sorted(set(text))
     number = {character: i for i, character in enumerate(alphabet)}
     tokens = torch.tensor([number[character] for character in text])

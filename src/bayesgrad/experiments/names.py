@@ -10,5 +10,5 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> ValueError:
     """What to raise for a name that nobody has."""
     known = list(known)
     nearest = get_close_matches(name.lower(), known, 1, 0.5)
-    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-    return ValueError(f"no {kind} is called {name!r}; {hint}There are: {', '.join(known)}.")
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
+    return ValueError(f"no {kind} is called {name!r}{hint} There are: {', '.join(known)}.")

@@ -196,4 +196,13 @@ def build(name: str, data: Dataset, seed: int, large: bool = False) -> nn.Module
         raise ValueError(f"{name} takes {' or '.join(kinds)} data, but {data.name} is {data.kind} data; use {fitting}.")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return make(data, large)
+        model = make(data, large)
+    try:
+        with torch.no_grad():
+            model.eval()(data.train_x[:1])
+    except RuntimeError as error:
+        shape = tuple(data.train_x.shape[1:])
+        raise ValueError(
+            f"{name} cannot take examples of shape {shape}: images are (channels, height, width), 4 pixels at least."
+        ) from error
+    return model.train()

@@ -11,34 +11,60 @@ from torch import Tensor
 
 from bayesgrad.experiments.dataset import SPLIT_SEED, Dataset
 
+MOST_CLASSES = 100_000
+
 
 def _integers(labels: np.ndarray, path: Path) -> Tensor:
     values = np.asarray(labels)
+    values = values[:, 0] if values.ndim == 2 and values.shape[1] == 1 else values
+    if values.ndim != 1 or not len(values):
+        raise ValueError(f"{path}: labels must be one number for each example, found shape {values.shape}.")
     if values.dtype.kind not in "iufb" or not np.all(np.mod(values, 1) == 0):
         bad = next((v for v in values.ravel().tolist() if not isinstance(v, int | float) or v % 1), values.dtype)
         raise ValueError(f"{path}: labels must be integers from 0, found {bad!r}; number the classes.")
     if values.min() < 0:
         raise ValueError(f"{path}: labels must be integers from 0, found {values.min()}; number the classes.")
+    if values.max() >= MOST_CLASSES:
+        raise ValueError(
+            f"{path}: found the label {values.max()}; number the classes from 0, {MOST_CLASSES:,} at most."
+        )
     return torch.tensor(values.astype(np.int64))
 
 
-def _own(path: Path, x: np.ndarray, y: np.ndarray, test: tuple[np.ndarray, np.ndarray] | None) -> Dataset:
-    if len(x) != len(y):
-        raise ValueError(f"{path}: {len(x)} inputs but {len(y)} labels.")
-    if len(x) < 10:
-        raise ValueError(f"{path}: {len(x)} examples are too few to split into training and test data.")
-    labels = _integers(y, path)
-    inputs = torch.tensor(np.asarray(x, np.float32))
+def _checked(path: Path, x: np.ndarray, y: np.ndarray) -> tuple[Tensor, Tensor]:
+    x, y = np.asarray(x), np.asarray(y)
+    if x.dtype.kind not in "iufb" or x.ndim < 2 or not x.size:
+        raise ValueError(
+            f"{path}: inputs must be numbers of shape (examples, ...), found {x.dtype} of shape {x.shape}."
+        )
+    if y.ndim == 0 or len(x) != len(y):
+        raise ValueError(f"{path}: {len(x)} inputs but {len(y) if y.ndim else 'no'} labels.")
+    inputs = torch.tensor(x.astype(np.float32))
     if not bool(torch.isfinite(inputs).all()):
         raise ValueError(f"{path}: some inputs are not finite; remove or replace them.")
+    return inputs, _integers(y, path)
+
+
+def _own(path: Path, x: np.ndarray, y: np.ndarray, test: tuple[np.ndarray, np.ndarray] | None) -> Dataset:
+    inputs, labels = _checked(path, x, y)
+    if len(x) < 10:
+        raise ValueError(f"{path}: {len(x)} examples are too few to split into training and test data.")
     if test is None:
         order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(SPLIT_SEED))
         held, kept = order[: len(order) // 5], order[len(order) // 5 :]
         parts = inputs[kept], labels[kept], inputs[held], labels[held]
     else:
-        parts = inputs, labels, torch.tensor(np.asarray(test[0], np.float32)), _integers(test[1], path)
+        parts = inputs, labels, *_checked(path, *test)
+        if parts[2].shape[1:] != inputs.shape[1:]:
+            shapes = f"{tuple(inputs.shape[1:])} in training and {tuple(parts[2].shape[1:])} in test data"
+            raise ValueError(f"{path}: an example has shape {shapes}.")
     classes = int(max(parts[1].max(), parts[3].max())) + 1
-    mean, deviation = parts[0].mean(0), parts[0].std(0).clamp(min=1e-6)
+    if classes < 2:
+        raise ValueError(f"{path}: all labels are 0; a classifier needs at least two classes.")
+    # One scale for a picture, one for each column of a table; a column that is constant in training keeps its own.
+    over = (0,) if inputs.dim() == 2 else tuple(range(inputs.dim()))
+    mean, deviation = parts[0].mean(over), parts[0].std(over)
+    deviation = torch.where(deviation < 1e-6, torch.ones_like(deviation), deviation)
     train_x, test_x = ((part - mean) / deviation for part in (parts[0], parts[2]))
     if train_x.dim() == 3:
         train_x, test_x = train_x[:, None], test_x[:, None]
@@ -68,8 +94,9 @@ def read_csv(path: Path) -> Dataset:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist.")
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = [row for row in csv.reader(file) if row]
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.reader(file)
+            numbered = [(reader.line_num, row) for row in reader if row]
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path} cannot be read as CSV ({error}).") from error
 
@@ -79,10 +106,11 @@ def read_csv(path: Path) -> Dataset:
         except ValueError:
             return None
 
+    rows = [row for _, row in numbered]
     first = 1 if rows and all(number(cell) is None for cell in rows[0]) else 0
     header = rows[0] if first else [str(i + 1) for i in range(len(rows[0]) if rows else 0)]
     table = []
-    for i, row in enumerate(rows[first:], first + 1):
+    for i, row in numbered[first:]:
         if len(row) != len(header):
             raise ValueError(f"{path}, line {i}: {len(row)} columns where the first line has {len(header)}.")
         values = [number(cell) for cell in row]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import base64
 import html
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bayesgrad.experiments.runner import write_atomically, write_json
+from bayesgrad.experiments.runner import read_json, write_atomically, write_json
 
 
 @dataclass
@@ -58,9 +57,11 @@ def load(folder: Path) -> Report:
         state = "has not finished: run it again with --resume" if (folder / "config.json").exists() else "is no run"
         raise ValueError(f"{folder} {state}.")
     try:
-        return Report(**json.loads(path.read_text()))
-    except (json.JSONDecodeError, TypeError) as error:
+        report = Report(**read_json(path))
+        render([(report, folder)])
+    except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is damaged ({error}): run it again with --resume.") from error
+    return report
 
 
 STYLE = """
@@ -118,7 +119,7 @@ def render(reports: Sequence[tuple[Report, Path]]) -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{title}</title><style>{STYLE}</style></head><body>{''.join(parts)}"
-        "<footer>Mean ± standard error over seeds. Made by bayesgrad.</footer></body></html>"
+        "<footer>± is the standard error over seeds. Made by bayesgrad.</footer></body></html>"
     )
 
 
@@ -138,5 +139,5 @@ def markdown(report: Report) -> str:
     for figure in report.figures:
         lines += [f"![{figure['caption']}]({figure['file']})", "", figure["caption"], ""]
     settings = ", ".join(f"{k}: {v}" for k, v in {**report.settings, **report.versions}.items())
-    lines += [f"Mean ± standard error over seeds. {settings}."]
+    lines += [f"± is the standard error over seeds. {settings}."]
     return "\n".join(lines) + "\n"

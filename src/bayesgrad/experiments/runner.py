@@ -8,8 +8,11 @@ beside their name and renamed, so that whatever kills the process leaves whole f
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import math
 import os
+import pickle
 import platform
 import sys
 import time
@@ -47,6 +50,32 @@ def write_json(path: Path, value: Any) -> None:
     write_atomically(path, lambda p: p.write_text(json.dumps(value, indent=1, allow_nan=True)))
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object that was written by `write_json`."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is damaged: delete it and run again with --resume.")
+    return value
+
+
+def write_tensors(path: Path, value: Any) -> None:
+    """Saves through memory, so that a full disk is an OSError and not one of torch's own."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    write_atomically(path, lambda p: p.write_bytes(buffer.getvalue()))
+
+
+def read_tensors(path: Path, device: str = "cpu") -> Any:
+    """What `write_tensors` wrote, or None where the file is damaged: whatever it held can be computed again."""
+    try:
+        return torch.load(path, weights_only=True, map_location=device)
+    except (RuntimeError, EOFError, IndexError, KeyError, ValueError, pickle.UnpicklingError):
+        return None
+
+
 def versions() -> dict[str, str]:
     import bayesgrad
 
@@ -67,12 +96,13 @@ def run_folder(path: Path, config: dict[str, Any], resume: bool) -> Iterator[Pat
         OSError: it cannot be written.
     """
     existing = path / "config.json"
-    if path.exists() and any(path.iterdir()) and not existing.exists():
+    foreign = [p for p in path.iterdir() if not _ours(p)] if path.is_dir() else []
+    if foreign and not existing.exists():
         raise ValueError(f"{path} holds files of something else: choose another --out.")
     if existing.exists():
         if not resume:
             raise ValueError(f"{path} holds a run already: pass --resume to go on with it, or choose another --out.")
-        before = json.loads(existing.read_text())
+        before = read_json(existing)
         changed = sorted(k for k in {*before, *config} if before.get(k) != config.get(k))
         if changed:
             k = changed[0]
@@ -82,9 +112,16 @@ def run_folder(path: Path, config: dict[str, Any], resume: bool) -> Iterator[Pat
             )
     (path / "trials").mkdir(parents=True, exist_ok=True)
     with _lock(path / ".lock", path):
+        for partial in path.rglob("*.partial"):
+            partial.unlink()  # of a process that was killed while it wrote
         if not existing.exists():
             write_json(existing, config)
         yield path
+
+
+def _ours(path: Path) -> bool:
+    """What a run that was killed at its very beginning may have left."""
+    return path.name == ".lock" or path.suffix == ".partial" or (path.name == "trials" and not any(path.iterdir()))
 
 
 @contextlib.contextmanager
@@ -113,7 +150,7 @@ class Trial:
     """One training run: everything that its numbers depend on.
 
     Args:
-        network, method: names.
+        data, network, method: names.
         lr: where the method starts.
         seed: of the weights and of the order of examples.
         milestones: epochs after which lr falls tenfold.
@@ -132,10 +169,11 @@ class Trial:
     augment: bool = False
     large: bool = False
     purpose: str = "final"
+    data: str = "data"
 
     @property
     def key(self) -> str:
-        return f"{self.purpose}-{self.network}-{self.method}-lr{self.lr:g}-seed{self.seed}"
+        return f"{self.purpose}-{self.data}-{self.network}-{self.method}-lr{self.lr:g}-seed{self.seed}"
 
 
 @dataclass
@@ -158,8 +196,9 @@ def train(trial: Trial, data: Dataset, folder: Path, device: str = "cpu", progre
     """
     record, checkpoint = folder / "trials" / f"{trial.key}.json", folder / "trials" / f"{trial.key}.pt"
     if record.exists():
-        saved = json.loads(record.read_text())
-        if saved["final"]:
+        saved = read_json(record)
+        if saved.get("final"):
+            checkpoint.unlink(missing_ok=True)
             return History(saved["rows"], saved["final"], saved["cost"])
     model = networks.build(trial.network, data, trial.seed, trial.large).to(device)
     terms = trial.batch_size * data.train_y[0].numel()  # of the mean that the loss is: every position of a sequence
@@ -167,8 +206,7 @@ def train(trial: Trial, data: Dataset, folder: Path, device: str = "cpu", progre
     schedulers = [torch.optim.lr_scheduler.MultiStepLR(o, list(trial.milestones)) for o in optimizers]
     parts: list[Any] = [model, *optimizers, *schedulers]
     history = History(cost={"seconds": 0.0, "steps": 0.0, "memory": 0.0})
-    if checkpoint.exists():
-        saved = torch.load(checkpoint, weights_only=True, map_location=device)
+    if checkpoint.exists() and (saved := read_tensors(checkpoint, device)):
         for part, state in zip(parts, saved["parts"]):
             part.load_state_dict(state)
         history = History(**saved["history"])
@@ -183,7 +221,7 @@ def train(trial: Trial, data: Dataset, folder: Path, device: str = "cpu", progre
         history.cost["steps"] += steps
         history.cost["memory"] = max(history.cost["memory"], _peak(device))
         state = {"parts": [part.state_dict() for part in parts], "history": asdict(history)}
-        write_atomically(checkpoint, lambda p, state=state: torch.save(state, p))
+        write_tensors(checkpoint, state)
         write_json(record, asdict(history))
     history.final = final_scores(model, data, device)
     write_json(record, asdict(history))
@@ -250,6 +288,8 @@ def log_probabilities(model: nn.Module, x: Tensor, device: str) -> Tensor:
 def evaluate(model: nn.Module, x: Tensor, y: Tensor, device: str = "cpu") -> dict[str, float]:
     """Error and negative log-likelihood."""
     logs = log_probabilities(model, x, device)
+    if not bool(torch.isfinite(logs.exp()).all()):
+        return {"error": math.nan, "nll": math.nan}
     return {
         "error": (logs.argmax(1) != y.flatten()).double().mean().item(),
         "nll": F.nll_loss(logs.double(), y.flatten()).item(),
@@ -261,6 +301,8 @@ def final_scores(model: nn.Module, data: Dataset, device: str = "cpu") -> dict[s
     from torchmetrics.functional.classification import multiclass_accuracy, multiclass_calibration_error
 
     logs, y = log_probabilities(model, data.test_x, device), data.test_y.flatten()
+    if not bool(torch.isfinite(logs.exp()).all()):  # a model that diverged has no probabilities to score
+        return dict.fromkeys(("error", "nll", "ece", "brier"), math.nan)
     p = logs.exp()
     return {
         "error": 1 - multiclass_accuracy(p, y, data.classes, average="micro").item(),

@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from bayesgrad.experiments.dataset import Dataset
 from bayesgrad.experiments.methods import method
-from bayesgrad.experiments.runner import History, Progress, Trial, train, write_atomically
+from bayesgrad.experiments.runner import History, Progress, Trial, read_tensors, train, write_tensors
 
 SCALES = ("smoke", "laptop", "paper")
 
@@ -48,10 +47,11 @@ class Context:
     def once(self, key: str, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """What `compute` returns, from the run's folder where an earlier, interrupted run has left it."""
         path = self.folder / "trials" / f"{key}.pt"
-        if not path.exists():
+        value = read_tensors(path) if path.exists() else None
+        if value is None:
             value = compute()
-            write_atomically(path, lambda partial: torch.save(value, partial))
-        return torch.load(path, weights_only=True)
+            write_tensors(path, value)
+        return value
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,9 @@ class Search:
     examples: int | None
 
     def words(self) -> str:
-        amount = "all training examples" if self.examples is None else f"{self.examples:,} training examples"
-        return f"{len(self.factors)} learning rates each, {self.epochs} epochs of {amount}, judged by validation NLL"
+        amount = "80 % of the training examples" if self.examples is None else f"{self.examples:,} training examples"
+        count = f"{len(self.factors)} learning rates each"
+        return f"{count}, {self.epochs} epoch(s) of {amount} at a constant rate, judged by validation NLL"
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,9 @@ class Finals:
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Both nan where any value is not finite: a method that diverged for one seed has no mean."""
+    if not all(map(math.isfinite, values)):
+        return math.nan, math.nan
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
     return statistics.mean(values), error
 
@@ -103,6 +107,7 @@ def compare(
     Args:
         base: what all trials share; its method, lr and seed are replaced.
     """
+    base = replace(base, data=data.name)
     held_out = data.validation().part(search.examples) if search else None
     if search:
         context.say(f"search on {base.network}: {search.words()}")
@@ -112,11 +117,14 @@ def compare(
         tried: dict[float, float] = {}
         for factor in search.factors if search else ():
             trial = replace(base, method=name, lr=usual * factor, seed=0, purpose="search")
-            milestones = tuple(math.ceil(m * search.epochs / base.epochs) for m in base.milestones) if search else ()
-            trial = replace(trial, epochs=search.epochs, milestones=milestones) if search else trial
+            trial = replace(trial, epochs=search.epochs, milestones=()) if search else trial
             nll = context.run(trial, held_out).final["nll"] if held_out else math.nan
             tried[trial.lr] = nll if math.isfinite(nll) else math.inf
         lr = min(tried, key=tried.__getitem__) if tried else usual
+        if tried and not math.isfinite(tried[lr]):
+            context.say(f"{name}: every learning rate of the search diverged; going on with {lr:.2g}")
+        elif len(tried) > 1 and lr in (min(tried), max(tried)):
+            context.say(f"{name}: the best learning rate, {lr:.2g}, is at the edge of the search")
         finals = [context.run(replace(base, method=name, lr=lr, seed=seed), data) for seed in range(context.seeds)]
         results[name] = Finals(lr, finals, tried)
     return results
@@ -130,7 +138,7 @@ def table(results: dict[str, Finals], scores: dict[str, str]) -> dict[str, Any]:
         for score in scores:
             mean, error = finals.mean(score)
             factor, digits = SHOWN.get(score.removeprefix("best "), (1, 3))
-            text = f"{factor * mean:.{digits}f}"
+            text = f"{factor * mean:.{digits}f}" if math.isfinite(mean) else "diverged"
             cells.append(f"{text} ± {factor * error:.{digits}f}" if math.isfinite(error) else text)
         rows.append(cells)
     return {"columns": ["optimizer", "lr", *scores.values()], "rows": rows}
@@ -143,5 +151,5 @@ SCORES = {
     "ece": "ECE %",
     "brier": "Brier",
     "steps/s": "steps/s",
-    "memory": "peak MiB",
+    "memory": "process MiB",
 }
