@@ -66,7 +66,7 @@ def test_every_experiment_runs_at_smoke_scale(name: str, capsys, tmp_path: Path)
 def test_compare_leaves_a_whole_report(finished: Path) -> None:
     report = load(finished)
     (table,) = report.tables
-    assert table["columns"] == ["optimizer", "lr", "error %", "NLL", "ECE %", "Brier", "steps/s", "process MiB"]
+    assert table["columns"] == ["optimizer", "lr", "error %", "NLL", "ECE %", "Brier", "steps/s", "MiB"]
     assert [row[0] for row in table["rows"]] == ["SGD", "AdaBayes"]
     assert all("±" in row[2] for row in table["rows"])
     page = (finished / "report.html").read_text()

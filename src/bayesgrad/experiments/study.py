@@ -151,5 +151,5 @@ SCORES = {
     "ece": "ECE %",
     "brier": "Brier",
     "steps/s": "steps/s",
-    "memory": "process MiB",
+    "memory": "MiB",  # the peak of the whole process
 }
