@@ -27,8 +27,8 @@ TABLE_SCORES = {
     "nll": "test NLL",
     "ece": "ECE %",
     "brier": "Brier",
-    "best error": "lowest error % of an epoch",
-    "best nll": "lowest NLL of an epoch",
+    "best error": "lowest error %",
+    "best nll": "lowest NLL",
 }
 
 

@@ -78,6 +78,7 @@ h1 { font-size: 1.7rem; margin: 0 0 .4rem; } h2 { font-size: 1.15rem; margin: 2r
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; min-width: 50%; }
 th, td { padding: .35rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
+th { white-space: normal; vertical-align: bottom; }
 th:first-child, td:first-child { text-align: left; } th { color: var(--soft); font-weight: 600; }
 figure { margin: 1.2rem 0; } img { max-width: 100%; } figcaption, footer { color: var(--soft); font-size: .9rem; }
 code { background: var(--card); padding: .1rem .3rem; border-radius: 3px; }
