@@ -1,7 +1,13 @@
-"""Names that doctests may use without importing them."""
+"""Names that doctests may use without importing them, and one thread for all tests.
+
+Matrix products on several threads may round differently from run to run on a busy machine; tests that compare runs bit
+for bit are about the optimizers, not about that. Kernels are tested on two threads all the same.
+"""
 
 import pytest
 import torch
+
+torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

@@ -140,6 +140,15 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
         optimizer.step()
 
 
+def push(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """Steps with random gradients, which no other library has a part in."""
+    for index in steps:
+        generator = torch.Generator().manual_seed(2000 + index)
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        optimizer.step()
+
+
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 

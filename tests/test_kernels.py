@@ -17,6 +17,14 @@ HERE = Path(__file__).parent
 SHAPES = [(300, 200), (40_000,), (64, 64), (64,), (1,), (), (7, 3, 5), (33_000,), (5, 0), (1000, 41), (70_001,)]
 
 
+@pytest.fixture(autouse=True)
+def _two_threads():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
 def trained(case: Case, fused: bool, dtype: torch.dtype, shapes: list, steps: int = 4) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from cases import CASES, Case, every_case, same, small_model, states, train, weights
+from cases import CASES, Case, every_case, push, same, small_model, states, train, weights
 
 
 @every_case
@@ -62,19 +62,19 @@ def test_resumes_bit_for_bit_in_a_new_process(tmp_path: Path) -> None:
     for case in CASES:
         model = small_model()
         optimizer = case(model.parameters())
-        train(model, optimizer, range(3))
+        push(model, optimizer, range(3))
         torch.save([model.state_dict(), optimizer.state_dict()], tmp_path / f"{case.name}.pt")
-        train(model, optimizer, range(3, 6))
+        push(model, optimizer, range(3, 6))
         torch.save([model.state_dict(), optimizer.state_dict()], tmp_path / f"{case.name}.expected.pt")
     script = """
 import sys, torch
-from cases import CASES, same, small_model, train
+from cases import CASES, push, same, small_model
 for case in CASES:
     model = small_model(seed=1)
     optimizer = case(model.parameters())
     saved = torch.load(f"{sys.argv[1]}/{case.name}.pt", weights_only=True)
     model.load_state_dict(saved[0]); optimizer.load_state_dict(saved[1])
-    train(model, optimizer, range(3, 6))
+    push(model, optimizer, range(3, 6))
     expected = torch.load(f"{sys.argv[1]}/{case.name}.expected.pt", weights_only=True)
     assert same(model.state_dict(), expected[0]), case.name
     for key, entry in optimizer.state_dict()["state"].items():
