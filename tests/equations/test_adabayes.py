@@ -178,6 +178,7 @@ def test_equation_21_is_the_fixed_point_to_first_order() -> None:
     run(optimizer, weight, np.sqrt(square)[None].repeat(5, 0) / BATCH)
     error = variance(optimizer, weight) / root(ETA, SIGMA2, square) - 1
     predicted = np.sqrt(1 + x**2 / 4) + x / 2 - 1
+    # The prediction leaves out sigma: 20 % of a small error is what the reference tables allow for that.
     np.testing.assert_allclose(error[x >= 0.03], predicted[x >= 0.03], rtol=0.2)
     assert np.abs(error[x < 0.03]).max() < 1.2 * max(ETA**2 / SIGMA2, predicted[x < 0.03].max())
 

@@ -122,7 +122,7 @@ def fig3(context: Context) -> Report:
         optimizer = AdaBayes(model.parameters(), lr=lr, batch_size=batch, sgd_lr=sgd_lr)
         squares = [torch.zeros_like(p) for p in model.parameters()]
         generator = torch.Generator().manual_seed(seed)
-        steps, trial = 0, Trial(network, "adabayes", lr, seed, epochs, batch)
+        steps, trial = 0, Trial(network, "adabayes", lr, seed, epochs, batch, data=data.name)
         if context.expect:
             context.expect(trial, epochs, -(-len(data.train_x) // batch))
         for epoch in range(epochs):

@@ -54,7 +54,7 @@ def _muon(model: nn.Module, lr: float, batch: int, decay: float) -> list[torch.o
     inner = [p for name, p in model.named_parameters() if p.dim() == 2 and not name.startswith(outer)]
     chosen = {id(p) for p in inner}
     rest = [p for p in model.parameters() if id(p) not in chosen]
-    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, lr=lr / 20, weight_decay=0.1 * decay / lr)]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, lr=lr / 20, weight_decay=2 * decay / lr)]
     if inner:
         optimizers.append(torch.optim.Muon(inner, lr=lr, weight_decay=0.1 * decay / lr))
     return optimizers
