@@ -1,15 +1,20 @@
-"""What a network's outputs say of the data: from outputs to probabilities, and averages of those.
+"""What a network's outputs say of the data: predictions, labels drawn from them, and the loss's first two derivatives.
 
 A likelihood is named by a string wherever one is asked for: `"categorical"` (logits over classes in the last
-dimension), `"bernoulli"` (one logit for each label) or `"gaussian"` (the outputs are means).
+dimension), `"bernoulli"` (one logit for each label) or `"gaussian"` (the outputs are means, the noise has variance 1).
+
+The loss of an example is its negative log-likelihood, summed over whatever follows the first dimension of the outputs.
+For `"gaussian"` that is half the squared error.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -35,6 +40,18 @@ class Likelihood(ABC):
     def expected(self, mean: Tensor, variance: Tensor) -> Tensor | Moments:
         """The prediction for Gaussian outputs f with independent marginals N(mean, variance)."""
 
+    @abstractmethod
+    def sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
+        """Labels drawn from the model's own predictions. The generator is the CPU's: a seed means the same anywhere."""
+
+    @abstractmethod
+    def residual(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """The derivative of the loss by the outputs."""
+
+    @abstractmethod
+    def roots(self, outputs: Tensor) -> Iterator[Tensor]:
+        """Directions s of the outputs for which sum s s' is the Hessian of each example's loss (and its Fisher)."""
+
 
 class Categorical(Likelihood):
     """Softmax over the last dimension; Gaussian logits by MacKay's probit approximation."""
@@ -49,11 +66,54 @@ class Categorical(Likelihood):
         return (mean / (1 + math.pi / 8 * variance).sqrt()).softmax(-1)
 
 
+    def sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
+        p = self.link(outputs.detach().float() if outputs.dtype.itemsize < 4 else outputs.detach())
+        u = torch.rand(p.shape[:-1], dtype=torch.float64, generator=generator).to(p)[..., None]
+        return (p.cumsum(-1) <= u).sum(-1).clamp_(max=p.shape[-1] - 1)
+
+    def residual(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        classes = outputs.shape[-1]
+        if labels.shape != outputs.shape[:-1] or labels.is_floating_point() or labels.is_complex():
+            raise ValueError(
+                f"labels must be whole numbers of shape {tuple(outputs.shape[:-1])} for outputs of shape "
+                f"{tuple(outputs.shape)}, got {labels.dtype} of shape {tuple(labels.shape)}."
+            )
+        if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+            raise ValueError(
+                f"labels must be in 0..{classes - 1}, got {int(labels.min())} to {int(labels.max())}: "
+                "leave out examples that have none."
+            )
+        error = outputs.detach().softmax(-1)
+        ones = torch.ones_like(labels[..., None], dtype=error.dtype)
+        return error.scatter_add(-1, labels[..., None].long(), -ones)
+
+    def roots(self, outputs: Tensor) -> Iterator[Tensor]:
+        p = outputs.detach().softmax(-1)
+        for position in range(p[0, ..., 0].numel()):
+            for c in range(p.shape[-1]):
+                at = torch.zeros_like(p).flatten(1, -2) if p.dim() > 2 else torch.zeros_like(p)[:, None]
+                here = p.reshape(at.shape)[:, position]
+                at[:, position] = -here * here[:, c, None].sqrt()
+                at[:, position, c] += here[:, c].sqrt()
+                yield at.view(p.shape)
+
+
 class Bernoulli(Categorical):
     """A logistic probability for each output."""
 
     def link(self, outputs: Tensor) -> Tensor:
         return outputs.sigmoid()
+
+    def sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
+        p = outputs.detach().sigmoid()
+        return (torch.rand(p.shape, dtype=torch.float64, generator=generator).to(p.device) < p).to(p)
+
+    def residual(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        return outputs.detach().sigmoid() - _real(labels, outputs)
+
+    def roots(self, outputs: Tensor) -> Iterator[Tensor]:
+        p = outputs.detach().sigmoid()
+        yield from _one_by_one((p * (1 - p)).sqrt())
 
     def expected(self, mean: Tensor, variance: Tensor) -> Tensor:
         return (mean / (1 + math.pi / 8 * variance).sqrt()).sigmoid()
@@ -70,6 +130,30 @@ class Gaussian(Likelihood):
 
     def expected(self, mean: Tensor, variance: Tensor) -> Moments:
         return Moments(mean, variance)
+
+    def sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
+        return outputs.detach() + torch.randn(outputs.shape, dtype=torch.float64, generator=generator).to(outputs)
+
+    def residual(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        return outputs.detach() - _real(labels, outputs)
+
+    def roots(self, outputs: Tensor) -> Iterator[Tensor]:
+        yield from _one_by_one(torch.ones_like(outputs))
+
+
+def _real(labels: Tensor, outputs: Tensor) -> Tensor:
+    if labels.shape != outputs.shape:
+        raise ValueError(f"labels must have the outputs' shape {tuple(outputs.shape)}, got {tuple(labels.shape)}.")
+    return labels.to(outputs)
+
+
+def _one_by_one(scale: Tensor) -> Iterator[Tensor]:
+    """Each output by itself, times its scale."""
+    rows = scale.reshape(len(scale), -1)
+    for k in range(rows.shape[1]):
+        at = torch.zeros_like(rows)
+        at[:, k] = rows[:, k]
+        yield at.view(scale.shape)
 
 
 _BY_NAME = {"categorical": Categorical(), "bernoulli": Bernoulli(), "gaussian": Gaussian()}

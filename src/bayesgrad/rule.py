@@ -28,6 +28,10 @@ class Rule(ABC):
     def numbers(self, group: Mapping[str, Any], step: int, gain: float) -> dict[str, float]:
         """The scalars that `move` asks for; `gain` multiplies the whole step."""
 
+    def straight(self, n: Numbers) -> tuple[float, float] | None:
+        """(gain, shrink) where, without slots, a solved gradient d moves the mean to shrink mean - gain d; else None."""
+        return None
+
     @abstractmethod
     def move(self, mean: Tensor, gradient: Tensor, precision: Precision, memory: Memory, n: Numbers) -> Tensor:
         """The new mean; replaces its slots in `memory`."""
@@ -64,6 +68,9 @@ class NaturalGradient(Rule):
             return {"gain": gain, "momentum": momentum}
         keep, take = average(momentum, step)
         return {"gain": gain, "momentum": keep, "fresh": take}
+
+    def straight(self, n: Numbers) -> tuple[float, float]:
+        return n["gain"], n.get("shrink", 1.0)
 
     def move(self, mean: Tensor, gradient: Tensor, precision: Precision, memory: Memory, n: Numbers) -> Tensor:
         if "momentum" not in memory:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from bayesgrad.curvature import CentredGradient, SquaredGradient
-from bayesgrad.filter import COUNT, FLAG, OPTIONAL_COUNT, POSITIVE, Filter, Parts
+from bayesgrad.filter import Filter, Parts
+from bayesgrad.filter.ranges import COUNT, FLAG, OPTIONAL_COUNT, POSITIVE
 from bayesgrad.rule import NaturalGradient
 from bayesgrad.transition import OrnsteinUhlenbeck, Steady
 

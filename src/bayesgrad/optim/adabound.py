@@ -12,7 +12,8 @@ from torch import Tensor
 
 from bayesgrad.curvature import SquaredGradient
 from bayesgrad.curvature.gradients import Memory, Numbers
-from bayesgrad.filter import NONNEGATIVE, OPEN_FRACTION, POSITIVE, Filter
+from bayesgrad.filter import Filter
+from bayesgrad.filter.ranges import NONNEGATIVE, OPEN_FRACTION, POSITIVE
 from bayesgrad.precision import Diagonal, Precision
 from bayesgrad.rule import NaturalGradient
 from bayesgrad.transition import Steady

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from bayesgrad import _kernels
 from bayesgrad.belief import Belief
-from bayesgrad.block import Block, gradient_of
+from bayesgrad.block import Block, Directions, gradient_of
 from bayesgrad.curvature import Curvature, Evidence
+from bayesgrad.filter.ranges import FRACTION, FRACTIONS, NONNEGATIVE, OPTIONAL_FLAG, POSITIVE, Range, one_of
 from bayesgrad.posterior import GaussianPosterior, Posterior
 from bayesgrad.posterior.posterior import parameters_of
 from bayesgrad.precision import Diagonal, Scalar
@@ -22,24 +23,7 @@ from bayesgrad.rule import Rule
 from bayesgrad.transition import Transition
 
 NONFINITE = ("ignore", "raise", "skip")
-
-
-class Range(NamedTuple):
-    """What a hyper-parameter may be, in words and as a test."""
-
-    words: str
-    holds: Callable[[Any], bool]
-
-
-NONNEGATIVE = Range("a finite number >= 0", lambda x: 0 <= x < math.inf)
-POSITIVE = Range("a positive number", lambda x: x > 0)
-FRACTION = Range("in [0, 1)", lambda x: 0 <= x < 1)
-OPEN_FRACTION = Range("in (0, 1)", lambda x: 0 < x < 1)
-FRACTIONS = Range("two numbers in [0, 1)", lambda x: len(x) == 2 and all(0 <= b < 1 for b in x))
-COUNT = Range("a number >= 1", lambda x: 1 <= x < math.inf)
-OPTIONAL_COUNT = Range("None or a number >= 1", lambda x: x is None or 1 <= x < math.inf)
-FLAG = Range("True or False", lambda x: x is True or x is False)
-OPTIONAL_FLAG = Range("None, True or False", lambda x: x is None or x is True or x is False)
+ON_CPU = ("step", "clock")  # state that Python reads at every step
 
 
 class Parts(NamedTuple):
@@ -115,7 +99,7 @@ class Filter(torch.optim.Optimizer):
         "momentum": FRACTION,
         "betas": FRACTIONS,
         "damping": NONNEGATIVE,
-        "nonfinite": Range(" or ".join(map(repr, NONFINITE)), lambda x: x in NONFINITE),
+        "nonfinite": one_of(*NONFINITE),
         "fused": OPTIONAL_FLAG,
         "base_lr": NONNEGATIVE,
         "last_lr": NONNEGATIVE,
@@ -184,6 +168,10 @@ class Filter(torch.optim.Optimizer):
             if params and now["lr"] > 0:
                 now["base_lr"] = group["base_lr"] = group["base_lr"] or now["lr"]
                 now["last_lr"] = group["last_lr"] = now["lr"]
+        directions = self.directions(groups, active)
+        if directions:  # what is solved and what is not take different steps
+            groups = [{**group, "solved": solved} for group in groups for solved in (False, True)]
+            active = [[p for p in params if (p in directions) == solved] for params in active for solved in (False, True)]
         layout = self._layout(groups, active)
         elements = sum(block.elements for blocks in layout for block in blocks)
         for group, blocks in zip(groups, layout):
@@ -192,9 +180,17 @@ class Filter(torch.optim.Optimizer):
                 numbers = self.numbers(group, int(block.step))
                 update = Update(self.parts(group), tuple(numbers), block.slots)
                 fused = _kernels.pays(block.device, elements) if group["fused"] is None else group["fused"]
-                for rows in block.rows():
+                straight = self.rule.straight(numbers) if group.get("solved") and not block.slots else None
+                for rows in block.rows(directions, straight):
                     _kernels.run(update, list(numbers.values()), rows, fused)
         return loss
+
+    def directions(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> Directions:
+        """For parameters whose belief does not factorise over elements: the gradient, solved by its precision.
+
+        Their elementwise step takes the direction for the gradient, in a group whose `solved` is True.
+        """
+        return {}
 
     def _layout(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> list[list[Block]]:
         """The blocks of each group, kept from step to step for as long as they fit."""
@@ -338,7 +334,7 @@ class Filter(torch.optim.Optimizer):
             handle.remove()
         for p, saved in self._pairs(loaded):
             for name, value in saved.items():
-                device = "cpu" if name == "step" else p.device
+                device = "cpu" if name in ON_CPU else p.device
                 self.state[p][name] = value.detach().to(device, copy=True)
 
     def _pairs(self, saved: Mapping[str, Any]) -> Iterable[tuple[Tensor, dict[str, Tensor]]]:
@@ -365,7 +361,7 @@ class Filter(torch.optim.Optimizer):
             for position, (p, key) in enumerate(zip(group["params"], given_group["params"])):
                 where = f"parameter {position} of group {index}"
                 entry = saved["state"].get(key, {})
-                slots = self.slots(given_group)
+                slots = self._slots_of(p, given_group)
                 odd = next((k for k, value in entry.items() if not isinstance(value, Tensor)), None)
                 if odd is not None or ("step" in entry and entry["step"].numel() != 1):
                     raise ValueError(f"{odd or 'step'} in the saved state of {where} is no tensor of its kind.")
@@ -378,6 +374,10 @@ class Filter(torch.optim.Optimizer):
                             f"{slot} of {where} has shape {tuple(entry[slot].shape)} in the saved state, "
                             f"but the parameter has {tuple(p.shape)}: load it into the model it came from."
                         )
+
+    def _slots_of(self, p: Tensor, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """The elementwise state that a parameter has at least."""
+        return self.slots(group)
 
     # --- what is believed ---
 

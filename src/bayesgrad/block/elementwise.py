@@ -8,7 +8,8 @@ gradients are gathered and scattered around the call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
@@ -21,6 +22,29 @@ SMALL = 1 << 15  # elements up to which a tensor is packed with others
 PACK = 1 << 18  # elements of one pack at most: bounds the memory of the gathered copies
 
 State = dict[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """A direction left.T @ right, (rows, out) and (rows, in), that is not yet multiplied out."""
+
+    left: Tensor
+    right: Tensor
+    shape: torch.Size
+
+    def dense(self) -> Tensor:
+        return (self.left.T @ self.right).view(self.shape)
+
+    def subtract_from(self, p: Tensor, gain: float, shrink: float) -> None:
+        """p <- shrink p - gain left' right, in one pass over p."""
+        p.view(self.left.shape[1], -1).addmm_(self.left.T, self.right, beta=shrink, alpha=-gain)
+
+
+Directions = Mapping[Tensor, Tensor | Product]
+
+
+def dense(direction: Tensor | Product) -> Tensor:
+    return direction.dense() if isinstance(direction, Product) else direction
 
 
 class Block:
@@ -52,7 +76,7 @@ class Block:
         buffers = [torch.empty(longest, dtype=dtype, device=self.device) for _ in range(2)]
         self.packs = [Pack(part, state, slots, *buffers) for part in parts]
         self.layout = [_layout(p) for p in self.params]
-        self.kept = [list(state[p].values()) for p in self.params]
+        self.kept = [[state[p][slot] for slot in ("step", *slots)] for p in self.params]
         self.flat = [[flat(state[p][slot]) for slot in slots] for p in self.large]
 
     def holds(self, params: Sequence[Tensor], state: dict[Any, State]) -> bool:
@@ -61,18 +85,32 @@ class Block:
             return False
         for p, mine, layout, kept in zip(params, self.params, self.layout, self.kept):
             entry = state.get(p, {})
-            if p is not mine or _layout(p) != layout or len(entry) != len(kept):
+            if p is not mine or _layout(p) != layout:
                 return False
-            if not all(map(is_, entry.values(), kept)):
+            if not all(map(is_, map(entry.get, ("step", *self.slots)), kept)):
                 return False
         return True
 
-    def rows(self) -> Iterator[list[Row]]:
-        """The rows of the kernel, a call at a time: whatever is done to them between two calls is then in place."""
-        if self.large:
-            yield [(flat(p), flat(_laid_out(p)), *state) for p, state in zip(self.large, self.flat)]
+    def rows(self, directions: Directions, straight: tuple[float, float] | None) -> Iterator[list[Row]]:
+        """The rows of the kernel, a call at a time: whatever is done to them between two calls is then in place.
+
+        Args:
+            directions: what stands in for the gradient of some parameters.
+            straight: (gain, shrink), where the step is p <- shrink p - gain direction and no more; products are then
+                subtracted here, without being written down.
+        """
+        rows = []
+        for p, state in zip(self.large, self.flat):
+            gradient = directions.get(p)
+            if isinstance(gradient, Product) and straight and p.is_contiguous() and gradient.left.dtype == p.dtype:
+                gradient.subtract_from(p, *straight)
+            else:
+                gradient = gradient_of(p) if gradient is None else dense(gradient)
+                rows.append((flat(p), flat(_laid_out(gradient, p)), *state))
+        if rows:
+            yield rows
         for pack in self.packs:
-            yield [pack.gather()]
+            yield [pack.gather(directions)]
             pack.scatter()
 
 
@@ -97,8 +135,8 @@ class Pack:
         parts = storage.split([p.numel() for p in self.params])
         return [part.view(p.shape) for part, p in zip(parts, self.params)]
 
-    def gather(self) -> Row:
-        gradients = [gradient_of(p) for p in self.params]
+    def gather(self, directions: Directions) -> Row:
+        gradients = [dense(directions[p]) if p in directions else gradient_of(p) for p in self.params]
         torch._foreach_copy_(self.weights + self.gradients, self.params + gradients)
         return (self.weight, self.gradient, *self.state)
 
@@ -143,8 +181,7 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _laid_out(p: Tensor) -> Tensor:
+def _laid_out(gradient: Tensor, p: Tensor) -> Tensor:
     """The gradient in the layout and dtype of the parameter: nearly always the very tensor, else a copy."""
-    gradient = gradient_of(p)
     alike = gradient.stride() == p.stride() and gradient.dtype == p.dtype
     return gradient if alike else torch.empty_like(p).copy_(gradient)

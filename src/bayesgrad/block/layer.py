@@ -1,0 +1,231 @@
+"""One layer's matrix [W b] as a block: its evidence, and its gradient solved by a Kronecker-factored precision.
+
+The gradient of a mean loss is E'A, with a row of inputs A (a one appended for the bias) and of errors E for each example
+and position. L E'A R can be computed from the gradient, or as (E L)'(A R), which is cheaper where rows are fewer than
+outputs. The second is what the first is only if nobody has touched `.grad` since (clipping, unscaling, penalties), so a
+random projection of `.grad` is compared with the same projection of E'A before; a common factor is allowed for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from bayesgrad._kernels import compute_dtype
+from bayesgrad.block.elementwise import Product, gradient_of
+from bayesgrad.curvature import layers
+from bayesgrad.curvature.columns import matmul
+from bayesgrad.curvature.tap import Use
+from bayesgrad.precision import Kronecker, Precision
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """The parameters of a layer that multiplies by a matrix; several modules may share them.
+
+    Args:
+        names: of the modules.
+        weight, bias: those that are trained; at least one is there.
+    """
+
+    names: tuple[str, ...]
+    module: nn.Module
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    @property
+    def owner(self) -> nn.Parameter:
+        """The parameter whose state holds the layer's factors."""
+        return self.weight if self.weight is not None else self.bias  # pyright: ignore[reportReturnType]
+
+    @property
+    def members(self) -> list[nn.Parameter]:
+        return [p for p in (self.weight, self.bias) if p is not None]
+
+    @property
+    def lookup(self) -> bool:
+        """An Embedding, whose weight (rows, features) is the transpose of a Linear's: inputs are on its left."""
+        return layers.is_lookup(self.module)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(groups, out, in) of [W b]; for an Embedding (1, rows, features)."""
+        groups = layers.groups_of(self.module)
+        size = self.module.weight.numel() // len(self.module.weight) if self.weight is not None else 0
+        return groups, len(self.module.weight) // groups, size + (self.bias is not None)
+
+    def matrix(self) -> Tensor:
+        """The gradient of [W b], (groups, out, in), zero where a parameter has none."""
+        groups, fan_out, _ = self.shape
+        dtype = compute_dtype(self.owner.dtype)
+        parts = []
+        for p in self.members:
+            gradient = torch.zeros_like(p) if p.grad is None else gradient_of(p)
+            parts.append(gradient.to(dtype).reshape(groups, fan_out, -1))
+        return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+
+    def parted(self, matrix: Tensor) -> dict[Tensor, Tensor]:
+        """A matrix (groups, out, in) as one tensor for each parameter that has a gradient."""
+        size = matrix.shape[-1] - (self.bias is not None)
+        parts = {self.weight: matrix[..., :size], self.bias: matrix[..., size:]}
+        return {p: parts[p].reshape(p.shape) for p in self.members if p.grad is not None}
+
+
+class Sheet:
+    """The evidence about one layer: rows of inputs and errors, over examples, positions, calls and passes.
+
+    Args:
+        passes: the uses of each pass; examples are counted once for each.
+    """
+
+    def __init__(self, layer: Layer, passes: Sequence[Sequence[Use]]) -> None:
+        self.layer = layer
+        self.passes = passes
+        self.examples = sum(layers.examples_in(uses[0].module, uses[0].input) for uses in passes)
+
+    @property
+    def uses(self) -> Iterable[Use]:
+        return (use for uses in self.passes for use in uses)
+
+    @cached_property
+    def indices(self) -> Tensor:
+        """Of an Embedding, (rows,)."""
+        return torch.cat([use.input.flatten() for use in self.uses])
+
+    @cached_property
+    def inputs(self) -> Tensor:
+        """A, (groups, rows, in), with a column of ones for the bias."""
+        parts = []
+        for use in self.uses:
+            if self.layer.weight is None:
+                rows = self._errors(use)[..., :0]
+            else:
+                rows = layers.inputs_of(use.module, use.input).flatten(1, 2)
+            parts.append(nn.functional.pad(rows, (0, 1), value=1.0) if self.layer.bias is not None else rows)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    @cached_property
+    def errors(self) -> Tensor:
+        """E, (groups, rows, out); for an Embedding (1, rows, features)."""
+        parts = [self._errors(use) for use in self.uses]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def _errors(self, use: Use) -> Tensor:
+        return layers.errors_of(use.module, use.error).flatten(1, 2)
+
+    def rows(self) -> int:
+        """How many there are, without writing them down."""
+        if isinstance(self.layer.module, layers.CONVOLUTIONS):
+            rank = len(self.layer.module.kernel_size)
+            return sum(len(use.error) * use.error.shape[-rank:].numel() for use in self.uses)
+        return sum(use.error.numel() // use.error.shape[-1] for use in self.uses)
+
+    def reduced(self) -> tuple[Tensor, Tensor]:
+        """One row for each example: inputs averaged over its positions, errors added up."""
+        inputs, errors = [], []
+        for uses in self.passes:
+            a = torch.cat([layers.inputs_of(use.module, use.input) for use in uses], 2).mean(2)
+            e = torch.cat([layers.errors_of(use.module, use.error) for use in uses], 2).sum(2)
+            a = a if self.layer.weight is not None else a[..., :0]
+            inputs.append(nn.functional.pad(a, (0, 1), value=1.0) if self.layer.bias is not None else a)
+            errors.append(e)
+        return torch.cat(inputs, 1), torch.cat(errors, 1)
+
+
+def directions(blocks: Sequence[tuple[Layer, Precision, Sheet | None]]) -> dict[Tensor, Tensor | Product]:
+    """The gradients of layers solved by their precisions, for each parameter.
+
+    Each layer comes with the evidence of the passes that made its gradient, where there is some.
+    """
+    few = [
+        (layer, sheet)
+        for layer, precision, sheet in blocks
+        if isinstance(precision, Kronecker) and sheet is not None and _is_cheaper(layer, precision, sheet)
+    ]
+    factors = proportions(few)
+    found: dict[Tensor, Tensor | Product] = {}
+    for layer, precision, sheet in blocks:
+        if layer in factors and isinstance(precision, Kronecker) and sheet is not None:
+            found |= _from_rows(layer, precision, sheet, factors[layer])
+        else:
+            found |= layer.parted(precision.solve(layer.matrix()))
+    return found
+
+
+def _is_cheaper(layer: Layer, precision: Kronecker, sheet: Sheet) -> bool:
+    """Whether rows are few enough, by counting multiplications."""
+    if layer.lookup or any(p.grad is None for p in layer.members):
+        return False
+    _, fan_out, fan_in = layer.shape
+    per_row = fan_in * fan_out
+    whole = 0
+    for factor, size in ((precision.left, fan_out), (precision.right, fan_in)):
+        if factor is not None and factor.dim() == 3:
+            per_row += size * size
+            whole += fan_in * fan_out * size
+    return sheet.rows() * per_row < whole
+
+
+def _from_rows(layer: Layer, precision: Kronecker, sheet: Sheet, factor: float) -> dict[Tensor, Tensor | Product]:
+    inputs, errors = _times(sheet.inputs, precision.right), factor * _times(sheet.errors, precision.left)
+    size = inputs.shape[-1] - (layer.bias is not None)
+    found: dict[Tensor, Tensor | Product] = {}
+    if layer.weight is not None:
+        right = inputs[..., :size]
+        if len(inputs) == 1:
+            found[layer.weight] = Product(errors[0], right[0], layer.weight.shape)
+        else:
+            found[layer.weight] = torch.bmm(errors.mT, right).view(layer.weight.shape)
+    if layer.bias is not None:
+        found[layer.bias] = matmul(errors.mT, inputs[..., size:]).view(layer.bias.shape)
+    return found
+
+
+def _times(rows: Tensor, factor: Tensor | None) -> Tensor:
+    if factor is None:
+        return rows
+    return matmul(rows, factor) if factor.dim() == 3 else rows * factor[:, None]
+
+
+def proportions(blocks: Sequence[tuple[Layer, Sheet]]) -> dict[Layer, float]:
+    """c for each layer whose gradient is c E'A up to rounding; the others are left out.
+
+    A change to any row of the gradient changes its product with a random vector, by more than the tolerance unless it is
+    as small as rounding. All layers are read at once: on an accelerator that is one synchronisation.
+    """
+    found = {layer: _compared(layer, sheet) for layer, sheet in blocks}
+    seen = {layer: pair for layer, pair in found.items() if pair is not None}
+    if not seen:
+        return {}
+    table = torch.stack([pair.double().cpu() for pair in seen.values()]).tolist()
+    return {layer: factor for layer, (factor, excess) in zip(seen, table) if excess <= 1}
+
+
+def _compared(layer: Layer, sheet: Sheet) -> Tensor | None:
+    """The factor that fits best, and the largest deviation from it in units of the tolerance."""
+    inputs, errors = sheet.inputs, sheet.errors
+    if inputs.dtype != errors.dtype or any(gradient_of(p).dtype != inputs.dtype for p in layer.members):
+        return None
+    groups, fan_out, fan_in = layer.shape
+    probe = _probe(fan_in, inputs.dtype, inputs.device)
+    size = fan_in - (layer.bias is not None)
+    if layer.weight is not None:
+        seen = gradient_of(layer.weight).reshape(groups * fan_out, size) @ probe[:size]
+    else:
+        seen = inputs.new_zeros(groups * fan_out)
+    if layer.bias is not None:
+        seen = torch.add(seen, gradient_of(layer.bias).flatten() * probe[-1])
+    made = matmul(errors.mT, (inputs @ probe)[..., None]).flatten()
+    factor = torch.dot(seen, made) / torch.dot(made, made)
+    scale = torch.linalg.vector_norm(errors) * torch.linalg.vector_norm(inputs)  # bounds what rounding can do
+    tolerance = 8 * torch.finfo(inputs.dtype).eps * factor.abs() * scale
+    return torch.stack([factor, (seen - factor * made).abs().max() / tolerance])
+
+
+@lru_cache(maxsize=64)
+def _probe(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(size)).to(device, dtype)

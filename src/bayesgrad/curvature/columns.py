@@ -1,0 +1,287 @@
+"""The gradients of single examples, as the columns of a matrix that is hardly ever written down.
+
+For one parameter of n elements and N examples, G is the (n, N) matrix of per-example gradients g_j. What second-order
+methods ask of it are products: `project` is G'u, `combine` is G w, `gram` is G'G, `squares` the sum of the g_j^2. Each
+kind of layer gives them without forming G wherever that is cheaper:
+
+| class | whose gradient is | parameters of |
+|---|---|---|
+| `Outer` | g_j = sum_t e_jt a_jt' over positions t | Linear, Conv (in groups) |
+| `Lookup` | g_j = sum_t 1[x_jt] e_jt', one-hot rows | Embedding |
+| `Rows` | written down, because it is small | biases, normalisation layers, whatever no layer explains |
+
+Reference: 004, Eq. 19-21, corrected: sums over positions come before any product of two gradients.
+Checked by: tests/algebra/test_columns.py, each product against the matrix itself.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 22  # elements of a temporary: bounds the memory of products that have to be expanded
+
+
+@dataclass(frozen=True, eq=False)
+class Columns(ABC):
+    """Per-example gradients of one parameter."""
+
+    shape: torch.Size
+    kinds: ClassVar[dict[str, type[Columns]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        Columns.kinds[cls.__name__.lower()] = cls
+
+    @property
+    @abstractmethod
+    def count(self) -> int:
+        """N."""
+
+    @abstractmethod
+    def project(self, u: Tensor) -> Tensor:
+        """G'u, (N,), for u in the parameter's shape."""
+
+    @abstractmethod
+    def combine(self, w: Tensor) -> Tensor:
+        """G w in the parameter's shape, for w (N,)."""
+
+    @abstractmethod
+    def gram(self) -> Tensor:
+        """G'G, (N, N)."""
+
+    @abstractmethod
+    def squares(self) -> Tensor:
+        """The sum of g_j^2 in the parameter's shape."""
+
+    @abstractmethod
+    def rows(self) -> Tensor:
+        """G' written down, (N, *shape)."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What it is made of, for a checkpoint; `restored` is the inverse."""
+        kind = type(self).__name__.lower()
+        own = [field.name for field in fields(self) if field.name != "shape"]
+        return {f"{kind}_{name}": getattr(self, name) for name in own}
+
+
+def restored(tensors: Mapping[str, Tensor], shape: torch.Size) -> Columns | None:
+    """Columns from what `Columns.tensors` gave, among other things perhaps."""
+    for kind, cls in Columns.kinds.items():
+        own = {field.name: tensors.get(f"{kind}_{field.name}") for field in fields(cls) if field.name != "shape"}
+        if all(value is not None for value in own.values()):
+            return cls(shape, **own)
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class Outer(Columns):
+    """g_j = sum_t e_jt a_jt', in groups of channels that do not see each other.
+
+    Args:
+        inputs: a, (groups, N, positions, in).
+        errors: e, (groups, N, positions, out).
+    """
+
+    inputs: Tensor
+    errors: Tensor
+
+    @property
+    def count(self) -> int:
+        return self.inputs.shape[1]
+
+    def project(self, u: Tensor) -> Tensor:
+        groups, _, _, fan_out = self.errors.shape
+        matrix = u.reshape(groups, fan_out, -1)
+        a, e = self.inputs, self.errors
+        if a.shape[-1] <= fan_out:
+            return (matmul(e, matrix) * a).sum((0, 2, 3))
+        return (matmul(a, matrix.mT) * e).sum((0, 2, 3))
+
+    def combine(self, w: Tensor) -> Tensor:
+        a, e, w = self.inputs, self.errors, w.view(1, -1, 1, 1)
+        a, e = (a * w, e) if a.shape[-1] <= e.shape[-1] else (a, e * w)
+        return matmul(e.flatten(1, 2).mT, a.flatten(1, 2)).reshape(self.shape)
+
+    def gram(self) -> Tensor:
+        _, count, positions, fan_in = self.inputs.shape
+        fan_out = self.errors.shape[-1]
+        if positions == 1:
+            a, e = self.inputs.squeeze(2), self.errors.squeeze(2)
+            return (matmul(a, a.mT) * matmul(e, e.mT)).sum(0)
+        # Operations of the two ways, both without their common factor.
+        if positions**2 * (fan_in + fan_out) < fan_in * fan_out * (1 + positions / count):
+            return _pairs(count, positions, self._overlap)
+        return self._explicit_gram()
+
+    def _overlap(self, some: slice, others: slice) -> Tensor:
+        a, e = self.inputs, self.errors
+        pairs = [torch.einsum("gnsi,gmti->gnsmt", x[:, some], x[:, others]) for x in (a, e)]
+        return (pairs[0] * pairs[1]).sum((0, 2, 4))
+
+    def _explicit_gram(self) -> Tensor:
+        groups, count, _, fan_in = self.inputs.shape
+        gram = self.inputs.new_zeros(count, count)
+        step = max(1, CHUNK // (count * fan_in))
+        for g in range(groups):
+            for part in self.errors[g].split(step, -1):
+                rows = torch.bmm(part.mT, self.inputs[g]).flatten(1)
+                gram.addmm_(rows, rows.T)
+        return gram
+
+    def squares(self) -> Tensor:
+        _, count, positions, fan_in = self.inputs.shape
+        if positions == 1:
+            a, e = self.inputs.squeeze(2).square(), self.errors.squeeze(2).square()
+            return matmul(e.mT, a).reshape(self.shape)
+        total = self.inputs.new_zeros(self.shape)
+        for chosen in torch.arange(count, device=total.device).split(max(1, CHUNK // total.numel())):
+            total += self._rows(chosen).square().sum(0)
+        return total
+
+    def rows(self) -> Tensor:
+        return self._rows(slice(None))
+
+    def _rows(self, chosen: Tensor | slice) -> Tensor:
+        rows = self.errors[:, chosen].mT @ self.inputs[:, chosen]  # (groups, n, out, in)
+        return rows.transpose(0, 1).reshape(-1, *self.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Lookup(Columns):
+    """g_j = sum_t 1[x_jt] e_jt': each position touches one row of the table.
+
+    Args:
+        indices: x, (N, positions).
+        errors: e, (N, positions, features); zero where a row takes no gradient.
+    """
+
+    indices: Tensor
+    errors: Tensor
+
+    @property
+    def count(self) -> int:
+        return self.indices.shape[0]
+
+    def project(self, u: Tensor) -> Tensor:
+        return (u[self.indices] * self.errors).sum((1, 2))
+
+    def combine(self, w: Tensor) -> Tensor:
+        total = self.errors.new_zeros(self.shape)
+        return total.index_add_(0, self.indices.flatten(), (self.errors * w.view(-1, 1, 1)).flatten(0, 1))
+
+    def gram(self) -> Tensor:
+        return _pairs(*self.indices.shape, self._overlap)
+
+    def _overlap(self, some: slice, others: slice) -> Tensor:
+        e, x = self.errors, self.indices
+        same = x[some, :, None, None] == x[others]
+        return (torch.einsum("nsi,mti->nsmt", e[some], e[others]) * same).sum((1, 3))
+
+    def squares(self) -> Tensor:
+        # Positions of one example that look up the same row add up before they are squared.
+        example = torch.arange(self.count, device=self.indices.device)[:, None]
+        keys, place = (example * self.shape[0] + self.indices).unique(return_inverse=True)
+        sums = self.errors.new_zeros(len(keys), self.shape[1]).index_add_(0, place.flatten(), self.errors.flatten(0, 1))
+        return self.errors.new_zeros(self.shape).index_add_(0, keys % self.shape[0], sums.square())
+
+    def rows(self) -> Tensor:
+        example = torch.arange(self.count, device=self.indices.device)[:, None].expand_as(self.indices)
+        rows = self.errors.new_zeros(self.count, *self.shape)
+        return rows.index_put_((example, self.indices), self.errors, accumulate=True)
+
+    def as_outer(self) -> Outer:
+        """The same with one-hot vectors written down, to be added to other uses of the table."""
+        hot = torch.nn.functional.one_hot(self.indices, self.shape[0]).to(self.errors.dtype)
+        return Outer(self.shape, self.errors[None], hot[None])
+
+
+@dataclass(frozen=True, eq=False)
+class Rows(Columns):
+    """Gradients that are written down.
+
+    Args:
+        values: g_j, (N, *shape).
+    """
+
+    values: Tensor
+
+    @property
+    def count(self) -> int:
+        return self.values.shape[0]
+
+    def project(self, u: Tensor) -> Tensor:
+        return self.values.flatten(1) @ u.flatten()
+
+    def combine(self, w: Tensor) -> Tensor:
+        return (w @ self.values.flatten(1)).view(self.shape)
+
+    def gram(self) -> Tensor:
+        rows = self.values.flatten(1)
+        return rows @ rows.T
+
+    def squares(self) -> Tensor:
+        return self.values.square().sum(0)
+
+    def rows(self) -> Tensor:
+        return self.values
+
+
+def added(parts: Sequence[Columns]) -> Columns:
+    """The columns of a parameter that is used several times: per-example gradients add up."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if any(isinstance(part, Outer) for part in parts):
+        parts = [part.as_outer() if isinstance(part, Lookup) else part for part in parts]
+    if all(isinstance(part, Outer) for part in parts):
+        outers = [part for part in parts if isinstance(part, Outer)]
+        inputs, errors = ([getattr(part, name) for part in outers] for name in ("inputs", "errors"))
+        if len({(a.shape[0], a.shape[-1], e.shape[-1]) for a, e in zip(inputs, errors)}) == 1:
+            return Outer(first.shape, torch.cat(inputs, 2), torch.cat(errors, 2))
+    if all(isinstance(part, Lookup) for part in parts):
+        lookups = [part for part in parts if isinstance(part, Lookup)]
+        return Lookup(
+            first.shape, torch.cat([p.indices for p in lookups], 1), torch.cat([p.errors for p in lookups], 1)
+        )
+    return Rows(first.shape, torch.stack([part.rows() for part in parts]).sum(0))
+
+
+def joined(parts: Sequence[Columns]) -> Columns:
+    """The columns of several batches side by side."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if isinstance(first, Outer) and all(isinstance(p, Outer) and _alike(p.inputs, first.inputs) for p in parts):
+        outers = [part for part in parts if isinstance(part, Outer)]
+        return Outer(first.shape, torch.cat([p.inputs for p in outers], 1), torch.cat([p.errors for p in outers], 1))
+    if isinstance(first, Lookup) and all(isinstance(p, Lookup) and _alike(p.errors, first.errors) for p in parts):
+        lookups = [part for part in parts if isinstance(part, Lookup)]
+        return Lookup(first.shape, torch.cat([p.indices for p in lookups]), torch.cat([p.errors for p in lookups]))
+    return Rows(first.shape, torch.cat([part.rows() for part in parts]))
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return a.dim() == b.dim() and a.shape[-2:] == b.shape[-2:]
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """(groups, ..., k) times (groups, k, m); a single group is a plain matrix product, which is faster."""
+    rows = a.flatten(1, -2) if a.dim() > 3 else a
+    product = (rows[0] @ b[0])[None] if a.shape[0] == 1 else torch.bmm(rows, b)
+    return product.view(*a.shape[:-1], b.shape[-1]) if a.dim() > 3 else product
+
+
+def _pairs(count: int, positions: int, overlap) -> Tensor:
+    """A symmetric (N, N) matrix from `overlap(some, others)`, whose temporaries have positions^2 entries per pair."""
+    step = max(1, CHUNK // (positions**2 * count))
+    blocks = [slice(i, min(i + step, count)) for i in range(0, count, step)]
+    strips = [overlap(block, slice(block.start, count)) for block in blocks]
+    gram = strips[0].new_zeros(count, count)
+    for block, strip in zip(blocks, strips):
+        gram[block, block.start :] = strip
+    return gram.triu() + gram.triu(1).T

@@ -1,0 +1,104 @@
+"""Second moments of a layer's inputs and errors: the factors of a Kronecker-factored precision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Moment:
+    """weight * Σ r r' over some rows, in each group; only its diagonal where that is what `into` is given.
+
+    It is symmetric, so of a large matrix only strips up to and across the diagonal are computed: look at no more than the
+    lower triangle, or at `symmetric`.
+
+    Args:
+        rows: (groups, n, size), or indices (n,) of one-hot rows.
+    """
+
+    rows: Tensor
+    weight: float
+
+    def into(self, factor: Tensor, keep: float, take: float) -> None:
+        """factor <- keep * factor + take * moment, in place and in one pass."""
+        take *= self.weight
+        if not self.rows.is_floating_point():
+            counts = torch.bincount(self.rows, minlength=factor.shape[-1])
+            factor.mul_(keep).add_(counts.to(factor), alpha=take)
+        elif factor.dim() == 2:
+            factor.mul_(keep).add_(self.rows.square().sum(1), alpha=take)
+        elif len(factor) == 1:
+            rows, matrix = self.rows[0], factor[0]
+            for start, end in _strips(len(matrix)):
+                strip = matrix[start:end, :end]
+                strip.addmm_(rows[:, start:end].T, rows[:, :end], beta=keep, alpha=take)
+        else:
+            factor.baddbmm_(self.rows.mT, self.rows, beta=keep, alpha=take)
+
+
+def _strips(size: int) -> list[tuple[int, int]]:
+    """Rows of a lower triangle in a few strips; more would be less work in products that are slower."""
+    count = 1 if size < 512 else 3
+    ends = [round(i * size / count) for i in range(count + 1)]
+    return list(zip(ends, ends[1:]))
+
+
+def symmetric(factor: Tensor) -> Tensor:
+    """A factor with the upper triangle filled in; a diagonal as it is."""
+    return factor if factor.dim() == 2 else factor.tril() + factor.tril(-1).mT
+
+
+class LayerCurvature:
+    """Reads a layer's evidence into the second moments of its sides, `input` and perhaps `error`."""
+
+    sides: tuple[str, ...] = ("input",)
+
+    def read(self, sheet: Any, options: Mapping[str, Any]) -> dict[str, Moment]:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class InputMoment(LayerCurvature):
+    """A = (1/N) Σ_j Σ_t a_jt a_jt': the mean over examples j of the sum over positions t.
+
+    Contains no derivatives at all: it is the Gram matrix of the least-squares problem that asks a layer's outputs to move
+    along their gradients.
+
+    Reference: 004, Eq. 1-4.
+    Checked by: tests/equations/test_foof.py.
+    """
+
+    def read(self, sheet: Any, options: Mapping[str, Any]) -> dict[str, Moment]:
+        rows = sheet.indices if sheet.layer.lookup else sheet.inputs
+        return {"input": Moment(rows, 1 / sheet.examples)}
+
+
+@dataclass(frozen=True)
+class KroneckerFisher(LayerCurvature):
+    """F ≈ A ⊗ E, with A as in `InputMoment` and E the mean of e e' over examples and positions.
+
+    With `sharing="reduce"`, inputs are averaged and errors added up over positions first: A is the mean of aa', E the mean
+    of ee' over examples. Both are exact for one example at one position.
+
+    Reference: 004, section 2.2 and Eq. 3; Eschenhagen et al., 2023, for expand and reduce.
+    Differs from the paper: means in place of sums; E is averaged over positions.
+    Checked by: tests/equations/test_kfac.py, and against curvlinops.
+    """
+
+    sides = ("input", "error")
+
+    def read(self, sheet: Any, options: Mapping[str, Any]) -> dict[str, Moment]:
+        if sheet.layer.lookup:
+            errors = sheet.errors
+            return {
+                "input": Moment(sheet.indices, 1 / sheet.examples),
+                "error": Moment(errors, 1 / errors.shape[1]),
+            }
+        reduce = options["sharing"] == "reduce"
+        inputs, errors = sheet.reduced() if reduce else (sheet.inputs, sheet.errors)
+        return {"input": Moment(inputs, 1 / sheet.examples), "error": Moment(errors, 1 / errors.shape[1])}

@@ -1,0 +1,308 @@
+"""The Fisher information of a few data points, as an operator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from bayesgrad import likelihoods
+from bayesgrad._kernels import compute_dtype
+from bayesgrad.curvature import layers
+from bayesgrad.curvature.columns import CHUNK, Columns, Rows, added, joined
+from bayesgrad.curvature.tap import Tap, Trace, Use
+from bayesgrad.posterior.posterior import parameters_of, unwrapped
+from bayesgrad.precision import LowRank
+
+FISHERS = ("sampled", "exact", "empirical")
+
+
+@dataclass(frozen=True, eq=False)
+class Gradients:
+    """The gradients of N examples by all of the named parameters: the G of F = G G', with columns g_j scale.
+
+    Args:
+        columns: name -> columns, of equal count.
+    """
+
+    columns: Mapping[str, Columns]
+    scale: float
+
+    def project(self, vector: Mapping[str, Tensor]) -> Tensor:
+        return self.scale * _total(c.project(vector[name]) for name, c in self.columns.items())
+
+    def combine(self, weights: Tensor) -> dict[str, Tensor]:
+        weights = self.scale * weights
+        return {name: c.combine(weights) for name, c in self.columns.items()}
+
+    def gram(self) -> Tensor:
+        return self.scale**2 * _total(c.gram() for c in self.columns.values())
+
+
+def _total(terms: Iterable[Tensor]) -> Tensor:
+    terms = list(terms)
+    dtype = torch.float64 if any(t.dtype == torch.float64 for t in terms) else terms[0].dtype
+    return torch.stack([t.to(terms[0].device, dtype) for t in terms]).sum(0) if len(terms) > 1 else terms[0]
+
+
+class SubsampledFisher:
+    r"""F = (1/N) Σ_j g_j g_j' over N data points, exactly, without forming gradients of single examples.
+
+    g_j is the gradient of example j's loss (negative log-likelihood, summed over positions), at a label drawn from the
+    model, at a given one, or, for the exact Fisher, over all labels: F = (1/N) Σ_j J_j' H_j J_j, the Gauss-Newton matrix.
+
+    .. math::
+        (F + \lambda I)^{-1} v = \frac{1}{\lambda} \left(v - G (\lambda I + G^T G)^{-1} G^T v\right), \quad F = G G^T
+
+    Vectors are flat, in the order of `torch.nn.utils.parameters_to_vector` over the trainable parameters, or dicts by
+    name; what comes back is of the same kind. Weight gradients of Linear, Conv, Embedding and normalisation layers are kept
+    as inputs and errors; parameters that no such layer explains (attention's, LSTM's, raw ones) get gradients by
+    `torch.func`, written down.
+
+    Args:
+        model: in the mode to be looked at; BatchNorm must be in evaluation mode.
+        inputs: N examples along the first dimension; a tuple for several arguments.
+        likelihood: "categorical", "bernoulli" or "gaussian" (unit variance).
+        fisher: "sampled" (one label for each example, drawn with `seed`), "exact" or "empirical" (needs `labels`).
+        labels: given labels: as targets, or to stand in for drawn ones.
+        seed: of the drawn labels; None is 0.
+
+    Attributes:
+        labels: those that were used, None for the exact Fisher.
+        names: of the parameters, in flat order.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 2)
+        >>> fisher = SubsampledFisher(model, torch.randn(5, 3))
+        >>> v = torch.ones(8)
+        >>> residual = fisher.matvec(fisher.solve(v, damping=0.1)) + 0.1 * fisher.solve(v, damping=0.1) - v
+        >>> bool(residual.abs().max() < 1e-4)
+        True
+
+    Reference: 004, Eq. 17-21 and appendix E.
+    Differs from the paper: Eq. 19-21 lack factors of the batch size.
+    Checked by: tests/equations/test_fisher.py, against torch.func's per-example gradients.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Tensor | tuple[Tensor, ...],
+        *,
+        likelihood: str = "categorical",
+        fisher: str = "sampled",
+        labels: Tensor | None = None,
+        seed: int | None = None,
+    ) -> None:
+        if fisher not in FISHERS:
+            raise ValueError(f"fisher must be one of {', '.join(map(repr, FISHERS))}, got {fisher!r}.")
+        if (fisher == "empirical") != (labels is not None) and fisher != "sampled":
+            need = "needs labels=" if labels is None else "takes no labels"
+            raise ValueError(f"fisher={fisher!r} {need}.")
+        kind = likelihoods.named(likelihood)
+        model = unwrapped(model)
+        refuse_mixing(model)
+        arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+        self._parameters = {name: p for name, p in parameters_of(model).items() if p.requires_grad}
+        if not self._parameters:
+            raise ValueError("the model has no trainable parameters.")
+        self.names = list(self._parameters)
+        tap = Tap(explained_layers(model), keeps=False)
+        try:
+            with torch.enable_grad():
+                outputs = model(*arguments)
+                if outputs.shape[:1] != arguments[0].shape[:1]:
+                    raise ValueError(
+                        f"the model made outputs of shape {tuple(outputs.shape)} from {len(arguments[0])} examples: "
+                        "the first dimension of inputs and outputs must count examples."
+                    )
+                trace = tap.trace(outputs)
+            if labels is None and fisher == "sampled":
+                labels = kind.sample(outputs, torch.Generator().manual_seed(seed or 0))
+            self.labels = labels
+            directions = list(kind.roots(outputs)) if labels is None else [kind.residual(outputs, labels)]
+            columns, left = gather(trace, directions)
+        finally:
+            tap.close()
+        ids = {id(p): name for name, p in self._parameters.items()}
+        named = {ids[key]: value for key, value in columns.items() if key in ids}
+        rest = {name: p for name, p in self._parameters.items() if name not in named and _is_read(p, trace, left)}
+        if rest:
+            named |= per_example(model, rest, arguments, directions)
+        zeros = {name: p for name, p in self._parameters.items() if name not in named}
+        count = len(outputs) * len(directions)
+        for name, p in zeros.items():  # what the outputs do not depend on
+            named[name] = Rows(p.shape, torch.zeros(count, *p.shape, dtype=compute_dtype(p.dtype), device=p.device))
+        self._gradients = Gradients({name: named[name] for name in self.names}, 1 / math.sqrt(len(outputs)))
+        self._gram: Tensor | None = None
+        self._last: LowRank | None = None
+
+    def matvec(self, v: Any) -> Any:
+        """F v."""
+        vector, back = self._unpacked(v)
+        return back(self._gradients.combine(self._gradients.project(vector)))
+
+    def solve(self, v: Any, damping: float) -> Any:
+        """(F + damping I)^-1 v.
+
+        Raises:
+            ValueError: damping is not positive.
+        """
+        if not 0 < damping < math.inf:
+            raise ValueError(f"damping must be a finite positive number, got {damping!r}.")
+        vector, back = self._unpacked(v)
+        if self._last is None or self._last.floor != damping:
+            self._last = LowRank(float(damping), self)
+        return back(self._last.solve(vector))
+
+    # What LowRank asks for: the gradients' own products, and the Gram matrix computed once.
+
+    def project(self, vector: Mapping[str, Tensor]) -> Tensor:
+        """G'v, (N,), for v by name."""
+        return self._gradients.project(vector)
+
+    def combine(self, weights: Tensor) -> dict[str, Tensor]:
+        """G w by name, for w (N,)."""
+        return self._gradients.combine(weights)
+
+    def gram(self) -> Tensor:
+        """G'G, (N, N): its eigenvalues are F's, but for zeros."""
+        if self._gram is None:
+            self._gram = self._gradients.gram()
+        return self._gram
+
+    def quadratic(self, v: Any) -> Tensor:
+        """v'F v."""
+        vector, _ = self._unpacked(v)
+        return self._gradients.project(vector).square().sum()
+
+    def diagonal(self) -> Tensor:
+        """The diagonal of F, flat."""
+        scale = self._gradients.scale**2
+        return torch.cat([scale * c.squares().flatten() for c in self._gradients.columns.values()])
+
+    def dense(self) -> Tensor:
+        """F as a matrix; for small models."""
+        columns = self._gradients.columns.values()
+        rows = torch.cat([self._gradients.scale * c.rows().flatten(1) for c in columns], 1)
+        return rows.T @ rows
+
+    def _unpacked(self, v: Any) -> tuple[dict[str, Tensor], Callable[[dict[str, Tensor]], Any]]:
+        if isinstance(v, Mapping):
+            if set(v) != set(self.names):
+                odd = sorted(set(v) ^ set(self.names))
+                raise ValueError(f"a vector by name must have the names of the trainable parameters; see {odd[:3]}.")
+            for name, p in self._parameters.items():
+                if v[name].shape != p.shape:
+                    raise ValueError(f"{name} has shape {tuple(v[name].shape)}, the parameter {tuple(p.shape)}.")
+            return {name: v[name].detach() for name in self.names}, lambda d: d
+        sizes = [p.numel() for p in self._parameters.values()]
+        if v.shape != (sum(sizes),):
+            raise ValueError(f"a flat vector must have shape ({sum(sizes)},), got {tuple(v.shape)}.")
+        parts = v.detach().split(sizes)
+        vector = {name: part.view(p.shape) for part, (name, p) in zip(parts, self._parameters.items())}
+        return vector, lambda d: torch.cat([d[name].flatten() for name in self.names])
+
+
+# --- from a pass to columns ---
+
+
+def explained_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers whose per-example gradients follow from inputs and errors, and that have something to train."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if (layers.is_matrix(module) or layers.is_norm(module))
+        and any(p.requires_grad for p in layers.own_parameters(module).values())
+    }
+
+
+def refuse_mixing(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if layers.mixes_examples(module):
+            raise ValueError(
+                f"{name} ({type(module).__name__}) mixes the examples of a batch, so that they have no gradients of their "
+                "own: call model.eval(), or use a normalisation that looks at one example at a time."
+            )
+
+
+def gather(trace: Trace, directions: Sequence[Tensor], check: bool = True) -> tuple[dict[int, Columns], set[int]]:
+    """Columns by the id of the parameter, and the ids of parameters that layers read but do not explain.
+
+    A parameter is explained if layers are all that reads it and they keep examples apart, which is tried out: the loss of
+    one example must bring errors back to that example alone.
+
+    Args:
+        directions: of the outputs; each gives as many columns as there are examples.
+    """
+    count = len(trace.outputs)
+    mixed = _mixed(trace) if check else set()
+    reads: dict[int, int] = {}
+    for call in trace.calls:
+        for p in layers.own_parameters(trace.tap.layers[call.name]).values():
+            reads[id(p)] = reads.get(id(p), 0) + 1
+    left = {key for key, n in reads.items() if trace.reads.get(key, n) != n}
+    for call in trace.calls:
+        module = trace.tap.layers[call.name]
+        if call.name in mixed or call.input is None or layers.examples_in(module, call.input) != count:
+            left |= {id(p) for p in layers.own_parameters(module).values()}
+    passes = []
+    for direction in directions:
+        found: dict[int, list[Columns]] = {}
+        for use in trace.uses(direction):
+            for p, columns in _explained(use, left):
+                found.setdefault(id(p), []).append(columns)
+        passes.append({key: added(parts) for key, parts in found.items()})
+    return {key: joined([found[key] for found in passes]) for key in passes[0]}, left
+
+
+def _explained(use: Use, left: set[int]) -> Iterable[tuple[nn.Parameter, Columns]]:
+    if all(id(p) in left for p in layers.own_parameters(use.module).values()):
+        return ()
+    return ((p, columns) for p, columns in layers.columns_of(use.module, use.input, use.error) if id(p) not in left)
+
+
+def _mixed(trace: Trace) -> set[str]:
+    """The layers whose leading dimension does not tell examples apart."""
+    if len(trace.outputs) < 2:
+        return set()
+    probe = torch.zeros_like(trace.outputs)
+    noise = torch.randn(probe[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    probe[0] = noise.to(probe)
+    names = {id(module): name for name, module in trace.tap.layers.items()}
+    return {names[id(use.module)] for use in trace.uses(probe) if bool(use.error[1:].any())}
+
+
+def _is_read(p: nn.Parameter, trace: Trace, left: set[int]) -> bool:
+    return id(p) in trace.reads or id(p) in left
+
+
+def per_example(
+    model: nn.Module, params: Mapping[str, nn.Parameter], inputs: tuple[Tensor, ...], directions: Sequence[Tensor]
+) -> dict[str, Columns]:
+    """Per-example gradients of some parameters by torch.func, in chunks."""
+
+    def inner(values: dict[str, Tensor], direction: Tensor, *example: Tensor) -> Tensor:
+        outputs = functional_call(model, values, tuple(x[None] for x in example))
+        return (outputs[0] * direction).sum()
+
+    values = {name: p.detach() for name, p in params.items()}
+    size = max(1, CHUNK // max(1, sum(p.numel() for p in values.values())))
+    one = vmap(grad(inner), in_dims=(None, 0, *[0] * len(inputs)), chunk_size=min(size, len(inputs[0])))
+    try:
+        parts = [one(values, direction, *inputs) for direction in directions]
+    except RuntimeError as error:
+        if "randomness" in str(error):
+            raise ValueError(
+                f"{next(iter(params))} needs passes of its own, which would draw dropout anew: call model.eval()."
+            ) from error
+        raise
+    return {
+        name: Rows(p.shape, torch.cat([part[name] for part in parts]).to(compute_dtype(p.dtype)))
+        for name, p in params.items()
+    }

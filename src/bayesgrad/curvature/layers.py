@@ -1,0 +1,149 @@
+"""What a layer's input and the error at its output say about its parameters.
+
+A layer is modelled where its forward pass is known to be the one of torch.nn: a subclass that overrides it, or a weight
+that is computed by a parametrisation, is not. Inputs and errors are normalised to (groups, example, position, feature),
+in the dtype of the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from bayesgrad._kernels import compute_dtype
+from bayesgrad.curvature.columns import Columns, Lookup, Outer, Rows
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _BatchNorm)
+
+
+def is_matrix(module: nn.Module) -> bool:
+    """Whether the layer multiplies by a matrix: Linear, Conv and Embedding."""
+    if not _own_weight(module):
+        return False
+    if isinstance(module, nn.Linear):
+        return type(module).forward is nn.Linear.forward
+    if isinstance(module, CONVOLUTIONS):
+        base = next(kind for kind in CONVOLUTIONS if isinstance(module, kind))
+        return type(module).forward is base.forward and type(module)._conv_forward is base._conv_forward
+    return is_lookup(module)
+
+
+def is_lookup(module: nn.Module) -> bool:
+    plain = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
+    return plain and _own_weight(module) and module.max_norm is None and not module.scale_grad_by_freq
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether the layer scales what it has normalised, example by example."""
+    if not isinstance(module, NORMS) or not _own_weight(module):
+        return False
+    return not (isinstance(module, _BatchNorm) and mixes_examples(module))
+
+
+def mixes_examples(module: nn.Module) -> bool:
+    """Whether an example's output depends on the other examples of its batch."""
+    return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+
+
+def _own_weight(module: nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    return weight is not None and "parametrizations" not in module._modules
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name in ("weight", "bias") if (p := module._parameters.get(name)) is not None}
+
+
+def groups_of(module: nn.Module) -> int:
+    return module.groups if isinstance(module, CONVOLUTIONS) else 1
+
+
+def examples_in(module: nn.Module, x: Tensor) -> int:
+    """The length of the leading dimension, 1 where there is none."""
+    return 1 if x.dim() == _dimensions(module) else x.shape[0]
+
+
+def _dimensions(module: nn.Module) -> int:
+    """Of an input that is a single example at a single place."""
+    if isinstance(module, CONVOLUTIONS):
+        return 1 + len(module.kernel_size)
+    return 0 if isinstance(module, nn.Embedding) else 1
+
+
+def inputs_of(module: nn.Module, x: Tensor) -> Tensor:
+    """a, (groups, N, positions, in), for Linear and Conv: out = a W' + b at each position."""
+    x = x.to(compute_dtype(module.weight.dtype))
+    if x.dim() == _dimensions(module):
+        x = x[None]
+    if not isinstance(module, CONVOLUTIONS):
+        return x.reshape(1, len(x), -1, x.shape[-1])
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    x = F.pad(x, module._reversed_padding_repeated_twice, mode=mode)
+    rank = len(module.kernel_size)
+    for d, (kernel, stride, dilation) in enumerate(zip(module.kernel_size, module.stride, module.dilation)):
+        x = x.unfold(2 + d, (kernel - 1) * dilation + 1, stride)[..., ::dilation]
+    x = x.unflatten(1, (module.groups, -1))  # (N, groups, channels, *places, *kernel)
+    order = (1, 0, *range(3, 3 + rank), 2, *range(3 + rank, 3 + 2 * rank))
+    x = x.permute(order)
+    return x.reshape(*x.shape[:2], x.shape[2 : 2 + rank].numel(), -1)
+
+
+def errors_of(module: nn.Module, error: Tensor) -> Tensor:
+    """e, (groups, N, positions, out): the derivative of the loss by the layer's output."""
+    error = error.to(compute_dtype(module.weight.dtype))
+    if error.dim() == _dimensions(module):
+        error = error[None]
+    if not isinstance(module, CONVOLUTIONS):
+        return error.reshape(1, len(error), -1, error.shape[-1])
+    error = error.flatten(2).mT  # (N, positions, out)
+    return error.unflatten(2, (module.groups, -1)).permute(2, 0, 1, 3)
+
+
+def lookups_of(module: nn.Embedding, x: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices (N, positions) and errors (N, positions, features), zero at the padding index."""
+    indices = x.reshape(len(x) if x.dim() else 1, -1)
+    errors = error.to(compute_dtype(module.weight.dtype)).reshape(*indices.shape, -1)
+    if module.padding_idx is not None:
+        errors = errors.masked_fill((indices == module.padding_idx)[..., None], 0.0)
+    return indices, errors
+
+
+def columns_of(module: nn.Module, x: Tensor, error: Tensor) -> Iterator[tuple[nn.Parameter, Columns]]:
+    """The per-example gradients of each of the layer's parameters that takes gradients."""
+    trained = {name: p for name, p in own_parameters(module).items() if p.requires_grad}
+    if not trained:
+        return
+    if is_lookup(module):
+        yield trained["weight"], Lookup(trained["weight"].shape, *lookups_of(module, x, error))  # pyright: ignore
+        return
+    if is_matrix(module):
+        errors = errors_of(module, error)
+        if "weight" in trained:
+            yield trained["weight"], Outer(trained["weight"].shape, inputs_of(module, x), errors)
+        if "bias" in trained:
+            bias = trained["bias"]
+            yield bias, Rows(bias.shape, errors.sum(2).transpose(0, 1).reshape(-1, *bias.shape))
+        return
+    x, error = (t.to(compute_dtype(module.weight.dtype)) for t in (x, error))
+    products = {"weight": error * _normalised(module, x), "bias": error}
+    for name, p in trained.items():
+        if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+            values = products[name].reshape(len(x), -1, *p.shape).sum(1)
+        else:
+            values = products[name].reshape(len(x), p.numel(), -1).sum(2)
+        yield p, Rows(p.shape, values)
+
+
+def _normalised(module: nn.Module, x: Tensor) -> Tensor:
+    if isinstance(module, nn.LayerNorm):
+        return F.layer_norm(x, module.normalized_shape, eps=module.eps)
+    if isinstance(module, nn.RMSNorm):
+        return F.rms_norm(x, module.normalized_shape, eps=module.eps)
+    if isinstance(module, nn.GroupNorm):
+        return F.group_norm(x, module.num_groups, eps=module.eps)
+    return F.batch_norm(x, module.running_mean, module.running_var, eps=module.eps)  # pyright: ignore

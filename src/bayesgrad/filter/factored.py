@@ -1,0 +1,135 @@
+"""Filters with a Kronecker-factored precision for each layer, refreshed now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from bayesgrad._kernels import compute_dtype
+from bayesgrad.block import Directions
+from bayesgrad.block.layer import Layer, Sheet, directions
+from bayesgrad.curvature.factors import LayerCurvature
+from bayesgrad.curvature.gradients import average
+from bayesgrad.filter.layerwise import LayerFilter
+from bayesgrad.precision import Kronecker, Precision
+from bayesgrad.precision.linalg import diagonal_inverse, inverse
+
+MERGES, MERGED, INVERTED = range(3)  # of `clock`: how many merges, and the steps of the last merge and inversion
+
+
+class FactoredFilter(LayerFilter):
+    """Moving averages of a layer's second moments, and their inverses.
+
+    The moments are averaged at every `stats_every`-th step and inverted at every `update_every`-th; early in a run, when
+    averages still move, already when the number of steps has doubled.
+    """
+
+    layer_curvature: ClassVar[LayerCurvature]
+
+    def directions(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> Directions:
+        owners = {p: group for group, params in zip(groups, active) for p in params}
+        current = [layer for layer in self.layers if any(p in owners for p in layer.members)]
+        settings = {layer: next(owners[p] for p in layer.members if p in owners) for layer in current}
+        passes = self.sheets(self.backward_passes())
+        fresh = self.statistics(current, settings, passes)
+        for layer in current:
+            self._refresh(layer, fresh.get(layer), settings[layer])
+        return directions([(layer, self.precision(layer, settings[layer]), passes.get(layer)) for layer in current])
+
+    def statistics(
+        self, current: list[Layer], settings: Mapping[Layer, Mapping[str, Any]], passes: Mapping[Layer, Sheet]
+    ) -> Mapping[Layer, Sheet]:
+        """The evidence that is to be merged in this step."""
+        raise NotImplementedError
+
+    def due(self, layer: Layer, group: Mapping[str, Any]) -> bool:
+        """Whether statistics are due in the coming step."""
+        entry = self.state.get(layer.owner, {})
+        clock = entry.get("clock")
+        return clock is None or int(entry["step"]) + 1 - int(clock[MERGED]) >= group["stats_every"]
+
+    def _refresh(self, layer: Layer, sheet: Sheet | None, group: Mapping[str, Any]) -> None:
+        entry = self.state[layer.owner]
+        self._initialise_factors(layer, group)
+        clock, step = entry["clock"], int(entry.get("step", 0)) + 1
+        if sheet is not None:
+            clock[MERGES] += 1
+            clock[MERGED] = step
+            keep, take = average(group["ema"], int(clock[MERGES]))
+            for side, moment in self.layer_curvature.read(sheet, group).items():
+                moment.into(entry[f"{side}_moment"], keep, take)
+        last = int(clock[INVERTED])
+        if clock[MERGED] > last and (not last or step >= min(2 * last, last + group["update_every"])):
+            self.invert(layer, entry, group)
+            clock[INVERTED] = step
+
+    def _initialise_factors(self, layer: Layer, group: Mapping[str, Any]) -> None:
+        entry = self.state[layer.owner]
+        like = {"dtype": compute_dtype(layer.owner.dtype), "device": layer.owner.device}
+        for side, shape in self._factor_shapes(layer, group).items():
+            name = f"{side}_moment"
+            if name in entry and entry[name].shape != shape:
+                for key in [key for key in entry if key.startswith(("input_", "error_")) or key in ("clock", "spectrum")]:
+                    del entry[key]  # another part of the layer is trained now: what was known is of no use
+            if name not in entry or entry[name].dtype != like["dtype"]:
+                entry[name] = entry[name].to(**like) if name in entry else torch.zeros(shape, **like)
+        entry.setdefault("clock", torch.zeros(3, dtype=torch.int64))
+
+    def _factor_shapes(self, layer: Layer, group: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        groups, fan_out, fan_in = layer.shape
+        sizes = {"input": fan_out, "error": fan_in} if layer.lookup else {"input": fan_in, "error": fan_out}
+        shapes = {}
+        for side in self.layer_curvature.sides:
+            diagonal = sizes[side] > group["max_factor"] or (layer.lookup and side == "input")
+            shapes[side] = (groups, sizes[side]) if diagonal else (groups, sizes[side], sizes[side])
+        return shapes
+
+    def dampings(self, layer: Layer, entry: Mapping[str, Tensor], group: Mapping[str, Any]) -> dict[str, float]:
+        """The damping of each side."""
+        return {"input": group["damping"]}
+
+    def invert(self, layer: Layer, entry: dict[str, Tensor], group: Mapping[str, Any]) -> None:
+        for side, damping in self.dampings(layer, entry, group).items():
+            moment = entry[f"{side}_moment"]
+            invert = diagonal_inverse if moment.dim() == 2 else inverse
+            name = f"the {side} factor of layer {layer.names[0]!r}"
+            _store(entry, f"{side}_inverse", invert(moment, float(damping), name))
+
+    def precision(self, layer: Layer, group: Mapping[str, Any]) -> Precision:
+        entry = self.state[layer.owner]
+        sides = entry["input_inverse"], entry.get("error_inverse")
+        left, right = sides if layer.lookup else sides[::-1]
+        return Kronecker(left, right, layer.shape)
+
+    def _check_loaded(self, saved: Mapping[str, Any]) -> None:
+        super()._check_loaded(saved)
+        keys = {p: (key, group) for group in saved["param_groups"] for p, key in zip(self._mine(group), group["params"])}
+        for layer in self.layers:
+            if layer.owner not in keys or not saved["state"].get(keys[layer.owner][0]):
+                continue
+            key, group = keys[layer.owner]
+            entry, name = saved["state"][key], layer.names[0]
+            for side, shape in self._factor_shapes(layer, group).items():
+                moment = entry.get(f"{side}_moment")
+                if moment is None:
+                    raise ValueError(f"the saved state of layer {name!r} lacks {side}_moment: it is not mine, or cut short.")
+                if moment.shape != shape:
+                    raise ValueError(
+                        f"{side}_moment of layer {name!r} has shape {tuple(moment.shape)} in the saved state, "
+                        f"but the layer needs {shape}: load it into the model it came from."
+                    )
+
+    def _mine(self, saved_group: Mapping[str, Any]) -> list[Tensor]:
+        named = {n: p for group in self.param_groups for n, p in zip(group["param_names"], group["params"])}
+        return [named[name] for name in saved_group["param_names"]]
+
+
+def _store(entry: dict[str, Tensor], name: str, value: Tensor) -> None:
+    """Into the tensor that is there, if it fits."""
+    if name in entry and entry[name].shape == value.shape and entry[name].dtype == value.dtype:
+        entry[name].copy_(value)
+    else:
+        entry[name] = value

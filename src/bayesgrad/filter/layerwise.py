@@ -1,0 +1,239 @@
+"""Filters that look at a model's layers: what each of them saw and what came back to it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from bayesgrad import likelihoods
+from bayesgrad.block.layer import Layer, Sheet
+from bayesgrad.curvature import layers
+from bayesgrad.curvature.tap import Tap, Use
+from bayesgrad.filter.filter import Filter, Parts
+from bayesgrad.filter.ranges import COUNT, FRACTION, Range, one_of
+from bayesgrad.posterior.posterior import parameters_of, unwrapped
+from bayesgrad.rule import NaturalGradient
+from bayesgrad.transition import Static
+
+WHOLE = Range("a whole number >= 1", lambda x: x == int(x) and x >= 1)
+
+
+class LayerFilter(Filter):
+    """A filter over the layers of a model, in an unchanged training loop.
+
+    Parameters are known by their names in the model. Those of layers that the rule models get a direction from
+    `solved_layers`; all others take the fallback, the step of a group whose `solved` is False.
+
+    Args:
+        model: whose forward pass will be run; compile it later, if at all.
+        params: parameters, named parameters or groups of the model; None for all.
+        defaults: hyper-parameters.
+    """
+
+    rule = NaturalGradient(heavy_ball=True)
+    transition = Static()
+    listens: ClassVar[bool] = True  # to backward passes
+    observes: ClassVar[bool] = False  # through observe()
+    fallback: ClassVar[str]  # in words
+    accepts = {
+        **Filter.accepts,
+        "ema": FRACTION,
+        "update_every": WHOLE,
+        "stats_every": WHOLE,
+        "max_factor": COUNT,
+        "likelihood": one_of("categorical", "bernoulli", "gaussian"),
+        "seed": Range("a whole number", lambda x: x == int(x)),
+    }
+
+    def __init__(self, model: nn.Module, params: Any, defaults: dict[str, Any]) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"{type(self).__name__} takes the model, not its parameters: "
+                f"{type(self).__name__}(model, params=...), got {type(model).__name__}."
+            )
+        self.model = unwrapped(model)
+        super().__init__(self._named(params), defaults)
+        self._bind()
+        rest = self._unmodelled()
+        if rest:
+            warnings.warn(
+                f"{type(self).__name__} has no model of {', '.join(rest)}: they are trained by {self.fallback}.",
+                UserWarning,
+                stacklevel=3,
+            )
+
+    def _named(self, params: Any) -> list[dict[str, Any]]:
+        """Groups of (name, parameter) pairs, whatever was given."""
+        names = {id(p): name for name, p in parameters_of(self.model).items()}
+        given = list(parameters_of(self.model).values()) if params is None else list(params)
+        if not given:
+            raise ValueError("optimizer got an empty parameter list")
+        groups = given if isinstance(given[0], dict) else [{"params": given}]
+        named = []
+        for group in groups:
+            members = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+            members = [p[1] if isinstance(p, tuple) else p for p in members]
+            for p in members:
+                if id(p) not in names:
+                    raise ValueError(f"a parameter of shape {tuple(p.shape)} in params= is not in the model.")
+            named.append({**group, "params": [(names[id(p)], p) for p in members]})
+        return named
+
+    def _bind(self) -> None:
+        """Looks for layers and listens to them."""
+        if "tap" in self.__dict__:
+            self.tap.close()
+        mine = {id(p) for group in self.param_groups for p in group["params"]}
+        self.layers = self._find_layers(mine)
+        heard = {name: module for name, module in self.model.named_modules() if self._hears(module, mine)}
+        self.tap = Tap(heard, keeps=self.listens, notes=self.observes)
+        self._observed: list[Any] = []
+        self._warned = False
+
+    def _hears(self, module: nn.Module, mine: set[int]) -> bool:
+        return layers.is_matrix(module) and any(id(p) in mine for p in layers.own_parameters(module).values())
+
+    def _find_layers(self, mine: set[int]) -> list[Layer]:
+        """Layers that multiply by a matrix; one that is shared must mean the same everywhere."""
+        found: dict[int, list[tuple[str, nn.Module]]] = {}
+        for name, module in self.model.named_modules():
+            if layers.is_matrix(module):
+                found.setdefault(id(module.weight), []).append((name, module))
+        result = []
+        for uses in found.values():
+            names, modules = zip(*uses)
+            kinds = {(type(m), layers.groups_of(m), id(m._parameters.get("bias"))) for m in modules}
+            own = layers.own_parameters(modules[0])
+            weight, bias = (
+                p if (p := own.get(k)) is not None and id(p) in mine and p.requires_grad else None
+                for k in ("weight", "bias")
+            )
+            if len(kinds) == 1 and (weight is not None or bias is not None):
+                result.append(Layer(names, modules[0], weight, bias))
+        return result
+
+    def _unmodelled(self) -> list[str]:
+        modelled = {p for layer in self.layers for p in layer.members}
+        return [
+            name
+            for group in self.param_groups
+            for name, p in zip(group["param_names"], group["params"])
+            if p not in modelled and p.requires_grad
+        ]
+
+    # --- evidence ---
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch.optim; forgets the passes whose gradients these were, not what was observed."""
+        super().zero_grad(set_to_none)
+        self.tap.clear()
+
+    def sheets(self, uses: Sequence[Sequence[Use]]) -> dict[Layer, Sheet]:
+        """The evidence for each layer in some passes; layers without any are left out."""
+        by_weight = {id(layer.module.weight): layer for layer in self.layers}
+        found: dict[Layer, list[list[Use]]] = {}
+        for one_pass in uses:
+            here: dict[Layer, list[Use]] = {}
+            for use in one_pass:
+                layer = by_weight.get(id(use.module.weight))
+                if layer is not None:
+                    here.setdefault(layer, []).append(use)
+            for layer, own in here.items():
+                found.setdefault(layer, []).append(own)
+        return {layer: Sheet(layer, passes) for layer, passes in found.items()}
+
+    def backward_passes(self) -> list[list[Use]]:
+        """What came back since the gradients were begun, pass by pass."""
+        passes: dict[int, list[Use]] = {}
+        for uses in self.tap.uses.values():
+            for use in uses:
+                passes.setdefault(use.task, []).append(use)
+        return list(passes.values())
+
+    def draw(self, outputs: Tensor) -> Tensor:
+        """Labels from the model's own predictions; a function of the seed and the number of draws before."""
+        group = self.param_groups[0]
+        seed = (int(group["seed"]) * 0x9E3779B97F4A7C15 + group["draws"]) % 2**63
+        group["draws"] += 1
+        return likelihoods.named(group["likelihood"]).sample(outputs, torch.Generator().manual_seed(seed))
+
+    def silent(self, due: Sequence[Layer]) -> None:
+        """Raises where layers have a gradient but nothing was seen of them."""
+        names = [layer.names[0] for layer in due if any(bool(p.grad.any()) for p in layer.members if p.grad is not None)]
+        if names:
+            own = type(self).__name__
+            raise RuntimeError(
+                f"no inputs were seen for layers {names}: run forward and backward passes of the model that was given to "
+                f"{own} before step(); if the model is compiled, build {own} before torch.compile."
+            )
+
+    def step(self, closure: Any = None) -> Any:
+        """As `Filter.step`; the passes since the last one are used up."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            size = torch.distributed.get_world_size()
+            if size > 1:
+                raise RuntimeError(
+                    f"{type(self).__name__} is not made for {size} processes yet: each would see only its own layers' "
+                    "inputs. Train in one process."
+                )
+        loss = super().step(closure)
+        self.tap.clear()
+        return loss
+
+    def parts(self, group: Mapping[str, Any]) -> Parts:
+        return Parts(None, self.transition, self.rule)
+
+    def numbers(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
+        """A direction that is solved has had its damping."""
+        return super().numbers({**group, "damping": 0.0} if group.get("solved") else group, step)
+
+    # --- copies and checkpoints ---
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group of parameters of the model."""
+        (group,) = self._named([param_group])
+        super().add_param_group(group)
+        self.param_groups[-1].setdefault("draws", 0)
+        if "tap" in self.__dict__:
+            self._bind()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "model": self.model}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._bind()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores a run bit for bit, by the names of parameters, or raises and changes nothing."""
+        super().load_state_dict(self._in_my_order(state_dict))
+        self._observed.clear()
+
+    def _in_my_order(self, saved: Any) -> Any:
+        """The saved state with parameters in the order of this optimizer's groups."""
+        groups = saved.get("param_groups") if isinstance(saved, dict) else None
+        if not isinstance(groups, list) or not all(isinstance(g, Mapping) for g in groups):
+            return saved
+        mine = [group["param_names"] for group in self.param_groups]
+        given = [[_plain(name) for name in group.get("param_names", ())] for group in groups]
+        if [sorted(names) for names in mine] != [sorted(names) for names in given]:
+            odd = sorted({n for names in mine for n in names} ^ {n for names in given for n in names})
+            where = f"; see {', '.join(odd[:3])}" if odd else ""
+            raise ValueError(f"the saved state is of other parameters than this {type(self).__name__}'s{where}.")
+        ordered = []
+        for group, names, own in zip(groups, given, mine):
+            keys = dict(zip(names, group["params"]))
+            ordered.append({**group, "params": [keys[name] for name in own], "param_names": list(own)})
+        return {**saved, "param_groups": ordered}
+
+    def _slots_of(self, p: Tensor, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return self.slots({**group, "solved": any(p is q for layer in self.layers for q in layer.members)})
+
+
+def _plain(name: str) -> str:
+    """A parameter's name without what wrappers put before it."""
+    return name.replace("_orig_mod.", "").removeprefix("module.")

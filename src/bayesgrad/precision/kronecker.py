@@ -1,0 +1,151 @@
+"""Beliefs about a matrix whose rows and columns have a covariance each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesgrad.precision.algebra import Precision
+
+
+@dataclass(frozen=True, eq=False)
+class Kronecker(Precision):
+    """P = (L ⊗ R)^-1 for weights W (out, in), stored as the covariances L of rows and R of columns.
+
+    A factor is a matrix, the vector of its diagonal, or None for the identity; all may have a leading dimension of groups,
+    as W then has. solve(V) = L V R. Adding a number or spreading leaves the structure: the result is a `Spectral`.
+
+    >>> belief = Kronecker(None, torch.diag(torch.tensor([1.0, 4.0])), (1, 2))
+    >>> belief.solve(torch.ones(1, 2))
+    tensor([[1., 4.]])
+
+    Args:
+        left: L, (out, out), (out,) or None.
+        right: R, (in, in), (in,) or None.
+        shape: of W.
+    """
+
+    left: Tensor | None
+    right: Tensor | None
+    shape: tuple[int, ...]
+
+    def _factor(self, side: Tensor | None, size: int) -> Tensor:
+        """A factor as a matrix."""
+        if side is None:
+            other = self.left if self.right is None else self.right
+            like = other if other is not None else torch.ones(())
+            return torch.eye(size, dtype=like.dtype, device=like.device).expand(*self.shape[:-2], size, size)
+        return torch.diag_embed(side) if self._is_diagonal(side) else side
+
+    def _matrices(self) -> tuple[Tensor, Tensor]:
+        return self._factor(self.left, self.shape[-2]), self._factor(self.right, self.shape[-1])
+
+    def spectral(self) -> Spectral:
+        """The same in the eigenbasis, where sums with multiples of the identity are exact."""
+        (left, rows), (right, columns) = (torch.linalg.eigh(factor) for factor in self._matrices())
+        return Spectral(rows, columns, 1 / (left[..., :, None] * right[..., None, :]))
+
+    def scale(self, factor: Any) -> Kronecker:
+        if self.right is None:
+            return Kronecker(self._factor(self.left, self.shape[-2]) / factor, None, self.shape)
+        return Kronecker(self.left, self.right / factor, self.shape)
+
+    def add(self, increment: Any) -> Precision:
+        """P + c I for a number c; P + H for a `Kronecker` H that shares a factor with P."""
+        if not isinstance(increment, Kronecker):
+            return self.spectral().add(increment)
+        for shared, (a, b) in (("left", (self.right, increment.right)), ("right", (self.left, increment.left))):
+            if getattr(self, shared) is not getattr(increment, shared) or a is None or b is None:
+                continue
+            if self._is_diagonal(a):
+                total = 1 / (1 / a + 1 / b)
+            else:
+                total = torch.linalg.inv(torch.linalg.inv(a) + torch.linalg.inv(b))
+            return Kronecker(self.left, total, self.shape) if shared == "left" else Kronecker(total, b, self.shape)
+        raise ValueError("the sum of two Kronecker products is none unless they share a factor: add a number instead.")
+
+    def spread(self, retain: Any, noise: Any) -> Precision:
+        return self.spectral().spread(retain, noise)
+
+    def solve(self, vector: Tensor) -> Tensor:
+        return self._times(vector, self.left, self.right)
+
+    def _times(self, vector: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
+        """left @ vector @ right, where either may be a diagonal or the identity."""
+        if right is not None:
+            vector = vector * right[..., None, :] if self._is_diagonal(right) else vector @ right
+        if left is not None:
+            vector = left[..., :, None] * vector if self._is_diagonal(left) else left @ vector
+        return vector
+
+    def _is_diagonal(self, factor: Tensor) -> bool:
+        return factor.dim() < len(self.shape)
+
+    def sample(self, noise: Tensor) -> Tensor:
+        left, right = (
+            f if f is None else f.sqrt() if self._is_diagonal(f) else torch.linalg.cholesky(f)
+            for f in (self.left, self.right)
+        )
+        return self._times(noise, left, right if right is None or self._is_diagonal(right) else right.mT)
+
+    def variance(self) -> Tensor:
+        left, right = (factor.diagonal(dim1=-2, dim2=-1) for factor in self._matrices())
+        return left[..., :, None] * right[..., None, :]
+
+    def logdet(self) -> Tensor:
+        left, right = (torch.linalg.slogdet(factor)[1].sum() for factor in self._matrices())
+        return -(self.shape[-1] * left + self.shape[-2] * right)
+
+    def to_dense(self) -> Tensor:
+        left, right = (torch.linalg.inv(factor) for factor in self._matrices())
+        return _block_kron(left, right)
+
+
+@dataclass(frozen=True, eq=False)
+class Spectral(Precision):
+    """P = (Q ⊗ S) diag(p) (Q ⊗ S)' for weights W (out, in): a Kronecker product in its eigenbasis, and what follows from it.
+
+    Args:
+        rows: Q, (out, out), orthogonal.
+        columns: S, (in, in), orthogonal.
+        spectrum: p, (out, in), positive.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    spectrum: Tensor
+
+    def scale(self, factor: Any) -> Spectral:
+        return Spectral(self.rows, self.columns, factor * self.spectrum)
+
+    def add(self, increment: Any) -> Spectral:
+        """P + c I for a number c, or P + H for H in the same basis, given by its spectrum."""
+        return Spectral(self.rows, self.columns, self.spectrum + increment)
+
+    def spread(self, retain: Any, noise: Any) -> Spectral:
+        return Spectral(self.rows, self.columns, 1 / (retain / self.spectrum + noise))
+
+    def solve(self, vector: Tensor) -> Tensor:
+        return self.rows @ ((self.rows.mT @ vector @ self.columns) / self.spectrum) @ self.columns.mT
+
+    def sample(self, noise: Tensor) -> Tensor:
+        return self.rows @ (noise / self.spectrum.sqrt()) @ self.columns.mT
+
+    def variance(self) -> Tensor:
+        return self.rows.square() @ (1 / self.spectrum) @ self.columns.square().mT
+
+    def logdet(self) -> Tensor:
+        return self.spectrum.log().sum()
+
+    def to_dense(self) -> Tensor:
+        basis = _block_kron(self.rows, self.columns)
+        return basis @ torch.diag(self.spectrum.flatten()) @ basis.T
+
+
+def _block_kron(left: Tensor, right: Tensor) -> Tensor:
+    if left.dim() == 2:
+        return torch.kron(left.contiguous(), right.contiguous())
+    return torch.block_diag(*[torch.kron(a.contiguous(), b.contiguous()) for a, b in zip(left, right)])

@@ -1,0 +1,39 @@
+"""Inverses of symmetric positive matrices: by Cholesky, once more in float64, or a clear error."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def cholesky(matrix: Tensor, damping: float, name: str) -> Tensor:
+    """The lower factor of matrix + damping I, for (..., n, n).
+
+    Args:
+        name: what the matrix is, for the error.
+
+    Raises:
+        ValueError: it is not positive, in float64 neither.
+    """
+    for dtype in dict.fromkeys((matrix.dtype, torch.float64)):
+        damped = matrix.to(dtype, copy=True)
+        damped.diagonal(dim1=-2, dim2=-1).add_(damping)
+        factor, info = torch.linalg.cholesky_ex(damped)
+        if not bool(info.any()) and bool(torch.isfinite(factor.diagonal(dim1=-2, dim2=-1)).all()):
+            return factor.to(matrix.dtype)
+    state = "singular" if bool(torch.isfinite(matrix).all()) else "not finite"
+    raise ValueError(f"{name} is {state} with damping {damping:g}: raise damping, or look for inputs that overflow.")
+
+
+def inverse(matrix: Tensor, damping: float, name: str) -> Tensor:
+    """(matrix + damping I)^-1."""
+    return torch.cholesky_inverse(cholesky(matrix, damping, name))
+
+
+def diagonal_inverse(diagonal: Tensor, damping: float, name: str) -> Tensor:
+    """1/(diagonal + damping), for a matrix of which only that is kept."""
+    damped = diagonal + damping
+    if not bool((damped > 0).all() & torch.isfinite(damped).all()):
+        state = "singular" if bool(torch.isfinite(damped).all()) else "not finite"
+        raise ValueError(f"{name} is {state} with damping {damping:g}: raise damping, or look for inputs that overflow.")
+    return 1 / damped

@@ -1,0 +1,172 @@
+"""A multiple of the identity and a few directions that are better known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from bayesgrad.precision.algebra import Precision
+from bayesgrad.precision.linalg import cholesky
+
+Vector = Any  # a tensor, or tensors by name
+
+
+class Directions(Protocol):
+    """G, as the products with it."""
+
+    def project(self, vector: Vector) -> Tensor: ...
+    def combine(self, weights: Tensor) -> Vector: ...
+    def gram(self) -> Tensor: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """G written down, (*shape, k).
+
+    >>> Matrix(torch.eye(3)[:, :1]).project(torch.tensor([5.0, 1.0, 1.0]))
+    tensor([5.])
+    """
+
+    columns: Tensor
+
+    def project(self, vector: Tensor) -> Tensor:
+        return vector.flatten() @ self.columns.flatten(0, -2)
+
+    def combine(self, weights: Tensor) -> Tensor:
+        return self.columns @ weights
+
+    def gram(self) -> Tensor:
+        flat = self.columns.flatten(0, -2)
+        return flat.T @ flat
+
+
+@dataclass(frozen=True, eq=False)
+class Mixed:
+    """G R for a matrix R (k, m), and several of those side by side."""
+
+    parts: tuple[tuple[Directions, Tensor], ...]
+
+    def project(self, vector: Vector) -> Tensor:
+        return torch.cat([mix.T @ directions.project(vector) for directions, mix in self.parts])
+
+    def combine(self, weights: Tensor) -> Vector:
+        pieces = weights.split([mix.shape[1] for _, mix in self.parts])
+        total = None
+        for (directions, mix), piece in zip(self.parts, pieces):
+            product = directions.combine(mix @ piece)
+            total = product if total is None else _sum(1, total, product)
+        return total
+
+    def gram(self) -> Tensor:
+        if len(self.parts) == 1:
+            ((directions, mix),) = self.parts
+            return mix.T @ directions.gram() @ mix
+        eye = torch.eye(sum(mix.shape[1] for _, mix in self.parts)).to(self.parts[0][1])
+        return torch.stack([self.project(self.combine(unit)) for unit in eye])
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank(Precision):
+    """P = c I + G G', for a G of few columns that need not be written down.
+
+    P^-1 v = (v - G (c I + G'G)^-1 G'v)/c. Vectors are tensors, or tensors by name, as G's products take them.
+
+    >>> belief = LowRank(1.0, Matrix(torch.eye(2)[:, :1]), (2,))
+    >>> belief.solve(torch.ones(2))
+    tensor([0.5000, 1.0000])
+
+    Reference: 004, Eq. 18.
+
+    Args:
+        floor: c, positive.
+        directions: G.
+        shape: of the weights.
+    """
+
+    floor: float
+    directions: Directions
+    shape: tuple[int, ...] = ()
+
+    @cached_property
+    def gram(self) -> Tensor:
+        return self.directions.gram()
+
+    @cached_property
+    def _factor(self) -> Tensor:
+        return cholesky(self.gram, self.floor, "the Gram matrix of the gradients")
+
+    @cached_property
+    def _spectrum(self) -> tuple[Tensor, Tensor]:
+        values, vectors = torch.linalg.eigh(self.gram)
+        return values.clamp(min=0), vectors
+
+    def scale(self, factor: Any) -> LowRank:
+        mix = torch.eye(len(self.gram)).to(self.gram) * factor**0.5
+        return LowRank(factor * self.floor, Mixed(((self.directions, mix),)), self.shape)
+
+    def add(self, increment: Any) -> LowRank:
+        """P + c I for a number, P + H H' for directions H."""
+        if isinstance(increment, (int, float)):
+            return LowRank(self.floor + increment, self.directions, self.shape)
+        eyes = [torch.eye(len(d.gram())).to(self.gram) for d in (self.directions, increment)]
+        parts = tuple(zip((self.directions, increment), eyes))
+        return LowRank(self.floor, Mixed(parts), self.shape)
+
+    def spread(self, retain: Any, noise: Any) -> LowRank:
+        values, vectors = self._spectrum
+        low = retain + noise * self.floor
+        gain = retain / ((retain + noise * (self.floor + values)) * low)
+        return LowRank(self.floor / low, Mixed(((self.directions, vectors * gain.sqrt()),)), self.shape)
+
+    def solve(self, vector: Vector) -> Vector:
+        weights = torch.cholesky_solve(self.directions.project(vector)[:, None], self._factor)[:, 0]
+        return _scaled(1 / self.floor, _sum(1, vector, self.directions.combine(-weights)))
+
+    def multiply(self, vector: Vector) -> Vector:
+        """P v."""
+        return _sum(self.floor, vector, self.directions.combine(self.directions.project(vector)))
+
+    def sample(self, noise: Vector) -> Vector:
+        """The symmetric root: (1 + x)^-1/2 - 1 = -x/(r (1 + r)) with r = (1 + x)^1/2, which needs no division by x."""
+        values, vectors = self._spectrum
+        root = (1 + values / self.floor).sqrt()
+        weights = vectors @ (vectors.T @ self.directions.project(noise) / (root * (1 + root)))
+        return _scaled(self.floor**-0.5, _sum(1, noise, self.directions.combine(-weights / self.floor)))
+
+    def variance(self) -> Vector:
+        inner = torch.linalg.inv(self._factor).T  # (c I + G'G)^-1 = inner inner'
+        total = None
+        for column in inner.T:
+            square = _map(torch.square, self.directions.combine(column))
+            total = square if total is None else _sum(1, total, square)
+        return _map(lambda t: (1 - t) / self.floor, total)
+
+    def logdet(self) -> Tensor:
+        values, _ = self._spectrum
+        rest = torch.Size(self.shape).numel() - len(values)
+        return (self.floor + values).log().sum() + rest * torch.tensor(self.floor).to(values).log()
+
+    def to_dense(self) -> Tensor:
+        eye = torch.eye(len(self.gram)).to(self.gram)
+        columns = torch.stack([self.directions.combine(unit).flatten() for unit in eye], 1)
+        return self.floor * torch.eye(len(columns)).to(columns) + columns @ columns.T
+
+
+def _map(function, vector: Vector) -> Vector:
+    return {k: function(v) for k, v in vector.items()} if isinstance(vector, Mapping) else function(vector)
+
+
+def _scaled(factor: float, vector: Vector) -> Vector:
+    return _map(lambda t: factor * t, vector)
+
+
+def _sum(factor: float, vector: Vector, other: Vector) -> Vector:
+    """factor * vector + other, which is overwritten."""
+    if isinstance(vector, Mapping):
+        return {name: _sum(factor, value, other[name]) for name, value in vector.items()}
+    return other.add_(vector, alpha=factor)
