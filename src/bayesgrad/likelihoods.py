@@ -65,7 +65,6 @@ class Categorical(Likelihood):
     def expected(self, mean: Tensor, variance: Tensor) -> Tensor:
         return (mean / (1 + math.pi / 8 * variance).sqrt()).softmax(-1)
 
-
     def sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         p = self.link(outputs.detach().float() if outputs.dtype.itemsize < 4 else outputs.detach())
         u = torch.rand(p.shape[:-1], dtype=torch.float64, generator=generator).to(p)[..., None]

@@ -29,7 +29,7 @@ class Rule(ABC):
         """The scalars that `move` asks for; `gain` multiplies the whole step."""
 
     def straight(self, n: Numbers) -> tuple[float, float] | None:
-        """(gain, shrink) where, without slots, a solved gradient d moves the mean to shrink mean - gain d; else None."""
+        """(gain, shrink), where without slots a solved gradient d takes the mean to shrink mean - gain d."""
         return None
 
     @abstractmethod

@@ -81,6 +81,32 @@ class Forget(Transition):
 
 
 @dataclass(frozen=True)
+class MovingAverage(Transition):
+    """P = <h>, a debiased moving average of the increments, kept as a precision because it may be zero.
+
+    The same as `Forget` with take = 1 - keep from no prior at all; whatever damping is added makes it invertible.
+
+    Checked by: tests/equations/test_kfac.py.
+    """
+
+    slots = ("moment",)
+
+    def numbers(self, *, decay: float, step: int) -> dict[str, float]:
+        keep, take = average(decay, step)
+        return {"keep": keep, "take": take, "floor": FLOOR}
+
+    def merge(self, memory: Memory, increment: Tensor, n: Numbers) -> Diagonal:
+        memory["moment"] = n["keep"] * memory["moment"] + n["take"] * increment
+        return self.believed(memory, n)
+
+    def admit(self, gradient: Tensor) -> Tensor:
+        return _capped(gradient)
+
+    def believed(self, memory: Memory, n: Numbers) -> Diagonal:
+        return Diagonal(1 / (memory["moment"] + n["floor"]))
+
+
+@dataclass(frozen=True)
 class OrnsteinUhlenbeck(Transition):
     """v <- r v + q, then 1/v <- 1/v + h: the optimum of each weight drifts while the others are trained.
 
@@ -118,8 +144,6 @@ class OrnsteinUhlenbeck(Transition):
 class Steady(Transition):
     """The steady state of a filter under a moving average of the increments, `of.steady(<h>)`.
 
-    Gradients whose squares would overflow are capped, because an average that is infinite once would stay so.
-
     Reference: 001, Algorithm 2.
 
     Args:
@@ -141,8 +165,13 @@ class Steady(Transition):
         return self.believed(memory, n)
 
     def admit(self, gradient: Tensor) -> Tensor:
-        largest = math.sqrt(torch.finfo(gradient.dtype).max) / 4
-        return gradient.clamp(-largest, largest)
+        return _capped(gradient)
 
     def believed(self, memory: Memory, n: Numbers) -> Diagonal:
         return self.of.steady(memory["moment"], n)
+
+
+def _capped(gradient: Tensor) -> Tensor:
+    """Where squares would overflow: an average that is infinite once would stay so."""
+    largest = math.sqrt(torch.finfo(gradient.dtype).max) / 4
+    return gradient.clamp(-largest, largest)

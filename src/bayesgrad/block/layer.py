@@ -1,9 +1,10 @@
 """One layer's matrix [W b] as a block: its evidence, and its gradient solved by a Kronecker-factored precision.
 
-The gradient of a mean loss is E'A, with a row of inputs A (a one appended for the bias) and of errors E for each example
-and position. L E'A R can be computed from the gradient, or as (E L)'(A R), which is cheaper where rows are fewer than
-outputs. The second is what the first is only if nobody has touched `.grad` since (clipping, unscaling, penalties), so a
-random projection of `.grad` is compared with the same projection of E'A before; a common factor is allowed for.
+The gradient of a mean loss is E'A, with a row of inputs A (a one appended for the bias) and of errors E for each
+example and position. L E'A R can be computed from the gradient, or as (E L)'(A R), which is cheaper where rows are
+fewer than outputs. The second is what the first is only if nobody has touched `.grad` since (clipping, unscaling,
+penalties), so a random projection of `.grad` is compared with the same projection of E'A before; a common factor is
+allowed for.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ class Layer:
     @property
     def shape(self) -> tuple[int, int, int]:
         """(groups, out, in) of [W b]; for an Embedding (1, rows, features)."""
-        groups = layers.groups_of(self.module)
-        size = self.module.weight.numel() // len(self.module.weight) if self.weight is not None else 0
-        return groups, len(self.module.weight) // groups, size + (self.bias is not None)
+        groups, weight = layers.groups_of(self.module), layers.weight_of(self.module)
+        size = weight.numel() // len(weight) if self.weight is not None else 0
+        return groups, len(weight) // groups, size + (self.bias is not None)
 
     def matrix(self) -> Tensor:
         """The gradient of [W b], (groups, out, in), zero where a parameter has none."""
@@ -194,8 +195,8 @@ def _times(rows: Tensor, factor: Tensor | None) -> Tensor:
 def proportions(blocks: Sequence[tuple[Layer, Sheet]]) -> dict[Layer, float]:
     """c for each layer whose gradient is c E'A up to rounding; the others are left out.
 
-    A change to any row of the gradient changes its product with a random vector, by more than the tolerance unless it is
-    as small as rounding. All layers are read at once: on an accelerator that is one synchronisation.
+    A change to any row of the gradient changes its product with a random vector, by more than the tolerance unless it
+    is as small as rounding. All layers are read at once: on an accelerator that is one synchronisation.
     """
     found = {layer: _compared(layer, sheet) for layer, sheet in blocks}
     seen = {layer: pair for layer, pair in found.items() if pair is not None}

@@ -50,6 +50,10 @@ class Columns(ABC):
     def combine(self, w: Tensor) -> Tensor:
         """G w in the parameter's shape, for w (N,)."""
 
+    def combine_onto(self, u: Tensor, w: Tensor, beta: float) -> Tensor:
+        """beta u + G w."""
+        return self.combine(w).add_(u, alpha=beta)
+
     @abstractmethod
     def gram(self) -> Tensor:
         """G'G, (N, N)."""
@@ -107,6 +111,14 @@ class Outer(Columns):
         a, e = (a * w, e) if a.shape[-1] <= e.shape[-1] else (a, e * w)
         return matmul(e.flatten(1, 2).mT, a.flatten(1, 2)).reshape(self.shape)
 
+    def combine_onto(self, u: Tensor, w: Tensor, beta: float) -> Tensor:
+        if len(self.inputs) > 1:
+            return super().combine_onto(u, w, beta)
+        a, e, w = self.inputs[0], self.errors[0], w.view(-1, 1, 1)
+        a, e = (a * w, e) if a.shape[-1] <= e.shape[-1] else (a, e * w)
+        a, e = a.flatten(0, 1), e.flatten(0, 1)
+        return torch.addmm(u.reshape(e.shape[1], -1), e.T, a, beta=beta).view(self.shape)
+
     def gram(self) -> Tensor:
         _, count, positions, fan_in = self.inputs.shape
         fan_out = self.errors.shape[-1]
@@ -134,7 +146,7 @@ class Outer(Columns):
         return gram
 
     def squares(self) -> Tensor:
-        _, count, positions, fan_in = self.inputs.shape
+        _, count, positions, _ = self.inputs.shape
         if positions == 1:
             a, e = self.inputs.squeeze(2).square(), self.errors.squeeze(2).square()
             return matmul(e.mT, a).reshape(self.shape)
@@ -175,7 +187,7 @@ class Lookup(Columns):
         return total.index_add_(0, self.indices.flatten(), (self.errors * w.view(-1, 1, 1)).flatten(0, 1))
 
     def gram(self) -> Tensor:
-        return _pairs(*self.indices.shape, self._overlap)
+        return _pairs(self.count, self.indices.shape[1], self._overlap)
 
     def _overlap(self, some: slice, others: slice) -> Tensor:
         e, x = self.errors, self.indices
@@ -262,6 +274,11 @@ def joined(parts: Sequence[Columns]) -> Columns:
     if isinstance(first, Lookup) and all(isinstance(p, Lookup) and _alike(p.errors, first.errors) for p in parts):
         lookups = [part for part in parts if isinstance(part, Lookup)]
         return Lookup(first.shape, torch.cat([p.indices for p in lookups]), torch.cat([p.errors for p in lookups]))
+    if not all(isinstance(part, Rows) for part in parts):
+        raise ValueError(
+            "batches that were observed together must have the same shape but for the number of examples: "
+            "observe batches of one length, or call step() in between."
+        )
     return Rows(first.shape, torch.cat([part.rows() for part in parts]))
 
 

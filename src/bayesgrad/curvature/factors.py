@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from torch import Tensor
 class Moment:
     """weight * Σ r r' over some rows, in each group; only its diagonal where that is what `into` is given.
 
-    It is symmetric, so of a large matrix only strips up to and across the diagonal are computed: look at no more than the
-    lower triangle, or at `symmetric`.
+    It is symmetric, so of a large matrix only strips up to and across the diagonal are computed: look at no more than
+    the lower triangle, or at `symmetric`.
 
     Args:
         rows: (groups, n, size), or indices (n,) of one-hot rows.
@@ -45,7 +46,7 @@ def _strips(size: int) -> list[tuple[int, int]]:
     """Rows of a lower triangle in a few strips; more would be less work in products that are slower."""
     count = 1 if size < 512 else 3
     ends = [round(i * size / count) for i in range(count + 1)]
-    return list(zip(ends, ends[1:]))
+    return list(pairwise(ends))
 
 
 def symmetric(factor: Tensor) -> Tensor:
@@ -66,8 +67,8 @@ class LayerCurvature:
 class InputMoment(LayerCurvature):
     """A = (1/N) Σ_j Σ_t a_jt a_jt': the mean over examples j of the sum over positions t.
 
-    Contains no derivatives at all: it is the Gram matrix of the least-squares problem that asks a layer's outputs to move
-    along their gradients.
+    Contains no derivatives at all: it is the Gram matrix of the least-squares problem that asks a layer's outputs to
+    move along their gradients.
 
     Reference: 004, Eq. 1-4.
     Checked by: tests/equations/test_foof.py.
@@ -82,7 +83,8 @@ class InputMoment(LayerCurvature):
 class KroneckerFisher(LayerCurvature):
     """F ≈ A ⊗ E, with A as in `InputMoment` and E the mean of e e' over examples and positions.
 
-    With `sharing="reduce"`, inputs are averaged and errors added up over positions first: A is the mean of aa', E the mean
+    With `sharing="reduce"`, inputs are averaged and errors added up over positions first: A is the mean of aa', E the
+    mean
     of ee' over examples. Both are exact for one example at one position.
 
     Reference: 004, section 2.2 and Eq. 3; Eschenhagen et al., 2023, for expand and reduce.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bayesgrad import likelihoods
 from bayesgrad._kernels import compute_dtype
@@ -54,15 +55,16 @@ class SubsampledFisher:
     r"""F = (1/N) Σ_j g_j g_j' over N data points, exactly, without forming gradients of single examples.
 
     g_j is the gradient of example j's loss (negative log-likelihood, summed over positions), at a label drawn from the
-    model, at a given one, or, for the exact Fisher, over all labels: F = (1/N) Σ_j J_j' H_j J_j, the Gauss-Newton matrix.
+    model, at a given one, or, for the exact Fisher, over all labels: F = (1/N) Σ_j J_j' H_j J_j, the Gauss-Newton
+    matrix.
 
     .. math::
         (F + \lambda I)^{-1} v = \frac{1}{\lambda} \left(v - G (\lambda I + G^T G)^{-1} G^T v\right), \quad F = G G^T
 
     Vectors are flat, in the order of `torch.nn.utils.parameters_to_vector` over the trainable parameters, or dicts by
-    name; what comes back is of the same kind. Weight gradients of Linear, Conv, Embedding and normalisation layers are kept
-    as inputs and errors; parameters that no such layer explains (attention's, LSTM's, raw ones) get gradients by
-    `torch.func`, written down.
+    name; what comes back is of the same kind. Weight gradients of Linear, Conv, Embedding and normalisation layers
+    are kept as inputs and errors; parameters that no such layer explains (attention's, LSTM's, raw ones) get
+    gradients by `torch.func`, written down.
 
     Args:
         model: in the mode to be looked at; BatchNorm must be in evaluation mode.
@@ -226,7 +228,8 @@ def refuse_mixing(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if layers.mixes_examples(module):
             raise ValueError(
-                f"{name} ({type(module).__name__}) mixes the examples of a batch, so that they have no gradients of their "
+                f"{name} ({type(module).__name__}) mixes the examples of a batch, so that they have no gradients of "
+                f"their "
                 "own: call model.eval(), or use a normalisation that looks at one example at a time."
             )
 
@@ -234,8 +237,8 @@ def refuse_mixing(model: nn.Module) -> None:
 def gather(trace: Trace, directions: Sequence[Tensor], check: bool = True) -> tuple[dict[int, Columns], set[int]]:
     """Columns by the id of the parameter, and the ids of parameters that layers read but do not explain.
 
-    A parameter is explained if layers are all that reads it and they keep examples apart, which is tried out: the loss of
-    one example must bring errors back to that example alone.
+    A parameter is explained if layers are all that reads it and they keep examples apart, which is tried out: the
+    loss of one example must bring errors back to that example alone.
 
     Args:
         directions: of the outputs; each gives as many columns as there are examples.
@@ -295,7 +298,8 @@ def per_example(
     size = max(1, CHUNK // max(1, sum(p.numel() for p in values.values())))
     one = vmap(grad(inner), in_dims=(None, 0, *[0] * len(inputs)), chunk_size=min(size, len(inputs[0])))
     try:
-        parts = [one(values, direction, *inputs) for direction in directions]
+        with sdpa_kernel(SDPBackend.MATH):  # the other kernels cannot be vectorised
+            parts = [one(values, direction, *inputs) for direction in directions]
     except RuntimeError as error:
         if "randomness" in str(error):
             raise ValueError(

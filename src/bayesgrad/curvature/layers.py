@@ -68,6 +68,15 @@ def examples_in(module: nn.Module, x: Tensor) -> int:
     return 1 if x.dim() == _dimensions(module) else x.shape[0]
 
 
+def weight_of(module: nn.Module) -> Tensor:
+    """Its weight, of a layer that has one."""
+    return module._parameters["weight"]  # pyright: ignore[reportReturnType]
+
+
+def _dtype(module: nn.Module) -> torch.dtype:
+    return compute_dtype(weight_of(module).dtype)
+
+
 def _dimensions(module: nn.Module) -> int:
     """Of an input that is a single example at a single place."""
     if isinstance(module, CONVOLUTIONS):
@@ -77,7 +86,7 @@ def _dimensions(module: nn.Module) -> int:
 
 def inputs_of(module: nn.Module, x: Tensor) -> Tensor:
     """a, (groups, N, positions, in), for Linear and Conv: out = a W' + b at each position."""
-    x = x.to(compute_dtype(module.weight.dtype))
+    x = x.to(_dtype(module))
     if x.dim() == _dimensions(module):
         x = x[None]
     if not isinstance(module, CONVOLUTIONS):
@@ -95,7 +104,7 @@ def inputs_of(module: nn.Module, x: Tensor) -> Tensor:
 
 def errors_of(module: nn.Module, error: Tensor) -> Tensor:
     """e, (groups, N, positions, out): the derivative of the loss by the layer's output."""
-    error = error.to(compute_dtype(module.weight.dtype))
+    error = error.to(_dtype(module))
     if error.dim() == _dimensions(module):
         error = error[None]
     if not isinstance(module, CONVOLUTIONS):
@@ -107,7 +116,7 @@ def errors_of(module: nn.Module, error: Tensor) -> Tensor:
 def lookups_of(module: nn.Embedding, x: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
     """Indices (N, positions) and errors (N, positions, features), zero at the padding index."""
     indices = x.reshape(len(x) if x.dim() else 1, -1)
-    errors = error.to(compute_dtype(module.weight.dtype)).reshape(*indices.shape, -1)
+    errors = error.to(_dtype(module)).reshape(*indices.shape, -1)
     if module.padding_idx is not None:
         errors = errors.masked_fill((indices == module.padding_idx)[..., None], 0.0)
     return indices, errors
@@ -129,7 +138,7 @@ def columns_of(module: nn.Module, x: Tensor, error: Tensor) -> Iterator[tuple[nn
             bias = trained["bias"]
             yield bias, Rows(bias.shape, errors.sum(2).transpose(0, 1).reshape(-1, *bias.shape))
         return
-    x, error = (t.to(compute_dtype(module.weight.dtype)) for t in (x, error))
+    x, error = (t.to(_dtype(module)) for t in (x, error))
     products = {"weight": error * _normalised(module, x), "bias": error}
     for name, p in trained.items():
         if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):

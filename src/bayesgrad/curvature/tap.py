@@ -1,8 +1,8 @@
 """The one place where hooks live: each layer's inputs, and the errors that come back to its output.
 
-A forward hook registers a hook on the *output tensor*, which survives in-place activations, and the input is handed over
-only when the error arrives: what is never differentiated leaves no trace, and checkpointing, which runs the forward pass
-twice, is counted once. Two kinds of passes are told apart:
+A forward hook registers a hook on the *output tensor*, which survives in-place activations, and the input is handed
+over only when the error arrives: what is never differentiated leaves no trace, and checkpointing, which runs the
+forward pass twice, is counted once. Two kinds of passes are told apart:
 
 - `loss.backward()` leaves the layer's uses in `Tap.uses`, until `clear` or until a gradient is begun anew;
 - `trace(outputs).uses(direction)` differentiates whatever direction of the outputs is asked for, down to the outputs of
@@ -96,7 +96,8 @@ class Tap:
         call = Call(name, x.detach())
         if self.notes:
             edge = get_gradient_edge(output)
-            edge.node.metadata.setdefault(NOTE, {})[id(self), edge.output_nr] = call
+            notes: dict[str, Any] = edge.node.metadata  # pyright: ignore[reportAssignmentType]
+            notes.setdefault(NOTE, {})[id(self), edge.output_nr] = call
         if self.keeps:
             owner = weakref.ref(self)
             output.register_hook(lambda error: None if (tap := owner()) is None else tap._came_back(call, error))
@@ -109,7 +110,7 @@ class Tap:
         if uses and uses[-1].task != task and all(p.grad is None for p in module.parameters(recurse=False)):
             uses.clear()  # of gradients that nobody made use of
         uses.append(Use(module, call.input, error.detach(), task))
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
+        if not torch._C._autograd._get_current_graph_task_keep_graph():  # pyright: ignore[reportAttributeAccessIssue]
             call.input = None
 
     def trace(self, outputs: Tensor) -> Trace:

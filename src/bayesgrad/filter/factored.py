@@ -23,8 +23,8 @@ MERGES, MERGED, INVERTED = range(3)  # of `clock`: how many merges, and the step
 class FactoredFilter(LayerFilter):
     """Moving averages of a layer's second moments, and their inverses.
 
-    The moments are averaged at every `stats_every`-th step and inverted at every `update_every`-th; early in a run, when
-    averages still move, already when the number of steps has doubled.
+    The moments are averaged at every `stats_every`-th step and inverted at every `update_every`-th; early in a run,
+    when averages still move, already when the number of steps has doubled.
     """
 
     layer_curvature: ClassVar[LayerCurvature]
@@ -72,7 +72,9 @@ class FactoredFilter(LayerFilter):
         for side, shape in self._factor_shapes(layer, group).items():
             name = f"{side}_moment"
             if name in entry and entry[name].shape != shape:
-                for key in [key for key in entry if key.startswith(("input_", "error_")) or key in ("clock", "spectrum")]:
+                for key in [
+                    key for key in entry if key.startswith(("input_", "error_")) or key in ("clock", "spectrum")
+                ]:
                     del entry[key]  # another part of the layer is trained now: what was known is of no use
             if name not in entry or entry[name].dtype != like["dtype"]:
                 entry[name] = entry[name].to(**like) if name in entry else torch.zeros(shape, **like)
@@ -96,7 +98,7 @@ class FactoredFilter(LayerFilter):
             moment = entry[f"{side}_moment"]
             invert = diagonal_inverse if moment.dim() == 2 else inverse
             name = f"the {side} factor of layer {layer.names[0]!r}"
-            _store(entry, f"{side}_inverse", invert(moment, float(damping), name))
+            store(entry, f"{side}_inverse", invert(moment, float(damping), name))
 
     def precision(self, layer: Layer, group: Mapping[str, Any]) -> Precision:
         entry = self.state[layer.owner]
@@ -106,7 +108,9 @@ class FactoredFilter(LayerFilter):
 
     def _check_loaded(self, saved: Mapping[str, Any]) -> None:
         super()._check_loaded(saved)
-        keys = {p: (key, group) for group in saved["param_groups"] for p, key in zip(self._mine(group), group["params"])}
+        keys = {
+            p: (key, group) for group in saved["param_groups"] for p, key in zip(self._mine(group), group["params"])
+        }
         for layer in self.layers:
             if layer.owner not in keys or not saved["state"].get(keys[layer.owner][0]):
                 continue
@@ -115,7 +119,9 @@ class FactoredFilter(LayerFilter):
             for side, shape in self._factor_shapes(layer, group).items():
                 moment = entry.get(f"{side}_moment")
                 if moment is None:
-                    raise ValueError(f"the saved state of layer {name!r} lacks {side}_moment: it is not mine, or cut short.")
+                    raise ValueError(
+                        f"the saved state of layer {name!r} lacks {side}_moment: it is not mine, or cut short."
+                    )
                 if moment.shape != shape:
                     raise ValueError(
                         f"{side}_moment of layer {name!r} has shape {tuple(moment.shape)} in the saved state, "
@@ -127,7 +133,7 @@ class FactoredFilter(LayerFilter):
         return [named[name] for name in saved_group["param_names"]]
 
 
-def _store(entry: dict[str, Tensor], name: str, value: Tensor) -> None:
+def store(entry: dict[str, Tensor], name: str, value: Tensor) -> None:
     """Into the tensor that is there, if it fits."""
     if name in entry and entry[name].shape == value.shape and entry[name].dtype == value.dtype:
         entry[name].copy_(value)

@@ -169,9 +169,11 @@ class Filter(torch.optim.Optimizer):
                 now["base_lr"] = group["base_lr"] = group["base_lr"] or now["lr"]
                 now["last_lr"] = group["last_lr"] = now["lr"]
         directions = self.directions(groups, active)
-        if directions:  # what is solved and what is not take different steps
+        if directions is not None:  # what is solved and what is not take different steps
             groups = [{**group, "solved": solved} for group in groups for solved in (False, True)]
-            active = [[p for p in params if (p in directions) == solved] for params in active for solved in (False, True)]
+            active = [
+                [p for p in params if (p in directions) == solved] for params in active for solved in (False, True)
+            ]
         layout = self._layout(groups, active)
         elements = sum(block.elements for blocks in layout for block in blocks)
         for group, blocks in zip(groups, layout):
@@ -181,16 +183,17 @@ class Filter(torch.optim.Optimizer):
                 update = Update(self.parts(group), tuple(numbers), block.slots)
                 fused = _kernels.pays(block.device, elements) if group["fused"] is None else group["fused"]
                 straight = self.rule.straight(numbers) if group.get("solved") and not block.slots else None
-                for rows in block.rows(directions, straight):
+                for rows in block.rows(directions or {}, straight):
                     _kernels.run(update, list(numbers.values()), rows, fused)
         return loss
 
-    def directions(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> Directions:
+    def directions(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> Directions | None:
         """For parameters whose belief does not factorise over elements: the gradient, solved by its precision.
 
-        Their elementwise step takes the direction for the gradient, in a group whose `solved` is True.
+        Their elementwise step takes the direction for the gradient, in a group whose `solved` is True; that of all
+        others is in a group whose `solved` is False. None where beliefs always factorise.
         """
-        return {}
+        return None
 
     def _layout(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> list[list[Block]]:
         """The blocks of each group, kept from step to step for as long as they fit."""

@@ -58,24 +58,19 @@ class LayerFilter(Filter):
         self.model = unwrapped(model)
         super().__init__(self._named(params), defaults)
         self._bind()
-        rest = self._unmodelled()
-        if rest:
-            warnings.warn(
-                f"{type(self).__name__} has no model of {', '.join(rest)}: they are trained by {self.fallback}.",
-                UserWarning,
-                stacklevel=3,
-            )
+        self._warn_of(set(self._unmodelled()))
 
     def _named(self, params: Any) -> list[dict[str, Any]]:
         """Groups of (name, parameter) pairs, whatever was given."""
         names = {id(p): name for name, p in parameters_of(self.model).items()}
-        given = list(parameters_of(self.model).values()) if params is None else list(params)
+        given: list[Any] = list(parameters_of(self.model).values()) if params is None else list(params)
         if not given:
             raise ValueError("optimizer got an empty parameter list")
         groups = given if isinstance(given[0], dict) else [{"params": given}]
         named = []
         for group in groups:
-            members = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+            some = group["params"]
+            members: list[Any] = [some] if isinstance(some, Tensor) else list(some)
             members = [p[1] if isinstance(p, tuple) else p for p in members]
             for p in members:
                 if id(p) not in names:
@@ -92,7 +87,7 @@ class LayerFilter(Filter):
         heard = {name: module for name, module in self.model.named_modules() if self._hears(module, mine)}
         self.tap = Tap(heard, keeps=self.listens, notes=self.observes)
         self._observed: list[Any] = []
-        self._warned = False
+        self._warned: set[Tensor] = self.__dict__.get("_warned", set())
 
     def _hears(self, module: nn.Module, mine: set[int]) -> bool:
         return layers.is_matrix(module) and any(id(p) in mine for p in layers.own_parameters(module).values())
@@ -116,14 +111,22 @@ class LayerFilter(Filter):
                 result.append(Layer(names, modules[0], weight, bias))
         return result
 
-    def _unmodelled(self) -> list[str]:
+    def _unmodelled(self) -> list[Tensor]:
+        """The parameters that are known from the start to take the fallback."""
         modelled = {p for layer in self.layers for p in layer.members}
-        return [
-            name
-            for group in self.param_groups
-            for name, p in zip(group["param_names"], group["params"])
-            if p not in modelled and p.requires_grad
-        ]
+        return [p for group in self.param_groups for p in group["params"] if p not in modelled and p.requires_grad]
+
+    def _warn_of(self, params: set[Tensor]) -> None:
+        """Names those parameters that take the fallback, once each."""
+        new = params - self._warned
+        self._warned |= new
+        names = [n for group in self.param_groups for n, p in zip(group["param_names"], group["params"]) if p in new]
+        if names:
+            warnings.warn(
+                f"{type(self).__name__} has no model of {', '.join(names)}: they are trained by {self.fallback}.",
+                UserWarning,
+                stacklevel=4,
+            )
 
     # --- evidence ---
 
@@ -163,11 +166,14 @@ class LayerFilter(Filter):
 
     def silent(self, due: Sequence[Layer]) -> None:
         """Raises where layers have a gradient but nothing was seen of them."""
-        names = [layer.names[0] for layer in due if any(bool(p.grad.any()) for p in layer.members if p.grad is not None)]
+        names = [
+            layer.names[0] for layer in due if any(bool(p.grad.any()) for p in layer.members if p.grad is not None)
+        ]
         if names:
             own = type(self).__name__
             raise RuntimeError(
-                f"no inputs were seen for layers {names}: run forward and backward passes of the model that was given to "
+                f"no inputs were seen for layers {names}: run forward and backward passes of the model that was given "
+                f"to "
                 f"{own} before step(); if the model is compiled, build {own} before torch.compile."
             )
 

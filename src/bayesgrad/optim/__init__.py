@@ -2,5 +2,8 @@
 
 from bayesgrad.optim.adabayes import AdaBayes, AdaBayesFP
 from bayesgrad.optim.adabound import AdaBound, AMSBound
+from bayesgrad.optim.foof import FOOF
+from bayesgrad.optim.kfac import KFAC
+from bayesgrad.optim.natural_gradient import NaturalGradient
 
-__all__ = ["AMSBound", "AdaBayes", "AdaBayesFP", "AdaBound"]
+__all__ = ["FOOF", "KFAC", "AMSBound", "AdaBayes", "AdaBayesFP", "AdaBound", "NaturalGradient"]

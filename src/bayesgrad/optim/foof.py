@@ -20,11 +20,11 @@ class FOOF(FactoredFilter):
         W &\leftarrow (1 - \eta\lambda_w)\, W - \eta\, \nabla_W (A + \lambda I)^{-1}
 
     with a the inputs of a layer (a one appended for the bias) for example j at position t, <> a debiased moving average
-    with decay `ema`, eta = `lr`, lambda = `damping` and lambda_w = `weight_decay`. It is ridge regression of the errors at
-    the layer's outputs on its inputs: no second derivatives, one factor, no labels to sample.
+    with decay `ema`, eta = `lr`, lambda = `damping` and lambda_w = `weight_decay`. It is ridge regression of the
+    errors at the layer's outputs on its inputs: no second derivatives, one factor, no labels to sample.
 
-    An example is one index of the first dimension. Where the loss is a mean over T positions too (tokens of a sequence),
-    gradients are T times smaller than that of an example, so multiply lr by T.
+    An example is one index of the first dimension. Where the loss is a mean over T positions too (tokens of a
+    sequence), gradients are T times smaller than that of an example, so multiply lr by T.
 
     Args:
         model: the network; the training loop stays as it is.

@@ -15,7 +15,8 @@ from bayesgrad.precision.algebra import Precision
 class Kronecker(Precision):
     """P = (L ⊗ R)^-1 for weights W (out, in), stored as the covariances L of rows and R of columns.
 
-    A factor is a matrix, the vector of its diagonal, or None for the identity; all may have a leading dimension of groups,
+    A factor is a matrix, the vector of its diagonal, or None for the identity; all may have a leading dimension of
+    groups,
     as W then has. solve(V) = L V R. Adding a number or spreading leaves the structure: the result is a `Spectral`.
 
     >>> belief = Kronecker(None, torch.diag(torch.tensor([1.0, 4.0])), (1, 2))
@@ -106,7 +107,8 @@ class Kronecker(Precision):
 
 @dataclass(frozen=True, eq=False)
 class Spectral(Precision):
-    """P = (Q ⊗ S) diag(p) (Q ⊗ S)' for weights W (out, in): a Kronecker product in its eigenbasis, and what follows from it.
+    """P = (Q ⊗ S) diag(p) (Q ⊗ S)' for weights W (out, in): a Kronecker product in its eigenbasis, and what follows
+    from it.
 
     Args:
         rows: Q, (out, out), orthogonal.

@@ -35,5 +35,7 @@ def diagonal_inverse(diagonal: Tensor, damping: float, name: str) -> Tensor:
     damped = diagonal + damping
     if not bool((damped > 0).all() & torch.isfinite(damped).all()):
         state = "singular" if bool(torch.isfinite(damped).all()) else "not finite"
-        raise ValueError(f"{name} is {state} with damping {damping:g}: raise damping, or look for inputs that overflow.")
+        raise ValueError(
+            f"{name} is {state} with damping {damping:g}: raise damping, or look for inputs that overflow."
+        )
     return 1 / damped
