@@ -61,11 +61,13 @@ class Kronecker(Precision):
         for shared, (a, b) in (("left", (self.right, increment.right)), ("right", (self.left, increment.left))):
             if getattr(self, shared) is not getattr(increment, shared) or a is None or b is None:
                 continue
-            if self._is_diagonal(a):
+            if self._is_diagonal(a) and self._is_diagonal(b):
                 total = 1 / (1 / a + 1 / b)
             else:
+                a, b = (torch.diag_embed(f) if self._is_diagonal(f) else f for f in (a, b))
                 total = torch.linalg.inv(torch.linalg.inv(a) + torch.linalg.inv(b))
-            return Kronecker(self.left, total, self.shape) if shared == "left" else Kronecker(total, b, self.shape)
+            left, right = (self.left, total) if shared == "left" else (total, self.right)
+            return Kronecker(left, right, self.shape)
         raise ValueError("the sum of two Kronecker products is none unless they share a factor: add a number instead.")
 
     def spread(self, retain: Any, noise: Any) -> Precision:

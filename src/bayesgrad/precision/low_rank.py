@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -149,7 +150,7 @@ class LowRank(Precision):
     def logdet(self) -> Tensor:
         values, _ = self._spectrum
         rest = torch.Size(self.shape).numel() - len(values)
-        return (self.floor + values).log().sum() + rest * torch.tensor(self.floor).to(values).log()
+        return (self.floor + values).log().sum() + rest * math.log(self.floor)
 
     def to_dense(self) -> Tensor:
         eye = torch.eye(len(self.gram)).to(self.gram)
