@@ -227,13 +227,13 @@ class Rows(Columns):
         return self.values.shape[0]
 
     def project(self, u: Tensor) -> Tensor:
-        return self.values.flatten(1) @ u.flatten()
+        return self._flat() @ u.flatten()
 
     def combine(self, w: Tensor) -> Tensor:
-        return (w @ self.values.flatten(1)).view(self.shape)
+        return (w @ self._flat()).view(self.shape)
 
     def gram(self) -> Tensor:
-        rows = self.values.flatten(1)
+        rows = self._flat()
         return rows @ rows.T
 
     def squares(self) -> Tensor:
@@ -241,6 +241,9 @@ class Rows(Columns):
 
     def rows(self) -> Tensor:
         return self.values
+
+    def _flat(self) -> Tensor:
+        return self.values.reshape(self.count, -1)  # also of a parameter that has no dimensions
 
 
 def added(parts: Sequence[Columns]) -> Columns:

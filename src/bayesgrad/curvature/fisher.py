@@ -191,7 +191,7 @@ class SubsampledFisher:
     def dense(self) -> Tensor:
         """F as a matrix; for small models."""
         columns = self._gradients.columns.values()
-        rows = torch.cat([self._gradients.scale * c.rows().flatten(1) for c in columns], 1)
+        rows = torch.cat([self._gradients.scale * c.rows().reshape(c.count, -1) for c in columns], 1)
         return rows.T @ rows
 
     def _unpacked(self, v: Any) -> tuple[dict[str, Tensor], Callable[[dict[str, Tensor]], Any]]:
