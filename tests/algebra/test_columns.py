@@ -1,0 +1,190 @@
+"""Every product of per-example gradients against the matrix G written down, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from bayesgrad.curvature import columns as module
+from bayesgrad.curvature.columns import Columns, Lookup, Outer, Rows, added, joined, restored
+
+GENERATOR = torch.Generator().manual_seed(0)
+COUNT = 5
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=GENERATOR)
+
+
+def outer(groups: int = 1, positions: int = 1, fan_in: int = 3, fan_out: int = 4, count: int = COUNT) -> Outer:
+    inputs, errors = normal(groups, count, positions, fan_in), normal(groups, count, positions, fan_out)
+    return Outer(torch.Size((groups * fan_out, fan_in)), inputs, errors)
+
+
+def lookup(positions: int = 6, rows: int = 4, features: int = 3, count: int = COUNT) -> Lookup:
+    """With more positions than rows, so that each example repeats some."""
+    indices = torch.randint(rows, (count, positions), generator=GENERATOR)
+    return Lookup(torch.Size((rows, features)), indices, normal(count, positions, features))
+
+
+def rows(*shape: int, count: int = COUNT) -> Rows:
+    return Rows(torch.Size(shape), normal(count, *shape))
+
+
+CASES = {
+    "Outer": outer(),
+    "Outer, wide": outer(fan_in=6, fan_out=2),
+    "Outer, 3 groups": outer(groups=3),
+    "Outer, 3 groups, wide": outer(groups=3, fan_in=6, fan_out=2),
+    "Outer, positions, explicit": outer(positions=4),
+    "Outer, positions, explicit, wide": outer(positions=4, fan_in=6, fan_out=2),
+    "Outer, positions, explicit, 3 groups": outer(groups=3, positions=4),
+    "Outer, positions, implicit": outer(positions=2, fan_in=12, fan_out=12),
+    "Outer, positions, implicit, 3 groups": outer(groups=3, positions=2, fan_in=12, fan_out=12),
+    "Outer, kernel": Outer(torch.Size((4, 3, 2, 1)), normal(2, COUNT, 3, 6), normal(2, COUNT, 3, 2)),
+    "Outer, one example": outer(positions=3, count=1),
+    "Lookup": lookup(),
+    "Lookup, one position": lookup(positions=1),
+    "Rows": rows(4),
+    "Rows, matrix": rows(4, 3),
+    "Rows, scalar": rows(),
+}
+
+
+def written(case: Columns) -> Tensor:
+    """G', (N, n), by loops over examples, positions and groups."""
+    if isinstance(case, Rows):
+        return case.values.reshape(case.count, -1)
+    gradients = []
+    for j in range(case.count):
+        if isinstance(case, Lookup):
+            total = torch.zeros(case.shape, dtype=torch.float64)
+            for index, error in zip(case.indices[j], case.errors[j]):
+                total[index] += error
+        else:
+            assert isinstance(case, Outer)
+            groups = [
+                sum(torch.outer(e, a) for e, a in zip(errors[j], inputs[j]))
+                for errors, inputs in zip(case.errors, case.inputs)
+            ]
+            total = torch.cat(groups)
+        gradients.append(total.flatten())
+    return torch.stack(gradients)
+
+
+def close(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk", [1, 40, module.CHUNK])
+@pytest.mark.parametrize("name", CASES)
+def test_products(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK", chunk)
+    case = CASES[name]
+    G = written(case).T
+    u, w = normal(*case.shape), normal(case.count)
+    kept = u.clone(), w.clone()
+    assert case.count == G.shape[1]
+    close(case.project(u), G.T @ u.flatten())
+    close(case.combine(w), (G @ w).view(case.shape))
+    close(case.combine_onto(u, w, 0.3), 0.3 * u + (G @ w).view(case.shape))
+    close(case.gram(), G.T @ G)
+    close(case.squares(), G.square().sum(1).view(case.shape))
+    close(case.rows(), G.T.view(case.count, *case.shape))
+    assert torch.equal(u, kept[0])
+    assert torch.equal(w, kept[1])
+
+
+@pytest.mark.parametrize("implicit", [True, False])
+def test_which_way_a_gram_matrix_is_computed(implicit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names of the cases above say which branch they take."""
+    unwanted = "_explicit_gram" if implicit else "_overlap"
+    monkeypatch.setattr(Outer, unwanted, lambda *_: pytest.fail(f"{unwanted} was called"))
+    word = "implicit" if implicit else "explicit"
+    for name in (name for name in CASES if word in name):
+        CASES[name].gram()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_checkpoint_restores_columns(name: str) -> None:
+    case = CASES[name]
+    back = restored({**case.tensors(), "momentum": torch.zeros(case.shape)}, case.shape)
+    assert type(back) is type(case)
+    assert torch.equal(back.rows(), case.rows())
+
+
+def test_nothing_is_restored_from_parts() -> None:
+    assert restored({"momentum": torch.zeros(2)}, torch.Size((2,))) is None
+    assert restored({"outer_inputs": torch.zeros(1, 2, 1, 2)}, torch.Size((2, 2))) is None
+
+
+# Uses of one parameter of shape (4, 3), and the kind of their sum.
+SUMS = {
+    "one": ([outer(positions=2)], Outer),
+    "Outer + Outer": ([outer(positions=2), outer(), outer(positions=3)], Outer),
+    "Outer + Outer in other groups": ([outer(positions=2), outer(groups=2, fan_out=2)], Rows),
+    "Lookup + Lookup": ([lookup(), lookup(positions=2)], Lookup),
+    "Lookup + Outer": ([lookup(), outer(positions=2)], Outer),
+    "Outer + Lookup": ([outer(), lookup()], Outer),
+    "Rows + Rows": ([rows(4, 3), rows(4, 3)], Rows),
+    "Rows + Outer": ([rows(4, 3), outer(positions=2)], Rows),
+    "Lookup + Rows": ([lookup(), rows(4, 3)], Rows),
+    "Lookup + Outer + Rows": ([lookup(), outer(), rows(4, 3)], Rows),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_uses_of_one_parameter_add_up(name: str) -> None:
+    parts, kind = SUMS[name]
+    total = added(parts)
+    G = sum(written(part) for part in parts).T
+    u, w = normal(4, 3), normal(COUNT)
+    assert isinstance(total, kind)
+    close(total.rows().flatten(1), G.T)
+    close(total.project(u), G.T @ u.flatten())
+    close(total.combine(w).flatten(), G @ w)
+    close(total.gram(), G.T @ G)
+    close(total.squares().flatten(), G.square().sum(1))
+
+
+def test_a_lookup_as_outer_products() -> None:
+    case = lookup()
+    other = case.as_outer()
+    assert other.shape == case.shape
+    close(other.rows(), case.rows())
+
+
+BATCHES = {
+    "one": [outer()],
+    "Outer": [outer(positions=2), outer(positions=2, count=2)],
+    "Outer, groups": [outer(groups=3), outer(groups=3, count=2), outer(groups=3, count=1)],
+    "Lookup": [lookup(), lookup(count=2)],
+    "Rows": [rows(4), rows(4, count=2)],
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_batches_side_by_side(name: str) -> None:
+    parts = BATCHES[name]
+    total = joined(parts)
+    G = torch.cat([written(part) for part in parts]).T
+    assert type(total) is type(parts[0])
+    assert total.count == sum(part.count for part in parts)
+    close(total.rows().flatten(1), G.T)
+    close(total.gram(), G.T @ G)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [outer(positions=2), outer(positions=3)],
+        [lookup(positions=2), lookup(positions=3)],
+        [lookup(), outer()],
+        [outer(), rows(4, 3)],
+        [rows(4, 3), outer()],
+    ],
+)
+def test_batches_of_different_shapes_are_refused(parts: list[Columns]) -> None:
+    with pytest.raises(ValueError, match="must have the same shape but for the number of examples"):
+        joined(parts)
