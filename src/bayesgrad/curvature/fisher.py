@@ -271,14 +271,24 @@ def _explained(use: Use, left: set[int]) -> Iterable[tuple[nn.Parameter, Columns
 
 
 def _mixed(trace: Trace) -> set[str]:
-    """The layers whose leading dimension does not tell examples apart."""
+    """The layers whose leading dimension does not tell examples apart.
+
+    The errors of two examples are looked at: a layer with positions in front, of which the model reads only the first,
+    would show errors at index 0 for any example.
+    """
     if len(trace.outputs) < 2:
         return set()
-    probe = torch.zeros_like(trace.outputs)
-    noise = torch.randn(probe[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    probe[0] = noise.to(probe)
+    noise = torch.randn(trace.outputs[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     names = {id(module): name for name, module in trace.tap.layers.items()}
-    return {names[id(use.module)] for use in trace.uses(probe) if bool(use.error[1:].any())}
+    mixed = set()
+    for example in (0, len(trace.outputs) - 1):
+        probe = torch.zeros_like(trace.outputs)
+        probe[example] = noise.to(probe)
+        for use in trace.uses(probe):
+            others = use.error[1:] if example == 0 else use.error[:example]
+            if bool(others.any()):
+                mixed.add(names[id(use.module)])
+    return mixed
 
 
 def _is_read(p: nn.Parameter, trace: Trace, left: set[int]) -> bool:
