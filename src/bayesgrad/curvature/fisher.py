@@ -305,11 +305,14 @@ def per_example(
         return (outputs[0] * direction).sum()
 
     values = {name: p.detach() for name, p in params.items()}
-    size = max(1, CHUNK // max(1, sum(p.numel() for p in values.values())))
-    one = vmap(grad(inner), in_dims=(None, 0, *[0] * len(inputs)), chunk_size=min(size, len(inputs[0])))
     try:
-        with sdpa_kernel(SDPBackend.MATH):  # the other kernels cannot be vectorised
-            parts = [one(values, direction, *inputs) for direction in directions]
+        if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+            parts = _one_by_one(grad(inner), values, inputs, directions)
+        else:
+            size = max(1, CHUNK // max(1, sum(p.numel() for p in values.values())))
+            one = vmap(grad(inner), in_dims=(None, 0, *[0] * len(inputs)), chunk_size=min(size, len(inputs[0])))
+            with sdpa_kernel(SDPBackend.MATH):  # the other kernels cannot be vectorised
+                parts = [one(values, direction, *inputs) for direction in directions]
     except RuntimeError as error:
         if "randomness" in str(error):
             raise ValueError(
@@ -320,3 +323,23 @@ def per_example(
         name: Rows(p.shape, torch.cat([part[name] for part in parts]).to(compute_dtype(p.dtype)))
         for name, p in params.items()
     }
+
+
+def _one_by_one(
+    gradient: Callable[..., dict[str, Tensor]],
+    values: dict[str, Tensor],
+    inputs: tuple[Tensor, ...],
+    directions: Sequence[Tensor],
+) -> list[dict[str, Tensor]]:
+    """Without vmap, which has no rule for recurrent layers; random numbers are refused as it would refuse them."""
+    before = _random_states(inputs[0].device)
+    rows = [gradient(values, *row) for direction in directions for row in zip(direction, *inputs)]
+    if any(not torch.equal(a, b) for a, b in zip(before, _random_states(inputs[0].device))):
+        raise RuntimeError("randomness in a pass of one example")
+    return [{name: torch.stack([row[name] for row in rows]) for name in values}]
+
+
+def _random_states(device: torch.device) -> list[Tensor]:
+    """Of the generators that a pass on this device may draw from."""
+    states = [torch.get_rng_state()]
+    return states if device.type == "cpu" else [*states, torch.get_device_module(device).get_rng_state(device)]
