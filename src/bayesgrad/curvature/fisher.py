@@ -300,11 +300,14 @@ def per_example(
 ) -> dict[str, Columns]:
     """Per-example gradients of some parameters by torch.func, in chunks."""
 
+    constants = {name: p.detach() for name, p in parameters_of(model).items()}  # nothing here is to keep a graph
+
     def inner(values: dict[str, Tensor], direction: Tensor, *example: Tensor) -> Tensor:
-        outputs = functional_call(model, values, tuple(x[None] for x in example))
+        outputs = functional_call(model, {**constants, **values}, tuple(x[None] for x in example))
         return (outputs[0] * direction).sum()
 
     values = {name: p.detach() for name, p in params.items()}
+    inputs = tuple(x.detach() for x in inputs)
     try:
         if any(isinstance(module, nn.RNNBase) for module in model.modules()):
             parts = _one_by_one(grad(inner), values, inputs, directions)
