@@ -365,8 +365,8 @@ def test_against_per_example_gradients(name: str) -> None:
     near(fisher.diagonal(), dense.diagonal(), 1e-12)
     near(fisher.matvec(v), dense @ v, 1e-12)
     near(fisher.quadratic(v), v @ dense @ v, 1e-12)
+    assert not fisher.dense().requires_grad  # no graph is kept
     for damping in (1e-2, 1e-6):
-        near_solve(fisher, dense, v, damping)
         near_solve(fisher, dense, rows.mean(0), damping)
     named = dict(zip(fisher.names, v.split([model.get_parameter(n).numel() for n in fisher.names])))
     named = {n: part.view_as(model.get_parameter(n)) for n, part in named.items()}
