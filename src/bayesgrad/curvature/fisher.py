@@ -135,7 +135,7 @@ class SubsampledFisher:
         named = {ids[key]: value for key, value in columns.items() if key in ids}
         rest = {name: p for name, p in self._parameters.items() if name not in named and _is_read(p, trace, left)}
         if rest:
-            named |= per_example(model, rest, arguments, directions)
+            named |= per_example(model, rest, arguments, directions, outputs.detach())
         zeros = {name: p for name, p in self._parameters.items() if name not in named}
         count = len(outputs) * len(directions)
         for name, p in zeros.items():  # what the outputs do not depend on
@@ -296,24 +296,33 @@ def _is_read(p: nn.Parameter, trace: Trace, left: set[int]) -> bool:
 
 
 def per_example(
-    model: nn.Module, params: Mapping[str, nn.Parameter], inputs: tuple[Tensor, ...], directions: Sequence[Tensor]
+    model: nn.Module,
+    params: Mapping[str, nn.Parameter],
+    inputs: tuple[Tensor, ...],
+    directions: Sequence[Tensor],
+    outputs: Tensor,
 ) -> dict[str, Columns]:
-    """Per-example gradients of some parameters by torch.func, in chunks."""
+    """Per-example gradients of some parameters by torch.func, in chunks.
+
+    Args:
+        outputs: of the batch, which passes of single examples must reproduce.
+    """
 
     constants = {name: p.detach() for name, p in parameters_of(model).items()}  # nothing here is to keep a graph
 
-    def inner(values: dict[str, Tensor], direction: Tensor, *example: Tensor) -> Tensor:
-        outputs = functional_call(model, {**constants, **values}, tuple(x[None] for x in example))
-        return (outputs[0] * direction).sum()
+    def inner(values: dict[str, Tensor], direction: Tensor, *example: Tensor) -> tuple[Tensor, Tensor]:
+        output = functional_call(model, {**constants, **values}, tuple(x[None] for x in example))[0]
+        return (output * direction).sum(), output
 
     values = {name: p.detach() for name, p in params.items()}
     inputs = tuple(x.detach() for x in inputs)
     try:
         if any(isinstance(module, nn.RNNBase) for module in model.modules()):
-            parts = _one_by_one(grad(inner), values, inputs, directions)
+            parts = _one_by_one(grad(inner, has_aux=True), values, inputs, directions)
         else:
             size = max(1, CHUNK // max(1, sum(p.numel() for p in values.values())))
-            one = vmap(grad(inner), in_dims=(None, 0, *[0] * len(inputs)), chunk_size=min(size, len(inputs[0])))
+            chunk = min(size, len(inputs[0]))
+            one = vmap(grad(inner, has_aux=True), in_dims=(None, 0, *[0] * len(inputs)), chunk_size=chunk)
             with sdpa_kernel(SDPBackend.MATH):  # the other kernels cannot be vectorised
                 parts = [one(values, direction, *inputs) for direction in directions]
     except RuntimeError as error:
@@ -322,24 +331,31 @@ def per_example(
                 f"{next(iter(params))} needs passes of its own, which would draw dropout anew: call model.eval()."
             ) from error
         raise
+    alone = parts[0][1][: len(outputs)]
+    if (alone - outputs).norm() > math.sqrt(torch.finfo(outputs.dtype).eps) * outputs.norm():
+        raise ValueError(
+            f"{next(iter(params))} needs passes of single examples, in which the model's outputs are others than in a "
+            "batch: it mixes the examples of a batch, so that they have no gradients of their own."
+        )
     return {
-        name: Rows(p.shape, torch.cat([part[name] for part in parts]).to(compute_dtype(p.dtype)))
+        name: Rows(p.shape, torch.cat([part[name] for part, _ in parts]).to(compute_dtype(p.dtype)))
         for name, p in params.items()
     }
 
 
 def _one_by_one(
-    gradient: Callable[..., dict[str, Tensor]],
+    gradient: Callable[..., tuple[dict[str, Tensor], Tensor]],
     values: dict[str, Tensor],
     inputs: tuple[Tensor, ...],
     directions: Sequence[Tensor],
-) -> list[dict[str, Tensor]]:
+) -> list[tuple[dict[str, Tensor], Tensor]]:
     """Without vmap, which has no rule for recurrent layers; random numbers are refused as it would refuse them."""
     before = _random_states(inputs[0].device)
     rows = [gradient(values, *row) for direction in directions for row in zip(direction, *inputs)]
     if any(not torch.equal(a, b) for a, b in zip(before, _random_states(inputs[0].device))):
         raise RuntimeError("randomness in a pass of one example")
-    return [{name: torch.stack([row[name] for row in rows]) for name in values}]
+    gradients = {name: torch.stack([row[name] for row, _ in rows]) for name in values}
+    return [(gradients, torch.stack([output for _, output in rows]))]
 
 
 def _random_states(device: torch.device) -> list[Tensor]:
