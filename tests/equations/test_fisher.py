@@ -57,6 +57,11 @@ class Last(nn.Module):
         return x[-1]
 
 
+class Centred(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
 class Take(nn.Module):
     """The outputs of a recurrent layer, without its state."""
 
@@ -536,6 +541,14 @@ def test_mixing_examples_is_refused(norm: nn.Module) -> None:
         SubsampledFisher(nn.Sequential(nn.Linear(3, 5), norm), torch.randn(4, 3))
 
 
+@pytest.mark.parametrize("after", [nn.Linear(5, 3), nn.GRU(5, 3, batch_first=True)])
+def test_mixing_by_hand_is_refused(after: nn.Module) -> None:
+    """A layer before the mixing has errors at other examples, and passes of one example are another model."""
+    model = nn.Sequential(nn.Linear(3, 5), Centred(), nn.Unflatten(1, (1, 5)), after, Take(), nn.Flatten())
+    with pytest.raises(ValueError, match="it mixes the examples of a batch"):
+        SubsampledFisher(model, torch.randn(4, 3))
+
+
 def test_vectors_of_other_sizes_are_refused() -> None:
     fisher = SubsampledFisher(nn.Linear(3, 2), torch.randn(4, 3))
     for vector in (torch.ones(7), torch.ones(8, 1)):
@@ -585,7 +598,7 @@ def test_outputs_that_do_not_count_examples_are_refused() -> None:
         SubsampledFisher(nn.Sequential(nn.Linear(3, 2), nn.Flatten(0)), torch.randn(4, 3))
 
 
-@pytest.mark.parametrize("layer", [Doubled(5, 4), nn.LSTM(5, 4)])
+@pytest.mark.parametrize("layer", [Doubled(5, 4), nn.LSTM(5, 4, batch_first=True)])
 def test_dropout_must_be_off_where_passes_are_repeated(layer: nn.Module) -> None:
     """vmap tells of random numbers by itself; an LSTM's passes are loops, which would not."""
     layer = nn.Sequential(nn.Unflatten(1, (1, 5)), layer, Take(), nn.Flatten())
