@@ -173,6 +173,28 @@ class TwoInputs(nn.Module):
         return self.a(x) * self.b(y)
 
 
+class Broadcast(nn.Module):
+    """A layer that is applied once for all examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.once, self.each, self.start = nn.Linear(5, CLASSES), nn.Linear(5, CLASSES), nn.Parameter(torch.randn(1, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.each(x) * self.once(self.start)
+
+
+class Positions(nn.Module):
+    """A table of positions, looked up once for all examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.places, self.head = nn.Embedding(5, 3), nn.Embedding(N, 3), nn.Linear(3, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((self.table(x) + self.places(torch.arange(x.shape[1]))).tanh().mean(1))
+
+
 class Doubled(nn.Linear):
     """Its forward pass is not torch.nn's."""
 
@@ -278,6 +300,9 @@ CASES: dict[str, Case] = {
     "weight_norm": (lambda: nn.Sequential(weight_norm(nn.Linear(5, 4)), nn.Tanh(), nn.Linear(4, CLASSES)), reals(5)),
     "overridden": (lambda: nn.Sequential(Doubled(5, 4), nn.Tanh(), nn.Linear(4, CLASSES)), reals(5)),
     "merged": (Merged, reals(2, 3)),
+    "broadcast": (Broadcast, reals(5)),
+    "positions": (Positions, words(5, 3)),
+    "positions, as many": (Positions, words(5, N)),
     "transposed": (
         lambda: nn.Sequential(Swap(), nn.Linear(3, 5), nn.Tanh(), Swap(), Mean(), nn.Linear(5, CLASSES)),
         reals(2, 3),
@@ -403,8 +428,9 @@ def test_labels_are_a_function_of_the_seed() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_one_example() -> None:
-    model, inputs = build("MLP")
+@pytest.mark.parametrize("name", ["MLP", "transposed", "merged"])
+def test_one_example(name: str) -> None:
+    model, inputs = build(name)
     fisher = SubsampledFisher(model, inputs[:1])
     rows = gradients(model, inputs[:1], fisher.labels, "categorical")
     near(fisher.dense(), rows.T @ rows, 1e-12)
@@ -512,6 +538,16 @@ def test_drawn_classes_have_their_probabilities() -> None:
     together = (labels[:, 0] == 1) & (labels[:, 1] == 0)  # positions are independent
     joint = p[0, 1] * p[1, 0]
     assert (together.double().mean() - joint).abs() <= 5 * (joint * (1 - joint) / draws).sqrt()
+
+
+def test_each_output_has_its_own_label() -> None:
+    classes = torch.tensor([[2, 0, 1], [1, 1, 2]])
+    certain = 1e3 * F.one_hot(classes, 3).double()
+    generator = torch.Generator().manual_seed(0)
+    assert torch.equal(likelihoods.named("categorical").sample(certain, generator), classes)
+    assert torch.equal(likelihoods.named("bernoulli").sample(certain - 500, generator), F.one_hot(classes, 3).double())
+    means = 1e6 * classes.double()
+    assert torch.equal((likelihoods.named("gaussian").sample(means, generator) / 1e6).round(), classes.double())
 
 
 def test_drawn_bits_have_their_probabilities() -> None:
