@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ class Case:
         options: beyond params; what is left out has its default.
         slots: the state tensors it keeps beside `step`.
         bad: arguments that must be refused, with the words the message must contain.
+        layers: whether it takes the model and looks at its layers.
     """
 
     name: str
@@ -29,9 +31,16 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     slots: tuple[str, ...] = ("momentum",)
     bad: tuple[tuple[dict[str, Any], str], ...] = ()
+    layers: bool = False
 
-    def __call__(self, params: Any, **options: Any) -> torch.optim.Optimizer:
-        return self.make(params, **{**self.options, **options})
+    def __call__(self, target: Any, **options: Any) -> torch.optim.Optimizer:
+        return self.make(target, **{**self.options, **options})
+
+    def of(self, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+        """For all parameters of a model, without a warning of those that have a fallback."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".* has no model of ")
+            return self(model if self.layers else model.named_parameters(), **options)
 
 
 COMMON = (
@@ -64,7 +73,32 @@ ADABOUND = (
     ({"eps": -1e-8}, "eps must be a finite number >= 0, got -1e-08."),
 )
 
-CASES = (
+LAYERS = (
+    *COMMON,
+    ({"momentum": 1.0}, "momentum must be in [0, 1), got 1.0."),
+)
+FOOF = (
+    *LAYERS,
+    ({"damping": -1}, "damping must be a finite number >= 0, got -1."),
+    ({"ema": 1.0}, "ema must be in [0, 1), got 1.0."),
+    ({"update_every": 0}, "update_every must be a whole number >= 1, got 0."),
+    ({"stats_every": 1.5}, "stats_every must be a whole number >= 1, got 1.5."),
+    ({"max_factor": 0}, "max_factor must be a number >= 1, got 0."),
+)
+KFAC = (
+    *FOOF,
+    ({"likelihood": "poisson"}, "likelihood must be 'categorical' or 'bernoulli' or 'gaussian', got 'poisson'."),
+    ({"sharing": "flatten"}, "sharing must be 'expand' or 'reduce', got 'flatten'."),
+    ({"seed": 0.5}, "seed must be a whole number, got 0.5."),
+)
+NATURAL = (
+    *LAYERS,
+    ({"damping": 0.0}, "damping must be a positive number, got 0.0."),
+    ({"blocks": "diagonal"}, "blocks must be 'full' or 'layer', got 'diagonal'."),
+    ({"step_size": "auto"}, "step_size must be 'lr' or 'quadratic', got 'auto'."),
+)
+
+ELEMENTWISE = (
     Case("AdaBayes", optim.AdaBayes, {"batch_size": 32}, ("variance", "momentum"), ADABAYES),
     Case("AdaBayes-plain", optim.AdaBayes, {"batch_size": 32, "momentum": 0.0}, ("variance",)),
     Case(
@@ -91,9 +125,30 @@ CASES = (
     Case("AdaBound", optim.AdaBound, {"weight_decay": 0.1}, ("moment", "momentum"), ADABOUND),
     Case("AMSBound", optim.AMSBound, {}, ("moment", "peak", "momentum"), ADABOUND),
 )
+LAYERWISE = (
+    Case("FOOF", optim.FOOF, {}, (), FOOF, layers=True),
+    Case(
+        "FOOF-momentum",
+        optim.FOOF,
+        {"lr": 0.03, "momentum": 0.9, "weight_decay": 0.1, "update_every": 2, "stats_every": 2},
+        layers=True,
+    ),
+    Case("KFAC", optim.KFAC, {}, (), KFAC, layers=True),
+    Case("KFAC-exact", optim.KFAC, {"lr": 0.02, "momentum": 0.9, "exact_damping": True, "max_factor": 64}, layers=True),
+    Case("NaturalGradient", optim.NaturalGradient, {}, (), NATURAL, layers=True),
+    Case(
+        "NaturalGradient-layer",
+        optim.NaturalGradient,
+        {"lr": 0.03, "blocks": "layer", "momentum": 0.9, "update_every": 2},
+        layers=True,
+    ),
+)
+CASES = (*ELEMENTWISE, *LAYERWISE)
 
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+elementwise_case = pytest.mark.parametrize("case", ELEMENTWISE, ids=lambda case: case.name)
+layerwise_case = pytest.mark.parametrize("case", LAYERWISE, ids=lambda case: case.name)
 
 
 def small_model(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
@@ -126,23 +181,33 @@ def batch(index: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor,
     return torch.randn(32, 40, generator=generator).to(dtype), torch.randint(0, 3, (32,), generator=generator)
 
 
-def backward(model: nn.Module, index: int) -> torch.Tensor:
+def backward(model: nn.Module, index: int, optimizer: torch.optim.Optimizer | None = None) -> torch.Tensor:
     x, y = batch(index, next(model.parameters()).dtype)
-    loss = nn.functional.cross_entropy(model(x), y)
+    outputs = model(x)
+    observe(optimizer, outputs, y)
+    loss = nn.functional.cross_entropy(outputs, y)
     loss.backward()
     return loss
+
+
+def observe(optimizer: torch.optim.Optimizer | None, outputs: torch.Tensor, labels: torch.Tensor | None) -> None:
+    """Shows outputs to an optimizer that looks at them; with labels, there is nothing random about it."""
+    if hasattr(optimizer, "observe"):
+        optimizer.observe(outputs, labels)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
     for index in steps:
         optimizer.zero_grad()
-        backward(model, index)
+        backward(model, index, optimizer)
         optimizer.step()
 
 
 def push(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
     """Steps with random gradients, which no other library has a part in."""
     for index in steps:
+        if hasattr(optimizer, "tap"):
+            backward(model, index, optimizer)
         generator = torch.Generator().manual_seed(2000 + index)
         for p in model.parameters():
             p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)

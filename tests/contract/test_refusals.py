@@ -8,28 +8,31 @@ import pytest
 import torch
 from torch import nn
 
-from cases import Case, backward, every_case, same, small_model, states, train, weights
+from cases import Case, backward, elementwise_case, every_case, same, small_model, states, train, weights
 
 
 @every_case
 def test_bad_arguments_get_one_sentence(case: Case) -> None:
     for options, message in case.bad:
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-            case([nn.Parameter(torch.zeros(2))], **options)
+            case.of(nn.Linear(2, 2), **options)
     with pytest.raises(ValueError, match="empty parameter list"):
-        case([])
-    optimizer = case([nn.Parameter(torch.zeros(2))])
+        case.of(nn.ReLU())
+    model = nn.Linear(2, 2)
+    model.wave = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    some = {"params": [model.weight]}
+    optimizer = case(model, params=[some]) if case.layers else case([some])
     with pytest.raises(ValueError, match="lr must be a finite number >= 0, got -1"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "lr": -1})
+        optimizer.add_param_group({"params": [model.bias], "lr": -1})
     with pytest.raises(ValueError, match="complex64: complex weights are not supported"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, dtype=torch.complex64))]})
+        optimizer.add_param_group({"params": [model.wave]})
     assert len(optimizer.param_groups) == 1
 
 
 @every_case
 def test_sparse_gradients_are_refused_before_anything_changes(case: Case) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Embedding(5, 2, sparse=True))
-    optimizer = case(model.named_parameters())
+    optimizer = case.of(model)
     before = weights(model)
     (model[0](torch.ones(1, 2)).sum() + model[1](torch.tensor([1])).sum()).backward()
     with pytest.raises(
@@ -44,9 +47,9 @@ def test_nonfinite_gradients(case: Case) -> None:
     for value in (float("nan"), float("inf")):
         for option in ("ignore", "raise", "skip"):
             model = small_model()
-            optimizer = case(model.named_parameters(), nonfinite=option)
+            optimizer = case.of(model, nonfinite=option)
             train(model, optimizer, range(2))
-            backward(model, 2)
+            backward(model, 2, optimizer)
             model.out.weight.grad[1, 2] = value
             before, known = weights(model), states(optimizer)
             if option == "raise":
@@ -59,6 +62,10 @@ def test_nonfinite_gradients(case: Case) -> None:
             else:
                 assert same(before, weights(model))
                 assert same(known, states(optimizer))
+
+
+@elementwise_case
+def test_empty_gradients_and_large_ones_are_finite(case: Case) -> None:
     empty = nn.Parameter(torch.zeros(0, 3))
     empty.grad = torch.zeros(0, 3)
     case([empty], nonfinite="skip").step()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from cases import Case, every_case, same, small_model, states, train, weights
+from cases import Case, backward, elementwise_case, every_case, same, small_model, states, train, weights
 
 SCHEDULERS = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda t: t / 4),
@@ -37,7 +37,7 @@ SCHEDULERS = {
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_every_scheduler_gives_the_steps_of_setting_lr_by_hand(case: Case, name: str) -> None:
     model = small_model()
-    optimizer = case(model.parameters())
+    optimizer = case.of(model)
     scheduler = SCHEDULERS[name](optimizer)
     settings = []
     for index in range(9):
@@ -47,7 +47,7 @@ def test_every_scheduler_gives_the_steps_of_setting_lr_by_hand(case: Case, name:
     assert len({setting["lr"] for setting in settings}) > 1
 
     other = small_model()
-    by_hand = case(other.parameters())
+    by_hand = case.of(other)
     for index, setting in enumerate(settings):
         by_hand.param_groups[0].update(setting)
         train(other, by_hand, range(index, index + 1))
@@ -67,7 +67,7 @@ def test_the_list_of_schedulers_is_complete() -> None:
 @every_case
 def test_lr_zero_changes_no_weight_and_no_belief(case: Case) -> None:
     model = small_model()
-    optimizer = case(model.parameters(), lr=0.01)
+    optimizer = case.of(model, lr=0.01)
     optimizer.param_groups[0]["lr"] = 0.0
     start = weights(model)
     train(model, optimizer, range(1))
@@ -87,18 +87,18 @@ def test_lr_zero_changes_no_weight_and_no_belief(case: Case) -> None:
 @every_case
 def test_an_optimizer_built_with_lr_zero_takes_its_ratios_from_the_first_lr(case: Case) -> None:
     model, other = small_model(), small_model()
-    optimizer, late = case(model.parameters(), lr=0.01), case(other.parameters(), lr=0.0)
+    optimizer, late = case.of(model, lr=0.01), case.of(other, lr=0.0)
     late.param_groups[0]["lr"] = 0.01
     train(model, optimizer, range(3))
     train(other, late, range(3))
     assert same(weights(model), weights(other))
 
 
-@every_case
+@elementwise_case
 def test_steps_at_lr_zero_before_the_first_positive_lr_keep_the_prior(case: Case) -> None:
     """Only what has been averaged so far may differ, so it is the same gradient every time."""
     model, other = small_model(), small_model()
-    optimizer, late = case(model.parameters(), lr=0.01), case(other.parameters(), lr=0.0)
+    optimizer, late = case.of(model, lr=0.01), case.of(other, lr=0.0)
     for p, q in zip(model.parameters(), other.parameters()):
         p.grad, q.grad = torch.full_like(p, 1e-3), torch.full_like(q, 1e-3)
     if "gradient_mean" in case.slots:
@@ -116,8 +116,9 @@ def test_steps_at_lr_zero_before_the_first_positive_lr_keep_the_prior(case: Case
 @every_case
 def test_a_schedule_that_rounds_below_zero_ends_at_zero_and_worse_is_refused(case: Case) -> None:
     model = small_model()
-    optimizer = case(model.parameters(), lr=1e-3)
+    optimizer = case.of(model, lr=1e-3)
     train(model, optimizer, range(2))
+    backward(model, 2, optimizer)
     before, known = weights(model), states(optimizer)
     for bad, message in ((-0.5, "got -0.5"), (float("nan"), "got nan")):
         optimizer.param_groups[0]["lr"] = bad
@@ -133,6 +134,6 @@ def test_a_schedule_that_rounds_below_zero_ends_at_zero_and_worse_is_refused(cas
 @every_case
 def test_a_learning_rate_may_be_a_tensor(case: Case) -> None:
     model, other = small_model(), small_model()
-    train(model, case(model.parameters(), lr=0.01), range(3))
-    train(other, case(other.parameters(), lr=torch.tensor(0.01, dtype=torch.float64)), range(3))
+    train(model, case.of(model, lr=0.01), range(3))
+    train(other, case.of(other, lr=torch.tensor(0.01, dtype=torch.float64)), range(3))
     assert same(weights(model), weights(other))

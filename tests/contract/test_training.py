@@ -8,10 +8,22 @@ import pytest
 import torch
 from torch import nn
 
-from cases import Case, backward, batch, every_case, same, small_model, states, train, weights
+from cases import (
+    Case,
+    backward,
+    batch,
+    elementwise_case,
+    every_case,
+    observe,
+    same,
+    small_model,
+    states,
+    train,
+    weights,
+)
 
 
-@every_case
+@elementwise_case
 def test_parameters_may_be_laid_out_anew_or_cast_during_a_run(case: Case) -> None:
     def model() -> nn.Module:
         torch.manual_seed(0)
@@ -47,7 +59,7 @@ def test_parameters_may_be_laid_out_anew_or_cast_during_a_run(case: Case) -> Non
         optimizers[1].step()
 
 
-@every_case
+@elementwise_case
 def test_gradients_of_another_dtype_than_the_weights(case: Case) -> None:
     params = [nn.Parameter(torch.zeros(200, 200, dtype=torch.bfloat16)) for _ in range(3)]
     for p in params[1:]:
@@ -62,14 +74,14 @@ def test_gradients_of_another_dtype_than_the_weights(case: Case) -> None:
 @every_case
 def test_a_closure_is_called_with_gradients_on_and_its_loss_returned(case: Case) -> None:
     model, other = small_model(), small_model()
-    optimizer, by_hand = case(model.parameters()), case(other.parameters())
+    optimizer, by_hand = case.of(model), case.of(other)
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        return backward(model, 0)
+        return backward(model, 0, optimizer)
 
     loss = optimizer.step(closure)
-    assert loss.item() == backward(other, 0).item()
+    assert loss.item() == backward(other, 0, by_hand).item()
     by_hand.step()
     assert same(weights(model), weights(other))
 
@@ -77,14 +89,14 @@ def test_a_closure_is_called_with_gradients_on_and_its_loss_returned(case: Case)
 @every_case
 def test_gradients_are_left_alone(case: Case) -> None:
     model = small_model()
-    optimizer = case(model.parameters(), weight_decay=0.1)
-    backward(model, 0)
+    optimizer = case.of(model, weight_decay=0.1)
+    backward(model, 0, optimizer)
     before = {name: p.grad.clone() for name, p in model.named_parameters()}
     optimizer.step()
     assert same(before, {name: p.grad for name, p in model.named_parameters()})
 
 
-@every_case
+@elementwise_case
 def test_parameters_without_gradient_are_left_alone(case: Case) -> None:
     model, other = small_model(), small_model()
     optimizer = case(model.parameters(), weight_decay=0.1)
@@ -110,7 +122,7 @@ def test_parameters_without_gradient_are_left_alone(case: Case) -> None:
         assert same(weights(model), weights(other))
 
 
-@every_case
+@elementwise_case
 def test_groups_have_their_own_settings_and_can_be_added_later(case: Case) -> None:
     model, other = small_model(), small_model()
     first, second = list(model.parameters())[:3], list(model.parameters())[3:]
@@ -129,7 +141,7 @@ def test_groups_have_their_own_settings_and_can_be_added_later(case: Case) -> No
     assert same(weights(model), weights(other))
 
 
-@every_case
+@elementwise_case
 def test_dtypes_can_be_mixed(case: Case) -> None:
     params = [nn.Parameter(torch.randn(50, dtype=dtype)) for dtype in (torch.float32, torch.float64, torch.bfloat16)]
     optimizer = case(params)
@@ -148,20 +160,21 @@ def test_dtypes_can_be_mixed(case: Case) -> None:
 @every_case
 def test_accumulated_gradients_act_like_one_batch(case: Case) -> None:
     model, other = small_model(torch.float64), small_model(torch.float64)
-    optimizer, whole = case(model.parameters()), case(other.parameters())
+    optimizer, whole = case.of(model), case.of(other)
     for index in range(3):
         optimizer.zero_grad()
         x, y = batch(index, torch.float64)
         for part in range(4):
-            loss = nn.functional.cross_entropy(model(x[part::4]), y[part::4])
-            (loss / 4).backward()
+            outputs = model(x[part::4])
+            observe(optimizer, outputs, y[part::4])
+            (nn.functional.cross_entropy(outputs, y[part::4]) / 4).backward()
         optimizer.step()
         train(other, whole, range(index, index + 1))
     for a, b in zip(model.parameters(), other.parameters()):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
-@every_case
+@elementwise_case
 def test_clipping_acts_on_what_the_step_sees(case: Case) -> None:
     model, other = small_model(), small_model()
     optimizer, by_hand = case(model.parameters()), case(other.parameters())
@@ -177,12 +190,14 @@ def test_clipping_acts_on_what_the_step_sees(case: Case) -> None:
 @every_case
 def test_grad_scaler_unscales_and_skips_overflows(case: Case) -> None:
     model, other = small_model(), small_model()
-    optimizer, plain = case(model.parameters()), case(other.parameters())
+    optimizer, plain = case.of(model), case.of(other)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for index in range(3):
         optimizer.zero_grad()
         x, y = batch(index)
-        scaler.scale(nn.functional.cross_entropy(model(x), y)).backward()
+        outputs = model(x)
+        observe(optimizer, outputs, y)
+        scaler.scale(nn.functional.cross_entropy(outputs, y)).backward()
         if index == 1:
             model.out.weight.grad[0, 0] = float("inf")
             before, known = weights(model), states(optimizer)
@@ -200,7 +215,7 @@ def test_grad_scaler_unscales_and_skips_overflows(case: Case) -> None:
 @every_case
 def test_a_compiled_model_trains_like_any_other(case: Case) -> None:
     model, other = small_model(), small_model()
-    optimizer, plain = case(model.parameters()), case(other.parameters())
+    optimizer, plain = case.of(model), case.of(other)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch's own deprecations on import
         compiled = torch.compile(model, backend="eager")
@@ -212,17 +227,18 @@ def test_a_compiled_model_trains_like_any_other(case: Case) -> None:
 @every_case
 def test_bfloat16_weights_have_float32_state_and_train(case: Case) -> None:
     model = small_model(torch.bfloat16)
-    optimizer = case(model.parameters(), lr=0.01)
+    optimizer = case.of(model, **({} if case.layers else {"lr": 0.01}))
     x, y = batch(0, torch.bfloat16)
     before = nn.functional.cross_entropy(model(x), y).item()
     for _ in range(30):
         train(model, optimizer, range(1))
     assert nn.functional.cross_entropy(model(x), y).item() < before / 2
-    assert {v.dtype for entry in optimizer.state.values() for v in entry.values()} == {torch.float32}
+    kept = {v.dtype for entry in optimizer.state.values() for k, v in entry.items() if k != "dual_damping"}
+    assert {dtype for dtype in kept if dtype.is_floating_point} == {torch.float32}
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
-@every_case
+@elementwise_case
 def test_layout_of_memory_does_not_matter(case: Case) -> None:
     """Transposed, channels-last, sliced and empty parameters, with gradients in another layout."""
     generator = torch.Generator().manual_seed(0)
@@ -258,9 +274,9 @@ def test_layout_of_memory_does_not_matter(case: Case) -> None:
 @every_case
 def test_a_step_counts_as_a_change_for_autograd(case: Case) -> None:
     model = small_model()
-    optimizer = case(model.parameters())
+    optimizer = case.of(model)
     loss = backward_later = model(batch(0)[0]).square().sum()
-    backward(model, 0)
+    backward(model, 0, optimizer)
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         backward_later.backward()
@@ -278,11 +294,13 @@ def test_trains_a_small_network_on_digits_with_its_defaults(case: Case) -> None:
     order = torch.randperm(len(x))
     x, y = x[order], y[order]
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    optimizer = case(model.parameters(), weight_decay=0.0)
+    optimizer = case.of(model, weight_decay=0.0)
     for _ in range(15):
         for i in range(0, 1344, 32):
             optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x[i : i + 32]), y[i : i + 32]).backward()
+            outputs = model(x[i : i + 32])
+            observe(optimizer, outputs, None)
+            nn.functional.cross_entropy(outputs, y[i : i + 32]).backward()
             optimizer.step()
     accuracy = (model(x[1344:]).argmax(1) == y[1344:]).float().mean().item()
     assert accuracy > 0.9

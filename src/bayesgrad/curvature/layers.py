@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from bayesgrad._kernels import compute_dtype
 from bayesgrad.curvature.columns import Columns, Lookup, Outer, Rows
@@ -25,8 +26,8 @@ def is_matrix(module: nn.Module) -> bool:
     """Whether the layer multiplies by a matrix: Linear, Conv and Embedding."""
     if not _own_weight(module):
         return False
-    if isinstance(module, nn.Linear):
-        return type(module).forward is nn.Linear.forward
+    if isinstance(module, nn.Linear):  # attention reads the weight of its last one without calling it
+        return type(module).forward is nn.Linear.forward and not isinstance(module, NonDynamicallyQuantizableLinear)
     if isinstance(module, CONVOLUTIONS):
         base = next(kind for kind in CONVOLUTIONS if isinstance(module, kind))
         return type(module).forward is base.forward and type(module)._conv_forward is base._conv_forward

@@ -98,20 +98,23 @@ class Tap:
             edge = get_gradient_edge(output)
             notes: dict[str, Any] = edge.node.metadata  # pyright: ignore[reportAssignmentType]
             notes.setdefault(NOTE, {})[id(self), edge.output_nr] = call
-        if self.keeps:
-            owner = weakref.ref(self)
-            output.register_hook(lambda error: None if (tap := owner()) is None else tap._came_back(call, error))
+        owner = weakref.ref(self)
+        output.register_hook(lambda error: None if (tap := owner()) is None else tap._came_back(call, error))
 
     def _came_back(self, call: Call, error: Tensor) -> None:
         if self.quiet or call.input is None:
             return
+        if self.keeps:
+            self._keep(call, error)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():  # pyright: ignore[reportAttributeAccessIssue]
+            call.input = None
+
+    def _keep(self, call: Call, error: Tensor) -> None:
         module, task = self.layers[call.name], torch._C._current_graph_task_id()
         uses = self.uses[call.name]
         if uses and uses[-1].task != task and all(p.grad is None for p in module.parameters(recurse=False)):
             uses.clear()  # of gradients that nobody made use of
-        uses.append(Use(module, call.input, error.detach(), task))
-        if not torch._C._autograd._get_current_graph_task_keep_graph():  # pyright: ignore[reportAttributeAccessIssue]
-            call.input = None
+        uses.append(Use(module, call.input, error.detach(), task))  # pyright: ignore[reportArgumentType]
 
     def trace(self, outputs: Tensor) -> Trace:
         """The layers' calls in the graph of some outputs, by a walk through it."""

@@ -35,14 +35,16 @@ class FactoredFilter(LayerFilter):
         settings = {layer: next(owners[p] for p in layer.members if p in owners) for layer in current}
         passes = self.sheets(self.backward_passes())
         fresh = self.statistics(current, settings, passes)
-        for layer in current:
+        known = [layer for layer in current if layer in fresh or "clock" in self.state.get(layer.owner, {})]
+        self._warn_of({p for layer in self.touched(set(current) - set(known)) for p in layer.members})
+        for layer in known:
             self._refresh(layer, fresh.get(layer), settings[layer])
-        return directions([(layer, self.precision(layer, settings[layer]), passes.get(layer)) for layer in current])
+        return directions([(layer, self.precision(layer, settings[layer]), passes.get(layer)) for layer in known])
 
     def statistics(
         self, current: list[Layer], settings: Mapping[Layer, Mapping[str, Any]], passes: Mapping[Layer, Sheet]
     ) -> Mapping[Layer, Sheet]:
-        """The evidence that is to be merged in this step."""
+        """The evidence that is to be merged in this step. A layer of which nothing was ever seen takes the fallback."""
         raise NotImplementedError
 
     def due(self, layer: Layer, group: Mapping[str, Any]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -56,9 +56,13 @@ class LayerFilter(Filter):
                 f"{type(self).__name__}(model, params=...), got {type(model).__name__}."
             )
         self.model = unwrapped(model)
+        self._check_model()
         super().__init__(self._named(params), defaults)
         self._bind()
         self._warn_of(set(self._unmodelled()))
+
+    def _check_model(self) -> None:
+        """Raises where the rule cannot look at this model at all."""
 
     def _named(self, params: Any) -> list[dict[str, Any]]:
         """Groups of (name, parameter) pairs, whatever was given."""
@@ -87,6 +91,7 @@ class LayerFilter(Filter):
         heard = {name: module for name, module in self.model.named_modules() if self._hears(module, mine)}
         self.tap = Tap(heard, keeps=self.listens, notes=self.observes)
         self._observed: list[Any] = []
+        self._marked: list[tuple[int, int]] = []
         self._warned: set[Tensor] = self.__dict__.get("_warned", set())
 
     def _hears(self, module: nn.Module, mine: set[int]) -> bool:
@@ -131,9 +136,19 @@ class LayerFilter(Filter):
     # --- evidence ---
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch.optim; forgets the passes whose gradients these were, not what was observed."""
+        """As in torch.optim; forgets the passes whose gradients these were.
+
+        What was observed is kept, unless gradients have come since and no step was taken: it was of a skipped step.
+        """
+        if self._observed and self._marked != self._mark():
+            self._observed = []
         super().zero_grad(set_to_none)
         self.tap.clear()
+
+    def _mark(self) -> list[tuple[int, int]]:
+        """Tells whether gradients have changed in between."""
+        every = (p for group in self.param_groups for p in group["params"])
+        return [(id(p.grad), p.grad._version) for p in every if p.grad is not None]
 
     def sheets(self, uses: Sequence[Sequence[Use]]) -> dict[Layer, Sheet]:
         """The evidence for each layer in some passes; layers without any are left out."""
@@ -164,18 +179,17 @@ class LayerFilter(Filter):
         group["draws"] += 1
         return likelihoods.named(group["likelihood"]).sample(outputs, torch.Generator().manual_seed(seed))
 
-    def silent(self, due: Sequence[Layer]) -> None:
-        """Raises where layers have a gradient but nothing was seen of them."""
-        names = [
-            layer.names[0] for layer in due if any(bool(p.grad.any()) for p in layer.members if p.grad is not None)
-        ]
-        if names:
-            own = type(self).__name__
-            raise RuntimeError(
-                f"no inputs were seen for layers {names}: run forward and backward passes of the model that was given "
-                f"to "
-                f"{own} before step(); if the model is compiled, build {own} before torch.compile."
-            )
+    def touched(self, layers: Iterable[Layer]) -> list[Layer]:
+        """Those that have a gradient other than zero."""
+        return [layer for layer in layers if any(bool(p.grad.any()) for p in layer.members if p.grad is not None)]
+
+    def blind(self, what: str, do: str) -> RuntimeError:
+        """The error of a step that nothing was shown for."""
+        own = type(self).__name__
+        return RuntimeError(
+            f"{what}: {do} of the model that was given to {own} before step(); "
+            f"if the model is compiled, build {own} before torch.compile."
+        )
 
     def step(self, closure: Any = None) -> Any:
         """As `Filter.step`; the passes since the last one are used up."""

@@ -91,5 +91,6 @@ class FOOF(FactoredFilter):
         self, current: list[Layer], settings: Mapping[Layer, Mapping[str, Any]], passes: Mapping[Layer, Sheet]
     ) -> Mapping[Layer, Sheet]:
         due = [layer for layer in current if self.due(layer, settings[layer])]
-        self.silent([layer for layer in due if layer not in passes])
+        if not passes and (names := [layer.names[0] for layer in self.touched(due)]):
+            raise self.blind(f"no inputs were seen for layers {names}", "run forward and backward passes")
         return {layer: passes[layer] for layer in due if layer in passes}

@@ -136,24 +136,18 @@ class KFAC(FactoredFilter):
         labels = self.draw(outputs) if labels is None else labels
         residual = likelihoods.named(self.param_groups[0]["likelihood"]).residual(outputs, labels)
         self._observed.append(trace.uses(residual))
+        self._marked = self._mark()
 
     def statistics(
         self, current: list[Layer], settings: Mapping[Layer, Mapping[str, Any]], passes: Mapping[Layer, Sheet]
     ) -> Mapping[Layer, Sheet]:
         observed = self.sheets(self._observed)
         self._observed = []
-        missing = [
-            layer for layer in current if layer not in observed and "clock" not in self.state.get(layer.owner, {})
-        ]
-        names = [
-            layer.names[0] for layer in missing if any(bool(p.grad.any()) for p in layer.members if p.grad is not None)
-        ]
-        if names:
-            raise RuntimeError(
-                f"nothing was ever observed of layers {names}: call observe(outputs) on the outputs of a forward pass "
-                f"of the "
-                "model that was given to KFAC, before loss.backward(); if the model is compiled, build KFAC before "
-                "torch.compile."
+        ever = any("clock" in self.state.get(layer.owner, {}) for layer in current)
+        if not observed and not ever and (names := [layer.names[0] for layer in self.touched(current)]):
+            raise self.blind(
+                f"nothing was ever observed of layers {names}",
+                "call observe(outputs), before loss.backward(), on outputs",
             )
         return observed
 

@@ -106,7 +106,6 @@ class NaturalGradient(LayerFilter):
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:
-        refuse_mixing(model)
         defaults = dict(
             lr=lr,
             damping=damping,
@@ -125,6 +124,9 @@ class NaturalGradient(LayerFilter):
         super().__init__(model, params, defaults)
 
     # --- what is modelled ---
+
+    def _check_model(self) -> None:
+        refuse_mixing(self.model)
 
     def _bind(self) -> None:
         super()._bind()
@@ -164,10 +166,16 @@ class NaturalGradient(LayerFilter):
             self._unexplained |= left
             self._tried.add(shapes)
         self._observed.append(({key: c for key, c in columns.items() if key not in self._unexplained}, given))
+        self._marked = self._mark()
 
     def _owner(self) -> Tensor:
         """The parameter whose state holds what concerns the network as a whole."""
-        return self.param_groups[0]["params"][0]
+        return self._order()[0]
+
+    def _order(self) -> list[Tensor]:
+        """The parameters in the order of the model, which does not depend on groups."""
+        mine = {p for group in self.param_groups for p in group["params"]}
+        return [p for p in self.model.parameters() if p in mine]
 
     def _clock(self) -> Tensor | None:
         return self.state.get(self._owner(), {}).get("clock")
@@ -191,15 +199,12 @@ class NaturalGradient(LayerFilter):
     def directions(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> Directions:
         owners = {p: group for group, params in zip(groups, active) for p in params}
         fresh = self._merge()
-        columns = {p: c for p in owners if (c := restored(self.state.get(p, {}), p.shape)) is not None}
-        if owners and not columns and self._clock() is None:
-            raise RuntimeError(
-                "nothing was ever observed: call observe(outputs) on the outputs of a forward pass of the model that "
-                "was "
-                "given to NaturalGradient, before loss.backward(); if the model is compiled, build NaturalGradient "
-                "before "
-                "torch.compile."
-            )
+        columns = {
+            p: c for p in self._order() if p in owners and (c := restored(self.state.get(p, {}), p.shape)) is not None
+        }
+        heard = {p for module in self.tap.layers.values() for p in module.parameters(recurse=False)}
+        if not columns and any(bool(gradient_of(p).any()) for p in owners if p in heard):
+            raise self.blind("nothing was ever observed", "call observe(outputs), before loss.backward(), on outputs")
         self._warn_of({p for p in owners if id(p) in self._unexplained and p not in columns})
         found: dict[Tensor, Tensor] = {}
         for block in self._blocks_of(columns, groups[0]):

@@ -1,0 +1,171 @@
+"""The natural gradient against dense solves, and its options against their definitions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bayesgrad.curvature import SubsampledFisher
+from bayesgrad.optim import NaturalGradient
+
+D = torch.float64
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def gradient(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def mlp(dtype: torch.dtype = D) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).to(dtype)
+
+
+def data(n: int, seed: int = 0, dtype: torch.dtype = D) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, 4, generator=generator, dtype=D).to(dtype), torch.randint(0, 3, (n,), generator=generator)
+
+
+def conv() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 4, 2, groups=1), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(), nn.Linear(4, 3)]
+    return nn.Sequential(nn.Unflatten(1, (1, 2, 2)), *layers).to(D)
+
+
+@pytest.mark.parametrize("build", [mlp, conv])
+@pytest.mark.parametrize("blocks", ["full", "layer"])
+def test_independent_batch_against_a_dense_solve(build, blocks: str) -> None:
+    model = build()
+    optimizer = NaturalGradient(model, lr=0.1, damping=0.05, blocks=blocks, update_every=2, weight_decay=0.3, seed=5)
+    fisher = torch.zeros(0)
+    for t in range(4):
+        optimizer.zero_grad()
+        observed, _ = data(9, 10 + t)
+        x, y = data(6, t)
+        outputs = model(observed)
+        optimizer.observe(outputs)
+        if t % 2 == 0:  # labels of draw t/2, as the optimizer makes them
+            draw = torch.Generator().manual_seed((5 * 0x9E3779B97F4A7C15 + t // 2) % 2**63)
+            fisher = SubsampledFisher(model, observed, labels=_labels(outputs, draw)).dense()
+        if blocks == "layer":
+            kept = torch.zeros_like(fisher)
+            start = 0
+            for layer in (m for m in model if list(m.parameters())):
+                end = start + sum(p.numel() for p in layer.parameters())
+                kept[start:end, start:end] = fisher[start:end, start:end]
+                start = end
+            fisher = kept
+        F.cross_entropy(model(x), y).backward()
+        before, g = flat(model), gradient(model)
+        optimizer.step()
+        step = torch.linalg.solve(fisher + 0.05 * torch.eye(len(fisher), dtype=D), g)
+        torch.testing.assert_close(flat(model), before * (1 - 0.1 * 0.3) - 0.1 * step, rtol=1e-10, atol=1e-11)
+
+
+def _labels(outputs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    u = torch.rand(len(outputs), dtype=D, generator=generator)
+    return (outputs.softmax(1).cumsum(1) <= u[:, None]).sum(1)
+
+
+@pytest.mark.parametrize("ratio", [7e2, 7e4, 7e6])
+def test_same_batch_and_labels_take_the_stable_form(ratio: float) -> None:
+    """In float32, where the general form would be off by 5e-8 lambda_max/damping, against float64."""
+    model, exact = mlp(torch.float32), mlp()
+    exact.load_state_dict({name: p.to(D) for name, p in model.state_dict().items()})
+    x, y = data(12, dtype=torch.float32)
+    fisher = SubsampledFisher(exact, x.to(D), labels=y, fisher="empirical")
+    damping = torch.linalg.eigvalsh(fisher.gram())[-1].item() / ratio
+    optimizer = NaturalGradient(model, lr=1.0, damping=damping)
+    outputs = model(x)
+    optimizer.observe(outputs, y)
+    F.cross_entropy(outputs, y).backward()
+    before = flat(model)
+    F.cross_entropy(exact(x.to(D)), y).backward()
+    expected = fisher.solve(gradient(exact), damping)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()  # so that the step is not rounded to the weights
+    optimizer.step()
+    error = (flat(model).to(D) + expected).norm() / expected.norm()
+    assert error < 2e-4, before
+
+
+def test_two_observations_are_one_batch() -> None:
+    model, other = mlp(), mlp()
+    x, y = data(10)
+    halves, whole = NaturalGradient(model), NaturalGradient(other)
+    for part in (slice(0, 4), slice(4, 10)):
+        halves.observe(model(x[part]), y[part])
+    whole.observe(other(x), y)
+    for net, optimizer in ((model, halves), (other, whole)):
+        F.cross_entropy(net(data(5, 3)[0]), data(5, 3)[1]).backward()
+        optimizer.step()
+    torch.testing.assert_close(flat(model), flat(other), rtol=1e-12, atol=1e-13)
+
+
+def test_the_quadratic_model_chooses_step_and_momentum() -> None:
+    """(a, m) minimise g'd + d'(F + damping I)d/2 over d = -(a n + m b), b the buffer; by the normal equations."""
+    model = mlp()
+    optimizer = NaturalGradient(model, lr=0.5, damping=0.05, momentum=0.9, step_size="quadratic")
+    buffer = torch.zeros(0)
+    for t in range(4):
+        optimizer.zero_grad()
+        observed, labels = data(9, 10 + t)
+        optimizer.observe(model(observed), labels)
+        damped = SubsampledFisher(model, observed, labels=labels, fisher="empirical").dense()
+        damped = damped + 0.05 * torch.eye(len(damped), dtype=D)
+        x, y = data(6, t)
+        F.cross_entropy(model(x), y).backward()
+        g, before = gradient(model), flat(model)
+        natural = torch.linalg.solve(damped, g)
+        basis = torch.stack([natural] if t == 0 else [natural, buffer], 1)
+        best = torch.linalg.solve(basis.T @ damped @ basis, basis.T @ g)
+        buffer = basis @ best
+        optimizer.step()
+        torch.testing.assert_close(flat(model), before - 0.5 * buffer, rtol=1e-8, atol=1e-10)
+
+
+def test_without_momentum_the_quadratic_model_takes_the_whole_step() -> None:
+    model, other = mlp(), mlp()
+    x, y = data(9)
+    for net, options in ((model, {"step_size": "quadratic"}), (other, {})):
+        optimizer = NaturalGradient(net, lr=1.0, damping=0.05, **options)
+        optimizer.observe(net(data(7, 1)[0]), data(7, 1)[1])
+        F.cross_entropy(net(x), y).backward()
+        optimizer.step()
+    torch.testing.assert_close(flat(model), flat(other), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(("lr", "grows"), [(0.05, False), (60.0, True)])
+def test_damping_adapts_to_how_well_the_model_predicts(lr: float, grows: bool) -> None:
+    """Small steps are predicted by the gradient; far too large ones raise the loss."""
+    model = mlp()
+    optimizer = NaturalGradient(model, lr=lr, damping=0.05, adapt_damping=True)
+    x, y = data(30)
+    calls = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        outputs = model(x)
+        optimizer.observe(outputs)
+        loss = F.cross_entropy(outputs, y)
+        loss.backward()
+        calls.append(loss.item())
+        return loss
+
+    for _ in range(5):
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        optimizer.step(closure)
+    assert len(calls) == 6
+    assert any(not torch.equal(before[name], p) for name, p in model.named_parameters())
+    factor = (19 / 20) ** 5
+    expected = 0.05 / factor if grows else 0.05 * factor
+    assert optimizer.param_groups[0]["damping"] == pytest.approx(expected, rel=1e-12)
+    assert optimizer.param_groups[0]["draws"] == 5
+    with pytest.raises(ValueError, match=r"adapt_damping=True compares losses .* use step\(closure\)"):
+        optimizer.step()
