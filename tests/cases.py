@@ -134,7 +134,7 @@ LAYERWISE = (
         layers=True,
     ),
     Case("KFAC", optim.KFAC, {}, (), KFAC, layers=True),
-    Case("KFAC-exact", optim.KFAC, {"lr": 0.02, "momentum": 0.9, "exact_damping": True, "max_factor": 64}, layers=True),
+    Case("KFAC-exact", optim.KFAC, {"lr": 0.01, "momentum": 0.5, "exact_damping": True, "max_factor": 64}, layers=True),
     Case("NaturalGradient", optim.NaturalGradient, {}, (), NATURAL, layers=True),
     Case(
         "NaturalGradient-layer",

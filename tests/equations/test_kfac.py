@@ -86,7 +86,7 @@ def test_one_example_is_exact() -> None:
         close(flat(model)[block], before[block] - step, 1e-12)
 
 
-@pytest.mark.parametrize(("relative", "bound"), [(1.0, 0.6), (10.0, 0.12), (100.0, 0.013), (1e6, 1e-5)])
+@pytest.mark.parametrize(("relative", "bound"), [(1.0, 0.6), (10.0, 0.2), (100.0, 0.02), (1e6, 1e-5)])
 def test_tends_to_foof_as_the_damping_of_errors_grows(relative: float, bound: float) -> None:
     """lE KFAC -> FOOF with the damping lA: lr_FOOF = lr_KFAC/lE."""
     torch.manual_seed(0)

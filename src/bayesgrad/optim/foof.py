@@ -63,7 +63,7 @@ class FOOF(FactoredFilter):
         lr: float = 0.3,
         *,
         params: Any = None,
-        damping: float = 1.0,
+        damping: float = 0.1,
         ema: float = 0.95,
         update_every: int = 100,
         stats_every: int = 1,

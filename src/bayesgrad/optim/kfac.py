@@ -17,6 +17,7 @@ from bayesgrad.filter import Parts
 from bayesgrad.filter.factored import FactoredFilter, store
 from bayesgrad.filter.ranges import one_of
 from bayesgrad.precision import Precision, Spectral
+from bayesgrad.precision.linalg import unusable
 from bayesgrad.transition import MovingAverage
 
 
@@ -169,15 +170,15 @@ class KFAC(FactoredFilter):
         for side in ("input", "error"):
             moment = symmetric(entry[f"{side}_moment"])
             matrix = torch.diag_embed(moment) if moment.dim() == 2 else moment
+            if not bool(torch.isfinite(matrix).all()):
+                raise unusable(matrix, group["damping"], f"the {side} factor of layer {layer.names[0]!r}")
             values, vectors = torch.linalg.eigh(matrix)
             spectra[side] = values.clamp(min=0)
             store(entry, f"{side}_basis", vectors)
         left, right = ("input", "error") if layer.lookup else ("error", "input")
         spectrum = spectra[left][..., :, None] * spectra[right][..., None, :] + group["damping"]
         if not bool((spectrum > 0).all()):
-            raise ValueError(
-                f"the Fisher of layer {layer.names[0]!r} is singular with damping {group['damping']:g}: raise damping."
-            )
+            raise unusable(spectrum, group["damping"], f"the Fisher of layer {layer.names[0]!r}")
         store(entry, "spectrum", spectrum)
 
     def precision(self, layer: Layer, group: Mapping[str, Any]) -> Precision:

@@ -14,6 +14,7 @@ def cholesky(matrix: Tensor, damping: float, name: str) -> Tensor:
 
     Raises:
         ValueError: it is not positive, in float64 neither.
+        FloatingPointError: it has entries that are not finite.
     """
     for dtype in dict.fromkeys((matrix.dtype, torch.float64)):
         damped = matrix.to(dtype, copy=True)
@@ -21,8 +22,7 @@ def cholesky(matrix: Tensor, damping: float, name: str) -> Tensor:
         factor, info = torch.linalg.cholesky_ex(damped)
         if not bool(info.any()) and bool(torch.isfinite(factor.diagonal(dim1=-2, dim2=-1)).all()):
             return factor.to(matrix.dtype)
-    state = "singular" if bool(torch.isfinite(matrix).all()) else "not finite"
-    raise ValueError(f"{name} is {state} with damping {damping:g}: raise damping, or look for inputs that overflow.")
+    raise unusable(matrix.tril(), damping, name)
 
 
 def inverse(matrix: Tensor, damping: float, name: str) -> Tensor:
@@ -34,8 +34,12 @@ def diagonal_inverse(diagonal: Tensor, damping: float, name: str) -> Tensor:
     """1/(diagonal + damping), for a matrix of which only that is kept."""
     damped = diagonal + damping
     if not bool((damped > 0).all() & torch.isfinite(damped).all()):
-        state = "singular" if bool(torch.isfinite(damped).all()) else "not finite"
-        raise ValueError(
-            f"{name} is {state} with damping {damping:g}: raise damping, or look for inputs that overflow."
-        )
+        raise unusable(diagonal, damping, name)
     return 1 / damped
+
+
+def unusable(matrix: Tensor, damping: float, name: str) -> Exception:
+    """The error for a matrix that has no inverse."""
+    if bool(torch.isfinite(matrix).all()):
+        return ValueError(f"{name} is singular with damping {damping:g}: raise damping.")
+    return FloatingPointError(f"{name} is not finite: training has diverged or inputs overflow; lower lr.")

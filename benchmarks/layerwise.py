@@ -1,0 +1,223 @@
+"""The cost of a whole training step with rules that look at layers, beside SGD, and the memory of a Fisher solve.
+
+Run: python benchmarks/layerwise.py [--peers] [--write docs/results/layerwise.md]
+
+A 784-1000-1000-1000-10 network, batches of 100: forward, backward, step. All optimizers take turns in one process;
+figures are ratios of means over rounds, because inversions come only now and then. Keep the machine idle meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bayesgrad.curvature import SubsampledFisher
+from bayesgrad.optim import FOOF, KFAC, NaturalGradient
+
+BATCH, BATCHES = 100, 60
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    sizes = (784, 1000, 1000, 1000)
+    layers = [module for a, b in pairwise(sizes) for module in (nn.Linear(a, b), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(1000, 10))
+
+
+class Data:
+    """Random images with labels that a network can learn slowly, so that nothing converges into denormal numbers."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.rand(BATCH * BATCHES, 784, generator=generator)
+        self.y = torch.randint(0, 10, (BATCH * BATCHES,), generator=generator)
+
+    def batch(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        start = index % BATCHES * BATCH
+        return self.x[start : start + BATCH], self.y[start : start + BATCH]
+
+
+OURS: dict[str, Callable] = {
+    "SGD(fused=True)": lambda m: torch.optim.SGD(m.parameters(), lr=1e-3, fused=True),
+    "FOOF": lambda m: FOOF(m, lr=1e-3),
+    "FOOF(stats_every=10)": lambda m: FOOF(m, lr=1e-3, stats_every=10),
+    "KFAC(stats_every=10)": lambda m: KFAC(m, lr=1e-4, damping=1.0, stats_every=10),
+    "KFAC": lambda m: KFAC(m, lr=1e-4, damping=1.0),
+    "NaturalGradient(update_every=100)": lambda m: NaturalGradient(m, lr=1e-4, damping=1.0, update_every=100),
+    "NaturalGradient": lambda m: NaturalGradient(m, lr=1e-4, damping=1.0),
+}
+
+
+def peers() -> dict[str, Callable]:
+    """Other second-order optimizers, where they are installed."""
+    found: dict[str, Callable] = {}
+    try:
+        import pytorch_optimizer as other
+
+        found["Shampoo (pytorch_optimizer)"] = lambda m: other.Shampoo(m.parameters(), lr=1e-4)
+        found["SOAP (pytorch_optimizer)"] = lambda m: other.SOAP(m.parameters(), lr=1e-4)
+    except ImportError:
+        pass
+    try:
+        from singd.optim.optimizer import SINGD
+
+        found["SINGD"] = lambda m: SINGD(m, lr=1e-4, T=1, loss_average="batch")
+        found["SINGD(T=10)"] = lambda m: SINGD(m, lr=1e-4, T=10, loss_average="batch")
+    except ImportError:
+        pass
+
+    class Pair:
+        """Muon for matrices, SGD for biases."""
+
+        def __init__(self, model: nn.Module) -> None:
+            matrices = [p for p in model.parameters() if p.dim() == 2]
+            vectors = [p for p in model.parameters() if p.dim() != 2]
+            self.own = [torch.optim.Muon(matrices, lr=1e-4), torch.optim.SGD(vectors, lr=1e-4)]
+
+        def zero_grad(self) -> None:
+            for optimizer in self.own:
+                optimizer.zero_grad()
+
+        def step(self) -> None:
+            for optimizer in self.own:
+                optimizer.step()
+
+    found["Muon (torch)"] = Pair
+    return found
+
+
+def stepper(model: nn.Module, optimizer, data: Data) -> Callable[[], None]:
+    index = 0
+    independent = isinstance(optimizer, NaturalGradient)  # its Fisher batch is another one, when it is due
+
+    def step() -> None:
+        nonlocal index
+        x, y = data.batch(index)
+        optimizer.zero_grad()
+        if independent and index % optimizer.param_groups[0]["update_every"] == 0:
+            optimizer.observe(model(data.batch(index + 7)[0]))
+        outputs = model(x)
+        if not independent and hasattr(optimizer, "observe"):
+            optimizer.observe(outputs)
+        F.cross_entropy(outputs, y).backward()
+        optimizer.step()
+        index += 1
+
+    return step
+
+
+def measure(makers: dict[str, Callable], seconds: float, rounds: int) -> dict[str, list[float]]:
+    data, steps = Data(), {}
+    for name, make in makers.items():
+        model = network()
+        steps[name] = stepper(model, make(model), data)
+    for step in steps.values():
+        step()
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        for step in steps.values():
+            step()
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for i in range(rounds):
+        print(f"\r  round {i + 1}/{rounds}", end="", file=sys.stderr, flush=True)
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step()
+            times[name].append(time.perf_counter() - start)
+    print(file=sys.stderr)
+    return times
+
+
+def fisher(kind: str, points: int = 1000) -> tuple[float, float]:
+    """Seconds and extra peak memory (MiB) of a pass or of a Fisher solve, in this process."""
+    model, x = network(), torch.rand(points, 784)
+    y, v = torch.randint(0, 10, (points,)), torch.randn(sum(p.numel() for p in model.parameters()))
+    F.cross_entropy(model(x[:10]), y[:10]).backward()
+    model.zero_grad()
+    before, start = _peak(), time.perf_counter()
+    if kind == "pass":
+        F.cross_entropy(model(x), y).backward()
+    else:
+        SubsampledFisher(model, x).solve(v, damping=0.1)
+    return time.perf_counter() - start, _peak() - before
+
+
+def _peak() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 1024)
+
+
+def memory() -> dict[str, tuple[float, float]]:
+    """Each in a process of its own, because a peak is the peak of a process."""
+    found = {}
+    for kind in ("pass", "solve"):
+        code = f"import sys; sys.path.insert(0, sys.argv[1]); import layerwise; print(*layerwise.fisher({kind!r}))"
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(Path(__file__).parent)], check=True, capture_output=True, text=True
+        )
+        seconds, extra = done.stdout.split()[-2:]
+        found[kind] = float(seconds), float(extra)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=6.0, help="of warming up")
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--peers", action="store_true", help="also other packages' second-order optimizers")
+    parser.add_argument("--write", type=Path, help="a Markdown file to write the tables to")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+
+    setting = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}, float32"
+    times = measure(OURS, arguments.seconds, arguments.rounds)
+    reference = times["SGD(fused=True)"]
+    lines = [
+        "# The cost of a step that looks at layers",
+        "",
+        f"`python benchmarks/layerwise.py --peers`: 784-1000-1000-1000-10, batch 100, whole training steps, {setting}.",
+        f"Ratios to SGD's of means and medians of {arguments.rounds} interleaved rounds, inversions and refreshes included.",
+        "",
+        "| optimizer | mean | median |",
+        "|---|---|---|",
+    ]
+
+    def row(name: str, own: list[float], base: list[float]) -> str:
+        mean = statistics.mean(own) / statistics.mean(base)
+        return f"| {name} | {mean:.2f} | {statistics.median(own) / statistics.median(base):.2f} |"
+
+    lines += [row(name, own, reference) for name, own in times.items()]
+    if arguments.peers:
+        others = measure({"SGD(fused=True)": OURS["SGD(fused=True)"], **peers()}, arguments.seconds, 20)
+        base = others.pop("SGD(fused=True)")
+        lines += [row(name, own, base) for name, own in others.items()]
+    found = memory()
+    ratio = found["solve"][1] / found["pass"][1]
+    lines += [
+        "",
+        "## A Fisher solve",
+        "",
+        f"2.8 million weights, 1,000 Fisher points: building `SubsampledFisher` and one `solve` take "
+        f"{found['solve'][0]:.1f} s and {ratio:.1f} times the extra peak memory of one forward and backward pass",
+        f"on these points ({found['solve'][1]:.0f} MiB and {found['pass'][1]:.0f} MiB).",
+    ]
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if arguments.write:
+        arguments.write.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
