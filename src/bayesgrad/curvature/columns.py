@@ -124,7 +124,8 @@ class Outer(Columns):
         fan_out = self.errors.shape[-1]
         if positions == 1:
             a, e = self.inputs.squeeze(2), self.errors.squeeze(2)
-            return (matmul(a, a.mT) * matmul(e, e.mT)).sum(0)
+            product = matmul(a, a.mT).mul_(matmul(e, e.mT))
+            return product[0] if len(product) == 1 else product.sum(0)
         # Operations of the two ways, both without their common factor.
         if positions**2 * (fan_in + fan_out) < fan_in * fan_out * (1 + positions / count):
             return _pairs(count, positions, self._overlap)

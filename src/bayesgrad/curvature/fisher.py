@@ -29,26 +29,38 @@ class Gradients:
 
     Args:
         columns: name -> columns, of equal count.
+        scale: one for all, or one for each name.
     """
 
     columns: Mapping[str, Columns]
-    scale: float
+    scale: float | Mapping[str, float]
+
+    def _scale(self, name: str) -> float:
+        return self.scale[name] if isinstance(self.scale, Mapping) else self.scale
 
     def project(self, vector: Mapping[str, Tensor]) -> Tensor:
-        return self.scale * _total(c.project(vector[name]) for name, c in self.columns.items())
+        return _total(c.project(vector[name]).mul_(self._scale(name)) for name, c in self.columns.items())
 
     def combine(self, weights: Tensor) -> dict[str, Tensor]:
-        weights = self.scale * weights
-        return {name: c.combine(weights) for name, c in self.columns.items()}
+        return {name: c.combine(self._scale(name) * weights) for name, c in self.columns.items()}
 
     def gram(self) -> Tensor:
-        return self.scale**2 * _total(c.gram() for c in self.columns.values())
+        return _total(c.gram().mul_(self._scale(name) ** 2) for name, c in self.columns.items())
 
 
 def _total(terms: Iterable[Tensor]) -> Tensor:
-    terms = list(terms)
-    dtype = torch.float64 if any(t.dtype == torch.float64 for t in terms) else terms[0].dtype
-    return torch.stack([t.to(terms[0].device, dtype) for t in terms]).sum(0) if len(terms) > 1 else terms[0]
+    """The sum, in the widest dtype and on the first one's device, one term at a time."""
+    total: Tensor | None = None
+    for term in terms:
+        if total is None:
+            total = term
+        elif total.dtype == torch.promote_types(total.dtype, term.dtype):
+            total.add_(term.to(total.device))
+        else:
+            total = total + term.to(total.device)
+    if total is None:
+        raise ValueError("there are no gradients to look at.")
+    return total
 
 
 class SubsampledFisher:
@@ -140,7 +152,8 @@ class SubsampledFisher:
         count = len(outputs) * len(directions)
         for name, p in zeros.items():  # what the outputs do not depend on
             named[name] = Rows(p.shape, torch.zeros(count, *p.shape, dtype=compute_dtype(p.dtype), device=p.device))
-        self._gradients = Gradients({name: named[name] for name in self.names}, 1 / math.sqrt(len(outputs)))
+        self._scale = 1 / math.sqrt(len(outputs))
+        self._gradients = Gradients({name: named[name] for name in self.names}, self._scale)
         self._gram: Tensor | None = None
         self._last: LowRank | None = None
 
@@ -149,18 +162,29 @@ class SubsampledFisher:
         vector, back = self._unpacked(v)
         return back(self._gradients.combine(self._gradients.project(vector)))
 
-    def solve(self, v: Any, damping: float) -> Any:
-        """(F + damping I)^-1 v.
+    def solve(self, v: Any, damping: float | Mapping[str, float]) -> Any:
+        """(F + damping I)^-1 v; with a damping for each parameter by name, (F + D)^-1 v for the diagonal D of those.
 
         Raises:
-            ValueError: damping is not positive.
+            ValueError: damping is not positive, or names other parameters.
         """
+        vector, back = self._unpacked(v)
+        if isinstance(damping, Mapping):
+            return back(self._solve_by_name(vector, damping))
         if not 0 < damping < math.inf:
             raise ValueError(f"damping must be a finite positive number, got {damping!r}.")
-        vector, back = self._unpacked(v)
         if self._last is None or self._last.floor != damping:
             self._last = LowRank(float(damping), self)
         return back(self._last.solve(vector))
+
+    def _solve_by_name(self, vector: dict[str, Tensor], damping: Mapping[str, float]) -> dict[str, Tensor]:
+        """D^-1/2 (I + D^-1/2 F D^-1/2)^-1 D^-1/2 v."""
+        if set(damping) != set(self.names) or not all(0 < d < math.inf for d in damping.values()):
+            raise ValueError(f"damping by name must be a finite positive number for each of {self.names}.")
+        roots = {name: damping[name] ** -0.5 for name in self.names}
+        scaled = Gradients(self._gradients.columns, {name: self._scale * root for name, root in roots.items()})
+        solved = LowRank(1.0, scaled).solve({name: roots[name] * part for name, part in vector.items()})
+        return {name: roots[name] * part for name, part in solved.items()}
 
     # What LowRank asks for: the gradients' own products, and the Gram matrix computed once.
 
@@ -185,13 +209,13 @@ class SubsampledFisher:
 
     def diagonal(self) -> Tensor:
         """The diagonal of F, flat."""
-        scale = self._gradients.scale**2
+        scale = self._scale**2
         return torch.cat([scale * c.squares().flatten() for c in self._gradients.columns.values()])
 
     def dense(self) -> Tensor:
         """F as a matrix; for small models."""
         columns = self._gradients.columns.values()
-        rows = torch.cat([self._gradients.scale * c.rows().reshape(c.count, -1) for c in columns], 1)
+        rows = torch.cat([self._scale * c.rows().reshape(c.count, -1) for c in columns], 1)
         return rows.T @ rows
 
     def _unpacked(self, v: Any) -> tuple[dict[str, Tensor], Callable[[dict[str, Tensor]], Any]]:

@@ -137,7 +137,8 @@ def columns_of(module: nn.Module, x: Tensor, error: Tensor) -> Iterator[tuple[nn
             yield trained["weight"], Outer(trained["weight"].shape, inputs_of(module, x), errors)
         if "bias" in trained:
             bias = trained["bias"]
-            yield bias, Rows(bias.shape, errors.sum(2).transpose(0, 1).reshape(-1, *bias.shape))
+            sums = errors.squeeze(2) if errors.shape[2] == 1 else errors.sum(2)
+            yield bias, Rows(bias.shape, sums.transpose(0, 1).reshape(-1, *bias.shape))
         return
     x, error = (t.to(_dtype(module)) for t in (x, error))
     products = {"weight": error * _normalised(module, x), "bias": error}

@@ -126,7 +126,7 @@ class LowRank(Precision):
 
     def solve(self, vector: Vector) -> Vector:
         weights = torch.cholesky_solve(self.directions.project(vector)[:, None], self._factor)[:, 0]
-        return _scaled(1 / self.floor, _sum(1, vector, self.directions.combine(-weights)))
+        return _sum(1 / self.floor, vector, self.directions.combine(-weights / self.floor))
 
     def multiply(self, vector: Vector) -> Vector:
         """P v."""
