@@ -191,7 +191,8 @@ def main() -> None:
         "# The cost of a step that looks at layers",
         "",
         f"`python benchmarks/layerwise.py --peers`: 784-1000-1000-1000-10, batch 100, whole steps, {setting}.",
-        f"Ratios to SGD's of means and medians of {arguments.rounds} interleaved rounds, inversions and refreshes included.",
+        f"Ratios to SGD's of means and medians of {arguments.rounds} interleaved rounds, inversions and "
+        f"refreshes included.",
         "",
         "| optimizer | mean | median |",
         "|---|---|---|",

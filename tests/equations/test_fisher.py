@@ -660,7 +660,9 @@ def test_a_damping_for_each_parameter() -> None:
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     fisher = SubsampledFisher(model, torch.randn(7, 4, dtype=torch.float64))
     damping = dict(zip(fisher.names, (0.1, 0.02, 3.0, 0.5)))
-    diagonal = torch.cat([torch.full((p.numel(),), damping[n], dtype=torch.float64) for n, p in model.named_parameters()])
+    diagonal = torch.cat(
+        [torch.full((p.numel(),), damping[n], dtype=torch.float64) for n, p in model.named_parameters()]
+    )
     v = torch.randn(len(diagonal), dtype=torch.float64)
     expected = torch.linalg.solve(fisher.dense() + torch.diag(diagonal), v)
     torch.testing.assert_close(fisher.solve(v, damping), expected, rtol=1e-10, atol=1e-12)

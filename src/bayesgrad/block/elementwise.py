@@ -26,18 +26,19 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """A direction left.T @ right, (rows, out) and (rows, in), that is not yet multiplied out."""
+    """A direction factor * left.T @ right, (rows, out) and (rows, in), that is not yet multiplied out."""
 
     left: Tensor
     right: Tensor
+    factor: float
     shape: torch.Size
 
     def dense(self) -> Tensor:
-        return (self.left.T @ self.right).view(self.shape)
+        return (self.left.T @ self.right).mul_(self.factor).view(self.shape)
 
     def subtract_from(self, p: Tensor, gain: float, shrink: float) -> None:
-        """p <- shrink p - gain left' right, in one pass over p."""
-        p.view(self.left.shape[1], -1).addmm_(self.left.T, self.right, beta=shrink, alpha=-gain)
+        """p <- shrink p - gain direction, in one pass over p."""
+        p.view(self.left.shape[1], -1).addmm_(self.left.T, self.right, beta=shrink, alpha=-gain * self.factor)
 
 
 Directions = Mapping[Tensor, Tensor | Product]

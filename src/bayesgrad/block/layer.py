@@ -106,7 +106,7 @@ class Sheet:
                 rows = self._errors(use)[..., :0]
             else:
                 rows = layers.inputs_of(use.module, use.input).flatten(1, 2)
-            parts.append(nn.functional.pad(rows, (0, 1), value=1.0) if self.layer.bias is not None else rows)
+            parts.append(_with_ones(rows) if self.layer.bias is not None else rows)
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     @cached_property
@@ -132,9 +132,17 @@ class Sheet:
             a = torch.cat([layers.inputs_of(use.module, use.input) for use in uses], 2).mean(2)
             e = torch.cat([layers.errors_of(use.module, use.error) for use in uses], 2).sum(2)
             a = a if self.layer.weight is not None else a[..., :0]
-            inputs.append(nn.functional.pad(a, (0, 1), value=1.0) if self.layer.bias is not None else a)
+            inputs.append(_with_ones(a) if self.layer.bias is not None else a)
             errors.append(e)
         return torch.cat(inputs, 1), torch.cat(errors, 1)
+
+
+def _with_ones(rows: Tensor) -> Tensor:
+    """Rows with a one appended to each, for the bias."""
+    wider = rows.new_empty(*rows.shape[:-1], rows.shape[-1] + 1)
+    wider[..., :-1] = rows
+    wider[..., -1] = 1
+    return wider
 
 
 def directions(blocks: Sequence[tuple[Layer, Precision, Sheet | None]]) -> dict[Tensor, Tensor | Product]:
@@ -172,17 +180,17 @@ def _is_cheaper(layer: Layer, precision: Kronecker, sheet: Sheet) -> bool:
 
 
 def _from_rows(layer: Layer, precision: Kronecker, sheet: Sheet, factor: float) -> dict[Tensor, Tensor | Product]:
-    inputs, errors = _times(sheet.inputs, precision.right), factor * _times(sheet.errors, precision.left)
+    inputs, errors = _times(sheet.inputs, precision.right), _times(sheet.errors, precision.left)
     size = inputs.shape[-1] - (layer.bias is not None)
     found: dict[Tensor, Tensor | Product] = {}
     if layer.weight is not None:
         right = inputs[..., :size]
         if len(inputs) == 1:
-            found[layer.weight] = Product(errors[0], right[0], layer.weight.shape)
+            found[layer.weight] = Product(errors[0], right[0], factor, layer.weight.shape)
         else:
-            found[layer.weight] = torch.bmm(errors.mT, right).view(layer.weight.shape)
+            found[layer.weight] = torch.bmm(errors.mT, right).mul_(factor).view(layer.weight.shape)
     if layer.bias is not None:
-        found[layer.bias] = matmul(errors.mT, inputs[..., size:]).view(layer.bias.shape)
+        found[layer.bias] = matmul(errors.mT, inputs[..., size:]).mul_(factor).view(layer.bias.shape)
     return found
 
 
@@ -214,17 +222,14 @@ def _compared(layer: Layer, sheet: Sheet) -> Tensor | None:
     groups, fan_out, fan_in = layer.shape
     probe = _probe(fan_in, inputs.dtype, inputs.device)
     size = fan_in - (layer.bias is not None)
+    seen = inputs.new_zeros(groups * fan_out) if layer.bias is None else gradient_of(layer.bias).flatten() * probe[-1]
     if layer.weight is not None:
-        seen = gradient_of(layer.weight).reshape(groups * fan_out, size) @ probe[:size]
-    else:
-        seen = inputs.new_zeros(groups * fan_out)
-    if layer.bias is not None:
-        seen = torch.add(seen, gradient_of(layer.bias).flatten() * probe[-1])
-    made = matmul(errors.mT, (inputs @ probe)[..., None]).flatten()
+        seen = torch.addmv(seen, gradient_of(layer.weight).reshape(groups * fan_out, size), probe[:size])
+    made = torch.cat([torch.mv(e.T, torch.mv(a, probe)) for a, e in zip(inputs, errors)])
     factor = torch.dot(seen, made) / torch.dot(made, made)
     scale = torch.linalg.vector_norm(errors) * torch.linalg.vector_norm(inputs)  # bounds what rounding can do
     tolerance = 8 * torch.finfo(inputs.dtype).eps * factor.abs() * scale
-    return torch.stack([factor, (seen - factor * made).abs().max() / tolerance])
+    return torch.stack([factor, torch.linalg.vector_norm(seen - factor * made, torch.inf) / tolerance])
 
 
 @lru_cache(maxsize=64)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+WAIT = 4  # batches of rows that are merged at once
+
 
 @dataclass(frozen=True, eq=False)
 class Moment:
@@ -52,6 +54,38 @@ def _strips(size: int) -> list[tuple[int, int]]:
 def symmetric(factor: Tensor) -> Tensor:
     """A factor with the upper triangle filled in; a diagonal as it is."""
     return factor if factor.dim() == 2 else factor.tril() + factor.tril(-1).mT
+
+
+def defer(entry: dict[str, Tensor], side: str, moment: Moment, keep: float, take: float) -> None:
+    """factor <- keep * factor + take * moment, at once, or later where products of more rows are cheaper.
+
+    Rows that wait are part of the state: `<side>_waiting_0` and so on, and `<side>_waits`, which has the weight of
+    each and at last that of the factor itself.
+    """
+    factor, waits = entry[f"{side}_moment"], entry.get(f"{side}_waits")
+    rows = moment.rows
+    few = factor.dim() == 3 and len(factor) == 1 and rows.is_floating_point() and 4 * rows.shape[1] <= rows.shape[2]
+    if not few:
+        settle(entry, side)
+        moment.into(factor, keep, take)
+        return
+    old = torch.ones(1, dtype=torch.float64) if waits is None else waits
+    entry[f"{side}_waits"] = torch.cat(
+        [old[:-1] * keep, torch.tensor([take * moment.weight], dtype=torch.float64), old[-1:] * keep]
+    )
+    entry[f"{side}_waiting_{len(old) - 1}"] = rows
+    if len(old) >= WAIT:
+        settle(entry, side)
+
+
+def settle(entry: dict[str, Tensor], side: str) -> None:
+    """Brings the factor up to date."""
+    waits = entry.pop(f"{side}_waits", None)
+    if waits is None:
+        return
+    *weights, keep = waits.tolist()
+    rows = [entry.pop(f"{side}_waiting_{k}")[0] * weight**0.5 for k, weight in enumerate(weights)]
+    Moment(torch.cat(rows)[None], 1.0).into(entry[f"{side}_moment"], keep, 1.0)
 
 
 class LayerCurvature:

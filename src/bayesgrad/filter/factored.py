@@ -11,7 +11,7 @@ from torch import Tensor
 from bayesgrad._kernels import compute_dtype
 from bayesgrad.block import Directions
 from bayesgrad.block.layer import Layer, Sheet, directions
-from bayesgrad.curvature.factors import LayerCurvature
+from bayesgrad.curvature.factors import LayerCurvature, defer, settle
 from bayesgrad.curvature.gradients import average
 from bayesgrad.filter.layerwise import LayerFilter
 from bayesgrad.precision import Kronecker, Precision
@@ -62,9 +62,11 @@ class FactoredFilter(LayerFilter):
             clock[MERGED] = step
             keep, take = average(group["ema"], int(clock[MERGES]))
             for side, moment in self.layer_curvature.read(sheet, group).items():
-                moment.into(entry[f"{side}_moment"], keep, take)
+                defer(entry, side, moment, keep, take)
         last = int(clock[INVERTED])
         if clock[MERGED] > last and (not last or step >= min(2 * last, last + group["update_every"])):
+            for side in self.layer_curvature.sides:
+                settle(entry, side)
             self.invert(layer, entry, group)
             clock[INVERTED] = step
 

@@ -23,7 +23,14 @@ from bayesgrad.rule import Rule
 from bayesgrad.transition import Transition
 
 NONFINITE = ("ignore", "raise", "skip")
-ON_CPU = ("step", "clock")  # state that Python reads at every step
+ON_CPU = (
+    "step",
+    "clock",
+    "input_waits",
+    "error_waits",
+    "dual_damping",
+    "gram_of",
+)  # state that Python reads at every step
 
 
 class Parts(NamedTuple):
