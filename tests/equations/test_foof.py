@@ -188,7 +188,7 @@ def test_large_moments_are_computed_in_strips_of_the_lower_triangle() -> None:
 
 
 def test_rows_that_wait_are_part_of_the_average_and_of_the_state() -> None:
-    """Few rows are merged four batches at a time; the average is the same, and a checkpoint in between loses nothing."""
+    """Few rows are merged four batches at a time: the same average, and a checkpoint in between loses nothing."""
     torch.manual_seed(0)
     layer, other = nn.Linear(40, 3, bias=False).to(D), nn.Linear(40, 3, bias=False).to(D)
     optimizer = FOOF(layer, ema=0.7, update_every=6)
