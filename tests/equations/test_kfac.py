@@ -179,3 +179,19 @@ def test_embedding_has_a_diagonal_and_an_error_factor() -> None:
     pi = (A.mean() / (E.trace() / 3)).sqrt()
     step = model[0].weight.grad / (A + 0.2 * pi)[:, None] @ inverse(E, 0.2 / pi)
     close(model[0].weight, before - step)
+
+
+def test_exact_damping_of_a_diagonal_side() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(6, 3, bias=False).to(D)
+    optimizer = KFAC(layer, lr=1.0, damping=0.05, exact_damping=True, max_factor=5)
+    x, y = torch.randn(9, 6, dtype=D), torch.randint(0, 3, (9,))
+    outputs = layer(x)
+    optimizer.observe(outputs, y)
+    F.cross_entropy(outputs, y).backward()
+    before = layer.weight.detach().clone()
+    optimizer.step()
+    e = outputs.softmax(1).detach() - F.one_hot(y, 3)
+    step = kfac_step(torch.diag(x.square().mean(0)), e.T @ e / 9, layer.weight.grad, 0.05, True)
+    close(layer.weight, before - step)
+    assert "input_basis" not in optimizer.state[layer.weight]

@@ -169,12 +169,14 @@ class KFAC(FactoredFilter):
         spectra = {}
         for side in ("input", "error"):
             moment = symmetric(entry[f"{side}_moment"])
-            matrix = torch.diag_embed(moment) if moment.dim() == 2 else moment
-            if not bool(torch.isfinite(matrix).all()):
-                raise unusable(matrix, group["damping"], f"the {side} factor of layer {layer.names[0]!r}")
-            values, vectors = torch.linalg.eigh(matrix)
-            spectra[side] = values.clamp(min=0)
-            store(entry, f"{side}_basis", vectors)
+            if not bool(torch.isfinite(moment).all()):
+                raise unusable(moment, group["damping"], f"the {side} factor of layer {layer.names[0]!r}")
+            if moment.dim() == 2:  # a diagonal is in its basis
+                spectra[side] = moment
+            else:
+                values, vectors = torch.linalg.eigh(moment)
+                spectra[side] = values.clamp(min=0)
+                store(entry, f"{side}_basis", vectors)
         left, right = ("input", "error") if layer.lookup else ("error", "input")
         spectrum = spectra[left][..., :, None] * spectra[right][..., None, :] + group["damping"]
         if not bool((spectrum > 0).all()):
@@ -186,7 +188,7 @@ class KFAC(FactoredFilter):
             return super().precision(layer, group)
         entry = self.state[layer.owner]
         left, right = ("input", "error") if layer.lookup else ("error", "input")
-        return Spectral(entry[f"{left}_basis"], entry[f"{right}_basis"], entry["spectrum"])
+        return Spectral(entry.get(f"{left}_basis"), entry.get(f"{right}_basis"), entry["spectrum"])
 
     def parts(self, group: Mapping[str, Any]) -> Parts:
         if group.get("solved", True):

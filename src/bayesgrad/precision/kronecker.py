@@ -109,18 +109,25 @@ class Kronecker(Precision):
 
 @dataclass(frozen=True, eq=False)
 class Spectral(Precision):
-    """P = (Q ⊗ S) diag(p) (Q ⊗ S)' for weights W (out, in): a Kronecker product in its eigenbasis, and what follows
-    from it.
+    """P = (Q ⊗ S) diag(p) (Q ⊗ S)' for weights W (out, in): a Kronecker product in its eigenbasis, and what comes of it.
 
     Args:
-        rows: Q, (out, out), orthogonal.
-        columns: S, (in, in), orthogonal.
+        rows: Q, (out, out), orthogonal; None for the identity.
+        columns: S, (in, in), orthogonal; None for the identity.
         spectrum: p, (out, in), positive.
     """
 
-    rows: Tensor
-    columns: Tensor
+    rows: Tensor | None
+    columns: Tensor | None
     spectrum: Tensor
+
+    def _into(self, vector: Tensor) -> Tensor:
+        vector = vector if self.rows is None else self.rows.mT @ vector
+        return vector if self.columns is None else vector @ self.columns
+
+    def _out(self, vector: Tensor) -> Tensor:
+        vector = vector if self.rows is None else self.rows @ vector
+        return vector if self.columns is None else vector @ self.columns.mT
 
     def scale(self, factor: Any) -> Spectral:
         return Spectral(self.rows, self.columns, factor * self.spectrum)
@@ -133,19 +140,23 @@ class Spectral(Precision):
         return Spectral(self.rows, self.columns, 1 / (retain / self.spectrum + noise))
 
     def solve(self, vector: Tensor) -> Tensor:
-        return self.rows @ ((self.rows.mT @ vector @ self.columns) / self.spectrum) @ self.columns.mT
+        return self._out(self._into(vector) / self.spectrum)
 
     def sample(self, noise: Tensor) -> Tensor:
-        return self.rows @ (noise / self.spectrum.sqrt()) @ self.columns.mT
+        return self._out(noise / self.spectrum.sqrt())
 
     def variance(self) -> Tensor:
-        return self.rows.square() @ (1 / self.spectrum) @ self.columns.square().mT
+        squares = (None if basis is None else basis.square() for basis in (self.rows, self.columns))
+        return Spectral(*squares, self.spectrum)._out(1 / self.spectrum)
 
     def logdet(self) -> Tensor:
         return self.spectrum.log().sum()
 
     def to_dense(self) -> Tensor:
-        basis = _block_kron(self.rows, self.columns)
+        sizes = self.spectrum.shape[-2:]
+        eyes = (torch.eye(n).to(self.spectrum).expand(*self.spectrum.shape[:-2], n, n) for n in sizes)
+        bases = (eye if basis is None else basis for basis, eye in zip((self.rows, self.columns), eyes))
+        basis = _block_kron(*bases)
         return basis @ torch.diag(self.spectrum.flatten()) @ basis.T
 
 
