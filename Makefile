@@ -33,8 +33,9 @@ clean:
 	rm -rf $(VENV)
 
 # torch comes first and alone, so that no resolver replaces the pinned build by another one.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt tests/peers.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,docs]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --requirement tests/peers.txt
 	touch $@

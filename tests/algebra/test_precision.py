@@ -110,6 +110,7 @@ STRUCTURES = {
         Kronecker.to_dense,
     ),
     "Spectral": (Spectral(*BASIS, positive(*SHAPE)), 0.4, number),
+    "Spectral, diagonal rows": (Spectral(None, BASIS[1], positive(*SHAPE)), 0.4, number),
     "Spectral, same basis": (
         Spectral(*BASIS, positive(*SHAPE)),
         positive(*SHAPE),

@@ -109,7 +109,7 @@ class Kronecker(Precision):
 
 @dataclass(frozen=True, eq=False)
 class Spectral(Precision):
-    """P = (Q ⊗ S) diag(p) (Q ⊗ S)' for weights W (out, in): a Kronecker product in its eigenbasis, and what comes of it.
+    """P = (Q ⊗ S) diag(p) (Q ⊗ S)' for weights W (out, in): a Kronecker product in its eigenbasis and beyond.
 
     Args:
         rows: Q, (out, out), orthogonal; None for the identity.
@@ -146,8 +146,8 @@ class Spectral(Precision):
         return self._out(noise / self.spectrum.sqrt())
 
     def variance(self) -> Tensor:
-        squares = (None if basis is None else basis.square() for basis in (self.rows, self.columns))
-        return Spectral(*squares, self.spectrum)._out(1 / self.spectrum)
+        rows, columns = (None if basis is None else basis.square() for basis in (self.rows, self.columns))
+        return Spectral(rows, columns, self.spectrum)._out(1 / self.spectrum)
 
     def logdet(self) -> Tensor:
         return self.spectrum.log().sum()
@@ -155,8 +155,8 @@ class Spectral(Precision):
     def to_dense(self) -> Tensor:
         sizes = self.spectrum.shape[-2:]
         eyes = (torch.eye(n).to(self.spectrum).expand(*self.spectrum.shape[:-2], n, n) for n in sizes)
-        bases = (eye if basis is None else basis for basis, eye in zip((self.rows, self.columns), eyes))
-        basis = _block_kron(*bases)
+        left, right = (eye if basis is None else basis for basis, eye in zip((self.rows, self.columns), eyes))
+        basis = _block_kron(left, right)
         return basis @ torch.diag(self.spectrum.flatten()) @ basis.T
 
 
