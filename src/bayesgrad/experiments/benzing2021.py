@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from bayesgrad import plots
-from bayesgrad.experiments.benzing2021_scales import SIZES, Size
+from bayesgrad.experiments.benzing2021_scales import SIZES, TITLES, Size
 from bayesgrad.experiments.benzing2021_training import (
     Finals,
     Rule,
@@ -30,9 +30,10 @@ from bayesgrad.optim import FOOF, KFAC
 
 T = 100  # steps between inversions in the amortised versions that are timed
 PROTOCOL = (
-    "{trials} for each method, chosen by the training loss (the paper's criterion, and what its claims are about) of "
-    "runs of {search} steps with a seed of their own; finals of {steps} steps with batches of {batch}, at a constant "
-    "lr and damping; the loss is over all {examples:,} training images, the test error was read once at the end"
+    "hyper-parameters chosen by the training loss (the paper's criterion, and what its claims are about) of runs of "
+    "{search} steps with a seed of their own, from {grids}; finals of {steps} steps with batches of {batch}, at a "
+    "constant lr and damping; the loss is over all {examples:,} training images, the test error was read once at the "
+    "end"
 )
 
 
@@ -50,7 +51,7 @@ def _table(report: Report, title: str, results: Mapping[str, Finals]) -> None:
     for name, finals in results.items():
         second = f"{finals.rule.second} {finals.second:g}" if finals.rule.second else "-"
         scores = [_show(*mean_and_error(finals.losses)), _show(*finals.errors())]
-        rows.append([name, f"{finals.lr:g}", second, *scores, "; ".join(finals.edges) or "-"])
+        rows.append([name, f"{finals.lr:.3g}", second, *scores, "; ".join(finals.edges) or "-"])
     columns = ["method", "lr", "damping or momentum", "training loss", "test error %", "at the edge of the search"]
     report.add_table(title, columns, rows)
 
@@ -68,20 +69,21 @@ def _curves(context: Context, report: Report, file: str, panels: Mapping[str, Ma
 
 
 def _protocol(report: Report, task: Task, rules: Sequence[Rule]) -> None:
-    trials = {f"{len(rule.lrs)} learning rates" + _times(rule) for rule in rules}
     words = PROTOCOL.format(
-        trials=" or ".join(sorted(trials)),
         search=task.search_steps,
         steps=task.steps,
         batch=task.batch or "all images",
         examples=len(task.data.train_x),
+        grids="; ".join(dict.fromkeys(map(_grid, rules))),
     )
-    name = "protocol" if "protocol" not in report.settings else "protocol of full batches"
-    report.settings[name] = words
+    report.settings["protocol" if task.batch else "protocol of full batches"] = words
 
 
-def _times(rule: Rule) -> str:
-    return f" x {len(rule.seconds)} {'momenta' if rule.kind == 'sgd' else 'dampings'}" if rule.seconds else ""
+def _grid(rule: Rule) -> str:
+    """The values that a search chooses from, in words."""
+    lrs, seconds = (", ".join(f"{value:g}" for value in values) for values in (rule.lrs, rule.seconds))
+    unit = {"sgd": " x (1 - momentum)"}.get(rule.kind, f" x damping^{rule.power:g}" if rule.power else "")
+    return f"{rule.title}: lr {lrs}{unit}" + (f", {rule.second} {seconds}" if seconds else "")
 
 
 class Comparison:
@@ -93,8 +95,8 @@ class Comparison:
         self.higher = self.log < (-2 * error if math.isfinite(error) else 0)
         if math.isfinite(self.log):
             reach = (math.exp(self.log - error), math.exp(self.log + error)) if math.isfinite(error) else ()
-            band = f" ({reach[0]:.2g} to {reach[1]:.2g})" if reach else ""
-            self.words = f"{where}: {above}'s training loss is {math.exp(self.log):.2g} times {below}'s{band}"
+            band = f" ({reach[0]:.3g} to {reach[1]:.3g})" if reach else ""
+            self.words = f"{where}: {above}'s training loss is {math.exp(self.log):.3g} times {below}'s{band}"
         else:
             self.words = f"{where}: {above if self.log > 0 else below} diverged"
 
@@ -120,11 +122,10 @@ def fig1(context: Context) -> Report:
     )
     rules = [size.rule(kind) for kind in ("sgd", "adam", "kfac", "ng")]
     panels, comparisons = {}, []
-    for name in size.pair:
-        task = size.task(context, name)
-        if not panels:
-            ratios = _ratios(context, size, task, ("ng",))
-            _time_table(context, report, "fig1-time.png", ratios)
+    tasks = {name: size.task(context, name) for name in size.pair}
+    ratios = _ratios(context, size, tasks[size.pair[0]], ("ng",))
+    _time_table(context, report, "fig1-time.png", ratios)
+    for name, task in tasks.items():
         panels[name] = tuned(context, task, rules)
         _table(report, name, panels[name])
         comparisons.append(Comparison(name, "NG", "KFAC", panels[name]))
@@ -139,16 +140,17 @@ def fig1(context: Context) -> Report:
         f"A step with a Fisher refreshed every {T} steps takes {ratios[f'NG (T={T})']:.2f} times SGD's time (claim: "
         f"less than 2), one with a new Fisher {ratios['NG (T=1)']:.2f} times",
     )
-    report.settings["Fisher"] = _fisher_words(size)
+    report.settings["Fisher"] = _fisher_words(size, "ng", "kfac")
     return report
 
 
-def _fisher_words(size: Size) -> str:
-    return (
-        f"NG's from {size.fisher[0]} images independent of the gradient's, one sampled label each, refreshed every "
-        f"{size.refresh} steps; KFAC's from as many at every step, averaged with decay 0.95, inverted when steps have "
-        f"doubled and every 100"
-    )
+def _fisher_words(size: Size, *kinds: str) -> str:
+    own = {
+        "ng": f"refreshed every {size.refresh} steps",
+        "kfac": "taken at every step, averaged with decay 0.95, inverted when steps have doubled and every 100",
+    }
+    words = f"of {size.fisher[0]} images independent of the gradient's, one sampled label each; "
+    return words + "; ".join(f"{TITLES[kind]}'s is {own[kind]}" for kind in kinds)
 
 
 def _ratios(context: Context, size: Size, task: Task, kinds: Sequence[str]) -> dict[str, float]:
@@ -190,21 +192,17 @@ def fig2(context: Context) -> Report:
     )
     one, *more = size.fisher
     single = size.rule("kfac", "KFAC of one batch", refresh=size.refresh, ema=0.0, update_every=size.refresh)
-    ng = [size.rule("ng")] + [size.rule("ng", f"NG, Fisher of {count}", count) for count in more]
+    ng = [size.rule("ng")] + [size.rule("ng", f"NG, Fisher of {count}", fisher=count) for count in more]
     panels, comparisons, held = {}, [], []
     for name in size.single:
-        task = size.task(context, name)
-        results = tuned(context, task, [size.rule("kfac"), single, *ng])
+        task = size.task(context, name, size.short)
+        results = tuned(context, task, [single, *ng])
         _protocol(report, task, [single, *ng])
         full = size.full(context, name)
-        rules = [
-            size.rule("sgd"),
-            size.rule("kfac", fisher=size.few, refresh=size.refresh, ema=0.0, update_every=size.refresh),
-            size.rule("ng", fisher=size.few),
-        ]
+        rules = [size.whole(kind) for kind in ("sgd", "kfac", "ng")]
         whole = tuned(context, full, rules)
         _protocol(report, full, rules)
-        first = {title: results[title] for title in ("KFAC", single.title, "NG")}
+        first = {title: results[title] for title in (single.title, "NG")}
         second = {title: results[title] for title in (single.title, *(rule.title for rule in ng))}
         panels |= {f"A. {name}": first, f"B. {name}": second, f"C. {name}, {len(full.data.train_x)} images": whole}
         new = [Comparison(f"A, {name}", "NG", single.title, results)]
@@ -218,7 +216,7 @@ def fig2(context: Context) -> Report:
     report.verdict = _verdict(comparisons, held)
     report.settings["Fisher"] = (
         f"KFAC of one batch and NG from {one} images (or as many as said), KFAC's factors not averaged, both refreshed "
-        f"every {size.refresh} steps"
+        f"every {size.refresh} steps; where batches are full, of all images in every step"
     )
     return report
 
@@ -234,29 +232,26 @@ def fig3(context: Context) -> Report:
     )
     panels, comparisons = {}, []
     blocks = size.rule("ng", "layer-wise NG", blocks="layer")
-    same = dict(fisher=size.few, refresh=size.refresh)
-    whole = [
-        size.rule("kfac", ema=0.0, update_every=size.refresh, **same),
-        size.rule("ng", fisher=size.few),
-        size.rule("ng", "layer-wise NG", fisher=size.few, blocks="layer"),
-    ]
+    whole = size.whole("ng", "layer-wise NG", blocks="layer")
     for name in size.single:
-        task, full = size.task(context, name), size.full(context, name)
+        task, full = size.task(context, name, size.short), size.full(context, name)
         layer = size.full(context, name, ())
         parts = {
-            f"A. {name}, one layer": (layer, whole[:2]),
+            f"A. {name}, one layer": (layer, [size.whole("kfac"), size.whole("ng")]),
             f"B. {name}": (task, [size.rule("kfac"), size.rule("ng"), blocks]),
-            f"C. {name}, {len(full.data.train_x)} images": (full, [whole[0], whole[2]]),
+            f"C. {name}, {len(full.data.train_x)} images": (full, [size.whole("kfac"), whole]),
         }
         for title, (what, rules) in parts.items():
             panels[title] = tuned(context, what, rules)
             comparisons.append(Comparison(title, rules[-1].title, "KFAC", panels[title]))
             _table(report, title, panels[title])
-        _protocol(report, task, [blocks])
-        _protocol(report, full, [blocks])
+        _protocol(report, task, parts[f"B. {name}"][1])
+        _protocol(report, full, [size.whole("kfac"), size.whole("ng"), whole])
     _curves(context, report, "fig3.png", panels)
     report.verdict = _verdict(comparisons, [c.lower for c in comparisons])
-    report.settings["Fisher"] = _fisher_words(size) + "; where batches are full, of all images for both"
+    report.settings["Fisher"] = (
+        _fisher_words(size, "ng", "kfac") + "; where batches are full, of all images in every step"
+    )
     return report
 
 
@@ -268,15 +263,15 @@ def fig4(context: Context) -> Report:
         claim="Damping raises KFAC's similarity to FOOF as well as its performance, and damping the factors makes it "
         "more similar than damping their product (004, Fig. 4 and 8).",
     )
-    kfac, foof = size.rule("kfac"), size.rule("foof")
+    kfac, foof = size.rule("kfac", where="fig4"), size.rule("foof", where="fig4")
     product = size.rule("kfac", "KFAC, damped product", exact_damping=True)
     similar, losses, held, words, comparisons = {}, {}, [], [], []
     for name in size.mnist:
-        task = size.task(context, name, size.damped_steps)
+        task = size.task(context, name, size.short)
         _protocol(report, task, [kfac, product, foof])
         factors = by_damping(context, task, kfac, partial(similarities, dampings=kfac.seconds))
         neurons = by_damping(context, task, foof)
-        whole = finish(context, task, tune(context, task, product))
+        best, whole = (finish(context, task, tune(context, task, rule)) for rule in (size.rule("kfac"), product))
         rows, lines = [], {"damped factors": [], "damped product": []}
         for i, (damping, finals) in enumerate(factors.items()):
             seen = [run["measured"][:, :, i].mean(0).tolist() for run in finals.runs if "measured" in run]
@@ -287,7 +282,7 @@ def fig4(context: Context) -> Report:
         columns = ["damping", "damped factors", "damped product"]
         report.add_table(f"{name}: cosine of KFAC's update to FOOF's, averaged over layers", columns, rows)
         results = {f"{r.title}, {d:g}": f for r, some in ((kfac, factors), (foof, neurons)) for d, f in some.items()}
-        _table(report, name, {**results, product.title: whole})
+        _table(report, name, {**results, "KFAC, searched": best, f"{product.title}, searched": whole})
         similar[name] = {title: (list(factors), values) for title, values in lines.items()}
         losses[name] = {
             rule.title: (list(some), [finals.losses for finals in some.values()])
@@ -298,7 +293,6 @@ def fig4(context: Context) -> Report:
         closer = all(a > b for a, b in zip(*means))
         named = {f"KFAC at damping {d:g}": finals for d, finals in factors.items()}
         gain = Comparison(name, next(iter(named)), list(named)[-1], named)
-        best = min(factors.values(), key=lambda finals: mean_and_error(finals.losses)[0] or math.inf)
         pair = Comparison(name, product.title, "KFAC", {product.title: whole, "KFAC": best})
         held += [rising, closer, gain.lower]
         comparisons += [gain, pair]
@@ -316,7 +310,7 @@ def fig4(context: Context) -> Report:
         "with the best lr for it; mean and standard error over seeds.",
     )
     report.verdict = _verdict(comparisons, held, *words)
-    report.settings["Fisher"] = _fisher_words(size).partition("; ")[2]
+    report.settings["Fisher"] = _fisher_words(size, "kfac")
     return report
 
 
@@ -330,11 +324,10 @@ def fig5(context: Context) -> Report:
     )
     rules = [size.rule(kind) for kind in ("sgd", "adam", "kfac", "foof")]
     panels, comparisons = {}, []
-    for name in size.pair:
-        task = size.task(context, name)
-        if not panels:
-            ratios = _ratios(context, size, task, ("kfac", "foof"))
-            _time_table(context, report, "fig5-time.png", ratios)
+    tasks = {name: size.task(context, name) for name in size.pair}
+    ratios = _ratios(context, size, tasks[size.pair[0]], ("kfac", "foof"))
+    _time_table(context, report, "fig5-time.png", ratios)
+    for name, task in tasks.items():
         panels[name] = tuned(context, task, rules)
         _table(report, name, panels[name])
         comparisons.append(Comparison(name, "KFAC", "FOOF", panels[name]))
@@ -346,7 +339,7 @@ def fig5(context: Context) -> Report:
         [speed > 1.25, *(not c.higher for c in comparisons)],
         f"A step of KFAC takes {speed:.2f} times that of FOOF when T={T} (claim: 1.5; 1.25 at least is asked for)",
     )
-    report.settings["Fisher"] = _fisher_words(size).partition("; ")[2]
+    report.settings["Fisher"] = _fisher_words(size, "kfac")
     return report
 
 
@@ -363,7 +356,7 @@ def fig9(context: Context) -> Report:
     same = replace(base, title="the same batch", refresh=1, fisher=0)
     panels, comparisons = {}, []
     for name in size.single:
-        task = size.task(context, name, size.damped_steps)
+        task = size.task(context, name)
         _protocol(report, task, [base])
         found = {rule.title: by_damping(context, task, rule) for rule in (apart, same)}
         _table(report, name, {f"{title}, {d:g}": f for title, some in found.items() for d, f in some.items()})
@@ -389,7 +382,7 @@ def conv(context: Context) -> Report:
         "significantly outperformed by KFAC, (3) KFAC's factor of the inputs is FOOF's, and (4) FOOF performs as well "
         "as KFAC or better (004, section 4).",
     )
-    rules = [size.rule(kind) for kind in ("sgd", "adam", "kfac", "ng", "foof")]
+    rules = [size.rule(kind, where="conv") for kind in ("sgd", "adam", "kfac", "ng", "foof")]
     panels, comparisons, held, words = {}, [], [], []
     for name in size.single[:1]:
         task = replace(size.task(context, name), widths=None, large=context.scale == "paper")
@@ -406,7 +399,7 @@ def conv(context: Context) -> Report:
         words.append(f"(3) the input factors of KFAC and FOOF differ by {difference:.1g} of their norm")
     _curves(context, report, "conv.png", panels)
     report.verdict = _verdict(comparisons, held, *words)
-    report.settings["Fisher"] = _fisher_words(size)
+    report.settings["Fisher"] = _fisher_words(size, "ng", "kfac")
     return report
 
 

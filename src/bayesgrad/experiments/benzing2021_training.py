@@ -41,6 +41,8 @@ class Rule:
         title: for tables and legends, one for each rule of an experiment.
         kind: a key of `KINDS`.
         seconds: values of its second hyper-parameter: damping, or momentum for SGD.
+        power: `lrs` are in units of this power of the damping, so that few of them fit all dampings; SGD's are divided
+            by what momentum multiplies them with.
         options: all else that the optimizer is built with.
         fisher: images of the independent batch that the Fisher is taken from; 0 for the batch of the gradient.
         refresh: steps between two such batches.
@@ -53,10 +55,14 @@ class Rule:
     options: Mapping[str, Any] = field(default_factory=dict)
     fisher: int = 100
     refresh: int = 1
+    power: float = 0.0
 
     @property
     def second(self) -> str:
         return {"sgd": "momentum", "adam": ""}.get(self.kind, "damping")
+
+    def lr(self, scale: float, second: float) -> float:
+        return scale * (1 - second if self.kind == "sgd" else second**self.power if self.power else 1)
 
     def build(self, model: nn.Module, lr: float, second: float, seed: int) -> torch.optim.Optimizer:
         chosen = {self.second: second} if self.second else {}
@@ -176,7 +182,7 @@ def _train(
     if context.expect:
         context.expect(trial, 1, steps)
     model = task.model(seed).to(context.device)
-    optimizer = rule.build(model, lr, second, seed)
+    optimizer: Any = rule.build(model, lr, second, seed)
     order, other = (torch.Generator().manual_seed(2 * seed + i) for i in range(2))
     looks = {round(steps * (i + 1) / points) for i in range(points)}
     moments = {round(steps * i / 3) for i in (1, 2, 3)} if measure and final else set()
@@ -186,18 +192,22 @@ def _train(
             queue = list(torch.randperm(len(x), generator=order).split(batch))
         chosen = queue.pop()
         optimizer.zero_grad()
-        if rule.fisher and rule.observes(step):
-            apart = torch.randperm(len(x), generator=other)[: rule.fisher]
-            optimizer.observe(model(x[apart]))  # pyright: ignore[reportAttributeAccessIssue]
         outputs = model(x[chosen])
         loss = F.cross_entropy(outputs, y[chosen])
-        if not rule.fisher and rule.observes(step):
-            optimizer.observe(outputs)  # pyright: ignore[reportAttributeAccessIssue]
-        if not loss.item() < DIVERGED:
+        lost = not loss.item() < DIVERGED
+        try:
+            if rule.observes(step) and not lost:
+                apart = torch.randperm(len(x), generator=other)[: rule.fisher] if rule.fisher else None
+                optimizer.observe(outputs if apart is None else model(x[apart]))
+            if not lost:
+                loss.backward()
+                optimizer.step()
+        except ValueError as words:  # something has grown too large to be inverted
+            context.say(f"{trial.key} gave up: {words}")
+            lost = True
+        if lost:
             curve += [math.inf] * (points - len(curve))
             break
-        loss.backward()
-        optimizer.step()
         if measure and step + 1 in moments:
             measured.append(measure(optimizer))
         if step + 1 in looks:
@@ -225,17 +235,19 @@ def tune(context: Context, task: Task, rule: Rule, seconds: Sequence[float] | No
     """
     grid = list(itertools.product(rule.lrs, seconds or rule.seconds or (0.0,)))
     tried = {
-        (lr, second): train(context, task, rule, lr, second, SEARCH_SEED, "search")["loss"][-1].item()
-        for lr, second in grid
+        (scale, second): train(context, task, rule, rule.lr(scale, second), second, SEARCH_SEED, "search")
+        for scale, second in grid
     }
-    best = min(tried, key=tried.__getitem__)
+    losses = {pair: run["loss"][-1].item() for pair, run in tried.items()}
+    best = min(losses, key=losses.__getitem__)
+    lr, second = rule.lr(*best), best[1]
     edges = []
-    for name, value, values in zip(("lr", rule.second), best, map(sorted, map(set, zip(*grid)))):
+    for name, value, shown, values in zip(("lr", rule.second), best, (lr, second), map(sorted, map(set, zip(*grid)))):
         if name != "momentum" and len(values) > 1 and value in (values[0], values[-1]):
-            edges.append(f"{name} {value:g} is the {'lowest' if value == values[0] else 'highest'} of the grid")
-    if not math.isfinite(tried[best]):
-        edges = ["everything in the grid diverged"]
-    return Finals(rule, *best, [], tuple(edges))
+            edges.append(f"{name} {shown:.2g} is the {'lowest' if value == values[0] else 'highest'} tried")
+    if not math.isfinite(losses[best]):
+        edges = ["all that was tried diverged"]
+    return Finals(rule, lr, second, [], tuple(edges))
 
 
 def finish(
@@ -281,32 +293,32 @@ def factor(above: Finals, below: Finals) -> tuple[float, float]:
 
 def step_times(context: Context, task: Task, rules: Mapping[str, Rule], rounds: int) -> dict[str, float]:
     """Median seconds of a step of each rule, all of them taking turns; from the run's folder where it is there."""
-
-    def measure() -> dict[str, Tensor]:
-        x, y = task.data.train_x.to(context.device), task.data.train_y.to(context.device)
-        models = {name: task.model(0).to(context.device) for name in rules}
-        optimizers = {
-            name: rule.build(models[name], 1e-4, (rule.seconds or (0.0,))[-1], 0) for name, rule in rules.items()
-        }
-        seconds: dict[str, list[float]] = {name: [] for name in rules}
-        batch, generator = task.batch or len(x), torch.Generator().manual_seed(0)
-        for step in range(rounds):
-            chosen, apart = (torch.randperm(len(x), generator=generator)[:batch] for _ in range(2))
-            for name, rule in rules.items():
-                optimizer = optimizers[name]
-                _wait(context.device)
-                start = time.perf_counter()
-                optimizer.zero_grad()
-                if rule.observes(step):
-                    optimizer.observe(models[name](x[apart[: rule.fisher]]))  # pyright: ignore[reportAttributeAccessIssue]
-                F.cross_entropy(models[name](x[chosen]), y[chosen]).backward()
-                optimizer.step()
-                _wait(context.device)
-                seconds[name].append(time.perf_counter() - start)
-        return {name: torch.tensor(statistics.median(values[2:] or values)) for name, values in seconds.items()}
-
-    found = context.once(f"time-{task.key}-{'-'.join(rules)}-rounds{rounds}".replace(" ", ""), measure)
+    key = f"time-{task.key}-{'-'.join(rules)}-rounds{rounds}".replace(" ", "")
+    found = context.once(key, partial(_times, context, task, rules, rounds))
     return {name: value.item() for name, value in found.items()}
+
+
+def _times(context: Context, task: Task, rules: Mapping[str, Rule], rounds: int) -> dict[str, Tensor]:
+    x, y = task.data.train_x.to(context.device), task.data.train_y.to(context.device)
+    models = {name: task.model(0).to(context.device) for name in rules}
+    optimizers: dict[str, Any] = {
+        name: rule.build(models[name], 1e-4, (rule.seconds or (0.0,))[-1], 0) for name, rule in rules.items()
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in rules}
+    batch, generator = task.batch or len(x), torch.Generator().manual_seed(0)
+    for step in range(rounds):
+        chosen, apart = (torch.randperm(len(x), generator=generator)[:batch] for _ in range(2))
+        for name, rule in rules.items():
+            _wait(context.device)
+            start = time.perf_counter()
+            optimizers[name].zero_grad()
+            if rule.observes(step):
+                optimizers[name].observe(models[name](x[apart[: rule.fisher]]))
+            F.cross_entropy(models[name](x[chosen]), y[chosen]).backward()
+            optimizers[name].step()
+            _wait(context.device)
+            seconds[name].append(time.perf_counter() - start)
+    return {name: torch.tensor(statistics.median(values)) for name, values in seconds.items()}
 
 
 def _wait(device: str) -> None:
