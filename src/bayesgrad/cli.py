@@ -106,6 +106,20 @@ def _check_device(name: str) -> None:
         raise ValueError(f"--device {name} is not to be had on this machine: use cpu.") from None
 
 
+def _check_optimizer(name: str, model: Any, network: str) -> None:
+    """Refuses an optimizer that cannot train a network; what it warns of is said when it does."""
+    import warnings
+
+    from bayesgrad.experiments.methods import method
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            method(name).build(model, method(name).lr, 1, 0.0)
+        except ValueError as error:
+            raise ValueError(f"{name} cannot train {network}: {error}") from None
+
+
 # --- commands ---
 
 
@@ -155,7 +169,9 @@ def _compare(arguments: argparse.Namespace, command: str) -> None:
         raise unknown("data set", arguments.data, (*datasets.NAMES, "FILE.npz", "FILE.csv"))
     data = datasets.load(arguments.data, arguments.data_dir, arguments.download).part(arguments.examples)
     network = arguments.model or {"image": "mlp", "table": "mlp", "text": "gpt"}[data.kind]
-    networks.build(network, data, 0)  # refuses what does not fit before anything is written
+    model = networks.build(network, data, 0)  # refuses what does not fit before anything is written
+    for name in names:
+        _check_optimizer(name, model, network)
     chosen = {
         "data": arguments.data,
         "model": network,

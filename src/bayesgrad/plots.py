@@ -55,6 +55,45 @@ def curves(path: Path, panels: Mapping[str, Mapping[str, Sequence[Sequence[float
     _save(figure, path)
 
 
+def lines(
+    path: Path,
+    panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[Sequence[float]]]]],
+    xlabel: str,
+) -> None:
+    """One panel for each title, in it a line for each name: the mean over runs at each x, with its standard error.
+
+    Args:
+        panels: title -> name -> the x, on a logarithmic axis, and for each the values of its runs; those that are not
+            finite are left out.
+    """
+    figure, axes = _figure(len(panels))
+    for axis, (title, named) in zip(axes, panels.items()):
+        shown = []
+        for colour, (name, (x, runs)) in zip(PALETTE * 3, named.items()):
+            pairs = [(a, np.array(some, dtype=float)) for a, some in zip(x, runs) if np.isfinite(some).all()]
+            mean = np.array([some.mean() for _, some in pairs])
+            error = [some.std(ddof=1) / np.sqrt(len(some)) if len(some) > 1 else 0.0 for _, some in pairs]
+            axis.errorbar(
+                [a for a, _ in pairs], mean, error, color=colour, label=name, lw=1.6, marker="o", ms=4, capsize=3
+            )
+            shown += mean.tolist()
+        axis.set(title=title, xlabel=xlabel, xscale="log")
+        if shown and min(shown) > 0 and max(shown) / min(shown) > 10:
+            axis.set_yscale("log")
+        axis.legend(fontsize=8, frameon=False)
+    _save(figure, path)
+
+
+def bars(path: Path, values: Mapping[str, float], label: str) -> None:
+    """A bar for each name, with its value."""
+    figure, (axis,) = _figure(1, 1.2 + 1.1 * len(values), 3.4)
+    drawn = axis.bar(list(values), list(values.values()), color=PALETTE[0], width=0.6)
+    axis.bar_label(drawn, fmt="%.2f", fontsize=9)
+    axis.set_ylabel(label)
+    axis.grid(visible=False, axis="x")
+    _save(figure, path)
+
+
 def scatter_with_curves(
     path: Path,
     x: np.ndarray,

@@ -138,6 +138,12 @@ def test_unknown_names_get_the_nearest_one(capsys, tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
+def test_an_optimizer_that_cannot_train_a_network_is_refused_before_anything_is_written(capsys, tmp_path: Path) -> None:
+    arguments = ["compare", "--model", "resnet", "--optimizers", "sgd,naturalgradient", "--out", str(tmp_path / "runs")]
+    assert "naturalgradient cannot train resnet: stem.1 (BatchNorm2d) mixes the examples" in refused(capsys, arguments)
+    assert not (tmp_path / "runs").exists()
+
+
 def test_bad_data_is_refused_before_anything_is_written(capsys, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.delenv("BAYESGRAD_DATA", raising=False)
     out = ["--out", str(tmp_path / "runs")]

@@ -15,7 +15,7 @@ from torch import nn
 
 from bayesgrad.experiments import datasets, networks, runner
 from bayesgrad.experiments.dataset import Dataset
-from bayesgrad.experiments.methods import METHODS
+from bayesgrad.experiments.methods import METHODS, method
 from bayesgrad.experiments.runner import Trial
 from bayesgrad.experiments.study import Context, Search, compare, mean_and_error
 
@@ -167,6 +167,43 @@ def test_a_model_that_diverged_has_no_scores(digits: Dataset) -> None:
         next(model.parameters()).fill_(math.nan)
     assert all(map(math.isnan, runner.final_scores(model, digits).values()))
     assert all(map(math.isnan, runner.evaluate(model, digits.test_x, digits.test_y).values()))
+
+
+@pytest.mark.parametrize("name", ["foof", "kfac", "naturalgradient"])
+def test_rules_that_invert_give_up_when_they_diverge(name: str, digits: Dataset, tmp_path: Path) -> None:
+    for lr in (1e3, 1e12):
+        history = runner.train(Trial("mlp", name, lr, 0, 3, 50), digits, folder(tmp_path / f"{lr:g}"))
+        assert all(map(math.isnan, history.final.values()))
+
+
+def test_what_cannot_be_inverted_ends_a_trial_with_a_word(digits: Dataset, tmp_path: Path) -> None:
+    """Inputs that overflow when they are squared, though the loss is small."""
+    spoilt = replace(digits, train_x=digits.train_x * 1e30, test_x=digits.test_x * 1e30)
+    said: list[str] = []
+    context = Context(folder(tmp_path), seeds=2, say=said.append)
+    tiny = replace(spoilt, train_y=torch.zeros_like(digits.train_y), classes=1)
+    finals = compare(context, tiny, ["foof"], Trial("mlp", "", 0.0, 0, 1, 50), None)["foof"]
+    assert math.isnan(finals.mean("error")[0])
+    assert len(said) == 1
+    assert said[0].startswith("foof at lr 0.3 gave up: the input factor of layer '1' is not finite")
+
+
+def test_what_optimizers_warn_of_is_said_once(digits: Dataset, tmp_path: Path) -> None:
+    said: list[str] = []
+    context = Context(folder(tmp_path), seeds=2, say=said.append)
+    compare(context, digits.part(60), ["foof", "kfac"], Trial("resnet", "", 0.0, 0, 1, 50), None)
+    assert [words.split(" has no model of stem.1.weight")[0] for words in said] == ["FOOF", "KFAC"]
+
+
+def test_learning_rates_of_whole_examples_grow_with_the_length_of_sequences() -> None:
+    model = nn.Linear(3, 2)
+    for name, expected in (("sgd", 0.1), ("foof", 0.7), ("kfac", 0.7), ("naturalgradient", 0.7)):
+        (optimizer,) = method(name).optimizers(model, 0.1, 4, 7, 0.01)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(expected)
+        if name != "sgd":  # decay does not grow with it
+            assert optimizer.param_groups[0]["lr"] * optimizer.param_groups[0]["weight_decay"] == pytest.approx(1e-3)
+    (optimizer,) = method("adabayes").optimizers(model, 0.1, 4, 7, 0.0)
+    assert optimizer.param_groups[0]["batch_size"] == 28
 
 
 def test_a_damaged_checkpoint_costs_time_but_no_result(digits: Dataset, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ def _lazily(module: str, function: str) -> Callable[[Context], Report]:
 
 
 PAPER_001 = "Aitchison, Bayesian filtering unifies adaptive and non-adaptive neural network optimization methods"
+PAPER_004 = "Benzing, Kronecker-factored second-order optimizers perform first-order descent on neurons"
 EXPERIMENTS = {
     experiment.name: experiment
     for experiment in (
@@ -61,6 +62,62 @@ EXPERIMENTS = {
             "ten optimizers on a ResNet and a DenseNet",
             _lazily("aitchison2020", "table1"),
             "does not hold at laptop scale",
+        ),
+        Experiment(
+            "benzing2021-fig1",
+            PAPER_004,
+            "Fig. 1",
+            "exact natural gradients: their cost, and KFAC's loss beside theirs",
+            _lazily("benzing2021", "fig1"),
+            "not run yet",
+        ),
+        Experiment(
+            "benzing2021-fig2",
+            PAPER_004,
+            "Fig. 2, 6",
+            "KFAC and natural gradients with the same data in their Fishers",
+            _lazily("benzing2021", "fig2"),
+            "not run yet",
+        ),
+        Experiment(
+            "benzing2021-fig3",
+            PAPER_004,
+            "Fig. 3, 7",
+            "KFAC and layer-wise natural gradients",
+            _lazily("benzing2021", "fig3"),
+            "not run yet",
+        ),
+        Experiment(
+            "benzing2021-fig4",
+            PAPER_004,
+            "Fig. 4, 8",
+            "damping, KFAC's similarity to FOOF, and its loss",
+            _lazily("benzing2021", "fig4"),
+            "not run yet",
+        ),
+        Experiment(
+            "benzing2021-fig5",
+            PAPER_004,
+            "Fig. 5",
+            "FOOF against KFAC: time and loss",
+            _lazily("benzing2021", "fig5"),
+            "not run yet",
+        ),
+        Experiment(
+            "benzing2021-fig9",
+            PAPER_004,
+            "Fig. 9, 10",
+            "Fisher and gradient of the same batch or of two",
+            _lazily("benzing2021", "fig9"),
+            "not run yet",
+        ),
+        Experiment(
+            "benzing2021-conv",
+            PAPER_004,
+            "section 4",
+            "KFAC, natural gradients and FOOF on a convolutional network",
+            _lazily("benzing2021", "conv"),
+            "not run yet",
         ),
     )
 }

@@ -22,11 +22,20 @@ class Method:
         lr: its usual learning rate, around which a search looks.
         build: (model, lr, terms, decay) -> optimizers that step together; `terms` is how many losses a gradient is the
             mean of, `decay` the strength of L2 regularisation that SGD would have, which each takes in its own way.
+        per_example: its lr is for losses of whole examples, so that where a loss is a mean over the positions of
+            sequences too, it is multiplied by their length before `build`.
     """
 
     title: str
     lr: float
     build: Callable[[nn.Module, float, int, float], list[torch.optim.Optimizer]]
+    per_example: bool = False
+
+    def optimizers(
+        self, model: nn.Module, lr: float, batch: int, positions: int, decay: float
+    ) -> list[torch.optim.Optimizer]:
+        """For batches of so many examples of so many positions each."""
+        return self.build(model, lr * positions if self.per_example else lr, batch * positions, decay)
 
 
 def _simple(make: Callable[..., torch.optim.Optimizer], **fixed: Any):
@@ -46,6 +55,11 @@ def _adabayes(make: Callable[..., torch.optim.Optimizer], **fixed: Any):
         return _decoupled(make, sgd_lr=100 * lr, batch_size=batch, **fixed)(model, lr, batch, decay)
 
     return build
+
+
+def _layerwise(make: Callable[..., torch.optim.Optimizer], **fixed: Any):
+    """As `_decoupled`, for rules that take the model."""
+    return lambda model, lr, batch, decay: [make(model, lr=lr, weight_decay=0.1 * decay / lr, **fixed)]
 
 
 def _muon(model: nn.Module, lr: float, batch: int, decay: float) -> list[torch.optim.Optimizer]:
@@ -73,6 +87,9 @@ METHODS: dict[str, Method] = {
     "adabayes": Method("AdaBayes", 1e-3, _adabayes(optim.AdaBayes)),
     "adabayes-paper": Method("AdaBayes (follow_lr=False)", 1e-3, _adabayes(optim.AdaBayes, follow_lr=False)),
     "adabayesfp": Method("AdaBayesFP", 1e-3, _adabayes(optim.AdaBayesFP)),
+    "foof": Method("FOOF", 0.3, _layerwise(optim.FOOF), per_example=True),
+    "kfac": Method("KFAC", 0.03, _layerwise(optim.KFAC), per_example=True),
+    "naturalgradient": Method("NaturalGradient", 0.1, _layerwise(optim.NaturalGradient), per_example=True),
     "muon": Method("Muon", 2e-2, _muon),
 }
 

@@ -16,6 +16,7 @@ import pickle
 import platform
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,9 +29,11 @@ from torch.nn import functional as F
 from bayesgrad.experiments import networks
 from bayesgrad.experiments.dataset import Dataset
 from bayesgrad.experiments.methods import method
+from bayesgrad.filter.layerwise import LayerFilter
 
 EVALUATION_BATCH = 500
 CURVE_EXAMPLES = 2000  # of the test part that an epoch's point of a curve looks at; final scores look at all
+DIVERGED = 1e6  # a loss from which rules that invert what layers see cannot go on
 
 
 # --- folders ---
@@ -201,8 +204,8 @@ def train(trial: Trial, data: Dataset, folder: Path, device: str = "cpu", progre
             checkpoint.unlink(missing_ok=True)
             return History(saved["rows"], saved["final"], saved["cost"])
     model = networks.build(trial.network, data, trial.seed, trial.large).to(device)
-    terms = trial.batch_size * data.train_y[0].numel()  # of the mean that the loss is: every position of a sequence
-    optimizers = method(trial.method).build(model, trial.lr, terms, trial.decay)
+    positions = data.train_y[0].numel()  # the loss is a mean over those of sequences too
+    optimizers = method(trial.method).optimizers(model, trial.lr, trial.batch_size, positions, trial.decay)
     schedulers = [torch.optim.lr_scheduler.MultiStepLR(o, list(trial.milestones)) for o in optimizers]
     parts: list[Any] = [model, *optimizers, *schedulers]
     history = History(cost={"seconds": 0.0, "steps": 0.0, "memory": 0.0})
@@ -247,9 +250,10 @@ def _epoch(
             optimizer.zero_grad()
         outputs = model(x)
         loss = F.cross_entropy(outputs.flatten(0, -2), y.flatten())
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
+        if loss.item() < DIVERGED or not any(isinstance(o, LayerFilter) for o in optimizers):
+            _step(trial, model, optimizers, outputs, loss)
+        else:
+            _give_up(model)
         with torch.no_grad():
             wrong = (outputs.argmax(-1) != y).double().mean()
         total += torch.stack([loss.detach().double(), wrong]).cpu() * len(chosen)
@@ -259,6 +263,28 @@ def _epoch(
             progress(trial, epoch, step, mean[0], mean[1], step / (time.perf_counter() - start))
     loss, error = (total / count).tolist()
     return loss, error, time.perf_counter() - start, len(batches)
+
+
+def _step(trial: Trial, model: nn.Module, optimizers: list, outputs: Tensor, loss: Tensor) -> None:
+    for optimizer in optimizers:
+        if hasattr(optimizer, "observe"):
+            optimizer.observe(outputs)
+    loss.backward()
+    for optimizer in optimizers:
+        try:
+            optimizer.step()
+        except ValueError as error:  # what a layer sees has grown too large to be inverted
+            if not isinstance(optimizer, LayerFilter):
+                raise
+            warnings.warn(f"{trial.method} at lr {trial.lr:.2g} gave up: {error}", UserWarning, stacklevel=2)
+            _give_up(model)
+
+
+@torch.no_grad()
+def _give_up(model: nn.Module) -> None:
+    """Leaves a model that has no scores."""
+    for p in model.parameters():
+        p.fill_(math.nan)
 
 
 def augmented(x: Tensor, generator: torch.Generator) -> Tensor:

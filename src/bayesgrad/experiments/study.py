@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ class Context:
         say: prints a line for people.
         progress: shows a trial as it goes.
         expect: is told how many epochs of how many steps a trial will take.
+        warned: what optimizers have warned of, which is said once.
     """
 
     folder: Path
@@ -38,11 +41,24 @@ class Context:
     say: Callable[[str], None] = print
     progress: Progress | None = None
     expect: Callable[[Trial, int, int], None] | None = None
+    warned: set[str] = field(default_factory=set)
 
     def run(self, trial: Trial, data: Dataset) -> History:
         if self.expect:
             self.expect(trial, trial.epochs, -(-len(data.train_x) // trial.batch_size))
-        return train(trial, data, self.folder, self.device, self.progress)
+        with self.hearing():
+            return train(trial, data, self.folder, self.device, self.progress)
+
+    @contextlib.contextmanager
+    def hearing(self) -> Iterator[None]:
+        """Says what is warned of inside, each thing once in a run."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.filterwarnings("always", category=UserWarning)
+            yield
+        for words in dict.fromkeys(str(warning.message) for warning in caught):
+            if words not in self.warned:
+                self.warned.add(words)
+                self.say(words)
 
     def once(self, key: str, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """What `compute` returns, from the run's folder where an earlier, interrupted run has left it."""
