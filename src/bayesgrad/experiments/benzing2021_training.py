@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from bayesgrad import optim
 from bayesgrad.block.layer import Layer
+from bayesgrad.curvature.factors import settle
 from bayesgrad.experiments import networks
 from bayesgrad.experiments.dataset import Dataset
 from bayesgrad.experiments.runner import Trial, evaluate
@@ -202,7 +203,7 @@ def _train(
             if not lost:
                 loss.backward()
                 optimizer.step()
-        except ValueError as words:  # something has grown too large to be inverted
+        except (ValueError, FloatingPointError) as words:  # something has grown too large to be inverted
             context.say(f"{trial.key} gave up: {words}")
             lost = True
         if lost:
@@ -344,6 +345,7 @@ def _similarity(optimizer: optim.KFAC, layer: Layer, dampings: Sequence[float]) 
     entry, group = optimizer.state[layer.owner], optimizer.param_groups[0]
     values, turned = {}, layer.matrix()[0]
     for side in ("input", "error"):
+        settle(entry, side)
         values[side], basis = torch.linalg.eigh(entry[f"{side}_moment"][0])
         turned = turned @ basis if side == "input" else basis.T @ turned
     inputs, errors = values["input"].clamp(min=0)[None], values["error"].clamp(min=0)[:, None]

@@ -273,7 +273,7 @@ def _step(trial: Trial, model: nn.Module, optimizers: list, outputs: Tensor, los
     for optimizer in optimizers:
         try:
             optimizer.step()
-        except ValueError as error:  # what a layer sees has grown too large to be inverted
+        except (ValueError, FloatingPointError) as error:  # what a layer sees has grown too large to be inverted
             if not isinstance(optimizer, LayerFilter):
                 raise
             warnings.warn(f"{trial.method} at lr {trial.lr:.2g} gave up: {error}", UserWarning, stacklevel=2)
