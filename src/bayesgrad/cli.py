@@ -115,7 +115,7 @@ def _check_optimizer(name: str, model: Any, network: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            method(name).build(model, method(name).lr, 1, 0.0)
+            method(name).build(model, method(name).lr, 1, 1, 0.0)
         except ValueError as error:
             raise ValueError(f"{name} cannot train {network}: {error}") from None
 

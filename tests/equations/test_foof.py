@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from bayesgrad.curvature.factors import symmetric
-from bayesgrad.optim import FOOF
+from bayesgrad.optim import FOOF, KFAC
 
 D = torch.float64
 
@@ -215,3 +215,20 @@ def test_rows_that_wait_are_part_of_the_average_and_of_the_state() -> None:
             net(x).square().mean().backward()
             opt.step()
     assert torch.equal(layer.weight, other.weight)
+
+
+def test_a_mean_over_tokens_is_one_over_examples_that_are_tokens() -> None:
+    """With terms=T, sequences of T tokens take the step of N T examples."""
+    torch.manual_seed(0)
+    x, y = torch.randn(4, 5, 6, dtype=D), torch.randint(0, 3, (4, 5))
+    for make in (FOOF, KFAC):
+        layer, other = nn.Linear(6, 3).to(D), nn.Linear(6, 3).to(D)
+        other.load_state_dict(layer.state_dict())
+        for net, a, b, terms in ((layer, x, y, 5), (other, x.flatten(0, 1), y.flatten(), 1)):
+            optimizer = make(net, terms=terms)
+            outputs = net(a)
+            if make is KFAC:
+                optimizer.observe(outputs, b)
+            F.cross_entropy(outputs.flatten(0, -2), b.flatten()).backward()
+            optimizer.step()
+        close(layer.weight, other.weight)

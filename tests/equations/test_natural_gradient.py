@@ -169,3 +169,20 @@ def test_damping_adapts_to_how_well_the_model_predicts(lr: float, grows: bool) -
     assert optimizer.param_groups[0]["draws"] == 5
     with pytest.raises(ValueError, match=r"adapt_damping=True compares losses .* use step\(closure\)"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("labelled", [False, True])
+def test_terms_divide_the_fisher(labelled: bool) -> None:
+    """The Fisher of T losses of an example is that of their sum; the gradient of their mean asks for it over T."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).to(D)
+    x, y = torch.randn(6, 5, 4, dtype=D), torch.randint(0, 3, (6, 5))
+    optimizer = NaturalGradient(model, lr=1.0, damping=0.05, terms=5)
+    outputs = model(x)
+    optimizer.observe(outputs, y if labelled else 2 - y)
+    F.cross_entropy(outputs.flatten(0, 1), y.flatten()).backward()
+    fisher = SubsampledFisher(model, x, labels=y if labelled else 2 - y).dense() / 5
+    before, g = flat(model), gradient(model)
+    optimizer.step()
+    step = torch.linalg.solve(fisher + 0.05 * torch.eye(len(fisher), dtype=D), g)
+    torch.testing.assert_close(flat(model), before - step, rtol=1e-10, atol=1e-11)

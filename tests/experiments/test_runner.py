@@ -195,14 +195,14 @@ def test_what_optimizers_warn_of_is_said_once(digits: Dataset, tmp_path: Path) -
     assert [words.split(" has no model of stem.1.weight")[0] for words in said] == ["FOOF", "KFAC"]
 
 
-def test_learning_rates_of_whole_examples_grow_with_the_length_of_sequences() -> None:
+def test_rules_know_how_many_losses_an_example_has() -> None:
     model = nn.Linear(3, 2)
-    for name, expected in (("sgd", 0.1), ("foof", 0.7), ("kfac", 0.7), ("naturalgradient", 0.7)):
-        (optimizer,) = method(name).optimizers(model, 0.1, 4, 7, 0.01)
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(expected)
-        if name != "sgd":  # decay does not grow with it
-            assert optimizer.param_groups[0]["lr"] * optimizer.param_groups[0]["weight_decay"] == pytest.approx(1e-3)
-    (optimizer,) = method("adabayes").optimizers(model, 0.1, 4, 7, 0.0)
+    for name in ("foof", "kfac", "naturalgradient"):
+        (optimizer,) = method(name).build(model, 0.1, 4, 7, 0.01)
+        group = optimizer.param_groups[0]
+        assert (group["lr"], group["terms"]) == (0.1, 7)
+        assert group["lr"] * group["weight_decay"] == pytest.approx(1e-3)
+    (optimizer,) = method("adabayes").build(model, 0.1, 4, 7, 0.0)
     assert optimizer.param_groups[0]["batch_size"] == 28
 
 

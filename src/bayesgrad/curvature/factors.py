@@ -99,7 +99,7 @@ class LayerCurvature:
 
 @dataclass(frozen=True)
 class InputMoment(LayerCurvature):
-    """A = (1/N) Σ_j Σ_t a_jt a_jt': the mean over examples j of the sum over positions t.
+    """A = (1/N) Σ_j Σ_t a_jt a_jt': the mean over examples j of the sum over positions t, over `terms` losses of each.
 
     Contains no derivatives at all: it is the Gram matrix of the least-squares problem that asks a layer's outputs to
     move along their gradients.
@@ -110,7 +110,7 @@ class InputMoment(LayerCurvature):
 
     def read(self, sheet: Any, options: Mapping[str, Any]) -> dict[str, Moment]:
         rows = sheet.indices if sheet.layer.lookup else sheet.inputs
-        return {"input": Moment(rows, 1 / sheet.examples)}
+        return {"input": Moment(rows, 1 / (sheet.examples * options["terms"]))}
 
 
 @dataclass(frozen=True)
@@ -129,12 +129,13 @@ class KroneckerFisher(LayerCurvature):
     sides = ("input", "error")
 
     def read(self, sheet: Any, options: Mapping[str, Any]) -> dict[str, Moment]:
+        weight = 1 / (sheet.examples * options["terms"])
         if sheet.layer.lookup:
             errors = sheet.errors
             return {
-                "input": Moment(sheet.indices, 1 / sheet.examples),
+                "input": Moment(sheet.indices, weight),
                 "error": Moment(errors, 1 / errors.shape[1]),
             }
         reduce = options["sharing"] == "reduce"
         inputs, errors = sheet.reduced() if reduce else (sheet.inputs, sheet.errors)
-        return {"input": Moment(inputs, 1 / sheet.examples), "error": Moment(errors, 1 / errors.shape[1])}
+        return {"input": Moment(inputs, weight), "error": Moment(errors, 1 / errors.shape[1])}

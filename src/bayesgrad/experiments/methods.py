@@ -20,49 +20,45 @@ class Method:
     Args:
         title: for tables and legends.
         lr: its usual learning rate, around which a search looks.
-        build: (model, lr, terms, decay) -> optimizers that step together; `terms` is how many losses a gradient is the
-            mean of, `decay` the strength of L2 regularisation that SGD would have, which each takes in its own way.
-        per_example: its lr is for losses of whole examples, so that where a loss is a mean over the positions of
-            sequences too, it is multiplied by their length before `build`.
+        build: (model, lr, batch, terms, decay) -> optimizers that step together; `batch` is the number of examples of a
+            gradient, `terms` that of losses for each of them, `decay` the strength of L2 regularisation that SGD would
+            have, which each takes in its own way.
     """
 
     title: str
     lr: float
-    build: Callable[[nn.Module, float, int, float], list[torch.optim.Optimizer]]
-    per_example: bool = False
-
-    def optimizers(
-        self, model: nn.Module, lr: float, batch: int, positions: int, decay: float
-    ) -> list[torch.optim.Optimizer]:
-        """For batches of so many examples of so many positions each."""
-        return self.build(model, lr * positions if self.per_example else lr, batch * positions, decay)
+    build: Callable[[nn.Module, float, int, int, float], list[torch.optim.Optimizer]]
 
 
 def _simple(make: Callable[..., torch.optim.Optimizer], **fixed: Any):
     """L2 regularisation in the gradient."""
-    return lambda model, lr, batch, decay: [make(model.parameters(), lr=lr, weight_decay=decay, **fixed)]
+    return lambda model, lr, batch, terms, decay: [make(model.parameters(), lr=lr, weight_decay=decay, **fixed)]
 
 
 def _decoupled(make: Callable[..., torch.optim.Optimizer], **fixed: Any):
     """Decoupled decay that matches SGD's at learning rate 0.1: lr * weight_decay = 0.1 * decay."""
-    return lambda model, lr, batch, decay: [make(model.parameters(), lr=lr, weight_decay=0.1 * decay / lr, **fixed)]
+    return lambda model, lr, batch, terms, decay: [
+        make(model.parameters(), lr=lr, weight_decay=0.1 * decay / lr, **fixed)
+    ]
 
 
 def _adabayes(make: Callable[..., torch.optim.Optimizer], **fixed: Any):
     """As `_decoupled`, with sgd_lr = 100 lr, the ratio of the paper: a search moves both."""
 
-    def build(model: nn.Module, lr: float, batch: int, decay: float) -> list[torch.optim.Optimizer]:
-        return _decoupled(make, sgd_lr=100 * lr, batch_size=batch, **fixed)(model, lr, batch, decay)
+    def build(model: nn.Module, lr: float, batch: int, terms: int, decay: float) -> list[torch.optim.Optimizer]:
+        return _decoupled(make, sgd_lr=100 * lr, batch_size=batch * terms, **fixed)(model, lr, batch, terms, decay)
 
     return build
 
 
 def _layerwise(make: Callable[..., torch.optim.Optimizer], **fixed: Any):
     """As `_decoupled`, for rules that take the model."""
-    return lambda model, lr, batch, decay: [make(model, lr=lr, weight_decay=0.1 * decay / lr, **fixed)]
+    return lambda model, lr, batch, terms, decay: [
+        make(model, lr=lr, terms=terms, weight_decay=0.1 * decay / lr, **fixed)
+    ]
 
 
-def _muon(model: nn.Module, lr: float, batch: int, decay: float) -> list[torch.optim.Optimizer]:
+def _muon(model: nn.Module, lr: float, batch: int, terms: int, decay: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the network, AdamW at a twentieth of its rate elsewhere, as its authors advise."""
     outer = ("tokens", "positions", "out")
     inner = [p for name, p in model.named_parameters() if p.dim() == 2 and not name.startswith(outer)]
@@ -87,9 +83,9 @@ METHODS: dict[str, Method] = {
     "adabayes": Method("AdaBayes", 1e-3, _adabayes(optim.AdaBayes)),
     "adabayes-paper": Method("AdaBayes (follow_lr=False)", 1e-3, _adabayes(optim.AdaBayes, follow_lr=False)),
     "adabayesfp": Method("AdaBayesFP", 1e-3, _adabayes(optim.AdaBayesFP)),
-    "foof": Method("FOOF", 0.3, _layerwise(optim.FOOF), per_example=True),
-    "kfac": Method("KFAC", 0.03, _layerwise(optim.KFAC), per_example=True),
-    "naturalgradient": Method("NaturalGradient", 0.1, _layerwise(optim.NaturalGradient), per_example=True),
+    "foof": Method("FOOF", 0.3, _layerwise(optim.FOOF)),
+    "kfac": Method("KFAC", 0.03, _layerwise(optim.KFAC)),
+    "naturalgradient": Method("NaturalGradient", 0.1, _layerwise(optim.NaturalGradient)),
     "muon": Method("Muon", 2e-2, _muon),
 }
 

@@ -204,8 +204,8 @@ def train(trial: Trial, data: Dataset, folder: Path, device: str = "cpu", progre
             checkpoint.unlink(missing_ok=True)
             return History(saved["rows"], saved["final"], saved["cost"])
     model = networks.build(trial.network, data, trial.seed, trial.large).to(device)
-    positions = data.train_y[0].numel()  # the loss is a mean over those of sequences too
-    optimizers = method(trial.method).optimizers(model, trial.lr, trial.batch_size, positions, trial.decay)
+    terms = data.train_y[0].numel()  # the loss is a mean over the positions of sequences too
+    optimizers = method(trial.method).build(model, trial.lr, trial.batch_size, terms, trial.decay)
     schedulers = [torch.optim.lr_scheduler.MultiStepLR(o, list(trial.milestones)) for o in optimizers]
     parts: list[Any] = [model, *optimizers, *schedulers]
     history = History(cost={"seconds": 0.0, "steps": 0.0, "memory": 0.0})

@@ -45,6 +45,7 @@ class LayerFilter(Filter):
         "update_every": WHOLE,
         "stats_every": WHOLE,
         "max_factor": COUNT,
+        "terms": COUNT,
         "likelihood": one_of("categorical", "bernoulli", "gaussian"),
         "seed": Range("a whole number", lambda x: x == int(x)),
     }

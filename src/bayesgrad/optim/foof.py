@@ -23,8 +23,9 @@ class FOOF(FactoredFilter):
     with decay `ema`, eta = `lr`, lambda = `damping` and lambda_w = `weight_decay`. It is ridge regression of the
     errors at the layer's outputs on its inputs: no second derivatives, one factor, no labels to sample.
 
-    An example is one index of the first dimension. Where the loss is a mean over T positions too (tokens of a
-    sequence), gradients are T times smaller than that of an example, so multiply lr by T.
+    An example is one index of the first dimension, with one loss. Where it has T of them and the gradient is of their
+    mean
+    (tokens of a sequence), A is divided by `terms` = T.
 
     Args:
         model: the network; the training loop stays as it is.
@@ -34,6 +35,8 @@ class FOOF(FactoredFilter):
         ema: decay of the average of A.
         update_every: steps between inversions (earlier ones when the number of steps has doubled).
         stats_every: steps between updates of A.
+        terms: how many losses of each example the gradient's mean runs over: 1, or the number of tokens where the
+            loss is a mean over tokens.
         momentum: of torch.optim.SGD, on the preconditioned gradient.
         weight_decay: decoupled.
         max_factor: larger sides are taken to be diagonal.
@@ -67,6 +70,7 @@ class FOOF(FactoredFilter):
         ema: float = 0.95,
         update_every: int = 100,
         stats_every: int = 1,
+        terms: int = 1,
         momentum: float = 0.0,
         weight_decay: float = 0.0,
         max_factor: int = 8192,
@@ -79,6 +83,7 @@ class FOOF(FactoredFilter):
             ema=ema,
             update_every=update_every,
             stats_every=stats_every,
+            terms=terms,
             momentum=momentum,
             weight_decay=weight_decay,
             max_factor=max_factor,

@@ -48,6 +48,8 @@ class KFAC(FactoredFilter):
         ema: decay of the averages.
         update_every: steps between inversions (earlier ones when the number of steps has doubled).
         stats_every: steps between updates of A and E; observe() does nothing in between.
+        terms: how many losses of each example the gradient's mean runs over: 1, or the number of tokens where the
+            loss is a mean over tokens.
         momentum: of torch.optim.SGD, on the preconditioned gradient.
         weight_decay: decoupled.
         sharing: what to do about positions: "expand" as above, or "reduce", which averages inputs and adds up errors
@@ -96,6 +98,7 @@ class KFAC(FactoredFilter):
         ema: float = 0.95,
         update_every: int = 100,
         stats_every: int = 1,
+        terms: int = 1,
         momentum: float = 0.0,
         weight_decay: float = 0.0,
         sharing: str = "expand",
@@ -112,6 +115,7 @@ class KFAC(FactoredFilter):
             ema=ema,
             update_every=update_every,
             stats_every=stats_every,
+            terms=terms,
             momentum=momentum,
             weight_decay=weight_decay,
             sharing=sharing,

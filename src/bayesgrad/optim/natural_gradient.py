@@ -49,6 +49,8 @@ class NaturalGradient(LayerFilter):
         blocks: "full" for the Fisher of the whole network, "layer" for its diagonal blocks, one for each module.
         ema: decay of the fallback's average.
         update_every: steps between refreshes of the Fisher; observe() does nothing in between.
+        terms: how many losses of each example the gradient's mean runs over: 1, or the number of tokens where the
+            loss is a mean over tokens.
         momentum: of torch.optim.SGD, on the preconditioned gradient.
         weight_decay: decoupled.
         step_size: "lr", or "quadratic": the natural gradient (and the momentum) times what minimises the damped
@@ -98,6 +100,7 @@ class NaturalGradient(LayerFilter):
         blocks: str = "full",
         ema: float = 0.95,
         update_every: int = 1,
+        terms: int = 1,
         momentum: float = 0.0,
         weight_decay: float = 0.0,
         step_size: str = "lr",
@@ -113,6 +116,7 @@ class NaturalGradient(LayerFilter):
             blocks=blocks,
             ema=ema,
             update_every=update_every,
+            terms=terms,
             momentum=momentum,
             weight_decay=weight_decay,
             step_size=step_size,
@@ -253,10 +257,10 @@ class NaturalGradient(LayerFilter):
         """The gradient of one block, solved."""
         params = list(columns)
         count, damping = columns[params[0]].count, float(group["damping"])
-        scale = 1 / math.sqrt(count)
-        factor = self._dual(columns, damping)
+        scale = 1 / math.sqrt(count * group["terms"])
+        factor = self._dual(columns, damping, scale**2)
         if fresh and (c := _common_factor(columns)) is not None:
-            rest = torch.full((count, 1), c * math.sqrt(count), dtype=factor.dtype, device=factor.device)
+            rest = torch.full((count, 1), c / scale, dtype=factor.dtype, device=factor.device)
             weights = scale * torch.cholesky_solve(rest, factor)[:, 0]
             return {p: own.combine(weights.to(_kind(own))) for p, own in columns.items()}
         projection = torch.stack(
@@ -268,15 +272,14 @@ class NaturalGradient(LayerFilter):
             for p, own in columns.items()
         }
 
-    def _dual(self, columns: Mapping[Tensor, Columns], damping: float) -> Tensor:
+    def _dual(self, columns: Mapping[Tensor, Columns], damping: float, weight: float) -> Tensor:
         """The Cholesky factor of λI + G'G, kept in the state of the block's first parameter."""
         entry = self.state[next(iter(columns))]
-        count = next(iter(columns.values())).count
         members = len(columns)
         if "gram" not in entry or entry.get("gram_of", torch.tensor(0)) != members:
             grams = [own.gram() for own in columns.values()]
             dtype = torch.float64 if any(g.dtype == torch.float64 for g in grams) else grams[0].dtype
-            entry["gram"] = torch.stack([g.to(entry_device(entry, g), dtype) for g in grams]).sum(0) / count
+            entry["gram"] = torch.stack([g.to(entry_device(entry, g), dtype) for g in grams]).sum(0) * weight
             entry["gram_of"] = torch.tensor(members)
             entry.pop("dual", None)
         if "dual" not in entry or entry["dual_damping"] != damping:
@@ -295,7 +298,7 @@ class NaturalGradient(LayerFilter):
             rows = torch.stack(
                 [sum(columns[p].project(v[p].to(_kind(columns[p]))).double() for p in block) for v in vectors]  # pyright: ignore
             )
-            total += (rows @ rows.T / count).cpu()
+            total += (rows @ rows.T / (count * self.param_groups[0]["terms"])).cpu()
         return total
 
     def _scale_by_model(
