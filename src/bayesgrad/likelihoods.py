@@ -72,6 +72,7 @@ class Categorical(Likelihood):
 
     def residual(self, outputs: Tensor, labels: Tensor) -> Tensor:
         classes = outputs.shape[-1]
+        _check_tensor(labels)
         if labels.shape != outputs.shape[:-1] or labels.is_floating_point() or labels.is_complex():
             raise ValueError(
                 f"labels must be whole numbers of shape {tuple(outputs.shape[:-1])} for outputs of shape "
@@ -140,7 +141,13 @@ class Gaussian(Likelihood):
         yield from _one_by_one(torch.ones_like(outputs))
 
 
+def _check_tensor(labels: object) -> None:
+    if not isinstance(labels, Tensor):
+        raise TypeError(f"labels must be a tensor, got {type(labels).__name__}.")
+
+
 def _real(labels: Tensor, outputs: Tensor) -> Tensor:
+    _check_tensor(labels)
     if labels.shape != outputs.shape:
         raise ValueError(f"labels must have the outputs' shape {tuple(outputs.shape)}, got {tuple(labels.shape)}.")
     return labels.to(outputs)

@@ -55,9 +55,9 @@ class Layer:
     @property
     def shape(self) -> tuple[int, int, int]:
         """(groups, out, in) of [W b]; for an Embedding (1, rows, features)."""
-        groups, weight = layers.groups_of(self.module), layers.weight_of(self.module)
-        size = weight.numel() // len(weight) if self.weight is not None else 0
-        return groups, len(weight) // groups, size + (self.bias is not None)
+        groups, rows = layers.groups_of(self.module), len(self.owner)
+        size = self.weight.numel() // rows if self.weight is not None else 0
+        return groups, rows // groups, size + (self.bias is not None)
 
     def matrix(self) -> Tensor:
         """The gradient of [W b], (groups, out, in), zero where a parameter has none."""
@@ -86,7 +86,7 @@ class Sheet:
     def __init__(self, layer: Layer, passes: Sequence[Sequence[Use]]) -> None:
         self.layer = layer
         self.passes = passes
-        self.examples = sum(layers.examples_in(uses[0].module, uses[0].input) for uses in passes)
+        self.examples = sum(max(layers.examples_in(use.module, use.input) for use in uses) for uses in passes)
 
     @property
     def uses(self) -> Iterable[Use]:
@@ -116,6 +116,8 @@ class Sheet:
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def _errors(self, use: Use) -> Tensor:
+        if isinstance(use.module, nn.Embedding):
+            return layers.lookups_of(use.module, use.input, use.error)[1].flatten(0, 1)[None]
         return layers.errors_of(use.module, use.error).flatten(1, 2)
 
     def rows(self) -> int:
@@ -129,12 +131,27 @@ class Sheet:
         """One row for each example: inputs averaged over its positions, errors added up."""
         inputs, errors = [], []
         for uses in self.passes:
+            if len({layers.examples_in(use.module, use.input) for use in uses}) > 1:
+                raise ValueError(
+                    f"layer {self.layer.names[0]!r} was called with different numbers of examples in one pass: "
+                    "sharing='reduce' cannot tell whose positions they are, use 'expand'."
+                )
             a = torch.cat([layers.inputs_of(use.module, use.input) for use in uses], 2).mean(2)
             e = torch.cat([layers.errors_of(use.module, use.error) for use in uses], 2).sum(2)
             a = a if self.layer.weight is not None else a[..., :0]
             inputs.append(_with_ones(a) if self.layer.bias is not None else a)
             errors.append(e)
         return torch.cat(inputs, 1), torch.cat(errors, 1)
+
+
+def explained(layer: Layer, uses: Sequence[Use]) -> Tensor:
+    """The part of the weight's gradient that these uses explain."""
+    total = torch.zeros(layer.owner.shape, dtype=compute_dtype(layer.owner.dtype), device=layer.owner.device)
+    for use in uses:
+        for p, columns in layers.columns_of(use.module, use.input, use.error):
+            if p is layer.owner:
+                total += columns.combine(torch.ones(columns.count).to(total))
+    return total
 
 
 def _with_ones(rows: Tensor) -> Tensor:

@@ -66,6 +66,10 @@ class Columns(ABC):
     def rows(self) -> Tensor:
         """G' written down, (N, *shape)."""
 
+    @abstractmethod
+    def fits(self) -> bool:
+        """Whether these can be the gradients of a parameter of this shape."""
+
     def tensors(self) -> dict[str, Tensor]:
         """What it is made of, for a checkpoint; `restored` is the inverse."""
         kind = type(self).__name__.lower()
@@ -97,6 +101,9 @@ class Outer(Columns):
     @property
     def count(self) -> int:
         return self.inputs.shape[1]
+
+    def fits(self) -> bool:
+        return len(self.errors) * self.errors.shape[-1] * self.inputs.shape[-1] == self.shape.numel()
 
     def project(self, u: Tensor) -> Tensor:
         groups, _, _, fan_out = self.errors.shape
@@ -180,6 +187,9 @@ class Lookup(Columns):
     def count(self) -> int:
         return self.indices.shape[0]
 
+    def fits(self) -> bool:
+        return self.errors.shape[-1:] == self.shape[1:] and int(self.indices.max()) < self.shape[0]
+
     def project(self, u: Tensor) -> Tensor:
         return (u[self.indices] * self.errors).sum((1, 2))
 
@@ -226,6 +236,9 @@ class Rows(Columns):
     @property
     def count(self) -> int:
         return self.values.shape[0]
+
+    def fits(self) -> bool:
+        return self.values.shape[1:] == self.shape
 
     def project(self, u: Tensor) -> Tensor:
         return self._flat() @ u.flatten()

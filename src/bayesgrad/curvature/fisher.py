@@ -126,10 +126,11 @@ class SubsampledFisher:
         if not self._parameters:
             raise ValueError("the model has no trainable parameters.")
         self.names = list(self._parameters)
-        tap = Tap(explained_layers(model), keeps=False)
+        tap = Tap(model, explained_layers(model), keeps=False)
         try:
             with torch.enable_grad():
                 outputs = model(*arguments)
+                check_outputs(outputs)
                 if outputs.shape[:1] != arguments[0].shape[:1]:
                     raise ValueError(
                         f"the model made outputs of shape {tuple(outputs.shape)} from {len(arguments[0])} examples: "
@@ -235,6 +236,14 @@ class SubsampledFisher:
         return vector, lambda d: torch.cat([d[name].flatten() for name in self.names])
 
 
+def check_outputs(outputs: Any) -> None:
+    """Raises where these are not outputs of which the first dimension counts examples."""
+    if not isinstance(outputs, Tensor):
+        raise TypeError(f"outputs must be one tensor, got {type(outputs).__name__}: wrap the model to return one.")
+    if outputs.dim() == 0:
+        raise ValueError("outputs must have a first dimension that counts examples, got a single number: no loss.")
+
+
 # --- from a pass to columns ---
 
 
@@ -268,12 +277,8 @@ def gather(trace: Trace, directions: Sequence[Tensor], check: bool = True) -> tu
         directions: of the outputs; each gives as many columns as there are examples.
     """
     count = len(trace.outputs)
-    mixed = _mixed(trace) if check else set()
-    reads: dict[int, int] = {}
-    for call in trace.calls:
-        for p in layers.own_parameters(trace.tap.layers[call.name]).values():
-            reads[id(p)] = reads.get(id(p), 0) + 1
-    left = {key for key, n in reads.items() if trace.reads.get(key, n) != n}
+    mixed = _mixed(trace, directions[0]) if check else set()
+    left = trace.strangers()
     for call in trace.calls:
         module = trace.tap.layers[call.name]
         if call.name in mixed or call.input is None or layers.examples_in(module, call.input) != count:
@@ -294,25 +299,31 @@ def _explained(use: Use, left: set[int]) -> Iterable[tuple[nn.Parameter, Columns
     return ((p, columns) for p, columns in layers.columns_of(use.module, use.input, use.error) if id(p) not in left)
 
 
-def _mixed(trace: Trace) -> set[str]:
+def _mixed(trace: Trace, direction: Tensor) -> set[str]:
     """The layers whose leading dimension does not tell examples apart.
 
-    The errors of two examples are looked at: a layer with positions in front, of which the model reads only the first,
-    would show errors at index 0 for any example.
+    A loss whose examples have random weights must bring back the same errors, each with the weight of its example.
     """
     if len(trace.outputs) < 2:
         return set()
-    noise = torch.randn(trace.outputs[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    weights = (0.5 + torch.rand(len(direction), dtype=torch.float64, generator=generator)).to(direction)
     names = {id(module): name for name, module in trace.tap.layers.items()}
     mixed = set()
-    for example in (0, len(trace.outputs) - 1):
-        probe = torch.zeros_like(trace.outputs)
-        probe[example] = noise.to(probe)
-        for use in trace.uses(probe):
-            others = use.error[1:] if example == 0 else use.error[:example]
-            if bool(others.any()):
-                mixed.add(names[id(use.module)])
+    plain = trace.uses(direction)
+    for one, other in zip(plain, trace.uses(direction * _leading(weights, direction))):
+        if len(one.error) != len(direction):
+            mixed.add(names[id(one.module)])
+            continue
+        error, expected = other.error, one.error * _leading(weights, one.error)
+        size = 1e3 * expected.abs().max() + 10 * direction.abs().max()
+        if bool((error - expected).abs().max() > torch.finfo(error.dtype).eps * size):
+            mixed.add(names[id(one.module)])
     return mixed
+
+
+def _leading(weights: Tensor, like: Tensor) -> Tensor:
+    return weights.to(like).view(-1, *[1] * (like.dim() - 1))
 
 
 def _is_read(p: nn.Parameter, trace: Trace, left: set[int]) -> bool:
@@ -341,7 +352,7 @@ def per_example(
     values = {name: p.detach() for name, p in params.items()}
     inputs = tuple(x.detach() for x in inputs)
     try:
-        if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        if any(isinstance(module, (nn.RNNBase, nn.RNNCellBase)) for module in model.modules()):
             parts = _one_by_one(grad(inner, has_aux=True), values, inputs, directions)
         else:
             size = max(1, CHUNK // max(1, sum(p.numel() for p in values.values())))

@@ -52,8 +52,8 @@ def mixes_examples(module: nn.Module) -> bool:
 
 
 def _own_weight(module: nn.Module) -> bool:
-    weight = module._parameters.get("weight")
-    return weight is not None and "parametrizations" not in module._modules
+    replaced = "forward" in module.__dict__ or "parametrizations" in module._modules
+    return module._parameters.get("weight") is not None and not replaced
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -29,7 +29,17 @@ class Call:
     """One call of a layer in a forward pass. The input is let go when a backward pass has taken it."""
 
     name: str
+    turn: int
     input: Tensor | None
+    version: int | None  # of an input that is somebody else's and may change; None for what the network computed itself
+
+    def taken(self) -> Tensor:
+        """The input; a copy where it may be overwritten later."""
+        if self.input is None or self.version is None:
+            return self.input  # pyright: ignore[reportReturnType]
+        if self.input._version != self.version:
+            raise RuntimeError(f"the input of layer {self.name!r} was changed in place before the backward pass.")
+        return self.input.clone()
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,13 +47,15 @@ class Use:
     """One call of a layer and the error at its output.
 
     Args:
-        task: tells backward passes apart.
+        task, turn: tell backward passes and forward passes apart. Calls in one forward pass are about the same
+        examples.
     """
 
     module: nn.Module
     input: Tensor
     error: Tensor
     task: int
+    turn: int = 0
 
 
 class Hook:
@@ -55,7 +67,10 @@ class Hook:
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         tap = self.tap() if self.tap else None
-        if tap is not None and isinstance(output, Tensor) and output.requires_grad and torch.is_grad_enabled():
+        if tap is None or not isinstance(output, Tensor) or not output.requires_grad or not torch.is_grad_enabled():
+            return
+        known = module._parameters.get("weight") is not None  # else it has been pruned or reparametrised since
+        if known and not torch._C._functorch.is_functorch_wrapped_tensor(output):  # pyright: ignore
             tap.saw(self.name, args[0] if args else kwargs["input"], output)
 
     def __reduce__(self) -> tuple:
@@ -65,27 +80,48 @@ class Hook:
     __call__._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
+class Turn:
+    """Counts the forward passes of a model; as `Hook` a copy does nothing."""
+
+    def __init__(self, tap: Tap | None = None) -> None:
+        self.tap = weakref.ref(tap) if tap is not None else None
+
+    def __call__(self, module: nn.Module, args: tuple) -> None:
+        if self.tap is not None and (tap := self.tap()) is not None:
+            tap.turn += 1
+
+    def __reduce__(self) -> tuple:
+        return Turn, ()
+
+    __call__._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
 class Tap:
     """Collects what the layers of a model show.
 
     Args:
+        model: whose forward passes are counted.
         layers: name -> module, those to listen to.
         keeps: whether backward passes leave their uses.
         notes: whether the graph is annotated for `trace`.
     """
 
-    def __init__(self, layers: Mapping[str, nn.Module], *, keeps: bool = True, notes: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, layers: Mapping[str, nn.Module], *, keeps: bool = True, notes: bool = True
+    ) -> None:
         self.layers = dict(layers)
         self.keeps, self.notes = keeps, notes
         self.uses: dict[str, list[Use]] = {name: [] for name in self.layers}
         self.quiet = False
-        self._handles = [
-            module.register_forward_hook(Hook(self, name), with_kwargs=True) for name, module in self.layers.items()
+        self.turn = 0
+        self.begun: dict[str, bool] = {}  # whether the latest pass through a layer began its gradients
+        # Before all other hooks, which may replace the output by something that is not the layer's.
+        handles = [
+            module.register_forward_hook(Hook(self, name), with_kwargs=True, prepend=True)
+            for name, module in self.layers.items()
         ]
-
-    def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        handles.append(model.register_forward_pre_hook(Turn(self)))
+        self.close = weakref.finalize(self, _remove, handles)
 
     def clear(self) -> None:
         for uses in self.uses.values():
@@ -93,7 +129,7 @@ class Tap:
 
     def saw(self, name: str, x: Tensor, output: Tensor) -> None:
         """A layer was called."""
-        call = Call(name, x.detach())
+        call = Call(name, self.turn, x.detach(), x._version if x.is_leaf else None)
         if self.notes:
             edge = get_gradient_edge(output)
             notes: dict[str, Any] = edge.node.metadata  # pyright: ignore[reportAssignmentType]
@@ -111,10 +147,17 @@ class Tap:
 
     def _keep(self, call: Call, error: Tensor) -> None:
         module, task = self.layers[call.name], torch._C._current_graph_task_id()
+        trained = [p for p in module.parameters(recurse=False) if p.requires_grad]
+        # A pass that asks for the gradients of something else leaves nothing in .grad, and is no evidence.
+        nodes = [get_gradient_edge(p).node for p in trained]
+        if not any(torch._C._will_engine_execute_node(node) for node in nodes) or not call.input.numel():  # pyright: ignore
+            return
         uses = self.uses[call.name]
-        if uses and uses[-1].task != task and all(p.grad is None for p in module.parameters(recurse=False)):
-            uses.clear()  # of gradients that nobody made use of
-        uses.append(Use(module, call.input, error.detach(), task))  # pyright: ignore[reportArgumentType]
+        if not uses or uses[-1].task != task:
+            self.begun[call.name] = all(p.grad is None or not bool(p.grad.any()) for p in trained)
+            if uses and self.begun[call.name]:
+                uses.clear()  # of gradients that nobody made use of
+        uses.append(Use(module, call.taken(), error.detach(), task, call.turn))
 
     def trace(self, outputs: Tensor) -> Trace:
         """The layers' calls in the graph of some outputs, by a walk through it."""
@@ -144,6 +187,11 @@ class Tap:
                     seen.add(following)
                     nodes.append(following)
         return trace
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 class Trace:
@@ -181,7 +229,12 @@ class Trace:
         finally:
             self.tap.quiet = False
         return [
-            Use(self.tap.layers[call.name], call.input, error, 0)
+            Use(self.tap.layers[call.name], call.taken(), error, 0, call.turn)
             for call, error in zip(self.calls, errors)
-            if call.input is not None and error is not None
+            if error is not None
         ]
+
+    def strangers(self) -> set[int]:
+        """The ids of parameters of these layers that something else reads as well, or that are read in another way."""
+        counts = Counter(id(p) for call in self.calls for p in self.tap.layers[call.name].parameters(recurse=False))
+        return {key for key, count in counts.items() if self.reads.get(key, count) != count}

@@ -13,6 +13,7 @@ from bayesgrad.block import Directions
 from bayesgrad.block.layer import Layer, Sheet, directions
 from bayesgrad.curvature.factors import LayerCurvature, defer, settle
 from bayesgrad.curvature.gradients import average
+from bayesgrad.filter.filter import ON_CPU
 from bayesgrad.filter.layerwise import LayerFilter
 from bayesgrad.precision import Kronecker, Precision
 from bayesgrad.precision.linalg import diagonal_inverse, inverse
@@ -30,12 +31,14 @@ class FactoredFilter(LayerFilter):
     layer_curvature: ClassVar[LayerCurvature]
 
     def directions(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> Directions:
+        self._follow_thawing()
         owners = {p: group for group, params in zip(groups, active) for p in params}
         current = [layer for layer in self.layers if any(p in owners for p in layer.members)]
         settings = {layer: next(owners[p] for p in layer.members if p in owners) for layer in current}
         passes = self.sheets(self.backward_passes())
         fresh = self.statistics(current, settings, passes)
         known = [layer for layer in current if layer in fresh or "clock" in self.state.get(layer.owner, {})]
+        known = [layer for layer in known if layer.weight not in self._strangers]
         self._warn_of({p for layer in self.touched(set(current) - set(known)) for p in layer.members})
         for layer in known:
             self._refresh(layer, fresh.get(layer), settings[layer])
@@ -51,7 +54,7 @@ class FactoredFilter(LayerFilter):
         """Whether statistics are due in the coming step."""
         entry = self.state.get(layer.owner, {})
         clock = entry.get("clock")
-        return clock is None or int(entry["step"]) + 1 - int(clock[MERGED]) >= group["stats_every"]
+        return clock is None or int(entry.get("step", 0)) + 1 - int(clock[MERGED]) >= group["stats_every"]
 
     def _refresh(self, layer: Layer, sheet: Sheet | None, group: Mapping[str, Any]) -> None:
         entry = self.state[layer.owner]
@@ -63,8 +66,10 @@ class FactoredFilter(LayerFilter):
             keep, take = average(group["ema"], int(clock[MERGES]))
             for side, moment in self.layer_curvature.read(sheet, group).items():
                 defer(entry, side, moment, keep, take)
-        last = int(clock[INVERTED])
-        if clock[MERGED] > last and (not last or step >= min(2 * last, last + group["update_every"])):
+        last, damping = int(clock[INVERTED]), float(group["damping"])
+        due = clock[MERGED] > last and step >= min(2 * last, last + group["update_every"])
+        if not last or due or entry["damped"] != damping:
+            entry["damped"] = torch.tensor(damping, dtype=torch.float64)
             for side in self.layer_curvature.sides:
                 settle(entry, side)
             self.invert(layer, entry, group)
@@ -76,12 +81,13 @@ class FactoredFilter(LayerFilter):
         for side, shape in self._factor_shapes(layer, group).items():
             name = f"{side}_moment"
             if name in entry and entry[name].shape != shape:
-                for key in [
-                    key for key in entry if key.startswith(("input_", "error_")) or key in ("clock", "spectrum")
-                ]:
+                for key in _factors(entry):
                     del entry[key]  # another part of the layer is trained now: what was known is of no use
-            if name not in entry or entry[name].dtype != like["dtype"]:
-                entry[name] = entry[name].to(**like) if name in entry else torch.zeros(shape, **like)
+            if name not in entry:
+                entry[name] = torch.zeros(shape, **like)
+            elif entry[name].dtype != like["dtype"]:  # the model was cast
+                for key in (key for key in _factors(entry) if key not in ON_CPU):
+                    entry[key] = entry[key].to(**like)
         entry.setdefault("clock", torch.zeros(3, dtype=torch.int64))
 
     def _factor_shapes(self, layer: Layer, group: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -135,6 +141,11 @@ class FactoredFilter(LayerFilter):
     def _mine(self, saved_group: Mapping[str, Any]) -> list[Tensor]:
         named = {n: p for group in self.param_groups for n, p in zip(group["param_names"], group["params"])}
         return [named[name] for name in saved_group["param_names"]]
+
+
+def _factors(entry: Mapping[str, Tensor]) -> list[str]:
+    """What belongs to the layer and not to its parameters' elements."""
+    return [key for key in entry if key.startswith(("input_", "error_")) or key in ("spectrum", "damped", "clock")]
 
 
 def store(entry: dict[str, Tensor], name: str, value: Tensor) -> None:

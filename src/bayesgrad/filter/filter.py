@@ -375,15 +375,19 @@ class Filter(torch.optim.Optimizer):
                 odd = next((k for k, value in entry.items() if not isinstance(value, Tensor)), None)
                 if odd is not None or ("step" in entry and entry["step"].numel() != 1):
                     raise ValueError(f"{odd or 'step'} in the saved state of {where} is no tensor of its kind.")
-                if entry and not {"step", *slots} <= set(entry):
+                if entry and not {"step", *slots} <= set(entry) and not self._is_partial(entry):
                     lost = sorted({"step", *slots} - set(entry))
                     raise ValueError(f"the saved state of {where} lacks {lost}: it is not {name}'s, or cut short.")
                 for slot in slots:
-                    if entry and entry[slot].shape != p.shape:
+                    if slot in entry and entry[slot].shape != p.shape:
                         raise ValueError(
                             f"{slot} of {where} has shape {tuple(entry[slot].shape)} in the saved state, "
                             f"but the parameter has {tuple(p.shape)}: load it into the model it came from."
                         )
+
+    def _is_partial(self, entry: Mapping[str, Tensor]) -> bool:
+        """Whether this is the state of a parameter that has not taken a step, and is whole all the same."""
+        return False
 
     def _slots_of(self, p: Tensor, group: Mapping[str, Any]) -> tuple[str, ...]:
         """The elementwise state that a parameter has at least."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -90,10 +91,22 @@ class LayerFilter(Filter):
         mine = {id(p) for group in self.param_groups for p in group["params"]}
         self.layers = self._find_layers(mine)
         heard = {name: module for name, module in self.model.named_modules() if self._hears(module, mine)}
-        self.tap = Tap(heard, keeps=self.listens, notes=self.observes)
+        self.tap = Tap(self.model, heard, keeps=self.listens, notes=self.observes)
         self._observed: list[Any] = []
         self._marked: list[tuple[int, int]] = []
+        self._strangers: set[Tensor] = set()  # weights that something other than their layers reads
+        self._trained = self._flags()
         self._warned: set[Tensor] = self.__dict__.get("_warned", set())
+
+    def _flags(self) -> list[bool]:
+        return [p.requires_grad for group in self.param_groups for p in group["params"]]
+
+    def _follow_thawing(self) -> None:
+        """Looks for layers anew where some were frozen or thawed."""
+        if self._trained != self._flags():
+            self._trained = self._flags()
+            self.layers = self._find_layers({id(p) for group in self.param_groups for p in group["params"]})
+            self._warn_of(set(self._unmodelled()))
 
     def _hears(self, module: nn.Module, mine: set[int]) -> bool:
         return layers.is_matrix(module) and any(id(p) in mine for p in layers.own_parameters(module).values())
@@ -105,6 +118,7 @@ class LayerFilter(Filter):
             if layers.is_matrix(module):
                 found.setdefault(id(module.weight), []).append((name, module))
         result = []
+        biases = Counter(id(uses[0][1]._parameters.get("bias")) for uses in found.values())
         for uses in found.values():
             names, modules = zip(*uses)
             kinds = {(type(m), layers.groups_of(m), id(m._parameters.get("bias"))) for m in modules}
@@ -113,6 +127,7 @@ class LayerFilter(Filter):
                 p if (p := own.get(k)) is not None and id(p) in mine and p.requires_grad else None
                 for k in ("weight", "bias")
             )
+            bias = bias if biases[id(bias)] == 1 else None  # one that several layers share belongs to none
             if len(kinds) == 1 and (weight is not None or bias is not None):
                 result.append(Layer(names, modules[0], weight, bias))
         return result
@@ -146,6 +161,13 @@ class LayerFilter(Filter):
         super().zero_grad(set_to_none)
         self.tap.clear()
 
+    def _skips(self, active: list[list[Tensor]]) -> bool:
+        skips = super()._skips(active)
+        if skips:
+            self._observed = []
+            self.tap.clear()
+        return skips
+
     def _mark(self) -> list[tuple[int, int]]:
         """Tells whether gradients have changed in between."""
         every = (p for group in self.param_groups for p in group["params"])
@@ -153,12 +175,12 @@ class LayerFilter(Filter):
 
     def sheets(self, uses: Sequence[Sequence[Use]]) -> dict[Layer, Sheet]:
         """The evidence for each layer in some passes; layers without any are left out."""
-        by_weight = {id(layer.module.weight): layer for layer in self.layers}
+        by_weight = {id(layer.module._parameters.get("weight")): layer for layer in self.layers}
         found: dict[Layer, list[list[Use]]] = {}
         for one_pass in uses:
             here: dict[Layer, list[Use]] = {}
             for use in one_pass:
-                layer = by_weight.get(id(use.module.weight))
+                layer = by_weight.get(id(use.module._parameters.get("weight")))
                 if layer is not None:
                     here.setdefault(layer, []).append(use)
             for layer, own in here.items():
@@ -167,10 +189,10 @@ class LayerFilter(Filter):
 
     def backward_passes(self) -> list[list[Use]]:
         """What came back since the gradients were begun, pass by pass."""
-        passes: dict[int, list[Use]] = {}
+        passes: dict[tuple[int, int], list[Use]] = {}
         for uses in self.tap.uses.values():
             for use in uses:
-                passes.setdefault(use.task, []).append(use)
+                passes.setdefault((use.task, use.turn), []).append(use)
         return list(passes.values())
 
     def draw(self, outputs: Tensor) -> Tensor:
@@ -189,7 +211,8 @@ class LayerFilter(Filter):
         own = type(self).__name__
         return RuntimeError(
             f"{what}: {do} of the model that was given to {own} before step(); "
-            f"if the model is compiled, build {own} before torch.compile."
+            f"if the model is compiled, build {own} before torch.compile, if layers were replaced or pruned, "
+            f"build it anew."
         )
 
     def step(self, closure: Any = None) -> Any:
@@ -250,6 +273,9 @@ class LayerFilter(Filter):
             keys = dict(zip(names, group["params"]))
             ordered.append({**group, "params": [keys[name] for name in own], "param_names": list(own)})
         return {**saved, "param_groups": ordered}
+
+    def _is_partial(self, entry: Mapping[str, Tensor]) -> bool:
+        return "step" not in entry
 
     def _slots_of(self, p: Tensor, group: Mapping[str, Any]) -> tuple[str, ...]:
         return self.slots({**group, "solved": any(p is q for layer in self.layers for q in layer.members)})

@@ -13,6 +13,7 @@ from bayesgrad import likelihoods
 from bayesgrad.block.layer import Layer, Sheet
 from bayesgrad.curvature import SquaredGradient
 from bayesgrad.curvature.factors import KroneckerFisher, symmetric
+from bayesgrad.curvature.fisher import check_outputs
 from bayesgrad.filter import Parts
 from bayesgrad.filter.factored import FactoredFilter, store
 from bayesgrad.filter.ranges import one_of
@@ -134,6 +135,7 @@ class KFAC(FactoredFilter):
             outputs: of the model, with their graph; which is left as it is, and so is `.grad`.
             labels: to be used in place of drawn ones (the empirical Fisher).
         """
+        check_outputs(outputs)
         groups = {p: group for group in self.param_groups for p in group["params"]}
         if not any(self.due(layer, groups[layer.owner]) for layer in self.layers):
             return
@@ -141,6 +143,10 @@ class KFAC(FactoredFilter):
         labels = self.draw(outputs) if labels is None else labels
         residual = likelihoods.named(self.param_groups[0]["likelihood"]).residual(outputs, labels)
         self._observed.append(trace.uses(residual))
+        strangers = trace.strangers()
+        self._strangers |= {
+            layer.weight for layer in self.layers if layer.weight is not None and id(layer.weight) in strangers
+        }
         self._marked = self._mark()
 
     def statistics(
@@ -154,7 +160,9 @@ class KFAC(FactoredFilter):
                 f"nothing was ever observed of layers {names}",
                 "call observe(outputs), before loss.backward(), on outputs",
             )
-        return observed
+        return {
+            layer: sheet for layer, sheet in observed.items() if layer in settings and self.due(layer, settings[layer])
+        }
 
     def dampings(self, layer: Layer, entry: Mapping[str, Tensor], group: Mapping[str, Any]) -> dict[str, float]:
         means = {}

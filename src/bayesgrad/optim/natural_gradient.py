@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from bayesgrad import likelihoods
 from bayesgrad.block import Directions, gradient_of
-from bayesgrad.curvature import SquaredGradient
+from bayesgrad.curvature import SquaredGradient, layers
 from bayesgrad.curvature.columns import Columns, Outer, joined, matmul, restored
-from bayesgrad.curvature.fisher import explained_layers, gather, refuse_mixing
+from bayesgrad.curvature.fisher import check_outputs, gather, refuse_mixing
 from bayesgrad.filter import Parts
 from bayesgrad.filter.factored import MERGED, MERGES
 from bayesgrad.filter.layerwise import LayerFilter
@@ -138,8 +138,8 @@ class NaturalGradient(LayerFilter):
         self._unexplained: set[int] = set()
 
     def _hears(self, module: nn.Module, mine: set[int]) -> bool:
-        own = explained_layers(module).get("")
-        return own is not None and any(id(p) in mine for p in own.parameters(recurse=False))
+        known = layers.is_matrix(module) or layers.is_norm(module)
+        return known and any(id(p) in mine for p in layers.own_parameters(module).values())
 
     def _unmodelled(self) -> list[Tensor]:
         heard = {p for module in self.tap.layers.values() for p in module.parameters(recurse=False)}
@@ -156,6 +156,7 @@ class NaturalGradient(LayerFilter):
             labels: to be used in place of drawn ones (the empirical Fisher).
         """
         refuse_mixing(self.model)
+        check_outputs(outputs)
         group = self.param_groups[0]
         clock = self._clock()
         if clock is not None and self._steps() + 1 - int(clock[MERGED]) < group["update_every"]:
@@ -187,6 +188,18 @@ class NaturalGradient(LayerFilter):
     def _steps(self) -> int:
         return max((int(entry["step"]) for entry in self.state.values() if "step" in entry), default=0)
 
+    def _check_loaded(self, saved: Mapping[str, Any]) -> None:
+        super()._check_loaded(saved)
+        named = {n: p for group in self.param_groups for n, p in zip(group["param_names"], group["params"])}
+        for group in saved["param_groups"]:
+            for name, key in zip(group["param_names"], group["params"]):
+                columns = restored(saved["state"].get(key, {}), named[name].shape)
+                if columns is not None and not columns.fits():
+                    raise ValueError(
+                        f"the gradients of {name} in the saved state are of another shape than "
+                        f"{tuple(named[name].shape)}: load it into the model it came from."
+                    )
+
     # --- the step ---
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -207,9 +220,12 @@ class NaturalGradient(LayerFilter):
             p: c for p in self._order() if p in owners and (c := restored(self.state.get(p, {}), p.shape)) is not None
         }
         heard = {p for module in self.tap.layers.values() for p in module.parameters(recurse=False)}
-        if not columns and any(bool(gradient_of(p).any()) for p in owners if p in heard):
+        seen = self._clock() is not None and self._unexplained
+        if not columns and not seen and any(bool(gradient_of(p).any()) for p in owners if p in heard):
             raise self.blind("nothing was ever observed", "call observe(outputs), before loss.backward(), on outputs")
-        self._warn_of({p for p in owners if id(p) in self._unexplained and p not in columns})
+        self._warn_of({p for p in owners if p in heard and p not in columns and bool(gradient_of(p).any())})
+        if groups[0]["blocks"] == "full" and len({float(owners[p]["damping"]) for p in columns}) > 1:
+            raise ValueError("blocks='full' has one damping for all groups: give them the same, or use blocks='layer'.")
         found: dict[Tensor, Tensor] = {}
         for block in self._blocks_of(columns, groups[0]):
             own = {p: columns[p] for p in block}
@@ -275,12 +291,13 @@ class NaturalGradient(LayerFilter):
     def _dual(self, columns: Mapping[Tensor, Columns], damping: float, weight: float) -> Tensor:
         """The Cholesky factor of λI + G'G, kept in the state of the block's first parameter."""
         entry = self.state[next(iter(columns))]
-        members = len(columns)
-        if "gram" not in entry or entry.get("gram_of", torch.tensor(0)) != members:
+        order = self._order()
+        members = torch.tensor([i for i, p in enumerate(order) if p in columns])
+        if "gram" not in entry or not torch.equal(entry["gram_of"], members):
             grams = [own.gram() for own in columns.values()]
             dtype = torch.float64 if any(g.dtype == torch.float64 for g in grams) else grams[0].dtype
             entry["gram"] = torch.stack([g.to(entry_device(entry, g), dtype) for g in grams]).sum(0) * weight
-            entry["gram_of"] = torch.tensor(members)
+            entry["gram_of"] = members
             entry.pop("dual", None)
         if "dual" not in entry or entry["dual_damping"] != damping:
             entry["dual"] = cholesky(entry["gram"], damping, "the Gram matrix of the gradients")
