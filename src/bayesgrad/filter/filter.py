@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,65 +13,17 @@ from torch import Tensor, nn
 from bayesgrad import _kernels
 from bayesgrad.belief import Belief
 from bayesgrad.block import Block, Directions, gradient_of
-from bayesgrad.curvature import Curvature, Evidence
+from bayesgrad.curvature import Curvature
 from bayesgrad.filter.ranges import FRACTION, FRACTIONS, NONNEGATIVE, OPTIONAL_FLAG, POSITIVE, Range, one_of
+from bayesgrad.filter.update import Parts, Update
 from bayesgrad.posterior import GaussianPosterior, Posterior
 from bayesgrad.posterior.posterior import parameters_of
-from bayesgrad.precision import Diagonal, Scalar
+from bayesgrad.precision import Diagonal
 from bayesgrad.rule import Rule
 from bayesgrad.transition import Transition
 
 NONFINITE = ("ignore", "raise", "skip")
-ON_CPU = (
-    "step",
-    "clock",
-    "input_waits",
-    "error_waits",
-    "dual_damping",
-    "gram_of",
-)  # state that Python reads at every step
-
-
-class Parts(NamedTuple):
-    """What a filter is made of."""
-
-    curvature: Curvature | None
-    transition: Transition
-    rule: Rule
-
-
-@dataclass(frozen=True)
-class Update:
-    """The elementwise step that some parts make together, as a function for `_kernels.run`.
-
-    Args:
-        parts: what to do.
-        names: of the numbers, in order.
-        slots: of the state, in order.
-    """
-
-    parts: Parts
-    names: tuple[str, ...]
-    slots: tuple[str, ...]
-
-    def __call__(self, numbers: Iterable[Any], weight: Tensor, gradient: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
-        curvature, transition, rule = self.parts
-        n = dict(zip(self.names, numbers))
-        memory = dict(zip(self.slots, state))
-        dtype = _kernels.compute_dtype(weight.dtype)
-        weight, gradient = weight.to(dtype), gradient.to(dtype)
-        if "l2" in n:
-            gradient = gradient + n["l2"] * weight
-        gradient = transition.admit(gradient)
-        if curvature is None:  # nothing is learnt of the curvature: every weight stays equally certain
-            precision = Scalar(torch.ones((), dtype=dtype, device=weight.device), tuple(weight.shape))
-        else:
-            increment = curvature.read(Evidence(gradient), memory, n)
-            precision = transition.merge(memory, increment, n)
-        if "damping" in n:
-            precision = precision.add(n["damping"])
-        weight = rule.move(transition.drift(weight, n), gradient, precision, memory, n)
-        return (weight, *(memory[slot] for slot in self.slots))
+ON_CPU = ("step", "clock", "damped", "input_waits", "error_waits", "dual_damping", "gram_of")  # Python reads them
 
 
 class Filter(torch.optim.Optimizer):

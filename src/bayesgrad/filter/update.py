@@ -1,0 +1,58 @@
+"""The elementwise step that parts make together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bayesgrad import _kernels
+from bayesgrad.curvature import Curvature, Evidence
+from bayesgrad.precision import Scalar
+from bayesgrad.rule import Rule
+from bayesgrad.transition import Transition
+
+
+class Parts(NamedTuple):
+    """What a filter is made of."""
+
+    curvature: Curvature | None
+    transition: Transition
+    rule: Rule
+
+
+@dataclass(frozen=True)
+class Update:
+    """The elementwise step that some parts make together, as a function for `_kernels.run`.
+
+    Args:
+        parts: what to do.
+        names: of the numbers, in order.
+        slots: of the state, in order.
+    """
+
+    parts: Parts
+    names: tuple[str, ...]
+    slots: tuple[str, ...]
+
+    def __call__(self, numbers: Iterable[Any], weight: Tensor, gradient: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
+        curvature, transition, rule = self.parts
+        n = dict(zip(self.names, numbers))
+        memory = dict(zip(self.slots, state))
+        dtype = _kernels.compute_dtype(weight.dtype)
+        weight, gradient = weight.to(dtype), gradient.to(dtype)
+        if "l2" in n:
+            gradient = gradient + n["l2"] * weight
+        gradient = transition.admit(gradient)
+        if curvature is None:  # nothing is learnt of the curvature: every weight stays equally certain
+            precision = Scalar(torch.ones((), dtype=dtype, device=weight.device), tuple(weight.shape))
+        else:
+            increment = curvature.read(Evidence(gradient), memory, n)
+            precision = transition.merge(memory, increment, n)
+        if "damping" in n:
+            precision = precision.add(n["damping"])
+        weight = rule.move(transition.drift(weight, n), gradient, precision, memory, n)
+        return (weight, *(memory[slot] for slot in self.slots))
