@@ -356,7 +356,7 @@ def fig9(context: Context) -> Report:
     same = replace(base, title="the same batch", refresh=1, fisher=0)
     panels, comparisons = {}, []
     for name in size.single:
-        task = size.task(context, name)
+        task = size.task(context, name, size.short)
         _protocol(report, task, [base])
         found = {rule.title: by_damping(context, task, rule) for rule in (apart, same)}
         _table(report, name, {f"{title}, {d:g}": f for title, some in found.items() for d, f in some.items()})
@@ -385,7 +385,7 @@ def conv(context: Context) -> Report:
     rules = [size.rule(kind, where="conv") for kind in ("sgd", "adam", "kfac", "ng", "foof")]
     panels, comparisons, held, words = {}, [], [], []
     for name in size.single[:1]:
-        task = replace(size.task(context, name), widths=None, large=context.scale == "paper")
+        task = replace(size.task(context, name, size.short), widths=None, large=context.scale == "paper")
         _protocol(report, task, rules)
         ratios = _ratios(context, size, task, ("ng", "kfac", "foof"))
         _time_table(context, report, "conv-time.png", ratios)
