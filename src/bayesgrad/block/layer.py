@@ -237,7 +237,7 @@ def _compared(layer: Layer, sheet: Sheet) -> Tensor | None:
     if inputs.dtype != errors.dtype or any(gradient_of(p).dtype != inputs.dtype for p in layer.members):
         return None
     groups, fan_out, fan_in = layer.shape
-    probe = _probe(fan_in, inputs.dtype, inputs.device)
+    probe = random_vector(fan_in, inputs.dtype, inputs.device)
     size = fan_in - (layer.bias is not None)
     seen = inputs.new_zeros(groups * fan_out) if layer.bias is None else gradient_of(layer.bias).flatten() * probe[-1]
     if layer.weight is not None:
@@ -250,5 +250,6 @@ def _compared(layer: Layer, sheet: Sheet) -> Tensor | None:
 
 
 @lru_cache(maxsize=64)
-def _probe(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def random_vector(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """To compare matrices by: always the same for a size."""
     return torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(size)).to(device, dtype)

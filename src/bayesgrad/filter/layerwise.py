@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from bayesgrad import likelihoods
 from bayesgrad.block.layer import Layer, Sheet
-from bayesgrad.curvature import layers
+from bayesgrad.curvature import Curvature, SquaredGradient, layers
 from bayesgrad.curvature.tap import Tap, Use
 from bayesgrad.filter.filter import Filter, Parts
 from bayesgrad.filter.ranges import COUNT, FRACTION, Range, one_of
 from bayesgrad.posterior.posterior import parameters_of, unwrapped
 from bayesgrad.rule import NaturalGradient
-from bayesgrad.transition import Static
+from bayesgrad.transition import MovingAverage, Static, Transition
 
 WHOLE = Range("a whole number >= 1", lambda x: x == int(x) and x >= 1)
 
@@ -39,7 +39,11 @@ class LayerFilter(Filter):
     transition = Static()
     listens: ClassVar[bool] = True  # to backward passes
     observes: ClassVar[bool] = False  # through observe()
-    fallback: ClassVar[str]  # in words
+    rest: ClassVar[tuple[Curvature | None, Transition]] = (
+        SquaredGradient(),
+        MovingAverage(),
+    )  # of what is not modelled
+    fallback: ClassVar[str] = "a diagonal of squared gradients with the same damping"  # the same in words
     accepts = {
         **Filter.accepts,
         "ema": FRACTION,
@@ -229,7 +233,10 @@ class LayerFilter(Filter):
         return loss
 
     def parts(self, group: Mapping[str, Any]) -> Parts:
-        return Parts(None, self.transition, self.rule)
+        return Parts(None, self.transition, self.rule) if group.get("solved", True) else Parts(*self.rest, self.rule)
+
+    def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
+        return {"decay": group["ema"], "step": step}
 
     def numbers(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         """A direction that is solved has had its damping."""

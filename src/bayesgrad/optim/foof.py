@@ -13,6 +13,7 @@ from bayesgrad.block import gradient_of
 from bayesgrad.block.layer import Layer, Sheet, explained
 from bayesgrad.curvature.factors import InputMoment
 from bayesgrad.filter.factored import FactoredFilter
+from bayesgrad.transition import Static
 
 
 class FOOF(FactoredFilter):
@@ -61,6 +62,7 @@ class FOOF(FactoredFilter):
     """
 
     layer_curvature = InputMoment()
+    rest = (None, Static())
     fallback = "SGD at lr/(1 + damping)"
 
     def __init__(

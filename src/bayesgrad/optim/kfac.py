@@ -11,15 +11,12 @@ from torch import Tensor, nn
 
 from bayesgrad import likelihoods
 from bayesgrad.block.layer import Layer, Sheet
-from bayesgrad.curvature import SquaredGradient
 from bayesgrad.curvature.factors import KroneckerFisher, symmetric
 from bayesgrad.curvature.fisher import check_outputs
-from bayesgrad.filter import Parts
 from bayesgrad.filter.factored import FactoredFilter, store
 from bayesgrad.filter.ranges import one_of
 from bayesgrad.precision import Precision, Spectral
 from bayesgrad.precision.linalg import unusable
-from bayesgrad.transition import MovingAverage
 
 
 class KFAC(FactoredFilter):
@@ -81,7 +78,6 @@ class KFAC(FactoredFilter):
 
     layer_curvature = KroneckerFisher()
     observes = True
-    fallback = "a diagonal of squared gradients with the same damping"
     accepts = {
         **FactoredFilter.accepts,
         "sharing": one_of("expand", "reduce"),
@@ -201,11 +197,3 @@ class KFAC(FactoredFilter):
         entry = self.state[layer.owner]
         left, right = ("input", "error") if layer.lookup else ("error", "input")
         return Spectral(entry.get(f"{left}_basis"), entry.get(f"{right}_basis"), entry["spectrum"])
-
-    def parts(self, group: Mapping[str, Any]) -> Parts:
-        if group.get("solved", True):
-            return super().parts(group)
-        return Parts(SquaredGradient(), MovingAverage(), self.rule)
-
-    def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
-        return {"decay": group["ema"], "step": step}

@@ -11,15 +11,14 @@ from torch import Tensor, nn
 
 from bayesgrad import likelihoods
 from bayesgrad.block import Directions, gradient_of
-from bayesgrad.curvature import SquaredGradient, layers
+from bayesgrad.block.layer import random_vector
+from bayesgrad.curvature import layers
 from bayesgrad.curvature.columns import Columns, Outer, joined, matmul, restored
 from bayesgrad.curvature.fisher import check_outputs, gather, refuse_mixing
-from bayesgrad.filter import Parts
 from bayesgrad.filter.factored import MERGED, MERGES
 from bayesgrad.filter.layerwise import LayerFilter
 from bayesgrad.filter.ranges import POSITIVE, one_of
 from bayesgrad.precision.linalg import cholesky
-from bayesgrad.transition import MovingAverage
 
 ADAPT_EVERY = 5  # steps between changes of the damping, as in Martens and Grosse
 ADAPT_FACTOR = (19 / 20) ** ADAPT_EVERY
@@ -80,7 +79,6 @@ class NaturalGradient(LayerFilter):
 
     listens = False
     observes = True
-    fallback = "a diagonal of squared gradients with the same damping"
     accepts = {
         **LayerFilter.accepts,
         "damping": POSITIVE,
@@ -290,13 +288,14 @@ class NaturalGradient(LayerFilter):
 
     def _dual(self, columns: Mapping[Tensor, Columns], damping: float, weight: float) -> Tensor:
         """The Cholesky factor of λI + G'G, kept in the state of the block's first parameter."""
-        entry = self.state[next(iter(columns))]
+        owner = next(iter(columns))
+        entry, device = self.state[owner], owner.device
         order = self._order()
         members = torch.tensor([i for i, p in enumerate(order) if p in columns])
         if "gram" not in entry or not torch.equal(entry["gram_of"], members):
             grams = [own.gram() for own in columns.values()]
             dtype = torch.float64 if any(g.dtype == torch.float64 for g in grams) else grams[0].dtype
-            entry["gram"] = torch.stack([g.to(entry_device(entry, g), dtype) for g in grams]).sum(0) * weight
+            entry["gram"] = torch.stack([g.to(device, dtype) for g in grams]).sum(0) * weight
             entry["gram_of"] = members
             entry.pop("dual", None)
         if "dual" not in entry or entry["dual_damping"] != damping:
@@ -370,14 +369,6 @@ class NaturalGradient(LayerFilter):
         for group in self.param_groups:
             group["damping"] = float(group["damping"]) * change
 
-    def parts(self, group: Mapping[str, Any]) -> Parts:
-        if group.get("solved", True):
-            return super().parts(group)
-        return Parts(SquaredGradient(), MovingAverage(), self.rule)
-
-    def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
-        return {"decay": group["ema"], "step": step}
-
 
 def _kind(columns: Columns) -> torch.dtype:
     return next(t.dtype for t in columns.tensors().values() if t.is_floating_point())
@@ -385,11 +376,6 @@ def _kind(columns: Columns) -> torch.dtype:
 
 def _dot(a: Mapping[Tensor, Tensor], b: Mapping[Tensor, Tensor]) -> Tensor:
     return torch.stack([torch.dot(a[p].flatten().double(), b[p].flatten().double()).cpu() for p in b]).sum()
-
-
-def entry_device(entry: Mapping[str, Tensor], gram: Tensor) -> torch.device:
-    """Where a block's Gram matrix is: with the block's first parameter."""
-    return next((t.device for key, t in entry.items() if key.startswith(("outer_", "lookup_", "rows_"))), gram.device)
 
 
 def _common_factor(columns: Mapping[Tensor, Columns]) -> float | None:
@@ -401,8 +387,7 @@ def _common_factor(columns: Mapping[Tensor, Columns]) -> float | None:
             return None
         if isinstance(own, Outer):
             fan_in = own.inputs.shape[-1]
-            generator = torch.Generator().manual_seed(fan_in)
-            probe = torch.randn(fan_in, dtype=torch.float64, generator=generator).to(gradient)
+            probe = random_vector(fan_in, gradient.dtype, gradient.device)
             seen = gradient.reshape(-1, fan_in) @ probe
             rows = own.errors.flatten(1, 2)
             made = matmul(rows.mT, (own.inputs.flatten(1, 2) @ probe)[..., None]).flatten()
