@@ -554,7 +554,9 @@ def test_batches_of_different_shape_cannot_be_observed_together() -> None:
     optimizer.observe(model(torch.zeros(2, 5, dtype=torch.long)))
     optimizer.observe(model(torch.zeros(2, 6, dtype=torch.long)))
     model(torch.zeros(2, 5, dtype=torch.long)).logsumexp(-1).mean().backward()
+    known = states(optimizer)
     with pytest.raises(ValueError, match="batches that were observed together must have the same shape"):
         optimizer.step()
+    assert same(known, states(optimizer))
     with pytest.raises(ValueError, match=r"labels must be whole numbers of shape \(2, 5\)"):
         optimizer.observe(model(torch.zeros(2, 5, dtype=torch.long)), torch.zeros(2, dtype=torch.long))

@@ -240,16 +240,15 @@ class NaturalGradient(LayerFilter):
             return False
         observed, self._observed = self._observed, []
         named = {id(p): p for group in self.param_groups for p in group["params"]}
+        keys = [key for key in observed[0][0] if key in named and all(key in columns for columns, _ in observed)]
+        merged = {named[key]: joined([columns[key] for columns, _ in observed]) for key in keys}
         for p in named.values():
             entry = self.state[p]
-            for key in [
-                key for key in entry if key.startswith(("outer_", "lookup_", "rows_")) or key in ("gram", "dual")
-            ]:
+            old = [key for key in entry if key.startswith(("outer_", "lookup_", "rows_")) or key in ("gram", "dual")]
+            for key in old:
                 del entry[key]
-        keys = [key for key in observed[0][0] if key in named and all(key in columns for columns, _ in observed)]
-        for key in keys:
-            merged = joined([columns[key] for columns, _ in observed])
-            self.state[named[key]].update({name: value.detach() for name, value in merged.tensors().items()})
+        for p, columns in merged.items():
+            self.state[p].update({name: value.detach() for name, value in columns.tensors().items()})
         clock = self.state[self._owner()].setdefault("clock", torch.zeros(3, dtype=torch.int64))
         clock[MERGES] += 1
         clock[MERGED] = self._steps() + 1
