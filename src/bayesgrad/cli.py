@@ -334,10 +334,11 @@ def _report(arguments: argparse.Namespace, command: str) -> None:
 
 
 def _bench(arguments: argparse.Namespace, command: str) -> int:
-    script = Path(__file__).parents[2] / "benchmarks" / "elementwise.py"
-    if not script.exists():
+    folder = Path(__file__).parents[2] / "benchmarks"
+    scripts = [folder / "elementwise.py", folder / "layerwise.py"]
+    if not all(script.exists() for script in scripts):
         raise ValueError("benchmarks are not installed: run 'bayesgrad bench' from a source checkout.")
-    return subprocess.run([sys.executable, str(script)], check=False).returncode
+    return max(subprocess.run([sys.executable, str(script)], check=False).returncode for script in scripts)
 
 
 if __name__ == "__main__":
