@@ -147,7 +147,7 @@ def fig1(context: Context) -> Report:
 def _fisher_words(size: Size, *kinds: str) -> str:
     own = {
         "ng": f"refreshed every {size.refresh} steps",
-        "kfac": "taken at every step, averaged with decay 0.95, inverted when steps have doubled and every 100",
+        "kfac": "taken at every step, averaged with decay 0.95, inverted ever less often, at last every 100 steps",
     }
     words = f"of {size.fisher[0]} images independent of the gradient's, one sampled label each; "
     return words + "; ".join(f"{TITLES[kind]}'s is {own[kind]}" for kind in kinds)

@@ -24,8 +24,8 @@ MERGES, MERGED, INVERTED = range(3)  # of `clock`: how many merges, and the step
 class FactoredFilter(LayerFilter):
     """Moving averages of a layer's second moments, and their inverses.
 
-    The moments are averaged at every `stats_every`-th step and inverted at every `update_every`-th; early in a run,
-    when averages still move, already when the number of steps has doubled.
+    The moments are averaged at every `stats_every`-th step and inverted at every `update_every`-th; early on, when
+    averages still move fast and a stale inverse diverges, whenever the number of steps has grown by a quarter.
     """
 
     layer_curvature: ClassVar[LayerCurvature]
@@ -67,7 +67,7 @@ class FactoredFilter(LayerFilter):
             for side, moment in self.layer_curvature.read(sheet, group).items():
                 defer(entry, side, moment, keep, take)
         last, damping = int(clock[INVERTED]), float(group["damping"])
-        due = clock[MERGED] > last and step >= min(2 * last, last + group["update_every"])
+        due = clock[MERGED] > last and step >= last + min(max(1, last // 4), group["update_every"])
         if not last or due or entry["damped"] != damping:
             entry["damped"] = torch.tensor(damping, dtype=torch.float64)
             for side in self.layer_curvature.sides:

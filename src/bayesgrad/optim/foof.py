@@ -37,7 +37,7 @@ class FOOF(FactoredFilter):
         params: groups or parameters of the model; None for all.
         damping: lambda, in units of squared inputs, summed over positions.
         ema: decay of the average of A.
-        update_every: steps between inversions (earlier ones when the number of steps has doubled).
+        update_every: steps between inversions (early in a run, whenever the number of steps has grown by a quarter).
         stats_every: steps between updates of A.
         terms: how many losses of each example the gradient's mean runs over: 1, or the number of tokens where the
             loss is a mean over tokens.

@@ -44,7 +44,7 @@ class KFAC(FactoredFilter):
         damping: lambda, in units of the Fisher.
         likelihood: "categorical", "bernoulli" or "gaussian".
         ema: decay of the averages.
-        update_every: steps between inversions (earlier ones when the number of steps has doubled).
+        update_every: steps between inversions (early in a run, whenever the number of steps has grown by a quarter).
         stats_every: steps between updates of A and E; observe() does nothing in between.
         terms: how many losses of each example the gradient's mean runs over: 1, or the number of tokens where the
             loss is a mean over tokens.
