@@ -125,7 +125,7 @@ SIZES = {
                 "adam": Grid((3e-4, 1e-3, 3e-3)),
                 "kfac": Grid(LOW, (1e-3, 1e-2, 1e-1), 0.5),
                 "ng": Grid(LOW, (1e-3, 1e-2, 1e-1), 1.0),
-                "foof": Grid(THREE, (0.01, 0.03, 0.1), 0.5),
+                "foof": Grid(THREE, (0.01, 0.1, 1.0), 0.5),
             },
             "full": {
                 "sgd": Grid(THREE, (0.0, 0.9)),
