@@ -69,7 +69,7 @@ EXPERIMENTS = {
             "Fig. 1",
             "exact natural gradients: their cost, and KFAC's loss beside theirs",
             _lazily("benzing2021", "fig1"),
-            "not run yet",
+            "holds",
         ),
         Experiment(
             "benzing2021-fig2",
@@ -101,7 +101,7 @@ EXPERIMENTS = {
             "Fig. 5",
             "FOOF against KFAC: time and loss",
             _lazily("benzing2021", "fig5"),
-            "not run yet",
+            "time holds, loss does not at laptop scale",
         ),
         Experiment(
             "benzing2021-fig9",
@@ -109,7 +109,7 @@ EXPERIMENTS = {
             "Fig. 9, 10",
             "Fisher and gradient of the same batch or of two",
             _lazily("benzing2021", "fig9"),
-            "not run yet",
+            "holds",
         ),
         Experiment(
             "benzing2021-conv",
