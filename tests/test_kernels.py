@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bayesgrad import _kernels
-from cases import CASES, Case, same
+from cases import CASES, ELEMENTWISE, Case, layerwise_case, same, small_model, train, weights
 
 HERE = Path(__file__).parent
 SHAPES = [(300, 200), (40_000,), (64, 64), (64,), (1,), (), (7, 3, 5), (33_000,), (5, 0), (1000, 41), (70_001,)]
@@ -40,10 +40,21 @@ def trained(case: Case, fused: bool, dtype: torch.dtype, shapes: list, steps: in
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", ELEMENTWISE, ids=lambda case: case.name)
 def test_compiled_and_eager_steps_agree_to_the_last_bit(case: Case) -> None:
     assert same(trained(case, True, torch.float32, SHAPES), trained(case, False, torch.float32, SHAPES))
     assert "cpu" not in _kernels._unusable
+
+
+@pytest.mark.compiled
+@layerwise_case
+def test_so_do_those_of_rules_that_look_at_layers(case: Case) -> None:
+    ends = []
+    for fused in (True, False):
+        model = small_model()
+        train(model, case.of(model, fused=fused), range(3))
+        ends.append(weights(model))
+    assert same(*ends)
 
 
 @pytest.mark.compiled
