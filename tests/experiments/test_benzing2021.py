@@ -80,8 +80,22 @@ def test_a_search_takes_the_lowest_training_loss_and_names_edges(task: Task, tmp
         f"damping {chosen.second:g} is the {'lowest' if chosen.second == 0.1 else 'highest'} tried",
     )
     assert tune(here, task, replace(rule, lrs=(1e-6, 1e-5))).edges[0].endswith("is the highest tried")
-    assert len(list((tmp_path / "trials").glob("search-*.pt"))) == 10
     assert tune(here, task, replace(rule, lrs=(1e9,))).edges == ("all that was tried diverged",)
+
+
+def test_a_search_does_not_choose_what_went_well_by_luck(task: Task, tmp_path: Path, monkeypatch) -> None:
+    """The lowest loss diverges with another seed, the next one is higher with others, the third is not looked at."""
+    losses = {0.1: (0.1, math.inf, 0.1), 0.2: (0.2, 0.9, 0.4), 0.3: (0.3, 0.4, 0.5), 0.4: (0.45, 0.0, 0.0)}
+    asked: list[tuple[float, int]] = []
+
+    def fake(context, task, rule, lr, second, seed, purpose):
+        asked.append((lr, seed - 1000))
+        return {"loss": torch.tensor([losses[lr][seed - 1000]], dtype=torch.float64)}
+
+    monkeypatch.setattr(benzing2021_training, "train", fake)
+    chosen = tune(context(tmp_path), task, Rule("Adam", "adam", tuple(losses)))
+    assert chosen.lr == 0.3
+    assert asked[4:] == [(lr, seed) for lr in (0.1, 0.2, 0.3) for seed in (1, 2)]
 
 
 def test_the_factor_between_losses_is_over_pairs_of_seeds() -> None:

@@ -31,9 +31,9 @@ from bayesgrad.optim import FOOF, KFAC
 T = 100  # steps between inversions in the amortised versions that are timed
 PROTOCOL = (
     "hyper-parameters chosen by the training loss (the paper's criterion, and what its claims are about) of runs of "
-    "{search} steps with a seed of their own, from {grids}; finals of {steps} steps with batches of {batch}, at a "
-    "constant lr and damping; the loss is over all {examples:,} training images, the test error was read once at the "
-    "end"
+    "{search} steps with a seed of their own, the best of them confirmed by two more seeds, from {grids}; finals of "
+    "{steps} steps with batches of {batch}, at a constant lr and damping; the loss is over all {examples:,} training "
+    "images, the test error was read once at the end"
 )
 
 
