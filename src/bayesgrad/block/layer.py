@@ -237,12 +237,15 @@ def _compared(layer: Layer, sheet: Sheet) -> Tensor | None:
     if inputs.dtype != errors.dtype or any(gradient_of(p).dtype != inputs.dtype for p in layer.members):
         return None
     groups, fan_out, fan_in = layer.shape
-    probe = random_vector(fan_in, inputs.dtype, inputs.device)
+    probe = random_vector(fan_in, inputs.dtype, inputs.device)[:, None]  # products with a column are faster than mv
     size = fan_in - (layer.bias is not None)
-    seen = inputs.new_zeros(groups * fan_out) if layer.bias is None else gradient_of(layer.bias).flatten() * probe[-1]
-    if layer.weight is not None:
-        seen = torch.addmv(seen, gradient_of(layer.weight).reshape(groups * fan_out, size), probe[:size])
-    made = torch.cat([torch.mv(e.T, torch.mv(a, probe)) for a, e in zip(inputs, errors)])
+    made = matmul(errors.mT, inputs @ probe).flatten()
+    if layer.weight is None:
+        seen = gradient_of(layer.owner).flatten() * probe[-1]
+    else:
+        seen = (gradient_of(layer.weight).reshape(groups * fan_out, size) @ probe[:size])[:, 0]
+        if layer.bias is not None:
+            seen = torch.addcmul(seen, gradient_of(layer.bias).flatten(), probe[-1])
     factor = torch.dot(seen, made) / torch.dot(made, made)
     scale = torch.linalg.vector_norm(errors) * torch.linalg.vector_norm(inputs)  # bounds what rounding can do
     tolerance = 8 * torch.finfo(inputs.dtype).eps * factor.abs() * scale

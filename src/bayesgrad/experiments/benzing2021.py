@@ -191,8 +191,9 @@ def fig2(context: Context) -> Report:
         "both see all of 1000 training images (004, Fig. 2 and 6).",
     )
     one, *more = size.fisher
-    single = size.rule("kfac", "KFAC of one batch", refresh=size.refresh, ema=0.0, update_every=size.refresh)
-    ng = [size.rule("ng")] + [size.rule("ng", f"NG, Fisher of {count}", fisher=count) for count in more]
+    single = size.rule("kfac", "KFAC of one batch", "fig2", refresh=size.refresh, ema=0.0, update_every=size.refresh)
+    titles = {one: "NG"} | {count: f"NG, Fisher of {count}" for count in more}
+    ng = [size.rule("ng", title, "fig2", fisher=count) for count, title in titles.items()]
     panels, comparisons, held = {}, [], []
     for name in size.single:
         task = size.task(context, name, size.short)
@@ -264,14 +265,14 @@ def fig4(context: Context) -> Report:
         "more similar than damping their product (004, Fig. 4 and 8).",
     )
     kfac, foof = size.rule("kfac", where="fig4"), size.rule("foof", where="fig4")
-    product = size.rule("kfac", "KFAC, damped product", exact_damping=True)
+    product = size.rule("kfac", "KFAC, damped product", "product", exact_damping=True)
     similar, losses, held, words, comparisons = {}, {}, [], [], []
     for name in size.mnist:
         task = size.task(context, name, size.short)
         _protocol(report, task, [kfac, product, foof])
         factors = by_damping(context, task, kfac, partial(similarities, dampings=kfac.seconds))
         neurons = by_damping(context, task, foof)
-        best, whole = (finish(context, task, tune(context, task, rule)) for rule in (size.rule("kfac"), product))
+        best, whole = (finish(context, task, tune(context, task, rule)) for rule in (kfac, product))
         rows, lines = [], {"damped factors": [], "damped product": []}
         for i, (damping, finals) in enumerate(factors.items()):
             seen = [run["measured"][:, :, i].mean(0).tolist() for run in finals.runs if "measured" in run]

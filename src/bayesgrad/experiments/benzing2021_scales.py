@@ -33,7 +33,8 @@ class Size:
         fisher: images that a Fisher is taken from: usually the first, in figure 2B all of these.
         refresh: steps between two Fishers of natural gradients; where batches are full, every step has its own.
         rounds: of timing.
-        grids: by kind of method: for mini-batches, for full batches, for the convolutional network, for figure 4.
+        grids: by kind of method: for mini-batches, for full batches, for the convolutional network, and where a figure
+            needs others.
     """
 
     pair: tuple[str, ...]
@@ -125,8 +126,13 @@ SIZES = {
                 "adam": Grid((3e-4, 1e-3, 3e-3)),
                 "kfac": Grid(LOW, (1e-3, 1e-2, 1e-1), 0.5),
                 "ng": Grid(LOW, (1e-3, 1e-2, 1e-1), 1.0),
-                "foof": Grid(THREE, (0.01, 0.1, 1.0), 0.5),
+                "foof": Grid((1.0, 3.0, 10.0), (0.1, 1.0, 10.0), 0.5),
             },
+            "fig2": {
+                "kfac": Grid((0.03, *LOW), (1e-3, 1e-2, 1e-1, 1.0), 0.5),
+                "ng": Grid((*LOW, 3.0), (1e-3, 1e-2, 1e-1, 1.0), 1.0),
+            },
+            "product": {"kfac": Grid((0.03, 0.1, 0.3), (1e-2, 1e-1, 1.0), 0.5)},
             "full": {
                 "sgd": Grid(THREE, (0.0, 0.9)),
                 "kfac": Grid(THREE, (1e-4, 1e-3, 1e-2), 0.5),
