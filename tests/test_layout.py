@@ -26,7 +26,7 @@ LAYERS = [
     ["belief"],
     ["precision"],
     ["likelihoods"],
-    ["_kernels"],
+    ["_kernels", "noise"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

@@ -5,8 +5,10 @@ An elementwise rule is a pure function
     function(numbers, weight, gradient, *state) -> (weight, *state)
 
 of equally long flat tensors and of a sequence of scalars. `run` applies it in place to any number of such
-rows. Where compilation pays, `torch.compile` turns it into one pass over memory; elsewhere the same function
-runs eagerly in chunks that stay in the cache. Both give the same numbers.
+rows. A function with other outputs says in `writes` which tensors of the row they replace, and one that looks at
+positions takes, after the numbers, a place: the words of a key and the position of the row's first element.
+Where compilation pays, `torch.compile` turns it into one pass over memory; elsewhere the same function runs
+eagerly in chunks that stay in the cache. Both give the same numbers.
 
 What keeps it fast, all of it measured:
 
@@ -30,6 +32,7 @@ import torch
 from torch import Tensor
 
 Row = tuple[Tensor, ...]  # (weight, gradient, *state), each (n,)
+Place = tuple[int, ...]  # (*key, position of the first element)
 
 ROWS_PER_CALL = 4
 CHUNK = 1 << 17  # elements of one eager pass: its temporaries stay in the second-level cache
@@ -58,44 +61,77 @@ def sqrt(x: Tensor) -> Tensor:
     return x.sqrt() if torch.compiler.is_compiling() else x.double().sqrt().to(x.dtype)
 
 
-def run(function: Callable, numbers: Sequence[float], rows: list[Row], fused: bool) -> None:
-    """Applies `function` to each row in place: what it returns goes to the weight and the state."""
+def run(
+    function: Callable, numbers: Sequence[float], rows: list[Row], fused: bool, places: list[Place] | None = None
+) -> None:
+    """Applies `function` to each row in place: what it returns goes to the weight and the state.
+
+    Args:
+        places: one for each row, where the function looks at positions.
+    """
     if not rows:
         return
+    work = list(zip(rows, places or [()] * len(rows)))
     if fused:
-        rows = _run_compiled(function, numbers, rows)
-    for row in rows:
-        _run_eager(function, numbers, row)
+        work = _run_positional(function, numbers, work) if places else _run_compiled(function, numbers, rows)
+    for row, place in work:
+        _run_eager(function, numbers, row, place)
 
 
-def _write(targets: Row, values: Sequence[Tensor]) -> None:
-    weight, _, *state = targets
-    for target, value in zip((weight, *state), values):
-        target.copy_(value)
+def _write(function: Callable, row: Row, values: Sequence[Tensor]) -> None:
+    targets = getattr(function, "writes", (0, *range(2, len(row))))
+    for target, value in zip(targets, values):
+        row[target].copy_(value)
 
 
-def _run_eager(function: Callable, numbers: Sequence[float], row: Row) -> None:
+def _run_eager(function: Callable, numbers: Sequence[float], row: Row, place: Place) -> None:
     chunk = CHUNK if row[0].device.type == "cpu" else row[0].numel()
     for start in range(0, row[0].numel(), max(chunk, 1)):
         piece = tuple(tensor[start : start + chunk] for tensor in row)
-        _write(piece, function(numbers, *piece))
+        here = ((*place[:-1], _wrapped(place[-1] + start)),) if place else ()
+        _write(function, piece, function(numbers, *here, *piece))
 
 
-def _run_compiled(function: Callable, numbers: Sequence[float], rows: list[Row]) -> list[Row]:
+def _wrapped(position: int) -> int:
+    """As an int32."""
+    return (position + 2**31) % 2**32 - 2**31
+
+
+def _run_positional(
+    function: Callable, numbers: Sequence[float], work: list[tuple[Row, Place]]
+) -> list[tuple[Row, Place]]:
+    """As `_run_compiled`, a row at a time because each has a place of its own."""
+    left = []
+    for row, place in work:
+        weight = row[0]
+        kernel = None
+        if SMALLEST_PIECE <= weight.numel() <= LARGEST_PIECE:
+            dtypes = tuple(tensor.dtype for tensor in row)
+            kernel = _kernel(function, (len(numbers), len(place)), dtypes, weight.device)
+        if kernel is None:
+            left.append((row, place))
+            continue
+        vector = torch.tensor(numbers, dtype=compute_dtype(weight.dtype), device=weight.device)
+        where = torch.tensor([_wrapped(word) for word in place], dtype=torch.int32, device=weight.device)
+        kernel(vector, where, *row)
+    return left
+
+
+def _run_compiled(function: Callable, numbers: Sequence[float], rows: list[Row]) -> list[tuple[Row, Place]]:
     """Runs what can be run compiled and returns the rows that are left for eager mode."""
     left = [row for row in rows if row[0].numel() < ROWS_PER_CALL * SMALLEST_PIECE]
     rows = [row for row in rows if row[0].numel() >= ROWS_PER_CALL * SMALLEST_PIECE]
     if not rows:
-        return left
+        return [(row, ()) for row in left]
     weight = rows[0][0]
     dtypes = tuple(tensor.dtype for tensor in rows[0])
-    kernel = _kernel(function, len(numbers), dtypes, weight.device)
+    kernel = _kernel(function, (len(numbers), 0), dtypes, weight.device)
     if kernel is None:
-        return left + rows
+        return [(row, ()) for row in left + rows]
     vector = torch.tensor(numbers, dtype=compute_dtype(weight.dtype), device=weight.device)
     for bundle in _bundles(rows):
         kernel(vector, *[tensor for row in bundle for tensor in row])
-    return left
+    return [(row, ()) for row in left]
 
 
 def _bundles(rows: list[Row]) -> list[list[Row]]:
@@ -117,16 +153,22 @@ def _cut(row: Row, pieces: int) -> list[Row]:
     return list(zip(*(tensor.split(length) for tensor in row)))
 
 
-def _kernel(function: Callable, count: int, dtypes: tuple[torch.dtype, ...], device: torch.device) -> Callable | None:
-    """The compiled form of `function` for rows of these dtypes, or None where there is none to be had."""
+def _kernel(
+    function: Callable, counts: tuple[int, int], dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> Callable | None:
+    """The compiled form of `function` for rows of these dtypes, or None where there is none to be had.
+
+    Args:
+        counts: of numbers, and of words of a place: none for a function that does not look at positions.
+    """
     if device.type in _unusable:
         return None
-    key = (function, count, dtypes, device)
+    key = (function, counts, dtypes, device)
     if key not in _compiled:
         try:
             with warnings.catch_warnings(), torch.no_grad():
                 warnings.simplefilter("ignore")  # importing the compiler warns of deprecations that are not the user's
-                _compiled[key] = _compile(function, count, dtypes, device)
+                _compiled[key] = _compile(function, counts, dtypes, device)
         except Exception as error:  # the compiler's own failures come in many types; none may stop training
             _unusable.add(device.type)
             reason = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
@@ -140,8 +182,12 @@ def _kernel(function: Callable, count: int, dtypes: tuple[torch.dtype, ...], dev
     return _compiled[key]
 
 
-def _compile(function: Callable, count: int, dtypes: tuple[torch.dtype, ...], device: torch.device) -> Callable:
+def _compile(
+    function: Callable, counts: tuple[int, int], dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> Callable:
     """Traces and compiles a call on four rows, and returns what calls the result without looking at its inputs.
+
+    One row, where it has a place.
 
     torch.compile checks at every call that its inputs are like those it saw; here they are by construction, and the
     checks would cost as much as a step of a small model. So the backend keeps the compiled graph, which is then called
@@ -150,29 +196,32 @@ def _compile(function: Callable, count: int, dtypes: tuple[torch.dtype, ...], de
     from torch._inductor.compile_fx import compile_fx
 
     width = len(dtypes)
-    vector = torch.ones(count, dtype=compute_dtype(dtypes[0]), device=device)
+    vector = torch.ones(counts[0], dtype=compute_dtype(dtypes[0]), device=device)
+    place = [torch.ones(counts[1], dtype=torch.int32, device=device)] if counts[1] else []
+    count = 1 if place else ROWS_PER_CALL
     # Sizes must differ, or they would share a symbol; and be large, or the loops would not be parallel.
-    sizes = [(1 << 16) + 16 * i + 8 for i in range(ROWS_PER_CALL)]
+    sizes = [(1 << 16) + 16 * i + 8 for i in range(count)]
     dummies = [torch.ones(size, dtype=dtype, device=device) for size in sizes for dtype in dtypes]
     graphs: list[tuple[Callable, list[Callable[[Sequence[Tensor]], Any]]]] = []
 
     def bundle(vector: Tensor, *tensors: Tensor) -> None:
         numbers = vector.unbind()
-        for i in range(ROWS_PER_CALL):
+        here, tensors = [words.unbind() for words in tensors[: len(place)]], tensors[len(place) :]
+        for i in range(count):
             row = tensors[i * width : (i + 1) * width]
-            _write(row, function(numbers, *row))
+            _write(function, row, function(numbers, *here, *row))
 
     def backend(graph: Any, inputs: Sequence[Any]) -> Callable:
         compiled: Any = compile_fx(graph, inputs, config_patches=_options(device))  # pyright: ignore[reportArgumentType]
-        where = {tensor.data_ptr(): itemgetter(i) for i, tensor in enumerate((vector, *dummies))}
-        length = {size: partial(_length, 1 + i * width) for i, size in enumerate(sizes)}
+        where = {tensor.data_ptr(): itemgetter(i) for i, tensor in enumerate((vector, *place, *dummies))}
+        length = {size: partial(_length, 1 + len(place) + i * width) for i, size in enumerate(sizes)}
         graphs.append((compiled, [where[x.data_ptr()] if isinstance(x, Tensor) else length[int(x)] for x in inputs]))
         return compiled
 
     # Recompilations are counted per code object: a copy of its own keeps each kernel's count apart.
     code = bundle.__code__.replace(co_name="step")
     isolated = types.FunctionType(code, bundle.__globals__, "step", None, bundle.__closure__)
-    torch.compile(isolated, dynamic=True, fullgraph=True, backend=backend)(vector, *dummies)
+    torch.compile(isolated, dynamic=True, fullgraph=True, backend=backend)(vector, *place, *dummies)
     ((compiled, arguments),) = graphs
 
     def kernel(*tensors: Tensor) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from bayesgrad.curvature.gradients import Memory, Numbers, average
@@ -48,19 +49,28 @@ class NaturalGradient(Rule):
 
     With `heavy_ball`, the buffer b <- momentum b + P^-1 g of torch.optim.SGD instead: w <- w - gain b.
 
-    Reference: 001, Eq. 19b.
+    Where there is a prior, its pull joins <g>; a `radius` bounds each coordinate of the step before the gain.
+
+    With `natural`, w <- w - gain P'^-1 <g> + natural (P_old/P') (w - w_old): the exact image of momentum in the natural
+    parameters of a Gaussian, together with the transition's; P' is the new precision, P_old the last but one.
+
+    Reference: 001, Eq. 19b; 002, appendix F.
+    Differs from the paper: whose Eq. 81 counts the momentum of the precision twice.
 
     Args:
         heavy_ball: which of the two momenta.
+        natural: whether there is one of natural parameters.
     """
 
     heavy_ball: bool = False
+    natural: bool = False
 
     def slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return ("momentum",) if momentum_of(group) else ()
+        averages = ("momentum",) if momentum_of(group) else ()
+        return (*averages, "last_mean") if self.natural else averages
 
     def averages(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return () if self.heavy_ball else self.slots(group)
+        return ("momentum",) if momentum_of(group) and not self.heavy_ball else ()
 
     def numbers(self, group: Mapping[str, Any], step: int, gain: float) -> dict[str, float]:
         momentum = momentum_of(group)
@@ -73,11 +83,16 @@ class NaturalGradient(Rule):
         return n["gain"], n.get("shrink", 1.0)
 
     def move(self, mean: Tensor, gradient: Tensor, precision: Precision, memory: Memory, n: Numbers) -> Tensor:
-        if "momentum" not in memory:
-            return mean - n["gain"] * precision.solve(gradient)
-        if self.heavy_ball:
-            step = memory["momentum"] = n["momentum"] * memory["momentum"] + precision.solve(gradient)
-        else:
-            memory["momentum"] = n["momentum"] * memory["momentum"] + n["fresh"] * gradient
-            step = precision.solve(memory["momentum"])
-        return mean - n["gain"] * step
+        if "momentum" in memory and not self.heavy_ball:
+            gradient = memory["momentum"] = n["momentum"] * memory["momentum"] + n["fresh"] * gradient
+        step = precision.solve(gradient + n["pull"] if "pull" in n else gradient)
+        if "momentum" in memory and self.heavy_ball:
+            step = memory["momentum"] = n["momentum"] * memory["momentum"] + step
+        if "radius" in n:
+            step = torch.minimum(torch.maximum(step, -n["radius"]), n["radius"])
+        moved = mean - n["gain"] * step
+        if self.natural:
+            ratio = precision.variance() / memory["older_variance"]
+            moved = moved + n["natural"] * ratio * (mean - memory["last_mean"])
+            memory["last_mean"] = mean
+        return moved

@@ -67,15 +67,38 @@ class Forget(Transition):
     With take = 1 this is the fading-memory filter, with take = 1 - keep the moving average of the Bayesian learning
     rule. Its steady state is P = take/(1-keep) <h>: a mean-square normaliser.
 
-    Reference: 001, Eq. 28-31; 002, Eq. 12.
-    Checked by: tests/equations/test_declarations.py.
+    With `retract`, P <- P (1 + x + x^2/2), x = take (h - P)/P, for take = 1 - keep: the same to second order, and at
+    least P/2 for any h, so that increments may be negative.
+
+    With `natural`, P <- ... + natural (P - P_old), momentum of the natural parameter; at least half of what it were
+    without.
+
+    Reference: 001, Eq. 28-31; 002, Eq. 12 and appendix F; Lin et al., 2020, for the retraction.
+    Checked by: tests/equations/test_declarations.py, test_ivon.py, test_vogn.py.
     """
 
+    retract: bool = False
+    natural: bool = False
+
+    @property
+    def slots(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return ("variance", "last_variance") if self.natural else ("variance",)
+
     def numbers(self, *, keep: float, take: float) -> dict[str, float]:
-        return {"keep": keep, "take": take}
+        return {"take": take} if self.retract else {"keep": keep, "take": take}
 
     def merge(self, memory: Memory, increment: Tensor, n: Numbers) -> Diagonal:
-        posterior = Diagonal(memory["variance"]).scale(n["keep"]).add(n["take"] * increment)
+        variance = memory["variance"]
+        if self.retract:
+            x = n["take"] * (increment * variance - 1)
+            posterior = Diagonal(variance / (1 + x + 0.5 * x * x))
+        else:
+            posterior = Diagonal(variance).scale(n["keep"]).add(n["take"] * increment)
+        if self.natural:
+            older = memory["older_variance"] = memory["last_variance"]
+            change = n["natural"] * (1 / variance - 1 / older) * posterior.covariance
+            posterior = Diagonal(posterior.covariance / (1 + change.clamp(min=-0.5)))
+            memory["last_variance"] = variance
         memory["variance"] = posterior.storable()
         return posterior
 

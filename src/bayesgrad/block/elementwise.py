@@ -92,13 +92,19 @@ class Block:
                 return False
         return True
 
-    def rows(self, directions: Directions, straight: tuple[float, float] | None) -> Iterator[list[Row]]:
+    def rows(
+        self,
+        directions: Directions,
+        straight: tuple[float, float] | None,
+        shown: Sequence[Mapping[Tensor, Tensor]] = (),
+    ) -> Iterator[list[Row]]:
         """The rows of the kernel, a call at a time: whatever is done to them between two calls is then in place.
 
         Args:
             directions: what stands in for the gradient of some parameters.
             straight: (gain, shrink), where the step is p <- shrink p - gain direction and no more; products are then
                 subtracted here, without being written down.
+            shown: what evidence there is beside the gradient, by parameter.
         """
         rows = []
         for p, state in zip(self.large, self.flat):
@@ -107,11 +113,12 @@ class Block:
                 gradient.subtract_from(p, *straight)
             else:
                 gradient = gradient_of(p) if gradient is None else dense(gradient)
-                rows.append((flat(p), flat(_laid_out(gradient, p)), *state))
+                more = [flat(_laid_out(values[p], p, values[p].dtype)) for values in shown]
+                rows.append((flat(p), flat(_laid_out(gradient, p, p.dtype)), *more, *state))
         if rows:
             yield rows
         for pack in self.packs:
-            yield [pack.gather(directions)]
+            yield [pack.gather(directions, shown)]
             pack.scatter()
 
 
@@ -136,10 +143,11 @@ class Pack:
         parts = storage.split([p.numel() for p in self.params])
         return [part.view(p.shape) for part, p in zip(parts, self.params)]
 
-    def gather(self, directions: Directions) -> Row:
+    def gather(self, directions: Directions, shown: Sequence[Mapping[Tensor, Tensor]]) -> Row:
         gradients = [dense(directions[p]) if p in directions else gradient_of(p) for p in self.params]
         torch._foreach_copy_(self.weights + self.gradients, self.params + gradients)
-        return (self.weight, self.gradient, *self.state)
+        more = [torch.cat([values[p].to(self.weight.dtype).reshape(-1) for p in self.params]) for values in shown]
+        return (self.weight, self.gradient, *more, *self.state)
 
     def scatter(self) -> None:
         torch._foreach_copy_(self.params, self.weights)
@@ -182,7 +190,7 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _laid_out(gradient: Tensor, p: Tensor) -> Tensor:
-    """The gradient in the layout and dtype of the parameter: nearly always the very tensor, else a copy."""
-    alike = gradient.stride() == p.stride() and gradient.dtype == p.dtype
-    return gradient if alike else torch.empty_like(p).copy_(gradient)
+def _laid_out(values: Tensor, p: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values in the layout of the parameter, and in a dtype: nearly always the very tensor, else a copy."""
+    alike = values.stride() == p.stride() and values.dtype == dtype
+    return values if alike else torch.empty_like(p, dtype=dtype).copy_(values)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from bayesgrad._kernels import compute_dtype
 from bayesgrad.block.elementwise import Product, gradient_of
 from bayesgrad.curvature import layers
-from bayesgrad.curvature.columns import matmul
+from bayesgrad.curvature.columns import matmul, random_vector
 from bayesgrad.curvature.tap import Use
 from bayesgrad.precision import Kronecker, Precision
 
@@ -256,9 +256,3 @@ def _compared(layer: Layer, sheet: Sheet) -> Tensor | None:
     scale = torch.linalg.vector_norm(errors) * torch.linalg.vector_norm(inputs)  # bounds what rounding can do
     tolerance = 8 * torch.finfo(inputs.dtype).eps * factor.abs() * scale
     return torch.stack([factor, torch.linalg.vector_norm(seen - factor * made, torch.inf) / tolerance])
-
-
-@lru_cache(maxsize=64)
-def random_vector(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """To compare matrices by: always the same for a size."""
-    return torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(size)).to(device, dtype)

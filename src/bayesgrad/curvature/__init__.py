@@ -3,5 +3,15 @@
 from bayesgrad.curvature.evidence import Evidence
 from bayesgrad.curvature.fisher import SubsampledFisher
 from bayesgrad.curvature.gradients import CentredGradient, Curvature, SquaredGradient
+from bayesgrad.curvature.variational import AbsoluteHessian, PerExampleSquare, Reparameterised
 
-__all__ = ["CentredGradient", "Curvature", "Evidence", "SquaredGradient", "SubsampledFisher"]
+__all__ = [
+    "AbsoluteHessian",
+    "CentredGradient",
+    "Curvature",
+    "Evidence",
+    "PerExampleSquare",
+    "Reparameterised",
+    "SquaredGradient",
+    "SubsampledFisher",
+]

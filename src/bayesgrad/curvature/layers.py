@@ -41,9 +41,12 @@ def is_lookup(module: nn.Module) -> bool:
 
 def is_norm(module: nn.Module) -> bool:
     """Whether the layer scales what it has normalised, example by example."""
-    if not isinstance(module, NORMS) or not _own_weight(module):
-        return False
-    return not (isinstance(module, _BatchNorm) and mixes_examples(module))
+    return normalises(module) and not mixes_examples(module)
+
+
+def normalises(module: nn.Module) -> bool:
+    """As `is_norm`, or over the batch, whose statistics are then to be taken for constants."""
+    return isinstance(module, NORMS) and _own_weight(module)
 
 
 def mixes_examples(module: nn.Module) -> bool:
@@ -157,4 +160,6 @@ def _normalised(module: nn.Module, x: Tensor) -> Tensor:
         return F.rms_norm(x, module.normalized_shape, eps=module.eps)
     if isinstance(module, nn.GroupNorm):
         return F.group_norm(x, module.num_groups, eps=module.eps)
+    if mixes_examples(module):  # statistics are taken for constants
+        return F.batch_norm(x, None, None, training=True, eps=module.eps)  # pyright: ignore
     return F.batch_norm(x, module.running_mean, module.running_var, eps=module.eps)  # pyright: ignore

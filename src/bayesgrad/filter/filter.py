@@ -132,16 +132,17 @@ class Filter(torch.optim.Optimizer):
             active = [
                 [p for p in params if (p in directions) == solved] for params in active for solved in (False, True)
             ]
+        shown = self.evidence(groups, active)
         layout = self._layout(groups, active)
         elements = sum(block.elements for blocks in layout for block in blocks)
         for group, blocks in zip(groups, layout):
             for block in blocks:
                 block.step += 1
                 numbers = self.numbers(group, int(block.step))
-                update = Update(self.parts(group), tuple(numbers), block.slots)
+                update = Update(self.parts(group), tuple(numbers), block.slots, tuple(shown))
                 fused = _kernels.pays(block.device, elements) if group["fused"] is None else group["fused"]
                 straight = self.rule.straight(numbers) if group.get("solved") and not block.slots else None
-                for rows in block.rows(directions or {}, straight):
+                for rows in block.rows(directions or {}, straight, list(shown.values())):
                     _kernels.run(update, list(numbers.values()), rows, fused)
         return loss
 
@@ -152,6 +153,10 @@ class Filter(torch.optim.Optimizer):
         others is in a group whose `solved` is False. None where beliefs always factorise.
         """
         return None
+
+    def evidence(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> dict[str, Mapping[Tensor, Tensor]]:
+        """What a curvature asks for beside gradients, by name: a tensor for each parameter that has a gradient."""
+        return {}
 
     def _layout(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> list[list[Block]]:
         """The blocks of each group, kept from step to step for as long as they fit."""
@@ -189,8 +194,9 @@ class Filter(torch.optim.Optimizer):
             entry["step"] = entry["step"].to("cpu", torch.float32)
             for slot in slots:
                 if slot not in entry:
-                    value = self.prior_variance(group) if slot == "variance" else 0.0
-                    entry[slot] = torch.full_like(p, value, dtype=_kernels.compute_dtype(p.dtype))
+                    entry[slot] = torch.empty_like(p, dtype=_kernels.compute_dtype(p.dtype))
+                    value = self.initial(slot, group, p)
+                    entry[slot].copy_(value) if isinstance(value, Tensor) else entry[slot].fill_(value)
                     if slot in averages and entry["step"] > 0:
                         entry[slot].copy_(gradient_of(p))
                 if entry[slot].shape != p.shape:
@@ -198,6 +204,12 @@ class Filter(torch.optim.Optimizer):
                         f"{slot} of a parameter has shape {tuple(entry[slot].shape)}, but the parameter now has "
                         f"{tuple(p.shape)}: build a new optimizer after reshaping parameters."
                     )
+
+    def initial(self, slot: str, group: Mapping[str, Any], p: Tensor) -> float | Tensor:
+        """What a slot starts from."""
+        if slot == "last_mean":
+            return p
+        return self.prior_variance(group) if slot in ("variance", "last_variance") else 0.0
 
     # --- bad gradients ---
 

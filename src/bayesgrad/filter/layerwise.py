@@ -15,12 +15,10 @@ from bayesgrad.block.layer import Layer, Sheet
 from bayesgrad.curvature import Curvature, SquaredGradient, layers
 from bayesgrad.curvature.tap import Tap, Use
 from bayesgrad.filter.filter import Filter, Parts
-from bayesgrad.filter.ranges import COUNT, FRACTION, Range, one_of
+from bayesgrad.filter.ranges import COUNT, FRACTION, WHOLE, WHOLE_NUMBER, one_of
 from bayesgrad.posterior.posterior import parameters_of, unwrapped
 from bayesgrad.rule import NaturalGradient
 from bayesgrad.transition import MovingAverage, Static, Transition
-
-WHOLE = Range("a whole number >= 1", lambda x: x == int(x) and x >= 1)
 
 
 class LayerFilter(Filter):
@@ -52,7 +50,7 @@ class LayerFilter(Filter):
         "max_factor": COUNT,
         "terms": COUNT,
         "likelihood": one_of("categorical", "bernoulli", "gaussian"),
-        "seed": Range("a whole number", lambda x: x == int(x)),
+        "seed": WHOLE_NUMBER,
     }
 
     def __init__(self, model: nn.Module, params: Any, defaults: dict[str, Any]) -> None:

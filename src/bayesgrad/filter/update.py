@@ -32,25 +32,37 @@ class Update:
         parts: what to do.
         names: of the numbers, in order.
         slots: of the state, in order.
+        shown: names of what evidence there is beside the gradient, in order.
     """
 
     parts: Parts
     names: tuple[str, ...]
     slots: tuple[str, ...]
+    shown: tuple[str, ...] = ()
 
-    def __call__(self, numbers: Iterable[Any], weight: Tensor, gradient: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
+    @property
+    def writes(self) -> tuple[int, ...]:
+        first = 2 + len(self.shown)
+        return (0, *range(first, first + len(self.slots)))
+
+    def __call__(self, numbers: Iterable[Any], weight: Tensor, gradient: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
         curvature, transition, rule = self.parts
         n = dict(zip(self.names, numbers))
-        memory = dict(zip(self.slots, state))
+        memory = dict(zip(self.slots, more[len(self.shown) :]))
         dtype = _kernels.compute_dtype(weight.dtype)
         weight, gradient = weight.to(dtype), gradient.to(dtype)
+        shown = {name: values.to(dtype) for name, values in zip(self.shown, more)}
         if "l2" in n:
             gradient = gradient + n["l2"] * weight
         gradient = transition.admit(gradient)
         if curvature is None:  # nothing is learnt of the curvature: every weight stays equally certain
             precision = Scalar(torch.ones((), dtype=dtype, device=weight.device), tuple(weight.shape))
         else:
-            increment = curvature.read(Evidence(gradient), memory, n)
+            increment = curvature.read(Evidence(gradient, **shown), memory, n)
+            if "prior" in n:  # a Gaussian prior: its precision in the same units, and its pull on the mean
+                strength = n["prior"] * memory["prior_precision"] if "prior_precision" in memory else n["prior"]
+                increment = increment + strength
+                n["pull"] = strength * (weight - memory["prior_mean"] if "prior_mean" in memory else weight)
             precision = transition.merge(memory, increment, n)
         if "damping" in n:
             precision = precision.add(n["damping"])

@@ -3,7 +3,20 @@
 from bayesgrad.optim.adabayes import AdaBayes, AdaBayesFP
 from bayesgrad.optim.adabound import AdaBound, AMSBound
 from bayesgrad.optim.foof import FOOF
+from bayesgrad.optim.ivon import IVON
 from bayesgrad.optim.kfac import KFAC
 from bayesgrad.optim.natural_gradient import NaturalGradient
+from bayesgrad.optim.ogn import OGN, VOGN
 
-__all__ = ["FOOF", "KFAC", "AMSBound", "AdaBayes", "AdaBayesFP", "AdaBound", "NaturalGradient"]
+__all__ = [
+    "FOOF",
+    "IVON",
+    "KFAC",
+    "OGN",
+    "VOGN",
+    "AMSBound",
+    "AdaBayes",
+    "AdaBayesFP",
+    "AdaBound",
+    "NaturalGradient",
+]

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from bayesgrad import likelihoods
 from bayesgrad.block import Directions, gradient_of
-from bayesgrad.block.layer import random_vector
 from bayesgrad.curvature import layers
-from bayesgrad.curvature.columns import Columns, Outer, joined, matmul, restored
+from bayesgrad.curvature.columns import Columns, Outer, joined, matmul, random_vector, restored
 from bayesgrad.curvature.fisher import check_outputs, gather, refuse_mixing
 from bayesgrad.filter.factored import MERGED, MERGES
 from bayesgrad.filter.layerwise import LayerFilter

@@ -1,0 +1,126 @@
+"""IVON: variational training at the cost of Adam."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from bayesgrad.curvature import Reparameterised, SquaredGradient
+from bayesgrad.filter import Parts
+from bayesgrad.filter.ranges import FLAG, one_of
+from bayesgrad.filter.variational import Sampled, Variational
+from bayesgrad.posterior import Posterior
+from bayesgrad.rule import NaturalGradient
+from bayesgrad.transition import Forget
+
+
+class IVON(Sampled):
+    r"""The improved variational online Newton rule: beliefs about weights, from gradients at weights drawn from them.
+
+    .. math::
+        \theta &= m + \sigma \epsilon, \quad \sigma^2 = 1/(N (h + \delta/N)), \quad
+        \hat g = \nabla \bar\ell(\theta), \quad \hat h = \hat g\, \epsilon/\sigma \\
+        h &\leftarrow \beta_2 h + (1-\beta_2) \hat h + \tfrac12 (1-\beta_2)^2 (h - \hat h)^2/(h + \delta/N) \\
+        m &\leftarrow m - \eta\, (\langle \hat g \rangle + \tfrac{\delta}{N} m)/(h + \tfrac{\delta}{N})
+
+    with the mean loss l of a batch, N = `num_data`, delta = `prior_precision`, <> a debiased moving average with decay
+    beta_1, and eta = `lr`, times (`hess_init` + delta/N) with `rescale_lr`. h begins at `hess_init` and is unbiased for
+    the expected Hessian, with no second derivative computed; the last term keeps h + delta/N positive whatever comes.
+
+    Gradients are taken inside of `sampled()`:
+
+        >>> import torch
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> optimizer = IVON([weight], lr=0.1, num_data=100)
+        >>> with optimizer.sampled():
+        ...     optimizer.zero_grad()
+        ...     ((weight - 1) ** 2).sum().backward()
+        >>> optimizer.step()
+
+    Args:
+        params: parameters, named parameters or param groups.
+        lr: eta. With `rescale_lr`, about what suits SGD with momentum, because the first steps are lr <g>.
+        num_data: N, the number of training examples (of losses that the mean is over: tokens, for a language model).
+        prior_precision: delta, of the prior N(0, 1/delta); prior_precision/num_data is the usual weight decay.
+        hess_init: h at the start. The variance then is 1/(N (hess_init + delta/N)): too small a value begins with too
+            much noise.
+        betas: decays of the averages of gradient and Hessian. 1/(1-beta_2) steps are what h needs to move: see below.
+        samples: draws that `step(closure)` averages.
+        rescale_lr: multiply lr by (hess_init + delta/N).
+        clip_radius: bounds each coordinate of the step, before lr.
+        curvature: `"price"` as above, or `"gradsq"`, h^ = N g^2, which never is negative and is no Hessian.
+        natural_momentum: gamma of momentum in the belief's natural parameters (paper 002, appendix F), in place of or
+            beside beta_1.
+        prior: a posterior of an earlier task to be the prior of this one, in place of prior_precision.
+        seed: draws are a function of it, of how many there were, and of a weight's position.
+        nonfinite: what to do about a gradient with infinite or NaN entries: `"ignore"`, `"raise"`, or `"skip"`.
+        fused: compile the step (`True`), run it eagerly (`False`), or whichever pays (`None`).
+
+    Presets: for 10^4 steps or more the defaults with hess_init from 0.1 to 1; for 10^3 to 10^4 steps (a small data set,
+    a few epochs) betas = (0.9, 0.9995) and hess_init = 0.1; for fine-tuning, hess_init = 1e-3 and lr = 0.03. A warning
+    comes where h has not moved after a thousand steps. See docs/choosing.md.
+
+    Reference: 002, Eq. 11-12 and section 4.4; Lin et al., 2020; Shen et al., 2024.
+    Checked by: tests/equations/test_ivon.py, against ivon-opt and a closed form.
+    """
+
+    transition = Forget(retract=True)
+    rule = NaturalGradient()
+    accepts = {**Variational.accepts, "rescale_lr": FLAG, "curvature": one_of("price", "gradsq")}
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 0.1,
+        *,
+        num_data: float,
+        prior_precision: float = 1.0,
+        hess_init: float = 1.0,
+        betas: tuple[float, float] = (0.9, 0.99999),
+        samples: int = 1,
+        rescale_lr: bool = True,
+        clip_radius: float = math.inf,
+        curvature: str = "price",
+        natural_momentum: float = 0.0,
+        prior: Posterior | None = None,
+        seed: int = 0,
+        nonfinite: str = "ignore",
+        fused: bool | None = None,
+    ) -> None:
+        defaults = dict(
+            lr=lr,
+            num_data=num_data,
+            prior_precision=prior_precision,
+            hess_init=hess_init,
+            betas=betas,
+            kl_weight=1.0,
+            samples=samples,
+            rescale_lr=rescale_lr,
+            clip_radius=clip_radius,
+            curvature=curvature,
+            natural_momentum=natural_momentum,
+            seed=seed,
+            nonfinite=nonfinite,
+            fused=fused,
+        )
+        super().__init__(params, defaults)
+        self._take_prior(prior)
+
+    @property
+    def keeps(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return "squares" if self.param_groups[0]["curvature"] == "gradsq" else "offset"
+
+    def parts(self, group: Mapping[str, Any]) -> Parts:
+        natural = group["natural_momentum"] > 0
+        curvature = SquaredGradient() if group["curvature"] == "gradsq" else Reparameterised()
+        return Parts(curvature, Forget(retract=True, natural=natural), NaturalGradient(natural=natural))
+
+    def information(self, group: Mapping[str, Any]) -> float:
+        return math.sqrt(group["num_data"]) if group["curvature"] == "gradsq" else group["num_data"]
+
+    def gain(self, group: Mapping[str, Any]) -> float:
+        lr = float(group["lr"])
+        if not group["rescale_lr"]:
+            return lr
+        return lr * (group["hess_init"] + group["prior_precision"] / group["num_data"])

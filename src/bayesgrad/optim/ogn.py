@@ -1,0 +1,234 @@
+"""OGN and VOGN: online Gauss-Newton, at the mean and at weights that are drawn from the belief."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bayesgrad import likelihoods
+from bayesgrad._kernels import compute_dtype
+from bayesgrad.block import gradient_of
+from bayesgrad.curvature import PerExampleSquare, layers
+from bayesgrad.curvature.fisher import check_outputs
+from bayesgrad.curvature.squares import examples_of
+from bayesgrad.filter import Parts
+from bayesgrad.filter.layerwise import LayerFilter
+from bayesgrad.filter.ranges import one_of
+from bayesgrad.filter.variational import Sampled, Variational
+from bayesgrad.posterior import Posterior
+from bayesgrad.rule import NaturalGradient
+from bayesgrad.transition import Forget
+
+
+class GaussNewton(Variational, LayerFilter):
+    """What OGN and VOGN share: squares of per-example gradients, from the layers' inputs and errors."""
+
+    curvature = PerExampleSquare()
+    transition = Forget()
+    rule = NaturalGradient()
+    observes = True
+    fallback = "the squares of their mean gradients, times the batch size"
+    accepts = {**LayerFilter.accepts, **Variational.accepts, "fisher": one_of("empirical", "sampled", "exact")}
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 0.01,
+        *,
+        params: Any = None,
+        num_data: float,
+        prior_precision: float = 1.0,
+        hess_init: float = 1.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        kl_weight: float = 1.0,
+        samples: int = 1,
+        fisher: str = "empirical",
+        likelihood: str = "categorical",
+        terms: int = 1,
+        natural_momentum: float = 0.0,
+        prior: Posterior | None = None,
+        seed: int = 0,
+        nonfinite: str = "ignore",
+        fused: bool | None = None,
+    ) -> None:
+        defaults = dict(
+            lr=lr,
+            num_data=num_data,
+            prior_precision=prior_precision,
+            hess_init=hess_init,
+            betas=betas,
+            kl_weight=kl_weight,
+            samples=samples,
+            fisher=fisher,
+            likelihood=likelihood,
+            terms=terms,
+            natural_momentum=natural_momentum,
+            seed=seed,
+            nonfinite=nonfinite,
+            fused=fused,
+        )
+        super().__init__(model, params, defaults)
+        self._take_prior(prior)
+
+    def parts(self, group: Mapping[str, Any]) -> Parts:
+        natural = group["natural_momentum"] > 0
+        return Parts(self.curvature, Forget(natural=natural), NaturalGradient(natural=natural))
+
+    def information(self, group: Mapping[str, Any]) -> None:
+        return None
+
+    def _hears(self, module: nn.Module, mine: set[int]) -> bool:
+        known = layers.is_matrix(module) or layers.normalises(module)
+        return known and any(id(p) in mine for p in layers.own_parameters(module).values())
+
+    def _unmodelled(self) -> list[Tensor]:
+        heard = {p for module in self.tap.layers.values() for p in module.parameters(recurse=False)}
+        return [p for group in self.param_groups for p in group["params"] if p not in heard and p.requires_grad]
+
+    # --- evidence ---
+
+    def observe(self, outputs: Tensor, labels: Tensor | None = None) -> None:
+        """Takes the squares of this batch from the model's own predictions, with `fisher="sampled"` or `"exact"`.
+
+        Args:
+            outputs: of the model, with their graph; which is left as it is, and so is `.grad`.
+            labels: to be used in place of drawn ones.
+        """
+        group = self.param_groups[0]
+        if group["fisher"] == "empirical":
+            return
+        check_outputs(outputs)
+        likelihood = likelihoods.named(group["likelihood"])
+        trace = self.tap.trace(outputs)
+        exact = group["fisher"] == "exact" and labels is None
+        if exact:
+            directions = list(likelihood.roots(outputs))
+        else:
+            directions = [likelihood.residual(outputs, self.draw(outputs) if labels is None else labels)]
+        self._observed.append(([trace.uses(direction) for direction in directions], len(outputs)))
+        self._marked = self._mark()
+
+    def evidence(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> dict[str, Mapping[Tensor, Tensor]]:
+        aside: list[dict[Tensor, Tensor]] = self.__dict__.pop("_aside", [])
+        params = [p for some in active for p in some]
+        if aside:
+            every = {p: [squares[p] for squares in aside if p in squares] for p in params}
+            return {"squares": {p: torch.stack(parts).mean(0) for p, parts in every.items()}}
+        return {"squares": self._squares(groups[0], params)}
+
+    def _squares(self, group: Mapping[str, Any], params: list[Tensor]) -> dict[Tensor, Tensor]:
+        """The mean over examples of squared gradients, for each parameter."""
+        passes = self.backward_passes()
+        shown = examples_of(passes) if passes else {}
+        if not shown and any(bool(gradient_of(p).any()) for p in params):
+            raise self.blind("no backward pass was seen", "call loss.backward() on outputs")
+        count = max((examples.count for examples in shown.values()), default=1) * group["terms"]
+        if group["fisher"] != "empirical":
+            return self._observed_squares(group, params, count)
+        found, odd = {}, set()
+        factors = {p: shown[p].factor(gradient_of(p)) for p in params if p in shown}
+        read = torch.stack([torch.stack(pair).double().cpu() for pair in factors.values()]).tolist() if factors else []
+        for p, (factor, excess) in zip(factors, read):
+            untouched = gradient_of(p)._version == 0
+            if untouched and excess > 1:  # something other than these layers has used the weight
+                odd.add(p)
+                continue
+            found[p] = shown[p].squares().mul_(shown[p].count * group["terms"] * factor * factor)
+        self._warn_of({p for p in params if p not in shown and bool(gradient_of(p).any())} | odd)
+        for p in params:
+            if p not in found:
+                found[p] = gradient_of(p).to(compute_dtype(p.dtype)).square() * count
+        return found
+
+    def _observed_squares(self, group: Mapping[str, Any], params: list[Tensor], count: int) -> dict[Tensor, Tensor]:
+        observed, self._observed = self._observed, []
+        if not observed:
+            raise self.blind("nothing was observed", "call observe(outputs), before loss.backward(), on outputs")
+        total = sum(number for _, number in observed) * group["terms"]
+        found: dict[Tensor, Tensor] = {}
+        for directions, _ in observed:
+            for uses in directions:
+                for p, examples in examples_of([uses]).items():
+                    squares = examples.squares() / total
+                    found[p] = found[p] + squares if p in found else squares
+        self._warn_of({p for p in params if p not in found and bool(gradient_of(p).any())})
+        return {p: found[p] if p in found else gradient_of(p).square() * count for p in params}
+
+
+class OGN(GaussNewton):
+    r"""Online Gauss-Newton: per-example squares as curvature, and at last a Laplace posterior.
+
+    .. math::
+        h &\leftarrow \beta_2 h + (1-\beta_2)\, \tfrac1B \textstyle\sum_i (\nabla \ell_i(m))^2 \\
+        m &\leftarrow m - \eta\, (\langle \bar g \rangle + \tfrac{\tau\delta}{N} m)/(h + \tfrac{\tau\delta}{N}),
+        \quad \sigma^2 = \tau/(N (h + \tfrac{\tau\delta}{N}))
+
+    with N = `num_data`, delta = `prior_precision`, tau = `kl_weight`, <> a debiased moving average with decay beta_1.
+    Squares are of per-example gradients: one matrix product more for each layer. At convergence the posterior is the
+    diagonal Laplace approximation with the empirical Fisher.
+
+        >>> model = nn.Linear(3, 2)
+        >>> optimizer = OGN(model, num_data=100)
+        >>> nn.functional.cross_entropy(model(torch.randn(8, 3)), torch.zeros(8, dtype=torch.long)).backward()
+        >>> optimizer.step()
+
+    Args:
+        model: whose forward pass is run; train-mode BatchNorm is accepted, its statistics are taken for constants.
+        lr: eta, in units of a Newton step. Chosen on digits and Fashion-MNIST with a small MLP.
+        params: parameters, named parameters or groups of the model; None for all.
+        num_data: N, the number of training examples (times `terms`).
+        prior_precision: delta, of the prior N(0, 1/delta).
+        hess_init: h at the start.
+        betas: decays of the averages of gradient and squares.
+        kl_weight: tau, of the divergence from the prior.
+        samples: draws that `step(closure)` averages, where gradients are taken at draws.
+        fisher: whose gradients are squared: those of the loss (`"empirical"`), or of labels that the model predicts,
+            `"sampled"` or `"exact"` (OGGN). The latter two need `observe(outputs)` before `loss.backward()`.
+        likelihood: how `observe` reads the outputs.
+        terms: losses in an example (the length of a sequence whose every token has a loss).
+        natural_momentum: gamma of momentum in the belief's natural parameters (paper 002, appendix F).
+        prior: a posterior of an earlier task to be the prior of this one, in place of prior_precision.
+        seed: of draws and of sampled labels.
+        nonfinite: what to do about a gradient with infinite or NaN entries: `"ignore"`, `"raise"`, or `"skip"`.
+        fused: compile the step (`True`), run it eagerly (`False`), or whichever pays (`None`).
+
+    What the model's layers do not explain is trained by the squares of mean gradients, times the batch size, and a
+    warning names it.
+
+    Reference: 002, section 4.4, Eq. 47-48 at the mean; REFERENCE.md 4.2 for the scaling.
+    Checked by: tests/equations/test_vogn.py, squares against BackPACK.
+    """
+
+
+class VOGN(Sampled, GaussNewton):
+    r"""Variational online Gauss-Newton: OGN whose gradients and squares are taken at weights drawn from the belief.
+
+    .. math::
+        \theta &= m + \epsilon \sigma, \quad \sigma^2 = \tau/(N (h + \tfrac{\tau\delta}{N})) \\
+        h &\leftarrow \beta_2 h + (1-\beta_2)\, \tfrac1B \textstyle\sum_i (\nabla \ell_i(\theta))^2 \\
+        m &\leftarrow m - \eta\, (\langle \bar g(\theta) \rangle + \tfrac{\tau\delta}{N} m)/(h + \tfrac{\tau\delta}{N})
+
+    Its arguments are those of `OGN`; with `fisher="sampled"` or `"exact"` it is VOGGN. Passes run inside `sampled()`:
+
+        >>> model = nn.Linear(3, 2)
+        >>> optimizer = VOGN(model, num_data=100)
+        >>> with optimizer.sampled():
+        ...     optimizer.zero_grad()
+        ...     nn.functional.cross_entropy(model(torch.randn(8, 3)), torch.zeros(8, dtype=torch.long)).backward()
+        >>> optimizer.step()
+
+    Its fixed point is not quite the best Gaussian, because squares stand in for the Hessian.
+
+    Reference: 002, section 4.4, Eq. 47-48.
+    Differs from the paper: the noise has variance 1/s, not s, as the text prints.
+    Checked by: tests/equations/test_vogn.py.
+    """
+
+    keeps = None
+
+    def _set_aside(self, samples: int) -> None:
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        self.__dict__.setdefault("_aside", []).append(self._squares(self.param_groups[0], params))
