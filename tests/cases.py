@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ class Case:
         slots: the state tensors it keeps beside `step`.
         bad: arguments that must be refused, with the words the message must contain.
         layers: whether it takes the model and looks at its layers.
+        decays: whether it has weight decay; where it has a prior instead, tests of decay leave that as it is.
     """
 
     name: str
@@ -32,8 +34,11 @@ class Case:
     slots: tuple[str, ...] = ("momentum",)
     bad: tuple[tuple[dict[str, Any], str], ...] = ()
     layers: bool = False
+    decays: bool = True
 
     def __call__(self, target: Any, **options: Any) -> torch.optim.Optimizer:
+        if not self.decays:
+            options.pop("weight_decay", None)
         return self.make(target, **{**self.options, **options})
 
     def of(self, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
@@ -98,6 +103,28 @@ NATURAL = (
     ({"step_size": "auto"}, "step_size must be 'lr' or 'quadratic', got 'auto'."),
 )
 
+VARIATIONAL = (
+    *(bad for bad in COMMON if "weight_decay" not in bad[0]),
+    ({"num_data": 0}, "num_data must be a number >= 1, got 0."),
+    ({"prior_precision": -1.0}, "prior_precision must be a finite number >= 0, got -1.0."),
+    ({"hess_init": 0.0}, "hess_init must be a positive number, got 0.0."),
+    ({"betas": (0.9, 1.0)}, "betas must be two numbers in [0, 1), got (0.9, 1.0)."),
+    ({"samples": 0}, "samples must be a whole number >= 1, got 0."),
+    ({"natural_momentum": 1.0}, "natural_momentum must be in [0, 1), got 1.0."),
+    ({"seed": 0.5}, "seed must be a whole number, got 0.5."),
+)
+IVON = (
+    *VARIATIONAL,
+    ({"clip_radius": 0.0}, "clip_radius must be a positive number, got 0.0."),
+    ({"rescale_lr": 1}, "rescale_lr must be True or False, got 1."),
+    ({"curvature": "exact"}, "curvature must be 'price' or 'gradsq', got 'exact'."),
+)
+GAUSS_NEWTON = (
+    *VARIATIONAL,
+    ({"kl_weight": 0.0}, "kl_weight must be a positive number, got 0.0."),
+    ({"fisher": "true"}, "fisher must be 'empirical' or 'sampled' or 'exact', got 'true'."),
+)
+
 ELEMENTWISE = (
     Case("AdaBayes", optim.AdaBayes, {"batch_size": 32}, ("variance", "momentum"), ADABAYES),
     Case("AdaBayes-plain", optim.AdaBayes, {"batch_size": 32, "momentum": 0.0}, ("variance",)),
@@ -124,6 +151,22 @@ ELEMENTWISE = (
     Case("AdaBayesFP-adamw", optim.AdaBayesFP, {"sgd_lr": float("inf")}, ("moment", "momentum")),
     Case("AdaBound", optim.AdaBound, {"weight_decay": 0.1}, ("moment", "momentum"), ADABOUND),
     Case("AMSBound", optim.AMSBound, {}, ("moment", "peak", "momentum"), ADABOUND),
+    Case("IVON", optim.IVON, {"num_data": 1344}, ("variance", "momentum"), IVON, decays=False),
+    Case(
+        "IVON-natural",
+        optim.IVON,
+        {
+            "num_data": 1000,
+            "betas": (0.0, 0.99),
+            "natural_momentum": 0.5,
+            "curvature": "gradsq",
+            "clip_radius": 0.5,
+            "rescale_lr": False,
+            "lr": 0.01,
+        },
+        ("variance", "last_variance", "last_mean"),
+        decays=False,
+    ),
 )
 LAYERWISE = (
     Case("FOOF", optim.FOOF, {}, (), FOOF, layers=True),
@@ -143,7 +186,19 @@ LAYERWISE = (
         layers=True,
     ),
 )
-CASES = (*ELEMENTWISE, *LAYERWISE)
+BY_EXAMPLE = (
+    Case("OGN", optim.OGN, {"num_data": 1000}, ("variance", "momentum"), GAUSS_NEWTON, layers=True, decays=False),
+    Case("VOGN", optim.VOGN, {"num_data": 1000}, ("variance", "momentum"), layers=True, decays=False),
+    Case(
+        "VOGGN",
+        optim.VOGN,
+        {"num_data": 1000, "fisher": "sampled", "kl_weight": 0.5, "betas": (0.0, 0.99)},
+        ("variance",),
+        layers=True,
+        decays=False,
+    ),
+)
+CASES = (*ELEMENTWISE, *LAYERWISE, *BY_EXAMPLE)
 
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -183,11 +238,24 @@ def batch(index: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor,
 
 def backward(model: nn.Module, index: int, optimizer: torch.optim.Optimizer | None = None) -> torch.Tensor:
     x, y = batch(index, next(model.parameters()).dtype)
-    outputs = model(x)
-    observe(optimizer, outputs, y)
-    loss = nn.functional.cross_entropy(outputs, y)
-    loss.backward()
+    with drawn(optimizer):
+        outputs = model(x)
+        observe(optimizer, outputs, y)
+        loss = nn.functional.cross_entropy(outputs, y)
+        loss.backward()
     return loss
+
+
+def drawn(optimizer: Any) -> Any:
+    """The context in which an optimizer wants its gradients taken."""
+    return optimizer.sampled() if hasattr(optimizer, "sampled") else nullcontext()
+
+
+def still(optimizer: Any) -> Any:
+    """As `drawn`, with noise that does not depend on how parameters are grouped."""
+    if not hasattr(optimizer, "sampled"):
+        return nullcontext()
+    return optimizer.sampled(noise=lambda p: torch.full_like(p, 0.5))
 
 
 def observe(optimizer: torch.optim.Optimizer | None, outputs: torch.Tensor, labels: torch.Tensor | None) -> None:
@@ -209,8 +277,9 @@ def push(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> No
         if hasattr(optimizer, "tap"):
             backward(model, index, optimizer)
         generator = torch.Generator().manual_seed(2000 + index)
-        for p in model.parameters():
-            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        with drawn(optimizer):
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
         optimizer.step()
 
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from bayesgrad.curvature.gradients import Memory, Numbers, average
@@ -89,7 +88,7 @@ class NaturalGradient(Rule):
         if "momentum" in memory and self.heavy_ball:
             step = memory["momentum"] = n["momentum"] * memory["momentum"] + step
         if "radius" in n:
-            step = torch.minimum(torch.maximum(step, -n["radius"]), n["radius"])
+            step = step.clamp(-n["radius"], n["radius"])
         moved = mean - n["gain"] * step
         if self.natural:
             ratio = precision.variance() / memory["older_variance"]

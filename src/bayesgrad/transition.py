@@ -87,6 +87,9 @@ class Forget(Transition):
     def numbers(self, *, keep: float, take: float) -> dict[str, float]:
         return {"take": take} if self.retract else {"keep": keep, "take": take}
 
+    def admit(self, gradient: Tensor) -> Tensor:
+        return _capped(gradient) if self.retract else gradient
+
     def merge(self, memory: Memory, increment: Tensor, n: Numbers) -> Diagonal:
         variance = memory["variance"]
         if self.retract:

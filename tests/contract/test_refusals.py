@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from cases import Case, backward, elementwise_case, every_case, same, small_model, states, train, weights
+from cases import Case, backward, drawn, elementwise_case, every_case, same, small_model, states, train, weights
 
 
 @every_case
@@ -67,10 +67,13 @@ def test_nonfinite_gradients(case: Case) -> None:
 @elementwise_case
 def test_empty_gradients_and_large_ones_are_finite(case: Case) -> None:
     empty = nn.Parameter(torch.zeros(0, 3))
-    empty.grad = torch.zeros(0, 3)
-    case([empty], nonfinite="skip").step()
+    optimizer = case([empty], nonfinite="skip")
+    with drawn(optimizer):
+        empty.grad = torch.zeros(0, 3)
+    optimizer.step()
     model = small_model()  # large but finite gradients are not mistaken for infinite ones
     optimizer = case(model.parameters(), nonfinite="raise")
-    for p in model.parameters():
-        p.grad = torch.full_like(p, 3e38)
+    with drawn(optimizer):
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 3e38)
     optimizer.step()

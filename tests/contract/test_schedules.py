@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
+from bayesgrad.filter.variational import Variational
 from cases import Case, backward, elementwise_case, every_case, same, small_model, states, train, weights
 
 SCHEDULERS = {
@@ -79,8 +80,9 @@ def test_lr_zero_changes_no_weight_and_no_belief(case: Case) -> None:
     optimizer.param_groups[0]["lr"] = 0.0
     train(model, optimizer, range(4, 6))
     assert same(before, weights(model))
-    for old, entry in zip(variances, optimizer.state.values()):
-        torch.testing.assert_close(entry["variance"], old, rtol=1e-6, atol=0)
+    if not isinstance(optimizer, Variational):  # which learn the curvature where the mean rests
+        for old, entry in zip(variances, optimizer.state.values()):
+            torch.testing.assert_close(entry["variance"], old, rtol=1e-6, atol=0)
     assert all(bool(torch.isfinite(value).all()) for value in states(optimizer).values())
 
 
@@ -101,7 +103,7 @@ def test_steps_at_lr_zero_before_the_first_positive_lr_keep_the_prior(case: Case
     optimizer, late = case.of(model, lr=0.01), case.of(other, lr=0.0)
     for p, q in zip(model.parameters(), other.parameters()):
         p.grad, q.grad = torch.full_like(p, 1e-3), torch.full_like(q, 1e-3)
-    if "gradient_mean" in case.slots:
+    if "gradient_mean" in case.slots or isinstance(optimizer, Variational):
         return  # a second equal gradient is another evidence than a first one
     late.step()
     late.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"] = 0.01

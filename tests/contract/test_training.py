@@ -13,12 +13,14 @@ from cases import (
     Case,
     backward,
     batch,
+    drawn,
     elementwise_case,
     every_case,
     observe,
     same,
     small_model,
     states,
+    still,
     train,
     weights,
 )
@@ -32,8 +34,9 @@ def test_parameters_may_be_laid_out_anew_or_cast_during_a_run(case: Case) -> Non
 
     def step(module: nn.Module, optimizer: torch.optim.Optimizer, index: int) -> None:
         generator = torch.Generator().manual_seed(index)
-        for p in module.parameters():
-            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        with drawn(optimizer):
+            for p in module.parameters():
+                p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
         optimizer.step()
 
     plain, moved = model(), model()
@@ -55,8 +58,9 @@ def test_parameters_may_be_laid_out_anew_or_cast_during_a_run(case: Case) -> Non
     assert kept == {torch.float64}
     moved.weight.data = torch.zeros(3, dtype=torch.float64)
     moved.weight.grad = None
-    moved.weight.grad = torch.zeros(3, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"has shape \(64, 64, 3, 3\), but the parameter now has \(3,\)"):
+        with drawn(optimizers[1]):
+            moved.weight.grad = torch.zeros(3, dtype=torch.float64)
         optimizers[1].step()
 
 
@@ -65,9 +69,11 @@ def test_gradients_of_another_dtype_than_the_weights(case: Case) -> None:
     params = [nn.Parameter(torch.zeros(200, 200, dtype=torch.bfloat16)) for _ in range(3)]
     for p in params[1:]:
         p.grad_dtype = torch.float32
-    for p in params:
-        p.grad = torch.full((200, 200), 0.5, dtype=p.dtype if p is params[0] else torch.float32)
-    case(params).step()
+    optimizer = case(params)
+    with still(optimizer):
+        for p in params:
+            p.grad = torch.full((200, 200), 0.5, dtype=p.dtype if p is params[0] else torch.float32)
+    optimizer.step()
     assert all(torch.equal(p, params[0]) for p in params)
     assert params[0].unique().numel() == 1
 
@@ -79,7 +85,12 @@ def test_a_closure_is_called_with_gradients_on_and_its_loss_returned(case: Case)
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        return backward(model, 0, optimizer)
+        x, y = batch(0)
+        outputs = model(x)
+        observe(optimizer, outputs, y)
+        loss = nn.functional.cross_entropy(outputs, y)
+        loss.backward()
+        return loss
 
     loss = optimizer.step(closure)
     assert loss.item() == backward(other, 0, by_hand).item()
@@ -104,7 +115,8 @@ def test_parameters_without_gradient_are_left_alone(case: Case) -> None:
     separate = {name: case([p], weight_decay=0.1) for name, p in other.named_parameters()}
     for index in range(6):
         optimizer.zero_grad()
-        backward(model, index)
+        with still(optimizer):
+            backward(model, index)
         # Different parameters take part in each step, so that their counters come apart.
         absent = [name for i, (name, _) in enumerate(model.named_parameters()) if (i + index) % 3 == 0]
         for name, p in model.named_parameters():
@@ -113,7 +125,9 @@ def test_parameters_without_gradient_are_left_alone(case: Case) -> None:
         before, known = weights(model), states(optimizer)
         for name, p in other.named_parameters():
             q = dict(model.named_parameters())[name]
-            p.grad = None if q.grad is None else q.grad.clone()
+            separate[name].zero_grad()
+            with still(separate[name]):
+                p.grad = None if q.grad is None else q.grad.clone()
         optimizer.step()
         for name in absent:
             assert torch.equal(before[name], weights(model)[name])
@@ -128,16 +142,19 @@ def test_groups_have_their_own_settings_and_can_be_added_later(case: Case) -> No
     model, other = small_model(), small_model()
     first, second = list(model.parameters())[:3], list(model.parameters())[3:]
     optimizer = case([{"params": first, "lr": 0.02}], weight_decay=0.0)
-    optimizer.add_param_group({"params": second, "lr": 0.005, "weight_decay": 0.3})
+    decay = {"weight_decay": 0.3} if case.decays else {}
+    optimizer.add_param_group({"params": second, "lr": 0.005, **decay})
     separate = [
         case(list(other.parameters())[:3], lr=0.02, weight_decay=0.0),
         case(list(other.parameters())[3:], lr=0.005, weight_decay=0.3),
     ]
     for index in range(3):
-        train(model, optimizer, range(index, index + 1))
+        optimizer.zero_grad()
         other.zero_grad()
-        backward(other, index)
-        for one in separate:
+        with still(optimizer), still(separate[0]), still(separate[1]):
+            backward(model, index)
+            backward(other, index)
+        for one in (optimizer, *separate):
             one.step()
     assert same(weights(model), weights(other))
 
@@ -146,12 +163,15 @@ def test_groups_have_their_own_settings_and_can_be_added_later(case: Case) -> No
 def test_dtypes_can_be_mixed(case: Case) -> None:
     params = [nn.Parameter(torch.randn(50, dtype=dtype)) for dtype in (torch.float32, torch.float64, torch.bfloat16)]
     optimizer = case(params)
-    for p in params:
-        p.grad = torch.ones_like(p)
     alone = [nn.Parameter(p.detach().clone()) for p in params]
+    with still(optimizer):
+        for p in params:
+            p.grad = torch.ones_like(p)
     for p in alone:
-        p.grad = torch.ones_like(p)
-        case([p]).step()
+        one = case([p])
+        with still(one):
+            p.grad = torch.ones_like(p)
+        one.step()
     optimizer.step()
     for p, q in zip(params, alone):
         assert torch.equal(p, q)
@@ -165,10 +185,11 @@ def test_accumulated_gradients_act_like_one_batch(case: Case) -> None:
     for index in range(3):
         optimizer.zero_grad()
         x, y = batch(index, torch.float64)
-        for part in range(4):
-            outputs = model(x[part::4])
-            observe(optimizer, outputs, y[part::4])
-            (nn.functional.cross_entropy(outputs, y[part::4]) / 4).backward()
+        with drawn(optimizer):
+            for part in range(4):
+                outputs = model(x[part::4])
+                observe(optimizer, outputs, y[part::4])
+                (nn.functional.cross_entropy(outputs, y[part::4]) / 4).backward()
         optimizer.step()
         train(other, whole, range(index, index + 1))
     for a, b in zip(model.parameters(), other.parameters()):
@@ -179,10 +200,11 @@ def test_accumulated_gradients_act_like_one_batch(case: Case) -> None:
 def test_clipping_acts_on_what_the_step_sees(case: Case) -> None:
     model, other = small_model(), small_model()
     optimizer, by_hand = case(model.parameters()), case(other.parameters())
-    backward(model, 0)
+    backward(model, 0, optimizer)
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    for p, q in zip(model.parameters(), other.parameters()):
-        q.grad = p.grad.clone()
+    with drawn(by_hand):
+        for p, q in zip(model.parameters(), other.parameters()):
+            q.grad = p.grad.clone()
     optimizer.step()
     by_hand.step()
     assert same(weights(model), weights(other))
@@ -196,15 +218,17 @@ def test_grad_scaler_unscales_and_skips_overflows(case: Case) -> None:
     for index in range(3):
         optimizer.zero_grad()
         x, y = batch(index)
-        outputs = model(x)
-        observe(optimizer, outputs, y)
-        scaler.scale(nn.functional.cross_entropy(outputs, y)).backward()
+        with drawn(optimizer):
+            outputs = model(x)
+            observe(optimizer, outputs, y)
+            scaler.scale(nn.functional.cross_entropy(outputs, y)).backward()
         if index == 1:
             model.out.weight.grad[0, 0] = float("inf")
             before, known = weights(model), states(optimizer)
             scaler.step(optimizer)
             assert same(before, weights(model))
             assert same(known, states(optimizer))
+            plain.param_groups[0]["draws"] = optimizer.param_groups[0].get("draws", 0)  # a draw is a draw
         else:
             scaler.step(optimizer)
             train(other, plain, range(index, index + 1))
@@ -239,6 +263,10 @@ def test_bfloat16_weights_have_float32_state_and_train(case: Case) -> None:
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
+def gradient_like(p: torch.Tensor) -> torch.Tensor:
+    return torch.arange(p.numel(), dtype=p.dtype).reshape(p.shape).cos()
+
+
 @elementwise_case
 def test_layout_of_memory_does_not_matter(case: Case) -> None:
     """Transposed, channels-last, sliced and empty parameters, with gradients in another layout."""
@@ -257,15 +285,19 @@ def test_layout_of_memory_does_not_matter(case: Case) -> None:
     }
     optimizer, reference = case(params.values()), case(plain.values())
     for _ in range(3):
-        for name, p in params.items():
-            gradient = torch.randn(p.shape, generator=generator)
-            p.grad, plain[name].grad = gradient, gradient.clone()
+        with drawn(optimizer), drawn(reference):
+            for name, p in params.items():
+                gradient = torch.randn(p.shape, generator=generator)
+                p.grad, plain[name].grad = gradient, gradient.clone()
         optimizer.step()
         reference.step()
     for name, p in params.items():
         assert torch.equal(p, plain[name]), name
     saved = optimizer.state_dict()
     optimizer.load_state_dict(saved)
+    with drawn(optimizer), drawn(reference):
+        for p in (*params.values(), *plain.values()):
+            p.grad = gradient_like(p)
     optimizer.step()
     reference.step()
     for name, p in params.items():
@@ -299,9 +331,10 @@ def test_trains_a_small_network_on_digits_with_its_defaults(case: Case) -> None:
     for _ in range(15):
         for i in range(0, 1344, 32):
             optimizer.zero_grad()
-            outputs = model(x[i : i + 32])
-            observe(optimizer, outputs, None)
-            nn.functional.cross_entropy(outputs, y[i : i + 32]).backward()
+            with drawn(optimizer):
+                outputs = model(x[i : i + 32])
+                observe(optimizer, outputs, None)
+                nn.functional.cross_entropy(outputs, y[i : i + 32]).backward()
             optimizer.step()
     accuracy = (model(x[1344:]).argmax(1) == y[1344:]).float().mean().item()
     assert accuracy > 0.9

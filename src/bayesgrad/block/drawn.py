@@ -28,8 +28,9 @@ class Perturb:
         weight, variance, _, *position = row
         where = position[0] if self.given else noise.positions(place[2], weight)
         square, cosine = noise.normal_parts(where, place[0], place[1])
-        spread = _kernels.sqrt(numbers[0] * variance * square.to(variance.dtype))
-        return weight, weight.to(variance.dtype) + spread * cosine.to(variance.dtype)
+        dtype = _kernels.compute_dtype(weight.dtype)
+        spread = _kernels.sqrt(numbers[0] * variance.to(dtype) * square.to(dtype))
+        return weight, weight.to(dtype) + spread * cosine.to(dtype)
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Drawn:
         self.small = [i for i in range(len(params)) if i not in chosen]
         self.starts = [noise.signed(start) for start in starts]
         self.saved = {i: torch.empty_like(params[i]) for i in self.large}
+        self.order = {i: _order(params[i], self.starts[i]) for i in self.large if not params[i].is_contiguous()}
         size = sum(params[i].numel() for i in self.small)
         self.pack = [torch.empty(size, dtype=self.dtype, device=self.device) for _ in range(2)]
         self.spread = torch.empty(size, dtype=_kernels.compute_dtype(self.dtype), device=self.device)
@@ -106,8 +108,9 @@ class Drawn:
         rows = [
             (flat(self.params[i]), flat(_like(variances[i], self.params[i])), flat(self.saved[i])) for i in self.large
         ]
-        places = [(*key, self.starts[i]) for i in self.large]
-        _kernels.run(Perturb(given=False), [scale], rows, fused, places)
+        for i, row in zip(self.large, rows):
+            order = [self.order[i]] if i in self.order else []
+            _kernels.run(Perturb(bool(order)), [scale], [(*row, *order)], fused, [(*key, self.starts[i])])
         if small:
             torch._foreach_copy_(spread, [variances[i] for i in self.small])
             row = (self.pack[0], self.spread, self.pack[1], self.positions)
@@ -138,6 +141,11 @@ class Drawn:
             yield self.params[i], self.saved[i]
         for i, view in zip(self.small, self.views[0]):
             yield self.params[i], view
+
+
+def _order(p: Tensor, start: int) -> Tensor:
+    """The positions of a parameter's elements, in the order in which they lie in memory."""
+    return flat(torch.empty_like(p, dtype=torch.int32).copy_(noise.positions(start, p).view(p.shape)))
 
 
 def _layout(p: Tensor) -> tuple:

@@ -61,7 +61,8 @@ class Examples:
             )
         square = torch.dot(made, made)
         factor = torch.where(square > 0, torch.dot(seen, made) / square, 1.0)
-        tolerance = 8 * torch.finfo(made.dtype).eps * factor.abs() * bound
+        rounding = max(torch.finfo(dtype).eps for dtype in (made.dtype, gradient.dtype))
+        tolerance = 8 * rounding * factor.abs() * bound
         return factor, (seen - factor * made).abs().max() / tolerance
 
 

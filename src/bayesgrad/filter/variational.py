@@ -21,6 +21,7 @@ from bayesgrad.precision import Diagonal
 
 PRIOR = ("prior_precision", "prior_mean")
 LATER = 1000  # steps after which a Hessian that has not moved is worth a word
+_NOTHING = torch.empty(0, 0, 0)
 Mark = tuple[Tensor, int] | None
 Noise = Mapping[Any, Tensor] | Callable[[Tensor], Tensor]
 
@@ -200,7 +201,7 @@ class Sampled(Variational):
     def _layout_of_draws(self) -> list[Drawn]:
         """What is perturbed together, kept from draw to draw for as long as it fits."""
         parts: list[Drawn] = self.__dict__.get("_drawn", [])
-        wanted = [(group, [p for p in group["params"] if p.requires_grad and p.numel()]) for group in self.param_groups]
+        wanted = [(group, [p for p in group["params"] if p.requires_grad]) for group in self.param_groups]
         every = [p for _, params in wanted for p in params]
         if [p for part in parts for p in part.params] != every or not all(part.fits() for part in parts):
             starts, start = {}, 0
@@ -216,9 +217,9 @@ class Sampled(Variational):
             # Orders differ where a group has several kinds: compare like with like the next time.
             self._drawn = parts if [p for part in parts for p in part.params] == every else []
         for group, params in wanted:
-            new = [p for p in params if "variance" not in self.state.get(p, {})]
-            if new:
-                self._initialise(group, new, self.slots(group))
+            if any(self.state.get(p, {}).get("variance", _NOTHING).shape != p.shape for p in params):
+                with torch.no_grad():
+                    self._initialise(group, params, self.slots(group))
         return parts
 
     def _next_key(self, training: bool) -> noise.Key:

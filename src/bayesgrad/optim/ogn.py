@@ -22,6 +22,8 @@ from bayesgrad.posterior import Posterior
 from bayesgrad.rule import NaturalGradient
 from bayesgrad.transition import Forget
 
+FOREIGN = 1e3  # rounding errors beyond which a gradient is not of the layers' making
+
 
 class GaussNewton(Variational, LayerFilter):
     """What OGN and VOGN share: squares of per-example gradients, from the layers' inputs and errors."""
@@ -133,7 +135,7 @@ class GaussNewton(Variational, LayerFilter):
         read = torch.stack([torch.stack(pair).double().cpu() for pair in factors.values()]).tolist() if factors else []
         for p, (factor, excess) in zip(factors, read):
             untouched = gradient_of(p)._version == 0
-            if untouched and excess > 1:  # something other than these layers has used the weight
+            if untouched and excess > FOREIGN:  # something other than these layers has used the weight
                 odd.add(p)
                 continue
             found[p] = shown[p].squares().mul_(shown[p].count * group["terms"] * factor * factor)
