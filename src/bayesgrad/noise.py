@@ -68,8 +68,8 @@ def bits(position: Tensor, first: Any, second: Any) -> tuple[Tensor, Tensor]:
 
 
 def fraction(hashed: Tensor) -> Tensor:
-    """Uniform in (0, 1), symmetric about one half, float32."""
-    return (_shifted(hashed, 8).to(torch.float32) + 0.5) * 2.0**-24
+    """Uniform in (0, 1), symmetric about one half, float32: 23 bits and a half are exact."""
+    return (_shifted(hashed, 9).to(torch.float32) + 0.5) * 2.0**-23
 
 
 def log(u: Tensor) -> Tensor:

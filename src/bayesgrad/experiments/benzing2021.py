@@ -46,11 +46,19 @@ def _show(mean: float, error: float) -> str:
     return f"{mean:.3g} ± {error:.2g}" if math.isfinite(error) else f"{mean:.3g}"
 
 
+def _show_most(values: Sequence[float]) -> str:
+    """As `_show`, of the seeds that came to an end, and how many did not."""
+    good = [value for value in values if math.isfinite(value)]
+    if not good or len(good) == len(values):
+        return _show(*mean_and_error(values))
+    return f"{_show(*mean_and_error(good))} ({len(values) - len(good)} of {len(values)} diverged)"
+
+
 def _table(report: Report, title: str, results: Mapping[str, Finals]) -> None:
     rows = []
     for name, finals in results.items():
         second = f"{finals.rule.second} {finals.second:g}" if finals.rule.second else "-"
-        scores = [_show(*mean_and_error(finals.losses)), _show(*finals.errors())]
+        scores = [_show_most(finals.losses), _show_most([100 * run["error"].item() for run in finals.runs])]
         rows.append([name, f"{finals.lr:.3g}", second, *scores, "; ".join(finals.edges) or "-"])
     columns = ["method", "lr", "damping or momentum", "training loss", "test error %", "at the edge of the search"]
     report.add_table(title, columns, rows)
@@ -98,7 +106,18 @@ class Comparison:
             band = f" ({reach[0]:.3g} to {reach[1]:.3g})" if reach else ""
             self.words = f"{where}: {above}'s training loss is {math.exp(self.log):.3g} times {below}'s{band}"
         else:
-            self.words = f"{where}: {above if self.log > 0 else below} diverged"
+            self.words = f"{where}: {self._of_the_rest(above, below, results)}"
+
+    @staticmethod
+    def _of_the_rest(above: str, below: str, results: Mapping[str, Finals]) -> str:
+        pairs = list(zip(results[above].losses, results[below].losses))
+        lost = {name: sum(not math.isfinite(pair[i]) for pair in pairs) for i, name in enumerate((above, below))}
+        words = " and ".join(f"{name} diverged for {n} of {len(pairs)} seeds" for name, n in lost.items() if n)
+        logs = [math.log(a / b) for a, b in pairs if math.isfinite(a) and math.isfinite(b)]
+        if not logs:
+            return words
+        ratio = math.exp(sum(logs) / len(logs))
+        return f"{words}, which counts as a failure; elsewhere {above}'s training loss is {ratio:.3g} times {below}'s"
 
 
 def _verdict(comparisons: Sequence[Comparison], held: Sequence[bool], *more: str) -> str:

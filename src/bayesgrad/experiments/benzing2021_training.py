@@ -137,9 +137,6 @@ class Finals:
     def curves(self) -> list[list[float]]:
         return [run["loss"].tolist() for run in self.runs]
 
-    def errors(self) -> tuple[float, float]:
-        return mean_and_error([100 * run["error"].item() for run in self.runs])
-
 
 # --- one run ---
 

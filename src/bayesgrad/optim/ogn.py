@@ -38,7 +38,7 @@ class GaussNewton(Variational, LayerFilter):
     def __init__(
         self,
         model: nn.Module,
-        lr: float = 0.01,
+        lr: float = 0.03,
         *,
         params: Any = None,
         num_data: float,
