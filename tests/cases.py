@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,6 +99,19 @@ NATURAL = (
     ({"step_size": "auto"}, "step_size must be 'lr' or 'quadratic', got 'auto'."),
 )
 
+SPIKE_SLAB = (
+    *COMMON,
+    ({"keep": 0.0}, "keep must be in (0, 1], or a dict from names of layers to such numbers, got 0.0."),
+    ({"keep": {"": 1.5}}, "keep must be in (0, 1], or a dict from names of layers to such numbers, got {'': 1.5}."),
+    ({"keep": {"hidden": 0.5}}, "keep names 'hidden', which is none of the layers ['']."),
+    ({"update": "sgd"}, "update must be 'adam' or 'rmsprop' or 'newton', got 'sgd'."),
+    ({"drop_inputs": 1}, "drop_inputs must be True or False, got 1."),
+    ({"eps": -1e-8}, "eps must be a finite number >= 0, got -1e-08."),
+    ({"samples": 0}, "samples must be a whole number >= 1, got 0."),
+    ({"seed": 0.5}, "seed must be a whole number, got 0.5."),
+    ({"update": "newton", "lr": 2.0}, "lr of update='newton' must be at most 1, got 2.0: it is a moving average's."),
+)
+
 ELEMENTWISE = (
     Case("AdaBayes", optim.AdaBayes, {"batch_size": 32}, ("variance", "momentum"), ADABAYES),
     Case("AdaBayes-plain", optim.AdaBayes, {"batch_size": 32, "momentum": 0.0}, ("variance",)),
@@ -143,7 +157,11 @@ LAYERWISE = (
         layers=True,
     ),
 )
-CASES = (*ELEMENTWISE, *LAYERWISE)
+MASKED = (
+    Case("SpikeSlab", optim.SpikeSlab, {}, ("moment", "momentum"), SPIKE_SLAB, layers=True),
+    Case("SpikeSlab-rmsprop", optim.SpikeSlab, {"update": "rmsprop", "keep": 0.8}, ("moment",), layers=True),
+)
+CASES = (*ELEMENTWISE, *LAYERWISE, *MASKED)
 
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -183,16 +201,24 @@ def batch(index: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor,
 
 def backward(model: nn.Module, index: int, optimizer: torch.optim.Optimizer | None = None) -> torch.Tensor:
     x, y = batch(index, next(model.parameters()).dtype)
-    outputs = model(x)
-    observe(optimizer, outputs, y)
-    loss = nn.functional.cross_entropy(outputs, y)
-    loss.backward()
+    with drawn(optimizer):
+        outputs = model(x)
+        observe(optimizer, outputs, y)
+        loss = nn.functional.cross_entropy(outputs, y)
+        loss.backward()
     return loss
+
+
+def drawn(optimizer: Any) -> Any:
+    """The context in which an optimizer wants its gradients taken, unless it is in it already."""
+    if not hasattr(optimizer, "sampled") or getattr(optimizer, "_drawn_now", None):
+        return nullcontext()
+    return optimizer.sampled()
 
 
 def observe(optimizer: torch.optim.Optimizer | None, outputs: torch.Tensor, labels: torch.Tensor | None) -> None:
     """Shows outputs to an optimizer that looks at them; with labels, there is nothing random about it."""
-    if hasattr(optimizer, "observe"):
+    if hasattr(optimizer, "tap") and hasattr(optimizer, "observe"):
         optimizer.observe(outputs, labels)
 
 
@@ -209,8 +235,9 @@ def push(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> No
         if hasattr(optimizer, "tap"):
             backward(model, index, optimizer)
         generator = torch.Generator().manual_seed(2000 + index)
-        for p in model.parameters():
-            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        with drawn(optimizer):
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
         optimizer.step()
 
 

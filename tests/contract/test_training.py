@@ -13,6 +13,7 @@ from cases import (
     Case,
     backward,
     batch,
+    drawn,
     elementwise_case,
     every_case,
     observe,
@@ -165,10 +166,11 @@ def test_accumulated_gradients_act_like_one_batch(case: Case) -> None:
     for index in range(3):
         optimizer.zero_grad()
         x, y = batch(index, torch.float64)
-        for part in range(4):
-            outputs = model(x[part::4])
-            observe(optimizer, outputs, y[part::4])
-            (nn.functional.cross_entropy(outputs, y[part::4]) / 4).backward()
+        with drawn(optimizer):
+            for part in range(4):
+                outputs = model(x[part::4])
+                observe(optimizer, outputs, y[part::4])
+                (nn.functional.cross_entropy(outputs, y[part::4]) / 4).backward()
         optimizer.step()
         train(other, whole, range(index, index + 1))
     for a, b in zip(model.parameters(), other.parameters()):
@@ -196,13 +198,16 @@ def test_grad_scaler_unscales_and_skips_overflows(case: Case) -> None:
     for index in range(3):
         optimizer.zero_grad()
         x, y = batch(index)
-        outputs = model(x)
-        observe(optimizer, outputs, y)
-        scaler.scale(nn.functional.cross_entropy(outputs, y)).backward()
+        with drawn(optimizer):
+            outputs = model(x)
+            observe(optimizer, outputs, y)
+            scaler.scale(nn.functional.cross_entropy(outputs, y)).backward()
         if index == 1:
             model.out.weight.grad[0, 0] = float("inf")
             before, known = weights(model), states(optimizer)
             scaler.step(optimizer)
+            with drawn(plain):
+                pass  # a skipped step has used up its draw
             assert same(before, weights(model))
             assert same(known, states(optimizer))
         else:
@@ -299,9 +304,10 @@ def test_trains_a_small_network_on_digits_with_its_defaults(case: Case) -> None:
     for _ in range(15):
         for i in range(0, 1344, 32):
             optimizer.zero_grad()
-            outputs = model(x[i : i + 32])
-            observe(optimizer, outputs, None)
-            nn.functional.cross_entropy(outputs, y[i : i + 32]).backward()
+            with drawn(optimizer):
+                outputs = model(x[i : i + 32])
+                observe(optimizer, outputs, None)
+                nn.functional.cross_entropy(outputs, y[i : i + 32]).backward()
             optimizer.step()
     accuracy = (model(x[1344:]).argmax(1) == y[1344:]).float().mean().item()
     assert accuracy > 0.9
