@@ -132,14 +132,14 @@ class Masked(Filter):
                 for group in self.param_groups:
                     for p in group["params"]:
                         keep = self.keep_of(group, p) if p.requires_grad else None
-                        if keep is None or not p.numel():
+                        if keep is None or not p.numel() or (keep == 1 and masks is None):
                             continue
                         mask = self._mask(p, keep, key, masks)
                         if training:
                             hooks.callback(p.register_hook(_through(mask / keep)).remove)
-                        saved.append((p, p.detach().clone()))
                         with torch.no_grad():
-                            p.copy_(saved[-1][1] * mask)
+                            saved.append((p, self._buffer(p).copy_(p)))
+                            p.mul_(mask.to(p.dtype))
                 yield
             finished = True
         finally:
@@ -150,6 +150,14 @@ class Masked(Filter):
             if training and finished:
                 self._shown |= {p for p in params if p.grad is not None and not _same(_mark(p), self._before.get(p))}
             self._before = {}
+
+    def _buffer(self, p: Tensor) -> Tensor:
+        """Where a weight is kept during a draw: the same memory each time, as new memory costs more than copying."""
+        buffers: dict[Tensor, Tensor] = self.__dict__.setdefault("_buffers", {})
+        old = buffers.get(p)
+        if old is None or (old.shape, old.dtype, old.device) != (p.shape, p.dtype, p.device):
+            old = buffers[p] = torch.empty_like(p)
+        return old
 
     def _mask(self, p: Tensor, keep: float, key: noise.Key, masks: Masks | None) -> Tensor:
         """z as a factor of the weight, in the dtype of the state."""
