@@ -124,6 +124,18 @@ GAUSS_NEWTON = (
     ({"kl_weight": 0.0}, "kl_weight must be a positive number, got 0.0."),
     ({"fisher": "true"}, "fisher must be 'empirical' or 'sampled' or 'exact', got 'true'."),
 )
+SPIKE_SLAB = (
+    *COMMON,
+    ({"keep": 0.0}, "keep must be in (0, 1], or a dict from names of layers to such numbers, got 0.0."),
+    ({"keep": {"": 1.5}}, "keep must be in (0, 1], or a dict from names of layers to such numbers, got {'': 1.5}."),
+    ({"keep": {"hidden": 0.5}}, "keep names 'hidden', which is none of the layers ['']."),
+    ({"update": "sgd"}, "update must be 'adam' or 'rmsprop' or 'newton', got 'sgd'."),
+    ({"drop_inputs": 1}, "drop_inputs must be True or False, got 1."),
+    ({"eps": -1e-8}, "eps must be a finite number >= 0, got -1e-08."),
+    ({"samples": 0}, "samples must be a whole number >= 1, got 0."),
+    ({"seed": 0.5}, "seed must be a whole number, got 0.5."),
+    ({"update": "newton", "lr": 2.0}, "lr of update='newton' must be at most 1, got 2.0: it is a moving average's."),
+)
 
 ELEMENTWISE = (
     Case("AdaBayes", optim.AdaBayes, {"batch_size": 32}, ("variance", "momentum"), ADABAYES),
@@ -192,13 +204,17 @@ BY_EXAMPLE = (
     Case(
         "VOGGN",
         optim.VOGN,
-        {"num_data": 1000, "fisher": "sampled", "kl_weight": 0.5, "betas": (0.0, 0.99)},
+        {"num_data": 1000, "fisher": "sampled", "kl_weight": 0.5, "betas": (0.0, 0.999)},
         ("variance",),
         layers=True,
         decays=False,
     ),
 )
-CASES = (*ELEMENTWISE, *LAYERWISE, *BY_EXAMPLE)
+MASKED = (
+    Case("SpikeSlab", optim.SpikeSlab, {}, ("moment", "momentum"), SPIKE_SLAB, layers=True),
+    Case("SpikeSlab-rmsprop", optim.SpikeSlab, {"update": "rmsprop", "keep": 0.8}, ("moment",), layers=True),
+)
+CASES = (*ELEMENTWISE, *LAYERWISE, *BY_EXAMPLE, *MASKED)
 
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -247,8 +263,10 @@ def backward(model: nn.Module, index: int, optimizer: torch.optim.Optimizer | No
 
 
 def drawn(optimizer: Any) -> Any:
-    """The context in which an optimizer wants its gradients taken."""
-    return optimizer.sampled() if hasattr(optimizer, "sampled") else nullcontext()
+    """The context in which an optimizer wants its gradients taken, unless it is in it already."""
+    if not hasattr(optimizer, "sampled") or getattr(optimizer, "_drawn_now", None):
+        return nullcontext()
+    return optimizer.sampled()
 
 
 def still(optimizer: Any) -> Any:
@@ -260,7 +278,7 @@ def still(optimizer: Any) -> Any:
 
 def observe(optimizer: torch.optim.Optimizer | None, outputs: torch.Tensor, labels: torch.Tensor | None) -> None:
     """Shows outputs to an optimizer that looks at them; with labels, there is nothing random about it."""
-    if hasattr(optimizer, "observe"):
+    if hasattr(optimizer, "tap") and hasattr(optimizer, "observe"):
         optimizer.observe(outputs, labels)
 
 

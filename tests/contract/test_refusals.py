@@ -34,7 +34,8 @@ def test_sparse_gradients_are_refused_before_anything_changes(case: Case) -> Non
     model = nn.Sequential(nn.Linear(2, 2), nn.Embedding(5, 2, sparse=True))
     optimizer = case.of(model)
     before = weights(model)
-    (model[0](torch.ones(1, 2)).sum() + model[1](torch.tensor([1])).sum()).backward()
+    with drawn(optimizer):
+        (model[0](torch.ones(1, 2)).sum() + model[1](torch.tensor([1])).sum()).backward()
     with pytest.raises(
         RuntimeError, match=r"takes no sparse gradients, but parameter '1.weight' has one: .*sparse=False"
     ):

@@ -61,30 +61,12 @@ class LayerFilter(Filter):
             )
         self.model = unwrapped(model)
         self._check_model()
-        super().__init__(self._named(params), defaults)
+        super().__init__(named_groups(self.model, params), defaults)
         self._bind()
         self._warn_of(set(self._unmodelled()))
 
     def _check_model(self) -> None:
         """Raises where the rule cannot look at this model at all."""
-
-    def _named(self, params: Any) -> list[dict[str, Any]]:
-        """Groups of (name, parameter) pairs, whatever was given."""
-        names = {id(p): name for name, p in parameters_of(self.model).items()}
-        given: list[Any] = list(parameters_of(self.model).values()) if params is None else list(params)
-        if not given:
-            raise ValueError("optimizer got an empty parameter list")
-        groups = given if isinstance(given[0], dict) else [{"params": given}]
-        named = []
-        for group in groups:
-            some = group["params"]
-            members: list[Any] = [some] if isinstance(some, Tensor) else list(some)
-            members = [p[1] if isinstance(p, tuple) else p for p in members]
-            for p in members:
-                if id(p) not in names:
-                    raise ValueError(f"a parameter of shape {tuple(p.shape)} in params= is not in the model.")
-            named.append({**group, "params": [(names[id(p)], p) for p in members]})
-        return named
 
     def _bind(self) -> None:
         """Looks for layers and listens to them."""
@@ -244,7 +226,7 @@ class LayerFilter(Filter):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters of the model."""
-        (group,) = self._named([param_group])
+        (group,) = named_groups(self.model, [param_group])
         super().add_param_group(group)
         self.param_groups[-1].setdefault("draws", 0)
         if "tap" in self.__dict__:
@@ -289,3 +271,22 @@ class LayerFilter(Filter):
 def _plain(name: str) -> str:
     """A parameter's name without what wrappers put before it."""
     return name.replace("_orig_mod.", "").removeprefix("module.")
+
+
+def named_groups(model: nn.Module, params: Any) -> list[dict[str, Any]]:
+    """Groups of (name, parameter) pairs of a model, whatever was given; None is all of them."""
+    names = {id(p): name for name, p in parameters_of(model).items()}
+    given: list[Any] = list(parameters_of(model).values()) if params is None else list(params)
+    if not given:
+        raise ValueError("optimizer got an empty parameter list")
+    groups = given if isinstance(given[0], dict) else [{"params": given}]
+    named = []
+    for group in groups:
+        some = group["params"]
+        members: list[Any] = [some] if isinstance(some, Tensor) else list(some)
+        members = [p[1] if isinstance(p, tuple) else p for p in members]
+        for p in members:
+            if id(p) not in names:
+                raise ValueError(f"a parameter of shape {tuple(p.shape)} in params= is not in the model.")
+        named.append({**group, "params": [(names[id(p)], p) for p in members]})
+    return named

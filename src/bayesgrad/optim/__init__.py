@@ -2,6 +2,7 @@
 
 from bayesgrad.optim.adabayes import AdaBayes, AdaBayesFP
 from bayesgrad.optim.adabound import AdaBound, AMSBound
+from bayesgrad.optim.dropout import SpikeSlab
 from bayesgrad.optim.foof import FOOF
 from bayesgrad.optim.ivon import IVON
 from bayesgrad.optim.kfac import KFAC
@@ -19,4 +20,5 @@ __all__ = [
     "AdaBayesFP",
     "AdaBound",
     "NaturalGradient",
+    "SpikeSlab",
 ]

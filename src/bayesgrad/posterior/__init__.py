@@ -1,7 +1,17 @@
 """What training leaves behind: a distribution over weights that can be sampled, predicted with and saved."""
 
+from bayesgrad.posterior.concrete import ConcreteDropout
+from bayesgrad.posterior.dropout import DropoutPosterior, mc_dropout
 from bayesgrad.posterior.gaussian import GaussianPosterior
 from bayesgrad.posterior.posterior import Posterior, load
 from bayesgrad.posterior.samples import SampledPosterior
 
-__all__ = ["GaussianPosterior", "Posterior", "SampledPosterior", "load"]
+__all__ = [
+    "ConcreteDropout",
+    "DropoutPosterior",
+    "GaussianPosterior",
+    "Posterior",
+    "SampledPosterior",
+    "load",
+    "mc_dropout",
+]

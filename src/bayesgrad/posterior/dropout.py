@@ -1,0 +1,240 @@
+"""Posteriors in which whole units are there or not: spike and slab over the weights that leave each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import jacrev, vmap
+
+from bayesgrad import noise
+from bayesgrad._kernels import compute_dtype
+from bayesgrad.posterior.concrete import ConcreteDropout
+from bayesgrad.posterior.posterior import Posterior, evaluating, unwrapped
+from bayesgrad.posterior.units import Units
+
+# Modules whose mode means dropout and nothing else. An encoder layer in evaluation mode would take a shortcut around
+# the dropout modules inside of it.
+DROPPING = (
+    nn.modules.dropout._DropoutNd,
+    nn.MultiheadAttention,
+    nn.RNNBase,
+    nn.TransformerEncoderLayer,
+    ConcreteDropout,
+)
+
+
+class DropoutPosterior(Posterior):
+    r"""Spike and slab over the weights that leave each unit: m with probability keep, all zero else.
+
+    .. math::
+        \theta_j = z_j m_j, \quad z_j \sim \mathrm{Bernoulli}(\pi_1), \quad
+        E[\theta_j] = \pi_1 m_j, \quad \mathrm{Var}[\theta_j] = \pi_1 (1 - \pi_1) m_j^2
+
+    Weights that leave one unit are all dropped or all kept. `predict` with `method="mc"` is MC dropout, with one mask
+    for all examples of a batch; `"mean"` uses pi_1 m; `"linear"` linearises in the masks, whose correlations it keeps.
+
+    >>> posterior = DropoutPosterior({"w": torch.ones(1, 2)}, {"w": torch.tensor([0.5, 1.0])}, {"w": Units(1)})
+    >>> posterior.mean["w"], posterior.variance()["w"]
+    (tensor([[0.5000, 1.0000]]), tensor([[0.2500, 0.0000]]))
+
+    Args:
+        slab: name -> m.
+        keep: name -> pi_1 of each unit, (units,); weights that are not named are never dropped.
+        units: name -> where these units are in the weight.
+        model, seed: see `Posterior`.
+
+    Reference: 002, Eq. 41; Gal and Ghahramani, 2016.
+    Differs from the paper: spike and slab have no width, as in its Eq. 84 (the delta method).
+    Checked by: tests/equations/test_dropout.py, by enumeration of all masks.
+    """
+
+    kind = "dropout"
+
+    def __init__(
+        self,
+        slab: Mapping[str, Tensor],
+        keep: Mapping[str, Tensor],
+        units: Mapping[str, Units],
+        model: nn.Module | None = None,
+        *,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(model, seed=seed)
+        for name, probability in keep.items():
+            if name not in slab or name not in units:
+                raise ValueError(f"keep names {name!r}, which slab and units must name too.")
+            count = units[name].count(slab[name].shape)
+            if probability.shape != (count,):
+                raise ValueError(f"keep of {name!r} has shape {tuple(probability.shape)}, but there are {count} units.")
+        self.slab, self.keep, self.units = dict(slab), dict(keep), {name: units[name] for name in keep}
+
+    @property
+    def mean(self) -> dict[str, Tensor]:
+        return self._masked(self.keep)
+
+    def variance(self) -> dict[str, Tensor]:
+        zero = {name: torch.zeros_like(m) for name, m in self.slab.items() if name not in self.keep}
+        spread = {name: self._factor(name, p * (1 - p)) * self.slab[name].square() for name, p in self.keep.items()}
+        return {name: (zero | spread)[name] for name in self.slab}
+
+    def _factor(self, name: str, values: Tensor) -> Tensor:
+        return self.units[name].spread(values, self.slab[name].shape).to(self.slab[name])
+
+    def _masked(self, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: m * self._factor(name, masks[name]) if name in masks else m for name, m in self.slab.items()}
+
+    def _shapes(self) -> dict[str, torch.Size]:
+        return {name: m.shape for name, m in self.slab.items()}
+
+    def _draw(self, generators: list[torch.Generator]) -> Iterator[dict[str, Tensor]]:
+        for generator in generators:
+            # Drawn on the CPU, so that a seed means the same masks on every device; uniform in [0, 1).
+            yield self._masked(
+                {
+                    name: (torch.rand(keep.shape, generator=generator, device="cpu").to(keep.device) < keep).to(keep)
+                    for name, keep in self.keep.items()
+                }
+            )
+
+    def _linear(self, outputs: Callable, inputs: tuple[Tensor, ...], model: nn.Module) -> tuple[Tensor, Tensor]:
+        """Outputs at the mean, and their variance sum_j (df/dz_j)^2 keep_j (1 - keep_j)."""
+        keep = {name: p.to(compute_dtype(self.slab[name].dtype)) for name, p in self.keep.items()}
+        centre = outputs(self._cast(self.mean, model))
+        if not len(centre) or not keep:
+            return centre, torch.zeros_like(centre)
+
+        def one(*example: Tensor) -> Tensor:
+            alone = tuple(part[None] for part in example)
+            jacobian = jacrev(lambda z: outputs(self._cast(self._masked(z), model), alone).flatten())(keep)
+            return sum((jacobian[name].square() * p * (1 - p)).sum(1) for name, p in keep.items())  # pyright: ignore
+
+        with torch.enable_grad():
+            spread = vmap(one, chunk_size=16)(*inputs)
+        return centre, spread.detach().view_as(centre)
+
+    def _tensors(self) -> dict[str, dict[str, Tensor]]:
+        units = {name: torch.tensor([units.dim, units.groups]) for name, units in self.units.items()}
+        return {"slab": self.slab, "keep": self.keep, "units": units}
+
+    @classmethod
+    def _from_tensors(cls, tensors: Mapping[str, Mapping[str, Tensor]], model: nn.Module | None) -> DropoutPosterior:
+        units = {name: Units(*values.tolist()) for name, values in tensors["units"].items()}
+        return cls(tensors["slab"], tensors["keep"], units, model)
+
+
+class MCDropout(Posterior):
+    """Predictions of a model with dropout modules, averaged over their masks: see `mc_dropout`.
+
+    Masks are on activations, not on weights, so there are no weights to draw: `mean` and `variance` are empty.
+    """
+
+    kind = "mc_dropout"
+
+    @property
+    def mean(self) -> dict[str, Tensor]:
+        return {}
+
+    def variance(self) -> dict[str, Tensor]:
+        return {}
+
+    def _shapes(self) -> dict[str, torch.Size]:
+        return {}
+
+    def _draw(self, generators: list[torch.Generator]) -> Iterator[dict[str, Tensor]]:
+        return ({} for _ in generators)
+
+    def sample(self, n: int = 1, *, seed: int | None = None) -> dict[str, Tensor]:
+        raise TypeError("MC dropout masks activations: there are no weights to draw. Use sampled() or predict().")
+
+    @contextmanager
+    def sampled(self, model: nn.Module | None = None, *, seed: int | None = None) -> Iterator[nn.Module]:
+        """Within the context dropout is active, whatever is else in evaluation mode, and random numbers are its own."""
+        model = self._model(model)
+        (generator,) = self._generators(1, seed)
+        with evaluating(model), dropping(unwrapped(model), generator.initial_seed()):
+            yield model
+
+    def _average(
+        self, outputs: Callable, link: Callable, samples: int, seed: int | None, model: nn.Module
+    ) -> tuple[Tensor, Tensor]:
+        generators = iter(self._generators(samples, self.seed if seed is None else seed))
+
+        def dropped(weights: Mapping[str, Tensor]) -> Tensor:
+            with dropping(model, next(generators).initial_seed()):
+                return outputs(weights)
+
+        return super()._average(dropped, link, samples, seed, model)
+
+    def _linear(self, outputs: Callable, inputs: tuple[Tensor, ...], model: nn.Module) -> tuple[Tensor, Tensor]:
+        raise ValueError("MC dropout has no linearised prediction: use method='mc'.")
+
+    def _tensors(self) -> dict[str, dict[str, Tensor]]:
+        return {}
+
+    @classmethod
+    def _from_tensors(cls, tensors: Mapping[str, Mapping[str, Tensor]], model: nn.Module | None) -> MCDropout:
+        return cls(model)
+
+
+def mc_dropout(model: nn.Module, *, seed: int = 0) -> MCDropout:
+    """The posterior of an ordinary model that was trained with dropout modules.
+
+    torch's dropout divides what it keeps by pi_1 = 1 - p, so that the stored weight is pi_1 m, the belief's mean:
+    `predict(x, method="mean")` is the model in evaluation mode. `method="mc"` switches dropout alone to training mode,
+    with masks that are functions of the seed and the draw; the global generator and every module's mode are left as
+    they were. Unlike `DropoutPosterior`, each example has masks of its own.
+
+    >>> model = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
+    >>> mc_dropout(model).predict(torch.ones(5, 2), samples=4).shape
+    torch.Size([5, 3])
+
+    Args:
+        model: with nn.Dropout (of any kind), ConcreteDropout, or dropout inside of attention or recurrent layers. Calls
+            of `functional.dropout` that look at the mode of a module of the user's own are not found.
+        seed: where masks start.
+
+    Reference: Gal and Ghahramani, 2016.
+    Checked by: tests/equations/test_dropout.py.
+    """
+    if not any(_drops(module) for module in model.modules()):
+        raise ValueError("the model has no dropout module: its predictions have nothing to average over.")
+    return MCDropout(model, seed=seed)
+
+
+def _drops(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+        return module.dropout > 0
+    return isinstance(module, ConcreteDropout)
+
+
+@contextmanager
+def dropping(model: nn.Module, seed: int) -> Iterator[None]:
+    """Dropout modules, and no others, in training mode, with random numbers of their own."""
+    modules = [module for module in model.modules() if isinstance(module, DROPPING)]
+    modes = [module.training for module in modules]
+    concrete: list[Any] = [module for module in modules if isinstance(module, ConcreteDropout)]
+    devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
+    with ExitStack() as forks:
+        for device in devices:
+            forks.enter_context(torch.random.fork_rng(devices=[device.index], device_type=device.type))
+        state = torch.get_rng_state()
+        try:
+            # torch.manual_seed looks for devices of every kind each time, which takes longer than a small model does.
+            torch.manual_seed(seed) if devices else torch.default_generator.manual_seed(seed)
+            for module in modules:
+                module.training = True
+            for index, module in enumerate(concrete):
+                module.given_key = noise.key(seed, index)
+            yield
+        finally:
+            torch.set_rng_state(state)
+            for module in concrete:
+                module.given_key = None
+            for module, mode in zip(modules, modes):
+                module.training = mode
