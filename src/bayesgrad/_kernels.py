@@ -80,6 +80,11 @@ def run(
 
 def _write(function: Callable, row: Row, values: Sequence[Tensor]) -> None:
     targets = getattr(function, "writes", (0, *range(2, len(row))))
+    # What is an input itself would have changed by the time it is written, if it is written to before.
+    values = [
+        value.clone() if any(value is row[earlier] for earlier in targets[:i]) else value
+        for i, value in enumerate(values)
+    ]
     for target, value in zip(targets, values):
         row[target].copy_(value)
 

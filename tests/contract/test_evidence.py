@@ -382,3 +382,18 @@ def test_observing_what_are_no_outputs_is_one_clear_error(rule: type) -> None:
         optimizer.observe(outputs.sum())
     with pytest.raises(TypeError, match="labels must be a tensor, got list"):
         optimizer.observe(outputs, [0] * 8)
+
+
+def test_gradients_that_are_asked_for_by_autograd_grad_are_no_evidence() -> None:
+    """A penalty on the gradient of the loss by the weights, say: nothing of it is in .grad."""
+    model, other = nn.Linear(4, 3).double(), nn.Linear(4, 3).double()
+    other.load_state_dict(model.state_dict())
+    x = torch.randn(5, 4, dtype=torch.float64)
+    optimizer, plain = FOOF(model, 0.1), FOOF(other, 0.1)
+    gradients = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    assert all(bool(g.any()) for g in gradients)
+    for network in (model, other):
+        network(x).sum().backward()
+    optimizer.step()
+    plain.step()
+    assert torch.equal(model.weight, other.weight)

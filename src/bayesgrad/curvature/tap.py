@@ -149,8 +149,7 @@ class Tap:
         module, task = self.layers[call.name], torch._C._current_graph_task_id()
         trained = [p for p in module.parameters(recurse=False) if p.requires_grad]
         # A pass that asks for the gradients of something else leaves nothing in .grad, and is no evidence.
-        nodes = [get_gradient_edge(p).node for p in trained]
-        if not any(torch._C._will_engine_execute_node(node) for node in nodes) or not call.input.numel():  # pyright: ignore
+        if not any(map(_accumulates, trained)) or not call.input.numel():  # pyright: ignore
             return
         uses = self.uses[call.name]
         if not uses or uses[-1].task != task:
@@ -187,6 +186,14 @@ class Tap:
                     seen.add(following)
                     nodes.append(following)
         return trace
+
+
+def _accumulates(p: Tensor) -> bool:
+    """Whether the pass that is running adds to `p.grad`."""
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(p).node)  # pyright: ignore[reportAttributeAccessIssue]
+    except RuntimeError:  # torch.autograd.grad() never does, and this is how the engine says so
+        return False
 
 
 def _remove(handles: list[Any]) -> None:

@@ -1,0 +1,280 @@
+"""IVON against ivon-opt, against its equations, and against the exact optimum of a logistic regression."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from bayesgrad import noise
+from bayesgrad.optim import IVON
+from cases import small_model
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+F64 = {"dtype": torch.float64}
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize(("curvature", "rescale", "radius"), [("price", True, math.inf), ("gradsq", False, 0.01)])
+def test_follows_ivon_opt_given_the_same_noise(curvature: str, rescale: bool, radius: float, samples: int) -> None:
+    ivon = pytest.importorskip("ivon")
+    torch.manual_seed(0)
+    x, y = torch.randn(40, 5, **F64), torch.randint(0, 3, (40,))
+    mine, theirs = network(), network()
+    size, delta = 40, 2.0
+    optimizer = IVON(
+        mine.parameters(),
+        lr=0.1,
+        num_data=size,
+        prior_precision=delta,
+        hess_init=0.3,
+        betas=(0.9, 0.99),
+        curvature=curvature,
+        rescale_lr=rescale,
+        clip_radius=radius,
+    )
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    other = ivon.IVON(
+        theirs.parameters(),
+        lr=0.1,
+        ess=size,
+        weight_decay=delta / size,
+        hess_init=0.3,
+        beta1=0.9,
+        beta2=0.99,
+        hess_approx=curvature,
+        rescale_lr=rescale,
+        clip_radius=radius,
+        mc_samples=samples,
+    )
+    params = list(mine.parameters())
+    sizes = [p.numel() for p in params]
+    for step in range(50):
+        optimizer.zero_grad()
+        for draw in range(samples):
+            torch.manual_seed(100 * step + draw)
+            flat = torch.randn(sum(sizes))
+            given = {p: part.view(p.shape) for p, part in zip(params, flat.split(sizes))}
+            with optimizer.sampled(noise=given):
+                (nn.functional.cross_entropy(mine(x), y) / samples).backward()
+            torch.manual_seed(100 * step + draw)
+            with other.sampled_params(train=True):
+                other.zero_grad()
+                nn.functional.cross_entropy(theirs(x), y).backward()
+        optimizer.step()
+        other.step()
+    torch.set_default_dtype(default)
+    for p, q in zip(mine.parameters(), theirs.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+
+
+def test_is_its_equations() -> None:
+    """One step at a time, from formulas in h, with three draws of known noise."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(7, **F64))
+    lr, size, delta, b1, b2 = 0.2, 50, 3.0, 0.8, 0.95
+    optimizer = IVON([weight], lr, num_data=size, prior_precision=delta, hess_init=0.7, betas=(b1, b2))
+    m, h, average = weight.detach().clone(), torch.full((7,), 0.7, **F64), torch.zeros(7, **F64)
+    target = torch.randn(7, **F64)
+    for t in range(1, 21):
+        eps = torch.randn(7, **F64)
+        with optimizer.sampled(noise=lambda p, eps=eps: eps):
+            optimizer.zero_grad()
+            (weight - target).cosh().sum().backward()
+        optimizer.step()
+        wd = delta / size
+        sd = 1 / (size * (h + wd)).sqrt()
+        g = (m + sd * eps - target).sinh()
+        hat = g * eps / sd
+        average = b1 * average + (1 - b1) * g
+        h = b2 * h + (1 - b2) * hat + 0.5 * (1 - b2) ** 2 * (h - hat) ** 2 / (h + wd)
+        m = m - lr * (0.7 + wd) * (average / (1 - b1**t) + wd * m) / (h + wd)
+        torch.testing.assert_close(weight.detach(), m, rtol=1e-10, atol=1e-12)
+        variance = optimizer._variance(optimizer.param_groups[0], weight)
+        torch.testing.assert_close(variance, 1 / (size * (h + wd)), rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("h", [-1e6, -1.0, 0.0, 1e6])
+def test_precisions_at_least_half_whatever_comes(h: float) -> None:
+    weight = nn.Parameter(torch.zeros(1, **F64))
+    optimizer = IVON([weight], 0.0, num_data=10, hess_init=1.0, betas=(0.0, 0.1))
+    old = 1 / (10 * (1.0 + 0.1))
+    with optimizer.sampled(noise=lambda p: torch.ones(1, **F64)):
+        weight.grad = torch.full((1,), h * math.sqrt(old), **F64)
+    optimizer.step()
+    new = optimizer._variance(optimizer.param_groups[0], weight).item()
+    x = 0.9 * ((h + 0.1) / 1.1 - 1)
+    assert new == pytest.approx(old / (1 + x + x * x / 2), rel=1e-10)
+    assert new <= 2 * old * (1 + 1e-12)
+
+
+def toy() -> tuple[np.ndarray, np.ndarray]:
+    """A logistic regression with one weight, prior N(0, 1)."""
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=40)
+    y = (generator.random(40) < 1 / (1 + np.exp(-1.5 * x))) * 2.0 - 1
+    return x, y
+
+
+def best_gaussian(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """Mean and precision of the variational optimum, by Gauss-Hermite quadrature and a fixed-point iteration."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(60)
+    weights = weights / weights.sum()
+    m, s = 0.0, 1.0
+    for _ in range(2000):
+        w = m + nodes / np.sqrt(s)
+        p = 1 / (1 + np.exp(y[:, None] * x[:, None] * w))
+        gradient = weights @ (-(y * x)[:, None] * p).sum(0) + m
+        hessian = weights @ ((x**2)[:, None] * p * (1 - p)).sum(0) + 1
+        s = 0.5 * s + 0.5 * hessian
+        m = m - 0.5 * gradient / s
+    return m, s
+
+
+@pytest.mark.parametrize(("beta2", "samples", "steps"), [(0.995, 4, 3000)])
+def test_finds_the_best_gaussian_of_a_logistic_regression(beta2: float, samples: int, steps: int) -> None:
+    """REFERENCE.md 4.9: m within 0.02, s within 3 %, averaged over time."""
+    x, y = toy()
+    m, s = best_gaussian(x, y)
+    data, labels = torch.tensor(x), torch.tensor(y)
+    weight = nn.Parameter(torch.zeros(1, **F64))
+    optimizer = IVON([weight], 0.02, num_data=40, hess_init=0.3, betas=(0.9, beta2), samples=samples, rescale_lr=False)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.softplus(-labels * data * weight).mean()
+        loss.backward()
+        return loss
+
+    found = []
+    for step in range(steps + 1000):
+        optimizer.step(closure)
+        if step >= 1000:
+            variance = optimizer._variance(optimizer.param_groups[0], weight)
+            found.append((weight.item(), 1 / variance.item()))
+    mean, precision = np.mean(found, 0)
+    assert mean == pytest.approx(m, abs=0.02)
+    assert precision == pytest.approx(s, rel=0.03)
+
+
+def test_a_draw_is_one_of_the_belief() -> None:
+    """Mean and variance of many draws, weight by weight, within four standard errors."""
+    torch.manual_seed(0)
+    model = small_model()
+    optimizer = IVON(model.parameters(), num_data=100, hess_init=0.5)
+    means = [p.detach().clone() for p in model.parameters()]
+    sums = [torch.zeros_like(p) for p in means]
+    squares = [torch.zeros_like(p) for p in means]
+    count = 400
+    with torch.no_grad():
+        for _ in range(count):
+            with optimizer.sampled():
+                for p, m, total, square in zip(model.parameters(), means, sums, squares):
+                    total += p - m
+                    square += (p - m) ** 2
+    sd = 1 / math.sqrt(100 * 0.5 + 1)
+    scores = torch.cat([(total / count / (sd / math.sqrt(count))).flatten() for total in sums])
+    assert scores.abs().max() < 5.5
+    assert scores.std().item() == pytest.approx(1, abs=0.02)
+    ratio = torch.cat([(square / count / sd**2).flatten() for square in squares])
+    assert ratio.mean().item() == pytest.approx(1, abs=4 * math.sqrt(2 / count / len(ratio)))
+
+
+def test_noise_is_standard_normal_and_independent_between_draws() -> None:
+    position = torch.arange(1 << 20, dtype=torch.int32)
+    draws = []
+    for draw in range(3):
+        square, cosine = noise.normal_parts(position, *noise.key(0, draw))
+        draws.append((square.sqrt() * cosine).double())
+    n = len(position)
+    for z in draws:
+        assert abs(z.mean()) < 4 / math.sqrt(n)
+        assert abs(z.var() - 1) < 4 * math.sqrt(2 / n)
+        assert abs((z**4).mean() - 3) < 4 * math.sqrt(96 / n)
+        for lag in (1, 2, 64, 1000):
+            assert abs((z[lag:] * z[:-lag]).mean()) < 4 / math.sqrt(n)
+        grid = torch.linspace(-3, 3, 13, **F64)
+        empirical = torch.searchsorted(z.sort().values, grid) / n
+        exact = torch.special.ndtr(grid)
+        assert ((empirical - exact).abs() < 4 * (exact * (1 - exact) / n).sqrt()).all()
+    assert abs((draws[0] * draws[1]).mean()) < 4 / math.sqrt(n)
+    u = noise.fraction(torch.tensor([-1, 0, 2**31 - 1, -(2**31)], dtype=torch.int32))
+    assert bool(((u > 0) & (u < 1)).all())
+
+
+def test_logarithms_are_right() -> None:
+    u = torch.cat([torch.logspace(-7, -0.0001, 4000), 1 - torch.logspace(-7, -1, 1000)])
+    exact = u.double().log()
+    assert ((noise.log(u).double() - exact).abs() <= 3e-7 * exact.abs()).all()
+
+
+def test_natural_momentum_is_momentum_of_natural_parameters() -> None:
+    """REFERENCE.md 4.4: the image of lambda <- lambda + rho (...) + gamma (lambda - lambda_old), on a quadratic."""
+    rho, gamma, size = 0.1, 0.3, 10.0
+    weight = nn.Parameter(torch.tensor([0.4], **F64))
+    optimizer = IVON(
+        [weight], rho, num_data=size, prior_precision=0.0, hess_init=1.0, betas=(0.0, 1 - rho),
+        rescale_lr=False, natural_momentum=gamma, curvature="gradsq",
+    )  # fmt: skip
+    s, s_old, w, w_old = 1.0, 1.0, 0.4, 0.4
+    for _ in range(6):
+        g = 2 * (w - 1.0)
+        with optimizer.sampled(noise=lambda p: torch.zeros(1, **F64)):
+            optimizer.zero_grad()
+            ((weight - 1.0) ** 2).sum().backward()
+        optimizer.step()
+        h = size * g * g
+        x = rho * (h - s) / s
+        s_new = s * (1 + x + x * x / 2) + gamma * (s - s_old)
+        # In natural parameters: (s w)_new = s_new w_new.
+        w_new = w - rho * g / s_new + gamma * (s_old / s_new) * (w - w_old)
+        s_old, s, w_old, w = s, s_new, w, w_new
+        assert weight.item() == pytest.approx(w, rel=1e-10)
+
+
+def test_warns_where_the_hessian_has_not_moved() -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    optimizer = IVON([weight], num_data=100)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(1001):
+            with optimizer.sampled():
+                weight.grad = torch.full((3,), 1e-4)
+            optimizer.step()
+    assert [str(w.message) for w in caught if "Hessian has moved" in str(w.message)] != []
+    assert sum("Hessian has moved" in str(w.message) for w in caught) == 1
+
+
+def test_a_prior_from_an_earlier_task_pulls_and_holds() -> None:
+    model = small_model(torch.float64)
+    first = IVON(model.named_parameters(), num_data=100)
+    posterior = first.posterior(model)
+    optimizer = IVON(model.named_parameters(), 0.1, num_data=50, prior=posterior, betas=(0.0, 0.9))
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1)
+    with optimizer.sampled(noise=torch.zeros_like):
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+    optimizer.step()
+    precision = 100 * 1.0 + 1.0
+    wd = precision / 50
+    h = 0.9 * 1.0 + 0.5 * 0.01 * 1.0 / (1.0 + wd)
+    for name, p in model.named_parameters():
+        expected = start[name] + 0.1 - 0.1 * (1.0 + 1 / 50) * wd * 0.1 / (h + wd)
+        torch.testing.assert_close(p.detach(), expected, rtol=1e-10, atol=1e-12)
+    with pytest.raises(ValueError, match="the parameters' names"):
+        IVON(model.parameters(), num_data=50, prior=posterior)
+    twin = IVON(model.named_parameters(), num_data=50, prior=posterior)
+    twin.load_state_dict(optimizer.state_dict())
