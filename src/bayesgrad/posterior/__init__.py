@@ -1,7 +1,8 @@
 """What training leaves behind: a distribution over weights that can be sampled, predicted with and saved."""
 
+from bayesgrad.posterior.bernoulli import BernoulliPosterior
 from bayesgrad.posterior.gaussian import GaussianPosterior
 from bayesgrad.posterior.posterior import Posterior, load
 from bayesgrad.posterior.samples import SampledPosterior
 
-__all__ = ["GaussianPosterior", "Posterior", "SampledPosterior", "load"]
+__all__ = ["BernoulliPosterior", "GaussianPosterior", "Posterior", "SampledPosterior", "load"]
