@@ -7,6 +7,7 @@ from bayesgrad.optim.foof import FOOF
 from bayesgrad.optim.ivon import IVON
 from bayesgrad.optim.kfac import KFAC
 from bayesgrad.optim.natural_gradient import NaturalGradient
+from bayesgrad.optim.newton import VON, Newton
 from bayesgrad.optim.ogn import OGN, VOGN
 
 __all__ = [
@@ -15,10 +16,12 @@ __all__ = [
     "KFAC",
     "OGN",
     "VOGN",
+    "VON",
     "AMSBound",
     "AdaBayes",
     "AdaBayesFP",
     "AdaBound",
     "NaturalGradient",
+    "Newton",
     "SpikeSlab",
 ]
