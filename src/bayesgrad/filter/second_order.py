@@ -121,8 +121,8 @@ class SecondOrder(Filter):
         known = self._diagonals()
         if any(p.numel() and p not in known for p in wanting):
             raise RuntimeError(
-                f"{type(self).__name__} needs second derivatives: call optimizer.observe(loss) after zero_grad(), where "
-                "the loss is computed, and before loss.backward()."
+                f"{type(self).__name__} needs second derivatives: call optimizer.observe(loss) after zero_grad() and "
+                "before loss.backward(), where the loss is computed."
             )
         none = {p: torch.zeros_like(p) for some in active for p in some if p not in known}
         return {**shown, "hessian": {p: known.get(p, none.get(p, p)) for some in active for p in some}}
