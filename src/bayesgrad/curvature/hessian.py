@@ -81,7 +81,7 @@ def _products(gradients: Sequence[Tensor], params: Sequence[Tensor], vectors: Se
 
 def _grad(outputs: Tensor | Sequence[Tensor], params: Sequence[Tensor], weights: object, **how: bool) -> tuple:
     try:
-        return torch.autograd.grad(
+        return torch.autograd.grad(  # pyright: ignore[reportCallIssue]
             outputs,  # pyright: ignore[reportArgumentType]
             params,
             weights,  # pyright: ignore[reportArgumentType]
