@@ -350,6 +350,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
 def push(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
     """Steps with random gradients, which no other library has a part in."""
     for index in steps:
+        optimizer.zero_grad()
         if hasattr(optimizer, "tap") or isinstance(optimizer, SecondOrder):
             backward(model, index, optimizer)
         generator = torch.Generator().manual_seed(2000 + index)
