@@ -25,6 +25,7 @@ class Case:
         slots: the state tensors it keeps beside `step`.
         bad: arguments that must be refused, with the words the message must contain.
         layers: whether it takes the model and looks at its layers.
+        binary: whether weights are -1 or 1.
         decays: whether it has weight decay; where it has a prior instead, tests of decay leave that as it is.
     """
 
@@ -34,6 +35,7 @@ class Case:
     slots: tuple[str, ...] = ("momentum",)
     bad: tuple[tuple[dict[str, Any], str], ...] = ()
     layers: bool = False
+    binary: bool = False
     decays: bool = True
 
     def __call__(self, target: Any, **options: Any) -> torch.optim.Optimizer:
@@ -76,6 +78,21 @@ ADABOUND = (
     ({"final_lr": 0.0}, "final_lr must be a positive number, got 0.0."),
     ({"gamma": 0.0}, "gamma must be in (0, 1), got 0.0."),
     ({"eps": -1e-8}, "eps must be a finite number >= 0, got -1e-08."),
+)
+STE = (
+    *COMMON,
+    ({"momentum": 1.0}, "momentum must be in [0, 1), got 1.0."),
+)
+BAYESBINN = (
+    *(bad for bad in COMMON if "weight_decay" not in bad[0]),
+    ({"momentum": -0.1}, "momentum must be in [0, 1), got -0.1."),
+    ({"num_data": 0}, "num_data must be a number >= 1, got 0."),
+    ({"relaxation": 0.0}, "relaxation must be a positive number, got 0.0."),
+    ({"eps": -1.0}, "eps must be a finite number >= 0, got -1.0."),
+    ({"natural_init": -1}, "natural_init must be a finite number >= 0, got -1."),
+    ({"samples": 0}, "samples must be a whole number >= 1, got 0."),
+    ({"seed": 0.5}, "seed must be a whole number, got 0.5."),
+    ({"lr": 1.5}, "lr must be at most 1, got 1.5: it is the fraction of the belief that a step replaces."),
 )
 
 LAYERS = (
@@ -161,6 +178,19 @@ ELEMENTWISE = (
         ("gradient_mean", "moment", "momentum"),
     ),
     Case("AdaBayesFP-adamw", optim.AdaBayesFP, {"sgd_lr": float("inf")}, ("moment", "momentum")),
+    Case("STE", optim.STE, {"weight_decay": 0.1}, ("latent", "momentum"), STE, binary=True),
+    Case("STE-plain", optim.STE, {"momentum": 0.0}, ("latent",), binary=True),
+    Case(
+        "BayesBiNN", optim.BayesBiNN, {"num_data": 1000}, ("natural", "momentum"), BAYESBINN, binary=True, decays=False
+    ),
+    Case(
+        "BayesBiNN-sharp",
+        optim.BayesBiNN,
+        {"num_data": 10_000, "relaxation": 0.1, "momentum": 0.0, "lr": 0.01},
+        ("natural",),
+        binary=True,
+        decays=False,
+    ),
     Case("AdaBound", optim.AdaBound, {"weight_decay": 0.1}, ("moment", "momentum"), ADABOUND),
     Case("AMSBound", optim.AMSBound, {}, ("moment", "peak", "momentum"), ADABOUND),
     Case("IVON", optim.IVON, {"num_data": 1344}, ("variance", "momentum"), IVON, decays=False),

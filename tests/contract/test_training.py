@@ -166,8 +166,8 @@ def test_groups_have_their_own_settings_and_can_be_added_later(case: Case) -> No
 @elementwise_case
 def test_dtypes_can_be_mixed(case: Case) -> None:
     params = [nn.Parameter(torch.randn(50, dtype=dtype)) for dtype in (torch.float32, torch.float64, torch.bfloat16)]
-    optimizer = case(params)
     alone = [nn.Parameter(p.detach().clone()) for p in params]
+    optimizer = case(params)
     with still(optimizer):
         for p in params:
             p.grad = torch.ones_like(p)
@@ -333,6 +333,9 @@ def test_trains_a_small_network_on_digits_with_its_defaults(case: Case) -> None:
     order = torch.randperm(len(x))
     x, y = x[order], y[order]
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    if case.binary:  # which need normalisation, and more weights for as many bits
+        normal = [nn.BatchNorm1d(width, affine=False) for width in (256, 10)]
+        model = nn.Sequential(nn.Linear(64, 256), normal[0], nn.ReLU(), nn.Linear(256, 10), normal[1])
     optimizer = case.of(model, weight_decay=0.0)
     for _ in range(15):
         for i in range(0, 1344, 32):

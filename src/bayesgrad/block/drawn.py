@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ class Perturb:
     given: bool
     writes = (2, 0)
 
-    def __call__(self, numbers: Sequence[Any], place: Sequence[Any], *row: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, numbers: Sequence[Any], place: Sequence[Any], *row: Tensor) -> tuple[Tensor, ...]:
         weight, variance, _, *position = row
         where = position[0] if self.given else noise.positions(place[2], weight)
         square, cosine = noise.normal_parts(where, place[0], place[1])
@@ -51,6 +51,9 @@ class Drawn:
         params: those that are perturbed.
         starts: the position of each one's first element among all weights, which its noise is a function of.
     """
+
+    reads: ClassVar[str] = "variance"  # the state that a draw is made from
+    kernel: ClassVar[Callable[..., Any]] = Perturb
 
     def __init__(self, group: dict[str, Any], params: list[Tensor], starts: list[int]) -> None:
         self.group, self.params = group, params
@@ -82,13 +85,13 @@ class Drawn:
 
     def perturb(
         self,
-        variances: list[Tensor],
-        scale: float,
+        spreads: list[Tensor],
+        numbers: list[float],
         key: noise.Key,
         given: Mapping[Any, Tensor] | Callable[[Tensor], Tensor] | None,
         fused: bool,
     ) -> None:
-        """Draws; `given` is standard normal noise to be used instead."""
+        """Draws from what each parameter's state says; `given` is noise to be used instead."""
         weights, saved, spread = self.views
         small = [self.params[i] for i in self.small]
         if small:
@@ -99,23 +102,33 @@ class Drawn:
                 self.saved[i].copy_(self.params[i])
         self.entered = True
         if given is not None:
-            for p, variance in zip(self.params, variances):
+            for i, (p, one) in enumerate(zip(self.params, spreads)):
                 e = given(p) if callable(given) else given[p]
                 if e.shape != p.shape:
                     raise ValueError(f"noise has shape {tuple(e.shape)}, but its parameter {tuple(p.shape)}.")
-                p.copy_(p.to(variance.dtype) + (scale * variance).sqrt() * e.to(variance))
+                self.place(i, one, e.to(one), numbers)
             return
         rows = [
-            (flat(self.params[i]), flat(_like(variances[i], self.params[i])), flat(self.saved[i])) for i in self.large
+            (flat(self.params[i]), flat(_like(spreads[i], self.params[i])), flat(self.saved[i]), *self.more(i))
+            for i in self.large
         ]
         for i, row in zip(self.large, rows):
             order = [self.order[i]] if i in self.order else []
-            _kernels.run(Perturb(bool(order)), [scale], [(*row, *order)], fused, [(*key, self.starts[i])])
+            _kernels.run(self.kernel(given=bool(order)), numbers, [(*row, *order)], fused, [(*key, self.starts[i])])
         if small:
-            torch._foreach_copy_(spread, [variances[i] for i in self.small])
-            row = (self.pack[0], self.spread, self.pack[1], self.positions)
-            _kernels.run(Perturb(given=True), [scale], [row], fused, [(*key, 0)])
+            torch._foreach_copy_(spread, [spreads[i] for i in self.small])
+            row = (self.pack[0], self.spread, self.pack[1], *self.more(None), self.positions)
+            _kernels.run(self.kernel(given=True), numbers, [row], fused, [(*key, 0)])
             torch._foreach_copy_(small, weights)
+
+    def place(self, i: int, spread: Tensor, noise: Tensor, numbers: list[float]) -> None:
+        """Puts the i-th parameter where given noise takes it."""
+        p = self.params[i]
+        p.copy_(p.to(spread.dtype) + (numbers[0] * spread).sqrt() * noise)
+
+    def more(self, i: int | None) -> tuple[Tensor, ...]:
+        """What else the kernel writes, for the i-th parameter or for all small ones."""
+        return ()
 
     def restore(self, offsets: bool, fused: bool) -> None:
         """The means again; `offsets` asks for where the draw was."""

@@ -139,12 +139,18 @@ class Filter(torch.optim.Optimizer):
             for block in blocks:
                 block.step += 1
                 numbers = self.numbers(group, int(block.step))
-                update = Update(self.parts(group), tuple(numbers), block.slots, tuple(shown))
+                update = self.update(group, tuple(numbers), block.slots, tuple(shown))
                 fused = _kernels.pays(block.device, elements) if group["fused"] is None else group["fused"]
                 straight = self.rule.straight(numbers) if group.get("solved") and not block.slots else None
                 for rows in block.rows(directions or {}, straight, list(shown.values())):
                     _kernels.run(update, list(numbers.values()), rows, fused)
         return loss
+
+    def update(
+        self, group: Mapping[str, Any], names: tuple[str, ...], slots: tuple[str, ...], shown: tuple[str, ...]
+    ) -> Update:
+        """The elementwise step of a group, for numbers, state and evidence of these names."""
+        return Update(self.parts(group), names, slots, shown)
 
     def directions(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> Directions | None:
         """For parameters whose belief does not factorise over elements: the gradient, solved by its precision.

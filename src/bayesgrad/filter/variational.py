@@ -130,14 +130,16 @@ class Variational(Filter):
         return self._scale(group) * self.initial("variance", group, p) * like
 
 
-class Sampled(Variational):
-    """A variational filter whose gradients are taken at weights drawn from the belief.
+class Drawing(Filter):
+    """A filter whose gradients are taken at weights drawn from the belief.
 
     A named optimizer says in `keeps` what it wants to know of a draw at the step: nothing, where gradients were taken
-    (`offset`), or their squares.
+    (`offset`), the drawn weight's derivative by the mean (`slope`), or the squares of gradients. `draws` is how weights
+    are drawn, and `drawing` the numbers that takes.
     """
 
     keeps: ClassVar[str | None] = "offset"
+    draws: ClassVar[type[Drawn]] = Drawn
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -159,6 +161,15 @@ class Sampled(Variational):
 
     # --- drawing ---
 
+    def drawing(self, group: Mapping[str, Any]) -> list[float]:
+        """The numbers that the kernel of a draw asks for."""
+        raise NotImplementedError
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch.optim; counts draws from none."""
+        super().add_param_group(param_group)
+        self.param_groups[-1].setdefault("draws", 0)
+
     @contextmanager
     def sampled(self, noise: Noise | None = None) -> Iterator[None]:
         """Within the context the weights are one draw from the belief; afterwards they are the mean, bit for bit.
@@ -169,7 +180,8 @@ class Sampled(Variational):
         require gradients are not perturbed. Under `torch.no_grad()` a draw leaves no trace in training.
 
         Args:
-            noise: standard normal variates to use in place of drawn ones, by parameter, or a function of the parameter.
+            noise: variates to use in place of drawn ones (standard normal for a Gaussian belief, uniform in (0, 1) for
+                binary weights), by parameter, or a function of the parameter.
         """
         if self.__dict__.get("_drawn_now"):
             raise RuntimeError("sampled() is already active: one context is one draw, leave it before the next.")
@@ -178,15 +190,17 @@ class Sampled(Variational):
         elements = sum(part.elements for part in drawn)
         if training:
             self._begin(drawn)
+        else:  # what an earlier draw has shown is in buffers that this one writes into
+            self._offsets = {p: offset.clone() for p, offset in self._offsets.items()}
         key = self._next_key(training)
         finished = False
         self._drawn_now = []
         try:
             with torch.no_grad():
                 for part in drawn:
-                    variances = [self.state[p]["variance"] for p in part.params]
+                    spreads = [self.state[p][self.draws.reads] for p in part.params]
                     self._drawn_now.append(part)
-                    part.perturb(variances, self._scale(part.group), key, noise, _fused(part, elements))
+                    part.perturb(spreads, self.drawing(part.group), key, noise, _fused(part, elements))
             yield
             finished = True
         finally:
@@ -213,11 +227,11 @@ class Sampled(Variational):
             for group, params in wanted:
                 for kind in dict.fromkeys((p.dtype, p.device) for p in params):
                     some = [p for p in params if (p.dtype, p.device) == kind]
-                    parts.append(Drawn(group, some, [starts[p] for p in some]))
+                    parts.append(self.draws(group, some, [starts[p] for p in some]))
             # Orders differ where a group has several kinds: compare like with like the next time.
             self._drawn = parts if [p for part in parts for p in part.params] == every else []
         for group, params in wanted:
-            if any(self.state.get(p, {}).get("variance", _NOTHING).shape != p.shape for p in params):
+            if any(self.state.get(p, {}).get(self.draws.reads, _NOTHING).shape != p.shape for p in params):
                 with torch.no_grad():
                     self._initialise(group, params, self.slots(group))
         return parts
@@ -292,7 +306,7 @@ class Sampled(Variational):
         if self.keeps is None:
             return super().evidence(groups, active)
         if not self._sums:
-            return {} if self.keeps == "squares" else {"offset": self._offsets}
+            return {} if self.keeps == "squares" else {self.keeps: self._offsets}
         sums = {}
         for p in params:
             if p in self._offsets:
@@ -361,6 +375,13 @@ class Sampled(Variational):
                     UserWarning,
                     stacklevel=3,
                 )
+
+
+class Sampled(Drawing, Variational):
+    """A variational filter whose gradients are taken at weights drawn from its Gaussian."""
+
+    def drawing(self, group: Mapping[str, Any]) -> list[float]:
+        return [self._scale(group)]
 
 
 def _mark(p: Tensor) -> Mark:

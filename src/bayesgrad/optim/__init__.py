@@ -2,6 +2,7 @@
 
 from bayesgrad.optim.adabayes import AdaBayes, AdaBayesFP
 from bayesgrad.optim.adabound import AdaBound, AMSBound
+from bayesgrad.optim.binary import STE, BayesBiNN
 from bayesgrad.optim.dropout import SpikeSlab
 from bayesgrad.optim.foof import FOOF
 from bayesgrad.optim.ivon import IVON
@@ -14,11 +15,13 @@ __all__ = [
     "IVON",
     "KFAC",
     "OGN",
+    "STE",
     "VOGN",
     "AMSBound",
     "AdaBayes",
     "AdaBayesFP",
     "AdaBound",
+    "BayesBiNN",
     "NaturalGradient",
     "SpikeSlab",
 ]

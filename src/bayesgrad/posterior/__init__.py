@@ -1,5 +1,6 @@
 """What training leaves behind: a distribution over weights that can be sampled, predicted with and saved."""
 
+from bayesgrad.posterior.bernoulli import BernoulliPosterior
 from bayesgrad.posterior.concrete import ConcreteDropout
 from bayesgrad.posterior.dropout import DropoutPosterior, mc_dropout
 from bayesgrad.posterior.gaussian import GaussianPosterior
@@ -7,6 +8,7 @@ from bayesgrad.posterior.posterior import Posterior, load
 from bayesgrad.posterior.samples import SampledPosterior
 
 __all__ = [
+    "BernoulliPosterior",
     "ConcreteDropout",
     "DropoutPosterior",
     "GaussianPosterior",

@@ -33,6 +33,7 @@ class Posterior(ABC):
     """
 
     kind: ClassVar[str]
+    methods: ClassVar[tuple[str, ...]] = METHODS
     _kinds: ClassVar[dict[str, type[Posterior]]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -155,8 +156,8 @@ class Posterior(ABC):
             model: another copy of the network, if not the one the posterior was built with.
             seed: another set of draws.
         """
-        if method not in METHODS:
-            raise ValueError(f"method must be one of {', '.join(map(repr, METHODS))}, got {method!r}.")
+        if method not in self.methods:
+            raise ValueError(f"method must be one of {', '.join(map(repr, self.methods))}, got {method!r}.")
         if samples < 1:
             raise ValueError(f"samples must be at least 1, got {samples}.")
         reading = likelihoods.named(likelihood)
@@ -172,8 +173,8 @@ class Posterior(ABC):
         with evaluating(network):
             if method == "linear":
                 return reading.expected(*self._linear(outputs, inputs, network))
-            if method == "mean":
-                value = reading.link(outputs(self._cast(self.mean, network)))
+            if method in ("mean", "mode"):
+                value = reading.link(outputs(self._cast(getattr(self, method), network)))
                 return reading.averaged(value, torch.zeros_like(value))
             return reading.averaged(*self._average(outputs, reading.link, samples, seed, network))
 

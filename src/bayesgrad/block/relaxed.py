@@ -1,0 +1,78 @@
+"""Binary weights, relaxed to values between -1 and 1 so that a loss has gradients by them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesgrad import _kernels, noise
+from bayesgrad.block.drawn import Drawn
+from bayesgrad.block.elementwise import flat
+
+
+@dataclass(frozen=True)
+class Relax:
+    """w = tanh((lambda + d/2)/tau) for logistic d: a kernel on (weight, natural, saved, slope), maybe positions.
+
+    The slope is dw/dmu for the mean mu = tanh(lambda), (sech^2(z) + eps)/(tau sech^2(lambda) + eps) for w = tanh(z):
+    computed from z, because 1 - w^2 has no digits left where w is close to one.
+
+    Its numbers are 1/tau, tau and eps.
+
+    Reference: 002, Eq. 50-51.
+    Checked by: tests/equations/test_binary.py, by automatic differentiation.
+
+    Args:
+        given: whether the row ends with the positions of its elements; else they are consecutive.
+    """
+
+    given: bool
+    writes = (2, 0, 3)
+
+    def __call__(self, numbers: Sequence[Any], place: Sequence[Any], *row: Tensor) -> tuple[Tensor, ...]:
+        weight, natural, _, _, *position = row
+        where = position[0] if self.given else noise.positions(place[2], weight)
+        dtype = _kernels.compute_dtype(weight.dtype)
+        return weight, *self.at(numbers, natural.to(dtype), noise.logistic(where, place[0], place[1]).to(dtype))
+
+    @staticmethod
+    def at(numbers: Sequence[Any], natural: Tensor, logistic: Tensor) -> tuple[Tensor, Tensor]:
+        """The relaxed weight and its slope."""
+        inverse, relaxation, eps = numbers
+        z = (natural + 0.5 * logistic) * inverse
+        slope = (_kernels.sech_square(z) + eps) / (relaxation * _kernels.sech_square(natural) + eps)
+        return _kernels.tanh(z), slope
+
+
+class Relaxed(Drawn):
+    """Binary parameters of one group, dtype and device, drawn relaxed; `offsets` gives their slopes."""
+
+    reads = "natural"
+    kernel = Relax
+
+    def __init__(self, group: dict[str, Any], params: list[Tensor], starts: list[int]) -> None:
+        super().__init__(group, params, starts)
+        self.slope = torch.empty_like(self.spread)
+        self.slopes = dict(zip(self.small, self._views(self.slope)))
+        self.slopes |= {i: torch.empty_like(params[i], dtype=self.spread.dtype) for i in self.large}
+
+    def place(self, i: int, spread: Tensor, noise: Tensor, numbers: list[float]) -> None:
+        if not bool(((noise > 0) & (noise < 1)).all()):
+            raise ValueError("noise for binary weights must be uniform in (0, 1), got values outside of it.")
+        weight, slope = Relax.at(numbers, spread, noise.log() - (-noise).log1p())
+        self.params[i].copy_(weight)
+        self.slopes[i].copy_(slope)
+
+    def more(self, i: int | None) -> tuple[Tensor, ...]:
+        return (self.slope if i is None else flat(self.slopes[i]),)
+
+    def restore(self, offsets: bool, fused: bool) -> None:
+        super().restore(False, fused)
+
+    def offsets(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for i, p in enumerate(self.params):
+            yield p, self.slopes[i]

@@ -1,0 +1,98 @@
+"""Filters of binary weights: what is updated is latent, and the weight is its sign."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from bayesgrad.filter.filter import Filter
+from bayesgrad.filter.update import Update
+
+
+@dataclass(frozen=True)
+class Signs(Update):
+    """An `Update` of the first slot instead of the weight, which becomes its sign; sign(0) = 1.
+
+    The gradient by the weight stands in for that by the latent value, times the slope between the two where the
+    evidence has one, and times the number `information`. A slot `prior_natural` pulls.
+    """
+
+    def __call__(self, numbers: Iterable[Any], weight: Tensor, gradient: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+        numbers = list(numbers)
+        n = dict(zip(self.names, numbers))
+        shown, state = dict(zip(self.shown, more)), more[len(self.shown) :]
+        latent = state[0]
+        gradient = gradient.to(latent.dtype)
+        if "product" in shown:
+            gradient = shown["product"].to(latent.dtype)
+        elif "slope" in shown:
+            gradient = gradient * shown["slope"].to(latent.dtype)
+        if "information" in n:
+            largest = torch.finfo(latent.dtype).max / 4  # an infinite belief would never change again
+            gradient = (gradient * n["information"]).clamp(-largest, largest)
+        if "prior_natural" in self.slots:
+            gradient = gradient - state[self.slots.index("prior_natural")]
+        inner = Update(self.parts, self.names, self.slots)
+        moved, *kept = inner(numbers, latent, gradient, *state)
+        return (signs(moved), moved, *kept[1:])
+
+
+def signs(latent: Tensor) -> Tensor:
+    """-1 or 1."""
+    return torch.where(latent < 0, -1.0, 1.0)
+
+
+class Binary(Filter):
+    """A filter whose parameters are all binary: -1 or 1 from its construction on.
+
+    Parameters that do not require gradients are left as they are, until they do.
+    """
+
+    latent: ClassVar[str]  # the slot whose sign a weight is
+    _built = True
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        self._built = False  # a constructor that fails halfway leaves every weight as it was
+        super().__init__(params, defaults)
+        self._built = True
+
+    def _binarise(self) -> None:
+        for group in self.param_groups:
+            new = [p for p in group["params"] if p.requires_grad and self.latent not in self.state.get(p, {})]
+            self._initialise(group, new, self.slots(group))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group of parameters, as in torch.optim; they become binary."""
+        super().add_param_group(param_group)
+        if self._built:
+            self._binarise()
+
+    def update(
+        self, group: Mapping[str, Any], names: tuple[str, ...], slots: tuple[str, ...], shown: tuple[str, ...]
+    ) -> Signs:
+        return Signs(self.parts(group), names, slots, shown)
+
+    def slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return (self.latent, *super().slots(group))
+
+    @torch.no_grad()
+    def _initialise(self, group: Mapping[str, Any], params: list[Tensor], slots: tuple[str, ...]) -> None:
+        new = [p for p in params if self.latent not in self.state.get(p, {})]
+        super()._initialise(group, params, slots)
+        for p in new:
+            p.copy_(signs(self.state[p][self.latent]))
+
+    def initial(self, slot: str, group: Mapping[str, Any], p: Tensor) -> float | Tensor:
+        return p if slot == self.latent else super().initial(slot, group, p)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As `Filter.load_state_dict`; weights become the signs of what was loaded."""
+        super().load_state_dict(state_dict)
+        with torch.no_grad():
+            for p, entry in self.state.items():
+                if self.latent in entry:
+                    p.copy_(signs(entry[self.latent]))

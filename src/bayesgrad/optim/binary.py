@@ -1,0 +1,246 @@
+"""STE and BayesBiNN: networks whose weights are -1 or 1."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bayesgrad._kernels import compute_dtype
+from bayesgrad.block.relaxed import Relaxed
+from bayesgrad.filter.binary import Binary
+from bayesgrad.filter.filter import Filter
+from bayesgrad.filter.ranges import COUNT, NONNEGATIVE, POSITIVE, WHOLE, WHOLE_NUMBER
+from bayesgrad.filter.variational import Drawing
+from bayesgrad.posterior import BernoulliPosterior, Posterior
+from bayesgrad.posterior.posterior import parameters_of
+from bayesgrad.rule import NaturalGradient
+from bayesgrad.transition import Static
+
+
+class STE(Binary):
+    r"""The straight-through estimator: gradients at binary weights move latent ones, whose signs the weights are.
+
+    .. math::
+        w = \mathrm{sign}(\theta), \quad
+        \theta \leftarrow (1 - \eta\lambda)\, \theta - \eta\, \langle \nabla \bar\ell(w) \rangle
+
+    with the mean loss of a batch, eta = `lr`, lambda = `weight_decay`, and <> a debiased moving average with decay
+    `momentum`. The latent weights begin at the parameters as they are given, and every parameter becomes its sign at
+    once (sign(0) = 1): leave out what is to stay real, and load weights before building the optimizer. The training
+    loop is the usual one.
+
+        >>> weight = torch.nn.Parameter(torch.tensor([0.3, -0.2]))
+        >>> optimizer = STE([weight], lr=0.1)
+        >>> weight.detach()
+        tensor([ 1., -1.])
+        >>> (weight * torch.tensor([5.0, 1.0])).sum().backward()
+        >>> optimizer.step()
+        >>> weight.detach(), optimizer.state[weight]["latent"]
+        (tensor([-1., -1.]), tensor([-0.2000, -0.3000]))
+
+    Args:
+        params: parameters, named parameters or param groups. All of them become binary, but for those that do not
+            require gradients.
+        lr: eta, in units of the latent weights. Chosen on digits, with BatchNorm; without, try a tenth.
+        momentum: decay of the gradient's average.
+        weight_decay: lambda, of the latent weights: without it they may grow until no gradient turns their sign.
+        nonfinite: what to do about a gradient with infinite or NaN entries: `"ignore"`, `"raise"`, or `"skip"`.
+        fused: compile the step (`True`), run it eagerly (`False`), or whichever pays (`None`).
+
+    Reference: 002, Eq. 48; Bengio et al., 2013.
+    Differs from the paper: the gradient is of the mean loss, and averaged.
+    Checked by: tests/equations/test_binary.py, also as the limit of BayesBiNN without noise.
+    """
+
+    transition = Static()
+    rule = NaturalGradient()
+    latent = "latent"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 0.1,
+        *,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        nonfinite: str = "ignore",
+        fused: bool | None = None,
+    ) -> None:
+        defaults = dict(lr=lr, momentum=momentum, weight_decay=weight_decay, nonfinite=nonfinite, fused=fused)
+        super().__init__(params, defaults)
+        self._binarise()
+
+
+class BayesBiNN(Drawing, Binary):
+    r"""The Bayesian learning rule for binary weights: a belief about each sign, from gradients at relaxed draws.
+
+    .. math::
+        \tilde w &= \tanh((\lambda + \tfrac12 \log\tfrac{u}{1-u})/\tau), \quad u \sim U(0, 1), \quad
+        s = \frac{1 - \tilde w^2 + \epsilon}{\tau (1 - \tanh^2 \lambda) + \epsilon} \\
+        \lambda &\leftarrow (1-\rho)\, \lambda - \rho\, \langle N s\, \nabla \bar\ell(\tilde w) - \lambda_0 \rangle
+
+    with the mean loss of a batch, rho = `lr`, N = `num_data`, tau = `relaxation`, epsilon = `eps`, and lambda_0 of the
+    prior, zero if there is none. <> is a debiased moving average of the whole bracket, the natural gradient but for the
+    term in lambda, with decay `momentum`. A weight is 1 with probability 1/(1 + exp(-2 lambda)).
+
+    Outside of `sampled()` the parameters hold sign(lambda), the most probable weights (sign(0) = 1), from construction
+    on. lambda begins at `natural_init` times the given weights over their root mean square in each tensor; with a
+    prior, at lambda_0. Gradients are taken inside of `sampled()`:
+
+        >>> weight = torch.nn.Parameter(torch.tensor([0.3, -0.2]))
+        >>> optimizer = BayesBiNN([weight], num_data=100)
+        >>> with optimizer.sampled():
+        ...     optimizer.zero_grad()
+        ...     ((weight + 1) ** 2).sum().backward()
+        >>> optimizer.step()
+        >>> weight.detach().abs()
+        tensor([1., 1.])
+
+    Args:
+        params: parameters, named parameters or param groups. All of them become binary, but for those that do not
+            require gradients: leave out what is to stay real, and load weights before building the optimizer.
+        lr: rho, at most 1: the fraction of the belief that is replaced in a step. Chosen on digits, with BatchNorm.
+        num_data: N, the number of training examples.
+        relaxation: tau. Small values draw weights close to -1 and 1 and have slopes s of larger variance, until s is
+            eps/eps = 1 for nearly every weight and what is left is STE at random signs. Chosen on digits.
+        eps: keeps s bounded, and weights whose sign is certain alive.
+        momentum: decay of the natural gradient's average.
+        natural_init: size of lambda at the start.
+        samples: draws that `step(closure)` averages.
+        prior: a `BernoulliPosterior` of an earlier task to be the prior of this one; parameters must be named.
+        seed: draws are a function of it, of how many there were, and of a weight's position.
+        nonfinite: what to do about a gradient with infinite or NaN entries: `"ignore"`, `"raise"`, or `"skip"`.
+        fused: compile the step (`True`), run it eagerly (`False`), or whichever pays (`None`).
+
+    The stationary belief, lambda - lambda_0 = -N times the gradient of the expected loss by the mean tanh(lambda),
+    minimises N E[loss] + KL(q, prior), up to the bias of the relaxation.
+
+    Reference: 002, Eq. 49-52; Meng et al., 2020.
+    Differs from the paper: Eq. 49 and 52 need N/M before the sum over a minibatch of M, which N times the mean is; and
+        Eq. 53 a minus.
+    Checked by: tests/equations/test_binary.py, by enumeration of all weights and by automatic differentiation.
+    """
+
+    transition = Static()
+    rule = NaturalGradient()
+    latent = "natural"
+    keeps = "slope"
+    draws = Relaxed
+    accepts = {
+        **Filter.accepts,
+        "num_data": COUNT,
+        "relaxation": POSITIVE,
+        "eps": NONNEGATIVE,
+        "natural_init": NONNEGATIVE,
+        "samples": WHOLE,
+        "seed": WHOLE_NUMBER,
+    }
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 3e-3,
+        *,
+        num_data: float,
+        relaxation: float = 0.3,
+        eps: float = 1e-10,
+        momentum: float = 0.9,
+        natural_init: float = 1.0,
+        samples: int = 1,
+        prior: Posterior | None = None,
+        seed: int = 0,
+        nonfinite: str = "ignore",
+        fused: bool | None = None,
+    ) -> None:
+        defaults = dict(
+            lr=lr,
+            num_data=num_data,
+            relaxation=relaxation,
+            eps=eps,
+            momentum=momentum,
+            natural_init=natural_init,
+            samples=samples,
+            seed=seed,
+            nonfinite=nonfinite,
+            fused=fused,
+        )
+        super().__init__(params, defaults)
+        if prior is not None:
+            self._take_prior(prior)
+        self._binarise()
+
+    def _take_prior(self, prior: Posterior) -> None:
+        if not isinstance(prior, BernoulliPosterior):
+            raise TypeError(f"prior must be a BernoulliPosterior, got {type(prior).__name__}: use one of BayesBiNN's.")
+        for group in self.param_groups:
+            names = group.get("param_names")
+            if names is None:
+                raise ValueError("prior= needs the parameters' names: pass model.named_parameters().")
+            for name, p in zip(names, group["params"]):
+                if name not in prior.natural:
+                    raise ValueError(f"the prior says nothing of parameter {name!r}: leave it out.")
+                natural = prior.natural[name]
+                if natural.shape != p.shape:
+                    raise ValueError(
+                        f"{name!r} has shape {tuple(natural.shape)} in the prior and {tuple(p.shape)} in the model."
+                    )
+                self.state[p]["prior_natural"] = torch.empty_like(p, dtype=compute_dtype(p.dtype)).copy_(natural)
+            group["informed"] = True
+
+    def _check(self, group: Mapping[str, Any]) -> None:
+        super()._check(group)
+        if group["lr"] > 1:
+            raise ValueError(
+                f"lr must be at most 1, got {group['lr']!r}: it is the fraction of the belief that a step replaces."
+            )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group of parameters; they become binary, and have the uniform prior."""
+        super().add_param_group(param_group)
+        self.param_groups[-1].setdefault("informed", False)
+
+    def slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return (*super().slots(group), *(("prior_natural",) if group.get("informed") else ()))
+
+    def _is_partial(self, entry: Mapping[str, Tensor]) -> bool:
+        return "step" not in entry
+
+    def initial(self, slot: str, group: Mapping[str, Any], p: Tensor) -> float | Tensor:
+        if slot != "natural":
+            return super().initial(slot, group, p)
+        if "prior_natural" in self.state[p]:
+            return self.state[p]["prior_natural"]
+        weights = p.detach().to(compute_dtype(p.dtype))
+        size = weights.square().mean().sqrt()
+        return group["natural_init"] * torch.where(size > 0, weights / size, weights)
+
+    def numbers(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
+        """As for any filter; the entropy's share of the natural gradient is lambda itself: a decay."""
+        return {**super().numbers(group, step), "shrink": 1 - float(group["lr"]), "information": group["num_data"]}
+
+    def drawing(self, group: Mapping[str, Any]) -> list[float]:
+        return [1 / group["relaxation"], group["relaxation"], group["eps"]]
+
+    def posterior(self, model: nn.Module, scale: float = 1.0) -> BernoulliPosterior:
+        """The belief about the model's weights, a copy; its draws are -1 or 1.
+
+        Args:
+            model: the model whose parameters were given to the optimizer. Its other parameters, and frozen ones that
+                were never updated, are held fixed.
+            scale: divides lambda: a larger one makes every weight less certain. Choose it on held-out likelihood.
+        """
+        if not POSITIVE.holds(scale) or math.isinf(scale):
+            raise ValueError(f"scale must be a finite positive number, got {scale!r}.")
+        names = {id(p): name for name, p in parameters_of(model).items()}
+        natural = {}
+        for index, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                if id(p) not in names:
+                    raise ValueError(f"{self._name(index, p)} is not in the model: pass the model that was optimised.")
+                if "natural" in self.state.get(p, {}):
+                    natural[names[id(p)]] = self.state[p]["natural"] / scale
+        return BernoulliPosterior(natural, model)
