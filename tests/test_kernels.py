@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bayesgrad import _kernels
-from cases import CASES, ELEMENTWISE, Case, layerwise_case, same, small_model, train, weights
+from cases import CASES, ELEMENTWISE, Case, drawn, layerwise_case, same, small_model, train, weights
 
 HERE = Path(__file__).parent
 SHAPES = [(300, 200), (40_000,), (64, 64), (64,), (1,), (), (7, 3, 5), (33_000,), (5, 0), (1000, 41), (70_001,)]
@@ -31,9 +31,10 @@ def trained(case: Case, fused: bool, dtype: torch.dtype, shapes: list, steps: in
     optimizer = case(params, fused=fused)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = 1e-3 * (step + 1)
-        for p in params:
-            scale = 10 ** torch.empty(()).uniform_(-4, 2, generator=generator).item()
-            p.grad = (scale * torch.randn(p.shape, generator=generator)).to(dtype)
+        with drawn(optimizer):
+            for p in params:
+                scale = 10 ** torch.empty(()).uniform_(-4, 2, generator=generator).item()
+                p.grad = (scale * torch.randn(p.shape, generator=generator)).to(dtype)
         optimizer.step()
     states = {f"{i}.{k}": v for i, entry in optimizer.state_dict()["state"].items() for k, v in entry.items()}
     return {**states, **{str(i): p.detach() for i, p in enumerate(params)}}

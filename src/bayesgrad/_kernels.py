@@ -243,7 +243,10 @@ def _compile(
         here, tensors = [words.unbind() for words in tensors[: len(place)]], tensors[len(place) :]
         for i in range(count):
             row = tensors[i * width : (i + 1) * width]
-            _write(function, row, function(numbers, *here, *row))
+            # A tensor of the row that is handed on becomes a value of its own, or it would be copied after it has been
+            # written to; a clone would be optimised away.
+            values = [-(-x) if any(x is y for y in row) else x for x in function(numbers, *here, *row)]
+            _write(function, row, values)
 
     def backend(graph: Any, inputs: Sequence[Any]) -> Callable:
         compiled: Any = compile_fx(graph, inputs, config_patches=_options(device))  # pyright: ignore[reportArgumentType]

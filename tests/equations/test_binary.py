@@ -514,6 +514,7 @@ def test_compiled_draws_and_steps_agree_to_the_last_bit(dtype: torch.dtype) -> N
                 for p in params:
                     p.grad = torch.randn(p.shape, generator=generator).to(dtype)
                 seen += [p.detach().clone() for p in params]
+            assert all(torch.equal(p, signs(optimizer.state[p]["natural"]).to(dtype)) for p in params)
             optimizer.step()
         ends.append([*seen, *naturals(optimizer), *(p.detach() for p in params)])
     assert all(torch.equal(a, b) for a, b in zip(*ends))
