@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, overload
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from bayesgrad import likelihoods
 from bayesgrad._kernels import compute_dtype
@@ -117,6 +118,7 @@ class Posterior(ABC):
         likelihood: Literal["categorical", "bernoulli"] = "categorical",
         model: nn.Module | None = None,
         seed: int | None = None,
+        statistics: Tensor | tuple[Tensor, ...] | None = None,
     ) -> Tensor: ...
 
     @overload
@@ -129,6 +131,7 @@ class Posterior(ABC):
         likelihood: Literal["gaussian"],
         model: nn.Module | None = None,
         seed: int | None = None,
+        statistics: Tensor | tuple[Tensor, ...] | None = None,
     ) -> likelihoods.Moments: ...
 
     @torch.no_grad()
@@ -141,6 +144,7 @@ class Posterior(ABC):
         likelihood: str = "categorical",
         model: nn.Module | None = None,
         seed: int | None = None,
+        statistics: Tensor | tuple[Tensor, ...] | None = None,
     ) -> Tensor | likelihoods.Moments:
         """Predictions averaged over the belief.
 
@@ -155,6 +159,8 @@ class Posterior(ABC):
             likelihood: `"categorical"` and `"bernoulli"` give probabilities, `"gaussian"` a (mean, variance) pair.
             model: another copy of the network, if not the one the posterior was built with.
             seed: another set of draws.
+            statistics: a batch of training inputs, from which BatchNorm's statistics are estimated anew for each draw.
+                Left out, they are those of training, at whichever weights it saw.
         """
         if method not in self.methods:
             raise ValueError(f"method must be one of {', '.join(map(repr, self.methods))}, got {method!r}.")
@@ -167,7 +173,10 @@ class Posterior(ABC):
         self._parameters(network)
 
         def outputs(weights: Mapping[str, Tensor], inputs: tuple[Tensor, ...] = inputs) -> Tensor:
-            found = functional_call(network, {names[name]: weight for name, weight in weights.items()}, inputs)
+            values = {names[name]: weight for name, weight in weights.items()}
+            if statistics is not None:
+                values |= _estimated(network, values, statistics if isinstance(statistics, tuple) else (statistics,))
+            found = functional_call(network, values, inputs)
             return found.to(compute_dtype(found.dtype))  # averages of half-precision numbers would not be averages
 
         with evaluating(network):
@@ -307,6 +316,23 @@ def _clean(name: str) -> str:
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
     """The model's parameters by the names they have without any wrapper."""
     return {_clean(name): parameter for name, parameter in unwrapped(model).named_parameters()}
+
+
+def _estimated(model: nn.Module, weights: Mapping[str, Tensor], inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """The buffers of BatchNorm layers after one pass of these inputs alone, by name."""
+    norms = {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
+    buffers = {f"{name}.{key}": b.clone() for name, norm in norms.items() for key, b in norm.named_buffers()}
+    momenta = {norm: norm.momentum for norm in norms.values()}
+    try:
+        for norm in norms.values():
+            norm.train()
+            norm.momentum = 1.0  # the new statistics, nothing of the old
+        functional_call(model, {**weights, **buffers}, inputs)
+    finally:
+        for norm, momentum in momenta.items():
+            norm.eval()
+            norm.momentum = momentum
+    return buffers
 
 
 @contextmanager
