@@ -35,6 +35,7 @@ def _lazily(module: str, function: str) -> Callable[[Context], Report]:
 
 
 PAPER_001 = "Aitchison, Bayesian filtering unifies adaptive and non-adaptive neural network optimization methods"
+PAPER_002 = "Khan and Rue, The Bayesian learning rule"
 PAPER_004 = "Benzing, Kronecker-factored second-order optimizers perform first-order descent on neurons"
 EXPERIMENTS = {
     experiment.name: experiment
@@ -117,6 +118,30 @@ EXPERIMENTS = {
             "section 4",
             "KFAC, natural gradients and FOOF on a convolutional network",
             _lazily("benzing2021", "conv"),
+            "not run yet",
+        ),
+        Experiment(
+            "khan2023-fig1",
+            PAPER_002,
+            "Fig. 1",
+            "Bayes moves away from a wall and prefers flat minima",
+            _lazily("khan2023", "fig1"),
+            "not run yet",
+        ),
+        Experiment(
+            "khan2023-uncertainty",
+            PAPER_002,
+            "section 4.4",
+            "OGN, VOGN and IVON beside Adam, dropout and ensembles: accuracy and uncertainty",
+            _lazily("khan2023", "uncertainty"),
+            "not run yet",
+        ),
+        Experiment(
+            "khan2023-binary",
+            PAPER_002,
+            "section 4.5",
+            "binary networks: STE against BayesBiNN",
+            _lazily("khan2023", "binary"),
             "not run yet",
         ),
     )

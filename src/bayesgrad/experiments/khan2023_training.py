@@ -17,10 +17,13 @@ from torch.nn import functional as F
 from bayesgrad import optim
 from bayesgrad.experiments import networks
 from bayesgrad.experiments.dataset import Dataset
-from bayesgrad.experiments.runner import EVALUATION_BATCH, Trial, augmented, drawn, score
+from bayesgrad.experiments.runner import Trial, augmented, drawn, score
 from bayesgrad.experiments.study import Context, mean_and_error
 from bayesgrad.posterior import mc_dropout
 
+AT_ONCE = 2500  # examples of a prediction
+STATISTICS = 1000  # training examples that BatchNorm's statistics are estimated from, for each draw
+SHARPNESS = 10.0  # normalised outputs are of size one, too soft for a softmax
 SEARCH_SEED = 1000  # finals count from 0
 MEMBERS = 2000  # where the seeds of an ensemble's further members begin
 
@@ -34,6 +37,8 @@ class Task:
         widths: of the hidden layers of a multilayer perceptron; None for a small ResNet.
         decay: the strength of L2 regularisation where a method does not search for it.
         samples: draws that a prediction averages.
+        binary: a perceptron for weights that are -1 or 1: no biases, and BatchNorm without weights of its own.
+        judge: the validation score that hyper-parameters are chosen by.
     """
 
     data: Dataset
@@ -44,10 +49,13 @@ class Task:
     decay: float = 1e-4
     samples: int = 32
     augment: bool = False
+    binary: bool = False
+    judge: str = "nll"
 
     @property
     def key(self) -> str:
-        network = "resnet" if self.widths is None else "-".join(map(str, ("mlp", *self.widths)))
+        kind = "binary" if self.binary else "mlp"
+        network = "resnet" if self.widths is None else "-".join(map(str, (kind, *self.widths)))
         return f"{self.data.name}{len(self.data.train_x)}-{network}-epochs{self.epochs}"
 
     def model(self, seed: int, drop: float = 0.0) -> nn.Module:
@@ -60,8 +68,19 @@ class Task:
         sizes = (math.prod(self.data.train_x.shape[1:]), *self.widths)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
+            if self.binary:
+                pairs = list(itertools.pairwise((*sizes, self.data.classes)))
+                blocks = [[nn.Linear(*p, bias=False), nn.BatchNorm1d(p[1], affine=False), nn.ReLU()] for p in pairs]
+                return nn.Sequential(nn.Flatten(), *itertools.chain(*blocks[:-1]), *blocks[-1][:2], Times())
             hidden = [part for pair in itertools.pairwise(sizes) for part in (nn.Linear(*pair), nn.ReLU(), *dropout)]
             return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(sizes[-1], self.data.classes))
+
+
+class Times(nn.Module):
+    """Multiplies by `SHARPNESS`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return SHARPNESS * x
 
 
 @dataclass(frozen=True)
@@ -70,7 +89,7 @@ class Method:
 
     Args:
         lrs: where the schedule begins.
-        second: what `seconds` are values of: weight_decay, drop or hess_init.
+        second: what `seconds` are values of: weight_decay, drop, hess_init or relaxation.
         options: all else that the optimizer is built with.
         members: networks that a prediction averages over.
     """
@@ -83,10 +102,26 @@ class Method:
     options: Mapping[str, Any] = field(default_factory=dict)
     members: int = 1
 
+    @property
+    def searched(self) -> str:
+        """The predictions that a search looks at: those the method is for."""
+        return "drawn" if self.kind in ("dropout", "ogn", "vogn", "ivon") else "mean"
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        return ("mean",) if self.kind in ("adam", "ste") else ("mean", "drawn")
+
     def build(self, model: nn.Module, task: Task, lr: float, second: float, seed: int) -> torch.optim.Optimizer:
         if self.kind in ("adam", "dropout"):
             decay = second if self.kind == "adam" else task.decay
             return torch.optim.Adam(model.parameters(), lr=lr, weight_decay=decay, **self.options)
+        if self.kind == "ste":
+            return optim.STE(model.parameters(), lr=lr, weight_decay=second, **self.options)
+        if self.kind == "bayesbinn":
+            count = len(task.data.train_x)
+            return optim.BayesBiNN(
+                model.parameters(), lr=lr, num_data=count, relaxation=second, seed=seed, **self.options
+            )
         make: Any = {"ogn": optim.OGN, "vogn": optim.VOGN, "ivon": optim.IVON}[self.kind]
         count = len(task.data.train_x)
         return make(
@@ -102,11 +137,15 @@ class Method:
 
 VARIATIONAL = {"fused": True}  # the same numbers as without, in less time
 METHODS = (
-    Method("Adam", "adam", (3e-4, 1e-3, 3e-3), "weight_decay", (0.0, 1e-4, 1e-3)),
-    Method("MC dropout", "dropout", (3e-4, 1e-3, 3e-3), "drop", (0.1, 0.2, 0.4)),
-    Method("OGN", "ogn", (0.01, 0.03, 0.1), "hess_init", (0.03, 0.1, 0.3), VARIATIONAL),
-    Method("VOGN", "vogn", (0.01, 0.03, 0.1), "hess_init", (0.03, 0.1, 0.3), VARIATIONAL),
-    Method("IVON", "ivon", (0.03, 0.1, 0.3), "hess_init", (0.03, 0.1, 0.3), {"betas": (0.9, 0.9995), **VARIATIONAL}),
+    Method("Adam", "adam", (3e-4, 1e-3, 3e-3), "weight_decay", (1e-4, 1e-3)),
+    Method("MC dropout", "dropout", (3e-4, 1e-3, 3e-3), "drop", (0.1, 0.3)),
+    Method("OGN", "ogn", (0.03, 0.1, 0.3), "hess_init", (0.3, 1.0), VARIATIONAL),
+    Method("VOGN", "vogn", (0.1, 0.3, 1.0), "hess_init", (0.3, 1.0), VARIATIONAL),
+    Method("IVON", "ivon", (0.3, 1.0, 3.0), "hess_init", (0.3, 1.0), {"betas": (0.9, 0.9995), **VARIATIONAL}),
+)
+BINARY = (
+    Method("STE", "ste", (0.01, 0.03, 0.1), "weight_decay", (0.0, 0.01)),
+    Method("BayesBiNN", "bayesbinn", (1e-3, 3e-3, 1e-2), "relaxation", (0.3, 1.0), VARIATIONAL),
 )
 
 
@@ -156,7 +195,7 @@ def fit(
 
 def in_batches(predict: Callable[[Tensor], Tensor], x: Tensor, device: str) -> Tensor:
     """Predictions of many examples, on the CPU."""
-    return torch.cat([predict(part.to(device)).cpu() for part in x.split(EVALUATION_BATCH)])
+    return torch.cat([predict(part.to(device)).cpu() for part in x.split(AT_ONCE)])
 
 
 def run(context: Context, task: Task, method: Method, lr: float, second: float, seed: int, final: bool) -> dict:
@@ -180,11 +219,7 @@ def _run(context: Context, task: Task, method: Method, lr: float, second: float,
         seconds = fit(context, trial, model, optimizer, task.data.train_x, task.data.train_y)
     if not torch.isfinite(seconds).all():
         return {"seconds": seconds}
-    model.eval()
-    ways: dict[str, Callable[[Tensor], Tensor]] = {"mean": lambda x: model(x).softmax(-1)}
-    if method.kind != "adam":
-        posterior = mc_dropout(model) if method.kind == "dropout" else optimizer.posterior(model)
-        ways["drawn"] = lambda x: posterior.predict(x, samples=task.samples)
+    ways = predictions(task, method, model, optimizer, context.device)
     found = {"seconds": seconds}
     with torch.no_grad():
         for name, predict in ways.items():
@@ -192,6 +227,27 @@ def _run(context: Context, task: Task, method: Method, lr: float, second: float,
             if final:
                 found[f"{name}_outside"] = in_batches(predict, task.outside, context.device)
     return found
+
+
+def predictions(
+    task: Task, method: Method, model: nn.Module, optimizer: Any, device: str
+) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Functions from inputs to probabilities: at the mean (the most probable weights, if binary), and over draws."""
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    statistics = task.data.train_x[:STATISTICS].to(device) if norms else None
+    for norm in norms:  # at the weights that are left, not at those that were drawn in training
+        norm.reset_running_stats()
+        norm.momentum = None
+    with torch.no_grad():
+        if statistics is not None:
+            model.train()(statistics)
+    model.eval()
+    ways: dict[str, Callable[[Tensor], Tensor]] = {"mean": lambda x: model(x).softmax(-1)}
+    if "drawn" in method.ways:
+        posterior = mc_dropout(model) if method.kind == "dropout" else optimizer.posterior(model)
+        given = None if method.kind == "dropout" else statistics
+        ways["drawn"] = lambda x: posterior.predict(x, samples=task.samples, statistics=given)
+    return ways
 
 
 # --- scores ---
@@ -250,7 +306,10 @@ class Finals:
 
     @property
     def title(self) -> str:
-        return self.method.title + (", at the mean" if self.way == "mean" and self.method.kind != "adam" else "")
+        if len(self.method.ways) == 1:
+            return self.method.title
+        at = "most probable" if self.method.kind == "bayesbinn" else "at the mean"
+        return f"{self.method.title}, {at if self.way == 'mean' else 'draws'}"
 
     def mean(self, name: str) -> tuple[float, float]:
         return mean_and_error([row[name] for row in self.scores])
@@ -261,13 +320,13 @@ class Finals:
 
 
 def tune(context: Context, task: Task, method: Method) -> dict[tuple[float, float], float]:
-    """The validation NLL of all pairs of hyper-parameters, of predictions as the method makes them."""
+    """The validation score of all pairs of hyper-parameters, of predictions as the method makes them."""
     held = replace(task, data=task.data.validation())
     tried = {}
     for lr, second in itertools.product(method.lrs, method.seconds):
         found = run(context, held, method, lr, second, SEARCH_SEED, False)
-        nll = scores(found, "mean" if method.kind == "adam" else "drawn", held)["nll"]
-        tried[lr, second] = nll if math.isfinite(nll) else math.inf
+        value = scores(found, method.searched, held)[task.judge]
+        tried[lr, second] = value if math.isfinite(value) else math.inf
     return tried
 
 
@@ -281,12 +340,11 @@ def finals(context: Context, task: Task, method: Method) -> list[Finals]:
     if edges:
         context.say(f"{method.title}: {' and '.join(edges)} at the edge of the search ({lr:g}, {second:g})")
     runs = [run(context, task, method, lr, second, seed, True) for seed in range(context.seeds)]
-    ways = ("mean",) if method.kind == "adam" else ("mean", "drawn")
-    return [Finals(method, way, lr, second, [scores(r, way, task) for r in runs], tried) for way in ways]
+    return [Finals(method, way, lr, second, [scores(r, way, task) for r in runs], tried) for way in method.ways]
 
 
 def on_edge(value: float, every: Sequence[float]) -> bool:
-    return len(every) > 1 and value > 0 and value in (min(every), max(every))
+    return len(every) > 2 and value in (min(every), max(every))
 
 
 def ensemble(context: Context, task: Task, single: Finals, members: int) -> Finals:
