@@ -143,3 +143,14 @@ def test_a_run_that_diverges_has_no_scores(task: Task, tmp_path: Path) -> None:
     ogn = replace(METHODS[2], lrs=(1e30,), seconds=(1.0,), options={})
     rows = [row for one in finals(context(tmp_path, seeds=1), task, ogn) for row in one.scores]
     assert all(math.isnan(row["nll"]) for row in rows)
+
+
+@pytest.mark.filterwarnings("ignore:.*no model of:UserWarning")
+@pytest.mark.parametrize("kind", ["dropout", "vogn"])
+def test_a_network_with_batch_norm_is_predicted_with_statistics_of_each_draw(kind: str, tmp_path: Path) -> None:
+    data = datasets.load("digits").part(40)
+    data = replace(data, test_x=data.test_x[:30], test_y=data.test_y[:30])
+    method = next(replace(m, options={}) for m in METHODS if m.kind == kind)
+    found = run(context(tmp_path), Task(data, data.test_x, None, 1, 20, samples=2), method, 1e-3, 0.3, 0, True)
+    assert_close(found["drawn"].sum(1), torch.ones(30))
+    assert not torch.equal(found["drawn"], found["mean"])

@@ -356,7 +356,7 @@ def binary(context: Context) -> Report:
     """Weights that are -1 or 1: straight-through estimates against beliefs about signs."""
     points, rounds, name, examples, widths, epochs = {
         "smoke": (60, 3, "digits", 150, (16,), 2),
-        "laptop": (200, 60, "mnist", 10_000, (256, 256), 10),
+        "laptop": (200, 60, "mnist", 10_000, (128, 128), 10),
         "paper": (200, 500, "mnist", None, (2048, 2048, 2048), 100),
     }[context.scale]
     toy, where, picture = moons(points)
