@@ -32,6 +32,7 @@ from bayesgrad.experiments.study import Context, mean_and_error
 
 STEEP, SLOPE = 4.0, 2.0  # of the wall and of the flat side
 SHARP, FLAT = (-1.5, 6.0, 0.15), (1.5, 5.0, 0.8)  # place, depth and width of two wells
+NARROW = 0.05  # the deviation of beliefs that begin as narrow as the sharp minimum
 EVERY = 5  # steps between two points of a path
 BOWL = 0.1  # curvature that keeps weights from leaving both
 
@@ -117,6 +118,10 @@ def fig1(context: Context) -> Report:
             context.once(f"{name}-ivon-seed{seed}", partial(follow, loss, starts[name], steps, seed))
             for seed in range(context.seeds)
         ]
+    narrow = [
+        context.once(f"wells-narrow-seed{seed}", partial(follow, wells, starts["wells"], steps, seed, NARROW**-2))
+        for seed in range(context.seeds)
+    ]
     valley = math.log(STEEP / SLOPE) / STEEP
     exact = best_gaussian(wall, -0.5, 2.0)
     ends = [(run["path"][half:].mean().item(), run["spread"][half:].mean().item()) for run in bayes["wall"]]
@@ -124,7 +129,10 @@ def fig1(context: Context) -> Report:
     point = descent["wall"]["path"][-1].mean().item()
     sharp, flat = best_gaussian(wells, -2.5, -0.5), best_gaussian(wells, 0.5, 2.5)
     flat_point = (descent["wells"]["path"][-1] > 0).double().mean().item()
-    share = mean_and_error([(run["path"][-1] > 0).double().mean().item() for run in bayes["wells"]])
+    share, share_narrow = (
+        mean_and_error([(run["path"][-1] > 0).double().mean().item() for run in runs])
+        for runs in (bayes["wells"], narrow)
+    )
     inside = [run["path"][half:][run["path"][half:] > 0].mean().item() for run in bayes["wells"]]
     away = place[0] - 2 * _zero(place[1]) > point + 0.5 * (exact[0] - valley)
     prefers = flat[2] < sharp[2] and share[0] - 2 * _zero(share[1]) > max(flat_point, 0.5)
@@ -139,8 +147,9 @@ def fig1(context: Context) -> Report:
         f"minimum is {valley:.3f}), IVON's mean is {moved} with a deviation of {width[0]:.3f}, the best Gaussian has "
         f"mean {exact[0]:.3f} and deviation {exact[1]:.3f}: {exact[0] - valley:.2f} away from the wall. Two minima: "
         f"{100 * flat_point:.0f} % of the starts in [-3, 3] end in the flat one by gradient descent, "
-        f"{100 * share[0]:.1f}{_error(share[1], '.1f', 100)} % with IVON. E_q[loss] - entropy is {flat[2]:.2f} in the "
-        f"flat minimum and {sharp[2]:.2f} in the sharp one, whose loss is lower.",
+        f"{100 * share[0]:.1f}{_error(share[1], '.1f', 100)} % with IVON whose beliefs begin with deviation 1, "
+        f"{100 * share_narrow[0]:.1f}{_error(share_narrow[1], '.1f', 100)} % where they begin with {NARROW}. E_q[loss] - "
+        f"entropy is {flat[2]:.2f} in the flat minimum and {sharp[2]:.2f} in the sharp one, whose loss is lower.",
     )
     report.add_table(
         "Where weights end",
@@ -191,8 +200,9 @@ def fig1(context: Context) -> Report:
         "way of five weights by gradient descent (ten times as many steps) and by IVON, seed 0.",
     )
     report.settings["protocol"] = (
-        f"{count} starts, evenly spaced, {steps} steps of IVON with 4 draws each (lr 0.02, betas 0.9 and 0.99, first "
-        "deviation 1), the second half of the steps averaged; gradient descent with lr 0.002, ten times as many steps"
+        f"{count} starts, evenly spaced, {steps} steps of IVON with 4 draws each (lr 0.02, betas 0.9 and 0.99, "
+        "steps of at most 0.1), the second half of the steps averaged; gradient descent with lr 0.002, "
+        "ten times as many steps"
     )
     return report
 
