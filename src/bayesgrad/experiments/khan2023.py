@@ -148,8 +148,8 @@ def fig1(context: Context) -> Report:
         f"mean {exact[0]:.3f} and deviation {exact[1]:.3f}: {exact[0] - valley:.2f} away from the wall. Two minima: "
         f"{100 * flat_point:.0f} % of the starts in [-3, 3] end in the flat one by gradient descent, "
         f"{100 * share[0]:.1f}{_error(share[1], '.1f', 100)} % with IVON whose beliefs begin with deviation 1, "
-        f"{100 * share_narrow[0]:.1f}{_error(share_narrow[1], '.1f', 100)} % where they begin with {NARROW}. E_q[loss] - "
-        f"entropy is {flat[2]:.2f} in the flat minimum and {sharp[2]:.2f} in the sharp one, whose loss is lower.",
+        f"{100 * share_narrow[0]:.1f}{_error(share_narrow[1], '.1f', 100)} % where they begin with {NARROW}. E_q[loss] "
+        f"- entropy is {flat[2]:.2f} in the flat minimum and {sharp[2]:.2f} in the sharp one, whose loss is lower.",
     )
     report.add_table(
         "Where weights end",
