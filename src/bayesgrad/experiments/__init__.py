@@ -126,7 +126,7 @@ EXPERIMENTS = {
             "Fig. 1",
             "Bayes moves away from a wall and prefers flat minima",
             _lazily("khan2023", "fig1"),
-            "not run yet",
+            "holds, for beliefs that begin wide",
         ),
         Experiment(
             "khan2023-uncertainty",
