@@ -383,13 +383,13 @@ def binary(context: Context) -> Report:
         "straight-through estimator, and knows how uncertain it is (002, section 4.5, after Meng et al., 2020). Target "
         "here: the accuracy of its most probable network is not below STE's by more than two standard errors.",
     )
-    words, held = [], []
+    words, held = [], {}
     names = [key for key in COLUMNS if not key.startswith("auroc")]
     for title, task in tasks.items():
         results = [one for method in methods for one in finals(context, task, method)]
         ste, mode = results[0], results[1]
         mean, error = mode.less(ste, "error")
-        held.append(mean - 2 * _zero(error) <= 0)
+        held[title] = mean - 2 * _zero(error) <= 0
         words.append(
             f"{title}: BayesBiNN's most probable network less STE, accuracy {-100 * mean:+.2f}"
             f"{_error(error, '.2f', 100)} points; its {task.samples} draws less STE, "
@@ -415,7 +415,13 @@ def binary(context: Context) -> Report:
                 for one in results
             }
             plots.decisions(context.folder / "moons.png", maps, picture.numpy(), where.numpy(), toy.train_y.numpy())
-    report.verdict = f"{'Holds' if all(held) else 'Does not hold'} here. {' '.join(words)}"
+    outcomes = {True: "holds on ", False: "does not hold on "}
+    found = [
+        outcomes[outcome] + " and ".join(title for title in tasks if held[title] is outcome)
+        for outcome in (False, True)
+        if outcome in held.values()
+    ]
+    report.verdict = f"{', '.join(found).capitalize()}. {' '.join(words)}"
     report.add_figure("moons.png", "The probability of one of two classes, seed 0; the line is where it is one half.")
     report.settings["protocol"] = (
         f"two moons: {points} points, {rounds} epochs; {name}: {len(images.train_x):,} images, {epochs} epochs, hidden "

@@ -144,8 +144,8 @@ METHODS = (
     Method("IVON", "ivon", (0.1, 0.3, 1.0, 3.0), "hess_init", (0.3, 1.0), {"betas": (0.9, 0.9995), **VARIATIONAL}),
 )
 BINARY = (
-    Method("STE", "ste", (0.01, 0.03, 0.1), "weight_decay", (0.0, 0.01)),
-    Method("BayesBiNN", "bayesbinn", (1e-3, 3e-3, 1e-2), "relaxation", (0.3, 1.0), VARIATIONAL),
+    Method("STE", "ste", (0.01, 0.03, 0.1, 0.3, 1.0), "weight_decay", (0.0, 0.01)),
+    Method("BayesBiNN", "bayesbinn", (3e-4, 1e-3, 3e-3, 1e-2, 3e-2), "relaxation", (0.3, 1.0), VARIATIONAL),
 )
 
 
