@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -54,6 +54,7 @@ def expected(loss: Callable[[Tensor], Tensor], mean: Tensor, deviation: Tensor) 
     return (loss(mean[..., None] + deviation[..., None] * points) * weights).sum(-1) / math.sqrt(2 * math.pi)
 
 
+@cache
 def best_gaussian(loss: Callable[[Tensor], Tensor], low: float, high: float) -> tuple[float, float, float]:
     """Mean, deviation and value of the smallest E_q[loss] - entropy with a mean in [low, high], by a fine grid."""
     mean, deviation = torch.linspace(low, high, 401).double(), torch.logspace(-2, 0.5, 201).double()
@@ -107,7 +108,7 @@ def follow(
 
 def fig1(context: Context) -> Report:
     """Averaging over the belief moves away from a wall, and prefers a flat minimum to a sharp one."""
-    count, steps = {"smoke": (8, 60), "laptop": (60, 1500), "paper": (400, 10_000)}[context.scale]
+    count, steps = {"smoke": (8, 30), "laptop": (60, 1500), "paper": (400, 10_000)}[context.scale]
     half = steps // EVERY // 2
     starts = {"wall": torch.linspace(-0.5, 2.5, count).double(), "wells": torch.linspace(-3, 3, count).double()}
     losses = {"wall": wall, "wells": wells}
