@@ -2,7 +2,7 @@
 
 Run: python benchmarks/variational.py [--write docs/results/variational.md]
 
-A 784-1000-1000-1000-10 network, batches of 100: draw, forward, backward, step. All optimizers take turns in one process;
+A 784-1000-1000-1000-10 network, batches of 100: draw, forward, backward, step. All optimizers take turns;
 figures are ratios of medians over rounds. Keep the machine idle meanwhile.
 """
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from bayesgrad import optim
+from bayesgrad.filter.second_order import SecondOrder
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,14 @@ GAUSS_NEWTON = (
     ({"kl_weight": 0.0}, "kl_weight must be a positive number, got 0.0."),
     ({"fisher": "true"}, "fisher must be 'empirical' or 'sampled' or 'exact', got 'true'."),
 )
+SECOND_ORDER = (
+    ({"hessian": "fisher"}, "hessian must be 'auto' or 'exact' or 'hutchinson', got 'fisher'."),
+    ({"probes": 0}, "probes must be a whole number >= 1, got 0."),
+)
+NEWTON = (*(bad for bad in VARIATIONAL if "samples" not in bad[0]), *SECOND_ORDER)
+VON = (*VARIATIONAL, *SECOND_ORDER, ({"improved": 1}, "improved must be True or False, got 1."))
 SPIKE_SLAB = (
+    *SECOND_ORDER,
     *COMMON,
     ({"keep": 0.0}, "keep must be in (0, 1], or a dict from names of layers to such numbers, got 0.0."),
     ({"keep": {"": 1.5}}, "keep must be in (0, 1], or a dict from names of layers to such numbers, got {'': 1.5}."),
@@ -240,11 +248,24 @@ BY_EXAMPLE = (
         decays=False,
     ),
 )
+SECOND = (
+    Case("Newton", optim.Newton, {"num_data": 1344}, ("variance", "momentum"), NEWTON, decays=False),
+    Case(
+        "Newton-natural",
+        optim.Newton,
+        {"num_data": 1344, "betas": (0.0, 0.99), "natural_momentum": 0.5, "probes": 2},
+        ("variance", "last_variance", "last_mean"),
+        decays=False,
+    ),
+    Case("VON", optim.VON, {"num_data": 1344}, ("variance", "momentum"), VON, decays=False),
+    Case("VON-plain", optim.VON, {"num_data": 1344, "improved": False}, ("variance", "momentum"), decays=False),
+)
 MASKED = (
     Case("SpikeSlab", optim.SpikeSlab, {}, ("moment", "momentum"), SPIKE_SLAB, layers=True),
     Case("SpikeSlab-rmsprop", optim.SpikeSlab, {"update": "rmsprop", "keep": 0.8}, ("moment",), layers=True),
+    Case("SpikeSlab-newton", optim.SpikeSlab, {"update": "newton"}, ("moment", "momentum"), layers=True),
 )
-CASES = (*ELEMENTWISE, *LAYERWISE, *BY_EXAMPLE, *MASKED)
+CASES = (*ELEMENTWISE, *LAYERWISE, *BY_EXAMPLE, *SECOND, *MASKED)
 
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -286,8 +307,8 @@ def backward(model: nn.Module, index: int, optimizer: torch.optim.Optimizer | No
     x, y = batch(index, next(model.parameters()).dtype)
     with drawn(optimizer):
         outputs = model(x)
-        observe(optimizer, outputs, y)
         loss = nn.functional.cross_entropy(outputs, y)
+        observe(optimizer, outputs, y, loss)
         loss.backward()
     return loss
 
@@ -306,9 +327,16 @@ def still(optimizer: Any) -> Any:
     return optimizer.sampled(noise=lambda p: torch.full_like(p, 0.5))
 
 
-def observe(optimizer: torch.optim.Optimizer | None, outputs: torch.Tensor, labels: torch.Tensor | None) -> None:
-    """Shows outputs to an optimizer that looks at them; with labels, there is nothing random about it."""
-    if hasattr(optimizer, "tap") and hasattr(optimizer, "observe"):
+def observe(
+    optimizer: torch.optim.Optimizer | None,
+    outputs: torch.Tensor,
+    labels: torch.Tensor | None,
+    loss: torch.Tensor | None = None,
+) -> None:
+    """Shows outputs or loss to an optimizer that looks at them; with labels, there is nothing random about outputs."""
+    if isinstance(optimizer, SecondOrder):
+        optimizer.observe(loss)
+    elif hasattr(optimizer, "tap") and hasattr(optimizer, "observe"):
         optimizer.observe(outputs, labels)
 
 
@@ -322,12 +350,14 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
 def push(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
     """Steps with random gradients, which no other library has a part in."""
     for index in steps:
-        if hasattr(optimizer, "tap"):
+        optimizer.zero_grad()
+        if hasattr(optimizer, "tap") or isinstance(optimizer, SecondOrder):
             backward(model, index, optimizer)
         generator = torch.Generator().manual_seed(2000 + index)
         with drawn(optimizer):
             for p in model.parameters():
-                p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+                values = torch.randn(p.shape, generator=generator).to(p.dtype)
+                p.grad = values if p.grad is None else p.grad.copy_(values)
         optimizer.step()
 
 

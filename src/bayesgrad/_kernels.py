@@ -232,7 +232,7 @@ def _compile(
     width = len(dtypes)
     vector = torch.ones(counts[0], dtype=compute_dtype(dtypes[0]), device=device)
     place = [torch.ones(counts[1], dtype=torch.int32, device=device)] if counts[1] else []
-    count = 1 if place else ROWS_PER_CALL
+    count, placed = (1, 1) if place else (ROWS_PER_CALL, 0)
     # Sizes must differ, or they would share a symbol; and be large, or the loops would not be parallel.
     sizes = [(1 << 16) + 16 * i + 8 for i in range(count)]
     dummies = [torch.ones(size, dtype=dtype, device=device) for size in sizes for dtype in dtypes]
@@ -240,18 +240,18 @@ def _compile(
 
     def bundle(vector: Tensor, *tensors: Tensor) -> None:
         numbers = vector.unbind()
-        here, tensors = [words.unbind() for words in tensors[: len(place)]], tensors[len(place) :]
+        here, tensors = [words.unbind() for words in tensors[:placed]], tensors[placed:]
         for i in range(count):
             row = tensors[i * width : (i + 1) * width]
             # A tensor of the row that is handed on becomes a value of its own, or it would be copied after it has been
             # written to; a clone would be optimised away.
-            values = [-(-x) if any(x is y for y in row) else x for x in function(numbers, *here, *row)]
+            values = [x.neg().neg() if any(x is y for y in row) else x for x in function(numbers, *here, *row)]
             _write(function, row, values)
 
     def backend(graph: Any, inputs: Sequence[Any]) -> Callable:
         compiled: Any = compile_fx(graph, inputs, config_patches=_options(device))  # pyright: ignore[reportArgumentType]
         where = {tensor.data_ptr(): itemgetter(i) for i, tensor in enumerate((vector, *place, *dummies))}
-        length = {size: partial(_length, 1 + len(place) + i * width) for i, size in enumerate(sizes)}
+        length = {size: partial(_length, 1 + placed + i * width) for i, size in enumerate(sizes)}
         graphs.append((compiled, [where[x.data_ptr()] if isinstance(x, Tensor) else length[int(x)] for x in inputs]))
         return compiled
 

@@ -16,21 +16,7 @@ from torch import Tensor
 
 Key = tuple[int, int]
 
-# Coefficients, highest power first: of (log(1+x) - x + x^2/2)/x^3 for sqrt(1/2) <= 1+x < sqrt(2) (Cephes), and of
-# sin(pi y/2)/y in y^2 for |y| <= 1 (least squares at Chebyshev points).
-LOG = (
-    7.0376836292e-2,
-    -1.1514610310e-1,
-    1.1676998740e-1,
-    -1.2420140846e-1,
-    1.4249322787e-1,
-    -1.6668057665e-1,
-    2.0000714765e-1,
-    -2.4999993993e-1,
-    3.3333331174e-1,
-)
-SINE = (1.50817160e-4, -4.67222026e-3, 7.96884748e-2, -6.45963358e-1, 1.57079629)
-ROOT_HALF, LOG_TWO = 0x3F3504F3, 0.6931471805599453
+# Floats are literals inside of functions: torch.compile would take global ones for inputs.
 
 
 def key(*words: int) -> Key:
@@ -75,24 +61,34 @@ def fraction(hashed: Tensor) -> Tensor:
 def log(u: Tensor) -> Tensor:
     """The natural logarithm of a positive, normal float32, to 1e-7 of its value."""
     whole = u.view(torch.int32)
-    exponent = (whole - ROOT_HALF) >> 23
+    exponent = (whole - 0x3F3504F3) >> 23  # such that the mantissa is in [sqrt(1/2), sqrt(2))
     x = (whole - (exponent << 23)).view(torch.float32) - 1
+    y = x * 7.0376836292e-2 - 1.1514610310e-1  # (log(1+x) - x + x^2/2)/x^3, as in the Cephes library
+    y = y * x + 1.1676998740e-1
+    y = y * x - 1.2420140846e-1
+    y = y * x + 1.4249322787e-1
+    y = y * x - 1.6668057665e-1
+    y = y * x + 2.0000714765e-1
+    y = y * x - 2.4999993993e-1
+    y = y * x + 3.3333331174e-1
     square = x * x
-    return x * square * _polynomial(x, LOG) - 0.5 * square + x + exponent.to(torch.float32) * LOG_TWO
+    return x * square * y - 0.5 * square + x + exponent.to(torch.float32) * 0.6931471805599453
 
 
-def _polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
-    y = x * coefficients[0] + coefficients[1]
-    for c in coefficients[2:]:
-        y = y * x + c
-    return y
+def quarter_sine(y: Tensor) -> Tensor:
+    """sin(pi y/2) for |y| <= 1, to 3e-7; least squares at Chebyshev points."""
+    square = y * y
+    p = square * 1.50817160e-4 - 4.67222026e-3
+    p = p * square + 7.96884748e-2
+    p = p * square - 6.45963358e-1
+    return y * (p * square + 1.57079629)
 
 
 def normal_parts(position: Tensor, first: Any, second: Any) -> tuple[Tensor, Tensor]:
     """(r^2, c), float32, such that sqrt(r^2) c is standard normal: a scale can go under the same root."""
     one, two = bits(position, first, second)
     y = 1 - (two.to(torch.float32) * 2.0**-30).abs()  # two is uniform, so the angle pi y/2 is uniform in half a turn
-    return -2 * log(fraction(one)), y * _polynomial(y * y, SINE)
+    return -2 * log(fraction(one)), quarter_sine(y)
 
 
 def logistic(position: Tensor, first: Any, second: Any) -> Tensor:

@@ -68,17 +68,19 @@ class Forget(Transition):
     rule. Its steady state is P = take/(1-keep) <h>: a mean-square normaliser.
 
     With `retract`, P <- P (1 + x + x^2/2), x = take (h - P)/P, for take = 1 - keep: the same to second order, and at
-    least P/2 for any h, so that increments may be negative.
+    least P/2 for any h, so that increments may be negative. With `bounded` the first form, but at least P/2 where h is
+    negative.
 
     With `natural`, P <- ... + natural (P - P_old), momentum of the natural parameter; at least half of what it were
     without.
 
     Reference: 001, Eq. 28-31; 002, Eq. 12 and appendix F; Lin et al., 2020, for the retraction.
-    Checked by: tests/equations/test_declarations.py, test_ivon.py, test_vogn.py.
+    Checked by: tests/equations/test_declarations.py, test_ivon.py, test_vogn.py, test_newton.py.
     """
 
     retract: bool = False
     natural: bool = False
+    bounded: bool = False
 
     @property
     def slots(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -96,7 +98,10 @@ class Forget(Transition):
             x = n["take"] * (increment * variance - 1)
             posterior = Diagonal(variance / (1 + x + 0.5 * x * x))
         else:
-            posterior = Diagonal(variance).scale(n["keep"]).add(n["take"] * increment)
+            growth = n["keep"] + n["take"] * (increment * variance)
+            if self.bounded:
+                growth = torch.where(increment < 0, growth.clamp(min=0.5), growth)
+            posterior = Diagonal(variance / growth)
         if self.natural:
             older = memory["older_variance"] = memory["last_variance"]
             change = n["natural"] * (1 / variance - 1 / older) * posterior.covariance

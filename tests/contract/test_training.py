@@ -91,8 +91,8 @@ def test_a_closure_is_called_with_gradients_on_and_its_loss_returned(case: Case)
         optimizer.zero_grad()
         x, y = batch(0)
         outputs = model(x)
-        observe(optimizer, outputs, y)
         loss = nn.functional.cross_entropy(outputs, y)
+        observe(optimizer, outputs, y, loss)
         loss.backward()
         return loss
 
@@ -192,8 +192,9 @@ def test_accumulated_gradients_act_like_one_batch(case: Case) -> None:
         with drawn(optimizer):
             for part in range(4):
                 outputs = model(x[part::4])
-                observe(optimizer, outputs, y[part::4])
-                (nn.functional.cross_entropy(outputs, y[part::4]) / 4).backward()
+                loss = nn.functional.cross_entropy(outputs, y[part::4]) / 4
+                observe(optimizer, outputs, y[part::4], loss)
+                loss.backward()
         optimizer.step()
         train(other, whole, range(index, index + 1))
     for a, b in zip(model.parameters(), other.parameters()):
@@ -224,8 +225,9 @@ def test_grad_scaler_unscales_and_skips_overflows(case: Case) -> None:
         x, y = batch(index)
         with drawn(optimizer):
             outputs = model(x)
-            observe(optimizer, outputs, y)
-            scaler.scale(nn.functional.cross_entropy(outputs, y)).backward()
+            loss = nn.functional.cross_entropy(outputs, y)
+            observe(optimizer, outputs, y, loss)
+            scaler.scale(loss).backward()
         if index == 1:
             model.out.weight.grad[0, 0] = float("inf")
             before, known = weights(model), states(optimizer)
@@ -342,8 +344,9 @@ def test_trains_a_small_network_on_digits_with_its_defaults(case: Case) -> None:
             optimizer.zero_grad()
             with drawn(optimizer):
                 outputs = model(x[i : i + 32])
-                observe(optimizer, outputs, None)
-                nn.functional.cross_entropy(outputs, y[i : i + 32]).backward()
+                loss = nn.functional.cross_entropy(outputs, y[i : i + 32])
+                observe(optimizer, outputs, None, loss)
+                loss.backward()
             optimizer.step()
     accuracy = (model(x[1344:]).argmax(1) == y[1344:]).float().mean().item()
     assert accuracy > 0.9

@@ -3,13 +3,14 @@
 from bayesgrad.curvature.evidence import Evidence
 from bayesgrad.curvature.fisher import SubsampledFisher
 from bayesgrad.curvature.gradients import CentredGradient, Curvature, SquaredGradient
-from bayesgrad.curvature.variational import AbsoluteHessian, PerExampleSquare, Reparameterised
+from bayesgrad.curvature.variational import AbsoluteHessian, ExpectedHessian, PerExampleSquare, Reparameterised
 
 __all__ = [
     "AbsoluteHessian",
     "CentredGradient",
     "Curvature",
     "Evidence",
+    "ExpectedHessian",
     "PerExampleSquare",
     "Reparameterised",
     "SquaredGradient",

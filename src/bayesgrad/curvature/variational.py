@@ -53,3 +53,15 @@ class AbsoluteHessian(Curvature):
 
     def read(self, evidence: Evidence, memory: Memory, n: Numbers) -> Tensor:
         return evidence.hessian.abs()  # pyright: ignore[reportOptionalMemberAccess]
+
+
+@dataclass(frozen=True)
+class ExpectedHessian(Curvature):
+    """h = the diagonal of the Hessian at weights drawn from the belief, which may be negative.
+
+    Reference: 002, Eq. 46.
+    Checked by: tests/equations/test_newton.py.
+    """
+
+    def read(self, evidence: Evidence, memory: Memory, n: Numbers) -> Tensor:
+        return evidence.hessian  # pyright: ignore[reportReturnType]

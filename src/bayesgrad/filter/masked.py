@@ -223,7 +223,6 @@ class Masked(Filter):
             for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
                 totals[p] = totals[p] + gradient_of(p) if p in totals else gradient_of(p).clone()
         self._forget()
-        self._restore_averages()
         self._shown = set(totals)
         for p, total in totals.items():
             p.grad = total / samples
@@ -231,9 +230,6 @@ class Masked(Filter):
 
     def _set_aside(self, samples: int) -> None:
         """Keeps what one of several draws of a closure has shown beside gradients."""
-
-    def _restore_averages(self) -> None:
-        """Brings it back as an average."""
 
     # --- what is believed ---
 

@@ -106,7 +106,7 @@ class Variational(Filter):
         if math.isfinite(group.get("clip_radius", math.inf)):
             n["radius"] = group["clip_radius"]
         if group["natural_momentum"]:
-            n["natural"] = group["natural_momentum"]
+            n["natural"] = group["natural_momentum"] if group["lr"] > 0 else 0.0  # where lr is 0, nothing moves
         return n
 
     def prior_variance(self, group: Mapping[str, Any]) -> float:

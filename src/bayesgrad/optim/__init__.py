@@ -8,6 +8,7 @@ from bayesgrad.optim.foof import FOOF
 from bayesgrad.optim.ivon import IVON
 from bayesgrad.optim.kfac import KFAC
 from bayesgrad.optim.natural_gradient import NaturalGradient
+from bayesgrad.optim.newton import VON, Newton
 from bayesgrad.optim.ogn import OGN, VOGN
 
 __all__ = [
@@ -17,11 +18,13 @@ __all__ = [
     "OGN",
     "STE",
     "VOGN",
+    "VON",
     "AMSBound",
     "AdaBayes",
     "AdaBayesFP",
     "AdaBound",
     "BayesBiNN",
     "NaturalGradient",
+    "Newton",
     "SpikeSlab",
 ]

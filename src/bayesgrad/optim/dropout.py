@@ -6,18 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from bayesgrad import noise
 from bayesgrad.curvature import AbsoluteHessian, SquaredGradient
 from bayesgrad.filter import Parts
 from bayesgrad.filter.masked import Masked
-from bayesgrad.filter.ranges import NONNEGATIVE, POSITIVE, WHOLE, one_of
+from bayesgrad.filter.ranges import NONNEGATIVE, POSITIVE, one_of
+from bayesgrad.filter.second_order import HESSIAN, SecondOrder
 from bayesgrad.rule import NaturalGradient
 from bayesgrad.transition import FLOOR, MovingAverage, Steady
-
-ROWS = 64  # of an exact Hessian that are computed together
 
 # What is left out: (lr, betas, eps).
 DEFAULTS = {
@@ -35,7 +32,7 @@ class Fading(MovingAverage):
         return {"keep": decay, "take": 1 - decay, "floor": FLOOR}
 
 
-class SpikeSlab(Masked):
+class SpikeSlab(SecondOrder, Masked):
     r"""Dropout, as the Bayesian learning rule for a belief that whole units may not be there.
 
     .. math::
@@ -86,7 +83,7 @@ class SpikeSlab(Masked):
         eps: added to s. None is 1e-8, for `"newton"` 0.01: where the loss is flat, s comes to nothing.
         hess_init: s at the start, of `"newton"`.
         hessian: how `observe(loss)` finds the Hessian's diagonal: `"hutchinson"`, v * (H v) for random signs v, or
-            `"exact"`, by a backward pass for each weight, for small models.
+            `"exact"`, by a backward pass for each weight; `"auto"` is exact for up to 1000 weights.
         probes: how many v are averaged.
         weight_decay: decoupled, as in AdamW.
         samples: draws that `step(closure)` averages.
@@ -109,8 +106,7 @@ class SpikeSlab(Masked):
         "update": one_of(*DEFAULTS),
         "eps": NONNEGATIVE,
         "hess_init": POSITIVE,
-        "hessian": one_of("hutchinson", "exact"),
-        "probes": WHOLE,
+        **HESSIAN,
     }
 
     def __init__(
@@ -177,104 +173,13 @@ class SpikeSlab(Masked):
 
     # --- second derivatives ---
 
-    def _forget(self) -> None:
-        super()._forget()
-        self._hessians: dict[Tensor, Tensor] = {}
-        self._observed = 0  # times, since the last step
+    def wants_hessian(self, group: Mapping[str, Any]) -> bool:
+        return group["update"] == "newton"
 
-    def observe(self, loss: Tensor) -> None:
-        """Takes the diagonal of the Hessian from the graph of a loss, which is left as it is, like all `.grad`.
+    def hessian_factor(self, group: Mapping[str, Any], p: Tensor) -> float:
+        # Both derivatives went through the mask and were divided by keep; one of the two divisions is enough.
+        return self.keep_of(group, p) or 1.0
 
-        To be called inside of `sampled()`, before `loss.backward()`, with the loss before any scaling for half
-        precision; micro-batches add up like their gradients. Does nothing where no group has `update="newton"`.
-        """
-        wanted = [
-            (group, p)
-            for group in self.param_groups
-            for p in group["params"]
-            if group["update"] == "newton" and p.requires_grad and p.numel()
-        ]
-        if not wanted:
-            return
+    def _begin_observing(self) -> None:
         if self._key is None:
             raise RuntimeError("observe(loss) belongs inside of `with optimizer.sampled():`, before loss.backward().")
-        params = [p for _, p in wanted]
-        first = self.param_groups[0]
-        gradients = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True, materialize_grads=True)
-        if first["hessian"] == "exact":
-            found = [_exact(gradient, p) for gradient, p in zip(gradients, params)]
-        else:
-            found = self._hutchinson(gradients, params, int(first["probes"]))
-        for (group, p), diagonal in zip(wanted, found):
-            # Both derivatives went through the mask and were divided by keep; one of the two divisions is enough.
-            diagonal = diagonal.detach() * (self.keep_of(group, p) or 1.0)
-            self._hessians[p] = self._hessians[p] + diagonal if p in self._hessians else diagonal
-
-    def _hutchinson(self, gradients: tuple[Tensor, ...], params: list[Tensor], probes: int) -> list[Tensor]:
-        """The mean of v * (H v) over random signs v: E[v_i sum_j H_ij v_j] = H_ii."""
-        total = [torch.zeros_like(p) for p in params]
-        first = self.param_groups[0]
-        for _ in range(probes):
-            self._observed += 1
-            key = noise.key(first["seed"], first["draws"], 0, self._observed)
-            signs, start = [], 0
-            for p in params:
-                hashed, _ = noise.bits(noise.positions(noise.signed(start), p), *key)
-                signs.append((1 - 2 * (hashed & 1)).view(p.shape).to(p.dtype))
-                start += p.numel()
-            products = _products(gradients, params, signs)
-            total = [t + v * product / probes for t, v, product in zip(total, signs, products)]
-        return total
-
-    def evidence(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> dict[str, Mapping[Tensor, Tensor]]:
-        super().evidence(groups, active)
-        if not any(group["update"] == "newton" and some for group, some in zip(groups, active)):
-            return {}
-        for group, some in zip(groups, active):
-            if group["update"] == "newton" and any(p.numel() and p not in self._hessians for p in some):
-                raise RuntimeError(
-                    "update='newton' needs second derivatives: call optimizer.observe(loss) inside of sampled(), "
-                    "before loss.backward()."
-                )
-        return {"hessian": {p: self._hessians.get(p, torch.zeros_like(p)) for some in active for p in some}}
-
-    def _set_aside(self, samples: int) -> None:
-        kept = self.__dict__.setdefault("_averages", {})
-        for p, diagonal in self._hessians.items():
-            kept[p] = kept[p] + diagonal / samples if p in kept else diagonal / samples
-
-    def _restore_averages(self) -> None:
-        self._hessians = self.__dict__.pop("_averages", {})
-
-
-def _products(gradients: tuple[Tensor, ...], params: list[Tensor], vectors: list[Tensor]) -> list[Tensor]:
-    """H v; a loss that is linear in all parameters has no graph left."""
-    curved = [(gradient, v) for gradient, v in zip(gradients, vectors) if gradient.requires_grad]
-    if not curved:
-        return [torch.zeros_like(p) for p in params]
-    outputs, weights = zip(*curved)
-    return list(
-        torch.autograd.grad(outputs, params, weights, retain_graph=True, allow_unused=True, materialize_grads=True)
-    )
-
-
-def _exact(gradient: Tensor, p: Tensor) -> Tensor:
-    """dg_i/dp_i for each i, a few rows of the Hessian at a time."""
-    if not gradient.requires_grad:
-        return torch.zeros_like(p)
-    found = []
-    for start in range(0, p.numel(), ROWS):
-        index = torch.arange(start, min(start + ROWS, p.numel()), device=p.device)
-        rows = torch.zeros(len(index), p.numel(), dtype=gradient.dtype, device=p.device)
-        rows[torch.arange(len(index), device=p.device), index] = 1
-        (products,) = torch.autograd.grad(
-            gradient,
-            p,
-            rows.view(-1, *p.shape),
-            retain_graph=True,
-            allow_unused=True,
-            is_grads_batched=True,
-            materialize_grads=True,
-        )
-        found.append(products.reshape(len(index), -1).gather(1, index[:, None])[:, 0])
-    return torch.cat(found).view(p.shape)

@@ -1,0 +1,146 @@
+"""Filters that are shown the second derivatives of the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesgrad import noise
+from bayesgrad._kernels import compute_dtype
+from bayesgrad.curvature import hessian
+from bayesgrad.filter.filter import Filter
+from bayesgrad.filter.ranges import WHOLE, Range, one_of
+
+FEW = 1000  # weights up to which "auto" is "exact"
+HESSIAN: Mapping[str, Range] = {"hessian": one_of("auto", "exact", "hutchinson"), "probes": WHOLE}
+
+
+class SecondOrder(Filter):
+    """A filter whose curvature is the diagonal of the loss's Hessian, taken by `observe(loss)`.
+
+    To stand before the class that says where gradients are taken: `class VON(SecondOrder, Sampled)`. `hessian`,
+    `probes`, `seed` and the number of `draws` are those of the first param group.
+    """
+
+    accepts = {**Filter.accepts, **HESSIAN}
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._unsee()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._unsee()
+
+    def _unsee(self) -> None:
+        """Drops what has been observed since the last step."""
+        self._hessians: dict[Tensor, Tensor] = {}
+
+    def wants_hessian(self, group: Mapping[str, Any]) -> bool:
+        return True
+
+    def hessian_factor(self, group: Mapping[str, Any], p: Tensor) -> float:
+        """What multiplies second derivatives."""
+        return 1.0
+
+    def _begin_observing(self) -> None:
+        """Counts a draw of probes, or raises where observations have no place."""
+        if not self._hessians:
+            self.param_groups[0]["draws"] += 1
+
+    def observe(self, loss: Tensor) -> None:
+        """Takes the diagonal of the Hessian from the graph of a loss, which is left as it is, like all `.grad`.
+
+        To be called after `zero_grad()` and before `loss.backward()`, with what is to be differentiated but for a
+        factor that is taken out again: the loss of a micro-batch divided by their number, because Hessians add up like
+        gradients; but the loss before `GradScaler.scale`. Clipping gradients shortens the step and leaves the Hessian
+        alone. What was observed of a parameter that has no gradient is of a pass that was given up, and begins anew.
+
+        Probes are a function of seed, step (or draw) and position: the micro-batches of a step share theirs.
+
+        Args:
+            loss: a single number.
+        """
+        wanted, start = [], 0
+        for group in self.param_groups:
+            for p in group["params"]:
+                if self.wants_hessian(group) and p.requires_grad and p.numel():
+                    wanted.append((group, p, start))
+                start += p.numel()
+        if not wanted:
+            return
+        _, params, starts = zip(*wanted)
+        gradients = hessian.gradients_of(loss, params)
+        self._begin_observing()
+        first = self.param_groups[0]
+        few = sum(p.numel() for p in params) <= FEW
+        if first["hessian"] == "exact" or (first["hessian"] == "auto" and few):
+            found = [hessian.exact(gradient, p) for gradient, p in zip(gradients, params)]
+        else:
+            keys = [noise.key(first["seed"], first["draws"], 0, probe) for probe in range(int(first["probes"]))]
+            found = hessian.hutchinson(gradients, params, starts, keys)
+        for (group, p, _), diagonal in zip(wanted, found):
+            diagonal = diagonal.detach().to(compute_dtype(p.dtype)) * self.hessian_factor(group, p)
+            known = self._hessians.get(p) if p.grad is not None else None
+            self._hessians[p] = diagonal if known is None else known + diagonal
+
+    # --- steps ---
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch.optim; forgets what was observed."""
+        super().zero_grad(set_to_none)
+        self._unsee()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """As for any filter; a closure calls `observe(loss)` before `loss.backward()`.
+
+        Args:
+            closure: re-evaluates the model, observes, calls backward and returns the loss.
+        """
+        self._aside: dict[Tensor, Tensor] = {}
+        loss = super().step(closure)
+        self._unsee()
+        return loss
+
+    def _set_aside(self, samples: int) -> None:
+        """Keeps what one of several draws of a closure has shown."""
+        for p, diagonal in self._hessians.items():
+            self._aside[p] = self._aside[p] + diagonal / samples if p in self._aside else diagonal / samples
+
+    def _diagonals(self) -> dict[Tensor, Tensor]:
+        return self._aside or self._hessians
+
+    def evidence(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> dict[str, Mapping[Tensor, Tensor]]:
+        shown = super().evidence(groups, active)
+        wanting = [p for group, some in zip(groups, active) if self.wants_hessian(group) for p in some]
+        if not wanting:
+            return shown
+        known = self._diagonals()
+        if any(p.numel() and p not in known for p in wanting):
+            raise RuntimeError(
+                f"{type(self).__name__} needs second derivatives: call optimizer.observe(loss) after zero_grad() and "
+                "before loss.backward(), where the loss is computed."
+            )
+        none = {p: torch.zeros_like(p) for some in active for p in some if p not in known}
+        return {**shown, "hessian": {p: known.get(p, none.get(p, p)) for some in active for p in some}}
+
+    def _skips(self, active: list[list[Tensor]]) -> bool:
+        if super()._skips(active):
+            return True
+        for index, (group, params) in enumerate(zip(self.param_groups, active)):
+            if group["nonfinite"] == "ignore":
+                continue
+            for p in params:
+                diagonal = self._diagonals().get(p)
+                if diagonal is None or bool(torch.isfinite(diagonal).all()):
+                    continue
+                if group["nonfinite"] == "skip":
+                    return True
+                raise FloatingPointError(
+                    f"the Hessian of {self._name(index, p)} has {int((~torch.isfinite(diagonal)).sum())} entries of "
+                    f"{p.numel()} that are not finite; nothing was changed. Lower lr, or pass nonfinite='skip'."
+                )
+        return False
