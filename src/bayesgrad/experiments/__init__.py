@@ -132,9 +132,9 @@ EXPERIMENTS = {
             "khan2023-uncertainty",
             PAPER_002,
             "section 4.4",
-            "OGN, VOGN and IVON beside Adam, dropout and ensembles: accuracy and uncertainty",
+            "variational rules beside Adam, dropout and ensembles",
             _lazily("khan2023", "uncertainty"),
-            "calibration holds, NLL does not at laptop scale",
+            "calibration holds, NLL does not",
         ),
         Experiment(
             "khan2023-binary",
