@@ -110,12 +110,12 @@ def _check_optimizer(name: str, model: Any, network: str) -> None:
     """Refuses an optimizer that cannot train a network; what it warns of is said when it does."""
     import warnings
 
-    from bayesgrad.experiments.methods import method
+    from bayesgrad.experiments.methods import Amounts, method
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            method(name).build(model, method(name).lr, 1, 1, 0.0)
+            method(name).build(model, method(name).lr, Amounts(1), 0.0)
         except ValueError as error:
             raise ValueError(f"{name} cannot train {network}: {error}") from None
 

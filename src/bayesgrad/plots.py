@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -124,4 +125,101 @@ def paths_with_bands(
     axis.plot(t, truth, color=PALETTE[1], lw=1.3, label="optimum of the weight")
     axis.set(xlabel=labels[0], ylabel=labels[1])
     axis.legend(fontsize=9, frameon=False)
+    _save(figure, path)
+
+
+@dataclass(frozen=True)
+class Landscape:
+    """A loss of one weight and two ways through it.
+
+    Args:
+        x, loss, smooth: the ground, the loss, and its average over a belief of fixed width around each x.
+        belief: mean and deviation of the belief that is drawn.
+        descent, bayes: iterates (points, starts), which begin and end at the same time.
+        reach: of the vertical axis.
+    """
+
+    title: str
+    x: np.ndarray
+    loss: np.ndarray
+    smooth: np.ndarray
+    belief: tuple[float, float]
+    descent: np.ndarray
+    bayes: np.ndarray
+    reach: tuple[float, float]
+
+
+def landscapes(path: Path, panels: Sequence[Landscape]) -> None:
+    """For each panel the loss and its average above, and the iterates on the same ground below."""
+    import matplotlib
+
+    matplotlib.use("Agg", force=False)
+    import matplotlib.pyplot as plt
+
+    size = (5.6 * len(panels), 6.4)
+    figure, axes = plt.subplots(2, len(panels), figsize=size, squeeze=False, sharex="col", layout="constrained")
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.25)
+    for (above, below), panel in zip(axes.T, panels):
+        mean, deviation = panel.belief
+        density = np.exp(-0.5 * ((panel.x - mean) / deviation) ** 2)
+        low, high = panel.reach
+        shown = low + 0.3 * (high - low) * density
+        above.fill_between(panel.x, low, shown, color=PALETTE[0], alpha=0.2, lw=0, label="best Gaussian belief")
+        above.plot(panel.x, panel.loss, color=PALETTE[7], lw=1.6, label="loss")
+        above.plot(panel.x, panel.smooth, color=PALETTE[0], lw=1.6, ls="--", label="its average over the belief")
+        ends = np.interp(panel.descent[-1], panel.x, panel.loss)
+        above.plot(panel.descent[-1], ends, "o", color=PALETTE[1], label="gradient descent ends")
+        above.axvline(mean, color=PALETTE[0], lw=1, ls=":")
+        above.set(title=panel.title, ylim=panel.reach)
+        above.legend(fontsize=8, frameon=False)
+        for values, colour, name in (
+            (panel.descent, PALETTE[1], "gradient descent"),
+            (panel.bayes, PALETTE[0], "IVON"),
+        ):
+            time = np.linspace(0, 1, len(values))
+            for i, line in enumerate(values.T):
+                below.plot(line, time, color=colour, lw=1, alpha=0.8, label=name if i == 0 else None)
+        below.set(xlabel="weight", ylabel="fraction of the steps", xlim=(panel.x.min(), panel.x.max()))
+        below.invert_yaxis()
+        below.legend(fontsize=8, frameon=False)
+    _save(figure, path)
+
+
+def dots(path: Path, panels: Mapping[str, Mapping[str, tuple[float, float]]]) -> None:
+    """One panel for each title, in it a dot for each name with a bar of one standard error, names on the left."""
+    names = list(next(iter(panels.values())))
+    figure, axes = _figure(len(panels), 3.4, 0.9 + 0.34 * len(names))
+    for axis, (title, values) in zip(axes, panels.items()):
+        for i, name in enumerate(names):
+            mean, error = values[name]
+            error = error if np.isfinite(error) else 0.0
+            axis.errorbar(mean, -i, xerr=error, fmt="o", color=PALETTE[i % len(PALETTE)], capsize=3, ms=5)
+        axis.set(title=title, yticks=[-i for i in range(len(names))], yticklabels=names if axis is axes[0] else [])
+    _save(figure, path)
+
+
+def decisions(
+    path: Path, maps: Mapping[str, np.ndarray], ground: np.ndarray, points: np.ndarray, labels: np.ndarray
+) -> None:
+    """The probability of the second class over the plane, a panel for each name, with the points it was learnt from.
+
+    Args:
+        maps: name -> probabilities (n, n).
+        ground: the places they belong to (n, n, 2).
+        points, labels: (m, 2) and (m,).
+    """
+    figure, axes = _figure(len(maps), 4.2, 3.6)
+    drawn = None
+    for axis, (name, values) in zip(axes, maps.items()):
+        across, up = ground[..., 0], ground[..., 1]
+        drawn = axis.pcolormesh(across, up, values, cmap="RdBu_r", vmin=0, vmax=1, shading="gouraud", rasterized=True)
+        axis.contour(across, up, values, levels=[0.5], colors="black", linewidths=1)
+        for label, colour in ((0, PALETTE[0]), (1, PALETTE[1])):
+            some = points[labels == label]
+            axis.plot(some[:, 0], some[:, 1], "o", ms=3, color=colour, mec="white", mew=0.4)
+        axis.set(title=name)
+        axis.grid(visible=False)
+    figure.colorbar(drawn, ax=axes[-1], label="probability")
     _save(figure, path)

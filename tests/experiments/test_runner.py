@@ -15,7 +15,7 @@ from torch import nn
 
 from bayesgrad.experiments import datasets, networks, runner
 from bayesgrad.experiments.dataset import Dataset
-from bayesgrad.experiments.methods import METHODS, method
+from bayesgrad.experiments.methods import METHODS, Amounts, method
 from bayesgrad.experiments.runner import Trial
 from bayesgrad.experiments.study import Context, Search, compare, mean_and_error
 
@@ -198,12 +198,17 @@ def test_what_optimizers_warn_of_is_said_once(digits: Dataset, tmp_path: Path) -
 def test_rules_know_how_many_losses_an_example_has() -> None:
     model = nn.Linear(3, 2)
     for name in ("foof", "kfac", "naturalgradient"):
-        (optimizer,) = method(name).build(model, 0.1, 4, 7, 0.01)
+        (optimizer,) = method(name).build(model, 0.1, Amounts(4, 7), 0.01)
         group = optimizer.param_groups[0]
         assert (group["lr"], group["terms"]) == (0.1, 7)
         assert group["lr"] * group["weight_decay"] == pytest.approx(1e-3)
-    (optimizer,) = method("adabayes").build(model, 0.1, 4, 7, 0.0)
+    (optimizer,) = method("adabayes").build(model, 0.1, Amounts(4, 7), 0.0)
     assert optimizer.param_groups[0]["batch_size"] == 28
+    for name in ("ogn", "vogn", "ivon"):
+        (optimizer,) = method(name).build(model, 0.1, Amounts(4, 7, 100, seed=3), 0.01)
+        group = optimizer.param_groups[0]
+        assert (group["lr"], group["num_data"], group["prior_precision"], group["seed"]) == (0.1, 700, 7.0, 3)
+        assert group.get("terms", 7) == 7
 
 
 def test_a_damaged_checkpoint_costs_time_but_no_result(digits: Dataset, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ def _lazily(module: str, function: str) -> Callable[[Context], Report]:
 
 
 PAPER_001 = "Aitchison, Bayesian filtering unifies adaptive and non-adaptive neural network optimization methods"
+PAPER_002 = "Khan and Rue, The Bayesian learning rule"
 PAPER_004 = "Benzing, Kronecker-factored second-order optimizers perform first-order descent on neurons"
 EXPERIMENTS = {
     experiment.name: experiment
@@ -118,6 +119,30 @@ EXPERIMENTS = {
             "KFAC, natural gradients and FOOF on a convolutional network",
             _lazily("benzing2021", "conv"),
             "holds",
+        ),
+        Experiment(
+            "khan2023-fig1",
+            PAPER_002,
+            "Fig. 1",
+            "Bayes moves away from a wall and prefers flat minima",
+            _lazily("khan2023", "fig1"),
+            "holds, for beliefs that begin wide",
+        ),
+        Experiment(
+            "khan2023-uncertainty",
+            PAPER_002,
+            "section 4.4",
+            "variational rules beside Adam, dropout and ensembles",
+            _lazily("khan2023", "uncertainty"),
+            "calibration holds, NLL does not",
+        ),
+        Experiment(
+            "khan2023-binary",
+            PAPER_002,
+            "section 4.5",
+            "binary networks: STE against BayesBiNN",
+            _lazily("khan2023", "binary"),
+            "does not hold at laptop scale",
         ),
     )
 }

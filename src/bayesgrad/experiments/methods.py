@@ -14,51 +14,91 @@ from bayesgrad.experiments.names import unknown
 
 
 @dataclass(frozen=True)
+class Amounts:
+    """How much data a gradient is from.
+
+    Args:
+        batch: examples of a gradient.
+        terms: losses of an example (the positions of a sequence).
+        examples: of the training set; None where that is not known yet.
+        seed: of draws from beliefs.
+    """
+
+    batch: int
+    terms: int = 1
+    examples: int | None = None
+    seed: int = 0
+
+    @property
+    def losses(self) -> int:
+        """All losses of the training set, or of a batch where that is all that is known."""
+        return self.terms * (self.examples or self.batch)
+
+
+Build = Callable[[nn.Module, float, Amounts, float], list[torch.optim.Optimizer]]
+
+
+@dataclass(frozen=True)
 class Method:
     """How one optimizer is built for a comparison.
 
     Args:
         title: for tables and legends.
         lr: its usual learning rate, around which a search looks.
-        build: (model, lr, batch, terms, decay) -> optimizers that step together; `batch` is the number of examples of a
-            gradient, `terms` that of losses for each of them, `decay` the strength of L2 regularisation that SGD would
-            have, which each takes in its own way.
+        build: (model, lr, amounts, decay) -> optimizers that step together; `decay` is the strength of L2
+            regularisation that SGD would have, which each takes in its own way.
     """
 
     title: str
     lr: float
-    build: Callable[[nn.Module, float, int, int, float], list[torch.optim.Optimizer]]
+    build: Build
 
 
 def _simple(make: Callable[..., torch.optim.Optimizer], **fixed: Any):
     """L2 regularisation in the gradient."""
-    return lambda model, lr, batch, terms, decay: [make(model.parameters(), lr=lr, weight_decay=decay, **fixed)]
+    return lambda model, lr, amounts, decay: [make(model.parameters(), lr=lr, weight_decay=decay, **fixed)]
 
 
 def _decoupled(make: Callable[..., torch.optim.Optimizer], **fixed: Any):
     """Decoupled decay that matches SGD's at learning rate 0.1: lr * weight_decay = 0.1 * decay."""
-    return lambda model, lr, batch, terms, decay: [
-        make(model.parameters(), lr=lr, weight_decay=0.1 * decay / lr, **fixed)
-    ]
+    return lambda model, lr, amounts, decay: [make(model.parameters(), lr=lr, weight_decay=0.1 * decay / lr, **fixed)]
 
 
 def _adabayes(make: Callable[..., torch.optim.Optimizer], **fixed: Any):
     """As `_decoupled`, with sgd_lr = 100 lr, the ratio of the paper: a search moves both."""
 
-    def build(model: nn.Module, lr: float, batch: int, terms: int, decay: float) -> list[torch.optim.Optimizer]:
-        return _decoupled(make, sgd_lr=100 * lr, batch_size=batch * terms, **fixed)(model, lr, batch, terms, decay)
+    def build(model: nn.Module, lr: float, amounts: Amounts, decay: float) -> list[torch.optim.Optimizer]:
+        batch_size = amounts.batch * amounts.terms
+        return _decoupled(make, sgd_lr=100 * lr, batch_size=batch_size, **fixed)(model, lr, amounts, decay)
 
     return build
 
 
 def _layerwise(make: Callable[..., torch.optim.Optimizer], **fixed: Any):
     """As `_decoupled`, for rules that take the model."""
-    return lambda model, lr, batch, terms, decay: [
-        make(model, lr=lr, terms=terms, weight_decay=0.1 * decay / lr, **fixed)
+    return lambda model, lr, amounts, decay: [
+        make(model, lr=lr, terms=amounts.terms, weight_decay=0.1 * decay / lr, **fixed)
     ]
 
 
-def _muon(model: nn.Module, lr: float, batch: int, terms: int, decay: float) -> list[torch.optim.Optimizer]:
+def _prior(amounts: Amounts, decay: float) -> dict[str, Any]:
+    """The prior whose precision beside all losses is that L2 regularisation, or a weak one."""
+    return dict(num_data=amounts.losses, prior_precision=amounts.losses * decay or 1.0, seed=amounts.seed)
+
+
+def _gauss_newton(make: Callable[..., torch.optim.Optimizer], **fixed: Any) -> Build:
+    return lambda model, lr, amounts, decay: [
+        make(model, lr=lr, terms=amounts.terms, **_prior(amounts, decay), **fixed)
+    ]
+
+
+def _ivon(model: nn.Module, lr: float, amounts: Amounts, decay: float) -> list[torch.optim.Optimizer]:
+    """With a Hessian that moves within a few thousand steps."""
+    prior = _prior(amounts, decay)
+    return [optim.IVON(model.parameters(), lr=lr, betas=(0.9, 0.9995), **prior)]
+
+
+def _muon(model: nn.Module, lr: float, amounts: Amounts, decay: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the network, AdamW at a twentieth of its rate elsewhere, as its authors advise."""
     outer = ("tokens", "positions", "out")
     inner = [p for name, p in model.named_parameters() if p.dim() == 2 and not name.startswith(outer)]
@@ -70,6 +110,7 @@ def _muon(model: nn.Module, lr: float, batch: int, terms: int, decay: float) -> 
     return optimizers
 
 
+# Those of OGN, VOGN and IVON were chosen on validation data: see docs/results/khan2023-uncertainty.md.
 METHODS: dict[str, Method] = {
     "sgd": Method("SGD", 0.1, _simple(torch.optim.SGD, momentum=0.9)),
     "adam": Method("Adam", 1e-3, _simple(torch.optim.Adam)),
@@ -86,6 +127,9 @@ METHODS: dict[str, Method] = {
     "foof": Method("FOOF", 0.3, _layerwise(optim.FOOF)),
     "kfac": Method("KFAC", 0.03, _layerwise(optim.KFAC)),
     "naturalgradient": Method("NaturalGradient", 0.1, _layerwise(optim.NaturalGradient)),
+    "ogn": Method("OGN", 0.3, _gauss_newton(optim.OGN)),
+    "vogn": Method("VOGN", 0.3, _gauss_newton(optim.VOGN)),
+    "ivon": Method("IVON", 0.3, _ivon),
     "muon": Method("Muon", 2e-2, _muon),
 }
 

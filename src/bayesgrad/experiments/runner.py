@@ -17,7 +17,7 @@ import platform
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from bayesgrad.experiments import networks
 from bayesgrad.experiments.dataset import Dataset
-from bayesgrad.experiments.methods import method
+from bayesgrad.experiments.methods import Amounts, method
 from bayesgrad.filter.layerwise import LayerFilter
 
 EVALUATION_BATCH = 500
@@ -205,7 +205,9 @@ def train(trial: Trial, data: Dataset, folder: Path, device: str = "cpu", progre
             return History(saved["rows"], saved["final"], saved["cost"])
     model = networks.build(trial.network, data, trial.seed, trial.large).to(device)
     terms = data.train_y[0].numel()  # the loss is a mean over the positions of sequences too
-    optimizers = method(trial.method).build(model, trial.lr, trial.batch_size, terms, trial.decay)
+    optimizers = method(trial.method).build(
+        model, trial.lr, Amounts(trial.batch_size, terms, len(data.train_x), trial.seed), trial.decay
+    )
     schedulers = [torch.optim.lr_scheduler.MultiStepLR(o, list(trial.milestones)) for o in optimizers]
     parts: list[Any] = [model, *optimizers, *schedulers]
     history = History(cost={"seconds": 0.0, "steps": 0.0, "memory": 0.0})
@@ -248,10 +250,14 @@ def _epoch(
         x, y = x.to(device), y.to(device)
         for optimizer in optimizers:
             optimizer.zero_grad()
-        outputs = model(x)
-        loss = F.cross_entropy(outputs.flatten(0, -2), y.flatten())
-        if loss.item() < DIVERGED or not any(isinstance(o, LayerFilter) for o in optimizers):
-            _step(trial, model, optimizers, outputs, loss)
+        with drawn(optimizers):
+            outputs = model(x)
+            loss = F.cross_entropy(outputs.flatten(0, -2), y.flatten())
+            going = loss.item() < DIVERGED or not any(isinstance(o, LayerFilter) for o in optimizers)
+            if going:
+                _backward(optimizers, outputs, loss)
+        if going:
+            _step(trial, model, optimizers)
         else:
             _give_up(model)
         with torch.no_grad():
@@ -265,11 +271,24 @@ def _epoch(
     return loss, error, time.perf_counter() - start, len(batches)
 
 
-def _step(trial: Trial, model: nn.Module, optimizers: list, outputs: Tensor, loss: Tensor) -> None:
+@contextlib.contextmanager
+def drawn(optimizers: Iterable[Any]) -> Iterator[None]:
+    """Weights drawn from the belief of each optimizer that takes gradients there; passes run inside."""
+    with contextlib.ExitStack() as stack:
+        for optimizer in optimizers:
+            if hasattr(optimizer, "sampled"):
+                stack.enter_context(optimizer.sampled())
+        yield
+
+
+def _backward(optimizers: list, outputs: Tensor, loss: Tensor) -> None:
     for optimizer in optimizers:
         if hasattr(optimizer, "observe"):
             optimizer.observe(outputs)
     loss.backward()
+
+
+def _step(trial: Trial, model: nn.Module, optimizers: list) -> None:
     for optimizer in optimizers:
         try:
             optimizer.step()
@@ -324,17 +343,21 @@ def evaluate(model: nn.Module, x: Tensor, y: Tensor, device: str = "cpu") -> dic
 
 def final_scores(model: nn.Module, data: Dataset, device: str = "cpu") -> dict[str, float]:
     """Error, NLL, calibration error (15 bins) and Brier score on the test part."""
+    return score(log_probabilities(model, data.test_x, device), data.test_y.flatten(), data.classes)
+
+
+def score(logs: Tensor, y: Tensor, classes: int) -> dict[str, float]:
+    """Error, NLL, calibration error (15 bins) and Brier score of log-probabilities (n, classes)."""
     from torchmetrics.functional.classification import multiclass_accuracy, multiclass_calibration_error
 
-    logs, y = log_probabilities(model, data.test_x, device), data.test_y.flatten()
     if not bool(torch.isfinite(logs.exp()).all()):  # a model that diverged has no probabilities to score
         return dict.fromkeys(("error", "nll", "ece", "brier"), math.nan)
     p = logs.exp()
     return {
-        "error": 1 - multiclass_accuracy(p, y, data.classes, average="micro").item(),
+        "error": 1 - multiclass_accuracy(p, y, classes, average="micro").item(),
         "nll": F.nll_loss(logs.double(), y).item(),
-        "ece": multiclass_calibration_error(p, y, data.classes, n_bins=15).item(),
-        "brier": (p - F.one_hot(y, data.classes)).square().sum(1).double().mean().item(),
+        "ece": multiclass_calibration_error(p, y, classes, n_bins=15).item(),
+        "brier": (p - F.one_hot(y, classes)).square().sum(1).double().mean().item(),
     }
 
 
