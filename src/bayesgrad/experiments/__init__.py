@@ -78,7 +78,7 @@ EXPERIMENTS = {
             "Fig. 2, 6",
             "KFAC and natural gradients with the same data in their Fishers",
             _lazily("benzing2021", "fig2"),
-            "holds for full batches; KFAC of one batch diverged for one seed of three",
+            "holds for full batches only",
         ),
         Experiment(
             "benzing2021-fig3",
