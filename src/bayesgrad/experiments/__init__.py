@@ -102,7 +102,7 @@ EXPERIMENTS = {
             "Fig. 5",
             "FOOF against KFAC: time and loss",
             _lazily("benzing2021", "fig5"),
-            "time holds, loss does not at laptop scale",
+            "time holds, loss in part at laptop scale",
         ),
         Experiment(
             "benzing2021-fig9",
