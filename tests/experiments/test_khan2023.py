@@ -45,7 +45,7 @@ def test_an_experiment_reports_and_a_second_run_measures_nothing(name: str, tmp_
     assert report.verdict.startswith(("Holds", "Does not hold"))
     assert all(len(row) == len(table["columns"]) for table in report.tables for row in table["rows"])
     assert all((tmp_path / figure["file"]).exists() for figure in report.figures)
-    assert report.settings["protocol"]
+    assert any(key.startswith("protocol") for key in report.settings)
 
     def measured(*_):
         raise AssertionError("measured again")
