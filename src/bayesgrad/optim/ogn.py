@@ -13,7 +13,7 @@ from bayesgrad._kernels import compute_dtype
 from bayesgrad.block import gradient_of
 from bayesgrad.curvature import PerExampleSquare, layers
 from bayesgrad.curvature.fisher import check_outputs
-from bayesgrad.curvature.squares import examples_of
+from bayesgrad.curvature.squares import Examples, examples_of
 from bayesgrad.filter import Parts
 from bayesgrad.filter.layerwise import LayerFilter
 from bayesgrad.filter.ranges import one_of
@@ -130,20 +130,38 @@ class GaussNewton(Variational, LayerFilter):
         count = max((examples.count for examples in shown.values()), default=1) * group["terms"]
         if group["fisher"] != "empirical":
             return self._observed_squares(group, params, count)
-        found, odd = {}, set()
-        factors = {p: shown[p].factor(gradient_of(p)) for p in params if p in shown}
-        read = torch.stack([torch.stack(pair).double().cpu() for pair in factors.values()]).tolist() if factors else []
-        for p, (factor, excess) in zip(factors, read):
-            untouched = gradient_of(p)._version == 0
-            if untouched and excess > FOREIGN:  # something other than these layers has used the weight
-                odd.add(p)
-                continue
-            found[p] = shown[p].squares().mul_(shown[p].count * group["terms"] * factor * factor)
+        known = [p for p in params if p in shown]
+        factors, odd = self._factors(known, shown)
+        found = {
+            p: shown[p].squares().mul_(shown[p].count * group["terms"] * factors[p] ** 2) for p in known if p not in odd
+        }
         self._warn_of({p for p in params if p not in shown and bool(gradient_of(p).any())} | odd)
         for p in params:
             if p not in found:
                 found[p] = gradient_of(p).to(compute_dtype(p.dtype)).square() * count
         return found
+
+    def _factors(
+        self, params: list[Tensor], shown: Mapping[Tensor, Examples]
+    ) -> tuple[dict[Tensor, float], set[Tensor]]:
+        """What gradients have been multiplied by since the backward pass, and those that are not of the layers' making.
+
+        Where nobody has written into any of them, only a common factor is possible (unscaling): of parameters that have
+        been looked at before, one is enough.
+        """
+        if not params:
+            return {}, set()
+        untouched = all(gradient_of(p)._version == 0 for p in params)
+        made: dict[Tensor, bool] = self.__dict__.setdefault("_made_here", {})
+        good = [p for p in params if made.get(p, True)]
+        some = (good[:1] or params) if untouched and all(p in made for p in params) else params
+        table = torch.stack([torch.stack(shown[p].factor(gradient_of(p))).double().cpu() for p in some]).tolist()
+        factors = {p: factor for p, (factor, _) in zip(some, table)}
+        if untouched:
+            made |= {p: excess <= FOREIGN for p, (_, excess) in zip(some, table)}
+            common = next((factors[p] for p in some if made[p]), 1.0)
+            factors = dict.fromkeys(params, common)
+        return factors, {p for p in params if not made.get(p, True)}
 
     def _observed_squares(self, group: Mapping[str, Any], params: list[Tensor], count: int) -> dict[Tensor, Tensor]:
         observed, self._observed = self._observed, []
