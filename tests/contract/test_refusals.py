@@ -78,3 +78,4 @@ def test_empty_gradients_and_large_ones_are_finite(case: Case) -> None:
         for p in model.parameters():
             p.grad = torch.full_like(p, 3e38)
     optimizer.step()
+    assert all(bool(torch.isfinite(value).all()) for value in (*weights(model).values(), *states(optimizer).values()))

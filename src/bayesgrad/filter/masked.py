@@ -14,7 +14,7 @@ from bayesgrad.block import gradient_of
 from bayesgrad.filter.filter import Filter
 from bayesgrad.filter.layerwise import named_groups
 from bayesgrad.filter.ranges import FLAG, WHOLE, WHOLE_NUMBER, Range
-from bayesgrad.filter.variational import Mark, _mark, _same
+from bayesgrad.filter.variational import Drawing, Mark, _mark, _same
 from bayesgrad.posterior import DropoutPosterior, Posterior
 from bayesgrad.posterior.posterior import parameters_of, unwrapped
 from bayesgrad.posterior.units import Units, units_of
@@ -172,13 +172,7 @@ class Masked(Filter):
             z = noise.fraction(noise.bits(position, *key)[0]) <= keep
         return place.units.spread(z.to(p.device, dtype), p.shape)
 
-    def _next_key(self, training: bool) -> noise.Key:
-        first = self.param_groups[0]
-        if training:
-            first["draws"] += 1
-            return noise.key(first["seed"], first["draws"])
-        self._looks = self.__dict__.get("_looks", 0) + 1
-        return noise.key(first["seed"], first["draws"], self._looks)
+    _next_key = Drawing._next_key
 
     # --- what draws show ---
 
