@@ -3,8 +3,7 @@
 The gradient of a mean loss is E'A, with a row of inputs A (a one appended for the bias) and of errors E for each
 example and position. L E'A R can be computed from the gradient, or as (E L)'(A R), which is cheaper where rows are
 fewer than outputs. The second is what the first is only if nobody has touched `.grad` since (clipping, unscaling,
-penalties), so a random projection of `.grad` is compared with the same projection of E'A before; a common factor is
-allowed for.
+penalties), so both are compared first (`curvature.probe`); a common factor is allowed for.
 """
 
 from __future__ import annotations
@@ -19,11 +18,10 @@ from torch import Tensor, nn
 from bayesgrad._kernels import compute_dtype
 from bayesgrad.block.elementwise import Product, gradient_of
 from bayesgrad.curvature import layers
-from bayesgrad.curvature.columns import matmul, random_vector
+from bayesgrad.curvature.columns import matmul
+from bayesgrad.curvature.probe import Projection, fitted, random_column, rows_of
 from bayesgrad.curvature.tap import Use
 from bayesgrad.precision import Kronecker, Precision
-
-ROWS = 16  # of a gradient that seems untouched, to be compared
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,16 +98,17 @@ class Sheet:
         return torch.cat([use.input.flatten() for use in self.uses])
 
     @cached_property
-    def inputs(self) -> Tensor:
-        """A, (groups, rows, in), with a column of ones for the bias."""
-        parts = []
-        for use in self.uses:
-            if self.layer.weight is None:
-                rows = self._errors(use)[..., :0]
-            else:
-                rows = layers.inputs_of(use.module, use.input).flatten(1, 2)
-            parts.append(_with_ones(rows) if self.layer.bias is not None else rows)
+    def features(self) -> Tensor:
+        """What the weight is multiplied by, (groups, rows, in)."""
+        if self.layer.weight is None:
+            return self.errors[..., :0]
+        parts = [layers.inputs_of(use.module, use.input).flatten(1, 2) for use in self.uses]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    @cached_property
+    def inputs(self) -> Tensor:
+        """A: features, with a column of ones for the bias."""
+        return _with_ones(self.features) if self.layer.bias is not None else self.features
 
     @cached_property
     def errors(self) -> Tensor:
@@ -199,7 +198,7 @@ def _is_cheaper(layer: Layer, precision: Kronecker, sheet: Sheet) -> bool:
 
 
 def _from_rows(layer: Layer, precision: Kronecker, sheet: Sheet, factor: float) -> dict[Tensor, Tensor | Product]:
-    inputs, errors = _times(sheet.inputs, precision.right), _times(sheet.errors, precision.left)
+    inputs, errors = _inputs_times(sheet, precision.right), _times(sheet.errors, precision.left)
     size = inputs.shape[-1] - (layer.bias is not None)
     found: dict[Tensor, Tensor | Product] = {}
     if layer.weight is not None:
@@ -213,6 +212,16 @@ def _from_rows(layer: Layer, precision: Kronecker, sheet: Sheet, factor: float) 
     return found
 
 
+def _inputs_times(sheet: Sheet, factor: Tensor | None) -> Tensor:
+    """A times a factor; the column of ones is not written down where it need not be."""
+    if sheet.layer.bias is None or factor is None or factor.dim() == 2 or "inputs" in sheet.__dict__:
+        return _times(sheet.inputs, factor)
+    rows = sheet.features
+    if len(factor) > 1:
+        return torch.baddbmm(factor[:, -1:], rows, factor[:, :-1])
+    return torch.addmm(factor[0, -1:], rows[0], factor[0, :-1])[None]
+
+
 def _times(rows: Tensor, factor: Tensor | None) -> Tensor:
     if factor is None:
         return rows
@@ -220,39 +229,27 @@ def _times(rows: Tensor, factor: Tensor | None) -> Tensor:
 
 
 def proportions(blocks: Sequence[tuple[Layer, Sheet]]) -> dict[Layer, float]:
-    """c for each layer whose gradient is c E'A up to rounding; the others are left out.
-
-    A change to any row of the gradient changes its product with a random vector, by more than the tolerance unless it
-    is as small as rounding; a few rows will do where the gradient is as the backward pass left it, but for a factor.
-    All layers are read at once: on an accelerator that is one synchronisation.
-    """
-    found = {layer: _compared(layer, sheet) for layer, sheet in blocks}
-    seen = {layer: pair for layer, pair in found.items() if pair is not None}
-    if not seen:
-        return {}
-    table = torch.stack([pair.double().cpu() for pair in seen.values()]).tolist()
-    return {layer: factor for layer, (factor, excess) in zip(seen, table) if excess <= 1}
+    """c for each layer whose gradient is c E'A up to rounding; the others are left out."""
+    found = {layer: projection for layer, sheet in blocks if (projection := _projection(layer, sheet)) is not None}
+    return {layer: factor for layer, (factor, excess) in zip(found, fitted(list(found.values()))) if excess <= 1}
 
 
-def _compared(layer: Layer, sheet: Sheet) -> Tensor | None:
-    """The factor that fits best, and the largest deviation from it in units of the tolerance."""
-    inputs, errors = sheet.inputs, sheet.errors
-    if inputs.dtype != errors.dtype or any(gradient_of(p).dtype != inputs.dtype for p in layer.members):
+def _projection(layer: Layer, sheet: Sheet) -> Projection | None:
+    features, errors = sheet.features, sheet.errors
+    gradients = [gradient_of(p) for p in layer.members]
+    if features.dtype != errors.dtype or any(gradient.dtype != features.dtype for gradient in gradients):
         return None
     groups, fan_out, fan_in = layer.shape
-    probe = random_vector(fan_in, inputs.dtype, inputs.device)[:, None]  # products with a column are faster than mv
     size = fan_in - (layer.bias is not None)
-    # Whoever writes into a gradient in the usual ways leaves a trace; what leaves none (unscaling) is done to all rows.
-    untouched = all(gradient_of(p)._version == 0 for p in layer.members)
-    step = max(1, fan_out // ROWS) if untouched else 1
-    made = matmul(errors.mT[:, ::step], inputs @ probe).flatten()
-    seen = torch.zeros_like(made)
+    probe = random_column(fan_in, features.dtype, features.device)
+    some = rows_of(gradients, fan_out)
+    rows = features @ probe[:size]
+    seen = probe.new_zeros(())
     if layer.weight is not None:
-        rows = gradient_of(layer.weight).reshape(groups, fan_out, size)[:, ::step]
-        seen = (rows.reshape(-1, size) @ probe[:size])[:, 0]
+        seen = (gradients[0].reshape(groups, fan_out, size)[:, some].reshape(-1, size) @ probe[:size])[:, 0]
     if layer.bias is not None:
-        seen = torch.addcmul(seen, gradient_of(layer.bias).view(groups, fan_out)[:, ::step].reshape(-1), probe[-1])
-    factor = torch.dot(seen, made) / torch.dot(made, made)
-    scale = torch.linalg.vector_norm(errors) * torch.linalg.vector_norm(inputs)  # bounds what rounding can do
-    tolerance = 8 * torch.finfo(inputs.dtype).eps * factor.abs() * scale
-    return torch.stack([factor, torch.linalg.vector_norm(seen - factor * made, torch.inf) / tolerance])
+        rows += probe[size:]
+        seen = torch.addcmul(seen, gradients[-1].view(groups, fan_out)[:, some].reshape(-1), probe[size])
+    made = matmul(errors[..., some].mT, rows).flatten()
+    sizes = torch.stack(torch._foreach_norm([features, errors]))
+    return Projection(seen, made, sizes, torch.finfo(made.dtype).eps, 0 if layer.bias is None else features.shape[1])

@@ -19,7 +19,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -309,12 +308,6 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     rows = a.flatten(1, -2) if a.dim() > 3 else a
     product = (rows[0] @ b[0])[None] if a.shape[0] == 1 else torch.bmm(rows, b)
     return product.view(*a.shape[:-1], b.shape[-1]) if a.dim() > 3 else product
-
-
-@lru_cache(maxsize=64)
-def random_vector(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """To compare matrices by: always the same for a size."""
-    return torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(size)).to(device, dtype)
 
 
 def _pairs(count: int, positions: int, overlap) -> Tensor:

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from bayesgrad.curvature import layers
-from bayesgrad.curvature.columns import Columns, Outer, added, matmul, random_vector
+from bayesgrad.curvature.columns import Columns, Outer, added, matmul
+from bayesgrad.curvature.probe import Projection, random_column, rows_of
 from bayesgrad.curvature.tap import Use
-
-ROWS = 16  # of a gradient that seems untouched, to be compared
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,38 +31,27 @@ class Examples:
             first += squares
         return first
 
-    def factor(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """The c for which `gradient` is c sum_j g_j, by least squares, and the deviation in units of rounding errors.
-
-        Of a matrix, a random projection is looked at; of one that nobody has written into, but for a common factor, a
-        few rows of it.
-        """
-        first = self.passes[0]
+    def projection(self, gradient: Tensor) -> Projection:
+        """To be compared with a gradient that should be in proportion to sum_j g_j."""
         if all(isinstance(columns, Outer) for columns in self.passes):
             outers = [columns for columns in self.passes if isinstance(columns, Outer)]
             groups, _, _, fan_out = outers[0].errors.shape
             matrix = gradient.reshape(groups, fan_out, -1).to(outers[0].inputs.dtype)
-            step = max(1, fan_out // ROWS) if gradient._version == 0 else 1
-            probe = random_vector(matrix.shape[-1], matrix.dtype, matrix.device)[:, None]
-            seen = (matrix[:, ::step] @ probe).flatten()
-            parts, bound = [], 0.0
-            for own in outers:
-                a, e = own.inputs.flatten(1, 2), own.errors.flatten(1, 2)
-                parts.append(matmul(e[..., ::step].mT, a @ probe).flatten())
-                bound = bound + torch.linalg.vector_norm(a) * torch.linalg.vector_norm(e)
-            made = torch.stack(parts).sum(0)
+            some = rows_of([gradient], fan_out)
+            probe = random_column(matrix.shape[-1], matrix.dtype, matrix.device)
+            seen = (matrix[:, some] @ probe).flatten()
+            parts = [(own.inputs.flatten(1, 2), own.errors.flatten(1, 2)) for own in outers]
+            made = torch.stack([matmul(e[..., some].mT, a @ probe).flatten() for a, e in parts]).sum(0)
+            norms = torch._foreach_norm([rows for pair in parts for rows in pair])
         else:
             sums = [columns.combine(torch.ones(columns.count).to(columns_like(columns))) for columns in self.passes]
             made = torch.stack(sums).sum(0).flatten()
             seen = gradient.flatten().to(made.dtype)
-            bound = made.abs().max() + sum(
-                torch.linalg.vector_norm(t) for t in first.tensors().values() if t.is_floating_point()
-            )
-        square = torch.dot(made, made)
-        factor = torch.where(square > 0, torch.dot(seen, made) / square, 1.0)
-        rounding = max(torch.finfo(dtype).eps for dtype in (made.dtype, gradient.dtype))
-        tolerance = 8 * rounding * factor.abs() * bound
-        return factor, (seen - factor * made).abs().max() / tolerance
+            own = [t for columns in self.passes for t in columns.tensors().values() if t.is_floating_point()]
+            total = made.abs().max() + torch.stack(torch._foreach_norm(own)).sum()
+            norms = [total, torch.ones_like(total)]
+        eps = max(torch.finfo(dtype).eps for dtype in (made.dtype, gradient.dtype))
+        return Projection(seen, made, torch.stack(list(norms)), eps)
 
 
 def columns_like(columns: Columns) -> Tensor:

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from bayesgrad import likelihoods
 from bayesgrad.block import Directions, gradient_of
 from bayesgrad.curvature import layers
-from bayesgrad.curvature.columns import Columns, Outer, joined, matmul, random_vector, restored
+from bayesgrad.curvature.columns import Columns, joined, restored
 from bayesgrad.curvature.fisher import check_outputs, gather, refuse_mixing
+from bayesgrad.curvature.probe import common
+from bayesgrad.curvature.squares import Examples
 from bayesgrad.filter.factored import MERGED, MERGES
 from bayesgrad.filter.layerwise import LayerFilter
 from bayesgrad.filter.ranges import POSITIVE, one_of
@@ -378,26 +380,6 @@ def _dot(a: Mapping[Tensor, Tensor], b: Mapping[Tensor, Tensor]) -> Tensor:
 
 def _common_factor(columns: Mapping[Tensor, Columns]) -> float | None:
     """c, where every gradient is c times the sum of the columns up to rounding, else None."""
-    pairs = []
-    for p, own in columns.items():
-        gradient = gradient_of(p)
-        if gradient.dtype != _kind(own):
-            return None
-        if isinstance(own, Outer):
-            fan_in = own.inputs.shape[-1]
-            probe = random_vector(fan_in, gradient.dtype, gradient.device)
-            seen = gradient.reshape(-1, fan_in) @ probe
-            rows = own.errors.flatten(1, 2)
-            made = matmul(rows.mT, (own.inputs.flatten(1, 2) @ probe)[..., None]).flatten()
-            size = own.inputs.norm() * own.errors.norm()
-        else:
-            ones = torch.ones(own.count, dtype=gradient.dtype, device=gradient.device)
-            seen, made = gradient.flatten(), own.combine(ones).flatten()
-            size = made.abs().max() + sum(t.norm() for t in own.tensors().values() if t.is_floating_point())
-        pairs.append((seen.double().cpu(), made.double().cpu(), float(size) * torch.finfo(gradient.dtype).eps))
-    total = sum(float(made @ made) for _, made, _ in pairs)
-    if not total:
+    if any(gradient_of(p).dtype != _kind(own) for p, own in columns.items()):
         return None
-    c = sum(float(seen @ made) for seen, made, _ in pairs) / total
-    good = all(float((seen - c * made).abs().max()) <= 8 * abs(c) * bound for seen, made, bound in pairs)
-    return c if good else None
+    return common([Examples([own]).projection(gradient_of(p)) for p, own in columns.items()])

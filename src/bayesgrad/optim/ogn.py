@@ -13,6 +13,7 @@ from bayesgrad._kernels import compute_dtype
 from bayesgrad.block import gradient_of
 from bayesgrad.curvature import PerExampleSquare, layers
 from bayesgrad.curvature.fisher import check_outputs
+from bayesgrad.curvature.probe import fitted
 from bayesgrad.curvature.squares import Examples, examples_of
 from bayesgrad.filter import Parts
 from bayesgrad.filter.layerwise import LayerFilter
@@ -155,7 +156,7 @@ class GaussNewton(Variational, LayerFilter):
         made: dict[Tensor, bool] = self.__dict__.setdefault("_made_here", {})
         good = [p for p in params if made.get(p, True)]
         some = (good[:1] or params) if untouched and all(p in made for p in params) else params
-        table = torch.stack([torch.stack(shown[p].factor(gradient_of(p))).double().cpu() for p in some]).tolist()
+        table = fitted([shown[p].projection(gradient_of(p)) for p in some])
         factors = {p: factor for p, (factor, _) in zip(some, table)}
         if untouched:
             made |= {p: excess <= FOREIGN for p, (_, excess) in zip(some, table)}
