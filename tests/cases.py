@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from bayesgrad import optim
+from bayesgrad.filter.evident import Evident
 from bayesgrad.filter.second_order import SecondOrder
 
 
@@ -59,6 +60,13 @@ COMMON = (
     ({"nonfinite": "warn"}, "nonfinite must be 'ignore' or 'raise' or 'skip', got 'warn'."),
     ({"fused": "yes"}, "fused must be None, True or False, got 'yes'."),
 )
+EVIDENT = (
+    ({"evidence": "fisher"}, "evidence must be 'empirical' or 'centered' or 'sampled', got 'fisher'."),
+    ({"likelihood": "poisson"}, "likelihood must be 'categorical' or 'bernoulli' or 'gaussian', got 'poisson'."),
+    ({"linearise": 1}, "linearise must be True or False, got 1."),
+    ({"samples": 0}, "samples must be a whole number >= 1, got 0."),
+    ({"seed": 0.5}, "seed must be a whole number, got 0.5."),
+)
 ADABAYES = (
     *COMMON,
     ({"batch_size": 0}, "batch_size must be a number >= 1, got 0."),
@@ -66,6 +74,11 @@ ADABAYES = (
     ({"momentum": 1.0}, "momentum must be in [0, 1), got 1.0."),
     ({"follow_lr": 1}, "follow_lr must be True or False, got 1."),
     ({"centered": None}, "centered must be True or False, got None."),
+    (
+        {"centered": True, "evidence": "sampled"},
+        "centered=True is evidence='centered', but evidence is 'sampled': choose one.",
+    ),
+    *EVIDENT,
 )
 ADABAYES_FP = (
     *COMMON,
@@ -73,6 +86,30 @@ ADABAYES_FP = (
     ({"sgd_lr": -1.0}, "sgd_lr must be a positive number, got -1.0."),
     ({"betas": (0.9, 1.0)}, "betas must be two numbers in [0, 1), got (0.9, 1.0)."),
     ({"betas": 0.9}, "betas must be two numbers in [0, 1), got 0.9."),
+)
+KALMAN = (
+    *COMMON,
+    *EVIDENT,
+    ({"batch_size": 0}, "batch_size must be a number >= 1, got 0."),
+    ({"momentum_decay": 0.0}, "momentum_decay must be in (0, 1], got 0.0."),
+    ({"weight_noise": -1.0}, "weight_noise must be a finite number >= 0, got -1.0."),
+    ({"prior_std": 0.0}, "prior_std must be a positive number, got 0.0."),
+    (
+        {"prior_std": 1e-3},
+        "prior_std=0.001 must be larger than lr=0.001 and weight_noise=0.0, the distance that a weight's optimum moves in "
+        "a single step.",
+    ),
+    ({"nesterov_decay": 1}, "nesterov_decay must be True or False, got 1."),
+    ({"beta2": 1.0}, "beta2 must be in [0, 1), got 1.0."),
+    (
+        {"evidence": "centered"},
+        "evidence='centered' needs a finite prior_std: a gradient that hardly varies bounds no step.",
+    ),
+    (
+        {"steady_state": True, "weight_noise": 0.1},
+        "steady_state=True has a closed form for prior_std=inf and weight_noise=0 only, and no linearise: "
+        "got prior_std=inf, weight_noise=0.1, linearise=False.",
+    ),
 )
 ADABOUND = (
     *COMMON,
@@ -162,6 +199,7 @@ SPIKE_SLAB = (
     ({"update": "newton", "lr": 2.0}, "lr of update='newton' must be at most 1, got 2.0: it is a moving average's."),
 )
 
+PAIR = ("variance", "cross", "momentum_variance", "momentum")
 ELEMENTWISE = (
     Case("AdaBayes", optim.AdaBayes, {"batch_size": 32}, ("variance", "momentum"), ADABAYES),
     Case("AdaBayes-plain", optim.AdaBayes, {"batch_size": 32, "momentum": 0.0}, ("variance",)),
@@ -186,6 +224,19 @@ ELEMENTWISE = (
         ("gradient_mean", "moment", "momentum"),
     ),
     Case("AdaBayesFP-adamw", optim.AdaBayesFP, {"sgd_lr": float("inf")}, ("moment", "momentum")),
+    Case("KalmanMomentum", optim.KalmanMomentum, {"batch_size": 32}, PAIR, KALMAN),
+    Case(
+        "KalmanMomentum-prior",
+        optim.KalmanMomentum,
+        {"batch_size": 32, "prior_std": 1.0, "weight_noise": 1e-3, "evidence": "centered", "nesterov_decay": False},
+        ("gradient_mean", *PAIR),
+    ),
+    Case(
+        "KalmanMomentum-steady",
+        optim.KalmanMomentum,
+        {"batch_size": 32, "steady_state": True, "weight_decay": 0.1},
+        ("moment", "momentum"),
+    ),
     Case("STE", optim.STE, {"weight_decay": 0.1}, ("latent", "momentum"), STE, binary=True),
     Case("STE-plain", optim.STE, {"momentum": 0.0}, ("latent",), binary=True),
     Case(
@@ -260,12 +311,23 @@ SECOND = (
     Case("VON", optim.VON, {"num_data": 1344}, ("variance", "momentum"), VON, decays=False),
     Case("VON-plain", optim.VON, {"num_data": 1344, "improved": False}, ("variance", "momentum"), decays=False),
 )
+SHOWN = (
+    Case("AdaBayes-sampled", optim.AdaBayes, {"batch_size": 32, "evidence": "sampled"}, ("variance", "momentum")),
+    Case("AdaBayes-drawn", optim.AdaBayes, {"batch_size": 32, "linearise": True}, ("variance", "momentum")),
+    Case("AdaBayesFP-sampled", optim.AdaBayesFP, {"evidence": "sampled"}, ("moment", "momentum")),
+    Case(
+        "KalmanMomentum-sampled",
+        optim.KalmanMomentum,
+        {"batch_size": 32, "evidence": "sampled", "linearise": True, "weight_decay": 0.1},
+        PAIR,
+    ),
+)
 MASKED = (
     Case("SpikeSlab", optim.SpikeSlab, {}, ("moment", "momentum"), SPIKE_SLAB, layers=True),
     Case("SpikeSlab-rmsprop", optim.SpikeSlab, {"update": "rmsprop", "keep": 0.8}, ("moment",), layers=True),
     Case("SpikeSlab-newton", optim.SpikeSlab, {"update": "newton"}, ("moment", "momentum"), layers=True),
 )
-CASES = (*ELEMENTWISE, *LAYERWISE, *BY_EXAMPLE, *SECOND, *MASKED)
+CASES = (*ELEMENTWISE, *LAYERWISE, *BY_EXAMPLE, *SECOND, *SHOWN, *MASKED)
 
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -315,14 +377,14 @@ def backward(model: nn.Module, index: int, optimizer: torch.optim.Optimizer | No
 
 def drawn(optimizer: Any) -> Any:
     """The context in which an optimizer wants its gradients taken, unless it is in it already."""
-    if not hasattr(optimizer, "sampled") or getattr(optimizer, "_drawn_now", None):
+    if not getattr(optimizer, "takes_draws", False) or getattr(optimizer, "_drawn_now", None):
         return nullcontext()
     return optimizer.sampled()
 
 
 def still(optimizer: Any) -> Any:
     """As `drawn`, with noise that does not depend on how parameters are grouped."""
-    if not hasattr(optimizer, "sampled"):
+    if not getattr(optimizer, "takes_draws", False):
         return nullcontext()
     return optimizer.sampled(noise=lambda p: torch.full_like(p, 0.5))
 
@@ -336,7 +398,7 @@ def observe(
     """Shows outputs or loss to an optimizer that looks at them; with labels, there is nothing random about outputs."""
     if isinstance(optimizer, SecondOrder):
         optimizer.observe(loss)
-    elif hasattr(optimizer, "tap") and hasattr(optimizer, "observe"):
+    elif isinstance(optimizer, Evident) or (hasattr(optimizer, "tap") and hasattr(optimizer, "observe")):
         optimizer.observe(outputs, labels)
 
 
@@ -351,7 +413,7 @@ def push(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> No
     """Steps with random gradients, which no other library has a part in."""
     for index in steps:
         optimizer.zero_grad()
-        if hasattr(optimizer, "tap") or isinstance(optimizer, SecondOrder):
+        if hasattr(optimizer, "observe"):
             backward(model, index, optimizer)
         generator = torch.Generator().manual_seed(2000 + index)
         with drawn(optimizer):

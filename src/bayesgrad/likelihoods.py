@@ -52,12 +52,19 @@ class Likelihood(ABC):
     def roots(self, outputs: Tensor) -> Iterator[Tensor]:
         """Directions s of the outputs for which sum s s' is the Hessian of each example's loss (and its Fisher)."""
 
+    def losses(self, outputs: Tensor) -> int:
+        """How many losses a mean over these outputs runs over: examples, or whatever has a label of its own."""
+        return len(outputs)
+
 
 class Categorical(Likelihood):
     """Softmax over the last dimension; Gaussian logits by MacKay's probit approximation."""
 
     def link(self, outputs: Tensor) -> Tensor:
         return outputs.softmax(-1)
+
+    def losses(self, outputs: Tensor) -> int:
+        return outputs.shape[:-1].numel()
 
     def averaged(self, mean: Tensor, variance: Tensor) -> Tensor:
         return mean
@@ -103,6 +110,9 @@ class Bernoulli(Categorical):
 
     def link(self, outputs: Tensor) -> Tensor:
         return outputs.sigmoid()
+
+    def losses(self, outputs: Tensor) -> int:
+        return len(outputs)
 
     def sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         p = outputs.detach().sigmoid()
@@ -170,3 +180,9 @@ def named(likelihood: str) -> Likelihood:
     if likelihood not in _BY_NAME:
         raise ValueError(f"likelihood must be one of {', '.join(map(repr, _BY_NAME))}, got {likelihood!r}.")
     return _BY_NAME[likelihood]
+
+
+def draw(likelihood: Likelihood, outputs: Tensor, seed: int, draws: int) -> Tensor:
+    """Labels from the model's own predictions; a function of the seed and the number of draws before."""
+    key = (int(seed) * 0x9E3779B97F4A7C15 + draws) % 2**63
+    return likelihood.sample(outputs, torch.Generator().manual_seed(key))

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from bayesgrad.curvature.gradients import Memory, Numbers, average
-from bayesgrad.precision import Precision
+from bayesgrad.precision import Pair, Precision
 
 
 class Rule(ABC):
@@ -95,3 +95,28 @@ class NaturalGradient(Rule):
             moved = moved + n["natural"] * ratio * (mean - memory["last_mean"])
             memory["last_mean"] = mean
         return moved
+
+
+@dataclass(frozen=True)
+class LookAhead(Rule):
+    """The mean of weight and momentum moves, and on to where the next gradient is to be taken.
+
+    m = w - gain a g, p <- keep p - pull b g, w <- ahead m + eta p, with a, b the weight's variance and its covariance
+    with the momentum. That gradients are taken at w, ahead of the belief's mean m, is what Nesterov's acceleration is.
+
+    Reference: 000, Eq. 15-18.
+    """
+
+    def slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("momentum",)
+
+    def numbers(self, group: Mapping[str, Any], step: int, gain: float) -> dict[str, float]:
+        """The declaration adds momentum (what is kept of it), pull, ahead and eta."""
+        return {"gain": gain}
+
+    def move(self, mean: Tensor, gradient: Tensor, precision: Precision, memory: Memory, n: Numbers) -> Tensor:
+        if not isinstance(precision, Pair):
+            raise TypeError(f"a rule with momentum asks for a Pair, got {type(precision).__name__}.")
+        posterior = mean - n["gain"] * (precision.weight * gradient)
+        memory["momentum"] = n["momentum"] * memory["momentum"] - n["pull"] * (precision.cross * gradient)
+        return n["ahead"] * posterior + n["eta"] * memory["momentum"]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bayesgrad._kernels import sqrt
 from bayesgrad.curvature.gradients import Memory, Numbers, average
-from bayesgrad.precision import Diagonal
+from bayesgrad.precision import Diagonal, Pair
 
 FLOOR = torch.finfo(torch.float32).tiny
 
@@ -31,11 +31,11 @@ class Transition(ABC):
         return {}
 
     @abstractmethod
-    def merge(self, memory: Memory, increment: Tensor, n: Numbers) -> Diagonal:
+    def merge(self, memory: Memory, increment: Tensor, n: Numbers) -> Diagonal | Pair:
         """The posterior precision; replaces its slots in `memory`."""
 
     def believed(self, memory: Memory, n: Numbers) -> Diagonal:
-        """The precision that `memory` holds now."""
+        """The precision of weights that `memory` holds now."""
         return Diagonal(memory["variance"])
 
     def admit(self, gradient: Tensor) -> Tensor:
@@ -167,8 +167,80 @@ class OrnsteinUhlenbeck(Transition):
         memory["variance"] = posterior.storable()
         return posterior
 
+    def steady_numbers(self, *, half: float = 0.0) -> dict[str, float]:
+        # Where squares of gradients underflow in float32, the floor keeps the step bounded by lr, and finite.
+        return {"half": half, "half_square": max(half * half, FLOOR)}
+
     def steady(self, moment: Tensor, n: Numbers) -> Diagonal:
         return Diagonal(1 / (n["half"] + sqrt(n["half_square"] + moment)))
+
+
+@dataclass(frozen=True)
+class OrnsteinUhlenbeckPair(Transition):
+    r"""Each weight's optimum drifts, driven by a momentum that itself drifts.
+
+    .. math::
+        p &\leftarrow (1 - \eta_p)\, p + \eta_p\, \xi_p, \quad
+        w \leftarrow c_w w + \eta\, p_{old} + \eta_w\, \xi_w, \quad
+        c_w = 1 - (\eta^2 + \eta_w^2)/(2\sigma^2)
+
+    and the covariance of the two accordingly; then evidence about w is added. The stationary variance of w is sigma^2
+    as far as (eta^2 + eta_w^2)/(2 sigma^2) is small beside eta_p.
+
+    Its steady state, for sigma = inf, eta_w = 0 and small steps, is with s = <h>, r = eta_p/(eta sqrt(s)) and
+    phi = sqrt(1 + r/2) - sqrt(r/2): S_wp = eta_p/sqrt(s) phi^2, S_ww = sqrt(2 eta eta_p)/s^(3/4) phi and
+    S_pp = S_wp (eta_p + s S_ww)/eta.
+
+    Reference: 000, Eq. 15-20.
+    Differs from the paper: whose Eq. 21 is this steady state for r << 1 only.
+    Checked by: tests/equations/test_momentum_filter.py, against the 2x2 matrix filter and its Riccati equation.
+    """
+
+    slots = ("variance", "cross", "momentum_variance")
+
+    def numbers(self, *, eta: float, eta_p: float, eta_w: float, retain: float) -> dict[str, float]:
+        """Args: retain: c_w."""
+        keep = 1 - eta_p
+        return {
+            "retain": retain * retain,
+            "couple": 2 * retain * eta,
+            "kick": eta * eta,
+            "noise": eta_w * eta_w,
+            "cross_retain": keep * retain,
+            "cross_kick": keep * eta,
+            "momentum_retain": keep * keep,
+            "momentum_noise": eta_p * eta_p,
+        }
+
+    def merge(self, memory: Memory, increment: Tensor, n: Numbers) -> Pair:
+        ww, wp, pp = (memory[slot] for slot in self.slots)
+        prior = Pair(
+            n["retain"] * ww + n["couple"] * wp + n["kick"] * pp + n["noise"],
+            n["cross_retain"] * wp + n["cross_kick"] * pp,
+            n["momentum_retain"] * pp + n["momentum_noise"],
+        )
+        posterior = prior.add(increment)
+        memory["variance"] = posterior.of_weights().storable()
+        memory["cross"], memory["momentum_variance"] = posterior.cross, posterior.momentum
+        return posterior
+
+    def steady_numbers(self, *, eta: float, eta_p: float, count: float) -> dict[str, float]:
+        """Args: count: B, for which the information is B^2 times the moment."""
+        return {
+            "ratio": eta_p / (2 * eta * count),
+            "weight_scale": math.sqrt(2 * eta * eta_p / count**3),
+            "cross_scale": eta_p / count,
+            "weak": eta_p / eta,
+            "strong": count * count / eta,
+            "floor": FLOOR,
+        }
+
+    def steady(self, moment: Tensor, n: Numbers) -> Pair:
+        rms = sqrt(moment + n["floor"])
+        half = n["ratio"] / rms
+        phi = 1 / (sqrt(1 + half) + sqrt(half))
+        weight, cross = n["weight_scale"] * phi / (rms * sqrt(rms)), n["cross_scale"] * phi * phi / rms
+        return Pair(weight, cross, cross * (n["weak"] + n["strong"] * (moment * weight)))
 
 
 @dataclass(frozen=True)
@@ -182,23 +254,26 @@ class Steady(Transition):
         debias: whether the average starts unbiased, as Adam's does and RMSprop's does not.
     """
 
-    of: OrnsteinUhlenbeck = OrnsteinUhlenbeck()
+    of: OrnsteinUhlenbeck | OrnsteinUhlenbeckPair = OrnsteinUhlenbeck()
     debias: bool = True
     slots = ("moment",)
 
-    def numbers(self, *, beta: float, step: int, half: float = 0.0) -> dict[str, float]:
+    def numbers(self, *, beta: float, step: int, **dynamics: float) -> dict[str, float]:
         keep, take = average(beta, step) if self.debias else (beta, 1 - beta)
-        # Where squares of gradients underflow in float32, the floor keeps the step bounded by lr, and finite.
-        return {"keep": keep, "take": take, "half": half, "half_square": max(half * half, FLOOR)}
+        return {"keep": keep, "take": take} | self.of.steady_numbers(**dynamics)
 
-    def merge(self, memory: Memory, increment: Tensor, n: Numbers) -> Diagonal:
+    def merge(self, memory: Memory, increment: Tensor, n: Numbers) -> Diagonal | Pair:
         memory["moment"] = n["keep"] * memory["moment"] + n["take"] * increment
-        return self.believed(memory, n)
+        return self.settled(memory, n)
 
     def admit(self, gradient: Tensor) -> Tensor:
         return _capped(gradient)
 
     def believed(self, memory: Memory, n: Numbers) -> Diagonal:
+        settled = self.settled(memory, n)
+        return settled.of_weights() if isinstance(settled, Pair) else settled
+
+    def settled(self, memory: Memory, n: Numbers) -> Diagonal | Pair:
         return self.of.steady(memory["moment"], n)
 
 

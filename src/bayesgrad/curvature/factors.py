@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -88,13 +89,14 @@ def settle(entry: dict[str, Tensor], side: str) -> None:
     Moment(torch.cat(rows)[None], 1.0).into(entry[f"{side}_moment"], keep, 1.0)
 
 
-class LayerCurvature:
+class LayerCurvature(ABC):
     """Reads a layer's evidence into the second moments of its sides, `input` and perhaps `error`."""
 
     sides: tuple[str, ...] = ("input",)
 
+    @abstractmethod
     def read(self, sheet: Any, options: Mapping[str, Any]) -> dict[str, Moment]:
-        raise NotImplementedError
+        """The second moment of each side."""
 
 
 @dataclass(frozen=True)

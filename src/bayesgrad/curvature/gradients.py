@@ -54,8 +54,8 @@ class SquaredGradient(Curvature):
     """
 
     def read(self, evidence: Evidence, memory: Memory, n: Numbers) -> Tensor:
-        if evidence.squares is not None:  # of several draws, each squared by itself
-            return n["information"] * (n["information"] * evidence.squares)
+        if evidence.squares is not None:  # of several draws, or of other labels, each squared by itself
+            return n["information"] * (n["information"] * evidence.squares) if "information" in n else evidence.squares
         error = evidence.gradient * n["information"] if "information" in n else evidence.gradient
         return error * error
 

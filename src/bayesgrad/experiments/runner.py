@@ -276,7 +276,7 @@ def drawn(optimizers: Iterable[Any]) -> Iterator[None]:
     """Weights drawn from the belief of each optimizer that takes gradients there; passes run inside."""
     with contextlib.ExitStack() as stack:
         for optimizer in optimizers:
-            if hasattr(optimizer, "sampled"):
+            if getattr(optimizer, "takes_draws", False):
                 stack.enter_context(optimizer.sampled())
         yield
 

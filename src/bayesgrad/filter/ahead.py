@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -26,9 +27,9 @@ class LookingAhead(Filter):
     Checked by: tests/contract/test_looking_ahead.py.
     """
 
+    @abstractmethod
     def _posterior_means(self) -> dict[Tensor, Tensor]:
         """Parameter -> posterior mean; parameters that are left out are shown as they are."""
-        raise NotImplementedError
 
     @contextmanager
     def posterior_mean(self) -> Iterator[None]:

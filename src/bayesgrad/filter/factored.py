@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -44,11 +45,11 @@ class FactoredFilter(LayerFilter):
             self._refresh(layer, fresh.get(layer), settings[layer])
         return directions([(layer, self.precision(layer, settings[layer]), passes.get(layer)) for layer in known])
 
+    @abstractmethod
     def statistics(
         self, current: list[Layer], settings: Mapping[Layer, Mapping[str, Any]], passes: Mapping[Layer, Sheet]
     ) -> Mapping[Layer, Sheet]:
         """The evidence that is to be merged in this step. A layer of which nothing was ever seen takes the fallback."""
-        raise NotImplementedError
 
     def due(self, layer: Layer, group: Mapping[str, Any]) -> bool:
         """Whether statistics are due in the coming step."""

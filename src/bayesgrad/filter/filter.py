@@ -23,7 +23,16 @@ from bayesgrad.rule import Rule
 from bayesgrad.transition import Transition
 
 NONFINITE = ("ignore", "raise", "skip")
-ON_CPU = ("step", "clock", "damped", "input_waits", "error_waits", "dual_damping", "gram_of")  # Python reads them
+ON_CPU = (
+    "step",
+    "clock",
+    "damped",
+    "input_waits",
+    "error_waits",
+    "dual_damping",
+    "gram_of",
+    "ahead",
+)  # Python reads them
 
 
 class Filter(torch.optim.Optimizer):
@@ -216,6 +225,11 @@ class Filter(torch.optim.Optimizer):
         if slot == "last_mean":
             return p
         return self.prior_variance(group) if slot in ("variance", "last_variance") else 0.0
+
+    def _mark(self) -> list[tuple[int, int]]:
+        """Tells whether gradients have changed in between."""
+        every = (p for group in self.param_groups for p in group["params"])
+        return [(id(p.grad), p.grad._version) for p in every if p.grad is not None]
 
     # --- bad gradients ---
 

@@ -152,11 +152,6 @@ class LayerFilter(Filter):
             self.tap.clear()
         return skips
 
-    def _mark(self) -> list[tuple[int, int]]:
-        """Tells whether gradients have changed in between."""
-        every = (p for group in self.param_groups for p in group["params"])
-        return [(id(p.grad), p.grad._version) for p in every if p.grad is not None]
-
     def sheets(self, uses: Sequence[Sequence[Use]]) -> dict[Layer, Sheet]:
         """The evidence for each layer in some passes; layers without any are left out."""
         by_weight = {id(layer.module._parameters.get("weight")): layer for layer in self.layers}
@@ -180,11 +175,10 @@ class LayerFilter(Filter):
         return list(passes.values())
 
     def draw(self, outputs: Tensor) -> Tensor:
-        """Labels from the model's own predictions; a function of the seed and the number of draws before."""
+        """Labels from the model's own predictions."""
         group = self.param_groups[0]
-        seed = (int(group["seed"]) * 0x9E3779B97F4A7C15 + group["draws"]) % 2**63
         group["draws"] += 1
-        return likelihoods.named(group["likelihood"]).sample(outputs, torch.Generator().manual_seed(seed))
+        return likelihoods.draw(likelihoods.named(group["likelihood"]), outputs, group["seed"], group["draws"] - 1)
 
     def touched(self, layers: Iterable[Layer]) -> list[Layer]:
         """Those that have a gradient other than zero."""

@@ -104,6 +104,11 @@ class Masked(Filter):
 
     # --- drawing ---
 
+    @property
+    def takes_draws(self) -> bool:
+        """Whether gradients are to be taken inside `sampled()`."""
+        return True
+
     @contextmanager
     def sampled(self, masks: Masks | None = None) -> Iterator[None]:
         """Within the context the weights are one draw z m; afterwards they are m, bit for bit.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -161,9 +162,14 @@ class Drawing(Filter):
 
     # --- drawing ---
 
+    @property
+    def takes_draws(self) -> bool:
+        """Whether gradients are to be taken inside `sampled()`."""
+        return True
+
+    @abstractmethod
     def drawing(self, group: Mapping[str, Any]) -> list[float]:
         """The numbers that the kernel of a draw asks for."""
-        raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch.optim; counts draws from none."""
@@ -230,6 +236,9 @@ class Drawing(Filter):
                     parts.append(self.draws(group, some, [starts[p] for p in some]))
             # Orders differ where a group has several kinds: compare like with like the next time.
             self._drawn = parts if [p for part in parts for p in part.params] == every else []
+        owners = {p: group for group, params in wanted for p in params}
+        for part in parts:
+            part.group = owners[part.params[0]]  # loading a state replaces groups
         for group, params in wanted:
             if any(self.state.get(p, {}).get(self.draws.reads, _NOTHING).shape != p.shape for p in params):
                 with torch.no_grad():
@@ -361,7 +370,7 @@ class Drawing(Filter):
 
     def _warn_of_rest(self) -> None:
         """Once, after many steps: a Hessian that is still where it began says nothing."""
-        for group in self.param_groups:
+        for group in (group for group in self.param_groups if "hess_init" in group):
             moved = [
                 float((entry["variance"] / self.initial("variance", group, p) - 1).abs().mean())
                 for p in group["params"]

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from bayesgrad.curvature import CentredGradient, SquaredGradient
-from bayesgrad.filter import Filter, Parts
+from bayesgrad.curvature import SquaredGradient
+from bayesgrad.filter.evident import Evident
 from bayesgrad.filter.ranges import COUNT, FLAG, OPTIONAL_COUNT, POSITIVE
 from bayesgrad.rule import NaturalGradient
 from bayesgrad.transition import OrnsteinUhlenbeck, Steady
@@ -15,21 +15,22 @@ from bayesgrad.transition import OrnsteinUhlenbeck, Steady
 DEFAULT_SGD_LR = 0.1
 
 
-class _AdaBayesFamily(Filter):
-    """What the two share: squared or centred gradients, and sgd_lr, which keeps its ratio to lr."""
+class _AdaBayesFamily(Evident):
+    """What the two share: the kinds of evidence, and sgd_lr, which keeps its ratio to lr."""
 
     curvature = SquaredGradient()
     rule = NaturalGradient()
-    accepts = {**Filter.accepts, "sgd_lr": POSITIVE, "centered": FLAG}
+    accepts = {**Evident.accepts, "sgd_lr": POSITIVE, "centered": FLAG}
 
     def _check(self, group: Mapping[str, Any]) -> None:
         super()._check(group)
-        if group["centered"] and math.isinf(group["sgd_lr"]):
+        if group["centered"] and group["evidence"] == "sampled":
+            raise ValueError("centered=True is evidence='centered', but evidence is 'sampled': choose one.")
+        if self.kind(group) == "centered" and math.isinf(group["sgd_lr"]):
             raise ValueError("centered=True needs a finite sgd_lr: a gradient that hardly varies bounds no step.")
 
-    def parts(self, group: Mapping[str, Any]) -> Parts:
-        curvature = CentredGradient() if group["centered"] else self.curvature
-        return Parts(curvature, self.transition, self.rule)
+    def kind(self, group: Mapping[str, Any]) -> str:
+        return "centered" if group["centered"] else group["evidence"]
 
 
 class AdaBayes(_AdaBayesFamily):
@@ -55,7 +56,13 @@ class AdaBayes(_AdaBayesFamily):
             filter then starts where sgd_lr = 0.1 would.
         momentum: decay of the gradient's moving average.
         weight_decay: decoupled, as in AdamW.
-        centered: estimate the information by the gradient's variance instead of its square.
+        centered: the same as `evidence="centered"`.
+        evidence: what the information is read off: the gradient's square (`"empirical"`), its variance (`"centered"`)
+            or its square at labels drawn from the model (`"sampled"`), which takes `observe(outputs)` in every step.
+        likelihood: of the outputs, for drawn labels.
+        linearise: take gradients at weights drawn from the belief, inside `with optimizer.sampled():`.
+        samples: draws of `step(closure)`, with linearise.
+        seed: of all draws.
         follow_lr: when lr changes by a factor, multiply sigma^2_post by it. `False` is the paper's filter, which needs
             thousands of steps to follow a change of lr. Not to be changed during a run.
         nonfinite: what to do about a gradient with infinite or NaN entries: `"ignore"` it as torch.optim does,
@@ -91,6 +98,11 @@ class AdaBayes(_AdaBayesFamily):
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         centered: bool = False,
+        evidence: str = "empirical",
+        likelihood: str = "categorical",
+        linearise: bool = False,
+        samples: int = 1,
+        seed: int = 0,
         follow_lr: bool = True,
         nonfinite: str = "ignore",
         fused: bool | None = None,
@@ -102,6 +114,11 @@ class AdaBayes(_AdaBayesFamily):
             momentum=momentum,
             weight_decay=weight_decay,
             centered=centered,
+            evidence=evidence,
+            likelihood=likelihood,
+            linearise=linearise,
+            samples=samples,
+            seed=seed,
             follow_lr=follow_lr,
             nonfinite=nonfinite,
             fused=fused,
@@ -113,7 +130,7 @@ class AdaBayes(_AdaBayesFamily):
     # needs no touching of the state.
 
     def _unit(self, group: Mapping[str, Any]) -> float:
-        relative = float(group["lr"]) / (group["base_lr"] or math.inf)
+        relative = float(group["lr"]) / (group["base_lr"] or float(group["lr"]) or math.inf)
         return relative if group["follow_lr"] else float(relative > 0)
 
     def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
@@ -128,6 +145,9 @@ class AdaBayes(_AdaBayesFamily):
 
     def information(self, group: Mapping[str, Any]) -> float:
         return math.sqrt(self._unit(group)) * group["batch_size"]
+
+    def drawing(self, group: Mapping[str, Any]) -> list[float]:
+        return [self._unit({**group, "lr": float(group["lr"]) or group["last_lr"] or 1.0})]
 
     def prior_variance(self, group: Mapping[str, Any]) -> float:
         sgd_lr = DEFAULT_SGD_LR if math.isinf(group["sgd_lr"]) else group["sgd_lr"]
@@ -154,7 +174,11 @@ class AdaBayesFP(_AdaBayesFamily):
         betas: decays of the moving averages of gradient and squared gradient.
         weight_decay: decoupled, as in AdamW.
         batch_size: B, needed for `posterior()` only: sigma^2_post = eta / (B (k + sqrt(k^2 + s))).
-        centered: normalise by the gradient's variance instead of its square.
+        centered: the same as `evidence="centered"`.
+        evidence: what to normalise by: the gradient's square (`"empirical"`), its variance (`"centered"`) or its square
+            at labels drawn from the model (`"sampled"`), which takes `observe(outputs)` in every step.
+        likelihood: of the outputs, for drawn labels.
+        seed: of drawn labels.
         nonfinite: what to do about a gradient with infinite or NaN entries: `"ignore"` it as torch.optim does,
             `"raise"`, or `"skip"` the step. The last two change nothing at all in that case.
         fused: compile the step (`True`), run it eagerly (`False`), or whichever pays (`None`).
@@ -187,6 +211,9 @@ class AdaBayesFP(_AdaBayesFamily):
         weight_decay: float = 0.0,
         batch_size: float | None = None,
         centered: bool = False,
+        evidence: str = "empirical",
+        likelihood: str = "categorical",
+        seed: int = 0,
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:
@@ -197,6 +224,9 @@ class AdaBayesFP(_AdaBayesFamily):
             weight_decay=weight_decay,
             batch_size=batch_size,
             centered=centered,
+            evidence=evidence,
+            likelihood=likelihood,
+            seed=seed,
             nonfinite=nonfinite,
             fused=fused,
         )
@@ -204,6 +234,9 @@ class AdaBayesFP(_AdaBayesFamily):
 
     def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         return {"beta": group["betas"][1], "step": step, "half": group["base_lr"] / (2 * group["sgd_lr"])}
+
+    def drawing(self, group: Mapping[str, Any]) -> list[float]:
+        return []  # there is no variance to draw by: `linearise` is not offered
 
     def prior_variance(self, group: Mapping[str, Any]) -> float:
         sgd_lr = DEFAULT_SGD_LR if math.isinf(group["sgd_lr"]) else group["sgd_lr"]

@@ -14,7 +14,7 @@ from bayesgrad.curvature import SquaredGradient
 from bayesgrad.curvature.gradients import Memory, Numbers
 from bayesgrad.filter import Filter
 from bayesgrad.filter.ranges import NONNEGATIVE, OPEN_FRACTION, POSITIVE
-from bayesgrad.precision import Diagonal, Precision
+from bayesgrad.precision import Diagonal, Pair, Precision
 from bayesgrad.rule import NaturalGradient
 from bayesgrad.transition import Steady
 
@@ -25,7 +25,7 @@ class Peak(Steady):
 
     slots = ("moment", "peak")
 
-    def believed(self, memory: Memory, n: Numbers) -> Diagonal:
+    def settled(self, memory: Memory, n: Numbers) -> Diagonal | Pair:
         memory["peak"] = torch.maximum(memory["peak"], memory["moment"])
         return self.of.steady(memory["peak"], n)
 

@@ -4,6 +4,7 @@
 |---|---|---|
 | `Scalar` | one variance for all weights | 1 |
 | `Diagonal` | a variance for each weight | n |
+| `Pair` | a covariance of each weight and its momentum | 3 n |
 | `Kronecker` | a covariance of rows and one of columns | out^2 + in^2 |
 | `Spectral` | a Kronecker product in its eigenbasis, with a precision for each entry | out^2 + in^2 + n |
 | `LowRank` | a multiple of the identity, and products with k directions | k^2 |
@@ -13,6 +14,7 @@ from bayesgrad.precision.algebra import Precision
 from bayesgrad.precision.diagonal import Diagonal
 from bayesgrad.precision.kronecker import Kronecker, Spectral
 from bayesgrad.precision.low_rank import LowRank
+from bayesgrad.precision.pair import Pair
 from bayesgrad.precision.scalar import Scalar
 
-__all__ = ["Diagonal", "Kronecker", "LowRank", "Precision", "Scalar", "Spectral"]
+__all__ = ["Diagonal", "Kronecker", "LowRank", "Pair", "Precision", "Scalar", "Spectral"]

@@ -1,0 +1,172 @@
+"""Filters over single weights: what their information is read off, and where gradients are taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from bayesgrad import likelihoods
+from bayesgrad._kernels import compute_dtype
+from bayesgrad.curvature import CentredGradient, Curvature, SquaredGradient
+from bayesgrad.curvature.fisher import check_outputs
+from bayesgrad.filter.filter import Filter
+from bayesgrad.filter.ranges import FLAG, WHOLE, WHOLE_NUMBER, one_of
+from bayesgrad.filter.update import Parts
+from bayesgrad.filter.variational import Drawing, Noise
+
+EVIDENCE = ("empirical", "centered", "sampled")
+
+
+class Evident(Drawing):
+    """A filter that adds an estimate of the Fisher information of a batch to each weight's precision.
+
+    `evidence` says which: the squared gradient of the summed loss (`"empirical"`), the variance of that gradient over
+    time (`"centered"`), or the square of what the gradient would be at labels drawn from the model (`"sampled"`), which
+    `observe(outputs)` computes by a backward pass of its own.
+
+    With `linearise`, gradients are taken at weights drawn from the belief, inside `with optimizer.sampled():`:
+    statistical linearisation.
+
+    Reference: 000, sections 2.2.2 and 2.2.8.
+    Checked by: tests/contract/test_evidence.py.
+    """
+
+    keeps: ClassVar[str | None] = None
+    accepts = {
+        **Filter.accepts,
+        "evidence": one_of(*EVIDENCE),
+        "likelihood": one_of("categorical", "bernoulli", "gaussian"),
+        "linearise": FLAG,
+        "samples": WHOLE,
+        "seed": WHOLE_NUMBER,
+    }
+
+    def kind(self, group: Mapping[str, Any]) -> str:
+        """Which evidence a group goes by."""
+        return group["evidence"]
+
+    def read_by(self, group: Mapping[str, Any]) -> Curvature:
+        return CentredGradient() if self.kind(group) == "centered" else SquaredGradient()
+
+    def parts(self, group: Mapping[str, Any]) -> Parts:
+        return Parts(self.read_by(group), self.transition, self.rule)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch.optim; labels are drawn for all groups or for none, and so are weights."""
+        given = {**self.defaults, **param_group}
+        self._check(given)
+        for other in self.param_groups[:1]:
+            for name in ("evidence", "linearise"):
+                if given.get(name) != other.get(name):
+                    raise ValueError(f"{name} is {other[name]!r} in another group: all groups must have the same.")
+        super().add_param_group(param_group)
+
+    # --- labels drawn from the model ---
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._observed: dict[Tensor, Tensor] = {}  # gradients at drawn labels
+        self._losses = 0  # how many losses these are of
+        self._marked: list[tuple[int, int]] = []
+
+    def observe(self, outputs: Tensor, labels: Tensor | None = None) -> None:
+        """Draws labels from the outputs and keeps the gradient of the summed loss they give, until the next step.
+
+        Does nothing unless `evidence="sampled"`. Before `loss.backward()`, on the same outputs or on others; several
+        calls act like one on a larger batch.
+
+        Args:
+            outputs: of the model, with their graph; which is left as it is, and so is `.grad`.
+            labels: to be used in place of drawn ones.
+        """
+        group = self.param_groups[0]
+        if self.kind(group) != "sampled":
+            return
+        check_outputs(outputs)
+        if outputs.grad_fn is None:
+            raise RuntimeError("these outputs have no graph: compute them by the model, with gradients enabled.")
+        likelihood = likelihoods.named(group["likelihood"])
+        if labels is None:
+            labels = likelihoods.draw(likelihood, outputs, group["seed"], group["draws"])
+            group["draws"] += 1
+        params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        gradients = torch.autograd.grad(
+            outputs, params, likelihood.residual(outputs, labels), retain_graph=True, allow_unused=True
+        )
+        self._losses += likelihood.losses(outputs)
+        for p, gradient in zip(params, gradients):
+            if gradient is not None:
+                self._observed[p] = self._observed[p] + gradient if p in self._observed else gradient
+        self._marked = self._mark()
+
+    def evidence(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> dict[str, Mapping[Tensor, Tensor]]:
+        shown = super().evidence(groups, active) if self.takes_draws else {}
+        if self.kind(groups[0]) != "sampled":
+            return shown
+        owners = {p: group for group, params in zip(groups, active) for p in params}
+        blind = [p for p in owners if p not in self._observed]
+        if blind:
+            raise RuntimeError(
+                f"nothing was observed of a parameter of shape {tuple(blind[0].shape)}: with evidence='sampled', call "
+                "observe(outputs), before loss.backward(), on outputs of the model in every step."
+            )
+        # Times B^2 it is the information of a batch of B losses, estimated from those that were observed.
+        count = {p: self._losses * (group.get("batch_size") or self._losses) for p, group in owners.items()}
+        squares = {p: self._observed[p].to(compute_dtype(p.dtype)).square() / count[p] for p in owners}
+        return {**shown, "squares": squares}
+
+    def _skips(self, active: list[list[Tensor]]) -> bool:
+        if super()._skips(active):
+            return True
+        wants = self.param_groups[0]["nonfinite"]
+        if wants == "ignore" or all(bool(torch.isfinite(one).all()) for one in self._observed.values()):
+            return False
+        if wants == "skip":
+            return True
+        raise FloatingPointError(
+            "gradients at the labels that were drawn are not finite; nothing was changed. Lower lr, or pass "
+            "nonfinite='skip'."
+        )
+
+    # --- weights drawn from the belief ---
+
+    @property
+    def takes_draws(self) -> bool:
+        """Whether gradients are to be taken inside `sampled()`."""
+        return self.param_groups[0].get("linearise", False)
+
+    @contextmanager
+    def sampled(self, noise: Noise | None = None) -> Iterator[None]:
+        """Within the context the weights are one draw from the belief, for `linearise=True`; see `IVON.sampled`."""
+        if not self.takes_draws:
+            raise RuntimeError(
+                f"this {type(self).__name__} takes gradients at the mean: build it with linearise=True, or draw from "
+                "posterior(model)."
+            )
+        with super().sampled(noise):
+            yield
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch.optim; forgets what draws have shown, and what was observed for a step that was not taken."""
+        kept = (self._observed, self._losses, self._marked)
+        stale = bool(self._observed) and self._marked != self._mark()
+        if self.takes_draws:
+            super().zero_grad(set_to_none)
+        else:
+            Filter.zero_grad(self, set_to_none)
+        if stale:
+            self._observed, self._losses = {}, 0
+        elif self._observed or kept[0]:
+            self._observed, self._losses, self._marked = *kept[:2], self._mark()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """As for any filter; with `linearise`, a closure is called inside of `samples` draws."""
+        if self.takes_draws:
+            return super().step(closure)
+        loss = Filter.step(self, closure)
+        self._observed, self._losses = {}, 0
+        return loss
