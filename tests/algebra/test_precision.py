@@ -197,7 +197,8 @@ def test_a_dense_belief_stays_positive_and_symmetric() -> None:
         belief = belief.add(Matrix(1e6 * directions(*SHAPE, 2).columns))
         assert torch.equal(belief.covariance, belief.covariance.T)
         assert torch.linalg.eigvalsh(belief.covariance)[0] > 0
-        belief = belief.spread(0.99, 1e-12)
+        belief = belief.spread(0.9 + 0.1 * positive(*SHAPE).clamp(max=1), 1e-12)
+        assert torch.equal(belief.covariance, belief.covariance.T)
 
 
 def test_low_rank_products() -> None:

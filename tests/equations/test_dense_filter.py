@@ -348,11 +348,12 @@ def test_two_observations_are_one_batch(evidence: str) -> None:
 # --- missing and bad gradients ---
 
 
-def test_a_parameter_without_gradient_is_left_alone_and_the_others_are_filtered_alone() -> None:
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_parameter_without_gradient_is_left_alone_and_the_others_are_filtered_alone(frozen: bool) -> None:
     """The covariance of the others is that of a filter of them alone, started from the belief about them."""
     model = mlp()
     optimizer = DenseFilter(model, 0.1, batch_size=6, prior_std=0.5)
-    some = np.r_[0:15]  # the first layer; the second is frozen later
+    some = np.r_[0:15]  # the first layer; the second is frozen later, or its gradients are taken away
     r = math.exp(-(0.1**2) / 0.5**2)
     S = np.empty(0)
     for t in range(5):
@@ -360,7 +361,7 @@ def test_a_parameter_without_gradient_is_left_alone_and_the_others_are_filtered_
         mu, before = flat(model), optimizer.covariance().numpy()
         optimizer.zero_grad()
         if t == 2:
-            model[2].requires_grad_(False)
+            model[2].requires_grad_(not frozen)
             S = r * before[:15, :15] + 0.25 * (1 - r) * np.eye(15)
         outputs = model(x)
         J, p = jacobians(model, x).numpy(), outputs.softmax(1).detach().numpy()
@@ -368,6 +369,7 @@ def test_a_parameter_without_gradient_is_left_alone_and_the_others_are_filtered_
         optimizer.observe(outputs)
         F.cross_entropy(outputs, y).backward()
         if t >= 2:
+            model[2].zero_grad()
             G = 6 * np.concatenate([p.grad.numpy().ravel() for p in model[0].parameters()])
         optimizer.step()
         after = optimizer.covariance().numpy()
@@ -379,6 +381,7 @@ def test_a_parameter_without_gradient_is_left_alone_and_the_others_are_filtered_
         np.testing.assert_allclose(after[:15, :15], S, rtol=1e-9, atol=1e-11)
         np.testing.assert_allclose(posterior_mean(model, optimizer)[:15], mu[:15] - S @ G, rtol=1e-9, atol=1e-11)
         np.testing.assert_array_equal(flat(model)[15:], mu[15:])
+        np.testing.assert_array_equal(posterior_mean(model, optimizer)[15:], mu[15:])
         spread = r * before[15:, 15:] + 0.25 * (1 - r) * np.eye(12) if t == 2 else before[15:, 15:]
         np.testing.assert_allclose(after[15:, 15:], spread, rtol=1e-13)
         S = r * S + 0.25 * (1 - r) * np.eye(15)

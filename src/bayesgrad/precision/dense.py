@@ -69,10 +69,10 @@ class Dense(Precision):
     def spread(self, retain: Any, noise: Any) -> Dense:
         """(R^1/2 P^-1 R^1/2 + Q)^-1 for diagonal R and Q: numbers, or one for each weight."""
         root = torch.as_tensor(retain, dtype=self.covariance.dtype, device=self.covariance.device).sqrt().flatten()
-        spread = root[:, None] * self.covariance * root
+        spread = torch.outer(root, root) * self.covariance  # symmetric to the bit, as both factors are
         added = torch.as_tensor(noise, dtype=spread.dtype, device=spread.device).flatten()
         spread.diagonal().add_(added)
-        return self._with(spread)
+        return Dense(spread, self.shape)
 
     def transform(self, A: Tensor, Q: Tensor) -> Dense:
         """((I - A) P^-1 (I - A)' + Q)^-1: any linear motion of the weights, and any Gaussian noise."""
