@@ -96,8 +96,8 @@ KALMAN = (
     ({"prior_std": 0.0}, "prior_std must be a positive number, got 0.0."),
     (
         {"prior_std": 1e-3},
-        "prior_std=0.001 must be larger than lr=0.001 and weight_noise=0.0, the distance that a weight's optimum moves in "
-        "a single step.",
+        "prior_std=0.001 must be larger than lr=0.001 and weight_noise=0.0, the distance that a weight's optimum "
+        "moves in a single step.",
     ),
     ({"nesterov_decay": 1}, "nesterov_decay must be True or False, got 1."),
     ({"beta2": 1.0}, "beta2 must be in [0, 1), got 1.0."),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bayesgrad.precision import Diagonal, Kronecker, LowRank, Precision, Scalar, Spectral
+from bayesgrad.precision import Dense, Diagonal, Kronecker, LowRank, Precision, Scalar, Spectral
 from bayesgrad.precision.linalg import cholesky, diagonal_inverse, inverse
 from bayesgrad.precision.low_rank import Matrix
 
@@ -120,6 +120,10 @@ STRUCTURES = {
     "LowRank": (LowRank(0.6, directions(*SHAPE, 2), SHAPE), 0.4, number),
     "LowRank, directions": (LowRank(0.6, directions(*SHAPE, 2), SHAPE), directions(*SHAPE, 3), outer),
     "LowRank, more directions than weights": (LowRank(0.6, directions(*SHAPE, 8), SHAPE), 0.4, number),
+    "Dense": (Dense(covariance(6, 6), SHAPE), 0.4, number),
+    "Dense, one direction": (Dense(covariance(6, 6), SHAPE), directions(*SHAPE, 1), outer),
+    "Dense, directions": (Dense(covariance(6, 6), SHAPE), directions(*SHAPE, 4), outer),
+    "Dense, more directions than weights": (Dense(covariance(6, 6), SHAPE), directions(*SHAPE, 17), outer),
 }
 
 
@@ -164,6 +168,37 @@ def test_operations_follow_each_other() -> None:
         close(found.to_dense(), expected)
         close(found.logdet(), torch.logdet(expected))
         close(found.variance().flatten(), torch.linalg.inv(expected).diagonal())
+
+
+def test_a_dense_belief_moves_by_any_linear_map() -> None:
+    """Against the definition, and `spread` with a number for each weight as the diagonal case of it."""
+    belief, A = Dense(covariance(6, 6), SHAPE), torch.randn(6, 6, dtype=torch.float64, generator=GENERATOR)
+    Q, F = covariance(6, 6), eye(6) - A
+    moved = belief.transform(A, Q)
+    close(moved.covariance, F @ belief.covariance @ F.T + Q)
+    assert torch.equal(moved.covariance, moved.covariance.T)
+    retain, noise = positive(*SHAPE), positive(*SHAPE)
+    diagonal = eye(6) - torch.diag(retain.flatten().sqrt())
+    close(belief.spread(retain, noise).covariance, belief.transform(diagonal, torch.diag(noise.flatten())).covariance)
+
+
+def test_a_dense_belief_may_be_certain_of_some_directions() -> None:
+    """A covariance of rank two: what is known stays known, the rest is learnt as in those two dimensions alone."""
+    basis, inner, U = orthogonal(6, 2), covariance(2, 2), directions(*SHAPE, 3)
+    found = Dense(basis @ inner @ basis.T, SHAPE).add(U).covariance
+    reduced = Dense(inner, (2,)).add(Matrix(basis.T @ U.columns.reshape(6, 3))).covariance
+    close(found, basis @ reduced @ basis.T)
+
+
+def test_a_dense_belief_stays_positive_and_symmetric() -> None:
+    """Under directions that are 1e12 times as certain as the prior, one batch after the other."""
+    belief = Dense(eye(6), SHAPE)
+    for _ in range(50):
+        belief = belief.add(Matrix(1e6 * directions(*SHAPE, 2).columns))
+        assert torch.equal(belief.covariance, belief.covariance.T)
+        assert torch.linalg.eigvalsh(belief.covariance)[0] > 0
+        belief = belief.spread(0.9 + 0.1 * positive(*SHAPE).clamp(max=1), 1e-12)
+        assert torch.equal(belief.covariance, belief.covariance.T)
 
 
 def test_low_rank_products() -> None:

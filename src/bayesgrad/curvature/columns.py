@@ -299,6 +299,20 @@ def joined(parts: Sequence[Columns]) -> Columns:
     return Rows(first.shape, torch.cat([part.rows() for part in parts]))
 
 
+def one_by_one(outputs: Tensor, params: Sequence[Tensor], directions: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients of single examples by a backward pass for each, (columns, *shape) for each parameter."""
+    if not params:
+        return []
+    rows: list[list[Tensor]] = [[] for _ in params]
+    for direction in directions:
+        for example in range(len(outputs)):
+            alone = torch.zeros_like(direction)
+            alone[example] = direction[example]
+            for row, gradient in zip(rows, torch.autograd.grad(outputs, params, alone, retain_graph=True)):
+                row.append(gradient)
+    return [torch.stack(row) for row in rows]
+
+
 def _alike(a: Tensor, b: Tensor) -> bool:
     return a.dim() == b.dim() and a.shape[-2:] == b.shape[-2:]
 

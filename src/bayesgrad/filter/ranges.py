@@ -6,6 +6,9 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 
 class Range(NamedTuple):
     """What a hyper-parameter may be, in words and as a test."""
@@ -30,3 +33,28 @@ OPTIONAL_FLAG = Range("None, True or False", lambda x: x is None or x is True or
 def one_of(*choices: Any) -> Range:
     """One of a few values."""
     return Range(" or ".join(map(repr, choices)), lambda x: x in choices)
+
+
+def square_matrix(matrix: Any, name: str) -> Tensor:
+    """A square matrix of finite numbers, in float64."""
+    if not isinstance(matrix, Tensor) or not matrix.is_floating_point():
+        kind = matrix.dtype if isinstance(matrix, Tensor) else type(matrix).__name__
+        raise TypeError(f"{name} must be a tensor of floating-point numbers, got {kind}.")
+    if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1] or not len(matrix):
+        raise ValueError(f"{name} must be a square matrix, got shape {tuple(matrix.shape)}.")
+    if not bool(torch.isfinite(matrix).all()):
+        raise ValueError(f"{name} must be finite, got {int((~torch.isfinite(matrix)).sum())} entries that are not.")
+    return matrix.detach().to(torch.float64, copy=True)
+
+
+def covariance_matrix(matrix: Any, name: str) -> Tensor:
+    """A symmetric and positive semi-definite matrix, but for rounding."""
+    checked = square_matrix(matrix, name)
+    tolerance = 100 * torch.finfo(matrix.dtype).eps * float(checked.abs().max())
+    gap = float((checked - checked.mT).abs().max())
+    if gap > tolerance:
+        raise ValueError(f"{name} must be symmetric, got entries that differ by {gap:g} from their mirror images.")
+    smallest = float(torch.linalg.eigvalsh(checked)[0])
+    if smallest < -len(checked) * tolerance:
+        raise ValueError(f"{name} must be positive semi-definite, got an eigenvalue of {smallest:g}.")
+    return (checked + checked.mT) / 2

@@ -3,6 +3,7 @@
 from bayesgrad.optim.adabayes import AdaBayes, AdaBayesFP
 from bayesgrad.optim.adabound import AdaBound, AMSBound
 from bayesgrad.optim.binary import STE, BayesBiNN
+from bayesgrad.optim.dense import DenseFilter
 from bayesgrad.optim.dropout import SpikeSlab
 from bayesgrad.optim.foof import FOOF
 from bayesgrad.optim.ivon import IVON
@@ -25,6 +26,7 @@ __all__ = [
     "AdaBayesFP",
     "AdaBound",
     "BayesBiNN",
+    "DenseFilter",
     "KalmanMomentum",
     "NaturalGradient",
     "Newton",

@@ -1,0 +1,409 @@
+"""The generic filter: every weight's covariance with every other, for small models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bayesgrad import likelihoods
+from bayesgrad.block import Directions, gradient_of
+from bayesgrad.curvature import layers
+from bayesgrad.curvature.columns import one_by_one
+from bayesgrad.curvature.fisher import check_outputs, gather, refuse_mixing
+from bayesgrad.filter.ahead import LookingAhead
+from bayesgrad.filter.layerwise import LayerFilter
+from bayesgrad.filter.ranges import COUNT, POSITIVE, covariance_matrix, one_of, square_matrix
+from bayesgrad.optim.adabayes import DEFAULT_SGD_LR
+from bayesgrad.posterior import Posterior
+from bayesgrad.precision import Dense
+from bayesgrad.precision.low_rank import Matrix
+from bayesgrad.transition import OrnsteinUhlenbeck
+
+LIMIT = 20_000  # entries of the state: their covariance has 3.2 GB
+EVIDENCE = ("exact", "sampled", "empirical", "centered")
+
+
+class DenseFilter(LookingAhead, LayerFilter):
+    r"""Bayesian filtering of all weights together; on a linear model with Gaussian noise, the Kalman filter.
+
+    .. math::
+        \Sigma_{post} &= \Sigma_{prior} - \Sigma_{prior} U (I + U^T \Sigma_{prior} U)^{-1} U^T \Sigma_{prior} \\
+        \mu_{post} &= \mu_{prior} - \Sigma_{post}\, B \nabla(\mu_{prior}) \\
+        \mu_{prior} &\leftarrow (1 - \eta\lambda)(I - A)\, \mu_{post}, \quad
+        \Sigma_{prior} \leftarrow (I - A)\, \Sigma_{post} (I - A)^T + Q
+
+    with the gradient of the mean loss (`.grad`), B = `batch_size`, lambda = `weight_decay` and U U' the Fisher
+    information of the batch, one column for each example (and output), from `observe(outputs)` before
+    `loss.backward()`. Parameters hold mu_prior, where the next gradient is to be taken; mu_post is shown by `with
+    optimizer.posterior_mean():`, Sigma_post by `covariance()`.
+
+    By default each weight's optimum drifts by itself, with eta = `lr` and sigma = `prior_std`: I - A = sqrt(r) I and
+    Q = sigma^2 (1 - r) I with r = exp(-eta^2/sigma^2), or a random walk, A = 0 and Q = eta^2 I, for sigma = inf. A
+    schedule of lr scales Q; lr = 0 is no drift at all: certainty grows, and steps fall as 1/t.
+
+    Any other drift is given as `transition=(A, Q)`, and is taken as it is whatever lr is. Matrices of size k n for n
+    weights have latent values behind the weights (momentum) that no gradient sees; they start at zero.
+
+    The state is in float64 whichever dtype weights have: Sigma_post is a difference, of which float32 loses the sign
+    where a batch is 1e6 times as certain as the belief (float64: 1e13).
+
+    Args:
+        model: the network; BatchNorm must be in evaluation mode.
+        lr: eta, the drift of a weight's optimum in one step.
+        params: groups or parameters of the model; None for all. Groups may have their own lr, prior_std and
+            weight_decay; all else is that of the first.
+        batch_size: B, the number of losses that a gradient is the mean of, over all micro-batches (and tokens). The
+            Fisher of what was observed is scaled to as many. A last batch that is smaller should be dropped.
+        prior_std: sigma, also of the belief before the first gradient. With `inf` that has the variance 0.1/B, which
+            bounds the first step by that of SGD with learning rate 0.1.
+        transition: (A, Q) in the order of `torch.nn.utils.parameters_to_vector`, Q symmetric and positive
+            semi-definite. Every parameter must then have a gradient in every step.
+        prior_covariance: the covariance before the first gradient, of the size of Q; None for prior_std^2 for each
+            weight, and zero for latent values.
+        likelihood: "categorical", "bernoulli" or "gaussian"; the loss must be its mean negative log-likelihood, for
+            "gaussian" half the squared error.
+        evidence: whose gradients the columns of U are: "exact", all labels as the model predicts them (Gauss-Newton);
+            "sampled", a label drawn for each example; "empirical", the labels given to `observe(outputs, labels)`;
+            "centered", the same minus their mean over the batch, times sqrt(N/(N-1)), so that U U' estimates N times
+            the gradients' covariance without bias.
+        weight_decay: decoupled, after the propagation.
+        seed: of the drawn labels.
+        terms: how many losses of each example the gradient's mean runs over, as in `NaturalGradient`.
+        nonfinite: as in `AdaBayes`; looks at what was observed as well. With "ignore", gradients that are not finite
+            reach all weights, but the covariance is left as it was.
+
+    A parameter without a gradient keeps its mean, its variance, and its covariance with others of its kind.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 2)
+        >>> optimizer = DenseFilter(model, lr=0.01, batch_size=8)
+        >>> outputs = model(torch.randn(8, 3))
+        >>> optimizer.observe(outputs)
+        >>> torch.nn.functional.cross_entropy(outputs, torch.zeros(8, dtype=torch.long)).backward()
+        >>> optimizer.step()
+        >>> optimizer.covariance().shape
+        torch.Size([8, 8])
+
+    Reference: 000, Eq. 1-7.
+    Differs from the paper: the denominator of Eq. 7 is a number, or the matrix above for several columns; the default
+    drift is discretised exactly.
+    Checked by: tests/equations/test_dense_filter.py, against filterpy and closed forms.
+    """
+
+    listens = False
+    observes = True
+    drift = OrnsteinUhlenbeck()
+    accepts = {**LayerFilter.accepts, "batch_size": COUNT, "prior_std": POSITIVE, "evidence": one_of(*EVIDENCE)}
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 1e-3,
+        *,
+        params: Any = None,
+        batch_size: float,
+        prior_std: float = math.inf,
+        transition: tuple[Tensor, Tensor] | None = None,
+        prior_covariance: Tensor | None = None,
+        likelihood: str = "categorical",
+        evidence: str = "exact",
+        weight_decay: float = 0.0,
+        seed: int = 0,
+        terms: int = 1,
+        nonfinite: str = "ignore",
+    ) -> None:
+        if transition is not None:
+            if not isinstance(transition, (tuple, list)) or len(transition) != 2:
+                raise TypeError(f"transition must be None or a pair of matrices (A, Q), got {transition!r}.")
+            transition = (
+                square_matrix(transition[0], "A of transition"),
+                covariance_matrix(transition[1], "Q of transition"),
+            )
+            if transition[0].shape != transition[1].shape:
+                sizes = " and ".join(str(tuple(matrix.shape)) for matrix in transition)
+                raise ValueError(f"A and Q of transition must have the same shape, got {sizes}.")
+        if prior_covariance is not None:
+            prior_covariance = covariance_matrix(prior_covariance, "prior_covariance")
+        defaults = dict(
+            lr=lr,
+            batch_size=batch_size,
+            prior_std=prior_std,
+            transition=transition,
+            prior_covariance=prior_covariance,
+            likelihood=likelihood,
+            evidence=evidence,
+            weight_decay=weight_decay,
+            seed=seed,
+            terms=terms,
+            nonfinite=nonfinite,
+        )
+        super().__init__(model, params, defaults)
+        self._size()
+
+    # --- what is modelled ---
+
+    def _check_model(self) -> None:
+        refuse_mixing(self.model)
+
+    def _hears(self, module: nn.Module, mine: set[int]) -> bool:
+        known = layers.is_matrix(module) or layers.is_norm(module)
+        return known and any(id(p) in mine for p in layers.own_parameters(module).values())
+
+    def _unmodelled(self) -> list[Tensor]:
+        return []  # what no layer explains is differentiated one example at a time
+
+    def _slots_of(self, p: Tensor, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return self.slots({**group, "solved": True})
+
+    def gain(self, group: Mapping[str, Any]) -> float:
+        """The direction is the whole step, and is followed by the decay."""
+        return 1 - float(group["lr"]) * group["weight_decay"]
+
+    def _order(self) -> list[Tensor]:
+        """The parameters in the order of the model, which does not depend on groups."""
+        mine = {p for group in self.param_groups for p in group["params"]}
+        return [p for p in self.model.parameters() if p in mine]
+
+    def _size(self, group: Mapping[str, Any] | None = None) -> int:
+        """How many entries the state of the filter has: the weights, and the latent values behind them."""
+        group = self.param_groups[0] if group is None else group
+        size = weights = sum(p.numel() for p in self._order())
+        if group["transition"] is not None:
+            size = len(group["transition"][0])
+            if size % weights:
+                raise ValueError(
+                    f"A and Q of transition must have {weights} rows, one for each weight, or a multiple of that with "
+                    f"latent values behind the weights; got {size}."
+                )
+        if size > LIMIT:
+            raise ValueError(
+                f"{type(self).__name__} keeps the covariance of every pair of {size} values, and takes at most "
+                f"{LIMIT}: pass params= of a part of the model, or use NaturalGradient or KFAC."
+            )
+        given = group["prior_covariance"]
+        if given is not None and len(given) != size:
+            raise ValueError(f"prior_covariance must have shape {(size, size)}, got {tuple(given.shape)}.")
+        return size
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group of parameters of the model, before the first step."""
+        if any("covariance" in entry for entry in self.state.values()):
+            raise ValueError("a belief about all weights together takes no more of them: build the optimizer anew.")
+        super().add_param_group(param_group)
+        if "tap" in self.__dict__:
+            self._size()
+
+    # --- evidence ---
+
+    def observe(self, outputs: Tensor, labels: Tensor | None = None) -> None:
+        """Takes the Fisher information of this batch, for the next step.
+
+        Several calls before a step add up to one batch. Forgotten by `zero_grad()` if gradients have come since.
+
+        Args:
+            outputs: of the model, with their graph; which is left as it is, and so is `.grad`.
+            labels: for evidence="empirical" and "centered"; for "sampled" in place of drawn ones.
+        """
+        refuse_mixing(self.model)
+        check_outputs(outputs)
+        group = self.param_groups[0]
+        kind, evidence = likelihoods.named(group["likelihood"]), group["evidence"]
+        if labels is None and evidence in ("empirical", "centered"):
+            raise ValueError(f"evidence={evidence!r} needs labels: call observe(outputs, labels).")
+        if labels is not None and evidence == "exact":
+            raise ValueError("evidence='exact' is about all labels and takes none: call observe(outputs).")
+        trace = self.tap.trace(outputs)
+        if evidence == "exact":
+            directions = list(kind.roots(outputs))
+        else:
+            directions = [kind.residual(outputs, labels if labels is not None else self.draw(outputs))]
+        columns, _ = gather(trace, directions)
+        order = self._order()
+        rest = [p for p in order if id(p) not in columns and id(p) in trace.reads]
+        written = dict(zip(rest, one_by_one(outputs, rest, directions)))
+        count = len(outputs) * len(directions)
+        parts = []
+        for p in order:
+            rows = columns[id(p)].rows() if id(p) in columns else written.get(p, p.new_zeros(count, p.numel()))
+            parts.append(rows.detach().reshape(count, -1).to(order[0].device, torch.float64))
+        self._observed.append((torch.cat(parts, 1), len(outputs)))
+        self._marked = self._mark()
+
+    def _columns(self) -> Tensor:
+        """U', (columns, weights), of all that was observed since the last step."""
+        group = self.param_groups[0]
+        if not self._observed:
+            raise self.blind(
+                "nothing was observed since the last step", "call observe(outputs), before loss.backward(), on outputs"
+            )
+        parts, counts = zip(*self._observed)
+        self._observed = []
+        rows, count = torch.cat(parts), sum(counts)
+        if group["evidence"] == "centered":
+            if count < 2:
+                raise ValueError("evidence='centered' needs at least two examples in a step, got 1.")
+            rows = (rows - rows.mean(0)) * math.sqrt(count / (count - 1))
+        return rows * math.sqrt(group["batch_size"] / (group["terms"] * count))
+
+    def _skips(self, active: list[list[Tensor]]) -> bool:
+        if super()._skips(active):
+            return True
+        option = self.param_groups[0]["nonfinite"]
+        if option == "ignore" or all(bool(torch.isfinite(rows).all()) for rows, _ in self._observed):
+            return False
+        if option == "raise":
+            raise FloatingPointError(
+                "the gradients of single examples in what was observed are not all finite; nothing was changed. "
+                "Lower lr, or pass nonfinite='skip'."
+            )
+        self._observed = []
+        return True
+
+    # --- the step ---
+
+    def directions(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> Directions:
+        owners = {p: group for group, params in zip(groups, active) for p in params}
+        if not owners:
+            return {}
+        order = self._order()
+        entry = self.state[order[0]]
+        still = self._still(order, owners)
+        U = self._columns().masked_fill_(still, 0.0).mT
+        prior, latent = self._predicted()
+        size, count = len(prior.covariance), len(U)
+        U = torch.cat([U, U.new_zeros(size - count, U.shape[1])])
+        state = torch.cat([*(p.detach().flatten().to(latent) for p in order), latent])
+        gradient = torch.zeros_like(state)
+        batch_size = float(groups[0]["batch_size"])
+        parts = [
+            batch_size * gradient_of(p).flatten().to(latent) if p in owners else latent.new_zeros(p.numel())
+            for p in order
+        ]
+        gradient[:count] = torch.cat(parts)
+        if bool(torch.isfinite(U).all() & torch.isfinite(gradient).all()):
+            belief = self._updated(prior, U, still)
+            step = belief.solve(gradient)
+            step[:count].masked_fill_(still, 0.0)
+            entry.update(covariance=belief.covariance, mean=state - step)
+            change = self._drifted(entry, state, step, owners)
+        else:  # weights take what came, as in torch.optim
+            change = prior.solve(gradient)
+        pieces = change[:count].split([p.numel() for p in order])
+        return {p: piece.view(p.shape).to(p.device) for p, piece in zip(order, pieces) if p in owners}
+
+    def _still(self, order: Sequence[Tensor], owners: Mapping[Tensor, Any]) -> Tensor:
+        """The weights that have no gradient, (weights,)."""
+        missing = [p not in owners for p in order]
+        if any(missing) and self.param_groups[0]["transition"] is not None:
+            names = {p: n for group in self.param_groups for n, p in zip(group["param_names"], group["params"])}
+            raise ValueError(
+                f"transition=(A, Q) moves all weights together, but {names[order[missing.index(True)]]} has no "
+                "gradient: leave it out by params=."
+            )
+        sizes = torch.tensor([p.numel() for p in order])
+        return torch.tensor(missing).repeat_interleave(sizes).to(order[0].device)
+
+    def _updated(self, prior: Dense, U: Tensor, still: Tensor) -> Dense:
+        """The posterior; where gradients are missing, with a gain of zero (a Schmidt-Kalman filter)."""
+        belief = prior.add(Matrix(U))
+        if bool(still.any()):
+            kept = still.nonzero()[:, 0]
+            belief.covariance[kept[:, None], kept] = prior.covariance[kept[:, None], kept]
+        return belief
+
+    def _drifted(
+        self, entry: dict[str, Tensor], state: Tensor, step: Tensor, owners: Mapping[Tensor, Mapping[str, Any]]
+    ) -> Tensor:
+        """state - (I - A)(state - step): what takes the predicted mean to the next one."""
+        transition = self.param_groups[0]["transition"]
+        if transition is not None:
+            return step + transition[0].to(state) @ (state - step)
+        retain, noise = [], []  # as of this step: the covariance follows at the next one, under another lr perhaps
+        for p in self._order():
+            n = {"retain": 1.0, "noise": 0.0}
+            if p in owners:
+                lr, prior_std = float(owners[p]["lr"]), float(owners[p]["prior_std"])
+                n = self.drift.numbers(process=lr**2, stationary=prior_std**2)
+            retain.append(state.new_full((p.numel(),), n["retain"]))
+            noise.append(state.new_full((p.numel(),), n["noise"]))
+        entry.update(retain=torch.cat(retain), noise=torch.cat(noise))
+        root = entry["retain"].sqrt()
+        return root * step + (1 - root) * state
+
+    # --- what is believed ---
+
+    def _believed(self) -> Dense:
+        """The posterior covariance of weights and latent values; before the first step, the prior's."""
+        order, size = self._order(), self._size()
+        entry, group = self.state.get(order[0], {}), self.param_groups[0]
+        if "covariance" in entry:
+            return Dense(entry["covariance"], (size,))
+        if group["prior_covariance"] is not None:
+            return Dense(group["prior_covariance"].to(order[0].device), (size,))
+        variances = torch.zeros(size, dtype=torch.float64, device=order[0].device)
+        owners = {p: group for group in self.param_groups for p in group["params"]}
+        start = 0
+        for p in order:
+            sigma = float(owners[p]["prior_std"])
+            variance = DEFAULT_SGD_LR / float(group["batch_size"]) if math.isinf(sigma) else sigma**2
+            variances[start : start + p.numel()] = variance
+            start += p.numel()
+        return Dense(torch.diag(variances), (size,))
+
+    def _predicted(self) -> tuple[Dense, Tensor]:
+        """The covariance at the weights as they are, and the mean of latent values, (latent,)."""
+        order, believed = self._order(), self._believed()
+        entry, transition = self.state.get(order[0], {}), self.param_groups[0]["transition"]
+        weights = sum(p.numel() for p in order)
+        if "covariance" not in entry:
+            return believed, believed.covariance.new_zeros(len(believed.covariance) - weights)
+        if transition is None:
+            return believed.spread(entry["retain"], entry["noise"]), entry["mean"][weights:]
+        A, Q = (matrix.to(entry["mean"]) for matrix in transition)
+        return believed.transform(A, Q), (entry["mean"] - A @ entry["mean"])[weights:]
+
+    def _posterior_means(self) -> dict[Tensor, Tensor]:
+        order = self._order()
+        mean = self.state.get(order[0], {}).get("mean")
+        if mean is None:
+            return {}
+        sizes = [p.numel() for p in order]
+        return {p: piece.view(p.shape) for p, piece in zip(order, mean[: sum(sizes)].split(sizes))}
+
+    def covariance(self) -> Tensor:
+        """Sigma_post of the weights, a copy, in the order of `torch.nn.utils.parameters_to_vector`; float64."""
+        weights = sum(p.numel() for p in self._order())
+        return self._believed().covariance[:weights, :weights].clone()
+
+    def posterior(self, model: nn.Module, scale: float = 1.0) -> Posterior:
+        """Not yet: the belief joins all weights of a model."""
+        raise TypeError(
+            f"{type(self).__name__} believes in all weights together, which no posterior here can hold yet: use "
+            "covariance() and posterior_mean()."
+        )
+
+    # --- checkpoints ---
+
+    def _check_loaded(self, saved: Mapping[str, Any]) -> None:
+        super()._check_loaded(saved)
+        group = saved["param_groups"][0]
+        size = self._size(group)
+        names = {p: n for group in self.param_groups for n, p in zip(group["param_names"], group["params"])}
+        keys = {n: key for group in saved["param_groups"] for n, key in zip(group["param_names"], group["params"])}
+        entry = saved["state"].get(keys[names[self._order()[0]]], {})
+        shapes = {"covariance": (size, size), "mean": (size,)}
+        if group["transition"] is None:
+            shapes |= {"retain": (size,), "noise": (size,)}
+        lost = sorted(set(shapes) - set(entry))
+        if 0 < len(lost) < len(shapes):
+            raise ValueError(f"the saved state lacks {lost}: it is not {type(self).__name__}'s, or cut short.")
+        for name, shape in shapes.items():
+            if name in entry and entry[name].shape != shape:
+                raise ValueError(
+                    f"{name} has shape {tuple(entry[name].shape)} in the saved state, but {shape} is needed: load it "
+                    "into the model it came from."
+                )
