@@ -23,7 +23,16 @@ from bayesgrad.rule import Rule
 from bayesgrad.transition import Transition
 
 NONFINITE = ("ignore", "raise", "skip")
-ON_CPU = ("step", "clock", "damped", "input_waits", "error_waits", "dual_damping", "gram_of")  # Python reads them
+ON_CPU = (
+    "step",
+    "clock",
+    "damped",
+    "traces",
+    "input_waits",
+    "error_waits",
+    "dual_damping",
+    "gram_of",
+)  # Python reads them
 
 
 class Filter(torch.optim.Optimizer):
