@@ -71,6 +71,12 @@ class Layer:
             parts.append(gradient.to(dtype).reshape(groups, fan_out, -1))
         return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
+    def values(self) -> Tensor:
+        """[W b] itself, (groups, out, in), as a copy."""
+        groups, fan_out, _ = self.shape
+        dtype = compute_dtype(self.owner.dtype)
+        return torch.cat([p.detach().to(dtype).reshape(groups, fan_out, -1) for p in self.members], -1)
+
     def parted(self, matrix: Tensor) -> dict[Tensor, Tensor]:
         """A matrix (groups, out, in) as one tensor for each parameter that has a gradient."""
         size = matrix.shape[-1] - (self.bias is not None)
@@ -116,6 +122,17 @@ class Sheet:
         """E, (groups, rows, out); for an Embedding (1, rows, features)."""
         parts = [self._errors(use) for use in self.uses]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def with_errors(self, errors: Tensor) -> Sheet:
+        """The same evidence with other errors, in the shape of `errors`."""
+        other = Sheet(self.layer, self.passes)
+        other.__dict__ |= {**self.__dict__, "errors": errors}
+        return other
+
+    def is_finite(self) -> Tensor:
+        """Whether inputs, errors and their squares are, as a tensor."""
+        rows = [self.errors] if self.layer.lookup else [self.inputs, self.errors]
+        return torch.stack([torch.linalg.vector_norm(part) for part in rows]).isfinite().all()
 
     def _errors(self, use: Use) -> Tensor:
         if isinstance(use.module, nn.Embedding):
@@ -232,6 +249,18 @@ def proportions(blocks: Sequence[tuple[Layer, Sheet]]) -> dict[Layer, float]:
         return {}
     table = torch.stack([pair.double().cpu() for pair in seen.values()]).tolist()
     return {layer: factor for layer, (factor, excess) in zip(seen, table) if excess <= 1}
+
+
+def likely_factor(layer: Layer, sheet: Sheet) -> float:
+    """The c that makes c E'A most like the gradient: what unscaling and clipping have done to it, 1 where unknown."""
+    if layer.lookup:
+        made = explained(layer, list(sheet.uses)).flatten()
+        factor = torch.dot(gradient_of(layer.owner).to(made).flatten(), made) / torch.dot(made, made)
+    elif any(p.grad is None for p in layer.members) or (pair := _compared(layer, sheet)) is None:
+        return 1.0
+    else:
+        factor = pair[0]
+    return float(factor) if bool(factor.isfinite()) else 1.0
 
 
 def _compared(layer: Layer, sheet: Sheet) -> Tensor | None:

@@ -7,6 +7,7 @@ from bayesgrad.optim.dropout import SpikeSlab
 from bayesgrad.optim.foof import FOOF
 from bayesgrad.optim.ivon import IVON
 from bayesgrad.optim.kfac import KFAC
+from bayesgrad.optim.kronecker import KroneckerFilter, KroneckerFilterFP
 from bayesgrad.optim.natural_gradient import NaturalGradient
 from bayesgrad.optim.newton import VON, Newton
 from bayesgrad.optim.ogn import OGN, VOGN
@@ -24,6 +25,8 @@ __all__ = [
     "AdaBayesFP",
     "AdaBound",
     "BayesBiNN",
+    "KroneckerFilter",
+    "KroneckerFilterFP",
     "NaturalGradient",
     "Newton",
     "SpikeSlab",

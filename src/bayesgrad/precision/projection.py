@@ -102,9 +102,8 @@ class Factors:
         scales = growth * balance, growth / balance
         added = [(weight * rows.double().square().sum(2)).sum(1).cpu() for weight, rows in zip(weights, (x, d))]
         traces = [torch.minimum(old + new, side.most.cpu()) for old, new, side in zip(self.traces, added, sides)]
-        return Factors(
-            *(side.scaled(scale) for side, scale in zip(sides, scales)), torch.stack(traces) / torch.stack(scales).cpu()
-        )
+        inputs, errors = (side.scaled(scale) for side, scale in zip(sides, scales))
+        return Factors(inputs, errors, torch.stack(traces) / torch.stack(scales).cpu())
 
     def measured(self) -> Factors:
         """The same with its traces computed, but where rounding forbids it, and with balanced scales."""
