@@ -151,6 +151,15 @@ KFAC = (
     ({"sharing": "flatten"}, "sharing must be 'expand' or 'reduce', got 'flatten'."),
     ({"seed": 0.5}, "seed must be a whole number, got 0.5."),
 )
+KRONECKER = (
+    *LAYERS,
+    ({"batch_size": 0}, "batch_size must be a number >= 1, got 0."),
+    ({"prior_std": 0.0}, "prior_std must be a positive number, got 0.0."),
+    ({"evidence": "true"}, "evidence must be 'sampled' or 'centered' or 'empirical', got 'true'."),
+    ({"update_every": 0}, "update_every must be a whole number >= 1, got 0."),
+    ({"likelihood": "poisson"}, "likelihood must be 'categorical' or 'bernoulli' or 'gaussian', got 'poisson'."),
+    ({"seed": 0.5}, "seed must be a whole number, got 0.5."),
+)
 NATURAL = (
     *LAYERS,
     ({"damping": 0.0}, "damping must be a positive number, got 0.0."),
@@ -279,6 +288,29 @@ LAYERWISE = (
     ),
     Case("KFAC", optim.KFAC, {}, (), KFAC, layers=True),
     Case("KFAC-exact", optim.KFAC, {"lr": 0.01, "momentum": 0.5, "exact_damping": True, "max_factor": 64}, layers=True),
+    Case("KroneckerFilter", optim.KroneckerFilter, {"batch_size": 32}, bad=KRONECKER, layers=True),
+    Case(
+        "KroneckerFilter-prior",
+        optim.KroneckerFilter,
+        {
+            "lr": 0.01,
+            "batch_size": 32,
+            "prior_std": 0.1,
+            "momentum": 0.0,
+            "evidence": "centered",
+            "update_every": 3,
+            "stats_every": 2,
+        },
+        (),
+        layers=True,
+    ),
+    Case("KroneckerFilterFP", optim.KroneckerFilterFP, {"batch_size": 32}, bad=KRONECKER, layers=True),
+    Case(
+        "KroneckerFilterFP-prior",
+        optim.KroneckerFilterFP,
+        {"batch_size": 32, "prior_std": 0.1, "evidence": "empirical", "max_factor": 64, "weight_decay": 0.1},
+        layers=True,
+    ),
     Case("NaturalGradient", optim.NaturalGradient, {}, (), NATURAL, layers=True),
     Case(
         "NaturalGradient-layer",

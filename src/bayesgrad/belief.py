@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from bayesgrad.precision import Precision
@@ -23,3 +25,32 @@ class Belief:
     def sample(self, noise: Tensor) -> Tensor:
         """One draw for each leading index of standard normal `noise` (..., *mean.shape)."""
         return self.mean + self.precision.sample(noise)
+
+    def parted(self, name: str, values: Tensor) -> dict[str, Tensor]:
+        """Values in the shape of the mean (..., *mean.shape), by the names of parameters."""
+        return {name: values}
+
+
+@dataclass(frozen=True, eq=False)
+class Joint(Belief):
+    """A belief about several parameters at once, the columns of one matrix [W b], (groups, out, in).
+
+    Args:
+        shapes: of the parameters by name, in the order of their columns.
+    """
+
+    shapes: Mapping[str, torch.Size]
+
+    def parted(self, name: str, values: Tensor) -> dict[str, Tensor]:
+        rows = self.mean.shape[:-1].numel()
+        parts = values.split([shape.numel() // rows for shape in self.shapes.values()], -1)
+        ahead = values.shape[: values.dim() - self.mean.dim()]
+        return {own: part.reshape(*ahead, *shape) for (own, shape), part in zip(self.shapes.items(), parts)}
+
+    def joined(self, values: Mapping[str, Tensor]) -> Tensor:
+        """The inverse of `parted`."""
+        parts = []
+        for name, shape in self.shapes.items():
+            ahead = values[name].shape[: values[name].dim() - len(shape)]
+            parts.append(values[name].reshape(*ahead, *self.mean.shape[:-1], -1))
+        return torch.cat(parts, -1)

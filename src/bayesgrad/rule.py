@@ -28,8 +28,11 @@ class Rule(ABC):
     def numbers(self, group: Mapping[str, Any], step: int, gain: float) -> dict[str, float]:
         """The scalars that `move` asks for; `gain` multiplies the whole step."""
 
-    def straight(self, n: Numbers) -> tuple[float, float] | None:
-        """(gain, shrink), where without slots a solved gradient d takes the mean to shrink mean - gain d."""
+    def straight(self, n: Numbers) -> tuple[float, float, float, float] | None:
+        """(keep, fresh, gain, shrink), where a solved gradient d takes the mean to shrink mean - gain m.
+
+        m is the momentum, keep m + fresh d, or d itself where there is none.
+        """
         return None
 
     @abstractmethod
@@ -78,8 +81,8 @@ class NaturalGradient(Rule):
         keep, take = average(momentum, step)
         return {"gain": gain, "momentum": keep, "fresh": take}
 
-    def straight(self, n: Numbers) -> tuple[float, float]:
-        return n["gain"], n.get("shrink", 1.0)
+    def straight(self, n: Numbers) -> tuple[float, float, float, float]:
+        return n["momentum"], n.get("fresh", 1.0), n["gain"], n.get("shrink", 1.0)
 
     def move(self, mean: Tensor, gradient: Tensor, precision: Precision, memory: Memory, n: Numbers) -> Tensor:
         if "momentum" in memory and not self.heavy_ball:

@@ -36,9 +36,19 @@ class Product:
     def dense(self) -> Tensor:
         return (self.left.T @ self.right).mul_(self.factor).view(self.shape)
 
-    def subtract_from(self, p: Tensor, gain: float, shrink: float) -> None:
-        """p <- shrink p - gain direction, in one pass over p."""
-        p.view(self.left.shape[1], -1).addmm_(self.left.T, self.right, beta=shrink, alpha=-gain * self.factor)
+    def into(self, target: Tensor, keep: float, fresh: float) -> None:
+        """target <- keep target + fresh direction, in one pass over it."""
+        target.view(self.left.shape[1], -1).addmm_(self.left.T, self.right, beta=keep, alpha=fresh * self.factor)
+
+    def subtract_from(
+        self, p: Tensor, momentum: Tensor | None, keep: float, fresh: float, gain: float, shrink: float
+    ) -> None:
+        """p <- shrink p - gain m, with m the direction or its momentum, m <- keep m + fresh direction."""
+        if momentum is None:
+            self.into(p, shrink, -gain)
+            return
+        self.into(momentum, keep, fresh)
+        (p if shrink == 1 else p.mul_(shrink)).add_(momentum, alpha=-gain)
 
 
 Directions = Mapping[Tensor, Tensor | Product]
@@ -95,22 +105,22 @@ class Block:
     def rows(
         self,
         directions: Directions,
-        straight: tuple[float, float] | None,
+        straight: tuple[float, float, float, float] | None,
         shown: Sequence[Mapping[Tensor, Tensor]] = (),
     ) -> Iterator[list[Row]]:
         """The rows of the kernel, a call at a time: whatever is done to them between two calls is then in place.
 
         Args:
             directions: what stands in for the gradient of some parameters.
-            straight: (gain, shrink), where the step is p <- shrink p - gain direction and no more; products are then
-                subtracted here, without being written down.
+            straight: (keep, fresh, gain, shrink), where the step is p <- shrink p - gain m and no more, with m the
+                direction, or the one slot, its momentum: products are then subtracted here, without being written down.
             shown: what evidence there is beside the gradient, by parameter.
         """
         rows = []
         for p, state in zip(self.large, self.flat):
             gradient = directions.get(p)
             if isinstance(gradient, Product) and straight and p.is_contiguous() and gradient.left.dtype == p.dtype:
-                gradient.subtract_from(p, *straight)
+                gradient.subtract_from(p, state[0].view_as(p) if state else None, *straight)
             else:
                 gradient = gradient_of(p) if gradient is None else dense(gradient)
                 more = [flat(_laid_out(values[p], p, values[p].dtype)) for values in shown]

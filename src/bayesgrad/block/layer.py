@@ -8,6 +8,7 @@ penalties), so both are compared first (`curvature.probe`); a common factor is a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -69,6 +70,12 @@ class Layer:
             parts.append(gradient.to(dtype).reshape(groups, fan_out, -1))
         return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
+    def values(self) -> Tensor:
+        """[W b] itself, (groups, out, in), as a copy."""
+        groups, fan_out, _ = self.shape
+        dtype = compute_dtype(self.owner.dtype)
+        return torch.cat([p.detach().to(dtype).reshape(groups, fan_out, -1) for p in self.members], -1)
+
     def parted(self, matrix: Tensor) -> dict[Tensor, Tensor]:
         """A matrix (groups, out, in) as one tensor for each parameter that has a gradient."""
         size = matrix.shape[-1] - (self.bias is not None)
@@ -115,6 +122,17 @@ class Sheet:
         """E, (groups, rows, out); for an Embedding (1, rows, features)."""
         parts = [self._errors(use) for use in self.uses]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def with_errors(self, errors: Tensor) -> Sheet:
+        """The same evidence with other errors, in the shape of `errors`."""
+        other = Sheet(self.layer, self.passes)
+        other.__dict__ |= {**self.__dict__, "errors": errors}
+        return other
+
+    def is_finite(self) -> Tensor:
+        """Whether inputs, errors and their squares are, as a tensor."""
+        rows = [self.errors] if self.layer.lookup else [self.inputs, self.errors]
+        return torch.stack([torch.linalg.vector_norm(part) for part in rows]).isfinite().all()
 
     def _errors(self, use: Use) -> Tensor:
         if isinstance(use.module, nn.Embedding):
@@ -232,6 +250,18 @@ def proportions(blocks: Sequence[tuple[Layer, Sheet]]) -> dict[Layer, float]:
     """c for each layer whose gradient is c E'A up to rounding; the others are left out."""
     found = {layer: projection for layer, sheet in blocks if (projection := _projection(layer, sheet)) is not None}
     return {layer: factor for layer, (factor, excess) in zip(found, fitted(list(found.values()))) if excess <= 1}
+
+
+def likely_factor(layer: Layer, sheet: Sheet) -> float:
+    """The c that makes c E'A most like the gradient: what unscaling and clipping have done to it, 1 where unknown."""
+    if layer.lookup:
+        made = explained(layer, list(sheet.uses)).flatten()
+        seen = gradient_of(layer.owner).to(made).flatten()
+        projection = Projection(seen, made, made.new_ones(2), torch.finfo(made.dtype).eps)
+    elif any(p.grad is None for p in layer.members) or (projection := _projection(layer, sheet)) is None:
+        return 1.0
+    ((factor, _),) = fitted([projection])
+    return factor if math.isfinite(factor) else 1.0
 
 
 def _projection(layer: Layer, sheet: Sheet) -> Projection | None:

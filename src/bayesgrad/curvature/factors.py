@@ -138,6 +138,6 @@ class KroneckerFisher(LayerCurvature):
                 "input": Moment(sheet.indices, weight),
                 "error": Moment(errors, 1 / errors.shape[1]),
             }
-        reduce = options["sharing"] == "reduce"
+        reduce = options.get("sharing") == "reduce"
         inputs, errors = sheet.reduced() if reduce else (sheet.inputs, sheet.errors)
         return {"input": Moment(inputs, weight), "error": Moment(errors, 1 / errors.shape[1])}

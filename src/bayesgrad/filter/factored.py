@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor
 
 from bayesgrad._kernels import compute_dtype
-from bayesgrad.block import Directions
-from bayesgrad.block.layer import Layer, Sheet, directions
+from bayesgrad.block import Directions, gradient_of
+from bayesgrad.block.layer import Layer, Sheet, directions, explained
 from bayesgrad.curvature.factors import LayerCurvature, defer, settle
 from bayesgrad.curvature.gradients import average
 from bayesgrad.filter.filter import ON_CPU
@@ -20,6 +21,7 @@ from bayesgrad.precision import Kronecker, Precision
 from bayesgrad.precision.linalg import diagonal_inverse, inverse
 
 MERGES, MERGED, INVERTED = range(3)  # of `clock`: how many merges, and the steps of the last merge and inversion
+OF_LAYER = ("spectrum", "damped", "clock", "traces")
 
 
 class FactoredFilter(LayerFilter):
@@ -30,6 +32,18 @@ class FactoredFilter(LayerFilter):
     """
 
     layer_curvature: ClassVar[LayerCurvature]
+    factor: ClassVar[str] = "moment"  # what is kept of each side
+
+    def _bind(self) -> None:
+        super()._bind()
+        for layer in self.layers if self.compares() else ():
+            if layer.weight is not None:
+                hook = _FirstPass(self, layer)
+                hook.handle = layer.weight.register_post_accumulate_grad_hook(hook)
+
+    def compares(self) -> bool:
+        """Whether backward passes are the evidence: they must then explain the gradient."""
+        return False
 
     def directions(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> Directions:
         self._follow_thawing()
@@ -63,33 +77,45 @@ class FactoredFilter(LayerFilter):
         clock, step = entry["clock"], int(entry.get("step", 0)) + 1
         if sheet is not None:
             clock[MERGES] += 1
+            self.merge(layer, entry, sheet, group)
             clock[MERGED] = step
-            keep, take = average(group["ema"], int(clock[MERGES]))
-            for side, moment in self.layer_curvature.read(sheet, group).items():
-                defer(entry, side, moment, keep, take)
-        last, damping = int(clock[INVERTED]), float(group["damping"])
+        last, setting = int(clock[INVERTED]), self.setting(group)
         due = clock[MERGED] > last and step >= last + min(max(1, last // 4), group["update_every"])
-        if not last or due or entry["damped"] != damping:
-            entry["damped"] = torch.tensor(damping, dtype=torch.float64)
+        if not last or due or entry["damped"] != setting:
+            entry["damped"] = torch.tensor(setting, dtype=torch.float64)
             for side in self.layer_curvature.sides:
                 settle(entry, side)
             self.invert(layer, entry, group)
             clock[INVERTED] = step
 
+    def merge(self, layer: Layer, entry: dict[str, Tensor], sheet: Sheet, group: Mapping[str, Any]) -> None:
+        """Takes new evidence into the factors; `clock` has counted it, and has the step of the last one."""
+        keep, take = average(group["ema"], int(entry["clock"][MERGES]))
+        for side, moment in self.layer_curvature.read(sheet, group).items():
+            defer(entry, side, moment, keep, take)
+
+    def setting(self, group: Mapping[str, Any]) -> float:
+        """What inverses depend on beside the moments."""
+        return float(group["damping"])
+
     def _initialise_factors(self, layer: Layer, group: Mapping[str, Any]) -> None:
         entry = self.state[layer.owner]
         like = {"dtype": compute_dtype(layer.owner.dtype), "device": layer.owner.device}
         for side, shape in self._factor_shapes(layer, group).items():
-            name = f"{side}_moment"
+            name = f"{side}_{self.factor}"
             if name in entry and entry[name].shape != shape:
                 for key in _factors(entry):
                     del entry[key]  # another part of the layer is trained now: what was known is of no use
             if name not in entry:
-                entry[name] = torch.zeros(shape, **like)
+                entry[name] = self.initial_factor(torch.zeros(shape, **like), group)
             elif entry[name].dtype != like["dtype"]:  # the model was cast
                 for key in (key for key in _factors(entry) if key not in ON_CPU):
                     entry[key] = entry[key].to(**like)
         entry.setdefault("clock", torch.zeros(3, dtype=torch.int64))
+
+    def initial_factor(self, zeros: Tensor, group: Mapping[str, Any]) -> Tensor:
+        """What a factor starts from."""
+        return zeros
 
     def _factor_shapes(self, layer: Layer, group: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         groups, fan_out, fan_in = layer.shape
@@ -128,14 +154,13 @@ class FactoredFilter(LayerFilter):
             key, group = keys[layer.owner]
             entry, name = saved["state"][key], layer.names[0]
             for side, shape in self._factor_shapes(layer, group).items():
-                moment = entry.get(f"{side}_moment")
+                kept = f"{side}_{self.factor}"
+                moment = entry.get(kept)
                 if moment is None:
-                    raise ValueError(
-                        f"the saved state of layer {name!r} lacks {side}_moment: it is not mine, or cut short."
-                    )
+                    raise ValueError(f"the saved state of layer {name!r} lacks {kept}: it is not mine, or cut short.")
                 if moment.shape != shape:
                     raise ValueError(
-                        f"{side}_moment of layer {name!r} has shape {tuple(moment.shape)} in the saved state, "
+                        f"{kept} of layer {name!r} has shape {tuple(moment.shape)} in the saved state, "
                         f"but the layer needs {shape}: load it into the model it came from."
                     )
 
@@ -146,7 +171,7 @@ class FactoredFilter(LayerFilter):
 
 def _factors(entry: Mapping[str, Tensor]) -> list[str]:
     """What belongs to the layer and not to its parameters' elements."""
-    return [key for key in entry if key.startswith(("input_", "error_")) or key in ("spectrum", "damped", "clock")]
+    return [key for key in entry if key.startswith(("input_", "error_")) or key in OF_LAYER]
 
 
 def store(entry: dict[str, Tensor], name: str, value: Tensor) -> None:
@@ -155,3 +180,26 @@ def store(entry: dict[str, Tensor], name: str, value: Tensor) -> None:
         entry[name].copy_(value)
     else:
         entry[name] = value
+
+
+class _FirstPass:
+    """Compares a weight's first gradient with what its layers explain of it, before anybody can change it."""
+
+    def __init__(self, optimizer: FactoredFilter, layer: Layer) -> None:
+        self.optimizer, self.layer = weakref.ref(optimizer), layer
+        self.handle: Any = None
+
+    def __call__(self, weight: Tensor) -> None:
+        optimizer, task = self.optimizer(), torch._C._current_graph_task_id()
+        if optimizer is None:
+            self.handle.remove()
+            return
+        tap = optimizer.tap
+        uses = [use for name in self.layer.names for use in tap.uses.get(name, ()) if use.task == task]
+        if not uses or not all(tap.begun.get(name, True) for name in self.layer.names):
+            return
+        self.handle.remove()
+        made, gradient = explained(self.layer, uses), gradient_of(weight).detach()
+        # Half precision is off by less than that; another reader of the weight by more.
+        if bool((made.to(gradient) - gradient).norm() > 0.1 * gradient.norm()):
+            optimizer._strangers.add(weight)

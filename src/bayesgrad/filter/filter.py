@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad import _kernels
-from bayesgrad.belief import Belief
+from bayesgrad.belief import Belief, Joint
 from bayesgrad.block import Block, Directions, gradient_of
 from bayesgrad.curvature import Curvature
 from bayesgrad.filter.ranges import FRACTION, FRACTIONS, NONNEGATIVE, OPTIONAL_FLAG, POSITIVE, Range, one_of
@@ -27,6 +27,7 @@ ON_CPU = (
     "step",
     "clock",
     "damped",
+    "traces",
     "input_waits",
     "error_waits",
     "dual_damping",
@@ -150,7 +151,8 @@ class Filter(torch.optim.Optimizer):
                 numbers = self.numbers(group, int(block.step))
                 update = self.update(group, tuple(numbers), block.slots, tuple(shown))
                 fused = _kernels.pays(block.device, elements) if group["fused"] is None else group["fused"]
-                straight = self.rule.straight(numbers) if group.get("solved") and not block.slots else None
+                plain = group.get("solved") and block.slots in ((), ("momentum",))
+                straight = self.rule.straight(numbers) if plain else None
                 for rows in block.rows(directions or {}, straight, list(shown.values())):
                     _kernels.run(update, list(numbers.values()), rows, fused)
         return loss
@@ -202,6 +204,7 @@ class Filter(torch.optim.Optimizer):
     def _initialise(self, group: Mapping[str, Any], params: list[Tensor], slots: tuple[str, ...]) -> None:
         curvature, _, rule = self.parts(group)
         averages = {*(curvature.slots if curvature else ()), *rule.averages(group)}
+        averages = set() if group.get("solved") else averages  # of directions, which are not in the gradient's units
         for p in params:
             entry = self.state[p]
             if "step" not in entry:
@@ -389,9 +392,12 @@ class Filter(torch.optim.Optimizer):
         if not POSITIVE.holds(scale) or math.isinf(scale):
             raise ValueError(f"scale must be a finite positive number, got {scale!r}.")
         names = {id(p): name for name, p in parameters_of(model).items()}
-        beliefs = {}
+        beliefs: dict[str, Belief] = dict(self._joint(names, scale))
+        joint = {name for belief in beliefs.values() if isinstance(belief, Joint) for name in belief.shapes}
         for index, group in enumerate(self.param_groups):
             for p in group["params"]:
+                if names.get(id(p)) in joint:
+                    continue
                 if id(p) not in names:
                     raise ValueError(f"{self._name(index, p)} is not in the model: pass the model that was optimised.")
                 if not p.requires_grad and not self.state.get(p):
@@ -399,6 +405,10 @@ class Filter(torch.optim.Optimizer):
                 variance = self._variance(group, p) * scale
                 beliefs[names[id(p)]] = Belief(p.detach().clone(), Diagonal(variance))
         return GaussianPosterior(beliefs, model)
+
+    def _joint(self, names: Mapping[int, str], scale: float) -> Iterable[tuple[str, Joint]]:
+        """Beliefs about several parameters at once, by the name of one of them; `names` has all by id."""
+        return ()
 
     def _variance(self, group: Mapping[str, Any], p: Tensor) -> Tensor:
         """sigma_post^2 of each weight, as of the last step.

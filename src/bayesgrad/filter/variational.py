@@ -57,23 +57,21 @@ class Variational(Filter):
             return
         if not isinstance(prior, GaussianPosterior):
             raise TypeError(f"prior must be a Gaussian posterior, got {type(prior).__name__}.")
+        means, variances = prior.mean, prior.variance()
         for group in self.param_groups:
             names = group.get("param_names")
             if names is None:
                 raise ValueError("prior= needs the parameters' names: pass model.named_parameters().")
             for name, p in zip(names, group["params"]):
-                if name not in prior.beliefs:
+                if name not in means:
                     raise ValueError(f"the prior says nothing of parameter {name!r}: freeze it, or leave it out.")
-                belief = prior.beliefs[name]
-                if belief.mean.shape != p.shape:
+                if means[name].shape != p.shape:
                     raise ValueError(
-                        f"{name!r} has shape {tuple(belief.mean.shape)} in the prior and {tuple(p.shape)} in the model."
+                        f"{name!r} has shape {tuple(means[name].shape)} in the prior and {tuple(p.shape)} in the model."
                     )
                 like = {"dtype": _kernels.compute_dtype(p.dtype), "device": p.device}
-                self.state[p]["prior_mean"] = torch.empty_like(p, dtype=like["dtype"]).copy_(belief.mean)
-                self.state[p]["prior_precision"] = torch.empty_like(p, dtype=like["dtype"]).copy_(
-                    1 / belief.precision.variance()
-                )
+                self.state[p]["prior_mean"] = torch.empty_like(p, dtype=like["dtype"]).copy_(means[name])
+                self.state[p]["prior_precision"] = torch.empty_like(p, dtype=like["dtype"]).copy_(1 / variances[name])
             group["informed"] = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

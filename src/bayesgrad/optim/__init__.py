@@ -8,6 +8,7 @@ from bayesgrad.optim.dropout import SpikeSlab
 from bayesgrad.optim.foof import FOOF
 from bayesgrad.optim.ivon import IVON
 from bayesgrad.optim.kfac import KFAC
+from bayesgrad.optim.kronecker import KroneckerFilter, KroneckerFilterFP
 from bayesgrad.optim.momentum import KalmanMomentum
 from bayesgrad.optim.natural_gradient import NaturalGradient
 from bayesgrad.optim.newton import VON, Newton
@@ -28,6 +29,8 @@ __all__ = [
     "BayesBiNN",
     "DenseFilter",
     "KalmanMomentum",
+    "KroneckerFilter",
+    "KroneckerFilterFP",
     "NaturalGradient",
     "Newton",
     "SpikeSlab",

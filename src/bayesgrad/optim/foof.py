@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from bayesgrad.block import gradient_of
-from bayesgrad.block.layer import Layer, Sheet, explained
+from bayesgrad.block.layer import Layer, Sheet
 from bayesgrad.curvature.factors import InputMoment
 from bayesgrad.filter.factored import FactoredFilter
 from bayesgrad.transition import Static
@@ -97,12 +94,8 @@ class FOOF(FactoredFilter):
         )
         super().__init__(model, params, defaults)
 
-    def _bind(self) -> None:
-        super()._bind()
-        for layer in self.layers:
-            if layer.weight is not None:
-                hook = _FirstPass(self, layer)
-                hook.handle = layer.weight.register_post_accumulate_grad_hook(hook)
+    def compares(self) -> bool:
+        return True
 
     def statistics(
         self, current: list[Layer], settings: Mapping[Layer, Mapping[str, Any]], passes: Mapping[Layer, Sheet]
@@ -111,26 +104,3 @@ class FOOF(FactoredFilter):
         if not passes and (names := [layer.names[0] for layer in self.touched(due)]):
             raise self.blind(f"no inputs were seen for layers {names}", "run forward and backward passes")
         return {layer: passes[layer] for layer in due if layer in passes}
-
-
-class _FirstPass:
-    """Compares a weight's first gradient with what its layers explain of it, before anybody can change it."""
-
-    def __init__(self, optimizer: FOOF, layer: Layer) -> None:
-        self.optimizer, self.layer = weakref.ref(optimizer), layer
-        self.handle: Any = None
-
-    def __call__(self, weight: Tensor) -> None:
-        optimizer, task = self.optimizer(), torch._C._current_graph_task_id()
-        if optimizer is None:
-            self.handle.remove()
-            return
-        tap = optimizer.tap
-        uses = [use for name in self.layer.names for use in tap.uses.get(name, ()) if use.task == task]
-        if not uses or not all(tap.begun.get(name, True) for name in self.layer.names):
-            return
-        self.handle.remove()
-        made, gradient = explained(self.layer, uses), gradient_of(weight).detach()
-        # Half precision is off by less than that; another reader of the weight by more.
-        if bool((made.to(gradient) - gradient).norm() > 0.1 * gradient.norm()):
-            optimizer._strangers.add(weight)

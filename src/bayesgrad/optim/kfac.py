@@ -9,17 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesgrad import likelihoods
-from bayesgrad.block.layer import Layer, Sheet
+from bayesgrad.block.layer import Layer
 from bayesgrad.curvature.factors import KroneckerFisher, symmetric
-from bayesgrad.curvature.fisher import check_outputs
-from bayesgrad.filter.factored import FactoredFilter, store
+from bayesgrad.filter.factored import store
+from bayesgrad.filter.observed import ObservedFilter
 from bayesgrad.filter.ranges import one_of
 from bayesgrad.precision import Precision, Spectral
 from bayesgrad.precision.linalg import unusable
 
 
-class KFAC(FactoredFilter):
+class KFAC(ObservedFilter):
     r"""Natural gradients, with the Fisher of each layer taken to be a Kronecker product.
 
     .. math::
@@ -77,9 +76,8 @@ class KFAC(FactoredFilter):
     """
 
     layer_curvature = KroneckerFisher()
-    observes = True
     accepts = {
-        **FactoredFilter.accepts,
+        **ObservedFilter.accepts,
         "sharing": one_of("expand", "reduce"),
         "exact_damping": one_of(True, False),
     }
@@ -123,42 +121,6 @@ class KFAC(FactoredFilter):
             fused=fused,
         )
         super().__init__(model, params, defaults)
-
-    def observe(self, outputs: Tensor, labels: Tensor | None = None) -> None:
-        """Draws a label for each output and keeps the errors it brings back to the layers, until the next step.
-
-        Args:
-            outputs: of the model, with their graph; which is left as it is, and so is `.grad`.
-            labels: to be used in place of drawn ones (the empirical Fisher).
-        """
-        check_outputs(outputs)
-        groups = {p: group for group in self.param_groups for p in group["params"]}
-        if not any(self.due(layer, groups[layer.owner]) for layer in self.layers):
-            return
-        trace = self.tap.trace(outputs)
-        labels = self.draw(outputs) if labels is None else labels
-        residual = likelihoods.named(self.param_groups[0]["likelihood"]).residual(outputs, labels)
-        self._observed.append(trace.uses(residual))
-        strangers = trace.strangers()
-        self._strangers |= {
-            layer.weight for layer in self.layers if layer.weight is not None and id(layer.weight) in strangers
-        }
-        self._marked = self._mark()
-
-    def statistics(
-        self, current: list[Layer], settings: Mapping[Layer, Mapping[str, Any]], passes: Mapping[Layer, Sheet]
-    ) -> Mapping[Layer, Sheet]:
-        observed = self.sheets(self._observed)
-        self._observed = []
-        ever = any("clock" in self.state.get(layer.owner, {}) for layer in current)
-        if not observed and not ever and (names := [layer.names[0] for layer in self.touched(current)]):
-            raise self.blind(
-                f"nothing was ever observed of layers {names}",
-                "call observe(outputs), before loss.backward(), on outputs",
-            )
-        return {
-            layer: sheet for layer, sheet in observed.items() if layer in settings and self.due(layer, settings[layer])
-        }
 
     def dampings(self, layer: Layer, entry: Mapping[str, Tensor], group: Mapping[str, Any]) -> dict[str, float]:
         means = {}

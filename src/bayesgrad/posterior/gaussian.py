@@ -7,20 +7,22 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from bayesgrad.belief import Belief
+from bayesgrad.belief import Belief, Joint
 from bayesgrad.posterior.posterior import Posterior
-from bayesgrad.precision import Diagonal
+from bayesgrad.precision import Diagonal, Kronecker, Precision, Spectral
+
+FACTORS = ((Kronecker, ("left", "right")), (Spectral, ("rows", "columns", "spectrum")))
 
 
 class GaussianPosterior(Posterior):
-    """Independent Gaussians over the weights.
+    """Gaussians over the weights, independent of one another but for those of a joint belief.
 
     >>> posterior = GaussianPosterior({"w": Belief(torch.zeros(2), Diagonal(torch.ones(2)))})
     >>> posterior.sample(3)["w"].shape
     torch.Size([3, 2])
 
     Args:
-        beliefs: name -> belief.
+        beliefs: name -> belief; a joint one has the name of one of its parameters.
         model, seed: see `Posterior`.
     """
 
@@ -32,17 +34,23 @@ class GaussianPosterior(Posterior):
 
     @property
     def mean(self) -> dict[str, Tensor]:
-        return {name: belief.mean for name, belief in self.beliefs.items()}
+        return self._parted({name: belief.mean for name, belief in self.beliefs.items()})
 
     def variance(self) -> dict[str, Tensor]:
-        return {name: belief.precision.variance() for name, belief in self.beliefs.items()}
+        return self._parted({name: belief.precision.variance() for name, belief in self.beliefs.items()})
+
+    def _parted(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Values of each belief by the names of parameters."""
+        return {
+            own: part for name, some in values.items() for own, part in self.beliefs[name].parted(name, some).items()
+        }
 
     def _shapes(self) -> dict[str, torch.Size]:
-        return {name: belief.mean.shape for name, belief in self.beliefs.items()}
+        return {name: mean.shape for name, mean in self.mean.items()}
 
     def _draw(self, generators: list[torch.Generator]) -> Iterator[dict[str, Tensor]]:
         for generator in generators:
-            yield {name: self._draw_one(belief, generator) for name, belief in self.beliefs.items()}
+            yield self._parted({name: self._draw_one(belief, generator) for name, belief in self.beliefs.items()})
 
     @staticmethod
     def _draw_one(belief: Belief, generator: torch.Generator) -> Tensor:
@@ -51,10 +59,58 @@ class GaussianPosterior(Posterior):
         noise = torch.randn(variance.shape, dtype=variance.dtype, generator=generator, device="cpu")
         return belief.sample(noise.to(variance.device))
 
+    def _output_variance(self, jacobian: Mapping[str, Tensor], variance: Mapping[str, Tensor]) -> Tensor:
+        spread = []
+        for name, belief in self.beliefs.items():
+            if isinstance(belief, Joint):
+                columns = belief.joined(jacobian).to(belief.mean)
+                product = (columns * belief.precision.solve(columns)).flatten(1).sum(1)
+                spread.append(product.to(jacobian[name].dtype))
+            else:
+                spread.append((jacobian[name].square() * variance[name]).flatten(1).sum(1))
+        return torch.stack(spread).sum(0)
+
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
-        return {"mean": self.mean, "variance": self.variance()}
+        """Means and variances; and of joint beliefs the factors, and where each parameter is in them."""
+        tensors = {"mean": self.mean, "variance": {}}
+        for name, belief in self.beliefs.items():
+            if not isinstance(belief, Joint):
+                tensors["variance"][name] = belief.precision.variance()
+                continue
+            tensors.setdefault("shape", {})[name] = torch.tensor(belief.mean.shape)
+            tensors[f"columns of {name}"] = {own: torch.tensor(shape) for own, shape in belief.shapes.items()}
+            for key, value in _stored(belief.precision).items():
+                tensors.setdefault(key, {})[name] = value
+        return tensors
 
     @classmethod
     def _from_tensors(cls, tensors: Mapping[str, Mapping[str, Tensor]], model: nn.Module | None) -> GaussianPosterior:
-        variance = tensors["variance"]
-        return cls({name: Belief(mean, Diagonal(variance[name])) for name, mean in tensors["mean"].items()}, model)
+        means, variance = tensors["mean"], tensors["variance"]
+        joint = {name: list(tensors[f"columns of {name}"]) for name in tensors.get("shape", {})}
+        owner = {own: name for name, members in joint.items() for own in members}
+        beliefs: dict[str, Belief] = {}
+        for name, mean in means.items():
+            if name not in owner:
+                beliefs[name] = Belief(mean, Diagonal(variance[name]))
+            elif owner[name] == name:
+                shapes = {own: means[own].shape for own in joint[name]}
+                shape = tuple(tensors["shape"][name].tolist())
+                parts = [means[own].reshape(*shape[:-1], -1) for own in shapes]
+                beliefs[name] = Joint(torch.cat(parts, -1), _restored(tensors, name, shape), shapes)
+        return cls(beliefs, model)
+
+
+def _stored(precision: Precision) -> dict[str, Tensor]:
+    """The tensors that a joint belief's precision consists of."""
+    for kind, fields in FACTORS:
+        if isinstance(precision, kind):
+            values = {field: getattr(precision, field) for field in fields}
+            return {field: value for field, value in values.items() if value is not None}
+    raise TypeError(f"a joint belief with a {type(precision).__name__} precision cannot be saved.")
+
+
+def _restored(tensors: Mapping[str, Mapping[str, Tensor]], name: str, shape: tuple[int, ...]) -> Precision:
+    found = {field: tensors.get(field, {}).get(name) for _, fields in FACTORS for field in fields}
+    if found["spectrum"] is not None:
+        return Spectral(found["rows"], found["columns"], found["spectrum"])
+    return Kronecker(found["left"], found["right"], shape)

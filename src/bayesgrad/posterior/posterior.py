@@ -204,7 +204,7 @@ class Posterior(ABC):
         return self._draw(self._generators(samples, seed))
 
     def _linear(self, outputs: Callable, inputs: tuple[Tensor, ...], model: nn.Module) -> tuple[Tensor, Tensor]:
-        """Outputs at the mean, and their variance sum_j J_j^2 v_j, one example at a time in a batched pass."""
+        """Outputs at the mean, and their variance J Σ J' for a Jacobian J, one example at a time in a batched pass."""
         mean, variance = self._cast(self.mean, model), self._cast(self.variance(), model)
         centre = outputs(mean)
         if not len(centre):
@@ -213,12 +213,16 @@ class Posterior(ABC):
         def one(*example: Tensor) -> Tensor:
             alone = tuple(part[None] for part in example)
             jacobian = jacrev(lambda weights: outputs(weights, alone).flatten())(mean)
-            parts = [(jacobian[name].square() * variance[name]).flatten(1) for name in mean]
-            return torch.cat(parts, 1).sum(1)
+            return self._output_variance(jacobian, variance)
 
         with torch.enable_grad():
             spread = vmap(one, chunk_size=16)(*inputs)
         return centre, spread.detach().view_as(centre)
+
+    def _output_variance(self, jacobian: Mapping[str, Tensor], variance: Mapping[str, Tensor]) -> Tensor:
+        """sum_j J_j^2 v_j, (outputs,), for a Jacobian (outputs, *shape) of each parameter."""
+        parts = [(jacobian[name].square() * variance[name]).flatten(1) for name in variance]
+        return torch.cat(parts, 1).sum(1)
 
     def _cast(self, weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
         like = self._parameters(model)

@@ -38,6 +38,17 @@ def diagonal_inverse(diagonal: Tensor, damping: float, name: str) -> Tensor:
     return 1 / damped
 
 
+def eigenvalues(matrix: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Eigenvalues (..., n), at least zero, and vectors of a symmetric matrix; of a diagonal, itself and None."""
+    if matrix.dim() == 2:
+        return matrix, None
+    try:
+        values, vectors = torch.linalg.eigh(matrix)
+    except torch.linalg.LinAlgError:  # which has been seen to converge in float64 where it did not in float32
+        values, vectors = (part.to(matrix) for part in torch.linalg.eigh(matrix.double()))
+    return values.clamp(min=0), vectors
+
+
 def unusable(matrix: Tensor, damping: float, name: str) -> Exception:
     """The error for a matrix that has no inverse."""
     if bool(torch.isfinite(matrix).all()):

@@ -1,0 +1,114 @@
+"""Filters that believe in a matrix normal for each layer: a covariance of its inputs' side, and of its errors'."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesgrad.belief import Joint
+from bayesgrad.block.layer import Layer, Sheet, likely_factor
+from bayesgrad.curvature.factors import KroneckerFisher
+from bayesgrad.curvature.gradients import average
+from bayesgrad.filter.factored import MERGES
+from bayesgrad.filter.observed import ObservedFilter
+from bayesgrad.filter.ranges import COUNT, POSITIVE, one_of
+from bayesgrad.precision import Precision
+from bayesgrad.rule import NaturalGradient
+
+EVIDENCE = ("sampled", "centered", "empirical")
+DEFAULT_SGD_LR = 0.1  # where beliefs without a prior start, as AdaBayes does
+MEAN_DECAY = 0.99  # of the errors' mean, as CentredGradient's
+
+
+class MatrixFilter(ObservedFilter):
+    """What the Kronecker filters share: evidence about layers, and beliefs about them.
+
+    Evidence that is not finite, or whose squares are not, leaves a layer's factors as they are.
+    """
+
+    layer_curvature = KroneckerFisher()
+    rule = NaturalGradient()
+    accepts = {
+        **ObservedFilter.accepts,
+        "batch_size": COUNT,
+        "prior_std": POSITIVE,
+        "evidence": one_of(*EVIDENCE),
+    }
+
+    def compares(self) -> bool:
+        return any(group["evidence"] != "sampled" for group in self.param_groups)
+
+    def setting(self, group: Mapping[str, Any]) -> float:
+        return 0.0
+
+    def start(self, group: Mapping[str, Any]) -> float:
+        """The variance before any evidence."""
+        prior = group["prior_std"] ** 2
+        return prior if math.isfinite(prior) else DEFAULT_SGD_LR / group["batch_size"]
+
+    # --- evidence ---
+
+    def observe(self, outputs: Tensor, labels: Tensor | None = None) -> None:
+        """As in `KFAC`; with other evidence than "sampled" it does nothing."""
+        if any(group["evidence"] == "sampled" for group in self.param_groups):
+            super().observe(outputs, labels)
+
+    def statistics(
+        self, current: list[Layer], settings: Mapping[Layer, Mapping[str, Any]], passes: Mapping[Layer, Sheet]
+    ) -> Mapping[Layer, Sheet]:
+        sampled = [layer for layer in current if settings[layer]["evidence"] == "sampled"]
+        found = dict(super().statistics(sampled, {layer: settings[layer] for layer in sampled}, passes))
+        heard = [layer for layer in current if layer not in sampled and self.due(layer, settings[layer])]
+        if not passes and (names := [layer.names[0] for layer in self.touched(heard)]):
+            raise self.blind(f"no inputs were seen for layers {names}", "run forward and backward passes")
+        for layer in heard:
+            if layer in passes:
+                scale = settings[layer]["batch_size"] * likely_factor(layer, passes[layer])
+                found[layer] = passes[layer].with_errors(passes[layer].errors * scale)
+        if not found:
+            return {}
+        finite = torch.stack([sheet.is_finite().cpu() for sheet in found.values()]).tolist()
+        found = {layer: sheet for (layer, sheet), good in zip(found.items(), finite) if good}
+        for layer, sheet in found.items():
+            if settings[layer]["evidence"] == "centered":
+                found[layer] = self._centred(layer, sheet)
+        return found
+
+    def _centred(self, layer: Layer, sheet: Sheet) -> Sheet:
+        """The errors minus their mean over earlier batches; the first batch as it is."""
+        entry = self.state[layer.owner]
+        here = sheet.errors.mean(1)  # (groups, out)
+        mean = entry.get("error_mean")
+        if mean is None or mean.shape != here.shape:
+            entry["error_mean"] = here
+            return sheet
+        centred = sheet.with_errors(sheet.errors - mean[:, None].to(here))
+        keep, take = average(MEAN_DECAY, 1 + int(entry["clock"][MERGES]) if "clock" in entry else 1)
+        entry["error_mean"] = keep * mean.to(here) + take * here
+        return centred
+
+    # --- what is believed ---
+
+    def covariance(self, layer: Layer, group: Mapping[str, Any]) -> Precision:
+        """The belief about [W b], whose covariance the mean's last step was made with."""
+        raise NotImplementedError
+
+    def _joint(self, names: Mapping[int, str], scale: float) -> list[tuple[str, Joint]]:
+        groups = {p: group for group in self.param_groups for p in group["params"]}
+        found = []
+        for layer in self.layers:
+            known = "damped" in self.state.get(layer.owner, {}) and layer.weight not in self._strangers
+            if known and all(id(p) in names for p in layer.members):
+                group = groups[layer.owner]
+                then = {**group, "lr": group["last_lr"] or 1.0, "base_lr": group["base_lr"] or 1.0}
+                shapes = {names[id(p)]: p.shape for p in layer.members}
+                belief = Joint(layer.values(), self.covariance(layer, then).scale(1 / scale), shapes)
+                found.append((names[id(layer.owner)], belief))
+        return found
+
+    def _variance(self, group: Mapping[str, Any], p: Tensor) -> Tensor:
+        return super()._variance({**group, "solved": False}, p)

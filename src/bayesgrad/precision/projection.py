@@ -1,0 +1,176 @@
+"""Filtering a matrix of weights whose covariance is kept a Kronecker product.
+
+For W (M, N) = (out, in) and an example with input x and error d, the likelihood adds (x ⊗ d)(x ⊗ d)' to the precision,
+and drift adds noise to the covariance. Neither leaves a Kronecker product, so that each step is followed by a
+projection: to the product that minimises KL(exact || kept).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CHUNKS = 16  # of a batch at most: each costs a pass over the factors
+
+
+def information(sizes: tuple[int, int], product: Tensor) -> Tensor:
+    """t, which says what one example does to the nearest Kronecker product.
+
+    With a = x'S_x x, b = d'S_d d and p = ab, the `product`, the projection of (Σ^-1 + (x ⊗ d)(x ⊗ d)')^-1 is
+
+        S_x <- sqrt(1+t) (S_x^-1 + N t xx'/a)^-1,    S_d <- sqrt(1+t) (S_d^-1 + M t dd'/b)^-1
+
+    where t is the positive root of MN t^2 + (MN + (MN-M-N) p) t = p, for updates of any size. It is exact, with
+    t = p/(MN), for N = 1 and for M = 1.
+
+    Reference: 000, Eq. 24.
+    Differs from the paper: whose Eq. 24 is of first order in p, lacks 1/N and 1/M and has Δ for X in its second line.
+    Checked by: tests/equations/test_kronecker_filter.py, against a converged flip-flop and a minimiser of the KL.
+    """
+    m, n = sizes
+    if min(sizes) == 1:
+        return product / (m * n)
+    linear = m * n + (m * n - m - n) * product
+    return 2 * product / (linear + (linear * linear + 4 * m * n * product).sqrt())
+
+
+@dataclass(frozen=True, eq=False)
+class Factors:
+    """S_x ⊗ S_d, the covariance of W in each of some groups. Every operation returns a new object.
+
+    Args:
+        inputs: S_x, (groups, N, N).
+        errors: S_d, (groups, M, M).
+        traces: tr(S_x^-1)/N and tr(S_d^-1)/M, (2, groups) in float64 on the CPU. They follow every operation, but an
+            approximation in `spread`, until `measured` computes them anew.
+    """
+
+    inputs: Tensor
+    errors: Tensor
+    traces: Tensor
+
+    def spread(self, retain: float, noise: float) -> Factors:
+        """r Σ + q I, projected: (r S_x + q l_d I) ⊗ (r S_d + q l_x I) / (r + q l_x l_d), for traces l_x and l_d.
+
+        To first order in q this is Eq. 28; it is exact where one of the factors is a multiple of the identity, and
+        positive for any q.
+
+        Reference: 000, Eq. 28.
+        """
+        l_x, l_d = self.traces
+        total = retain + noise * l_x * l_d  # (groups,)
+        inputs = _affine(self.inputs, torch.full_like(total, retain), noise * l_d)
+        errors = _affine(self.errors, retain / total, noise * l_x / total)
+        return Factors(inputs, errors, torch.stack([l_x / total, l_d]))
+
+    def observe(self, x: Tensor, d: Tensor, chunks: int = CHUNKS) -> Factors:
+        """The factors after some examples: rows of x (groups, rows, N) and of d (groups, rows, M).
+
+        With t_b as in `information`, all from the factors before,
+
+            S_x <- sqrt(1 + Σ t_b) (S_x^-1 + N Σ t_b x_b x_b'/a_b)^-1
+
+        and likewise S_d. It is the projection for one row, and for any number of them where N = 1 or M = 1; else it is
+        so to first order, and always positive definite. Chunks of min(M, N) rows follow one another, longer ones where
+        there were too many.
+        """
+        rows = x.shape[1]
+        size = max(min(x.shape[2], d.shape[2]), math.ceil(rows / chunks))
+        belief = self
+        for start in range(0, rows, size):
+            belief = belief._observe(x[:, start : start + size], d[:, start : start + size])
+        return belief
+
+    def _observe(self, x: Tensor, d: Tensor) -> Factors:
+        squares = [
+            torch.linalg.vecdot(rows @ factor, rows).double().clamp(min=0)
+            for rows, factor in ((x, self.inputs), (d, self.errors))
+        ]
+        t = information((d.shape[2], x.shape[2]), squares[0] * squares[1])  # (groups, rows)
+        if d.shape[2] == x.shape[2] == 2:  # only here is it not bounded, and could exceed what rounding can resolve
+            t = t.clamp(max=1 / (32 * _rounding(x)))
+        weights = [torch.where(own > 0, t / own, 0.0) for own in squares]
+        sides = [
+            _Shrunk(factor, rows, rows.shape[2] * weight)
+            for factor, rows, weight in ((self.inputs, x, weights[0]), (self.errors, d, weights[1]))
+        ]
+        growth = (1 + t.sum(1)).sqrt()
+        balance = (sides[1].mean / sides[0].mean).sqrt()  # equal mean variances on both sides
+        scales = growth * balance, growth / balance
+        added = [(weight * rows.double().square().sum(2)).sum(1).cpu() for weight, rows in zip(weights, (x, d))]
+        traces = [torch.minimum(old + new, side.most.cpu()) for old, new, side in zip(self.traces, added, sides)]
+        inputs, errors = (side.scaled(scale) for side, scale in zip(sides, scales))
+        return Factors(inputs, errors, torch.stack(traces) / torch.stack(scales).cpu())
+
+    def measured(self) -> Factors:
+        """The same with its traces computed, but where rounding forbids it, and with balanced scales."""
+        inputs, errors = ((factor + factor.mT) / 2 for factor in (self.inputs, self.errors))
+        means = [factor.diagonal(dim1=1, dim2=2).double().mean(1) for factor in (inputs, errors)]
+        balance = (means[1] / means[0]).sqrt()
+        inputs, errors = _affine(inputs, balance), _affine(errors, 1 / balance)
+        old = self.traces[0] / balance.cpu(), self.traces[1] * balance.cpu()
+        traces = [_mean_precision(factor, trace) for factor, trace in zip((inputs, errors), old)]
+        return Factors(inputs, errors, torch.stack(traces))
+
+
+class _Shrunk:
+    """(S^-1 + Σ_b w_b r_b r_b')^-1 = S - T'T for rows r_b and weights w_b, up to a scale that is not known yet.
+
+    What rounding could do to small eigenvalues is added to the diagonal, in proportion to what is removed from it, and
+    taken off the correlations.
+    """
+
+    def __init__(self, factor: Tensor, rows: Tensor, weights: Tensor) -> None:
+        self.factor = factor
+        size = factor.shape[-1]
+        rows = rows * weights.sqrt().to(rows)[..., None]
+        if rows.shape[1] > size:
+            rows = torch.linalg.qr(rows, mode="r")[1]
+        products = rows @ factor
+        gram = products @ rows.mT
+        eps = torch.finfo(factor.dtype).eps
+        trace = gram.diagonal(dim1=1, dim2=2).sum(1, keepdim=True)
+        gram.diagonal(dim1=1, dim2=2).add_(1 + 8 * eps * trace)
+        self.removed = torch.linalg.solve_triangular(torch.linalg.cholesky_ex(gram)[0], products, upper=False)
+        self.rounding = _rounding(factor)
+        before, lost = factor.diagonal(dim1=1, dim2=2), self.removed.square().sum(1)
+        self.diagonal = (before - lost).clamp(min=0) + self.rounding * lost
+        if size == 1:  # without the cancellation
+            self.diagonal = before / (1 + trace)
+        self.mean = self.diagonal.double().mean(1)  # (groups,)
+        self.most = (1 / self.diagonal.double()).mean(1) / (self.rounding if size > 1 else 1)  # that the trace can be
+
+    def scaled(self, scale: Tensor) -> Tensor:
+        removed, keep = self.removed, scale * (1 - self.rounding)
+        if len(scale) == 1:
+            alike = {"beta": keep.item(), "alpha": -keep.item()}
+            shrunk = torch.addmm(self.factor[0], removed[0].T, removed[0], **alike)[None]
+        else:
+            shrunk = (self.factor - removed.mT @ removed) * keep.to(removed)[:, None, None]
+        shrunk.diagonal(dim1=1, dim2=2).copy_(self.diagonal.double() * scale[:, None])
+        return shrunk
+
+
+def _rounding(rows: Tensor) -> float:
+    """The smallest eigenvalue of a matrix of correlations that can be told from zero."""
+    return 8 * torch.finfo(rows.dtype).eps * rows.shape[-1] ** 0.5
+
+
+def _affine(factor: Tensor, scale: Tensor, shift: Tensor | None = None) -> Tensor:
+    """scale * factor + shift * I in each group."""
+    result = factor * scale.to(factor)[:, None, None]
+    if shift is not None:
+        result.diagonal(dim1=1, dim2=2).add_(shift.to(factor)[:, None])
+    return result
+
+
+def _mean_precision(factor: Tensor, otherwise: Tensor) -> Tensor:
+    """tr(S^-1)/n, (groups,), or what it is taken to be where the Cholesky factor does not exist."""
+    root, info = torch.linalg.cholesky_ex(factor)
+    eye = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
+    squares = torch.linalg.solve_triangular(root, eye.expand_as(factor), upper=False).double().square()
+    found = (squares.sum((1, 2)) / factor.shape[-1]).cpu()
+    return torch.where((info == 0).cpu() & found.isfinite(), found, otherwise)
