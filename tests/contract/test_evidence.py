@@ -1,4 +1,4 @@
-"""Evidence is what made the gradients, whatever else happens around them: loops that are not the usual one."""
+"""Filters over single weights: information from labels drawn from the model, and gradients at drawn weights."""
 
 from __future__ import annotations
 
@@ -6,394 +6,228 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils import prune
 
-from bayesgrad.curvature import SubsampledFisher
-from bayesgrad.optim import FOOF, KFAC, NaturalGradient
-from cases import observe
-
-D = torch.float64
-every_rule = pytest.mark.parametrize("rule", [FOOF, KFAC, NaturalGradient], ids=lambda rule: rule.__name__)
-factored = pytest.mark.parametrize("rule", [FOOF, KFAC], ids=lambda rule: rule.__name__)
-observing = pytest.mark.parametrize("rule", [KFAC, NaturalGradient], ids=lambda rule: rule.__name__)
-
-
-def linear(*sizes: int, bias: bool = True) -> nn.Linear:
-    torch.manual_seed(0)
-    return nn.Linear(*sizes, bias=bias).to(D)
-
-
-def loss(outputs: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(outputs, torch.zeros(len(outputs), dtype=torch.long))
-
-
-class Watched:
-    """FOOF on one layer, and whether its step was the one that some inputs ask for."""
-
-    def __init__(self) -> None:
-        self.layer = linear(6, 3)
-        self.optimizer = FOOF(self.layer, lr=1.0, damping=0.3)
-        self.before = self.layer.weight.detach().clone()
-
-    def check(self, inputs: torch.Tensor) -> None:
-        self.optimizer.step()
-        a = torch.cat([inputs, torch.ones(len(inputs), 1, dtype=D)], 1)
-        gradient = torch.cat([self.layer.weight.grad, self.layer.bias.grad[:, None]], 1)
-        step = gradient @ torch.linalg.inv(a.T @ a / len(inputs) + 0.3 * torch.eye(7, dtype=D))
-        torch.testing.assert_close(self.before - self.layer.weight.detach(), step[:, :-1])
-
-
-def test_an_input_buffer_may_be_used_again() -> None:
-    watched, batches, buffer = Watched(), torch.randn(2, 8, 6, dtype=D), torch.empty(8, 6, dtype=D)
-    for x in batches:
-        buffer.copy_(x)
-        (watched.layer(buffer).square().mean() / 2).backward()
-    watched.check(batches.flatten(0, 1))
-    layers = [linear(64, 30, bias=False) for _ in range(2)]
-    optimizers = [FOOF(layer, lr=0.1, update_every=2) for layer in layers]
-    buffer = torch.empty(4, 64, dtype=D)
-    for i in range(8):
-        x = (i + 1) * torch.randn(4, 64, dtype=D)
-        for layer, optimizer, seen in zip(layers, optimizers, (buffer.copy_(x), x)):
-            optimizer.zero_grad()
-            layer(seen).square().mean().backward()
-            optimizer.step()
-    assert torch.equal(layers[0].weight, layers[1].weight)
-
-
-@observing
-def test_an_observed_buffer_may_be_used_again(rule: type) -> None:
-    layers, batches = [linear(6, 3), linear(6, 3)], torch.randn(2, 8, 6, dtype=D)
-    for layer, again in zip(layers, (True, False)):
-        optimizer, buffer = rule(layer), batches[0].clone()
-        optimizer.observe(layer(buffer), torch.ones(8, dtype=torch.long))
-        loss(layer(buffer.copy_(batches[1]) if again else batches[1])).backward()
-        optimizer.step()
-    assert torch.equal(layers[0].weight, layers[1].weight)
-
-
-def test_an_input_that_changes_before_the_backward_pass_is_one_clear_error() -> None:
-    layer, x = nn.Linear(6, 3), torch.randn(8, 6)
-    FOOF(layer)  # listens for as long as it lives
-    optimizer = FOOF(layer)
-    with torch.autocast("cpu", torch.bfloat16):
-        outputs = layer(x)
-    x.add_(100)
-    with pytest.raises(RuntimeError, match="the input of layer '' was changed in place before the backward pass"):
-        outputs.float().square().mean().backward()
-    assert optimizer.tap.uses[""] == []
-
-
-def test_passes_that_leave_nothing_in_grad_are_no_evidence() -> None:
-    watched, inputs = Watched(), []
-    for _ in range(2):
-        x = 100 * torch.randn(8, 6, dtype=D, requires_grad=True)
-        torch.autograd.grad(watched.layer(x).square().sum(), x)
-        inputs.append(torch.randn(8, 6, dtype=D))
-        (watched.layer(inputs[-1]).square().mean() / 2).backward()
-    SubsampledFisher(watched.layer, 10 * x.detach() + 1)
-    values = {name: p.detach() for name, p in watched.layer.named_parameters()}
-    call = torch.func.grad(lambda p, x: torch.func.functional_call(watched.layer, p, (x[None],)).sum())
-    torch.func.vmap(call, (None, 0))(values, torch.randn(4, 6, dtype=D))
-    assert len(watched.optimizer.tap.uses[""]) == 2
-    watched.check(torch.cat(inputs))
-
-
-@pytest.mark.parametrize("order", [1, -1])
-def test_several_forward_passes_in_one_backward_pass_are_several_batches(order: int) -> None:
-    watched, x = Watched(), torch.randn(32, 6, dtype=D)
-    (sum(watched.layer(part).square().sum() for part in (x[:8], x[8:])[::order]) / 32).backward()
-    watched.check(x)
-
-
-def test_gradients_that_are_set_to_zero_begin_anew() -> None:
-    watched, x = Watched(), torch.randn(8, 6, dtype=D)
-    loss(watched.layer(1e3 * torch.randn(8, 6, dtype=D))).backward()
-    watched.layer.zero_grad(set_to_none=False)
-    loss(watched.layer(x)).backward()
-    watched.check(x)
-
-
-def test_an_empty_batch_is_no_evidence() -> None:
-    watched, x = Watched(), torch.randn(8, 6, dtype=D)
-    watched.layer(torch.empty(0, 6, dtype=D)).sum().backward()
-    loss(watched.layer(x)).backward()
-    watched.check(x)
-
-
-@every_rule
-def test_a_skipped_batch_leaves_nothing_behind(rule: type) -> None:
-    layer = linear(6, 3)
-    optimizer = rule(layer, nonfinite="skip", update_every=1)
-    for i in range(3):
-        layer.zero_grad()
-        x = torch.randn(8, 6, dtype=D)
-        x[0] *= float("nan") if i == 1 else 1
-        outputs = layer(x)
-        observe(optimizer, outputs, torch.ones(8, dtype=torch.long))
-        loss(outputs).backward()
-        optimizer.step()
-    assert all(bool(torch.isfinite(p).all()) for p in layer.parameters())
-    assert optimizer.state[layer.weight]["step"] == 2
-
-
-# --- what layers do not explain ---
-
-
-class Raw(nn.Module):
-    """An embedding whose weight is read once more, as a matrix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(50, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.table(x).mean(1) @ self.table.weight.T
-
-
-@every_rule
-def test_a_weight_that_something_else_reads_takes_the_fallback_and_is_named(rule: type) -> None:
-    model = Raw()
-    optimizer = rule(model)
-    outputs = model(torch.randint(0, 5, (8, 4)))
-    observe(optimizer, outputs, None)
-    loss(outputs).backward()
-    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
-    with pytest.warns(UserWarning, match=r"has no model of table.weight"):
-        optimizer.step()
-
-
-@factored
-def test_a_bias_that_layers_share_takes_the_fallback_and_is_named(rule: type) -> None:
-    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
-    model[2].bias = model[0].bias
-    with pytest.warns(UserWarning, match=r"has no model of 0.bias"):
-        rule(model)
-
-
-class Sorting(nn.Module):
-    """Example 0 and the last are where they were; the others are not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        order = x[:, 0].argsort()
-        return self.last(torch.tanh(self.first(x[order]))[order.argsort()])
-
-
-def hooked() -> nn.Module:
-    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-    model[0].register_forward_hook(lambda module, args, output: output * torch.arange(5, dtype=D))
-    return model
-
-
-def replaced() -> nn.Module:
-    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-    first = model[0]
-    first.forward = lambda x: F.linear(x, first.weight, first.bias) * torch.arange(5, dtype=D)
-    return model
-
-
-@pytest.mark.parametrize("build", [Sorting, hooked, replaced], ids=lambda build: build.__name__)
-def test_a_fisher_is_right_where_layers_are_not_what_they_seem(build) -> None:
-    torch.manual_seed(0)
-    model, x, y = build().to(D), torch.randn(8, 6, dtype=D), torch.randint(0, 3, (8,))
-    x[0, 0], x[-1, 0] = -9, 9
-    rows = []
-    for i in range(8):
-        own = torch.autograd.grad(F.cross_entropy(model(x)[i : i + 1], y[i : i + 1]), list(model.parameters()))
-        rows.append(torch.cat([g.flatten() for g in own]))
-    explicit = torch.stack(rows)
-    fisher = SubsampledFisher(model, x, fisher="empirical", labels=y)
-    torch.testing.assert_close(fisher.dense(), explicit.T @ explicit / 8)
-
-
-@every_rule
-def test_layers_that_are_pruned_later_are_one_clear_error(rule: type) -> None:
-    layer = nn.Linear(6, 3)
-    optimizer = rule(layer)
-    prune.l1_unstructured(layer, "weight", 0.5)
-    outputs = layer(torch.randn(8, 6))
-    observe(optimizer, outputs, None)
-    loss(outputs).backward()
-    with pytest.raises(RuntimeError, match="if layers were replaced or pruned, build it anew"):
-        optimizer.step()
-
-
-# --- settings that change ---
-
-
-@every_rule
-def test_thawed_layers_are_modelled(rule: type) -> None:
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
-    model[0].requires_grad_(False)
-    optimizer = rule(model)
-    for frozen in (True, False):
-        model[0].requires_grad_(not frozen)
-        optimizer.zero_grad()
-        outputs = model(torch.randn(8, 6))
-        observe(optimizer, outputs, None)
-        loss(outputs).backward()
-        optimizer.step()
-        known = optimizer.state.get(model[0].weight, {})
-        assert (not frozen) == any(name in known for name in ("input_moment", "outer_inputs"))
-
-
-@factored
-def test_a_weight_may_be_frozen_later(rule: type) -> None:
-    layer = nn.Linear(6, 3)
-    optimizer = rule(layer)
-    layer.weight.requires_grad_(False)
-    before, bias = layer.weight.clone(), layer.bias.detach().clone()
-    for _ in range(2):
-        optimizer.zero_grad()
-        outputs = layer(torch.randn(8, 6))
-        observe(optimizer, outputs, None)
-        loss(outputs).backward()
-        optimizer.step()
-    assert torch.equal(layer.weight, before)
-    assert not torch.equal(layer.bias, bias)
-
-
-@every_rule
-def test_a_change_of_damping_is_followed_at_once(rule: type) -> None:
-    layer = linear(6, 3)
-    optimizer = rule(layer, lr=1.0)
-    for i in range(12):
-        if i == 11:
-            optimizer.param_groups[0]["damping"] = 1e8
-        before = layer.weight.detach().clone()
-        optimizer.zero_grad()
-        outputs = layer(torch.randn(8, 6, dtype=D))
-        observe(optimizer, outputs, None)
-        loss(outputs).backward()
-        optimizer.step()
-    assert 0 < (layer.weight - before).norm() < 1e-3
-
-
-@factored
-def test_training_goes_on_after_a_singular_factor(rule: type) -> None:
-    layer = linear(6, 3)
-    optimizer = rule(layer, damping=0.0)
-    for damping in (0.0, 0.1):
-        optimizer.param_groups[0]["damping"] = damping
-        optimizer.zero_grad()
-        outputs = layer(torch.randn(2, 6, dtype=D))
-        observe(optimizer, outputs, None)
-        loss(outputs).backward()
-        if damping:
-            optimizer.step()
-            assert optimizer.state[layer.weight]["step"] == 1
-        else:
-            with pytest.raises(ValueError, match="is singular with damping 0"):
-                optimizer.step()
-
-
-@factored
-def test_a_model_may_be_cast_during_a_run(rule: type) -> None:
-    layer = nn.Linear(64, 3)
-    optimizer = rule(layer)
-    for _ in range(3):
-        optimizer.zero_grad()
-        outputs = layer(torch.randn(8, 64, dtype=layer.weight.dtype))
-        observe(optimizer, outputs, None)
-        loss(outputs).backward()
-        optimizer.step()
-        layer.double()
-    assert optimizer.state[layer.weight]["input_moment"].dtype == D
-
-
-def test_the_gram_matrix_is_that_of_the_parameters_that_take_part() -> None:
-    """Of three layers another two have gradients in each step; the Fisher stays."""
-
-    def outputs(model: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
-        return model[0](x) + model[1](x) + 10 * model[2](x)
-
-    moved = []
-    for fresh in (False, True):
-        torch.manual_seed(0)
-        model, x = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(3)]).to(D), torch.randn(8, 4, dtype=D)
-        optimizer = NaturalGradient(model, lr=1.0, likelihood="gaussian", update_every=10)
-        optimizer.observe(outputs(model, x))
-        for absent in (2, 1):
-            optimizer.zero_grad()
-            outputs(model, x).square().mean().backward()
-            model[absent].weight.grad = None
-            before = model[2].weight.detach().clone()
-            if fresh:
-                for p in model.parameters():
-                    optimizer.state[p].pop("gram", None)
-            optimizer.step()
-        moved.append(model[2].weight.detach() - before)
-    torch.testing.assert_close(*moved)
-
-
-def test_one_damping_for_the_whole_network() -> None:
-    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
-    groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "damping": 3.0}]
-    optimizer = NaturalGradient(model, params=groups)
-    outputs = model(torch.randn(8, 6))
-    optimizer.observe(outputs)
-    loss(outputs).backward()
-    with pytest.raises(ValueError, match="blocks='full' has one damping for all groups"):
-        optimizer.step()
-
-
-# --- checkpoints and copies ---
-
-
-def test_states_of_natural_gradients_fit_or_are_refused() -> None:
-    def trained(width: int) -> tuple[nn.Module, NaturalGradient]:
-        model = nn.Sequential(nn.Linear(6, width), nn.Linear(width, 3), nn.ModuleList([nn.Linear(3, 3)]))
-        optimizer = NaturalGradient(model)
-        hidden = model[1](model[0](torch.randn(8, 6)))
-        optimizer.observe(hidden + model[2][0](hidden))
-        loss(hidden).backward()
-        optimizer.step()
-        return model, optimizer
-
-    model, optimizer = trained(5)
-    NaturalGradient(model).load_state_dict(optimizer.state_dict())  # the last layer was observed and took no step
-    with pytest.raises(ValueError, match=r"0.weight in the saved state are of another shape than \(7, 6\)"):
-        trained(7)[1].load_state_dict(optimizer.state_dict())
-
-
-@every_rule
-def test_hooks_are_removed_with_their_optimizer(rule: type) -> None:
-    layer = nn.Linear(6, 3)
-    for _ in range(5):
-        rule(layer)
-    optimizer = rule(layer)
-    assert len(layer._forward_hooks) == len(layer._forward_pre_hooks) == 1
-    del optimizer
-    assert not layer._forward_hooks
-
-
-@observing
-def test_observing_what_are_no_outputs_is_one_clear_error(rule: type) -> None:
-    layer = nn.Linear(6, 3)
-    optimizer = rule(layer)
-    outputs = layer(torch.randn(8, 6))
-    with pytest.raises(TypeError, match="outputs must be one tensor, got tuple"):
-        optimizer.observe((outputs, outputs))
-    with pytest.raises(ValueError, match="must have a first dimension that counts examples, got a single number"):
-        optimizer.observe(outputs.sum())
-    with pytest.raises(TypeError, match="labels must be a tensor, got list"):
-        optimizer.observe(outputs, [0] * 8)
-
-
-def test_gradients_that_are_asked_for_by_autograd_grad_are_no_evidence() -> None:
-    """A penalty on the gradient of the loss by the weights, say: nothing of it is in .grad."""
-    model, other = nn.Linear(4, 3).double(), nn.Linear(4, 3).double()
-    other.load_state_dict(model.state_dict())
-    x = torch.randn(5, 4, dtype=torch.float64)
-    optimizer, plain = FOOF(model, 0.1), FOOF(other, 0.1)
-    gradients = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
-    assert all(bool(g.any()) for g in gradients)
-    for network in (model, other):
-        network(x).sum().backward()
+from bayesgrad import optim
+from cases import same, states, weights
+
+MAKERS = {
+    "AdaBayes": lambda params, **o: optim.AdaBayes(params, lr=0.01, batch_size=8, **o),
+    "AdaBayesFP": lambda params, **o: optim.AdaBayesFP(params, lr=0.01, **o),
+    "KalmanMomentum": lambda params, **o: optim.KalmanMomentum(params, lr=0.01, batch_size=8, **o),
+}
+every_maker = pytest.mark.parametrize("name", list(MAKERS))
+drawing_maker = pytest.mark.parametrize("name", ["AdaBayes", "KalmanMomentum"])
+
+
+def problem(seed: int = 0) -> tuple[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A model, inputs, labels, and other labels."""
+    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    x = torch.randn(8, 4, generator=generator, dtype=torch.float64)
+    y, other = (torch.randint(0, 3, (8,), generator=generator) for _ in range(2))
+    return model, x, y, other
+
+
+def increments(name: str, shown: list[int]) -> dict[str, torch.Tensor]:
+    """What one step of a filter that starts from the prior makes of labels observed on so many examples at a time."""
+    model, x, y, other = problem()
+    optimizer = MAKERS[name](model.parameters(), evidence="sampled")
+    start = 0
+    for count in shown:
+        optimizer.observe(model(x[start : start + count]), other[start : start + count])
+        start += count
+    F.cross_entropy(model(x), y).backward()
     optimizer.step()
+    slot = "moment" if name == "AdaBayesFP" else "variance"
+    return {n: optimizer.state[p][slot] for n, p in model.named_parameters()}
+
+
+@every_maker
+def test_the_information_is_the_square_of_the_gradient_at_the_labels_observed(name: str) -> None:
+    model, x, _, other = problem()
+    found = increments(name, [8])
+    F.cross_entropy(model(x), other, reduction="sum").backward()
+    for n, p in model.named_parameters():
+        if name == "AdaBayesFP":  # which averages squares of the mean's gradient
+            expected = (p.grad / 8) ** 2
+        else:
+            plain = MAKERS[name]([q := nn.Parameter(torch.zeros_like(p))])
+            q.grad = p.grad / 8
+            plain.step()
+            expected = plain.state[q]["variance"]
+        torch.testing.assert_close(found[n], expected, rtol=1e-12, atol=0)
+
+
+@every_maker
+def test_observing_in_parts_is_observing_at_once(name: str) -> None:
+    whole, parts = increments(name, [8]), increments(name, [5, 3])
+    for n in whole:
+        torch.testing.assert_close(parts[n], whole[n], rtol=1e-12, atol=0)
+
+
+def test_half_a_batch_stands_for_all_of_it() -> None:
+    model, x, y, other = problem()
+    optimizer = MAKERS["AdaBayes"](model.parameters(), evidence="sampled", sgd_lr=float("inf"))
+    optimizer.observe(model(x[:4]), other[:4])
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    fresh = problem()[0]
+    F.cross_entropy(fresh(x[:4]), other[:4], reduction="sum").backward()
+    for (_, p), (_, q) in zip(model.named_parameters(), fresh.named_parameters()):
+        prior = 0.1 / 8 + 0.01**2
+        expected = 1 / (1 / prior + 2 * q.grad**2)  # 8 losses from 4: twice the square
+        torch.testing.assert_close(optimizer.state[p]["variance"], expected, rtol=1e-12, atol=0)
+
+
+@every_maker
+def test_observing_leaves_graph_and_gradients_alone(name: str) -> None:
+    model, x, y, _ = problem()
+    optimizer = MAKERS[name](model.parameters(), evidence="sampled")
+    outputs = model(x)
+    optimizer.observe(outputs)
+    assert all(p.grad is None for p in model.parameters())
+    F.cross_entropy(outputs, y).backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    assert all(torch.equal(g, p.grad) for g, p in zip(gradients, model.parameters()))
+
+
+@every_maker
+def test_drawn_labels_are_a_function_of_seed_and_count(name: str) -> None:
+    def run(seed: int) -> dict[str, torch.Tensor]:
+        model, x, y, _ = problem()
+        optimizer = MAKERS[name](model.parameters(), evidence="sampled", seed=seed)
+        for _ in range(3):
+            optimizer.zero_grad()
+            outputs = model(x)
+            optimizer.observe(outputs)
+            F.cross_entropy(outputs, y).backward()
+            optimizer.step()
+        return weights(model)
+
+    torch.manual_seed(1)
+    first = run(0)
+    torch.manual_seed(2)
+    assert same(first, run(0))
+    assert not same(first, run(1))
+
+
+@every_maker
+def test_what_was_observed_for_a_step_that_was_not_taken_is_forgotten(name: str) -> None:
+    def run(skipped: bool) -> dict[str, torch.Tensor]:
+        model, x, y, other = problem()
+        optimizer = MAKERS[name](model.parameters(), evidence="sampled")
+        if skipped:
+            outputs = model(2 * x)
+            optimizer.observe(outputs, y)
+            F.cross_entropy(outputs, y).backward()
+        optimizer.zero_grad()
+        outputs = model(x)
+        optimizer.observe(outputs, other)
+        F.cross_entropy(outputs, y).backward()
+        optimizer.step()
+        return states(optimizer)
+
+    assert same(run(False), run(True))
+
+
+@every_maker
+def test_a_step_without_observation_is_refused_and_changes_nothing(name: str) -> None:
+    model, x, y, _ = problem()
+    optimizer = MAKERS[name](model.parameters(), evidence="sampled")
+    F.cross_entropy(model(x), y).backward()
+    before = weights(model)
+    with pytest.raises(RuntimeError, match=r"nothing was observed of a parameter of shape .* call observe"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="these outputs have no graph"), torch.no_grad():
+        optimizer.observe(model(x))
+    assert same(before, weights(model))
+    plain = MAKERS[name](model.parameters())
+    plain.observe(model(x))  # nothing to do
     plain.step()
-    assert torch.equal(model.weight, other.weight)
+
+
+@every_maker
+def test_labels_that_give_infinite_gradients_skip_the_step(name: str) -> None:
+    model, x, y, other = problem()
+    optimizer = MAKERS[name](model.parameters(), evidence="sampled", nonfinite="skip")
+    F.cross_entropy(model(x), y).backward()
+    before = weights(model)
+    optimizer.observe(model(x) * float("inf"), other)
+    optimizer.step()
+    assert same(before, weights(model))
+    optimizer = MAKERS[name](model.parameters(), evidence="sampled", nonfinite="raise")
+    optimizer.observe(model(x) * float("inf"), other)
+    with pytest.raises(FloatingPointError, match="gradients at the labels that were drawn are not finite"):
+        optimizer.step()
+
+
+@every_maker
+def test_groups_agree_on_what_they_are_shown(name: str) -> None:
+    model = problem()[0]
+    optimizer = MAKERS[name](model[0].parameters(), evidence="sampled")
+    with pytest.raises(ValueError, match="evidence is 'sampled' in another group: all groups must have the same"):
+        optimizer.add_param_group({"params": list(model[2].parameters()), "evidence": "empirical"})
+
+
+# --- statistical linearisation ---
+
+
+@drawing_maker
+def test_draws_have_the_variance_of_the_belief(name: str) -> None:
+    model = nn.Linear(100, 100).double()
+    optimizer = MAKERS[name](model.parameters(), linearise=True)
+    for k in range(3):
+        optimizer.zero_grad()
+        with optimizer.sampled():
+            model(torch.randn(8, 100, dtype=torch.float64, generator=torch.Generator().manual_seed(k))).sum().backward()
+        optimizer.step()
+    mean = model.weight.detach().clone()
+    with torch.no_grad():
+        total = torch.zeros_like(mean)
+        for _ in range(100):
+            with optimizer.sampled():
+                total += (model.weight - mean) ** 2
+    assert torch.equal(model.weight, mean)
+    variance = optimizer.state[model.weight]["variance"]
+    ratio = (total / 100 / variance).mean().item()
+    assert abs(ratio - 1) < 5 * (2 / (100 * mean.numel())) ** 0.5
+
+
+@drawing_maker
+def test_the_step_takes_the_gradient_at_the_drawn_weights(name: str) -> None:
+    model, x, y, _ = problem()
+    optimizer = MAKERS[name](model.parameters(), linearise=True)
+    with optimizer.sampled(noise=torch.ones_like):
+        F.cross_entropy(model(x), y).backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+    optimizer.step()
+    other = problem()[0]
+    with torch.no_grad():
+        for p in other.parameters():
+            p += (0.1 / 8) ** 0.5
+    F.cross_entropy(other(x), y).backward()
+    for n, q in other.named_parameters():
+        torch.testing.assert_close(gradients[n], q.grad, rtol=1e-12, atol=1e-15)
+    plain = problem()[0]
+    reference = MAKERS[name](plain.parameters())
+    for n, p in plain.named_parameters():
+        p.grad = gradients[n]
+    reference.step()
+    assert same(weights(plain), weights(model))
+
+
+@drawing_maker
+def test_gradients_at_the_mean_are_refused_where_draws_are_asked_for_and_the_other_way_round(name: str) -> None:
+    model, x, y, _ = problem()
+    F.cross_entropy(model(x), y).backward()
+    with pytest.raises(RuntimeError, match="was not taken at drawn weights"):
+        MAKERS[name](model.parameters(), linearise=True).step()
+    plain = MAKERS[name](model.parameters())
+    with (
+        pytest.raises(RuntimeError, match="takes gradients at the mean: build it with linearise=True"),
+        plain.sampled(),
+    ):
+        pass

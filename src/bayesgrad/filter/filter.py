@@ -23,17 +23,8 @@ from bayesgrad.rule import Rule
 from bayesgrad.transition import Transition
 
 NONFINITE = ("ignore", "raise", "skip")
-ON_CPU = (
-    "step",
-    "clock",
-    "damped",
-    "traces",
-    "input_waits",
-    "error_waits",
-    "dual_damping",
-    "gram_of",
-    "ahead",
-)  # Python reads them
+# State that Python reads:
+ON_CPU = ("step", "clock", "damped", "traces", "input_waits", "error_waits", "dual_damping", "gram_of", "ahead")
 
 
 class Filter(torch.optim.Optimizer):
