@@ -51,8 +51,10 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def measure(shapes: list, seconds: float, rounds: int) -> dict[str, dict[str, float]]:
-    optimizers = {name: optimizer_for(make, shapes) for name, make in OPTIMIZERS.items()}
+def measure(
+    shapes: list, seconds: float, rounds: int, makers: dict[str, Callable] = OPTIMIZERS
+) -> dict[str, dict[str, float]]:
+    optimizers = {name: optimizer_for(make, shapes) for name, make in makers.items()}
     for optimizer in optimizers.values():
         optimizer.step()
     end = time.perf_counter() + seconds

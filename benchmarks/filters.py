@@ -1,0 +1,92 @@
+"""The cost of filters with a momentum, beside AdamW, and of Kronecker-factored filters, beside SGD.
+
+Run: python benchmarks/filters.py [--peers] [--write docs/results/filters.md]
+
+Steps of optimizers alone as in elementwise.py; whole training steps of a 784-1000-1000-1000-10 network as in
+layerwise.py. Keep the machine idle while it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import elementwise
+import layerwise
+import torch
+
+from bayesgrad.optim import AdaBayes, KalmanMomentum, KroneckerFilter, KroneckerFilterFP
+
+ALONE: dict[str, Callable] = {
+    "torch AdamW(fused=True)": lambda params: torch.optim.AdamW(params, fused=True),
+    "AdaBayes": lambda params: AdaBayes(params, batch_size=128),
+    "KalmanMomentum": lambda params: KalmanMomentum(params, batch_size=128),
+    "KalmanMomentum(steady_state=True)": lambda params: KalmanMomentum(params, batch_size=128, steady_state=True),
+}
+WHOLE: dict[str, Callable] = {
+    "SGD(fused=True)": layerwise.OURS["SGD(fused=True)"],
+    "KroneckerFilterFP(update_every=100, stats_every=10)": lambda m: KroneckerFilterFP(
+        m, lr=1e-5, batch_size=100, update_every=100, stats_every=10
+    ),
+    "KroneckerFilterFP(update_every=100)": lambda m: KroneckerFilterFP(m, lr=1e-5, batch_size=100, update_every=100),
+    "KroneckerFilterFP(update_every=100, evidence='empirical')": lambda m: KroneckerFilterFP(
+        m, lr=1e-5, batch_size=100, update_every=100, evidence="empirical"
+    ),
+    "KroneckerFilter(stats_every=10)": lambda m: KroneckerFilter(m, lr=1e-5, batch_size=100, stats_every=10),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=6.0, help="of warming up before each case of steps alone")
+    parser.add_argument(
+        "--warm", type=int, default=420, help="training steps of each before the clock starts"
+    )
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--peers", action="store_true", help="also other packages' second-order optimizers")
+    parser.add_argument("--write", type=Path, help="a Markdown file to write the tables to")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+
+    setting = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}, float32"
+    lines = ["# The cost of filters", "", f"`python benchmarks/filters.py --peers`, {setting}.", ""]
+    for case, shapes in elementwise.CASES.items():
+        print(case, file=sys.stderr)
+        results = elementwise.measure(shapes, arguments.seconds, arguments.rounds, ALONE)
+        reference = results["torch AdamW(fused=True)"]
+        lines += [f"## {case}: steps alone, medians of {arguments.rounds}, ratios to AdamW", ""]
+        lines += ["| optimizer | time of a step | state memory |", "|---|---|---|"]
+        for name, result in results.items():
+            time_ratio = result["median"] / reference["median"]
+            lines.append(f"| {name} | {time_ratio:.2f} | {result['bytes'] / reference['bytes']:.2f} |")
+        lines.append("")
+    lines += [
+        f"## 784-1000-1000-1000-10, batch 100: whole steps, {arguments.rounds} in turns of {layerwise.TURN}, "
+        "ratios to SGD",
+        "",
+        "| optimizer | mean | median |",
+        "|---|---|---|",
+    ]
+    tables = [(WHOLE, arguments.warm, arguments.rounds)]
+    if arguments.peers:
+        others = {name: make for name, make in layerwise.peers().items() if "SOAP" in name or "Shampoo" in name}
+        tables.append(({"SGD(fused=True)": WHOLE["SGD(fused=True)"]} | others, 3, 20))
+    for makers, warm, rounds in tables:
+        times = layerwise.measure(makers, warm, rounds)
+        base = times.pop("SGD(fused=True)")
+        for name, own in times.items():
+            mean = statistics.mean(own) / statistics.mean(base)
+            lines.append(f"| {name} | {mean:.2f} | {statistics.median(own) / statistics.median(base):.2f} |")
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if arguments.write:
+        arguments.write.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
