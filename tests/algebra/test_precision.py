@@ -182,6 +182,13 @@ def test_a_dense_belief_moves_by_any_linear_map() -> None:
     close(belief.spread(retain, noise).covariance, belief.transform(diagonal, torch.diag(noise.flatten())).covariance)
 
 
+def test_a_dense_belief_of_several_strips_is_symmetric() -> None:
+    belief, U = Dense(covariance(150, 150) / 150 + eye(150), (150,)), directions(150, 7)
+    found = belief.add(U).covariance
+    assert torch.equal(found, found.T)
+    close(found, torch.linalg.inv(torch.linalg.inv(belief.covariance) + outer(U)))
+
+
 def test_a_dense_belief_may_be_certain_of_some_directions() -> None:
     """A covariance of rank two: what is known stays known, the rest is learnt as in those two dimensions alone."""
     basis, inner, U = orthogonal(6, 2), covariance(2, 2), directions(*SHAPE, 3)

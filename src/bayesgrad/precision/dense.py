@@ -12,6 +12,8 @@ from bayesgrad.precision.algebra import Precision
 from bayesgrad.precision.linalg import cholesky
 from bayesgrad.precision.low_rank import Matrix
 
+STRIP = 64  # rows that are symmetrised at a time
+
 
 @dataclass(frozen=True, eq=False)
 class Dense(Precision):
@@ -35,7 +37,7 @@ class Dense(Precision):
     shape: tuple[int, ...]
 
     def _with(self, covariance: Tensor) -> Dense:
-        return Dense((covariance + covariance.mT).mul_(0.5), self.shape)
+        return Dense(_symmetrised_(covariance), self.shape)
 
     def scale(self, factor: Any) -> Dense:
         return Dense(self.covariance / factor, self.shape)
@@ -68,8 +70,9 @@ class Dense(Precision):
 
     def spread(self, retain: Any, noise: Any) -> Dense:
         """(R^1/2 P^-1 R^1/2 + Q)^-1 for diagonal R and Q: numbers, or one for each weight."""
-        root = torch.as_tensor(retain, dtype=self.covariance.dtype, device=self.covariance.device).sqrt().flatten()
-        spread = torch.outer(root, root) * self.covariance  # symmetric to the bit, as both factors are
+        root = torch.as_tensor(retain, dtype=self.covariance.dtype, device=self.covariance.device).sqrt()
+        root = root.flatten().expand(len(self.covariance))
+        spread = torch.outer(root, root).mul_(self.covariance)  # symmetric to the bit, as both factors are
         added = torch.as_tensor(noise, dtype=spread.dtype, device=spread.device).flatten()
         spread.diagonal().add_(added)
         return Dense(spread, self.shape)
@@ -94,3 +97,13 @@ class Dense(Precision):
 
     def to_dense(self) -> Tensor:
         return torch.linalg.inv(self.covariance)
+
+
+def _symmetrised_(matrix: Tensor) -> Tensor:
+    """The mean of a matrix and its transpose, in place; in strips, because a whole transpose misses the cache."""
+    for start in range(0, len(matrix), STRIP):
+        across, down = matrix[start : start + STRIP, start:], matrix[start:, start : start + STRIP]
+        mean = (across + down.mT).mul_(0.5)
+        across.copy_(mean)
+        down.copy_(mean.mT)
+    return matrix
