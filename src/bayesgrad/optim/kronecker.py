@@ -327,7 +327,9 @@ class KroneckerFilterFP(MatrixFilter):
         left, right = ("input", "error") if layer.lookup else ("error", "input")
         if not self.setting(group):
             return Kronecker(entry[f"{left}_root"], entry[f"{right}_root"], layer.shape)
-        half = float(group["lr"]) / (2 * group["prior_std"] ** 2)
+        # At lr = 0 nothing moves, but the average of directions goes on.
+        lr = float(group["lr"]) or group["last_lr"] or 1.0
+        half = lr / (2 * group["prior_std"] ** 2)
         information = entry[f"{left}_values"][..., :, None] * entry[f"{right}_values"][..., None, :]
         spectrum = half + (half * half + group["batch_size"] * information).sqrt()
         return Spectral(entry.get(f"{left}_basis"), entry.get(f"{right}_basis"), spectrum)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CHUNKS = 16  # of a batch at most: each costs a pass over the factors
+CHUNKS = 8  # of a batch at most: each costs a pass over the factors
 
 
 def information(sizes: tuple[int, int], product: Tensor) -> Tensor:
@@ -75,27 +75,29 @@ class Factors:
 
         and likewise S_d. It is the projection for one row, and for any number of them where N = 1 or M = 1; else it is
         so to first order, and always positive definite. Chunks of min(M, N) rows follow one another, longer ones where
-        there were too many.
+        there were too many, in the order of a_b b_b: the order in which rows come is of no consequence.
         """
         rows = x.shape[1]
         size = max(min(x.shape[2], d.shape[2]), math.ceil(rows / chunks))
+        if size < rows:
+            a, b = (_squares(rows, rows @ factor) for rows, factor in ((x, self.inputs), (d, self.errors)))
+            order = (a * b).argsort(1)[..., None]
+            x, d = (part.take_along_dim(order, 1) for part in (x, d))
         belief = self
         for start in range(0, rows, size):
             belief = belief._observe(x[:, start : start + size], d[:, start : start + size])
         return belief
 
     def _observe(self, x: Tensor, d: Tensor) -> Factors:
-        squares = [
-            torch.linalg.vecdot(rows @ factor, rows).double().clamp(min=0)
-            for rows, factor in ((x, self.inputs), (d, self.errors))
-        ]
+        products = x @ self.inputs, d @ self.errors
+        squares = [_squares(rows, product) for rows, product in zip((x, d), products)]
         t = information((d.shape[2], x.shape[2]), squares[0] * squares[1])  # (groups, rows)
         if d.shape[2] == x.shape[2] == 2:  # only here is it not bounded, and could exceed what rounding can resolve
             t = t.clamp(max=1 / (32 * _rounding(x)))
         weights = [torch.where(own > 0, t / own, 0.0) for own in squares]
         sides = [
-            _Shrunk(factor, rows, rows.shape[2] * weight)
-            for factor, rows, weight in ((self.inputs, x, weights[0]), (self.errors, d, weights[1]))
+            _Shrunk(factor, rows, product, rows.shape[2] * weight)
+            for factor, rows, product, weight in zip((self.inputs, self.errors), (x, d), products, weights)
         ]
         growth = (1 + t.sum(1)).sqrt()
         balance = (sides[1].mean / sides[0].mean).sqrt()  # equal mean variances on both sides
@@ -117,19 +119,20 @@ class Factors:
 
 
 class _Shrunk:
-    """(S^-1 + Σ_b w_b r_b r_b')^-1 = S - T'T for rows r_b and weights w_b, up to a scale that is not known yet.
+    """(S^-1 + Σ_b w_b r_b r_b')^-1 = S - T'T for rows r_b, products S r_b and weights w_b, up to a scale.
 
     What rounding could do to small eigenvalues is added to the diagonal, in proportion to what is removed from it, and
     taken off the correlations.
     """
 
-    def __init__(self, factor: Tensor, rows: Tensor, weights: Tensor) -> None:
+    def __init__(self, factor: Tensor, rows: Tensor, products: Tensor, weights: Tensor) -> None:
         self.factor = factor
         size = factor.shape[-1]
-        rows = rows * weights.sqrt().to(rows)[..., None]
+        roots = weights.sqrt().to(rows)[..., None]
+        rows, products = rows * roots, products * roots
         if rows.shape[1] > size:
             rows = torch.linalg.qr(rows, mode="r")[1]
-        products = rows @ factor
+            products = rows @ factor
         gram = products @ rows.mT
         eps = torch.finfo(factor.dtype).eps
         trace = gram.diagonal(dim1=1, dim2=2).sum(1, keepdim=True)
@@ -154,6 +157,11 @@ class _Shrunk:
         return shrunk
 
 
+def _squares(rows: Tensor, products: Tensor) -> Tensor:
+    """r'S r of each row, (groups, rows)."""
+    return torch.linalg.vecdot(products, rows).double().clamp(min=0)
+
+
 def _rounding(rows: Tensor) -> float:
     """The smallest eigenvalue of a matrix of correlations that can be told from zero."""
     return 8 * torch.finfo(rows.dtype).eps * rows.shape[-1] ** 0.5
@@ -170,7 +178,5 @@ def _affine(factor: Tensor, scale: Tensor, shift: Tensor | None = None) -> Tenso
 def _mean_precision(factor: Tensor, otherwise: Tensor) -> Tensor:
     """tr(S^-1)/n, (groups,), or what it is taken to be where the Cholesky factor does not exist."""
     root, info = torch.linalg.cholesky_ex(factor)
-    eye = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
-    squares = torch.linalg.solve_triangular(root, eye.expand_as(factor), upper=False).double().square()
-    found = (squares.sum((1, 2)) / factor.shape[-1]).cpu()
+    found = torch.cholesky_inverse(root).diagonal(dim1=1, dim2=2).double().mean(1).cpu()
     return torch.where((info == 0).cpu() & found.isfinite(), found, otherwise)
