@@ -44,9 +44,7 @@ WHOLE: dict[str, Callable] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=6.0, help="of warming up before each case of steps alone")
-    parser.add_argument(
-        "--warm", type=int, default=420, help="training steps of each before the clock starts"
-    )
+    parser.add_argument("--warm", type=int, default=420, help="training steps of each before the clock starts")
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--peers", action="store_true", help="also other packages' second-order optimizers")
     parser.add_argument("--write", type=Path, help="a Markdown file to write the tables to")

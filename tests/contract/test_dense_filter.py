@@ -248,8 +248,8 @@ def test_bad_arguments_are_refused_in_one_sentence(name: str) -> None:
 
 
 def test_large_models_are_refused() -> None:
-    message = "keeps the covariance of every pair of 20100 values, and takes at most 20000: pass params= of a part"
-    model = nn.Sequential(nn.Linear(200, 100, bias=False), nn.Linear(100, 1, bias=False))
+    message = "keeps the covariance of every pair of 10100 values, and takes at most 10000: pass params= of a part"
+    model = nn.Sequential(nn.Linear(100, 100, bias=False), nn.Linear(100, 1, bias=False))
     with pytest.raises(ValueError, match=message):
         DenseFilter(model, batch_size=8)
     assert len(DenseFilter(model, params=model[1].parameters(), batch_size=8).covariance()) == 100
@@ -330,3 +330,30 @@ def test_evidence_beyond_what_numbers_can_hold_is_refused() -> None:
         optimizer.step()
     assert same(before, weights(model))
     assert torch.equal(optimizer.covariance(), eye(15))
+
+
+def test_posterior_draws_all_weights_together(tmp_path: Path) -> None:
+    model = network(D)
+    optimizer = built(model, "random walk")
+    train(model, optimizer, range(4))
+    outside = weights(model)
+    posterior = optimizer.posterior(model, scale=2.0)
+    assert same(outside, weights(model))
+    with optimizer.posterior_mean():
+        for name, mean in posterior.mean.items():
+            assert torch.equal(mean, model.get_parameter(name))
+    draws = posterior.sample(20_000)
+    rows = torch.cat([draws[name].flatten(1) for name, _ in model.named_parameters()], 1)
+    found, expected = torch.cov(rows.T), 2 * optimizer.covariance()
+    spread = (expected.diagonal()[:, None] * expected.diagonal() / len(rows)).sqrt()
+    assert float(((found - expected) / spread).abs().max()) < 6
+    for name, variance in posterior.variance().items():
+        assert variance.shape == model.get_parameter(name).shape
+    posterior.save(tmp_path / "posterior.pt")
+    again = type(posterior).load(tmp_path / "posterior.pt")
+    assert same(posterior.sample(2), again.sample(2))
+    x = torch.randn(3, 4, dtype=D, generator=torch.Generator().manual_seed(0))
+    prediction = posterior.predict(x, method="linear")
+    assert prediction.shape == (3, 3)
+    with pytest.raises(ValueError, match="is not in the model: pass the model that was optimised"):
+        optimizer.posterior(network(D))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad import likelihoods
+from bayesgrad.belief import Joint
 from bayesgrad.block import Directions, gradient_of
 from bayesgrad.curvature import layers
 from bayesgrad.curvature.columns import one_by_one
@@ -18,12 +19,11 @@ from bayesgrad.filter.ahead import LookingAhead
 from bayesgrad.filter.layerwise import LayerFilter
 from bayesgrad.filter.ranges import COUNT, POSITIVE, covariance_matrix, one_of, square_matrix
 from bayesgrad.optim.adabayes import DEFAULT_SGD_LR
-from bayesgrad.posterior import Posterior
 from bayesgrad.precision import Dense
 from bayesgrad.precision.low_rank import Matrix
 from bayesgrad.transition import OrnsteinUhlenbeck
 
-LIMIT = 20_000  # entries of the state: their covariance has 3.2 GB
+LIMIT = 10_000  # entries of the state: their covariance has 0.8 GB, a step takes seconds
 EVIDENCE = ("exact", "sampled", "empirical", "centered")
 
 
@@ -379,12 +379,13 @@ class DenseFilter(LookingAhead, LayerFilter):
         weights = sum(p.numel() for p in self._order())
         return self._believed().covariance[:weights, :weights].clone()
 
-    def posterior(self, model: nn.Module, scale: float = 1.0) -> Posterior:
-        """Not yet: the belief joins all weights of a model."""
-        raise TypeError(
-            f"{type(self).__name__} believes in all weights together, which no posterior here can hold yet: use "
-            "covariance() and posterior_mean()."
-        )
+    def _joint(self, names: Mapping[int, str], scale: float) -> list[tuple[str, Joint]]:
+        order = self._order()
+        if any(id(p) not in names for p in order):
+            return []  # refused by name
+        mean = torch.cat([p.detach().double().flatten() for p in order])
+        belief = Dense(scale * self.covariance(), tuple(mean.shape))
+        return [(names[id(order[0])], Joint(mean, belief, {names[id(p)]: p.shape for p in order}))]
 
     # --- checkpoints ---
 

@@ -9,9 +9,13 @@ from torch import Tensor, nn
 
 from bayesgrad.belief import Belief, Joint
 from bayesgrad.posterior.posterior import Posterior
-from bayesgrad.precision import Diagonal, Kronecker, Precision, Spectral
+from bayesgrad.precision import Dense, Diagonal, Kronecker, Precision, Spectral
 
-FACTORS = ((Kronecker, ("left", "right")), (Spectral, ("rows", "columns", "spectrum")))
+FACTORS = (
+    (Kronecker, ("left", "right")),
+    (Spectral, ("rows", "columns", "spectrum")),
+    (Dense, ("covariance",)),
+)
 
 
 class GaussianPosterior(Posterior):
@@ -113,4 +117,6 @@ def _restored(tensors: Mapping[str, Mapping[str, Tensor]], name: str, shape: tup
     found = {field: tensors.get(field, {}).get(name) for _, fields in FACTORS for field in fields}
     if found["spectrum"] is not None:
         return Spectral(found["rows"], found["columns"], found["spectrum"])
+    if found["covariance"] is not None:
+        return Dense(found["covariance"], shape)
     return Kronecker(found["left"], found["right"], shape)

@@ -83,7 +83,8 @@ class Dense(Precision):
         return self._with(F @ self.covariance @ F.mT + Q)
 
     def solve(self, vector: Tensor) -> Tensor:
-        return (self.covariance @ vector.flatten()).view(vector.shape)
+        ahead = vector.shape[: vector.dim() - len(self.shape)]
+        return (vector.reshape(*ahead, -1) @ self.covariance).view(vector.shape)
 
     def sample(self, noise: Tensor) -> Tensor:
         root = cholesky(self.covariance, 0.0, "the covariance")
