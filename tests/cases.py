@@ -445,7 +445,7 @@ def push(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> No
     """Steps with random gradients, which no other library has a part in."""
     for index in steps:
         optimizer.zero_grad()
-        if hasattr(optimizer, "observe"):
+        if hasattr(optimizer, "tap") or hasattr(optimizer, "observe"):
             backward(model, index, optimizer)
         generator = torch.Generator().manual_seed(2000 + index)
         with drawn(optimizer):

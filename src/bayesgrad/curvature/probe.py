@@ -86,6 +86,11 @@ def _read(projections: Sequence[Projection]) -> list[Numbers]:
 
 
 def _fit(numbers: Sequence[Numbers]) -> tuple[float, float]:
+    with np.errstate(all="ignore"):  # what is not finite fits nothing
+        return _least_squares(numbers)
+
+
+def _least_squares(numbers: Sequence[Numbers]) -> tuple[float, float]:
     square = sum(float(made @ made) for _, made, _ in numbers)
     factor = sum(float(seen @ made) for seen, made, _ in numbers) / square if square else 1.0
     worst = 0.0

@@ -423,6 +423,12 @@ class Filter(torch.optim.Optimizer):
         return gain * transition.believed(entry, numbers).variance()
 
 
+def settings(arguments: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """The hyper-parameters among the arguments of a declaration, `locals()` at its beginning."""
+    others = ("self", "__class__", "params", "model", "prior")
+    return {name: value for name, value in arguments.items() if name not in others} | more
+
+
 def _rate(group: Mapping[str, Any]) -> float:
     """The learning rate, zero where a schedule has come to zero but for rounding."""
     lr = float(group["lr"])

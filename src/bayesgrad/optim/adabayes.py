@@ -8,6 +8,7 @@ from typing import Any
 
 from bayesgrad.curvature import SquaredGradient
 from bayesgrad.filter.evident import Evident
+from bayesgrad.filter.filter import settings
 from bayesgrad.filter.ranges import COUNT, FLAG, OPTIONAL_COUNT, POSITIVE
 from bayesgrad.rule import NaturalGradient
 from bayesgrad.transition import OrnsteinUhlenbeck, Steady
@@ -107,23 +108,7 @@ class AdaBayes(_AdaBayesFamily):
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:
-        defaults = dict(
-            lr=lr,
-            batch_size=batch_size,
-            sgd_lr=sgd_lr,
-            momentum=momentum,
-            weight_decay=weight_decay,
-            centered=centered,
-            evidence=evidence,
-            likelihood=likelihood,
-            linearise=linearise,
-            samples=samples,
-            seed=seed,
-            follow_lr=follow_lr,
-            nonfinite=nonfinite,
-            fused=fused,
-        )
-        super().__init__(params, defaults)
+        super().__init__(params, settings(locals()))
 
     # The state holds u = sigma^2_post / unit. Following lr is a choice of unit, lr/base_lr: in this unit process noise
     # and information scale with it and the stationary variance does not, so a change of lr, even to zero and back,
@@ -217,20 +202,7 @@ class AdaBayesFP(_AdaBayesFamily):
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:
-        defaults = dict(
-            lr=lr,
-            sgd_lr=sgd_lr,
-            betas=betas,
-            weight_decay=weight_decay,
-            batch_size=batch_size,
-            centered=centered,
-            evidence=evidence,
-            likelihood=likelihood,
-            seed=seed,
-            nonfinite=nonfinite,
-            fused=fused,
-        )
-        super().__init__(params, defaults)
+        super().__init__(params, settings(locals()))
 
     def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         return {"beta": group["betas"][1], "step": step, "half": group["base_lr"] / (2 * group["sgd_lr"])}

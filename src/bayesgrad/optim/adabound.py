@@ -13,6 +13,7 @@ from torch import Tensor
 from bayesgrad.curvature import SquaredGradient
 from bayesgrad.curvature.gradients import Memory, Numbers
 from bayesgrad.filter import Filter
+from bayesgrad.filter.filter import settings
 from bayesgrad.filter.ranges import NONNEGATIVE, OPEN_FRACTION, POSITIVE
 from bayesgrad.precision import Diagonal, Pair, Precision
 from bayesgrad.rule import NaturalGradient
@@ -107,17 +108,7 @@ class AdaBound(Filter):
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:
-        defaults = dict(
-            lr=lr,
-            final_lr=final_lr,
-            betas=betas,
-            gamma=gamma,
-            eps=eps,
-            weight_decay=weight_decay,
-            nonfinite=nonfinite,
-            fused=fused,
-        )
-        super().__init__(params, defaults)
+        super().__init__(params, settings(locals()))
 
     def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         return {"beta": group["betas"][1], "step": step}

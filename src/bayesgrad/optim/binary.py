@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bayesgrad._kernels import compute_dtype
 from bayesgrad.block.relaxed import Relaxed
 from bayesgrad.filter.binary import Binary
-from bayesgrad.filter.filter import Filter
+from bayesgrad.filter.filter import Filter, settings
 from bayesgrad.filter.ranges import COUNT, NONNEGATIVE, POSITIVE, WHOLE, WHOLE_NUMBER
 from bayesgrad.filter.variational import Drawing
 from bayesgrad.posterior import BernoulliPosterior, Posterior
@@ -70,8 +70,7 @@ class STE(Binary):
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:
-        defaults = dict(lr=lr, momentum=momentum, weight_decay=weight_decay, nonfinite=nonfinite, fused=fused)
-        super().__init__(params, defaults)
+        super().__init__(params, settings(locals()))
         self._binarise()
 
 
@@ -156,19 +155,7 @@ class BayesBiNN(Drawing, Binary):
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:
-        defaults = dict(
-            lr=lr,
-            num_data=num_data,
-            relaxation=relaxation,
-            eps=eps,
-            momentum=momentum,
-            natural_init=natural_init,
-            samples=samples,
-            seed=seed,
-            nonfinite=nonfinite,
-            fused=fused,
-        )
-        super().__init__(params, defaults)
+        super().__init__(params, settings(locals()))
         if prior is not None:
             self._take_prior(prior)
         self._binarise()

@@ -16,6 +16,7 @@ from bayesgrad.curvature import layers
 from bayesgrad.curvature.columns import one_by_one
 from bayesgrad.curvature.fisher import check_outputs, gather, refuse_mixing
 from bayesgrad.filter.ahead import LookingAhead
+from bayesgrad.filter.filter import settings
 from bayesgrad.filter.layerwise import LayerFilter
 from bayesgrad.filter.ranges import COUNT, POSITIVE, covariance_matrix, one_of, square_matrix
 from bayesgrad.optim.adabayes import DEFAULT_SGD_LR
@@ -128,20 +129,7 @@ class DenseFilter(LookingAhead, LayerFilter):
                 raise ValueError(f"A and Q of transition must have the same shape, got {sizes}.")
         if prior_covariance is not None:
             prior_covariance = covariance_matrix(prior_covariance, "prior_covariance")
-        defaults = dict(
-            lr=lr,
-            batch_size=batch_size,
-            prior_std=prior_std,
-            transition=transition,
-            prior_covariance=prior_covariance,
-            likelihood=likelihood,
-            evidence=evidence,
-            weight_decay=weight_decay,
-            seed=seed,
-            terms=terms,
-            nonfinite=nonfinite,
-        )
-        super().__init__(model, params, defaults)
+        super().__init__(model, params, settings(locals()))
         self._size()
 
     # --- what is modelled ---

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from bayesgrad.curvature import AbsoluteHessian, SquaredGradient
 from bayesgrad.filter import Parts
+from bayesgrad.filter.filter import settings
 from bayesgrad.filter.masked import Masked
 from bayesgrad.filter.ranges import NONNEGATIVE, POSITIVE, one_of
 from bayesgrad.filter.second_order import HESSIAN, SecondOrder
@@ -129,23 +130,10 @@ class SpikeSlab(SecondOrder, Masked):
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:
+        defaults = settings(locals())
         usual = DEFAULTS.get(update, DEFAULTS["adam"]) if isinstance(update, str) else DEFAULTS["adam"]
-        defaults = dict(
-            lr=usual[0] if lr is None else lr,
-            keep=dict(keep) if isinstance(keep, Mapping) else keep,
-            drop_inputs=drop_inputs,
-            update=update,
-            betas=usual[1] if betas is None else betas,
-            eps=usual[2] if eps is None else eps,
-            hess_init=hess_init,
-            hessian=hessian,
-            probes=probes,
-            weight_decay=weight_decay,
-            samples=samples,
-            seed=seed,
-            nonfinite=nonfinite,
-            fused=fused,
-        )
+        defaults |= {name: value for name, value in zip(("lr", "betas", "eps"), usual) if defaults[name] is None}
+        defaults["keep"] = dict(keep) if isinstance(keep, Mapping) else keep
         super().__init__(model, params, defaults)
 
     def _check(self, group: Mapping[str, Any]) -> None:

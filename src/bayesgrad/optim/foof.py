@@ -10,6 +10,7 @@ from torch import nn
 from bayesgrad.block.layer import Layer, Sheet
 from bayesgrad.curvature.factors import InputMoment
 from bayesgrad.filter.factored import FactoredFilter
+from bayesgrad.filter.filter import settings
 from bayesgrad.transition import Static
 
 
@@ -79,20 +80,7 @@ class FOOF(FactoredFilter):
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:
-        defaults = dict(
-            lr=lr,
-            damping=damping,
-            ema=ema,
-            update_every=update_every,
-            stats_every=stats_every,
-            terms=terms,
-            momentum=momentum,
-            weight_decay=weight_decay,
-            max_factor=max_factor,
-            nonfinite=nonfinite,
-            fused=fused,
-        )
-        super().__init__(model, params, defaults)
+        super().__init__(model, params, settings(locals()))
 
     def compares(self) -> bool:
         return True

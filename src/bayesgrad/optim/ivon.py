@@ -8,6 +8,7 @@ from typing import Any
 
 from bayesgrad.curvature import Reparameterised, SquaredGradient
 from bayesgrad.filter import Parts
+from bayesgrad.filter.filter import settings
 from bayesgrad.filter.ranges import FLAG, one_of
 from bayesgrad.filter.variational import Sampled, Variational
 from bayesgrad.posterior import Posterior
@@ -88,23 +89,7 @@ class IVON(Sampled):
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:
-        defaults = dict(
-            lr=lr,
-            num_data=num_data,
-            prior_precision=prior_precision,
-            hess_init=hess_init,
-            betas=betas,
-            kl_weight=1.0,
-            samples=samples,
-            rescale_lr=rescale_lr,
-            clip_radius=clip_radius,
-            curvature=curvature,
-            natural_momentum=natural_momentum,
-            seed=seed,
-            nonfinite=nonfinite,
-            fused=fused,
-        )
-        super().__init__(params, defaults)
+        super().__init__(params, settings(locals(), kl_weight=1.0))
         self._take_prior(prior)
 
     @property

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from bayesgrad.block.layer import Layer
 from bayesgrad.curvature.factors import KroneckerFisher, symmetric
 from bayesgrad.filter.factored import store
+from bayesgrad.filter.filter import settings
 from bayesgrad.filter.observed import ObservedFilter
 from bayesgrad.filter.ranges import one_of
 from bayesgrad.precision import Precision, Spectral
@@ -103,24 +104,7 @@ class KFAC(ObservedFilter):
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:
-        defaults = dict(
-            lr=lr,
-            damping=damping,
-            likelihood=likelihood,
-            ema=ema,
-            update_every=update_every,
-            stats_every=stats_every,
-            terms=terms,
-            momentum=momentum,
-            weight_decay=weight_decay,
-            sharing=sharing,
-            exact_damping=exact_damping,
-            max_factor=max_factor,
-            seed=seed,
-            nonfinite=nonfinite,
-            fused=fused,
-        )
-        super().__init__(model, params, defaults)
+        super().__init__(model, params, settings(locals()))
 
     def dampings(self, layer: Layer, entry: Mapping[str, Tensor], group: Mapping[str, Any]) -> dict[str, float]:
         means = {}

@@ -14,6 +14,7 @@ from bayesgrad.block import Block
 from bayesgrad.curvature import SquaredGradient
 from bayesgrad.filter.ahead import LookingAhead
 from bayesgrad.filter.evident import Evident
+from bayesgrad.filter.filter import settings
 from bayesgrad.filter.ranges import COUNT, FLAG, FRACTION, NONNEGATIVE, POSITIVE, Range
 from bayesgrad.filter.update import Parts
 from bayesgrad.rule import LookAhead
@@ -116,25 +117,7 @@ class KalmanMomentum(LookingAhead, Evident):
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:
-        defaults = dict(
-            lr=lr,
-            batch_size=batch_size,
-            momentum_decay=momentum_decay,
-            weight_noise=weight_noise,
-            prior_std=prior_std,
-            weight_decay=weight_decay,
-            nesterov_decay=nesterov_decay,
-            evidence=evidence,
-            steady_state=steady_state,
-            beta2=beta2,
-            likelihood=likelihood,
-            linearise=linearise,
-            samples=samples,
-            seed=seed,
-            nonfinite=nonfinite,
-            fused=fused,
-        )
-        super().__init__(params, defaults)
+        super().__init__(params, settings(locals()))
 
     def _check(self, group: Mapping[str, Any]) -> None:
         super()._check(group)

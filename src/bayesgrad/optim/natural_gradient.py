@@ -17,6 +17,7 @@ from bayesgrad.curvature.fisher import check_outputs, gather, refuse_mixing
 from bayesgrad.curvature.probe import common
 from bayesgrad.curvature.squares import Examples
 from bayesgrad.filter.factored import MERGED, MERGES
+from bayesgrad.filter.filter import settings
 from bayesgrad.filter.layerwise import LayerFilter
 from bayesgrad.filter.ranges import POSITIVE, one_of
 from bayesgrad.precision.linalg import cholesky
@@ -108,23 +109,7 @@ class NaturalGradient(LayerFilter):
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:
-        defaults = dict(
-            lr=lr,
-            damping=damping,
-            likelihood=likelihood,
-            blocks=blocks,
-            ema=ema,
-            update_every=update_every,
-            terms=terms,
-            momentum=momentum,
-            weight_decay=weight_decay,
-            step_size=step_size,
-            adapt_damping=adapt_damping,
-            seed=seed,
-            nonfinite=nonfinite,
-            fused=fused,
-        )
-        super().__init__(model, params, defaults)
+        super().__init__(model, params, settings(locals()))
 
     # --- what is modelled ---
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from bayesgrad.curvature import AbsoluteHessian, ExpectedHessian
 from bayesgrad.filter import Parts
+from bayesgrad.filter.filter import settings
 from bayesgrad.filter.ranges import FLAG
 from bayesgrad.filter.second_order import HESSIAN, SecondOrder
 from bayesgrad.filter.variational import Sampled, Variational
@@ -87,21 +88,7 @@ class Newton(SecondOrder, Variational):
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:
-        defaults = dict(
-            lr=lr,
-            num_data=num_data,
-            prior_precision=prior_precision,
-            hess_init=hess_init,
-            betas=betas,
-            kl_weight=1.0,
-            hessian=hessian,
-            probes=probes,
-            natural_momentum=natural_momentum,
-            seed=seed,
-            nonfinite=nonfinite,
-            fused=fused,
-        )
-        super().__init__(params, defaults)
+        super().__init__(params, settings(locals(), kl_weight=1.0))
         self._take_prior(prior)
 
     def parts(self, group: Mapping[str, Any]) -> Parts:
@@ -184,23 +171,7 @@ class VON(SecondOrder, Sampled):
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:
-        defaults = dict(
-            lr=lr,
-            num_data=num_data,
-            prior_precision=prior_precision,
-            hess_init=hess_init,
-            betas=betas,
-            kl_weight=1.0,
-            improved=improved,
-            hessian=hessian,
-            probes=probes,
-            samples=samples,
-            natural_momentum=natural_momentum,
-            seed=seed,
-            nonfinite=nonfinite,
-            fused=fused,
-        )
-        super().__init__(params, defaults)
+        super().__init__(params, settings(locals(), kl_weight=1.0))
         self._take_prior(prior)
 
     def parts(self, group: Mapping[str, Any]) -> Parts:

@@ -16,6 +16,7 @@ from bayesgrad.curvature.fisher import check_outputs
 from bayesgrad.curvature.probe import fitted
 from bayesgrad.curvature.squares import Examples, examples_of
 from bayesgrad.filter import Parts
+from bayesgrad.filter.filter import settings
 from bayesgrad.filter.layerwise import LayerFilter
 from bayesgrad.filter.ranges import one_of
 from bayesgrad.filter.variational import Sampled, Variational
@@ -57,23 +58,7 @@ class GaussNewton(Variational, LayerFilter):
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:
-        defaults = dict(
-            lr=lr,
-            num_data=num_data,
-            prior_precision=prior_precision,
-            hess_init=hess_init,
-            betas=betas,
-            kl_weight=kl_weight,
-            samples=samples,
-            fisher=fisher,
-            likelihood=likelihood,
-            terms=terms,
-            natural_momentum=natural_momentum,
-            seed=seed,
-            nonfinite=nonfinite,
-            fused=fused,
-        )
-        super().__init__(model, params, defaults)
+        super().__init__(model, params, settings(locals()))
         self._take_prior(prior)
 
     def parts(self, group: Mapping[str, Any]) -> Parts:
