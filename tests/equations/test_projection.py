@@ -110,7 +110,9 @@ def test_information_solves_its_equation_and_is_eq_24_for_small_updates() -> Non
     p = torch.logspace(-8, 8, 50, dtype=D)
     for m, n in SIZES:
         t = information((m, n), p)
-        torch.testing.assert_close(m * n * t**2 + (m * n + (m * n - m - n) * p) * t, p, rtol=1e-12, atol=0)
+        terms = torch.stack([m * n * t**2, (m * n + (m * n - m - n) * p) * t, -p])
+        assert bool((terms.sum(0).abs() <= 1e-14 * terms.abs().sum(0)).all())
+        assert bool((t > 0).all())
     rng = np.random.default_rng(2)
     Sx, Sd = spd(rng, 4), spd(rng, 3)
 
@@ -182,11 +184,11 @@ def test_the_order_of_rows_is_of_no_consequence_and_traces_follow() -> None:
 @pytest.mark.parametrize(("dtype", "decades"), [(torch.float64, 20), (torch.float32, 8)], ids=str)
 @pytest.mark.parametrize(("n", "m", "rows"), [(1, 1, 1), (3, 1, 1), (2, 2, 1), (2, 2, 5), (4, 3, 1), (6, 5, 9)])
 def test_factors_stay_positive_definite(n: int, m: int, rows: int, dtype: torch.dtype, decades: int) -> None:
-    """100 chains of 1000 steps with gradients over 2 `decades` orders of magnitude, now and then with drift."""
-    generator, chains = torch.Generator().manual_seed(0), 100
+    """250 chains of 400 steps with gradients over 2 `decades` orders of magnitude, now and then with drift."""
+    generator, chains = torch.Generator().manual_seed(0), 250
     eyes = [torch.eye(k, dtype=dtype).repeat(chains, 1, 1) for k in (n, m)]
     belief = Factors(*eyes, torch.ones(2, chains, dtype=D))
-    for step in range(1000):
+    for step in range(400):
         size = 10 ** (decades * (torch.rand(chains, 1, 1, dtype=D, generator=generator) - 0.5))
         x, d = (size * torch.randn(chains, rows, k, dtype=D, generator=generator) for k in (n, m))
         belief = belief.observe(x.to(dtype), d.to(dtype))
@@ -194,7 +196,7 @@ def test_factors_stay_positive_definite(n: int, m: int, rows: int, dtype: torch.
             belief = belief.spread(1.0, 1e-6)
         if step % 50 == 49:
             belief = belief.measured()
-        if step % 7 == 0 or step == 999:
+        if step % 7 == 0 or step == 399:
             for factor in (belief.inputs, belief.errors):
                 assert bool(torch.isfinite(factor).all())
                 assert not bool(torch.linalg.cholesky_ex(factor)[1].any())
@@ -269,8 +271,7 @@ def test_without_drift_the_belief_tends_to_the_inverse_fisher_over_t() -> None:
     belief = Factors(*(torch.eye(k, dtype=D).repeat(chains, 1, 1) for k in (3, 2)), torch.ones(2, chains, dtype=D))
     for _ in range(steps // 10):
         x, d = (torch.randn(chains, 10, len(R), dtype=D, generator=generator) @ R.T for R in roots)
-        for b in range(10):
-            belief = belief.observe(x[:, b : b + 1], d[:, b : b + 1])
+        belief = belief.observe(x, d)
     found = torch.einsum("gij,gmn->imjn", belief.inputs, belief.errors).reshape(6, 6) / chains
     expected = torch.tensor(np.kron(np.linalg.inv(Cx), np.linalg.inv(Cd))) / steps
     assert (found - expected).norm() / expected.norm() < 0.1
