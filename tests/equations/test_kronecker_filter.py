@@ -1,0 +1,326 @@
+"""Kronecker filters against transcriptions, their steady state, and AdaBayes where they meet."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bayesgrad.optim import AdaBayes, AdaBayesFP, KroneckerFilter, KroneckerFilterFP
+from bayesgrad.posterior import load
+from bayesgrad.precision import Kronecker
+from bayesgrad.precision.projection import Factors
+from bayesgrad.transition import OrnsteinUhlenbeck
+
+D = torch.float64
+
+
+def network(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 30), nn.Tanh(), nn.Linear(30, 3)).to(D)
+
+
+def data(index: int, n: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(index)
+    return torch.randn(n, 4, dtype=D, generator=generator), torch.randint(0, 3, (n,), generator=generator)
+
+
+def close(a: torch.Tensor, b: torch.Tensor, rtol: float = 1e-10) -> None:
+    torch.testing.assert_close(a.detach(), b.detach(), rtol=rtol, atol=rtol)
+
+
+def joined(layer: nn.Module, gradient: bool = False) -> torch.Tensor:
+    pair = (layer.weight.grad, layer.bias.grad) if gradient else (layer.weight, layer.bias)
+    return torch.cat([pair[0], pair[1][:, None]], 1).detach().clone()
+
+
+def evidence(model: nn.Sequential, x: torch.Tensor, y: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Inputs with a one, and errors of single examples, of both layers."""
+    hidden, outputs = torch.tanh(model[0](x)).detach(), model(x).detach()
+    e = outputs.softmax(1) - F.one_hot(y, 3)
+    ones = torch.ones(len(x), 1, dtype=D)
+    first = (e @ model[2].weight.detach()) * (1 - hidden**2)
+    return [(torch.cat([x, ones], 1), first), (torch.cat([hidden, ones], 1), e)]
+
+
+def steps(model: nn.Sequential, optimizer: torch.optim.Optimizer, indices: range, n: int = 6):
+    """Yields the evidence of each step before it is taken."""
+    for index in indices:
+        x, y = data(index, n)
+        optimizer.zero_grad()
+        outputs = model(x)
+        optimizer.observe(outputs, y)
+        F.cross_entropy(outputs, y).backward()
+        seen = evidence(model, x, y)
+        yield index, seen
+        optimizer.step()
+
+
+def power(C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    values, vectors = torch.linalg.eigh(C)
+    return values.clamp(min=0), vectors
+
+
+@pytest.mark.parametrize("how", ["sampled", "empirical"])
+@pytest.mark.parametrize("prior", [math.inf, 0.3], ids=["whitening", "prior"])
+def test_steady_state_over_steps(prior: float, how: str) -> None:
+    """Moments, s_ij, averaged steps and decay; given labels are the empirical errors."""
+    model, B, lr, ema, decay = network(), 6, 0.01, 0.8, 0.5
+    options = {"batch_size": B, "prior_std": prior, "ema": ema, "weight_decay": decay, "evidence": how}
+    optimizer = KroneckerFilterFP(model, lr, update_every=1, **options)
+    moments = [[0.0, 0.0], [0.0, 0.0]]
+    momentum = [0.0, 0.0]
+    expected: list[torch.Tensor] = []
+    for t, seen in steps(model, optimizer, range(1, 5)):
+        if expected:
+            for k, layer in enumerate((model[0], model[2])):
+                close(joined(layer), expected[k])
+        expected = []
+        for k, layer in enumerate((model[0], model[2])):
+            for side, rows in enumerate(seen[k]):
+                moments[k][side] = ema * moments[k][side] + (1 - ema) * rows.T @ rows / B
+            (cx, Ux), (cd, Ud) = (power(moment / (1 - ema**t)) for moment in moments[k])
+            if math.isinf(prior):
+                cx, cd = (c.maximum(1e-4 * c.max()) for c in (cx, cd))
+            half = 1 / (2 * prior**2)
+            s = 1 / (half + (half**2 + B * cd[:, None] * cx[None] / lr**2).sqrt())
+            step = Ud @ (s * (Ud.T @ (B * joined(layer, True)) @ Ux)) @ Ux.T
+            momentum[k] = 0.9 * momentum[k] + 0.1 * step
+            expected.append((1 - lr * decay) * joined(layer) - momentum[k] / (1 - 0.9**t))
+    for k, layer in enumerate((model[0], model[2])):
+        close(joined(layer), expected[k], 1e-9)
+
+
+@pytest.mark.parametrize("prior", [math.inf, 0.02], ids=["random walk", "prior"])
+def test_the_formula_is_the_fixed_point_of_the_exact_filter(prior: float) -> None:
+    """Each direction of the eigenbasis is a scalar filter that sees B c_x c_d per step; first order in its root."""
+    eta, B = 1e-3, 100
+    information = B * torch.logspace(-6, 2, 30, dtype=D)
+    numbers = OrnsteinUhlenbeck().numbers(process=eta**2, stationary=prior**2)
+    r, q = numbers["retain"], numbers["noise"]
+    linear = r - 1 - q * information
+    v = 2 * q / ((linear**2 + 4 * q * r * information).sqrt() - linear)  # of q/v^2 + linear/v = r h
+    predicted = r * v + q
+    close(predicted / (1 + predicted * information), v, 1e-9)
+    half = 1 / (2 * prior**2)
+    formula = 1 / (half + (half**2 + information / eta**2).sqrt())
+    x = eta * information.sqrt()
+    bound = ((1 + x**2 / 4).sqrt() + x / 2 - 1).maximum(torch.tensor((eta / prior) ** 2 / 4))
+    assert bool(((formula / v - 1).abs() <= 1.2 * bound + 1e-6).all())
+    assert bool((formula / v - 1).abs()[-1] > 0.5 * bound[-1])  # the bound is not idle
+
+
+@pytest.mark.parametrize("prior", [math.inf, 0.3], ids=["whitening", "prior"])
+def test_equals_adabayes_fp_on_a_single_weight_with_constant_input(prior: float) -> None:
+    """Without momentum, which AdaBayesFP has on the gradient and this on the step."""
+    model, twin = nn.Linear(1, 1, bias=False).to(D), nn.Linear(1, 1, bias=False).to(D)
+    twin.load_state_dict(model.state_dict())
+    options = {"evidence": "empirical", "likelihood": "gaussian", "ema": 0.999, "update_every": 1, "weight_decay": 0.1}
+    options |= {"batch_size": 1, "prior_std": prior, "momentum": 0.0}
+    optimizer = KroneckerFilterFP(model, 1e-2, **options)
+    reference = AdaBayesFP(twin.parameters(), 1e-2, sgd_lr=prior**2, weight_decay=0.1, betas=(0.0, 0.999))
+    x, generator = torch.full((1, 1), 1.7, dtype=D), torch.Generator().manual_seed(0)
+    for _ in range(50):
+        target = torch.randn(1, 1, dtype=D, generator=generator)
+        for net, opt in ((model, optimizer), (twin, reference)):
+            opt.zero_grad()
+            (net(x) - target).square().sum().backward()
+            opt.step()
+        close(model.weight, twin.weight)
+
+
+@pytest.mark.parametrize("prior", [math.inf, 0.3], ids=["random walk", "prior"])
+def test_filter_over_steps(prior: float) -> None:
+    """Drift, one example, the mean: with factors that are tested by themselves."""
+    model, B, lr = network(), 4, 0.01
+    optimizer = KroneckerFilter(model, lr, batch_size=B, prior_std=prior, update_every=1, weight_decay=0.1)
+    start = 0.1 / B if math.isinf(prior) else prior**2
+    beliefs = [
+        Factors(*(math.sqrt(start) * torch.eye(k, dtype=D)[None] for k in sizes), torch.ones(2, 1, dtype=D)).measured()
+        for sizes in ((5, 30), (31, 3))
+    ]
+    drift = OrnsteinUhlenbeck().numbers(process=lr**2, stationary=prior**2)
+    momentum, expected = [0.0, 0.0], []
+    for t, seen in steps(model, optimizer, range(1, 6), n=B):
+        if expected:
+            for k, layer in enumerate((model[0], model[2])):
+                close(joined(layer), expected[k], 1e-9)
+        expected = []
+        for k, layer in enumerate((model[0], model[2])):
+            x, d = (rows[None] for rows in seen[k])
+            beliefs[k] = beliefs[k].spread(drift["retain"], drift["noise"]).observe(x, d).measured()
+            step = beliefs[k].errors[0] @ (B * joined(layer, True)) @ beliefs[k].inputs[0]
+            momentum[k] = 0.9 * momentum[k] + 0.1 * step
+            expected.append((1 - 0.1 * lr) * joined(layer) - momentum[k] / (1 - 0.9**t))
+
+
+def test_filter_equals_adabayes_on_a_single_weight() -> None:
+    """One weight, one example: the scalar filter, drift included."""
+    model, twin = nn.Linear(1, 1, bias=False).to(D), nn.Linear(1, 1, bias=False).to(D)
+    twin.load_state_dict(model.state_dict())
+    optimizer = KroneckerFilter(
+        model, 1e-2, batch_size=1, prior_std=math.sqrt(0.1), momentum=0.0, evidence="empirical", likelihood="gaussian"
+    )
+    reference = AdaBayes(twin.parameters(), 1e-2, batch_size=1, sgd_lr=0.1, momentum=0.0)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(30):
+        x, target = torch.randn(2, 1, 1, dtype=D, generator=generator)
+        for net, opt in ((model, optimizer), (twin, reference)):
+            opt.zero_grad()
+            (net(x) - target).square().sum().backward()
+            opt.step()
+        close(model.weight, twin.weight)
+
+
+def test_centred_errors_lose_the_mean_of_earlier_batches() -> None:
+    model, B = network(), 6
+    optimizer = KroneckerFilterFP(model, 0.01, batch_size=B, evidence="centered", ema=0.0)
+    mean = None
+    for t, seen in steps(model, optimizer, range(1, 4)):
+        e = seen[1][1]
+        centred = e if mean is None else e - mean / (1 - 0.99 ** (t - 1))
+        mean = 0.99 * (0 if mean is None else mean) + 0.01 * e.mean(0)
+        before = t
+    assert before == 3
+    close(optimizer.state[model[2].weight]["error_moment"][0].tril(), (centred.T @ centred / B).tril())
+
+
+@pytest.mark.parametrize("rule", [KroneckerFilter, KroneckerFilterFP])
+def test_evidence_that_is_not_finite_leaves_factors_alone(rule: type) -> None:
+    model = nn.Sequential(nn.Linear(4, 3)).to(D)
+    optimizer = rule(model, batch_size=6, likelihood="gaussian", update_every=1)
+    for index, bad in enumerate((1.0, 1.0, math.nan, 1e200, 1.0)):
+        x, _ = data(index)
+        optimizer.zero_grad()
+        outputs = model(x)
+        optimizer.observe(outputs, torch.full_like(outputs, bad))
+        outputs.square().mean().backward()
+        before = {k: v.clone() for k, v in optimizer.state[model[0].weight].items() if k.startswith(("inp", "err"))}
+        weight = model[0].weight.detach().clone()
+        optimizer.step()
+        after = {k: v for k, v in optimizer.state[model[0].weight].items() if k.startswith(("inp", "err"))}
+        assert bool(torch.isfinite(model[0].weight).all())
+        assert not torch.equal(weight, model[0].weight)
+        if bad != 1.0:
+            assert all(torch.equal(before[k], after[k]) for k in before)
+
+
+@pytest.mark.parametrize("rule", [KroneckerFilter, KroneckerFilterFP])
+def test_fallback_is_adabayes_with_the_same_prior(rule: type) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3)).to(D)
+    with pytest.warns(UserWarning, match=rf"{rule.__name__} has no model of 1.weight, 1.bias: .* by AdaBayes"):
+        optimizer = rule(model, 0.01, batch_size=6, prior_std=0.2)
+    twin = copy.deepcopy(model[1])
+    if rule is KroneckerFilter:
+        reference = AdaBayes(twin.parameters(), 0.01, batch_size=6, sgd_lr=0.04 * 6)
+    else:
+        reference = AdaBayesFP(twin.parameters(), 0.01, betas=(0.9, 0.95), sgd_lr=0.04 * 6)
+    for index in range(4):
+        x, y = data(index)
+        optimizer.zero_grad()
+        outputs = model(x)
+        optimizer.observe(outputs)
+        F.cross_entropy(outputs, y).backward()
+        for p, q in zip(model[1].parameters(), twin.parameters()):
+            q.grad = p.grad.clone()
+        optimizer.step()
+        reference.step()
+        close(model[1].weight, twin.weight)
+    variance = optimizer.posterior(model).variance()["1.bias"]
+    named = AdaBayesFP if rule is KroneckerFilterFP else AdaBayes
+    extra = {"betas": (0.9, 0.95)} if named is AdaBayesFP else {}
+    other = named(twin.parameters(), 0.01, batch_size=6, sgd_lr=0.04 * 6, **extra)
+    other.state.update(reference.state)
+    close(variance, other.posterior(twin).variance()["bias"])
+
+
+# --- what is believed ---
+
+
+def trained(rule: type, prior: float, **options) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    model = network()
+    optimizer = rule(model, 0.01, batch_size=6, prior_std=prior, **options)
+    for _ in steps(model, optimizer, range(3)):
+        pass
+    return model, optimizer
+
+
+@pytest.mark.parametrize("prior", [math.inf, 0.3], ids=["random walk", "prior"])
+@pytest.mark.parametrize("rule", [KroneckerFilter, KroneckerFilterFP])
+def test_posterior_is_the_matrix_normal_that_moved_the_mean(rule: type, prior: float, tmp_path) -> None:
+    """Without momentum, the step is the covariance times B g; draws have it; saving keeps it to the bit."""
+    model, optimizer = trained(rule, prior, momentum=0.0, stats_every=100)
+    before = joined(model[2])
+    for _ in steps(model, optimizer, range(7, 8)):
+        pass
+    posterior = optimizer.posterior(model)
+    belief = posterior.beliefs["2.weight"]
+    covariance = torch.linalg.inv(belief.precision.to_dense())
+    gradient = 6 * joined(model[2], True)
+    close(before - joined(model[2]), (covariance @ gradient.flatten()).view_as(gradient), 1e-8)
+    close(belief.joined(posterior.variance()).flatten(), covariance.diagonal(), 1e-9)
+    close(belief.joined(posterior.mean)[0], joined(model[2]))
+    draws = belief.joined(posterior.sample(4000)).flatten(1)
+    white = torch.linalg.solve_triangular(
+        torch.linalg.cholesky(covariance), (draws - belief.mean.flatten()).T, upper=False
+    )
+    assert (white @ white.T / 4000 - torch.eye(len(white), dtype=D)).abs().max() < 5 * math.sqrt(2 / 4000) + 0.02
+    posterior.save(tmp_path / "belief.pt")
+    again = load(tmp_path / "belief.pt", model)
+    one, other = posterior.sample(2, seed=5), again.sample(2, seed=5)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    close(optimizer.posterior(model, scale=4.0).variance()["0.bias"], 4 * posterior.variance()["0.bias"])
+
+
+def test_linear_predictions_use_the_joint_covariance() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2).to(D)
+    optimizer = KroneckerFilterFP(model, 0.01, batch_size=6, likelihood="gaussian")
+    x, _ = data(0)
+    outputs = model(x)
+    optimizer.observe(outputs)
+    outputs.square().mean().backward()
+    optimizer.step()
+    posterior = optimizer.posterior(model)
+    precision = posterior.beliefs["weight"].precision
+    assert isinstance(precision, Kronecker)
+    ones = torch.cat([x, torch.ones(6, 1, dtype=D)], 1)
+    spread = torch.einsum("bi,ij,bj->b", ones, precision.right[0], ones)
+    expected = spread[:, None] * precision.left[0].diagonal()
+    close(posterior.predict(x, method="linear", likelihood="gaussian").variance, expected)
+
+
+def test_layers_that_were_never_seen_have_the_prior() -> None:
+    model = network()
+    for rule in (KroneckerFilter, KroneckerFilterFP):
+        variance = rule(model, batch_size=20, prior_std=0.2).posterior(model).variance()
+        close(variance["0.weight"], torch.full((30, 4), 0.04, dtype=D))
+        variance = rule(model, batch_size=20).posterior(model).variance()
+        close(variance["0.weight"], torch.full((30, 4), 0.1 / 20, dtype=D))
+
+
+def test_sides_that_are_too_large() -> None:
+    """The steady state takes a diagonal, the filter its fallback; an embedding is one of the two by itself."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(8, 3)).to(D)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fixed = KroneckerFilterFP(model, batch_size=5, max_factor=8)
+    with pytest.warns(UserWarning, match=r"no model of 0.weight, 2.weight, 2.bias"):
+        filtered = KroneckerFilter(model, batch_size=5, max_factor=8)
+    for optimizer in (fixed, filtered):
+        optimizer.zero_grad()
+        outputs = model(torch.randint(0, 7, (5, 2)))
+        optimizer.observe(outputs)
+        outputs.logsumexp(1).mean().backward()
+        optimizer.step()
+    assert fixed.state[model[0].weight]["input_root"].shape == (1, 7)
+    assert fixed.state[model[2].weight]["input_root"].shape == (1, 9)
+    assert "variance" in filtered.state[model[2].weight]
