@@ -13,6 +13,7 @@ from bayesgrad.block.layer import Layer, Sheet
 from bayesgrad.curvature import SquaredGradient
 from bayesgrad.curvature.factors import symmetric
 from bayesgrad.filter.factored import MERGED, store
+from bayesgrad.filter.filter import settings
 from bayesgrad.filter.matrix import MatrixFilter
 from bayesgrad.precision import Kronecker, Precision, Spectral
 from bayesgrad.precision.linalg import eigenvalues
@@ -107,23 +108,7 @@ class KroneckerFilter(MatrixFilter):
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:
-        defaults = dict(
-            lr=lr,
-            batch_size=batch_size,
-            prior_std=prior_std,
-            momentum=momentum,
-            weight_decay=weight_decay,
-            likelihood=likelihood,
-            evidence=evidence,
-            update_every=update_every,
-            stats_every=stats_every,
-            terms=terms,
-            max_factor=max_factor,
-            seed=seed,
-            nonfinite=nonfinite,
-            fused=fused,
-        )
-        super().__init__(model, params, defaults)
+        super().__init__(model, params, settings(locals()))
 
     def _find_layers(self, mine: set[int]) -> list[Layer]:
         limit = {p: group["max_factor"] for group in self.param_groups for p in group["params"]}
@@ -273,24 +258,7 @@ class KroneckerFilterFP(MatrixFilter):
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:
-        defaults = dict(
-            lr=lr,
-            batch_size=batch_size,
-            prior_std=prior_std,
-            momentum=momentum,
-            weight_decay=weight_decay,
-            likelihood=likelihood,
-            evidence=evidence,
-            ema=ema,
-            update_every=update_every,
-            stats_every=stats_every,
-            terms=terms,
-            max_factor=max_factor,
-            seed=seed,
-            nonfinite=nonfinite,
-            fused=fused,
-        )
-        super().__init__(model, params, defaults)
+        super().__init__(model, params, settings(locals()))
 
     def setting(self, group: Mapping[str, Any]) -> float:
         """Whether there is a prior."""
