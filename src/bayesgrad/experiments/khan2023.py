@@ -243,9 +243,9 @@ def uncertainty(context: Context) -> Report:
         "Bayesian alternatives (002, section 4.4, after Osawa et al., 2019). Target here: VOGN or IVON within 0.5 "
         "points of Adam's accuracy, with lower NLL and ECE.",
     )
-    words, held, seeds = [], [], context.seeds
+    words, held, asked = [], [], context.seeds
     for task, members, methods in _tasks(context):
-        context = replace(context, seeds=min(seeds, task.seeds or seeds))
+        context = replace(context, seeds=min(asked, task.seeds or asked))
         context.say(f"{task.key}: {len(task.data.test_x):,} test images, {len(task.outside):,} of {task.origin}")
         results = [one for method in methods for one in finals(context, task, method)]
         single = results[0]

@@ -108,7 +108,7 @@ class Task:
             f"{len(self.data.train_x):,} images, {self.epochs} epochs, batches of {self.batch}, cosine schedule; "
             f"{network}lr and a second hyper-parameter (weight decay, dropout rate or hess_init) chosen by the "
             f"validation NLL of averaged predictions, {pairs} pairs for each method, 20 % held out, a seed apart; "
-            f"{seeds} seeds; {self.samples} draws; prior precision = {self.decay:g} x images; "
+            f"{seeds} seed{'s' * (seeds > 1)}; {self.samples} draws; prior precision = {self.decay:g} x images; "
             f"{len(self.data.test_x):,} test images; AUROC against {len(self.outside):,} images of {self.origin}"
         )
 
