@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +37,17 @@ def context(path: Path, **changes) -> Context:
 def task() -> Task:
     data = datasets.load("digits").part(100)
     return Task(data, data.test_x[:20], (8,), 2, 20, samples=3)
+
+
+@pytest.fixture(scope="module")
+def deep(task: Task) -> Task:
+    """A ResNet on colour images of 8 x 8, with grey images of 6 x 6 from outside."""
+    data = task.data.part(40)
+    data = replace(data, train_x=data.train_x.repeat(1, 3, 1, 1), test_x=data.test_x[:30].repeat(1, 3, 1, 1))
+    data = replace(data, test_y=data.test_y[:30])
+    grey = task.data.test_x[:20, :, 1:7, 1:7]
+    outside = like(grey, task.data.train_x, data.train_x)
+    return Task(data, outside, None, 1, 20, samples=2, channels=4, seeds=1, origin="digits, cut")
 
 
 @pytest.mark.parametrize("name", ["fig1", "uncertainty", "binary"])
@@ -80,8 +92,12 @@ def test_searches_are_as_long_for_each_method() -> None:
         assert len({(len(method.lrs), len(method.seconds)) for method in methods}) == 1
 
 
+@pytest.mark.parametrize("network", ["task", "deep"])
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: m.kind)
-def test_runs_are_functions_of_their_seed_and_do_not_touch_the_global_generator(method, task, tmp_path: Path) -> None:
+def test_runs_are_functions_of_their_seed_and_leave_the_global_generator(
+    method, network: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    task = request.getfixturevalue(network)
     method = replace(method, options={k: v for k, v in method.options.items() if k != "fused"})
     state = torch.get_rng_state()
     found = [
@@ -89,6 +105,7 @@ def test_runs_are_functions_of_their_seed_and_do_not_touch_the_global_generator(
         for i, seed in enumerate((1, 1, 2))
     ]
     assert torch.equal(torch.get_rng_state(), state)
+    assert method.ways == ("mean",) or not torch.equal(found[0]["mean"], found[0]["drawn"])
     for way in method.ways:
         assert_close(found[0][way].sum(1), torch.ones(len(task.data.test_x)))
         assert torch.equal(found[0][way], found[1][way])
@@ -123,6 +140,18 @@ def test_images_of_another_kind_are_scaled_like_one_s_own() -> None:
     assert_close(like((pixels - 0.2) / 0.5, (pixels - 0.2) / 0.5, (pixels - 0.7) / 0.1), (pixels - 0.7) / 0.1)
 
 
+def test_small_grey_images_get_a_black_border_and_three_equal_channels() -> None:
+    """28 x 28 in one channel becomes 32 x 32 in three, each scaled as that channel of the target is."""
+    mean, deviation = torch.tensor([0.5, 0.4, 0.3]).view(3, 1, 1), torch.tensor([0.1, 0.2, 0.3]).view(3, 1, 1)
+    colour, grey = torch.rand(4, 3, 32, 32), torch.rand(5, 1, 28, 28)
+    colour[0, :, 0, 0], colour[0, :, 0, 1] = 0.0, 1.0
+    grey[0, 0, 0, 0], grey[0, 0, 0, 1] = 0.0, 1.0
+    found = like((grey[1:] - 0.1) / 0.3, (grey - 0.1) / 0.3, (colour - mean) / deviation) * deviation + mean
+    expected = torch.zeros(4, 3, 32, 32)
+    expected[:, :, 2:30, 2:30] = grey[1:]
+    assert_close(found, expected, rtol=0, atol=1e-6)
+
+
 def test_an_ensemble_averages_probabilities_and_counts_all_times(task: Task, tmp_path: Path) -> None:
     adam = replace(METHODS[0], lrs=(1e-2,), seconds=(0.0,))
     here = context(tmp_path, seeds=1)
@@ -145,12 +174,40 @@ def test_a_run_that_diverges_has_no_scores(task: Task, tmp_path: Path) -> None:
     assert all(math.isnan(row["nll"]) for row in rows)
 
 
-@pytest.mark.filterwarnings("ignore:.*no model of:UserWarning")
-@pytest.mark.parametrize("kind", ["dropout", "vogn"])
-def test_a_network_with_batch_norm_is_predicted_with_statistics_of_each_draw(kind: str, tmp_path: Path) -> None:
-    data = datasets.load("digits").part(40)
-    data = replace(data, test_x=data.test_x[:30], test_y=data.test_y[:30])
+def test_dropout_is_inside_of_blocks_and_leaves_weights_as_they_are(deep: Task) -> None:
+    plain, dropped = deep.model(3), deep.model(3, 0.3)
+    assert len(list(plain.parameters())) == len(list(dropped.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), dropped.parameters()))
+    first = [part for part in dropped.modules() if isinstance(part, torch.nn.Sequential) and len(part) == 2]
+    kinds = [type(part[1]).__name__ for part in first if isinstance(part[0], torch.nn.Dropout)]
+    assert kinds == ["Conv2d", "Conv2d", "Conv2d", "Linear"]
+    assert not any(isinstance(part, torch.nn.Dropout) for part in plain.modules())
+
+
+@pytest.mark.parametrize("kind", ["ogn", "vogn", "ivon"])
+def test_batch_norm_has_statistics_of_the_mean_and_of_each_draw(kind: str, deep: Task) -> None:
+    """At the mean those of a batch of all images; draws differ from those that keep the mean's statistics."""
     method = next(replace(m, options={}) for m in METHODS if m.kind == kind)
-    found = run(context(tmp_path), Task(data, data.test_x, None, 1, 20, samples=2), method, 1e-3, 0.3, 0, True)
-    assert_close(found["drawn"].sum(1), torch.ones(30))
-    assert not torch.equal(found["drawn"], found["mean"])
+    model: Any = deep.model(0)
+    x = deep.data.train_x
+    optimizer = method.build(model, deep, 1e-3, 0.3, 0)
+    ways = khan2023_training.predictions(deep, method, model, optimizer, "cpu")
+    stem, norm, *_ = model.stem
+    with torch.no_grad():
+        hidden = stem(x)
+        assert_close(norm.running_mean, hidden.mean((0, 2, 3)))
+        assert_close(norm.running_var, hidden.var((0, 2, 3)))
+        belief: Any = optimizer.posterior(model)  # pyright: ignore[reportAttributeAccessIssue]
+        assert torch.equal(ways["drawn"](x), belief.predict(x, samples=2, statistics=x))
+        assert not torch.allclose(ways["drawn"](x), belief.predict(x, samples=2), atol=1e-4)
+
+
+def test_a_task_that_takes_long_has_fewer_seeds_and_says_so(tmp_path: Path, monkeypatch, deep: Task) -> None:
+    adam = replace(METHODS[0], lrs=(1e-2,), seconds=(0.0,))
+    vogn = replace(METHODS[3], lrs=(0.1,), seconds=(0.3,), options={})
+    monkeypatch.setattr(khan2023, "_tasks", lambda _: [(deep, 2, [adam, vogn])])
+    report = khan2023.uncertainty(context(tmp_path, seeds=3))
+    finals = {path.name.split("seed")[1] for path in (tmp_path / "trials").glob("final-*")}
+    assert finals == {"0.pt", f"{khan2023_training.MEMBERS + 1}.pt"}  # one seed, and the ensemble's other member
+    (protocol,) = (words for key, words in report.settings.items() if key == f"protocol of {deep.key}")
+    assert all(words in protocol for words in ("1 seed;", "20 images of digits, cut", "BatchNorm", "4 to 16 channels"))

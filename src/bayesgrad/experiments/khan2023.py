@@ -243,9 +243,10 @@ def uncertainty(context: Context) -> Report:
         "Bayesian alternatives (002, section 4.4, after Osawa et al., 2019). Target here: VOGN or IVON within 0.5 "
         "points of Adam's accuracy, with lower NLL and ECE.",
     )
-    words, held = [], []
+    words, held, asked = [], [], context.seeds
     for task, members, methods in _tasks(context):
-        context.say(f"{task.key}: {len(task.data.test_x):,} test images, {len(task.outside):,} of another kind")
+        context = replace(context, seeds=min(asked, task.seeds or asked))
+        context.say(f"{task.key}: {len(task.data.test_x):,} test images, {len(task.outside):,} of {task.origin}")
         results = [one for method in methods for one in finals(context, task, method)]
         single = results[0]
         results.insert(1, ensemble(context, task, single, members))
@@ -263,7 +264,8 @@ def uncertainty(context: Context) -> Report:
         for one in results:
             if one.way == "drawn" and one.method.kind in ("vogn", "ivon"):
                 holds, sentence = _against(one, single)
-                sentence = f"{task.epochs} epochs: {sentence}"
+                outcome = "target met" if holds else "target missed"
+                sentence = f"{task.data.name}, {task.epochs} epochs, {outcome}: {sentence}"
                 held.append(holds)
                 words.append(
                     f"{sentence} {_against(one, _named(results, 'ogn'))[1]}" if "ogn" in _kinds(methods) else sentence
@@ -274,12 +276,7 @@ def uncertainty(context: Context) -> Report:
             context.folder / file, {COLUMNS[s][0]: {one.title: _shown(one, s) for one in results} for s in shown}
         )
         report.add_figure(file, f"{task.key}: mean and standard error over seeds.")
-        report.settings[f"protocol of {task.key}"] = (
-            f"{len(task.data.train_x):,} images, {task.epochs} epochs, batches of {task.batch}, cosine schedule; lr "
-            "and a second hyper-parameter (weight decay, dropout rate or hess_init) chosen by the validation NLL of "
-            f"averaged predictions, {len(single.tried)} pairs for each method, 20 % held out, a seed apart; "
-            f"{task.samples} draws; prior precision = {task.decay:g} x images; AUROC against images of another kind"
-        )
+        report.settings[f"protocol of {task.key}"] = task.protocol(len(single.tried), context.seeds)
     report.verdict = f"{'Holds' if all(held) else 'Holds in part' if any(held) else 'Does not hold'} here. " + " ".join(
         word for word in words if word
     )
@@ -293,19 +290,24 @@ def _tasks(context: Context) -> list[tuple[Task, int, Sequence[Method]]]:
         scrambled = data.test_x.flatten(1)[:, torch.randperm(64, generator=torch.Generator().manual_seed(0))]
         few = [replace(method, lrs=method.lrs[1:2], seconds=method.seconds[1:2], options={}) for method in METHODS]
         few[-1] = replace(few[-1], options={"betas": (0.9, 0.9995)})
-        return [(Task(data, scrambled.view_as(data.test_x), (16,), 3, 32, samples=4), 2, few)]
+        foreign = scrambled.view_as(data.test_x)
+        small = Task(data.part(60), foreign[:20], None, 1, 30, samples=2, channels=4, seeds=1)
+        return [(Task(data, foreign, (16,), 3, 32, samples=4), 2, few), (small, 2, [few[0], few[3]])]
     images = datasets.load("fashion-mnist", context.data_dir, context.download)
     other = datasets.load("mnist", context.data_dir, context.download)
     outside = like(other.test_x, other.train_x, images.train_x)
+    colour = datasets.load("cifar10", context.data_dir, context.download)
     if context.scale == "laptop":
         few = [method for method in METHODS if method.kind in ("adam", "vogn", "ivon")]
-        short, long = (Task(images.part(10_000), outside, (100, 100), epochs) for epochs in (10, 30))
-        return [(short, 5, METHODS), (long, 5, few)]
-    colour, hundred = (datasets.load(name, context.data_dir, context.download) for name in ("cifar10", "cifar100"))
+        short, long = (Task(images.part(10_000), outside, (100, 100), epochs, origin="mnist") for epochs in (10, 30))
+        digits = like(other.test_x[:2500], other.train_x, colour.train_x)
+        deep = Task(colour.part(5000), digits, None, 15, 50, samples=16, channels=8, seeds=3, origin="mnist")
+        return [(short, 5, METHODS), (long, 5, few), (deep, 5, METHODS)]
+    hundred = datasets.load("cifar100", context.data_dir, context.download)
     foreign = like(hundred.test_x, hundred.train_x, colour.train_x)
     return [
-        (Task(images, outside, (400, 400), 50), 5, METHODS),
-        (Task(colour, foreign, None, 100, augment=True), 5, METHODS),
+        (Task(images, outside, (400, 400), 50, origin="mnist"), 5, METHODS),
+        (Task(colour, foreign, None, 100, augment=True, origin="cifar100"), 5, METHODS),
     ]
 
 

@@ -34,11 +34,14 @@ class Task:
 
     Args:
         outside: images (n, ...) of another kind than those of `data`, which a model should be uncertain about.
-        widths: of the hidden layers of a multilayer perceptron; None for a small ResNet.
+        widths: of the hidden layers of a multilayer perceptron; None for a ResNet of three blocks.
         decay: the strength of L2 regularisation where a method does not search for it.
         samples: draws that a prediction averages.
         binary: a perceptron for weights that are -1 or 1: no biases, and BatchNorm without weights of its own.
         judge: the validation score that hyper-parameters are chosen by.
+        channels: of the ResNet's first block.
+        seeds: of the finals, at most, where runs take long.
+        origin: of the outside images, for people.
     """
 
     data: Dataset
@@ -51,20 +54,26 @@ class Task:
     augment: bool = False
     binary: bool = False
     judge: str = "nll"
+    channels: int = 16
+    seeds: int | None = None
+    origin: str = "another kind"
 
     @property
     def key(self) -> str:
         kind = "binary" if self.binary else "mlp"
-        network = "resnet" if self.widths is None else "-".join(map(str, (kind, *self.widths)))
-        return f"{self.data.name}{len(self.data.train_x)}-{network}-epochs{self.epochs}"
+        network = f"resnet-{self.channels}" if self.widths is None else "-".join(map(str, (kind, *self.widths)))
+        apart = "-" if self.data.name[-1].isdigit() else ""
+        return f"{self.data.name}{apart}{len(self.data.train_x)}-{network}-epochs{self.epochs}"
 
     def model(self, seed: int, drop: float = 0.0) -> nn.Module:
-        """The network, its weights a function of the seed; with dropout before every layer but the first."""
+        """The network, its weights a function of the seed.
+
+        With dropout before every layer of a perceptron but the first; in a ResNet, between the two convolutions of each
+        block (Zagoruyko and Komodakis, 2016) and before the last layer.
+        """
         dropout = [nn.Dropout(drop)] if drop else []
         if self.widths is None:
-            model: Any = networks.build("resnet", self.data, seed)
-            model.out = nn.Sequential(*dropout, model.out)
-            return model
+            return self._resnet(seed, dropout)
         sizes = (math.prod(self.data.train_x.shape[1:]), *self.widths)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -74,6 +83,34 @@ class Task:
                 return nn.Sequential(nn.Flatten(), *itertools.chain(*blocks[:-1]), *blocks[-1][:2], Times())
             hidden = [part for pair in itertools.pairwise(sizes) for part in (nn.Linear(*pair), nn.ReLU(), *dropout)]
             return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(sizes[-1], self.data.classes))
+
+    def _resnet(self, seed: int, dropout: Sequence[nn.Module]) -> nn.Module:
+        _, colours, height, _ = self.data.train_x.shape
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model: Any = networks.ResNet(colours, self.data.classes, (1, 1, 1), self.channels, 1 + (height >= 28))
+        for block in model.layers if dropout else ():
+            block.second = nn.Sequential(*dropout, block.second)
+        model.out = nn.Sequential(*dropout, model.out)
+        return model
+
+    def protocol(self, pairs: int, seeds: int) -> str:
+        """How the task was measured, for people."""
+        network = ""
+        if self.widths is None:
+            count = sum(p.numel() for p in self.model(0).parameters())
+            network = (
+                f"a ResNet of three blocks, {self.channels} to {4 * self.channels} channels, {count:,} weights, with "
+                f"BatchNorm, whose statistics are estimated anew from {STATISTICS} training images: once at the mean, "
+                "for each draw of weights, and once under dropout's masks; "
+            )
+        return (
+            f"{len(self.data.train_x):,} images, {self.epochs} epochs, batches of {self.batch}, cosine schedule; "
+            f"{network}lr and a second hyper-parameter (weight decay, dropout rate or hess_init) chosen by the "
+            f"validation NLL of averaged predictions, {pairs} pairs for each method, 20 % held out, a seed apart; "
+            f"{seeds} seed{'s' * (seeds > 1)}; {self.samples} draws; prior precision = {self.decay:g} x images; "
+            f"{len(self.data.test_x):,} test images; AUROC against {len(self.outside):,} images of {self.origin}"
+        )
 
 
 class Times(nn.Module):
@@ -239,8 +276,9 @@ def predictions(
     for norm in norms:  # at the weights that are left, not at those that were drawn in training
         norm.reset_running_stats()
         norm.momentum = None
-    with torch.no_grad():
-        if statistics is not None:
+    if statistics is not None:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # of dropout's masks
             model.train()(statistics)
     model.eval()
     ways: dict[str, Callable[[Tensor], Tensor]] = {"mean": lambda x: model(x).softmax(-1)}
@@ -282,13 +320,18 @@ def auroc(inside: Tensor, outside: Tensor) -> float:
 
 
 def like(images: Tensor, own: Tensor, target: Tensor) -> Tensor:
-    """Images that were scaled as `own` were, scaled as `target` is; both hold pixels from black to white."""
+    """Images that were scaled as `own` were, as `target` is: in its scale, its size and its number of channels.
+
+    Both hold pixels from black to white. Smaller images get a black border, and grey ones three equal channels.
+    """
 
     def ends(x: Tensor) -> tuple[Tensor, Tensor]:
         return x.amin((0, 2, 3), keepdim=True), x.amax((0, 2, 3), keepdim=True)
 
     (low, high), (black, white) = ends(own), ends(target)
-    return black + (images - low) / (high - low) * (white - black)
+    down, across = (t - i for t, i in zip(target.shape[2:], images.shape[2:]))
+    border = (across // 2, across - across // 2, down // 2, down - down // 2)
+    return black + F.pad((images - low) / (high - low), border) * (white - black)
 
 
 # --- searches and finals ---
