@@ -20,19 +20,24 @@ class Question:
     """A suggestion of the paper, and what it would replace."""
 
     section: str
+    short: str
     words: str
     new: str
     plain: str
 
 
 QUESTIONS = (
-    Question("2.2.8", "centred against raw evidence", "centered", "adabayes"),
-    Question("2.2.8", "sampled against raw evidence", "sampled", "adabayes"),
-    Question("2.2.7", "direct and momentum against momentum only", "kalman", "momentum"),
-    Question("2.2.7", "with noise on weights, against momentum only", "noisy", "momentum"),
-    Question("2.2.4", "Nesterov decay against plain decay", "early-decay", "late-decay"),
-    Question("2.2.2", "statistical linearisation against the gradient at the mean", "linearised", "adabayes"),
-    Question("2.2.9", "repeated data counted 1/k in visit k, against in full", "revisiting", "adabayes"),
+    Question("2.2.8", "centred", "centred against raw evidence", "centered", "adabayes"),
+    Question("2.2.8", "sampled", "sampled against raw evidence", "sampled", "adabayes"),
+    Question("2.2.7", "direct and momentum", "direct and momentum against momentum only", "kalman", "momentum"),
+    Question("2.2.7", "noise on weights", "with noise on weights, against momentum only", "noisy", "momentum"),
+    Question("2.2.4", "Nesterov decay", "Nesterov decay against plain decay", "early-decay", "late-decay"),
+    Question(
+        "2.2.2", "linearised", "statistical linearisation against the gradient at the mean", "linearised", "adabayes"
+    ),
+    Question(
+        "2.2.9", "1/k in visit k", "repeated data counted 1/k in visit k, against in full", "revisiting", "adabayes"
+    ),
 )
 RIVALS = ("adamw", "soap", "kfac", "foof")
 
@@ -77,8 +82,8 @@ def open_questions(context: Context) -> Report:
             [_row(one) for one in results.values()],
         )
         if suggestions:
-            title = f"{task.key}: new less plain, test NLL"
-            shown[title] = {q.words: results[q.new].less(results[q.plain], "nll") for q in suggestions}
+            title = f"{task.network}: Δ test NLL"
+            shown[title] = {q.short: results[q.new].less(results[q.plain], "nll") for q in suggestions}
             rows = []
             for q in suggestions:
                 new, plain = results[q.new], results[q.plain]

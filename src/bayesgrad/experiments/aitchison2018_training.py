@@ -120,7 +120,7 @@ VARIANTS = {
         Variant("sampled", "AdaBayes, sampled evidence", around(6e-3), _adabayes(evidence="sampled")),
         Variant("linearised", "AdaBayes, statistical linearisation", around(6e-3), _adabayes(linearise=True)),
         Variant("revisiting", "AdaBayes, 1/k in visit k", around(6e-3), _adabayes(Revisiting)),
-        Variant("momentum", "KalmanMomentum, momentum only", around(3e-2), _kalman(MomentumOnly)),
+        Variant("momentum", "KalmanMomentum, momentum only", around(5e-2), _kalman(MomentumOnly)),
         Variant("kalman", "KalmanMomentum", around(1e-2), _kalman()),
         Variant("noisy", "KalmanMomentum, weight_noise = lr", around(1e-2), _kalman(noisy=True)),
         Variant(
