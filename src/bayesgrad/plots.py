@@ -223,3 +223,51 @@ def decisions(
         axis.grid(visible=False)
     figure.colorbar(drawn, ax=axes[-1], label="probability")
     _save(figure, path)
+
+
+def regions(
+    path: Path,
+    x: np.ndarray,
+    y: np.ndarray,
+    kinds: np.ndarray,
+    names: Sequence[str],
+    ratios: Mapping[str, tuple[np.ndarray, Sequence[float]]],
+    points: Sequence[tuple[float, float, float]],
+    bar: tuple[float, float, float],
+    labels: tuple[str, str],
+) -> None:
+    """A map of which kind lies where, on two logarithmic axes, and beside it maps of ratios with their contours.
+
+    Args:
+        kinds: (len(y), len(x)), an index into `names`.
+        ratios: title -> values (len(y), len(x)) and the levels of contours.
+        points: x, y and a number to be written beside each.
+        bar: low, middle and high x, drawn at y = 0.1.
+    """
+    from matplotlib.colors import ListedColormap, LogNorm
+    from matplotlib.patches import Patch
+
+    figure, axes = _figure(1 + len(ratios), 4.6, 4.2)
+    colours = [PALETTE[i] for i in (1, 0, 6)][: len(names)]
+    axes[0].pcolormesh(
+        x, y, kinds, cmap=ListedColormap(colours), vmin=-0.5, vmax=len(names) - 0.5, alpha=0.55, rasterized=True
+    )
+    for a, b, value in points:
+        axes[0].plot(a, b, "o", color="black", ms=4)
+        axes[0].annotate(f"{value:.2f}", (a, b), textcoords="offset points", xytext=(4, 4), fontsize=8)
+    axes[0].plot([max(bar[0], x[0]), bar[2]], [0.1, 0.1], color=PALETTE[2], lw=4, solid_capstyle="butt")
+    axes[0].plot(max(bar[1], x[0]), 0.1, "|", color=PALETTE[2], ms=16, mew=2.5, clip_on=False)
+    axes[0].legend(
+        handles=[Patch(color=c, alpha=0.55, label=n) for c, n in zip(colours, names)], fontsize=8, loc="lower left"
+    )
+    axes[0].set(title="what the filter is")
+    for axis, (title, (values, levels)) in zip(axes[1:], ratios.items()):
+        drawn = axis.pcolormesh(x, y, values, cmap="RdBu_r", norm=LogNorm(0.1, 10), rasterized=True)
+        lines = axis.contour(x, y, values, levels=sorted(levels), colors="black", linewidths=0.8)
+        axis.clabel(lines, fontsize=8, fmt="%g")
+        axis.set(title=title)
+        figure.colorbar(drawn, ax=axis)
+    for axis in axes:
+        axis.set(xscale="log", yscale="log", xlabel=labels[0], ylabel=labels[1])
+        axis.grid(visible=False)
+    _save(figure, path)

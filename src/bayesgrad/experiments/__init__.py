@@ -34,12 +34,45 @@ def _lazily(module: str, function: str) -> Callable[[Context], Report]:
     return run
 
 
+PAPER_000 = "Aitchison, A unified theory of adaptive stochastic gradient descent as Bayesian filtering"
 PAPER_001 = "Aitchison, Bayesian filtering unifies adaptive and non-adaptive neural network optimization methods"
 PAPER_002 = "Khan and Rue, The Bayesian learning rule"
 PAPER_004 = "Benzing, Kronecker-factored second-order optimizers perform first-order descent on neurons"
 EXPERIMENTS = {
     experiment.name: experiment
     for experiment in (
+        Experiment(
+            "aitchison2018-momentum",
+            PAPER_000,
+            "Eq. 15-21",
+            "where the filter is Adam, RMSProp, or neither",
+            _lazily("aitchison2018", "momentum"),
+            "not run yet",
+        ),
+        Experiment(
+            "aitchison2018-kronecker",
+            PAPER_000,
+            "section 2.1",
+            "what Kronecker factors tend to",
+            _lazily("aitchison2018", "kronecker"),
+            "not run yet",
+        ),
+        Experiment(
+            "aitchison2018-convergence",
+            PAPER_000,
+            "section 2.2.3",
+            "Reddi et al.'s counter-examples to Adam",
+            _lazily("aitchison2018_convergence", "convergence"),
+            "not run yet",
+        ),
+        Experiment(
+            "aitchison2018-open-questions",
+            PAPER_000,
+            "section 2.2",
+            "each suggestion against its plain counterpart",
+            _lazily("aitchison2018_questions", "open_questions"),
+            "not run yet",
+        ),
         Experiment(
             "aitchison2020-fig1",
             PAPER_001,

@@ -98,6 +98,30 @@ def _ivon(model: nn.Module, lr: float, amounts: Amounts, decay: float) -> list[t
     return [optim.IVON(model.parameters(), lr=lr, betas=(0.9, 0.9995), **prior)]
 
 
+def _filtered(make: Callable[..., torch.optim.Optimizer], **fixed: Any) -> Build:
+    """As `_layerwise`, for filters, which ask how many losses a gradient is the mean of."""
+
+    def build(model: nn.Module, lr: float, amounts: Amounts, decay: float) -> list[torch.optim.Optimizer]:
+        counts = dict(batch_size=amounts.batch * amounts.terms, terms=amounts.terms, seed=amounts.seed)
+        return [make(model, lr=lr, weight_decay=0.1 * decay / lr, **counts, **fixed)]
+
+    return build
+
+
+def _kalman(model: nn.Module, lr: float, amounts: Amounts, decay: float) -> list[torch.optim.Optimizer]:
+    batch_size = amounts.batch * amounts.terms
+    return _decoupled(optim.KalmanMomentum, batch_size=batch_size)(model, lr, amounts, decay)
+
+
+def soap() -> Callable[..., torch.optim.Optimizer]:
+    """SOAP, which is in a package of its own."""
+    try:
+        from pytorch_optimizer import SOAP
+    except ImportError as error:
+        raise ImportError("soap is in another package: pip install pytorch_optimizer.") from error
+    return SOAP
+
+
 def _muon(model: nn.Module, lr: float, amounts: Amounts, decay: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the network, AdamW at a twentieth of its rate elsewhere, as its authors advise."""
     outer = ("tokens", "positions", "out")
@@ -124,6 +148,9 @@ METHODS: dict[str, Method] = {
     "adabayes": Method("AdaBayes", 1e-3, _adabayes(optim.AdaBayes)),
     "adabayes-paper": Method("AdaBayes (follow_lr=False)", 1e-3, _adabayes(optim.AdaBayes, follow_lr=False)),
     "adabayesfp": Method("AdaBayesFP", 1e-3, _adabayes(optim.AdaBayesFP)),
+    "kalmanmomentum": Method("KalmanMomentum", 1e-3, _kalman),
+    "kronecker": Method("KroneckerFilter", 1e-3, _filtered(optim.KroneckerFilter)),
+    "kroneckerfp": Method("KroneckerFilterFP", 1e-3, _filtered(optim.KroneckerFilterFP)),
     "foof": Method("FOOF", 0.3, _layerwise(optim.FOOF)),
     "kfac": Method("KFAC", 0.03, _layerwise(optim.KFAC)),
     "naturalgradient": Method("NaturalGradient", 0.1, _layerwise(optim.NaturalGradient)),
