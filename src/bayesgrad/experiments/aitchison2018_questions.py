@@ -98,7 +98,8 @@ def open_questions(context: Context) -> Report:
                 ["suggestion", "test NLL", "training loss", "verdict, test NLL", "verdict, training loss"],
                 rows,
             )
-        words.append(_whitening(report, context, task, {k: results[k] for k in kinds}))
+        if kinds:
+            words.append(_whitening(report, context, task, {k: results[k] for k in kinds}))
         rows = [
             [one.variant.title, *(f"{lr:.3g}: {v:.3f}" for lr, v in one.tried.items()), "edge" if one.edge else ""]
             for one in results.values()
