@@ -153,7 +153,7 @@ def _tasks(context: Context) -> list[tuple[Task, Sequence[Question], Sequence[st
     if context.scale == "laptop":
         return [
             (Task(load("fashion-mnist", 6000), "mlp", 10), QUESTIONS, every),
-            (Task(_tested(load("cifar10", 1000), 2000), "resnet", 5, 64), QUESTIONS, ("kroneckerfp", "adamw")),
+            (Task(_tested(load("cifar10", 1000), 2000), "resnet", 5, 64), QUESTIONS, every),
             (Task(load("tinyshakespeare", 1600), "gpt", 2, 16), (), every),
         ]
     return [
