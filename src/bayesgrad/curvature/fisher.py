@@ -119,42 +119,13 @@ class SubsampledFisher:
             need = "needs labels=" if labels is None else "takes no labels"
             raise ValueError(f"fisher={fisher!r} {need}.")
         kind = likelihoods.named(likelihood)
-        model = unwrapped(model)
-        refuse_mixing(model)
-        arguments = inputs if isinstance(inputs, tuple) else (inputs,)
-        self._parameters = {name: p for name, p in parameters_of(model).items() if p.requires_grad}
-        if not self._parameters:
-            raise ValueError("the model has no trainable parameters.")
+        generator = torch.Generator().manual_seed(seed or 0)
+        seen = capture(model, inputs, kind, fisher, labels, generator)
+        self._parameters = {name: p for name, p in parameters_of(unwrapped(model)).items() if p.requires_grad}
         self.names = list(self._parameters)
-        tap = Tap(model, explained_layers(model), keeps=False)
-        try:
-            with torch.enable_grad():
-                outputs = model(*arguments)
-                check_outputs(outputs)
-                if outputs.shape[:1] != arguments[0].shape[:1]:
-                    raise ValueError(
-                        f"the model made outputs of shape {tuple(outputs.shape)} from {len(arguments[0])} examples: "
-                        "the first dimension of inputs and outputs must count examples."
-                    )
-                trace = tap.trace(outputs)
-            if labels is None and fisher == "sampled":
-                labels = kind.sample(outputs, torch.Generator().manual_seed(seed or 0))
-            self.labels = labels
-            directions = list(kind.roots(outputs)) if labels is None else [kind.residual(outputs, labels)]
-            columns, left = gather(trace, directions)
-        finally:
-            tap.close()
-        ids = {id(p): name for name, p in self._parameters.items()}
-        named = {ids[key]: value for key, value in columns.items() if key in ids}
-        rest = {name: p for name, p in self._parameters.items() if name not in named and _is_read(p, trace, left)}
-        if rest:
-            named |= per_example(model, rest, arguments, directions, outputs.detach())
-        zeros = {name: p for name, p in self._parameters.items() if name not in named}
-        count = len(outputs) * len(directions)
-        for name, p in zeros.items():  # what the outputs do not depend on
-            named[name] = Rows(p.shape, torch.zeros(count, *p.shape, dtype=compute_dtype(p.dtype), device=p.device))
-        self._scale = 1 / math.sqrt(len(outputs))
-        self._gradients = Gradients({name: named[name] for name in self.names}, self._scale)
+        self.labels = seen.labels
+        self._scale = 1 / math.sqrt(len(seen.outputs))
+        self._gradients = Gradients(seen.columns, self._scale)
         self._gram: Tensor | None = None
         self._last: LowRank | None = None
 
@@ -234,6 +205,67 @@ class SubsampledFisher:
         parts = v.detach().split(sizes)
         vector = {name: part.view(p.shape) for part, (name, p) in zip(parts, self._parameters.items())}
         return vector, lambda d: torch.cat([d[name].flatten() for name in self.names])
+
+
+@dataclass(frozen=True, eq=False)
+class Captured:
+    """What one pass shows: per-example gradients by the names of parameters, for one direction after the other.
+
+    Args:
+        labels: those that were used, None for the exact Fisher.
+    """
+
+    columns: Mapping[str, Columns]
+    outputs: Tensor
+    labels: Tensor | None
+
+
+def capture(
+    model: nn.Module,
+    inputs: Tensor | tuple[Tensor, ...],
+    kind: likelihoods.Likelihood,
+    fisher: str,
+    labels: Tensor | None,
+    generator: torch.Generator,
+) -> Captured:
+    """The per-example gradients of every trainable parameter; see `SubsampledFisher`.
+
+    Raises:
+        ValueError: examples have no gradients of their own, or labels do not fit.
+    """
+    model = unwrapped(model)
+    refuse_mixing(model)
+    arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+    parameters = {name: p for name, p in parameters_of(model).items() if p.requires_grad}
+    if not parameters:
+        raise ValueError("the model has no trainable parameters.")
+    tap = Tap(model, explained_layers(model), keeps=False)
+    try:
+        with torch.enable_grad():
+            outputs = model(*arguments)
+            check_outputs(outputs)
+            if outputs.shape[:1] != arguments[0].shape[:1]:
+                raise ValueError(
+                    f"the model made outputs of shape {tuple(outputs.shape)} from {len(arguments[0])} examples: "
+                    "the first dimension of inputs and outputs must count examples."
+                )
+            trace = tap.trace(outputs)
+        if labels is None and fisher == "sampled":
+            labels = kind.sample(outputs, generator)
+        directions = list(kind.roots(outputs)) if labels is None else [kind.residual(outputs, labels)]
+        columns, left = gather(trace, directions)
+    finally:
+        tap.close()
+    ids = {id(p): name for name, p in parameters.items()}
+    named = {ids[key]: value for key, value in columns.items() if key in ids}
+    rest = {name: p for name, p in parameters.items() if name not in named and _is_read(p, trace, left)}
+    if rest:
+        named |= per_example(model, rest, arguments, directions, outputs.detach())
+    count = len(outputs) * len(directions)
+    for name, p in parameters.items():
+        if name not in named:  # what the outputs do not depend on
+            named[name] = Rows(p.shape, torch.zeros(count, *p.shape, dtype=compute_dtype(p.dtype), device=p.device))
+    return Captured({name: named[name] for name in parameters}, outputs.detach(), labels)
 
 
 def check_outputs(outputs: Any) -> None:

@@ -139,6 +139,21 @@ class LowRank(Precision):
         weights = vectors @ (vectors.T @ self.directions.project(noise) / (root * (1 + root)))
         return _scaled(self.floor**-0.5, _sum(1, noise, self.directions.combine(-weights / self.floor)))
 
+    def draw(self, noise: Vector, few: Tensor) -> Vector:
+        """A sample by a factor of the Gram matrix alone: c^-1/2 (y - V U^-1 (V'y + z)), V = c^-1/2 G, U = I + V'V.
+
+        Args:
+            noise: y, standard normal, in the shape of the weights.
+            few: z, (k,), standard normal and independent of y.
+
+        Reference: 004, Eq. 6-9.
+        Checked by: tests/equations/test_laplace.py, by the algebra of its covariance.
+        """
+        root = self.floor**0.5
+        right = self.directions.project(noise) + root * few  # U = (c I + G'G)/c
+        weights = torch.cholesky_solve(right[:, None], self._factor)[:, 0]
+        return _scaled(1 / root, _sum(1, noise, self.directions.combine(-weights)))
+
     def variance(self) -> Vector:
         inner = torch.linalg.inv(self._factor).T  # (c I + G'G)^-1 = inner inner'
         total = None
