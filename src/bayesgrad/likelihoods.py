@@ -102,11 +102,7 @@ class Categorical(Likelihood):
     def _check(outputs: Tensor, labels: Tensor) -> None:
         classes = outputs.shape[-1]
         _check_tensor(labels)
-        if outputs.dim() < 2 or classes < 2:
-            raise ValueError(
-                f"a categorical likelihood needs logits of at least two classes in the outputs' last dimension, got "
-                f"outputs of shape {tuple(outputs.shape)}: for one logit use 'bernoulli'."
-            )
+        _check_classes(outputs)
         if labels.shape != outputs.shape[:-1] or labels.is_floating_point() or labels.is_complex():
             raise ValueError(
                 f"labels must be whole numbers of shape {tuple(outputs.shape[:-1])} for outputs of shape "
@@ -119,6 +115,7 @@ class Categorical(Likelihood):
             )
 
     def roots(self, outputs: Tensor) -> Iterator[Tensor]:
+        _check_classes(outputs)
         p = outputs.detach().softmax(-1)
         for position in range(p[0, ..., 0].numel()):
             for c in range(p.shape[-1]):
@@ -210,6 +207,14 @@ class Poisson(Likelihood):
 
     def roots(self, outputs: Tensor) -> Iterator[Tensor]:
         yield from _one_by_one((outputs.detach() / 2).exp())
+
+
+def _check_classes(outputs: Tensor) -> None:
+    if outputs.dim() < 2 or outputs.shape[-1] < 2:
+        raise ValueError(
+            "a categorical likelihood needs logits of at least two classes in the outputs' last dimension, got "
+            f"outputs of shape {tuple(outputs.shape)}: for one logit use 'bernoulli'."
+        )
 
 
 def _check_tensor(labels: object) -> None:

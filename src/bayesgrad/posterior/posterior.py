@@ -36,6 +36,7 @@ class Posterior(ABC):
 
     kind: ClassVar[str]
     methods: ClassVar[tuple[str, ...]] = METHODS
+    likelihood = "categorical"  # what `predict` assumes
     _kinds: ClassVar[dict[str, type[Posterior]]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -116,7 +117,7 @@ class Posterior(ABC):
         samples: int = 32,
         method: str = "mc",
         *,
-        likelihood: Literal["categorical", "bernoulli", "poisson"] = "categorical",
+        likelihood: Literal["categorical", "bernoulli", "poisson"] | None = None,
         model: nn.Module | None = None,
         seed: int | None = None,
         statistics: Tensor | tuple[Tensor, ...] | None = None,
@@ -142,7 +143,7 @@ class Posterior(ABC):
         samples: int = 32,
         method: str = "mc",
         *,
-        likelihood: str = "categorical",
+        likelihood: str | None = None,
         model: nn.Module | None = None,
         seed: int | None = None,
         statistics: Tensor | tuple[Tensor, ...] | None = None,
@@ -158,7 +159,7 @@ class Posterior(ABC):
             method: `"mc"` averages over draws of the weights; `"linear"` is exact for the network linearised at the
                 mean; `"mean"` uses the mean weights alone.
             likelihood: `"categorical"` and `"bernoulli"` give probabilities, `"poisson"` rates, `"gaussian"` a (mean,
-                variance) pair.
+                variance) pair. None is the one that the posterior was made with, or else categorical.
             model: another copy of the network, if not the one the posterior was built with.
             seed: another set of draws.
             statistics: a batch of training inputs, from which BatchNorm's statistics are estimated anew for each draw.
@@ -168,7 +169,7 @@ class Posterior(ABC):
             raise ValueError(f"method must be one of {', '.join(map(repr, self.methods))}, got {method!r}.")
         if samples < 1:
             raise ValueError(f"samples must be at least 1, got {samples}.")
-        reading = likelihoods.named(likelihood)
+        reading = likelihoods.named(self.likelihood if likelihood is None else likelihood)
         network = unwrapped(self._model(model))
         inputs = x if isinstance(x, tuple) else (x,)
         names = {_clean(name): name for name, _ in network.named_parameters()}
