@@ -195,7 +195,7 @@ class Factors(Sums):
         rest = [name for name in columns if name not in kept]
         if rest:
             warnings.warn(
-                f"structure={self.structure!r} has no model of {', '.join(rest)}: they get a diagonal.", stacklevel=4
+                f"structure={self.structure!r} has no model of {', '.join(rest)}: they get a diagonal.", stacklevel=5
             )
 
     def hessians(self, total: float, count: int) -> list[Hessian]:
