@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -14,12 +14,13 @@ from torch.nn.modules.dropout import _DropoutNd
 from bayesgrad import likelihoods
 from bayesgrad._kernels import compute_dtype
 from bayesgrad.curvature import layers
-from bayesgrad.curvature.fisher import FISHERS, capture, check_outputs, refuse_mixing
+from bayesgrad.curvature.fisher import FISHERS, captures, check_outputs, refuse_mixing
 from bayesgrad.curvature.sums import STRUCTURES
 from bayesgrad.posterior.laplace import Fit, LaplacePosterior, check_prior
 from bayesgrad.posterior.posterior import parameters_of, unwrapped
 
 BIASES = ("joint", "separate")
+DIRECTIONS = 16  # of the outputs, whose gradients are held at once
 PASS = 256  # examples of a subsample that are looked at together
 
 
@@ -111,9 +112,13 @@ def laplace(
     loss, numbers = 0.0, 0
 
     def look(inputs: tuple[Tensor, ...], labels: Tensor) -> Tensor:
-        seen = capture(network, inputs, kind, fisher, labels if fisher == "empirical" else None, generator)
-        sums.add(seen)
-        return seen.outputs
+        given, outputs = labels if fisher == "empirical" else None, labels
+        with closing(captures(network, inputs, kind, fisher, given, generator, DIRECTIONS)) as parts:
+            for seen in parts:
+                outputs = seen.outputs
+                _check_finite(outputs)
+                sums.add(seen)
+        return outputs
 
     with _only(network, chosen):
         for inputs, labels in _batches(_shown(loader, progress), device):
@@ -122,7 +127,6 @@ def laplace(
             else:
                 outputs = _outputs(network, inputs)
                 pool.add(inputs, labels)
-            _check_finite(outputs)
             loss += float(kind.loss(outputs, labels).double().sum())
             numbers += outputs.numel()
             examples += len(outputs)
@@ -259,6 +263,7 @@ def _outputs(model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
     with torch.no_grad():
         outputs = model(*inputs)
     check_outputs(outputs)
+    _check_finite(outputs)
     return outputs
 
 

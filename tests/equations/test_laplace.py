@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -338,7 +339,14 @@ def test_a_subsample_counts_for_all() -> None:
     assert not torch.allclose(other, again)
 
 
-@pytest.mark.parametrize("structure", ["diag", "kron", "full"])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_directions_may_come_one_by_one(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    together = dense(fitted(conv(), structure))
+    monkeypatch.setattr(sys.modules["bayesgrad.laplace"], "DIRECTIONS", 2)
+    close(dense(fitted(conv(), structure)), together, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
 def test_saving(structure: str, tmp_path: Any) -> None:
     model = mlp()
     posterior = fitted(model, structure, "gaussian", noise=0.5).tune_prior()

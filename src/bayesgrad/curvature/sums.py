@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad.curvature import layers
-from bayesgrad.curvature.columns import Columns, Lookup, Outer, joined
+from bayesgrad.curvature.columns import Columns, Lookup, Outer, joined, restored
 from bayesgrad.curvature.fisher import Captured, Gradients
 from bayesgrad.posterior.laplace import DenseHessian, DiagonalHessian, FactoredHessian, Hessian, LowRankHessian
 from bayesgrad.precision.linalg import eigenvalues
@@ -85,7 +85,7 @@ class Directions(Sums):
 
     def hessians(self, total: float, count: int) -> list[Hessian]:
         columns = {name: joined(parts) for name, parts in self.parts.items()}
-        return [LowRankHessian(self.shapes, Flat(Gradients(columns, math.sqrt(total / count)), self.shapes))]
+        return [SubsampledHessian(self.shapes, Flat(Gradients(columns, math.sqrt(total / count)), self.shapes))]
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +107,29 @@ class Flat:
         return self.gradients.gram()
 
 
+@dataclass(frozen=True, eq=False)
+class SubsampledHessian(LowRankHessian):
+    """With gradients that are kept as inputs and errors, and stored as such."""
+
+    directions: Flat
+
+    def stored(self) -> dict[str, Tensor]:
+        gradients = self.directions.gradients
+        parts = {f"{name} {key}": t for name, c in gradients.columns.items() for key, t in c.tensors().items()}
+        return {**parts, "scale": torch.tensor(gradients.scale, dtype=torch.float64)}
+
+    @classmethod
+    def restored(cls, shapes: Mapping[str, torch.Size], parts: Mapping[str, Tensor]) -> Hessian:
+        columns: dict[str, Columns] = {}
+        for name, shape in shapes.items():
+            own = {key.removeprefix(f"{name} "): part for key, part in parts.items() if key.startswith(f"{name} ")}
+            found = restored(own, shape)
+            if found is None or not found.fits():
+                raise KeyError(f"the gradients of {name}")
+            columns[name] = found
+        return cls(shapes, Flat(Gradients(columns, float(parts["scale"])), shapes))
+
+
 @dataclass(eq=False)
 class Factor:
     """The sums of one layer: Σ aa' and Σ ee', in groups, over `rows` pairs of an example and a position.
@@ -122,7 +145,7 @@ class Factor:
     rows: int = 0
 
     def add(self, columns: Columns, count: int) -> None:
-        """The first `count` columns have all inputs; the others are about other directions of the same outputs."""
+        """The first `count` columns have all inputs, 0 if they are known; directions differ in their errors."""
         if isinstance(columns, Lookup):
             indices = columns.indices[:count].flatten()
             inputs = torch.bincount(indices, minlength=columns.shape[0]).to(columns.errors)[None]
@@ -179,7 +202,7 @@ class Factors(Sums):
         if not self.moments and not self.rest.squares:
             self._settle(seen.columns)
         for name, layer in self.layers.items():
-            layer.add(left.pop(name), len(seen.outputs))
+            layer.add(left.pop(name), len(seen.outputs) if seen.first else 0)
             left.pop(layer.bias, None)  # pyright: ignore[reportArgumentType, reportCallIssue]
         for name in self.biases:
             rows = left.pop(name).rows().flatten(1)

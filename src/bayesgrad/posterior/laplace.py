@@ -48,6 +48,16 @@ class Hessian(ABC):
     def logdet(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
         """log |scale H + prior|, differentiable in both."""
 
+    def stored(self) -> dict[str, Tensor]:
+        """What it is made of, for a file; `restored` is the inverse."""
+        parts = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "shapes"}
+        return {key: part for key, part in parts.items() if part is not None}
+
+    @classmethod
+    def restored(cls, shapes: Mapping[str, torch.Size], parts: Mapping[str, Tensor]) -> Hessian:
+        own = [f.name for f in fields(cls) if f.name != "shapes"]
+        return cls(shapes, **{key: parts.get(key) for key in own})  # pyright: ignore[reportCallIssue]
+
     def _only(self, prior: Mapping[str, Any]) -> Any:
         """The prior, where a block can have but one."""
         values = [prior[name] for name in self.shapes]
@@ -322,10 +332,7 @@ class LaplacePosterior(GaussianPosterior):
         }
         for hessian in self.hessians:
             owner, kind = next(iter(hessian.shapes)), type(hessian).__name__
-            parts = {f.name: getattr(hessian, f.name) for f in fields(hessian) if f.name != "shapes"}
-            if not all(part is None or isinstance(part, Tensor) for part in parts.values()):
-                raise TypeError(f"a posterior with a {kind} cannot be saved: it is made of the data it has seen.")
-            tensors[f"{kind} of {owner}"] = {key: part for key, part in parts.items() if part is not None}
+            tensors[f"{kind} of {owner}"] = hessian.stored()
             tensors[f"columns of {owner}"] = {name: torch.tensor(shape) for name, shape in hessian.shapes.items()}
         return tensors
 
@@ -337,8 +344,7 @@ class LaplacePosterior(GaussianPosterior):
             kind, _, owner = group.partition(" of ")
             if kind in Hessian.kinds:
                 shapes = {name: means[name].shape for name in tensors[f"columns of {owner}"]}
-                own = [f.name for f in fields(Hessian.kinds[kind]) if f.name != "shapes"]
-                hessians.append(Hessian.kinds[kind](shapes, **{key: parts.get(key) for key in own}))  # pyright: ignore
+                hessians.append(Hessian.kinds[kind].restored(shapes, parts))
         prior = {name: float(value) for name, value in tensors["prior"].items()}
         return cls(
             hessians,
