@@ -183,20 +183,23 @@ def test_an_embedding_has_a_diagonal_of_counts() -> None:
         close(dense(fitted(model, structure, "gaussian", loader=[(x, y)])), expected)
 
 
-@pytest.mark.parametrize("scale", [1.0, 2.5])
-def test_the_subsampled_samples_have_the_full_covariance(scale: float) -> None:
+@pytest.mark.parametrize("prior", [PRIOR, {"0.weight": 0.4, "0.bias": 3.0, "2.weight": 0.7, "2.bias": 1.0}])
+def test_subsampled_is_full(prior: Any) -> None:
     """Cov of the map (y, z) -> sample is B B' for its matrix B, found by its columns; no Monte Carlo."""
-    model = mlp()
-    full = fitted(model, "full", num_data=scale * N)
-    posterior = fitted(model, "subsampled", num_data=scale * N)
+    model, (x, _) = mlp(), data()
+    full, posterior = (fitted(model, s, num_data=2.5 * N, prior_precision=prior) for s in ("full", "subsampled"))
     (belief,) = posterior.beliefs.values()
     size, few = belief.mean.numel(), len(belief.precision.gram)
-    units = eye(size + few)
-    B = torch.stack([belief.precision.draw(unit[None, :size], unit[size:]).flatten() for unit in units], 1)
+    B = torch.stack([belief.precision.draw(u[None, :size], u[size:]).flatten() for u in eye(size + few)], 1)
     covariance = torch.linalg.inv(dense(full))
     close(B @ B.T, covariance, rtol=1e-10, atol=1e-10)
+    roots = torch.stack([belief.precision.sample(unit[None]).flatten() for unit in eye(size)], 1)
+    close(roots @ roots.T, covariance, rtol=1e-10, atol=1e-10)
     close(flat(posterior.variance()), covariance.diagonal(), rtol=1e-10, atol=1e-10)
     close(flat(full.variance()), covariance.diagonal(), rtol=1e-10, atol=1e-10)
+    close(belief.precision.logdet(), -torch.logdet(covariance), rtol=1e-10, atol=1e-10)
+    close(posterior.log_marginal_likelihood(), full.log_marginal_likelihood(), rtol=1e-10, atol=1e-10)
+    close(posterior.predict(x, method="linear"), full.predict(x, method="linear"), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -253,7 +256,7 @@ def test_tuning_finds_the_optimum(structure: str) -> None:
         assert posterior.log_marginal_likelihood(noise=posterior.noise * factor) < best
 
 
-@pytest.mark.parametrize("structure", ["diag", "kron", "full"])
+@pytest.mark.parametrize("structure", STRUCTURES)
 def test_tuning_of_layers(structure: str) -> None:
     one, each = (fitted(mlp(), structure).tune_prior(per) for per in ("model", "layer"))
     assert each.log_marginal_likelihood() > one.log_marginal_likelihood()

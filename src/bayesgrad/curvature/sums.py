@@ -106,6 +106,11 @@ class Flat:
     def gram(self) -> Tensor:
         return self.gradients.gram()
 
+    def grams(self) -> dict[str, Tensor]:
+        """Those of single parameters, whose sum `gram` is."""
+        alone = {name: {name: columns} for name, columns in self.gradients.columns.items()}
+        return {name: Gradients(columns, self.gradients.scale).gram() for name, columns in alone.items()}
+
 
 @dataclass(frozen=True, eq=False)
 class SubsampledHessian(LowRankHessian):

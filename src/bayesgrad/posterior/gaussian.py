@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from bayesgrad._kernels import compute_dtype
 from bayesgrad.belief import Belief, Joint
 from bayesgrad.posterior.posterior import Posterior
-from bayesgrad.precision import Dense, Diagonal, Kronecker, LowRank, Precision, Spectral
+from bayesgrad.precision import Dense, Diagonal, Kronecker, LowRank, Precision, Rescaled, Spectral
 
 FACTORS = (
     (Kronecker, ("left", "right")),
@@ -62,7 +62,7 @@ class GaussianPosterior(Posterior):
         # Drawn on the CPU, so that a seed means the same weights on every device.
         mean = belief.mean
         noise = torch.randn(mean.shape, dtype=compute_dtype(mean.dtype), generator=generator, device="cpu")
-        if isinstance(belief.precision, LowRank):
+        if isinstance(belief.precision, LowRank | Rescaled):
             few = torch.randn(len(belief.precision.gram), dtype=noise.dtype, generator=generator, device="cpu")
             return mean + belief.precision.draw(noise.to(mean.device), few.to(mean.device))
         return belief.sample(noise.to(mean.device))
@@ -76,7 +76,7 @@ class GaussianPosterior(Posterior):
         for name, belief in self.beliefs.items():
             if isinstance(belief, Joint):
                 columns = belief.joined(jacobian).to(belief.mean)  # (outputs, *mean.shape)
-                if isinstance(belief.precision, LowRank):
+                if isinstance(belief.precision, LowRank | Rescaled):
                     solved = torch.stack([belief.precision.solve(row) for row in columns])
                 else:
                     solved = belief.precision.solve(columns)

@@ -12,14 +12,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from bayesgrad.belief import Belief, Joint
 from bayesgrad.posterior.gaussian import GaussianPosterior
-from bayesgrad.precision import Dense, Diagonal, LowRank, Spectral
+from bayesgrad.precision import Dense, Diagonal, LowRank, Rescaled, Spectral
 from bayesgrad.precision.linalg import inverse
 from bayesgrad.precision.low_rank import Directions
 
@@ -132,11 +132,17 @@ class DenseHessian(Hessian):
         return torch.cat([torch.as_tensor(prior[name], **like).expand(size) for name, size in sizes])
 
 
+class Parted(Directions, Protocol):
+    """Directions whose parts have names."""
+
+    def grams(self) -> Mapping[str, Tensor]: ...
+
+
 @dataclass(frozen=True, eq=False)
 class LowRankHessian(Hessian):
     """G G' for the gradients G of a few examples, which need not be written down; vectors are flat, (1, n)."""
 
-    directions: Directions
+    directions: Parted
 
     @cached_property
     def gram(self) -> Tensor:
@@ -150,30 +156,45 @@ class LowRankHessian(Hessian):
     def _size(self) -> int:
         return sum(shape.numel() for shape in self.shapes.values())
 
+    @cached_property
+    def _grams(self) -> Mapping[str, Tensor]:
+        return self.directions.grams()
+
     def belief(self, mean: Mapping[str, Tensor], prior: Mapping[str, float], scale: float) -> Belief:
-        directions = Times(self.directions, scale**0.5, scale * self.gram)
-        precision = LowRank(self._only(prior), directions, (1, self._size))
-        return Joint(self._joint(mean, (1,)), precision, self.shapes)
+        floors, weights = {prior[name] for name in self.shapes}, self._joint(mean, (1,))
+        if len(floors) == 1:
+            directions = Times(self.directions, scale**0.5, scale * self.gram)
+            return Joint(weights, LowRank(floors.pop(), directions, (1, self._size)), self.shapes)
+        root = torch.cat([weights.new_full((1, s.numel()), prior[name] ** 0.5) for name, s in self.shapes.items()], 1)
+        gram = torch.stack([scale / prior[name] * gram for name, gram in self._grams.items()]).sum(0)
+        inner = LowRank(1.0, Times(self.directions, scale**0.5 / root, gram), (1, self._size))
+        return Joint(weights, Rescaled(inner, root), self.shapes)
 
     def logdet(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
-        floor = self._only(prior)
-        rest = self._size - len(self.gram)  # negative where there are more gradients than weights
-        return (scale * self._eigenvalues + floor).log().sum() + rest * floor.log()
+        floor = prior[next(iter(self.shapes))]
+        if all(prior[name] is floor for name in self.shapes):
+            rest = self._size - len(self.gram)  # negative where there are more gradients than weights
+            return (scale * self._eigenvalues + floor).log().sum() + rest * floor.log()
+        inner = torch.eye(len(self.gram), dtype=torch.float64, device=self.gram.device)
+        for name, gram in self._grams.items():
+            inner = inner + scale / prior[name] * gram.double()
+        volume = 2 * torch.linalg.cholesky(inner).diagonal().log().sum()
+        return volume + torch.stack([s.numel() * prior[name].log() for name, s in self.shapes.items()]).sum()
 
 
 @dataclass(frozen=True, eq=False)
 class Times:
-    """A multiple of some directions whose Gram matrix is known."""
+    """Some directions times a number, or one for each weight, whose Gram matrix is known."""
 
     directions: Directions
-    factor: float
+    factor: float | Tensor
     square: Tensor
 
     def project(self, vector: Tensor) -> Tensor:
-        return self.factor * self.directions.project(vector)
+        return self.directions.project(self.factor * vector)
 
     def combine(self, weights: Tensor) -> Tensor:
-        return self.directions.combine(self.factor * weights)
+        return self.directions.combine(weights).mul_(self.factor)
 
     def gram(self) -> Tensor:
         return self.square
