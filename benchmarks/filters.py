@@ -52,7 +52,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
 
     setting = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}, float32"
-    lines = ["# The cost of filters", "", f"`python benchmarks/filters.py --peers`, {setting}.", ""]
+    command = "python benchmarks/filters.py" + " --peers" * arguments.peers
+    lines = ["# The cost of filters", "", f"`{command}`, {setting}.", ""]
     for case, shapes in elementwise.CASES.items():
         print(case, file=sys.stderr)
         results = elementwise.measure(shapes, arguments.seconds, arguments.rounds, ALONE)

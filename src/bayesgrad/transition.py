@@ -236,10 +236,10 @@ class OrnsteinUhlenbeckPair(Transition):
         }
 
     def steady(self, moment: Tensor, n: Numbers) -> Pair:
-        rms = sqrt(moment + n["floor"])
-        half = n["ratio"] / rms
+        inverse = 1 / sqrt(moment + n["floor"])  # a number over a tensor is rounded twice in eager mode only
+        half = n["ratio"] * inverse
         phi = 1 / (sqrt(1 + half) + sqrt(half))
-        weight, cross = n["weight_scale"] * phi / (rms * sqrt(rms)), n["cross_scale"] * phi * phi / rms
+        weight, cross = n["weight_scale"] * (phi * (inverse * sqrt(inverse))), n["cross_scale"] * (phi * phi * inverse)
         return Pair(weight, cross, cross * (n["weak"] + n["strong"] * (moment * weight)))
 
 

@@ -128,6 +128,8 @@ class Block:
         if rows:
             yield rows
         for pack in self.packs:
+            if straight and pack.step_straight(directions, *straight):
+                continue
             yield [pack.gather(directions, shown)]
             pack.scatter()
 
@@ -158,6 +160,21 @@ class Pack:
         torch._foreach_copy_(self.weights + self.gradients, self.params + gradients)
         more = [torch.cat([values[p].to(self.weight.dtype).reshape(-1) for p in self.params]) for values in shown]
         return (self.weight, self.gradient, *more, *self.state)
+
+    def step_straight(self, directions: Directions, keep: float, fresh: float, gain: float, shrink: float) -> bool:
+        """Takes the step of `Product.subtract_from` where all directions are at hand; a call of a kernel costs more."""
+        steps = [dense(directions[p]) for p in self.params if p in directions]
+        if len(steps) < len(self.params) or any(d.dtype != p.dtype for d, p in zip(steps, self.params)):
+            return False
+        if self.state:
+            momenta = self._views(self.state[0])
+            torch._foreach_mul_(momenta, keep)
+            torch._foreach_add_(momenta, steps, alpha=fresh)
+            steps = momenta
+        if shrink != 1:
+            torch._foreach_mul_(self.params, shrink)
+        torch._foreach_add_(self.params, steps, alpha=-gain)
+        return True
 
     def scatter(self) -> None:
         torch._foreach_copy_(self.params, self.weights)

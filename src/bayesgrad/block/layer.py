@@ -39,21 +39,21 @@ class Layer:
     weight: nn.Parameter | None
     bias: nn.Parameter | None
 
-    @property
+    @cached_property
     def owner(self) -> nn.Parameter:
         """The parameter whose state holds the layer's factors."""
         return self.weight if self.weight is not None else self.bias  # pyright: ignore[reportReturnType]
 
-    @property
+    @cached_property
     def members(self) -> list[nn.Parameter]:
         return [p for p in (self.weight, self.bias) if p is not None]
 
-    @property
+    @cached_property
     def lookup(self) -> bool:
         """An Embedding, whose weight (rows, features) is the transpose of a Linear's: inputs are on its left."""
         return layers.is_lookup(self.module)
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, int, int]:
         """(groups, out, in) of [W b]; for an Embedding (1, rows, features)."""
         groups, rows = layers.groups_of(self.module), len(self.owner)

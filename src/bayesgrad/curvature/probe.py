@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -78,7 +79,9 @@ def _read(projections: Sequence[Projection]) -> list[Numbers]:
     home = parts[0].device
     kind = torch.float64 if any(part.dtype == torch.float64 for part in parts) else parts[0].dtype
     flat = torch.cat([part.to(home, kind) for part in parts]).cpu().double().numpy()
-    seen, made, sizes = (np.split(flat, np.cumsum([len(part) for part in parts])[:-1])[i::3] for i in range(3))
+    ends = list(accumulate(part.numel() for part in parts))
+    pieces = [flat[start:end] for start, end in zip([0, *ends], ends)]
+    seen, made, sizes = (pieces[i::3] for i in range(3))
     bounds = [
         SLACK * one.eps * float((np.sqrt(n[::2] ** 2 + one.ones) * n[1::2]).sum()) for n, one in zip(sizes, projections)
     ]

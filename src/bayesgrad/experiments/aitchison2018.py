@@ -89,7 +89,7 @@ def drawn_steps(x: float, eta_p: float, weights: int, seed: int, gaussian: bool)
     weight = nn.Parameter(torch.zeros(weights, dtype=torch.float64))
     optimizer = optim.KalmanMomentum([weight], lr=lr, batch_size=batch, momentum_decay=eta_p, fused=False)
     generator = torch.Generator().manual_seed(seed)
-    settle = min(20_000, int(20 / min(x, eta_p)))
+    settle = min(8000, int(20 / min(x, eta_p)))
     by_momentum, start = torch.zeros_like(weight), weight.detach().clone()
     for step in range(2 * settle):
         if step == settle:

@@ -33,6 +33,11 @@ class Problem:
     period: int | None
     mean: float
 
+    @property
+    def rms(self) -> float:
+        chance = (1 + self.mean) / (1 + self.large)
+        return math.sqrt(chance * self.large**2 + 1 - chance)
+
     def gradients(self, steps: int, chains: int, seed: int) -> Tensor:
         """(steps, chains)."""
         if self.period:
@@ -181,13 +186,15 @@ def convergence(context: Context) -> Report:
         words.append(
             f"{problem.title}: Adam (β₂ 0.1, lr {FIRST:g}) ends at {_cell(adam)}; the filter with eta = 0 at "
             f"{_cell(zero)}, with eta/√t at {_cell(slow)}; with constant eta it ends below -0.5 for eta "
-            f"{_list(right)} and above 0.5 for {_list(wrong)}."
+            f"{_list(right)} and above 0.5 for {_list(wrong)}"
         )
+        if wrong:
+            memory, gap = 1 / (2 * min(wrong) * problem.rms), (1 + problem.large) / (1 + problem.mean)
+            words[-1] += f", whose memory 1/(2 eta rms) is {memory:.1f} steps and less, for large ones every {gap:.1f}"
     report.verdict = (
         f"{'Holds' if all(map(all, held)) else 'Holds in part' if any(map(any, held)) else 'Does not hold'}. "
-        f"{' '.join(words)} A constant eta whose memory, 1/(2 eta rms), is shorter than the time between large "
-        "gradients "
-        "fails as Adam does. At eta = 0 steps are 1/t, and the way to the end is logarithmic in their number."
+        f"{'. '.join(words)}. Coupling memory to the learning rate thus helps only where eta is small or falls; at "
+        "eta = 0 steps are 1/t, and the way to the end is logarithmic in their number."
     )
     plots.lines(context.folder / "rates.png", panels, "learning rate, or η")
     report.add_figure(

@@ -203,11 +203,10 @@ def run(context: Context, task: Task, variant: Variant, lr: float, seed: int, fi
 
 def _run(context: Context, task: Task, variant: Variant, lr: float, seed: int, final: bool) -> dict[str, Tensor]:
     model = networks.build(task.network, task.data, seed, task.large).to(context.device)
-    optimizer = variant.build(model, task, lr, seed)
     purpose = "final" if final else "search"
     trial = Trial(task.network, variant.kind, lr, seed, task.epochs, task.batch, purpose=purpose, data=task.data.name)
     with context.hearing():
-        found = fit(context, trial, task, model, optimizer)
+        found = fit(context, trial, task, model, variant.build(model, task, lr, seed))
     values = dict.fromkeys(SCORES, math.nan)
     if torch.isfinite(found["loss"]).all():
         settle(model, task, context.device)
