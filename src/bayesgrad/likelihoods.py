@@ -1,10 +1,11 @@
 """What a network's outputs say of the data: predictions, labels drawn from them, and the loss's first two derivatives.
 
 A likelihood is named by a string wherever one is asked for: `"categorical"` (logits over classes in the last
-dimension), `"bernoulli"` (one logit for each label) or `"gaussian"` (the outputs are means, the noise has variance 1).
+dimension), `"bernoulli"` (one logit for each label), `"gaussian"` (the outputs are means, the noise has variance 1) or
+`"poisson"` (the outputs are logarithms of rates).
 
 The loss of an example is its negative log-likelihood, summed over whatever follows the first dimension of the outputs.
-For `"gaussian"` that is half the squared error.
+For `"gaussian"` that is half the squared error, without the constant that depends on the noise alone.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 
 class Moments(NamedTuple):
@@ -43,6 +45,14 @@ class Likelihood(ABC):
     @abstractmethod
     def sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         """Labels drawn from the model's own predictions. The generator is the CPU's: a seed means the same anywhere."""
+
+    @abstractmethod
+    def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """The loss of each example, (N,).
+
+        Raises:
+            ValueError: labels or outputs are none that this likelihood can have.
+        """
 
     @abstractmethod
     def residual(self, outputs: Tensor, labels: Tensor) -> Tensor:
@@ -77,9 +87,22 @@ class Categorical(Likelihood):
         u = torch.rand(p.shape[:-1], dtype=torch.float64, generator=generator).to(p)[..., None]
         return (p.cumsum(-1) <= u).sum(-1).clamp_(max=p.shape[-1] - 1)
 
+    def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        self._check(outputs, labels)
+        at_label = outputs.log_softmax(-1).gather(-1, labels[..., None].long())
+        return -at_label.reshape(len(outputs), -1).sum(1)
+
     def residual(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        self._check(outputs, labels)
+        error = outputs.detach().softmax(-1)
+        ones = torch.ones_like(labels[..., None], dtype=error.dtype)
+        return error.scatter_add(-1, labels[..., None].long(), -ones)
+
+    @staticmethod
+    def _check(outputs: Tensor, labels: Tensor) -> None:
         classes = outputs.shape[-1]
         _check_tensor(labels)
+        _check_classes(outputs)
         if labels.shape != outputs.shape[:-1] or labels.is_floating_point() or labels.is_complex():
             raise ValueError(
                 f"labels must be whole numbers of shape {tuple(outputs.shape[:-1])} for outputs of shape "
@@ -90,11 +113,9 @@ class Categorical(Likelihood):
                 f"labels must be in 0..{classes - 1}, got {int(labels.min())} to {int(labels.max())}: "
                 "leave out examples that have none."
             )
-        error = outputs.detach().softmax(-1)
-        ones = torch.ones_like(labels[..., None], dtype=error.dtype)
-        return error.scatter_add(-1, labels[..., None].long(), -ones)
 
     def roots(self, outputs: Tensor) -> Iterator[Tensor]:
+        _check_classes(outputs)
         p = outputs.detach().softmax(-1)
         for position in range(p[0, ..., 0].numel()):
             for c in range(p.shape[-1]):
@@ -117,6 +138,12 @@ class Bernoulli(Categorical):
     def sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         p = outputs.detach().sigmoid()
         return (torch.rand(p.shape, dtype=torch.float64, generator=generator).to(p.device) < p).to(p)
+
+    def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        labels = _real(labels, outputs)
+        if bool(((labels < 0) | (labels > 1)).any()):
+            raise ValueError(f"labels must be in [0, 1], got {labels.min():g} to {labels.max():g}.")
+        return (softplus(outputs) - labels * outputs).reshape(len(outputs), -1).sum(1)
 
     def residual(self, outputs: Tensor, labels: Tensor) -> Tensor:
         return outputs.detach().sigmoid() - _real(labels, outputs)
@@ -144,11 +171,50 @@ class Gaussian(Likelihood):
     def sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         return outputs.detach() + torch.randn(outputs.shape, dtype=torch.float64, generator=generator).to(outputs)
 
+    def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        return (outputs - _real(labels, outputs)).square().reshape(len(outputs), -1).sum(1) / 2
+
     def residual(self, outputs: Tensor, labels: Tensor) -> Tensor:
         return outputs.detach() - _real(labels, outputs)
 
     def roots(self, outputs: Tensor) -> Iterator[Tensor]:
         yield from _one_by_one(torch.ones_like(outputs))
+
+
+class Poisson(Likelihood):
+    """Outputs are logarithms of the rates of counts."""
+
+    def link(self, outputs: Tensor) -> Tensor:
+        return outputs.exp()
+
+    def averaged(self, mean: Tensor, variance: Tensor) -> Tensor:
+        return mean
+
+    def expected(self, mean: Tensor, variance: Tensor) -> Tensor:
+        return (mean + variance / 2).exp()
+
+    def sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
+        return torch.poisson(outputs.detach().exp().cpu(), generator).to(outputs)
+
+    def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        labels = _real(labels, outputs)
+        if bool((labels < 0).any()):
+            raise ValueError(f"labels must be counts, got {labels.min():g}.")
+        return (outputs.exp() - labels * outputs + (labels + 1).lgamma()).reshape(len(outputs), -1).sum(1)
+
+    def residual(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        return outputs.detach().exp() - _real(labels, outputs)
+
+    def roots(self, outputs: Tensor) -> Iterator[Tensor]:
+        yield from _one_by_one((outputs.detach() / 2).exp())
+
+
+def _check_classes(outputs: Tensor) -> None:
+    if outputs.dim() < 2 or outputs.shape[-1] < 2:
+        raise ValueError(
+            "a categorical likelihood needs logits of at least two classes in the outputs' last dimension, got "
+            f"outputs of shape {tuple(outputs.shape)}: for one logit use 'bernoulli'."
+        )
 
 
 def _check_tensor(labels: object) -> None:
@@ -172,7 +238,7 @@ def _one_by_one(scale: Tensor) -> Iterator[Tensor]:
         yield at.view(scale.shape)
 
 
-_BY_NAME = {"categorical": Categorical(), "bernoulli": Bernoulli(), "gaussian": Gaussian()}
+_BY_NAME = {"categorical": Categorical(), "bernoulli": Bernoulli(), "gaussian": Gaussian(), "poisson": Poisson()}
 
 
 def named(likelihood: str) -> Likelihood:

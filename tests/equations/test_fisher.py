@@ -606,7 +606,7 @@ def test_damping_must_be_positive(damping: float) -> None:
     ("arguments", "message"),
     [
         (dict(fisher="diagonal"), "fisher must be one of 'sampled', 'exact', 'empirical', got 'diagonal'"),
-        (dict(likelihood="poisson"), "likelihood must be one of"),
+        (dict(likelihood="cauchy"), "likelihood must be one of"),
         (dict(fisher="empirical"), "fisher='empirical' needs labels="),
         (dict(fisher="exact", labels=torch.zeros(4).long()), "fisher='exact' takes no labels"),
         (dict(labels=torch.full((4,), 2)), r"labels must be in 0\.\.1, got 2 to 2"),

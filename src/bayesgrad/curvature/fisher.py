@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -119,42 +120,13 @@ class SubsampledFisher:
             need = "needs labels=" if labels is None else "takes no labels"
             raise ValueError(f"fisher={fisher!r} {need}.")
         kind = likelihoods.named(likelihood)
-        model = unwrapped(model)
-        refuse_mixing(model)
-        arguments = inputs if isinstance(inputs, tuple) else (inputs,)
-        self._parameters = {name: p for name, p in parameters_of(model).items() if p.requires_grad}
-        if not self._parameters:
-            raise ValueError("the model has no trainable parameters.")
+        generator = torch.Generator().manual_seed(seed or 0)
+        (seen,) = captures(model, inputs, kind, fisher, labels, generator)
+        self._parameters = {name: p for name, p in parameters_of(unwrapped(model)).items() if p.requires_grad}
         self.names = list(self._parameters)
-        tap = Tap(model, explained_layers(model), keeps=False)
-        try:
-            with torch.enable_grad():
-                outputs = model(*arguments)
-                check_outputs(outputs)
-                if outputs.shape[:1] != arguments[0].shape[:1]:
-                    raise ValueError(
-                        f"the model made outputs of shape {tuple(outputs.shape)} from {len(arguments[0])} examples: "
-                        "the first dimension of inputs and outputs must count examples."
-                    )
-                trace = tap.trace(outputs)
-            if labels is None and fisher == "sampled":
-                labels = kind.sample(outputs, torch.Generator().manual_seed(seed or 0))
-            self.labels = labels
-            directions = list(kind.roots(outputs)) if labels is None else [kind.residual(outputs, labels)]
-            columns, left = gather(trace, directions)
-        finally:
-            tap.close()
-        ids = {id(p): name for name, p in self._parameters.items()}
-        named = {ids[key]: value for key, value in columns.items() if key in ids}
-        rest = {name: p for name, p in self._parameters.items() if name not in named and _is_read(p, trace, left)}
-        if rest:
-            named |= per_example(model, rest, arguments, directions, outputs.detach())
-        zeros = {name: p for name, p in self._parameters.items() if name not in named}
-        count = len(outputs) * len(directions)
-        for name, p in zeros.items():  # what the outputs do not depend on
-            named[name] = Rows(p.shape, torch.zeros(count, *p.shape, dtype=compute_dtype(p.dtype), device=p.device))
-        self._scale = 1 / math.sqrt(len(outputs))
-        self._gradients = Gradients({name: named[name] for name in self.names}, self._scale)
+        self.labels = seen.labels
+        self._scale = 1 / math.sqrt(len(seen.outputs))
+        self._gradients = Gradients(seen.columns, self._scale)
         self._gram: Tensor | None = None
         self._last: LowRank | None = None
 
@@ -236,6 +208,73 @@ class SubsampledFisher:
         return vector, lambda d: torch.cat([d[name].flatten() for name in self.names])
 
 
+@dataclass(frozen=True, eq=False)
+class Captured:
+    """What one pass shows: per-example gradients by the names of parameters, for one direction after the other.
+
+    Args:
+        labels: those that were used, None for the exact Fisher.
+        first: whether these are the first directions of their pass.
+    """
+
+    columns: Mapping[str, Columns]
+    outputs: Tensor
+    labels: Tensor | None
+    first: bool = True
+
+
+def captures(
+    model: nn.Module,
+    inputs: Tensor | tuple[Tensor, ...],
+    kind: likelihoods.Likelihood,
+    fisher: str,
+    labels: Tensor | None,
+    generator: torch.Generator,
+    at_once: int | None = None,
+) -> Generator[Captured, None, None]:
+    """The per-example gradients of every trainable parameter, so many directions `at_once`; see `SubsampledFisher`.
+
+    Raises:
+        ValueError: examples have no gradients of their own, or labels do not fit.
+    """
+    model = unwrapped(model)
+    refuse_mixing(model)
+    arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+    parameters = {name: p for name, p in parameters_of(model).items() if p.requires_grad}
+    if not parameters:
+        raise ValueError("the model has no trainable parameters.")
+    tap = Tap(model, explained_layers(model), keeps=False)
+    try:
+        with torch.enable_grad():
+            outputs = model(*arguments)
+            check_outputs(outputs)
+            if outputs.shape[:1] != arguments[0].shape[:1]:
+                raise ValueError(
+                    f"the model made outputs of shape {tuple(outputs.shape)} from {len(arguments[0])} examples: "
+                    "the first dimension of inputs and outputs must count examples."
+                )
+            trace = tap.trace(outputs)
+        if labels is None and fisher == "sampled":
+            labels = kind.sample(outputs, generator)
+        directions = kind.roots(outputs) if labels is None else iter([kind.residual(outputs, labels)])
+        ids = {id(p): name for name, p in parameters.items()}
+        left: set[int] | None = None
+        while some := list(islice(directions, at_once)):
+            first = left is None
+            columns, left = gather(trace, some, left=left)
+            named = {ids[key]: value for key, value in columns.items() if key in ids}
+            rest = {name: p for name, p in parameters.items() if name not in named and _is_read(p, trace, left)}
+            if rest:
+                named |= per_example(model, rest, arguments, some, outputs.detach())
+            for name, p in parameters.items():
+                if name not in named:  # what the outputs do not depend on
+                    zeros = torch.zeros(len(outputs) * len(some), *p.shape, dtype=compute_dtype(p.dtype))
+                    named[name] = Rows(p.shape, zeros.to(p.device))
+            yield Captured({name: named[name] for name in parameters}, outputs.detach(), labels, first)
+    finally:
+        tap.close()
+
+
 def check_outputs(outputs: Any) -> None:
     """Raises where these are not outputs of which the first dimension counts examples."""
     if not isinstance(outputs, Tensor):
@@ -267,7 +306,9 @@ def refuse_mixing(model: nn.Module) -> None:
             )
 
 
-def gather(trace: Trace, directions: Sequence[Tensor], check: bool = True) -> tuple[dict[int, Columns], set[int]]:
+def gather(
+    trace: Trace, directions: Sequence[Tensor], check: bool = True, left: set[int] | None = None
+) -> tuple[dict[int, Columns], set[int]]:
     """Columns by the id of the parameter, and the ids of parameters that layers read but do not explain.
 
     A parameter is explained if layers are all that reads it and they keep examples apart, which is tried out: the
@@ -275,14 +316,16 @@ def gather(trace: Trace, directions: Sequence[Tensor], check: bool = True) -> tu
 
     Args:
         directions: of the outputs; each gives as many columns as there are examples.
+        left: what was found to be unexplained in the same pass, where it was looked at before.
     """
-    count = len(trace.outputs)
-    mixed = _mixed(trace, directions[0]) if check else set()
-    left = trace.strangers()
-    for call in trace.calls:
-        module = trace.tap.layers[call.name]
-        if call.name in mixed or call.input is None or layers.examples_in(module, call.input) != count:
-            left |= {id(p) for p in layers.own_parameters(module).values()}
+    if left is None:
+        mixed = _mixed(trace, directions[0]) if check else set()
+        left = trace.strangers()
+        for call in trace.calls:
+            module = trace.tap.layers[call.name]
+            count = 0 if call.input is None else layers.examples_in(module, call.input)
+            if call.name in mixed or count != len(trace.outputs):
+                left |= {id(p) for p in layers.own_parameters(module).values()}
     passes = []
     for direction in directions:
         found: dict[int, list[Columns]] = {}

@@ -4,6 +4,7 @@ from bayesgrad.posterior.bernoulli import BernoulliPosterior
 from bayesgrad.posterior.concrete import ConcreteDropout
 from bayesgrad.posterior.dropout import DropoutPosterior, mc_dropout
 from bayesgrad.posterior.gaussian import GaussianPosterior
+from bayesgrad.posterior.laplace import LaplacePosterior
 from bayesgrad.posterior.posterior import Posterior, load
 from bayesgrad.posterior.samples import SampledPosterior
 
@@ -12,6 +13,7 @@ __all__ = [
     "ConcreteDropout",
     "DropoutPosterior",
     "GaussianPosterior",
+    "LaplacePosterior",
     "Posterior",
     "SampledPosterior",
     "load",

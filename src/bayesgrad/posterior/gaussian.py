@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from bayesgrad._kernels import compute_dtype
 from bayesgrad.belief import Belief, Joint
 from bayesgrad.posterior.posterior import Posterior
-from bayesgrad.precision import Dense, Diagonal, Kronecker, Precision, Spectral
+from bayesgrad.precision import Dense, Diagonal, Kronecker, LowRank, Precision, Rescaled, Spectral
 
 FACTORS = (
     (Kronecker, ("left", "right")),
@@ -59,16 +60,27 @@ class GaussianPosterior(Posterior):
     @staticmethod
     def _draw_one(belief: Belief, generator: torch.Generator) -> Tensor:
         # Drawn on the CPU, so that a seed means the same weights on every device.
-        variance = belief.precision.variance()
-        noise = torch.randn(variance.shape, dtype=variance.dtype, generator=generator, device="cpu")
-        return belief.sample(noise.to(variance.device))
+        mean = belief.mean
+        noise = torch.randn(mean.shape, dtype=compute_dtype(mean.dtype), generator=generator, device="cpu")
+        if isinstance(belief.precision, LowRank | Rescaled):
+            few = torch.randn(len(belief.precision.gram), dtype=noise.dtype, generator=generator, device="cpu")
+            return mean + belief.precision.draw(noise.to(mean.device), few.to(mean.device))
+        return belief.sample(noise.to(mean.device))
+
+    def _marginals(self) -> dict[str, Tensor]:
+        alone = {name: belief for name, belief in self.beliefs.items() if not isinstance(belief, Joint)}
+        return {name: belief.precision.variance() for name, belief in alone.items()}
 
     def _output_variance(self, jacobian: Mapping[str, Tensor], variance: Mapping[str, Tensor]) -> Tensor:
         spread = []
         for name, belief in self.beliefs.items():
             if isinstance(belief, Joint):
-                columns = belief.joined(jacobian).to(belief.mean)
-                product = (columns * belief.precision.solve(columns)).flatten(1).sum(1)
+                columns = belief.joined(jacobian).to(belief.mean)  # (outputs, *mean.shape)
+                if isinstance(belief.precision, LowRank | Rescaled):
+                    solved = torch.stack([belief.precision.solve(row) for row in columns])
+                else:
+                    solved = belief.precision.solve(columns)
+                product = (columns * solved).flatten(1).sum(1)
                 spread.append(product.to(jacobian[name].dtype))
             else:
                 spread.append((jacobian[name].square() * variance[name]).flatten(1).sum(1))

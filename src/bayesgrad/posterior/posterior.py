@@ -20,6 +20,7 @@ from bayesgrad import likelihoods
 from bayesgrad._kernels import compute_dtype
 
 METHODS = ("mc", "linear", "mean")
+JACOBIAN = 1 << 27  # elements of the Jacobians that are held at once
 
 
 class Posterior(ABC):
@@ -35,6 +36,7 @@ class Posterior(ABC):
 
     kind: ClassVar[str]
     methods: ClassVar[tuple[str, ...]] = METHODS
+    likelihood = "categorical"  # what `predict` assumes
     _kinds: ClassVar[dict[str, type[Posterior]]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -115,7 +117,7 @@ class Posterior(ABC):
         samples: int = 32,
         method: str = "mc",
         *,
-        likelihood: Literal["categorical", "bernoulli"] = "categorical",
+        likelihood: Literal["categorical", "bernoulli", "poisson"] | None = None,
         model: nn.Module | None = None,
         seed: int | None = None,
         statistics: Tensor | tuple[Tensor, ...] | None = None,
@@ -141,7 +143,7 @@ class Posterior(ABC):
         samples: int = 32,
         method: str = "mc",
         *,
-        likelihood: str = "categorical",
+        likelihood: str | None = None,
         model: nn.Module | None = None,
         seed: int | None = None,
         statistics: Tensor | tuple[Tensor, ...] | None = None,
@@ -156,7 +158,8 @@ class Posterior(ABC):
             samples: how many draws `method="mc"` averages.
             method: `"mc"` averages over draws of the weights; `"linear"` is exact for the network linearised at the
                 mean; `"mean"` uses the mean weights alone.
-            likelihood: `"categorical"` and `"bernoulli"` give probabilities, `"gaussian"` a (mean, variance) pair.
+            likelihood: `"categorical"` and `"bernoulli"` give probabilities, `"poisson"` rates, `"gaussian"` a (mean,
+                variance) pair. None is the one that the posterior was made with, or else categorical.
             model: another copy of the network, if not the one the posterior was built with.
             seed: another set of draws.
             statistics: a batch of training inputs, from which BatchNorm's statistics are estimated anew for each draw.
@@ -166,7 +169,7 @@ class Posterior(ABC):
             raise ValueError(f"method must be one of {', '.join(map(repr, self.methods))}, got {method!r}.")
         if samples < 1:
             raise ValueError(f"samples must be at least 1, got {samples}.")
-        reading = likelihoods.named(likelihood)
+        reading = likelihoods.named(self.likelihood if likelihood is None else likelihood)
         network = unwrapped(self._model(model))
         inputs = x if isinstance(x, tuple) else (x,)
         names = {_clean(name): name for name, _ in network.named_parameters()}
@@ -205,7 +208,7 @@ class Posterior(ABC):
 
     def _linear(self, outputs: Callable, inputs: tuple[Tensor, ...], model: nn.Module) -> tuple[Tensor, Tensor]:
         """Outputs at the mean, and their variance J Σ J' for a Jacobian J, one example at a time in a batched pass."""
-        mean, variance = self._cast(self.mean, model), self._cast(self.variance(), model)
+        mean, variance = self._cast(self.mean, model), self._cast(self._marginals(), model)
         centre = outputs(mean)
         if not len(centre):
             return centre, torch.zeros_like(centre)
@@ -216,8 +219,13 @@ class Posterior(ABC):
             return self._output_variance(jacobian, variance)
 
         with torch.enable_grad():
-            spread = vmap(one, chunk_size=16)(*inputs)
+            size = sum(weight.numel() for weight in mean.values()) * (centre.numel() // len(centre))
+            spread = vmap(one, chunk_size=min(16, max(1, JACOBIAN // size)))(*inputs)
         return centre, spread.detach().view_as(centre)
+
+    def _marginals(self) -> dict[str, Tensor]:
+        """The variances that `_output_variance` asks for."""
+        return self.variance()
 
     def _output_variance(self, jacobian: Mapping[str, Tensor], variance: Mapping[str, Tensor]) -> Tensor:
         """sum_j J_j^2 v_j, (outputs,), for a Jacobian (outputs, *shape) of each parameter."""

@@ -8,6 +8,7 @@
 | `Kronecker` | a covariance of rows and one of columns | out^2 + in^2 |
 | `Spectral` | a Kronecker product in its eigenbasis, with a precision for each entry | out^2 + in^2 + n |
 | `LowRank` | a multiple of the identity, and products with k directions | k^2 |
+| `Rescaled` | the same for weights that are not equally certain to begin with | k^2 + n |
 | `Dense` | the covariance of every pair of weights | n^2 |
 """
 
@@ -15,8 +16,8 @@ from bayesgrad.precision.algebra import Precision
 from bayesgrad.precision.dense import Dense
 from bayesgrad.precision.diagonal import Diagonal
 from bayesgrad.precision.kronecker import Kronecker, Spectral
-from bayesgrad.precision.low_rank import LowRank
+from bayesgrad.precision.low_rank import LowRank, Rescaled
 from bayesgrad.precision.pair import Pair
 from bayesgrad.precision.scalar import Scalar
 
-__all__ = ["Dense", "Diagonal", "Kronecker", "LowRank", "Pair", "Precision", "Scalar", "Spectral"]
+__all__ = ["Dense", "Diagonal", "Kronecker", "LowRank", "Pair", "Precision", "Rescaled", "Scalar", "Spectral"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -87,8 +88,11 @@ class Dense(Precision):
         return (vector.reshape(*ahead, -1) @ self.covariance).view(vector.shape)
 
     def sample(self, noise: Tensor) -> Tensor:
-        root = cholesky(self.covariance, 0.0, "the covariance")
-        return (noise.reshape(-1, len(root)) @ root.mT).view(noise.shape)
+        return (noise.reshape(-1, len(self._root)) @ self._root.mT).view(noise.shape)
+
+    @cached_property
+    def _root(self) -> Tensor:
+        return cholesky(self.covariance, 0.0, "the covariance")
 
     def variance(self) -> Tensor:
         return self.covariance.diagonal().reshape(self.shape)

@@ -139,6 +139,21 @@ class LowRank(Precision):
         weights = vectors @ (vectors.T @ self.directions.project(noise) / (root * (1 + root)))
         return _scaled(self.floor**-0.5, _sum(1, noise, self.directions.combine(-weights / self.floor)))
 
+    def draw(self, noise: Vector, few: Tensor) -> Vector:
+        """A sample by a factor of the Gram matrix alone: c^-1/2 (y - V U^-1 (V'y + z)), V = c^-1/2 G, U = I + V'V.
+
+        Args:
+            noise: y, standard normal, in the shape of the weights.
+            few: z, (k,), standard normal and independent of y.
+
+        Reference: 004, Eq. 6-9.
+        Checked by: tests/equations/test_laplace.py, by the algebra of its covariance.
+        """
+        root = self.floor**0.5
+        right = self.directions.project(noise) + root * few  # U = (c I + G'G)/c
+        weights = torch.cholesky_solve(right[:, None], self._factor)[:, 0]
+        return _scaled(1 / root, _sum(1, noise, self.directions.combine(-weights)))
+
     def variance(self) -> Vector:
         inner = torch.linalg.inv(self._factor).T  # (c I + G'G)^-1 = inner inner'
         total = None
@@ -156,6 +171,53 @@ class LowRank(Precision):
         eye = torch.eye(len(self.gram)).to(self.gram)
         columns = torch.stack([self.directions.combine(unit).flatten() for unit in eye], 1)
         return self.floor * torch.eye(len(columns)).to(columns) + columns @ columns.T
+
+
+@dataclass(frozen=True, eq=False)
+class Rescaled(Precision):
+    """P = R (c I + G G') R for a diagonal R: weights that are not equally certain to begin with.
+
+    >>> Rescaled(LowRank(1.0, Matrix(torch.eye(2)[:, :1]), (2,)), torch.tensor([1.0, 2.0])).variance()
+    tensor([0.5000, 0.2500])
+
+    Args:
+        inner: c I + G G'.
+        root: R, positive, in the shape of the weights.
+    """
+
+    inner: LowRank
+    root: Tensor
+
+    @property
+    def gram(self) -> Tensor:
+        return self.inner.gram
+
+    def scale(self, factor: Any) -> Rescaled:
+        return Rescaled(self.inner.scale(factor), self.root)
+
+    def add(self, increment: Any) -> Rescaled:
+        raise ValueError("a sum with weights of unequal certainty has no such form: add to the parts instead.")
+
+    def spread(self, retain: Any, noise: Any) -> Rescaled:
+        raise ValueError("weights of unequal certainty that diffuse have no such form.")
+
+    def solve(self, vector: Tensor) -> Tensor:
+        return self.inner.solve(vector / self.root) / self.root
+
+    def sample(self, noise: Tensor) -> Tensor:
+        return self.inner.sample(noise) / self.root
+
+    def draw(self, noise: Tensor, few: Tensor) -> Tensor:
+        return self.inner.draw(noise, few) / self.root
+
+    def variance(self) -> Tensor:
+        return self.inner.variance() / self.root.square()
+
+    def logdet(self) -> Tensor:
+        return self.inner.logdet() + 2 * self.root.log().sum()
+
+    def to_dense(self) -> Tensor:
+        return self.root.flatten()[:, None] * self.inner.to_dense() * self.root.flatten()
 
 
 def _map(function, vector: Vector) -> Vector:

@@ -1,0 +1,254 @@
+"""What is added up over a loader's batches: each structure's part of the Hessian of the whole loss."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bayesgrad.curvature import layers
+from bayesgrad.curvature.columns import Columns, Lookup, Outer, joined, restored
+from bayesgrad.curvature.fisher import Captured, Gradients
+from bayesgrad.posterior.laplace import DenseHessian, DiagonalHessian, FactoredHessian, Hessian, LowRankHessian
+from bayesgrad.precision.linalg import eigenvalues
+
+WRITTEN = 1 << 15  # weights whose Hessian is still written down
+
+
+class Sums(ABC):
+    """What a structure adds up over batches."""
+
+    def __init__(self, model: nn.Module, chosen: Mapping[str, nn.Parameter], structure: str, bias: str) -> None:
+        self.shapes = {name: p.shape for name, p in chosen.items()}
+
+    @abstractmethod
+    def add(self, seen: Captured) -> None:
+        """The gradients of one batch."""
+
+    @abstractmethod
+    def hessians(self, total: float, count: int) -> list[Hessian]:
+        """The Hessians of `total` examples, of which `count` were seen."""
+
+
+class Diagonals(Sums):
+    """Σ g_j^2."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.squares: dict[str, Tensor] = {}
+
+    def add(self, seen: Captured) -> None:
+        for name, columns in seen.columns.items():
+            squares = columns.squares()
+            self.squares[name] = self.squares[name] + squares if name in self.squares else squares
+
+    def hessians(self, total: float, count: int) -> list[Hessian]:
+        return [DiagonalHessian({n: self.shapes[n]}, total / count * s) for n, s in self.squares.items()]
+
+
+class Whole(Sums):
+    """Σ g_j g_j' over all parameters."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        size = sum(shape.numel() for shape in self.shapes.values())
+        if size > WRITTEN:
+            raise ValueError(f"structure='full' would write down a {size} x {size} matrix: use 'subsampled' or 'kron'.")
+        self.matrix: Tensor | None = None
+
+    def add(self, seen: Captured) -> None:
+        rows = torch.cat([columns.rows().reshape(columns.count, -1) for columns in seen.columns.values()], 1)
+        self.matrix = rows.T @ rows if self.matrix is None else self.matrix.addmm_(rows.T, rows)
+
+    def hessians(self, total: float, count: int) -> list[Hessian]:
+        assert self.matrix is not None
+        return [DenseHessian(self.shapes, total / count * self.matrix)]
+
+
+class Directions(Sums):
+    """The g_j themselves."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.parts: dict[str, list[Columns]] = {name: [] for name in self.shapes}
+
+    def add(self, seen: Captured) -> None:
+        for name, columns in seen.columns.items():
+            self.parts[name].append(columns)
+
+    def hessians(self, total: float, count: int) -> list[Hessian]:
+        columns = {name: joined(parts) for name, parts in self.parts.items()}
+        return [SubsampledHessian(self.shapes, Flat(Gradients(columns, math.sqrt(total / count)), self.shapes))]
+
+
+@dataclass(frozen=True, eq=False)
+class Flat:
+    """The gradients of all parameters, for vectors that have them one after the other, (1, n)."""
+
+    gradients: Gradients
+    shapes: Mapping[str, torch.Size]
+
+    def project(self, vector: Tensor) -> Tensor:
+        parts = vector.flatten().split([shape.numel() for shape in self.shapes.values()])
+        return self.gradients.project({n: part.view(s) for part, (n, s) in zip(parts, self.shapes.items())})
+
+    def combine(self, weights: Tensor) -> Tensor:
+        parts = self.gradients.combine(weights)
+        return torch.cat([parts[name].flatten() for name in self.shapes])[None]
+
+    def gram(self) -> Tensor:
+        return self.gradients.gram()
+
+    def grams(self) -> dict[str, Tensor]:
+        """Those of single parameters, whose sum `gram` is."""
+        alone = {name: {name: columns} for name, columns in self.gradients.columns.items()}
+        return {name: Gradients(columns, self.gradients.scale).gram() for name, columns in alone.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class SubsampledHessian(LowRankHessian):
+    """With gradients that are kept as inputs and errors, and stored as such."""
+
+    directions: Flat
+
+    def stored(self) -> dict[str, Tensor]:
+        gradients = self.directions.gradients
+        parts = {f"{name} {key}": t for name, c in gradients.columns.items() for key, t in c.tensors().items()}
+        return {**parts, "scale": torch.tensor(gradients.scale, dtype=torch.float64)}
+
+    @classmethod
+    def restored(cls, shapes: Mapping[str, torch.Size], parts: Mapping[str, Tensor]) -> Hessian:
+        columns: dict[str, Columns] = {}
+        for name, shape in shapes.items():
+            own = {key.removeprefix(f"{name} "): part for key, part in parts.items() if key.startswith(f"{name} ")}
+            found = restored(own, shape)
+            if found is None or not found.fits():
+                raise KeyError(f"the gradients of {name}")
+            columns[name] = found
+        return cls(shapes, Flat(Gradients(columns, float(parts["scale"])), shapes))
+
+
+@dataclass(eq=False)
+class Factor:
+    """The sums of one layer: Σ aa' and Σ ee', in groups, over `rows` pairs of an example and a position.
+
+    Args:
+        weight, bias: names; None for a bias that has no part in the block.
+    """
+
+    weight: str
+    bias: str | None
+    inputs: Tensor | None = None
+    errors: Tensor | None = None
+    rows: int = 0
+
+    def add(self, columns: Columns, count: int) -> None:
+        """The first `count` columns have all inputs, 0 if they are known; directions differ in their errors."""
+        if isinstance(columns, Lookup):
+            indices = columns.indices[:count].flatten()
+            inputs = torch.bincount(indices, minlength=columns.shape[0]).to(columns.errors)[None]
+            errors, self.rows = columns.errors.flatten(0, 1)[None], self.rows + len(indices)
+        else:
+            assert isinstance(columns, Outer)
+            a = columns.inputs[:, :count].flatten(1, 2)  # (groups, rows, in)
+            if self.bias is not None:
+                a = torch.cat([a, torch.ones_like(a[..., :1])], -1)
+            inputs, errors, self.rows = a.mT @ a, columns.errors.flatten(1, 2), self.rows + a.shape[1]
+        moment = errors.mT @ errors
+        self.inputs = inputs if self.inputs is None else self.inputs + inputs
+        self.errors = moment if self.errors is None else self.errors + moment
+
+    def hessian(self, shapes: Mapping[str, torch.Size], total: float, count: int, sides: bool) -> Hessian:
+        assert self.inputs is not None
+        assert self.errors is not None
+        a, columns = eigenvalues(total / count * self.inputs)
+        e, rows = eigenvalues(self.errors / self.rows) if sides else (torch.ones_like(self.errors[..., 0]), None)
+        own = {name: shapes[name] for name in (self.weight, self.bias) if name is not None}
+        if self.inputs.dim() == 2:  # an Embedding, whose inputs are on the left
+            return FactoredHessian(own, None, rows, a[..., :, None] * e[..., None, :])
+        return FactoredHessian(own, rows, columns, e[..., :, None] * a[..., None, :])
+
+
+class Factors(Sums):
+    """Kronecker factors of layers, their biases' own blocks, and the diagonal of whatever is left."""
+
+    def __init__(self, model: nn.Module, chosen: Mapping[str, nn.Parameter], structure: str, bias: str) -> None:
+        super().__init__(model, chosen, structure, bias)
+        self.structure = structure
+        names = {id(p): name for name, p in chosen.items()}
+        modules = [module for module in model.modules() if layers.is_matrix(module)]
+        owners = Counter(id(p) for module in modules for p in layers.own_parameters(module).values())
+        kinds = {id(layers.weight_of(m)): {layers.is_lookup(o) for o in modules if _shares(m, o)} for m in modules}
+        self.layers: dict[str, Factor] = {}
+        self.biases: dict[str, str | None] = {}  # and whose inputs they see
+        for module in modules:
+            own = {key: names[id(p)] for key, p in layers.own_parameters(module).items() if id(p) in names}
+            weight, shift = own.get("weight"), own.get("bias")
+            if weight is not None and len(kinds[id(layers.weight_of(module))]) > 1:
+                weight = None  # a table that is looked up here and multiplied by there
+            alone = all(owners[id(p)] == 1 for p in layers.own_parameters(module).values())
+            together = bias == "joint" and alone and weight is not None
+            if weight is not None and weight not in self.layers:
+                self.layers[weight] = Factor(weight, shift if together else None)
+            if shift is not None and not together:
+                self.biases[shift] = weight
+        self.moments: dict[str, Tensor] = {}
+        self.rest = Diagonals(model, chosen, structure, bias)
+
+    def add(self, seen: Captured) -> None:
+        left = dict(seen.columns)
+        if not self.moments and not self.rest.squares:
+            self._settle(seen.columns)
+        for name, layer in self.layers.items():
+            layer.add(left.pop(name), len(seen.outputs) if seen.first else 0)
+            left.pop(layer.bias, None)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        for name in self.biases:
+            rows = left.pop(name).rows().flatten(1)
+            moment = rows.T @ rows
+            self.moments[name] = self.moments[name] + moment if name in self.moments else moment
+        self.rest.add(Captured(left, seen.outputs, seen.labels))
+
+    def _settle(self, columns: Mapping[str, Columns]) -> None:
+        """Gives up layers whose gradients are not of inputs and errors, and tells of all that has a diagonal."""
+        for name in [name for name in self.layers if not isinstance(columns[name], (Outer, Lookup))]:
+            del self.layers[name]
+        kept = {name for layer in self.layers.values() for name in (layer.weight, layer.bias)} | set(self.biases)
+        rest = [name for name in columns if name not in kept]
+        if rest:
+            warnings.warn(
+                f"structure={self.structure!r} has no model of {', '.join(rest)}: they get a diagonal.", stacklevel=5
+            )
+
+    def hessians(self, total: float, count: int) -> list[Hessian]:
+        sides = self.structure == "kron"
+        found = [layer.hessian(self.shapes, total, count, sides) for layer in self.layers.values()]
+        for name, moment in self.moments.items():
+            if sides:
+                values, rows = eigenvalues((total / count * moment)[None])
+                spectrum = values[..., None]
+            else:
+                layer = self.layers.get(self.biases[name] or "")
+                positions = layer.rows / count if layer is not None else 1.0
+                rows, spectrum = None, moment.new_full((1, len(moment), 1), total * positions)
+            found.append(FactoredHessian({name: self.shapes[name]}, rows, None, spectrum))
+        return [*found, *self.rest.hessians(total, count)]
+
+
+def _shares(module: nn.Module, other: nn.Module) -> bool:
+    return layers.weight_of(module) is layers.weight_of(other)
+
+
+STRUCTURES: Mapping[str, Callable[..., Sums]] = {
+    "diag": Diagonals,
+    "kron": Factors,
+    "input": Factors,
+    "full": Whole,
+    "subsampled": Directions,
+}

@@ -1,0 +1,272 @@
+"""Laplace's method: a posterior from a trained model, whichever optimizer trained it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from bayesgrad import likelihoods
+from bayesgrad._kernels import compute_dtype
+from bayesgrad.curvature import layers
+from bayesgrad.curvature.fisher import FISHERS, captures, check_outputs, refuse_mixing
+from bayesgrad.curvature.sums import STRUCTURES
+from bayesgrad.posterior.laplace import Fit, LaplacePosterior, check_prior
+from bayesgrad.posterior.posterior import parameters_of, unwrapped
+
+BIASES = ("joint", "separate")
+DIRECTIONS = 16  # of the outputs, whose gradients are held at once
+PASS = 256  # examples of a subsample that are looked at together
+
+
+def laplace(
+    model: nn.Module,
+    loader: Iterable,
+    *,
+    likelihood: str,
+    structure: str = "diag",
+    fisher: str = "exact",
+    bias: str = "joint",
+    prior_precision: float | Mapping[str, float] = 1.0,
+    noise: float = 1.0,
+    num_data: float | None = None,
+    subsample: int | None = None,
+    seed: int | None = None,
+    params: str | Iterable[str] | None = None,
+    progress: bool | None = None,
+) -> LaplacePosterior:
+    r"""A Gaussian posterior around trained weights w, from the loss's curvature there.
+
+    .. math::
+        p(w' | D) \approx N\left(w, (H + \delta I)^{-1}\right), \quad
+        H = \frac{N}{n} \sum_{j \le n} J_j^T \nabla^2 \ell_j J_j
+
+    for the n examples of a loader, prior precision δ = `prior_precision` and N = `num_data`. The second factor is the
+    Hessian of each example's loss by the outputs, so that H is the Gauss-Newton matrix, which is the Fisher.
+
+    | structure | what is kept of H |
+    |---|---|
+    | `"diag"` | the diagonal |
+    | `"kron"` | A ⊗ E for each layer: inputs' and errors' second moments, with the prior in their eigenbasis |
+    | `"input"` | A ⊗ I: nothing of the errors |
+    | `"full"` | everything, written down |
+    | `"subsampled"` | everything, for the examples of a subsample, as products with their gradients |
+
+    The model stays in the mode it is in, which must be evaluation mode where that matters; weights, gradients and
+    statistics are not touched. Parameters that `"kron"` and `"input"` have no model of (normalisation, attention) get
+    a diagonal, with a warning.
+
+    Args:
+        model: trained.
+        loader: batches (inputs, labels); inputs are a tensor, or a tuple of several arguments.
+        likelihood: `"categorical"`, `"bernoulli"`, `"gaussian"` or `"poisson"`.
+        fisher: `"exact"`, `"sampled"` (one label for each example, drawn from the model) or `"empirical"` (the given
+            labels).
+        bias: whether `"kron"` and `"input"` have one block for weight and bias or two.
+        prior_precision: of zero-mean weights; one for all, or one for each parameter by name.
+        noise: the variance of Gaussian data.
+        num_data: N, where the loader does not go through all data once.
+        subsample: so many examples, drawn at random, make up H; the loss is still that of all.
+        seed: of drawn labels, the subsample, and the posterior's draws.
+        params: names of parameters, or of modules for theirs, to be uncertain of; `"last_layer"` for the last of the
+            model's matrices and its bias. All others stay as they are.
+        progress: whether a bar is shown (with rich, where it is installed); None: in a terminal.
+
+    Raises:
+        ValueError: see the message. The model is as it was.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 3)
+        >>> posterior = laplace(model, [(torch.randn(4, 2), torch.tensor([0, 1, 2, 0]))], likelihood="categorical")
+        >>> posterior.predict(torch.randn(5, 2), samples=8).shape
+        torch.Size([5, 3])
+
+    Reference: 004, appendices A.1 and C; Ritter et al., 2018, for Kronecker factors.
+    Differs from the paper: the Fisher counts N times, not as often as the subsample has examples (A.1).
+    Checked by: tests/equations/test_laplace.py, against explicit Jacobians and laplace-torch.
+    """
+    kind = likelihoods.named(likelihood)
+    for name, value, known in (("structure", structure, STRUCTURES), ("fisher", fisher, FISHERS)):
+        if value not in known:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
+    if bias not in BIASES:
+        raise ValueError(f"bias must be 'joint' or 'separate', got {bias!r}.")
+    for name, value in (("num_data", num_data), ("subsample", subsample)):
+        if value is not None and not value >= 1:
+            raise ValueError(f"{name} must be None or a number >= 1, got {value!r}.")
+    network = unwrapped(model)
+    chosen = _chosen(network, params)
+    check_prior(prior_precision, noise, chosen)
+    _refuse_modes(network)
+    _refuse_unusable(parameters_of(network))
+    generator = torch.Generator().manual_seed(seed or 0)
+    pool = Pool(subsample, torch.Generator().manual_seed((seed or 0) + 1)) if subsample else None
+    sums = STRUCTURES[structure](network, chosen, structure, bias)
+    device = next(iter(chosen.values())).device
+    examples = used = 0
+    loss, numbers = 0.0, 0
+
+    def look(inputs: tuple[Tensor, ...], labels: Tensor) -> Tensor:
+        given, outputs = labels if fisher == "empirical" else None, labels
+        with closing(captures(network, inputs, kind, fisher, given, generator, DIRECTIONS)) as parts:
+            for seen in parts:
+                outputs = seen.outputs
+                _check_finite(outputs)
+                sums.add(seen)
+        return outputs
+
+    with _only(network, chosen):
+        for inputs, labels in _batches(_shown(loader, progress), device):
+            if pool is None:
+                outputs = look(inputs, labels)
+            else:
+                outputs = _outputs(network, inputs)
+                pool.add(inputs, labels)
+            loss += float(kind.loss(outputs, labels).double().sum())
+            numbers += outputs.numel()
+            examples += len(outputs)
+        if not examples:
+            raise ValueError(
+                "the loader gave no examples: pass batches (inputs, labels), of which there are some left."
+            )
+        if pool is not None:
+            for inputs, labels in pool.passes():
+                used += len(look(inputs, labels))
+    total = num_data or examples
+    hessians = sums.hessians(total, used or examples)
+    power = 0 if likelihood != "gaussian" else 2 if fisher == "empirical" else 1
+    fit = Fit(loss * total / examples, numbers * total / examples, power)
+    mean = {name: p.detach().to(compute_dtype(p.dtype), copy=True) for name, p in chosen.items()}
+    return LaplacePosterior(
+        hessians,
+        mean,
+        fit,
+        likelihood=likelihood,
+        prior_precision=prior_precision,
+        noise=noise,
+        model=model,
+        seed=seed or 0,
+    )
+
+
+# --- the data ---
+
+
+@dataclass
+class Pool:
+    """A random choice of so many examples, out of batches that come one after the other."""
+
+    size: int
+    generator: torch.Generator
+    keys: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64))
+    held: tuple[Tensor, ...] = ()
+
+    def add(self, inputs: tuple[Tensor, ...], labels: Tensor) -> None:
+        batch = (*inputs, labels)
+        keys = torch.cat([self.keys, torch.rand(len(labels), dtype=torch.float64, generator=self.generator)])
+        keep = keys.argsort()[: self.size]
+        joint = [torch.cat([old, new]) for old, new in zip(self.held, batch)] if self.held else batch
+        self.keys, self.held = keys[keep], tuple(part[keep.to(part.device)] for part in joint)
+
+    def passes(self) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
+        for parts in zip(*[part.split(PASS) for part in self.held]):
+            yield parts[:-1], parts[-1]
+
+
+def _batches(loader: Iterable, device: torch.device) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
+    for batch in loader:
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2 or not isinstance(batch[1], Tensor):
+            raise TypeError(f"the loader must give pairs (inputs, labels) of tensors, got a {type(batch).__name__}.")
+        inputs = tuple(batch[0]) if isinstance(batch[0], (tuple, list)) else (batch[0],)
+        if not all(isinstance(x, Tensor) for x in inputs):
+            raise TypeError(f"inputs must be a tensor or a tuple of tensors, got {type(batch[0]).__name__}.")
+        if len(inputs[0]):
+            yield tuple(x.to(device) for x in inputs), batch[1].to(device)
+
+
+def _shown(loader: Iterable, progress: bool | None) -> Iterable:
+    """With a bar, where there is someone to see it and something to draw it."""
+    if progress is False or (progress is None and not sys.stderr.isatty()):
+        return loader
+    try:
+        from rich.console import Console
+        from rich.progress import track
+    except ImportError:
+        return loader
+    total = len(loader) if hasattr(loader, "__len__") else None  # pyright: ignore[reportArgumentType]
+    return track(loader, "laplace", total=total, console=Console(stderr=True), transient=True)
+
+
+# --- the model ---
+
+
+def _chosen(model: nn.Module, params: str | Iterable[str] | None) -> dict[str, nn.Parameter]:
+    """The parameters to be uncertain of, in the model's order."""
+    known = parameters_of(model)
+    if params is None:
+        found = {name: p for name, p in known.items() if p.requires_grad}
+        if not found:
+            raise ValueError("the model has no trainable parameters.")
+        return found
+    if params == "last_layer":
+        last = [module for module in model.modules() if layers.is_matrix(module)][-1:]
+        own = {id(p) for module in last for p in layers.own_parameters(module).values()}
+        if not own:
+            raise ValueError("the model has no layer that multiplies by a matrix: name params instead.")
+        return {name: p for name, p in known.items() if id(p) in own}
+    wanted = [params] if isinstance(params, str) else list(params)
+    for name in wanted:
+        if not any(_belongs(own, name) for own in known):
+            raise ValueError(f"the model has no parameter or module {name!r} with parameters; see named_parameters().")
+    return {own: p for own, p in known.items() if any(_belongs(own, name) for name in wanted)}
+
+
+def _belongs(own: str, name: str) -> bool:
+    return own == name or own.startswith(f"{name}.")
+
+
+@contextmanager
+def _only(model: nn.Module, chosen: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """Within, nothing but these is differentiated by."""
+    flags = [(p, p.requires_grad) for p in model.parameters()]
+    own = {id(p) for p in chosen.values()}
+    try:
+        for p, _ in flags:
+            p.requires_grad_(id(p) in own)
+        yield
+    finally:
+        for p, flag in flags:
+            p.requires_grad_(flag)
+
+
+def _refuse_modes(model: nn.Module) -> None:
+    refuse_mixing(model)
+    for name, module in model.named_modules():
+        if isinstance(module, _DropoutNd) and module.training and module.p > 0:
+            raise ValueError(
+                f"{name} ({type(module).__name__}) is in training mode: call model.eval() before laplace()."
+            )
+
+
+def _refuse_unusable(parameters: Mapping[str, nn.Parameter]) -> None:
+    for name, p in parameters.items():
+        if not bool(torch.isfinite(p).all()):
+            raise ValueError(f"{name} has entries that are not finite: training has diverged, nothing to approximate.")
+
+
+def _outputs(model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+    with torch.no_grad():
+        outputs = model(*inputs)
+    check_outputs(outputs)
+    _check_finite(outputs)
+    return outputs
+
+
+def _check_finite(outputs: Tensor) -> None:
+    if not bool(torch.isfinite(outputs).all()):
+        raise ValueError("the model's outputs are not finite: look at its weights and inputs.")

@@ -1,0 +1,402 @@
+"""Posteriors of Laplace's method: the curvature of the loss at trained weights, kept apart from the prior.
+
+A `Hessian` is what the data say of one block of weights, H; the belief about it has the precision s H + δ I, where s is
+what the noise of the data makes of it and δ the prior precision. So priors and noise can be changed, and the evidence
+be differentiated by them, without another look at the data.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from bayesgrad.belief import Belief, Joint
+from bayesgrad.posterior.gaussian import GaussianPosterior
+from bayesgrad.precision import Dense, Diagonal, LowRank, Rescaled, Spectral
+from bayesgrad.precision.linalg import inverse
+from bayesgrad.precision.low_rank import Directions
+
+GROUPS = ("model", "layer", "parameter")
+
+
+@dataclass(frozen=True, eq=False)
+class Hessian(ABC):
+    """The Hessian H of the whole loss over one block of weights, or what stands for it.
+
+    Args:
+        shapes: of the block's parameters by name.
+    """
+
+    shapes: Mapping[str, torch.Size]
+    kinds: ClassVar[dict[str, type[Hessian]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        Hessian.kinds[cls.__name__] = cls
+
+    @abstractmethod
+    def belief(self, mean: Mapping[str, Tensor], prior: Mapping[str, float], scale: float) -> Belief:
+        """N(mean, (scale H + prior)^-1)."""
+
+    @abstractmethod
+    def logdet(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
+        """log |scale H + prior|, differentiable in both."""
+
+    def stored(self) -> dict[str, Tensor]:
+        """What it is made of, for a file; `restored` is the inverse."""
+        parts = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "shapes"}
+        return {key: part for key, part in parts.items() if part is not None}
+
+    @classmethod
+    def restored(cls, shapes: Mapping[str, torch.Size], parts: Mapping[str, Tensor]) -> Hessian:
+        own = [f.name for f in fields(cls) if f.name != "shapes"]
+        return cls(shapes, **{key: parts.get(key) for key in own})  # pyright: ignore[reportCallIssue]
+
+    def _only(self, prior: Mapping[str, Any]) -> Any:
+        """The prior, where a block can have but one."""
+        values = [prior[name] for name in self.shapes]
+        if any(value is not values[0] and value != values[0] for value in values):
+            raise ValueError(f"{list(self.shapes)} are one block, and need one prior precision, got {values}.")
+        return values[0]
+
+    def _joint(self, mean: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+        return torch.cat([mean[name].reshape(*shape, -1) for name in self.shapes], -1)
+
+
+@dataclass(frozen=True, eq=False)
+class DiagonalHessian(Hessian):
+    """Of one parameter, its diagonal alone."""
+
+    values: Tensor
+
+    def belief(self, mean: Mapping[str, Tensor], prior: Mapping[str, float], scale: float) -> Belief:
+        ((name, _),) = self.shapes.items()
+        return Belief(mean[name], Diagonal(1 / (scale * self.values + prior[name])))
+
+    def logdet(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
+        return (scale * self.values.double() + self._only(prior)).log().sum()
+
+
+@dataclass(frozen=True, eq=False)
+class FactoredHessian(Hessian):
+    """E ⊗ A of a matrix [W b], in the eigenbasis of the factors, where the prior is a sum and no approximation.
+
+    Args:
+        rows, columns: eigenvectors (groups, out, out) and (groups, in, in), None for the identity.
+        spectrum: products of eigenvalues, (groups, out, in).
+    """
+
+    rows: Tensor | None
+    columns: Tensor | None
+    spectrum: Tensor
+
+    def belief(self, mean: Mapping[str, Tensor], prior: Mapping[str, float], scale: float) -> Belief:
+        precision = Spectral(self.rows, self.columns, scale * self.spectrum + self._only(prior))
+        return Joint(self._joint(mean, tuple(self.spectrum.shape[:2])), precision, self.shapes)
+
+    def logdet(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
+        return (scale * self.spectrum.double() + self._only(prior)).log().sum()
+
+
+@dataclass(frozen=True, eq=False)
+class DenseHessian(Hessian):
+    """Of all parameters, written down, (n, n)."""
+
+    matrix: Tensor
+
+    @cached_property
+    def _eigenvalues(self) -> Tensor:
+        return torch.linalg.eigvalsh(self.matrix.double()).clamp(min=0)
+
+    def belief(self, mean: Mapping[str, Tensor], prior: Mapping[str, float], scale: float) -> Belief:
+        precision = scale * self.matrix
+        precision.diagonal().add_(self._each(prior).to(precision))
+        covariance = inverse(precision, 0.0, "the posterior precision")
+        return Joint(self._joint(mean, (1,)), Dense(covariance, (1, len(covariance))), self.shapes)
+
+    def logdet(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
+        if len({id(prior[name]) for name in self.shapes}) == 1:
+            return (scale * self._eigenvalues + self._only(prior)).log().sum()
+        precision = scale * self.matrix.double() + torch.diag(self._each(prior))
+        return 2 * torch.linalg.cholesky(precision).diagonal().log().sum()
+
+    def _each(self, prior: Mapping[str, Any]) -> Tensor:
+        like: dict[str, Any] = dict(dtype=torch.float64, device=self.matrix.device)
+        sizes = [(name, shape.numel()) for name, shape in self.shapes.items()]
+        return torch.cat([torch.as_tensor(prior[name], **like).expand(size) for name, size in sizes])
+
+
+class Parted(Directions, Protocol):
+    """Directions whose parts have names."""
+
+    def grams(self) -> Mapping[str, Tensor]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class LowRankHessian(Hessian):
+    """G G' for the gradients G of a few examples, which need not be written down; vectors are flat, (1, n)."""
+
+    directions: Parted
+
+    @cached_property
+    def gram(self) -> Tensor:
+        return self.directions.gram()
+
+    @cached_property
+    def _eigenvalues(self) -> Tensor:
+        return torch.linalg.eigvalsh(self.gram.double()).clamp(min=0)
+
+    @property
+    def _size(self) -> int:
+        return sum(shape.numel() for shape in self.shapes.values())
+
+    @cached_property
+    def _grams(self) -> Mapping[str, Tensor]:
+        return self.directions.grams()
+
+    def belief(self, mean: Mapping[str, Tensor], prior: Mapping[str, float], scale: float) -> Belief:
+        floors, weights = {prior[name] for name in self.shapes}, self._joint(mean, (1,))
+        if len(floors) == 1:
+            directions = Times(self.directions, scale**0.5, scale * self.gram)
+            return Joint(weights, LowRank(floors.pop(), directions, (1, self._size)), self.shapes)
+        root = torch.cat([weights.new_full((1, s.numel()), prior[name] ** 0.5) for name, s in self.shapes.items()], 1)
+        gram = torch.stack([scale / prior[name] * gram for name, gram in self._grams.items()]).sum(0)
+        inner = LowRank(1.0, Times(self.directions, scale**0.5 / root, gram), (1, self._size))
+        return Joint(weights, Rescaled(inner, root), self.shapes)
+
+    def logdet(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
+        floor = prior[next(iter(self.shapes))]
+        if all(prior[name] is floor for name in self.shapes):
+            rest = self._size - len(self.gram)  # negative where there are more gradients than weights
+            return (scale * self._eigenvalues + floor).log().sum() + rest * floor.log()
+        inner = torch.eye(len(self.gram), dtype=torch.float64, device=self.gram.device)
+        for name, gram in self._grams.items():
+            inner = inner + scale / prior[name] * gram.double()
+        volume = 2 * torch.linalg.cholesky(inner).diagonal().log().sum()
+        return volume + torch.stack([s.numel() * prior[name].log() for name, s in self.shapes.items()]).sum()
+
+
+@dataclass(frozen=True, eq=False)
+class Times:
+    """Some directions times a number, or one for each weight, whose Gram matrix is known."""
+
+    directions: Directions
+    factor: float | Tensor
+    square: Tensor
+
+    def project(self, vector: Tensor) -> Tensor:
+        return self.directions.project(self.factor * vector)
+
+    def combine(self, weights: Tensor) -> Tensor:
+        return self.directions.combine(weights).mul_(self.factor)
+
+    def gram(self) -> Tensor:
+        return self.square
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How well the trained network fits all data.
+
+    Args:
+        loss: the negative log-likelihood, at unit noise and without its constant.
+        outputs: how many numbers were predicted.
+        power: of 1/noise that the Hessian is in proportion to; 0 where there is no noise to speak of.
+    """
+
+    loss: float
+    outputs: float
+    power: int = 0
+
+    def log_likelihood(self, noise: Tensor) -> Tensor:
+        if not self.power:
+            return -self.loss + 0 * noise
+        return -self.loss / noise - self.outputs / 2 * (2 * math.pi * noise).log()
+
+
+class LaplacePosterior(GaussianPosterior):
+    r"""The Gaussian whose precision is the loss's curvature at trained weights, and the prior's.
+
+    .. math::
+        \log p(D) \approx \log p(D | w) - \tfrac{\delta}{2} |w|^2 - \tfrac12 \log |s H + \delta I|
+        + \tfrac{n}{2} \log \delta
+
+    with n weights w, prior precision δ = `prior_precision`, and s a power of 1/`noise`. Made by `bayesgrad.laplace`.
+
+    Args:
+        hessians: of the blocks.
+        mean: the trained weights by name.
+        fit: of the trained network.
+        likelihood: what `predict` takes for granted.
+        prior_precision: a number, or one for each parameter by name.
+        noise: variance of the data, for the Gaussian likelihood.
+        model, seed: see `Posterior`.
+
+    Reference: 004, appendix A.1; MacKay, 1992, for the evidence.
+    Checked by: tests/equations/test_laplace.py.
+    """
+
+    kind = "laplace"
+
+    def __init__(
+        self,
+        hessians: Sequence[Hessian],
+        mean: Mapping[str, Tensor],
+        fit: Fit,
+        *,
+        likelihood: str,
+        prior_precision: float | Mapping[str, float] = 1.0,
+        noise: float = 1.0,
+        model: nn.Module | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__({}, model, seed=seed)
+        self.hessians, self.fit, self.likelihood = list(hessians), fit, likelihood
+        self._weights = dict(mean)
+        self.set_prior(prior_precision, noise)
+
+    def set_prior(self, prior_precision: float | Mapping[str, float], noise: float | None = None) -> LaplacePosterior:
+        """The same data under another prior, and perhaps other noise; the weights stay as they are."""
+        noise = self.noise if noise is None else noise
+        prior = check_prior(prior_precision, noise, self._weights)
+        scale = float(noise) ** -self.fit.power
+        beliefs = {next(iter(h.shapes)): h.belief(self._weights, prior, scale) for h in self.hessians}
+        self.prior_precision, self.noise, self.beliefs = prior_precision, noise, beliefs
+        return self
+
+    def _parted(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        parted = super()._parted(values)
+        return {name: parted[name] for name in self._weights}  # in the order of the model, not of the blocks
+
+    def log_marginal_likelihood(self, prior_precision: Any = None, noise: Any = None) -> Tensor:
+        """The evidence, in float64; differentiable in what is given as a tensor.
+
+        Args:
+            prior_precision: in place of the posterior's own: a number or tensor, or one for each parameter by name.
+            noise: in place of the posterior's own.
+        """
+        prior = self.prior_precision if prior_precision is None else prior_precision
+        noise = torch.as_tensor(self.noise if noise is None else noise, dtype=torch.float64)
+        priors = _by_name(prior, self._weights, lambda value: torch.as_tensor(value, dtype=torch.float64))
+        scale = noise**-self.fit.power
+        volume = torch.stack([h.logdet(priors, scale) for h in self.hessians]).sum()
+        for name, weight in self._weights.items():
+            delta = priors[name]
+            volume = volume - weight.numel() * delta.log() + delta * weight.double().square().sum()
+        return self.fit.log_likelihood(noise) - volume / 2
+
+    def tune_prior(self, per: str = "model", *, noise: bool = False, steps: int = 100) -> LaplacePosterior:
+        """Takes the prior precision that has the most evidence, given these weights.
+
+        Weights trained under another prior are not at its optimum: train on and look again, if that matters.
+
+        Args:
+            per: one precision for the `"model"`, for each `"layer"` or each `"parameter"`.
+            noise: whether the data's noise is found as well.
+            steps: at most so many of L-BFGS.
+        """
+        if per not in GROUPS:
+            raise ValueError(f"per must be one of {', '.join(map(repr, GROUPS))}, got {per!r}.")
+        if noise and not self.fit.power:
+            raise ValueError(f"a {self.likelihood} likelihood has no noise to find: leave noise=False.")
+        key: Callable[[str], str] = {
+            "model": lambda name: "",
+            "layer": lambda name: name.rpartition(".")[0],
+            "parameter": lambda name: name,
+        }[per]
+        start = _by_name(self.prior_precision, self._weights, float)
+        groups = {key(name): math.log(value) for name, value in start.items()}
+        theta = torch.tensor([*groups.values(), math.log(self.noise)], dtype=torch.float64, requires_grad=True)
+        place = {group: i for i, group in enumerate(groups)}
+        size = sum(weight.numel() for weight in self._weights.values())
+
+        def evidence() -> Tensor:
+            values = theta.exp()
+            each = values[:-1].unbind()
+            priors = {name: each[place[key(name)]] for name in self._weights}
+            return self.log_marginal_likelihood(priors, values[-1] if noise else self.noise)
+
+        search = torch.optim.LBFGS(
+            [theta], max_iter=steps, tolerance_grad=1e-10, tolerance_change=1e-14, line_search_fn="strong_wolfe"
+        )
+
+        def closure() -> Tensor:
+            theta.grad = None
+            with torch.enable_grad():
+                loss = -evidence() / size
+                loss.backward()
+            return loss.detach()
+
+        search.step(closure)
+        found = theta.detach().exp().tolist()
+        if not all(1e-20 < value < 1e20 for value in found):
+            raise ValueError(f"the evidence has no optimum: it was followed to prior_precision={found[:-1]}.")
+        named = {name: found[place[key(name)]] for name in self._weights}
+        return self.set_prior(found[0] if per == "model" else named, found[-1] if noise else self.noise)
+
+    # --- storage ---
+
+    def _tensors(self) -> dict[str, dict[str, Tensor]]:
+        prior = _by_name(self.prior_precision, self._weights, float)
+        numbers = {"loss": self.fit.loss, "outputs": self.fit.outputs, "power": self.fit.power, "noise": self.noise}
+        tensors = {
+            "mean": self._weights,
+            "prior": {name: torch.tensor(value, dtype=torch.float64) for name, value in prior.items()},
+            "fit": {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()},
+            "likelihood": {self.likelihood: torch.ones(())},
+        }
+        for hessian in self.hessians:
+            owner, kind = next(iter(hessian.shapes)), type(hessian).__name__
+            tensors[f"{kind} of {owner}"] = hessian.stored()
+            tensors[f"columns of {owner}"] = {name: torch.tensor(shape) for name, shape in hessian.shapes.items()}
+        return tensors
+
+    @classmethod
+    def _from_tensors(cls, tensors: Mapping[str, Mapping[str, Tensor]], model: nn.Module | None) -> LaplacePosterior:
+        means, numbers = tensors["mean"], {name: float(value) for name, value in tensors["fit"].items()}
+        hessians = []
+        for group, parts in tensors.items():
+            kind, _, owner = group.partition(" of ")
+            if kind in Hessian.kinds:
+                shapes = {name: means[name].shape for name in tensors[f"columns of {owner}"]}
+                hessians.append(Hessian.kinds[kind].restored(shapes, parts))
+        prior = {name: float(value) for name, value in tensors["prior"].items()}
+        return cls(
+            hessians,
+            means,
+            Fit(numbers["loss"], numbers["outputs"], int(numbers["power"])),
+            likelihood=next(iter(tensors["likelihood"])),
+            prior_precision=prior if len(set(prior.values())) > 1 else next(iter(prior.values())),
+            noise=numbers["noise"],
+            model=model,
+        )
+
+
+def check_prior(prior_precision: Any, noise: Any, names: Mapping[str, Any]) -> dict[str, float]:
+    """The prior precision of each parameter.
+
+    Raises:
+        ValueError: a number is not positive and finite, or names are others than the parameters'.
+    """
+    if isinstance(prior_precision, Mapping) and set(prior_precision) != set(names):
+        odd = sorted(set(prior_precision) ^ set(names))
+        raise ValueError(f"prior_precision by name must name the posterior's parameters; see {odd[:3]}.")
+    prior = _by_name(prior_precision, names, lambda value: value)
+    for what, value in [*[("prior_precision", value) for value in prior.values()], ("noise", noise)]:
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise ValueError(f"{what} must be a finite positive number, got {value!r}.")
+    return {name: float(value) for name, value in prior.items()}
+
+
+def _by_name(prior: Any, names: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
+    """A number for all as one object, so that it can be told from numbers that are equal by chance."""
+    if isinstance(prior, Mapping):
+        return {name: convert(prior[name]) for name in names}
+    value = convert(prior)
+    return dict.fromkeys(names, value)
