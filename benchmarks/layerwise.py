@@ -81,9 +81,14 @@ class Products:
                 layer.weight.addmm_(e.T, a[:, :-1], alpha=-self.lr)
                 layer.bias.addmv_(e.T, a[:, -1], alpha=-self.lr)
             else:
-                step = torch.cat([layer.weight.grad, layer.bias.grad[:, None]], 1) @ inverse
+                step = _whole(layer) @ inverse
                 layer.weight.sub_(step[:, :-1], alpha=self.lr)
                 layer.bias.sub_(step[:, -1], alpha=self.lr)
+
+
+def _whole(layer: nn.Linear) -> torch.Tensor:
+    """The gradient of [W b]."""
+    return torch.cat([layer.weight.grad, layer.bias.grad[:, None]], 1)  # pyright: ignore
 
 
 OURS: dict[str, Callable] = {
