@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -93,9 +94,9 @@ class MatrixFilter(ObservedFilter):
 
     # --- what is believed ---
 
+    @abstractmethod
     def covariance(self, layer: Layer, group: Mapping[str, Any]) -> Precision:
         """The belief about [W b], whose covariance the mean's last step was made with."""
-        raise NotImplementedError
 
     def _joint(self, names: Mapping[int, str], scale: float) -> list[tuple[str, Joint]]:
         groups = {p: group for group in self.param_groups for p in group["params"]}
