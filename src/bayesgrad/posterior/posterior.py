@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import pickle
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, ClassVar, Literal, overload
 
 import torch
@@ -18,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from bayesgrad import likelihoods
 from bayesgrad._kernels import compute_dtype
+from bayesgrad.posterior import storage
 
 METHODS = ("mc", "linear", "mean")
 JACOBIAN = 1 << 27  # elements of the Jacobians that are held at once
@@ -259,58 +257,52 @@ class Posterior(ABC):
     # --- storage ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the model: plain tensors, numbers and strings."""
-        return {"kind": self.kind, "seed": self.seed, "draws": self._draws, "tensors": self._tensors()}
+        """Everything but the model, of which there are names and shapes: plain tensors, numbers and strings."""
+        parts = {"kind": self.kind, "seed": self.seed, "draws": self._draws, "tensors": self._tensors()}
+        return parts if self.model is None else {**parts, "model": _architecture(self.model)}
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes `state_dict()` to a file, whole or not at all."""
-        path = Path(path)
-        partial = path.with_name(path.name + ".partial")
-        try:
-            torch.save(self.state_dict(), partial)
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
+        """Writes `state_dict()` to a safetensors file, whole or not at all; needs `bayesgrad[posterior]`."""
+        storage.write(path, self.state_dict())
 
     @staticmethod
     def load(path: str | os.PathLike, model: nn.Module | None = None) -> Posterior:
-        """Reads what `save` wrote; never unpickles anything but tensors and plain values."""
+        """Reads what `save` wrote; see `bayesgrad.posterior.load`."""
         return load(path, model)
 
     @staticmethod
     def from_state_dict(state: Mapping[str, Any], model: nn.Module | None = None) -> Posterior:
-        """The posterior that `state_dict()` came from, of whichever kind."""
+        """The posterior that `state_dict()` came from, of whichever kind.
+
+        Raises:
+            ValueError: something is missing, or the model is another than the one it was made with.
+        """
         missing = [key for key in ("kind", "seed", "draws", "tensors") if key not in state]
         if missing:
             raise ValueError(f"this is not a posterior's state: it lacks {', '.join(map(repr, missing))}.")
         if state["kind"] not in Posterior._kinds:
             known = ", ".join(map(repr, Posterior._kinds))
             raise ValueError(f"a posterior of kind {state['kind']!r} is not known, only {known}.")
+        if model is not None and "model" in state:
+            _refuse_others(_architecture(model), state["model"])
         try:
             posterior = Posterior._kinds[state["kind"]]._from_tensors(state["tensors"], model)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"this posterior's state is damaged or cut short: it lacks {error}.") from error
         posterior.seed, posterior._draws = state["seed"], state["draws"]
+        if model is not None:
+            posterior._parameters(model)
         return posterior
 
 
 def load(path: str | os.PathLike, model: nn.Module | None = None) -> Posterior:
-    """Reads a posterior that `Posterior.save` wrote.
+    """Reads a posterior that `Posterior.save` wrote, onto the CPU; nothing is unpickled.
 
     Raises:
-        ValueError: where the file is damaged, cut short, or not a posterior's.
+        ValueError: the file is damaged, cut short, altered or not a posterior's, or the model has other parameters than
+            the one that the posterior was saved with.
     """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of foreign pickles, which the error below is about
-            state = torch.load(path, weights_only=True, map_location="cpu")
-    except (RuntimeError, EOFError, UnicodeDecodeError, KeyError, ValueError, pickle.UnpicklingError) as error:
-        raise ValueError(
-            f"{os.fspath(path)} cannot be read as a posterior (damaged or cut short): save it again."
-        ) from error
-    if not isinstance(state, dict):
-        raise ValueError(f"{os.fspath(path)} holds no posterior but a {type(state).__name__}.")
-    return Posterior.from_state_dict(state, model)
+    return Posterior.from_state_dict(storage.read(path), model)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -328,6 +320,26 @@ def _clean(name: str) -> str:
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
     """The model's parameters by the names they have without any wrapper."""
     return {_clean(name): parameter for name, parameter in unwrapped(model).named_parameters()}
+
+
+def _architecture(model: nn.Module) -> dict[str, list[int]]:
+    """The shape of each parameter."""
+    return {name: list(p.shape) for name, p in parameters_of(model).items()}
+
+
+def _refuse_others(found: Mapping[str, list[int]], expected: Mapping[str, list[int]]) -> None:
+    """Raises where a model's parameters have other names or shapes."""
+    shapes = [f"{n!r} with shape {found[n]} for {s}" for n, s in expected.items() if n in found and found[n] != s]
+    wrong = [
+        *[f"lacks {name!r}" for name in expected if name not in found],
+        *[f"has {name!r} besides" for name in found if name not in expected],
+        *[f"has {shape}" for shape in shapes],
+    ]
+    if wrong:
+        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ValueError(
+            f"the model is not of the architecture this posterior is about: it {', '.join(wrong[:3])}{more}."
+        )
 
 
 def _estimated(model: nn.Module, weights: Mapping[str, Tensor], inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
