@@ -2,7 +2,7 @@
 
 from bayesgrad import curvature, optim, posterior
 from bayesgrad.laplace import laplace
-from bayesgrad.posterior import Posterior
+from bayesgrad.posterior import EWC, Posterior
 
 __version__ = "0.1.0"
-__all__ = ["Posterior", "curvature", "laplace", "optim", "posterior"]
+__all__ = ["EWC", "Posterior", "curvature", "laplace", "optim", "posterior"]
