@@ -6,7 +6,8 @@ from bayesgrad.posterior.dropout import DropoutPosterior, mc_dropout
 from bayesgrad.posterior.gaussian import GaussianPosterior
 from bayesgrad.posterior.laplace import LaplacePosterior
 from bayesgrad.posterior.posterior import Posterior, load
-from bayesgrad.posterior.samples import SampledPosterior
+from bayesgrad.posterior.samples import SampledPosterior, StoredPosterior
+from bayesgrad.posterior.store import Samples
 
 __all__ = [
     "BernoulliPosterior",
@@ -16,6 +17,8 @@ __all__ = [
     "LaplacePosterior",
     "Posterior",
     "SampledPosterior",
+    "Samples",
+    "StoredPosterior",
     "load",
     "mc_dropout",
 ]
