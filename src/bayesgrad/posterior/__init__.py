@@ -7,7 +7,8 @@ from bayesgrad.posterior.ewc import EWC
 from bayesgrad.posterior.gaussian import GaussianPosterior
 from bayesgrad.posterior.laplace import LaplacePosterior
 from bayesgrad.posterior.posterior import Posterior, load
-from bayesgrad.posterior.samples import SampledPosterior
+from bayesgrad.posterior.samples import SampledPosterior, StoredPosterior
+from bayesgrad.posterior.store import Samples
 
 __all__ = [
     "EWC",
@@ -18,6 +19,8 @@ __all__ = [
     "LaplacePosterior",
     "Posterior",
     "SampledPosterior",
+    "Samples",
+    "StoredPosterior",
     "load",
     "mc_dropout",
 ]
