@@ -472,8 +472,8 @@ def test_posterior_predicts_and_is_stored(tmp_path: Path) -> None:
         posterior.predict(x, method="linear")
     with pytest.raises(ValueError, match="method must be one of 'mc', 'linear', 'mean', got 'mode'"):
         GaussianPosterior({}, model).predict(x, method="mode")
-    posterior.save(tmp_path / "posterior.pt")
-    loaded = load(tmp_path / "posterior.pt", model)
+    posterior.save(tmp_path / "posterior.safetensors")
+    loaded = load(tmp_path / "posterior.safetensors", model)
     assert isinstance(loaded, BernoulliPosterior)
     assert torch.equal(loaded.predict(x, samples=8, seed=4), sampled)
     with pytest.raises(ValueError, match="damaged or cut short"):

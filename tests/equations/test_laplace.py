@@ -353,8 +353,8 @@ def test_directions_may_come_one_by_one(structure: str, monkeypatch: pytest.Monk
 def test_saving(structure: str, tmp_path: Any) -> None:
     model = mlp()
     posterior = fitted(model, structure, "gaussian", noise=0.5).tune_prior()
-    posterior.save(tmp_path / "posterior.pt")
-    again = load(tmp_path / "posterior.pt", model)
+    posterior.save(tmp_path / "posterior.safetensors")
+    again = load(tmp_path / "posterior.safetensors", model)
     x, _ = data()
     assert isinstance(again, LaplacePosterior)
     assert torch.equal(again.predict(x, samples=3).mean, posterior.predict(x, samples=3).mean)
