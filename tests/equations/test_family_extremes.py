@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 from scipy import special
 from torch.testing import assert_close
 
-from bayesgrad.families import Bernoulli, Beta, Categorical, Dirichlet, Family, Gamma, Parameters
+from bayesgrad.families import (
+    Bernoulli,
+    Beta,
+    Categorical,
+    Dirichlet,
+    Family,
+    Gamma,
+    NormalWishart,
+    Parameters,
+    Wishart,
+)
 from bayesgrad.families.digamma import gap, gap_slope, inverse_digamma, trigamma
 
 GRID = torch.logspace(-8, 8, 2001, dtype=torch.float64)
@@ -51,7 +61,7 @@ def test_gamma_from_its_expectations(shape: float, rate: float) -> None:
     assert_close(found[0] + 1, tensor(shape), rtol=1e-9 + 1e-13 * shape, atol=1e-15)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(concentration=st.lists(magnitude, min_size=2, max_size=6))
 def test_dirichlet_from_its_expectations(concentration: list[float]) -> None:
     natural = Dirichlet().of(tensor(*concentration))
@@ -66,6 +76,17 @@ def test_dirichlet_of_equal_concentrations(size: float, count: int) -> None:
     alpha = torch.full((count,), size, dtype=torch.float64)
     (found,) = Dirichlet().ordinary(Dirichlet().natural(Dirichlet().mean(Dirichlet().of(alpha))))
     assert_close(found, alpha, rtol=1e-9 + 1e-13 * size, atol=1e-15)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 50])
+def test_wishart_from_its_expectations(size: int) -> None:
+    excess = tensor(1e-6, 1e-2, 1.0, 1e2, 1e6)
+    natural = Wishart().of(excess + size - 1, torch.eye(size, dtype=torch.float64).expand(5, size, size))
+    mean = Wishart().mean(natural)
+    found = Wishart().natural(mean)
+    for value, expected in zip(Wishart().mean(found), mean):
+        assert_close(value, expected, rtol=1e-12, atol=1e-11)
+    assert_close(found[0][:4], natural[0][:4], rtol=1e-9, atol=1e-12)
 
 
 def test_solutions_are_found_for_all_plates_at_once() -> None:
@@ -106,12 +127,29 @@ def test_sparse_shares_are_at_the_corners() -> None:
     assert (draws.argmax(-1).bincount() - 1000).abs().max() < 5 * (3000 * 2 / 9) ** 0.5
 
 
+def test_wishart_of_few_degrees_of_freedom() -> None:
+    """nu = P - 1 + 1e-6: matrices of rank P - 1 in all but name, with E[X] = nu V as ever."""
+    natural = Wishart().of(tensor(1 + 1e-6), torch.eye(2, dtype=torch.float64)[None])
+    Wishart().check(natural)
+    for part in [Wishart().log_partition(natural), Wishart().entropy(natural), *Wishart().mean(natural)]:
+        assert torch.isfinite(part).all()
+    draws = Wishart().sample(natural, 20_000, torch.Generator().manual_seed(0))
+    assert torch.isfinite(draws).all()
+    error = draws.std(0) / 20_000**0.5
+    assert ((draws.mean(0) - Wishart().mean(natural)[1]).abs() <= 5 * error).all()
+
+
+PAIR = NormalWishart().of(
+    tensor(1.0, 2.0), torch.tensor(2.0).double(), torch.tensor(4.5).double(), torch.eye(2).double()
+)
 MODES = {
     "Bernoulli": (Bernoulli(), (tensor(-0.5, 0.2),)),
     "Gamma": (Gamma(), Gamma().of(tensor(1.5, 4.0), tensor(2.0, 0.5))),
     "Beta": (Beta(), Beta().of(tensor(1.5, 4.0), tensor(2.0, 1.5))),
     "Dirichlet": (Dirichlet(), Dirichlet().of(tensor(1.5, 4.0, 2.0))),
     "Categorical": (Categorical(), (tensor(1.0, 0.0, 2.0),)),
+    "Wishart": (Wishart(), Wishart().of(tensor(4.0, 7.5), torch.eye(2, dtype=torch.float64).expand(2, 2, 2))),
+    "NormalWishart": (NormalWishart(), PAIR),
 }
 
 
@@ -134,6 +172,22 @@ def test_what_is_refused() -> None:
         Dirichlet().mode((torch.tensor([-0.5, 1.0]),))
     with pytest.raises(ValueError, match="shapes above 1: not for 1 of 2"):
         Gamma().mode((torch.tensor([-0.5, 1.0]), torch.tensor([-1.0, -1.0])))
+
+
+def test_matrices_that_are_refused() -> None:
+    eye = torch.eye(2, dtype=torch.float64)
+    with pytest.raises(ValueError, match="more than P - 1 degrees of freedom; they are not"):
+        Wishart().check((tensor(-1.0)[0], -eye))
+    with pytest.raises(ValueError, match="positive definite scale"):
+        Wishart().check((tensor(1.0)[0], eye))
+    with pytest.raises(ValueError, match="positive confidence"):
+        NormalWishart().check((PAIR[0], -PAIR[1], *PAIR[2:]))
+    with pytest.raises(ValueError, match=r"log \|E\[X\]\| must be greater"):
+        Wishart().natural((tensor(1.0)[0], eye))
+    with pytest.raises(ValueError, match="is not positive definite"):
+        Wishart().of(tensor(3.0)[0], -eye)
+    with pytest.raises(ValueError, match=r"more than P \+ 1 degrees"):
+        Wishart().mode(Wishart().of(tensor(2.5)[0], eye))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

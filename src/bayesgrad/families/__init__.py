@@ -3,6 +3,9 @@
 from bayesgrad.families.discrete import Bernoulli, Categorical
 from bayesgrad.families.family import Family, Parameters
 from bayesgrad.families.gaussian import DiagonalGaussian, FixedGaussian, Gaussian
+from bayesgrad.families.matrix import NormalWishart, Wishart
+from bayesgrad.families.mixture import MixtureOfGaussians
+from bayesgrad.families.point import Point
 from bayesgrad.families.positive import Beta, Dirichlet, Gamma
 
 __all__ = [
@@ -15,5 +18,9 @@ __all__ = [
     "FixedGaussian",
     "Gamma",
     "Gaussian",
+    "MixtureOfGaussians",
+    "NormalWishart",
     "Parameters",
+    "Point",
+    "Wishart",
 ]

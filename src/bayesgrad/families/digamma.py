@@ -50,12 +50,12 @@ def solve_falling(function: Callable[[Tensor], tuple[Tensor, Tensor]], target: T
     `function` returns value and derivative. The result is differentiable by `target`, once.
     """
     with torch.no_grad():
-        x, tiny = start, 4 * torch.finfo(start.dtype).eps
+        x, small = start, 0.1 * torch.finfo(start.dtype).eps ** 0.5
         for _ in range(STEPS):
             value, slope = function(x)
             change = (target.log() - value.log()) * value / (slope * x)
             x = x * change.clamp(-20, 20).exp()
-            if (change.abs() <= tiny).all():
+            if (change.abs() <= small).all():  # its square is what is left
                 break
         value, slope = function(x)
     return x + (target - value) / slope
@@ -64,12 +64,12 @@ def solve_falling(function: Callable[[Tensor], tuple[Tensor, Tensor]], target: T
 def solve_dirichlet(mean: Tensor) -> Tensor:
     """The concentrations alpha, (..., K), at which ψ(alpha_k) - ψ(Σ alpha) is the given E[log x_k].
 
-    Given s = Σ alpha, every alpha_k is ψ^-1(E[log x_k] + ψ(s)); what is left is that their sum is s. That is one equation
+    Given s = Σ alpha, every alpha_k is ψ^-1(E[log x_k] + ψ(s)); their sum must be s. That is one equation
     in one unknown, whose sides cross once: Newton's method in log s, with bisection where it would leave the bracket.
     The last step is Newton's in all alpha, and makes the result differentiable by `mean`, once.
     """
     with torch.no_grad():
-        K, tiny = mean.shape[-1], 4 * torch.finfo(mean.dtype).eps
+        K, small = mean.shape[-1], 0.1 * torch.finfo(mean.dtype).eps ** 0.5
         wide = (K - 1) / (2 * -torch.expm1(mean.logsumexp(-1)))  # where all alpha are large
         u = torch.where(wide > K, wide, (K - 1) / mean.neg().mean(-1)).log()
         bound = torch.finfo(mean.dtype).max ** 0.5
@@ -83,7 +83,7 @@ def solve_dirichlet(mean: Tensor) -> Tensor:
             step = u - excess / slope
             step = torch.where((step > low) & (step < high), step, (low + high) / 2)
             change, u = (step - u).abs(), step
-            if ((change <= tiny * u.abs().clamp(min=1)) | (high - low <= tiny)).all():
+            if (change <= small).all():
                 break
         alpha = inverse_digamma(mean + torch.digamma(u.exp())[..., None])
         total = alpha.sum(-1, keepdim=True)
