@@ -50,7 +50,7 @@ class Reliability(NamedTuple):
 
     confidence: Tensor
     accuracy: Tensor
-    count: Tensor
+    number: Tensor
 
 
 def reliability(p: Tensor, labels: Tensor, bins: int = BINS) -> Reliability:

@@ -41,12 +41,12 @@ def test_what_is_calibrated_has_no_calibration_error_and_too_much_confidence_has
 def test_reliability_bins_hold_every_example_and_give_the_calibration_error() -> None:
     p, labels = calibrated(3_000)
     bins = metrics.reliability(p, labels)
-    assert bins.count.sum() == len(p)
-    some = bins.count > 0
+    assert bins.number.sum() == len(p)
+    some = bins.number > 0
     inside = torch.arange(1, metrics.BINS + 1).double()[some] / metrics.BINS
     assert bool(((bins.confidence[some] <= inside) & (bins.confidence[some] > inside - 1 / metrics.BINS)).all())
     gaps = (bins.confidence - bins.accuracy).abs()[some]
-    assert (gaps * bins.count[some]).sum().item() / len(p) == pytest.approx(metrics.calibration_error(p, labels), 1e-6)
+    assert (gaps * bins.number[some]).sum().item() / len(p) == pytest.approx(metrics.calibration_error(p, labels), 1e-6)
     edge = metrics.reliability(torch.tensor([[0.5, 0.5], [1.0, 0.0]]), torch.tensor([0, 1]), bins=2)
     assert_close(edge.accuracy, torch.tensor([1.0, 0.0]).double())
 
