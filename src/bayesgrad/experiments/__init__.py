@@ -185,5 +185,13 @@ EXPERIMENTS = {
             _lazily("khan2023", "binary"),
             "does not hold at laptop scale",
         ),
+        Experiment(
+            "uci-regression",
+            "No paper's; data as of Hernandez-Lobato and Adams, Probabilistic backpropagation",
+            "",
+            "MAP, Laplace's method and variational rules on six small regressions",
+            _lazily("uci_regression", "regression"),
+            "not yet recorded",
+        ),
     )
 }
