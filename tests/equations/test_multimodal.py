@@ -79,9 +79,7 @@ def himmelblau(theta: Tensor) -> Tensor:
     return (x**2 + y - 11).square() + (x + y**2 - 7).square()
 
 
-MINIMA = torch.tensor(
-    [[3.0, 2.0], [-2.805118, 3.131312], [-3.779310, -3.283186], [3.584428, -1.848126]], dtype=D
-)
+MINIMA = torch.tensor([[3.0, 2.0], [-2.805118, 3.131312], [-3.779310, -3.283186], [3.584428, -1.848126]], dtype=D)
 
 
 @pytest.mark.parametrize("learnt", [False, True])
