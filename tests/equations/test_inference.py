@@ -404,7 +404,7 @@ def test_hedge_is_multiplicative_weights() -> None:
         online(node, Linear(node, (-loss,)), rho=0.3)
         weights = weights * np.exp(-0.3 * loss.numpy())
         weights = weights / weights.sum()
-        assert_close(node.mean[0].numpy(), weights, rtol=0, atol=5e-16)
+        assert_close(node.mean[0].numpy(), weights, rtol=0, atol=1e-15)
 
 
 def test_exact_online_step_is_the_proximal_point() -> None:
