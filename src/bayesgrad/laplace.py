@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +17,7 @@ from bayesgrad.curvature import layers
 from bayesgrad.curvature.fisher import FISHERS, captures, check_outputs, refuse_mixing
 from bayesgrad.curvature.sums import STRUCTURES
 from bayesgrad.posterior.laplace import Fit, LaplacePosterior, check_prior
-from bayesgrad.posterior.posterior import parameters_of, unwrapped
+from bayesgrad.posterior.network import only, parameters_of, unwrapped
 
 BIASES = ("joint", "separate")
 DIRECTIONS = 16  # of the outputs, whose gradients are held at once
@@ -120,7 +120,7 @@ def laplace(
                 sums.add(seen)
         return outputs
 
-    with _only(network, chosen):
+    with only(network, chosen):
         for inputs, labels in _batches(_shown(loader, progress), device):
             if pool is None:
                 outputs = look(inputs, labels)
@@ -228,20 +228,6 @@ def _chosen(model: nn.Module, params: str | Iterable[str] | None) -> dict[str, n
 
 def _belongs(own: str, name: str) -> bool:
     return own == name or own.startswith(f"{name}.")
-
-
-@contextmanager
-def _only(model: nn.Module, chosen: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Within, nothing but these is differentiated by."""
-    flags = [(p, p.requires_grad) for p in model.parameters()]
-    own = {id(p) for p in chosen.values()}
-    try:
-        for p, _ in flags:
-            p.requires_grad_(id(p) in own)
-        yield
-    finally:
-        for p, flag in flags:
-            p.requires_grad_(flag)
 
 
 def _refuse_modes(model: nn.Module) -> None:

@@ -71,8 +71,8 @@ class GaussianPosterior(Posterior):
         alone = {name: belief for name, belief in self.beliefs.items() if not isinstance(belief, Joint)}
         return {name: belief.precision.variance() for name, belief in alone.items()}
 
-    def _output_variance(self, jacobian: Mapping[str, Tensor], variance: Mapping[str, Tensor]) -> Tensor:
-        spread = []
+    def _weighed(self, jacobian: Mapping[str, Tensor], variance: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, ...]]:
+        yield from super()._weighed(jacobian, variance)
         for name, belief in self.beliefs.items():
             if isinstance(belief, Joint):
                 columns = belief.joined(jacobian).to(belief.mean)  # (outputs, *mean.shape)
@@ -80,11 +80,7 @@ class GaussianPosterior(Posterior):
                     solved = torch.stack([belief.precision.solve(row) for row in columns])
                 else:
                     solved = belief.precision.solve(columns)
-                product = (columns * solved).flatten(1).sum(1)
-                spread.append(product.to(jacobian[name].dtype))
-            else:
-                spread.append((jacobian[name].square() * variance[name]).flatten(1).sum(1))
-        return torch.stack(spread).sum(0)
+                yield tuple(part.flatten(1).to(jacobian[name].dtype) for part in (columns, solved))
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
         """Means and variances; and of joint beliefs the factors, and where each parameter is in them."""
