@@ -34,6 +34,7 @@ def laplace(
     bias: str = "joint",
     prior_precision: float | Mapping[str, float] = 1.0,
     noise: float = 1.0,
+    temperature: float = 1.0,
     num_data: float | None = None,
     subsample: int | None = None,
     seed: int | None = None,
@@ -70,6 +71,7 @@ def laplace(
         bias: whether `"kron"` and `"input"` have one block for weight and bias or two.
         prior_precision: of zero-mean weights; one for all, or one for each parameter by name.
         noise: the variance of Gaussian data.
+        temperature: T, for the Gaussian of exp(-loss/T), with data and prior in the loss: the covariance times T.
         num_data: N, where the loader does not go through all data once.
         subsample: so many examples, drawn at random, make up H; the loss is still that of all.
         seed: of drawn labels, the subsample, and the posterior's draws.
@@ -101,7 +103,7 @@ def laplace(
             raise ValueError(f"{name} must be None or a number >= 1, got {value!r}.")
     network = unwrapped(model)
     chosen = _chosen(network, params)
-    check_prior(prior_precision, noise, chosen)
+    check_prior(prior_precision, noise, chosen, temperature)
     _refuse_modes(network)
     _refuse_unusable(parameters_of(network))
     generator = torch.Generator().manual_seed(seed or 0)
@@ -149,6 +151,7 @@ def laplace(
         likelihood=likelihood,
         prior_precision=prior_precision,
         noise=noise,
+        temperature=temperature,
         model=model,
         seed=seed or 0,
     )

@@ -75,6 +75,10 @@ class Likelihood(ABC):
         """The prediction for Gaussian outputs f with independent marginals N(mean, variance)."""
 
     @abstractmethod
+    def log_density(self, mean: Tensor, variance: Tensor, labels: Tensor, noise: float) -> Tensor:
+        """log p(labels) of each example, (N,), for Gaussian outputs with independent marginals N(mean, variance)."""
+
+    @abstractmethod
     def within(self, value: Tensor, noise: float) -> Tensor:
         """How uncertain labels are, given link(f): their entropy, or their variance."""
 
@@ -125,6 +129,9 @@ class Categorical(Likelihood):
 
     def expected(self, mean: Tensor, variance: Tensor) -> Tensor:
         return (mean / (1 + math.pi / 8 * variance).sqrt()).softmax(-1)
+
+    def log_density(self, mean: Tensor, variance: Tensor, labels: Tensor, noise: float) -> Tensor:
+        return -self.loss(mean / (1 + math.pi / 8 * variance).sqrt(), labels)
 
     def within(self, value: Tensor, noise: float) -> Tensor:
         return torch.special.entr(value).sum(-1)
@@ -223,6 +230,11 @@ class Gaussian(Likelihood):
     def expected(self, mean: Tensor, variance: Tensor) -> Moments:
         return Moments(mean, variance)
 
+    def log_density(self, mean: Tensor, variance: Tensor, labels: Tensor, noise: float) -> Tensor:
+        spread = variance + noise
+        each = (mean - _real(labels, mean)).square() / spread + (2 * math.pi * spread).log()
+        return -each.reshape(len(mean), -1).sum(1) / 2
+
     def within(self, value: Tensor, noise: float) -> Tensor:
         return torch.full_like(value, noise)
 
@@ -255,6 +267,15 @@ class Poisson(Likelihood):
 
     def expected(self, mean: Tensor, variance: Tensor) -> Tensor:
         return (mean + variance / 2).exp()
+
+    def log_density(self, mean: Tensor, variance: Tensor, labels: Tensor, noise: float) -> Tensor:
+        """By a quadrature over each log-rate."""
+        nodes = torch.linspace(-6, 6, 65, dtype=mean.dtype, device=mean.device)
+        f = mean[..., None] + variance[..., None].sqrt() * nodes
+        y = _real(labels, mean)[..., None]
+        log_weights = (-nodes.square() / 2).log_softmax(0)
+        each = (y * f - f.exp() - (y + 1).lgamma() + log_weights).logsumexp(-1)
+        return each.reshape(len(mean), -1).sum(1)
 
     def within(self, value: Tensor, noise: float) -> Tensor:
         return value

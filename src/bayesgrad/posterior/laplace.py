@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bayesgrad import likelihoods
 from bayesgrad.posterior.gaussian import GaussianPosterior
 from bayesgrad.posterior.hessian import Hessian
-from bayesgrad.posterior.network import Network, holding
+from bayesgrad.posterior.network import Network, evaluating, holding, unwrapped
+from bayesgrad.posterior.tuning import climbed, tried
 
 GROUPS = ("model", "layer", "parameter")
+METHODS = ("evidence", "heldout")
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,9 @@ class LaplacePosterior(GaussianPosterior):
 
     with n weights w, prior precision δ = `prior_precision`, and s a power of 1/`noise`. Made by `bayesgrad.laplace`.
 
+    A `temperature` T makes it the Gaussian of exp(-loss/T), where the loss is that of all data and the prior's: the
+    covariance is T (s H + δ I)^-1. The evidence is that of T = 1.
+
     Args:
         hessians: of the blocks.
         mean: the trained weights by name.
@@ -53,6 +59,7 @@ class LaplacePosterior(GaussianPosterior):
         likelihood: what `predict` takes for granted.
         prior_precision: a number, or one for each parameter by name.
         noise: variance of the data, for the Gaussian likelihood.
+        temperature: T.
         model, seed: see `Posterior`.
 
     Reference: 004, appendix A.1; MacKay, 1992, for the evidence.
@@ -70,21 +77,29 @@ class LaplacePosterior(GaussianPosterior):
         likelihood: str,
         prior_precision: float | Mapping[str, float] = 1.0,
         noise: float = 1.0,
+        temperature: float = 1.0,
         model: nn.Module | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__({}, model, seed=seed)
         self.hessians, self.fit, self.likelihood = list(hessians), fit, likelihood
         self._weights = dict(mean)
-        self.set_prior(prior_precision, noise)
+        self.set_prior(prior_precision, noise, temperature)
 
-    def set_prior(self, prior_precision: float | Mapping[str, float], noise: float | None = None) -> LaplacePosterior:
+    def set_prior(
+        self,
+        prior_precision: float | Mapping[str, float],
+        noise: float | None = None,
+        temperature: float | None = None,
+    ) -> LaplacePosterior:
         """The same data under another prior, and perhaps other noise; the weights stay as they are."""
         noise = self.noise if noise is None else noise
-        prior = check_prior(prior_precision, noise, self._weights)
-        scale = float(noise) ** -self.fit.power
+        temperature = self.temperature if temperature is None else temperature
+        prior = check_prior(prior_precision, noise, self._weights, temperature)
+        prior = {name: value / temperature for name, value in prior.items()}
+        scale = float(noise) ** -self.fit.power / temperature
         beliefs = {next(iter(h.shapes)): h.belief(self._weights, prior, scale) for h in self.hessians}
-        self.prior_precision, self.noise, self.beliefs = prior_precision, noise, beliefs
+        self.prior_precision, self.noise, self.temperature, self.beliefs = prior_precision, noise, temperature, beliefs
         self._linearisations = [h.linearised(prior, scale) for h in self.hessians]
         return self
 
@@ -119,60 +134,89 @@ class LaplacePosterior(GaussianPosterior):
             volume = volume - weight.numel() * delta.log() + delta * weight.double().square().sum()
         return self.fit.log_likelihood(noise) - volume / 2
 
-    def tune_prior(self, per: str = "model", *, noise: bool = False, steps: int = 100) -> LaplacePosterior:
-        """Takes the prior precision that has the most evidence, given these weights.
+    def tune_prior(
+        self,
+        per: str = "model",
+        *,
+        method: str = "evidence",
+        heldout: Iterable | None = None,
+        noise: bool = False,
+        temperature: bool = False,
+        steps: int = 100,
+    ) -> LaplacePosterior:
+        """Takes the prior precision that has the most evidence, or predicts held-out labels best, given these weights.
 
-        Weights trained under another prior are not at its optimum: train on and look again, if that matters.
+        Weights trained under another prior are not at its optimum: train on and look again, if that matters. The
+        search starts at the prior there is, and ends at an optimum near it.
 
         Args:
             per: one precision for the `"model"`, for each `"layer"` or each `"parameter"`.
+            method: `"evidence"`, or `"heldout"` for the mean log-density of labels under linearised predictions.
+            heldout: batches (inputs, labels) for the latter.
             noise: whether the data's noise is found as well.
-            steps: at most so many of L-BFGS.
+            temperature: whether the posterior's temperature is, by held-out labels.
+            steps: at most so many of L-BFGS, or values tried out on held-out labels.
         """
-        if per not in GROUPS:
-            raise ValueError(f"per must be one of {', '.join(map(repr, GROUPS))}, got {per!r}.")
+        for name, value, known in (("per", per, GROUPS), ("method", method, METHODS)):
+            if value not in known:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
         if noise and not self.fit.power:
             raise ValueError(f"a {self.likelihood} likelihood has no noise to find: leave noise=False.")
+        if temperature and method == "evidence":
+            raise ValueError("the evidence does not depend on temperature: use method='heldout' for temperature=True.")
+        if (heldout is None) != (method == "evidence"):
+            raise ValueError(f"method={method!r} {'needs' if heldout is None else 'takes no'} heldout=.")
         key: Callable[[str], str] = {
             "model": lambda name: "",
             "layer": lambda name: name.rpartition(".")[0],
             "parameter": lambda name: name,
         }[per]
-        start = _by_name(self.prior_precision, self._weights, float)
-        groups = {key(name): math.log(value) for name, value in start.items()}
-        theta = torch.tensor([*groups.values(), math.log(self.noise)], dtype=torch.float64, requires_grad=True)
+        groups = {key(name): value for name, value in _by_name(self.prior_precision, self._weights, float).items()}
         place = {group: i for i, group in enumerate(groups)}
-        size = sum(weight.numel() for weight in self._weights.values())
+        kept = self.prior_precision, self.noise, self.temperature
+        start = [*groups.values(), *[self.noise] * noise, *[self.temperature] * temperature]
 
-        def evidence() -> Tensor:
-            values = theta.exp()
-            each = values[:-1].unbind()
-            priors = {name: each[place[key(name)]] for name in self._weights}
-            return self.log_marginal_likelihood(priors, values[-1] if noise else self.noise)
+        def read(values: Sequence[Any]) -> tuple[Any, Any, Any]:
+            """Prior, noise and temperature."""
+            prior = {name: values[place[key(name)]] for name in self._weights}
+            given = values[len(groups)] if noise else self.noise
+            return values[0] if per == "model" else prior, given, values[-1] if temperature else self.temperature
 
-        search = torch.optim.LBFGS(
-            [theta], max_iter=steps, tolerance_grad=1e-10, tolerance_change=1e-14, line_search_fn="strong_wolfe"
-        )
-
-        def closure() -> Tensor:
-            theta.grad = None
-            with torch.enable_grad():
-                loss = -evidence() / size
-                loss.backward()
-            return loss.detach()
-
-        search.step(closure)
-        found = theta.detach().exp().tolist()
+        if method == "evidence":
+            size = sum(weight.numel() for weight in self._weights.values())
+            found = climbed(
+                lambda values: self.log_marginal_likelihood(*read(values.unbind())[:2]) / size, start, steps
+            )
+        else:
+            batches = list(heldout or ())
+            if not batches:
+                raise ValueError("heldout gave no batches: pass a loader, or a list of (inputs, labels).")
+            try:
+                found = tried(lambda values: self.set_prior(*read(values))._log_density(batches), start, steps)
+            finally:
+                self.set_prior(*kept)
         if not all(1e-20 < value < 1e20 for value in found):
-            raise ValueError(f"the evidence has no optimum: it was followed to prior_precision={found[:-1]}.")
-        named = {name: found[place[key(name)]] for name in self._weights}
-        return self.set_prior(found[0] if per == "model" else named, found[-1] if noise else self.noise)
+            raise ValueError(f"the search found no optimum: it went to prior_precision={found[: len(groups)]}.")
+        return self.set_prior(*read(found))
+
+    @torch.no_grad()
+    def _log_density(self, batches: Sequence[Any]) -> float:
+        """The mean log-density of labels under linearised predictions."""
+        reading, total, count = likelihoods.named(self.likelihood), 0.0, 0
+        network = unwrapped(self._model(None))
+        with evaluating(network):
+            for x, y in batches:
+                mean, variance = self._linear(Network(network, x if isinstance(x, tuple) else (x,)), together=False)
+                total += float(reading.log_density(mean, variance.clamp(min=0), y, self.noise).double().sum())
+                count += len(mean)
+        return total / count
 
     # --- storage ---
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
         prior = _by_name(self.prior_precision, self._weights, float)
         numbers = {"loss": self.fit.loss, "outputs": self.fit.outputs, "power": self.fit.power, "noise": self.noise}
+        numbers["temperature"] = self.temperature
         tensors = {
             "mean": self._weights,
             "prior": {name: torch.tensor(value, dtype=torch.float64) for name, value in prior.items()},
@@ -202,11 +246,12 @@ class LaplacePosterior(GaussianPosterior):
             likelihood=next(iter(tensors["likelihood"])),
             prior_precision=prior if len(set(prior.values())) > 1 else next(iter(prior.values())),
             noise=numbers["noise"],
+            temperature=numbers["temperature"],
             model=model,
         )
 
 
-def check_prior(prior_precision: Any, noise: Any, names: Mapping[str, Any]) -> dict[str, float]:
+def check_prior(prior_precision: Any, noise: Any, names: Mapping[str, Any], temperature: Any = 1.0) -> dict[str, float]:
     """The prior precision of each parameter.
 
     Raises:
@@ -216,7 +261,11 @@ def check_prior(prior_precision: Any, noise: Any, names: Mapping[str, Any]) -> d
         odd = sorted(set(prior_precision) ^ set(names))
         raise ValueError(f"prior_precision by name must name the posterior's parameters; see {odd[:3]}.")
     prior = _by_name(prior_precision, names, lambda value: value)
-    for what, value in [*[("prior_precision", value) for value in prior.values()], ("noise", noise)]:
+    for what, value in [
+        *[("prior_precision", value) for value in prior.values()],
+        ("noise", noise),
+        ("temperature", temperature),
+    ]:
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
             raise ValueError(f"{what} must be a finite positive number, got {value!r}.")
     return {name: float(value) for name, value in prior.items()}
