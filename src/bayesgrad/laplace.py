@@ -16,7 +16,8 @@ from bayesgrad._kernels import compute_dtype
 from bayesgrad.curvature import layers
 from bayesgrad.curvature.fisher import FISHERS, captures, check_outputs, refuse_mixing
 from bayesgrad.curvature.sums import STRUCTURES
-from bayesgrad.posterior.laplace import Fit, LaplacePosterior, check_prior
+from bayesgrad.posterior.hessian import check_prior
+from bayesgrad.posterior.laplace import Fit, LaplacePosterior
 from bayesgrad.posterior.network import only, parameters_of, unwrapped
 
 BIASES = ("joint", "separate")

@@ -102,6 +102,10 @@ class Likelihood(ABC):
             ValueError: labels or outputs are none that this likelihood can have.
         """
 
+    def log_likelihood(self, outputs: Tensor, labels: Tensor, noise: float) -> Tensor:
+        """log p(labels | outputs) of each example, (N,); `noise` is the variance of Gaussian data."""
+        return -self.loss(outputs, labels)
+
     @abstractmethod
     def residual(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """The derivative of the loss by the outputs."""
@@ -243,6 +247,9 @@ class Gaussian(Likelihood):
 
     def sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         return outputs.detach() + torch.randn(outputs.shape, dtype=torch.float64, generator=generator).to(outputs)
+
+    def log_likelihood(self, outputs: Tensor, labels: Tensor, noise: float) -> Tensor:
+        return -self.loss(outputs, labels) / noise - outputs[0].numel() / 2 * math.log(2 * math.pi * noise)
 
     def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
         return (outputs - _real(labels, outputs)).square().reshape(len(outputs), -1).sum(1) / 2

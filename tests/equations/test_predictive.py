@@ -28,8 +28,10 @@ def integral(values: Tensor) -> Tensor:
     return (values * WEIGHTS).sum(-1)
 
 
-def regression(outputs: int = 1, noise: float = 0.3, **options: Any) -> tuple[LaplacePosterior, Tensor, Tensor]:
-    """A linear model at the mode of its posterior, whose covariance is conjugate; inputs X and new ones."""
+def regression(
+    outputs: int = 1, noise: float = 0.3, **options: Any
+) -> tuple[LaplacePosterior, tuple[Tensor, Tensor], Tensor]:
+    """A linear model at the mode of its posterior, whose covariance is conjugate; the data, and new inputs."""
     generator = torch.Generator().manual_seed(0)
     X, x = torch.randn(20, 4, dtype=D, generator=generator), torch.randn(5, 4, dtype=D, generator=generator)
     Y = X @ torch.randn(4, outputs, dtype=D, generator=generator)
@@ -38,7 +40,7 @@ def regression(outputs: int = 1, noise: float = 0.3, **options: Any) -> tuple[La
     with torch.no_grad():
         model.weight.copy_(torch.linalg.solve(X.T @ X / noise + 0.5 * torch.eye(4, dtype=D), X.T @ Y / noise).T)
     options = {"structure": "full", "prior_precision": 0.5, "noise": noise, **options}
-    return bayesgrad.laplace(model, [(X, Y)], likelihood="gaussian", **options), X, x
+    return bayesgrad.laplace(model, [(X, Y)], likelihood="gaussian", **options), (X, Y), x
 
 
 def logits(outputs: int) -> tuple[Posterior, Tensor, Tensor, Tensor]:
@@ -58,7 +60,7 @@ def logits(outputs: int) -> tuple[Posterior, Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("structure", ["full", "subsampled"])
 def test_the_linear_gaussian_case_is_the_conjugate_posterior(structure: str) -> None:
     """f ~ N(x'm, x'(X'X/s + δ I)^-1 x), and a new label has s more."""
-    posterior, X, x = regression(outputs=2, structure=structure)
+    posterior, (X, _), x = regression(outputs=2, structure=structure)
     covariance = torch.linalg.inv(X.T @ X / 0.3 + 0.5 * torch.eye(4, dtype=D))
     variance = torch.einsum("ni,ij,nj->n", x, covariance, x)[:, None].expand(-1, 2)
     found = posterior.predict(x, method="linear", decompose=True)

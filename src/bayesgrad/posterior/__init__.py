@@ -3,13 +3,14 @@
 from bayesgrad.posterior.bernoulli import BernoulliPosterior
 from bayesgrad.posterior.concrete import ConcreteDropout
 from bayesgrad.posterior.dropout import DropoutPosterior, mc_dropout
-from bayesgrad.posterior.gaussian import GaussianPosterior
+from bayesgrad.posterior.gaussian import Bound, GaussianPosterior
 from bayesgrad.posterior.laplace import LaplacePosterior
 from bayesgrad.posterior.posterior import Posterior, load
 from bayesgrad.posterior.samples import SampledPosterior
 
 __all__ = [
     "BernoulliPosterior",
+    "Bound",
     "ConcreteDropout",
     "DropoutPosterior",
     "GaussianPosterior",

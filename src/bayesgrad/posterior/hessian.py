@@ -7,8 +7,9 @@ look at the data.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
@@ -209,3 +210,31 @@ class Times:
 
     def weighed(self, factor: Tensor) -> Tensor:
         return self.directions.weighed(factor).mul_(self.factor**2)
+
+
+def check_prior(prior_precision: Any, noise: Any, names: Mapping[str, Any], temperature: Any = 1.0) -> dict[str, float]:
+    """The prior precision of each parameter.
+
+    Raises:
+        ValueError: a number is not positive and finite, or names are others than the parameters'.
+    """
+    if isinstance(prior_precision, Mapping) and set(prior_precision) != set(names):
+        odd = sorted(set(prior_precision) ^ set(names))
+        raise ValueError(f"prior_precision by name must name the posterior's parameters; see {odd[:3]}.")
+    prior = by_name(prior_precision, names, lambda value: value)
+    for what, value in [
+        *[("prior_precision", value) for value in prior.values()],
+        ("noise", noise),
+        ("temperature", temperature),
+    ]:
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise ValueError(f"{what} must be a finite positive number, got {value!r}.")
+    return {name: float(value) for name, value in prior.items()}
+
+
+def by_name(prior: Any, names: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
+    """A number for all as one object, so that it can be told from numbers that are equal by chance."""
+    if isinstance(prior, Mapping):
+        return {name: convert(prior[name]) for name in names}
+    value = convert(prior)
+    return dict.fromkeys(names, value)

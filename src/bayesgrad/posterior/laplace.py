@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bayesgrad import likelihoods
 from bayesgrad.posterior.gaussian import GaussianPosterior
-from bayesgrad.posterior.hessian import Hessian
+from bayesgrad.posterior.hessian import Hessian, by_name, check_prior
 from bayesgrad.posterior.network import Network, evaluating, holding, unwrapped
 from bayesgrad.posterior.tuning import climbed, tried
 
@@ -126,7 +126,7 @@ class LaplacePosterior(GaussianPosterior):
         """
         prior = self.prior_precision if prior_precision is None else prior_precision
         noise = torch.as_tensor(self.noise if noise is None else noise, dtype=torch.float64)
-        priors = _by_name(prior, self._weights, lambda value: torch.as_tensor(value, dtype=torch.float64))
+        priors = by_name(prior, self._weights, lambda value: torch.as_tensor(value, dtype=torch.float64))
         scale = noise**-self.fit.power
         volume = torch.stack([h.logdet(priors, scale) for h in self.hessians]).sum()
         for name, weight in self._weights.items():
@@ -171,7 +171,7 @@ class LaplacePosterior(GaussianPosterior):
             "layer": lambda name: name.rpartition(".")[0],
             "parameter": lambda name: name,
         }[per]
-        groups = {key(name): value for name, value in _by_name(self.prior_precision, self._weights, float).items()}
+        groups = {key(name): value for name, value in by_name(self.prior_precision, self._weights, float).items()}
         place = {group: i for i, group in enumerate(groups)}
         kept = self.prior_precision, self.noise, self.temperature
         start = [*groups.values(), *[self.noise] * noise, *[self.temperature] * temperature]
@@ -214,7 +214,7 @@ class LaplacePosterior(GaussianPosterior):
     # --- storage ---
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
-        prior = _by_name(self.prior_precision, self._weights, float)
+        prior = by_name(self.prior_precision, self._weights, float)
         numbers = {"loss": self.fit.loss, "outputs": self.fit.outputs, "power": self.fit.power, "noise": self.noise}
         numbers["temperature"] = self.temperature
         tensors = {
@@ -249,31 +249,3 @@ class LaplacePosterior(GaussianPosterior):
             temperature=numbers["temperature"],
             model=model,
         )
-
-
-def check_prior(prior_precision: Any, noise: Any, names: Mapping[str, Any], temperature: Any = 1.0) -> dict[str, float]:
-    """The prior precision of each parameter.
-
-    Raises:
-        ValueError: a number is not positive and finite, or names are others than the parameters'.
-    """
-    if isinstance(prior_precision, Mapping) and set(prior_precision) != set(names):
-        odd = sorted(set(prior_precision) ^ set(names))
-        raise ValueError(f"prior_precision by name must name the posterior's parameters; see {odd[:3]}.")
-    prior = _by_name(prior_precision, names, lambda value: value)
-    for what, value in [
-        *[("prior_precision", value) for value in prior.values()],
-        ("noise", noise),
-        ("temperature", temperature),
-    ]:
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise ValueError(f"{what} must be a finite positive number, got {value!r}.")
-    return {name: float(value) for name, value in prior.items()}
-
-
-def _by_name(prior: Any, names: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
-    """A number for all as one object, so that it can be told from numbers that are equal by chance."""
-    if isinstance(prior, Mapping):
-        return {name: convert(prior[name]) for name in names}
-    value = convert(prior)
-    return dict.fromkeys(names, value)
