@@ -15,7 +15,9 @@ from torch.nn import functional as F
 
 import bayesgrad
 from bayesgrad.belief import Joint
+from bayesgrad.curvature import sums
 from bayesgrad.posterior import LaplacePosterior, load
+from bayesgrad.posterior.network import Network
 
 close = torch.testing.assert_close
 STRUCTURES = ("diag", "kron", "input", "full", "subsampled")
@@ -294,16 +296,23 @@ def test_tuning_is_bayesian_ridge_regression() -> None:
     close(torch.linalg.inv(dense(posterior)), torch.tensor(ridge.sigma_), rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.parametrize("make", [mlp, conv, normed])
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_linearised_prediction(structure: str) -> None:
-    """Output variances are J P^-1 J'; for linear regression that is the exact posterior's."""
-    model, (x, _) = mlp(), data()
+@pytest.mark.filterwarnings("ignore:structure=")
+def test_linearised_prediction(structure: str, make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs have the covariance J P^-1 J', whatever the model's weights and flags are by now."""
+    model, (x, _) = make().eval(), data()
     posterior = fitted(model, structure, "gaussian")
-    J = jacobians(model, x)
-    expected = torch.einsum("nci,ij,ncj->nc", J, torch.linalg.inv(dense(posterior)), J)
+    monkeypatch.setattr(sums, "ROWS", 4 * OUT)
+    J, f = jacobians(model, x), model(x).detach()
+    expected = torch.einsum("nci,ij,ndj->ncd", J, torch.linalg.inv(dense(posterior)), J)
+    model.requires_grad_(False)
+    model.get_parameter("1.weight" if make is not mlp else "2.weight").mul_(2)
     mean, variance = posterior.predict(x, method="linear")
-    close(mean, model(x).detach())
-    close(variance, expected, rtol=1e-10, atol=1e-10)
+    close(mean, f)
+    close(variance, expected.diagonal(dim1=1, dim2=2), rtol=1e-10, atol=1e-10)
+    close(posterior._linear(Network(model, (x,)), together=True)[1], expected, rtol=1e-10, atol=1e-10)
+    assert not any(p.requires_grad for p in model.parameters())
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

@@ -8,18 +8,23 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bayesgrad import likelihoods
 from bayesgrad.curvature import layers
 from bayesgrad.curvature.columns import Columns, Lookup, Outer, joined, restored
-from bayesgrad.curvature.fisher import Captured, Gradients
-from bayesgrad.posterior.laplace import DenseHessian, DiagonalHessian, FactoredHessian, Hessian, LowRankHessian
-from bayesgrad.precision.linalg import eigenvalues
+from bayesgrad.curvature.fisher import Captured, Gradients, captures, total_of
+from bayesgrad.posterior.hessian import DenseHessian, DiagonalHessian, FactoredHessian, Hessian, LowRankHessian
+from bayesgrad.posterior.network import only, parameters_of
+from bayesgrad.precision.linalg import cholesky, eigenvalues
 
 WRITTEN = 1 << 15  # weights whose Hessian is still written down
+ROWS = 512  # of a Jacobian, looked at together
+MEMORY = 1 << 27  # elements of those that are written down
 
 
 class Sums(ABC):
@@ -111,12 +116,77 @@ class Flat:
         alone = {name: {name: columns} for name, columns in self.gradients.columns.items()}
         return {name: Gradients(columns, self.gradients.scale).gram() for name, columns in alone.items()}
 
+    def weighed(self, factor: Tensor) -> Tensor:
+        parts = self.gradients.weighed(factor)
+        return torch.cat([parts[name].flatten() for name in self.shapes])[None]
+
+
+@dataclass(frozen=True, eq=False)
+class GradientProducts:
+    r"""J (s G G' + D)^-1 J' by Woodbury's identity, from inner products of gradients alone.
+
+    .. math::
+        J D^{-1} J' - K' (I + s G' D^{-1} G)^{-1} K, \quad K = \sqrt{s} G' D^{-1} J'
+
+    Rows of the Jacobian J are gradients of outputs, kept as inputs and errors like those of G, so that nothing of the
+    size of the weights is written down. In float64, because the difference may be far smaller than its terms.
+
+    Args:
+        gradients: G by the names of parameters.
+        prior: the diagonal D, one number for each parameter by name.
+        scale: s.
+
+    Checked by: tests/equations/test_laplace.py, against dense matrices.
+    """
+
+    gradients: Mapping[str, Columns]
+    prior: Mapping[str, float]
+    scale: float
+
+    def _gram(self, columns: Mapping[str, Columns]) -> Tensor:
+        return total_of(c.double().gram().div_(self.prior[name]) for name, c in columns.items())
+
+    def _cross(self, jacobian: Mapping[str, Columns]) -> Tensor:
+        root = math.sqrt(self.scale)
+        pairs = ((self.prior[name], c.double(), jacobian[name].double()) for name, c in self.gradients.items())
+        return total_of(own.cross(other).mul_(root / prior) for prior, own, other in pairs)
+
+    @cached_property
+    def factor(self) -> Tensor:
+        return cholesky(self._gram(self.gradients).mul_(self.scale), 1.0, "the Gram matrix of the gradients")
+
+    def covariance(self, model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+        with torch.no_grad():
+            width = model(*[x[:1] for x in inputs]).numel()
+        implicit = {name for name, c in self.gradients.items() if isinstance(c, Outer) and c.inputs.shape[2] == 1}
+        written = sum(c.shape.numel() for name, c in self.gradients.items() if name not in implicit)
+        step = max(1, min(ROWS, MEMORY // max(1, written)) // width)
+        kind = likelihoods.named("gaussian")  # whose roots are the outputs, one by one
+        spread = []
+        with only(model, {name: parameters_of(model)[name] for name in self.prior}):
+            for parts in zip(*[x.split(step) for x in inputs]):
+                (seen,) = captures(model, parts, kind, "exact", None, torch.Generator())
+                spread.append(self._spread(seen.columns, width))
+        return torch.cat(spread)
+
+    def _spread(self, jacobian: Mapping[str, Columns], width: int) -> Tensor:
+        own, K = self._gram(jacobian), self._cross(jacobian)
+        solved = torch.linalg.solve_triangular(self.factor, K, upper=False).view(len(K), width, -1)
+        count = solved.shape[-1]  # of examples, which come together for one output after the other
+        terms = own.view(width, count, width, count).diagonal(dim1=1, dim2=3).permute(2, 0, 1)
+        return terms - torch.einsum("kcn,kdn->ncd", solved, solved)
+
 
 @dataclass(frozen=True, eq=False)
 class SubsampledHessian(LowRankHessian):
     """With gradients that are kept as inputs and errors, and stored as such."""
 
     directions: Flat
+
+    def linearised(self, prior: Mapping[str, float], scale: float) -> GradientProducts:
+        gradients = self.directions.gradients
+        assert isinstance(gradients.scale, float)
+        return GradientProducts(gradients.columns, prior, scale * gradients.scale**2)
 
     def stored(self) -> dict[str, Tensor]:
         gradients = self.directions.gradients

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bayesgrad.posterior.posterior import Posterior, _clean
+from bayesgrad.posterior.network import Network, clean
+from bayesgrad.posterior.posterior import Posterior
 from bayesgrad.posterior.store import Samples
 
 
@@ -44,7 +45,7 @@ class SampledPosterior(Posterior):
                 raise ValueError(f"{odd!r} has shape {tuple(member[odd].shape)} in member {i}, not that of member 0.")
         inner = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
         self.members = {
-            (_clean(name).removeprefix("module.") if inner else _clean(name)): torch.stack(
+            (clean(name).removeprefix("module.") if inner else clean(name)): torch.stack(
                 [member[name].detach() for member in members]
             )
             for name in first
@@ -76,7 +77,7 @@ class SampledPosterior(Posterior):
         order = torch.randperm(len(self), generator=generator, device="cpu")[:samples]
         return (self._member(index) for index in sorted(order.tolist()))
 
-    def _linear(self, outputs: Callable, inputs: tuple[Tensor, ...], model: nn.Module) -> tuple[Tensor, Tensor]:
+    def _linear(self, network: Network, together: bool) -> tuple[Tensor, Tensor]:
         raise ValueError("a bag of samples has no linearised prediction: use method='mc'.")
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
