@@ -158,6 +158,23 @@ def test_natural_is_inverse_of_mean(case: Case) -> None:
 
 
 @every
+def test_ordinary_parameters_are_those_it_is_made_of(case: Case) -> None:
+    natural = case.natural()
+    if isinstance(case.family, Bernoulli | Categorical | Gamma | Beta | Dirichlet | Wishart | NormalWishart):
+        again = case.family.of(*case.family.ordinary(natural))
+    elif isinstance(case.family, MixtureOfGaussians):
+        weights, means, covariances = case.family.moments(natural)
+        again = case.family.of(means, torch.linalg.inv(covariances), weights)
+    elif isinstance(case.family, FixedGaussian):
+        again = case.family.of(case.family.moments(natural)[0])
+    else:
+        mean, covariance = case.family.moments(natural)
+        again = case.family.of(mean, torch.linalg.inv(covariance) if covariance.dim() == 3 else 1 / covariance)
+    for found, expected in zip(case.gauge(again), case.gauge(natural)):
+        assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+@every
 def test_entropy_and_divergence_against_torch(case: Case) -> None:
     natural, other = case.natural(0), case.natural(1)
     first, second = case.family.to_distribution(natural), case.family.to_distribution(other)

@@ -14,22 +14,29 @@ STEPS = 200  # of Newton's method, of which bisection takes what Newton's cannot
 def gap(x: Tensor) -> Tensor:
     """log x - ψ(x), positive and falling; as a series for large x, where the difference would have no digits."""
     r = 1 / x.clamp(min=20.0)
-    series = r / 2 + r**2 / 12 - r**4 / 120 + r**6 / 252 - r**8 / 240 + r**10 / 132
+    s = r.square()
+    series = r / 2 + s * (1 / 12 - s * (1 / 120 - s * (1 / 252 - s * (1 / 240 - s / 132))))
     return torch.where(x > 20, series, x.log() - torch.digamma(x))
 
 
 def gap_slope(x: Tensor) -> Tensor:
     """1/x - ψ'(x), the derivative of `gap`."""
-    r = 1 / x.clamp(min=20.0)
-    series = -(r**2 / 2 + r**3 / 6 - r**5 / 30 + r**7 / 42 - r**9 / 30 + 5 * r**11 / 66)
-    return torch.where(x > 20, series, 1 / x - trigamma(x))
+    return torch.where(x > 20, -_tail(1 / x.clamp(min=20.0)), 1 / x - trigamma(x))
 
 
 def trigamma(x: Tensor) -> Tensor:
     """ψ'(x), by ψ'(x) = x^-2 + ψ'(x + 1) until its series is exact: torch's has nine digits only."""
-    head = sum(((x + i).reciprocal().square() for i in range(12)), torch.zeros_like(x))
+    head = torch.zeros_like(x)
+    for i in range(12):
+        head = head + (x + i).square().reciprocal()
     r = 1 / (x + 12)
-    return head + r + r**2 / 2 + r**3 / 6 - r**5 / 30 + r**7 / 42 - r**9 / 30 + 5 * r**11 / 66
+    return head + r + _tail(r)
+
+
+def _tail(r: Tensor) -> Tensor:
+    """ψ'(x) - 1/x for large x = 1/r: r²/2 + r³/6 - r⁵/30 + r⁷/42 - r⁹/30 + 5 r¹¹/66."""
+    s = r.square()
+    return s * (1 / 2 + r * (1 / 6 - s * (1 / 30 - s * (1 / 42 - s * (1 / 30 - s * (5 / 66))))))
 
 
 def inverse_digamma(y: Tensor) -> Tensor:

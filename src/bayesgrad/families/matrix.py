@@ -53,10 +53,11 @@ class Wishart(Family):
         return (natural[0] + (P + 1) / 2) * volume + torch.lgamma(halves).sum(-1) + constant
 
     def mean(self, natural: Parameters) -> Parameters:
-        degrees, scale = self.ordinary(natural)
-        P = scale.shape[-1]
-        volume = P * LOG_2 - _log_det(-2 * natural[1])
-        return torch.digamma(_halves(natural[0] + 1, P)).sum(-1) + volume, degrees[..., None, None] * scale
+        P, factor = natural[1].shape[-1], _cholesky(-2 * natural[1])
+        volume = (LOG_2 - 2 * factor.diagonal(dim1=-2, dim2=-1).log() + torch.digamma(_halves(natural[0] + 1, P))).sum(
+            -1
+        )
+        return volume, (2 * natural[0] + P + 1)[..., None, None] * torch.cholesky_inverse(factor)
 
     def natural(self, mean: Parameters) -> Parameters:
         """By Newton's method for P log(nu/2) - Σ ψ((nu + 1 - i)/2) = log |E[X]| - E[log |X|].
