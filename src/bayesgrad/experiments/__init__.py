@@ -154,6 +154,14 @@ EXPERIMENTS = {
             "holds",
         ),
         Experiment(
+            "benzing2021-laplace",
+            PAPER_004,
+            "appendix C",
+            "Laplace's method with the input factor alone",
+            _lazily("benzing2021_laplace", "input_factor"),
+            "not yet recorded",
+        ),
+        Experiment(
             "khan2023-fig1",
             PAPER_002,
             "Fig. 1",
@@ -176,6 +184,14 @@ EXPERIMENTS = {
             "variational rules beside Adam, dropout and ensembles",
             _lazily("khan2023", "uncertainty"),
             "holds on Fashion-MNIST, after 30 epochs only",
+        ),
+        Experiment(
+            "khan2023-laplace-vs-variational",
+            PAPER_002,
+            "section 4.4",
+            "Laplace's method against VOGN and IVON, trained as long",
+            _lazily("khan2023_laplace", "against"),
+            "not yet recorded",
         ),
         Experiment(
             "khan2023-binary",

@@ -91,7 +91,7 @@ def read(name: str, number: int, data_dir: str | None = None) -> Split:
     if name == "diabetes":
         from sklearn.datasets import load_diabetes
 
-        x, y = load_diabetes(return_X_y=True)
+        x, y = map(np.asarray, load_diabetes(return_X_y=True))
         order = np.random.default_rng(number).permutation(len(x))
         return scaled(name, number, x, y, order[len(x) // 10 :], order[: len(x) // 10])
     if name not in FOLDERS:
@@ -220,9 +220,8 @@ def run(context: Context, setting: Setting, split: Split, method: Method, choice
 def _run(context: Context, setting: Setting, split: Split, method: Method, choice: Choice, final: bool) -> dict:
     model = setting.model(split).to(context.device)
     optimizer = method.build(model, split, choice.noise, choice.lr, choice.second)
-    trial = Trial(
-        split.name, method.kind, choice.lr, split.number, setting.epochs(split), setting.batch, data=split.key
-    )
+    purpose, epochs = "final" if final else "search", setting.epochs(split)
+    trial = Trial("mlp", method.kind, choice.lr, split.number, epochs, setting.batch, purpose=purpose, data=split.name)
     loss = partial(half_square, noise=choice.noise)
     with context.hearing():
         seconds = fit(context, trial, model, optimizer, split.train_x, split.train_y, loss)
@@ -282,7 +281,7 @@ def choose(context: Context, setting: Setting, split: Split, method: Method, noi
         tried[lr, second] = nll if math.isfinite(nll) else math.inf
         errors[lr, second] = found["error"].item()
     best = min(tried, key=tried.__getitem__)
-    return Choice(*best, errors[best] if method.kind == "map" else noise, tried)
+    return Choice(best[0], best[1], errors[best] if method.kind == "map" else noise, tried)
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def regression(context: Context) -> Report:
         ["data", "method", "lr", "weight decay or prior precision", *map(str, range(1, pairs + 1))],
         chosen,
     )
-    won = sum(_sign(one.less(way, "map", "nll")) < 0 for one in found for way in STRUCTURES)
+    won = sum(sign(one.less(way, "map", "nll")) < 0 for one in found for way in STRUCTURES)
     every = len(found) * len(STRUCTURES)
     outcome = "Holds" if won == every else "Holds in part" if won else "Does not hold"
     report.verdict = f"{outcome} here: in {won} of {every} pairs of structure and data set. {' '.join(words)}"
@@ -81,19 +81,23 @@ def regression(context: Context) -> Report:
         "A network of 50 tanh units on data with a gap: Laplace's method, prior precision and noise by evidence, "
         "linearised. 95 % intervals of the mean and of the targets.",
     )
-    report.settings["protocol"] = protocol(context)
+    report.settings["protocol"] = protocol(context, SIZES[context.scale][2])
     return report
 
 
-def protocol(context: Context) -> str:
-    setting, _, kinds = SIZES[context.scale]
+def protocol(context: Context, kinds: Sequence[str]) -> str:
+    """How the regressions were measured, for people."""
+    setting = SIZES[context.scale][0]
+    others = " and ".join(TITLES[kind] for kind in kinds if kind != "map")
+    prior = f" (prior precision of {others})" if others else ""
+    noise = f", that of {others} the mean squared validation error of MAP" if others else ""
     return (
         f"{min(SPLITS, context.seeds)} fixed splits, 90 % for training; {setting.hidden} ReLU units; inputs and "
         f"targets scaled by the training part, scores in the targets' units; about {setting.steps} steps, batches of "
-        f"{setting.batch}, cosine schedule, float64; lr and weight decay (prior precision of "
-        f"{' and '.join(TITLES[kind] for kind in kinds[1:])}) chosen for each data set by validation NLL on a fifth of "
+        f"{setting.batch}, cosine schedule, float64; lr and weight decay{prior} "
+        "chosen for each data set by validation NLL on a fifth of "
         f"the training data of split {uci.SEARCHED}, 6 pairs for each method; MAP's noise is the mean squared training "
-        "error, that of variational rules the mean squared validation error of MAP; one prior precision for a network; "
+        f"error{noise}; one prior precision for a network; "
         f"{setting.samples} draws of variational posteriors; {setting.points} points in subsampled Fishers; "
         "± over splits, whose data overlap"
     )
@@ -104,13 +108,13 @@ def _differences(found: Sequence[Results], ways: Sequence[str]) -> tuple[list[li
     rows, words = [], []
     for way in ways[1:]:
         gaps = [one.less(way, "map", "nll") for one in found]
-        signs = [_sign(gap) for gap in gaps]
+        signs = [sign(gap) for gap in gaps]
         rows.append([TITLES[way], *(_cell(gap, -1, 3, "+") for gap in gaps)])
         words.append(f"{TITLES[way]}: ahead of MAP on {signs.count(-1)}, behind on {signs.count(1)} of {len(found)}.")
     return rows, words
 
 
-def _sign(gap: tuple[float, float]) -> int:
+def sign(gap: tuple[float, float]) -> int:
     """-1 or 1 where a difference is more than two standard errors from zero."""
     mean, error = gap
     reach = 2 * error if math.isfinite(error) else 0.0
