@@ -111,16 +111,19 @@ def laplace(
     pool = Pool(subsample, torch.Generator().manual_seed((seed or 0) + 1)) if subsample else None
     sums = STRUCTURES[structure](network, chosen, structure, bias)
     device = next(iter(chosen.values())).device
+    at_once = 1 if structure == "input" else DIRECTIONS
     examples = used = 0
     loss, numbers = 0.0, 0
 
     def look(inputs: tuple[Tensor, ...], labels: Tensor) -> Tensor:
         given, outputs = labels if fisher == "empirical" else None, labels
-        with closing(captures(network, inputs, kind, fisher, given, generator, DIRECTIONS)) as parts:
+        with closing(captures(network, inputs, kind, fisher, given, generator, at_once)) as parts:
             for seen in parts:
                 outputs = seen.outputs
                 _check_finite(outputs)
                 sums.add(seen)
+                if sums.complete:
+                    break
         return outputs
 
     with only(network, chosen):

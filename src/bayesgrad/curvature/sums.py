@@ -37,6 +37,11 @@ class Sums(ABC):
     def add(self, seen: Captured) -> None:
         """The gradients of one batch."""
 
+    @property
+    def complete(self) -> bool:
+        """Whether one direction of the outputs has shown all there is to see."""
+        return False
+
     @abstractmethod
     def hessians(self, total: float, count: int) -> list[Hessian]:
         """The Hessians of `total` examples, of which `count` were seen."""
@@ -211,10 +216,12 @@ class Factor:
 
     Args:
         weight, bias: names; None for a bias that has no part in the block.
+        sides: whether errors count.
     """
 
     weight: str
     bias: str | None
+    sides: bool
     inputs: Tensor | None = None
     errors: Tensor | None = None
     rows: int = 0
@@ -225,21 +232,25 @@ class Factor:
             indices = columns.indices[:count].flatten()
             inputs = torch.bincount(indices, minlength=columns.shape[0]).to(columns.errors)[None]
             errors, self.rows = columns.errors.flatten(0, 1)[None], self.rows + len(indices)
-        else:
-            assert isinstance(columns, Outer)
+        elif isinstance(columns, Outer):
             a = columns.inputs[:, :count].flatten(1, 2)  # (groups, rows, in)
             if self.bias is not None:
                 a = torch.cat([a, torch.ones_like(a[..., :1])], -1)
             inputs, errors, self.rows = a.mT @ a, columns.errors.flatten(1, 2), self.rows + a.shape[1]
-        moment = errors.mT @ errors
+        else:
+            raise ValueError(
+                f"the gradients of {self.weight} are inputs times errors in the first batch and not in a later one, "
+                "where its layer mixes examples: begin with a batch of several examples, or use structure='diag'."
+            )
+        moment = errors.mT @ errors if self.sides else torch.ones_like(errors[:, 0])
         self.inputs = inputs if self.inputs is None else self.inputs + inputs
-        self.errors = moment if self.errors is None else self.errors + moment
+        self.errors = moment if self.errors is None or not self.sides else self.errors + moment
 
-    def hessian(self, shapes: Mapping[str, torch.Size], total: float, count: int, sides: bool) -> Hessian:
+    def hessian(self, shapes: Mapping[str, torch.Size], total: float, count: int) -> Hessian:
         assert self.inputs is not None
         assert self.errors is not None
         a, columns = eigenvalues(total / count * self.inputs)
-        e, rows = eigenvalues(self.errors / self.rows) if sides else (torch.ones_like(self.errors[..., 0]), None)
+        e, rows = eigenvalues(self.errors / self.rows) if self.sides else (self.errors, None)
         own = {name: shapes[name] for name in (self.weight, self.bias) if name is not None}
         if self.inputs.dim() == 2:  # an Embedding, whose inputs are on the left
             return FactoredHessian(own, None, rows, a[..., :, None] * e[..., None, :])
@@ -251,7 +262,7 @@ class Factors(Sums):
 
     def __init__(self, model: nn.Module, chosen: Mapping[str, nn.Parameter], structure: str, bias: str) -> None:
         super().__init__(model, chosen, structure, bias)
-        self.structure = structure
+        self.structure, self.sides, self.settled = structure, structure == "kron", False
         names = {id(p): name for name, p in chosen.items()}
         modules = [module for module in model.modules() if layers.is_matrix(module)]
         owners = Counter(id(p) for module in modules for p in layers.own_parameters(module).values())
@@ -266,7 +277,7 @@ class Factors(Sums):
             alone = all(owners[id(p)] == 1 for p in layers.own_parameters(module).values())
             together = bias == "joint" and alone and weight is not None
             if weight is not None and weight not in self.layers:
-                self.layers[weight] = Factor(weight, shift if together else None)
+                self.layers[weight] = Factor(weight, shift if together else None, self.sides)
             if shift is not None and not together:
                 self.biases[shift] = weight
         self.moments: dict[str, Tensor] = {}
@@ -274,19 +285,24 @@ class Factors(Sums):
 
     def add(self, seen: Captured) -> None:
         left = dict(seen.columns)
-        if not self.moments and not self.rest.squares:
+        if not self.settled:
             self._settle(seen.columns)
         for name, layer in self.layers.items():
             layer.add(left.pop(name), len(seen.outputs) if seen.first else 0)
             left.pop(layer.bias, None)  # pyright: ignore[reportArgumentType, reportCallIssue]
         for name in self.biases:
             rows = left.pop(name).rows().flatten(1)
-            moment = rows.T @ rows
+            moment = rows.T @ rows if self.sides else torch.ones_like(rows[0])
             self.moments[name] = self.moments[name] + moment if name in self.moments else moment
         self.rest.add(Captured(left, seen.outputs, seen.labels))
 
+    @property
+    def complete(self) -> bool:
+        return not self.sides and not self.rest.squares
+
     def _settle(self, columns: Mapping[str, Columns]) -> None:
         """Gives up layers whose gradients are not of inputs and errors, and tells of all that has a diagonal."""
+        self.settled = True
         for name in [name for name in self.layers if not isinstance(columns[name], (Outer, Lookup))]:
             del self.layers[name]
         kept = {name for layer in self.layers.values() for name in (layer.weight, layer.bias)} | set(self.biases)
@@ -297,10 +313,9 @@ class Factors(Sums):
             )
 
     def hessians(self, total: float, count: int) -> list[Hessian]:
-        sides = self.structure == "kron"
-        found = [layer.hessian(self.shapes, total, count, sides) for layer in self.layers.values()]
+        found = [layer.hessian(self.shapes, total, count) for layer in self.layers.values()]
         for name, moment in self.moments.items():
-            if sides:
+            if self.sides:
                 values, rows = eigenvalues((total / count * moment)[None])
                 spectrum = values[..., None]
             else:

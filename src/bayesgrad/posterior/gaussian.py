@@ -141,7 +141,8 @@ class GaussianPosterior(Posterior):
         if samples < 1:
             raise ValueError(f"samples must be at least 1, got {samples}.")
         network = unwrapped(self._model(model))
-        counts, values = set(), []
+        counts: set[int] = set()
+        values: list[float] = []
         with evaluating(network):
             for weights in self._draw(self._generators(samples, self.seed if seed is None else seed)):
                 cast, total, count = self._cast(weights, network), 0.0, 0
@@ -156,7 +157,8 @@ class GaussianPosterior(Posterior):
                 f"the loader gave {' and '.join(map(str, sorted(counts)))} examples: it is gone through once for each "
                 "draw, and must give the same examples each time."
             )
-        each = torch.tensor(values, dtype=torch.float64) * ((num_data or count) / count)
+        seen = counts.pop()
+        each = torch.tensor(values, dtype=torch.float64) * ((num_data or seen) / seen)
         expected = float(each.mean())
         error = float(each.std() / samples**0.5) if samples > 1 else math.nan
         return Bound(expected - divergence, error, expected, divergence)
