@@ -18,7 +18,7 @@ from bayesgrad._kernels import compute_dtype
 from bayesgrad.curvature import layers
 from bayesgrad.curvature.columns import CHUNK, Columns, Rows, added, joined
 from bayesgrad.curvature.tap import Tap, Trace, Use
-from bayesgrad.posterior.posterior import parameters_of, unwrapped
+from bayesgrad.posterior.network import parameters_of, unwrapped
 from bayesgrad.precision import LowRank
 
 FISHERS = ("sampled", "exact", "empirical")

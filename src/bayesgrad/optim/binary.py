@@ -16,7 +16,7 @@ from bayesgrad.filter.filter import Filter, settings
 from bayesgrad.filter.ranges import COUNT, NONNEGATIVE, POSITIVE, WHOLE, WHOLE_NUMBER
 from bayesgrad.filter.variational import Drawing, check_known
 from bayesgrad.posterior import BernoulliPosterior, Posterior
-from bayesgrad.posterior.posterior import parameters_of
+from bayesgrad.posterior.network import parameters_of
 from bayesgrad.rule import NaturalGradient
 from bayesgrad.transition import Static
 

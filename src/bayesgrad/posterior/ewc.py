@@ -12,16 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad.posterior.gaussian import GaussianPosterior
-from bayesgrad.posterior.laplace import (
-    DenseHessian,
-    DiagonalHessian,
-    FactoredHessian,
-    Hessian,
-    LaplacePosterior,
-    LowRankHessian,
-    check_prior,
-)
-from bayesgrad.posterior.posterior import Posterior, parameters_of
+from bayesgrad.posterior.hessian import DenseHessian, DiagonalHessian, FactoredHessian, Hessian, LowRankHessian
+from bayesgrad.posterior.laplace import LaplacePosterior, check_prior
+from bayesgrad.posterior.network import parameters_of
+from bayesgrad.posterior.posterior import Posterior
 from bayesgrad.precision import Diagonal
 from bayesgrad.precision.low_rank import Directions
 
