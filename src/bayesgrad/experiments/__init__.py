@@ -177,5 +177,13 @@ EXPERIMENTS = {
             _lazily("khan2023", "binary"),
             "does not hold at laptop scale",
         ),
+        Experiment(
+            "continual-mnist",
+            PAPER_004,
+            "appendices A.2 and C",
+            "tasks one after the other: EWC with many Hessians, and chained beliefs",
+            _lazily("continual", "continual"),
+            "not run",
+        ),
     )
 }
