@@ -119,7 +119,7 @@ def _protocol(stream: Stream, seeds: int) -> str:
         else f"{stream.tasks} tasks of two classes each, out of {count:,} images, a head of its own for each"
     )
     return (
-        f"{tasks}; hidden layers of {stream.widths}, {stream.weights:,} weights; {stream.epochs} epochs of each task in "
+        f"{tasks}; hidden layers of {stream.widths}, {stream.weights:,} weights; {stream.epochs} epochs of each, "
         f"batches of {stream.batch}, cosine schedule; Adam anew for each task but for VOGN and BayesBiNN; lr "
         f"{', '.join(rates)}; few examples are {stream.examples} of each task, as many for diagonals (exact Fisher) as "
         "for subsampled Fishers (one drawn label each); strength chosen by the mean accuracy after all tasks on 20 % "
