@@ -346,14 +346,14 @@ class Finals:
 
 def finals(context: Context, stream: Stream, method: Method) -> Finals:
     """The method at the strength of best mean validation accuracy after all tasks, for all seeds."""
-    if stream.kind == "split" and method.split:
-        method = replace(method, strengths=method.split)
+    strengths = list((stream.kind == "split" and method.split) or method.strengths)
     tried: dict[float, float] = {}
-    for strength in method.strengths if len(method.strengths) > 1 else ():
-        value = run(context, stream, method, strength, SEARCH_SEED, False)["accuracy"][-1].mean().item()
-        tried[strength] = value if math.isfinite(value) else 0.0
-    strength = max(tried, key=tried.__getitem__) if tried else method.strengths[0]
-    if on_edge(strength, method.strengths):
+    if len(strengths) > 1:
+        for strength in strengths:
+            value = run(context, stream, method, strength, SEARCH_SEED, False)["accuracy"][-1].mean().item()
+            tried[strength] = value if math.isfinite(value) else 0.0
+    strength = max(strengths, key=lambda s: tried.get(s, 0.0))
+    if on_edge(strength, strengths):
         context.say(f"{stream.title}, {method.title}: strength {strength:g} is at the edge of the search")
     runs = [run(context, stream, method, strength, seed, True) for seed in range(context.seeds)]
     return Finals(method, strength, runs, tried)
