@@ -208,6 +208,12 @@ EXPERIMENTS = {
             "MAP, Laplace's method and variational rules on six small regressions",
             _lazily("uci_regression", "regression"),
             "not yet recorded",
+            "continual-mnist",
+            PAPER_004,
+            "appendices A.2 and C",
+            "tasks one after the other: EWC with many Hessians, and chained beliefs",
+            _lazily("continual", "continual"),
+            "not run",
         ),
     )
 }
