@@ -286,9 +286,9 @@ def row_of(context: Context, task: Task, one: Finals) -> Row:
     return Row(one.title, words, (one.method.kind, one.way), one.scores, first)
 
 
-def laplace_rows(context: Context, task: Task, kinds: Sequence[Approximation]) -> list[Row]:
+def laplace_rows(context: Context, task: Task, kinds: Sequence[Approximation], adam: Method = ADAM) -> list[Row]:
     """Adam's network alone, with its temperature, and under each approximation, link and way of tuning."""
-    tried = tune(context, task, ADAM)
+    tried = tune(context, task, adam)
     lr, decay = min(tried, key=tried.__getitem__)
     models = [network(context, task, lr, decay, seed, True) for seed in range(context.seeds)]
     soft = softness(context, task, lr, decay)
@@ -375,12 +375,13 @@ def task_of(context: Context) -> Task:
     return Task(few, outside[:5000], (100, 100), 15, samples=24, origin="mnist")
 
 
-def protocol(context: Context, task: Task) -> str:
+def protocol(context: Context, task: Task, pairs: int = len(ADAM.lrs) * len(ADAM.seconds)) -> str:
+    """How networks and their posteriors were made and measured, for people."""
     weights = sum(p.numel() for p in task.model(0).parameters())
     return (
         f"{len(task.data.train_x):,} images, {task.epochs} epochs of Adam, batches of {task.batch}, cosine schedule; "
         f"a perceptron with hidden layers of {task.widths}, {weights:,} weights; lr and weight decay chosen by the "
-        "validation NLL of the network alone, 8 pairs, 20 % held out, a seed apart; posteriors with the exact Fisher, "
+        f"validation NLL of the network alone, {pairs} pairs, 20 % held out, a seed apart; posteriors with the exact Fisher, "
         "one block for weight and bias; one prior precision δ by evidence, or δ and a temperature T, covariance "
         "T (H + δ)^-1, by held-out NLL around the search's network, of 65 pairs for each structure and link; "
         f"{task.samples} draws; linear: of the network linearised at its weights; {context.seeds} seeds; "
