@@ -6,17 +6,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from bayesgrad.experiments.khan2023_training import METHODS, Method, finals
-from bayesgrad.experiments.laplace_training import (
-    Approximation,
-    Row,
+from bayesgrad.experiments.laplace_report import (
     add_classification,
     add_reliability,
     difference,
-    laplace_rows,
     named,
     protocol,
-    row_of,
     task_of,
+)
+from bayesgrad.experiments.laplace_training import (
+    Approximation,
+    Row,
+    laplace_rows,
+    row_of,
 )
 from bayesgrad.experiments.report import Report
 from bayesgrad.experiments.study import Context
@@ -50,8 +52,8 @@ def against(context: Context) -> Report:
     report.verdict = f"{outcome} here: {sum(won)} of {len(won)} comparisons. {' '.join(words)}"
     pairs = len(adam.lrs) * len(adam.seconds)
     report.settings["protocol"] = (
-        f"{protocol(context, task, pairs)}; OGN, VOGN and IVON: as many epochs and pairs of lr and hess_init, chosen by "
-        f"the validation NLL of averaged predictions, prior precision {task.decay:g} x images"
+        f"{protocol(context, task, pairs)}; OGN, VOGN and IVON: as many epochs and pairs of lr and hess_init, chosen "
+        f"by the validation NLL of averaged predictions, prior precision {task.decay:g} x images"
     )
     return report
 
