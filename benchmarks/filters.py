@@ -3,7 +3,8 @@
 Run: python benchmarks/filters.py [--peers] [--write docs/results/filters.md]
 
 Steps of optimizers alone as in elementwise.py; whole training steps of a 784-1000-1000-1000-10 network as in
-layerwise.py. Keep the machine idle while it runs.
+layerwise.py. `its products` is the floor of any whitening with a momentum, (E P)'(A Q) for given P and Q and nothing
+else; `its eigendecompositions` are those of all factors, once in a hundred steps. Keep the machine idle while it runs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import platform
 import statistics
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +24,39 @@ import torch
 
 from bayesgrad.optim import AdaBayes, KalmanMomentum, KroneckerFilter, KroneckerFilterFP
 
+
+class TwoSided(layerwise.Products):
+    """Whitening's products and a momentum, without statistics, decompositions or looking at gradients."""
+
+    def __init__(self, model: torch.nn.Sequential, lr: float = 1e-5, momentum: float = 0.9) -> None:
+        super().__init__(model, lr)
+        self.momentum = momentum
+        self.left = [torch.eye(layer.out_features) for layer in self.layers]
+        self.velocities = [torch.zeros(layer.out_features, layer.in_features + 1) for layer in self.layers]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for layer, right, left, velocity in zip(self.layers, self.inverses, self.left, self.velocities):
+            errors, inputs = self.errors[layer] @ left, self.inputs[layer] @ right
+            velocity.addmm_(errors.T, inputs, beta=self.momentum, alpha=1 - self.momentum)
+            layer.weight.sub_(velocity[:, :-1], alpha=self.lr)
+            layer.bias.sub_(velocity[:, -1], alpha=self.lr)
+
+
+def decompositions(repeats: int = 5) -> float:
+    """Seconds that the eigendecompositions of all factors of the network take."""
+    layers = [module for module in layerwise.network() if isinstance(module, torch.nn.Linear)]
+    sizes = [size for layer in layers for size in (layer.in_features + 1, layer.out_features)]
+    factors = [rows.T @ rows for rows in (torch.rand(2 * size, size) for size in sizes)]
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        for factor in factors:
+            torch.linalg.eigh(factor)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
 ALONE: dict[str, Callable] = {
     "torch AdamW(fused=True)": lambda params: torch.optim.AdamW(params, fused=True),
     "AdaBayes": lambda params: AdaBayes(params, batch_size=128),
@@ -30,6 +65,7 @@ ALONE: dict[str, Callable] = {
 }
 WHOLE: dict[str, Callable] = {
     "SGD(fused=True)": layerwise.OURS["SGD(fused=True)"],
+    "its products (the floor)": TwoSided,
     "KroneckerFilterFP(update_every=100, stats_every=10)": lambda m: KroneckerFilterFP(
         m, lr=1e-5, batch_size=100, update_every=100, stats_every=10
     ),
@@ -81,6 +117,8 @@ def main() -> None:
         for name, own in times.items():
             mean = statistics.mean(own) / statistics.mean(base)
             lines.append(f"| {name} | {mean:.2f} | {statistics.median(own) / statistics.median(base):.2f} |")
+        if makers is WHOLE:
+            lines.append(f"| its eigendecompositions alone | {decompositions() / 100 / statistics.mean(base):.2f} | |")
     text = "\n".join(lines) + "\n"
     print(text)
     if arguments.write:

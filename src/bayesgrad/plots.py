@@ -370,3 +370,36 @@ def regions(
         axis.set(xscale="log", yscale="log", xlabel=labels[0], ylabel=labels[1])
         axis.grid(visible=False)
     _save(figure, path)
+
+
+@dataclass(frozen=True)
+class Hills:
+    """A loss over a square, with paths on it.
+
+    Args:
+        side: (n,), of both axes.
+        height: (n, n), rows along the second axis.
+        paths: (steps, paths, 2).
+        minima: (m, 2).
+    """
+
+    side: np.ndarray
+    height: np.ndarray
+    paths: np.ndarray
+    minima: np.ndarray
+
+
+def hills(path: Path, panels: Mapping[str, Hills]) -> None:
+    """One panel for each loss, seen from above."""
+    figure, axes = _figure(len(panels), 5.0, 4.6)
+    for axis, (title, panel) in zip(axes, panels.items()):
+        axis.contourf(panel.side, panel.side, panel.height, levels=24, cmap="Greys_r", alpha=0.75)
+        for k in range(panel.paths.shape[1]):
+            colour, way = PALETTE[k % 6], panel.paths[:, k]
+            axis.plot(way[:, 0], way[:, 1], color=colour, lw=1.4)
+            axis.plot(*way[0], ".", color=colour, ms=6)
+            axis.plot(*way[-1], "o", color=colour, ms=8, mfc="none", mew=1.8)
+        axis.plot(panel.minima[:, 0], panel.minima[:, 1], "x", color="black", ms=7, mew=1.5)
+        axis.set(title=title, xlim=(panel.side[0], panel.side[-1]), ylim=(panel.side[0], panel.side[-1]))
+        axis.grid(visible=False)
+    _save(figure, path)

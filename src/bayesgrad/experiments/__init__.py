@@ -170,6 +170,14 @@ EXPERIMENTS = {
             "holds, for beliefs that begin wide",
         ),
         Experiment(
+            "khan2023-multimodal",
+            PAPER_002,
+            "section 3.2",
+            "components of a mixture finding separate minima",
+            _lazily("khan2023_multimodal", "multimodal"),
+            "not yet recorded",
+        ),
+        Experiment(
             "khan2023-uncertainty",
             PAPER_002,
             "section 4.4",

@@ -16,7 +16,7 @@ from bayesgrad.curvature import Curvature, SquaredGradient, layers
 from bayesgrad.curvature.tap import Tap, Use
 from bayesgrad.filter.filter import Filter, Parts
 from bayesgrad.filter.ranges import COUNT, FRACTION, WHOLE, WHOLE_NUMBER, one_of
-from bayesgrad.posterior.posterior import parameters_of, unwrapped
+from bayesgrad.posterior.network import parameters_of, unwrapped
 from bayesgrad.rule import NaturalGradient
 from bayesgrad.transition import MovingAverage, Static, Transition
 

@@ -1,0 +1,150 @@
+"""What every exponential family has: two sets of parameters, the maps between them, and the laws that follow."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution
+
+Parameters = tuple[Tensor, ...]
+"""Natural parameters, expectation parameters, sufficient statistics or messages: one tensor for each statistic, with
+plates in front: a family of vectors and matrices for n independent variables has (n, P) and (n, P, P)."""
+
+
+@dataclass(frozen=True)
+class Family(ABC):
+    r"""An exponential family,
+
+    .. math::
+        q(x) = h(x) \exp\left(\langle\lambda, T(x)\rangle - A(\lambda)\right), \quad
+        \mu = E_q[T(x)] = \nabla A(\lambda)
+
+    with natural parameters λ and expectation parameters μ. Where h is not a constant, `base` and `base_gradient` say
+    what it is. Constants of the density are part of A, so that entropies and divergences lack nothing.
+
+    Reference: 002, sections 1.2 and 2, appendix B.
+    Checked by: tests/equations/test_families.py, all of them through the same laws.
+    """
+
+    events: ClassVar[tuple[int, ...]]  # how many dimensions of each parameter belong to one variable
+
+    @abstractmethod
+    def log_partition(self, natural: Parameters) -> Tensor:
+        """A(λ), (plates)."""
+
+    @abstractmethod
+    def mean(self, natural: Parameters) -> Parameters:
+        """μ = ∇A(λ)."""
+
+    @abstractmethod
+    def natural(self, mean: Parameters) -> Parameters:
+        """λ, the inverse of `mean`."""
+
+    @abstractmethod
+    def inside(self, natural: Parameters) -> Tensor:
+        """Whether λ is the parameter of a distribution, (plates)."""
+
+    @abstractmethod
+    def statistics(self, x: Tensor) -> Parameters:
+        """T(x)."""
+
+    @abstractmethod
+    def to_distribution(self, natural: Parameters) -> Distribution:
+        """The same distribution as torch has it."""
+
+    @abstractmethod
+    def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
+        """(count, plates, event)."""
+
+    def has_mode(self, natural: Parameters) -> Tensor:
+        """Whether there is one place where the density is greatest, and T is finite there, (plates)."""
+        return self.inside(natural)
+
+    def mode(self, natural: Parameters) -> Tensor:
+        """Where the density is greatest.
+
+        Raises:
+            ValueError: there is no such place.
+        """
+        raise ValueError(f"{type(self).__name__} has no mode that can be computed: it cannot be a Point.")
+
+    def _require_mode(self, natural: Parameters, condition: str) -> None:
+        exists = self.has_mode(natural)
+        if not exists.all():
+            where = f": not for {int((~exists).sum())} of {exists.numel()}" if exists.dim() else ""
+            raise ValueError(f"{type(self).__name__} has a mode only for {condition}{where}.")
+
+    def base(self, natural: Parameters) -> Tensor:
+        """E_q[log h(x)], (plates)."""
+        return torch.zeros_like(self.log_partition(natural))
+
+    def base_gradient(self, natural: Parameters) -> Parameters:
+        """∇_μ E_q[log h(x)]."""
+        return tuple(torch.zeros_like(part) for part in natural)
+
+    def log_base(self, x: Tensor) -> Tensor:
+        """log h(x)."""
+        return torch.zeros_like(self._reduce(self.statistics(x))[0])
+
+    # --- what follows from these ---
+
+    def dot(self, natural: Parameters, mean: Parameters) -> Tensor:
+        """⟨λ, μ⟩, (plates)."""
+        return torch.stack(torch.broadcast_tensors(*self._reduce([a * b for a, b in zip(natural, mean)]))).sum(0)
+
+    def _reduce(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        return [part.flatten(-n).sum(-1) if n else part for part, n in zip(parts, self.events)]
+
+    def entropy(self, natural: Parameters) -> Tensor:
+        """A(λ) - ⟨λ, μ⟩ - E[log h], (plates)."""
+        return self.log_partition(natural) - self.dot(natural, self.mean(natural)) - self.base(natural)
+
+    def entropy_gradient(self, natural: Parameters) -> Parameters:
+        """∇_μ H = -λ - ∇_μ E[log h], the natural gradient of the entropy (002, Eq. 64)."""
+        return tuple(-a - b for a, b in zip(natural, self.base_gradient(natural)))
+
+    def divergence(self, natural: Parameters, other: Parameters) -> Tensor:
+        """KL(q, p) = A(λ_p) - A(λ_q) - ⟨λ_p - λ_q, μ_q⟩ for q = `natural`, p = `other`: Bregman's divergence of A."""
+        difference = tuple(b - a for a, b in zip(natural, other))
+        return self.log_partition(other) - self.log_partition(natural) - self.dot(difference, self.mean(natural))
+
+    def log_density(self, natural: Parameters, x: Tensor) -> Tensor:
+        return self.dot(natural, self.statistics(x)) - self.log_partition(natural) + self.log_base(x)
+
+    def plates(self, natural: Parameters) -> torch.Size:
+        """The shape of the array of independent variables."""
+        return torch.broadcast_shapes(*[part.shape[: part.dim() - n] for part, n in zip(natural, self.events)])
+
+    def symmetric(self, parameters: Parameters) -> Parameters:
+        """The same, with matrices made symmetric: what a derivative by a symmetric matrix is."""
+        return tuple((part + part.mT) / 2 if n == 2 else part for part, n in zip(parameters, self.events))
+
+    def check(self, natural: Parameters, what: str = "natural parameters") -> Parameters:
+        """The parameters themselves.
+
+        Raises:
+            ValueError: there are not as many as there should be, or they are of no distribution.
+        """
+        name = type(self).__name__
+        if len(natural) != len(self.events):
+            raise ValueError(f"{name} has {len(self.events)} {what}, got {len(natural)}.")
+        for part, n in zip(natural, self.events):
+            if part.dim() < n:
+                raise ValueError(f"{what} of {name} have at least {self.events} dimensions, got {tuple(part.shape)}.")
+        if any(not torch.isfinite(part).all() for part in natural):
+            raise ValueError(f"{what} of {name} must be finite numbers, got NaN or infinity.")
+        inside = self.inside(natural)
+        if not inside.all():
+            wrong = int((~inside).sum())
+            where = f"{wrong} of {inside.numel()} are not" if inside.dim() else "they are not"
+            raise ValueError(f"{what} of {name} must be those of a distribution{self._domain()}; {where}.")
+        return natural
+
+    def _domain(self) -> str:
+        """In words, as an insertion."""
+        return ""

@@ -1,0 +1,255 @@
+"""Gaussians with all of a precision matrix, with its diagonal, and with one that is given."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution, Independent, MultivariateNormal, Normal
+
+from bayesgrad.families.family import Family, Parameters
+
+LOG_2PI = math.log(2 * math.pi)
+
+
+@dataclass(frozen=True)
+class Gaussian(Family):
+    r"""N(m, S^-1) over vectors: λ = (S m, -S/2), μ = (m, S^-1 + m m'), T(x) = (x, x x').
+
+    .. math::
+        A(\lambda) = \tfrac12 m^T S m - \tfrac12 \log |S| + \tfrac{P}{2} \log 2\pi
+
+    >>> normal = Gaussian()
+    >>> natural = normal.of(torch.tensor([1.0]), torch.tensor([[4.0]]))
+    >>> [part.tolist() for part in natural], [part.tolist() for part in normal.mean(natural)]
+    ([[4.0], [[-2.0]]], [[1.0], [[1.25]]])
+
+    Reference: 002, Eq. 9.
+    Differs from the paper: Table 2 prints m where S m is meant.
+    """
+
+    events = (1, 2)
+
+    def of(self, mean: Tensor, precision: Tensor) -> Parameters:
+        """λ of N(mean, precision^-1)."""
+        return (precision @ mean[..., None])[..., 0], -precision / 2
+
+    def moments(self, natural: Parameters) -> tuple[Tensor, Tensor]:
+        """Mean (..., P) and covariance (..., P, P)."""
+        covariance = torch.cholesky_inverse(_cholesky(-2 * natural[1]))
+        return (covariance @ natural[0][..., None])[..., 0], covariance
+
+    def log_partition(self, natural: Parameters) -> Tensor:
+        factor = _cholesky(-2 * natural[1])
+        white = torch.linalg.solve_triangular(factor, natural[0][..., None], upper=False)[..., 0]
+        volume = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        return white.square().sum(-1) / 2 - volume + natural[0].shape[-1] / 2 * LOG_2PI
+
+    def mean(self, natural: Parameters) -> Parameters:
+        mean, covariance = self.moments(natural)
+        return mean, covariance + mean[..., :, None] * mean[..., None, :]
+
+    def natural(self, mean: Parameters) -> Parameters:
+        first, second = mean
+        covariance = second - first[..., :, None] * first[..., None, :]
+        return self.of(first, torch.cholesky_inverse(_cholesky(covariance)))
+
+    def inside(self, natural: Parameters) -> Tensor:
+        # A factorisation of a matrix that is singular to the last bit may still succeed; its pivots then tell.
+        precision = -2 * natural[1]
+        factor, info = torch.linalg.cholesky_ex(precision)
+        pivots = factor.diagonal(dim1=-2, dim2=-1).square()
+        tiny = torch.finfo(precision.dtype).eps * precision.diagonal(dim1=-2, dim2=-1).abs()
+        return (info == 0) & (pivots > tiny).all(-1) & torch.isfinite(natural[0]).all(-1)
+
+    def statistics(self, x: Tensor) -> Parameters:
+        return x, x[..., :, None] * x[..., None, :]
+
+    def mode(self, natural: Parameters) -> Tensor:
+        return self.moments(natural)[0]
+
+    def to_distribution(self, natural: Parameters) -> Distribution:
+        mean, covariance = self.moments(natural)
+        return MultivariateNormal(mean, covariance)
+
+    def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
+        # S = L L': L'^-1 z has covariance S^-1.
+        mean = self.moments(natural)[0]
+        noise = _normal((count, *mean.shape), mean, generator)
+        root = _cholesky(-2 * natural[1]).mT
+        return mean + torch.linalg.solve_triangular(root, noise[..., None], upper=True)[..., 0]
+
+    def retract(self, natural: Parameters, direction: Parameters, rho: float | Tensor) -> Parameters:
+        r"""A step along `direction` that is positive definite however long it is:
+
+        .. math::
+            S \leftarrow S + \rho D + \tfrac{\rho^2}{2} D S^{-1} D, \quad D = -2\, d_2
+
+        with the mean moved as the straight step would move it, m <- m + rho S_new^-1 (d_1 + 2 d_2 m).
+
+        Reference: Lin, Schmidt and Khan, 2020; 002, section 4.1.
+        """
+        mean, covariance = self.moments(natural)
+        change = -2 * direction[1]
+        precision = -2 * natural[1]
+        precision = precision + rho * change + rho**2 / 2 * change @ covariance @ change
+        precision = (precision + precision.mT) / 2
+        push = direction[0] + 2 * (direction[1] @ mean[..., None])[..., 0]
+        moved = mean + rho * torch.linalg.solve(precision, push)
+        return self.of(moved, precision)
+
+    def _domain(self) -> str:
+        return ", with a positive definite precision"
+
+
+@dataclass(frozen=True)
+class DiagonalGaussian(Family):
+    """Independent N(m_i, 1/s_i): λ = (s m, -s/2), μ = (m, 1/s + m^2), with the last dimension as the event."""
+
+    events = (1, 1)
+
+    def of(self, mean: Tensor, precision: Tensor) -> Parameters:
+        """λ of N(mean, 1/precision)."""
+        return precision * mean, -precision / 2
+
+    def moments(self, natural: Parameters) -> tuple[Tensor, Tensor]:
+        """Mean and variance, (..., P) each."""
+        variance = -0.5 / natural[1]
+        return variance * natural[0], variance
+
+    def log_partition(self, natural: Parameters) -> Tensor:
+        mean, variance = self.moments(natural)
+        return ((mean * natural[0] + variance.log() + LOG_2PI) / 2).sum(-1)
+
+    def mean(self, natural: Parameters) -> Parameters:
+        mean, variance = self.moments(natural)
+        return mean, variance + mean.square()
+
+    def natural(self, mean: Parameters) -> Parameters:
+        first, second = mean
+        return self.of(first, 1 / (second - first.square()))
+
+    def inside(self, natural: Parameters) -> Tensor:
+        return (natural[1] < 0).all(-1) & torch.isfinite(natural[0]).all(-1)
+
+    def statistics(self, x: Tensor) -> Parameters:
+        return x, x.square()
+
+    def mode(self, natural: Parameters) -> Tensor:
+        return self.moments(natural)[0]
+
+    def to_distribution(self, natural: Parameters) -> Distribution:
+        mean, variance = self.moments(natural)
+        return Independent(Normal(mean, variance.sqrt()), 1)
+
+    def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
+        mean, variance = self.moments(natural)
+        return mean + variance.sqrt() * _normal((count, *mean.shape), mean, generator)
+
+    def retract(self, natural: Parameters, direction: Parameters, rho: float | Tensor) -> Parameters:
+        """s <- s (1 + x + x^2/2) with x = rho D/s, which is never below s/2; see `Gaussian.retract`."""
+        mean, variance = self.moments(natural)
+        x = rho * -2 * direction[1] * variance
+        precision = (1 + x + x.square() / 2) / variance
+        return self.of(mean + rho * (direction[0] + 2 * direction[1] * mean) / precision, precision)
+
+    def _domain(self) -> str:
+        return ", with positive precisions"
+
+
+@dataclass(frozen=True, eq=False)
+class FixedGaussian(Family):
+    r"""N(m, S^-1) with a given S, of which only the mean is learnt: λ = S m, μ = m.
+
+    Its base measure log h(x) = -x'Sx/2 + constant depends on x, so that ∇_μ H = 0 and not -λ: a step with rho adds up
+    messages and forgets nothing. With S = I that is gradient descent.
+
+    Args:
+        precision: S, (P, P); (P,) for a diagonal; or one number, for S = s I.
+
+    Reference: 002, section 1.3.1.
+    """
+
+    events = (1,)
+
+    precision: Tensor | float = 1.0
+
+    def of(self, mean: Tensor) -> Parameters:
+        """λ of N(mean, S^-1)."""
+        return (self._times(mean),)
+
+    def _times(self, vector: Tensor) -> Tensor:
+        precision = torch.as_tensor(self.precision, dtype=vector.dtype, device=vector.device)
+        return (precision @ vector[..., None])[..., 0] if precision.dim() == 2 else precision * vector
+
+    def _solve(self, vector: Tensor) -> Tensor:
+        precision = torch.as_tensor(self.precision, dtype=vector.dtype, device=vector.device)
+        if precision.dim() < 2:
+            return vector / precision
+        return torch.cholesky_solve(vector[..., None], _cholesky(precision))[..., 0]
+
+    def _matrix(self, like: Tensor) -> Tensor:
+        precision = torch.as_tensor(self.precision, dtype=like.dtype, device=like.device)
+        return precision if precision.dim() == 2 else torch.diag(precision.expand(like.shape[-1]))
+
+    def moments(self, natural: Parameters) -> tuple[Tensor, Tensor]:
+        """Mean (..., P) and covariance (..., P, P)."""
+        mean = self._solve(natural[0])
+        covariance = torch.cholesky_inverse(_cholesky(self._matrix(mean)))
+        return mean, covariance.expand(*mean.shape, mean.shape[-1])
+
+    def log_partition(self, natural: Parameters) -> Tensor:
+        return (natural[0] * self._solve(natural[0])).sum(-1) / 2
+
+    def mean(self, natural: Parameters) -> Parameters:
+        return (self._solve(natural[0]),)
+
+    def natural(self, mean: Parameters) -> Parameters:
+        return self.of(mean[0])
+
+    def inside(self, natural: Parameters) -> Tensor:
+        return torch.isfinite(natural[0]).all(-1)
+
+    def statistics(self, x: Tensor) -> Parameters:
+        return (x,)
+
+    def mode(self, natural: Parameters) -> Tensor:
+        return self._solve(natural[0])
+
+    def _constant(self, like: Tensor) -> Tensor:
+        return (torch.linalg.slogdet(self._matrix(like))[1] - like.shape[-1] * LOG_2PI) / 2
+
+    def base(self, natural: Parameters) -> Tensor:
+        mean = self._solve(natural[0])
+        return self._constant(mean) - ((mean * natural[0]).sum(-1) + mean.shape[-1]) / 2
+
+    def base_gradient(self, natural: Parameters) -> Parameters:
+        return (-natural[0],)
+
+    def log_base(self, x: Tensor) -> Tensor:
+        return self._constant(x) - (x * self._times(x)).sum(-1) / 2
+
+    def to_distribution(self, natural: Parameters) -> Distribution:
+        return MultivariateNormal(*self.moments(natural))
+
+    def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
+        mean = self._solve(natural[0])
+        noise = _normal((count, *mean.shape), mean, generator)
+        root = _cholesky(self._matrix(mean)).mT
+        return mean + torch.linalg.solve_triangular(root, noise[..., None], upper=True)[..., 0]
+
+
+def _cholesky(matrix: Tensor) -> Tensor:
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    if info.any():
+        raise ValueError(
+            "a precision, covariance or scale is not positive definite: the parameters are of no distribution."
+        )
+    return factor
+
+
+def _normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Drawn on the CPU, so that a seed means the same numbers on every device."""
+    return torch.randn(shape, dtype=like.dtype, generator=generator).to(like.device)

@@ -1,0 +1,32 @@
+"""The Bayesian learning rule as an engine: nodes, factors, messages, one step."""
+
+from bayesgrad.inference.engine import OutsideDomain, Result, Sites, elbo, message, run, step
+from bayesgrad.inference.expectation import Delta, GaussHermite, MonteCarlo
+from bayesgrad.inference.factor import Expected, Factor, Linear, LogDensity, Prior, Projected, linear_gaussian
+from bayesgrad.inference.minimize import Minimum, minimize
+from bayesgrad.inference.node import Node
+from bayesgrad.inference.online import online
+
+__all__ = [
+    "Delta",
+    "Expected",
+    "Factor",
+    "GaussHermite",
+    "Linear",
+    "LogDensity",
+    "Minimum",
+    "MonteCarlo",
+    "Node",
+    "OutsideDomain",
+    "Prior",
+    "Projected",
+    "Result",
+    "Sites",
+    "elbo",
+    "linear_gaussian",
+    "message",
+    "minimize",
+    "online",
+    "run",
+    "step",
+]

@@ -1,0 +1,297 @@
+r"""The Bayesian learning rule: one step, from which the rest of this package comes.
+
+.. math::
+    \lambda \leftarrow \lambda + \rho \left[\frac{1}{c} \sum_a s_a \nabla_\mu E_q[\log f_a] + \nabla_\mu H(q)\right]
+
+for a node with natural parameters λ and expectations μ, factors f_a with scales s_a, and a scale c of its entropy.
+Where the family's base measure is constant, ∇_μ H = -λ, and the step goes a part rho of the way to the messages' sum.
+
+Reference: 002, Eqs. 3, 6 and 58 to 60.
+Checked by: tests/equations/test_inference.py.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from bayesgrad.families import Parameters
+from bayesgrad.inference.factor import Factor
+from bayesgrad.inference.node import Node
+
+DOMAINS = ("backtrack", "retract", "search", "refuse")
+SCHEDULES = ("sequential", "parallel")
+HALVINGS = 40
+
+Rho = float | Callable[[int], float] | Mapping[Node, float]
+
+
+class OutsideDomain(ArithmeticError):
+    """No step along a message leads to a distribution."""
+
+
+def message(node: Node, factors: Iterable[Factor]) -> Parameters:
+    """The sum of the factors' messages to a node: where λ goes with rho = 1.
+
+    Raises:
+        ValueError: no factor mentions the node.
+    """
+    return _added(node, [_scaled(node, factor) for factor in factors if _mentions(factor, node)])
+
+
+def elbo(nodes: Iterable[Node], factors: Iterable[Factor]) -> Tensor:
+    """E_q[log p(data, x)] + H(q), complete: of a conjugate model, at its posterior, the log evidence."""
+    values = [(factor.scale * factor.value()).sum() for factor in factors]
+    return torch.stack([*values, *[node.entropy for node in nodes]]).sum()
+
+
+def step(
+    nodes: Node | Sequence[Node],
+    factors: Sequence[Factor],
+    rho: Rho = 1.0,
+    *,
+    momentum: float = 0.0,
+    domain: str = "backtrack",
+    schedule: str = "sequential",
+    sites: Sites | None = None,
+    count: int = 0,
+) -> None:
+    """Moves each node once.
+
+    Args:
+        rho: in (0, 1]; a number, a function of `count`, or one for each node.
+        momentum: adds so much of the last change of λ (002, Eq. 80).
+        domain: what happens where a step would leave the family's parameters: `"backtrack"` halves rho, for the plates
+            that need it, `"retract"` bends a Gaussian's step so that it never does (where there is no momentum),
+            `"search"` halves rho until the bound has not fallen either, `"refuse"` raises.
+        schedule: `"sequential"`: each node sees what became of those before it; `"parallel"`: of none.
+        sites: messages that are kept factor by factor (the local form, Eq. 60).
+
+    Raises:
+        OutsideDomain: see `domain`. Nodes are as they were before the one that failed.
+    """
+    nodes = [nodes] if isinstance(nodes, Node) else list(nodes)
+    if domain not in DOMAINS:
+        raise ValueError(f"domain must be one of {', '.join(map(repr, DOMAINS))}, got {domain!r}.")
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule must be 'sequential' or 'parallel', got {schedule!r}.")
+    if not 0 <= momentum < 1:
+        raise ValueError(f"momentum must be in [0, 1), got {momentum!r}.")
+    rates = [_rate(rho, node, count) for node in nodes]
+    ready: dict[Node, Parameters] = {}
+    if schedule == "parallel":
+        ready = {node: _direction(node, factors, rate, sites) for node, rate in zip(nodes, rates)}
+    for node, rate in zip(nodes, rates):
+        direction = ready[node] if ready else _direction(node, factors, rate, sites)
+        if any(not torch.isfinite(part).all() for part in direction):
+            raise OutsideDomain(f"the messages to {node} hold NaN or infinity: look at the data and the start.")
+        before = node.natural
+        drift = None
+        if momentum and node.previous is not None:
+            drift = tuple(momentum * (now - old) for now, old in zip(before, node.previous))
+        bound = elbo(nodes, factors) if domain == "search" else None
+        node.natural = _moved(node, direction, rate, domain, drift)
+        node.previous = before
+        if bound is not None:
+            _search(nodes, factors, node, before, bound)
+
+
+@dataclass(eq=False)
+class Sites:
+    """Messages that are kept for each factor and node, and faded one by one: the lazy form.
+
+    λ is their sum. What the start had beyond them is shared out among a node's factors evenly.
+
+    Reference: 002, Eq. 60.
+    """
+
+    kept: dict[tuple[Factor, Node], Parameters] = field(default_factory=dict)
+
+    def update(self, node: Node, factors: Sequence[Factor], rho: float) -> Parameters:
+        own = [factor for factor in factors if _mentions(factor, node)]
+        if not any((factor, node) in self.kept for factor in own):
+            for factor in own:
+                self.kept[factor, node] = tuple(part / len(own) for part in node.natural)
+        fresh = {factor: _scaled(node, factor) for factor in own}
+        for factor, new in fresh.items():
+            old = self.kept.get((factor, node)) or tuple(torch.zeros_like(part) for part in new)
+            self.kept[factor, node] = tuple((1 - rho) * a + rho * b for a, b in zip(old, new))
+        return _added(node, [value for (_, other), value in self.kept.items() if other is node])
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run went.
+
+    Args:
+        elbos: the bound before the first step and after each.
+        converged: whether it settled within the tolerance.
+    """
+
+    elbos: list[float]
+    converged: bool
+
+    @property
+    def elbo(self) -> float:
+        return self.elbos[-1]
+
+    @property
+    def steps(self) -> int:
+        return len(self.elbos) - 1
+
+
+def run(
+    nodes: Node | Sequence[Node],
+    factors: Sequence[Factor],
+    steps: int = 100,
+    rho: Rho = 1.0,
+    *,
+    tolerance: float = 1e-10,
+    momentum: float = 0.0,
+    domain: str = "backtrack",
+    schedule: str = "sequential",
+    sites: Sites | None = None,
+    progress: bool | None = None,
+) -> Result:
+    """Steps until the bound moves by less than `tolerance` of its size, or `steps` times.
+
+    A run that does not settle warns. One whose bound is no number any more stops with the last parameters for which
+    it was one.
+
+    Args:
+        tolerance: 0 takes all steps and warns of nothing.
+        progress: whether a line is kept up to date; None: in a terminal, after two seconds.
+        rho, momentum, domain, schedule, sites: see `step`.
+
+    Raises:
+        OutsideDomain: the bound became infinite or NaN, or a step had nowhere to go.
+    """
+    if not steps >= 1:
+        raise ValueError(f"steps must be at least 1, got {steps!r}.")
+    nodes = [nodes] if isinstance(nodes, Node) else list(nodes)
+    elbos, shown = [float(elbo(nodes, factors))], _Line(progress, steps)
+    converged = False
+    for count in range(steps):
+        before = [node.natural for node in nodes]
+        step(nodes, factors, rho, momentum=momentum, domain=domain, schedule=schedule, sites=sites, count=count)
+        elbos.append(float(elbo(nodes, factors)))
+        if not math.isfinite(elbos[-1]):
+            for node, natural in zip(nodes, before):
+                node.natural = natural
+            raise OutsideDomain(f"the bound is {elbos[-1]} after step {count + 1}: take a smaller rho than {rho}.")
+        shown.show(count + 1, elbos[-1])
+        if abs(elbos[-1] - elbos[-2]) <= tolerance * max(1.0, abs(elbos[-1])) and tolerance:
+            converged = True
+            break
+    shown.end()
+    if not converged and tolerance:
+        change = abs(elbos[-1] - elbos[-2])
+        warnings.warn(
+            f"{steps} steps were not enough: the bound still moves by {change:.1g}. Take more steps, or another rho.",
+            stacklevel=2,
+        )
+    return Result(elbos, converged)
+
+
+# --- how a step is taken ---
+
+
+def _mentions(factor: Factor, node: Node) -> bool:
+    return any(own is node for own in factor.nodes)
+
+
+def _scaled(node: Node, factor: Factor) -> Parameters:
+    ratio = factor.scale / node.scale
+    return node.spread(ratio, factor.message(node))
+
+
+def _added(node: Node, messages: Sequence[Parameters]) -> Parameters:
+    if not messages:
+        raise ValueError(f"no factor mentions {node}: it has nothing to learn from.")
+    return tuple(torch.stack(torch.broadcast_tensors(*parts)).sum(0) for parts in zip(*messages))
+
+
+def _rate(rho: Rho, node: Node, count: int) -> float:
+    if isinstance(rho, Mapping):
+        if node not in rho:
+            raise ValueError(f"rho names no step size for {node}.")
+        value = rho[node]
+    else:
+        value = rho(count) if callable(rho) else rho
+    if not 0 < value <= 1:
+        raise ValueError(f"rho must be in (0, 1], got {value!r}.")
+    return value
+
+
+def _direction(node: Node, factors: Sequence[Factor], rate: float, sites: Sites | None) -> Parameters:
+    """The natural gradient of the bound; with sites, what leads to their sum by a step of this rate."""
+    if sites is None:
+        gradient = node.family.entropy_gradient(node.natural)
+        return tuple(a + b for a, b in zip(message(node, factors), gradient))
+    if any(part.any() for part in node.family.base_gradient(node.natural)):
+        raise ValueError(f"{node} has a base measure that its λ does not fade with: leave sites=None.")
+    target = sites.update(node, factors, rate)
+    return tuple((new - old) / rate for old, new in zip(node.natural, target))
+
+
+def _moved(node: Node, direction: Parameters, rate: float, domain: str, drift: Parameters | None) -> Parameters:
+    family, natural = node.family, node.natural
+    if domain == "retract" and drift is None and hasattr(family, "retract"):
+        return family.retract(natural, direction, rate)  # pyright: ignore[reportAttributeAccessIssue]
+    plates = family.plates(natural)
+    size = torch.full(plates, float(rate), dtype=natural[0].dtype, device=natural[0].device)
+    moved = natural
+    for _ in range(HALVINGS):
+        change = node.spread(size, direction)
+        if drift is not None:
+            change = tuple(a + b for a, b in zip(change, node.spread(size / rate, drift)))
+        moved = tuple(a + b for a, b in zip(natural, change))
+        inside = family.inside(moved)
+        if inside.all():
+            return moved
+        if domain == "refuse":
+            break
+        size = torch.where(inside, size, size / 2)
+    raise OutsideDomain(
+        f"a step of rho = {rate:g} leaves the parameters of {node}, and no shorter one was found: take a smaller rho, "
+        "domain='retract' for a Gaussian, or a factor with a concave logarithm."
+        if domain != "refuse"
+        else f"a step of rho = {rate:g} leaves the parameters of {node}: take a smaller rho or domain='backtrack'."
+    )
+
+
+def _search(nodes: Sequence[Node], factors: Sequence[Factor], node: Node, before: Parameters, bound: Tensor) -> None:
+    """Halves the step that was taken until the bound is no lower than it was."""
+    after = node.natural
+    for halving in range(HALVINGS):
+        now = elbo(nodes, factors)
+        if now >= bound - 1e-12 * bound.abs():
+            return
+        part = 0.5 ** (halving + 1)
+        node.natural = tuple(a + part * (b - a) for a, b in zip(before, after))
+    node.natural = before
+
+
+class _Line:
+    """One line for people, where something takes more than two seconds."""
+
+    def __init__(self, wanted: bool | None, steps: int) -> None:
+        import time
+
+        self.wanted = sys.stderr.isatty() if wanted is None else wanted
+        self.steps, self.clock, self.last, self.written = steps, time.monotonic, time.monotonic() + 2, False
+
+    def show(self, count: int, bound: float) -> None:
+        if self.wanted and self.clock() > self.last:
+            print(f"\r  step {count}/{self.steps}, bound {bound:.6g} ", end="", file=sys.stderr, flush=True)
+            self.last, self.written = self.clock() + 0.2, True
+
+    def end(self) -> None:
+        if self.written:
+            print(file=sys.stderr)

@@ -1,0 +1,194 @@
+r"""Expectations of a function and of its first two derivatives under a Gaussian.
+
+That is all a Gaussian's message is made of (Bonnet and Price):
+
+.. math::
+    \nabla_m E[f] = E[\nabla f], \quad \nabla_V E[f] = \tfrac12 E[\nabla^2 f]
+
+Reference: 002, appendices C and D.
+Differs from the paper: the factor is 1/2 everywhere, off the diagonal as well.
+Checked by: tests/equations/test_inference.py.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.func import grad, jacrev, vmap
+
+HESSIANS = ("exact", "gauss-newton", "reparameterised")
+
+
+class Moments(NamedTuple):
+    """E[f], E[f'] and E[f'']."""
+
+    value: Tensor
+    first: Tensor
+    second: Tensor
+
+
+class Expectation(ABC):
+    """A way to take expectations under a Gaussian."""
+
+    @abstractmethod
+    def points(self, mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Where to evaluate, (points, *plates, P), with what noise, alike, and what weights, (points,).
+
+        Args:
+            mean: (*plates, P).
+            root: R with RR' the covariance, (*plates, P, P).
+        """
+
+    hessian: str = "exact"
+
+    def scalar(self, function: Callable[[Tensor], Tensor], mean: Tensor, variance: Tensor) -> Moments:
+        """For a function of single numbers, elementwise; all of one shape."""
+        deviation = variance.sqrt()
+        at, noise, weights = self.points(mean[..., None], deviation[..., None, None])
+        at, noise, weights = at[..., 0], noise[..., 0], weights.view(-1, *[1] * mean.dim())
+        value, first, second = derivatives(function, at)
+        if self.hessian == "gauss-newton":
+            second = -first.square()
+        elif self.hessian == "reparameterised":
+            second = first * noise / deviation
+        return Moments(*[(weights * part).sum(0) for part in (value, first, second)])
+
+    def vector(self, function: Callable[[Tensor], Tensor], mean: Tensor, root: Tensor) -> Moments:
+        """For a function of one vector (P,) that gives a number; plates and points are vectorised.
+
+        Returns:
+            (*plates), (*plates, P) and (*plates, P, P).
+        """
+        at, noise, weights = self.points(mean, root)
+        rows = at.flatten(0, -2)
+        value, first = vmap(function)(rows), vmap(grad(function))(rows)
+        if self.hessian == "exact":
+            second = vmap(jacrev(grad(function)))(rows)
+        elif self.hessian == "gauss-newton":
+            second = -first[:, :, None] * first[:, None, :]
+        else:  # E[∇² f] = E[∇f (R'^-1 noise)']
+            pulled = torch.linalg.solve_triangular(root.mT, noise[..., None], upper=True)[..., 0].flatten(0, -2)
+            second = first[:, :, None] * pulled[:, None, :]
+            second = (second + second.mT) / 2
+        shape, size = at.shape[:-1], at.shape[-1]
+        parts = value.view(shape), first.view(*shape, size), second.view(*shape, size, size)
+        return Moments(*[torch.einsum("s,s...->...", weights, part) for part in parts])
+
+
+@dataclass(frozen=True)
+class Delta(Expectation):
+    """Derivatives at the mean, and f(m) + tr(V ∇² f(m))/2 for the value: with it a bound is Laplace's evidence.
+
+    Args:
+        hessian: `"exact"`, or `"gauss-newton"`, -∇f ∇f', which is never indefinite.
+
+    Reference: 002, appendix C.
+    """
+
+    hessian: str = "exact"
+
+    def __post_init__(self) -> None:
+        _check_hessian(self.hessian, HESSIANS[:2])
+
+    def points(self, mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return mean[None], torch.zeros_like(mean)[None], mean.new_ones(1)
+
+    def scalar(self, function: Callable[[Tensor], Tensor], mean: Tensor, variance: Tensor) -> Moments:
+        found = super().scalar(function, mean, variance)
+        return found._replace(value=found.value + variance * found.second / 2)
+
+    def vector(self, function: Callable[[Tensor], Tensor], mean: Tensor, root: Tensor) -> Moments:
+        found = super().vector(function, mean, root)
+        spread = (root * (found.second @ root)).sum((-2, -1))
+        return found._replace(value=found.value + spread / 2)
+
+
+@dataclass(frozen=True)
+class GaussHermite(Expectation):
+    """Quadrature, exact for polynomials up to degree 2 n - 1 in each direction; a grid of n^P points for vectors.
+
+    Args:
+        n: points in each direction.
+    """
+
+    n: int = 32
+
+    def __post_init__(self) -> None:
+        if not self.n >= 1:
+            raise ValueError(f"n must be at least 1, got {self.n}.")
+
+    def points(self, mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        size = mean.shape[-1]
+        if self.n**size > 1 << 20:
+            raise ValueError(
+                f"a grid of {self.n} points in each of {size} directions is too large: use MonteCarlo or Delta."
+            )
+        nodes, weights = np.polynomial.hermite_e.hermegauss(self.n)
+        nodes, weights = torch.as_tensor(nodes).to(mean), torch.as_tensor(weights / math.sqrt(2 * math.pi)).to(mean)
+        grid = torch.cartesian_prod(*[nodes] * size).view(-1, size)
+        weight = torch.cartesian_prod(*[weights] * size).view(-1, size).prod(-1)
+        noise = grid.view(-1, *[1] * (mean.dim() - 1), size).expand(-1, *mean.shape)
+        return mean + (root @ noise[..., None])[..., 0], noise, weight
+
+
+@dataclass(eq=False)
+class MonteCarlo(Expectation):
+    """Draws; new ones each time, or always the same.
+
+    Args:
+        samples: how many, in pairs of opposite sign where there is an even number of them.
+        hessian: `"exact"`; `"gauss-newton"`, -E[∇f ∇f'], which is never indefinite; or `"reparameterised"`, from
+            gradients and noise alone.
+        fixed: the same noise in each call, so that a run is a deterministic optimisation.
+        seed: of the noise.
+    """
+
+    samples: int = 32
+    hessian: str = "exact"
+    fixed: bool = False
+    seed: int = 0
+    calls: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if not self.samples >= 1:
+            raise ValueError(f"samples must be at least 1, got {self.samples}.")
+        _check_hessian(self.hessian, HESSIANS)
+
+    def points(self, mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        generator = torch.Generator().manual_seed((self.seed * 0x9E3779B97F4A7C15 + self.calls) % 2**63)
+        if not self.fixed:
+            self.calls += 1
+        pairs = self.samples % 2 == 0
+        count = self.samples // 2 if pairs else self.samples
+        noise = torch.randn(count, *mean.shape, dtype=mean.dtype, generator=generator).to(mean.device)
+        noise = torch.cat([noise, -noise]) if pairs else noise
+        weights = mean.new_full((self.samples,), 1 / self.samples)
+        return mean + (root @ noise[..., None])[..., 0], noise, weights
+
+
+def _check_hessian(hessian: str, known: tuple[str, ...]) -> None:
+    if hessian not in known:
+        raise ValueError(f"hessian must be one of {', '.join(map(repr, known))}, got {hessian!r}.")
+
+
+def derivatives(function: Callable[[Tensor], Tensor], at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """f, f' and f'' of an elementwise function."""
+    with torch.enable_grad():
+        at = at.detach().requires_grad_()
+        value = function(at)
+        if value.shape != at.shape:
+            raise ValueError(f"the function must be elementwise: {tuple(at.shape)} in, {tuple(value.shape)} out.")
+        if not value.requires_grad:  # a constant
+            return value, torch.zeros_like(at), torch.zeros_like(at)
+        (first,) = torch.autograd.grad(value.sum(), at, create_graph=True)
+        second = torch.zeros_like(at)
+        if first.requires_grad:
+            (second,) = torch.autograd.grad(first.sum(), at, allow_unused=True, materialize_grads=True)
+    return value.detach(), first.detach(), second.detach()

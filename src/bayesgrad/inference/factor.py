@@ -1,0 +1,256 @@
+"""Factors of a model's joint density, as functions of the expectations of its nodes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from bayesgrad.families import DiagonalGaussian, FixedGaussian, Gaussian, Parameters
+from bayesgrad.families.gaussian import LOG_2PI
+from bayesgrad.inference.expectation import Expectation, GaussHermite, Moments
+from bayesgrad.inference.node import Node
+
+GAUSSIANS = (Gaussian, DiagonalGaussian, FixedGaussian)
+
+
+class Factor(ABC):
+    """log f in expectation under q, and its derivatives by the expectations of nodes: its messages.
+
+    Args:
+        nodes: that it mentions.
+        scale: how often it counts, N/B for a batch of B out of N examples.
+    """
+
+    def __init__(self, *nodes: Node, scale: float | Tensor = 1.0) -> None:
+        if not nodes:
+            raise ValueError("a factor must mention at least one node.")
+        self.nodes, self.scale = nodes, scale
+
+    @abstractmethod
+    def value(self) -> Tensor:
+        """E_q[log f], a number, with all constants."""
+
+    @abstractmethod
+    def _message(self, node: Node) -> Parameters:
+        """∇_μ E_q[log f] for one of its nodes."""
+
+    def message(self, node: Node) -> Parameters:
+        """∇_μ E_q[log f], in the form of natural parameters.
+
+        Raises:
+            ValueError: the factor does not mention the node.
+        """
+        if not any(own is node for own in self.nodes):
+            raise ValueError(f"this {type(self).__name__} factor does not mention {node}, only {list(self.nodes)}.")
+        return node.family.symmetric(self._message(node))
+
+
+class Expected(Factor):
+    """Any function of the nodes' expectation parameters, differentiated by autograd.
+
+    Args:
+        function: takes the expectation parameters of each node, a tuple for each, and gives E_q[log f]; it is summed
+            where it has plates.
+
+    >>> from bayesgrad.families import Gaussian
+    >>> weight = Node(Gaussian(), Gaussian().of(torch.zeros(1), torch.eye(1)))
+    >>> observed = Expected(lambda mean: -2 * (mean[1][0, 0] - 2 * 10 * mean[0][0] + 100), weight)
+    >>> [part.tolist() for part in observed.message(weight)]
+    [[40.0], [[-2.0]]]
+    """
+
+    def __init__(self, function: Callable[..., Tensor], *nodes: Node, scale: float | Tensor = 1.0) -> None:
+        super().__init__(*nodes, scale=scale)
+        self.function = function
+
+    def value(self) -> Tensor:
+        return self.function(*[node.mean for node in self.nodes]).sum()
+
+    def _message(self, node: Node) -> Parameters:
+        own = tuple(part.detach().requires_grad_() for part in node.mean)
+        with torch.enable_grad():
+            value = self.function(*[own if other is node else other.mean for other in self.nodes]).sum()
+            if not value.requires_grad:
+                raise ValueError(f"the function of this factor does not depend on {node}: leave the node out.")
+            return torch.autograd.grad(value, own, allow_unused=True, materialize_grads=True)
+
+
+class Linear(Factor):
+    """⟨message, μ⟩ + constant: what a conjugate factor is, in closed form."""
+
+    def __init__(self, node: Node, message: Parameters, constant: float | Tensor = 0.0, *, scale: float = 1.0) -> None:
+        super().__init__(node, scale=scale)
+        self._given, self.constant = message, constant
+
+    def value(self) -> Tensor:
+        (node,) = self.nodes
+        return (node.family.dot(self._given, node.mean) + self.constant).sum()
+
+    def _message(self, node: Node) -> Parameters:
+        return tuple(part.expand_as(own) for part, own in zip(self._given, node.natural))
+
+
+class Prior(Factor):
+    """A member of the node's own family with the given natural parameters; one for each plate, or one for all."""
+
+    def __init__(self, node: Node, natural: Parameters, *, scale: float | Tensor = 1.0) -> None:
+        super().__init__(node, scale=scale)
+        self.natural = node.family.check(natural, "prior parameters")
+
+    def value(self) -> Tensor:
+        (node,), family = self.nodes, self.nodes[0].family
+        inner = family.dot(self.natural, node.mean) - family.log_partition(self.natural)
+        return (inner + family.base(node.natural)).sum()
+
+    def _message(self, node: Node) -> Parameters:
+        base = node.family.base_gradient(node.natural)
+        return tuple(a + b for a, b in zip(self.natural, base))
+
+
+def linear_gaussian(node: Node, design: Tensor, targets: Tensor, precision: float | Tensor = 1.0) -> Linear:
+    """y = X θ + noise of the given precision, for a Gaussian node θ.
+
+    Args:
+        design: X, (n, P).
+        targets: y, (n,).
+        precision: of the noise, one or (n,).
+    """
+    check_finite(design=design, targets=targets)
+    weights = torch.as_tensor(precision, dtype=design.dtype, device=design.device).expand(len(targets))
+    weighted = weights[:, None] * design
+    first, constant = weighted.mT @ targets, (weights.log() - LOG_2PI).sum() / 2
+    constant = constant - (weights * targets.square()).sum() / 2
+    if isinstance(node.family, Gaussian):
+        return Linear(node, (first, -weighted.mT @ design / 2), constant)
+    raise TypeError(f"linear_gaussian takes a Gaussian node, got {node}: use Projected.")
+
+
+class Projected(Factor):
+    r"""Σ_i log p_i(x_i'θ) for a Gaussian node θ: through one-dimensional expectations, whatever the likelihood.
+
+    .. math::
+        \nabla_m = X^T E[\ell'], \quad \nabla_V = \tfrac12 X^T \mathrm{diag}(E[\ell'']) X
+
+    Args:
+        node: Gaussian, diagonal or full, or with a fixed covariance.
+        design: X, (n, P).
+        log_likelihood: elementwise in its first argument, (..., n), with the data inside.
+        expectation: how E is taken.
+
+    Reference: 002, Eqs. 58 and 59.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        design: Tensor,
+        log_likelihood: Callable[[Tensor], Tensor],
+        expectation: Expectation | None = None,
+        *,
+        scale: float | Tensor = 1.0,
+    ) -> None:
+        super().__init__(node, scale=scale)
+        check_finite(design=design)
+        _gaussian(node)
+        size = node.natural[0].shape[-1]
+        if design.dim() != 2 or design.shape[1] != size:
+            raise ValueError(f"design must have {size} columns, as the node has weights, got {tuple(design.shape)}.")
+        self.design, self.log_likelihood = design, log_likelihood
+        self.expectation = GaussHermite() if expectation is None else expectation
+        self._seen: tuple[Parameters, Moments] | None = None
+
+    def projections(self) -> tuple[Tensor, Tensor]:
+        """Mean and variance of each x_i'θ, (n,)."""
+        (node,) = self.nodes
+        mean, covariance = node.family.moments(node.natural)  # pyright: ignore[reportAttributeAccessIssue]
+        if covariance.shape == mean.shape:
+            return self.design @ mean, self.design.square() @ covariance
+        return self.design @ mean, ((self.design @ covariance) * self.design).sum(-1)
+
+    def moments(self) -> Moments:
+        """Of the log-likelihood of each example, at the node as it is."""
+        natural = self.nodes[0].natural
+        if self._seen is None or self._seen[0] is not natural:
+            self._seen = natural, self.expectation.scalar(self.log_likelihood, *self.projections())
+        return self._seen[1]
+
+    def value(self) -> Tensor:
+        return self.moments().value.sum()
+
+    def _message(self, node: Node) -> Parameters:
+        _, first, second = self.moments()
+        gradient = self.design.mT @ first
+        if isinstance(node.family, FixedGaussian):
+            return (gradient,)
+        if isinstance(node.family, DiagonalGaussian):
+            return bonnet(node, gradient, self.design.square().mT @ second)
+        return bonnet(node, gradient, self.design.mT @ (second[:, None] * self.design))
+
+
+class LogDensity(Factor):
+    """Any log f(θ) of a Gaussian node, through its gradients and Hessians.
+
+    Args:
+        function: of one vector (P,); gives a number.
+        expectation: how E is taken.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        function: Callable[[Tensor], Tensor],
+        expectation: Expectation,
+        *,
+        scale: float | Tensor = 1.0,
+    ) -> None:
+        super().__init__(node, scale=scale)
+        _gaussian(node)
+        self.function, self.expectation = function, expectation
+        self._seen: tuple[Parameters, Moments] | None = None
+
+    def moments(self) -> Moments:
+        (node,) = self.nodes
+        if self._seen is None or self._seen[0] is not node.natural:
+            mean, covariance = node.family.moments(node.natural)  # pyright: ignore[reportAttributeAccessIssue]
+            if covariance.shape == mean.shape:
+                root = torch.diag_embed(covariance.sqrt())
+            else:
+                root = torch.linalg.cholesky(covariance)
+            self._seen = node.natural, self.expectation.vector(self.function, mean, root)
+        return self._seen[1]
+
+    def value(self) -> Tensor:
+        return self.moments().value.sum()
+
+    def _message(self, node: Node) -> Parameters:
+        _, first, second = self.moments()
+        if isinstance(node.family, FixedGaussian):
+            return (first,)
+        if isinstance(node.family, DiagonalGaussian):
+            second = second.diagonal(dim1=-2, dim2=-1)
+        return bonnet(node, first, second)
+
+
+def bonnet(node: Node, gradient: Tensor, hessian: Tensor) -> Parameters:
+    """(E[∇f] - E[∇² f] m, E[∇² f]/2): the derivatives by (m, V + mm') from those by m and V (002, Eqs. 10, 11)."""
+    mean = node.family.moments(node.natural)[0]  # pyright: ignore[reportAttributeAccessIssue]
+    if hessian.dim() == mean.dim():
+        return gradient - hessian * mean, hessian / 2
+    return gradient - (hessian @ mean[..., None])[..., 0], hessian / 2
+
+
+def check_finite(**values: Tensor) -> None:
+    """Raises a ValueError for NaN, infinity or emptiness."""
+    for name, value in values.items():
+        if not value.numel():
+            raise ValueError(f"{name} is empty, of shape {tuple(value.shape)}.")
+        if not torch.isfinite(value).all():
+            raise ValueError(f"{name} holds NaN or infinity: remove or impute such rows first.")
+
+
+def _gaussian(node: Node) -> None:
+    if not isinstance(node.family, GAUSSIANS):
+        raise TypeError(f"this factor takes a Gaussian node, got {node}.")

@@ -1,0 +1,79 @@
+"""One variable of a model, or a plate of them, and what is believed of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesgrad.families import Family, Parameters
+
+
+class Node:
+    r"""q(x), a member of a family that `step` moves by its natural parameters.
+
+    Args:
+        family: which one.
+        natural: where to start; checked.
+        scale: what its entropy counts in the bound: N/B for the local variables of a batch of B out of N examples, or
+            the number of tokens that share a variable. A number, or a tensor over plates.
+        name: for messages to people.
+
+    >>> from bayesgrad.families import Gaussian
+    >>> node = Node(Gaussian(), Gaussian().of(torch.zeros(1), torch.eye(1)), name="weights")
+    >>> node
+    Node(weights, Gaussian, plates=())
+    """
+
+    def __init__(
+        self, family: Family, natural: Parameters, scale: float | Tensor = 1.0, *, name: str | None = None
+    ) -> None:
+        self.family, self.name = family, name
+        lowest = torch.as_tensor(scale).min()
+        if not lowest > 0:
+            raise ValueError(f"scale must be positive, got {lowest.item():g}.")
+        self.scale = scale
+        self._natural = family.check(tuple(part.detach() for part in natural))
+        self._mean: Parameters | None = None
+        self.previous: Parameters | None = None  # for natural momentum
+
+    @property
+    def natural(self) -> Parameters:
+        return self._natural
+
+    @natural.setter
+    def natural(self, value: Parameters) -> None:
+        self._natural, self._mean = tuple(part.detach() for part in value), None
+
+    @property
+    def mean(self) -> Parameters:
+        """Expectations of the sufficient statistics."""
+        if self._mean is None:
+            self._mean = self.family.mean(self._natural)
+        return self._mean
+
+    @property
+    def entropy(self) -> Tensor:
+        """What the node adds to the bound, a number."""
+        return (self.scale * self.family.entropy(self._natural)).sum()
+
+    def distribution(self) -> torch.distributions.Distribution:
+        return self.family.to_distribution(self._natural)
+
+    def spread(self, scale: float | Tensor, parameters: Parameters) -> Parameters:
+        """Parameters times a number for each plate."""
+        if not isinstance(scale, Tensor) or not scale.dim():
+            return tuple(scale * part for part in parameters)
+        return tuple(scale[(...,) + (None,) * n] * part for part, n in zip(parameters, self.family.events))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"natural": self._natural, "previous": self.previous, "scale": self.scale}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.natural = self.family.check(tuple(state["natural"]))
+        self.previous, self.scale = state["previous"], state["scale"]
+
+    def __repr__(self) -> str:
+        plates = tuple(self.family.plates(self._natural))
+        return f"Node({self.name or hex(id(self))}, {type(self.family).__name__}, plates={plates})"
