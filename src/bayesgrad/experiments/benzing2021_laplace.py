@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bayesgrad.experiments import uci, uci_regression
-from bayesgrad.experiments.laplace_training import (
-    Approximation,
-    Row,
+from bayesgrad.experiments.laplace_report import (
     add_classification,
     add_reliability,
     cell,
     difference,
-    laplace_rows,
     named,
-    peer_package,
     protocol,
     task_of,
+)
+from bayesgrad.experiments.laplace_training import (
+    Approximation,
+    Row,
+    laplace_rows,
+    peer_package,
 )
 from bayesgrad.experiments.report import Report
 from bayesgrad.experiments.study import Context
