@@ -208,6 +208,8 @@ EXPERIMENTS = {
             "MAP, Laplace's method and variational rules on six small regressions",
             _lazily("uci_regression", "regression"),
             "not yet recorded",
+        ),
+        Experiment(
             "continual-mnist",
             PAPER_004,
             "appendices A.2 and C",
