@@ -81,7 +81,7 @@ class Ensemble:
             Diverged: a loss, or a weight that would be kept, is not finite.
         """
         self.steps += 1
-        value = math.nan if loss is None else float(loss)
+        value = math.nan if loss is None else float(torch.as_tensor(loss).detach())
         if loss is not None and not math.isfinite(value):
             raise Diverged(self._diverged("the loss"))
         due = self.steps > self.burn_in and (self.steps - self.burn_in) % self.thin == 0
