@@ -134,7 +134,7 @@ def optimum(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def fig1(context: Context) -> Report:
     """The stationary distributions of Langevin dynamics and of minibatches, beside Laplace's approximation."""
-    examples, burn_in, steps = {"smoke": (400, 100, 100), "laptop": (1000, 5000, 5000), "paper": (1000, 5000, 20_000)}[
+    examples, burn_in, steps = {"smoke": (400, 100, 100), "laptop": (1000, 1000, 5000), "paper": (1000, 5000, 20_000)}[
         context.scale
     ]
     base = Task("fig1", 2, examples, 10, burn_in, steps)
@@ -213,7 +213,7 @@ def fig1(context: Context) -> Report:
 def _task(context: Context) -> Task:
     return {
         "smoke": Task("logistic", 8, 200, 500, 30, 30, 5),
-        "laptop": Task("logistic", 64, 1000, 10_000, 1000, 1000, 5),
+        "laptop": Task("logistic", 64, 1000, 5000, 500, 500, 5),
         "paper": Task("logistic", 64, 1000, 10_000, 1000, 1000),
     }[context.scale]
 
@@ -268,4 +268,5 @@ def fig3(context: Context) -> Report:
 
 
 def _heats(context: Context) -> list[float]:
-    return [0.25, 1.0, 4.0] if context.scale == "smoke" else [2.0**k for k in range(-4, 5)]
+    reach = {"smoke": 1, "laptop": 3, "paper": 5}[context.scale]
+    return [2.0**k for k in range(-reach, reach + 1)]

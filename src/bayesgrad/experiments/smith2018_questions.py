@@ -196,7 +196,7 @@ def jeffreys(context: Context) -> Report:
     """Corrected rules against targets that are known, and one model in two parameterisations."""
     chains, lr, steps, repeats, sizes, copies, time = {
         "smoke": (40, 0.05, 40, 8, [6, 3], 10, 6.0),
-        "laptop": (2000, 0.005, 2000, 14, [16, 8, 4], 200, 80.0),
+        "laptop": (1000, 0.01, 800, 14, [16, 8, 4], 200, 50.0),
         "paper": (20_000, 0.0025, 8000, 14, [16, 8, 4, 2], 1000, 400.0),
     }[context.scale]
     report = Report(
@@ -309,7 +309,7 @@ def kronecker(context: Context) -> Report:
     images = mnist(context)
     count, width, burn_in, steps, refresh = {
         "smoke": (200, 8, 10, 10, 5),
-        "laptop": (4096, 64, 400, 400, 10),
+        "laptop": (4096, 64, 250, 250, 10),
         "paper": (16384, 256, 2000, 2000, 10),
     }[context.scale]
     inputs = images.train_x[0].numel() // 4
@@ -327,7 +327,7 @@ def kronecker(context: Context) -> Report:
         examples=min(1024, count),
         refresh=refresh,
     )
-    heats = [0.5, 2.0] if context.scale == "smoke" else [2.0**k for k in range(-4, 5)]
+    heats = [0.5, 2.0] if context.scale == "smoke" else [2.0**k for k in range(-3, 4)]
     sizes = [batch_size(heat, task.lr, count) for heat in heats]
     found = {f"N = {count}": sweep(context, task, sizes=sizes)}
     size = sum(p.numel() for p in task.network(0).parameters())
