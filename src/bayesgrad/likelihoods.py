@@ -114,6 +114,10 @@ class Likelihood(ABC):
     def roots(self, outputs: Tensor) -> Iterator[Tensor]:
         """Directions s of the outputs for which sum s s' is the Hessian of each example's loss (and its Fisher)."""
 
+    @abstractmethod
+    def hessian_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
+        """H v, with H the Hessian of each example's loss by the outputs; can be differentiated by both."""
+
     def losses(self, outputs: Tensor) -> int:
         """How many losses a mean over these outputs runs over: examples, or whatever has a label of its own."""
         return len(outputs)
@@ -186,6 +190,10 @@ class Categorical(Likelihood):
                 at[:, position, c] += here[:, c].sqrt()
                 yield at.view(p.shape)
 
+    def hessian_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
+        p = outputs.softmax(-1)
+        return p * (vector - (p * vector).sum(-1, keepdim=True))
+
 
 class Bernoulli(Categorical):
     """A logistic probability for each output."""
@@ -212,6 +220,10 @@ class Bernoulli(Categorical):
     def roots(self, outputs: Tensor) -> Iterator[Tensor]:
         p = outputs.detach().sigmoid()
         yield from _one_by_one((p * (1 - p)).sqrt())
+
+    def hessian_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
+        p = outputs.sigmoid()
+        return p * (1 - p) * vector
 
     def expected(self, mean: Tensor, variance: Tensor) -> Tensor:
         return (mean / (1 + math.pi / 8 * variance).sqrt()).sigmoid()
@@ -260,6 +272,9 @@ class Gaussian(Likelihood):
     def roots(self, outputs: Tensor) -> Iterator[Tensor]:
         yield from _one_by_one(torch.ones_like(outputs))
 
+    def hessian_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
+        return vector
+
 
 class Poisson(Likelihood):
     """Outputs are logarithms of the rates of counts."""
@@ -305,6 +320,9 @@ class Poisson(Likelihood):
 
     def roots(self, outputs: Tensor) -> Iterator[Tensor]:
         yield from _one_by_one((outputs.detach() / 2).exp())
+
+    def hessian_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
+        return outputs.exp() * vector
 
 
 @dataclass

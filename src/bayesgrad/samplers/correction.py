@@ -1,0 +1,168 @@
+r"""What a metric that changes from place to place adds to the drift of a sampler.
+
+With G the metric and dG_j its derivative by the j-th weight, let
+
+.. math::
+    V = G^{-1} u, \quad u_a = \sum_{j} (\partial_j G\, G^{-1})_{aj}, \qquad
+    T = G^{-1} t, \quad t_j = \mathrm{Tr}(G^{-1} \partial_j G).
+
+Noise of covariance G^-1 samples exp(-C) with the drift -V ("flat") and exp(-C) |G|^1/2 with -V + T/2 ("jeffreys").
+
+dG is never written down. For any R with R R' = G^-1 and columns r, u = Σ_r D_r(G r) and t = Σ_r ∇(r'G r), with D_r
+the derivative along r and r otherwise held fixed: products with G and their derivatives are all it takes. n columns
+make the sums exact; one r = R z with random signs z has the right expectation.
+
+A Gauss-Newton matrix G = (1/N) Σ J'H J, with outputs f of which the loss has the Hessian H(f), has with ḟ = J r and f̈
+the second derivative of f along r
+
+.. math::
+    u = \tfrac1N \sum_r J^T (H \ddot f + D_{\dot f} H\, \dot f) + q, \quad
+    t = \tfrac1N \sum_r J^T \nabla_f (\dot f^T H \dot f) + 2 q, \quad q = \tfrac1N \sum_r (\nabla \dot f)^T H \dot f,
+
+so that q cancels from -u + t/2. Outputs that are linear in the weights have f̈ = 0 and q = 0, in closed form.
+
+Reference: 003, Eq. 2, 6 and 7.
+Differs from the paper: signs, see REFERENCE.md 5.1 and 5.4.
+Checked by: tests/equations/test_samplers.py, by the flux of the stationary density, which vanishes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
+
+from bayesgrad.likelihoods import Likelihood
+
+CORRECTIONS = (None, "flat", "jeffreys")
+CHUNK = 1 << 22  # numbers that derivatives along several directions may hold at once
+
+Terms = tuple[Tensor, Tensor | None]  # u and t; t is None where it is not wanted
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Some examples, and the outputs that any weights would give for them.
+
+    Args:
+        names, shapes: of the parameters, in flat order.
+        args, kwargs: what the model was called with.
+        labels: for the empirical Fisher, whose H is the residual's square; None for the Hessian itself.
+        count: of examples.
+    """
+
+    model: nn.Module
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    labels: Tensor | None
+    likelihood: Likelihood
+    count: int
+
+    def weights(self, flat: Tensor) -> dict[str, Tensor]:
+        parts = flat.split([shape.numel() for shape in self.shapes])
+        return {name: part.view(shape) for name, part, shape in zip(self.names, parts, self.shapes)}
+
+    def outputs(self, flat: Tensor) -> Tensor:
+        return functional_call(self.model, self.weights(flat), self.args, self.kwargs)
+
+    def hessian(self, outputs: Tensor, vector: Tensor) -> Tensor:
+        """H v for each example, as a function of outputs that can be differentiated."""
+        labels = self.labels
+        if labels is None:
+            return self.likelihood.hessian_product(outputs, vector)
+        residual = grad(lambda f: self.likelihood.loss(f, labels).sum())(outputs)
+        inner = (residual * vector).flatten(1).sum(1)
+        return residual * inner.view(-1, *[1] * (vector.dim() - 1))
+
+    def squares(self, flat: Tensor) -> Tensor:
+        """The diagonal of Σ J'H J over examples, (n,)."""
+
+        def alone(flat: Tensor, *example: Tensor) -> Tensor:
+            return functional_call(self.model, self.weights(flat), tuple(x[None] for x in example), self.kwargs)[0]
+
+        slopes = vmap(jacrev(alone), in_dims=(None, *[0] * len(self.args)))(flat, *self.args)  # (N, *outputs, n)
+        outputs = self.outputs(flat)
+        curved = vmap(lambda v: self.hessian(outputs, v), in_dims=-1, out_dims=-1)(slopes)
+        return (slopes * curved).flatten(0, -2).sum(0)
+
+
+def gauss_newton(batches: Sequence[Batch], weights: Tensor, roots: Tensor, kind: str, linear: bool) -> Tensor:
+    """-u ("flat") or -u + t/2 ("jeffreys") of (1/N) Σ J'H J over all examples.
+
+    Args:
+        weights: flat, (n,).
+        roots: the columns r of R, (columns, n).
+        linear: whether the outputs are linear in the weights.
+    """
+    _load()
+    total = torch.zeros_like(weights)
+    for batch in batches:
+        outputs, pull = vjp(batch.outputs, weights)  # pyright: ignore[reportAssignmentType]
+
+        def bent(root: Tensor, batch: Batch = batch, outputs: Tensor = outputs) -> tuple[Tensor, Tensor]:
+            """What -u, or -u + t/2, is J' of, and H ḟ."""
+            if linear:
+                speed = jvp(batch.outputs, (weights,), (root,))[1]
+                push = torch.zeros_like(outputs)
+            else:
+                speed, turn, *_ = jvp(lambda w: jvp(batch.outputs, (w,), (root,))[1], (weights,), (root,))
+                push = batch.hessian(outputs, turn)
+            push = push + jvp(lambda f: batch.hessian(f, speed), (outputs,), (speed,))[1]
+            if kind == "jeffreys":
+                push = push - grad(lambda f: (speed * batch.hessian(f, speed)).sum())(outputs) / 2
+            return push, batch.hessian(outputs, speed)
+
+        push, forces = vmap(bent, chunk_size=_chunk(outputs))(roots)
+        total = total - pull(push.sum(0))[0]
+        if kind == "flat" and not linear:
+            for root, force in zip(*(part.split(_chunk(outputs)) for part in (roots, forces))):
+
+                def work(w: Tensor, batch: Batch = batch, root: Tensor = root, force: Tensor = force) -> Tensor:
+                    return (force * vmap(lambda r: jvp(batch.outputs, (w,), (r,))[1])(root)).sum()
+
+                total = total - grad(work)(weights)
+    return total / sum(batch.count for batch in batches)
+
+
+def differentiated(product: Callable[[Tensor, Tensor], Tensor], weights: Tensor, roots: Tensor, kind: str) -> Tensor:
+    """-u ("flat") or -u + t/2 ("jeffreys") of any metric, by its product (w, z) -> G(w) z.
+
+    Args:
+        weights: flat, (n,).
+        roots: the columns r of R, (columns, n).
+    """
+
+    def along(root: Tensor) -> Tensor:
+        return jvp(lambda w: product(w, root), (weights,), (root,))[1]
+
+    _load()
+    total = -vmap(along)(roots).sum(0)
+    if kind == "jeffreys":
+        total = total + grad(lambda w: vmap(lambda r: (r * product(w, r)).sum())(roots).sum())(weights) / 2
+    return total
+
+
+def is_linear(model: nn.Module) -> bool:
+    """Whether the outputs are known to be linear in the weights: one Linear layer, and nothing else that computes."""
+    inner = [module for module in model.modules() if not list(module.children())]
+    plain = all(type(module) in (nn.Linear, nn.Flatten, nn.Identity) for module in inner)
+    whole = all(type(module) is nn.Sequential for module in model.modules() if module not in inner)
+    return plain and whole and sum(type(module) is nn.Linear for module in inner) == 1
+
+
+def _load() -> None:
+    """Imports what forward differentiation asks for, which warns of torch's own deprecations the first time."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.autograd.forward_ad._maybe_load_decompositions()
+
+
+def _chunk(outputs: Tensor) -> int:
+    return max(1, CHUNK // max(1, outputs.numel()))
