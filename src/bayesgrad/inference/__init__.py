@@ -1,8 +1,17 @@
 """The Bayesian learning rule as an engine: nodes, factors, messages, one step."""
 
 from bayesgrad.inference.engine import OutsideDomain, Result, Sites, elbo, message, run, step
-from bayesgrad.inference.expectation import Delta, GaussHermite, MonteCarlo
-from bayesgrad.inference.factor import Expected, Factor, Linear, LogDensity, Prior, Projected, linear_gaussian
+from bayesgrad.inference.expectation import Delta, GaussHermite, MonteCarlo, QuasiMonteCarlo
+from bayesgrad.inference.factor import (
+    Expected,
+    Factor,
+    Linear,
+    LogDensity,
+    MultiProjected,
+    Prior,
+    Projected,
+    linear_gaussian,
+)
 from bayesgrad.inference.minimize import Minimum, minimize
 from bayesgrad.inference.node import Node
 from bayesgrad.inference.online import online
@@ -16,10 +25,12 @@ __all__ = [
     "LogDensity",
     "Minimum",
     "MonteCarlo",
+    "MultiProjected",
     "Node",
     "OutsideDomain",
     "Prior",
     "Projected",
+    "QuasiMonteCarlo",
     "Result",
     "Sites",
     "elbo",
