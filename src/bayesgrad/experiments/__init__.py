@@ -216,7 +216,7 @@ EXPERIMENTS = {
             "appendices A.2 and C",
             "tasks one after the other: EWC with many Hessians, and chained beliefs",
             _lazily("continual", "continual"),
-            "not run",
+            "not yet recorded",
         ),
         Experiment(
             "smith2018-fig1",
@@ -224,7 +224,7 @@ EXPERIMENTS = {
             "Fig. 1",
             "iterates of Langevin dynamics and of minibatches beside Laplace's approximation",
             _lazily("smith2018_logistic", "fig1"),
-            "STATUS",
+            "not yet recorded",
         ),
         Experiment(
             "smith2018-fig2",
@@ -232,7 +232,7 @@ EXPERIMENTS = {
             "Fig. 2",
             "the temperature of Langevin dynamics, logistic regression",
             _lazily("smith2018_logistic", "fig2"),
-            "STATUS",
+            "not yet recorded",
         ),
         Experiment(
             "smith2018-fig3",
@@ -240,7 +240,7 @@ EXPERIMENTS = {
             "Fig. 3",
             "the temperature of minibatches, logistic regression",
             _lazily("smith2018_logistic", "fig3"),
-            "STATUS",
+            "not yet recorded",
         ),
         Experiment(
             "smith2018-fig4",
@@ -248,7 +248,7 @@ EXPERIMENTS = {
             "Fig. 4",
             "the batch size of natural gradients, a perceptron",
             _lazily("smith2018", "fig4"),
-            "STATUS",
+            "not yet recorded",
         ),
         Experiment(
             "smith2018-fig5",
@@ -256,7 +256,7 @@ EXPERIMENTS = {
             "Fig. 5",
             "batch size and training set, a perceptron",
             _lazily("smith2018", "fig5"),
-            "STATUS",
+            "not yet recorded",
         ),
         Experiment(
             "smith2018-fig6",
@@ -264,7 +264,7 @@ EXPERIMENTS = {
             "Fig. 6",
             "learning rate and training set, a convolutional network",
             _lazily("smith2018", "fig6"),
-            "STATUS",
+            "not yet recorded",
         ),
         Experiment(
             "smith2018-ablation",
@@ -272,7 +272,7 @@ EXPERIMENTS = {
             "footnote 2",
             "damping, prior and the best temperature",
             _lazily("smith2018", "ablation"),
-            "STATUS",
+            "not yet recorded",
         ),
         Experiment(
             "sngd-jeffreys",
@@ -280,7 +280,7 @@ EXPERIMENTS = {
             "section 5",
             "the corrected rule: known targets, and two parameterisations of one model",
             _lazily("smith2018_questions", "jeffreys"),
-            "STATUS",
+            "not yet recorded",
         ),
         Experiment(
             "ngd-kronecker",
@@ -288,7 +288,7 @@ EXPERIMENTS = {
             "section 2",
             "temperature with a Kronecker metric",
             _lazily("smith2018_questions", "kronecker"),
-            "STATUS",
+            "not yet recorded",
         ),
     )
 }
