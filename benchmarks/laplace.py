@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -61,7 +62,9 @@ def memory() -> float:
 def posterior(sizes: tuple[int, ...], points: int, fisher: str) -> bayesgrad.posterior.LaplacePosterior:
     x, y = data(points)
     batches = list(zip(x.split(100), y.split(100)))
-    options = dict(structure="subsampled", fisher=fisher, num_data=60_000, prior_precision=100.0, progress=False)
+    options: dict[str, Any] = dict(
+        structure="subsampled", fisher=fisher, num_data=60_000, prior_precision=100.0, progress=False
+    )
     return bayesgrad.laplace(network(sizes), batches, likelihood="categorical", **options)
 
 
@@ -102,7 +105,7 @@ def small(kind: str, sizes: tuple[int, ...]) -> tuple[float, float, float]:
     from torch.utils.data import DataLoader, TensorDataset
 
     loader = DataLoader(TensorDataset(*data(FEW)), batch_size=FEW)
-    options = {"backend": CurvlinopsGGN} if PEERS[kind] == "full" else {}
+    options: dict[str, Any] = {"backend": CurvlinopsGGN} if PEERS[kind] == "full" else {}
     theirs = Laplace(network(sizes), "classification", "all", PEERS[kind], prior_precision=100.0, **options)
     fit, _ = timed(lambda: theirs.fit(loader))
     draws, _ = timed(lambda: theirs.sample(10))
