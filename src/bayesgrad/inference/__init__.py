@@ -2,8 +2,18 @@
 
 from bayesgrad.inference.engine import OutsideDomain, Result, Sites, elbo, message, run, step
 from bayesgrad.inference.expectation import Delta, GaussHermite, MonteCarlo
-from bayesgrad.inference.factor import Expected, Factor, Linear, LogDensity, Prior, Projected, linear_gaussian
+from bayesgrad.inference.factor import (
+    Expected,
+    Factor,
+    Linear,
+    LogDensity,
+    Pointwise,
+    Prior,
+    Projected,
+    linear_gaussian,
+)
 from bayesgrad.inference.minimize import Minimum, minimize
+from bayesgrad.inference.mixing import settle
 from bayesgrad.inference.node import Node
 from bayesgrad.inference.online import online
 
@@ -18,6 +28,7 @@ __all__ = [
     "MonteCarlo",
     "Node",
     "OutsideDomain",
+    "Pointwise",
     "Prior",
     "Projected",
     "Result",
@@ -28,5 +39,6 @@ __all__ = [
     "minimize",
     "online",
     "run",
+    "settle",
     "step",
 ]
