@@ -13,6 +13,7 @@ LAYERS = [
     ["cli"],
     ["experiments"],
     ["plots"],
+    ["metrics"],
     ["models"],
     ["inference"],
     ["families"],

@@ -1,8 +1,20 @@
 """Learning rules as belief updates: Bayesian optimizers for PyTorch."""
 
-from bayesgrad import curvature, optim, posterior
+from bayesgrad import curvature, families, inference, metrics, optim, plots, posterior, samplers
 from bayesgrad.laplace import laplace
-from bayesgrad.posterior import Posterior
+from bayesgrad.posterior import EWC, Posterior
 
 __version__ = "0.1.0"
-__all__ = ["Posterior", "curvature", "laplace", "optim", "posterior"]
+__all__ = [
+    "EWC",
+    "Posterior",
+    "curvature",
+    "families",
+    "inference",
+    "laplace",
+    "metrics",
+    "optim",
+    "plots",
+    "posterior",
+    "samplers",
+]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field
 
 import torch
@@ -16,8 +16,9 @@ from bayesgrad._kernels import compute_dtype
 from bayesgrad.curvature import layers
 from bayesgrad.curvature.fisher import FISHERS, captures, check_outputs, refuse_mixing
 from bayesgrad.curvature.sums import STRUCTURES
-from bayesgrad.posterior.laplace import Fit, LaplacePosterior, check_prior
-from bayesgrad.posterior.posterior import parameters_of, unwrapped
+from bayesgrad.posterior.hessian import check_prior
+from bayesgrad.posterior.laplace import Fit, LaplacePosterior
+from bayesgrad.posterior.network import only, parameters_of, unwrapped
 
 BIASES = ("joint", "separate")
 DIRECTIONS = 16  # of the outputs, whose gradients are held at once
@@ -34,6 +35,7 @@ def laplace(
     bias: str = "joint",
     prior_precision: float | Mapping[str, float] = 1.0,
     noise: float = 1.0,
+    temperature: float = 1.0,
     num_data: float | None = None,
     subsample: int | None = None,
     seed: int | None = None,
@@ -70,6 +72,7 @@ def laplace(
         bias: whether `"kron"` and `"input"` have one block for weight and bias or two.
         prior_precision: of zero-mean weights; one for all, or one for each parameter by name.
         noise: the variance of Gaussian data.
+        temperature: T, for the Gaussian of exp(-loss/T), with data and prior in the loss: the covariance times T.
         num_data: N, where the loader does not go through all data once.
         subsample: so many examples, drawn at random, make up H; the loss is still that of all.
         seed: of drawn labels, the subsample, and the posterior's draws.
@@ -101,26 +104,29 @@ def laplace(
             raise ValueError(f"{name} must be None or a number >= 1, got {value!r}.")
     network = unwrapped(model)
     chosen = _chosen(network, params)
-    check_prior(prior_precision, noise, chosen)
+    check_prior(prior_precision, noise, chosen, temperature)
     _refuse_modes(network)
     _refuse_unusable(parameters_of(network))
     generator = torch.Generator().manual_seed(seed or 0)
     pool = Pool(subsample, torch.Generator().manual_seed((seed or 0) + 1)) if subsample else None
     sums = STRUCTURES[structure](network, chosen, structure, bias)
     device = next(iter(chosen.values())).device
+    at_once = 1 if structure == "input" else DIRECTIONS
     examples = used = 0
     loss, numbers = 0.0, 0
 
     def look(inputs: tuple[Tensor, ...], labels: Tensor) -> Tensor:
         given, outputs = labels if fisher == "empirical" else None, labels
-        with closing(captures(network, inputs, kind, fisher, given, generator, DIRECTIONS)) as parts:
+        with closing(captures(network, inputs, kind, fisher, given, generator, at_once)) as parts:
             for seen in parts:
                 outputs = seen.outputs
                 _check_finite(outputs)
                 sums.add(seen)
+                if sums.complete:
+                    break
         return outputs
 
-    with _only(network, chosen):
+    with only(network, chosen):
         for inputs, labels in _batches(_shown(loader, progress), device):
             if pool is None:
                 outputs = look(inputs, labels)
@@ -149,6 +155,7 @@ def laplace(
         likelihood=likelihood,
         prior_precision=prior_precision,
         noise=noise,
+        temperature=temperature,
         model=model,
         seed=seed or 0,
     )
@@ -228,20 +235,6 @@ def _chosen(model: nn.Module, params: str | Iterable[str] | None) -> dict[str, n
 
 def _belongs(own: str, name: str) -> bool:
     return own == name or own.startswith(f"{name}.")
-
-
-@contextmanager
-def _only(model: nn.Module, chosen: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Within, nothing but these is differentiated by."""
-    flags = [(p, p.requires_grad) for p in model.parameters()]
-    own = {id(p) for p in chosen.values()}
-    try:
-        for p, _ in flags:
-            p.requires_grad_(id(p) in own)
-        yield
-    finally:
-        for p, flag in flags:
-            p.requires_grad_(flag)
 
 
 def _refuse_modes(model: nn.Module) -> None:

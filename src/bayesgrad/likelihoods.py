@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,14 +22,45 @@ from torch.nn.functional import softplus
 
 
 class Moments(NamedTuple):
-    """A predicted mean and how far beliefs about the weights spread around it (noise excluded)."""
+    """A predicted mean and how far beliefs about the weights spread around it (noise excluded).
+
+    They are those of the network's outputs f; a new label has the variance `variance + noise`.
+    """
 
     mean: Tensor
     variance: Tensor
 
 
+class Decomposed(NamedTuple):
+    """A prediction, and how uncertain it is: by itself, and for lack of data.
+
+    | likelihood | aleatoric | epistemic | total |
+    |---|---|---|---|
+    | categorical | the expected entropy, E H(p) | the mutual information of label and weights | H(E p), in nats |
+    | bernoulli | the same for each output | | |
+    | gaussian | the noise | Var f | the variance of a new label |
+    | poisson | the expected rate | the rate's variance | the variance of a new count |
+
+    Args:
+        prediction: what `predict` gives without `decompose`.
+
+    Reference: Depeweg et al., 2018; the laws of total variance and of total entropy.
+    Checked by: tests/equations/test_predictive.py, by quadrature.
+    """
+
+    prediction: Tensor | Moments
+    aleatoric: Tensor
+    epistemic: Tensor
+
+    @property
+    def total(self) -> Tensor:
+        return self.aleatoric + self.epistemic
+
+
 class Likelihood(ABC):
     """How outputs f of a network are read."""
+
+    exact: ClassVar[bool] = False  # whether Gaussian outputs have a prediction in closed form
 
     @abstractmethod
     def link(self, outputs: Tensor) -> Tensor:
@@ -43,6 +75,22 @@ class Likelihood(ABC):
         """The prediction for Gaussian outputs f with independent marginals N(mean, variance)."""
 
     @abstractmethod
+    def log_density(self, mean: Tensor, variance: Tensor, labels: Tensor, noise: float) -> Tensor:
+        """log p(labels) of each example, (N,), for Gaussian outputs with independent marginals N(mean, variance)."""
+
+    @abstractmethod
+    def within(self, value: Tensor, noise: float) -> Tensor:
+        """How uncertain labels are, given link(f): their entropy, or their variance."""
+
+    def split(self, mean: Tensor, variance: Tensor, within: Tensor) -> Decomposed:
+        """The prediction and its parts, given mean and variance of link(f), and the mean of `within`, over weights."""
+        return Decomposed(self.averaged(mean, variance), within, variance)
+
+    def decomposed(self, mean: Tensor, variance: Tensor, noise: float) -> Decomposed:
+        """The same for Gaussian outputs f with marginals N(mean, variance), where that is exact."""
+        raise NotImplementedError
+
+    @abstractmethod
     def sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         """Labels drawn from the model's own predictions. The generator is the CPU's: a seed means the same anywhere."""
 
@@ -54,6 +102,10 @@ class Likelihood(ABC):
             ValueError: labels or outputs are none that this likelihood can have.
         """
 
+    def log_likelihood(self, outputs: Tensor, labels: Tensor, noise: float) -> Tensor:
+        """log p(labels | outputs) of each example, (N,); `noise` is the variance of Gaussian data."""
+        return -self.loss(outputs, labels)
+
     @abstractmethod
     def residual(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """The derivative of the loss by the outputs."""
@@ -61,6 +113,14 @@ class Likelihood(ABC):
     @abstractmethod
     def roots(self, outputs: Tensor) -> Iterator[Tensor]:
         """Directions s of the outputs for which sum s s' is the Hessian of each example's loss (and its Fisher)."""
+
+    @abstractmethod
+    def hessian_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
+        """H v, with H the Hessian of each example's loss by the outputs; can be differentiated by both."""
+
+    @abstractmethod
+    def third_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
+        """The derivative of H v along v, which is also that of v'H v by the outputs; v may have more dimensions."""
 
     def losses(self, outputs: Tensor) -> int:
         """How many losses a mean over these outputs runs over: examples, or whatever has a label of its own."""
@@ -81,6 +141,15 @@ class Categorical(Likelihood):
 
     def expected(self, mean: Tensor, variance: Tensor) -> Tensor:
         return (mean / (1 + math.pi / 8 * variance).sqrt()).softmax(-1)
+
+    def log_density(self, mean: Tensor, variance: Tensor, labels: Tensor, noise: float) -> Tensor:
+        return -self.loss(mean / (1 + math.pi / 8 * variance).sqrt(), labels)
+
+    def within(self, value: Tensor, noise: float) -> Tensor:
+        return torch.special.entr(value).sum(-1)
+
+    def split(self, mean: Tensor, variance: Tensor, within: Tensor) -> Decomposed:
+        return Decomposed(mean, within, (self.within(mean, 1.0) - within).clamp(min=0))
 
     def sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         p = self.link(outputs.detach().float() if outputs.dtype.itemsize < 4 else outputs.detach())
@@ -125,6 +194,15 @@ class Categorical(Likelihood):
                 at[:, position, c] += here[:, c].sqrt()
                 yield at.view(p.shape)
 
+    def hessian_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
+        p = outputs.softmax(-1)
+        return p * (vector - (p * vector).sum(-1, keepdim=True))
+
+    def third_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
+        p = outputs.softmax(-1)
+        square = (vector - (p * vector).sum(-1, keepdim=True)).square()
+        return p * (square - (p * square).sum(-1, keepdim=True))
+
 
 class Bernoulli(Categorical):
     """A logistic probability for each output."""
@@ -152,12 +230,25 @@ class Bernoulli(Categorical):
         p = outputs.detach().sigmoid()
         yield from _one_by_one((p * (1 - p)).sqrt())
 
+    def hessian_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
+        p = outputs.sigmoid()
+        return p * (1 - p) * vector
+
+    def third_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
+        p = outputs.sigmoid()
+        return p * (1 - p) * (1 - 2 * p) * vector.square()
+
     def expected(self, mean: Tensor, variance: Tensor) -> Tensor:
         return (mean / (1 + math.pi / 8 * variance).sqrt()).sigmoid()
+
+    def within(self, value: Tensor, noise: float) -> Tensor:
+        return torch.special.entr(value) + torch.special.entr(1 - value)
 
 
 class Gaussian(Likelihood):
     """Outputs are means of real-valued targets."""
+
+    exact = True
 
     def link(self, outputs: Tensor) -> Tensor:
         return outputs
@@ -168,8 +259,22 @@ class Gaussian(Likelihood):
     def expected(self, mean: Tensor, variance: Tensor) -> Moments:
         return Moments(mean, variance)
 
+    def log_density(self, mean: Tensor, variance: Tensor, labels: Tensor, noise: float) -> Tensor:
+        spread = variance + noise
+        each = (mean - _real(labels, mean)).square() / spread + (2 * math.pi * spread).log()
+        return -each.reshape(len(mean), -1).sum(1) / 2
+
+    def within(self, value: Tensor, noise: float) -> Tensor:
+        return torch.full_like(value, noise)
+
+    def decomposed(self, mean: Tensor, variance: Tensor, noise: float) -> Decomposed:
+        return self.split(mean, variance, self.within(mean, noise))
+
     def sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         return outputs.detach() + torch.randn(outputs.shape, dtype=torch.float64, generator=generator).to(outputs)
+
+    def log_likelihood(self, outputs: Tensor, labels: Tensor, noise: float) -> Tensor:
+        return -self.loss(outputs, labels) / noise - outputs[0].numel() / 2 * math.log(2 * math.pi * noise)
 
     def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
         return (outputs - _real(labels, outputs)).square().reshape(len(outputs), -1).sum(1) / 2
@@ -180,9 +285,17 @@ class Gaussian(Likelihood):
     def roots(self, outputs: Tensor) -> Iterator[Tensor]:
         yield from _one_by_one(torch.ones_like(outputs))
 
+    def hessian_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
+        return vector
+
+    def third_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
+        return torch.zeros_like(vector)
+
 
 class Poisson(Likelihood):
     """Outputs are logarithms of the rates of counts."""
+
+    exact = True
 
     def link(self, outputs: Tensor) -> Tensor:
         return outputs.exp()
@@ -192,6 +305,22 @@ class Poisson(Likelihood):
 
     def expected(self, mean: Tensor, variance: Tensor) -> Tensor:
         return (mean + variance / 2).exp()
+
+    def log_density(self, mean: Tensor, variance: Tensor, labels: Tensor, noise: float) -> Tensor:
+        """By a quadrature over each log-rate."""
+        nodes = torch.linspace(-6, 6, 65, dtype=mean.dtype, device=mean.device)
+        f = mean[..., None] + variance[..., None].sqrt() * nodes
+        y = _real(labels, mean)[..., None]
+        log_weights = (-nodes.square() / 2).log_softmax(0)
+        each = (y * f - f.exp() - (y + 1).lgamma() + log_weights).logsumexp(-1)
+        return each.reshape(len(mean), -1).sum(1)
+
+    def within(self, value: Tensor, noise: float) -> Tensor:
+        return value
+
+    def decomposed(self, mean: Tensor, variance: Tensor, noise: float) -> Decomposed:
+        rate = self.expected(mean, variance)
+        return self.split(rate, variance.expm1() * rate.square(), rate)
 
     def sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         return torch.poisson(outputs.detach().exp().cpu(), generator).to(outputs)
@@ -207,6 +336,43 @@ class Poisson(Likelihood):
 
     def roots(self, outputs: Tensor) -> Iterator[Tensor]:
         yield from _one_by_one((outputs.detach() / 2).exp())
+
+    def hessian_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
+        return outputs.exp() * vector
+
+    def third_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
+        return outputs.exp() * vector.square()
+
+
+@dataclass
+class Averages:
+    """Mean and variance of link(f), and the mean of what labels spread around it, over outputs f one by one.
+
+    Args:
+        noise: of Gaussian data.
+    """
+
+    reading: Likelihood
+    noise: float = 1.0
+    count: int = 0
+    mean: Tensor | Any = 0
+    squares: Tensor | Any = 0
+    within: Tensor | Any = 0
+
+    def add(self, outputs: Tensor) -> None:
+        value = self.reading.link(outputs)
+        self.count += 1
+        deviation = value - self.mean
+        self.mean = self.mean + deviation / self.count
+        self.squares = self.squares + deviation * (value - self.mean)
+        within = self.reading.within(value, self.noise)
+        self.within = self.within + (within - self.within) / self.count
+
+    def prediction(self) -> Tensor | Moments:
+        return self.reading.averaged(self.mean, self.squares / self.count)
+
+    def decomposed(self) -> Decomposed:
+        return self.reading.split(self.mean, self.squares / self.count, self.within)
 
 
 def _check_classes(outputs: Tensor) -> None:

@@ -60,12 +60,14 @@ def lines(
     path: Path,
     panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[Sequence[float]]]]],
     xlabel: str,
+    marks: Mapping[str, float] | None = None,
 ) -> None:
     """One panel for each title, in it a line for each name: the mean over runs at each x, with its standard error.
 
     Args:
         panels: title -> name -> the x, on a logarithmic axis, and for each the values of its runs; those that are not
             finite are left out.
+        marks: title -> an x that is marked by a dotted line.
     """
     figure, axes = _figure(len(panels))
     for axis, (title, named) in zip(axes, panels.items()):
@@ -81,7 +83,38 @@ def lines(
         axis.set(title=title, xlabel=xlabel, xscale="log")
         if shown and min(shown) > 0 and max(shown) / min(shown) > 10:
             axis.set_yscale("log")
+        if marks and title in marks:
+            axis.axvline(marks[title], color=PALETTE[7], lw=1, ls=":")
         axis.legend(fontsize=8, frameon=False)
+    _save(figure, path)
+
+
+@dataclass(frozen=True)
+class Cloud:
+    """Points of the plane (n, 2), and two Gaussians: one around a given centre, and the points' own."""
+
+    points: np.ndarray
+    centre: np.ndarray
+    expected: np.ndarray
+    sampled: np.ndarray
+
+
+def clouds(path: Path, panels: Mapping[str, Cloud]) -> None:
+    """Points in red, the expected ellipse of three standard deviations in blue, the points' own in green."""
+    figure, axes = _figure(len(panels), 4.6, 4.2)
+    turn = np.linspace(0, 2 * np.pi, 200)
+    circle = 3 * np.stack([np.cos(turn), np.sin(turn)])
+    for axis, (title, panel) in zip(axes, panels.items()):
+        axis.plot(*panel.points.T, ".", ms=2, alpha=0.3, color=PALETTE[1], label="iterates", rasterized=True)
+        axis.plot(*panel.centre, "o", color=PALETTE[0], ms=5)
+        for centre, covariance, colour, label in (
+            (panel.centre, panel.expected, PALETTE[0], "Laplace"),
+            (panel.points.mean(0), panel.sampled, PALETTE[2], "of the iterates"),
+        ):
+            ellipse = centre[:, None] + np.linalg.cholesky(covariance) @ circle
+            axis.plot(*ellipse, color=colour, lw=1.6, label=label)
+        axis.set(title=title)
+    axes[-1].legend(fontsize=8, frameon=False)
     _save(figure, path)
 
 
@@ -225,6 +258,105 @@ def decisions(
     _save(figure, path)
 
 
+def reliability(path: Path, named: Mapping[str, tuple[Any, Any, Any]]) -> None:
+    """Accuracy against confidence, a panel for each name: bars on the diagonal where predictions are calibrated.
+
+    Args:
+        named: name -> confidence, accuracy and count of each bin of equal width in [0, 1], as of `metrics.reliability`.
+    """
+    figure, axes = _figure(len(named), 3.8, 3.8)
+    for axis, (name, bins) in zip(axes, named.items()):
+        confidence, accuracy, count = (np.asarray(part, dtype=float) for part in bins)
+        edges, full = np.linspace(0, 1, len(count) + 1), count > 0
+        middles, width, share = ((edges[1:] + edges[:-1]) / 2)[full], 1 / len(count), count[full] / count.sum()
+        gap = np.abs(accuracy - confidence)[full]
+        axis.bar(middles, accuracy[full], 0.92 * width, color=PALETTE[0], alpha=0.75, label="accuracy")
+        axis.bar(middles, share, 0.3 * width, color=PALETTE[7], alpha=0.6, label="share of examples")
+        axis.plot(confidence[full], accuracy[full], "o", ms=4, color=PALETTE[1], label="at mean confidence")
+        axis.plot([0, 1], [0, 1], color=PALETTE[7], lw=1, ls="--")
+        axis.set(title=f"{name}: ECE {100 * (share * gap).sum():.1f} %", xlabel="confidence", xlim=(0, 1), ylim=(0, 1))
+    axes[0].set_ylabel("accuracy")
+    axes[0].legend(fontsize=8, frameon=False, loc="upper left")
+    _save(figure, path)
+
+
+@dataclass(frozen=True)
+class Band:
+    """A regression of one input.
+
+    Args:
+        x, mean: the ground, in order, and the prediction, (n,).
+        epistemic, total: deviations: what weights leave open, and that with the noise of the data, (n,).
+    """
+
+    x: np.ndarray
+    mean: np.ndarray
+    epistemic: np.ndarray
+    total: np.ndarray
+
+
+def bands(path: Path, named: Mapping[str, Band], points: np.ndarray, level: float = 0.95) -> None:
+    """A prediction with its two central intervals over the data, a panel for each name.
+
+    Args:
+        points: the data, (m, 2): input and target.
+        level: what share the intervals should hold.
+    """
+    from statistics import NormalDist
+
+    reach = NormalDist().inv_cdf((1 + level) / 2)
+    figure, axes = _figure(len(named), 4.6, 3.6)
+    for axis, (name, band) in zip(axes, named.items()):
+        for deviation, alpha, words in ((band.total, 0.15, "with noise"), (band.epistemic, 0.35, "of the mean")):
+            low, high = band.mean - reach * deviation, band.mean + reach * deviation
+            axis.fill_between(
+                band.x, low, high, color=PALETTE[0], alpha=alpha, lw=0, label=f"{100 * level:g} % {words}"
+            )
+        axis.plot(band.x, band.mean, color=PALETTE[0], lw=1.6, label="mean")
+        axis.plot(points[:, 0], points[:, 1], ".", color=PALETTE[7], ms=4, alpha=0.7, label="data")
+        low, high = points[:, 1].min(), points[:, 1].max()
+        axis.set(title=name, xlabel="x", ylim=(low - 0.6 * (high - low), high + 0.6 * (high - low)))
+    axes[0].set_ylabel("y")
+    axes[-1].legend(fontsize=8, frameon=False)
+    _save(figure, path)
+
+
+def doubts(
+    path: Path,
+    maps: Mapping[str, np.ndarray],
+    classes: np.ndarray,
+    ground: np.ndarray,
+    points: np.ndarray,
+    labels: np.ndarray,
+) -> None:
+    """How uncertain decisions are over the plane, a panel for each measure, with the borders between classes.
+
+    Args:
+        maps: name -> uncertainties (n, n), from 0; one colour scale for all.
+        classes: the most probable class of each place (n, n).
+        ground: the places (n, n, 2).
+        points, labels: what it was learnt from, (m, 2) and (m,).
+    """
+    figure, axes = _figure(len(maps), 4.2, 3.6)
+    across, up = ground[..., 0], ground[..., 1]
+    most = max(float(np.max(values)) for values in maps.values())
+    drawn = None
+    for axis, (name, values) in zip(axes, maps.items()):
+        drawn = axis.pcolormesh(
+            across, up, values, cmap="Purples", vmin=0, vmax=most, shading="gouraud", rasterized=True
+        )
+        for border in range(int(classes.max())):
+            axis.contour(across, up, classes, levels=[border + 0.5], colors=PALETTE[2], linewidths=1)
+        for label in np.unique(labels):
+            some = points[labels == label]
+            colour = PALETTE[int(label) % len(PALETTE)]
+            axis.plot(some[:, 0], some[:, 1], "o", ms=3.5, color=colour, mec="white", mew=0.5)
+        axis.set(title=name)
+        axis.grid(visible=False)
+    figure.colorbar(drawn, ax=axes[-1], label="nats")
+    _save(figure, path)
+
+
 def regions(
     path: Path,
     x: np.ndarray,
@@ -269,5 +401,38 @@ def regions(
         figure.colorbar(drawn, ax=axis)
     for axis in axes:
         axis.set(xscale="log", yscale="log", xlabel=labels[0], ylabel=labels[1])
+        axis.grid(visible=False)
+    _save(figure, path)
+
+
+@dataclass(frozen=True)
+class Hills:
+    """A loss over a square, with paths on it.
+
+    Args:
+        side: (n,), of both axes.
+        height: (n, n), rows along the second axis.
+        paths: (steps, paths, 2).
+        minima: (m, 2).
+    """
+
+    side: np.ndarray
+    height: np.ndarray
+    paths: np.ndarray
+    minima: np.ndarray
+
+
+def hills(path: Path, panels: Mapping[str, Hills]) -> None:
+    """One panel for each loss, seen from above."""
+    figure, axes = _figure(len(panels), 5.0, 4.6)
+    for axis, (title, panel) in zip(axes, panels.items()):
+        axis.contourf(panel.side, panel.side, panel.height, levels=24, cmap="Greys_r", alpha=0.75)
+        for k in range(panel.paths.shape[1]):
+            colour, way = PALETTE[k % 6], panel.paths[:, k]
+            axis.plot(way[:, 0], way[:, 1], color=colour, lw=1.4)
+            axis.plot(*way[0], ".", color=colour, ms=6)
+            axis.plot(*way[-1], "o", color=colour, ms=8, mfc="none", mew=1.8)
+        axis.plot(panel.minima[:, 0], panel.minima[:, 1], "x", color="black", ms=7, mew=1.5)
+        axis.set(title=title, xlim=(panel.side[0], panel.side[-1]), ylim=(panel.side[0], panel.side[-1]))
         axis.grid(visible=False)
     _save(figure, path)

@@ -92,6 +92,10 @@ def test_products(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> Non
     close(case.gram(), G.T @ G)
     close(case.squares(), G.square().sum(1).view(case.shape))
     close(case.rows(), G.T.view(case.count, *case.shape))
+    L = torch.linalg.cholesky(G.T @ G + torch.eye(case.count, dtype=torch.float64))
+    close(case.weighed(L), (G @ torch.cholesky_inverse(L) @ G.T).diagonal().view(case.shape))
+    close(case.cross(case), G.T @ G)
+    close(case.cross(Rows(case.shape, 2 * u[None])), 2 * (G.T @ u.flatten())[:, None])
     assert torch.equal(u, kept[0])
     assert torch.equal(w, kept[1])
 

@@ -349,8 +349,8 @@ def test_posterior_draws_all_weights_together(tmp_path: Path) -> None:
     assert float(((found - expected) / spread).abs().max()) < 6
     for name, variance in posterior.variance().items():
         assert variance.shape == model.get_parameter(name).shape
-    posterior.save(tmp_path / "posterior.pt")
-    again = type(posterior).load(tmp_path / "posterior.pt")
+    posterior.save(tmp_path / "posterior.safetensors")
+    again = type(posterior).load(tmp_path / "posterior.safetensors")
     assert same(posterior.sample(2), again.sample(2))
     x = torch.randn(3, 4, dtype=D, generator=torch.Generator().manual_seed(0))
     prediction = posterior.predict(x, method="linear")

@@ -285,8 +285,9 @@ def test_several_groups_and_dtypes_draw_by_their_own_settings() -> None:
     with torch.no_grad(), optimizer.sampled():
         after = weights(model)
     for name, expected in (("0.weight", 1 / (1000 * 100 + 1)), ("1.weight", 1 / (10 * 1 + 1))):
-        variance = (after[name] - before[name]).double().var().item()
-        assert variance == pytest.approx(expected, rel=0.1)
+        change = (after[name] - before[name]).double()
+        error = (2 / change.numel()) ** 0.5  # relative, of a variance from so many normal numbers
+        assert change.var().item() == pytest.approx(expected, rel=5 * error)
     assert after["1.weight"].dtype == torch.float64
 
 

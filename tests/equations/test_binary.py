@@ -426,7 +426,7 @@ def test_bad_arguments() -> None:
         BayesBiNN([weight], lr=1.5, num_data=1)
     with pytest.raises(TypeError, match="prior must be a BernoulliPosterior, got GaussianPosterior"):
         BayesBiNN([("w", weight)], num_data=1, prior=GaussianPosterior({}))
-    with pytest.raises(ValueError, match="the prior says nothing of parameter 'w'"):
+    with pytest.raises(ValueError, match="the prior says nothing of any parameter, 'w' for one"):
         BayesBiNN([("w", weight)], num_data=1, prior=BernoulliPosterior({}))
     with pytest.raises(ValueError, match=r"'w' has shape \(3,\) in the prior and \(2,\) in the model"):
         BayesBiNN([("w", weight)], num_data=1, prior=BernoulliPosterior({"w": torch.zeros(3)}))
@@ -472,8 +472,8 @@ def test_posterior_predicts_and_is_stored(tmp_path: Path) -> None:
         posterior.predict(x, method="linear")
     with pytest.raises(ValueError, match="method must be one of 'mc', 'linear', 'mean', got 'mode'"):
         GaussianPosterior({}, model).predict(x, method="mode")
-    posterior.save(tmp_path / "posterior.pt")
-    loaded = load(tmp_path / "posterior.pt", model)
+    posterior.save(tmp_path / "posterior.safetensors")
+    loaded = load(tmp_path / "posterior.safetensors", model)
     assert isinstance(loaded, BernoulliPosterior)
     assert torch.equal(loaded.predict(x, samples=8, seed=4), sampled)
     with pytest.raises(ValueError, match="damaged or cut short"):

@@ -437,9 +437,10 @@ def test_moments_and_predictions_are_those_over_all_masks() -> None:
         torch.testing.assert_close(posterior.variance()[name], variance, rtol=1e-10, atol=1e-14)
     x, _ = data()
     mean, variance = enumerated(posterior, lambda w: functional_call(model, w, (x,)))
+    _, of_squares = enumerated(posterior, lambda w: (functional_call(model, w, (x,)) - mean) ** 2)
     found = posterior.predict(x, samples=1000, likelihood="gaussian")
     assert bool(((found.mean - mean).abs() < 5 * (variance / 1000).sqrt()).all())
-    torch.testing.assert_close(found.variance, variance, rtol=0.3, atol=0)
+    assert bool(((found.variance - variance).abs() < 5 * (of_squares / 1000).sqrt() + variance / 1000).all())
     flat = nn.Linear(3, 2).to(D)  # of which the linearisation is exact, correlations within a column included
     posterior = SpikeSlab(flat, keep=0.3, drop_inputs=True).posterior(flat)
     mean, variance = enumerated(posterior, lambda w: functional_call(flat, w, (x,)))
@@ -453,8 +454,8 @@ def test_moments_and_predictions_are_those_over_all_masks() -> None:
 def test_a_dropout_posterior_is_saved_and_read(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Conv1d(2, 4, 3), nn.Conv1d(4, 4, 3, groups=2), nn.Flatten(), nn.Linear(16, 2))
     posterior = SpikeSlab(model, keep=0.5).posterior(model)
-    posterior.save(tmp_path / "posterior.pt")
-    again = Posterior.load(tmp_path / "posterior.pt", model)
+    posterior.save(tmp_path / "posterior.safetensors")
+    again = Posterior.load(tmp_path / "posterior.safetensors", model)
     assert isinstance(again, DropoutPosterior)
     x = torch.randn(5, 2, 8)
     assert torch.equal(posterior.predict(x), again.predict(x))
@@ -487,9 +488,12 @@ def test_dropout_modules_give_predictions_that_leave_no_trace() -> None:
     assert torch.equal(found.mean, again.mean)
     model.eval()
     expected = model(x)
-    variance = ((model[0](x)[:, None] * model[2].weight) ** 2).sum(2) * 0.4 / 0.6
+    parts = ((model[0](x)[:, None] * model[2].weight) ** 2).detach()
+    variance = parts.sum(2) * 0.4 / 0.6
+    fourth = 3 * variance**2 + (parts**2).sum(2) * 0.4 / 0.6**3 * (1 - 6 * 0.4 * 0.6)  # cumulants add up
     assert bool(((found.mean - expected).abs() < 5 * (variance / 1000).sqrt()).all())
-    torch.testing.assert_close(found.variance, variance.detach(), rtol=0.3, atol=0)
+    error = ((fourth - variance**2) / 1000).sqrt()
+    assert bool(((found.variance - variance).abs() < 5 * error + variance / 1000).all())
     torch.testing.assert_close(posterior.predict(x, method="mean", likelihood="gaussian").mean, expected.detach())
     with posterior.sampled(seed=4):
         one = model(x)

@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 from torch.testing import assert_close
 
-from bayesgrad.families import DiagonalGaussian, FixedGaussian, Gaussian
+from bayesgrad.families import Categorical, DiagonalGaussian, FixedGaussian, Gaussian
 from bayesgrad.inference import (
     Delta,
     Expected,
     GaussHermite,
+    Linear,
     LogDensity,
     MonteCarlo,
     Node,
@@ -392,6 +393,18 @@ def test_online_gradient_descent_and_newton() -> None:
         newton = newton - np.linalg.solve(matrix, gradient)
         assert_close(first.mean[0].numpy(), descent, rtol=0, atol=1e-12)
         assert_close(second.mean[0].numpy(), newton, rtol=0, atol=1e-12)
+
+
+def test_hedge_is_multiplicative_weights() -> None:
+    """A Categorical node and losses of experts: p <- p exp(-rho loss), normalised."""
+    losses = torch.rand(50, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    node = Node(Categorical(), (torch.zeros(4).double(),))
+    weights = np.full(4, 0.25)
+    for loss in losses:
+        online(node, Linear(node, (-loss,)), rho=0.3)
+        weights = weights * np.exp(-0.3 * loss.numpy())
+        weights = weights / weights.sum()
+        assert_close(node.mean[0].numpy(), weights, rtol=0, atol=1e-15)
 
 
 def test_exact_online_step_is_the_proximal_point() -> None:

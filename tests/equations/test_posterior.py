@@ -1,18 +1,17 @@
-"""Posteriors: sampling against closed forms, predictions on linear models where all is known, storage."""
+"""Posteriors: sampling against closed forms, and predictions on linear models where all is known."""
 
 from __future__ import annotations
 
 import math
-import pickle
 
 import pytest
 import torch
 from torch import nn
 
-from bayesgrad import Posterior, likelihoods
+from bayesgrad import likelihoods
 from bayesgrad.belief import Belief
 from bayesgrad.optim import AdaBayes
-from bayesgrad.posterior import GaussianPosterior, SampledPosterior, load
+from bayesgrad.posterior import GaussianPosterior, SampledPosterior
 from bayesgrad.precision import Diagonal
 
 
@@ -164,63 +163,6 @@ def test_a_bag_of_samples() -> None:
         SampledPosterior([{"a": x}, {"a": x[:3]}])
     alone = SampledPosterior([{"weight": model.weight, "bias": model.bias}], model)
     assert bool((alone.variance()["weight"] == 0).all())
-
-
-@pytest.mark.parametrize("kind", ["gaussian", "samples"])
-def test_saved_and_loaded_it_goes_on_with_the_same_draws(kind: str, tmp_path) -> None:
-    model, posterior, x = linear(outputs=2)
-    if kind == "samples":
-        posterior = SampledPosterior(
-            [{k: v[i] for k, v in posterior.sample(3).items()} for i in range(3)], model, seed=3
-        )
-    posterior.sample(2)
-    posterior.save(tmp_path / "posterior.pt")
-    loaded = Posterior.load(tmp_path / "posterior.pt", model)
-    assert type(loaded) is type(posterior)
-    for a, b in (
-        (posterior.mean, loaded.mean),
-        (posterior.variance(), loaded.variance()),
-        (posterior.sample(3), loaded.sample(3)),
-    ):
-        assert all(torch.equal(a[name], b[name]) for name in a)
-    assert torch.equal(posterior.predict(x), loaded.predict(x))
-    assert [path.name for path in tmp_path.iterdir()] == ["posterior.pt"]
-
-
-def test_files_that_are_not_posteriors_get_one_sentence(tmp_path) -> None:
-    _, posterior, _ = linear()
-    path = tmp_path / "posterior.pt"
-    posterior.save(path)
-    whole = path.read_bytes()
-    for length in (0, 10, len(whole) // 2, len(whole) - 20):
-        path.write_bytes(whole[:length])
-        with pytest.raises(ValueError, match=r"posterior.pt cannot be read as a posterior \(damaged or cut short\)"):
-            load(path)
-
-    class Trap:
-        def __reduce__(self):
-            return print, ("unpickled",)
-
-    torch.save(Trap(), path)
-    with pytest.raises(ValueError, match="cannot be read as a posterior"):
-        load(path)
-    path.write_bytes(pickle.dumps({"kind": "gaussian"}))
-    with pytest.raises(ValueError, match="posterior"):
-        load(path)
-    torch.save([1, 2], path)
-    with pytest.raises(ValueError, match="holds no posterior but a list"):
-        load(path)
-    torch.save({"kind": "gaussian"}, path)
-    with pytest.raises(ValueError, match="it lacks 'seed', 'draws', 'tensors'"):
-        load(path)
-    torch.save({**posterior.state_dict(), "kind": "mystery"}, path)
-    with pytest.raises(ValueError, match="kind 'mystery' is not known"):
-        load(path)
-    torch.save({**posterior.state_dict(), "tensors": {"mean": {}}}, path)
-    with pytest.raises(ValueError, match="damaged or cut short: it lacks 'variance'"):
-        load(path)
-    with pytest.raises(FileNotFoundError):
-        load(tmp_path / "nowhere.pt")
 
 
 def test_bad_requests_get_one_sentence() -> None:

@@ -18,9 +18,7 @@ from bayesgrad.experiments.khan2023_training import (
     METHODS,
     Finals,
     Task,
-    auroc,
     ensemble,
-    entropy,
     finals,
     like,
     run,
@@ -126,12 +124,6 @@ def test_binary_weights_are_binary_and_normalised_by_their_own_statistics(task: 
         assert_close(ways["mean"](x).argmax(1), model(x).argmax(1))
     model.eval()
     assert_close(ways["mean"](x), optimizer.posterior(model).predict(x, method="mode", statistics=x))  # pyright: ignore
-
-
-def test_scores_of_outside_examples_by_hand() -> None:
-    """Of six pairs the outside value is higher in four and equal in one."""
-    assert auroc(torch.tensor([1.0, 2.0]), torch.tensor([2.0, 3.0, 1.5])) == pytest.approx(4.5 / 6)
-    assert_close(entropy(torch.tensor([[0.5, 0.5], [1.0, 0.0]])), torch.tensor([math.log(2), 0.0]))
 
 
 def test_images_of_another_kind_are_scaled_like_one_s_own() -> None:

@@ -1,8 +1,8 @@
 """The gradients of single examples, as the columns of a matrix that is hardly ever written down.
 
 For one parameter of n elements and N examples, G is the (n, N) matrix of per-example gradients g_j. What second-order
-methods ask of it are products: `project` is G'u, `combine` is G w, `gram` is G'G, `squares` the sum of the g_j^2. Each
-kind of layer gives them without forming G wherever that is cheaper:
+methods ask of it are products: `project` is G'u, `combine` is G w, `gram` is G'G, `cross` is G'H, `squares` the sum of
+the g_j^2, `weighed` the diagonal of G M G'. Each kind of layer gives them without forming G wherever that is cheaper:
 
 | class | whose gradient is | parameters of |
 |---|---|---|
@@ -58,9 +58,18 @@ class Columns(ABC):
     def gram(self) -> Tensor:
         """G'G, (N, N)."""
 
+    def cross(self, others: Columns) -> Tensor:
+        """G'H, (N, M), for the gradients H of other examples."""
+        return torch.stack([self.project(row) for row in others.rows()], 1)
+
     @abstractmethod
     def squares(self) -> Tensor:
         """The sum of g_j^2 in the parameter's shape."""
+
+    def weighed(self, factor: Tensor) -> Tensor:
+        """The diagonal of G (L L')^-1 G' in the parameter's shape, for a lower factor L (N, N)."""
+        parts = self.rows().reshape(self.count, -1).split(max(1, CHUNK // self.count), 1)
+        return torch.cat([_lengths(factor, part) for part in parts]).view(self.shape)
 
     @abstractmethod
     def rows(self) -> Tensor:
@@ -69,6 +78,14 @@ class Columns(ABC):
     @abstractmethod
     def fits(self) -> bool:
         """Whether these can be the gradients of a parameter of this shape."""
+
+    def double(self) -> Columns:
+        """The same in float64."""
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        wide = {
+            name: part.double() for name, part in own.items() if isinstance(part, Tensor) and part.is_floating_point()
+        }
+        return type(self)(**{**own, **wide})
 
     def tensors(self) -> dict[str, Tensor]:
         """What it is made of, for a checkpoint; `restored` is the inverse."""
@@ -153,6 +170,22 @@ class Outer(Columns):
                 gram.addmm_(rows, rows.T)
         return gram
 
+    def cross(self, others: Columns) -> Tensor:
+        if not isinstance(others, Outer) or self.inputs.shape[2] > 1 or others.inputs.shape[2] > 1:
+            return super().cross(others)
+        sides = ((self.inputs, others.inputs), (self.errors, others.errors))
+        a, e = (matmul(one.squeeze(2), other.squeeze(2).mT) for one, other in sides)
+        return a.mul_(e).sum(0)
+
+    def weighed(self, factor: Tensor) -> Tensor:
+        groups, count, _, fan_in = self.inputs.shape
+        parts = [
+            _lengths(factor, torch.bmm(part.mT, self.inputs[g]).flatten(1))
+            for g in range(groups)
+            for part in self.errors[g].split(max(1, CHUNK // (count * fan_in)), -1)
+        ]
+        return torch.cat(parts).view(self.shape)
+
     def squares(self) -> Tensor:
         _, count, positions, _ = self.inputs.shape
         if positions == 1:
@@ -205,6 +238,11 @@ class Lookup(Columns):
         same = x[some, :, None, None] == x[others]
         return (torch.einsum("nsi,mti->nsmt", e[some], e[others]) * same).sum((1, 3))
 
+    def weighed(self, factor: Tensor) -> Tensor:
+        step = max(1, CHUNK // (self.count * self.shape[0]))
+        parts = [Lookup(torch.Size((self.shape[0], e.shape[-1])), self.indices, e) for e in self.errors.split(step, -1)]
+        return torch.cat([super(Lookup, part).weighed(factor) for part in parts], 1)
+
     def squares(self) -> Tensor:
         # Positions of one example that look up the same row add up before they are squared.
         example = torch.arange(self.count, device=self.indices.device)[:, None]
@@ -249,6 +287,9 @@ class Rows(Columns):
     def gram(self) -> Tensor:
         rows = self._flat()
         return rows @ rows.T
+
+    def cross(self, others: Columns) -> Tensor:
+        return self._flat() @ others.rows().reshape(others.count, -1).T
 
     def squares(self) -> Tensor:
         return self.values.square().sum(0)
@@ -322,6 +363,11 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     rows = a.flatten(1, -2) if a.dim() > 3 else a
     product = (rows[0] @ b[0])[None] if a.shape[0] == 1 else torch.bmm(rows, b)
     return product.view(*a.shape[:-1], b.shape[-1]) if a.dim() > 3 else product
+
+
+def _lengths(factor: Tensor, rows: Tensor) -> Tensor:
+    """|L^-1 r|^2 for each column r of `rows` (N, n)."""
+    return torch.linalg.solve_triangular(factor, rows.to(factor), upper=False).square().sum(0)
 
 
 def _pairs(count: int, positions: int, overlap) -> Tensor:

@@ -18,7 +18,7 @@ from bayesgrad._kernels import compute_dtype
 from bayesgrad.curvature import layers
 from bayesgrad.curvature.columns import CHUNK, Columns, Rows, added, joined
 from bayesgrad.curvature.tap import Tap, Trace, Use
-from bayesgrad.posterior.posterior import parameters_of, unwrapped
+from bayesgrad.posterior.network import parameters_of, unwrapped
 from bayesgrad.precision import LowRank
 
 FISHERS = ("sampled", "exact", "empirical")
@@ -40,16 +40,20 @@ class Gradients:
         return self.scale[name] if isinstance(self.scale, Mapping) else self.scale
 
     def project(self, vector: Mapping[str, Tensor]) -> Tensor:
-        return _total(c.project(vector[name]).mul_(self._scale(name)) for name, c in self.columns.items())
+        return total_of(c.project(vector[name]).mul_(self._scale(name)) for name, c in self.columns.items())
 
     def combine(self, weights: Tensor) -> dict[str, Tensor]:
         return {name: c.combine(self._scale(name) * weights) for name, c in self.columns.items()}
 
+    def weighed(self, factor: Tensor) -> dict[str, Tensor]:
+        """The diagonal of G (L L')^-1 G' by name, for a lower factor L."""
+        return {name: c.weighed(factor).mul_(self._scale(name) ** 2) for name, c in self.columns.items()}
+
     def gram(self) -> Tensor:
-        return _total(c.gram().mul_(self._scale(name) ** 2) for name, c in self.columns.items())
+        return total_of(c.gram().mul_(self._scale(name) ** 2) for name, c in self.columns.items())
 
 
-def _total(terms: Iterable[Tensor]) -> Tensor:
+def total_of(terms: Iterable[Tensor]) -> Tensor:
     """The sum, in the widest dtype and on the first one's device, one term at a time."""
     total: Tensor | None = None
     for term in terms:

@@ -8,18 +8,23 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bayesgrad import likelihoods
 from bayesgrad.curvature import layers
 from bayesgrad.curvature.columns import Columns, Lookup, Outer, joined, restored
-from bayesgrad.curvature.fisher import Captured, Gradients
-from bayesgrad.posterior.laplace import DenseHessian, DiagonalHessian, FactoredHessian, Hessian, LowRankHessian
-from bayesgrad.precision.linalg import eigenvalues
+from bayesgrad.curvature.fisher import Captured, Gradients, captures, total_of
+from bayesgrad.posterior.hessian import DenseHessian, DiagonalHessian, FactoredHessian, Hessian, LowRankHessian
+from bayesgrad.posterior.network import only, parameters_of
+from bayesgrad.precision.linalg import cholesky, eigenvalues
 
 WRITTEN = 1 << 15  # weights whose Hessian is still written down
+ROWS = 512  # of a Jacobian, looked at together
+MEMORY = 1 << 27  # elements of those that are written down
 
 
 class Sums(ABC):
@@ -31,6 +36,11 @@ class Sums(ABC):
     @abstractmethod
     def add(self, seen: Captured) -> None:
         """The gradients of one batch."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether one direction of the outputs has shown all there is to see."""
+        return False
 
     @abstractmethod
     def hessians(self, total: float, count: int) -> list[Hessian]:
@@ -111,12 +121,77 @@ class Flat:
         alone = {name: {name: columns} for name, columns in self.gradients.columns.items()}
         return {name: Gradients(columns, self.gradients.scale).gram() for name, columns in alone.items()}
 
+    def weighed(self, factor: Tensor) -> Tensor:
+        parts = self.gradients.weighed(factor)
+        return torch.cat([parts[name].flatten() for name in self.shapes])[None]
+
+
+@dataclass(frozen=True, eq=False)
+class GradientProducts:
+    r"""J (s G G' + D)^-1 J' by Woodbury's identity, from inner products of gradients alone.
+
+    .. math::
+        J D^{-1} J' - K' (I + s G' D^{-1} G)^{-1} K, \quad K = \sqrt{s} G' D^{-1} J'
+
+    Rows of the Jacobian J are gradients of outputs, kept as inputs and errors like those of G, so that nothing of the
+    size of the weights is written down. In float64, because the difference may be far smaller than its terms.
+
+    Args:
+        gradients: G by the names of parameters.
+        prior: the diagonal D, one number for each parameter by name.
+        scale: s.
+
+    Checked by: tests/equations/test_laplace.py, against dense matrices.
+    """
+
+    gradients: Mapping[str, Columns]
+    prior: Mapping[str, float]
+    scale: float
+
+    def _gram(self, columns: Mapping[str, Columns]) -> Tensor:
+        return total_of(c.double().gram().div_(self.prior[name]) for name, c in columns.items())
+
+    def _cross(self, jacobian: Mapping[str, Columns]) -> Tensor:
+        root = math.sqrt(self.scale)
+        pairs = ((self.prior[name], c.double(), jacobian[name].double()) for name, c in self.gradients.items())
+        return total_of(own.cross(other).mul_(root / prior) for prior, own, other in pairs)
+
+    @cached_property
+    def factor(self) -> Tensor:
+        return cholesky(self._gram(self.gradients).mul_(self.scale), 1.0, "the Gram matrix of the gradients")
+
+    def covariance(self, model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+        with torch.no_grad():
+            width = model(*[x[:1] for x in inputs]).numel()
+        implicit = {name for name, c in self.gradients.items() if isinstance(c, Outer) and c.inputs.shape[2] == 1}
+        written = sum(c.shape.numel() for name, c in self.gradients.items() if name not in implicit)
+        step = max(1, min(ROWS, MEMORY // max(1, written)) // width)
+        kind = likelihoods.named("gaussian")  # whose roots are the outputs, one by one
+        spread = []
+        with only(model, {name: parameters_of(model)[name] for name in self.prior}):
+            for parts in zip(*[x.split(step) for x in inputs]):
+                (seen,) = captures(model, parts, kind, "exact", None, torch.Generator())
+                spread.append(self._spread(seen.columns, width))
+        return torch.cat(spread)
+
+    def _spread(self, jacobian: Mapping[str, Columns], width: int) -> Tensor:
+        own, K = self._gram(jacobian), self._cross(jacobian)
+        solved = torch.linalg.solve_triangular(self.factor, K, upper=False).view(len(K), width, -1)
+        count = solved.shape[-1]  # of examples, which come together for one output after the other
+        terms = own.view(width, count, width, count).diagonal(dim1=1, dim2=3).permute(2, 0, 1)
+        return terms - torch.einsum("kcn,kdn->ncd", solved, solved)
+
 
 @dataclass(frozen=True, eq=False)
 class SubsampledHessian(LowRankHessian):
     """With gradients that are kept as inputs and errors, and stored as such."""
 
     directions: Flat
+
+    def linearised(self, prior: Mapping[str, float], scale: float) -> GradientProducts:
+        gradients = self.directions.gradients
+        assert isinstance(gradients.scale, float)
+        return GradientProducts(gradients.columns, prior, scale * gradients.scale**2)
 
     def stored(self) -> dict[str, Tensor]:
         gradients = self.directions.gradients
@@ -141,10 +216,12 @@ class Factor:
 
     Args:
         weight, bias: names; None for a bias that has no part in the block.
+        sides: whether errors count.
     """
 
     weight: str
     bias: str | None
+    sides: bool
     inputs: Tensor | None = None
     errors: Tensor | None = None
     rows: int = 0
@@ -155,21 +232,25 @@ class Factor:
             indices = columns.indices[:count].flatten()
             inputs = torch.bincount(indices, minlength=columns.shape[0]).to(columns.errors)[None]
             errors, self.rows = columns.errors.flatten(0, 1)[None], self.rows + len(indices)
-        else:
-            assert isinstance(columns, Outer)
+        elif isinstance(columns, Outer):
             a = columns.inputs[:, :count].flatten(1, 2)  # (groups, rows, in)
             if self.bias is not None:
                 a = torch.cat([a, torch.ones_like(a[..., :1])], -1)
             inputs, errors, self.rows = a.mT @ a, columns.errors.flatten(1, 2), self.rows + a.shape[1]
-        moment = errors.mT @ errors
+        else:
+            raise ValueError(
+                f"the gradients of {self.weight} are inputs times errors in the first batch and not in a later one, "
+                "where its layer mixes examples: begin with a batch of several examples, or use structure='diag'."
+            )
+        moment = errors.mT @ errors if self.sides else torch.ones_like(errors[:, 0])
         self.inputs = inputs if self.inputs is None else self.inputs + inputs
-        self.errors = moment if self.errors is None else self.errors + moment
+        self.errors = moment if self.errors is None or not self.sides else self.errors + moment
 
-    def hessian(self, shapes: Mapping[str, torch.Size], total: float, count: int, sides: bool) -> Hessian:
+    def hessian(self, shapes: Mapping[str, torch.Size], total: float, count: int) -> Hessian:
         assert self.inputs is not None
         assert self.errors is not None
         a, columns = eigenvalues(total / count * self.inputs)
-        e, rows = eigenvalues(self.errors / self.rows) if sides else (torch.ones_like(self.errors[..., 0]), None)
+        e, rows = eigenvalues(self.errors / self.rows) if self.sides else (self.errors, None)
         own = {name: shapes[name] for name in (self.weight, self.bias) if name is not None}
         if self.inputs.dim() == 2:  # an Embedding, whose inputs are on the left
             return FactoredHessian(own, None, rows, a[..., :, None] * e[..., None, :])
@@ -181,7 +262,7 @@ class Factors(Sums):
 
     def __init__(self, model: nn.Module, chosen: Mapping[str, nn.Parameter], structure: str, bias: str) -> None:
         super().__init__(model, chosen, structure, bias)
-        self.structure = structure
+        self.structure, self.sides, self.settled = structure, structure == "kron", False
         names = {id(p): name for name, p in chosen.items()}
         modules = [module for module in model.modules() if layers.is_matrix(module)]
         owners = Counter(id(p) for module in modules for p in layers.own_parameters(module).values())
@@ -196,7 +277,7 @@ class Factors(Sums):
             alone = all(owners[id(p)] == 1 for p in layers.own_parameters(module).values())
             together = bias == "joint" and alone and weight is not None
             if weight is not None and weight not in self.layers:
-                self.layers[weight] = Factor(weight, shift if together else None)
+                self.layers[weight] = Factor(weight, shift if together else None, self.sides)
             if shift is not None and not together:
                 self.biases[shift] = weight
         self.moments: dict[str, Tensor] = {}
@@ -204,19 +285,24 @@ class Factors(Sums):
 
     def add(self, seen: Captured) -> None:
         left = dict(seen.columns)
-        if not self.moments and not self.rest.squares:
+        if not self.settled:
             self._settle(seen.columns)
         for name, layer in self.layers.items():
             layer.add(left.pop(name), len(seen.outputs) if seen.first else 0)
             left.pop(layer.bias, None)  # pyright: ignore[reportArgumentType, reportCallIssue]
         for name in self.biases:
             rows = left.pop(name).rows().flatten(1)
-            moment = rows.T @ rows
+            moment = rows.T @ rows if self.sides else torch.ones_like(rows[0])
             self.moments[name] = self.moments[name] + moment if name in self.moments else moment
         self.rest.add(Captured(left, seen.outputs, seen.labels))
 
+    @property
+    def complete(self) -> bool:
+        return not self.sides and not self.rest.squares
+
     def _settle(self, columns: Mapping[str, Columns]) -> None:
         """Gives up layers whose gradients are not of inputs and errors, and tells of all that has a diagonal."""
+        self.settled = True
         for name in [name for name in self.layers if not isinstance(columns[name], (Outer, Lookup))]:
             del self.layers[name]
         kept = {name for layer in self.layers.values() for name in (layer.weight, layer.bias)} | set(self.biases)
@@ -227,10 +313,9 @@ class Factors(Sums):
             )
 
     def hessians(self, total: float, count: int) -> list[Hessian]:
-        sides = self.structure == "kron"
-        found = [layer.hessian(self.shapes, total, count, sides) for layer in self.layers.values()]
+        found = [layer.hessian(self.shapes, total, count) for layer in self.layers.values()]
         for name, moment in self.moments.items():
-            if sides:
+            if self.sides:
                 values, rows = eigenvalues((total / count * moment)[None])
                 spectrum = values[..., None]
             else:

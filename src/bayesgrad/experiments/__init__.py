@@ -37,6 +37,7 @@ def _lazily(module: str, function: str) -> Callable[[Context], Report]:
 PAPER_000 = "Aitchison, A unified theory of adaptive stochastic gradient descent as Bayesian filtering"
 PAPER_001 = "Aitchison, Bayesian filtering unifies adaptive and non-adaptive neural network optimization methods"
 PAPER_002 = "Khan and Rue, The Bayesian learning rule"
+PAPER_003 = "Smith et al., Stochastic natural gradient descent draws posterior samples in function space"
 PAPER_004 = "Benzing, Kronecker-factored second-order optimizers perform first-order descent on neurons"
 EXPERIMENTS = {
     experiment.name: experiment
@@ -154,12 +155,28 @@ EXPERIMENTS = {
             "holds",
         ),
         Experiment(
+            "benzing2021-laplace",
+            PAPER_004,
+            "appendix C",
+            "Laplace's method with the input factor alone",
+            _lazily("benzing2021_laplace", "input_factor"),
+            "not yet recorded",
+        ),
+        Experiment(
             "khan2023-fig1",
             PAPER_002,
             "Fig. 1",
             "Bayes moves away from a wall and prefers flat minima",
             _lazily("khan2023", "fig1"),
             "holds, for beliefs that begin wide",
+        ),
+        Experiment(
+            "khan2023-multimodal",
+            PAPER_002,
+            "section 3.2",
+            "components of a mixture finding separate minima",
+            _lazily("khan2023_multimodal", "multimodal"),
+            "not yet recorded",
         ),
         Experiment(
             "khan2023-uncertainty",
@@ -170,12 +187,108 @@ EXPERIMENTS = {
             "holds on Fashion-MNIST, after 30 epochs only",
         ),
         Experiment(
+            "khan2023-laplace-vs-variational",
+            PAPER_002,
+            "section 4.4",
+            "Laplace's method against VOGN and IVON, trained as long",
+            _lazily("khan2023_laplace", "against"),
+            "not yet recorded",
+        ),
+        Experiment(
             "khan2023-binary",
             PAPER_002,
             "section 4.5",
             "binary networks: STE against BayesBiNN",
             _lazily("khan2023", "binary"),
             "does not hold at laptop scale",
+        ),
+        Experiment(
+            "uci-regression",
+            "No paper's; data as of Hernandez-Lobato and Adams, Probabilistic backpropagation",
+            "",
+            "MAP, Laplace's method and variational rules on six small regressions",
+            _lazily("uci_regression", "regression"),
+            "not yet recorded",
+        ),
+        Experiment(
+            "continual-mnist",
+            PAPER_004,
+            "appendices A.2 and C",
+            "tasks one after the other: EWC with many Hessians, and chained beliefs",
+            _lazily("continual", "continual"),
+            "not yet recorded",
+        ),
+        Experiment(
+            "smith2018-fig1",
+            PAPER_003,
+            "Fig. 1",
+            "iterates of Langevin dynamics and of minibatches beside Laplace's approximation",
+            _lazily("smith2018_logistic", "fig1"),
+            "not yet recorded",
+        ),
+        Experiment(
+            "smith2018-fig2",
+            PAPER_003,
+            "Fig. 2",
+            "the temperature of Langevin dynamics, logistic regression",
+            _lazily("smith2018_logistic", "fig2"),
+            "not yet recorded",
+        ),
+        Experiment(
+            "smith2018-fig3",
+            PAPER_003,
+            "Fig. 3",
+            "the temperature of minibatches, logistic regression",
+            _lazily("smith2018_logistic", "fig3"),
+            "not yet recorded",
+        ),
+        Experiment(
+            "smith2018-fig4",
+            PAPER_003,
+            "Fig. 4",
+            "the batch size of natural gradients, a perceptron",
+            _lazily("smith2018", "fig4"),
+            "not yet recorded",
+        ),
+        Experiment(
+            "smith2018-fig5",
+            PAPER_003,
+            "Fig. 5",
+            "batch size and training set, a perceptron",
+            _lazily("smith2018", "fig5"),
+            "not yet recorded",
+        ),
+        Experiment(
+            "smith2018-fig6",
+            PAPER_003,
+            "Fig. 6",
+            "learning rate and training set, a convolutional network",
+            _lazily("smith2018", "fig6"),
+            "not yet recorded",
+        ),
+        Experiment(
+            "smith2018-ablation",
+            PAPER_003,
+            "footnote 2",
+            "damping, prior and the best temperature",
+            _lazily("smith2018", "ablation"),
+            "not yet recorded",
+        ),
+        Experiment(
+            "sngd-jeffreys",
+            PAPER_003,
+            "section 5",
+            "the corrected rule: known targets, and two parameterisations of one model",
+            _lazily("smith2018_questions", "jeffreys"),
+            "not yet recorded",
+        ),
+        Experiment(
+            "ngd-kronecker",
+            PAPER_003,
+            "section 2",
+            "temperature with a Kronecker metric",
+            _lazily("smith2018_questions", "kronecker"),
+            "not yet recorded",
         ),
     )
 }

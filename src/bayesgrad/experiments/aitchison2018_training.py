@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bayesgrad import optim
+from bayesgrad import metrics, optim
 from bayesgrad.experiments import networks
 from bayesgrad.experiments.dataset import Dataset
 from bayesgrad.experiments.methods import soap
-from bayesgrad.experiments.runner import Trial, drawn, log_probabilities, score
+from bayesgrad.experiments.runner import Trial, drawn, log_probabilities
 from bayesgrad.experiments.study import Context, mean_and_error
 
 STATISTICS = 1000  # training examples that BatchNorm's statistics are estimated from, at the last weights
@@ -210,9 +210,8 @@ def _run(context: Context, task: Task, variant: Variant, lr: float, seed: int, f
     values = dict.fromkeys(SCORES, math.nan)
     if torch.isfinite(found["loss"]).all():
         settle(model, task, context.device)
-        values = score(
-            log_probabilities(model, task.data.test_x, context.device), task.data.test_y.flatten(), task.data.classes
-        )
+        logs = log_probabilities(model, task.data.test_x, context.device)
+        values = metrics.classification(logs, task.data.test_y.flatten())
     return {**found, "scores": torch.tensor([values[name] for name in SCORES], dtype=torch.float64)}
 
 

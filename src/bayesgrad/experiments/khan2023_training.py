@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bayesgrad import optim
+from bayesgrad import metrics, optim
 from bayesgrad.experiments import networks
 from bayesgrad.experiments.dataset import Dataset
-from bayesgrad.experiments.runner import Trial, augmented, drawn, score
+from bayesgrad.experiments.runner import Trial, augmented, drawn
 from bayesgrad.experiments.study import Context, mean_and_error
 from bayesgrad.posterior import mc_dropout
 
@@ -298,25 +298,13 @@ def scores(found: Mapping[str, Tensor], way: str, task: Task) -> dict[str, float
     if way not in found or not torch.isfinite(found[way]).all():
         return dict.fromkeys(names, math.nan)
     p = found[way]
-    values = score(p.clamp(min=1e-12).log(), task.data.test_y, task.data.classes)
+    values = metrics.classification(p.clamp(min=1e-12).log(), task.data.test_y)
     if f"{way}_outside" in found:
         outside = found[f"{way}_outside"]
-        values["auroc maximum"] = auroc(-p.max(1).values, -outside.max(1).values)
-        values["auroc entropy"] = auroc(entropy(p), entropy(outside))
+        values["auroc maximum"] = metrics.auroc(-p.max(1).values, -outside.max(1).values)
+        values["auroc entropy"] = metrics.auroc(metrics.entropy(p), metrics.entropy(outside))
     values["seconds"] = found["seconds"].median().item()
     return values
-
-
-def entropy(p: Tensor) -> Tensor:
-    return torch.special.entr(p).sum(1)
-
-
-def auroc(inside: Tensor, outside: Tensor) -> float:
-    """The probability that an outside example has the higher value, ties counted by half."""
-    from sklearn.metrics import roc_auc_score
-
-    labels = torch.cat([torch.zeros(len(inside)), torch.ones(len(outside))])
-    return float(roc_auc_score(labels.numpy(), torch.cat([inside, outside]).numpy()))
 
 
 def like(images: Tensor, own: Tensor, target: Tensor) -> Tensor:

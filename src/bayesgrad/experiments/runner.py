@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from bayesgrad import metrics
 from bayesgrad.experiments import networks
 from bayesgrad.experiments.dataset import Dataset
 from bayesgrad.experiments.methods import Amounts, method
@@ -343,22 +344,7 @@ def evaluate(model: nn.Module, x: Tensor, y: Tensor, device: str = "cpu") -> dic
 
 def final_scores(model: nn.Module, data: Dataset, device: str = "cpu") -> dict[str, float]:
     """Error, NLL, calibration error (15 bins) and Brier score on the test part."""
-    return score(log_probabilities(model, data.test_x, device), data.test_y.flatten(), data.classes)
-
-
-def score(logs: Tensor, y: Tensor, classes: int) -> dict[str, float]:
-    """Error, NLL, calibration error (15 bins) and Brier score of log-probabilities (n, classes)."""
-    from torchmetrics.functional.classification import multiclass_accuracy, multiclass_calibration_error
-
-    if not bool(torch.isfinite(logs.exp()).all()):  # a model that diverged has no probabilities to score
-        return dict.fromkeys(("error", "nll", "ece", "brier"), math.nan)
-    p = logs.exp()
-    return {
-        "error": 1 - multiclass_accuracy(p, y, classes, average="micro").item(),
-        "nll": F.nll_loss(logs.double(), y).item(),
-        "ece": multiclass_calibration_error(p, y, classes, n_bins=15).item(),
-        "brier": (p - F.one_hot(y, classes)).square().sum(1).double().mean().item(),
-    }
+    return metrics.classification(log_probabilities(model, data.test_x, device), data.test_y.flatten())
 
 
 def _reset_peak(device: str) -> None:

@@ -61,6 +61,10 @@ class Family(ABC):
     def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
         """(count, plates, event)."""
 
+    def has_mode(self, natural: Parameters) -> Tensor:
+        """Whether there is one place where the density is greatest, and T is finite there, (plates)."""
+        return self.inside(natural)
+
     def mode(self, natural: Parameters) -> Tensor:
         """Where the density is greatest.
 
@@ -68,6 +72,12 @@ class Family(ABC):
             ValueError: there is no such place.
         """
         raise ValueError(f"{type(self).__name__} has no mode that can be computed: it cannot be a Point.")
+
+    def _require_mode(self, natural: Parameters, condition: str) -> None:
+        exists = self.has_mode(natural)
+        if not exists.all():
+            where = f": not for {int((~exists).sum())} of {exists.numel()}" if exists.dim() else ""
+            raise ValueError(f"{type(self).__name__} has a mode only for {condition}{where}.")
 
     def base(self, natural: Parameters) -> Tensor:
         """E_q[log h(x)], (plates)."""

@@ -244,7 +244,9 @@ class FixedGaussian(Family):
 def _cholesky(matrix: Tensor) -> Tensor:
     factor, info = torch.linalg.cholesky_ex(matrix)
     if info.any():
-        raise ValueError("a precision or covariance is not positive definite: the parameters are of no Gaussian.")
+        raise ValueError(
+            "a precision, covariance or scale is not positive definite: the parameters are of no distribution."
+        )
     return factor
 
 

@@ -17,7 +17,7 @@ from bayesgrad.curvature import Curvature
 from bayesgrad.filter.ranges import FRACTION, FRACTIONS, NONNEGATIVE, OPTIONAL_FLAG, POSITIVE, Range, one_of
 from bayesgrad.filter.update import Parts, Update
 from bayesgrad.posterior import GaussianPosterior, Posterior
-from bayesgrad.posterior.posterior import parameters_of
+from bayesgrad.posterior.network import parameters_of
 from bayesgrad.precision import Diagonal
 from bayesgrad.rule import Rule
 from bayesgrad.transition import Transition

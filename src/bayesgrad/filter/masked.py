@@ -16,7 +16,7 @@ from bayesgrad.filter.layerwise import named_groups
 from bayesgrad.filter.ranges import FLAG, WHOLE, WHOLE_NUMBER, Range
 from bayesgrad.filter.variational import Drawing, Mark, _mark, _same
 from bayesgrad.posterior import DropoutPosterior, Posterior
-from bayesgrad.posterior.posterior import parameters_of, unwrapped
+from bayesgrad.posterior.network import parameters_of, unwrapped
 from bayesgrad.posterior.units import Units, units_of
 
 Masks = Mapping[Any, Tensor] | Callable[[Tensor], Tensor]

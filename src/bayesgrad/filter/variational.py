@@ -36,7 +36,7 @@ class Variational(Filter):
     Args:
         params, defaults: as for `Filter`.
         prior: a Gaussian posterior of an earlier task, to be the prior of this one; parameters are found by name, so
-            `params` must be named, or the model's.
+            `params` must be named, or the model's. Those that it does not name have the prior N(0, 1/prior_precision).
     """
 
     accepts = {
@@ -58,20 +58,15 @@ class Variational(Filter):
         if not isinstance(prior, GaussianPosterior):
             raise TypeError(f"prior must be a Gaussian posterior, got {type(prior).__name__}.")
         means, variances = prior.mean, prior.variance()
+        check_known(self.param_groups, means)
         for group in self.param_groups:
-            names = group.get("param_names")
-            if names is None:
-                raise ValueError("prior= needs the parameters' names: pass model.named_parameters().")
-            for name, p in zip(names, group["params"]):
-                if name not in means:
-                    raise ValueError(f"the prior says nothing of parameter {name!r}: freeze it, or leave it out.")
-                if means[name].shape != p.shape:
-                    raise ValueError(
-                        f"{name!r} has shape {tuple(means[name].shape)} in the prior and {tuple(p.shape)} in the model."
-                    )
-                like = {"dtype": _kernels.compute_dtype(p.dtype), "device": p.device}
-                self.state[p]["prior_mean"] = torch.empty_like(p, dtype=like["dtype"]).copy_(means[name])
-                self.state[p]["prior_precision"] = torch.empty_like(p, dtype=like["dtype"]).copy_(1 / variances[name])
+            for name, p in zip(group["param_names"], group["params"]):
+                mean = torch.zeros_like(p, dtype=_kernels.compute_dtype(p.dtype))
+                precision = torch.full_like(mean, group["prior_precision"])
+                if name in means:
+                    mean.copy_(means[name])
+                    precision.copy_(1 / variances[name])
+                self.state[p] |= {"prior_mean": mean, "prior_precision": precision}
             group["informed"] = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -389,6 +384,25 @@ class Sampled(Drawing, Variational):
 
     def drawing(self, group: Mapping[str, Any]) -> list[float]:
         return [self._scale(group)]
+
+
+def check_known(groups: list[dict[str, Any]], prior: Mapping[str, Tensor]) -> None:
+    """Refuses a prior that is about other parameters.
+
+    Raises:
+        ValueError: parameters have no names, or the prior knows none of them, or some of another shape.
+    """
+    if any(group.get("param_names") is None for group in groups):
+        raise ValueError("prior= needs the parameters' names: pass model.named_parameters().")
+    named = {name: p for group in groups for name, p in zip(group["param_names"], group["params"])}
+    if not named.keys() & prior.keys():
+        raise ValueError(f"the prior says nothing of any parameter, {next(iter(named))!r} for one: leave it out.")
+    for name in named.keys() & prior.keys():
+        if prior[name].shape != named[name].shape:
+            raise ValueError(
+                f"{name!r} has shape {tuple(prior[name].shape)} in the prior and {tuple(named[name].shape)} in the "
+                "model."
+            )
 
 
 def _mark(p: Tensor) -> Mark:

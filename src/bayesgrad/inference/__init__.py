@@ -1,13 +1,13 @@
 """The Bayesian learning rule as an engine: nodes, factors, messages, one step."""
 
 from bayesgrad.inference.engine import OutsideDomain, Result, Sites, elbo, message, run, step
-from bayesgrad.inference.expectation import Delta, GaussHermite, MonteCarlo
+from bayesgrad.inference.expectation import Delta, GaussHermite, MonteCarlo, QuasiMonteCarlo
 from bayesgrad.inference.factor import (
     Expected,
     Factor,
     Linear,
     LogDensity,
-    Pointwise,
+    MultiProjected,
     Prior,
     Projected,
     linear_gaussian,
@@ -16,6 +16,7 @@ from bayesgrad.inference.minimize import Minimum, minimize
 from bayesgrad.inference.mixing import settle
 from bayesgrad.inference.node import Node
 from bayesgrad.inference.online import online
+from bayesgrad.inference.pointwise import Pointwise
 
 __all__ = [
     "Delta",
@@ -26,11 +27,13 @@ __all__ = [
     "LogDensity",
     "Minimum",
     "MonteCarlo",
+    "MultiProjected",
     "Node",
     "OutsideDomain",
     "Pointwise",
     "Prior",
     "Projected",
+    "QuasiMonteCarlo",
     "Result",
     "Sites",
     "elbo",

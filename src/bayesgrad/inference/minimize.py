@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bayesgrad.families import MixtureOfGaussians
 from bayesgrad.inference.engine import Rho, run
 from bayesgrad.inference.expectation import Delta, Expectation
 from bayesgrad.inference.factor import LogDensity
+from bayesgrad.inference.multimodal import Marginal
 from bayesgrad.inference.node import Node
 
 
@@ -76,9 +78,11 @@ def minimize(
     Checked by: tests/equations/test_inference.py.
     """
     expectation = Delta() if expectation is None else expectation
-    factor = LogDensity(q, lambda theta: -loss(theta), expectation)
+    several = isinstance(q.family, MixtureOfGaussians)
+    factor = (Marginal if several else LogDensity)(q, lambda theta: -loss(theta), expectation)
     result = run(q, [factor], steps, rho, momentum=momentum, domain=domain, tolerance=tolerance, progress=progress)
-    points = torch.atleast_2d(q.family.mode(q.natural))
+    points = q.family.moments(q.natural)[1] if isinstance(q.family, MixtureOfGaussians) else q.family.mode(q.natural)
+    points = torch.atleast_2d(points)
     losses = torch.stack([loss(point) for point in points])
     order = losses.argsort()
     return Minimum(points[order], losses[order], [-value for value in result.elbos], result.converged)

@@ -14,9 +14,9 @@ from bayesgrad.block.relaxed import Relaxed
 from bayesgrad.filter.binary import Binary
 from bayesgrad.filter.filter import Filter, settings
 from bayesgrad.filter.ranges import COUNT, NONNEGATIVE, POSITIVE, WHOLE, WHOLE_NUMBER
-from bayesgrad.filter.variational import Drawing
+from bayesgrad.filter.variational import Drawing, check_known
 from bayesgrad.posterior import BernoulliPosterior, Posterior
-from bayesgrad.posterior.posterior import parameters_of
+from bayesgrad.posterior.network import parameters_of
 from bayesgrad.rule import NaturalGradient
 from bayesgrad.transition import Static
 
@@ -110,7 +110,8 @@ class BayesBiNN(Drawing, Binary):
         momentum: decay of the natural gradient's average.
         natural_init: size of lambda at the start.
         samples: draws that `step(closure)` averages.
-        prior: a `BernoulliPosterior` of an earlier task to be the prior of this one; parameters must be named.
+        prior: a `BernoulliPosterior` of an earlier task to be the prior of this one; parameters must be named. Those
+            that it does not name have the uniform prior.
         seed: draws are a function of it, of how many there were, and of a weight's position.
         nonfinite: what to do about a gradient with infinite or NaN entries: `"ignore"`, `"raise"`, or `"skip"`.
         fused: compile the step (`True`), run it eagerly (`False`), or whichever pays (`None`).
@@ -163,19 +164,12 @@ class BayesBiNN(Drawing, Binary):
     def _take_prior(self, prior: Posterior) -> None:
         if not isinstance(prior, BernoulliPosterior):
             raise TypeError(f"prior must be a BernoulliPosterior, got {type(prior).__name__}: use one of BayesBiNN's.")
+        check_known(self.param_groups, prior.natural)
         for group in self.param_groups:
-            names = group.get("param_names")
-            if names is None:
-                raise ValueError("prior= needs the parameters' names: pass model.named_parameters().")
-            for name, p in zip(names, group["params"]):
-                if name not in prior.natural:
-                    raise ValueError(f"the prior says nothing of parameter {name!r}: leave it out.")
-                natural = prior.natural[name]
-                if natural.shape != p.shape:
-                    raise ValueError(
-                        f"{name!r} has shape {tuple(natural.shape)} in the prior and {tuple(p.shape)} in the model."
-                    )
-                self.state[p]["prior_natural"] = torch.empty_like(p, dtype=compute_dtype(p.dtype)).copy_(natural)
+            for name, p in zip(group["param_names"], group["params"]):
+                if name in prior.natural:
+                    natural = torch.empty_like(p, dtype=compute_dtype(p.dtype)).copy_(prior.natural[name])
+                    self.state[p]["prior_natural"] = natural
             group["informed"] = True
 
     def _check(self, group: Mapping[str, Any]) -> None:
@@ -198,7 +192,7 @@ class BayesBiNN(Drawing, Binary):
 
     def initial(self, slot: str, group: Mapping[str, Any], p: Tensor) -> float | Tensor:
         if slot != "natural":
-            return super().initial(slot, group, p)
+            return 0.0 if slot == "prior_natural" else super().initial(slot, group, p)
         if "prior_natural" in self.state[p]:
             return self.state[p]["prior_natural"]
         weights = p.detach().to(compute_dtype(p.dtype))

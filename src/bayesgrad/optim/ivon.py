@@ -53,7 +53,8 @@ class IVON(Sampled):
         curvature: `"price"` as above, or `"gradsq"`, h^ = N g^2, which never is negative and is no Hessian.
         natural_momentum: gamma of momentum in the belief's natural parameters (paper 002, appendix F), in place of or
             beside beta_1.
-        prior: a posterior of an earlier task to be the prior of this one, in place of prior_precision.
+        prior: a posterior of an earlier task to be the prior of this one, in place of prior_precision, which is left
+            to parameters that it does not name.
         seed: draws are a function of it, of how many there were, and of a weight's position.
         nonfinite: what to do about a gradient with infinite or NaN entries: `"ignore"`, `"raise"`, or `"skip"`.
         fused: compile the step (`True`), run it eagerly (`False`), or whichever pays (`None`).

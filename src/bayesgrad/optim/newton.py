@@ -53,7 +53,8 @@ class Newton(SecondOrder, Variational):
         probes: how many v are averaged.
         natural_momentum: gamma of momentum in the belief's natural parameters (paper 002, appendix F), in place of or
             beside beta_1.
-        prior: a posterior of an earlier task to be the prior of this one, in place of prior_precision.
+        prior: a posterior of an earlier task to be the prior of this one, in place of prior_precision, which is left
+            to parameters that it does not name.
         seed: probes are a function of it, of how many steps there were, and of a weight's position.
         nonfinite: what to do about a gradient or Hessian with infinite or NaN entries: `"ignore"`, `"raise"`, `"skip"`.
         fused: compile the step (`True`), run it eagerly (`False`), or whichever pays (`None`).
@@ -134,7 +135,8 @@ class VON(SecondOrder, Sampled):
         hessian, probes: as for `Newton`.
         samples: draws that `step(closure)` averages.
         natural_momentum: gamma of momentum in the belief's natural parameters (paper 002, appendix F).
-        prior: a posterior of an earlier task to be the prior of this one, in place of prior_precision.
+        prior: a posterior of an earlier task to be the prior of this one, in place of prior_precision, which is left
+            to parameters that it does not name.
         seed: draws and probes are a function of it, of how many draws there were, and of a weight's position.
         nonfinite: what to do about a gradient or Hessian with infinite or NaN entries: `"ignore"`, `"raise"`, `"skip"`.
         fused: compile the step (`True`), run it eagerly (`False`), or whichever pays (`None`).

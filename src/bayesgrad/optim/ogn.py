@@ -196,7 +196,8 @@ class OGN(GaussNewton):
         likelihood: how `observe` reads the outputs.
         terms: losses in an example (the length of a sequence whose every token has a loss).
         natural_momentum: gamma of momentum in the belief's natural parameters (paper 002, appendix F).
-        prior: a posterior of an earlier task to be the prior of this one, in place of prior_precision.
+        prior: a posterior of an earlier task to be the prior of this one, in place of prior_precision, which is left
+            to parameters that it does not name.
         seed: of draws and of sampled labels.
         nonfinite: what to do about a gradient with infinite or NaN entries: `"ignore"`, `"raise"`, or `"skip"`.
         fused: compile the step (`True`), run it eagerly (`False`), or whichever pays (`None`).

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from torch.func import jacrev, vmap
 
 from bayesgrad import noise
 from bayesgrad._kernels import compute_dtype
+from bayesgrad.likelihoods import Averages, Likelihood
 from bayesgrad.posterior.concrete import ConcreteDropout
-from bayesgrad.posterior.posterior import Posterior, evaluating, unwrapped
+from bayesgrad.posterior.network import Network, evaluating, unwrapped
+from bayesgrad.posterior.posterior import Posterior
 from bayesgrad.posterior.units import Units
 
 # Modules whose mode means dropout and nothing else. An encoder layer in evaluation mode would take a shortcut around
@@ -100,21 +103,24 @@ class DropoutPosterior(Posterior):
                 }
             )
 
-    def _linear(self, outputs: Callable, inputs: tuple[Tensor, ...], model: nn.Module) -> tuple[Tensor, Tensor]:
+    def _linear(self, network: Network, together: bool) -> tuple[Tensor, Tensor]:
         """Outputs at the mean, and their variance sum_j (df/dz_j)^2 keep_j (1 - keep_j)."""
         keep = {name: p.to(compute_dtype(self.slab[name].dtype)) for name, p in self.keep.items()}
-        centre = outputs(self._cast(self.mean, model))
+        centre = network(self._cast(self.mean, network.model))
+        count = centre[:1].numel()
         if not len(centre) or not keep:
-            return centre, torch.zeros_like(centre)
+            return centre, centre.new_zeros(len(centre), count, count) if together else torch.zeros_like(centre)
+        spread = torch.cat([p * (1 - p) for p in keep.values()])
 
         def one(*example: Tensor) -> Tensor:
-            alone = tuple(part[None] for part in example)
-            jacobian = jacrev(lambda z: outputs(self._cast(self._masked(z), model), alone).flatten())(keep)
-            return sum((jacobian[name].square() * p * (1 - p)).sum(1) for name, p in keep.items())  # pyright: ignore
+            alone = [part[None] for part in example]
+            masked = jacrev(lambda z: network.at(self._cast(self._masked(z), network.model))(*alone).flatten())(keep)
+            jacobian = torch.cat([masked[name] for name in keep], 1)
+            return (jacobian * spread) @ jacobian.mT if together else (jacobian.square() * spread).sum(1)
 
         with torch.enable_grad():
-            spread = vmap(one, chunk_size=16)(*inputs)
-        return centre, spread.detach().view_as(centre)
+            found = vmap(one, chunk_size=16)(*network.inputs).detach()
+        return centre, found if together else found.view_as(centre)
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
         units = {name: torch.tensor([units.dim, units.groups]) for name, units in self.units.items()}
@@ -158,18 +164,15 @@ class MCDropout(Posterior):
         with evaluating(model), dropping(unwrapped(model), generator.initial_seed()):
             yield model
 
-    def _average(
-        self, outputs: Callable, link: Callable, samples: int, seed: int | None, model: nn.Module
-    ) -> tuple[Tensor, Tensor]:
-        generators = iter(self._generators(samples, self.seed if seed is None else seed))
+    def _average(self, network: Network, reading: Likelihood, samples: int, seed: int | None) -> Averages:
+        network = replace(network, chunk=None)  # masks belong to a whole batch
+        found = Averages(reading, self.noise)
+        for generator in self._generators(samples, self.seed if seed is None else seed):
+            with dropping(network.model, generator.initial_seed()):
+                found.add(network({}))
+        return found
 
-        def dropped(weights: Mapping[str, Tensor]) -> Tensor:
-            with dropping(model, next(generators).initial_seed()):
-                return outputs(weights)
-
-        return super()._average(dropped, link, samples, seed, model)
-
-    def _linear(self, outputs: Callable, inputs: tuple[Tensor, ...], model: nn.Module) -> tuple[Tensor, Tensor]:
+    def _linear(self, network: Network, together: bool) -> tuple[Tensor, Tensor]:
         raise ValueError("MC dropout has no linearised prediction: use method='mc'.")
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:

@@ -1,203 +1,23 @@
-"""Posteriors of Laplace's method: the curvature of the loss at trained weights, kept apart from the prior.
-
-A `Hessian` is what the data say of one block of weights, H; the belief about it has the precision s H + δ I, where s is
-what the noise of the data makes of it and δ the prior precision. So priors and noise can be changed, and the evidence
-be differentiated by them, without another look at the data.
-"""
+"""Posteriors of Laplace's method: the curvature of the loss at trained weights, and a prior."""
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import cached_property
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bayesgrad.belief import Belief, Joint
+from bayesgrad import likelihoods
 from bayesgrad.posterior.gaussian import GaussianPosterior
-from bayesgrad.precision import Dense, Diagonal, LowRank, Rescaled, Spectral
-from bayesgrad.precision.linalg import inverse
-from bayesgrad.precision.low_rank import Directions
+from bayesgrad.posterior.hessian import Hessian, by_name, check_prior
+from bayesgrad.posterior.network import Network, evaluating, holding, unwrapped
+from bayesgrad.posterior.tuning import climbed, tried
 
 GROUPS = ("model", "layer", "parameter")
-
-
-@dataclass(frozen=True, eq=False)
-class Hessian(ABC):
-    """The Hessian H of the whole loss over one block of weights, or what stands for it.
-
-    Args:
-        shapes: of the block's parameters by name.
-    """
-
-    shapes: Mapping[str, torch.Size]
-    kinds: ClassVar[dict[str, type[Hessian]]] = {}
-
-    def __init_subclass__(cls) -> None:
-        Hessian.kinds[cls.__name__] = cls
-
-    @abstractmethod
-    def belief(self, mean: Mapping[str, Tensor], prior: Mapping[str, float], scale: float) -> Belief:
-        """N(mean, (scale H + prior)^-1)."""
-
-    @abstractmethod
-    def logdet(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
-        """log |scale H + prior|, differentiable in both."""
-
-    def stored(self) -> dict[str, Tensor]:
-        """What it is made of, for a file; `restored` is the inverse."""
-        parts = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "shapes"}
-        return {key: part for key, part in parts.items() if part is not None}
-
-    @classmethod
-    def restored(cls, shapes: Mapping[str, torch.Size], parts: Mapping[str, Tensor]) -> Hessian:
-        own = [f.name for f in fields(cls) if f.name != "shapes"]
-        return cls(shapes, **{key: parts.get(key) for key in own})  # pyright: ignore[reportCallIssue]
-
-    def _only(self, prior: Mapping[str, Any]) -> Any:
-        """The prior, where a block can have but one."""
-        values = [prior[name] for name in self.shapes]
-        if any(value is not values[0] and value != values[0] for value in values):
-            raise ValueError(f"{list(self.shapes)} are one block, and need one prior precision, got {values}.")
-        return values[0]
-
-    def _joint(self, mean: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
-        return torch.cat([mean[name].reshape(*shape, -1) for name in self.shapes], -1)
-
-
-@dataclass(frozen=True, eq=False)
-class DiagonalHessian(Hessian):
-    """Of one parameter, its diagonal alone."""
-
-    values: Tensor
-
-    def belief(self, mean: Mapping[str, Tensor], prior: Mapping[str, float], scale: float) -> Belief:
-        ((name, _),) = self.shapes.items()
-        return Belief(mean[name], Diagonal(1 / (scale * self.values + prior[name])))
-
-    def logdet(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
-        return (scale * self.values.double() + self._only(prior)).log().sum()
-
-
-@dataclass(frozen=True, eq=False)
-class FactoredHessian(Hessian):
-    """E ⊗ A of a matrix [W b], in the eigenbasis of the factors, where the prior is a sum and no approximation.
-
-    Args:
-        rows, columns: eigenvectors (groups, out, out) and (groups, in, in), None for the identity.
-        spectrum: products of eigenvalues, (groups, out, in).
-    """
-
-    rows: Tensor | None
-    columns: Tensor | None
-    spectrum: Tensor
-
-    def belief(self, mean: Mapping[str, Tensor], prior: Mapping[str, float], scale: float) -> Belief:
-        precision = Spectral(self.rows, self.columns, scale * self.spectrum + self._only(prior))
-        return Joint(self._joint(mean, tuple(self.spectrum.shape[:2])), precision, self.shapes)
-
-    def logdet(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
-        return (scale * self.spectrum.double() + self._only(prior)).log().sum()
-
-
-@dataclass(frozen=True, eq=False)
-class DenseHessian(Hessian):
-    """Of all parameters, written down, (n, n)."""
-
-    matrix: Tensor
-
-    @cached_property
-    def _eigenvalues(self) -> Tensor:
-        return torch.linalg.eigvalsh(self.matrix.double()).clamp(min=0)
-
-    def belief(self, mean: Mapping[str, Tensor], prior: Mapping[str, float], scale: float) -> Belief:
-        precision = scale * self.matrix
-        precision.diagonal().add_(self._each(prior).to(precision))
-        covariance = inverse(precision, 0.0, "the posterior precision")
-        return Joint(self._joint(mean, (1,)), Dense(covariance, (1, len(covariance))), self.shapes)
-
-    def logdet(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
-        if len({id(prior[name]) for name in self.shapes}) == 1:
-            return (scale * self._eigenvalues + self._only(prior)).log().sum()
-        precision = scale * self.matrix.double() + torch.diag(self._each(prior))
-        return 2 * torch.linalg.cholesky(precision).diagonal().log().sum()
-
-    def _each(self, prior: Mapping[str, Any]) -> Tensor:
-        like: dict[str, Any] = dict(dtype=torch.float64, device=self.matrix.device)
-        sizes = [(name, shape.numel()) for name, shape in self.shapes.items()]
-        return torch.cat([torch.as_tensor(prior[name], **like).expand(size) for name, size in sizes])
-
-
-class Parted(Directions, Protocol):
-    """Directions whose parts have names."""
-
-    def grams(self) -> Mapping[str, Tensor]: ...
-
-
-@dataclass(frozen=True, eq=False)
-class LowRankHessian(Hessian):
-    """G G' for the gradients G of a few examples, which need not be written down; vectors are flat, (1, n)."""
-
-    directions: Parted
-
-    @cached_property
-    def gram(self) -> Tensor:
-        return self.directions.gram()
-
-    @cached_property
-    def _eigenvalues(self) -> Tensor:
-        return torch.linalg.eigvalsh(self.gram.double()).clamp(min=0)
-
-    @property
-    def _size(self) -> int:
-        return sum(shape.numel() for shape in self.shapes.values())
-
-    @cached_property
-    def _grams(self) -> Mapping[str, Tensor]:
-        return self.directions.grams()
-
-    def belief(self, mean: Mapping[str, Tensor], prior: Mapping[str, float], scale: float) -> Belief:
-        floors, weights = {prior[name] for name in self.shapes}, self._joint(mean, (1,))
-        if len(floors) == 1:
-            directions = Times(self.directions, scale**0.5, scale * self.gram)
-            return Joint(weights, LowRank(floors.pop(), directions, (1, self._size)), self.shapes)
-        root = torch.cat([weights.new_full((1, s.numel()), prior[name] ** 0.5) for name, s in self.shapes.items()], 1)
-        gram = torch.stack([scale / prior[name] * gram for name, gram in self._grams.items()]).sum(0)
-        inner = LowRank(1.0, Times(self.directions, scale**0.5 / root, gram), (1, self._size))
-        return Joint(weights, Rescaled(inner, root), self.shapes)
-
-    def logdet(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
-        floor = prior[next(iter(self.shapes))]
-        if all(prior[name] is floor for name in self.shapes):
-            rest = self._size - len(self.gram)  # negative where there are more gradients than weights
-            return (scale * self._eigenvalues + floor).log().sum() + rest * floor.log()
-        inner = torch.eye(len(self.gram), dtype=torch.float64, device=self.gram.device)
-        for name, gram in self._grams.items():
-            inner = inner + scale / prior[name] * gram.double()
-        volume = 2 * torch.linalg.cholesky(inner).diagonal().log().sum()
-        return volume + torch.stack([s.numel() * prior[name].log() for name, s in self.shapes.items()]).sum()
-
-
-@dataclass(frozen=True, eq=False)
-class Times:
-    """Some directions times a number, or one for each weight, whose Gram matrix is known."""
-
-    directions: Directions
-    factor: float | Tensor
-    square: Tensor
-
-    def project(self, vector: Tensor) -> Tensor:
-        return self.directions.project(self.factor * vector)
-
-    def combine(self, weights: Tensor) -> Tensor:
-        return self.directions.combine(weights).mul_(self.factor)
-
-    def gram(self) -> Tensor:
-        return self.square
+METHODS = ("evidence", "heldout")
 
 
 @dataclass(frozen=True)
@@ -229,6 +49,9 @@ class LaplacePosterior(GaussianPosterior):
 
     with n weights w, prior precision δ = `prior_precision`, and s a power of 1/`noise`. Made by `bayesgrad.laplace`.
 
+    A `temperature` T makes it the Gaussian of exp(-loss/T), where the loss is that of all data and the prior's: the
+    covariance is T (s H + δ I)^-1. The evidence is that of T = 1.
+
     Args:
         hessians: of the blocks.
         mean: the trained weights by name.
@@ -236,6 +59,7 @@ class LaplacePosterior(GaussianPosterior):
         likelihood: what `predict` takes for granted.
         prior_precision: a number, or one for each parameter by name.
         noise: variance of the data, for the Gaussian likelihood.
+        temperature: T.
         model, seed: see `Posterior`.
 
     Reference: 004, appendix A.1; MacKay, 1992, for the evidence.
@@ -253,26 +77,45 @@ class LaplacePosterior(GaussianPosterior):
         likelihood: str,
         prior_precision: float | Mapping[str, float] = 1.0,
         noise: float = 1.0,
+        temperature: float = 1.0,
         model: nn.Module | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__({}, model, seed=seed)
         self.hessians, self.fit, self.likelihood = list(hessians), fit, likelihood
         self._weights = dict(mean)
-        self.set_prior(prior_precision, noise)
+        self.set_prior(prior_precision, noise, temperature)
 
-    def set_prior(self, prior_precision: float | Mapping[str, float], noise: float | None = None) -> LaplacePosterior:
+    def set_prior(
+        self,
+        prior_precision: float | Mapping[str, float],
+        noise: float | None = None,
+        temperature: float | None = None,
+    ) -> LaplacePosterior:
         """The same data under another prior, and perhaps other noise; the weights stay as they are."""
         noise = self.noise if noise is None else noise
-        prior = check_prior(prior_precision, noise, self._weights)
-        scale = float(noise) ** -self.fit.power
+        temperature = self.temperature if temperature is None else temperature
+        prior = check_prior(prior_precision, noise, self._weights, temperature)
+        prior = {name: value / temperature for name, value in prior.items()}
+        scale = float(noise) ** -self.fit.power / temperature
         beliefs = {next(iter(h.shapes)): h.belief(self._weights, prior, scale) for h in self.hessians}
-        self.prior_precision, self.noise, self.beliefs = prior_precision, noise, beliefs
+        self.prior_precision, self.noise, self.temperature, self.beliefs = prior_precision, noise, temperature, beliefs
+        self._linearisations = [h.linearised(prior, scale) for h in self.hessians]
         return self
 
     def _parted(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         parted = super()._parted(values)
         return {name: parted[name] for name in self._weights}  # in the order of the model, not of the blocks
+
+    def _linear(self, network: Network, together: bool) -> tuple[Tensor, Tensor]:
+        ways = [way for way in self._linearisations if way is not None]
+        if len(ways) != len(self._linearisations) or network.statistics is not None or not len(network.inputs[0]):
+            return super()._linear(network, together)
+        parameters, mean = self._parameters(network.model), self._cast(self._weights, network.model)
+        with holding(parameters, mean):
+            spread = torch.stack([way.covariance(network.model, network.inputs) for way in ways]).sum(0)
+        centre = network(mean)
+        return centre, (spread if together else spread.diagonal(dim1=1, dim2=2).reshape(centre.shape)).to(centre.dtype)
 
     def log_marginal_likelihood(self, prior_precision: Any = None, noise: Any = None) -> Tensor:
         """The evidence, in float64; differentiable in what is given as a tensor.
@@ -283,7 +126,7 @@ class LaplacePosterior(GaussianPosterior):
         """
         prior = self.prior_precision if prior_precision is None else prior_precision
         noise = torch.as_tensor(self.noise if noise is None else noise, dtype=torch.float64)
-        priors = _by_name(prior, self._weights, lambda value: torch.as_tensor(value, dtype=torch.float64))
+        priors = by_name(prior, self._weights, lambda value: torch.as_tensor(value, dtype=torch.float64))
         scale = noise**-self.fit.power
         volume = torch.stack([h.logdet(priors, scale) for h in self.hessians]).sum()
         for name, weight in self._weights.items():
@@ -291,60 +134,89 @@ class LaplacePosterior(GaussianPosterior):
             volume = volume - weight.numel() * delta.log() + delta * weight.double().square().sum()
         return self.fit.log_likelihood(noise) - volume / 2
 
-    def tune_prior(self, per: str = "model", *, noise: bool = False, steps: int = 100) -> LaplacePosterior:
-        """Takes the prior precision that has the most evidence, given these weights.
+    def tune_prior(
+        self,
+        per: str = "model",
+        *,
+        method: str = "evidence",
+        heldout: Iterable | None = None,
+        noise: bool = False,
+        temperature: bool = False,
+        steps: int = 100,
+    ) -> LaplacePosterior:
+        """Takes the prior precision that has the most evidence, or predicts held-out labels best, given these weights.
 
-        Weights trained under another prior are not at its optimum: train on and look again, if that matters.
+        Weights trained under another prior are not at its optimum: train on and look again, if that matters. The
+        search starts at the prior there is, and ends at an optimum near it.
 
         Args:
             per: one precision for the `"model"`, for each `"layer"` or each `"parameter"`.
+            method: `"evidence"`, or `"heldout"` for the mean log-density of labels under linearised predictions.
+            heldout: batches (inputs, labels) for the latter.
             noise: whether the data's noise is found as well.
-            steps: at most so many of L-BFGS.
+            temperature: whether the posterior's temperature is, by held-out labels.
+            steps: at most so many of L-BFGS, or values tried out on held-out labels.
         """
-        if per not in GROUPS:
-            raise ValueError(f"per must be one of {', '.join(map(repr, GROUPS))}, got {per!r}.")
+        for name, value, known in (("per", per, GROUPS), ("method", method, METHODS)):
+            if value not in known:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
         if noise and not self.fit.power:
             raise ValueError(f"a {self.likelihood} likelihood has no noise to find: leave noise=False.")
+        if temperature and method == "evidence":
+            raise ValueError("the evidence does not depend on temperature: use method='heldout' for temperature=True.")
+        if (heldout is None) != (method == "evidence"):
+            raise ValueError(f"method={method!r} {'needs' if heldout is None else 'takes no'} heldout=.")
         key: Callable[[str], str] = {
             "model": lambda name: "",
             "layer": lambda name: name.rpartition(".")[0],
             "parameter": lambda name: name,
         }[per]
-        start = _by_name(self.prior_precision, self._weights, float)
-        groups = {key(name): math.log(value) for name, value in start.items()}
-        theta = torch.tensor([*groups.values(), math.log(self.noise)], dtype=torch.float64, requires_grad=True)
+        groups = {key(name): value for name, value in by_name(self.prior_precision, self._weights, float).items()}
         place = {group: i for i, group in enumerate(groups)}
-        size = sum(weight.numel() for weight in self._weights.values())
+        kept = self.prior_precision, self.noise, self.temperature
+        start = [*groups.values(), *[self.noise] * noise, *[self.temperature] * temperature]
 
-        def evidence() -> Tensor:
-            values = theta.exp()
-            each = values[:-1].unbind()
-            priors = {name: each[place[key(name)]] for name in self._weights}
-            return self.log_marginal_likelihood(priors, values[-1] if noise else self.noise)
+        def read(values: Sequence[Any]) -> tuple[Any, Any, Any]:
+            """Prior, noise and temperature."""
+            prior = {name: values[place[key(name)]] for name in self._weights}
+            given = values[len(groups)] if noise else self.noise
+            return values[0] if per == "model" else prior, given, values[-1] if temperature else self.temperature
 
-        search = torch.optim.LBFGS(
-            [theta], max_iter=steps, tolerance_grad=1e-10, tolerance_change=1e-14, line_search_fn="strong_wolfe"
-        )
-
-        def closure() -> Tensor:
-            theta.grad = None
-            with torch.enable_grad():
-                loss = -evidence() / size
-                loss.backward()
-            return loss.detach()
-
-        search.step(closure)
-        found = theta.detach().exp().tolist()
+        if method == "evidence":
+            size = sum(weight.numel() for weight in self._weights.values())
+            found = climbed(
+                lambda values: self.log_marginal_likelihood(*read(values.unbind())[:2]) / size, start, steps
+            )
+        else:
+            batches = list(heldout or ())
+            if not batches:
+                raise ValueError("heldout gave no batches: pass a loader, or a list of (inputs, labels).")
+            try:
+                found = tried(lambda values: self.set_prior(*read(values))._log_density(batches), start, steps)
+            finally:
+                self.set_prior(*kept)
         if not all(1e-20 < value < 1e20 for value in found):
-            raise ValueError(f"the evidence has no optimum: it was followed to prior_precision={found[:-1]}.")
-        named = {name: found[place[key(name)]] for name in self._weights}
-        return self.set_prior(found[0] if per == "model" else named, found[-1] if noise else self.noise)
+            raise ValueError(f"the search found no optimum: it went to prior_precision={found[: len(groups)]}.")
+        return self.set_prior(*read(found))
+
+    @torch.no_grad()
+    def _log_density(self, batches: Sequence[Any]) -> float:
+        """The mean log-density of labels under linearised predictions."""
+        reading, total, count = likelihoods.named(self.likelihood), 0.0, 0
+        network = unwrapped(self._model(None))
+        with evaluating(network):
+            for x, y in batches:
+                mean, variance = self._linear(Network(network, x if isinstance(x, tuple) else (x,)), together=False)
+                total += float(reading.log_density(mean, variance.clamp(min=0), y, self.noise).double().sum())
+                count += len(mean)
+        return total / count
 
     # --- storage ---
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
-        prior = _by_name(self.prior_precision, self._weights, float)
+        prior = by_name(self.prior_precision, self._weights, float)
         numbers = {"loss": self.fit.loss, "outputs": self.fit.outputs, "power": self.fit.power, "noise": self.noise}
+        numbers["temperature"] = self.temperature
         tensors = {
             "mean": self._weights,
             "prior": {name: torch.tensor(value, dtype=torch.float64) for name, value in prior.items()},
@@ -374,29 +246,6 @@ class LaplacePosterior(GaussianPosterior):
             likelihood=next(iter(tensors["likelihood"])),
             prior_precision=prior if len(set(prior.values())) > 1 else next(iter(prior.values())),
             noise=numbers["noise"],
+            temperature=numbers["temperature"],
             model=model,
         )
-
-
-def check_prior(prior_precision: Any, noise: Any, names: Mapping[str, Any]) -> dict[str, float]:
-    """The prior precision of each parameter.
-
-    Raises:
-        ValueError: a number is not positive and finite, or names are others than the parameters'.
-    """
-    if isinstance(prior_precision, Mapping) and set(prior_precision) != set(names):
-        odd = sorted(set(prior_precision) ^ set(names))
-        raise ValueError(f"prior_precision by name must name the posterior's parameters; see {odd[:3]}.")
-    prior = _by_name(prior_precision, names, lambda value: value)
-    for what, value in [*[("prior_precision", value) for value in prior.values()], ("noise", noise)]:
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise ValueError(f"{what} must be a finite positive number, got {value!r}.")
-    return {name: float(value) for name, value in prior.items()}
-
-
-def _by_name(prior: Any, names: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
-    """A number for all as one object, so that it can be told from numbers that are equal by chance."""
-    if isinstance(prior, Mapping):
-        return {name: convert(prior[name]) for name in names}
-    value = convert(prior)
-    return dict.fromkeys(names, value)

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import os
-import pickle
-import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, ClassVar, Literal, overload
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jacrev, vmap
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.func import jacrev, vmap
 
 from bayesgrad import likelihoods
-from bayesgrad._kernels import compute_dtype
+from bayesgrad.likelihoods import Averages, Decomposed, Likelihood, Moments
+from bayesgrad.posterior import storage
+from bayesgrad.posterior.network import (
+    Network,
+    architecture,
+    evaluating,
+    holding,
+    parameters_of,
+    refuse_others,
+    unwrapped,
+)
 
 METHODS = ("mc", "linear", "mean")
+LINKS = ("probit", "mc")
 JACOBIAN = 1 << 27  # elements of the Jacobians that are held at once
 
 
@@ -37,6 +44,7 @@ class Posterior(ABC):
     kind: ClassVar[str]
     methods: ClassVar[tuple[str, ...]] = METHODS
     likelihood = "categorical"  # what `predict` assumes
+    noise: float = 1.0  # the variance of Gaussian data
     _kinds: ClassVar[dict[str, type[Posterior]]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -80,8 +88,13 @@ class Posterior(ABC):
         """Name -> (n, *shape) draws. Each call goes on where the last one ended, unless `seed` is given."""
         if n < 1:
             raise ValueError(f"n must be at least 1, got {n}.")
-        draws = list(self._draw(self._generators(n, seed)))
-        return {name: torch.stack([draw[name] for draw in draws]) for name in draws[0]}
+        found: dict[str, Tensor] = {}
+        for k, draw in enumerate(self._draw(self._generators(n, seed))):
+            for name, weight in draw.items():
+                if not k:
+                    found[name] = weight.new_empty(n, *weight.shape)
+                found[name][k] = weight
+        return found
 
     @contextmanager
     def sampled(self, model: nn.Module | None = None, *, seed: int | None = None) -> Iterator[nn.Module]:
@@ -89,16 +102,8 @@ class Posterior(ABC):
         model = self._model(model)
         parameters = self._parameters(model)
         (draw,) = self._draw(self._generators(1, seed))
-        saved = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-        try:
-            with torch.no_grad():
-                for name, parameter in parameters.items():
-                    parameter.copy_(draw[name])
+        with holding(parameters, draw):
             yield model
-        finally:
-            with torch.no_grad():
-                for name, parameter in parameters.items():
-                    parameter.copy_(saved[name])
 
     def _generators(self, n: int, seed: int | None) -> list[torch.Generator]:
         first = 0
@@ -118,9 +123,12 @@ class Posterior(ABC):
         method: str = "mc",
         *,
         likelihood: Literal["categorical", "bernoulli", "poisson"] | None = None,
+        decompose: Literal[False] = False,
+        link: str | None = None,
         model: nn.Module | None = None,
         seed: int | None = None,
         statistics: Tensor | tuple[Tensor, ...] | None = None,
+        chunk: int | None = None,
     ) -> Tensor: ...
 
     @overload
@@ -131,10 +139,29 @@ class Posterior(ABC):
         method: str = "mc",
         *,
         likelihood: Literal["gaussian"],
+        decompose: Literal[False] = False,
+        link: str | None = None,
         model: nn.Module | None = None,
         seed: int | None = None,
         statistics: Tensor | tuple[Tensor, ...] | None = None,
-    ) -> likelihoods.Moments: ...
+        chunk: int | None = None,
+    ) -> Moments: ...
+
+    @overload
+    def predict(
+        self,
+        x: Tensor | tuple[Tensor, ...],
+        samples: int = 32,
+        method: str = "mc",
+        *,
+        likelihood: str | None = None,
+        decompose: Literal[True],
+        link: str | None = None,
+        model: nn.Module | None = None,
+        seed: int | None = None,
+        statistics: Tensor | tuple[Tensor, ...] | None = None,
+        chunk: int | None = None,
+    ) -> Decomposed: ...
 
     @torch.no_grad()
     def predict(
@@ -144,10 +171,13 @@ class Posterior(ABC):
         method: str = "mc",
         *,
         likelihood: str | None = None,
+        decompose: bool = False,
+        link: str | None = None,
         model: nn.Module | None = None,
         seed: int | None = None,
         statistics: Tensor | tuple[Tensor, ...] | None = None,
-    ) -> Tensor | likelihoods.Moments:
+        chunk: int | None = None,
+    ) -> Tensor | Moments | Decomposed:
         """Predictions averaged over the belief.
 
         The model runs in evaluation mode, so normalisation statistics do not move, and is left in the mode it was in.
@@ -155,82 +185,104 @@ class Posterior(ABC):
 
         Args:
             x: a batch of inputs; a tuple of them where the model takes several.
-            samples: how many draws `method="mc"` averages.
+            samples: how many draws `method="mc"` and `link="mc"` average.
             method: `"mc"` averages over draws of the weights; `"linear"` is exact for the network linearised at the
                 mean; `"mean"` uses the mean weights alone.
             likelihood: `"categorical"` and `"bernoulli"` give probabilities, `"poisson"` rates, `"gaussian"` a (mean,
-                variance) pair. None is the one that the posterior was made with, or else categorical.
+                variance) pair of the outputs, to which the data's noise is to be added for the variance of a new
+                label. None is the one that the posterior was made with, or else categorical.
+            decompose: whether to tell what is uncertain by itself from what is for lack of data; see `Decomposed`.
+            link: how `"linear"` gets from Gaussian outputs to probabilities: by MacKay's approximation, `"probit"`, or
+                an average over draws of the outputs of each example together, `"mc"`. None is `"probit"`, unless
+                `decompose` needs the draws. Means, variances and rates need neither.
             model: another copy of the network, if not the one the posterior was built with.
             seed: another set of draws.
             statistics: a batch of training inputs, from which BatchNorm's statistics are estimated anew for each draw.
                 Left out, they are those of training, at whichever weights it saw.
+            chunk: so many inputs at a time go through the network, where all at once would need too much memory.
         """
         if method not in self.methods:
             raise ValueError(f"method must be one of {', '.join(map(repr, self.methods))}, got {method!r}.")
-        if samples < 1:
-            raise ValueError(f"samples must be at least 1, got {samples}.")
+        if link is not None and link not in LINKS:
+            raise ValueError(f"link must be None, 'probit' or 'mc', got {link!r}.")
+        for name, value in (("samples", samples), ("chunk", 1 if chunk is None else chunk)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
         reading = likelihoods.named(self.likelihood if likelihood is None else likelihood)
-        network = unwrapped(self._model(model))
-        inputs = x if isinstance(x, tuple) else (x,)
-        names = {_clean(name): name for name, _ in network.named_parameters()}
-        self._parameters(network)
-
-        def outputs(weights: Mapping[str, Tensor], inputs: tuple[Tensor, ...] = inputs) -> Tensor:
-            values = {names[name]: weight for name, weight in weights.items()}
-            if statistics is not None:
-                values |= _estimated(network, values, statistics if isinstance(statistics, tuple) else (statistics,))
-            found = functional_call(network, values, inputs)
-            return found.to(compute_dtype(found.dtype))  # averages of half-precision numbers would not be averages
-
-        with evaluating(network):
+        inputs, given = (v if isinstance(v, tuple) or v is None else (v,) for v in (x, statistics))
+        network = Network(unwrapped(self._model(model)), inputs, given, chunk)  # pyright: ignore[reportArgumentType]
+        self._parameters(network.model)
+        with evaluating(network.model):
             if method == "linear":
-                return reading.expected(*self._linear(outputs, inputs, network))
-            if method in ("mean", "mode"):
-                value = reading.link(outputs(self._cast(getattr(self, method), network)))
-                return reading.averaged(value, torch.zeros_like(value))
-            return reading.averaged(*self._average(outputs, reading.link, samples, seed, network))
+                return self._linearised(network, reading, decompose, link, samples, seed)
+            if method == "mc":
+                found = self._average(network, reading, samples, seed)
+            else:
+                found = Averages(reading, self.noise)
+                found.add(network(self._cast(getattr(self, method), network.model)))
+        return found.decomposed() if decompose else found.prediction()
 
-    def _average(
-        self, outputs: Callable, link: Callable, samples: int, seed: int | None, model: nn.Module
-    ) -> tuple[Tensor, Tensor]:
-        """Mean and variance of link(outputs) over draws, without keeping them."""
-        mean = squares = count = 0
-        for count, weights in enumerate(self._choose(samples, self.seed if seed is None else seed), 1):
-            value = link(outputs(self._cast(weights, model)))
-            deviation = value - mean
-            mean = mean + deviation / count
-            squares = squares + deviation * (value - mean)
-        return mean, squares / count  # pyright: ignore[reportReturnType]
+    def _average(self, network: Network, reading: Likelihood, samples: int, seed: int | None) -> Averages:
+        """Over draws, without keeping them."""
+        found = Averages(reading, self.noise)
+        for weights in self._choose(samples, self.seed if seed is None else seed):
+            found.add(network(self._cast(weights, network.model)))
+        return found
 
     def _choose(self, samples: int, seed: int) -> Iterator[dict[str, Tensor]]:
         """The draws that a prediction averages over."""
         return self._draw(self._generators(samples, seed))
 
-    def _linear(self, outputs: Callable, inputs: tuple[Tensor, ...], model: nn.Module) -> tuple[Tensor, Tensor]:
-        """Outputs at the mean, and their variance J Σ J' for a Jacobian J, one example at a time in a batched pass."""
-        mean, variance = self._cast(self.mean, model), self._cast(self._marginals(), model)
-        centre = outputs(mean)
+    def _linearised(
+        self, network: Network, reading: Likelihood, decompose: bool, link: str | None, samples: int, seed: int | None
+    ) -> Tensor | Moments | Decomposed:
+        if decompose and link == "probit" and not reading.exact:
+            raise ValueError("a probit link tells probabilities, not their parts: leave link=None for decompose=True.")
+        if reading.exact or (link != "mc" and not decompose):
+            mean, variance = self._linear(network, together=False)
+            return reading.decomposed(mean, variance, self.noise) if decompose else reading.expected(mean, variance)
+        mean, covariance = self._linear(network, together=True)
+        values, vectors = torch.linalg.eigh(covariance)  # which may be singular
+        root = vectors * values.clamp(min=0).sqrt()[:, None, :]  # (examples, outputs, outputs)
+        found = Averages(reading, self.noise)
+        for generator in self._generators(samples, self.seed if seed is None else seed):
+            noise = torch.randn(root.shape[:2], dtype=root.dtype, generator=generator, device="cpu").to(root.device)
+            found.add(mean + (root @ noise[..., None]).view_as(mean))
+        return found.decomposed() if decompose else found.prediction()
+
+    def _linear(self, network: Network, together: bool) -> tuple[Tensor, Tensor]:
+        """Outputs at the mean, and their variance J Σ J' for a Jacobian J, one example at a time in a batched pass.
+
+        Args:
+            together: whether the covariance of each example's outputs is asked for, (examples, outputs, outputs).
+        """
+        mean, variance = (self._cast(part, network.model) for part in (self.mean, self._marginals()))
+        centre = network(mean)
+        count = centre[:1].numel()
         if not len(centre):
-            return centre, torch.zeros_like(centre)
+            return centre, centre.new_zeros(0, count, count) if together else torch.zeros_like(centre)
 
         def one(*example: Tensor) -> Tensor:
-            alone = tuple(part[None] for part in example)
-            jacobian = jacrev(lambda weights: outputs(weights, alone).flatten())(mean)
-            return self._output_variance(jacobian, variance)
+            alone = [part[None] for part in example]
+            jacobian = jacrev(lambda weights: network.at(weights)(*alone).flatten())(mean)
+            pairs = self._weighed(jacobian, variance)
+            spread = [j @ s.mT if together else (j * s).sum(1) for j, s in pairs]
+            return torch.stack(spread).sum(0)
 
         with torch.enable_grad():
-            size = sum(weight.numel() for weight in mean.values()) * (centre.numel() // len(centre))
-            spread = vmap(one, chunk_size=min(16, max(1, JACOBIAN // size)))(*inputs)
-        return centre, spread.detach().view_as(centre)
+            size = sum(weight.numel() for weight in mean.values()) * count
+            spread = vmap(one, chunk_size=min(16, max(1, JACOBIAN // size)))(*network.inputs).detach()
+        return centre, spread if together else spread.view_as(centre)
 
     def _marginals(self) -> dict[str, Tensor]:
-        """The variances that `_output_variance` asks for."""
+        """The variances that `_weighed` asks for."""
         return self.variance()
 
-    def _output_variance(self, jacobian: Mapping[str, Tensor], variance: Mapping[str, Tensor]) -> Tensor:
-        """sum_j J_j^2 v_j, (outputs,), for a Jacobian (outputs, *shape) of each parameter."""
-        parts = [(jacobian[name].square() * variance[name]).flatten(1) for name in variance]
-        return torch.cat(parts, 1).sum(1)
+    def _weighed(self, jacobian: Mapping[str, Tensor], variance: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, ...]]:
+        """J and J Σ, (outputs, weights), of one block of weights after the other."""
+        for name in variance:
+            rows = jacobian[name].flatten(1)
+            yield rows, rows * variance[name].flatten()
 
     def _cast(self, weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
         like = self._parameters(model)
@@ -259,101 +311,49 @@ class Posterior(ABC):
     # --- storage ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the model: plain tensors, numbers and strings."""
-        return {"kind": self.kind, "seed": self.seed, "draws": self._draws, "tensors": self._tensors()}
+        """Everything but the model, of which there are names and shapes: plain tensors, numbers and strings."""
+        parts = {"kind": self.kind, "seed": self.seed, "draws": self._draws, "tensors": self._tensors()}
+        return parts if self.model is None else {**parts, "model": architecture(self.model)}
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes `state_dict()` to a file, whole or not at all."""
-        path = Path(path)
-        partial = path.with_name(path.name + ".partial")
-        try:
-            torch.save(self.state_dict(), partial)
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
+        """Writes `state_dict()` to a safetensors file, whole or not at all; needs `bayesgrad[posterior]`."""
+        storage.write(path, self.state_dict())
 
     @staticmethod
     def load(path: str | os.PathLike, model: nn.Module | None = None) -> Posterior:
-        """Reads what `save` wrote; never unpickles anything but tensors and plain values."""
+        """Reads what `save` wrote; see `bayesgrad.posterior.load`."""
         return load(path, model)
 
     @staticmethod
     def from_state_dict(state: Mapping[str, Any], model: nn.Module | None = None) -> Posterior:
-        """The posterior that `state_dict()` came from, of whichever kind."""
+        """The posterior that `state_dict()` came from, of whichever kind.
+
+        Raises:
+            ValueError: something is missing, or the model is another than the one it was made with.
+        """
         missing = [key for key in ("kind", "seed", "draws", "tensors") if key not in state]
         if missing:
             raise ValueError(f"this is not a posterior's state: it lacks {', '.join(map(repr, missing))}.")
         if state["kind"] not in Posterior._kinds:
             known = ", ".join(map(repr, Posterior._kinds))
             raise ValueError(f"a posterior of kind {state['kind']!r} is not known, only {known}.")
+        if model is not None and "model" in state:
+            refuse_others(model, state["model"])
         try:
             posterior = Posterior._kinds[state["kind"]]._from_tensors(state["tensors"], model)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"this posterior's state is damaged or cut short: it lacks {error}.") from error
         posterior.seed, posterior._draws = state["seed"], state["draws"]
+        if model is not None:
+            posterior._parameters(model)
         return posterior
 
 
 def load(path: str | os.PathLike, model: nn.Module | None = None) -> Posterior:
-    """Reads a posterior that `Posterior.save` wrote.
+    """Reads a posterior that `Posterior.save` wrote, onto the CPU; nothing is unpickled.
 
     Raises:
-        ValueError: where the file is damaged, cut short, or not a posterior's.
+        ValueError: the file is damaged, cut short, altered or not a posterior's, or the model has other parameters than
+            the one that the posterior was saved with.
     """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of foreign pickles, which the error below is about
-            state = torch.load(path, weights_only=True, map_location="cpu")
-    except (RuntimeError, EOFError, UnicodeDecodeError, KeyError, ValueError, pickle.UnpicklingError) as error:
-        raise ValueError(
-            f"{os.fspath(path)} cannot be read as a posterior (damaged or cut short): save it again."
-        ) from error
-    if not isinstance(state, dict):
-        raise ValueError(f"{os.fspath(path)} holds no posterior but a {type(state).__name__}.")
-    return Posterior.from_state_dict(state, model)
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's own model inside of what torch.compile and data parallelism wrap around it."""
-    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-    while isinstance(model, wrappers) or hasattr(model, "_orig_mod"):
-        model = model.module if isinstance(model, wrappers) else model._orig_mod  # pyright: ignore
-    return model
-
-
-def _clean(name: str) -> str:
-    return name.replace("_orig_mod.", "")  # of compiled modules inside the model
-
-
-def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The model's parameters by the names they have without any wrapper."""
-    return {_clean(name): parameter for name, parameter in unwrapped(model).named_parameters()}
-
-
-def _estimated(model: nn.Module, weights: Mapping[str, Tensor], inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """The buffers of BatchNorm layers after one pass of these inputs alone, by name."""
-    norms = {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
-    buffers = {f"{name}.{key}": b.clone() for name, norm in norms.items() for key, b in norm.named_buffers()}
-    momenta = {norm: norm.momentum for norm in norms.values()}
-    try:
-        for norm in norms.values():
-            norm.train()
-            norm.momentum = 1.0  # the new statistics, nothing of the old
-        functional_call(model, {**weights, **buffers}, inputs)
-    finally:
-        for norm, momentum in momenta.items():
-            norm.eval()
-            norm.momentum = momentum
-    return buffers
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode within; each module's own mode afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
+    return Posterior.from_state_dict(storage.read(path), model)

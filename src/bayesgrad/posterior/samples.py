@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bayesgrad.posterior.posterior import Posterior, _clean
+from bayesgrad.posterior.network import Network, clean
+from bayesgrad.posterior.posterior import Posterior
+from bayesgrad.posterior.store import Samples
 
 
 class SampledPosterior(Posterior):
@@ -42,7 +45,7 @@ class SampledPosterior(Posterior):
                 raise ValueError(f"{odd!r} has shape {tuple(member[odd].shape)} in member {i}, not that of member 0.")
         inner = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
         self.members = {
-            (_clean(name).removeprefix("module.") if inner else _clean(name)): torch.stack(
+            (clean(name).removeprefix("module.") if inner else clean(name)): torch.stack(
                 [member[name].detach() for member in members]
             )
             for name in first
@@ -74,14 +77,85 @@ class SampledPosterior(Posterior):
         order = torch.randperm(len(self), generator=generator, device="cpu")[:samples]
         return (self._member(index) for index in sorted(order.tolist()))
 
-    def _linear(self, outputs: Callable, inputs: tuple[Tensor, ...], model: nn.Module) -> tuple[Tensor, Tensor]:
+    def _linear(self, network: Network, together: bool) -> tuple[Tensor, Tensor]:
         raise ValueError("a bag of samples has no linearised prediction: use method='mc'.")
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
         return {"members": self.members}
 
     @classmethod
-    def _from_tensors(cls, tensors: Mapping[str, Mapping[str, Tensor]], model: nn.Module | None) -> SampledPosterior:
+    def _from_tensors(
+        cls, tensors: Mapping[str, Mapping[str, Tensor]], model: nn.Module | None, *, seed: int = 0
+    ) -> SampledPosterior:
         members = tensors["members"]
         count = len(next(iter(members.values())))
-        return cls([{name: tensor[i] for name, tensor in members.items()} for i in range(count)], model)
+        rows = [{name: tensor[i] for name, tensor in members.items()} for i in range(count)]
+        return SampledPosterior(rows, model, seed=seed)
+
+
+class StoredPosterior(SampledPosterior):
+    """A bag of samples of which some are in files: each is read when its turn comes, none stays in memory.
+
+    `members`, `state_dict` and `save` read all of them at once; what was saved loads as a `SampledPosterior`.
+
+    Args:
+        samples: where they are.
+        model, seed: see `Posterior`.
+    """
+
+    kind = "stored"
+
+    def __init__(self, samples: Samples, model: nn.Module | None = None, *, seed: int = 0) -> None:
+        Posterior.__init__(self, model, seed=seed)
+        if not len(samples):
+            raise ValueError("a bag of samples needs at least one: none has been kept so far.")
+        self.samples = samples.snapshot()
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    @property
+    def members(self) -> dict[str, Tensor]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        blocks = list(self.samples.blocks())
+        return {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
+
+    @property
+    def mean(self) -> dict[str, Tensor]:
+        return self._moments()[0]
+
+    def variance(self) -> dict[str, Tensor]:
+        return {name: square / max(1, len(self) - 1) for name, square in self._moments()[1].items()}
+
+    def _moments(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Means and sums of squared deviations, a file at a time (Chan, Golub and LeVeque's merging)."""
+        mean: dict[str, Tensor] = {}
+        squares: dict[str, Tensor] = {}
+        seen = 0
+        for block in self.samples.blocks():
+            for name, rows in block.items():
+                centre, count = rows.mean(0), len(rows)
+                inner = (rows - centre).square().sum(0)
+                if seen:
+                    off = centre - mean[name]
+                    inner = inner + squares[name] + off.square() * (seen * count / (seen + count))
+                    centre = mean[name] + off * (count / (seen + count))
+                mean[name], squares[name] = centre, inner
+            seen += len(next(iter(block.values())))
+        return mean, squares
+
+    def _shapes(self) -> dict[str, torch.Size]:
+        return {name: tensor.shape for name, tensor in self._member(0).items()}
+
+    def _member(self, index: int) -> dict[str, Tensor]:
+        return self.samples.row(index)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "kind": SampledPosterior.kind}
+
+
+def posterior_of(samples: Samples, model: nn.Module | None = None, *, seed: int = 0) -> SampledPosterior:
+    """The posterior that these samples are: in memory where all of them are, else in their files."""
+    if samples.stored or not len(samples):
+        return StoredPosterior(samples, model, seed=seed)
+    (block,) = samples.blocks()
+    return SampledPosterior._from_tensors({"members": block}, model, seed=seed)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -23,6 +23,13 @@ class Directions(Protocol):
     def project(self, vector: Vector) -> Tensor: ...
     def combine(self, weights: Tensor) -> Vector: ...
     def gram(self) -> Tensor: ...
+
+
+@runtime_checkable
+class Weighed(Protocol):
+    """Directions that know the diagonal of G (L L')^-1 G', for a lower factor L."""
+
+    def weighed(self, factor: Tensor) -> Vector: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,9 +162,11 @@ class LowRank(Precision):
         return _scaled(1 / root, _sum(1, noise, self.directions.combine(-weights)))
 
     def variance(self) -> Vector:
-        inner = torch.linalg.inv(self._factor).T  # (c I + G'G)^-1 = inner inner'
+        """For k directions and n weights this takes k^2 n operations, k/2 times as many as a draw."""
+        if isinstance(self.directions, Weighed):
+            return _map(lambda t: (1 - t) / self.floor, self.directions.weighed(self._factor))
         total = None
-        for column in inner.T:
+        for column in torch.linalg.inv(self._factor):  # (c I + G'G)^-1 = L'^-1 L^-1
             square = _map(torch.square, self.directions.combine(column))
             total = square if total is None else _sum(1, total, square)
         return _map(lambda t: (1 - t) / self.floor, total)

@@ -1,0 +1,120 @@
+"""Distributions over finitely many outcomes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributions import Bernoulli as TorchBernoulli
+from torch.distributions import Distribution, OneHotCategorical
+
+from bayesgrad.families.family import Family, Parameters
+
+
+@dataclass(frozen=True)
+class Bernoulli(Family):
+    r"""x in {-1, +1}: λ is half the log-odds of +1, μ = E[x] = tanh λ, T(x) = x.
+
+    .. math::
+        A(\lambda) = \log 2\cosh\lambda
+
+    >>> coin = Bernoulli()
+    >>> natural = coin.of(torch.tensor(0.75))
+    >>> round(coin.mean(natural)[0].item(), 4)
+    0.5
+
+    Reference: 002, section 4.5.
+    Differs from the paper: Table 2 prints 2·1[θ=k] - 1 where 2·1[θ=1] - 1 = θ is meant.
+    """
+
+    events = (0,)
+
+    def of(self, probability: Tensor) -> Parameters:
+        """λ of x = +1 with this probability."""
+        return (torch.logit(probability) / 2,)
+
+    def ordinary(self, natural: Parameters) -> tuple[Tensor]:
+        """The probability of +1."""
+        return (torch.sigmoid(2 * natural[0]),)
+
+    def log_partition(self, natural: Parameters) -> Tensor:
+        return torch.logaddexp(natural[0], -natural[0])
+
+    def mean(self, natural: Parameters) -> Parameters:
+        return (natural[0].tanh(),)
+
+    def natural(self, mean: Parameters) -> Parameters:
+        return (mean[0].atanh(),)
+
+    def inside(self, natural: Parameters) -> Tensor:
+        return torch.isfinite(natural[0])
+
+    def statistics(self, x: Tensor) -> Parameters:
+        return (x,)
+
+    def mode(self, natural: Parameters) -> Tensor:
+        """The sign of λ; +1 where both are as probable."""
+        return torch.where(natural[0] < 0, -1.0, 1.0).to(natural[0])
+
+    def to_distribution(self, natural: Parameters) -> Distribution:
+        """That of (x + 1)/2, which is 0 or 1: torch has no other."""
+        return TorchBernoulli(logits=2 * natural[0])
+
+    def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
+        uniform = torch.rand((count, *natural[0].shape), dtype=natural[0].dtype, generator=generator)
+        return torch.where(uniform.to(natural[0].device) < self.ordinary(natural)[0], 1.0, -1.0).to(natural[0])
+
+
+@dataclass(frozen=True)
+class Categorical(Family):
+    r"""One of K outcomes, as a vector x with a one in its place: λ are logits, μ = softmax λ, T(x) = x.
+
+    .. math::
+        A(\lambda) = \log \sum_k e^{\lambda_k}
+
+    A constant added to all K logits changes nothing, A excepted: λ is defined up to it, and so are messages and
+    ∇_μ H = -λ. `natural` returns normalised logits, log μ.
+
+    >>> die = Categorical()
+    >>> die.mean(die.of(torch.tensor([0.5, 0.25, 0.25])))[0].tolist()
+    [0.5, 0.25, 0.25]
+    """
+
+    events = (1,)
+
+    def of(self, probabilities: Tensor) -> Parameters:
+        """λ of K outcomes with these probabilities, or weights in their ratio."""
+        return (probabilities.log(),)
+
+    def ordinary(self, natural: Parameters) -> tuple[Tensor]:
+        """The probabilities."""
+        return (natural[0].softmax(-1),)
+
+    def log_partition(self, natural: Parameters) -> Tensor:
+        return natural[0].logsumexp(-1)
+
+    def mean(self, natural: Parameters) -> Parameters:
+        return (natural[0].softmax(-1),)
+
+    def natural(self, mean: Parameters) -> Parameters:
+        return (mean[0].log(),)
+
+    def inside(self, natural: Parameters) -> Tensor:
+        return torch.isfinite(natural[0]).all(-1)
+
+    def statistics(self, x: Tensor) -> Parameters:
+        return (x,)
+
+    def mode(self, natural: Parameters) -> Tensor:
+        return torch.nn.functional.one_hot(natural[0].argmax(-1), natural[0].shape[-1]).to(natural[0])
+
+    def to_distribution(self, natural: Parameters) -> Distribution:
+        return OneHotCategorical(logits=natural[0])
+
+    def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
+        probabilities = natural[0].softmax(-1)
+        K = probabilities.shape[-1]
+        drawn = torch.multinomial(probabilities.reshape(-1, K).cpu(), count, replacement=True, generator=generator)
+        one_hot = torch.nn.functional.one_hot(drawn.mT, K).to(natural[0])
+        return one_hot.reshape(count, *probabilities.shape)

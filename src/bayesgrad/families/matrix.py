@@ -1,0 +1,262 @@
+"""Distributions over precision matrices, alone and together with the mean of what they are the precision of."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution, MultivariateNormal
+from torch.distributions import Wishart as TorchWishart
+from torch.distributions.constraints import Constraint
+
+from bayesgrad.families.digamma import gap, gap_slope, solve_falling
+from bayesgrad.families.family import Family, Parameters
+from bayesgrad.families.gaussian import LOG_2PI, Gaussian, _cholesky, _normal
+from bayesgrad.families.positive import log_gamma_draws
+
+LOG_2 = math.log(2)
+
+
+@dataclass(frozen=True)
+class Wishart(Family):
+    r"""Positive definite X (P, P) with nu > P - 1 degrees of freedom and scale V:
+    λ = ((nu - P - 1)/2, -V^-1/2), μ = (E[log |X|], nu V), T(X) = (log |X|, X).
+
+    .. math::
+        A(\lambda) = \tfrac{\nu}{2} \log |2V| + \log\Gamma_P(\tfrac{\nu}{2}), \quad
+        E[\log |X|] = \log |2V| + \sum_{i=1}^P \psi(\tfrac{\nu + 1 - i}{2})
+
+    >>> wishart = Wishart()
+    >>> natural = wishart.of(torch.tensor(4.0), torch.tensor([[0.25]]))
+    >>> natural[0].item(), wishart.mean(natural)[1].item(), wishart.mode(natural).item()
+    (1.0, 1.0, 0.5)
+    """
+
+    events = (0, 2)
+
+    def of(self, degrees: Tensor, scale: Tensor) -> Parameters:
+        """λ of nu = degrees and V = scale."""
+        return (degrees - scale.shape[-1] - 1) / 2, -torch.cholesky_inverse(_cholesky(scale)) / 2
+
+    def ordinary(self, natural: Parameters) -> tuple[Tensor, Tensor]:
+        """Degrees of freedom nu and scale V."""
+        P = natural[1].shape[-1]
+        return 2 * natural[0] + P + 1, torch.cholesky_inverse(_cholesky(-2 * natural[1]))
+
+    def log_partition(self, natural: Parameters) -> Tensor:
+        P = natural[1].shape[-1]
+        halves = _halves(natural[0] + 1, P)
+        volume = P * LOG_2 - _log_det(-2 * natural[1])
+        constant = P * (P - 1) / 4 * math.log(math.pi)
+        return (natural[0] + (P + 1) / 2) * volume + torch.lgamma(halves).sum(-1) + constant
+
+    def mean(self, natural: Parameters) -> Parameters:
+        P, factor = natural[1].shape[-1], _cholesky(-2 * natural[1])
+        volume = (LOG_2 - 2 * factor.diagonal(dim1=-2, dim2=-1).log() + torch.digamma(_halves(natural[0] + 1, P))).sum(
+            -1
+        )
+        return volume, (2 * natural[0] + P + 1)[..., None, None] * torch.cholesky_inverse(factor)
+
+    def natural(self, mean: Parameters) -> Parameters:
+        """By Newton's method for P log(nu/2) - Σ ψ((nu + 1 - i)/2) = log |E[X]| - E[log |X|].
+
+        Raises:
+            ValueError: that is not positive, or E[X] is not positive definite.
+        """
+        P = mean[1].shape[-1]
+        target = _log_det(mean[1]) - mean[0]
+        if not (target > 0).all():
+            raise ValueError(f"expectations of no {type(self).__name__}: log |E[X]| must be greater than E[log |X|].")
+        start = P * (P + 1) / (4 * target.detach())  # right where nu is large
+
+        def spread(half: Tensor) -> tuple[Tensor, Tensor]:
+            """By (nu - P + 1)/2, which is what may be close to zero."""
+            halves = _halves(half, P)
+            total = halves[..., -1:]  # nu/2
+            missing = _halves(torch.zeros_like(half), P).flip(-1)
+            value = gap(halves) + torch.log1p(missing / halves)
+            slope = gap_slope(halves) - missing / (total * halves)
+            return value.sum(-1), slope.sum(-1)
+
+        half = solve_falling(spread, target, start)
+        inverse = torch.cholesky_inverse(_cholesky(mean[1]))
+        return half - 1, -(half + (P - 1) / 2)[..., None, None] * inverse
+
+    def inside(self, natural: Parameters) -> Tensor:
+        zero = torch.zeros_like(natural[1][..., 0])
+        return Gaussian().inside((zero, natural[1])) & (natural[0] > -1) & torch.isfinite(natural[0])
+
+    def statistics(self, x: Tensor) -> Parameters:
+        return torch.linalg.slogdet(x)[1], x
+
+    def has_mode(self, natural: Parameters) -> Tensor:
+        return self.inside(natural) & (natural[0] > 0)
+
+    def mode(self, natural: Parameters) -> Tensor:
+        """(nu - P - 1) V."""
+        self._require_mode(natural, "more than P + 1 degrees of freedom")
+        return 2 * natural[0][..., None, None] * self.ordinary(natural)[1]
+
+    def to_distribution(self, natural: Parameters) -> Distribution:
+        degrees, scale = self.ordinary(natural)
+        return TorchWishart(*_same_plates(degrees, scale))
+
+    def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
+        root = self._root(natural, count, generator)
+        return root @ root.mT
+
+    def _root(self, natural: Parameters, count: int, generator: torch.Generator | None) -> Tensor:
+        """Lower triangular B with X = B B': Bartlett's decomposition, B = L C with V = L L', C_ii^2 ~ χ²(nu + 1 - i)
+        and standard normal numbers below."""
+        half, scale = _same_plates(natural[0] + 1, self.ordinary(natural)[1])
+        chi = (log_gamma_draws(_halves(half, scale.shape[-1]).flip(-1), count, generator) + LOG_2) / 2
+        below = _normal((count, *scale.shape), scale, generator).tril(-1)
+        diagonal = chi.exp().clamp(min=torch.finfo(chi.dtype).tiny ** 0.5)
+        return _cholesky(scale) @ (below + torch.diag_embed(diagonal))
+
+    def _domain(self) -> str:
+        return ", with a positive definite scale and more than P - 1 degrees of freedom"
+
+
+@dataclass(frozen=True)
+class NormalWishart(Family):
+    r"""The mean m and the precision Λ of Gaussian observations: N(m | m0, (κ Λ)^-1) W(Λ | nu, V).
+
+    .. math::
+        T &= (\Lambda m,\ m^T \Lambda m,\ \Lambda,\ \log |\Lambda|) \\
+        \lambda &= (\kappa m_0,\ -\tfrac{\kappa}{2},\ -\tfrac12 (V^{-1} + \kappa m_0 m_0^T),\ \tfrac{\nu - P}{2}) \\
+        \mu &= (\nu V m_0,\ \tfrac{P}{\kappa} + \nu m_0^T V m_0,\ \nu V,\ E[\log |\Lambda|])
+
+    An observation y adds (y, -1/2, -y y'/2, 1/2), and no more than that. A value x of the pair is one tensor of
+    P rows, [m Λ], (..., P, P + 1): see `pack` and `unpack`.
+
+    Checked by: also tests/equations/test_conjugate.py, the evidence of Gaussian data against a t distribution.
+    """
+
+    events = (1, 0, 2, 0)
+
+    def of(self, location: Tensor, confidence: Tensor, degrees: Tensor, scale: Tensor) -> Parameters:
+        """λ of m0, κ, nu and V."""
+        inverse = torch.cholesky_inverse(_cholesky(scale))
+        square = confidence[..., None, None] * _outer(location)
+        P = location.shape[-1]
+        return confidence[..., None] * location, -confidence / 2, -(inverse + square) / 2, (degrees - P) / 2
+
+    def ordinary(self, natural: Parameters) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Location m0, confidence κ (of how many observations m0 is worth), degrees of freedom nu, scale V."""
+        location, confidence, wishart = self._parts(natural)
+        return location, confidence, *Wishart().ordinary(wishart)
+
+    def _parts(self, natural: Parameters) -> tuple[Tensor, Tensor, Parameters]:
+        confidence = -2 * natural[1]
+        location = natural[0] / confidence[..., None]
+        return location, confidence, (natural[3] - 0.5, natural[2] + confidence[..., None, None] * _outer(location) / 2)
+
+    def pack(self, mean: Tensor, precision: Tensor) -> Tensor:
+        """[m Λ]."""
+        return torch.cat([mean[..., None], precision], -1)
+
+    def unpack(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """m (..., P) and Λ (..., P, P)."""
+        return x[..., 0], x[..., 1:]
+
+    def log_partition(self, natural: Parameters) -> Tensor:
+        location, confidence, wishart = self._parts(natural)
+        return Wishart().log_partition(wishart) + location.shape[-1] / 2 * (LOG_2PI - confidence.log())
+
+    def mean(self, natural: Parameters) -> Parameters:
+        location, confidence, wishart = self._parts(natural)
+        volume, precision = Wishart().mean(wishart)
+        push = (precision @ location[..., None])[..., 0]
+        return push, location.shape[-1] / confidence + (location * push).sum(-1), precision, volume
+
+    def natural(self, mean: Parameters) -> Parameters:
+        """See `Wishart.natural`."""
+        push, square, precision, volume = mean
+        location = torch.cholesky_solve(push[..., None], _cholesky(precision))[..., 0]
+        confidence = location.shape[-1] / (square - (location * push).sum(-1))
+        degrees, inverse = Wishart().natural((volume, precision))
+        spread = inverse - confidence[..., None, None] * _outer(location) / 2
+        return confidence[..., None] * location, -confidence / 2, spread, degrees + 0.5
+
+    def inside(self, natural: Parameters) -> Tensor:
+        positive = natural[1] < 0
+        safe = (natural[0], torch.where(positive, natural[1], -0.5), *natural[2:])
+        return positive & Wishart().inside(self._parts(safe)[2]) & torch.isfinite(natural[0]).all(-1)
+
+    def statistics(self, x: Tensor) -> Parameters:
+        mean, precision = self.unpack(x)
+        push = (precision @ mean[..., None])[..., 0]
+        return push, (mean * push).sum(-1), precision, torch.linalg.slogdet(precision)[1]
+
+    def has_mode(self, natural: Parameters) -> Tensor:
+        return self.inside(natural) & (natural[3] > 0)
+
+    def mode(self, natural: Parameters) -> Tensor:
+        """m0 and (nu - P) V."""
+        self._require_mode(natural, "more than P degrees of freedom")
+        location, _, _, scale = self.ordinary(natural)
+        return self.pack(location, 2 * natural[3][..., None, None] * scale)
+
+    def to_distribution(self, natural: Parameters) -> Distribution:
+        return _NormalWishart(*self.ordinary(natural))
+
+    def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
+        location, confidence, wishart = self._parts(natural)
+        root = Wishart()._root(wishart, count, generator)
+        noise = _normal(tuple(root.shape[:-1]), root, generator) / confidence.sqrt()[..., None]
+        mean = location + torch.linalg.solve_triangular(root.mT, noise[..., None], upper=True)[..., 0]
+        return self.pack(mean, root @ root.mT)
+
+    def _domain(self) -> str:
+        return ", with a positive confidence, a positive definite scale and more than P - 1 degrees of freedom"
+
+
+class _NormalWishart(Distribution):
+    """Of [m Λ], as torch would have it: a Wishart distribution and a normal one given its value."""
+
+    @property
+    def arg_constraints(self) -> dict[str, Constraint]:
+        return {}
+
+    def __init__(self, location: Tensor, confidence: Tensor, degrees: Tensor, scale: Tensor) -> None:
+        self.location, self.confidence = location, confidence
+        self.precision = TorchWishart(*_same_plates(degrees, scale))
+        P = location.shape[-1]
+        super().__init__(self.precision.batch_shape, torch.Size((P, P + 1)), validate_args=False)
+
+    def _given(self, precision: Tensor) -> MultivariateNormal:
+        return MultivariateNormal(self.location, precision_matrix=self.confidence[..., None, None] * precision)
+
+    def sample(self, sample_shape: torch.Size | list[int] | tuple[int, ...] = torch.Size()) -> Tensor:  # noqa: B008
+        precision = self.precision.sample(torch.Size(sample_shape))
+        return NormalWishart().pack(self._given(precision).sample(), precision)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        mean, precision = NormalWishart().unpack(value)
+        return self.precision.log_prob(precision) + self._given(precision).log_prob(mean)
+
+    def entropy(self) -> Tensor:
+        P = self.location.shape[-1]
+        volume = Wishart().mean(Wishart().of(self.precision.df, self.precision.covariance_matrix))[0]
+        return self.precision.entropy() + (P * (LOG_2PI + 1 - self.confidence.log()) - volume) / 2
+
+
+def _halves(half: Tensor, size: int) -> Tensor:
+    """(nu + 1 - i)/2 for i = P..1, (..., P), of which `half` is the first: (nu - P + 1)/2 = λ_1 + 1."""
+    return half[..., None] + torch.arange(size, dtype=half.dtype, device=half.device) / 2
+
+
+def _log_det(matrix: Tensor) -> Tensor:
+    return 2 * _cholesky(matrix).diagonal(dim1=-2, dim2=-1).log().sum(-1)
+
+
+def _outer(vector: Tensor) -> Tensor:
+    return vector[..., :, None] * vector[..., None, :]
+
+
+def _same_plates(degrees: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    plates = torch.broadcast_shapes(degrees.shape, scale.shape[:-2])
+    return degrees.expand(plates), scale.expand(*plates, *scale.shape[-2:])

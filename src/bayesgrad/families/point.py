@@ -1,0 +1,149 @@
+"""A belief that is used at one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution
+from torch.distributions.constraints import Constraint
+
+from bayesgrad.families.family import Family, Parameters
+
+
+@dataclass(frozen=True)
+class Point(Family):
+    r"""The delta method: natural parameters of a family, and all expectations taken at its mode x*.
+
+    .. math::
+        \mu = T(x_*), \quad x_* = \arg\max_x \langle\lambda, T(x)\rangle + \log h(x), \quad
+        A(\lambda) = \max_x \langle\lambda, T(x)\rangle + \log h(x)
+
+    This is the limit of q^(1/τ) for τ -> 0, with A and H in units of 1/τ. ∇A = T(x*) as always (the maximum may be
+    taken as fixed when it is differentiated), and the entropy is 0; but its gradient ∇_μ H = -λ - ∇_μ E[log h] is that
+    of the family itself, for it does not depend on τ. So the one step
+
+    .. math::
+        \lambda \leftarrow \lambda + \rho \left(\textstyle\sum \text{messages} + \nabla_\mu H\right)
+
+    with rho = 1 makes λ the sum of the messages, and x* the place where the expected log joint density is greatest: the
+    M-step of EM, or MAP-EM if one of the messages is a prior's. The family must be one whose statistics the messages
+    are of; flat priors are λ = 0, and what must be inside the domain is their sum with the data.
+
+    The precision that is in λ stays there: Point(Gaussian()) is used at its mean, and ends at Laplace's approximation.
+
+    >>> from bayesgrad.families import Dirichlet
+    >>> shares, counts = Point(Dirichlet()), (torch.tensor([3.0, 1.0]),)
+    >>> shares.mean(counts)[0].exp().tolist()
+    [0.75, 0.25]
+
+    Reference: 002, section 5.2 and appendix C.
+    Differs from the paper: nothing, but note that no Dirac delta is meant, for its entropy is -inf (appendix C.1).
+    Checked by: tests/equations/test_point.py.
+    """
+
+    family: Family
+
+    @property
+    def events(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.family.events
+
+    def log_partition(self, natural: Parameters) -> Tensor:
+        x = self.family.mode(natural)
+        return self.family.dot(natural, self.family.statistics(x)) + self.family.log_base(x)
+
+    def mean(self, natural: Parameters) -> Parameters:
+        return self.family.statistics(self.family.mode(natural))
+
+    def natural(self, mean: Parameters) -> Parameters:
+        """
+        Raises:
+            ValueError: always, for many natural parameters have the same mode.
+        """
+        raise ValueError("Point cannot tell natural parameters from T(mode): keep those it had.")
+
+    def inside(self, natural: Parameters) -> Tensor:
+        """Whether there is a mode."""
+        return self.family.has_mode(natural)
+
+    def has_mode(self, natural: Parameters) -> Tensor:
+        return self.inside(natural)
+
+    def statistics(self, x: Tensor) -> Parameters:
+        return self.family.statistics(x)
+
+    def mode(self, natural: Parameters) -> Tensor:
+        return self.family.mode(natural)
+
+    def base(self, natural: Parameters) -> Tensor:
+        return self.family.log_base(self.family.mode(natural))
+
+    def base_gradient(self, natural: Parameters) -> Parameters:
+        return self.family.base_gradient(natural)
+
+    def log_base(self, x: Tensor) -> Tensor:
+        return self.family.log_base(x)
+
+    def symmetric(self, parameters: Parameters) -> Parameters:
+        return self.family.symmetric(parameters)
+
+    def entropy(self, natural: Parameters) -> Tensor:
+        """0, (plates)."""
+        return torch.zeros_like(self.log_partition(natural))
+
+    def to_distribution(self, natural: Parameters) -> Distribution:
+        """All of it at the mode."""
+        x = self.family.mode(natural)
+        return _Delta(x, x.dim() - len(self.plates(natural)))
+
+    def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
+        """The mode, `count` times."""
+        x = self.family.mode(natural)
+        return x.expand(count, *x.shape)
+
+    def retract(self, natural: Parameters, direction: Parameters, rho: float | Tensor) -> Parameters:
+        """That of the family, if it has one."""
+        family: Any = self.family
+        return family.retract(natural, direction, rho)
+
+    def _domain(self) -> str:
+        return " that has a mode"
+
+
+class _Delta(Distribution):
+    """All mass at one place, as torch would have it."""
+
+    @property
+    def arg_constraints(self) -> dict[str, Constraint]:
+        return {}
+
+    def __init__(self, place: Tensor, event_dims: int) -> None:
+        self.place = place
+        split = place.dim() - event_dims
+        super().__init__(place.shape[:split], place.shape[split:], validate_args=False)
+
+    @property
+    def mean(self) -> Tensor:
+        return self.place
+
+    @property
+    def mode(self) -> Tensor:
+        return self.place
+
+    @property
+    def variance(self) -> Tensor:
+        return torch.zeros_like(self.place)
+
+    def sample(self, sample_shape: torch.Size | list[int] | tuple[int, ...] = torch.Size()) -> Tensor:  # noqa: B008
+        return self.place.expand(*sample_shape, *self.place.shape)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        same = value == self.place
+        for _ in self.event_shape:
+            same = same.all(-1)
+        return torch.where(same, 0.0, -torch.inf).to(self.place)
+
+    def entropy(self) -> Tensor:
+        return self.place.new_zeros(self.batch_shape)

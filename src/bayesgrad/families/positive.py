@@ -1,0 +1,218 @@
+"""Distributions over positive numbers, shares, and lists of shares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributions import Beta as TorchBeta
+from torch.distributions import Dirichlet as TorchDirichlet
+from torch.distributions import Distribution
+from torch.distributions import Gamma as TorchGamma
+
+from bayesgrad.families.digamma import gap, gap_slope, solve_dirichlet, solve_falling
+from bayesgrad.families.family import Family, Parameters
+
+
+@dataclass(frozen=True)
+class Gamma(Family):
+    r"""x > 0 with shape a and rate b: λ = (a - 1, -b), μ = (ψ(a) - log b, a/b), T(x) = (log x, x).
+
+    .. math::
+        A(\lambda) = \log\Gamma(a) - a \log b
+
+    >>> gamma = Gamma()
+    >>> natural = gamma.of(torch.tensor(3.0), torch.tensor(2.0))
+    >>> [part.item() for part in natural], gamma.mean(natural)[1].item(), gamma.mode(natural).item()
+    ([2.0, -2.0], 1.5, 1.0)
+    """
+
+    events = (0, 0)
+
+    def of(self, shape: Tensor, rate: Tensor) -> Parameters:
+        return shape - 1, -rate
+
+    def ordinary(self, natural: Parameters) -> tuple[Tensor, Tensor]:
+        """Shape and rate."""
+        return natural[0] + 1, -natural[1]
+
+    def log_partition(self, natural: Parameters) -> Tensor:
+        shape, rate = self.ordinary(natural)
+        return torch.lgamma(shape) - shape * rate.log()
+
+    def mean(self, natural: Parameters) -> Parameters:
+        shape, rate = self.ordinary(natural)
+        return torch.digamma(shape) - rate.log(), shape / rate
+
+    def natural(self, mean: Parameters) -> Parameters:
+        """By Newton's method for log a - ψ(a) = log E[x] - E[log x].
+
+        Raises:
+            ValueError: that is not positive.
+        """
+        target = mean[1].log() - mean[0]
+        if not (target > 0).all():
+            raise ValueError("expectations of no Gamma: log E[x] must be greater than E[log x].")
+        s = target.detach()
+        start = (3 - s + ((s - 3).square() + 24 * s).sqrt()) / (12 * s)
+        shape = solve_falling(lambda a: (gap(a), gap_slope(a)), target, start)
+        return self.of(shape, shape / mean[1])
+
+    def inside(self, natural: Parameters) -> Tensor:
+        return (natural[0] > -1) & (natural[1] < 0) & torch.isfinite(natural[0] + natural[1])
+
+    def statistics(self, x: Tensor) -> Parameters:
+        return x.log(), x
+
+    def has_mode(self, natural: Parameters) -> Tensor:
+        return self.inside(natural) & (natural[0] > 0)
+
+    def mode(self, natural: Parameters) -> Tensor:
+        """(a - 1)/b."""
+        self._require_mode(natural, "shapes above 1")
+        return -natural[0] / natural[1]
+
+    def to_distribution(self, natural: Parameters) -> Distribution:
+        return TorchGamma(*self.ordinary(natural))
+
+    def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
+        shape, rate = torch.broadcast_tensors(*self.ordinary(natural))
+        return floor((log_gamma_draws(shape, count, generator) - rate.log()).exp())
+
+    def _domain(self) -> str:
+        return ", with a positive shape and rate"
+
+
+@dataclass(frozen=True)
+class Dirichlet(Family):
+    r"""K positive numbers that sum to one, with concentrations alpha:
+    λ = alpha - 1, μ_k = ψ(alpha_k) - ψ(Σ alpha), T(x) = log x.
+
+    .. math::
+        A(\lambda) = \sum_k \log\Gamma(\alpha_k) - \log\Gamma\left(\sum_k \alpha_k\right)
+
+    Counts of outcomes add to λ. Draws and modes that are zero to the last bit are the smallest positive number instead,
+    so that T is finite.
+
+    >>> shares = Dirichlet()
+    >>> shares.mode(shares.of(torch.tensor([2.0, 4.0]))).tolist()
+    [0.25, 0.75]
+    """
+
+    events = (1,)
+
+    def of(self, concentration: Tensor) -> Parameters:
+        return (concentration - 1,)
+
+    def ordinary(self, natural: Parameters) -> tuple[Tensor]:
+        """The concentrations alpha."""
+        return (natural[0] + 1,)
+
+    def log_partition(self, natural: Parameters) -> Tensor:
+        alpha = natural[0] + 1
+        return torch.lgamma(alpha).sum(-1) - torch.lgamma(alpha.sum(-1))
+
+    def mean(self, natural: Parameters) -> Parameters:
+        alpha = natural[0] + 1
+        return (torch.digamma(alpha) - torch.digamma(alpha.sum(-1, keepdim=True)),)
+
+    def natural(self, mean: Parameters) -> Parameters:
+        """By Newton's method, see `digamma.solve_dirichlet`.
+
+        Raises:
+            ValueError: the means are of no list of shares.
+        """
+        if not ((mean[0] < 0).all(-1) & (mean[0].logsumexp(-1) < 0)).all():
+            raise ValueError("expectations of no Dirichlet: the sum of exp E[log x_k] must be less than 1.")
+        return self.of(solve_dirichlet(mean[0]))
+
+    def inside(self, natural: Parameters) -> Tensor:
+        return ((natural[0] > -1) & torch.isfinite(natural[0])).all(-1)
+
+    def statistics(self, x: Tensor) -> Parameters:
+        return (x.log(),)
+
+    def has_mode(self, natural: Parameters) -> Tensor:
+        return self.inside(natural) & (natural[0] >= 0).all(-1) & (natural[0] > 0).any(-1)
+
+    def mode(self, natural: Parameters) -> Tensor:
+        """(alpha - 1)/Σ(alpha - 1)."""
+        self._require_mode(natural, "concentrations of 1 and more, not all of them 1")
+        return floor(natural[0] / natural[0].sum(-1, keepdim=True))
+
+    def to_distribution(self, natural: Parameters) -> Distribution:
+        return TorchDirichlet(natural[0] + 1)
+
+    def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
+        return floor(log_gamma_draws(natural[0] + 1, count, generator).softmax(-1))
+
+    def _domain(self) -> str:
+        return ", with positive concentrations"
+
+
+@dataclass(frozen=True)
+class Beta(Family):
+    """0 < x < 1 with a and b: λ = (a - 1, b - 1), T(x) = (log x, log(1 - x)). The Dirichlet of x and 1 - x."""
+
+    events = (0, 0)
+
+    def of(self, a: Tensor, b: Tensor) -> Parameters:
+        return a - 1, b - 1
+
+    def ordinary(self, natural: Parameters) -> tuple[Tensor, Tensor]:
+        """a and b."""
+        return natural[0] + 1, natural[1] + 1
+
+    def _pair(self, parameters: Parameters) -> Parameters:
+        return (torch.stack(torch.broadcast_tensors(*parameters), -1),)
+
+    def log_partition(self, natural: Parameters) -> Tensor:
+        return Dirichlet().log_partition(self._pair(natural))
+
+    def mean(self, natural: Parameters) -> Parameters:
+        return Dirichlet().mean(self._pair(natural))[0].unbind(-1)
+
+    def natural(self, mean: Parameters) -> Parameters:
+        """See `Dirichlet.natural`."""
+        return Dirichlet().natural(self._pair(mean))[0].unbind(-1)
+
+    def inside(self, natural: Parameters) -> Tensor:
+        return Dirichlet().inside(self._pair(natural))
+
+    def statistics(self, x: Tensor) -> Parameters:
+        return x.log(), torch.log1p(-x)
+
+    def has_mode(self, natural: Parameters) -> Tensor:
+        return Dirichlet().has_mode(self._pair(natural))
+
+    def mode(self, natural: Parameters) -> Tensor:
+        """(a - 1)/(a + b - 2)."""
+        self._require_mode(natural, "a and b of 1 and more, not both 1")
+        return self._below_one(Dirichlet().mode(self._pair(natural))[..., 0])
+
+    def to_distribution(self, natural: Parameters) -> Distribution:
+        return TorchBeta(*self.ordinary(natural))
+
+    def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
+        return self._below_one(Dirichlet().sample(self._pair(natural), count, generator)[..., 0])
+
+    def _below_one(self, x: Tensor) -> Tensor:
+        return x.clamp(max=1 - torch.finfo(x.dtype).eps / 2)
+
+    def _domain(self) -> str:
+        return ", with positive a and b"
+
+
+def log_gamma_draws(shape: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
+    """log x of x ~ Gamma(shape, 1), (count, *shape): as log y + log(u)/a with y ~ Gamma(a + 1, 1), which does not
+    underflow where x would. Drawn on the CPU, so that a seed means the same numbers on every device."""
+    shape_cpu = shape.detach().cpu().expand(count, *shape.shape)
+    above = torch._standard_gamma(shape_cpu + 1, generator=generator)
+    uniform = torch.rand(shape_cpu.shape, dtype=shape.dtype, generator=generator)
+    return (above.log() + torch.log1p(-uniform) / shape_cpu).to(shape.device)
+
+
+def floor(x: Tensor) -> Tensor:
+    """x, with zeros replaced by the smallest positive number, of which there is a logarithm."""
+    return x.clamp(min=torch.finfo(x.dtype).tiny)

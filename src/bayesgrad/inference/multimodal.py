@@ -1,0 +1,74 @@
+"""Mixtures as candidates: several minima from one run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from bayesgrad.families import Gaussian, MixtureOfGaussians, Parameters
+from bayesgrad.inference.expectation import Expectation, Moments
+from bayesgrad.inference.factor import Factor
+from bayesgrad.inference.node import Node
+
+GAUSSIAN = Gaussian()
+
+
+class Marginal(Factor):
+    r"""log f(θ) for a mixture's θ, and what turns the entropy of the pair (θ, z) into that of θ alone.
+
+    A node's own entropy is H(θ, z). What keeps components apart is H(q) of the marginal, so this factor adds the
+    difference: its value is E_q[log f - log q] - H(θ, z), and its message
+
+    .. math::
+        \nabla_{\mu_k} = \left(E_k[\nabla F] - E_k[\nabla^2 F]\, m_k,\ \tfrac12 E_k[\nabla^2 F]\right) + \lambda_k,
+        \quad F = \log f - \log q
+
+    with E_k under component k; the probabilities π_k cancel. Weights that are learnt move by E_k[F] - ⟨∇_k, μ_k/π_k⟩.
+
+    Args:
+        function: log f of one vector (P,).
+        expectation: how E_k is taken.
+
+    Reference: 002, Eqs. 28 to 30, 67 to 71.
+    Checked by: tests/equations/test_multimodal.py.
+    """
+
+    def __init__(
+        self, node: Node, function: Callable[[Tensor], Tensor], expectation: Expectation, *, scale: float = 1.0
+    ) -> None:
+        super().__init__(node, scale=scale)
+        if not isinstance(node.family, MixtureOfGaussians) or node.family.plates(node.natural):
+            raise TypeError(f"this factor takes one MixtureOfGaussians, got {node}.")
+        if scale != 1.0 or node.scale != 1.0:
+            raise ValueError(f"a mixture's entropy and density count once, got scale={scale!r}: scale the function.")
+        self.family, self.function, self.expectation = node.family, function, expectation
+        self._seen: tuple[Parameters, Moments] | None = None
+
+    def moments(self) -> Moments:
+        """Of log f - log q under each component."""
+        natural = self.nodes[0].natural
+        if self._seen is None or self._seen[0] is not natural:
+            _, means, covariances = self.family.moments(natural)
+            roots = torch.linalg.cholesky(covariances)
+
+            def difference(theta: Tensor) -> Tensor:
+                return self.function(theta) - self.family.log_density(natural, theta)
+
+            self._seen = natural, self.expectation.vector(difference, means, roots)
+        return self._seen[1]
+
+    def value(self) -> Tensor:
+        natural = self.nodes[0].natural
+        weights = self.family.log_weights(natural).exp()
+        return (weights * self.moments().value).sum() - self.family.entropy(natural)
+
+    def _message(self, node: Node) -> Parameters:
+        value, first, second = self.moments()
+        components = self.family.components(node.natural)
+        means = GAUSSIAN.moments(components)[0]
+        found = first - (second @ means[..., None])[..., 0], second / 2
+        if self.family.weights is None:
+            found = value - GAUSSIAN.dot(found, GAUSSIAN.mean(components)), *found
+        return tuple(a + b for a, b in zip(found, node.natural))

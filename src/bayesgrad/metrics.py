@@ -1,0 +1,127 @@
+"""What predictions are worth: scores of probabilities and of Gaussian predictions.
+
+Through torchmetrics where it has them, which is imported when it is needed.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+BINS = 15
+
+
+def classification(logs: Tensor, labels: Tensor) -> dict[str, float]:
+    """Error, mean negative log-likelihood, calibration error and Brier score; NaN where a model has diverged.
+
+    Args:
+        logs: (n, classes), logarithms of predicted probabilities.
+        labels: (n,).
+
+    Checked by: tests/equations/test_metrics.py.
+    """
+    from torchmetrics.functional.classification import multiclass_accuracy
+
+    p = logs.exp()
+    if not bool(torch.isfinite(p).all()):
+        return dict.fromkeys(("error", "nll", "ece", "brier"), math.nan)
+    classes = logs.shape[-1]
+    return {
+        "error": 1 - multiclass_accuracy(p, labels, classes, average="micro").item(),
+        "nll": F.nll_loss(logs.double(), labels).item(),
+        "ece": calibration_error(p, labels),
+        "brier": (p - F.one_hot(labels, classes)).square().sum(1).double().mean().item(),
+    }
+
+
+def calibration_error(p: Tensor, labels: Tensor, bins: int = BINS) -> float:
+    """The expected calibration error: |accuracy - confidence|, averaged over bins of the most probable class's p."""
+    from torchmetrics.functional.classification import multiclass_calibration_error
+
+    return multiclass_calibration_error(p, labels, p.shape[-1], n_bins=bins).item()
+
+
+class Reliability(NamedTuple):
+    """Bins of confidence: mean confidence and accuracy (NaN in empty bins), and the number of examples."""
+
+    confidence: Tensor
+    accuracy: Tensor
+    number: Tensor
+
+
+def reliability(p: Tensor, labels: Tensor, bins: int = BINS) -> Reliability:
+    """How often the most probable class is right, in bins of equal width of its probability, each open on the left."""
+    confidence, named = p.double().max(-1)
+    right = (named == labels).double()
+    place = (confidence * bins).ceil().long().clamp(1, bins) - 1
+    count, sure, hits = (
+        torch.zeros(bins, dtype=torch.float64, device=p.device).index_add_(0, place, values)
+        for values in (torch.ones_like(confidence), confidence, right)
+    )
+    return Reliability(sure / count, hits / count, count)
+
+
+def entropy(p: Tensor) -> Tensor:
+    """Of each predicted distribution (..., classes), in nats."""
+    return torch.special.entr(p).sum(-1)
+
+
+def auroc(inside: Tensor, outside: Tensor) -> float:
+    """The probability that an outside example has the higher value (an uncertainty, say), ties counted by half."""
+    from torchmetrics.functional.classification import binary_auroc
+
+    values = torch.cat([inside.flatten(), outside.flatten()])
+    if not bool(torch.isfinite(values).all()):
+        return math.nan
+    ranks = values.unique(return_inverse=True)[1].double()  # of values beyond [0, 1], torchmetrics takes the sigmoid
+    labels = torch.cat([torch.zeros(inside.numel()), torch.ones(outside.numel())]).long()
+    return binary_auroc(ranks / ranks.max().clamp(min=1), labels).item()
+
+
+def regression(mean: Tensor, variance: Tensor, targets: Tensor, level: float = 0.9) -> dict[str, float]:
+    """Root mean squared error, mean negative log-likelihood of N(mean, variance), and coverage of intervals.
+
+    Args:
+        variance: of the targets: what weights leave open and the noise of the data, together.
+        level: of the central intervals.
+
+    Checked by: tests/equations/test_metrics.py.
+    """
+    return {
+        "rmse": (mean - targets).double().square().mean().sqrt().item(),
+        "nll": gaussian_nll(mean, variance, targets).mean().item(),
+        "coverage": coverage(mean, variance, targets, level),
+    }
+
+
+def gaussian_nll(mean: Tensor, variance: Tensor, targets: Tensor) -> Tensor:
+    """-log N(target; mean, variance) of each target, constants included, in float64."""
+    mean, variance, targets = _fitting(mean, variance, targets)
+    return F.gaussian_nll_loss(mean, targets, variance, full=True, eps=0.0, reduction="none")
+
+
+def coverage(mean: Tensor, variance: Tensor, targets: Tensor, level: float = 0.9) -> float:
+    """The share of targets inside the central interval that should hold a share of `level`."""
+    mean, variance, targets = _fitting(mean, variance, targets)
+    return ((targets - mean).abs() <= half_width(variance, level)).double().mean().item()
+
+
+def half_width(variance: Tensor, level: float = 0.9) -> Tensor:
+    """The central interval of N(mean, variance) that holds `level` is mean ± this."""
+    if not 0 < level < 1:
+        raise ValueError(f"level must be between 0 and 1, got {level!r}.")
+    return torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)).to(variance) * variance.sqrt()
+
+
+def _fitting(mean: Tensor, variance: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """All in float64, of one shape: (n,) against (n, 1) would become (n, n)."""
+    if not mean.shape == variance.shape == targets.shape:
+        shapes = ", ".join(str(tuple(t.shape)) for t in (mean, variance, targets))
+        raise ValueError(f"mean, variance and targets must have one shape, got {shapes}.")
+    if not bool((variance > 0).all()):
+        raise ValueError(f"variances must be positive, got {variance.min():g}: add the noise of the data.")
+    return mean.double(), variance.double(), targets.double()

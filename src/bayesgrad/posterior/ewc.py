@@ -1,0 +1,321 @@
+"""Elastic weight consolidation: a posterior of earlier tasks as a penalty while later ones are learned."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bayesgrad.posterior.gaussian import GaussianPosterior
+from bayesgrad.posterior.hessian import DenseHessian, DiagonalHessian, FactoredHessian, Hessian, LowRankHessian
+from bayesgrad.posterior.laplace import LaplacePosterior, check_prior
+from bayesgrad.posterior.network import parameters_of
+from bayesgrad.posterior.posterior import Posterior
+from bayesgrad.precision import Diagonal
+from bayesgrad.precision.low_rank import Directions
+
+
+@dataclass(frozen=True, eq=False)
+class Quadratic(ABC):
+    """v'H v for the change v of some parameters, made of differentiable products.
+
+    Args:
+        shapes: of the parameters by name.
+    """
+
+    shapes: Mapping[str, torch.Size]
+
+    @abstractmethod
+    def __call__(self, change: Mapping[str, Tensor]) -> Tensor:
+        """v'H v for v by name."""
+
+    @abstractmethod
+    def times(self, factor: float) -> Quadratic:
+        """That of factor H."""
+
+    def plus(self, other: Quadratic) -> Quadratic | None:
+        """That of the sum of both H, where it takes no more room than either; else None."""
+        return None
+
+    def _matrix(self, change: Mapping[str, Tensor], rows: Sequence[int]) -> Tensor:
+        """(*rows, columns) of all parameters, side by side."""
+        return torch.cat([change[name].reshape(*rows, -1) for name in self.shapes], -1)
+
+
+@dataclass(frozen=True, eq=False)
+class Stored(Quadratic):
+    """One whose H is a tensor of its own, and adds up over tasks.
+
+    Args:
+        values: of H.
+    """
+
+    values: Tensor
+
+    def times(self, factor: float) -> Stored:
+        return replace(self, values=factor * self.values)
+
+    def plus(self, other: Quadratic) -> Quadratic | None:
+        if not isinstance(other, Stored) or type(other) is not type(self) or dict(other.shapes) != dict(self.shapes):
+            return None
+        if other.values.shape != self.values.shape:
+            return None
+        return replace(self, values=self.values + other.values.to(self.values))
+
+
+class Elementwise(Stored):
+    """Σ h v^2, with h in the shape of the parameter, or of several as one matrix."""
+
+    def __call__(self, change: Mapping[str, Tensor]) -> Tensor:
+        return (self.values * self._matrix(change, self.values.shape[:-1]).square()).sum()
+
+
+class Inputs(Stored):
+    """tr(V A V') for V (groups, out, in) and a moment A (groups, in, in) of the inputs: nothing is said of errors."""
+
+    def __call__(self, change: Mapping[str, Tensor]) -> Tensor:
+        groups, fan_in, _ = self.values.shape
+        size = sum(shape.numel() for shape in self.shapes.values())
+        return _paired(self._matrix(change, (groups, size // (groups * fan_in))), lambda v: v @ self.values)
+
+
+class Written(Stored):
+    """v'H v for H (n, n)."""
+
+    def __call__(self, change: Mapping[str, Tensor]) -> Tensor:
+        return _paired(self._matrix(change, ()), lambda v: v @ self.values)
+
+
+@dataclass(frozen=True, eq=False)
+class Factored(Quadratic):
+    """tr(V' E V A), of a Kronecker product; the sum of two is none.
+
+    Args:
+        errors, inputs: E (groups, out, out) and A (groups, in, in).
+    """
+
+    errors: Tensor
+    inputs: Tensor
+
+    def __call__(self, change: Mapping[str, Tensor]) -> Tensor:
+        return _paired(self._matrix(change, self.errors.shape[:-1]), lambda v: self.errors @ v @ self.inputs)
+
+    def times(self, factor: float) -> Factored:
+        return replace(self, errors=factor * self.errors)
+
+
+@dataclass(frozen=True, eq=False)
+class Projected(Quadratic):
+    """factor |G'v|^2 for the gradients G of a few examples, which are not written down."""
+
+    directions: Directions
+    factor: float
+
+    def __call__(self, change: Mapping[str, Tensor]) -> Tensor:
+        return self.factor * self.directions.project(self._matrix(change, (1,))).square().sum()
+
+    def times(self, factor: float) -> Projected:
+        return replace(self, factor=factor * self.factor)
+
+
+def quadratic(hessian: Hessian) -> Quadratic:
+    """v'H v for one block of a Laplace posterior."""
+    shapes = dict(hessian.shapes)
+    if isinstance(hessian, DiagonalHessian):
+        return Elementwise(shapes, hessian.values)
+    if isinstance(hessian, DenseHessian):
+        return Written(shapes, hessian.matrix)
+    if isinstance(hessian, LowRankHessian):
+        return Projected(shapes, hessian.directions, 1.0)
+    if not isinstance(hessian, FactoredHessian):
+        raise TypeError(f"EWC has no quadratic form of a {type(hessian).__name__}.")
+    rows, columns, spectrum = hessian.rows, hessian.columns, hessian.spectrum
+    if rows is None and columns is None:
+        return Elementwise(shapes, spectrum)
+    if rows is None and torch.equal(spectrum, spectrum[:, :1].expand_as(spectrum)):
+        return Inputs(shapes, _moment(columns, spectrum[:, 0]))
+    total = spectrum.sum((1, 2))[:, None].clamp(min=torch.finfo(spectrum.dtype).tiny)
+    return Factored(shapes, _moment(rows, spectrum.sum(2)), _moment(columns, spectrum.sum(1) / total))
+
+
+def _moment(basis: Tensor | None, values: Tensor) -> Tensor:
+    """The symmetric matrix of these eigenvectors (groups, n, n), None for the identity, and eigenvalues (groups, n)."""
+    return torch.diag_embed(values) if basis is None else basis * values[:, None] @ basis.mT
+
+
+class Paired(torch.autograd.Function):
+    """v'H v. Its gradient is 2 H v, the product that it was made of."""
+
+    @staticmethod
+    def forward(ctx: Any, vector: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
+        product = multiply(vector)
+        ctx.multiply = multiply
+        ctx.save_for_backward(vector, product)
+        return (vector * product).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None]:
+        vector, product = ctx.saved_tensors
+        if torch.is_grad_enabled():  # for second derivatives
+            product = ctx.multiply(vector)
+        return 2 * slopes[0] * product, None
+
+
+def _paired(vector: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
+    return Paired.apply(vector, multiply)  # pyright: ignore[reportReturnType]
+
+
+@dataclass(frozen=True, eq=False)
+class About:
+    """Quadratic forms of the distance to some weights."""
+
+    mean: Mapping[str, Tensor]
+    forms: Sequence[Quadratic]
+
+    def __call__(self, found: Mapping[str, Tensor]) -> Tensor:
+        change = {name: found[name].to(mean) - mean for name, mean in self.mean.items()}
+        return sum((form(change) for form in self.forms), torch.zeros(())) / 2
+
+
+class EWC:
+    r"""How much a change of the weights would cost the tasks that a posterior knows of.
+
+    .. math::
+        \frac{s}{2} (w - w^*)^T H (w - w^*)
+
+    with the posterior's mean w*, s = `strength`, and H the Hessian of the loss *summed* over the old task's data.
+    Beside the mean loss of a new task of N examples it is therefore divided by N; s = 1 is Bayes' rule then.
+
+        >>> import bayesgrad
+        >>> model, old = nn.Linear(2, 3), [(torch.randn(4, 2), torch.tensor([0, 1, 2, 0]))]
+        >>> ewc = EWC(bayesgrad.laplace(model, old, likelihood="categorical"))
+        >>> x, y = torch.randn(5, 2), torch.tensor([2, 1, 1, 0, 2])
+        >>> loss = nn.functional.cross_entropy(model(x), y) + ewc(model) / len(x)
+
+    | posterior | H | over tasks |
+    |---|---|---|
+    | Laplace, `"diag"`, `"full"` | the diagonal; all of it | adds up |
+    | Laplace, `"kron"` | A ⊗ E of each layer | each task's is kept |
+    | Laplace, `"input"` | A ⊗ I of each layer | adds up: one A for all tasks |
+    | Laplace, `"subsampled"` | G G', exactly; v'H v = \|G'v\|^2 from stored inputs and errors | each task's is kept |
+    | of OGN, VOGN, IVON | the posterior precision | has its own prior's inside |
+
+    Parameters that the posterior does not name are free. The penalty can be differentiated twice.
+
+    Args:
+        posterior: of the old task.
+        strength: s.
+        prior: whether the prior's precision is part of H, so that the penalty takes the place of the prior as in
+            Bayes' rule: then train without weight decay. False leaves the data's Hessian alone, beside whatever decay
+            there is. None is False for Laplace posteriors, and True where the two cannot be told apart.
+
+    Raises:
+        TypeError: the posterior has no Hessian to speak of.
+        ValueError: strength is not positive, or the model given has other parameters.
+
+    Reference: 004, appendices A.2 and C; Kirkpatrick et al., 2017; for `add`, Huszár, 2018, Schwarz et al., 2018.
+    Checked by: tests/equations/test_ewc.py.
+    """
+
+    def __init__(self, posterior: Posterior, strength: float = 1.0, *, prior: bool | None = None) -> None:
+        _check("strength", strength)
+        mean, forms = _forms(posterior, prior)
+        self.parts: tuple[About, ...] = (About(mean, [form.times(float(strength)) for form in forms]),)
+
+    def __call__(self, model: nn.Module) -> Tensor:
+        """The penalty at the model's weights."""
+        found = parameters_of(model)
+        for part in self.parts:
+            for name, mean in part.mean.items():
+                if name not in found:
+                    raise ValueError(f"the model has no parameter {name!r}, which this penalty is about.")
+                if found[name].shape != mean.shape:
+                    raise ValueError(
+                        f"parameter {name!r} has shape {tuple(found[name].shape)} in the model and "
+                        f"{tuple(mean.shape)} in the penalty: build the same architecture."
+                    )
+        return sum((part(found) for part in self.parts), torch.zeros(()))
+
+    def add(self, posterior: Posterior, strength: float = 1.0, *, prior: bool | None = None, decay: float = 1.0) -> EWC:
+        """The penalty of all tasks so far after one more was learned: decay H + H', about the latest weights alone.
+
+        Those are where the new loss and the old penalty balance, so that both together are quadratic about them. Sums
+        of Hessians are written down where they take no more room than one: diagonals, dense ones, and the inputs'
+        moments of `"input"`. Weights that the new posterior does not name stay where they are.
+
+        Args:
+            posterior: of the new task, trained under this penalty.
+            strength, prior: as for the first.
+            decay: of what is known of earlier tasks; below 1 they are forgotten gradually.
+        """
+        _check("decay", decay)
+        latest = EWC(posterior, strength, prior=prior)
+        mean = {name: value for part in (*self.parts, *latest.parts) for name, value in part.mean.items()}
+        forms = [form.times(decay) for part in self.parts for form in part.forms]
+        for part in latest.parts:
+            for name, value in part.mean.items():
+                before = next((p.mean[name].shape for p in self.parts if name in p.mean), value.shape)
+                if before != value.shape:
+                    raise ValueError(f"{name!r} has shape {tuple(value.shape)}, and {tuple(before)} in earlier tasks.")
+            forms = _merged(forms, part.forms)
+        return self._of(About(mean, forms))
+
+    def __add__(self, other: Any) -> EWC:
+        """Both penalties, each about its own weights."""
+        return self._of(*self.parts, *other.parts) if isinstance(other, EWC) else NotImplemented
+
+    def __radd__(self, other: Any) -> EWC:
+        return self if isinstance(other, int) and other == 0 else NotImplemented  # where sum() begins
+
+    @staticmethod
+    def _of(*parts: About) -> EWC:
+        made = object.__new__(EWC)
+        made.parts = parts
+        return made
+
+
+def _check(name: str, value: Any) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ValueError(f"{name} must be a finite positive number, got {value!r}.")
+
+
+def _merged(forms: Iterable[Quadratic], more: Iterable[Quadratic]) -> list[Quadratic]:
+    """All of them, those that add up as one."""
+    found = list(forms)
+    for form in more:
+        for i, old in enumerate(found):
+            total = old.plus(form)
+            if total is not None:
+                found[i] = total
+                break
+        else:
+            found.append(form)
+    return found
+
+
+def _forms(posterior: Posterior, prior: bool | None) -> tuple[dict[str, Tensor], list[Quadratic]]:
+    """The posterior's mean and quadratic forms."""
+    mean = posterior.mean if isinstance(posterior, GaussianPosterior) else {}
+    if isinstance(posterior, LaplacePosterior):
+        scale = float(posterior.noise) ** -posterior.fit.power
+        forms = [quadratic(hessian).times(scale) for hessian in posterior.hessians]
+        if prior:
+            for name, value in check_prior(posterior.prior_precision, posterior.noise, mean).items():
+                forms = _merged(forms, [Elementwise({name: mean[name].shape}, torch.full_like(mean[name], value))])
+        return mean, forms
+    if not isinstance(posterior, GaussianPosterior):
+        raise TypeError(f"EWC takes a Gaussian posterior, got {type(posterior).__name__}: use bayesgrad.laplace().")
+    if prior is False:
+        raise ValueError("prior=False needs a Laplace posterior: in this one data and prior cannot be told apart.")
+    forms = []
+    for name, belief in posterior.beliefs.items():
+        if not isinstance(belief.precision, Diagonal):
+            kind = type(belief.precision).__name__
+            raise TypeError(f"EWC has no quadratic form of {name!r}'s {kind} precision: use bayesgrad.laplace().")
+        forms.append(Elementwise({name: belief.mean.shape}, 1 / belief.precision.variance()))
+    return mean, forms

@@ -1,0 +1,147 @@
+"""The model that a posterior is about: its parameters by name, and its outputs as a function of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from bayesgrad._kernels import compute_dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
+    """A model's outputs for given inputs, as a function of its weights.
+
+    Args:
+        model: without wrappers.
+        inputs: its arguments.
+        statistics: the arguments from which BatchNorm's statistics are estimated anew, or None.
+        chunk: how many inputs are looked at together; None for all.
+    """
+
+    model: nn.Module
+    inputs: tuple[Tensor, ...]
+    statistics: tuple[Tensor, ...] | None = None
+    chunk: int | None = None
+
+    def __call__(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """The outputs for all inputs."""
+        run = self.at(weights)
+        if self.chunk is None or len(self.inputs[0]) <= self.chunk:
+            return run(*self.inputs)
+        return torch.cat([run(*parts) for parts in zip(*[x.split(self.chunk) for x in self.inputs])])
+
+    def at(self, weights: Mapping[str, Tensor]) -> Callable[..., Tensor]:
+        """The model with these weights, by their names without wrappers, and its own where none are given."""
+        names = {clean(name): name for name, _ in self.model.named_parameters()}
+        values = {names[name]: weight for name, weight in weights.items()}
+        if self.statistics is not None:
+            values |= _estimated(self.model, values, self.statistics)
+
+        def run(*inputs: Tensor) -> Tensor:
+            found = functional_call(self.model, values, inputs)
+            return found.to(compute_dtype(found.dtype))  # averages of half-precision numbers would not be averages
+
+        return run
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's own model inside of what torch.compile and data parallelism wrap around it."""
+    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    while isinstance(model, wrappers) or hasattr(model, "_orig_mod"):
+        model = model.module if isinstance(model, wrappers) else model._orig_mod  # pyright: ignore
+    return model
+
+
+def clean(name: str) -> str:
+    return name.replace("_orig_mod.", "")  # of compiled modules inside the model
+
+
+def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The model's parameters by the names they have without any wrapper."""
+    return {clean(name): parameter for name, parameter in unwrapped(model).named_parameters()}
+
+
+def architecture(model: nn.Module) -> dict[str, list[int]]:
+    """The shape of each parameter."""
+    return {name: list(p.shape) for name, p in parameters_of(model).items()}
+
+
+def refuse_others(model: nn.Module, expected: Mapping[str, list[int]]) -> None:
+    """Raises where a model's parameters have other names or shapes."""
+    found = architecture(model)
+    shapes = [f"{n!r} with shape {found[n]} for {s}" for n, s in expected.items() if n in found and found[n] != s]
+    wrong = [
+        *[f"lacks {name!r}" for name in expected if name not in found],
+        *[f"has {name!r} besides" for name in found if name not in expected],
+        *[f"has {shape}" for shape in shapes],
+    ]
+    if wrong:
+        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ValueError(
+            f"the model is not of the architecture this posterior is about: it {', '.join(wrong[:3])}{more}."
+        )
+
+
+@contextmanager
+def holding(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Within, parameters have these values; afterwards what they had, bit for bit."""
+    saved = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    try:
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(values[name])
+        yield
+    finally:
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(saved[name])
+
+
+@contextmanager
+def only(model: nn.Module, chosen: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """Within, nothing but these is differentiated by."""
+    flags = [(p, p.requires_grad) for p in model.parameters()]
+    own = {id(p) for p in chosen.values()}
+    try:
+        for p, _ in flags:
+            p.requires_grad_(id(p) in own)
+        yield
+    finally:
+        for p, flag in flags:
+            p.requires_grad_(flag)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode within; each module's own mode afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _estimated(model: nn.Module, weights: Mapping[str, Tensor], inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """The buffers of BatchNorm layers after one pass of these inputs alone, by name."""
+    norms = {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
+    buffers = {f"{name}.{key}": b.clone() for name, norm in norms.items() for key, b in norm.named_buffers()}
+    momenta = {norm: norm.momentum for norm in norms.values()}
+    try:
+        for norm in norms.values():
+            norm.train()
+            norm.momentum = 1.0  # the new statistics, nothing of the old
+        functional_call(model, {**weights, **buffers}, inputs)
+    finally:
+        for norm, momentum in momenta.items():
+            norm.eval()
+            norm.momentum = momentum
+    return buffers

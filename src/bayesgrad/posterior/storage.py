@@ -1,0 +1,99 @@
+"""Files of posteriors: safetensors, which holds numbers and text and nothing that could be run.
+
+The tensors are named `["group", "name"]`, as JSON. What is no tensor is in the file's metadata: the format and its
+version, the state's plain values, the order of names, and a checksum of all of that and of every tensor's bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FORMAT, VERSION = "bayesgrad posterior", 1
+
+
+def write(path: str | os.PathLike, state: Mapping[str, Any]) -> None:
+    """A posterior's state into a file, which is written whole or not at all."""
+    safetensors = _package()
+    path = Path(path)
+    tensors = {_key(group, name): _alone(t) for group, named in state["tensors"].items() for name, t in named.items()}
+    plain = {key: value for key, value in state.items() if key != "tensors"}
+    order = {group: list(named) for group, named in state["tensors"].items()}
+    header = {"format": FORMAT, "version": str(VERSION), "state": json.dumps(plain), "order": json.dumps(order)}
+    header["sha256"] = _checksum(header, tensors)
+    partial = path.with_name(path.name + ".partial")
+    try:
+        safetensors.torch.save_file(tensors, partial, metadata=header)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read(path: str | os.PathLike) -> dict[str, Any]:
+    """The state that `write` was given.
+
+    Raises:
+        ValueError: the file is damaged, cut short, altered, of a later version, or not a posterior's.
+    """
+    safetensors, name = _package(), os.fspath(path)
+    with open(path, "rb"):  # for the system's own words where there is no such file
+        pass
+    try:
+        with safetensors.safe_open(name, framework="pt") as file:
+            header = dict(file.metadata() or {})
+            tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+    except (safetensors.SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{name} cannot be read as a posterior: it is damaged, cut short or no safetensors file; save it again."
+        ) from error
+    if header.get("format") != FORMAT:
+        raise ValueError(f"{name} holds tensors but no posterior: read what Posterior.save() wrote.")
+    if header.get("version") != str(VERSION):
+        raise ValueError(
+            f"{name} has version {header.get('version')!r} of the format, and this bayesgrad reads {VERSION}: "
+            "read it with the release that wrote it, or a later one."
+        )
+    if header.pop("sha256", None) != _checksum(header, tensors):
+        raise ValueError(f"{name} was altered since it was saved, its checksum is another: save it again.")
+    try:
+        order, plain = json.loads(header["order"]), json.loads(header["state"])
+        groups = {group: {own: tensors[_key(group, own)] for own in names} for group, names in order.items()}
+    except KeyError as error:
+        raise ValueError(f"{name} is no whole posterior: it lacks {error}; save it again.") from error
+    return {**plain, "tensors": groups}
+
+
+def _key(group: str, name: str) -> str:
+    return json.dumps([group, name])
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """On the CPU, in a memory of its own: views of one another cannot be stored."""
+    tensor = tensor.detach().cpu().contiguous()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes and tensor._base is None else tensor.clone()
+
+
+def _checksum(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256(json.dumps(sorted(header.items())).encode())
+    for key, tensor in sorted(tensors.items()):
+        digest.update(json.dumps([key, str(tensor.dtype), list(tensor.shape)]).encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _package() -> Any:
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError(
+            "saving and loading posteriors needs safetensors: pip install 'bayesgrad[posterior]'."
+        ) from error
+    return safetensors

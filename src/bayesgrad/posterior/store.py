@@ -1,0 +1,165 @@
+"""Weights that were sampled: in memory as long as they are few, in files beyond that."""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LIMIT = 1 << 30  # bytes of samples in memory
+PATTERN = "samples-*.safetensors"
+
+
+class Samples:
+    """Rows of weights, name -> (rows, *shape), in the order they came in.
+
+    Those in memory take at most `limit` bytes (while a file is written; half of that otherwise). Older ones are in
+    safetensors files, `samples-000000.safetensors` and so on, which are written whole or not at all.
+
+    Args:
+        limit: bytes; None is no limit.
+        folder: for the files; None is a temporary one, which vanishes with the samples and cannot be resumed from.
+    """
+
+    def __init__(self, limit: int | None = LIMIT, folder: str | os.PathLike | None = None) -> None:
+        if limit is not None and limit < 0:
+            raise ValueError(f"limit must be a number of bytes, or None for no limit, got {limit}.")
+        self.limit = limit
+        self.folder = None if folder is None else Path(folder)
+        self._named = folder is not None
+        self._rows: list[dict[str, Tensor]] = []  # in memory, (k, *shape) each
+        self._bytes = 0
+        self._files: list[int] = []  # rows of each
+        self._foreign = self.folder is not None and any(self.folder.glob(PATTERN))
+        self._origin: Samples | None = None
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike) -> Samples:
+        """The samples that files hold, whatever became of the process that wrote them."""
+        samples = cls(folder=folder)
+        samples._files = [samples._count(path) for path in sorted(Path(folder).glob(PATTERN))]
+        samples._foreign = False
+        if not samples._files:
+            raise ValueError(f"{os.fspath(folder)} holds no samples: name the folder of a run that wrote some.")
+        return samples
+
+    def __len__(self) -> int:
+        return sum(self._files) + sum(_rows(block) for block in self._rows)
+
+    @property
+    def stored(self) -> bool:
+        """Whether any are in files."""
+        return bool(self._files)
+
+    def snapshot(self) -> Samples:
+        """These samples and none that come later."""
+        other = copy.copy(self)
+        other._rows, other._files, other._origin = list(self._rows), list(self._files), self  # which owns the folder
+        return other
+
+    def append(self, rows: Mapping[str, Tensor]) -> None:
+        """Adds copies of these rows, name -> (k, *shape)."""
+        if self._foreign:
+            raise ValueError(f"{self.folder} holds samples of another run: load its state, or choose another folder.")
+        block = {name: tensor.detach().cpu().clone() for name, tensor in rows.items()}
+        self._rows.append(block)
+        self._bytes += sum(tensor.nbytes for tensor in block.values())
+        if self.limit is not None and self._bytes > self.limit // 2:
+            self._spill()
+
+    def blocks(self) -> Iterator[dict[str, Tensor]]:
+        """All rows in order, as many at once as a file holds."""
+        yield from (self._read(i) for i in range(len(self._files)))
+        if self._rows:
+            yield _joined(self._rows)
+
+    def row(self, index: int) -> dict[str, Tensor]:
+        """One row; of a file nothing else is read."""
+        for i, count in enumerate(self._files):
+            if index < count:
+                return self._read(i, index)
+            index -= count
+        self._rows = [_joined(self._rows)] if len(self._rows) > 1 else self._rows
+        return {name: tensor[index] for name, tensor in self._rows[0].items()}
+
+    # --- files ---
+
+    def _path(self, index: int) -> Path:
+        if self.folder is None:
+            made = tempfile.TemporaryDirectory(prefix="bayesgrad-samples-", ignore_cleanup_errors=True)
+            weakref.finalize(self, made.cleanup)
+            self.folder = Path(made.name)
+        return self.folder / f"samples-{index:06d}.safetensors"
+
+    def _spill(self) -> None:
+        from safetensors.torch import save_file
+
+        path = self._path(len(self._files))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".partial")
+        block = _joined(self._rows)
+        try:
+            save_file(block, partial)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+        self._files.append(_rows(block))
+        self._rows, self._bytes = [], 0
+
+    def _read(self, index: int, row: int | None = None) -> dict[str, Tensor]:
+        from safetensors import SafetensorError, safe_open
+
+        path = self._path(index)
+        try:
+            with safe_open(path, framework="pt") as file:
+                if row is None:
+                    return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                return {name: file.get_slice(name)[row] for name in file.keys()}  # noqa: SIM118
+        except (FileNotFoundError, SafetensorError) as error:
+            raise ValueError(f"{path}, a file of samples, is missing or damaged ({error}): sample again.") from error
+
+    @staticmethod
+    def _count(path: Path) -> int:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, framework="pt") as file:
+                name = next(iter(file.keys()))
+                return file.get_slice(name).get_shape()[0]
+        except (FileNotFoundError, SafetensorError, StopIteration) as error:
+            raise ValueError(f"{path}, a file of samples, is missing or damaged ({error}): sample again.") from error
+
+    # --- resuming ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rows in memory, and how many each file holds: what is in files is not copied."""
+        if self._files and not self._named:
+            raise ValueError(
+                "samples are in a temporary folder, which no later run can read: pass folder= to resume from it, or a "
+                "larger limit."
+            )
+        return {"files": list(self._files), "rows": _joined(self._rows) if self._rows else {}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from there; files that were written later are overwritten as the run comes to them again."""
+        for i, count in enumerate(state["files"]):
+            if (found := self._count(self._path(i))) != count:
+                raise ValueError(f"{self._path(i)} holds {found} samples where {count} were saved: sample again.")
+        self._files, self._foreign = list(state["files"]), False
+        self._rows = [{name: tensor.clone() for name, tensor in state["rows"].items()}] if state["rows"] else []
+        self._bytes = sum(tensor.nbytes for block in self._rows for tensor in block.values())
+
+
+def _rows(block: Mapping[str, Tensor]) -> int:
+    return len(next(iter(block.values())))
+
+
+def _joined(blocks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}

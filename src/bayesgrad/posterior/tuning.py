@@ -1,0 +1,65 @@
+"""Searches for the numbers of a prior: along the evidence's gradient, or by trying out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+STRIDE, FINEST = math.log(4.0), 0.02  # of logarithms that are tried out: a factor of 4 at first, 2 % at last
+GAIN = 1e-6  # in nats for each example: what is worth a move
+
+
+def climbed(objective: Callable[[Tensor], Tensor], start: Sequence[float], steps: int) -> list[float]:
+    """The positive numbers at a maximum of a function that can be differentiated, by L-BFGS in their logarithms."""
+    theta = torch.tensor(start, dtype=torch.float64).log().requires_grad_()
+    search = torch.optim.LBFGS(
+        [theta], max_iter=steps, tolerance_grad=1e-10, tolerance_change=1e-14, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> Tensor:
+        theta.grad = None
+        with torch.enable_grad():
+            loss = -objective(theta.exp())
+            loss.backward()
+        return loss.detach()
+
+    search.step(closure)
+    return theta.detach().exp().tolist()
+
+
+def tried(objective: Callable[[list[float]], float], start: Sequence[float], steps: int) -> list[float]:
+    """The same for any function: each number up or down, on along what was gained, by less when nothing is.
+
+    >>> [round(x, 1) for x in tried(lambda x: -(math.log(x[0] / 3) ** 2), [100.0], 100)]
+    [3.0]
+
+    Reference: Hooke and Jeeves, 1961.
+    """
+    theta, stride = [math.log(value) for value in start], STRIDE
+    best = objective(list(start))
+
+    def better(other: list[float]) -> bool:
+        nonlocal theta, best, steps
+        value = objective([math.exp(t) for t in other])
+        steps -= 1
+        if value > best + GAIN:
+            best, theta = value, other
+            return True
+        return False
+
+    while stride > FINEST and steps > 0:
+        before = theta
+        for place in range(len(theta)):
+            for move in (stride, -stride):
+                if better([*theta[:place], theta[place] + move, *theta[place + 1 :]]):
+                    break
+        if theta is before:
+            stride /= 2
+        while theta is not before and steps > 0:
+            ahead = [2 * now - then for now, then in zip(theta, before)]
+            before = theta
+            better(ahead)
+    return [math.exp(t) for t in theta]

@@ -1,0 +1,91 @@
+"""Several chains in one process: copies of a network whose weights are stacked, run side by side by vmap."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, stack_module_state, vmap
+
+from bayesgrad import noise
+from bayesgrad.posterior.network import parameters_of
+
+
+class Chains(nn.Module):
+    """`count` copies of a model as one module: parameters (count, *shape), outputs (count, batch, ...).
+
+    A rule that treats each weight by itself (a sampler with the identity or a diagonal callable as its metric, Adam)
+    then runs `count` chains at once: sum the copies' mean losses, as `loss` does, and each copy has the gradient that
+    it would have alone. Noise differs between chains, being a function of a weight's position. Rules that look at
+    layers, or at a network's Fisher, do not see inside of the copies: run one process, or one loop, for each chain.
+
+    >>> chains = Chains(torch.nn.Linear(3, 2), 4)
+    >>> chains(torch.ones(5, 3)).shape
+    torch.Size([4, 5, 2])
+
+    Args:
+        model: without buffers that change in training (BatchNorm) and without dropout; it is copied.
+        count: of chains.
+        spread: standard deviation of what is added to each copy's weights: R-hat asks for starts that differ.
+        seed: of that.
+
+    Checked by: tests/equations/test_ensemble.py::test_chains_side_by_side_are_chains_alone
+    """
+
+    def __init__(self, model: nn.Module, count: int, *, spread: float = 0.0, seed: int = 0) -> None:
+        super().__init__()
+        if count < 1:
+            raise ValueError(f"count must be at least 1, got {count}.")
+        if spread < 0:
+            raise ValueError(f"spread must not be negative, got {spread}.")
+        odd = [name for name, part in model.named_modules() if isinstance(part, _REFUSED)]
+        if odd:
+            raise ValueError(f"chains cannot run side by side through {', '.join(odd)}: run them one after another.")
+        copies = [copy.deepcopy(model) for _ in range(count)]
+        stacked, buffers = stack_module_state(copies)  # pyright: ignore[reportArgumentType]
+        self.count = count
+        self.names = {name.replace(".", "/"): name for name in stacked}
+        self._template = [copies[0].to("meta")]  # in a list: no submodule, so none of its parameters is ours
+        self._buffers_of = {name: value[0] for name, value in buffers.items()}
+        for i, (own, name) in enumerate(self.names.items()):
+            value = stacked[name].detach()
+            if spread:
+                first, second = noise.key(seed, i)
+                square, angle = noise.normal_parts(noise.positions(0, value), first, second)
+                value = value + spread * (square.sqrt() * angle).to(value).view_as(value)
+            self.register_parameter(own, nn.Parameter(value.clone()))
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Outputs (count, batch, ...) of all copies for the same inputs."""
+        weights: dict[str, Tensor] = {name: self.get_parameter(own) for own, name in self.names.items()}
+
+        def one(weights: dict[str, Tensor]) -> Any:
+            return functional_call(self._template[0], (weights, self._buffers_of), inputs)
+
+        return vmap(one)(weights)
+
+    def loss(self, outputs: Tensor, labels: Tensor, criterion: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """The sum over copies of criterion(outputs, labels), the mean loss of a batch."""
+        return vmap(criterion, in_dims=(0, None))(outputs, labels).sum()
+
+    def weights(self) -> dict[str, Tensor]:
+        """Name in the model -> (count, *shape)."""
+        return {name: self.get_parameter(own).detach() for own, name in self.names.items()}
+
+
+_REFUSED = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Name -> (chains, *shape): the weights of a model, which is one chain, or of several."""
+    if isinstance(model, Chains):
+        return model.weights()
+    return {name: p.detach()[None] for name, p in parameters_of(model).items() if p.requires_grad}
+
+
+def finite(weights: dict[str, Tensor]) -> bool:
+    """Whether all are; one number decides, since a sum of finite numbers that overflows is no better."""
+    return bool(torch.isfinite(sum(weight.double().sum() for weight in weights.values())))  # pyright: ignore
