@@ -13,8 +13,10 @@ from bayesgrad.inference.factor import (
     linear_gaussian,
 )
 from bayesgrad.inference.minimize import Minimum, minimize
+from bayesgrad.inference.mixing import settle
 from bayesgrad.inference.node import Node
 from bayesgrad.inference.online import online
+from bayesgrad.inference.pointwise import Pointwise
 
 __all__ = [
     "Delta",
@@ -28,6 +30,7 @@ __all__ = [
     "MultiProjected",
     "Node",
     "OutsideDomain",
+    "Pointwise",
     "Prior",
     "Projected",
     "QuasiMonteCarlo",
@@ -39,5 +42,6 @@ __all__ = [
     "minimize",
     "online",
     "run",
+    "settle",
     "step",
 ]
