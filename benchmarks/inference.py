@@ -127,7 +127,7 @@ def logistic(folder: Path, rounds: int) -> list[str]:
         "## Logistic regression on a1a",
         "",
         f"{len(rows)} rows, {rows.shape[1]} weights, prior N(0, I). Gaps are in posterior deviations; NUTS' moments",
-        f"are of {len(pooled)} draws from {rounds} chain(s), the time is that of one chain. The bound is within 1e-6 of",
+        f"are of {len(pooled)} draws ({rounds} chains); the time is that of one chain. The bound is within 1e-6 of",
         f"its optimum, {best:.4f}, after {needed} steps; Laplace's evidence is {laplace.elbo_:.4f}. NUTS takes",
         f"**{speed:.0f} times** as long as quadrature.",
         "",
