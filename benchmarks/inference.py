@@ -90,7 +90,7 @@ def logistic(folder: Path, rounds: int) -> list[str]:
     theirs: list[float] = []
     for number in range(rounds):
         print(f"  round {number + 1}/{rounds}", file=sys.stderr, flush=True)
-        ours.append(min(cpu(fit) for _ in range(5)))
+        ours.append(statistics.median(cpu(fit) for _ in range(5)))
         state = sampler.start(number)
         theirs.append(cpu(lambda: sampler(state)))  # noqa: B023
         print(f"    {ours[-1]:.3f} s against {theirs[-1]:.2f} s", file=sys.stderr, flush=True)
