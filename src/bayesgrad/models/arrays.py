@@ -29,4 +29,5 @@ def as_finite(X: Any, given: Any) -> Tensor:
     wrong = ~np.isfinite(X).all(1)
     if wrong.any():
         raise ValueError(f"X holds NaN or infinity in {wrong.sum()} of {len(X)} rows: remove or impute them first.")
+    X = np.require(X, requirements="W")  # torch warns of arrays that cannot be written to
     return torch.as_tensor(X, device=given.device if isinstance(given, Tensor) else None)

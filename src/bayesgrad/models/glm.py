@@ -74,6 +74,7 @@ class GLM(BaseEstimator):
         intercept_variance_: the constant's, shaped like `intercept_`.
         elbo_: the bound on the log evidence, with all constants; exact for `"gaussian"`, Laplace's for `"delta"`.
             After `partial_fit` the sum over its batches, each given those before.
+        elbos_: the bound at the start and after each step of the last call.
         n_iter_: steps taken; of `partial_fit` in the last call.
         classes_: of classifiers.
         noise_scale_, dof_: the values that were given or learned, where the likelihood has them.
@@ -188,7 +189,7 @@ class GLM(BaseEstimator):
         check_classification_targets(targets)
         labels = np.unique(targets)
         if len(labels) < 2:
-            raise ValueError(f"y has one class only, {labels[0]!r}: at least two are needed.")
+            raise ValueError(f"y has one class only, {labels[0].item()!r}: at least two are needed.")
         if observation is Multinomial:
             self._observation = Multinomial(len(labels))
         elif len(labels) > 2:
@@ -216,11 +217,11 @@ class GLM(BaseEstimator):
         if not self._observation.classifies:
             if self.likelihood == "poisson" and targets.min() < 0:
                 raise ValueError(f"y must be counts, none below zero, got {targets.min():g}.")
-            return torch.as_tensor(np.asarray(targets, dtype=np.float64)).to(design)
+            return torch.as_tensor(np.array(targets, dtype=np.float64)).to(design)
         labels = as_numpy(self.classes_)
         places = np.searchsorted(labels, targets).clip(max=len(labels) - 1)
         if (labels[places] != targets).any():
-            unknown = targets[labels[places] != targets][0]
+            unknown = targets[labels[places] != targets][0].item()
             raise ValueError(f"y holds the label {unknown!r}, which is none of classes, {labels.tolist()}.")
         return torch.as_tensor(places).to(design)
 
@@ -286,7 +287,8 @@ class GLM(BaseEstimator):
                 ConvergenceWarning,
                 stacklevel=3,
             )
-        self.elbo_, self.n_iter_ = before + result.elbo, result.steps
+        self.elbos_ = [before + bound for bound in result.elbos]
+        self.elbo_, self.n_iter_ = self.elbos_[-1], result.steps
         self._natural = node.natural
         self._publish(X, design)
 
