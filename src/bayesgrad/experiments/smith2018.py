@@ -48,7 +48,7 @@ def mlp(context: Context, count: int) -> Task:
     task = Task(
         f"mlp{count}",
         partial(projected, mnist(context), count),
-        partial(perceptron, (10, 40, 10)),
+        partial(perceptron, (10, 6 if context.scale == "smoke" else 40, 10)),
         1 / 8,
         0.1,
         burn_in,
@@ -85,18 +85,15 @@ def fig5(context: Context) -> Report:
     }
     if context.scale == "smoke":
         grids = {256: [8, 16, 64]}
-    found, task = {}, None
-    for count, sizes in grids.items():
-        task = mlp(context, count)
-        found[f"N = {count}"] = sweep(context, task, sizes=sizes)
+    found = {f"N = {count}": sweep(context, mlp(context, count), sizes=sizes) for count, sizes in grids.items()}
     report = Report(
         "smith2018-fig5: batch size and the size of the training set",
         claim="The best batch size grows with the training set: the cross-entropy of the ensemble is smallest at B = "
         "256 for N = 4096, and for N = 16384 the minimum near T = 1 is flatter (003, Fig. 5).",
         verdict=verdict(found),
     )
-    report.settings["protocol"] = protocol(task)
-    return add_sweeps(context, report, found, "fig5.png", by="batch")  # pyright: ignore
+    report.settings["protocol"] = protocol(mlp(context, max(grids)))
+    return add_sweeps(context, report, found, "fig5.png", by="batch")
 
 
 def ablation(context: Context) -> Report:
@@ -145,7 +142,7 @@ def fig6(context: Context) -> Report:
     base = Task(
         "fig6",
         lambda seed: images,
-        lambda seed: convolutional(seed, images.train_x.shape[-1]),
+        partial(convolutional, size=images.train_x.shape[-1], channels=2 if context.scale == "smoke" else 10),
         0.0,
         0.1,
         0,
