@@ -390,7 +390,7 @@ SAMPLERS = (
         samplers.SNGD,
         {
             "num_data": 1344,
-            "batch_size": 32,
+            "batch_size": 64,
             "metric": "diagonal",
             "fisher": "sampled",
             "damping": 0.1,

@@ -66,6 +66,10 @@ class Likelihood(ABC):
     def hessian_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
         """H v, with H the Hessian of each example's loss by the outputs; can be differentiated by both."""
 
+    @abstractmethod
+    def third_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
+        """The derivative of H v along v, which is also that of v'H v by the outputs; v may have more dimensions."""
+
     def losses(self, outputs: Tensor) -> int:
         """How many losses a mean over these outputs runs over: examples, or whatever has a label of its own."""
         return len(outputs)
@@ -133,6 +137,11 @@ class Categorical(Likelihood):
         p = outputs.softmax(-1)
         return p * (vector - (p * vector).sum(-1, keepdim=True))
 
+    def third_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
+        p = outputs.softmax(-1)
+        square = (vector - (p * vector).sum(-1, keepdim=True)).square()
+        return p * (square - (p * square).sum(-1, keepdim=True))
+
 
 class Bernoulli(Categorical):
     """A logistic probability for each output."""
@@ -163,6 +172,10 @@ class Bernoulli(Categorical):
     def hessian_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
         p = outputs.sigmoid()
         return p * (1 - p) * vector
+
+    def third_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
+        p = outputs.sigmoid()
+        return p * (1 - p) * (1 - 2 * p) * vector.square()
 
     def expected(self, mean: Tensor, variance: Tensor) -> Tensor:
         return (mean / (1 + math.pi / 8 * variance).sqrt()).sigmoid()
@@ -195,6 +208,9 @@ class Gaussian(Likelihood):
     def hessian_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
         return vector
 
+    def third_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
+        return torch.zeros_like(vector)
+
 
 class Poisson(Likelihood):
     """Outputs are logarithms of the rates of counts."""
@@ -225,6 +241,9 @@ class Poisson(Likelihood):
 
     def hessian_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
         return outputs.exp() * vector
+
+    def third_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
+        return outputs.exp() * vector.square()
 
 
 def _check_classes(outputs: Tensor) -> None:

@@ -151,13 +151,19 @@ class Langevin(Rule):
         return 0.0, 1.0, n["gain"], 1.0
 
     def change(
-        self, mean: Tensor, gradient: Tensor, precision: Precision, correction: Tensor | None, noise: Tensor, n: Numbers
+        self,
+        mean: Tensor,
+        gradient: Tensor,
+        precision: Precision,
+        correction: Tensor | None,
+        noise: Tensor | None,
+        n: Numbers,
     ) -> Tensor:
         """What a step subtracts from the weights, for lr, heat (T/N) and pull (a number, or one for each weight)."""
         change = n["lr"] * precision.solve(gradient + n["pull"] * mean)
         if correction is not None:
             change = change - n["lr"] * n["heat"] * correction
-        if self.injected:
+        if noise is not None:
             change = change - (2 * n["lr"] * n["heat"]) ** 0.5 * precision.sample(noise)
         return change
 

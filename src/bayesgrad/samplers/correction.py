@@ -73,13 +73,20 @@ class Batch:
         return functional_call(self.model, self.weights(flat), self.args, self.kwargs)
 
     def hessian(self, outputs: Tensor, vector: Tensor) -> Tensor:
-        """H v for each example, as a function of outputs that can be differentiated."""
-        labels = self.labels
-        if labels is None:
+        """H v for each example; without labels, it can be differentiated."""
+        if self.labels is None:
             return self.likelihood.hessian_product(outputs, vector)
-        residual = grad(lambda f: self.likelihood.loss(f, labels).sum())(outputs)
-        inner = (residual * vector).flatten(1).sum(1)
-        return residual * inner.view(-1, *[1] * (vector.dim() - 1))
+        residual = self.likelihood.residual(outputs, self.labels)
+        return residual * _inner(residual, vector, outputs)
+
+    def bend(self, outputs: Tensor, vector: Tensor, kind: str) -> Tensor:
+        """D_v H v for "flat", D_v H v - ∇(v'H v)/2 for "jeffreys"; vectors may have more dimensions than outputs."""
+        if self.labels is None:
+            return self.likelihood.third_product(outputs, vector) * (1.0 if kind == "flat" else 0.5)
+        residual = self.likelihood.residual(outputs, self.labels)
+        turned = self.likelihood.hessian_product(outputs, vector)
+        bent = residual * _inner(turned, vector, outputs)
+        return bent + turned * _inner(residual, vector, outputs) if kind == "flat" else bent
 
     def squares(self, flat: Tensor) -> Tensor:
         """The diagonal of Σ J'H J over examples, (n,)."""
@@ -105,30 +112,34 @@ def gauss_newton(batches: Sequence[Batch], weights: Tensor, roots: Tensor, kind:
     total = torch.zeros_like(weights)
     for batch in batches:
         outputs, pull = vjp(batch.outputs, weights)  # pyright: ignore[reportAssignmentType]
-
-        def bent(root: Tensor, batch: Batch = batch, outputs: Tensor = outputs) -> tuple[Tensor, Tensor]:
-            """What -u, or -u + t/2, is J' of, and H ḟ."""
+        push = torch.zeros_like(outputs)
+        for some in roots.split(max(1, CHUNK // max(1, outputs.numel()))):
             if linear:
-                speed = jvp(batch.outputs, (weights,), (root,))[1]
-                push = torch.zeros_like(outputs)
+                speed = vmap(batch.outputs)(some)
             else:
-                speed, turn, *_ = jvp(lambda w: jvp(batch.outputs, (w,), (root,))[1], (weights,), (root,))
-                push = batch.hessian(outputs, turn)
-            push = push + jvp(lambda f: batch.hessian(f, speed), (outputs,), (speed,))[1]
-            if kind == "jeffreys":
-                push = push - grad(lambda f: (speed * batch.hessian(f, speed)).sum())(outputs) / 2
-            return push, batch.hessian(outputs, speed)
+                speed, turn = vmap(lambda r, batch=batch: _twice(batch.outputs, weights, r))(some)
+                push = push + batch.hessian(outputs, turn.sum(0))
+            push = push + batch.bend(outputs, speed, kind).sum(0)
+            if kind == "flat" and not linear:
+                force = batch.hessian(outputs, speed)
 
-        push, forces = vmap(bent, chunk_size=_chunk(outputs))(roots)
-        total = total - pull(push.sum(0))[0]
-        if kind == "flat" and not linear:
-            for root, force in zip(*(part.split(_chunk(outputs)) for part in (roots, forces))):
-
-                def work(w: Tensor, batch: Batch = batch, root: Tensor = root, force: Tensor = force) -> Tensor:
-                    return (force * vmap(lambda r: jvp(batch.outputs, (w,), (r,))[1])(root)).sum()
+                def work(w: Tensor, batch: Batch = batch, some: Tensor = some, force: Tensor = force) -> Tensor:
+                    return (force * vmap(lambda r: jvp(batch.outputs, (w,), (r,))[1])(some)).sum()
 
                 total = total - grad(work)(weights)
+        total = total - pull(push)[0]
     return total / sum(batch.count for batch in batches)
+
+
+def _twice(function: Callable[[Tensor], Tensor], point: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
+    """The first and second derivative along a direction."""
+    return jvp(lambda w: jvp(function, (w,), (direction,))[1], (point,), (direction,))  # pyright: ignore
+
+
+def _inner(a: Tensor, b: Tensor, like: Tensor) -> Tensor:
+    """Σ a b over whatever follows the dimension that counts examples, kept as ones."""
+    dims = tuple(range(1 - like.dim(), 0))
+    return (a * b).sum(dims, keepdim=True) if dims else a * b
 
 
 def differentiated(product: Callable[[Tensor, Tensor], Tensor], weights: Tensor, roots: Tensor, kind: str) -> Tensor:
@@ -162,7 +173,3 @@ def _load() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.autograd.forward_ad._maybe_load_decompositions()
-
-
-def _chunk(outputs: Tensor) -> int:
-    return max(1, CHUNK // max(1, outputs.numel()))

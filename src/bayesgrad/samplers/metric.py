@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -131,18 +131,22 @@ class View:
         directions: of the outputs, whose squares add up to H.
         params: in flat order.
         layers: those that multiply by a matrix.
+        left: by the shapes of a batch, which parameters were seen not to be explained by layers: it is tried out once.
     """
 
     trace: Trace
     directions: Iterable[Tensor]
     params: Sequence[Tensor]
     layers: Sequence[Layer]
+    left: dict[Any, set[int]] = field(default_factory=dict)
 
     def gradients(self) -> Iterator[tuple[dict[Tensor, Columns], dict[Tensor, Tensor]]]:
         """For each direction the gradients of single examples, as columns or written down, (N, *shape)."""
-        left: set[int] | None = None
+        shapes = tuple((call.name, call.input.shape) for call in self.trace.calls if call.input is not None)
         for direction in self.directions:
-            found, left = gather(self.trace, [direction], left=left)
+            found, left = gather(self.trace, [direction], left=self.left.get(shapes))
+            if len(self.trace.outputs) > 1:
+                self.left[shapes] = left
             explained = {p: found[id(p)] for p in self.params if id(p) in found}
             rest = [p for p in self.params if p not in explained and id(p) in self.trace.reads]
             yield explained, dict(zip(rest, one_by_one(self.trace.outputs, rest, [direction])))
@@ -226,7 +230,7 @@ class KroneckerFactors(Metric):
                 entry[f"{side}_moment"] = factor * len(directions) if side == "error" else factor
             found[layer.owner] = entry
         members = {p for layer in view.layers if layer.owner in found for p in layer.members}
-        rest = View(view.trace, directions, [p for p in view.params if p not in members], ())
+        rest = View(view.trace, directions, [p for p in view.params if p not in members], (), view.left)
         return found | {p: {"fisher": square} for p, square in squares(rest).items()}
 
     def parts(self, known: Known, space: Space, damping: float) -> list[Part]:

@@ -96,6 +96,7 @@ class Sampler(LayerFilter):
     def _bind(self) -> None:
         super()._bind()
         self._parts: tuple[Any, list[Part]] | None = None
+        self._left: dict[Any, set[int]] = {}
 
     @property
     def remembers(self) -> bool:
@@ -164,7 +165,7 @@ class Sampler(LayerFilter):
         else:
             directions = iter([kind.residual(outputs, labels if labels is not None else self.draw(outputs))])
         order = self._order()
-        read = self.metric.read(View(self.tap.trace(outputs), directions, order, self.layers))
+        read = self.metric.read(View(self.tap.trace(outputs), directions, order, self.layers, self._left))
         self._observed.append((read, len(outputs), self._batch(outputs, labels if empirical else None)))
         self._marked = self._mark()
 
@@ -264,15 +265,17 @@ class Sampler(LayerFilter):
             group = owners[part.members[0]]
             if len({float(owners[p]["lr"]) for p in part.members}) > 1:
                 raise ValueError("parameters that share a metric must have the same lr: give their groups the same.")
-            pull = {p: torch.full_like(p, owners[p]["prior_precision"] / owners[p]["num_data"]) for p in part.members}
-            n = {"lr": float(group["lr"]), "heat": self.heat(group), "pull": part.join(pull)}
-            normal = {p: _normal(p, starts[p], key) for p in part.members} if self.rule.injected else pull
+            pulls = {p: owners[p]["prior_precision"] / owners[p]["num_data"] for p in part.members}
+            pull: Any = pulls[part.members[0]]
+            if len(set(pulls.values())) > 1:
+                pull = part.join({p: torch.full_like(p, pulls[p]) for p in part.members})
+            n = {"lr": float(group["lr"]), "heat": self.heat(group), "pull": pull}
             change = self.rule.change(
                 part.join({p: p.detach() for p in part.members}),
                 part.join({p: gradient_of(p) for p in part.members}),
                 part.precision,
                 part.join(corrections) if corrections else None,
-                part.join(normal),
+                part.join({p: _normal(p, starts[p], key) for p in part.members}) if self.rule.injected else None,
                 n,
             )
             found |= part.parted(change)
