@@ -42,7 +42,7 @@ def mlp(context: Context, count: int) -> Task:
     """10 projected features, 40 hidden units; one drawn label for each of the Fisher's examples."""
     burn_in, steps, thin, examples, begins = {
         "smoke": (10, 10, 5, 64, 20),
-        "laptop": (150, 200, 2, 512, 1000),
+        "laptop": (100, 200, 2, 512, 1000),
         "paper": (500, 500, 1, 1024, 0),
     }[context.scale]
     task = Task(
@@ -64,7 +64,7 @@ def fig4(context: Context) -> Report:
     """Batch sizes of natural gradients on a small perceptron, N = 1024."""
     count = 128 if context.scale == "smoke" else 1024
     task = mlp(context, count)
-    sizes = [4, 8, 16] if context.scale == "smoke" else [16, 32, 64, 128, 256, 512]
+    sizes = [4, 8, 16] if context.scale == "smoke" else [16, 32, 64, 128, 256]
     found = {f"N = {count}": sweep(context, task, sizes=sizes)}
     report = Report(
         "smith2018-fig4: batch size, a perceptron",

@@ -198,7 +198,7 @@ def jeffreys(context: Context) -> Report:
     """Corrected rules against targets that are known, and one model in two parameterisations."""
     chains, lr, steps, repeats, sizes, copies, time = {
         "smoke": (20, 0.05, 10, 8, [6, 3], 6, 1.0),
-        "laptop": (1000, 0.01, 800, 14, [16, 8, 4], 200, 50.0),
+        "laptop": (1000, 0.01, 500, 14, [16, 4], 200, 50.0),
         "paper": (20_000, 0.0025, 8000, 14, [16, 8, 4, 2], 1000, 400.0),
     }[context.scale]
     report = Report(
