@@ -160,6 +160,7 @@ def fig1(context: Context) -> Report:
                 else minibatch_covariance(hessian, spread, batch_size=size, **settings)
             )
             values, basis = torch.linalg.eigh(laplace)  # the flat direction is the last
+            basis = basis * (basis.T @ best).sign()  # shifts are positive where weights grow
             turned = [(basis.T @ some @ basis).diag() / values for some in (torch.cov(points.T), expected)]
             shift = basis.T @ (points.mean(0) - best) / values.sqrt()
             rows.append(torch.stack([*turned, shift]).flip(1))
