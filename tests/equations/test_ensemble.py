@@ -274,11 +274,9 @@ def recorded(paths: np.ndarray) -> list[Ensemble]:
     """An ensemble for each chain of (chains, steps, weights)."""
     found = []
     for chain in paths:
-        model = Weights(chain[0])
-        ensemble = Ensemble(model)
-        for row in chain:
-            model.w.data.copy_(torch.tensor(row))
-            ensemble.collect(float(row.sum()))
+        ensemble = Ensemble(Weights(chain[0]))
+        ensemble.samples.append({"w": torch.tensor(chain)})
+        ensemble.losses = chain.sum(1).tolist()
         found.append(ensemble)
     return found
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -87,7 +88,7 @@ def sample(task: Task, seeds: int, *, batch: int | None = None, heat: float = 1.
         p = (x @ w.view(seeds, -1, 1)).sigmoid()
         return (x * (p * (1 - p))).mT @ x / task.examples
 
-    settings = dict(num_data=task.examples, metric=fisher, damping=task.damping, likelihood="bernoulli")
+    settings: dict[str, Any] = dict(num_data=task.examples, metric=fisher, damping=task.damping, likelihood="bernoulli")
     if batch is None:
         sampler = Langevin(model, LR, temperature=heat, **settings)
     else:
@@ -125,16 +126,16 @@ def optimum(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     for _ in range(100):
         p = (x @ w).sigmoid()
         hessian, gradient = (x * (p * (1 - p))[:, None]).T @ x / len(x), x.T @ (p - y) / len(x)
-        w = w - torch.linalg.solve(hessian, gradient)
-        if gradient.abs().max() < 1e-12:
+        if gradient.abs().max() < 1e-13:
             break
+        w = w - torch.linalg.solve(hessian, gradient)
     slopes = x * ((x @ w).sigmoid() - y)[:, None]
     return w, hessian, torch.cov(slopes.T, correction=0)
 
 
 def fig1(context: Context) -> Report:
     """The stationary distributions of Langevin dynamics and of minibatches, beside Laplace's approximation."""
-    examples, burn_in, steps = {"smoke": (400, 100, 100), "laptop": (1000, 1000, 5000), "paper": (1000, 5000, 20_000)}[
+    examples, burn_in, steps = {"smoke": (400, 50, 50), "laptop": (1000, 1000, 5000), "paper": (1000, 5000, 20_000)}[
         context.scale
     ]
     base = Task("fig1", 2, examples, 10, burn_in, steps)
@@ -152,13 +153,14 @@ def fig1(context: Context) -> Report:
         for seed, points in enumerate(found["samples"].transpose(0, 1)):
             best, hessian, spread = optimum(*(part[:examples] for part in task.data(seed)))
             laplace = torch.linalg.inv(hessian) / examples
-            settings = dict(lr=LR, num_data=examples, damping=task.damping)
+            settings: dict[str, Any] = dict(lr=LR, num_data=examples, damping=task.damping)
             expected = (
                 langevin_covariance(hessian, **settings)
                 if size is None
                 else minibatch_covariance(hessian, spread, batch_size=size, **settings)
             )
             values, basis = torch.linalg.eigh(laplace)  # the flat direction is the last
+            basis = basis * (basis.T @ best).sign()  # shifts are positive where weights grow
             turned = [(basis.T @ some @ basis).diag() / values for some in (torch.cov(points.T), expected)]
             shift = basis.T @ (points.mean(0) - best) / values.sqrt()
             rows.append(torch.stack([*turned, shift]).flip(1))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,7 +66,7 @@ def batches(count: int, size: int, seed: int) -> Iterator[Tensor]:
 
 def build(task: Task, model: nn.Module, count: int, seed: int, *, batch: int | None, heat: float) -> SNGD | Langevin:
     """Natural gradients of minibatches, or of all data with noise of a temperature added where there is no batch."""
-    shared = dict(
+    shared: dict[str, Any] = dict(
         num_data=count,
         prior_precision=task.prior_precision,
         metric=task.metric,
