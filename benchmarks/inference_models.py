@@ -3,7 +3,8 @@
 Run: python benchmarks/inference_models.py [--write docs/results/inference-models.md]
 
 Competitors take turns in one process with one thread each; figures are medians over rounds, after a round that is not
-counted and in which JAX compiles. Where dynamax cannot be imported, a Kalman smoother as `jax.lax.scan` stands in for it.
+counted and in which JAX compiles. Where dynamax cannot be imported, a Kalman smoother as `jax.lax.scan` stands in for
+it.
 """
 
 from __future__ import annotations
