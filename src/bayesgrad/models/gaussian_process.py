@@ -84,7 +84,7 @@ class GaussianProcess:
         batch_size: int | None = None,
         expectation: Expectation | None = None,
         steps: int = 200,
-        tolerance: float = 1e-9,
+        tolerance: float = 1e-8,
         rho: float = 0.1,
         lr: float = 0.02,
         rounds: int = 100,
@@ -190,7 +190,7 @@ class GaussianProcess:
             return kernel, seen
         optimizer = torch.optim.LBFGS(
             list(logs.values()), max_iter=self.rounds, max_eval=self.rounds, line_search_fn="strong_wolfe",
-            tolerance_grad=1e-4, tolerance_change=1e-7,
+            tolerance_grad=1e-3, tolerance_change=1e-6,
         )  # fmt: skip
 
         def closure() -> Tensor:

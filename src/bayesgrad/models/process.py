@@ -226,7 +226,7 @@ def mode(family: Sited, seen: Observation, y: Tensor) -> Parameters:
 def _inverse(lower: Tensor) -> Tensor:
     """Of a triangular matrix, by halves: products are several times faster than solving for the identity."""
     size = len(lower)
-    if size <= 128:
+    if size <= 64:
         return torch.linalg.solve_triangular(lower, torch.eye(size).to(lower), upper=False)
     half, found = size // 2, torch.zeros_like(lower)
     found[:half, :half], found[half:, half:] = _inverse(lower[:half, :half]), _inverse(lower[half:, half:])
