@@ -14,7 +14,7 @@ from sklearn.utils.estimator_checks import estimator_checks_generator
 from torch.testing import assert_close
 
 from bayesgrad.models import GLM
-from bayesgrad.models.observation import NAMED
+from bayesgrad.models.glm import NAMED
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(40, 3))

@@ -25,7 +25,8 @@ from bayesgrad.inference import (
 )
 from bayesgrad.inference.factor import LogDensity, Prior
 from bayesgrad.models import GLM
-from bayesgrad.models.observation import GivenLabels, Logistic, Multinomial, Poisson, Probit, StudentT
+from bayesgrad.models.multinomial import GivenLabels, Multinomial
+from bayesgrad.models.observations import Logistic, Poisson, Probit, StudentT
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(60, 3))

@@ -18,14 +18,33 @@ from sklearn.utils.multiclass import check_classification_targets, type_of_targe
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
-from bayesgrad.families import Gaussian, Parameters
+from bayesgrad.families import Gaussian as GaussianFamily
+from bayesgrad.families import Parameters
 from bayesgrad.inference import Delta, MonteCarlo, MultiProjected, Node, Prior, Projected, linear_gaussian, run
 from bayesgrad.inference.expectation import Expectation
 from bayesgrad.inference.factor import Factor, project
 from bayesgrad.models.arrays import as_finite, as_numpy, like
-from bayesgrad.models.observation import NAMED, Given, GivenLabels, Multinomial, quadrature, tuned
+from bayesgrad.models.multinomial import GivenLabels, Multinomial, quadrature
+from bayesgrad.models.observations import (
+    Gaussian,
+    Given,
+    Logistic,
+    Observation,
+    Poisson,
+    Probit,
+    StudentT,
+    tuned,
+)
 
-NORMAL = Gaussian()
+NORMAL = GaussianFamily()
+NAMED: dict[str, type[Observation] | type[Multinomial]] = {
+    "gaussian": Gaussian,
+    "logistic": Logistic,
+    "multinomial": Multinomial,
+    "probit": Probit,
+    "poisson": Poisson,
+    "student-t": StudentT,
+}
 EXPECTATIONS = ("quadrature", "delta", "mc")
 CHUNK = 1 << 21  # numbers that one factor evaluates at a time
 LEARN = "learn"
@@ -93,6 +112,7 @@ class GLM(BaseEstimator):
     """
 
     n_features_in_: int
+    _observation: Any  # an Observation, or Multinomial
 
     def __init__(
         self,
@@ -182,7 +202,7 @@ class GLM(BaseEstimator):
             value = getattr(self, name)
             if value != LEARN and not (isinstance(value, (int, float)) and 0 < value < math.inf):
                 raise ValueError(f"{name} must be a positive number, got {value!r}.")
-        observation = NAMED[self.likelihood]
+        observation: Any = NAMED[self.likelihood]
         if not observation.classifies:
             self._observation = observation(**{k: 1.0 if v == LEARN else float(v) for k, v in self._numbers().items()})
             return
@@ -297,7 +317,7 @@ class GLM(BaseEstimator):
         observation, outputs = self._observation, self._outputs()
         mean = NORMAL.moments(prior)[0].clone()
         if self.fit_intercept and not more and not observation.classifies:
-            mean[-1] = observation.start(y)
+            mean[-1] = observation.start(y).mean()
         z = design @ mean.view(outputs, -1).mT
         weights = observation.information(z if isinstance(observation, Multinomial) else z[:, 0])
         gain = design.mT @ (weights[:, None] * design)
@@ -383,14 +403,20 @@ class GLM(BaseEstimator):
             labels = as_numpy(self.classes_)[places.cpu().numpy()]
             tensors = isinstance(X, Tensor) and labels.dtype.kind in "biuf"
             return torch.as_tensor(labels, device=X.device) if tensors else labels
-        mean = like(X)(self._predicted(X, lambda z, v: self._observation.mean(z, v)))
+        mean = like(X)(self._predicted(X, lambda z, v: self._observation.predict(z, v).mean))
         if not return_std:
             return mean
-        return mean, like(X)(self._predicted(X, lambda z, v: self._observation.variance(z, v).sqrt()))
+        return mean, like(X)(self._predicted(X, self._deviation))
+
+    def _deviation(self, z: Tensor, variance: Tensor) -> Tensor:
+        found = self._observation.predict(z, variance)
+        return (found.variance + found.noise).sqrt()
 
     def _probabilities(self, z: Tensor, variance: Tensor) -> Tensor:
-        p = self._observation.mean(z, variance)
-        return p if p.dim() == 2 else torch.stack([1 - p, p], 1)
+        if isinstance(self._observation, Multinomial):
+            return self._observation.mean(z, variance)
+        p = self._observation.predict(z, variance).mean
+        return torch.stack([1 - p, p], 1)
 
     @available_if(_classifies)
     def predict_proba(self, X: Any) -> Any:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
+from torch.nn.functional import logsigmoid
 
 from bayesgrad.families import Parameters
+from bayesgrad.families.gaussian import LOG_2PI
 from bayesgrad.inference.expectation import Delta, Expectation, GaussHermite, Moments
 from bayesgrad.models.tunable import Number, Tunable, like
 
-LOG_2PI = math.log(2 * math.pi)
 QUADRATURE = GaussHermite(32, "reparameterised")
 FINE = GaussHermite(64)  # for predictions, which are taken once
 
@@ -33,11 +33,13 @@ class Observation(Tunable):
     """p(y | f), elementwise.
 
     `classifies`: whether y is 0 or 1; `concave`: whether log p(y | f) is concave in f, so that no site has a negative
-    precision.
+    precision; `conjugate`: whether it is quadratic; `least_squares`: whether a linear regression is where to start.
     """
 
     classifies: ClassVar[bool] = False
     concave: ClassVar[bool] = True
+    conjugate: ClassVar[bool] = False
+    least_squares: ClassVar[bool] = False
 
     @abstractmethod
     def log_density(self, f: Tensor, y: Tensor) -> Tensor:
@@ -52,6 +54,10 @@ class Observation(Tunable):
         at = self.start(y)
         _, first, second = self.expected(at, torch.zeros_like(at), y, Delta())
         return first - second * at, second / 2
+
+    @abstractmethod
+    def information(self, f: Tensor) -> Tensor:
+        """Fisher's information about f."""
 
     @abstractmethod
     def mean(self, f: Tensor) -> Tensor:
@@ -96,6 +102,8 @@ class Gaussian(Observation):
     """y = f + scale times normal noise."""
 
     tuned = ("scale",)
+    conjugate = True
+    least_squares = True
     scale: Number = 1.0
 
     def log_density(self, f: Tensor, y: Tensor) -> Tensor:
@@ -106,6 +114,9 @@ class Gaussian(Observation):
         noise = like(self.scale, mean).square()
         first = (y - mean) / noise
         return Moments(self.log_density(mean, y) - variance / noise / 2, first, (-1 / noise).expand_as(first))
+
+    def information(self, f: Tensor) -> Tensor:
+        return like(self.scale, f).square().reciprocal().expand_as(f)
 
     def mean(self, f: Tensor) -> Tensor:
         return f
@@ -131,13 +142,14 @@ class StudentT(Observation):
 
     Args:
         scale: of the noise.
-        dof: degrees of freedom; not tuned.
+        dof: degrees of freedom; not tuned with the rest.
     """
 
     tuned = ("scale",)
     concave = False
+    least_squares = True
     scale: Number = 1.0
-    dof: float = 4.0
+    dof: Number = 4.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -145,16 +157,21 @@ class StudentT(Observation):
             raise ValueError(f"dof must be positive, got {self.dof!r}.")
 
     def log_density(self, f: Tensor, y: Tensor) -> Tensor:
-        n, scale = self.dof, like(self.scale, f)
-        constant = math.lgamma((n + 1) / 2) - math.lgamma(n / 2) - math.log(n * math.pi) / 2 - scale.log()
+        n, scale = like(self.dof, f), like(self.scale, f)
+        constant = ((n + 1) / 2).lgamma() - (n / 2).lgamma() - (n * math.pi).log() / 2 - scale.log()
         return constant - (n + 1) / 2 * (((y - f) / scale).square() / n).log1p()
 
     def mean(self, f: Tensor) -> Tensor:
         return f
 
     def variance(self, f: Tensor) -> Tensor:
-        factor = self.dof / (self.dof - 2) if self.dof > 2 else math.inf
+        dof = float(self.dof)
+        factor = dof / (dof - 2) if dof > 2 else math.inf
         return (like(self.scale, f).square() * factor).expand_as(f)
+
+    def information(self, f: Tensor) -> Tensor:
+        dof = float(self.dof)
+        return ((dof + 1) / (dof + 3) / like(self.scale, f).square()).expand_as(f)
 
     def predict(self, mean: Tensor, variance: Tensor) -> Prediction:
         return Prediction(mean, variance, self.variance(mean))
@@ -163,7 +180,7 @@ class StudentT(Observation):
         return y
 
     def sample(self, f: Tensor, generator: torch.Generator) -> Tensor:
-        shape, n = f.shape, self.dof
+        shape, n = f.shape, float(self.dof)
         normal = torch.randn(shape, dtype=f.dtype, generator=generator)
         halves = torch.full(shape, n / 2, dtype=f.dtype)
         chi = 2 * torch._standard_gamma(halves, generator=generator)
@@ -195,7 +212,10 @@ class Logistic(Bernoulli):
     """p(y = 1 | f) = 1/(1 + e^-f)."""
 
     def log_density(self, f: Tensor, y: Tensor) -> Tensor:
-        return y * f - softplus(f)
+        return logsigmoid((2 * y - 1) * f)
+
+    def information(self, f: Tensor) -> Tensor:
+        return self.variance(f)
 
     def mean(self, f: Tensor) -> Tensor:
         return f.sigmoid()
@@ -207,6 +227,9 @@ class Probit(Bernoulli):
 
     def log_density(self, f: Tensor, y: Tensor) -> Tensor:
         return torch.special.log_ndtr((2 * y - 1) * f)
+
+    def information(self, f: Tensor) -> Tensor:
+        return (-f.square() - LOG_2PI - torch.special.log_ndtr(f) - torch.special.log_ndtr(-f)).exp()
 
     def mean(self, f: Tensor) -> Tensor:
         return torch.special.ndtr(f)
@@ -232,6 +255,9 @@ class Poisson(Observation):
             return super().expected(mean, variance, y, expectation)
         rate = (mean + variance / 2).exp()
         return Moments(y * mean - rate - (y + 1).lgamma(), y - rate, -rate)
+
+    def information(self, f: Tensor) -> Tensor:
+        return f.exp()
 
     def mean(self, f: Tensor) -> Tensor:
         return f.exp()
@@ -273,3 +299,33 @@ def named(likelihood: str | Observation) -> Observation:
     if likelihood not in NAMES:
         raise ValueError(f"likelihood must be one of {', '.join(map(repr, NAMES))}, got {likelihood!r}.")
     return NAMES[likelihood]()
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """log p(y | f) as a function of f."""
+
+    observation: Observation
+    y: Tensor
+
+    def __call__(self, f: Tensor) -> Tensor:
+        return self.observation.log_density(f, self.y)
+
+
+def tuned(observation: Observation, names: list[str], mean: Tensor, variance: Tensor, y: Tensor) -> Observation:
+    """The numbers that maximise E[log p(y | f)], f ~ N(mean, variance)."""
+    at, _, weights = GaussHermite(16).points(mean[:, None], variance.sqrt()[:, None, None])
+    at = at[..., 0]  # (16, n)
+    start = [math.log(float(getattr(observation, name))) for name in names]
+    logs = torch.tensor(start, dtype=mean.dtype, device=mean.device, requires_grad=True)
+    optimizer = torch.optim.LBFGS([logs], max_iter=30, tolerance_grad=1e-9, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        own = replace(observation, **dict(zip(names, logs.exp())))
+        value = -(weights @ own.log_density(at, y)).mean()
+        value.backward()
+        return value
+
+    optimizer.step(loss)  # pyright: ignore[reportArgumentType]
+    return replace(observation, **{name: value.item() for name, value in zip(names, logs.exp())})

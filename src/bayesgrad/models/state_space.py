@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from bayesgrad.families import Family, Parameters
+from bayesgrad.families.gaussian import LOG_2PI
 from bayesgrad.inference import Node, Pointwise, settle
 from bayesgrad.inference.expectation import Expectation, Moments
 from bayesgrad.models import kalman
 from bayesgrad.models.kalman import Beliefs, Chain
-from bayesgrad.models.observations import LOG_2PI, QUADRATURE, Observation, named
+from bayesgrad.models.observations import QUADRATURE, Observation, named
 
 
 class States(NamedTuple):
