@@ -43,8 +43,8 @@ def smoothers(length: int) -> list[Row]:
     compiled = jax.jit(_scan_smoother)
     rows.append((name, "jax.lax.scan, compiled", lambda: float(jax.block_until_ready(compiled(given))[0])))
     try:
-        from dynamax.linear_gaussian_ssm import lgssm_smoother
-        from dynamax.linear_gaussian_ssm.inference import make_lgssm_params
+        from dynamax.linear_gaussian_ssm import lgssm_smoother  # pyright: ignore
+        from dynamax.linear_gaussian_ssm.inference import make_lgssm_params  # pyright: ignore
     except Exception as error:  # its dependencies follow other versions of JAX
         print(f"  no dynamax: {type(error).__name__}: {error}", file=sys.stderr)
         return rows
@@ -99,8 +99,9 @@ def classifiers(rows: int, *, optimise: bool) -> list[Row]:
         return GaussianProcess(1.0 * kernels.RBF(1.0), "logistic", optimise=optimise).fit(X, y).elbo_
 
     def theirs() -> float:
-        options = {} if optimise else {"optimizer": None}
-        return GaussianProcessClassifier(1.0 * peers.RBF(1.0), **options).fit(X, y).log_marginal_likelihood_value_
+        optimizer = "fmin_l_bfgs_b" if optimise else None
+        peer = GaussianProcessClassifier(1.0 * peers.RBF(1.0), optimizer=optimizer)  # pyright: ignore
+        return float(peer.fit(X, y).log_marginal_likelihood_value_)  # pyright: ignore
 
     return [(name, "GaussianProcess", ours), (name, "scikit-learn, Laplace", theirs)]
 
