@@ -30,7 +30,7 @@ def test_reliability(drawn: list, tmp_path: Path) -> None:
     bins = metrics.reliability(p, torch.tensor([0, 1, 1, 1]), bins=10)
     plots.reliability(tmp_path / "r.png", {"some": bins, "same": bins})
     axes = drawn[0].axes
-    assert [axis.get_title() for axis in axes] == ["some: ECE 42.5 %", "same: ECE 42.5 %"]  # (2 x 0.4 + 0.35 + 0.55)/4
+    assert [axis.get_title() for axis in axes] == ["some\nECE 42.5 %", "same\nECE 42.5 %"]  # (2 x 0.4 + 0.35 + 0.55)/4
     accuracy, share = axes[0].containers
     assert [bar.get_height() for bar in accuracy] == pytest.approx([0.0, 1.0, 0.5])
     assert [bar.get_height() for bar in share] == pytest.approx([0.25, 0.25, 0.5])

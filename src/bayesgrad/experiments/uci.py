@@ -36,6 +36,7 @@ FOLDERS = {
     "yacht": "yacht",
 }
 SPLITS = 20
+CLIP = 0.1  # of IVON's steps before lr: its Hessians are noisy, and whole Newton steps would diverge on some splits
 SEARCHED = 0  # the split on whose training data hyper-parameters are chosen
 
 
@@ -171,7 +172,8 @@ class Method:
         fixed |= dict(lr=lr, seed=split.number, fused=False)
         if self.kind == "vogn":
             return optim.VOGN(model, betas=(0.9, 0.99), **fixed)
-        return optim.IVON(model.parameters(), betas=(0.9, 0.999), rescale_lr=False, **fixed)
+        steady: dict[str, Any] = dict(betas=(0.9, 0.999), rescale_lr=False, clip_radius=CLIP)
+        return optim.IVON(model.parameters(), **steady, **fixed)
 
 
 METHODS = (
