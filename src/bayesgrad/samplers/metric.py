@@ -66,11 +66,13 @@ class Part:
         members: the parameters.
         precision: of the joined vector.
         layer: whose [W b] they are, for a precision of matrices.
+        block: how many weights a block has, where blocks do not depend on each other.
     """
 
     members: tuple[Tensor, ...]
     precision: Precision
     layer: Layer | None = None
+    block: int | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -99,10 +101,8 @@ class Part:
 
     @property
     def columns(self) -> int:
-        """How many columns R takes: the weights of a block, where blocks do not depend on each other."""
-        if isinstance(self.precision, Blocks):
-            return self.precision.factor.shape[-1]
-        return self.size
+        """How many columns R takes."""
+        return self.size if self.block is None else self.block
 
     def basis(self) -> Tensor:
         """Noise whose samples are the columns of R, (columns, size)."""
@@ -301,7 +301,7 @@ class DenseFisher(Metric):
 
     def parts(self, known: Known, space: Space, damping: float) -> list[Part]:
         matrix = known[space.every[0]]["fisher"]
-        if space.params != space.every:
+        if len(space.params) < len(space.every):
             sizes = torch.tensor([p.numel() for p in space.every])
             chosen = torch.tensor([p in set(space.params) for p in space.every]).repeat_interleave(sizes)
             index = chosen.nonzero()[:, 0].to(matrix.device)
@@ -331,7 +331,9 @@ class Given(Metric):
         if matrix.dim() == 1 and matrix.shape == w.shape:
             return [Part(space.params, diagonal(matrix, damping))]
         if matrix.dim() in (2, 3) and matrix.shape[:-1].numel() == len(w) and matrix.shape[-1] == matrix.shape[-2]:
-            return [Part(space.params, Blocks.of(matrix, damping, "the metric"))]
+            block = matrix.shape[-1]
+            precision = diagonal(matrix, damping) if block == 1 else Blocks.of(matrix, damping, "the metric")
+            return [Part(space.params, precision, block=block)]
         raise ValueError(
             f"a metric of {len(w)} weights must have shape ({len(w)},), ({len(w)}, {len(w)}) or (m, k, k) with "
             f"m k = {len(w)}, got {tuple(matrix.shape)}."

@@ -294,10 +294,11 @@ class Sampler(LayerFilter):
 
     def _precisions(self, space: Space, damping: float) -> list[Part]:
         """The metric of these weights; kept for as long as nothing new was read."""
-        if self._parts is not None and self.metric.observed and self._parts[0] == (space.params, damping):
+        key = (*map(id, space.params), damping)
+        if self._parts is not None and self.metric.observed and self._parts[0] == key:
             return self._parts[1]
         parts = self.metric.parts(self.state, space, damping)
-        self._parts = ((space.params, damping), parts)
+        self._parts = (key, parts)
         return parts
 
     # --- corrections ---
