@@ -61,7 +61,6 @@ def test_in_one_dimension_moments_are_those_of_quadrature(correction: str | None
     w = simulate(langevin(start[:, None], metric, correction, 0.0025), lambda w: w, 160, 20)
     assert abs(float(w.mean() - mean)) < 0.02
     assert abs(float(w.var() - variance)) < 0.02
-    assert all(abs(float(mean) - other) > 0.1 for other in (0.0, 0.413, 0.715) if abs(float(mean) - other) > 1e-3)
 
 
 def test_in_two_dimensions_moments_are_those_of_quadrature() -> None:
