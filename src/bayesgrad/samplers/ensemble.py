@@ -93,7 +93,7 @@ class Ensemble:
         return due
 
     def _diverged(self, what: str) -> Diverged:
-        known = getattr(self.sampler, "temperature", None)
+        known: Any = getattr(self.sampler, "temperature", None)
         heat = float(known()) if callable(known) else math.nan
         at = "" if math.isnan(heat) else f", temperature {heat:g}"
         last = f"last finite loss {self._last:g}" if math.isfinite(self._last) else "no finite loss was seen"
