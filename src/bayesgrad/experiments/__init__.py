@@ -160,7 +160,7 @@ EXPERIMENTS = {
             "appendix C",
             "Laplace's method with the input factor alone",
             _lazily("benzing2021_laplace", "input_factor"),
-            "not yet recorded",
+            "holds for draws, linearised but for AUROC",
         ),
         Experiment(
             "khan2023-fig1",
@@ -176,7 +176,7 @@ EXPERIMENTS = {
             "section 3.2",
             "components of a mixture finding separate minima",
             _lazily("khan2023_multimodal", "multimodal"),
-            "not yet recorded",
+            "full matrix ahead of MAP on five of six",
         ),
         Experiment(
             "khan2023-uncertainty",
@@ -192,7 +192,7 @@ EXPERIMENTS = {
             "section 4.4",
             "Laplace's method against VOGN and IVON, trained as long",
             _lazily("khan2023_laplace", "against"),
-            "not yet recorded",
+            "NLL holds, ECE in part, AUROC does not",
         ),
         Experiment(
             "khan2023-binary",
@@ -208,7 +208,7 @@ EXPERIMENTS = {
             "",
             "MAP, Laplace's method and variational rules on six small regressions",
             _lazily("uci_regression", "regression"),
-            "not yet recorded",
+            "full matrix ahead of MAP on five of six",
         ),
         Experiment(
             "continual-mnist",

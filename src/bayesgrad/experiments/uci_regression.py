@@ -90,6 +90,7 @@ def protocol(context: Context, kinds: Sequence[str]) -> str:
     setting = SIZES[context.scale][0]
     others = " and ".join(TITLES[kind] for kind in kinds if kind != "map")
     prior = f" (prior precision of {others})" if others else ""
+    bound = f"IVON's steps at most {uci.CLIP} times lr; " if "ivon" in kinds else ""
     noise = f", that of {others} the mean squared validation error of MAP" if others else ""
     return (
         f"{min(SPLITS, context.seeds)} fixed splits, 90 % for training; {setting.hidden} ReLU units; inputs and "
@@ -98,7 +99,7 @@ def protocol(context: Context, kinds: Sequence[str]) -> str:
         "chosen for each data set by validation NLL on a fifth of "
         f"the training data of split {uci.SEARCHED}, 6 pairs for each method; MAP's noise is the mean squared training "
         f"error{noise}; one prior precision for a network; "
-        f"{setting.samples} draws of variational posteriors; {setting.points} points in subsampled Fishers; "
+        f"{setting.samples} draws of variational posteriors; {bound}{setting.points} points in subsampled Fishers; "
         "± over splits, whose data overlap"
     )
 
