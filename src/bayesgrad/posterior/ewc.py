@@ -44,7 +44,8 @@ class Quadratic(ABC):
 
     def _matrix(self, change: Mapping[str, Tensor], rows: Sequence[int]) -> Tensor:
         """(*rows, columns) of all parameters, side by side."""
-        return torch.cat([change[name].reshape(*rows, -1) for name in self.shapes], -1)
+        parts = [change[name].reshape(*rows, -1) for name in self.shapes]
+        return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
 
 @dataclass(frozen=True, eq=False)
