@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from bayesgrad import optim
+from bayesgrad import optim, samplers
 from bayesgrad.filter.evident import Evident
 from bayesgrad.filter.second_order import SecondOrder
 
@@ -46,9 +46,9 @@ class Case:
         return self.make(target, **{**self.options, **options})
 
     def of(self, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-        """For all parameters of a model, without a warning of those that have a fallback."""
+        """For all parameters of a model, without a warning of those that have a fallback, or of temperatures."""
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".* has no model of ")
+            warnings.filterwarnings("ignore", ".* has no model of |lr=.* (samples at temperature|is not small)")
             return self(model if self.layers else model.named_parameters(), **options)
 
 
@@ -208,6 +208,30 @@ SPIKE_SLAB = (
     ({"update": "newton", "lr": 2.0}, "lr of update='newton' must be at most 1, got 2.0: it is a moving average's."),
 )
 
+SAMPLER = (
+    *(bad for bad in COMMON if "weight_decay" not in bad[0]),
+    ({"num_data": 0}, "num_data must be a number >= 1, got 0."),
+    ({"prior_precision": -1.0}, "prior_precision must be a finite number >= 0, got -1.0."),
+    ({"damping": -1}, "damping must be a finite number >= 0, got -1."),
+    ({"correction": "levy"}, "correction must be None or 'flat' or 'jeffreys', got 'levy'."),
+    ({"fisher": "true"}, "fisher must be 'exact' or 'sampled', got 'true'."),
+    ({"ema": 1.0}, "ema must be in [0, 1), got 1.0."),
+    ({"update_every": 0}, "update_every must be a whole number >= 1, got 0."),
+    ({"probes": 0.5}, "probes must be None or a whole number >= 1, got 0.5."),
+    ({"seed": 0.5}, "seed must be a whole number, got 0.5."),
+    (
+        {"metric": "manifold"},
+        "metric must be one of 'identity', 'diagonal', 'kronecker', 'fisher', 'empirical', or a function, "
+        "got 'manifold'.",
+    ),
+)
+LANGEVIN = (*SAMPLER, ({"temperature": -1.0}, "temperature must be a finite number >= 0, got -1.0."))
+SNGD = (
+    *SAMPLER,
+    ({"batch_size": 0}, "batch_size must be a number >= 1, got 0."),
+    ({"batch_size": 2000}, "batch_size must be at most num_data=1344, got 2000."),
+)
+
 PAIR = ("variance", "cross", "momentum_variance", "momentum")
 ELEMENTWISE = (
     Case("AdaBayes", optim.AdaBayes, {"batch_size": 32}, ("variance", "momentum"), ADABAYES),
@@ -359,7 +383,27 @@ MASKED = (
     Case("SpikeSlab-rmsprop", optim.SpikeSlab, {"update": "rmsprop", "keep": 0.8}, ("moment",), layers=True),
     Case("SpikeSlab-newton", optim.SpikeSlab, {"update": "newton"}, ("moment", "momentum"), layers=True),
 )
-CASES = (*ELEMENTWISE, *LAYERWISE, *BY_EXAMPLE, *SECOND, *SHOWN, *MASKED)
+SAMPLERS = (
+    Case("Langevin", samplers.Langevin, {"num_data": 1344}, (), LANGEVIN, layers=True, decays=False),
+    Case(
+        "SNGD",
+        samplers.SNGD,
+        {
+            "num_data": 1344,
+            "batch_size": 64,
+            "metric": "diagonal",
+            "fisher": "sampled",
+            "damping": 0.1,
+            "ema": 0.9,
+            "update_every": 2,
+        },
+        (),
+        SNGD,
+        layers=True,
+        decays=False,
+    ),
+)
+CASES = (*ELEMENTWISE, *LAYERWISE, *BY_EXAMPLE, *SECOND, *SHOWN, *MASKED, *SAMPLERS)
 
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

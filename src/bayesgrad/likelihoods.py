@@ -114,6 +114,14 @@ class Likelihood(ABC):
     def roots(self, outputs: Tensor) -> Iterator[Tensor]:
         """Directions s of the outputs for which sum s s' is the Hessian of each example's loss (and its Fisher)."""
 
+    @abstractmethod
+    def hessian_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
+        """H v, with H the Hessian of each example's loss by the outputs; can be differentiated by both."""
+
+    @abstractmethod
+    def third_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
+        """The derivative of H v along v, which is also that of v'H v by the outputs; v may have more dimensions."""
+
     def losses(self, outputs: Tensor) -> int:
         """How many losses a mean over these outputs runs over: examples, or whatever has a label of its own."""
         return len(outputs)
@@ -186,6 +194,15 @@ class Categorical(Likelihood):
                 at[:, position, c] += here[:, c].sqrt()
                 yield at.view(p.shape)
 
+    def hessian_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
+        p = outputs.softmax(-1)
+        return p * (vector - (p * vector).sum(-1, keepdim=True))
+
+    def third_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
+        p = outputs.softmax(-1)
+        square = (vector - (p * vector).sum(-1, keepdim=True)).square()
+        return p * (square - (p * square).sum(-1, keepdim=True))
+
 
 class Bernoulli(Categorical):
     """A logistic probability for each output."""
@@ -212,6 +229,14 @@ class Bernoulli(Categorical):
     def roots(self, outputs: Tensor) -> Iterator[Tensor]:
         p = outputs.detach().sigmoid()
         yield from _one_by_one((p * (1 - p)).sqrt())
+
+    def hessian_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
+        p = outputs.sigmoid()
+        return p * (1 - p) * vector
+
+    def third_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
+        p = outputs.sigmoid()
+        return p * (1 - p) * (1 - 2 * p) * vector.square()
 
     def expected(self, mean: Tensor, variance: Tensor) -> Tensor:
         return (mean / (1 + math.pi / 8 * variance).sqrt()).sigmoid()
@@ -260,6 +285,12 @@ class Gaussian(Likelihood):
     def roots(self, outputs: Tensor) -> Iterator[Tensor]:
         yield from _one_by_one(torch.ones_like(outputs))
 
+    def hessian_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
+        return vector
+
+    def third_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
+        return torch.zeros_like(vector)
+
 
 class Poisson(Likelihood):
     """Outputs are logarithms of the rates of counts."""
@@ -305,6 +336,12 @@ class Poisson(Likelihood):
 
     def roots(self, outputs: Tensor) -> Iterator[Tensor]:
         yield from _one_by_one((outputs.detach() / 2).exp())
+
+    def hessian_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
+        return outputs.exp() * vector
+
+    def third_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
+        return outputs.exp() * vector.square()
 
 
 @dataclass

@@ -60,12 +60,14 @@ def lines(
     path: Path,
     panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[Sequence[float]]]]],
     xlabel: str,
+    marks: Mapping[str, float] | None = None,
 ) -> None:
     """One panel for each title, in it a line for each name: the mean over runs at each x, with its standard error.
 
     Args:
         panels: title -> name -> the x, on a logarithmic axis, and for each the values of its runs; those that are not
             finite are left out.
+        marks: title -> an x that is marked by a dotted line.
     """
     figure, axes = _figure(len(panels))
     for axis, (title, named) in zip(axes, panels.items()):
@@ -81,7 +83,38 @@ def lines(
         axis.set(title=title, xlabel=xlabel, xscale="log")
         if shown and min(shown) > 0 and max(shown) / min(shown) > 10:
             axis.set_yscale("log")
+        if marks and title in marks:
+            axis.axvline(marks[title], color=PALETTE[7], lw=1, ls=":")
         axis.legend(fontsize=8, frameon=False)
+    _save(figure, path)
+
+
+@dataclass(frozen=True)
+class Cloud:
+    """Points of the plane (n, 2), and two Gaussians: one around a given centre, and the points' own."""
+
+    points: np.ndarray
+    centre: np.ndarray
+    expected: np.ndarray
+    sampled: np.ndarray
+
+
+def clouds(path: Path, panels: Mapping[str, Cloud]) -> None:
+    """Points in red, the expected ellipse of three standard deviations in blue, the points' own in green."""
+    figure, axes = _figure(len(panels), 4.6, 4.2)
+    turn = np.linspace(0, 2 * np.pi, 200)
+    circle = 3 * np.stack([np.cos(turn), np.sin(turn)])
+    for axis, (title, panel) in zip(axes, panels.items()):
+        axis.plot(*panel.points.T, ".", ms=2, alpha=0.3, color=PALETTE[1], label="iterates", rasterized=True)
+        axis.plot(*panel.centre, "o", color=PALETTE[0], ms=5)
+        for centre, covariance, colour, label in (
+            (panel.centre, panel.expected, PALETTE[0], "Laplace"),
+            (panel.points.mean(0), panel.sampled, PALETTE[2], "of the iterates"),
+        ):
+            ellipse = centre[:, None] + np.linalg.cholesky(covariance) @ circle
+            axis.plot(*ellipse, color=colour, lw=1.6, label=label)
+        axis.set(title=title)
+    axes[-1].legend(fontsize=8, frameon=False)
     _save(figure, path)
 
 

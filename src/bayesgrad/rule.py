@@ -123,3 +123,49 @@ class LookAhead(Rule):
         posterior = mean - n["gain"] * (precision.weight * gradient)
         memory["momentum"] = n["momentum"] * memory["momentum"] - n["pull"] * (precision.cross * gradient)
         return n["ahead"] * posterior + n["eta"] * memory["momentum"]
+
+
+@dataclass(frozen=True)
+class Langevin(Rule):
+    r"""A step of a Langevin equation on the manifold whose metric is the precision P.
+
+    .. math::
+        w \leftarrow w - \epsilon P^{-1} (g + \lambda w) + \epsilon\tau\, c + \sqrt{2\epsilon\tau}\, P^{-1/2} \xi
+
+    with the gradient g of the mean loss, the prior's pull lambda = delta/N, the temperature over the number of data
+    tau = T/N, standard normal xi, and the correction c for a metric that is not the same everywhere. Without
+    `injected`, gradients are noisy enough by themselves and there is no xi.
+
+    Reference: 003, Eq. 2, 5, 6, 7 and 11; REFERENCE.md 5.1 for their signs.
+
+    Args:
+        injected: whether noise is added.
+    """
+
+    injected: bool = True
+
+    def numbers(self, group: Mapping[str, Any], step: int, gain: float) -> dict[str, float]:
+        return {"gain": gain}
+
+    def straight(self, n: Numbers) -> tuple[float, float, float, float]:
+        return 0.0, 1.0, n["gain"], 1.0
+
+    def change(
+        self,
+        mean: Tensor,
+        gradient: Tensor,
+        precision: Precision,
+        correction: Tensor | None,
+        noise: Tensor | None,
+        n: Numbers,
+    ) -> Tensor:
+        """What a step subtracts from the weights, for lr, heat (T/N) and pull (a number, or one for each weight)."""
+        change = n["lr"] * precision.solve(gradient + n["pull"] * mean)
+        if correction is not None:
+            change = change - n["lr"] * n["heat"] * correction
+        if noise is not None:
+            change = change - (2 * n["lr"] * n["heat"]) ** 0.5 * precision.sample(noise)
+        return change
+
+    def move(self, mean: Tensor, gradient: Tensor, precision: Precision, memory: Memory, n: Numbers) -> Tensor:
+        return mean - n["gain"] * precision.solve(gradient)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bayesgrad.precision import Dense, Diagonal, Kronecker, LowRank, Precision, Scalar, Spectral
+from bayesgrad.precision import Blocks, Dense, Diagonal, Kronecker, LowRank, Precision, Scalar, Spectral
 from bayesgrad.precision.linalg import cholesky, diagonal_inverse, inverse
 from bayesgrad.precision.low_rank import Matrix
 
@@ -54,6 +54,8 @@ BASIS = (orthogonal(2, 2), orthogonal(3, 3))
 
 # Each structure with an increment of the same structure, as `add` takes it, and as a matrix.
 STRUCTURES = {
+    "Blocks": (Blocks.of(covariance(2, 3, 3), shape=SHAPE), 0.4, number),
+    "Blocks, added": (Blocks.of(covariance(6, 6), shape=SHAPE), Blocks.of(covariance(6, 6)), Blocks.to_dense),
     "Scalar": (Scalar(positive(), SHAPE), positive(), lambda h: h * eye(6)),
     "Diagonal": (Diagonal(positive(*SHAPE)), positive(*SHAPE), lambda h: torch.diag(h.flatten())),
     "Kronecker": (Kronecker(SHARED, covariance(3, 3), SHAPE), 0.4, number),

@@ -56,7 +56,7 @@ def test_resumes_bit_for_bit_from_a_file(case: Case, dtype: torch.dtype, tmp_pat
     assert same(states(optimizer), states(resumed))
     if dtype == torch.bfloat16:
         kept = {value.dtype for entry in resumed.state.values() for k, value in entry.items() if k not in ON_CPU}
-        assert {dtype for dtype in kept if dtype.is_floating_point} == {torch.float32}
+        assert {dtype for dtype in kept if dtype.is_floating_point} <= {torch.float32}
 
 
 def test_resumes_bit_for_bit_in_a_new_process(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from bayesgrad.posterior import Posterior, SampledPosterior, Samples, StoredPosterior
-from bayesgrad.samplers import Chains, Diverged, Ensemble, Predictive, diagnose, inference_data, trace_plot
+from bayesgrad.samplers import Chains, Diverged, Ensemble, Langevin, Predictive, diagnose, inference_data, trace_plot
 
 
 def network(seed: int = 0) -> nn.Module:
@@ -141,20 +141,62 @@ def test_a_run_in_a_temporary_folder_says_that_it_cannot_be_resumed(tmp_path: Pa
         ensemble.posterior().mean  # noqa: B018
 
 
-@pytest.mark.parametrize("what", ["the loss", "a weight"])
+@pytest.mark.parametrize("what", ["The loss", "A weight"])
 def test_a_chain_that_diverges_says_where_and_keeps_its_samples(what: str) -> None:
     model = network()
-    sampler = torch.optim.SGD(model.parameters(), lr=0.1)
-    sampler.param_groups[0]["temperature"] = 2.5
+    sampler = Langevin(model, lr=0.1, num_data=10, temperature=2.5)
     ensemble = Ensemble(model, sampler=sampler)
     for step in range(4):
         ensemble.collect(10.0 - step)
     with torch.no_grad():
         model[0].weight[0, 0] = float("nan")  # pyright: ignore[reportIndexIssue]
-    words = f"{what} is not finite in step 5 at temperature 2.5; the last finite loss was 7. 4 samples are kept"
-    with pytest.raises(Diverged, match=words):
-        ensemble.collect(float("inf") if what == "the loss" else 6.0)
+    words = f"diverged at step 5, temperature 2.5, last finite loss 7. {what} is not finite. 4 samples are kept"
+    with pytest.raises(Diverged, match=words) as caught:
+        ensemble.collect(float("inf") if what == "The loss" else 6.0)
+    assert (caught.value.step, caught.value.temperature, caught.value.loss) == (5, 2.5, 7.0)
     assert len(ensemble.posterior()) == 4
+
+
+def sampled(model: nn.Module, steps: range, sampler: Langevin, ensemble: Ensemble, running: Predictive) -> None:
+    x = torch.randn(20, 3, generator=torch.Generator().manual_seed(0)).double()
+    y = (x[:, 0] > 0).long()
+    for _ in steps:
+        sampler.zero_grad()
+        outputs = model(x)
+        sampler.observe(outputs)
+        loss = F.cross_entropy(outputs, y)
+        loss.backward()
+        sampler.step(loss=loss)
+        if ensemble.collect(loss):
+            running.collect()
+
+
+def test_a_killed_sampler_resumes_with_the_same_stream() -> None:
+    """Model, sampler, ensemble and running prediction from one checkpoint: samples and predictions bit for bit."""
+    options = dict(lr=0.1, num_data=20, prior_precision=1.0, metric="fisher", damping=0.1, fisher="sampled")
+    x = torch.ones(2, 3).double()
+    found = []
+    for killed in (False, True):
+        model = network()
+        sampler, ensemble = Langevin(model, **options), Ensemble(model, burn_in=2)
+        running = Predictive(model, x)
+        sampled(model, range(5 if killed else 12), sampler, ensemble, running)
+        if killed:
+            buffer = io.BytesIO()
+            torch.save([part.state_dict() for part in (model, sampler, ensemble, running)], buffer)
+            buffer.seek(0)
+            model = network(1)
+            sampler, ensemble = Langevin(model, **options), Ensemble(model, burn_in=2)
+            running = Predictive(model, x)
+            for part, state in zip((model, sampler, ensemble, running), torch.load(buffer, weights_only=True)):
+                part.load_state_dict(state)
+            sampled(model, range(7), sampler, ensemble, running)
+        found.append((ensemble.posterior().members, running.prediction(), ensemble.losses))
+    (whole, average, losses), (resumed, again, others) = found
+    assert len(whole["0.bias"]) == 10
+    assert losses == others
+    assert torch.equal(average, again)
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
 @pytest.mark.parametrize("likelihood", ["categorical", "gaussian"])
@@ -207,6 +249,11 @@ def test_chains_side_by_side_are_chains_alone() -> None:
     assert deviation.item() == pytest.approx(0.5, rel=0.35)  # 78 numbers: five standard errors
     bag = ensemble.posterior(network())
     assert len(bag) == 15
+    langevin = Langevin(chains, lr=0.1, num_data=20)  # an identity metric knows no layers: it sees the copies' weights
+    chains.loss(chains(x), y, F.cross_entropy).backward()
+    langevin.step()
+    moved = chains.weights()["0.weight"] - ensemble.draws()["0.weight"][:, -1]
+    assert not torch.equal(moved[0], moved[1])
     assert_close(running.prediction(), bag.predict(x, 15), rtol=1e-12, atol=1e-14)
 
 
@@ -227,11 +274,9 @@ def recorded(paths: np.ndarray) -> list[Ensemble]:
     """An ensemble for each chain of (chains, steps, weights)."""
     found = []
     for chain in paths:
-        model = Weights(chain[0])
-        ensemble = Ensemble(model)
-        for row in chain:
-            model.w.data.copy_(torch.tensor(row))
-            ensemble.collect(float(row.sum()))
+        ensemble = Ensemble(Weights(chain[0]))
+        ensemble.samples.append({"w": torch.tensor(chain)})
+        ensemble.losses = chain.sum(1).tolist()
         found.append(ensemble)
     return found
 

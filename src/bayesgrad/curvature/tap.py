@@ -96,6 +96,25 @@ class Turn:
     __call__._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
+class Pass:
+    """Remembers what a model was called with; as `Hook` a copy does nothing."""
+
+    def __init__(self, tap: Tap | None = None) -> None:
+        self.tap = weakref.ref(tap) if tap is not None else None
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        tap = self.tap() if self.tap else None
+        if tap is None or not isinstance(output, Tensor) or not torch.is_grad_enabled():
+            return
+        if not torch._C._functorch.is_functorch_wrapped_tensor(output):  # pyright: ignore[reportAttributeAccessIssue]
+            tap.called = weakref.ref(output), args, kwargs
+
+    def __reduce__(self) -> tuple:
+        return Pass, ()
+
+    __call__._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
 class Tap:
     """Collects what the layers of a model show.
 
@@ -104,10 +123,17 @@ class Tap:
         layers: name -> module, those to listen to.
         keeps: whether backward passes leave their uses.
         notes: whether the graph is annotated for `trace`.
+        remembers: whether the arguments of the model's last call are kept, for `arguments`.
     """
 
     def __init__(
-        self, model: nn.Module, layers: Mapping[str, nn.Module], *, keeps: bool = True, notes: bool = True
+        self,
+        model: nn.Module,
+        layers: Mapping[str, nn.Module],
+        *,
+        keeps: bool = True,
+        notes: bool = True,
+        remembers: bool = False,
     ) -> None:
         self.layers = dict(layers)
         self.keeps, self.notes = keeps, notes
@@ -121,6 +147,9 @@ class Tap:
             for name, module in self.layers.items()
         ]
         handles.append(model.register_forward_pre_hook(Turn(self)))
+        self.called: tuple[Any, tuple, dict] | None = None
+        if remembers:
+            handles.append(model.register_forward_hook(Pass(self), with_kwargs=True))
         self.close = weakref.finalize(self, _remove, handles)
 
     def clear(self) -> None:
@@ -157,6 +186,15 @@ class Tap:
             if uses and self.begun[call.name]:
                 uses.clear()  # of gradients that nobody made use of
         uses.append(Use(module, call.taken(), error.detach(), task, call.turn))
+
+    def arguments(self, outputs: Tensor) -> tuple[tuple, dict]:
+        """What the model was called with when it returned these outputs, in its last forward pass."""
+        if self.called is None or self.called[0]() is not outputs:
+            raise RuntimeError(
+                "these are not the outputs of the model's last forward pass: observe() the very tensor that the model "
+                "returned, before it is called again."
+            )
+        return self.called[1:]
 
     def trace(self, outputs: Tensor) -> Trace:
         """The layers' calls in the graph of some outputs, by a walk through it."""

@@ -37,6 +37,7 @@ def _lazily(module: str, function: str) -> Callable[[Context], Report]:
 PAPER_000 = "Aitchison, A unified theory of adaptive stochastic gradient descent as Bayesian filtering"
 PAPER_001 = "Aitchison, Bayesian filtering unifies adaptive and non-adaptive neural network optimization methods"
 PAPER_002 = "Khan and Rue, The Bayesian learning rule"
+PAPER_003 = "Smith et al., Stochastic natural gradient descent draws posterior samples in function space"
 PAPER_004 = "Benzing, Kronecker-factored second-order optimizers perform first-order descent on neurons"
 EXPERIMENTS = {
     experiment.name: experiment
@@ -208,6 +209,86 @@ EXPERIMENTS = {
             "MAP, Laplace's method and variational rules on six small regressions",
             _lazily("uci_regression", "regression"),
             "full matrix ahead of MAP on five of six",
+        ),
+        Experiment(
+            "continual-mnist",
+            PAPER_004,
+            "appendices A.2 and C",
+            "tasks one after the other: EWC with many Hessians, and chained beliefs",
+            _lazily("continual", "continual"),
+            "not yet recorded",
+        ),
+        Experiment(
+            "smith2018-fig1",
+            PAPER_003,
+            "Fig. 1",
+            "iterates of Langevin dynamics and of minibatches beside Laplace's approximation",
+            _lazily("smith2018_logistic", "fig1"),
+            "not yet recorded",
+        ),
+        Experiment(
+            "smith2018-fig2",
+            PAPER_003,
+            "Fig. 2",
+            "the temperature of Langevin dynamics, logistic regression",
+            _lazily("smith2018_logistic", "fig2"),
+            "not yet recorded",
+        ),
+        Experiment(
+            "smith2018-fig3",
+            PAPER_003,
+            "Fig. 3",
+            "the temperature of minibatches, logistic regression",
+            _lazily("smith2018_logistic", "fig3"),
+            "not yet recorded",
+        ),
+        Experiment(
+            "smith2018-fig4",
+            PAPER_003,
+            "Fig. 4",
+            "the batch size of natural gradients, a perceptron",
+            _lazily("smith2018", "fig4"),
+            "not yet recorded",
+        ),
+        Experiment(
+            "smith2018-fig5",
+            PAPER_003,
+            "Fig. 5",
+            "batch size and training set, a perceptron",
+            _lazily("smith2018", "fig5"),
+            "not yet recorded",
+        ),
+        Experiment(
+            "smith2018-fig6",
+            PAPER_003,
+            "Fig. 6",
+            "learning rate and training set, a convolutional network",
+            _lazily("smith2018", "fig6"),
+            "not yet recorded",
+        ),
+        Experiment(
+            "smith2018-ablation",
+            PAPER_003,
+            "footnote 2",
+            "damping, prior and the best temperature",
+            _lazily("smith2018", "ablation"),
+            "not yet recorded",
+        ),
+        Experiment(
+            "sngd-jeffreys",
+            PAPER_003,
+            "section 5",
+            "the corrected rule: known targets, and two parameterisations of one model",
+            _lazily("smith2018_questions", "jeffreys"),
+            "not yet recorded",
+        ),
+        Experiment(
+            "ngd-kronecker",
+            PAPER_003,
+            "section 2",
+            "temperature with a Kronecker metric",
+            _lazily("smith2018_questions", "kronecker"),
+            "not yet recorded",
         ),
     )
 }

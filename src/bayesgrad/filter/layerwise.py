@@ -75,12 +75,17 @@ class LayerFilter(Filter):
         mine = {id(p) for group in self.param_groups for p in group["params"]}
         self.layers = self._find_layers(mine)
         heard = {name: module for name, module in self.model.named_modules() if self._hears(module, mine)}
-        self.tap = Tap(self.model, heard, keeps=self.listens, notes=self.observes)
+        self.tap = Tap(self.model, heard, keeps=self.listens, notes=self.observes, remembers=self.remembers)
         self._observed: list[Any] = []
         self._marked: list[tuple[int, int]] = []
         self._strangers: set[Tensor] = set()  # weights that something other than their layers reads
         self._trained = self._flags()
         self._warned: set[Tensor] = self.__dict__.get("_warned", set())
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the inputs of observed outputs are asked for."""
+        return False
 
     def _flags(self) -> list[bool]:
         return [p.requires_grad for group in self.param_groups for p in group["params"]]

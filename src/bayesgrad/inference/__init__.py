@@ -1,11 +1,22 @@
 """The Bayesian learning rule as an engine: nodes, factors, messages, one step."""
 
 from bayesgrad.inference.engine import OutsideDomain, Result, Sites, elbo, message, run, step
-from bayesgrad.inference.expectation import Delta, GaussHermite, MonteCarlo
-from bayesgrad.inference.factor import Expected, Factor, Linear, LogDensity, Prior, Projected, linear_gaussian
+from bayesgrad.inference.expectation import Delta, GaussHermite, MonteCarlo, QuasiMonteCarlo
+from bayesgrad.inference.factor import (
+    Expected,
+    Factor,
+    Linear,
+    LogDensity,
+    MultiProjected,
+    Prior,
+    Projected,
+    linear_gaussian,
+)
 from bayesgrad.inference.minimize import Minimum, minimize
+from bayesgrad.inference.mixing import settle
 from bayesgrad.inference.node import Node
 from bayesgrad.inference.online import online
+from bayesgrad.inference.pointwise import Pointwise
 
 __all__ = [
     "Delta",
@@ -16,10 +27,13 @@ __all__ = [
     "LogDensity",
     "Minimum",
     "MonteCarlo",
+    "MultiProjected",
     "Node",
     "OutsideDomain",
+    "Pointwise",
     "Prior",
     "Projected",
+    "QuasiMonteCarlo",
     "Result",
     "Sites",
     "elbo",
@@ -28,5 +42,6 @@ __all__ = [
     "minimize",
     "online",
     "run",
+    "settle",
     "step",
 ]

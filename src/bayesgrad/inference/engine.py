@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from bayesgrad.families import Parameters
+from bayesgrad.inference.expectation import Delta
 from bayesgrad.inference.factor import Factor
 from bayesgrad.inference.node import Node
 
@@ -69,7 +70,8 @@ def step(
         momentum: adds so much of the last change of λ (002, Eq. 80).
         domain: what happens where a step would leave the family's parameters: `"backtrack"` halves rho, for the plates
             that need it, `"retract"` bends a Gaussian's step so that it never does (where there is no momentum),
-            `"search"` halves rho until the bound has not fallen either, `"refuse"` raises.
+            `"search"` halves rho until the bound has not fallen either (with `Delta`, whose messages are no gradients
+            of its bound: the joint density at the mean), `"refuse"` raises.
         schedule: `"sequential"`: each node sees what became of those before it; `"parallel"`: of none.
         sites: messages that are kept factor by factor (the local form, Eq. 60).
 
@@ -95,7 +97,7 @@ def step(
         drift = None
         if momentum and node.previous is not None:
             drift = tuple(momentum * (now - old) for now, old in zip(before, node.previous))
-        bound = elbo(nodes, factors) if domain == "search" else None
+        bound = _height(nodes, factors) if domain == "search" else None
         node.natural = _moved(node, direction, rate, domain, drift)
         node.previous = before
         if bound is not None:
@@ -157,6 +159,7 @@ def run(
     domain: str = "backtrack",
     schedule: str = "sequential",
     sites: Sites | None = None,
+    tune: Callable[[], None] | None = None,
     progress: bool | None = None,
 ) -> Result:
     """Steps until the bound moves by less than `tolerance` of its size, or `steps` times.
@@ -166,6 +169,7 @@ def run(
 
     Args:
         tolerance: 0 takes all steps and warns of nothing.
+        tune: called after each step, to move what the factors depend on besides nodes.
         progress: whether a line is kept up to date; None: in a terminal, after two seconds.
         rho, momentum, domain, schedule, sites: see `step`.
 
@@ -180,6 +184,8 @@ def run(
     for count in range(steps):
         before = [node.natural for node in nodes]
         step(nodes, factors, rho, momentum=momentum, domain=domain, schedule=schedule, sites=sites, count=count)
+        if tune is not None:
+            tune()
         elbos.append(float(elbo(nodes, factors)))
         if not math.isfinite(elbos[-1]):
             for node, natural in zip(nodes, before):
@@ -266,11 +272,26 @@ def _moved(node: Node, direction: Parameters, rate: float, domain: str, drift: P
     )
 
 
+def _height(nodes: Sequence[Node], factors: Sequence[Factor]) -> Tensor:
+    """What a search may not lower: the bound, where nodes that Delta looks at are points, without entropy."""
+    points = {
+        id(node)
+        for factor in factors
+        if isinstance(getattr(factor, "expectation", None), Delta)
+        for node in factor.nodes
+    }
+    values = []
+    for factor in factors:
+        known = all(id(node) in points for node in factor.nodes)
+        values.append((factor.scale * (factor.at_mean() if known else factor.value())).sum())
+    return torch.stack([*values, *[node.entropy for node in nodes if id(node) not in points]]).sum()
+
+
 def _search(nodes: Sequence[Node], factors: Sequence[Factor], node: Node, before: Parameters, bound: Tensor) -> None:
     """Halves the step that was taken until the bound is no lower than it was."""
     after = node.natural
     for halving in range(HALVINGS):
-        now = elbo(nodes, factors)
+        now = _height(nodes, factors)
         if now >= bound - 1e-12 * bound.abs():
             return
         part = 0.5 ** (halving + 1)

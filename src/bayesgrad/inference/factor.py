@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.func import vmap
 
 from bayesgrad.families import DiagonalGaussian, FixedGaussian, Gaussian, Parameters
 from bayesgrad.families.gaussian import LOG_2PI
@@ -32,6 +33,10 @@ class Factor(ABC):
     @abstractmethod
     def value(self) -> Tensor:
         """E_q[log f], a number, with all constants."""
+
+    def at_mean(self) -> Tensor:
+        """log f at the means of nodes, where that is more than `value` knows: what a search with Delta goes by."""
+        return self.value()
 
     @abstractmethod
     def _message(self, node: Node) -> Parameters:
@@ -89,6 +94,11 @@ class Linear(Factor):
         (node,) = self.nodes
         return (node.family.dot(self._given, node.mean) + self.constant).sum()
 
+    def at_mean(self) -> Tensor:
+        (node,) = self.nodes
+        at = node.family.statistics(node.family.mode(node.natural))
+        return (node.family.dot(self._given, at) + self.constant).sum()
+
     def _message(self, node: Node) -> Parameters:
         return tuple(part.expand_as(own) for part, own in zip(self._given, node.natural))
 
@@ -104,6 +114,10 @@ class Prior(Factor):
         (node,), family = self.nodes, self.nodes[0].family
         inner = family.dot(self.natural, node.mean) - family.log_partition(self.natural)
         return (inner + family.base(node.natural)).sum()
+
+    def at_mean(self) -> Tensor:
+        (node,) = self.nodes
+        return node.family.log_density(self.natural, node.family.mode(node.natural)).sum()
 
     def _message(self, node: Node) -> Parameters:
         base = node.family.base_gradient(node.natural)
@@ -165,7 +179,7 @@ class Projected(Factor):
     def projections(self) -> tuple[Tensor, Tensor]:
         """Mean and variance of each x_i'θ, (n,)."""
         (node,) = self.nodes
-        mean, covariance = node.family.moments(node.natural)  # pyright: ignore[reportAttributeAccessIssue]
+        mean, covariance = node.moments
         if covariance.shape == mean.shape:
             return self.design @ mean, self.design.square() @ covariance
         return self.design @ mean, ((self.design @ covariance) * self.design).sum(-1)
@@ -174,11 +188,17 @@ class Projected(Factor):
         """Of the log-likelihood of each example, at the node as it is."""
         natural = self.nodes[0].natural
         if self._seen is None or self._seen[0] is not natural:
-            self._seen = natural, self.expectation.scalar(self.log_likelihood, *self.projections())
+            self._seen = natural, self._expected()
         return self._seen[1]
+
+    def _expected(self) -> Moments:
+        return self.expectation.scalar(self.log_likelihood, *self.projections())
 
     def value(self) -> Tensor:
         return self.moments().value.sum()
+
+    def at_mean(self) -> Tensor:
+        return self.log_likelihood(self.projections()[0]).sum()
 
     def _message(self, node: Node) -> Parameters:
         _, first, second = self.moments()
@@ -188,6 +208,70 @@ class Projected(Factor):
         if isinstance(node.family, DiagonalGaussian):
             return bonnet(node, gradient, self.design.square().mT @ second)
         return bonnet(node, gradient, self.design.mT @ (second[:, None] * self.design))
+
+
+class MultiProjected(Projected):
+    r"""Σ_i log p_i(f_i) with f_ik = x_i'θ_k, for a full Gaussian node that holds K vectors, θ = (θ_1, ..., θ_K).
+
+    .. math::
+        \nabla_m = \sum_i E[\nabla\ell_i] \otimes x_i, \quad
+        \nabla_V = \tfrac12 \sum_i E[\nabla^2\ell_i] \otimes x_i x_i^T
+
+    Args:
+        node: Gaussian over K P numbers.
+        design: X, (n, P).
+        log_likelihood: (..., n, K) in, (..., n) out, with the data inside.
+        expectation: how E is taken over K numbers.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        design: Tensor,
+        log_likelihood: Callable[[Tensor], Tensor],
+        expectation: Expectation,
+        *,
+        scale: float | Tensor = 1.0,
+    ) -> None:
+        Factor.__init__(self, node, scale=scale)
+        check_finite(design=design)
+        size = node.natural[0].shape[-1]
+        if not isinstance(node.family, Gaussian) or size % design.shape[1]:
+            raise ValueError(f"node must be a Gaussian of K times {design.shape[1]} weights, got {size} of {node}.")
+        self.design, self.log_likelihood, self.expectation = design, log_likelihood, expectation
+        self.outputs = size // design.shape[1]
+        self._seen = None
+
+    def projections(self) -> tuple[Tensor, Tensor]:
+        """Mean (n, K) and covariance (n, K, K) of each f_i."""
+        (node,) = self.nodes
+        mean, covariance = node.moments
+        return project(self.design, mean, covariance, self.outputs)
+
+    def _expected(self) -> Moments:
+        mean, covariance = self.projections()
+        return self.expectation.rows(self.log_likelihood, mean, torch.linalg.cholesky(covariance))
+
+    def _message(self, node: Node) -> Parameters:
+        _, first, second = self.moments()
+        size, K = self.design.shape[1], self.outputs
+        hessian = first.new_zeros(K, size, K, size)
+        for j in range(K):
+            for k in range(j + 1):
+                block = self.design.mT @ (second[:, j, k, None] * self.design)
+                hessian[j, :, k], hessian[k, :, j] = block, block
+        return bonnet(node, (first.mT @ self.design).flatten(), hessian.view(K * size, K * size))
+
+
+def project(design: Tensor, mean: Tensor, covariance: Tensor, outputs: int) -> tuple[Tensor, Tensor]:
+    """Mean (n, K) and covariance (n, K, K) of x_i'θ_k for θ of mean (K P,) and covariance (K P, K P)."""
+    size = design.shape[1]
+    blocks = covariance.view(outputs, size, outputs, size)
+    spread = design.new_empty(len(design), outputs, outputs)
+    for j in range(outputs):
+        for k in range(j + 1):
+            spread[:, j, k] = spread[:, k, j] = ((design @ blocks[j, :, k]) * design).sum(-1)
+    return design @ mean.view(outputs, size).mT, spread
 
 
 class LogDensity(Factor):
@@ -214,7 +298,7 @@ class LogDensity(Factor):
     def moments(self) -> Moments:
         (node,) = self.nodes
         if self._seen is None or self._seen[0] is not node.natural:
-            mean, covariance = node.family.moments(node.natural)  # pyright: ignore[reportAttributeAccessIssue]
+            mean, covariance = node.moments
             if covariance.shape == mean.shape:
                 root = torch.diag_embed(covariance.sqrt())
             else:
@@ -224,6 +308,11 @@ class LogDensity(Factor):
 
     def value(self) -> Tensor:
         return self.moments().value.sum()
+
+    def at_mean(self) -> Tensor:
+        (node,) = self.nodes
+        mean = node.family.mode(node.natural)
+        return vmap(self.function)(mean.view(-1, mean.shape[-1])).sum()
 
     def _message(self, node: Node) -> Parameters:
         _, first, second = self.moments()
@@ -236,7 +325,7 @@ class LogDensity(Factor):
 
 def bonnet(node: Node, gradient: Tensor, hessian: Tensor) -> Parameters:
     """(E[∇f] - E[∇² f] m, E[∇² f]/2): the derivatives by (m, V + mm') from those by m and V (002, Eqs. 10, 11)."""
-    mean = node.family.moments(node.natural)[0]  # pyright: ignore[reportAttributeAccessIssue]
+    mean = node.moments[0]
     if hessian.dim() == mean.dim():
         return gradient - hessian * mean, hessian / 2
     return gradient - (hessian @ mean[..., None])[..., 0], hessian / 2

@@ -36,6 +36,7 @@ class Node:
         self.scale = scale
         self._natural = family.check(tuple(part.detach() for part in natural))
         self._mean: Parameters | None = None
+        self._moments: tuple[Tensor, Tensor] | None = None
         self.previous: Parameters | None = None  # for natural momentum
 
     @property
@@ -44,7 +45,7 @@ class Node:
 
     @natural.setter
     def natural(self, value: Parameters) -> None:
-        self._natural, self._mean = tuple(part.detach() for part in value), None
+        self._natural, self._mean, self._moments = tuple(part.detach() for part in value), None, None
 
     @property
     def mean(self) -> Parameters:
@@ -52,6 +53,14 @@ class Node:
         if self._mean is None:
             self._mean = self.family.mean(self._natural)
         return self._mean
+
+    @property
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """Of a Gaussian its mean, and its covariance or variances."""
+        found = self._moments
+        if found is None:
+            found = self._moments = self.family.moments(self._natural)  # pyright: ignore[reportAttributeAccessIssue]
+        return found
 
     @property
     def entropy(self) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -81,34 +81,32 @@ class Inputs(Stored):
     def __call__(self, change: Mapping[str, Tensor]) -> Tensor:
         groups, fan_in, _ = self.values.shape
         size = sum(shape.numel() for shape in self.shapes.values())
-        v = self._matrix(change, (groups, size // (groups * fan_in)))
-        return (v @ self.values * v).sum()
+        return _paired(self._matrix(change, (groups, size // (groups * fan_in))), lambda v: v @ self.values)
 
 
 class Written(Stored):
     """v'H v for H (n, n)."""
 
     def __call__(self, change: Mapping[str, Tensor]) -> Tensor:
-        v = self._matrix(change, ())
-        return v @ self.values @ v
+        return _paired(self._matrix(change, ()), lambda v: v @ self.values)
 
 
 @dataclass(frozen=True, eq=False)
-class Rotated(Quadratic):
-    """Σ p (Q'V S)^2, the Kronecker product in the eigenbasis of its factors; sums of two are no such product."""
+class Factored(Quadratic):
+    """tr(V' E V A), of a Kronecker product; the sum of two is none.
 
-    rows: Tensor | None
-    columns: Tensor | None
-    spectrum: Tensor
+    Args:
+        errors, inputs: E (groups, out, out) and A (groups, in, in).
+    """
+
+    errors: Tensor
+    inputs: Tensor
 
     def __call__(self, change: Mapping[str, Tensor]) -> Tensor:
-        v = self._matrix(change, self.spectrum.shape[:-1])
-        v = v if self.rows is None else self.rows.mT @ v
-        v = v if self.columns is None else v @ self.columns
-        return (self.spectrum * v.square()).sum()
+        return _paired(self._matrix(change, self.errors.shape[:-1]), lambda v: self.errors @ v @ self.inputs)
 
-    def times(self, factor: float) -> Rotated:
-        return replace(self, spectrum=factor * self.spectrum)
+    def times(self, factor: float) -> Factored:
+        return replace(self, errors=factor * self.errors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,9 +137,37 @@ def quadratic(hessian: Hessian) -> Quadratic:
     rows, columns, spectrum = hessian.rows, hessian.columns, hessian.spectrum
     if rows is None and columns is None:
         return Elementwise(shapes, spectrum)
-    if rows is None and columns is not None and torch.equal(spectrum, spectrum[:, :1].expand_as(spectrum)):
-        return Inputs(shapes, columns * spectrum[:, :1] @ columns.mT)
-    return Rotated(shapes, rows, columns, spectrum)
+    if rows is None and torch.equal(spectrum, spectrum[:, :1].expand_as(spectrum)):
+        return Inputs(shapes, _moment(columns, spectrum[:, 0]))
+    total = spectrum.sum((1, 2))[:, None].clamp(min=torch.finfo(spectrum.dtype).tiny)
+    return Factored(shapes, _moment(rows, spectrum.sum(2)), _moment(columns, spectrum.sum(1) / total))
+
+
+def _moment(basis: Tensor | None, values: Tensor) -> Tensor:
+    """The symmetric matrix of these eigenvectors (groups, n, n), None for the identity, and eigenvalues (groups, n)."""
+    return torch.diag_embed(values) if basis is None else basis * values[:, None] @ basis.mT
+
+
+class Paired(torch.autograd.Function):
+    """v'H v. Its gradient is 2 H v, the product that it was made of."""
+
+    @staticmethod
+    def forward(ctx: Any, vector: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
+        product = multiply(vector)
+        ctx.multiply = multiply
+        ctx.save_for_backward(vector, product)
+        return (vector * product).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None]:
+        vector, product = ctx.saved_tensors
+        if torch.is_grad_enabled():  # for second derivatives
+            product = ctx.multiply(vector)
+        return 2 * slopes[0] * product, None
+
+
+def _paired(vector: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
+    return Paired.apply(vector, multiply)  # pyright: ignore[reportReturnType]
 
 
 @dataclass(frozen=True, eq=False)

@@ -85,7 +85,7 @@ class GaussianPosterior(Posterior):
         noise = torch.randn(mean.shape, dtype=compute_dtype(mean.dtype), generator=generator, device="cpu")
         if isinstance(belief.precision, LowRank | Rescaled):
             few = torch.randn(len(belief.precision.gram), dtype=noise.dtype, generator=generator, device="cpu")
-            return mean + belief.precision.draw(noise.to(mean.device), few.to(mean.device))
+            return belief.precision.draw(noise.to(mean.device), few.to(mean.device)).add_(mean)
         return belief.sample(noise.to(mean.device))
 
     def _marginals(self) -> dict[str, Tensor]:

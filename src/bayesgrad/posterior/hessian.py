@@ -172,11 +172,14 @@ class LowRankHessian(Hessian):
     def belief(self, mean: Mapping[str, Tensor], prior: Mapping[str, float], scale: float) -> Belief:
         floors, weights = {prior[name] for name in self.shapes}, self._joint(mean, (1,))
         if len(floors) == 1:
-            directions = Times(self.directions, scale**0.5, scale * self.gram)
+            directions = Times(self.directions, scale**0.5, lambda: scale * self.gram)
             return Joint(weights, LowRank(floors.pop(), directions, (1, self._size)), self.shapes)
         root = torch.cat([weights.new_full((1, s.numel()), prior[name] ** 0.5) for name, s in self.shapes.items()], 1)
-        gram = torch.stack([scale / prior[name] * gram for name, gram in self._grams.items()]).sum(0)
-        inner = LowRank(1.0, Times(self.directions, scale**0.5 / root, gram), (1, self._size))
+
+        def square() -> Tensor:
+            return torch.stack([scale / prior[name] * gram for name, gram in self._grams.items()]).sum(0)
+
+        inner = LowRank(1.0, Times(self.directions, scale**0.5 / root, square), (1, self._size))
         return Joint(weights, Rescaled(inner, root), self.shapes)
 
     def logdet(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
@@ -193,11 +196,11 @@ class LowRankHessian(Hessian):
 
 @dataclass(frozen=True, eq=False)
 class Times:
-    """Some directions times a number, or one for each weight, whose Gram matrix is known."""
+    """Some directions times a number, or one for each weight, whose Gram matrix is computed when it is asked for."""
 
     directions: Parted
     factor: float | Tensor
-    square: Tensor
+    square: Callable[[], Tensor]
 
     def project(self, vector: Tensor) -> Tensor:
         return self.directions.project(self.factor * vector)
@@ -206,7 +209,7 @@ class Times:
         return self.directions.combine(weights).mul_(self.factor)
 
     def gram(self) -> Tensor:
-        return self.square
+        return self.square()
 
     def weighed(self, factor: Tensor) -> Tensor:
         return self.directions.weighed(factor).mul_(self.factor**2)

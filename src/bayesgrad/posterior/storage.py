@@ -1,7 +1,8 @@
 """Files of posteriors: safetensors, which holds numbers and text and nothing that could be run.
 
 The tensors are named `["group", "name"]`, as JSON. What is no tensor is in the file's metadata: the format and its
-version, the state's plain values, the order of names, and a checksum of all of that and of every tensor's bits.
+version, the state's plain values, the order of names and of dimensions in memory, and a checksum of all of that and of
+every tensor's bits.
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ def write(path: str | os.PathLike, state: Mapping[str, Any]) -> None:
     """A posterior's state into a file, which is written whole or not at all."""
     safetensors = _package()
     path = Path(path)
-    tensors = {_key(group, name): _alone(t) for group, named in state["tensors"].items() for name, t in named.items()}
+    given = {_key(group, name): t for group, named in state["tensors"].items() for name, t in named.items()}
+    layout = {key: _layout(t) for key, t in given.items() if _layout(t) != list(range(t.dim()))}
+    tensors = {key: _alone(t.permute(_layout(t))) for key, t in given.items()}
     plain = {key: value for key, value in state.items() if key != "tensors"}
     order = {group: list(named) for group, named in state["tensors"].items()}
     header = {"format": FORMAT, "version": str(VERSION), "state": json.dumps(plain), "order": json.dumps(order)}
+    header["layout"] = json.dumps(layout)
     header["sha256"] = _checksum(header, tensors)
     partial = path.with_name(path.name + ".partial")
     try:
@@ -63,7 +67,9 @@ def read(path: str | os.PathLike) -> dict[str, Any]:
     if header.pop("sha256", None) != _checksum(header, tensors):
         raise ValueError(f"{name} was altered since it was saved, its checksum is another: save it again.")
     try:
-        order, plain = json.loads(header["order"]), json.loads(header["state"])
+        order, plain, layout = (json.loads(header[key]) for key in ("order", "state", "layout"))
+        for key, dims in layout.items():
+            tensors[key] = tensors[key].permute([dims.index(dim) for dim in range(len(dims))])
         groups = {group: {own: tensors[_key(group, own)] for own in names} for group, names in order.items()}
     except KeyError as error:
         raise ValueError(f"{name} is no whole posterior: it lacks {error}; save it again.") from error
@@ -72,6 +78,11 @@ def read(path: str | os.PathLike) -> dict[str, Any]:
 
 def _key(group: str, name: str) -> str:
     return json.dumps([group, name])
+
+
+def _layout(tensor: Tensor) -> list[int]:
+    """Dimensions from the slowest to the fastest in memory, on which the rounding of products depends."""
+    return sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
 
 
 def _alone(tensor: Tensor) -> Tensor:

@@ -10,9 +10,11 @@
 | `LowRank` | a multiple of the identity, and products with k directions | k^2 |
 | `Rescaled` | the same for weights that are not equally certain to begin with | k^2 + n |
 | `Dense` | the covariance of every pair of weights | n^2 |
+| `Blocks` | the Cholesky factor of a precision, for one or several blocks of weights | n^2, n k |
 """
 
 from bayesgrad.precision.algebra import Precision
+from bayesgrad.precision.blocks import Blocks
 from bayesgrad.precision.dense import Dense
 from bayesgrad.precision.diagonal import Diagonal
 from bayesgrad.precision.kronecker import Kronecker, Spectral
@@ -20,4 +22,4 @@ from bayesgrad.precision.low_rank import LowRank, Rescaled
 from bayesgrad.precision.pair import Pair
 from bayesgrad.precision.scalar import Scalar
 
-__all__ = ["Dense", "Diagonal", "Kronecker", "LowRank", "Pair", "Precision", "Rescaled", "Scalar", "Spectral"]
+__all__ = ["Blocks", "Dense", "Diagonal", "Kronecker", "LowRank", "Pair", "Precision", "Rescaled", "Scalar", "Spectral"]

@@ -159,7 +159,7 @@ class LowRank(Precision):
         root = self.floor**0.5
         right = self.directions.project(noise) + root * few  # U = (c I + G'G)/c
         weights = torch.cholesky_solve(right[:, None], self._factor)[:, 0]
-        return _scaled(1 / root, _sum(1, noise, self.directions.combine(-weights)))
+        return _map(lambda t: t.div_(root), _sum(1, noise, self.directions.combine(-weights)))
 
     def variance(self) -> Vector:
         """For k directions and n weights this takes k^2 n operations, k/2 times as many as a draw."""
@@ -217,7 +217,7 @@ class Rescaled(Precision):
         return self.inner.sample(noise) / self.root
 
     def draw(self, noise: Tensor, few: Tensor) -> Tensor:
-        return self.inner.draw(noise, few) / self.root
+        return self.inner.draw(noise, few).div_(self.root)
 
     def variance(self) -> Tensor:
         return self.inner.variance() / self.root.square()

@@ -1,16 +1,38 @@
-"""Posterior samples with the manners of an optimizer, and what becomes of them."""
+"""Posterior samplers with the manners of optimizers, the arithmetic of their temperature, and their ensembles."""
 
+from bayesgrad.samplers.arithmetic import (
+    batch_noise,
+    batch_size,
+    damping_bias,
+    langevin_covariance,
+    learning_rate,
+    minibatch_covariance,
+    step_inflation,
+    temperature,
+)
 from bayesgrad.samplers.chains import Chains
 from bayesgrad.samplers.diagnostics import Diagnostics, diagnose, inference_data, trace_plot
-from bayesgrad.samplers.ensemble import Diverged, Ensemble, Predictive
+from bayesgrad.samplers.ensemble import Ensemble, Predictive
+from bayesgrad.samplers.langevin import SNGD, Langevin
+from bayesgrad.samplers.sampler import Diverged
 
 __all__ = [
+    "SNGD",
     "Chains",
     "Diagnostics",
     "Diverged",
     "Ensemble",
+    "Langevin",
     "Predictive",
+    "batch_noise",
+    "batch_size",
+    "damping_bias",
     "diagnose",
     "inference_data",
+    "langevin_covariance",
+    "learning_rate",
+    "minibatch_covariance",
+    "step_inflation",
+    "temperature",
     "trace_plot",
 ]

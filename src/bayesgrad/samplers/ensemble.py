@@ -15,10 +15,7 @@ from bayesgrad.posterior.network import evaluating
 from bayesgrad.posterior.samples import SampledPosterior, posterior_of
 from bayesgrad.posterior.store import LIMIT, Samples
 from bayesgrad.samplers.chains import Chains, finite, weights_of
-
-
-class Diverged(RuntimeError):
-    """A chain has left the finite numbers; what it has sampled so far is kept."""
+from bayesgrad.samplers.sampler import Diverged
 
 
 class Ensemble:
@@ -81,29 +78,29 @@ class Ensemble:
             Diverged: a loss, or a weight that would be kept, is not finite.
         """
         self.steps += 1
-        value = math.nan if loss is None else float(loss)
+        value = math.nan if loss is None else float(torch.as_tensor(loss).detach())
         if loss is not None and not math.isfinite(value):
-            raise Diverged(self._diverged("the loss"))
+            raise self._diverged("The loss")
         due = self.steps > self.burn_in and (self.steps - self.burn_in) % self.thin == 0
         if due:
             weights = weights_of(self.model)
             if not finite(weights):
-                raise Diverged(self._diverged("a weight"))
+                raise self._diverged("A weight")
             if self.keep:
                 self.samples.append(weights)
             self.losses.append(value)
         self._last = value
         return due
 
-    def _diverged(self, what: str) -> str:
-        groups = self.sampler.param_groups if self.sampler else []
-        temperature = getattr(self.sampler, "temperature", groups[0].get("temperature") if groups else None)
-        at = f" at temperature {temperature:g}" if isinstance(temperature, int | float) else ""
-        last = f"the last finite loss was {self._last:g}" if math.isfinite(self._last) else "no finite loss was seen"
-        return (
-            f"{what} is not finite in step {self.steps}{at}; {last}. {len(self)} samples are kept: use a smaller lr, "
-            "more damping, or a lower temperature."
+    def _diverged(self, what: str) -> Diverged:
+        known: Any = getattr(self.sampler, "temperature", None)
+        heat = float(known()) if callable(known) else math.nan
+        at = "" if math.isnan(heat) else f", temperature {heat:g}"
+        last = f"last finite loss {self._last:g}" if math.isfinite(self._last) else "no finite loss was seen"
+        words = (
+            f"the chain diverged at step {self.steps}{at}, {last}. {what} is not finite. {len(self)} samples are kept."
         )
+        return Diverged(words, self.steps, heat, self._last if math.isfinite(self._last) else None)
 
     def posterior(self, model: nn.Module | None = None, *, seed: int = 0) -> SampledPosterior:
         """The samples so far, of all chains: samples of one step follow one another.

@@ -1,0 +1,331 @@
+"""How a number f, which a model believes to be Gaussian, makes what is observed of it: p(y | f)."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from bayesgrad.families import Parameters
+from bayesgrad.families.gaussian import LOG_2PI
+from bayesgrad.inference.expectation import Delta, Expectation, GaussHermite, Moments
+from bayesgrad.models.tunable import Number, Tunable, like
+
+QUADRATURE = GaussHermite(32, "reparameterised")
+FINE = GaussHermite(64)  # for predictions, which are taken once
+
+
+class Prediction(NamedTuple):
+    """E[y], how uncertain E[y | f] is about it, and the mean variance of y given f; elementwise."""
+
+    mean: Tensor
+    variance: Tensor
+    noise: Tensor
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Observation(Tunable):
+    """p(y | f), elementwise.
+
+    `classifies`: whether y is 0 or 1; `concave`: whether log p(y | f) is concave in f, so that no site has a negative
+    precision; `conjugate`: whether it is quadratic; `least_squares`: whether a linear regression is where to start.
+    """
+
+    classifies: ClassVar[bool] = False
+    concave: ClassVar[bool] = True
+    conjugate: ClassVar[bool] = False
+    least_squares: ClassVar[bool] = False
+
+    @abstractmethod
+    def log_density(self, f: Tensor, y: Tensor) -> Tensor:
+        """log p(y | f), with all constants."""
+
+    def expected(self, mean: Tensor, variance: Tensor, y: Tensor, expectation: Expectation) -> Moments:
+        """E[log p(y | f)] under N(mean, variance), and the expectations of its first two derivatives by f."""
+        return expectation.scalar(lambda f: self.log_density(f, y), mean, variance)
+
+    def sites(self, y: Tensor) -> Parameters:
+        """Natural parameters of the first sites: log p(y | f) to second order at `start`."""
+        at = self.start(y)
+        _, first, second = self.expected(at, torch.zeros_like(at), y, Delta())
+        return first - second * at, second / 2
+
+    @abstractmethod
+    def information(self, f: Tensor) -> Tensor:
+        """Fisher's information about f."""
+
+    @abstractmethod
+    def mean(self, f: Tensor) -> Tensor:
+        """E[y | f]."""
+
+    @abstractmethod
+    def variance(self, f: Tensor) -> Tensor:
+        """Var[y | f]."""
+
+    def predict(self, mean: Tensor, variance: Tensor) -> Prediction:
+        """For f ~ N(mean, variance)."""
+        at, weights = self._points(mean, variance)
+        values = self.mean(at)
+        first = (weights * values).sum(0)
+        spread = (weights * (values - first).square()).sum(0)
+        return Prediction(first, spread, (weights * self.variance(at)).sum(0))
+
+    def log_predictive(self, mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
+        """log E[p(y | f)] for f ~ N(mean, variance)."""
+        at, weights = self._points(mean, variance)
+        return (self.log_density(at, y) + weights.log()).logsumexp(0)
+
+    @staticmethod
+    def _points(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+        at, _, weights = FINE.points(mean[..., None], variance.sqrt()[..., None, None])
+        return at[..., 0], weights.view(-1, *[1] * mean.dim())
+
+    def start(self, y: Tensor) -> Tensor:
+        """Values of f that suit the targets: where the first sites are taken."""
+        return torch.zeros_like(y)
+
+    @abstractmethod
+    def sample(self, f: Tensor, generator: torch.Generator) -> Tensor:
+        """y drawn given f."""
+
+    def check(self, y: Tensor) -> None:
+        """Raises a ValueError for targets that cannot be; NaN is passed over: whoever allows no gaps asks before."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Gaussian(Observation):
+    """y = f + scale times normal noise."""
+
+    tuned = ("scale",)
+    conjugate = True
+    least_squares = True
+    scale: Number = 1.0
+
+    def log_density(self, f: Tensor, y: Tensor) -> Tensor:
+        noise = like(self.scale, f).square()
+        return -((y - f).square() / noise + noise.log() + LOG_2PI) / 2
+
+    def expected(self, mean: Tensor, variance: Tensor, y: Tensor, expectation: Expectation) -> Moments:
+        noise = like(self.scale, mean).square()
+        first = (y - mean) / noise
+        return Moments(self.log_density(mean, y) - variance / noise / 2, first, (-1 / noise).expand_as(first))
+
+    def information(self, f: Tensor) -> Tensor:
+        return like(self.scale, f).square().reciprocal().expand_as(f)
+
+    def mean(self, f: Tensor) -> Tensor:
+        return f
+
+    def variance(self, f: Tensor) -> Tensor:
+        return like(self.scale, f).square().expand_as(f)
+
+    def predict(self, mean: Tensor, variance: Tensor) -> Prediction:
+        return Prediction(mean, variance, self.variance(mean))
+
+    def log_predictive(self, mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
+        total = variance + like(self.scale, mean).square()
+        return -((y - mean).square() / total + total.log() + LOG_2PI) / 2
+
+    def sample(self, f: Tensor, generator: torch.Generator) -> Tensor:
+        noise = torch.randn(f.shape, dtype=f.dtype, generator=generator).to(f.device)
+        return f + self.variance(f).sqrt() * noise
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class StudentT(Observation):
+    """y = f + noise with heavy tails: few observations may be far off. Not concave: a site may say less than nothing.
+
+    Args:
+        scale: of the noise.
+        dof: degrees of freedom; not tuned with the rest.
+    """
+
+    tuned = ("scale",)
+    concave = False
+    least_squares = True
+    scale: Number = 1.0
+    dof: Number = 4.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.dof > 0:
+            raise ValueError(f"dof must be positive, got {self.dof!r}.")
+
+    def log_density(self, f: Tensor, y: Tensor) -> Tensor:
+        n, scale = like(self.dof, f), like(self.scale, f)
+        constant = ((n + 1) / 2).lgamma() - (n / 2).lgamma() - (n * math.pi).log() / 2 - scale.log()
+        return constant - (n + 1) / 2 * (((y - f) / scale).square() / n).log1p()
+
+    def mean(self, f: Tensor) -> Tensor:
+        return f
+
+    def variance(self, f: Tensor) -> Tensor:
+        dof = float(self.dof)
+        factor = dof / (dof - 2) if dof > 2 else math.inf
+        return (like(self.scale, f).square() * factor).expand_as(f)
+
+    def information(self, f: Tensor) -> Tensor:
+        dof = float(self.dof)
+        return ((dof + 1) / (dof + 3) / like(self.scale, f).square()).expand_as(f)
+
+    def predict(self, mean: Tensor, variance: Tensor) -> Prediction:
+        return Prediction(mean, variance, self.variance(mean))
+
+    def start(self, y: Tensor) -> Tensor:
+        return y
+
+    def sample(self, f: Tensor, generator: torch.Generator) -> Tensor:
+        shape, n = f.shape, float(self.dof)
+        normal = torch.randn(shape, dtype=f.dtype, generator=generator)
+        halves = torch.full(shape, n / 2, dtype=f.dtype)
+        chi = 2 * torch._standard_gamma(halves, generator=generator)
+        return f + like(self.scale, f) * (normal / (chi / n).sqrt()).to(f.device)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Bernoulli(Observation):
+    """y is 1 with a probability that rises with f."""
+
+    classifies = True
+
+    def variance(self, f: Tensor) -> Tensor:
+        p = self.mean(f)
+        return p * (1 - p)
+
+    def sample(self, f: Tensor, generator: torch.Generator) -> Tensor:
+        uniform = torch.rand(f.shape, dtype=torch.float64, generator=generator).to(f.device)
+        return (uniform < self.mean(f)).to(f)
+
+    def check(self, y: Tensor) -> None:
+        known = y[~y.isnan()]
+        if bool(((known != 0) & (known != 1)).any()):
+            raise ValueError(f"targets must be 0 or 1, got {known[(known != 0) & (known != 1)][0]:g}.")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Logistic(Bernoulli):
+    """p(y = 1 | f) = 1/(1 + e^-f)."""
+
+    def log_density(self, f: Tensor, y: Tensor) -> Tensor:
+        return logsigmoid((2 * y - 1) * f)
+
+    def information(self, f: Tensor) -> Tensor:
+        return self.variance(f)
+
+    def mean(self, f: Tensor) -> Tensor:
+        return f.sigmoid()
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Probit(Bernoulli):
+    """p(y = 1 | f) = Φ(f), the normal distribution function."""
+
+    def log_density(self, f: Tensor, y: Tensor) -> Tensor:
+        return torch.special.log_ndtr((2 * y - 1) * f)
+
+    def information(self, f: Tensor) -> Tensor:
+        return (-f.square() - LOG_2PI - torch.special.log_ndtr(f) - torch.special.log_ndtr(-f)).exp()
+
+    def mean(self, f: Tensor) -> Tensor:
+        return torch.special.ndtr(f)
+
+    def predict(self, mean: Tensor, variance: Tensor) -> Prediction:
+        found = super().predict(mean, variance)
+        p = torch.special.ndtr(mean / (1 + variance).sqrt())
+        return Prediction(p, found.variance, (p * (1 - p) - found.variance).clamp(min=0))
+
+    def log_predictive(self, mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
+        return torch.special.log_ndtr((2 * y - 1) * mean / (1 + variance).sqrt())
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Poisson(Observation):
+    """y counts events of rate e^f."""
+
+    def log_density(self, f: Tensor, y: Tensor) -> Tensor:
+        return y * f - f.exp() - (y + 1).lgamma()
+
+    def expected(self, mean: Tensor, variance: Tensor, y: Tensor, expectation: Expectation) -> Moments:
+        if not isinstance(expectation, GaussHermite):
+            return super().expected(mean, variance, y, expectation)
+        rate = (mean + variance / 2).exp()
+        return Moments(y * mean - rate - (y + 1).lgamma(), y - rate, -rate)
+
+    def information(self, f: Tensor) -> Tensor:
+        return f.exp()
+
+    def mean(self, f: Tensor) -> Tensor:
+        return f.exp()
+
+    def variance(self, f: Tensor) -> Tensor:
+        return f.exp()
+
+    def predict(self, mean: Tensor, variance: Tensor) -> Prediction:
+        rate = (mean + variance / 2).exp()
+        return Prediction(rate, rate.square() * variance.expm1(), rate)
+
+    def start(self, y: Tensor) -> Tensor:
+        return (y + 0.5).log()
+
+    def sample(self, f: Tensor, generator: torch.Generator) -> Tensor:
+        return torch.poisson(f.exp().cpu(), generator).to(f)
+
+    def check(self, y: Tensor) -> None:
+        known = y[~y.isnan()]
+        wrong = (known < 0) | (known != known.round())
+        if bool(wrong.any()):
+            raise ValueError(f"targets must be counts, 0, 1, 2, ..., got {known[wrong][0]:g}.")
+
+
+NAMES = {
+    "gaussian": Gaussian,
+    "logistic": Logistic,
+    "bernoulli": Logistic,
+    "probit": Probit,
+    "poisson": Poisson,
+    "student-t": StudentT,
+}
+
+
+def named(likelihood: str | Observation) -> Observation:
+    """The observation of that name, with default numbers."""
+    if isinstance(likelihood, Observation):
+        return likelihood
+    if likelihood not in NAMES:
+        raise ValueError(f"likelihood must be one of {', '.join(map(repr, NAMES))}, got {likelihood!r}.")
+    return NAMES[likelihood]()
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """log p(y | f) as a function of f."""
+
+    observation: Observation
+    y: Tensor
+
+    def __call__(self, f: Tensor) -> Tensor:
+        return self.observation.log_density(f, self.y)
+
+
+def tuned(observation: Observation, names: list[str], mean: Tensor, variance: Tensor, y: Tensor) -> Observation:
+    """The numbers that maximise E[log p(y | f)], f ~ N(mean, variance)."""
+    at, _, weights = GaussHermite(16).points(mean[:, None], variance.sqrt()[:, None, None])
+    at = at[..., 0]  # (16, n)
+    start = [math.log(float(getattr(observation, name))) for name in names]
+    logs = torch.tensor(start, dtype=mean.dtype, device=mean.device, requires_grad=True)
+    optimizer = torch.optim.LBFGS([logs], max_iter=30, tolerance_grad=1e-9, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        own = replace(observation, **dict(zip(names, logs.exp())))
+        value = -(weights @ own.log_density(at, y)).mean()
+        value.backward()
+        return value
+
+    optimizer.step(loss)  # pyright: ignore[reportArgumentType]
+    return replace(observation, **{name: value.item() for name, value in zip(names, logs.exp())})

@@ -1,0 +1,76 @@
+"""Kronecker factors of layers as functions of the weights, to be differentiated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import vjp, vmap
+
+from bayesgrad.block.layer import Layer
+from bayesgrad.curvature.layers import errors_of, inputs_of
+from bayesgrad.samplers.correction import Batch
+
+
+def factors(batch: Batch, layers: Sequence[Layer], weights: Tensor) -> dict[Layer, tuple[Tensor, Tensor]]:
+    """A, (groups, in, in), and E, (groups, out, out), of each layer: means over examples, and positions for E.
+
+    Errors are the derivatives by what is added to the layers' outputs, for each of the network's outputs by itself; in
+    this form the Fisher's labels need not be drawn.
+    """
+    with torch.no_grad():
+        shapes = _run(batch, layers, batch.weights(weights.detach()), {})[1]
+
+    def outputs(added: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        found, seen = _run(batch, layers, batch.weights(weights), added)
+        return found, {name: x for name, (x, _) in seen.items()}
+
+    zeros = {name: torch.zeros_like(out) for name, (_, out) in shapes.items()}
+    found, pull, inputs = vjp(outputs, zeros, has_aux=True)  # pyright: ignore[reportAssignmentType]
+    width = found[0].numel()
+    basis = torch.eye(width, dtype=found.dtype, device=found.device)[:, None].expand(-1, len(found), -1)
+    basis = basis.reshape(width, *found.shape)
+    (back,) = vmap(pull)(basis)  # the derivatives of each output by each layer's
+    result = {}
+    for layer in layers:
+        name, module = layer.names[0], layer.module
+        a = inputs_of(module, inputs[name]).flatten(1, 2)  # (groups, rows, in)
+        if layer.weight is None:
+            a = a[..., :0]
+        if layer.bias is not None:
+            a = torch.cat([a, torch.ones_like(a[..., :1]) if a.shape[-1] else a.new_ones(*a.shape[:-1], 1)], -1)
+        e = vmap(lambda error, module=module: errors_of(module, error))(back[name])
+        groups, count, positions, fan_out = e.shape[1:]  # e is (outputs, groups, N, positions, out)
+        by_output = e.permute(2, 0, 1, 3, 4).reshape(count, width, -1)
+        curved = vmap(lambda v: batch.hessian(found, v.reshape(found.shape)).reshape(v.shape), -1, -1)(by_output)
+        e, curved = (x.reshape(count, width, groups, positions, fan_out) for x in (by_output, curved))
+        E = torch.einsum("nkgpa,nkgpb->gab", e, curved) / (count * positions)
+        result[layer] = (a.mT @ a / count, E)
+    return result
+
+
+def _run(
+    batch: Batch, layers: Sequence[Layer], weights: dict[str, Tensor], added: dict[str, Tensor]
+) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+    """The outputs, and what each layer saw and made; something may be added to the latter."""
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def hook(name: str) -> Any:
+        def note(module: Any, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
+            if name in seen:
+                raise ValueError(f"layer {name!r} is called twice: corrections of metric='kronecker' ask for one call.")
+            seen[name] = (args[0] if args else kwargs["input"], output)
+            return output + added[name] if name in added else output
+
+        return note
+
+    handles = [
+        layer.module.register_forward_hook(hook(layer.names[0]), with_kwargs=True, prepend=True) for layer in layers
+    ]
+    try:
+        return torch.func.functional_call(batch.model, weights, batch.args, batch.kwargs), seen
+    finally:
+        for handle in handles:
+            handle.remove()

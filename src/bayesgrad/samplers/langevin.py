@@ -1,0 +1,190 @@
+"""Langevin and SNGD: posterior sampling by natural gradients, with injected noise and with that of minibatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from bayesgrad.filter.filter import settings
+from bayesgrad.rule import Langevin as LangevinRule
+from bayesgrad.samplers.arithmetic import warn_of
+from bayesgrad.samplers.sampler import Sampler
+
+
+class Langevin(Sampler):
+    r"""Preconditioned Langevin dynamics: draws weights from exp(-C/T), the posterior for T = 1.
+
+    .. math::
+        w &\leftarrow w - \epsilon\, G^{-1} \left(\bar g + \tfrac{\delta}{N} w\right) + \tfrac{\epsilon T}{N}\, c(w)
+        + \sqrt{2 \epsilon T/N}\; G^{-1/2} \xi, \quad \xi \sim N(0, I) \\
+        c_{flat} &= -V, \quad c_{jeffreys} = -V + \tfrac12 G^{-1} \nabla \log |G|, \quad
+        V_i = -\textstyle\sum_j \partial_j (G^{-1})_{ij}
+
+    with the gradient of the mean loss over all data, or a large batch of them (`.grad`, without the prior), epsilon =
+    `lr`, N = `num_data`, delta = `prior_precision`, T = `temperature`, and the metric G(w) = F(w) + `damping` I. C is
+    the loss summed over all data and delta |w|^2/2.
+
+    | correction | what is sampled as lr goes to 0 |
+    |---|---|
+    | `"flat"` | exp(-C/T) |
+    | `"jeffreys"` | exp(-C/T) abs(det G)^1/2, which does not depend on how the model is parameterised |
+    | `None` | exp(-C/T) where the metric is constant; elsewhere something else |
+
+    A finite step widens the samples by 1/(1 - lr/2) in units of the metric; see `bayesgrad.samplers.step_inflation`.
+
+    Args:
+        model: the network; BatchNorm must be in evaluation mode.
+        lr: epsilon. With a Fisher, a fraction of a natural-gradient step; with the identity, SGLD's step over 2/N.
+        params: groups or parameters of the model; None for all. Groups may have their own lr and prior_precision.
+        num_data: N, the number of training examples (of losses that the mean is over).
+        temperature: T.
+        prior_precision: delta, of the prior N(0, 1/delta), which is added by the sampler.
+        metric: `"identity"` (SGLD), `"diagonal"`, `"kronecker"`, `"fisher"`, `"empirical"`, or a function of the flat
+            weights (n,), that `torch.func` can differentiate, to a diagonal (n,), a matrix (n, n), or blocks (m, k, k).
+            All but identity and functions are taken from `observe(outputs)`, before `loss.backward()`.
+        damping: added to the metric, in step and noise.
+        correction: what is done about a metric that changes; `correction_form` says how it is computed: in closed form
+            for a linear model, by automatic differentiation for up to 100 weights, else by an unbiased estimate.
+        likelihood: `"categorical"`, `"bernoulli"`, `"gaussian"` or `"poisson"`.
+        fisher: `"exact"`, or `"sampled"`, at one drawn label for each example.
+        ema: decay of the metric's moving average; 0 takes the latest batch's.
+        update_every: steps between refreshes of metric and correction; `observe` does nothing in between.
+        probes: random directions of an estimated correction; None for exact ones up to 100 weights, and one beyond.
+        seed: of noise, directions and drawn labels; noise is a function of it, of the step and of a weight's position.
+        nonfinite: what to do about a loss, gradient or step that is not finite: `"raise"` a `Diverged`, `"skip"` or
+            `"ignore"`.
+        fused: as in `AdaBayes`.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(3, 2)
+        >>> sampler = Langevin(model, lr=0.1, num_data=8, prior_precision=1.0, metric="fisher", damping=0.1)
+        >>> x, y = torch.randn(8, 3), torch.zeros(8, dtype=torch.long)
+        >>> for _ in range(10):
+        ...     sampler.zero_grad()
+        ...     outputs = model(x)
+        ...     sampler.observe(outputs)
+        ...     torch.nn.functional.cross_entropy(outputs, y).backward()
+        ...     sampler.step()
+
+    lr = 0.1 with a Fisher is the paper's.
+
+    Reference: 003, Eq. 5 to 7, Theorems 1 to 3.
+    Differs from the paper: whose corrections have the wrong sign, and whose noise is not damped; see REFERENCE.md 5.4.
+    Checked by: tests/equations/test_samplers.py, tests/statistics/test_samplers.py.
+    """
+
+    rule = LangevinRule()
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 0.1,
+        *,
+        params: Any = None,
+        num_data: float,
+        temperature: float = 1.0,
+        prior_precision: float = 0.0,
+        metric: str | Callable[[Tensor], Tensor] = "identity",
+        damping: float = 0.0,
+        correction: str | None = None,
+        likelihood: str = "categorical",
+        fisher: str = "exact",
+        ema: float = 0.0,
+        update_every: int = 1,
+        probes: int | None = None,
+        seed: int = 0,
+        nonfinite: str = "raise",
+        fused: bool | None = None,
+    ) -> None:
+        super().__init__(model, params, metric, settings(locals()))
+        if self.metric.observed:  # in other units than the Fisher's, a step says nothing by itself
+            warn_of(float(lr), num_data, None)
+
+    def heat(self, group: Mapping[str, Any]) -> float:
+        return group["temperature"] / group["num_data"]
+
+
+class SNGD(Sampler):
+    r"""Stochastic natural gradients, whose minibatches are all the noise that a sampler needs.
+
+    .. math::
+        w \leftarrow w - \epsilon\, G^{-1} \left(\bar g_B + \tfrac{\delta}{N} w\right)
+        + \tfrac{\epsilon^2}{2B} \left(1 - \tfrac BN\right) c(w), \quad
+        T = \tfrac{\epsilon N}{2B} \left(1 - \tfrac BN\right)
+
+    with the gradient over B = `batch_size` of N = `num_data` examples, drawn without replacement for every step, and
+    corrections c as in `Langevin`; with `correction=None` it is plain minibatch natural gradient descent. It samples at
+    temperature T where the gradients of examples vary as the Fisher says: where the model predicts the data well.
+    `temperature()` tells T; `bayesgrad.samplers.batch_size` the B for T = 1.
+
+    Damping is in the step and not in the noise, and shrinks variances in flat directions by f/(f + damping).
+
+    Args:
+        model: the network; BatchNorm must be in evaluation mode.
+        lr: epsilon.
+        params: groups or parameters of the model; None for all.
+        num_data: N.
+        batch_size: B, of the gradients.
+        prior_precision: delta, of the prior N(0, 1/delta), which is added by the sampler.
+        metric, damping, correction, likelihood, fisher, probes: as in `Langevin`. The Fisher is that of what was
+            observed: all data, a batch that is independent of the gradients', or a moving average over such.
+        ema: decay of that average.
+        update_every: steps between refreshes of metric and correction; `observe` does nothing in between.
+        seed: of drawn labels and random directions. Minibatches are the loader's.
+        nonfinite, fused: as in `Langevin`.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(3, 2)
+        >>> sampler = SNGD(model, lr=0.1, num_data=80, batch_size=4, metric="fisher", damping=0.1)
+        >>> x, y = torch.randn(80, 3), torch.zeros(80, dtype=torch.long)
+        >>> for _ in range(10):
+        ...     sampler.zero_grad()
+        ...     sampler.observe(model(x))
+        ...     batch = torch.randperm(80)[:4]
+        ...     torch.nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
+        ...     sampler.step()
+        >>> round(sampler.temperature(), 2)
+        0.95
+
+    lr = 0.1 is the paper's.
+
+    Reference: 003, Eq. 2 and 11, Theorems 4 and 5.
+    Differs from the paper: whose Eq. 2 has the wrong sign in the first term of the correction; see REFERENCE.md 5.4.
+    Checked by: tests/equations/test_samplers.py, tests/statistics/test_samplers.py.
+    """
+
+    rule = LangevinRule(injected=False)
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 0.1,
+        *,
+        params: Any = None,
+        num_data: float,
+        batch_size: float,
+        prior_precision: float = 0.0,
+        metric: str | Callable[[Tensor], Tensor] = "fisher",
+        damping: float = 0.0,
+        correction: str | None = None,
+        likelihood: str = "categorical",
+        fisher: str = "exact",
+        ema: float = 0.0,
+        update_every: int = 1,
+        probes: int | None = None,
+        seed: int = 0,
+        nonfinite: str = "raise",
+        fused: bool | None = None,
+    ) -> None:
+        super().__init__(model, params, metric, settings(locals()))
+        if batch_size > num_data:
+            raise ValueError(f"batch_size must be at most num_data={num_data!r}, got {batch_size!r}.")
+        if self.metric.observed:
+            warn_of(float(lr), num_data, batch_size)
+
+    def heat(self, group: Mapping[str, Any]) -> float:
+        return float(group["lr"]) / (2 * group["batch_size"]) * (1 - group["batch_size"] / group["num_data"])

@@ -1,0 +1,407 @@
+"""Metrics: what samplers take for the geometry of the weights.
+
+| name | G | stored |
+|---|---|---|
+| `"identity"` | I | nothing |
+| `"diagonal"` | the diagonal of the Fisher | n |
+| `"kronecker"` | A ⊗ E for each layer; the diagonal for what is no layer | in² + out² |
+| `"fisher"` | the Fisher, (1/N) Σ J'H J | n² |
+| `"empirical"` | (1/N) Σ g g' of the gradients at the given labels | n² |
+| a function | any positive G(w) | nothing |
+
+Each is damped by δI. A metric is made of what is read off a batch, of precisions for parts of the weights, and of the
+derivative that corrections ask for.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.func import vmap
+
+from bayesgrad._kernels import compute_dtype
+from bayesgrad.block.layer import Layer, Sheet
+from bayesgrad.curvature.columns import Columns, one_by_one
+from bayesgrad.curvature.factors import KroneckerFisher, symmetric
+from bayesgrad.curvature.fisher import gather
+from bayesgrad.curvature.tap import Trace
+from bayesgrad.precision import Blocks, Diagonal, Precision, Scalar, Spectral
+from bayesgrad.precision.linalg import eigenvalues, unusable
+from bayesgrad.samplers.correction import Batch, differentiated, gauss_newton, is_linear
+from bayesgrad.samplers.factors import factors
+
+Read = dict[Tensor, dict[str, Tensor]]  # of what is read, by the parameter whose state it belongs to
+Known = Mapping[Any, Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True, eq=False)
+class Space:
+    """The weights that a step is about.
+
+    Args:
+        params: those that have gradients, in flat order.
+        every: those that something was read about, in flat order.
+        layers: those that multiply by a matrix.
+    """
+
+    params: tuple[Tensor, ...]
+    every: tuple[Tensor, ...]
+    layers: tuple[Layer, ...]
+
+    def flat(self) -> Tensor:
+        """The weights as they are, (n,)."""
+        return Part(self.params, UNIT).join({p: p.detach() for p in self.params})
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Some parameters, and the precision that they have together, as one flat vector.
+
+    Args:
+        members: the parameters.
+        precision: of the joined vector.
+        layer: whose [W b] they are, for a precision of matrices.
+        block: how many weights a block has, where blocks do not depend on each other.
+    """
+
+    members: tuple[Tensor, ...]
+    precision: Precision
+    layer: Layer | None = None
+    block: int | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        kinds = {compute_dtype(p.dtype) for p in self.members}
+        return torch.float64 if torch.float64 in kinds else torch.float32
+
+    def join(self, values: Mapping[Tensor, Tensor]) -> Tensor:
+        device = self.members[0].device
+        parts = [values[p].to(device, self.dtype) for p in self.members]
+        if self.layer is None:
+            return torch.cat([part.reshape(-1) for part in parts]) if len(parts) > 1 else parts[0].reshape(-1)
+        groups, fan_out, _ = self.layer.shape
+        return torch.cat([part.reshape(groups, fan_out, -1) for part in parts], -1)
+
+    def parted(self, joined: Tensor) -> dict[Tensor, Tensor]:
+        if self.layer is None:
+            pieces = joined.split([p.numel() for p in self.members])
+        else:
+            groups, fan_out, _ = self.layer.shape
+            pieces = joined.split([p.numel() // (groups * fan_out) for p in self.members], -1)
+        return {p: piece.reshape(p.shape).to(p.device) for p, piece in zip(self.members, pieces)}
+
+    @property
+    def size(self) -> int:
+        return sum(p.numel() for p in self.members)
+
+    @property
+    def columns(self) -> int:
+        """How many columns R takes."""
+        return self.size if self.block is None else self.block
+
+    def basis(self) -> Tensor:
+        """Noise whose samples are the columns of R, (columns, size)."""
+        eye = torch.eye(self.columns, dtype=self.dtype, device=self.members[0].device)
+        return eye.repeat(1, self.size // self.columns)
+
+    def samples(self, noise: Tensor) -> tuple[Tensor, ...]:
+        """R times each row of noise (rows, size), as one flat (rows, n) for each member."""
+
+        def one(row: Tensor) -> tuple[Tensor, ...]:
+            pieces = zip(self.members, row.split([p.numel() for p in self.members]))
+            sample = self.precision.sample(self.join({p: piece.view(p.shape) for p, piece in pieces}))
+            return tuple(piece.flatten() for piece in self.parted(sample).values())
+
+        return vmap(one)(noise)
+
+
+UNIT = Scalar(torch.ones(()), ())
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """Outputs with their graph, and in which directions to differentiate them.
+
+    Args:
+        directions: of the outputs, whose squares add up to H.
+        params: in flat order.
+        layers: those that multiply by a matrix.
+        left: by the shapes of a batch, which parameters were seen not to be explained by layers: it is tried out once.
+    """
+
+    trace: Trace
+    directions: Iterable[Tensor]
+    params: Sequence[Tensor]
+    layers: Sequence[Layer]
+    left: dict[Any, set[int]] = field(default_factory=dict)
+
+    def gradients(self) -> Iterator[tuple[dict[Tensor, Columns], dict[Tensor, Tensor]]]:
+        """For each direction the gradients of single examples, as columns or written down, (N, *shape)."""
+        shapes = tuple((call.name, call.input.shape) for call in self.trace.calls if call.input is not None)
+        for direction in self.directions:
+            found, left = gather(self.trace, [direction], left=self.left.get(shapes))
+            if len(self.trace.outputs) > 1:
+                self.left[shapes] = left
+            explained = {p: found[id(p)] for p in self.params if id(p) in found}
+            rest = [p for p in self.params if p not in explained and id(p) in self.trace.reads]
+            yield explained, dict(zip(rest, one_by_one(self.trace.outputs, rest, [direction])))
+
+
+class Metric(ABC):
+    """Base of all metrics."""
+
+    observed: ClassVar[bool] = True  # whether there is something to be read off batches
+
+    @abstractmethod
+    def parts(self, known: Known, space: Space, damping: float) -> list[Part]:
+        """The precisions of a space's parameters, from what is known."""
+
+    def read(self, view: View) -> Read:
+        """What a batch shows, as means over its examples."""
+        return {}
+
+    def form(self, model: nn.Module) -> str:
+        """How corrections are found, with all columns of R: "zero", "closed" or "exact"."""
+        return "exact"
+
+    def drift(self, batches: Sequence[Batch], space: Space, roots: Tensor, kind: str) -> Tensor:
+        """G times the correction: -u, or -u + t/2."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Identity(Metric):
+    """G = I: plain Langevin dynamics (SGLD)."""
+
+    observed = False
+
+    def parts(self, known: Known, space: Space, damping: float) -> list[Part]:
+        found = []
+        for p in space.params:
+            one = torch.ones((), dtype=compute_dtype(p.dtype), device=p.device)
+            found.append(Part((p,), Scalar(one / (1 + damping), (p.numel(),))))
+        return found
+
+    def form(self, model: nn.Module) -> str:
+        return "zero"
+
+
+@dataclass(frozen=True)
+class DiagonalFisher(Metric):
+    """G = diag F."""
+
+    def read(self, view: View) -> Read:
+        return {p: {"fisher": square} for p, square in squares(view).items()}
+
+    def parts(self, known: Known, space: Space, damping: float) -> list[Part]:
+        return [Part((p,), diagonal(known[p]["fisher"], damping)) for p in space.params]
+
+    def drift(self, batches: Sequence[Batch], space: Space, roots: Tensor, kind: str) -> Tensor:
+        total = sum(batch.count for batch in batches)
+
+        def product(w: Tensor, z: Tensor) -> Tensor:
+            return z * sum(batch.squares(w) for batch in batches) / total
+
+        return differentiated(product, space.flat(), roots, kind)
+
+
+@dataclass(frozen=True)
+class KroneckerFactors(Metric):
+    """G = A ⊗ E for each layer, with the damping added to the product."""
+
+    def read(self, view: View) -> Read:
+        directions = list(view.directions)
+        passes = [view.trace.uses(direction) for direction in directions]
+        found: Read = {}
+        options = {"terms": 1}
+        for layer in view.layers:
+            weight = layer.module._parameters.get("weight")
+            own = [[use for use in uses if use.module._parameters.get("weight") is weight] for uses in passes]
+            if not own[0] or layer.lookup:
+                continue
+            entry = {}
+            for side, moment in KroneckerFisher().read(Sheet(layer, own), options).items():
+                factor = moment.weight * moment.rows.mT @ moment.rows
+                entry[f"{side}_moment"] = factor * len(directions) if side == "error" else factor
+            found[layer.owner] = entry
+        members = {p for layer in view.layers if layer.owner in found for p in layer.members}
+        rest = View(view.trace, directions, [p for p in view.params if p not in members], (), view.left)
+        return found | {p: {"fisher": square} for p, square in squares(rest).items()}
+
+    def parts(self, known: Known, space: Space, damping: float) -> list[Part]:
+        found, seen = [], set()
+        for layer in space.layers:
+            entry = known.get(layer.owner, {})
+            if not set(layer.members) <= set(space.params) or "input_moment" not in entry:
+                continue
+            seen |= set(layer.members)
+            (inputs, columns), (errors, rows) = (
+                eigenvalues(symmetric(entry[f"{s}_moment"])) for s in ("input", "error")
+            )
+            spectrum = errors[..., :, None] * inputs[..., None, :] + damping
+            if not bool((spectrum > 0).all() & torch.isfinite(spectrum).all()):
+                raise unusable(spectrum, damping, f"the metric of layer {layer.names[0]!r}")
+            found.append(Part(tuple(layer.members), Spectral(rows, columns, spectrum), layer))
+        rest = [p for p in space.params if p not in seen]
+        return found + [Part((p,), diagonal(known[p]["fisher"], damping)) for p in rest]
+
+    def drift(self, batches: Sequence[Batch], space: Space, roots: Tensor, kind: str) -> Tensor:
+        names: dict[Tensor, str] = {p: name for name, p in batches[0].model.named_parameters()}
+        layers = [layer for layer in space.layers if set(layer.members) & set(space.params) and not layer.lookup]
+        lost = set(space.params) - {p for layer in layers for p in layer.members}
+        if lost:
+            raise ValueError(
+                f"correction={kind!r} of metric='kronecker' asks for layers that multiply by a matrix, and "
+                f"{names[next(iter(lost))]} is in none: leave it out by params=, or take another metric."
+            )
+        total = sum(batch.count for batch in batches)
+
+        def product(w: Tensor, z: Tensor) -> Tensor:
+            vectors = batches[0].weights(z)
+            made = [(batch.count / total, factors(batch, layers, w)) for batch in batches]
+            for layer in layers:
+                A, E = (torch.stack([share * found[layer][s] for share, found in made]).sum(0) for s in (0, 1))
+                own = [names[p] for p in layer.members]
+                groups, fan_out, _ = layer.shape
+                joined = torch.cat([vectors[name].reshape(groups, fan_out, -1) for name in own], -1)
+                pieces = (E @ joined @ A).split([p.numel() // (groups * fan_out) for p in layer.members], -1)
+                vectors |= {name: piece.reshape(vectors[name].shape) for name, piece in zip(own, pieces)}
+            return torch.cat([vectors[name].flatten() for name in batches[0].names])
+
+        return differentiated(product, space.flat(), roots, kind)
+
+
+@dataclass(frozen=True)
+class DenseFisher(Metric):
+    """G = F, written down; at given labels with `empirical`."""
+
+    empirical: bool = False
+
+    def read(self, view: View) -> Read:
+        first = view.params[0]
+        dtype = Part(tuple(view.params), UNIT).dtype
+        size = sum(p.numel() for p in view.params)
+        total = torch.zeros(size, size, dtype=dtype, device=first.device)
+        count = len(view.trace.outputs)
+        for explained, written in view.gradients():
+            rows = torch.zeros(count, size, dtype=dtype, device=first.device)
+            start = 0
+            for p in view.params:
+                own = explained[p].rows() if p in explained else written.get(p)
+                if own is not None:
+                    rows[:, start : start + p.numel()] = own.detach().reshape(count, -1)
+                start += p.numel()
+            total.addmm_(rows.mT, rows, alpha=1 / count)
+        return {first: {"fisher": total}}
+
+    def parts(self, known: Known, space: Space, damping: float) -> list[Part]:
+        matrix = known[space.every[0]]["fisher"]
+        if len(space.params) < len(space.every):
+            sizes = torch.tensor([p.numel() for p in space.every])
+            chosen = torch.tensor([p in set(space.params) for p in space.every]).repeat_interleave(sizes)
+            index = chosen.nonzero()[:, 0].to(matrix.device)
+            matrix = matrix[index[:, None], index]
+        return [Part(space.params, Blocks.of(matrix, damping, "the Fisher"))]
+
+    def form(self, model: nn.Module) -> str:
+        return "closed" if is_linear(model) else "exact"
+
+    def drift(self, batches: Sequence[Batch], space: Space, roots: Tensor, kind: str) -> Tensor:
+        return gauss_newton(batches, space.flat(), roots, kind, is_linear(batches[0].model))
+
+
+@dataclass(frozen=True)
+class Given(Metric):
+    """G(w) as a function of the flat weights (n,): a diagonal (n,), a matrix (n, n), or blocks (m, k, k) with m k = n.
+
+    Block b is of the weights b k to (b + 1) k, and must depend on no others: m chains can be run side by side.
+    """
+
+    observed = False
+    function: Callable[[Tensor], Tensor]
+
+    def parts(self, known: Known, space: Space, damping: float) -> list[Part]:
+        w = space.flat()
+        matrix = self.function(w).detach()
+        if matrix.dim() == 1 and matrix.shape == w.shape:
+            return [Part(space.params, diagonal(matrix, damping))]
+        if matrix.dim() in (2, 3) and matrix.shape[:-1].numel() == len(w) and matrix.shape[-1] == matrix.shape[-2]:
+            block = matrix.shape[-1]
+            precision = diagonal(matrix, damping) if block == 1 else Blocks.of(matrix, damping, "the metric")
+            return [Part(space.params, precision, block=block)]
+        raise ValueError(
+            f"a metric of {len(w)} weights must have shape ({len(w)},), ({len(w)}, {len(w)}) or (m, k, k) with "
+            f"m k = {len(w)}, got {tuple(matrix.shape)}."
+        )
+
+    def drift(self, batches: Sequence[Batch], space: Space, roots: Tensor, kind: str) -> Tensor:
+        def product(w: Tensor, z: Tensor) -> Tensor:
+            matrix = self.function(w)
+            if matrix.dim() == 1:
+                return matrix * z
+            blocks = matrix.reshape(-1, *matrix.shape[-2:])
+            return (blocks @ z.reshape(len(blocks), -1, 1)).flatten()
+
+        return differentiated(product, space.flat(), roots, kind)
+
+
+METRICS: dict[str, Metric] = {
+    "identity": Identity(),
+    "diagonal": DiagonalFisher(),
+    "kronecker": KroneckerFactors(),
+    "fisher": DenseFisher(),
+    "empirical": DenseFisher(empirical=True),
+}
+
+
+def named(metric: str | Callable[[Tensor], Tensor]) -> tuple[str, Metric]:
+    """A metric and its name; a function is "callable"."""
+    if callable(metric):
+        return "callable", Given(metric)
+    if metric not in METRICS:
+        raise ValueError(f"metric must be one of {', '.join(map(repr, METRICS))}, or a function, got {metric!r}.")
+    return metric, METRICS[metric]
+
+
+def diagonal(square: Tensor, damping: float) -> Diagonal:
+    damped = square.flatten() + damping
+    if not bool((damped > 0).all() & torch.isfinite(damped).all()):
+        raise unusable(square, damping, "a diagonal of the metric")
+    return Diagonal(1 / damped)
+
+
+def squares(view: View) -> dict[Tensor, Tensor]:
+    """The diagonal of F, for each parameter in its shape."""
+    total = {p: torch.zeros_like(p, dtype=compute_dtype(p.dtype)) for p in view.params}
+    count = len(view.trace.outputs)
+    for explained, written in view.gradients() if view.params else ():
+        for p, columns in explained.items():
+            total[p] += columns.squares().to(total[p]) / count
+        for p, rows in written.items():
+            total[p] += rows.to(total[p].dtype).square().sum(0) / count
+    return total
+
+
+def columns_of(parts: Sequence[Part], params: Sequence[Tensor], signs: Callable[[Tensor], Tensor] | None) -> Tensor:
+    """The columns of R as flat vectors (columns, n), or samples for random signs of each parameter (rows, *shape)."""
+    pieces: dict[Tensor, list[Tensor]] = {p: [] for p in params}
+    for part in parts:
+        noise = part.basis() if signs is None else torch.cat([signs(p).flatten(1) for p in part.members], 1)
+        for p, samples in zip(part.members, part.samples(noise.to(part.dtype))):
+            pieces[p].append(samples)
+    if signs is None and len(parts) > 1:  # the columns of a part are zero elsewhere
+        total, start = sum(part.columns for part in parts), 0
+        for part in parts:
+            for p in part.members:
+                (own,) = pieces[p]
+                padded = own.new_zeros(total, own.shape[1])
+                padded[start : start + len(own)] = own
+                pieces[p] = [padded]
+            start += part.columns
+    flat = [pieces[p][0] for p in params]
+    return torch.cat([rows.to(flat[0].device, Part(tuple(params), UNIT).dtype) for rows in flat], 1)

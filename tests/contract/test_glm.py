@@ -1,0 +1,142 @@
+"""Manners of the estimator: scikit-learn's checks, both kinds of arrays, streams, refusals."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from sklearn.exceptions import ConvergenceWarning, NotFittedError
+from sklearn.utils.estimator_checks import estimator_checks_generator
+from torch.testing import assert_close
+
+from bayesgrad.models import GLM
+from bayesgrad.models.glm import NAMED
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(40, 3))
+TARGETS = {
+    "gaussian": X[:, 0] + RNG.normal(size=40),
+    "student-t": X[:, 0] + RNG.normal(size=40),
+    "poisson": RNG.poisson(np.exp(X[:, 0])),
+    "logistic": np.where(X[:, 0] + RNG.normal(size=40) > 0, "yes", "no"),
+    "probit": (X[:, 0] + RNG.normal(size=40) > 0).astype(int),
+    "multinomial": np.digitize(X[:, 0] + RNG.normal(size=40), [-0.5, 0.5]),
+}
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("likelihood", list(NAMED))
+def test_scikit_learns_checks(likelihood: str) -> None:
+    """All of them; the one for other packages' arrays is skipped by scikit-learn where SciPy is not set up for it."""
+    model = GLM(likelihood, expectation="quadrature" if likelihood == "logistic" else "delta")
+    names = []
+    for estimator, check in estimator_checks_generator(model):
+        name = check.func.__name__
+        if name != "check_array_api_input":
+            check(estimator)
+            names.append(name)
+    assert len(names) > 45
+
+
+@pytest.mark.parametrize("likelihood", list(NAMED))
+def test_tensors_in_tensors_out(likelihood: str) -> None:
+    y = TARGETS[likelihood]
+    labels = torch.as_tensor(y) if y.dtype.kind != "U" else y
+    model, twin = GLM(likelihood).fit(X, y), GLM(likelihood).fit(torch.as_tensor(X), labels)
+    names = ["coef_", "coef_covariance_"] + (["intercept_"] if hasattr(model, "classes_") else [])
+    for name in names:
+        assert isinstance(getattr(model, name), np.ndarray)
+        assert_close(getattr(twin, name), torch.as_tensor(getattr(model, name)), rtol=0, atol=0)
+    assert model.elbo_ == twin.elbo_
+    found, other = model.predict(X[:4]), twin.predict(torch.as_tensor(X[:4]))
+    assert isinstance(found, np.ndarray)
+    if y.dtype.kind == "U":
+        assert found.tolist() == other.tolist()
+    else:
+        assert_close(other, torch.as_tensor(found), rtol=0, atol=0)
+    assert isinstance(model.sample_posterior(2)[0], np.ndarray)
+    assert isinstance(twin.sample_posterior(2)[0], torch.Tensor)
+    if hasattr(model, "classes_"):
+        assert isinstance(twin.predict_proba(torch.as_tensor(X[:4])), torch.Tensor)
+        assert isinstance(twin.predict_proba(X[:4]), np.ndarray)
+    else:
+        assert not hasattr(model, "predict_proba")
+    assert model.score(X, y) == twin.score(torch.as_tensor(X), labels)
+
+
+def test_a_stream_is_not_kept() -> None:
+    model, sizes = GLM("poisson"), []
+    for _ in range(4):
+        rows = RNG.normal(size=(30, 3))
+        model.partial_fit(rows, RNG.poisson(1.0, size=30))
+        sizes.append(len(pickle.dumps(model)))
+    alive = weakref.ref(rows)
+    del rows
+    gc.collect()
+    assert alive() is None
+    assert max(sizes) - min(sizes) < 64
+
+
+def test_draws_are_a_function_of_their_seed() -> None:
+    model = GLM().fit(X, TARGETS["gaussian"])
+    assert np.array_equal(model.sample_posterior(3)[0], model.sample_posterior(3)[0])
+    assert not np.array_equal(model.sample_posterior(3)[0], model.sample_posterior(3, random_state=1)[0])
+    drawn = [GLM("probit", expectation="mc", random_state=s).fit(X, TARGETS["probit"]).elbo_ for s in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_too_few_steps_warn() -> None:
+    with pytest.warns(ConvergenceWarning, match="max_iter = 2 steps were not enough: the bound still moves by"):
+        model = GLM("logistic", max_iter=2).fit(X, TARGETS["logistic"])
+    assert model.n_iter_ == 2
+
+
+HOLED = np.where(np.arange(120).reshape(40, 3) == 7, np.nan, X)
+REFUSED = [
+    (GLM(), HOLED, "gaussian", "X holds NaN or infinity in 1 of 40 rows"),
+    (GLM(), X[:0], TARGETS["gaussian"][:0], r"0 sample\(s\)"),
+    (GLM(), X, np.full(40, np.nan), "Input y contains NaN"),
+    (GLM("logistic"), X, np.ones(40), "y has one class only"),
+    (GLM("multinomial"), X, np.zeros(40, dtype=int), "y has one class only"),
+    (GLM("probit"), X, "multinomial", "Only binary classification is supported.*use likelihood='multinomial' for 3"),
+    (GLM("poisson"), X, TARGETS["poisson"] - 1, "y must be counts, none below zero, got -1"),
+    (GLM(prior_precision=0.0), X, "gaussian", "prior_precision must be positive, got 0"),
+    (GLM(prior_precision=[1.0, -2.0, 1.0]), X, "gaussian", "prior_precision must be positive, got -2"),
+    (GLM(prior_precision=np.ones(2)), X, "gaussian", r"prior_precision must be a number, \(3,\) or \(3, 3\)"),
+    (GLM(prior_precision=-np.eye(3)), X, "gaussian", "symmetric positive definite"),
+    (GLM(prior_precision=np.nan), X, "gaussian", "prior_precision holds NaN"),
+    (GLM(noise_scale=0.0), X, "gaussian", "noise_scale must be a positive number, got 0.0"),
+    (GLM("student-t", dof=-1), X, "gaussian", "dof must be a positive number, got -1"),
+    (GLM(intercept_precision=0), X, "gaussian", "intercept_precision must be a positive number, got 0"),
+    (GLM("cauchy"), X, "gaussian", "likelihood must be one of 'gaussian'"),
+    (GLM("logistic", expectation="exact"), X, "logistic", "expectation must be one of 'quadrature'"),
+    (GLM("logistic", rho=1.5), X, "logistic", r"rho must be in \(0, 1\], got 1.5"),
+]
+
+
+@pytest.mark.parametrize(("model", "rows", "y", "message"), REFUSED, ids=[row[3][:40] for row in REFUSED])
+def test_refusals(model: GLM, rows: np.ndarray, y, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as refused:
+        model.fit(rows, TARGETS[y] if isinstance(y, str) else y)
+    assert str(refused.value).count("\n") == 0
+    assert not hasattr(model, "coef_")
+
+
+def test_refusals_of_streams_and_predictions() -> None:
+    with pytest.raises(ValueError, match="first call of partial_fit needs classes"):
+        GLM("logistic").partial_fit(X, TARGETS["logistic"])
+    model = GLM("probit").partial_fit(X[:9], TARGETS["probit"][:9], classes=[0, 1])
+    with pytest.raises(ValueError, match=r"the label 2, which is none of classes, \[0, 1\]"):
+        model.partial_fit(X, TARGETS["multinomial"])
+    with pytest.raises(ValueError, match="partial_fit cannot learn noise_scale or dof"):
+        GLM("student-t", dof="learn").partial_fit(X, TARGETS["student-t"])
+    with pytest.raises(NotFittedError):
+        GLM().predict(X)
+    with pytest.raises(ValueError, match="X holds NaN or infinity in 1 of 40 rows"):
+        model.predict(HOLED)
+    with pytest.raises(ValueError, match="n_samples must be at least 1, got 0"):
+        model.sample_posterior(0)

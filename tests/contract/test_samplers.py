@@ -1,0 +1,168 @@
+"""Samplers as optimizers: chains that resume, diverge and refuse what they cannot do."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from bayesgrad import samplers
+from bayesgrad.curvature import SubsampledFisher
+from bayesgrad.samplers import SNGD, Diverged, Langevin
+
+GENERATOR = torch.Generator().manual_seed(0)
+X, Y = torch.randn(20, 3, generator=GENERATOR), torch.randint(0, 2, (20,), generator=GENERATOR)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def run(model: nn.Module, sampler: torch.optim.Optimizer, steps: int, labels: bool = False) -> torch.Tensor:
+    for _ in range(steps):
+        sampler.zero_grad()
+        outputs = model(X)
+        sampler.observe(outputs, Y if labels else None)
+        nn.functional.cross_entropy(outputs, Y).backward()
+        sampler.step()
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+OPTIONS = {
+    "identity": {"metric": "identity"},
+    "fisher": {"metric": "fisher", "correction": "jeffreys", "update_every": 3, "ema": 0.5},
+    "empirical": {"metric": "empirical", "correction": "flat"},
+    "diagonal": {"metric": "diagonal", "correction": "flat", "probes": 2, "fisher": "sampled", "update_every": 2},
+    "kronecker": {"metric": "kronecker", "correction": "jeffreys", "probes": 1, "fisher": "sampled", "ema": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_chain_resumes_with_the_same_stream(name: str) -> None:
+    options = {"lr": 0.05, "num_data": 20, "prior_precision": 1.0, "damping": 0.1, **OPTIONS[name]}
+    model, labels = network(), name == "empirical"
+    sampler = Langevin(model, **options)
+    start = run(model, sampler, 4, labels)
+    twin, copied = copy.deepcopy((model, sampler))
+    other = network()
+    resumed = Langevin(other, **{**options, "seed": 9})
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(sampler.state_dict())
+    expected = run(model, sampler, 5, labels)
+    assert torch.equal(run(other, resumed, 5, labels), expected)
+    assert torch.equal(run(twin, copied, 5, labels), expected)
+    assert not torch.equal(start, expected)
+    other = network()
+    run(other, Langevin(other, **{**options, "seed": 9}), 4, labels)
+    assert not torch.equal(nn.utils.parameters_to_vector(other.parameters()), start)
+
+
+def test_moving_averages_and_stale_metrics_are_what_they_say() -> None:
+    """<F> <- ema <F> + (1 - ema) F, debiased, over the networks that were observed; a stale one is the first."""
+    for options in ({"ema": 0.9}, {"update_every": 100}):
+        model = network()
+        sampler = SNGD(model, 0.1, num_data=20, batch_size=1, damping=0.1, **options)
+        seen = []
+        for _ in range(3):
+            seen.append(SubsampledFisher(model, X, fisher="exact").dense())
+            run(model, sampler, 1)
+        (found,) = [entry["fisher"] for entry in sampler.state.values() if "fisher" in entry]
+        total = 0.81 * seen[0] + 0.9 * seen[1] + seen[2]
+        expected = seen[0] if "update_every" in options else total / (0.81 + 0.9 + 1)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        assert float((found - seen[2]).abs().max()) > 1e-4
+
+
+def test_a_chain_that_diverges_says_where_and_keeps_the_last_finite_weights() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    sampler = Langevin(model, lr=1e3, num_data=4, temperature=0.5, likelihood="gaussian")
+    x = torch.ones(4, 1)
+
+    def closure() -> torch.Tensor:
+        sampler.zero_grad()
+        loss = (model(x) - 1).square().mean() / 2
+        loss.backward()
+        return loss
+
+    losses = []
+
+    def chain() -> None:
+        for _ in range(100):
+            losses.append(sampler.step(closure).item())
+
+    with pytest.raises(Diverged, match=r"diverged at step \d+, temperature 0.5, last finite loss \d") as caught:
+        chain()
+    assert caught.value.step == len(losses) + 1
+    assert caught.value.loss == losses[-1]
+    assert caught.value.temperature == 0.5
+    assert bool(torch.isfinite(model.weight).all())
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (again.step, again.loss, str(again)) == (caught.value.step, caught.value.loss, str(caught.value))
+    model.weight.grad = torch.full_like(model.weight, torch.nan)
+    with pytest.raises(Diverged, match="has 1 entries of 1 that are not finite; nothing was changed"):
+        sampler.step()
+    model.weight.grad = torch.zeros_like(model.weight)
+    with pytest.raises(Diverged, match="the loss is nan"):
+        sampler.step(loss=torch.tensor(torch.nan))
+    fresh = Langevin(nn.Linear(1, 1), lr=0.1, num_data=4)
+    with pytest.raises(Diverged, match=r"no loss was shown: use step\(closure\) or step\(loss=loss\)"):
+        fresh.step(loss=torch.inf)
+
+
+def test_temperatures_far_from_one_and_long_steps_are_warned_of() -> None:
+    model = nn.Linear(3, 2)
+    message = "lr=0.1 with batch_size=4 of num_data=1000 samples at temperature 12.4, not 1: for the posterior take "
+    with pytest.warns(UserWarning, match=re.escape(f"{message}batch_size=48 or lr=0.00803.")):
+        SNGD(model, 0.1, num_data=1000, batch_size=4)
+    with pytest.warns(UserWarning, match=r"lr=0.5 is not small: variances are 33% too large in units of the metric."):
+        Langevin(model, 0.5, num_data=1000, metric="fisher")
+    SNGD(model, 0.1, num_data=1000, batch_size=samplers.batch_size(1.0, 0.1, 1000))
+    Langevin(model, 0.5, num_data=1000)  # in units that nobody knows
+
+
+def test_refusals_of_samplers() -> None:
+    model = network()
+    sampler = Langevin(model, num_data=20, metric="fisher", damping=0.1, correction="flat")
+    model(X).sum().backward()
+    with pytest.raises(RuntimeError, match=r"nothing was ever observed: call observe\(outputs\)"):
+        sampler.step()
+    with pytest.raises(ValueError, match="fisher='exact' is about all labels and takes none"):
+        sampler.observe(model(X), Y)
+    with pytest.raises(RuntimeError, match="these are not the outputs of the model's last forward pass"):
+        sampler.observe(model(X) * 1)
+    with pytest.raises(ValueError, match="metric='empirical' needs labels"):
+        Langevin(model, num_data=20, metric="empirical").observe(model(X))
+    with pytest.raises(ValueError, match="the saved state is of metric='identity', this Langevin's is 'fisher'"):
+        sampler.load_state_dict(Langevin(network(), num_data=20).state_dict())
+    with pytest.raises(ValueError, match="at most 10000 weights: use metric='kronecker' or 'diagonal'"):
+        Langevin(nn.Linear(200, 100), num_data=20, metric="fisher")
+    with pytest.raises(ValueError, match="the Fisher is singular with damping 0: raise damping"):
+        run(model, Langevin(model, num_data=20, metric="fisher"), 1)
+    given = Langevin(model, num_data=20, metric=lambda w: torch.ones(3))
+    model(X).sum().backward()
+    with pytest.raises(ValueError, match=r"a metric of 26 weights must have shape \(26,\), \(26, 26\) or \(m, k, k\)"):
+        given.step()
+    normed = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
+    with pytest.raises(ValueError, match="is in none: leave it out by params=, or take another metric"):
+        run(normed, Langevin(normed, num_data=20, metric="kronecker", damping=0.1, correction="flat"), 1)
+    with pytest.raises(TypeError, match="holds no belief about its weights: it has no posterior"):
+        sampler.posterior(model)
+
+
+def test_parameters_without_gradient_are_left_alone_also_by_noise() -> None:
+    for metric in ("identity", "diagonal", "kronecker", "fisher"):
+        model = network()
+        sampler = Langevin(model, 0.1, num_data=20, metric=metric, damping=0.1, prior_precision=1.0)
+        frozen = model[0].weight.detach().clone()
+        sampler.observe(model(X))
+        nn.functional.cross_entropy(model(X), Y).backward()
+        model[0].weight.grad = model[0].bias.grad = None
+        before = model[2].weight.detach().clone()
+        sampler.step()
+        assert torch.equal(model[0].weight, frozen)
+        assert not torch.equal(model[2].weight, before)

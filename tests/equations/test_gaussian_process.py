@@ -1,0 +1,368 @@
+"""Gaussian processes against scikit-learn, dense inference with the same engine, closed forms and quadrature."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from scipy import integrate, stats
+from sklearn.datasets import load_breast_cancer, load_diabetes
+from sklearn.gaussian_process import GaussianProcessClassifier, GaussianProcessRegressor
+from sklearn.gaussian_process import kernels as peers
+from torch import Tensor
+from torch.testing import assert_close
+
+from bayesgrad.families import Gaussian
+from bayesgrad.inference import Delta, GaussHermite, Node, Pointwise, Prior, Projected, run, settle
+from bayesgrad.inference import elbo as bound
+from bayesgrad.models import GaussianProcess, kernels, observations
+from bayesgrad.models.process import Sited
+
+NORMAL = Gaussian()
+QUADRATURE = GaussHermite(40, "reparameterised")
+
+
+def diabetes() -> tuple[np.ndarray, np.ndarray]:
+    X, y = load_diabetes(return_X_y=True)
+    return X, (y - y.mean()) / y.std()
+
+
+def breast_cancer(rows: int) -> tuple[np.ndarray, np.ndarray]:
+    X, y = load_breast_cancer(return_X_y=True)
+    return ((X - X.mean(0)) / X.std(0))[:rows], y[:rows]
+
+
+def fixed(kernel=None, likelihood="gaussian", **options) -> GaussianProcess:
+    return GaussianProcess(kernel, likelihood, optimise=False, **options)
+
+
+# --- kernels ---
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (2.0 * kernels.RBF(0.7), 2.0 * peers.RBF(0.7)),
+        (kernels.RBF(torch.tensor([0.5, 1.0, 2.0])), peers.RBF([0.5, 1.0, 2.0])),
+        (kernels.Matern12(0.7), peers.Matern(0.7, nu=0.5)),
+        (kernels.Matern32(0.7), peers.Matern(0.7, nu=1.5)),
+        (kernels.Matern52(0.7) + 0.3, peers.Matern(0.7, nu=2.5) + 0.3),
+        (kernels.Linear(1.0) * kernels.RBF(1.0) + 0.25, peers.DotProduct(0.0) * peers.RBF(1.0) + 0.25),
+    ],
+)
+def test_kernels_are_scikit_learns(ours: kernels.Kernel, theirs) -> None:
+    rows = np.random.default_rng(0).normal(size=(9, 3)) + 5.0
+    assert_close(
+        ours(torch.as_tensor(rows[:4]), torch.as_tensor(rows)).numpy(), theirs(rows[:4], rows), rtol=1e-11, atol=0
+    )
+    assert_close(ours.diagonal(torch.as_tensor(rows)).numpy(), theirs.diag(rows), rtol=1e-12, atol=0)
+
+
+def test_kernels_take_themselves_apart() -> None:
+    kernel = 2.0 * kernels.RBF(0.5) + kernels.Linear(3.0)
+    numbers = kernel.numbers()
+    assert {name: n.item() for name, n in numbers.items()} == {
+        "left.left.variance": 2.0,
+        "left.right.length": 0.5,
+        "right.variance": 3.0,
+    }
+    assert repr(kernel.replaced({**numbers, "right.variance": torch.tensor(7.0)}).plain()).endswith(
+        "Linear(variance=7))"
+    )
+    with pytest.raises(ValueError, match="length of RBF must be positive, got -1"):
+        kernels.RBF(-1.0)
+    with pytest.raises(ValueError, match="length must be one number or 3"):
+        kernels.RBF(torch.ones(2))(torch.ones(1, 3), torch.ones(1, 3))
+
+
+# --- regression: one step, and the evidence ---
+
+
+def test_regression_is_scikit_learns() -> None:
+    """100 rows of diabetes, 1 * RBF(0.1), noise variance 0.5: evidence, means and deviations."""
+    X, y = diabetes()
+    model = fixed(1.0 * kernels.RBF(0.1), observations.Gaussian(0.5**0.5)).fit(X[:100], y[:100])
+    peer = GaussianProcessRegressor(1.0 * peers.RBF(0.1), alpha=0.5, optimizer=None).fit(X[:100], y[:100])
+    assert_close(model.elbo_, -127.6852613676, rtol=0, atol=1e-9)
+    mean, deviation = model.predict(X[100:], return_std=True)
+    want, spread = peer.predict(X[100:], return_std=True)
+    assert_close(mean, want, rtol=0, atol=3e-10)
+    assert_close(deviation, spread, rtol=0, atol=3e-10)
+    noisy = model.predict(X[100:], return_std=True, noise=True)[1]
+    assert_close(noisy, np.sqrt(spread**2 + 0.5), rtol=0, atol=3e-10)
+    assert_close(model.score(X[100:], y[100:]), peer.score(X[100:], y[100:]), rtol=1e-10, atol=0)
+    assert_close(model.log_predictive(X[100:103], y[100:103]), stats.norm(want, noisy).logpdf(y[100:])[:3])
+
+
+def test_regression_chooses_numbers_as_scikit_learn_does() -> None:
+    X, y = diabetes()
+    X, y = X[:80, :3], y[:80]
+    model = GaussianProcess(1.0 * kernels.RBF(0.1), observations.Gaussian(0.7)).fit(X, y)
+    peer = GaussianProcessRegressor(1.0 * peers.RBF(0.1) + peers.WhiteKernel(0.49)).fit(X, y)
+    assert_close(model.elbo_, peer.log_marginal_likelihood_value_, rtol=0, atol=1e-5)
+
+
+def test_noise_that_vanishes_is_no_harm() -> None:
+    """Targets without noise: the bound climbs to where noise is as small as allowed, and predictions are exact."""
+    X = np.linspace(0, 3, 20)[:, None]
+    model = GaussianProcess().fit(X, np.sin(X[:, 0]))
+    assert model.elbo_ > 60
+    assert_close(model.predict(np.array([[1.5]])), np.sin([1.5]), rtol=0, atol=1e-3)
+
+
+def test_draws_have_the_posteriors_moments() -> None:
+    """20,000 functions at three places, within five standard errors."""
+    X, y = diabetes()
+    model = fixed(1.0 * kernels.RBF(0.1), observations.Gaussian(0.7)).fit(X[:30], y[:30])
+    peer = GaussianProcessRegressor(1.0 * peers.RBF(0.1), alpha=0.49, optimizer=None).fit(X[:30], y[:30])
+    mean, covariance = peer.predict(X[30:33], return_cov=True)
+    draws = model.sample(X[30:33], 20_000)
+    assert (np.abs(draws.mean(0) - mean) <= 5 * np.sqrt(covariance.diagonal() / 20_000)).all()
+    variances = covariance**2 + np.outer(covariance.diagonal(), covariance.diagonal())
+    assert (np.abs(np.cov(draws.T) - covariance) <= 5 * np.sqrt(variances / 20_000)).all()
+
+
+# --- sites ---
+
+
+def laws(family: Sited, natural: tuple[Tensor, ...]) -> None:
+    """∇A = μ by autograd of an independent transcription, KL and covariance of the dense Gaussian."""
+    K = family.covariance
+    first, second = (part.clone().requires_grad_() for part in natural)
+    precision = torch.linalg.inv(K) - 2 * torch.diag(second)
+    value = first @ torch.linalg.solve(precision, first) / 2 - (torch.logdet(precision) + torch.logdet(K)) / 2
+    assert_close(family.log_partition(natural), value.detach(), rtol=1e-9, atol=1e-9)
+    assert_close(family.mean(natural), torch.autograd.grad(value, (first, second)), rtol=1e-8, atol=1e-9)
+    exact, own = family.to_distribution(natural), torch.distributions.MultivariateNormal(torch.zeros(len(K)).to(K), K)
+    assert_close(exact.covariance_matrix, torch.linalg.inv(precision).detach(), rtol=1e-8, atol=1e-9)
+    assert_close(-family.entropy(natural), torch.distributions.kl_divergence(exact, own), rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("lowest", [0.3, 0.0, -0.2])
+def test_sites_are_a_family(lowest: float) -> None:
+    """With precisions that are all positive, partly zero, and partly negative."""
+    x = torch.linspace(0, 2, 5).double()[:, None]
+    W = torch.tensor([lowest, 1.0, 2.0, lowest, 1e-7]).double()
+    first = torch.tensor([1.0, -1.0, 0.5, 0.2, 0.0]).double()
+    laws(Sited((1.5 * kernels.Matern32(0.7))(x, x)), (first, -W / 2))
+
+
+def test_sites_that_leave_no_distribution_are_outside() -> None:
+    family = Sited(torch.eye(2).double())
+    zero = torch.zeros(2).double()
+    assert not family.inside((zero, torch.tensor([0.0, 0.6]).double()))
+    with pytest.raises(ValueError, match="these sites leave no distribution"):
+        family.moments((zero, torch.tensor([0.0, 0.6]).double()))
+    with pytest.raises(ValueError, match="must be those of a distribution, with sites that leave"):
+        Node(family, (zero, torch.tensor([0.0, 0.6]).double()))
+
+
+TARGETS = {
+    "logistic": [0, 1, 1, 0, 1, 1, 0, 1],
+    "probit": [0, 1, 1, 0, 1, 1, 0, 1],
+    "poisson": [0, 3, 1, 0, 7, 2, 2, 11],
+    "student-t": [0.1, 0.3, 8.0, 0.2, -0.5, 0.1, -6.0, 0.0],
+}
+
+
+@pytest.mark.parametrize("likelihood", list(TARGETS))
+def test_sites_are_the_variational_optimum(likelihood: str) -> None:
+    """Bound, means, variances and predictions of a dense Gaussian that the engine fits over all values."""
+    X, y = np.linspace(-2, 2, 8)[:, None] ** 3, np.array(TARGETS[likelihood])
+    kernel, seen = 1.5 * kernels.Matern32(1.0), observations.named(likelihood)
+    model = fixed(kernel, likelihood, expectation=QUADRATURE, tolerance=1e-14).fit(X, y)
+    rows, target = torch.as_tensor(X), torch.as_tensor(y).double()
+    K = kernel(rows, rows)
+    node = Node(NORMAL, NORMAL.of(torch.zeros(8).double(), torch.linalg.inv(K)))
+    eye = torch.eye(8).double()
+    factors = [Prior(node, node.natural), Projected(node, eye, lambda f: seen.log_density(f, target), QUADRATURE)]
+    result = run(node, factors, 1000, rho=0.5, domain="search", tolerance=1e-15)
+    assert_close(model.elbo_, result.elbo, rtol=1e-9, atol=0)
+    mean, covariance = NORMAL.moments(node.natural)
+    found = model.latent(X)
+    assert_close(found[0], mean.numpy(), rtol=0, atol=2e-6)
+    assert_close(found[1], covariance.diagonal().numpy(), rtol=0, atol=2e-6)
+    if likelihood == "student-t":  # the outliers say less than nothing
+        assert (model.sites_[1] > 0).any()
+    new = torch.tensor([[0.3]]).double()
+    gain = torch.linalg.solve(K, kernel(rows, new))[:, 0]
+    want = kernel(new, new) - gain @ (K - covariance) @ gain
+    assert_close(model.latent(new)[1], want[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("likelihood", list(TARGETS))
+def test_one_value_against_quadrature(likelihood: str) -> None:
+    """The bound is below the evidence, and no other Gaussian has a higher one."""
+    y = {"logistic": 1.0, "probit": 1.0, "poisson": 3.0, "student-t": 4.0}[likelihood]
+    seen = observations.named(likelihood)
+    K = torch.tensor([[2.0]]).double()
+    target = torch.tensor([y]).double()
+    node = Node(Sited(K), seen.sites(target))
+    factor = Pointwise(node, lambda m, v: seen.expected(m, v, target, GaussHermite(80, "reparameterised")))
+    result = settle(node, [factor], tolerance=1e-14)
+
+    def log_density(f: float) -> float:
+        return seen.log_density(torch.tensor([f]).double(), target).item()
+
+    def evidence(f: float) -> float:
+        return np.exp(log_density(f)) * stats.norm.pdf(f, scale=2**0.5)
+
+    exact = np.log(integrate.quad(evidence, -15, 15, epsabs=1e-13)[0])
+    assert 0 < exact - result.elbo < 0.1
+
+    def other(m: float, v: float) -> float:
+        expected = integrate.quad(lambda f: log_density(f) * stats.norm.pdf(f, m, v**0.5), m - 12, m + 12, epsabs=1e-11)
+        return expected[0] - ((v + m**2) / 2 - 1 - np.log(v / 2)) / 2
+
+    m, v = (part.item() for part in node.family.moments(node.natural))  # pyright: ignore
+    assert_close(other(m, v), result.elbo, rtol=0, atol=1e-7)
+    for step in (1e-2, -1e-2):
+        assert other(m + step, v) < result.elbo
+        assert other(m, v * (1 + 5 * step)) < result.elbo
+
+
+def test_delta_is_scikit_learns_laplace() -> None:
+    """Evidence and probabilities of classification at given numbers (its integral is of another kind: 1e-2)."""
+    X, y = breast_cancer(120)
+    model = fixed(1.0 * kernels.RBF(5.0), "logistic", expectation=Delta(), tolerance=1e-13).fit(X, y)
+    peer = GaussianProcessClassifier(1.0 * peers.RBF(5.0), optimizer=None).fit(X, y)
+    assert_close(model.elbo_, peer.log_marginal_likelihood_value_, rtol=0, atol=1e-9)
+    assert_close(model.predict_proba(X), peer.predict_proba(X), rtol=0, atol=1e-2)
+    assert_close(model._belief.mean.numpy(), peer.base_estimator_.f_cached, rtol=0, atol=1e-5)  # pyright: ignore
+
+
+def test_mixing_takes_fewer_steps_to_the_same_place() -> None:
+    X, y = breast_cancer(60)
+    rows, target, seen = torch.as_tensor(X), torch.as_tensor(y).double(), observations.Logistic()
+    found = []
+    for memory in (0, 5):
+        node = Node(Sited((100.0 * kernels.RBF(5.0))(rows, rows)), seen.sites(target))
+        factor = Pointwise(node, lambda m, v: seen.expected(m, v, target, QUADRATURE))
+        found.append(settle(node, [factor], memory=memory, tolerance=1e-12))
+        assert (np.diff(found[-1].elbos) > -1e-9).all()
+        assert_close(bound([node], [factor]).item(), found[-1].elbo)
+    assert found[1].steps < found[0].steps
+    assert_close(found[0].elbo, found[1].elbo, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("likelihood", ["logistic", "student-t", "gaussian"])
+def test_numbers_are_where_the_bound_has_no_slope(likelihood: str) -> None:
+    """No number moved by 2 % either way gives a higher bound, each with sites of its own."""
+    rng = np.random.default_rng(3)
+    X = rng.normal(size=(60, 1))
+    f = np.sin(2 * X[:, 0])
+    y = (f + 0.3 * rng.normal(size=60) > 0).astype(int) if likelihood == "logistic" else f + 0.2 * rng.standard_t(3, 60)
+    model = GaussianProcess(1.0 * kernels.RBF(1.0), likelihood).fit(X, y)
+    for part in ("kernel_", "likelihood_"):
+        value = getattr(model, part)
+        for name, number in value.numbers().items():
+            for factor in (1.02, 1 / 1.02):
+                moved = {"kernel_": model.kernel_, "likelihood_": model.likelihood_}
+                moved[part] = value.replaced({**value.numbers(), name: number * factor})
+                other = fixed(moved["kernel_"], moved["likelihood_"]).fit(X, y)
+                assert other.elbo_ < model.elbo_ + 1e-4 * (1 + abs(model.elbo_)) * 0.01
+
+
+# --- inducing points ---
+
+
+def test_inducing_regression_is_titsias_bound() -> None:
+    """log N(y; 0, Q + s^2 I) - tr(K - Q)/(2 s^2), with Q = K_nm K_mm^-1 K_mn; all rows: the evidence itself."""
+    X, y = diabetes()
+    X, y, kernel, scale = X[:60, :2], y[:60], 1.0 * kernels.RBF(0.1), 0.7
+    model = fixed(kernel, observations.Gaussian(scale), inducing=X[:10]).fit(X, y)
+    rows = torch.as_tensor(X)
+    cross, inner = kernel(rows[:10], rows), kernel(rows[:10], rows[:10])
+    Q = (cross.mT @ torch.linalg.solve(inner, cross)).numpy()
+    want = stats.multivariate_normal(np.zeros(60), Q + scale**2 * np.eye(60)).logpdf(y)
+    want -= (60 - np.trace(Q)) / (2 * scale**2)
+    assert_close(model.elbo_, want, rtol=1e-6, atol=0)
+    exact = fixed(kernel, observations.Gaussian(scale)).fit(X, y)
+    assert model.elbo_ < exact.elbo_
+    close = fixed(kernel, observations.Gaussian(scale), inducing=45).fit(X, y)
+    assert_close(close.elbo_, exact.elbo_, rtol=1e-4, atol=0)
+    for a, b in zip(close.predict(X[:5] + 0.01, return_std=True), exact.predict(X[:5] + 0.01, return_std=True)):
+        assert_close(a, b, rtol=1e-3, atol=1e-3)
+    assert_close(close.sample(X[:3], 4000).mean(0), exact.predict(X[:3]), rtol=0, atol=0.05)
+
+
+def test_inducing_classification_in_batches() -> None:
+    """Batches approach the bound of all rows at once, which chooses numbers as a dense process does."""
+    rng = np.random.default_rng(0)
+    X = rng.uniform(-2, 2, size=(400, 1))
+    y = (np.sin(3 * X[:, 0]) + 0.5 * rng.normal(size=400) > 0).astype(int)
+    dense = GaussianProcess(1.0 * kernels.RBF(1.0), "logistic").fit(X, y)
+    whole = GaussianProcess(1.0 * kernels.RBF(1.0), "logistic", inducing=20).fit(X, y)
+    assert_close(whole.elbo_, dense.elbo_, rtol=2e-3, atol=0)
+    options = dict(inducing=20, batch_size=50, steps=300, rho=0.05)
+    batched = GaussianProcess(dense.kernel_, "logistic", optimise=False, **options).fit(X, y)
+    assert_close(batched.elbo_, dense.elbo_, rtol=0.01, atol=0)
+    tuned = GaussianProcess(1.0 * kernels.RBF(1.0), "logistic", lr=0.05, **options).fit(X, y)
+    assert_close(tuned.elbo_, dense.elbo_, rtol=0.03, atol=0)
+
+
+# --- manners ---
+
+
+def test_labels_come_back_as_they_were() -> None:
+    X, y = breast_cancer(60)
+    names = np.array(["no", "yes"])[y]
+    model = fixed(1.0 * kernels.RBF(5.0), "probit").fit(X, names)
+    assert set(model.predict(X)) <= {"no", "yes"}
+    assert model.score(X, names) > 0.9
+    proba = model.predict_proba(X)
+    assert_close(proba.sum(1), np.ones(60))
+    assert_close(np.exp(model.log_predictive(X, names)), proba[np.arange(60), y])
+    tensors = fixed(1.0 * kernels.RBF(5.0), "probit").fit(torch.as_tensor(X), torch.as_tensor(y))
+    assert isinstance(tensors.predict_proba(torch.as_tensor(X)), Tensor)
+    assert_close(tensors.predict_proba(torch.as_tensor(X)).numpy(), proba)
+    assert torch.equal(tensors.predict(torch.as_tensor(X)), torch.as_tensor((model.predict(X) == "yes").astype(int)))
+    assert model.get_params()["likelihood"] == "probit"
+    assert model.set_params(seed=3).seed == 3
+
+
+def test_poisson_predictions_are_lognormal() -> None:
+    X, y = np.arange(6.0)[:, None], np.array([1, 2, 2, 5, 4, 9])
+    model = fixed(1.0 * kernels.RBF(2.0), "poisson").fit(X, y)
+    mean, variance = model.latent(X)
+    rate, deviation = model.predict(X, return_std=True)
+    assert_close(rate, np.exp(mean + variance / 2), rtol=1e-12, atol=0)
+    assert_close(deviation, np.sqrt(np.expm1(variance)) * rate, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "X", "y", "words"),
+    [
+        ({}, [[np.nan]], [1.0], "X holds NaN or infinity"),
+        ({}, np.zeros((0, 2)), [], "X is empty"),
+        ({}, [1.0, 2.0], [1.0, 2.0], r"X must have rows and columns, got shape \(2,\)"),
+        ({}, [[1.0], [2.0]], [1.0], "y must be one number for each of 2 rows"),
+        ({}, [[1.0]], [np.inf], "y holds NaN or infinity"),
+        (dict(likelihood="logistic"), [[1.0], [2.0]], [1, 1], "classification takes two classes, got 1"),
+        (dict(likelihood="probit"), [[1.0], [2.0], [3.0]], [1, 2, 3], "classification takes two classes, got 3"),
+        (dict(likelihood="poisson"), [[1.0]], [-2], r"targets must be counts, 0, 1, 2, \.\.\., got -2"),
+        (dict(likelihood="cauchy"), [[1.0]], [1.0], "likelihood must be one of 'gaussian'"),
+        (dict(batch_size=3), [[1.0]], [1.0], "batch_size is for inducing points"),
+        (dict(inducing=2), [[1.0]], [1.0], "inducing must be in 1 to 1, the number of rows, got 2"),
+        (dict(inducing=1, batch_size=4), [[1.0]], [1.0], "batch_size must be a whole number from 1 to 1, got 4"),
+        (dict(expectation=Delta()), [[1.0]], [1.0], "Delta, Laplace's approximation, takes optimise=False"),
+    ],
+)
+def test_refusals(options: dict, X, y, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        GaussianProcess(**options).fit(np.array(X, dtype=float), np.array(y))
+
+
+def test_refusals_of_questions() -> None:
+    model = fixed(likelihood="logistic")
+    with pytest.raises(RuntimeError, match="has seen no data: call fit first"):
+        model.predict(np.zeros((1, 1)))
+    model.fit(np.array([[0.0], [1.0]]), np.array([0, 1]))
+    with pytest.raises(ValueError, match="labels have no deviation"):
+        model.predict(np.zeros((1, 1)), return_std=True)
+    with pytest.raises(ValueError, match="X must have 1 columns, as in fit, got 2"):
+        model.predict(np.zeros((1, 2)))
+    with pytest.raises(ValueError, match="predict_proba is for classification"):
+        fixed().predict_proba(np.zeros((1, 1)))
+    with pytest.raises(TypeError, match=r"kernel must be one of models\.kernels"):
+        GaussianProcess(lambda x, z: x @ z.T).fit(np.zeros((1, 1)), np.zeros(1))  # pyright: ignore
