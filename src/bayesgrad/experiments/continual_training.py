@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bayesgrad import EWC, laplace, optim
+from bayesgrad import optim
 from bayesgrad.curvature.sums import Flat
 from bayesgrad.experiments.dataset import Dataset
 from bayesgrad.experiments.khan2023_training import SEARCH_SEED, fit, in_batches, on_edge
 from bayesgrad.experiments.runner import Trial
 from bayesgrad.experiments.study import Context, mean_and_error
-from bayesgrad.posterior import Posterior
+from bayesgrad.laplace import laplace
+from bayesgrad.posterior import EWC, Posterior
 from bayesgrad.posterior.ewc import Factored, Projected, Quadratic, Stored
 
 HESS = 0.3  # where VOGN's curvature begins
