@@ -15,7 +15,7 @@ from bayesgrad.posterior.posterior import evaluating
 from bayesgrad.posterior.samples import SampledPosterior, posterior_of
 from bayesgrad.posterior.store import LIMIT, Samples
 from bayesgrad.samplers.chains import Chains, finite, weights_of
-from bayesgrad.samplers.sampler import Diverged
+from bayesgrad.samplers.sampler import Diverged, Sampler
 
 
 class Ensemble:
@@ -93,8 +93,7 @@ class Ensemble:
         return due
 
     def _diverged(self, what: str) -> Diverged:
-        known = getattr(self.sampler, "temperature", None)
-        heat = float(known()) if callable(known) else math.nan
+        heat = self.sampler.temperature() if isinstance(self.sampler, Sampler) else math.nan
         at = "" if math.isnan(heat) else f", temperature {heat:g}"
         last = f"last finite loss {self._last:g}" if math.isfinite(self._last) else "no finite loss was seen"
         words = (
