@@ -81,6 +81,10 @@ def lines(
             )
             shown += mean.tolist()
         axis.set(title=title, xlabel=xlabel, xscale="log")
+        places = {tuple(x) for x, _ in named.values()}
+        if len(places) == 1 and len(ticks := sorted(*places)) < 10:  # those of the axis would overlap, or be too few
+            axis.set_xticks(ticks, [f"{x:.3g}" for x in ticks])
+            axis.minorticks_off()
         if shown and min(shown) > 0 and max(shown) / min(shown) > 10:
             axis.set_yscale("log")
         if marks and title in marks:

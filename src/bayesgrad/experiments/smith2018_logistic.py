@@ -122,7 +122,7 @@ def scores(p: Tensor, y: Tensor) -> Tensor:
 
 def optimum(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Best weights by Newton's method, the mean Hessian there, and the covariance of the gradients of examples."""
-    w, hessian = x.new_zeros(x.shape[1]), x.new_zeros(x.shape[1], x.shape[1])
+    w, hessian = x.new_zeros(x.shape[1]), x.T @ x
     for _ in range(100):
         p = (x @ w).sigmoid()
         hessian, gradient = (x * (p * (1 - p))[:, None]).T @ x / len(x), x.T @ (p - y) / len(x)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad import likelihoods
-from bayesgrad.posterior.network import evaluating
+from bayesgrad.posterior.posterior import evaluating
 from bayesgrad.posterior.samples import SampledPosterior, posterior_of
 from bayesgrad.posterior.store import LIMIT, Samples
 from bayesgrad.samplers.chains import Chains, finite, weights_of
-from bayesgrad.samplers.sampler import Diverged
+from bayesgrad.samplers.sampler import Diverged, Sampler
 
 
 class Ensemble:
@@ -93,8 +93,7 @@ class Ensemble:
         return due
 
     def _diverged(self, what: str) -> Diverged:
-        known: Any = getattr(self.sampler, "temperature", None)
-        heat = float(known()) if callable(known) else math.nan
+        heat = self.sampler.temperature() if isinstance(self.sampler, Sampler) else math.nan
         at = "" if math.isnan(heat) else f", temperature {heat:g}"
         last = f"last finite loss {self._last:g}" if math.isfinite(self._last) else "no finite loss was seen"
         words = (
