@@ -93,6 +93,9 @@ def test_differences_from_the_minimum_are_paired() -> None:
     assert "smallest at T = 1" in where(some)
     diverged = Sweep([0.5, 1.0], [], [runs[0], [{"nll": math.nan, "single nll": 1.0}] * 2])
     assert diverged.best() == 0
+    batched = Sweep([0.4, 0.9], [128, 64], [runs[1], runs[0]], middle=64.0)
+    assert batched.near()
+    assert not Sweep([0.2, 0.9], [200, 64], [runs[1], runs[0]], middle=64.0).near()
 
 
 def test_a_chain_that_diverges_has_no_scores() -> None:

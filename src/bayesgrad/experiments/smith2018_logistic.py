@@ -230,7 +230,7 @@ def _sweep(context: Context, task: Task, heats: list[float], minibatches: bool) 
         found = context.once(key, partial(sample, task, context.seeds, batch=batch, heat=heat))
         runs.append([{name: found[name][seed].item() for name in SCORES} for seed in range(context.seeds)])
         context.say(f"{key}, T = {heat:.3g}: NLL {np.mean([run['nll'] for run in runs[-1]]):.4f}")
-    return Sweep(heats, sizes, runs)
+    return Sweep(heats, sizes, runs, LR * task.examples / 2)
 
 
 def _protocol(context: Context, task: Task) -> str:

@@ -339,8 +339,8 @@ def kronecker(context: Context) -> Report:
         "ngd-kronecker: temperature with a Kronecker metric",
         claim="The authors expect their conclusions to carry over to larger networks with approximate natural "
         "gradients such as K-FAC (003, section 2). Target here: the cross-entropy of ensembles of minibatch natural "
-        f"gradients with a Kronecker metric, on a perceptron of {size:,} weights, is smallest at a T within a factor "
-        "of 2 of 1.",
+        f"gradients with a Kronecker metric, on a perceptron of {size:,} weights, is smallest at a B within a factor "
+        "of 2 of lr N/2, where T = 1.",
         verdict=verdict(found),
     )
     report.settings["protocol"] = protocol(task)

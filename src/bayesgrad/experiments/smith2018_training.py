@@ -136,11 +136,18 @@ class Sweep:
         temperatures: ascending.
         batches: of each; empty where noise is injected.
         runs: for each temperature the scores of each seed.
+        middle: lr N/2, the batch at T = 1 of the paper; 0 where noise is injected.
     """
 
     temperatures: list[float]
     batches: list[int]
     runs: list[list[dict[str, float]]]
+    middle: float = 0.0
+
+    def near(self) -> bool:
+        """Whether the best batch is within a factor of 2 of lr N/2, or the best temperature of 1."""
+        ratio = self.batches[self.best()] / self.middle if self.batches else self.temperatures[self.best()]
+        return 0.49 < ratio < 2.05
 
     def values(self, name: str) -> list[list[float]]:
         return [[run[name] for run in some] for some in self.runs]
@@ -196,7 +203,7 @@ def sweep(
         context.say(
             f"{task.name}, T = {heat:.3g}{f', B = {batch}' if batch else ''}: NLL {mean:.4f}, single {single:.4f}"
         )
-    return Sweep(list(heats), list(sizes), runs)
+    return Sweep(list(heats), list(sizes), runs, task.lr * count / 2)
 
 
 # --- reports ---
@@ -258,8 +265,8 @@ def _cells(some: Sweep, index: int) -> list[str]:
 
 
 def verdict(found: dict[str, Sweep]) -> str:
-    """Whether each minimum is within a factor of 2 of T = 1, and where it is."""
-    held = [0.49 < some.temperatures[some.best()] < 2.05 for some in found.values()]
+    """Whether each minimum is within a factor of 2 of T = 1, or of its batch, and where it is."""
+    held = [some.near() for some in found.values()]
     better = all(some.mean(some.one(), "nll")[0] < some.mean(some.one(), "single nll")[0] for some in found.values())
     words = "Holds" if all(held) and better else "Holds in part" if any(held) else "Does not hold"
     return f"{words}. {' '.join(f'{name}: {where(some)}.' for name, some in found.items())}"
@@ -267,7 +274,8 @@ def verdict(found: dict[str, Sweep]) -> str:
 
 def where(some: Sweep) -> str:
     best, one = some.best(), some.one()
-    place = f"T = {some.temperatures[best]:.3g}" + (f" (B = {some.batches[best]})" if some.batches else "")
+    batch = f" (B = {some.batches[best]}, lr N/2 = {some.middle:g})" if some.batches else ""
+    place = f"T = {some.temperatures[best]:.3g}{batch}"
     mean, error = some.mean(best, "nll")
     more, by = some.above(one)
     single = some.mean(one, "single nll")[0]
