@@ -146,8 +146,10 @@ class Sweep:
 
     def near(self) -> bool:
         """Whether the best batch is within a factor of 2 of lr N/2, or the best temperature of 1."""
-        ratio = self.batches[self.best()] / self.middle if self.batches else self.temperatures[self.best()]
-        return 0.49 < ratio < 2.05
+        ratios = [self.temperatures[self.best()]]
+        if self.batches:
+            ratios.append(self.batches[self.best()] / self.middle)
+        return any(0.49 < ratio < 2.05 for ratio in ratios)
 
     def values(self, name: str) -> list[list[float]]:
         return [[run[name] for run in some] for some in self.runs]
