@@ -184,7 +184,7 @@ EXPERIMENTS = {
             "Fig. 1",
             "iterates of Langevin dynamics and of minibatches beside Laplace's approximation",
             _lazily("smith2018_logistic", "fig1"),
-            "STATUS",
+            "holds roughly: damping narrows the flat direction",
         ),
         Experiment(
             "smith2018-fig2",
@@ -192,7 +192,7 @@ EXPERIMENTS = {
             "Fig. 2",
             "the temperature of Langevin dynamics, logistic regression",
             _lazily("smith2018_logistic", "fig2"),
-            "STATUS",
+            "holds",
         ),
         Experiment(
             "smith2018-fig3",
@@ -200,7 +200,7 @@ EXPERIMENTS = {
             "Fig. 3",
             "the temperature of minibatches, logistic regression",
             _lazily("smith2018_logistic", "fig3"),
-            "STATUS",
+            "holds",
         ),
         Experiment(
             "smith2018-fig4",
@@ -208,7 +208,7 @@ EXPERIMENTS = {
             "Fig. 4",
             "the batch size of natural gradients, a perceptron",
             _lazily("smith2018", "fig4"),
-            "STATUS",
+            "holds, at twice the batch",
         ),
         Experiment(
             "smith2018-fig5",
@@ -216,7 +216,7 @@ EXPERIMENTS = {
             "Fig. 5",
             "batch size and training set, a perceptron",
             _lazily("smith2018", "fig5"),
-            "STATUS",
+            "@5",
         ),
         Experiment(
             "smith2018-fig6",
@@ -224,7 +224,7 @@ EXPERIMENTS = {
             "Fig. 6",
             "learning rate and training set, a convolutional network",
             _lazily("smith2018", "fig6"),
-            "STATUS",
+            "not run at laptop scale yet",
         ),
         Experiment(
             "smith2018-ablation",
@@ -232,7 +232,7 @@ EXPERIMENTS = {
             "footnote 2",
             "damping, prior and the best temperature",
             _lazily("smith2018", "ablation"),
-            "STATUS",
+            "@a",
         ),
         Experiment(
             "sngd-jeffreys",
@@ -240,7 +240,7 @@ EXPERIMENTS = {
             "section 5",
             "the corrected rule: known targets, and two parameterisations of one model",
             _lazily("smith2018_questions", "jeffreys"),
-            "STATUS",
+            "holds",
         ),
         Experiment(
             "ngd-kronecker",
@@ -248,7 +248,7 @@ EXPERIMENTS = {
             "section 2",
             "temperature with a Kronecker metric",
             _lazily("smith2018_questions", "kronecker"),
-            "STATUS",
+            "holds in part: a shallow minimum",
         ),
     )
 }
