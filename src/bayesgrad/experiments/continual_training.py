@@ -141,19 +141,23 @@ class Method:
         split: the same for split tasks, where it is to be searched for elsewhere.
         structure: of the Hessian.
         examples: that the Hessian is made of: "few" (the stream's number), `SAME`, or all for "".
+        fisher: "exact", or "sampled" for one drawn label of each example.
     """
 
     title: str
     kind: str
     strengths: tuple[float, ...]
-    lr: float = 3e-3
     split: tuple[float, ...] = ()
+    lr: float = 3e-3
     structure: str = ""
     examples: str = ""
+    fisher: str = "exact"
 
     @property
     def key(self) -> str:
-        return "-".join(filter(None, (self.kind, self.structure, "same" if self.examples == SAME else self.examples)))
+        count = "same" if self.examples == SAME else self.examples
+        exact = "exact" if self.structure == "subsampled" and self.fisher == "exact" else ""
+        return "-".join(filter(None, (self.kind, self.structure, exact, count)))
 
 
 PENALTIES = (1.0, 4.0, 16.0, 64.0)
@@ -162,12 +166,13 @@ METHODS = (
     Method("nothing", "none", (1.0,)),
     Method("EWC, diagonal, few examples", "ewc", PENALTIES, split=FIRM, structure="diag", examples="few"),
     Method("EWC, diagonal, all examples", "ewc", PENALTIES, split=FIRM, structure="diag"),
-    Method("EWC, subsampled Fisher, few examples", "ewc", PENALTIES, structure="subsampled", examples="few"),
-    Method("EWC, subsampled Fisher, a diagonal's room", "ewc", PENALTIES, structure="subsampled", examples=SAME),
+    Method("EWC, subsampled Fisher, few examples", "ewc", PENALTIES, (), 3e-3, "subsampled", "few", "sampled"),
+    Method("EWC, subsampled exact Fisher, few examples", "ewc", PENALTIES, (), 3e-3, "subsampled", "few"),
+    Method("EWC, subsampled Fisher, a diagonal's room", "ewc", PENALTIES, (), 3e-3, "subsampled", SAME, "sampled"),
     Method("EWC, Kronecker", "ewc", (0.25, 1.0, 4.0, 16.0), split=PENALTIES, structure="kron"),
     Method("EWC, input factor", "ewc", (1e-3, 4e-3, 0.016, 0.064), structure="input"),
-    Method("VOGN, chained", "vogn", (0.25, 1.0, 4.0, 16.0), 0.1),
-    Method("BayesBiNN, chained", "bayesbinn", (0.25, 1.0, 4.0, 16.0), 0.01),
+    Method("VOGN, chained", "vogn", (0.25, 1.0, 4.0, 16.0), lr=0.1),
+    Method("BayesBiNN, chained", "bayesbinn", (0.25, 1.0, 4.0, 16.0), lr=0.01),
 )
 
 
@@ -223,7 +228,6 @@ class Memory:
     def _posterior(self, model: Network, data: Dataset, device: str) -> Any:
         count = {"few": self.stream.examples, "": None}.get(self.method.examples, 1)
         x, y = data.train_x.to(device), data.train_y.to(device)
-        sampled = self.method.structure == "subsampled"
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "structure=")  # heads of other tasks, whose Hessian is zero
             made = partial(
@@ -232,7 +236,7 @@ class Memory:
                 list(zip(x.split(AT_ONCE), y.split(AT_ONCE))),
                 likelihood="categorical",
                 structure=self.method.structure,
-                fisher="sampled" if sampled else "exact",
+                fisher=self.method.fisher,
                 seed=self.seed + model.task,
                 progress=False,
             )
