@@ -216,7 +216,7 @@ EXPERIMENTS = {
             "appendices A.2 and C",
             "tasks one after the other: EWC with many Hessians, and chained beliefs",
             _lazily("continual", "continual"),
-            "A.2 does not hold at laptop scale, C nearly does",
+            "A.2 holds for exact Fishers, C nearly does",
         ),
         Experiment(
             "smith2018-fig1",
