@@ -216,7 +216,7 @@ EXPERIMENTS = {
             "Fig. 5",
             "batch size and training set, a perceptron",
             _lazily("smith2018", "fig5"),
-            "@5",
+            "not run to its end at laptop scale yet",
         ),
         Experiment(
             "smith2018-fig6",
@@ -232,7 +232,7 @@ EXPERIMENTS = {
             "footnote 2",
             "damping, prior and the best temperature",
             _lazily("smith2018", "ablation"),
-            "@a",
+            "does not hold: it moves with both",
         ),
         Experiment(
             "sngd-jeffreys",
