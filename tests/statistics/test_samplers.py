@@ -200,8 +200,9 @@ def test_only_corrected_minibatches_draw_the_same_functions_in_two_parameterisat
 def test_logistic_regression_on_breast_cancer_is_sampled_as_by_nuts() -> None:
     """Standardised features and a column of ones under N(0, I): 31 means and deviations of NumPyro's NUTS.
 
-    20000 draws of NumPyro 0.22 are in breast_cancer.json (least effective sample size 21000). This is a short run, for
-    which n draws at a step eps are worth n eps/2 of a mean, and a variance is allowed its 1/(1 - eps/2).
+    20000 draws of NumPyro 0.22 are in breast_cancer.json (least effective sample size 21000). In 20000 steps of 0.1,
+    means were within 0.064 deviations and deviations within 7.1 %. This is a short run, for which n draws at a step eps
+    are worth n eps/2 of a mean, and a variance is allowed its 1/(1 - eps/2).
     """
     from sklearn.datasets import load_breast_cancer
 
