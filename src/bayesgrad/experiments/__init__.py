@@ -256,7 +256,7 @@ EXPERIMENTS = {
             "Fig. 5",
             "batch size and training set, a perceptron",
             _lazily("smith2018", "fig5"),
-            "not yet recorded",
+            "not run to its end at laptop scale yet",
         ),
         Experiment(
             "smith2018-fig6",
@@ -272,7 +272,7 @@ EXPERIMENTS = {
             "footnote 2",
             "damping, prior and the best temperature",
             _lazily("smith2018", "ablation"),
-            "not yet recorded",
+            "does not hold: it moves with both",
         ),
         Experiment(
             "sngd-jeffreys",

@@ -102,7 +102,7 @@ def ablation(context: Context) -> Report:
     """Footnote 2: does the best temperature depend on damping and prior?"""
     count = 128 if context.scale == "smoke" else 1024
     base = mlp(context, count)
-    sizes = [4, 16] if context.scale == "smoke" else [32, 64, 128, 256]
+    sizes = [4, 16] if context.scale == "smoke" else [64, 128, 256]
     variants = {
         "damping 0.1, prior 20": base,
         "damping 0.03, prior 20": replace(base, name=f"{base.name}-d0.03", damping=0.03),

@@ -284,6 +284,9 @@ def where(some: Sweep) -> str:
     rest = [f"{heat:.3g}" for heat in some.alike() if heat != some.temperatures[best]]
     also = f", not told apart from T = {', '.join(rest)}" if rest else ""
     at = "" if best == one else f"; at T = {some.temperatures[one]:.3g} it is {value(more, by, 4)} higher"
+    if not math.isfinite(more):
+        least = f"the ensemble's cross-entropy is smallest at {place}, {value(mean, error, 4)}"
+        return f"{least}{also}; at T = {some.temperatures[one]:.3g} chains diverged"
     return (
         f"the ensemble's cross-entropy is smallest at {place}, {value(mean, error, 4)}{also}{at}; single samples at T "
         f"= {some.temperatures[one]:.3g} have {single:.4f}"
