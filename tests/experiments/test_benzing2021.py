@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bayesgrad.experiments import EXPERIMENTS, benzing2021, benzing2021_training, datasets
+from bayesgrad.experiments import benzing2021, benzing2021_training, datasets
 from bayesgrad.experiments.benzing2021_scales import SIZES
 from bayesgrad.experiments.benzing2021_training import Finals, Rule, Task, factor, similarities, train, tune
 from bayesgrad.experiments.study import Context
 from bayesgrad.optim import FOOF, KFAC
 
-FIGURES = [name.removeprefix("benzing2021-") for name in EXPERIMENTS if name.startswith("benzing2021-")]
+FIGURES = ("fig1", "fig2", "fig3", "fig4", "fig5", "fig9", "conv")
 
 
 def context(path: Path, **changes) -> Context:
