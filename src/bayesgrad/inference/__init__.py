@@ -1,5 +1,6 @@
 """The Bayesian learning rule as an engine: nodes, factors, messages, one step."""
 
+from bayesgrad.inference.collapsed import Chunked, Collapsed
 from bayesgrad.inference.engine import OutsideDomain, Result, Sites, elbo, message, run, step
 from bayesgrad.inference.expectation import Delta, GaussHermite, MonteCarlo, QuasiMonteCarlo
 from bayesgrad.inference.factor import (
@@ -19,6 +20,8 @@ from bayesgrad.inference.online import online
 from bayesgrad.inference.pointwise import Pointwise
 
 __all__ = [
+    "Chunked",
+    "Collapsed",
     "Delta",
     "Expected",
     "Factor",

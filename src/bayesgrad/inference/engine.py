@@ -134,10 +134,12 @@ class Result:
     Args:
         elbos: the bound before the first step and after each.
         converged: whether it settled within the tolerance.
+        interrupted: whether somebody stopped it.
     """
 
     elbos: list[float]
     converged: bool
+    interrupted: bool = False
 
     @property
     def elbo(self) -> float:
@@ -161,6 +163,8 @@ def run(
     sites: Sites | None = None,
     tune: Callable[[], None] | None = None,
     progress: bool | None = None,
+    unit: float | None = None,
+    interruptible: bool = False,
 ) -> Result:
     """Steps until the bound moves by less than `tolerance` of its size, or `steps` times.
 
@@ -171,6 +175,8 @@ def run(
         tolerance: 0 takes all steps and warns of nothing.
         tune: called after each step, to move what the factors depend on besides nodes.
         progress: whether a line is kept up to date; None: in a terminal, after two seconds.
+        unit: what a change of the bound is compared with in place of its size: the number of rows, say.
+        interruptible: whether Ctrl-C ends the run with the parameters of the last whole step, and a warning.
         rho, momentum, domain, schedule, sites: see `step`.
 
     Raises:
@@ -180,32 +186,47 @@ def run(
         raise ValueError(f"steps must be at least 1, got {steps!r}.")
     nodes = [nodes] if isinstance(nodes, Node) else list(nodes)
     elbos, shown = [float(elbo(nodes, factors))], _Line(progress, steps)
-    converged = False
+    converged = interrupted = False
     for count in range(steps):
         before = [node.natural for node in nodes]
-        step(nodes, factors, rho, momentum=momentum, domain=domain, schedule=schedule, sites=sites, count=count)
-        if tune is not None:
-            tune()
-        elbos.append(float(elbo(nodes, factors)))
-        if not math.isfinite(elbos[-1]):
-            for node, natural in zip(nodes, before):
-                node.natural = natural
-            raise OutsideDomain(f"the bound is {elbos[-1]} after step {count + 1}: take a smaller rho than {rho}.")
-        shown.show(count + 1, elbos[-1])
-        if abs(elbos[-1] - elbos[-2]) <= tolerance * max(1.0, abs(elbos[-1])) and tolerance:
+        try:
+            step(nodes, factors, rho, momentum=momentum, domain=domain, schedule=schedule, sites=sites, count=count)
+            if tune is not None:
+                tune()
+            bound = float(elbo(nodes, factors))
+        except KeyboardInterrupt:
+            _put_back(nodes, before)
+            if not interruptible:
+                raise
+            interrupted = True
+            break
+        if not math.isfinite(bound):
+            _put_back(nodes, before)
+            raise OutsideDomain(f"the bound is {bound} after step {count + 1}: take a smaller rho than {rho}.")
+        elbos.append(bound)
+        shown.show(count + 1, bound)
+        size = max(1.0, abs(bound)) if unit is None else unit
+        if abs(elbos[-1] - elbos[-2]) <= tolerance * size and tolerance:
             converged = True
             break
     shown.end()
-    if not converged and tolerance:
+    if interrupted:
+        warnings.warn(f"interrupted in step {len(elbos)}: the parameters before it are kept.", stacklevel=2)
+    elif not converged and tolerance:
         change = abs(elbos[-1] - elbos[-2])
         warnings.warn(
             f"{steps} steps were not enough: the bound still moves by {change:.1g}. Take more steps, or another rho.",
             stacklevel=2,
         )
-    return Result(elbos, converged)
+    return Result(elbos, converged, interrupted)
 
 
 # --- how a step is taken ---
+
+
+def _put_back(nodes: Sequence[Node], before: Sequence[Parameters]) -> None:
+    for node, natural in zip(nodes, before):
+        node.natural = natural
 
 
 def _mentions(factor: Factor, node: Node) -> bool:

@@ -1,0 +1,202 @@
+"""What estimators with hidden variables share: restarts, sweeps until the bound settles, streams."""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.base import BaseEstimator
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.utils import check_random_state
+
+from bayesgrad.inference import Collapsed, Factor, Node, OutsideDomain, Result, elbo, run, step
+
+
+class Latent(BaseEstimator, ABC):
+    r"""Nodes for the parameters, and a `Collapsed` factor for data whose hidden variables are always at their best.
+
+    `fit` repeats whole sweeps, steps with rho = 1, until the bound settles, from `n_init` starts, and keeps the best.
+    Where `_streams` says so, a sweep is a pass over shuffled batches, as `partial_fit` takes them: with steps of
+
+    .. math::
+        \rho_t = (t + \tau)^{-\kappa}, \quad t = 1, 2, \dots
+
+    and each batch counted N/B times. Ctrl-C ends a fit with the best parameters so far, and a warning.
+
+    What follows is set by the constructors of those that inherit it.
+
+    Args:
+        n_init: starts.
+        max_iter: sweeps, at most.
+        tol: a change of the bound, for each row (`_units`), that ends the sweeps.
+        random_state: as in scikit-learn.
+        progress: whether a line is kept up to date; None: in a terminal, after two seconds.
+        batch_size, offset, decay: of streams: B, tau and kappa.
+        total_samples: N of `partial_fit`; None: the rows seen so far.
+
+    Attributes:
+        elbo_: the bound on the log evidence of the data, with all constants; with `Point` parameters their
+            log-likelihood. After `partial_fit`, as the last batch before its step estimates it.
+        elbos_: at the start and after each sweep; after `partial_fit`, of each batch.
+        n_iter_, converged_: sweeps, and whether the bound settled.
+
+    Reference: 002, sections 5.2 and 5.3; Hoffman et al., 2013; Cappé and Moulines, 2009, for online EM.
+    Checked by: tests/contract/test_latent.py.
+    """
+
+    n_init: int
+    max_iter: int
+    tol: float
+    random_state: Any
+    progress: bool | None
+    batch_size: int
+    offset: float
+    decay: float
+    total_samples: float | None
+
+    # --- what a model says of itself ---
+
+    @abstractmethod
+    def _read(self, X: Any, *, reset: bool) -> Any:
+        """Checked data, with a length and rows that can be indexed by an array; settings are checked here as well."""
+
+    @abstractmethod
+    def _start(self, data: Any, random: np.random.RandomState) -> list[Node]:
+        """The parameters' nodes before the first sweep."""
+
+    @abstractmethod
+    def _priors(self, nodes: Sequence[Node]) -> list[Factor]:
+        """Factors of the parameters alone."""
+
+    @abstractmethod
+    def _evidence(self, data: Any, nodes: Sequence[Node], scale: float = 1.0) -> Collapsed:
+        """The factor of the data."""
+
+    @abstractmethod
+    def _publish(self, nodes: Sequence[Node]) -> None:
+        """Sets the attributes that people read."""
+
+    def _streams(self) -> bool:
+        """Whether `fit` goes through batches."""
+        return False
+
+    def _units(self, data: Any) -> float:
+        """What changes of the bound are counted for."""
+        return len(data)
+
+    # --- fitting ---
+
+    def fit(self, X: Any, y: Any = None) -> Any:
+        """Forgets what was known, and learns from X. y is not used."""
+        self._check_numbers()
+        data = self._read(X, reset=True)
+        random = check_random_state(self.random_state)
+        best: tuple[list[Node], Result] | None = None
+        failure: OutsideDomain | None = None
+        for _ in range(self.n_init):
+            try:
+                nodes = self._start(data, random)
+                result = self._passes(data, nodes, random) if self._streams() else self._sweeps(data, nodes)
+            except OutsideDomain as error:
+                failure = error
+                continue
+            if best is None or result.elbo > best[1].elbo:
+                best = nodes, result
+            if result.interrupted:
+                break
+        if best is None:
+            raise ValueError(f"no start of {self.n_init} led to a distribution: {failure}") from failure
+        self._nodes, result = best
+        self._batches, self._rows = 0, len(data)
+        self.elbos_, self.elbo_ = result.elbos, result.elbo
+        self.n_iter_, self.converged_ = result.steps, result.converged
+        self._publish(self._nodes)
+        if result.interrupted:
+            warnings.warn(
+                f"the fit was interrupted after {result.steps} sweeps: the best parameters so far are kept.",
+                stacklevel=2,
+            )
+        elif not result.converged and self.tol:
+            warnings.warn(
+                f"{self.max_iter} sweeps were not enough to settle within tol={self.tol:g}: take a larger max_iter.",
+                ConvergenceWarning,
+                stacklevel=2,
+            )
+        return self
+
+    def partial_fit(self, X: Any, y: Any = None) -> Any:
+        """Moves what is known by a batch, and keeps none of it. y is not used."""
+        self._check_numbers()
+        first = not hasattr(self, "_nodes")
+        data = self._read(X, reset=first)
+        if first:
+            self._nodes = self._start(data, check_random_state(self.random_state))
+            self._batches, self._rows, self.elbos_ = 0, 0, []
+        self._rows += len(data)
+        self._batches += 1
+        total = self._rows if self.total_samples is None else self.total_samples
+        self.elbos_ = [*self.elbos_, self._move(self._nodes, data, self._batches, total / len(data))]
+        self.elbo_, self.n_iter_ = self.elbos_[-1], self._batches
+        self._publish(self._nodes)
+        return self
+
+    def _sweeps(self, data: Any, nodes: list[Node]) -> Result:
+        factors = [*self._priors(nodes), self._evidence(data, nodes)]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=r".*(were not enough: the bound|interrupted in step)")
+            return run(
+                nodes,
+                factors,
+                self.max_iter,
+                tolerance=self.tol,
+                schedule="parallel",
+                progress=self.progress,
+                unit=self._units(data),
+                interruptible=True,
+            )
+
+    def _passes(self, data: Any, nodes: list[Node], random: np.random.RandomState) -> Result:
+        """Passes over batches; the bound of all data is looked at after each."""
+        whole = [*self._priors(nodes), self._evidence(data, nodes)]
+        elbos, count = [float(elbo(nodes, whole))], 0
+        for _ in range(self.max_iter):
+            try:
+                order = random.permutation(len(data))
+                for rows in np.array_split(order, max(1, round(len(data) / self.batch_size))):
+                    count += 1
+                    self._move(nodes, data[rows], count, len(data) / len(rows))
+                elbos.append(float(elbo(nodes, whole)))
+            except KeyboardInterrupt:
+                return Result(elbos, False, True)
+            if abs(elbos[-1] - elbos[-2]) <= self.tol * self._units(data):
+                return Result(elbos, True)
+        return Result(elbos, False)
+
+    def _move(self, nodes: list[Node], data: Any, count: int, scale: float) -> float:
+        """One step by a batch; the bound that it estimated before."""
+        factors = [*self._priors(nodes), self._evidence(data, nodes, scale)]
+        bound = float(elbo(nodes, factors))
+        step(nodes, factors, (count + self.offset) ** -self.decay, schedule="parallel")
+        return bound
+
+    def _check_numbers(self) -> None:
+        for name, least in (("n_init", 1), ("max_iter", 1), ("tol", 0.0)):
+            value = getattr(self, name)
+            if not value >= least:
+                raise ValueError(f"{name} must be at least {least}, got {value!r}.")
+        if not 0.5 < self.decay <= 1:
+            raise ValueError(f"decay must be in (0.5, 1] for steps to settle, got {self.decay!r}.")
+        if not self.offset >= 0:
+            raise ValueError(f"offset must not be negative, got {self.offset!r}.")
+        if not self.batch_size >= 1:
+            raise ValueError(f"batch_size must be at least 1, got {self.batch_size!r}.")
+
+
+def random_rows(count: int, columns: int, random: np.random.RandomState) -> torch.Tensor:
+    """Shares (count, columns) that sum to one, as scikit-learn's init_params="random" draws them."""
+    drawn = random.uniform(size=(count, columns))
+    return torch.as_tensor(drawn / drawn.sum(1, keepdims=True))
