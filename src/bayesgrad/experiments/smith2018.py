@@ -136,7 +136,7 @@ def fig6(context: Context) -> Report:
     refresh, length = {"smoke": (5, 0.4), "laptop": (20, 85.0), "paper": (1, 850.0)}[context.scale]
     heats, rates, counts, examples, begins = {
         "smoke": ([0.5, 2.0], [0.1, 0.05], [100, 200], 50, 20),
-        "laptop": ([0.2, 1.0, 5.0], [0.2, 0.1, 0.05], [1024, 2048, 8192], 512, 1500),
+        "laptop": ([0.2, 1.0, 5.0], [0.2, 0.1, 0.05], [1024, 2048, 8192], 2048, 1500),
         "paper": ([2.0**k for k in range(-4, 5)], [0.2, 0.1, 0.05, 0.02], [1024, 2048, 4096, 8192], 1024, 5000),
     }[context.scale]
     seeds = min(context.seeds, 2) if context.scale == "laptop" else context.seeds
