@@ -70,20 +70,25 @@ class Documents(Collapsed):
         \sum_d \max_{\gamma, \phi}\; \sum_w n_{dw} \sum_k \phi_{dwk} \left(E[\log\theta_{dk}] + E[\log\beta_{kw}]
         - \log\phi_{dwk}\right) - KL(\mathrm{Dir}(\gamma_d), \mathrm{Dir}(\alpha))
 
-    over the shares' concentrations gamma and the topics φ of words, which are brought to their best in turns, from
-    where they were at the last look. Each turn raises the bound, so a search that ends early is still one of a bound
-    that never falls. Words count in their order: there are no multinomial coefficients.
+    over the shares' concentrations gamma and the topics φ of words, which are brought to their best in turns. They are
+    so from the same start in each look: going on from the last one saves turns, and ends in worse maxima. A document
+    for which that gives less than its shares of the last look would keeps the latter, so that sweeps never lower the
+    bound, wherever a search ends. Words count in their order: there are no multinomial coefficients.
 
     Documents are sorted by length and gone through in chunks, arrays with few empty places that fit into the cache;
-    what is left of chunks makes up new ones. In the first look, after some turns, every third is followed by a jump to
-    where the turns seem to lead.
+    what is left of chunks makes up new ones. After some turns, every third is followed by a jump to where they seem to
+    lead.
 
     Args:
         topics: a node of K Dirichlet plates over V words.
         prior: alpha.
-        start: gamma before the first look, (D, K).
+        start: gamma before the turns, (D, K).
         turns: at most.
-        tolerance: a mean change of gamma_d that ends the turns of a document; 0 takes all.
+        tolerance: a mean change of gamma_d that ends the turns of a document; 0 takes all, and no jumps.
+
+    Attributes:
+        shares: gamma of the last look, (D, K).
+        bounds: of each document, (D,).
 
     Reference: 002, section 5.3; Blei, Ng and Jordan, 2003; Hoffman, Blei and Bach, 2010.
     Checked by: tests/equations/test_latent_dirichlet.py.
@@ -102,10 +107,10 @@ class Documents(Collapsed):
     ) -> None:
         super().__init__(topics, scale=scale)
         self.prior, self.turns, self.tolerance = prior, turns, tolerance
-        self.hurried = tolerance > 0  # only in the first look: it begins far off, and a jump may lower the bound
-        self.shares = start.to(topics.natural[0])
-        self.bounds = self.shares.new_zeros(len(start))  # of each document
-        matrix, device = counts.matrix, self.shares.device
+        self.start = start.to(topics.natural[0])
+        self.shares, self.known = torch.empty_like(self.start), False
+        self.bounds = self.start.new_zeros(len(start))
+        matrix, device = counts.matrix, self.start.device
         present, places = np.unique(matrix.indices, return_inverse=True)
         self.size = int(topics.natural[0].shape[-1])
         self.present = torch.as_tensor(present, dtype=torch.int64, device=device)
@@ -123,59 +128,56 @@ class Documents(Collapsed):
     def look(self) -> tuple[Tensor, Mapping[Node, Parameters]]:
         (topics,) = self.nodes
         table, heights = self._table()
-        sums, rows, begin = torch.zeros_like(table), self.order, 0
+        now = Look(table, heights, torch.zeros_like(table), self.start.clone())
+        rows, begin = self.order, 0
         for end in [*[end for end in ROUNDS if end < self.turns and self.tolerance], self.turns]:
-            rows = torch.cat([self._turns(part, begin, end, table, heights, sums) for part in self._chunks(rows)])
+            rows = torch.cat([self._turns(now, part, begin, end) for part in self._chunks(rows)])
             if not len(rows):
                 break
             begin = end
-        self.hurried = False
-        found = sums.mul_(table).mT
+        self.known = True
+        found = now.sums.mul_(table).mT
         if len(self.present) < self.size:
             found = torch.zeros_like(topics.natural[0]).index_copy_(1, self.present, found)
         return self.bounds.sum(), {topics: (found,)}
 
-    def _turns(self, rows: Tensor, begin: int, end: int, table: Tensor, heights: Tensor, sums: Tensor) -> Tensor:
+    def _turns(self, now: Look, rows: Tensor, begin: int, end: int) -> Tensor:
         """Takes turns with a chunk of documents; gives the rows of those that have not settled."""
         words, counts = self._padded(rows)  # (D, L), (D, 1, L)
-        near = table if words is None else torch.nn.functional.embedding(words, table)  # (D, L, K), or (W, K)
-        gamma, done = self.shares[rows], rows[:0]
-        moving, before = torch.ones_like(rows, dtype=torch.bool), gamma
+        near = now.table if words is None else torch.nn.functional.embedding(words, now.table)  # (D, L, K), or (W, K)
+        gamma, done, moving = now.gamma[rows], rows[:0], torch.ones_like(rows, dtype=torch.bool)
+        before = gamma
         for turn in range(begin + 1, end + 2):
             # What all topics say of each word; the scales of θ and of each word's β cancel in the ratio.
-            weights = torch.digamma(gamma).clamp_(min=LOWEST).exp_()
-            mixed = torch.matmul(weights[:, None], near.mT)
+            weights = _weights(gamma)
+            mixed = weights[:, None] @ near.mT
             if len(done):
-                own = None if words is None else words[done]
-                self._finish(rows[done], own, counts[done], weights[done], mixed[done], heights, sums)
-                left = moving.nonzero()[:, 0]
+                chosen = None if words is None else words[done]
+                own = near if words is None or not self.known else near[done]
+                self._finish(now, rows[done], gamma[done], chosen, counts[done], own, weights[done], mixed[done])
+                left, done = moving.nonzero()[:, 0], done[:0]
+                if not len(left):
+                    return left
                 if len(left) < 0.75 * len(rows):
                     rows, counts, weights, mixed = rows[left], counts[left], weights[left], mixed[left]
                     gamma, before, moving = gamma[left], before[left], moving[left]
                     if words is not None:
                         words, near = words[left], near.index_select(0, left)
-                if not len(left):
-                    break
-                done = done[:0]
             if turn > end:
                 break
             older, before = before, gamma
-            gamma = (weights * torch.matmul(counts / mixed, near)[:, 0]).add_(self.prior)
-            if turn == self.turns:
-                settled = moving
-            elif turn % EVERY or not self.tolerance:
-                continue
-            else:
+            gamma = (weights * ((counts / mixed) @ near)[:, 0]).add_(self.prior)
+            settled = moving
+            if turn < self.turns:
+                if turn % EVERY or not self.tolerance:
+                    continue
                 change = gamma - before
                 settled = moving & (change.abs().mean(1) < self.tolerance)
-                if self.hurried and turn >= 2 * EVERY:
-                    ahead = _ahead(gamma, change, before - older).clamp_(min=self.prior)
-                    gamma = torch.where(settled[:, None], gamma, ahead)
-            done = settled.nonzero()[:, 0]
-            if len(done):
-                self.shares[rows[done]] = gamma[done]
-                moving = moving & ~settled
-        self.shares[rows[moving]] = gamma[moving]
+                if turn >= 2 * EVERY:
+                    jumped = _ahead(gamma, change, before - older).clamp_(min=self.prior)
+                    gamma = torch.where(settled[:, None], gamma, jumped)
+            done, moving = settled.nonzero()[:, 0], moving & ~settled
+        now.gamma[rows[moving]] = gamma[moving]
         return rows[moving]
 
     def _table(self) -> tuple[Tensor, Tensor]:
@@ -214,28 +216,63 @@ class Documents(Collapsed):
 
     def _finish(
         self,
+        now: Look,
         rows: Tensor,
+        gamma: Tensor,
         words: Tensor | None,
         counts: Tensor,
+        near: Tensor,
         weights: Tensor,
         mixed: Tensor,
-        heights: Tensor,
-        sums: Tensor,
     ) -> None:
-        """Adds Σ_d n φ to the sums, but for the table's factor, and notes the documents' bounds."""
-        gamma, counts, mixed = self.shares[rows], counts[:, 0], mixed[:, 0]
+        """Adds Σ_d n φ to the sums, but for the table's factor, and notes the documents' shares and bounds."""
+        counts, mixed = counts[:, 0], mixed[:, 0]
+        heights = now.heights if words is None else now.heights[words]
+        bounds = self._bounds(gamma, counts, mixed, heights)
+        if self.known:
+            old = self.shares[rows]
+            old_weights = _weights(old)
+            old_mixed = (old_weights[:, None] @ near.mT)[:, 0]
+            old_bounds = self._bounds(old, counts, old_mixed, heights)
+            better = (old_bounds > bounds)[:, None]
+            gamma, weights = torch.where(better, old, gamma), torch.where(better, old_weights, weights)
+            mixed, bounds = torch.where(better, old_mixed, mixed), torch.maximum(old_bounds, bounds)
+        self.shares[rows], self.bounds[rows] = gamma, bounds
         ratios = counts / mixed  # (D, L)
         if words is None:
-            sums.addmm_(ratios.mT, weights)
+            now.sums.addmm_(ratios.mT, weights)
         else:
-            heights = heights[words]
-            sums.index_add_(0, words.view(-1), (ratios[..., None] * weights[:, None]).view(-1, weights.shape[1]))
+            spread = ratios[..., None] * weights[:, None]
+            now.sums.index_add_(0, words.view(-1), spread.view(-1, weights.shape[1]))
+
+    def _bounds(self, gamma: Tensor, counts: Tensor, mixed: Tensor, heights: Tensor) -> Tensor:
         K, total = gamma.shape[1], gamma.sum(1)
         explained = (counts * (mixed.log() + heights)).sum(1)
         constant = math.lgamma(K * self.prior) - K * math.lgamma(self.prior)
         cross = ((self.prior - gamma) * torch.digamma(gamma)).sum(1) + torch.lgamma(gamma).sum(1)
         scale = torch.digamma(total) * (counts.sum(1) + K * self.prior - total)
-        self.bounds[rows] = explained + cross + constant - torch.lgamma(total) - scale
+        return explained + cross + constant - torch.lgamma(total) - scale
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one look goes by and has found so far.
+
+    Args:
+        table, heights: see `Documents._table`.
+        sums: of the words' topics, (W, K).
+        gamma: concentrations of documents that have not settled, (D, K).
+    """
+
+    table: Tensor
+    heights: Tensor
+    sums: Tensor
+    gamma: Tensor
+
+
+def _weights(gamma: Tensor) -> Tensor:
+    """exp ψ(gamma): shares up to a factor, no zeros."""
+    return torch.digamma(gamma).clamp_(min=LOWEST).exp_()
 
 
 def _ahead(point: Tensor, change: Tensor, earlier: Tensor) -> Tensor:
