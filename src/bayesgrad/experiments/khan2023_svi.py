@@ -42,14 +42,13 @@ class Task:
     tuning: tuple[int, int]
 
 
-def bound(task: Task, documents: Any, topics: np.ndarray, prior: float) -> float:
+def bound(documents: Any, topics: np.ndarray, prior: float) -> float:
     """Our bound for each word of documents that were not learned from, whoever found the topics.
 
     All methods are judged with the same prior of shares that they were trained with, and turns of documents to the same
     tolerance from the same start.
     """
-    judge = LatentDirichlet(len(topics), doc_topic_prior=prior, max_iter=1, tol=0, random_state=0)
-    judge.partial_fit(documents[:1])
+    judge = LatentDirichlet(doc_topic_prior=prior, max_doc_update_iter=TURNS, mean_change_tol=TOLERANCE)
     return float(judge.bound(documents, topics).sum() / documents.sum())
 
 
@@ -142,7 +141,7 @@ def topics(context: Context) -> Report:
         tuning = task.tuning[sweeps]
         scores = {
             priors: bound(
-                task, task.validation, trained(context, task, name, priors, tuning, 10_000)["topics"].numpy(), priors[0]
+                task.validation, trained(context, task, name, priors, tuning, 10_000)["topics"].numpy(), priors[0]
             )
             for priors in PRIORS
         }
@@ -152,7 +151,7 @@ def topics(context: Context) -> Report:
             context.say(f"{name}: {passes} passes")
             found = [trained(context, task, name, best, passes, seed) for seed in range(context.seeds)]
             times.append([float(run["seconds"]) for run in found])
-            values.append([bound(task, task.test, run["topics"].numpy(), best[0]) for run in found])
+            values.append([bound(task.test, run["topics"].numpy(), best[0]) for run in found])
             mean, error = mean_and_error(values[-1])
             taken = f"{np.mean(times[-1]):.1f}"
             rows.append([name, f"{best[0]:g}, {best[1]:g}", f"{passes}", taken, f"{mean:.4f} ± {error:.4f}"])
@@ -191,9 +190,7 @@ def topics(context: Context) -> Report:
     for place in np.argsort(-weight):
         words = [corpus.vocabulary[i] for i in np.argsort(-shown[place])[:10]]
         listed.append([f"{100 * weight[place]:.1f} %", ", ".join(words)])
-    report.add_table(
-        f"Topics of SVI, seed 0: their part of all words, and the {10} likeliest", ["part", "words"], listed
-    )
+    report.add_table("Topics of SVI, seed 0: their part of all words, and the ten likeliest", ["part", "words"], listed)
     plots.lines(context.folder / "svi.png", {"held-out bound for each word, nats": curves}, "CPU seconds of training")
     report.add_figure("svi.png", "The bound on documents that were not learned from against time; one thread each.")
     report.settings["protocol"] = (
