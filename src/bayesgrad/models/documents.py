@@ -166,7 +166,7 @@ class Documents(Collapsed):
                 all_gamma[rows[done]] = gamma[done]
                 if not len(left):
                     return left
-            if turn >= 2 * EVERY:
+            if 2 * EVERY <= turn < self.turns:
                 gamma = _ahead(gamma, change, before - older).clamp_(min=self.prior)
             if len(left) < 0.75 * len(rows):
                 rows, counts, gamma, before, moving = (part[left] for part in (rows, counts, gamma, before, moving))
