@@ -205,9 +205,9 @@ def test_bounds_are_scikit_learns_where_both_are_exact() -> None:
 
 
 def test_a_whole_step_of_a_stream_is_a_sweep() -> None:
-    X, settings = corpus(), dict(random_state=0, doc_topic_prior=ALPHA, topic_word_prior=ETA)
+    X, settings = corpus(), dict(method="batch", random_state=0, doc_topic_prior=ALPHA, topic_word_prior=ETA)
     stream = LatentDirichlet(3, learning_offset=0.0, learning_decay=1.0, **settings).partial_fit(X)
-    sweep = LatentDirichlet(3, method="batch", max_iter=1, tol=0, **settings).fit(X)
+    sweep = LatentDirichlet(3, max_iter=1, tol=0, **settings).fit(X)
     assert np.array_equal(stream.components_, sweep.components_)
     assert stream.elbos_ == [sweep.elbos_[0]]
 

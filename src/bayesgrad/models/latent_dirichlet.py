@@ -52,7 +52,7 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         tol: a change of the bound, for each word, that ends them; 0 takes all, and `"svi"` then looks at the bound at
             the end only.
         n_init: starts, of which the one with the greatest bound is kept.
-        random_state: as in scikit-learn; topics and documents start as they do there.
+        random_state: as in scikit-learn; topics start as they do there, and so do documents of `"svi"`.
         progress: whether a line is kept up to date; None: in a terminal, after two seconds.
 
     Attributes:
@@ -76,7 +76,7 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
     Reference: 002, section 5.3; Blei, Ng and Jordan, 2003; Hoffman, Blei and Bach, 2010.
     Differs from scikit-learn: `"svi"` shuffles; `score` and `perplexity` are of documents given what is known of the
     topics, so that the topics' divergence from their prior, a cost of the data they were learned from, is no part of
-    them; `"batch"` goes on with a document from where it was in the last sweep.
+    them; in `"batch"` documents start with even shares, and keep those of the last sweep where they were better.
     Checked by: tests/equations/test_latent_dirichlet.py, tests/contract/test_latent_dirichlet.py.
     """
 
@@ -188,7 +188,9 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         return [Prior(topics, DIRICHLET.of(like_one))]
 
     def _evidence(self, data: Counts, nodes: Sequence[Node], scale: float = 1.0) -> Documents:
-        drawn = self._random.gamma(100.0, 0.01, (len(data), self.n_components))
+        # Sweeps see a document again and again: the same random start would lead it to the same bad maximum.
+        shape = len(data), self.n_components
+        drawn = self._random.gamma(100.0, 0.01, shape) if self.method == "svi" else np.ones(shape)
         return self._documents(data, nodes[0], torch.as_tensor(drawn), scale)
 
     def _documents(self, data: Counts, topics: Node, start: Tensor, scale: float = 1.0) -> Documents:
