@@ -146,10 +146,11 @@ class NormalWishart(Family):
 
     def ordinary(self, natural: Parameters) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Location m0, confidence κ (of how many observations m0 is worth), degrees of freedom nu, scale V."""
-        location, confidence, wishart = self._parts(natural)
+        location, confidence, wishart = self.parts(natural)
         return location, confidence, *Wishart().ordinary(wishart)
 
-    def _parts(self, natural: Parameters) -> tuple[Tensor, Tensor, Parameters]:
+    def parts(self, natural: Parameters) -> tuple[Tensor, Tensor, Parameters]:
+        """Location, confidence, and λ of the precision's own Wishart distribution."""
         confidence = -2 * natural[1]
         location = natural[0] / confidence[..., None]
         return location, confidence, (natural[3] - 0.5, natural[2] + confidence[..., None, None] * _outer(location) / 2)
@@ -163,11 +164,11 @@ class NormalWishart(Family):
         return x[..., 0], x[..., 1:]
 
     def log_partition(self, natural: Parameters) -> Tensor:
-        location, confidence, wishart = self._parts(natural)
+        location, confidence, wishart = self.parts(natural)
         return Wishart().log_partition(wishart) + location.shape[-1] / 2 * (LOG_2PI - confidence.log())
 
     def mean(self, natural: Parameters) -> Parameters:
-        location, confidence, wishart = self._parts(natural)
+        location, confidence, wishart = self.parts(natural)
         volume, precision = Wishart().mean(wishart)
         push = (precision @ location[..., None])[..., 0]
         return push, location.shape[-1] / confidence + (location * push).sum(-1), precision, volume
@@ -184,7 +185,7 @@ class NormalWishart(Family):
     def inside(self, natural: Parameters) -> Tensor:
         positive = natural[1] < 0
         safe = (natural[0], torch.where(positive, natural[1], -0.5), *natural[2:])
-        return positive & Wishart().inside(self._parts(safe)[2]) & torch.isfinite(natural[0]).all(-1)
+        return positive & Wishart().inside(self.parts(safe)[2]) & torch.isfinite(natural[0]).all(-1)
 
     def statistics(self, x: Tensor) -> Parameters:
         mean, precision = self.unpack(x)
@@ -204,7 +205,7 @@ class NormalWishart(Family):
         return _NormalWishart(*self.ordinary(natural))
 
     def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
-        location, confidence, wishart = self._parts(natural)
+        location, confidence, wishart = self.parts(natural)
         root = Wishart()._root(wishart, count, generator)
         noise = _normal(tuple(root.shape[:-1]), root, generator) / confidence.sqrt()[..., None]
         mean = location + torch.linalg.solve_triangular(root.mT, noise[..., None], upper=True)[..., 0]
