@@ -49,8 +49,21 @@ class Covariance(ABC):
     family: ClassVar[Family]
 
     @abstractmethod
-    def features(self, columns: Tensor, blur: float) -> Tensor:
-        """(D, n); squares are those of x + e, with e ~ N(0, blur I), in expectation."""
+    def width(self, size: int) -> int:
+        """D, how many features a row of P columns has."""
+
+    @abstractmethod
+    def fill(self, squares: Tensor, columns: Tensor, blur: float) -> None:
+        """Writes the features beyond x, (D - P - 1, n): squares of x + e, e ~ N(0, blur I), in expectation."""
+
+    def features(self, columns: Tensor, blur: float, out: Tensor | None = None) -> Tensor:
+        """(D, n), into `out` where it is given: touching new memory takes longer than the sums do."""
+        size, count = columns.shape
+        out = columns.new_empty(self.width(size), count) if out is None else out[:, :count]
+        out[0] = 1
+        out[1 : size + 1] = columns
+        self.fill(out[size + 1 :], out[1 : size + 1], blur)
+        return out
 
     @abstractmethod
     def coefficients(self, mean: Parameters) -> Tensor:
@@ -84,6 +97,10 @@ class Covariance(ABC):
     def shape(self, components: int, size: int) -> tuple[int, ...]:
         """Of covariances, as scikit-learn has them."""
 
+    def chunks(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Rows as columns, (P, n) each, as many at a time as have CHUNK features."""
+        return rows.mT.split(max(256, CHUNK // self.width(rows.shape[1])), 1)
+
     def ordered(self, natural: Parameters, order: Tensor) -> Parameters:
         """λ with the components in another order."""
         return tuple(part[order] for part in natural)
@@ -116,12 +133,15 @@ class Full(Covariance):
 
     family = NormalWishart()
 
-    def features(self, columns: Tensor, blur: float) -> Tensor:
-        squares = [columns[i : i + 1] * columns[i:] for i in range(len(columns))]
-        found = torch.cat([torch.ones_like(columns[:1]), columns, *squares])
-        if blur:
-            found[1 + len(columns) + _triangle(len(columns)).diagonal] += blur
-        return found
+    def width(self, size: int) -> int:
+        return 1 + size + size * (size + 1) // 2
+
+    def fill(self, squares: Tensor, columns: Tensor, blur: float) -> None:
+        size, place = len(columns), 0
+        for i in range(size):
+            torch.mul(columns[i : i + 1], columns[i:], out=squares[place : place + size - i])
+            squares[place] += blur
+            place += size - i
 
     def coefficients(self, mean: Parameters) -> Tensor:
         push, square, precision, volume = mean
@@ -203,8 +223,11 @@ class Diag(Covariance):
 
     family = NormalWishart()
 
-    def features(self, columns: Tensor, blur: float) -> Tensor:
-        return torch.cat([torch.ones_like(columns[:1]), columns, columns.square() + blur])
+    def width(self, size: int) -> int:
+        return 1 + 2 * size
+
+    def fill(self, squares: Tensor, columns: Tensor, blur: float) -> None:
+        torch.square(columns, out=squares).add_(blur)
 
     def coefficients(self, mean: Parameters) -> Tensor:
         push, square, precision, volume = mean
@@ -245,9 +268,11 @@ class Spherical(Covariance):
 
     family = TiedNormalWishart()
 
-    def features(self, columns: Tensor, blur: float) -> Tensor:
-        square = columns.square().sum(0, keepdim=True) + len(columns) * blur
-        return torch.cat([torch.ones_like(square), columns, square])
+    def width(self, size: int) -> int:
+        return 2 + size
+
+    def fill(self, squares: Tensor, columns: Tensor, blur: float) -> None:
+        squares[0] = columns.square().sum(0) + len(columns) * blur
 
     def coefficients(self, mean: Parameters) -> Tensor:
         push, square, precision, volume = mean
@@ -312,8 +337,8 @@ class Mixture(Collapsed):
     ) -> None:
         super().__init__(weights, components, scale=scale)
         self.covariance, self.blur, self.size = covariance, blur, rows.shape[1]
-        self.columns = list(chunks(rows))
-        self._kept = [covariance.features(part, blur) for part in self.columns] if len(self.columns) == 1 else None
+        self.columns = covariance.chunks(rows)
+        self._kept = [covariance.features(self.columns[0], blur)] if len(self.columns) == 1 else None
 
     def look(self) -> tuple[Tensor, Mapping[Node, Parameters]]:
         weights, components = self.nodes
@@ -329,13 +354,9 @@ class Mixture(Collapsed):
         return total, {weights: (sums[:, 0],), components: self.covariance.message(sums, self.size)}
 
     def _features(self) -> Iterator[Tensor]:
-        return (self.covariance.features(part, self.blur) for part in self.columns)
-
-
-def chunks(rows: Tensor) -> tuple[Tensor, ...]:
-    """Rows as columns, (P, n) each, a few at a time."""
-    size = rows.shape[1]
-    return rows.mT.split(max(256, CHUNK // (size * (size + 3) // 2 + 1)), 1)
+        first = self.columns[0]
+        buffer = first.new_empty(self.covariance.width(self.size), first.shape[1])
+        return (self.covariance.features(part, self.blur, buffer) for part in self.columns)
 
 
 class _Triangle(NamedTuple):
@@ -344,13 +365,11 @@ class _Triangle(NamedTuple):
     Args:
         packed: of its entries in the flat matrix, (P (P + 1)/2,).
         unpacked: of the flat matrix's entries among them, (P P,).
-        diagonal: of the diagonal's among them, (P,).
         weight: of each in -x'Λx/2.
     """
 
     packed: Tensor
     unpacked: Tensor
-    diagonal: Tensor
     weight: Tensor
 
 
@@ -360,7 +379,7 @@ def _triangle(size: int) -> _Triangle:
     place = torch.empty(size, size, dtype=torch.long)
     place[row, column] = place[column, row] = torch.arange(len(row))
     weight = torch.where(row == column, -0.5, -1.0).to(torch.float64)
-    return _Triangle(row * size + column, place.flatten(), place.diagonal().clone(), weight)
+    return _Triangle(row * size + column, place.flatten(), weight)
 
 
 COVARIANCES: dict[str, Covariance] = {"full": Full(), "tied": Tied(), "diag": Diag(), "spherical": Spherical()}

@@ -17,7 +17,7 @@ from torch import Tensor
 from bayesgrad.families import Dirichlet, Family, Parameters, Point
 from bayesgrad.inference import Collapsed, Factor, Node, Prior
 from bayesgrad.models.arrays import as_finite, as_numpy, like
-from bayesgrad.models.covariances import COVARIANCES, Covariance, Known, Mixture, chunks
+from bayesgrad.models.covariances import COVARIANCES, Covariance, Known, Mixture
 from bayesgrad.models.latent import Latent, random_rows
 
 METHODS = ("em", "vmp", "svi")
@@ -275,7 +275,7 @@ class GaussianMixture(Latent):
 
     def _sums(self, rows: Tensor, shares: Tensor) -> Tensor:
         total: Any = 0
-        columns = chunks(rows)
+        columns = self._covariance.chunks(rows)
         for part, own in zip(columns, shares.split(columns[0].shape[1], 1)):
             total = total + own @ self._covariance.features(part, self.reg_covar).mT
         return total
@@ -341,7 +341,7 @@ class GaussianMixture(Latent):
         rows = rows - self._centre.to(rows)
         known = Known(*[part.to(rows) for part in self._known()])
         weights = self._concentration().to(rows)
-        densities = [self._covariance.log_density(part, known, _is_em(self)) for part in chunks(rows)]
+        densities = [self._covariance.log_density(part, known, _is_em(self)) for part in self._covariance.chunks(rows)]
         return torch.cat(densities, 1) + (weights.log() - weights.sum().log())[:, None]
 
     def predict(self, X: Any) -> Any:
