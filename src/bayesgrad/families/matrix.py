@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -153,7 +154,9 @@ class NormalWishart(Family):
         """Location, confidence, and λ of the precision's own Wishart distribution."""
         confidence = -2 * natural[1]
         location = natural[0] / confidence[..., None]
-        return location, confidence, (natural[3] - 0.5, natural[2] + confidence[..., None, None] * _outer(location) / 2)
+        root = location * confidence[..., None].sqrt()
+        square = torch.addcmul(natural[2], root[..., :, None], root[..., None, :], value=0.5)
+        return location, confidence, (natural[3] - 0.5, square)
 
     def pack(self, mean: Tensor, precision: Tensor) -> Tensor:
         """[m Λ]."""
@@ -247,7 +250,12 @@ class _NormalWishart(Distribution):
 
 def _halves(half: Tensor, size: int) -> Tensor:
     """(nu + 1 - i)/2 for i = P..1, (..., P), of which `half` is the first: (nu - P + 1)/2 = λ_1 + 1."""
-    return half[..., None] + torch.arange(size, dtype=half.dtype, device=half.device) / 2
+    return half[..., None] + _steps(size, half.dtype, half.device)
+
+
+@cache
+def _steps(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.arange(size, dtype=dtype, device=device) / 2
 
 
 def _log_det(matrix: Tensor) -> Tensor:

@@ -17,6 +17,8 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 
 import torch
 from torch import Tensor
@@ -235,13 +237,14 @@ def _mentions(factor: Factor, node: Node) -> bool:
 
 def _scaled(node: Node, factor: Factor) -> Parameters:
     ratio = factor.scale / node.scale
-    return node.spread(ratio, factor.message(node))
+    own = factor.message(node)
+    return own if isinstance(ratio, float) and ratio == 1 else node.spread(ratio, own)
 
 
 def _added(node: Node, messages: Sequence[Parameters]) -> Parameters:
     if not messages:
         raise ValueError(f"no factor mentions {node}: it has nothing to learn from.")
-    return tuple(torch.stack(torch.broadcast_tensors(*parts)).sum(0) for parts in zip(*messages))
+    return tuple(reduce(add, parts) for parts in zip(*messages))
 
 
 def _rate(rho: Rho, node: Node, count: int) -> float:
@@ -261,7 +264,7 @@ def _direction(node: Node, factors: Sequence[Factor], rate: float, sites: Sites 
     if sites is None:
         gradient = node.family.entropy_gradient(node.natural)
         return tuple(a + b for a, b in zip(message(node, factors), gradient))
-    if any(part.any() for part in node.family.base_gradient(node.natural)):
+    if not node.family.flat and any(part.any() for part in node.family.base_gradient(node.natural)):
         raise ValueError(f"{node} has a base measure that its λ does not fade with: leave sites=None.")
     target = sites.update(node, factors, rate)
     return tuple((new - old) / rate for old, new in zip(node.natural, target))
@@ -271,9 +274,7 @@ def _moved(node: Node, direction: Parameters, rate: float, domain: str, drift: P
     family, natural = node.family, node.natural
     if domain == "retract" and drift is None and hasattr(family, "retract"):
         return family.retract(natural, direction, rate)  # pyright: ignore[reportAttributeAccessIssue]
-    plates = family.plates(natural)
-    size = torch.full(plates, float(rate), dtype=natural[0].dtype, device=natural[0].device)
-    moved = natural
+    size: float | Tensor = rate
     for _ in range(HALVINGS):
         change = node.spread(size, direction)
         if drift is not None:
@@ -284,7 +285,8 @@ def _moved(node: Node, direction: Parameters, rate: float, domain: str, drift: P
             return moved
         if domain == "refuse":
             break
-        size = torch.where(inside, size, size / 2)
+        whole = size if isinstance(size, Tensor) else natural[0].new_full(family.plates(natural), size)
+        size = torch.where(inside, whole, whole / 2)
     raise OutsideDomain(
         f"a step of rho = {rate:g} leaves the parameters of {node}, and no shorter one was found: take a smaller rho, "
         "domain='retract' for a Gaussian, or a factor with a concave logarithm."

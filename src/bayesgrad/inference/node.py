@@ -65,7 +65,7 @@ class Node:
     @property
     def entropy(self) -> Tensor:
         """What the node adds to the bound, a number."""
-        return (self.scale * self.family.entropy(self._natural)).sum()
+        return (self.scale * self.family.entropy(self._natural, self.mean)).sum()
 
     def distribution(self) -> torch.distributions.Distribution:
         return self.family.to_distribution(self._natural)
