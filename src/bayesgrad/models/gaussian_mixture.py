@@ -361,7 +361,7 @@ class GaussianMixture(Latent):
 
     def score(self, X: Any, y: Any = None) -> float:
         """The mean of `score_samples`."""
-        return float(self.score_samples(X).mean())
+        return self._log_joint(X).logsumexp(0).mean().item()
 
     def sample(self, n_samples: int = 1) -> tuple[Any, Any]:
         """New rows (n, P) and their components (n,), component by component; of beliefs averaged over them."""
