@@ -97,6 +97,7 @@ class Latent(BaseEstimator, ABC):
         random = check_random_state(self.random_state)
         best: tuple[list[Node], Result] | None = None
         failure: OutsideDomain | None = None
+        interrupted = False
         for _ in range(self.n_init):
             try:
                 nodes = self._start(data, random)
@@ -104,9 +105,15 @@ class Latent(BaseEstimator, ABC):
             except OutsideDomain as error:
                 failure = error
                 continue
+            except KeyboardInterrupt:
+                if best is None:
+                    raise
+                interrupted = True
+                break
             if best is None or result.elbo > best[1].elbo:
                 best = nodes, result
             if result.interrupted:
+                interrupted = True
                 break
         if best is None:
             raise ValueError(f"no start of {self.n_init} led to a distribution: {failure}") from failure
@@ -115,7 +122,7 @@ class Latent(BaseEstimator, ABC):
         self.elbos_, self.elbo_ = result.elbos, result.elbo
         self.n_iter_, self.converged_ = result.steps, result.converged
         self._publish(self._nodes)
-        if result.interrupted:
+        if interrupted:
             warnings.warn(
                 f"the fit was interrupted after {result.steps} sweeps: the best parameters so far are kept.",
                 stacklevel=2,
@@ -164,6 +171,7 @@ class Latent(BaseEstimator, ABC):
         whole = [*self._priors(nodes), self._evidence(data, nodes)]
         elbos, count = [float(elbo(nodes, whole))], 0
         for _ in range(self.max_iter):
+            before = [node.natural for node in nodes]
             try:
                 order = random.permutation(len(data))
                 for rows in np.array_split(order, max(1, round(len(data) / self.batch_size))):
@@ -171,6 +179,8 @@ class Latent(BaseEstimator, ABC):
                     self._move(nodes, data[rows], count, len(data) / len(rows))
                 elbos.append(float(elbo(nodes, whole)))
             except KeyboardInterrupt:
+                for node, natural in zip(nodes, before):
+                    node.natural = natural
                 return Result(elbos, False, True)
             if abs(elbos[-1] - elbos[-2]) <= self.tol * self._units(data):
                 return Result(elbos, True)
