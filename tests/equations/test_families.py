@@ -250,3 +250,14 @@ def test_wrong_parameters_are_refused(case: Case) -> None:
         case.family.check((*natural, natural[0]))
     with pytest.raises(ValueError, match="NaN or infinity"):
         case.family.check((natural[0] * float("nan"), *natural[1:]))
+
+
+@every
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_not_inside(case: Case, value: float) -> None:
+    """In any parameter of one of three variables: the others stay inside."""
+    natural = case.natural()
+    for place in range(len(natural)):
+        wrong = [part.clone() for part in natural]
+        wrong[place][1] = value
+        assert case.family.inside(tuple(wrong)).tolist() == [True, False, True]

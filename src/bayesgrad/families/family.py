@@ -87,8 +87,8 @@ class Family(ABC):
 
     @property
     def flat(self) -> bool:
-        """Whether `base_gradient` is known to be zero."""
-        return type(self).base_gradient is Family.base_gradient
+        """Whether log h is zero."""
+        return type(self).base is Family.base and type(self).base_gradient is Family.base_gradient
 
     def base_gradient(self, natural: Parameters) -> Parameters:
         """∇_μ E_q[log h(x)]."""
@@ -110,7 +110,8 @@ class Family(ABC):
     def entropy(self, natural: Parameters, mean: Parameters | None = None) -> Tensor:
         """A(λ) - ⟨λ, μ⟩ - E[log h], (plates); with μ where it is known."""
         inner = self.dot(natural, self.mean(natural) if mean is None else mean)
-        return self.log_partition(natural) - inner - self.base(natural)
+        entropy = self.log_partition(natural) - inner
+        return entropy if self.flat else entropy - self.base(natural)
 
     def entropy_gradient(self, natural: Parameters) -> Parameters:
         """∇_μ H = -λ - ∇_μ E[log h], the natural gradient of the entropy (002, Eq. 64)."""

@@ -14,7 +14,7 @@ from torch.distributions.constraints import Constraint
 
 from bayesgrad.families.digamma import gap, gap_slope, solve_falling
 from bayesgrad.families.family import Family, Parameters
-from bayesgrad.families.gaussian import LOG_2PI, Gaussian, _cholesky, _normal
+from bayesgrad.families.gaussian import LOG_2PI, _cholesky, _definite, _normal
 from bayesgrad.families.positive import log_gamma_draws
 
 LOG_2 = math.log(2)
@@ -86,8 +86,7 @@ class Wishart(Family):
         return half - 1, -(half + (P - 1) / 2)[..., None, None] * inverse
 
     def inside(self, natural: Parameters) -> Tensor:
-        zero = torch.zeros_like(natural[1][..., 0])
-        return Gaussian().inside((zero, natural[1])) & (natural[0] > -1) & torch.isfinite(natural[0])
+        return _definite(-2 * natural[1]) & (natural[0] > -1) & (natural[0] < math.inf)
 
     def statistics(self, x: Tensor) -> Parameters:
         return torch.linalg.slogdet(x)[1], x
@@ -186,9 +185,8 @@ class NormalWishart(Family):
         return confidence[..., None] * location, -confidence / 2, spread, degrees + 0.5
 
     def inside(self, natural: Parameters) -> Tensor:
-        positive = natural[1] < 0
-        safe = (natural[0], torch.where(positive, natural[1], -0.5), *natural[2:])
-        return positive & Wishart().inside(self.parts(safe)[2]) & torch.isfinite(natural[0]).all(-1)
+        # Where the confidence is not positive, or a location not finite, the scale is NaN, and so not inside.
+        return (natural[1] < 0) & Wishart().inside(self.parts(natural)[2])
 
     def statistics(self, x: Tensor) -> Parameters:
         mean, precision = self.unpack(x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -80,10 +81,8 @@ class TiedNormalWishart(Family):
         return first, -confidence / 2, inverse - first.mT @ location / 2, degrees + confidence.shape[-1] / 2
 
     def inside(self, natural: Parameters) -> Tensor:
-        positive = natural[1] < 0
-        safe = (natural[0], torch.where(positive, natural[1], -0.5), *natural[2:])
-        finite = torch.isfinite(natural[0]).flatten(-2).all(-1)
-        return positive.all(-1) & Wishart().inside(self.parts(safe)[2]) & finite
+        confident = ((natural[1] < 0) & (natural[1] > -math.inf)).all(-1)
+        return confident & Wishart().inside(self.parts(natural)[2])
 
     def statistics(self, x: Tensor) -> Parameters:
         mean, precision = self.unpack(x)

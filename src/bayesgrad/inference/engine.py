@@ -50,7 +50,7 @@ def message(node: Node, factors: Iterable[Factor]) -> Parameters:
 
 def elbo(nodes: Iterable[Node], factors: Iterable[Factor]) -> Tensor:
     """E_q[log p(data, x)] + H(q), complete: of a conjugate model, at its posterior, the log evidence."""
-    values = [(factor.scale * factor.value()).sum() for factor in factors]
+    values = [_times(factor.scale, factor.value()).sum() for factor in factors]
     return torch.stack([*values, *[node.entropy for node in nodes]]).sum()
 
 
@@ -93,8 +93,6 @@ def step(
         ready = {node: _direction(node, factors, rate, sites) for node, rate in zip(nodes, rates)}
     for node, rate in zip(nodes, rates):
         direction = ready[node] if ready else _direction(node, factors, rate, sites)
-        if any(not torch.isfinite(part).all() for part in direction):
-            raise OutsideDomain(f"the messages to {node} hold NaN or infinity: look at the data and the start.")
         before = node.natural
         drift = None
         if momentum and node.previous is not None:
@@ -241,6 +239,10 @@ def _scaled(node: Node, factor: Factor) -> Parameters:
     return own if isinstance(ratio, float) and ratio == 1 else node.spread(ratio, own)
 
 
+def _times(scale: float | Tensor, value: Tensor) -> Tensor:
+    return value if isinstance(scale, float) and scale == 1 else scale * value
+
+
 def _added(node: Node, messages: Sequence[Parameters]) -> Parameters:
     if not messages:
         raise ValueError(f"no factor mentions {node}: it has nothing to learn from.")
@@ -273,16 +275,18 @@ def _direction(node: Node, factors: Sequence[Factor], rate: float, sites: Sites 
 def _moved(node: Node, direction: Parameters, rate: float, domain: str, drift: Parameters | None) -> Parameters:
     family, natural = node.family, node.natural
     if domain == "retract" and drift is None and hasattr(family, "retract"):
+        _check_finite(node, direction)
         return family.retract(natural, direction, rate)  # pyright: ignore[reportAttributeAccessIssue]
     size: float | Tensor = rate
     for _ in range(HALVINGS):
-        change = node.spread(size, direction)
+        change = direction if isinstance(size, float) and size == 1 else node.spread(size, direction)
         if drift is not None:
             change = tuple(a + b for a, b in zip(change, node.spread(size / rate, drift)))
         moved = tuple(a + b for a, b in zip(natural, change))
         inside = family.inside(moved)
         if inside.all():
             return moved
+        _check_finite(node, direction)
         if domain == "refuse":
             break
         whole = size if isinstance(size, Tensor) else natural[0].new_full(family.plates(natural), size)
@@ -293,6 +297,11 @@ def _moved(node: Node, direction: Parameters, rate: float, domain: str, drift: P
         if domain != "refuse"
         else f"a step of rho = {rate:g} leaves the parameters of {node}: take a smaller rho or domain='backtrack'."
     )
+
+
+def _check_finite(node: Node, direction: Parameters) -> None:
+    if any(not torch.isfinite(part).all() for part in direction):
+        raise OutsideDomain(f"the messages to {node} hold NaN or infinity: look at the data and the start.")
 
 
 def _height(nodes: Sequence[Node], factors: Sequence[Factor]) -> Tensor:

@@ -114,7 +114,7 @@ class Prior(Factor):
     def value(self) -> Tensor:
         (node,), family = self.nodes, self.nodes[0].family
         inner = family.dot(self.natural, node.mean) - self._log_partition
-        return (inner + family.base(node.natural)).sum()
+        return (inner if family.flat else inner + family.base(node.natural)).sum()
 
     def at_mean(self) -> Tensor:
         (node,) = self.nodes

@@ -151,7 +151,7 @@ class Full(Covariance):
 
     def message(self, sums: Tensor, size: int) -> Parameters:
         half = sums[:, 0] / 2
-        square = sums[:, _triangle(size).unpacked + size + 1].view(-1, size, size)
+        square = sums[:, _triangle(size).unpacked].view(-1, size, size)
         return sums[:, 1 : size + 1], -half, square / -2, half
 
     def prior(self, location: Tensor, confidence: float, degrees: float, spread: Tensor, count: int) -> Parameters:
@@ -364,7 +364,7 @@ class _Triangle(NamedTuple):
 
     Args:
         packed: of its entries in the flat matrix, (P (P + 1)/2,).
-        unpacked: of the flat matrix's entries among them, (P P,).
+        unpacked: of the flat matrix's entries among the features, (P P,).
         weight: of each in -x'Λx/2.
     """
 
@@ -379,7 +379,7 @@ def _triangle(size: int) -> _Triangle:
     place = torch.empty(size, size, dtype=torch.long)
     place[row, column] = place[column, row] = torch.arange(len(row))
     weight = torch.where(row == column, -0.5, -1.0).to(torch.float64)
-    return _Triangle(row * size + column, place.flatten(), weight)
+    return _Triangle(row * size + column, place.flatten() + size + 1, weight)
 
 
 COVARIANCES: dict[str, Covariance] = {"full": Full(), "tied": Tied(), "diag": Diag(), "spherical": Spherical()}
