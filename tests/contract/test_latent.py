@@ -108,6 +108,20 @@ def test_interrupted_passes_keep_the_last_whole_one(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_progress_is_shown_where_it_is_wanted(
+    method: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter(range(0, 10_000, 10))
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    model(method, max_iter=3, tol=0, progress=True).fit(X)
+    shown = capsys.readouterr().err
+    assert "step 1/3, bound" in shown
+    assert shown.endswith("\n")
+    model(method, max_iter=3, tol=0).fit(X)  # no terminal
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_streams_keep_no_data(method: str) -> None:
     """The pickle has one number more for each batch, and nothing holds on to rows."""
     stream, sizes = model(method), []

@@ -185,7 +185,7 @@ def run(
     if not steps >= 1:
         raise ValueError(f"steps must be at least 1, got {steps!r}.")
     nodes = [nodes] if isinstance(nodes, Node) else list(nodes)
-    elbos, shown = [float(elbo(nodes, factors))], _Line(progress, steps)
+    elbos, shown = [float(elbo(nodes, factors))], Line(progress, steps)
     converged = interrupted = False
     for count in range(steps):
         before = [node.natural for node in nodes]
@@ -331,7 +331,7 @@ def _search(nodes: Sequence[Node], factors: Sequence[Factor], node: Node, before
     node.natural = before
 
 
-class _Line:
+class Line:
     """One line for people, where something takes more than two seconds."""
 
     def __init__(self, wanted: bool | None, steps: int) -> None:

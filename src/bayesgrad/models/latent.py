@@ -14,6 +14,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_random_state
 
 from bayesgrad.inference import Collapsed, Factor, Node, OutsideDomain, Result, elbo, run, step
+from bayesgrad.inference.engine import Line
 
 
 class Latent(BaseEstimator, ABC):
@@ -169,7 +170,7 @@ class Latent(BaseEstimator, ABC):
     def _passes(self, data: Any, nodes: list[Node], random: np.random.RandomState) -> Result:
         """Passes over batches; the bound of all data is looked at after each."""
         whole = [*self._priors(nodes), self._evidence(data, nodes)]
-        elbos, count = [float(elbo(nodes, whole))], 0
+        elbos, count, shown = [float(elbo(nodes, whole))], 0, Line(self.progress, self.max_iter)
         for _ in range(self.max_iter):
             before = [node.natural for node in nodes]
             try:
@@ -178,13 +179,16 @@ class Latent(BaseEstimator, ABC):
                     count += 1
                     self._move(nodes, data[rows], count, len(data) / len(rows))
                 elbos.append(float(elbo(nodes, whole)))
+                shown.show(len(elbos) - 1, elbos[-1])
             except KeyboardInterrupt:
+                shown.end()
                 for node, natural in zip(nodes, before):
                     node.natural = natural
                 return Result(elbos, False, True)
             if abs(elbos[-1] - elbos[-2]) <= self.tol * self._units(data):
-                return Result(elbos, True)
-        return Result(elbos, False)
+                break
+        shown.end()
+        return Result(elbos, abs(elbos[-1] - elbos[-2]) <= self.tol * self._units(data))
 
     def _move(self, nodes: list[Node], data: Any, count: int, scale: float) -> float:
         """One step by a batch; the bound that it estimated before."""
