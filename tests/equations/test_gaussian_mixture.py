@@ -298,6 +298,24 @@ def test_data_far_from_zero_lose_no_digits(kind: str, method: str) -> None:
     near(far.means_ - 2.0**30, near_zero.means_, atol=1e-6)
 
 
+@every
+def test_components_too_far_apart_for_float64_are_told(kind: str) -> None:
+    """At 1e4 deviations eight digits are left; at 1e7 fewer than four, and a warning."""
+    rows = np.random.default_rng(0).normal(size=(200, 2))
+    for far in (1e4, 1e7):
+        rows[100:, 0] += far
+        apart = GaussianMixture(2, covariance_type=kind, reg_covar=0)
+        if far < 1e6:
+            apart.fit(rows)
+        else:
+            with pytest.warns(UserWarning, match="fewer than four digits of its covariance are left"):
+                apart.fit(rows)
+        peer = Peer(n_components=2, covariance_type="full", reg_covar=0, random_state=0).fit(rows)
+        if kind == "full" and far < 1e6:
+            near(np.sort(np.linalg.det(apart.covariances_)), np.sort(np.linalg.det(peer.covariances_)), atol=1e-6)
+        rows[100:, 0] -= far
+
+
 @pytest.mark.parametrize("method", ["em", "vmp"])
 def test_units_do_not_matter(method: str) -> None:
     """Columns in other units: the same shares, and a bound that moves by n log |A|."""

@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from bayesgrad.families import Family, NormalWishart, Parameters, TiedNormalWishart
+from bayesgrad.families import NormalWishart, Parameters, TiedNormalWishart
 from bayesgrad.families.gaussian import LOG_2PI
 from bayesgrad.inference import Collapsed, Node
 
@@ -46,7 +46,7 @@ class Covariance(ABC):
     so that what is done for each row is done along the last dimension.
     """
 
-    family: ClassVar[Family]
+    family: ClassVar[NormalWishart | TiedNormalWishart]
 
     @abstractmethod
     def width(self, size: int) -> int:
@@ -105,6 +105,12 @@ class Covariance(ABC):
         """λ with the components in another order."""
         return tuple(part[order] for part in natural)
 
+    def distance(self, natural: Parameters) -> float:
+        """The largest root mean square of a column of a component, in its deviations: of its square, digits are lost
+        where the latter is found from the former."""
+        own = self.family.parts(natural)[2][1].diagonal(dim1=-2, dim2=-1)
+        return (natural[2].diagonal(dim1=-2, dim2=-1) / own).max().sqrt().item()
+
     def free(self, known: Known, size: int) -> Tensor:
         """Degrees of freedom of the t distribution that a new row has, (K,)."""
         return known.degrees
@@ -160,7 +166,7 @@ class Full(Covariance):
         return first, -half, -(spread + first[:, None] * location) / 2, location.new_tensor((degrees - P) / 2)
 
     def known(self, natural: Parameters) -> Known:
-        location, confidence, (half, spread) = NormalWishart().parts(natural)
+        location, confidence, (half, spread) = self.family.parts(natural)
         return Known(location, confidence, 2 * half + location.shape[-1] + 1, 2 * natural[3], -2 * spread)
 
     def whitened(self, columns: Tensor, known: Known) -> tuple[Tensor, Tensor]:
@@ -203,7 +209,7 @@ class Tied(Full):
         return first, -half, square, location.new_tensor((degrees - P - 1 + count) / 2)
 
     def known(self, natural: Parameters) -> Known:
-        location, confidence, (half, spread) = TiedNormalWishart().parts(natural)
+        location, confidence, (half, spread) = self.family.parts(natural)
         degrees, count = 2 * half + location.shape[-1] + 1, 2 * natural[3]
         return Known(location, confidence, degrees.expand(len(location)), count.expand(len(location)), -2 * spread)
 
@@ -244,7 +250,7 @@ class Diag(Covariance):
         return (confidence * location)[:, None], -half, square[:, None, None], torch.full_like(half, (degrees - 1) / 2)
 
     def known(self, natural: Parameters) -> Known:
-        location, confidence, (half, spread) = NormalWishart().parts(natural)
+        location, confidence, (half, spread) = self.family.parts(natural)
         count = 2 * natural[3][:, 0]
         return Known(location[..., 0], confidence[:, 0], 2 * half[:, 0] + 2, count, -2 * spread[..., 0, 0])
 
@@ -290,7 +296,7 @@ class Spherical(Covariance):
         return (confidence * location)[:, None], -half, square.view(1, 1), freedom
 
     def known(self, natural: Parameters) -> Known:
-        location, confidence, (half, spread) = TiedNormalWishart().parts(natural)
+        location, confidence, (half, spread) = self.family.parts(natural)
         return Known(location[..., 0], confidence[:, 0], 2 * half + 2, 2 * natural[3], -2 * spread[:, 0, 0])
 
     def whitened(self, columns: Tensor, known: Known) -> tuple[Tensor, Tensor]:

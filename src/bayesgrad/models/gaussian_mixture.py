@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from bayesgrad.models.covariances import COVARIANCES, Covariance, Known, Mixture
 from bayesgrad.models.latent import Latent, random_rows
 
 METHODS = ("em", "vmp", "svi")
+FAR = 1e6  # deviations: its square times the precision of a float64 is 2e-4
 STARTS = ("kmeans", "k-means++", "random", "random_from_data")
 PRIORS = (
     "weight_concentration_prior",
@@ -306,6 +308,13 @@ class GaussianMixture(Latent):
             order = weights.natural[0].argsort(descending=True, stable=True)
             weights.natural = (weights.natural[0][order],)
             components.natural = self._covariance.ordered(components.natural, order)
+        distance = self._covariance.distance(components.natural)
+        if not distance < FAR:
+            warnings.warn(
+                f"rows of a component are {distance:.0e} of its deviations from the mean of X: fewer than four digits "
+                "of its covariance are left. Fit groups that far apart one by one, or raise reg_covar.",
+                stacklevel=3,
+            )
         known, concentration = self._known(), self._concentration()
         count = known.weight if _is_em(self) else known.degrees
         if self.covariance_type == "tied":
