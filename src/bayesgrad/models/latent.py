@@ -14,6 +14,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_random_state
 
 from bayesgrad.inference import Collapsed, Factor, Node, OutsideDomain, Result, elbo, run, step
+from bayesgrad.inference.engine import Line
 
 
 class Latent(BaseEstimator, ABC):
@@ -97,6 +98,7 @@ class Latent(BaseEstimator, ABC):
         random = check_random_state(self.random_state)
         best: tuple[list[Node], Result] | None = None
         failure: OutsideDomain | None = None
+        interrupted = False
         for _ in range(self.n_init):
             try:
                 nodes = self._start(data, random)
@@ -104,9 +106,15 @@ class Latent(BaseEstimator, ABC):
             except OutsideDomain as error:
                 failure = error
                 continue
+            except KeyboardInterrupt:
+                if best is None:
+                    raise
+                interrupted = True
+                break
             if best is None or result.elbo > best[1].elbo:
                 best = nodes, result
             if result.interrupted:
+                interrupted = True
                 break
         if best is None:
             raise ValueError(f"no start of {self.n_init} led to a distribution: {failure}") from failure
@@ -115,7 +123,7 @@ class Latent(BaseEstimator, ABC):
         self.elbos_, self.elbo_ = result.elbos, result.elbo
         self.n_iter_, self.converged_ = result.steps, result.converged
         self._publish(self._nodes)
-        if result.interrupted:
+        if interrupted:
             warnings.warn(
                 f"the fit was interrupted after {result.steps} sweeps: the best parameters so far are kept.",
                 stacklevel=2,
@@ -162,19 +170,25 @@ class Latent(BaseEstimator, ABC):
     def _passes(self, data: Any, nodes: list[Node], random: np.random.RandomState) -> Result:
         """Passes over batches; the bound of all data is looked at after each."""
         whole = [*self._priors(nodes), self._evidence(data, nodes)]
-        elbos, count = [float(elbo(nodes, whole))], 0
+        elbos, count, shown = [float(elbo(nodes, whole))], 0, Line(self.progress, self.max_iter)
         for _ in range(self.max_iter):
+            before = [node.natural for node in nodes]
             try:
                 order = random.permutation(len(data))
                 for rows in np.array_split(order, max(1, round(len(data) / self.batch_size))):
                     count += 1
                     self._move(nodes, data[rows], count, len(data) / len(rows))
                 elbos.append(float(elbo(nodes, whole)))
+                shown.show(len(elbos) - 1, elbos[-1])
             except KeyboardInterrupt:
+                shown.end()
+                for node, natural in zip(nodes, before):
+                    node.natural = natural
                 return Result(elbos, False, True)
             if abs(elbos[-1] - elbos[-2]) <= self.tol * self._units(data):
-                return Result(elbos, True)
-        return Result(elbos, False)
+                break
+        shown.end()
+        return Result(elbos, abs(elbos[-1] - elbos[-2]) <= self.tol * self._units(data))
 
     def _move(self, nodes: list[Node], data: Any, count: int, scale: float) -> float:
         """One step by a batch; the bound that it estimated before."""

@@ -84,7 +84,7 @@ class Sited(Family):
         tilted = self._checked(natural)
         return (natural[0] @ tilted.mean - tilted.volume) / 2
 
-    def entropy(self, natural: Parameters) -> Tensor:
+    def entropy(self, natural: Parameters, mean: Parameters | None = None) -> Tensor:
         """-KL(q, prior), as it follows from A(λ) - ⟨λ, μ⟩ where sites are sharp."""
         tilted = self._checked(natural)
         return (tilted.W @ tilted.variance - tilted.weights @ tilted.mean - tilted.volume) / 2
