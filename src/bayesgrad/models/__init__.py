@@ -4,6 +4,16 @@ from bayesgrad.models import kernels, observations
 from bayesgrad.models.gaussian_mixture import GaussianMixture
 from bayesgrad.models.gaussian_process import GaussianProcess
 from bayesgrad.models.glm import GLM
+from bayesgrad.models.latent_dirichlet import LatentDirichlet
 from bayesgrad.models.state_space import LinearStateSpace, States
 
-__all__ = ["GLM", "GaussianMixture", "GaussianProcess", "LinearStateSpace", "States", "kernels", "observations"]
+__all__ = [
+    "GLM",
+    "GaussianMixture",
+    "GaussianProcess",
+    "LatentDirichlet",
+    "LinearStateSpace",
+    "States",
+    "kernels",
+    "observations",
+]
