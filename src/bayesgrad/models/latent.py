@@ -57,6 +57,7 @@ class Latent(BaseEstimator, ABC):
     offset: float
     decay: float
     total_samples: float | None
+    _schedule = "parallel"  # "sequential" where nodes must see each other's moves for the bound to rise
 
     # --- what a model says of itself ---
 
@@ -79,6 +80,9 @@ class Latent(BaseEstimator, ABC):
     @abstractmethod
     def _publish(self, nodes: Sequence[Node]) -> None:
         """Sets the attributes that people read."""
+
+    def _between(self, nodes: Sequence[Node]) -> None:
+        """Called after each sweep, for moves of several nodes at once that do not lower the bound."""
 
     def _streams(self) -> bool:
         """Whether `fit` goes through batches."""
@@ -153,7 +157,8 @@ class Latent(BaseEstimator, ABC):
                 factors,
                 self.max_iter,
                 tolerance=self.tol,
-                schedule="parallel",
+                schedule=self._schedule,
+                tune=lambda: self._between(nodes),
                 progress=self.progress,
                 unit=self._units(data),
                 interruptible=True,
@@ -180,7 +185,7 @@ class Latent(BaseEstimator, ABC):
         """One step by a batch; the bound that it estimated before."""
         factors = [*self._priors(nodes), self._evidence(data, nodes, scale)]
         bound = float(elbo(nodes, factors))
-        step(nodes, factors, (count + self.offset) ** -self.decay, schedule="parallel")
+        step(nodes, factors, (count + self.offset) ** -self.decay, schedule=self._schedule)
         return bound
 
     def _check_numbers(self) -> None:
