@@ -91,7 +91,7 @@ class Point(Family):
 
     def entropy(self, natural: Parameters) -> Tensor:
         """0, (plates)."""
-        return torch.zeros_like(self.log_partition(natural))
+        return natural[0].new_zeros(self.plates(natural))
 
     def to_distribution(self, natural: Parameters) -> Distribution:
         """All of it at the mode."""
