@@ -1,8 +1,9 @@
 """Ready estimators over the inference engine, with scikit-learn's manners; they need scikit-learn."""
 
 from bayesgrad.models import kernels, observations
+from bayesgrad.models.factor_analysis import FactorAnalysis
 from bayesgrad.models.gaussian_process import GaussianProcess
 from bayesgrad.models.glm import GLM
 from bayesgrad.models.state_space import LinearStateSpace, States
 
-__all__ = ["GLM", "GaussianProcess", "LinearStateSpace", "States", "kernels", "observations"]
+__all__ = ["GLM", "FactorAnalysis", "GaussianProcess", "LinearStateSpace", "States", "kernels", "observations"]
