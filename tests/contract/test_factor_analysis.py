@@ -82,7 +82,8 @@ def test_the_best_of_several_starts_is_kept() -> None:
 def test_too_few_sweeps_warn() -> None:
     with pytest.warns(ConvergenceWarning, match="2 sweeps were not enough"):
         model = FactorAnalysis(2, max_iter=2).fit(X)
-    assert model.n_iter_ == 2 and not model.converged_
+    assert model.n_iter_ == 2
+    assert not model.converged_
 
 
 def test_columns_without_variance_and_columns_explained_in_full() -> None:
@@ -90,7 +91,8 @@ def test_columns_without_variance_and_columns_explained_in_full() -> None:
     rows = np.column_stack([X[:, 0], 2 * X[:, 0], np.ones(60), X[:, 1]])
     for method in ("em", "vb"):
         model = FactorAnalysis(1, method=method, tol=1e-4).fit(rows)
-        assert np.isfinite(model.elbo_) and (model.noise_variance_ > 0).all()
+        assert np.isfinite(model.elbo_)
+        assert (model.noise_variance_ > 0).all()
         assert model.mean_[2] == pytest.approx(1)
 
 

@@ -189,8 +189,8 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
     def _between(self, nodes: Sequence[Node]) -> None:
         """Turns W so that Σ_d E[w_d w_d'] is diagonal, and moves alpha to where it is then best.
 
-        The data do not see a rotation of W and z, but what alpha can do is -Σ_k (a + D/2) log(b + Σ_d E[W_dk²]/2), and the
-        product of a matrix' diagonal is least in its eigenbasis (Hadamard). Sweeps alone would turn W slowly.
+        The data do not see a rotation of W and z, but the bound at the best alpha has -Σ_k log(b + Σ_d E[W_dk²]/2),
+        and the product of a matrix' diagonal is least in its eigenbasis (Hadamard). Sweeps alone turn W slowly.
         """
         if self.method == "em":
             return
@@ -232,9 +232,9 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
 
     def _point(self) -> Loadings:
         """The parameters as they are published, with means less the centre."""
-        parts = [torch.as_tensor(part).to(self._centre) for part in (self.components_, self.mean_)]
-        variance = torch.as_tensor(self.noise_variance_).to(self._centre).expand(len(self._centre))
-        return Loadings.at(torch.cat([parts[0].mT, (parts[1] - self._centre)[:, None]], 1), 1 / variance)
+        W, mean = (torch.as_tensor(part).to(self._centre) for part in (self.components_.T, self.mean_))
+        variance = torch.as_tensor(self.noise_variance_, dtype=W.dtype, device=W.device).expand(len(W))
+        return Loadings.at(torch.cat([W, (mean - self._centre)[:, None]], 1), 1 / variance)
 
     def transform(self, X: Any) -> Any:
         """E[z | x] of each row, (n, K); what is NaN in X is taken as not observed."""

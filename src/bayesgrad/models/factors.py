@@ -210,7 +210,7 @@ class Relevance(Factor):
         return first, torch.diag(precisions / -2).expand_as(node.natural[1])
 
 
-def as_rows(X: np.ndarray, given: Any, centre: Tensor | None) -> tuple[Rows, Tensor]:
+def as_rows(X: Any, given: Any, centre: Tensor | None) -> tuple[Rows, Tensor]:
     """Rows less `centre`, on the device of what was given; without one, less the mean of each column, and that mean.
 
     Raises:
