@@ -310,13 +310,14 @@ def gaussian(
     size: int = B,
     domain: str = "backtrack",
     steps: int = STEPS,
+    prior: float = 1.0,
 ) -> Tensor:
     """A diagonal Gaussian, with a factor for each example of a batch, or one for all of it; means and precisions."""
     model = make()
     loss, path = losses(model), []
     family, zero = DiagonalGaussian(), torch.zeros_like(flat(model))
-    node = Node(family, family.of(flat(model), zero + N * 1.0 + 1))
-    prior = Prior(node, family.of(zero, zero + 1))
+    node = Node(family, family.of(flat(model), zero + N + prior))
+    priors = [Prior(node, family.of(zero, zero + prior))] if prior else []
     for t, (x, y) in enumerate(batches(size, steps)):
         rule = expectation(t)
         if each:
@@ -324,7 +325,7 @@ def gaussian(
             factors = [LogDensity(node, _minus(loss, a, b), rule, scale=N / size) for a, b in pairs]
         else:
             factors = [LogDensity(node, _minus(loss, x, y), rule, scale=N / size)]
-        step(node, [prior, *factors], RHO, domain=domain)
+        step(node, [*priors, *factors], RHO, domain=domain)
         path.append(torch.cat([node.moments[0], -2 * node.natural[1]]))
     return torch.stack(path)
 
@@ -340,10 +341,11 @@ def variational(
     size: int = B,
     drawn: bool = False,
     hear: bool = False,
+    prior: float = 1.0,
 ) -> Tensor:
     """The same from an optimizer."""
     model = make()
-    options: Mapping[str, Any] = {"hess_init": 1.0, "num_data": N, "prior_precision": 1.0, "betas": (0.0, 1 - RHO)}
+    options: Mapping[str, Any] = {"hess_init": 1.0, "num_data": N, "prior_precision": prior, "betas": (0.0, 1 - RHO)}
     if hear:
         optimizer = kind(model.parameters(), RHO, hessian="exact", **options)
     else:
