@@ -187,6 +187,14 @@ EXPERIMENTS = {
             "not yet recorded",
         ),
         Experiment(
+            "khan2023-table1",
+            PAPER_002,
+            "Table 1",
+            "every algorithm of the table out of one step, beside others' code",
+            _lazily("khan2023_table1", "table1"),
+            "holds",
+        ),
+        Experiment(
             "khan2023-uncertainty",
             PAPER_002,
             "section 4.4",

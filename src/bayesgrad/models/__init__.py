@@ -1,6 +1,7 @@
 """Ready estimators over the inference engine, with scikit-learn's manners; they need scikit-learn."""
 
 from bayesgrad.models import kernels, observations
+from bayesgrad.models.factor_analysis import FactorAnalysis
 from bayesgrad.models.gaussian_mixture import GaussianMixture
 from bayesgrad.models.gaussian_process import GaussianProcess
 from bayesgrad.models.glm import GLM
@@ -9,6 +10,7 @@ from bayesgrad.models.state_space import LinearStateSpace, States
 
 __all__ = [
     "GLM",
+    "FactorAnalysis",
     "GaussianMixture",
     "GaussianProcess",
     "LatentDirichlet",

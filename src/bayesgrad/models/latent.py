@@ -61,6 +61,7 @@ class Latent(BaseEstimator, ABC):
     decay: float
     total_samples: float | None
     _words: ClassVar[tuple[str, str]] = ("offset", "decay")
+    _schedule = "parallel"  # "sequential" where nodes must see each other's moves for the bound to rise
 
     # --- what a model says of itself ---
 
@@ -83,6 +84,9 @@ class Latent(BaseEstimator, ABC):
     @abstractmethod
     def _publish(self, nodes: Sequence[Node]) -> None:
         """Sets the attributes that people read."""
+
+    def _between(self, nodes: Sequence[Node]) -> None:
+        """Called after each sweep, for moves of several nodes at once that do not lower the bound."""
 
     def _streams(self) -> bool:
         """Whether `fit` goes through batches."""
@@ -153,7 +157,7 @@ class Latent(BaseEstimator, ABC):
         total = self._rows if self.total_samples is None else self.total_samples
         factors = [*self._priors(self._nodes), self._evidence(data, self._nodes, total / len(data))]
         self.elbos_ = [*self.elbos_, float(elbo(self._nodes, factors))]
-        step(self._nodes, factors, self._rho(self._batches), schedule="parallel")
+        step(self._nodes, factors, self._rho(self._batches), schedule=self._schedule)
         self.elbo_, self.n_iter_ = self.elbos_[-1], self._batches
         self._publish(self._nodes)
         return self
@@ -167,7 +171,8 @@ class Latent(BaseEstimator, ABC):
                 factors,
                 self.max_iter,
                 tolerance=self.tol,
-                schedule="parallel",
+                schedule=self._schedule,
+                tune=lambda: self._between(nodes),
                 progress=self.progress,
                 unit=self._units(data),
                 interruptible=True,
@@ -186,7 +191,7 @@ class Latent(BaseEstimator, ABC):
                     before = [node.natural for node in nodes]
                     count += 1
                     factors = [*priors, self._evidence(data[rows], nodes, len(data) / len(rows))]
-                    step(nodes, factors, self._rho(count), schedule="parallel")
+                    step(nodes, factors, self._rho(count), schedule=self._schedule)
                 taken += 1
                 if self.tol:
                     elbos.append(float(elbo(nodes, [*priors, whole])))
