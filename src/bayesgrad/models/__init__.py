@@ -3,6 +3,7 @@
 from bayesgrad.models import kernels, observations
 from bayesgrad.models.gaussian_process import GaussianProcess
 from bayesgrad.models.glm import GLM
+from bayesgrad.models.hidden_markov import HiddenMarkov
 from bayesgrad.models.state_space import LinearStateSpace, States
 
-__all__ = ["GLM", "GaussianProcess", "LinearStateSpace", "States", "kernels", "observations"]
+__all__ = ["GLM", "GaussianProcess", "HiddenMarkov", "LinearStateSpace", "States", "kernels", "observations"]
