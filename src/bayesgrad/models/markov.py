@@ -219,7 +219,7 @@ def _begin_(start: Tensor, seen: Tensor, layout: Layout) -> Tensor:
 
 def _plain(moves: Tensor, seen: Tensor, top: Tensor, layout: Layout) -> tuple[Smoothed, float]:
     """Also how many moves of less than RARE would be made."""
-    weights = torch.sub(seen, top.clamp(min=-1e300), out=layout.room("weights", len(moves)))
+    weights = torch.sub(seen, torch.where(torch.isneginf(top), 0, top), out=layout.room("weights", len(moves)))
     weights = torch.threshold_(weights, FAINT, -math.inf).exp_()
     A = moves.exp()
     floored = A.clamp(min=RARE)
