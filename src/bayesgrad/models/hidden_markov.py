@@ -106,8 +106,8 @@ class HiddenMarkov(Latent):
         covars_init: Any = None,
         emissionprob_init: Any = None,
         n_init: int = 1,
-        max_iter: int = 200,
-        tol: float = 1e-6,
+        max_iter: int = 500,
+        tol: float = 1e-5,
         random_state: Any = None,
         progress: bool | None = None,
         total_samples: float | None = None,
@@ -128,7 +128,6 @@ class HiddenMarkov(Latent):
 
     def __sklearn_tags__(self) -> Tags:
         tags = super().__sklearn_tags__()
-        tags.input_tags.allow_nan = True
         tags.input_tags.categorical = self.emissions == "categorical"
         return tags
 
@@ -237,9 +236,10 @@ class HiddenMarkov(Latent):
         floor = torch.diag(1e-6 * torch.where(variance > 0, variance, 1))
         weight = (1.0 if vb else 0.0) if self.means_weight is None else float(self.means_weight)
         degrees = float(1 if diagonal else D) if self.dof_prior is None else float(self.dof_prior)
-        location = torch.zeros(D).double() if self.means_prior is None else _array(self.means_prior) - self._centre
+        location = self._centre if self.means_prior is None else _array(self.means_prior)
         if location.shape != (D,):
             raise ValueError(f"means_prior must be {D} numbers, got shape {tuple(location.shape)}.")
+        location = location - self._centre
         spread = floor + known.mT @ known / len(known) if vb else floor
         if self.covars_prior is not None:
             spread = _array(self.covars_prior)
@@ -283,7 +283,8 @@ class HiddenMarkov(Latent):
             or not (shares >= 0).all()
             or not torch.allclose(shares.sum(-1), torch.ones(()).double())
         ):
-            raise ValueError(f"{name} must be of shape {shape}, not negative, with rows that sum to 1, got {given!r}.")
+            found = f"shape {tuple(shares.shape)}, sums {shares.sum(-1).tolist()}"
+            raise ValueError(f"{name} must be of shape {shape}, not negative, with rows that sum to 1, got {found}.")
         return shares
 
     def _start_rows(self, seen: Rows, random: np.random.RandomState, weight: float) -> Parameters:
@@ -430,5 +431,5 @@ def _array(value: Any) -> Tensor:
 
 
 def _unused(X: Any, y: Any) -> None:
-    if y is not None and not isinstance(X, (list, tuple)) and np.ndim(y) == 1 and len(y) != len(X):
+    if isinstance(X, (np.ndarray, Tensor)) and np.ndim(y) == 1 and len(y) != len(X):
         raise ValueError(f"y is not used, and has {len(y)} entries for {len(X)} rows: give lengths by name, lengths=.")

@@ -30,7 +30,7 @@ class Given(NamedTuple):
         """
         if not self.listed(dims):
             X = as_numpy(self.X)
-            return (X[:, None] if dims == 1 and np.ndim(X) == 1 else X), None
+            return (np.asarray(X)[:, None] if dims == 1 and np.ndim(X) == 1 else X), None
         if self.lengths is not None:
             raise ValueError("lengths are for rows of one array: a list of sequences has its own.")
         parts = [np.asarray(as_numpy(part), dtype=np.float64) for part in self.X]
