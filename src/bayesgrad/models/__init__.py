@@ -5,6 +5,7 @@ from bayesgrad.models.factor_analysis import FactorAnalysis
 from bayesgrad.models.gaussian_mixture import GaussianMixture
 from bayesgrad.models.gaussian_process import GaussianProcess
 from bayesgrad.models.glm import GLM
+from bayesgrad.models.hidden_markov import HiddenMarkov
 from bayesgrad.models.latent_dirichlet import LatentDirichlet
 from bayesgrad.models.state_space import LinearStateSpace, States
 
@@ -13,6 +14,7 @@ __all__ = [
     "FactorAnalysis",
     "GaussianMixture",
     "GaussianProcess",
+    "HiddenMarkov",
     "LatentDirichlet",
     "LinearStateSpace",
     "States",
