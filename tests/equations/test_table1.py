@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 from bayesgrad.experiments import khan2023_deep as deep
 from bayesgrad.experiments import khan2023_table1 as table
 from bayesgrad.experiments.khan2023_rows import difference
+from bayesgrad.experiments.study import Context
 
 PRINTED = [
     "Gradient descent",
@@ -82,3 +85,14 @@ def test_signs_without_noise_are_straight_through() -> None:
     gaps = [table.signs(*pair) for pair in table.TO_SIGNS]
     assert gaps[0] > 0.1
     assert gaps[-1] < 1e-10
+
+
+def test_the_report_says_what_does_not_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = table.ROWS[1], replace(table.ROWS[10], theirs=lambda: table.bayes.ridge() + 1e-3)
+    rungs = table.ladder()[-2:]
+    monkeypatch.setattr(table, "ROWS", rows)
+    monkeypatch.setattr(table, "ladder", lambda: rungs)
+    report = table.table1(Context(tmp_path, "smoke", say=lambda line: None))
+    assert report.verdict.startswith("Holds in part: 1 of 2 rows agree")
+    assert [len(part["rows"]) for part in report.tables] == [1, 0, 1, 2, 3, 4]
+    assert report.tables[2]["rows"][0][5] == "0.001"

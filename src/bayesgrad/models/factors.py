@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ class Rows:
     def __getitem__(self, rows: np.ndarray) -> Rows:
         return Rows(self.values[rows], None if self.observed is None else self.observed[rows])
 
+    @cached_property
     def patterns(self) -> tuple[Tensor, Tensor]:
         """Which columns are observed together, (U, D), each pattern once, and the pattern of each row, (n,)."""
         if self.observed is None:
@@ -77,7 +79,7 @@ def infer(rows: Rows, known: Loadings) -> tuple[Tensor, Tensor, Tensor, Tensor, 
         the means of z (n, K), the covariances A (U, K, K), the patterns (U, D), each row's pattern (n,), and what each
         row adds to the bound (n,).
     """
-    patterns, place = rows.patterns()
+    patterns, place = rows.patterns
     K = known.first.shape[1] - 1
     weighted = known.precision[:, None, None] * known.second
     summed = (patterns @ weighted.flatten(1)).view(-1, K + 1, K + 1)
