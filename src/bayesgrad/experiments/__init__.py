@@ -179,6 +179,14 @@ EXPERIMENTS = {
             "full matrix ahead of MAP on five of six",
         ),
         Experiment(
+            "khan2023-svi",
+            PAPER_002,
+            "section 5.3",
+            "topics of documents: streams and sweeps, held-out bound against time",
+            _lazily("khan2023_svi", "topics"),
+            "not yet recorded",
+        ),
+        Experiment(
             "khan2023-table1",
             PAPER_002,
             "Table 1",
