@@ -104,15 +104,15 @@ class Scores(Collapsed):
         rows: of the data.
         loadings: rows of [W m], plates (D,), of a Gaussian.
         noise: precisions τ, plates (D,), or () where all columns share one, of a Gamma.
-        floor: a variance that every x has about what was observed: noise does not vanish in columns that are explained
-            in full.
+        floor: a variance that every x has about what was observed, one or (D,): noise does not vanish in columns that
+            are explained in full.
 
     Reference: Rubin and Thayer, 1982, for EM; Bishop, 1999, for the expectations over W and τ.
     Checked by: tests/equations/test_factor_analysis.py.
     """
 
     def __init__(
-        self, rows: Rows, loadings: Node, noise: Node, scale: float | Tensor = 1.0, floor: float = 0.0
+        self, rows: Rows, loadings: Node, noise: Node, scale: float | Tensor = 1.0, floor: float | Tensor = 0.0
     ) -> None:
         super().__init__(loadings, noise, scale=scale)
         self.rows, self.floor = rows, floor
@@ -169,7 +169,7 @@ class Scores(Collapsed):
         moments = (patterns.mT @ sums.flatten(1)).view(-1, width, width)
         crossed = self.rows.values.mT @ extended
         seen = patterns.mT @ counts
-        return values.sum() - self.floor / 2 * seen @ known.precision, crossed, moments, seen
+        return values.sum() - (self.floor * seen * known.precision).sum() / 2, crossed, moments, seen
 
 
 class Relevance(Factor):
