@@ -105,15 +105,15 @@ def stream() -> str:
 def section(rounds: int) -> list[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        streamed = stream()  # before anything else has raised the peak of memory
         table = fits(rounds)
         gaps = holes(rounds)
-        streamed = stream()
     return [
         "## Factor analysis",
         "",
         "Maximum likelihood beside scikit-learn's `FactorAnalysis` (randomised SVD, its default), both until a row's "
         f"log-likelihood moves by less than {TOL:g}; CPU milliseconds of one thread, with the number of sweeps or "
-        "steps. Its steps look at all rows, ours at X'X.",
+        "steps. Its steps look at all rows, ours at X'X, unless there are twice as many columns as rows.",
         "",
         "| data | ours (sweeps) | scikit-learn (steps) | ratio | ours, log-likelihood of a row | scikit-learn's |",
         "|---|---|---|---|---|---|",
