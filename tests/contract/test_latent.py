@@ -220,6 +220,7 @@ REFUSED = [
     (dict(decay=1.1), r"decay must be in \(0.5, 1\] for steps to settle, got 1.1"),
     (dict(offset=-1.0), "offset must not be negative, got -1.0"),
     (dict(batch_size=0), "batch_size must be at least 1, got 0"),
+    (dict(total_samples=0), "total_samples must be positive, or None, got 0"),
 ]
 
 

@@ -151,13 +151,13 @@ class Full(Covariance):
 
     def coefficients(self, mean: Parameters) -> Tensor:
         push, square, precision, volume = mean
-        triangle = _triangle(push.shape[-1])
+        triangle = _triangle(push.shape[-1], push.device)
         constant = (volume - square - push.shape[-1] * LOG_2PI) / 2
         return torch.cat([constant[:, None], push, precision.flatten(1)[:, triangle.packed] * triangle.weight], 1)
 
     def message(self, sums: Tensor, size: int) -> Parameters:
         half = sums[:, 0] / 2
-        square = sums[:, _triangle(size).unpacked].view(-1, size, size)
+        square = sums[:, _triangle(size, sums.device).unpacked].view(-1, size, size)
         return sums[:, 1 : size + 1], -half, square / -2, half
 
     def prior(self, location: Tensor, confidence: float, degrees: float, spread: Tensor, count: int) -> Parameters:
@@ -380,10 +380,10 @@ class _Triangle(NamedTuple):
 
 
 @cache
-def _triangle(size: int) -> _Triangle:
-    row, column = torch.triu_indices(size, size)
-    place = torch.empty(size, size, dtype=torch.long)
-    place[row, column] = place[column, row] = torch.arange(len(row))
+def _triangle(size: int, device: torch.device) -> _Triangle:
+    row, column = torch.triu_indices(size, size, device=device)
+    place = torch.empty(size, size, dtype=torch.long, device=device)
+    place[row, column] = place[column, row] = torch.arange(len(row), device=device)
     weight = torch.where(row == column, -0.5, -1.0).to(torch.float64)
     return _Triangle(row * size + column, place.flatten() + size + 1, weight)
 

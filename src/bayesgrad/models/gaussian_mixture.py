@@ -273,7 +273,7 @@ class GaussianMixture(Latent):
             )
             seeds = rows[chosen]
             labels = (seeds.square().sum(1) - 2 * rows @ seeds.mT).argmin(1)
-        return torch.nn.functional.one_hot(labels.to(rows.device), K).mT.to(rows)
+        return rows.new_zeros(K, count).scatter_(0, labels.to(rows.device)[None], 1.0)
 
     def _sums(self, rows: Tensor, shares: Tensor) -> Tensor:
         total: Any = 0

@@ -208,6 +208,8 @@ class Latent(BaseEstimator, ABC):
             raise ValueError(f"offset must not be negative, got {self.offset!r}.")
         if not self.batch_size >= 1:
             raise ValueError(f"batch_size must be at least 1, got {self.batch_size!r}.")
+        if self.total_samples is not None and not self.total_samples > 0:
+            raise ValueError(f"total_samples must be positive, or None, got {self.total_samples!r}.")
 
 
 def random_rows(count: int, columns: int, random: np.random.RandomState) -> torch.Tensor:
