@@ -135,11 +135,13 @@ class Result:
         elbos: the bound before the first step and after each.
         converged: whether it settled within the tolerance.
         interrupted: whether somebody stopped it.
+        taken: steps, where the bound was not looked at after each.
     """
 
     elbos: list[float]
     converged: bool
     interrupted: bool = False
+    taken: int | None = None
 
     @property
     def elbo(self) -> float:
@@ -147,7 +149,7 @@ class Result:
 
     @property
     def steps(self) -> int:
-        return len(self.elbos) - 1
+        return len(self.elbos) - 1 if self.taken is None else self.taken
 
 
 def run(
@@ -340,9 +342,10 @@ class Line:
         self.wanted = sys.stderr.isatty() if wanted is None else wanted
         self.steps, self.clock, self.last, self.written = steps, time.monotonic, time.monotonic() + 2, False
 
-    def show(self, count: int, bound: float) -> None:
+    def show(self, count: int, bound: float | None) -> None:
         if self.wanted and self.clock() > self.last:
-            print(f"\r  step {count}/{self.steps}, bound {bound:.6g} ", end="", file=sys.stderr, flush=True)
+            words = "" if bound is None else f", bound {bound:.6g}"
+            print(f"\r  step {count}/{self.steps}{words} ", end="", file=sys.stderr, flush=True)
             self.last, self.written = self.clock() + 0.2, True
 
     def end(self) -> None:

@@ -94,7 +94,7 @@ class Sited(Family):
         return mean, variance + mean.square()
 
     def natural(self, mean: Parameters) -> Parameters:
-        raise NotImplementedError("the sites of a process are not found from expectations: run the rule instead.")
+        raise ValueError("the sites of a process are not found from expectations: run the rule instead.")
 
     def inside(self, natural: Parameters) -> Tensor:
         finite = all(bool(torch.isfinite(part).all()) for part in natural)
