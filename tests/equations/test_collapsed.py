@@ -150,6 +150,26 @@ def test_long_data_are_read_in_pieces(kind: str, monkeypatch: pytest.MonkeyPatch
             assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", ["full", "tied"])
+@both
+def test_wide_rows_are_read_by_matrices(kind: str, points: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More columns than twice the components, too many rows to keep their products: the same numbers."""
+    covariance = COVARIANCES[kind]
+    data = torch.cat([rows(seed, count=700) for seed in range(4)], 1)  # (700, 8)
+    monkeypatch.setattr(f"{__name__}.P", 8)
+    nodes, _ = parameters(covariance, data, points)
+    whole = Mixture(*nodes, covariance, data, blur=0.1)
+    monkeypatch.setattr("bayesgrad.models.covariances.CHUNK", 1)
+    wide = Mixture(*nodes, covariance, data, blur=0.1)
+    assert wide._wide
+    assert not whole._wide
+    assert len(wide.columns) == 3
+    assert_close(wide.value(), whole.value(), rtol=1e-12, atol=0)
+    for node in nodes:
+        for found, expected in zip(wide.message(node), whole.message(node)):
+            assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
 class Counted(Collapsed):
     """How often it was looked at."""
 

@@ -176,7 +176,7 @@ EXPERIMENTS = {
             "section 3.2",
             "components of a mixture finding separate minima",
             _lazily("khan2023_multimodal", "multimodal"),
-            "full matrix ahead of MAP on five of six",
+            "holds",
         ),
         Experiment(
             "khan2023-svi",

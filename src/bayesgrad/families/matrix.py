@@ -198,7 +198,8 @@ class NormalWishart(Family):
 
     def mode(self, natural: Parameters) -> Tensor:
         """m0 and (nu - P) V."""
-        self._require_mode(natural, "more than P degrees of freedom")
+        if not (natural[3] > 0).all():  # all else is found out on the way
+            self._require_mode(natural, "more than P degrees of freedom")
         location, _, _, scale = self.ordinary(natural)
         return self.pack(location, 2 * natural[3][..., None, None] * scale)
 

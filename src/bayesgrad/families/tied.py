@@ -94,7 +94,8 @@ class TiedNormalWishart(Family):
 
     def mode(self, natural: Parameters) -> Tensor:
         """m0 and (nu - P - 1 + J) V."""
-        self._require_mode(natural, "more than P + 1 - J degrees of freedom")
+        if not (natural[3] > 0).all():  # all else is found out on the way
+            self._require_mode(natural, "more than P + 1 - J degrees of freedom")
         location, _, _, scale = self.ordinary(natural)
         return self.pack(location, 2 * natural[3][..., None, None] * scale)
 

@@ -16,6 +16,7 @@ from bayesgrad.families import NormalWishart, Parameters, TiedNormalWishart
 from bayesgrad.families.gaussian import LOG_2PI
 from bayesgrad.inference import Collapsed, Node
 
+WIDE = 2  # columns for each component, above which quadratic forms are taken as they are: measured
 CHUNK = 1 << 18  # numbers of features that are held at a time: they stay in the cache
 
 
@@ -151,13 +152,13 @@ class Full(Covariance):
 
     def coefficients(self, mean: Parameters) -> Tensor:
         push, square, precision, volume = mean
-        triangle = _triangle(push.shape[-1])
+        triangle = _triangle(push.shape[-1], push.device)
         constant = (volume - square - push.shape[-1] * LOG_2PI) / 2
         return torch.cat([constant[:, None], push, precision.flatten(1)[:, triangle.packed] * triangle.weight], 1)
 
     def message(self, sums: Tensor, size: int) -> Parameters:
         half = sums[:, 0] / 2
-        square = sums[:, _triangle(size).unpacked].view(-1, size, size)
+        square = sums[:, _triangle(size, sums.device).unpacked].view(-1, size, size)
         return sums[:, 1 : size + 1], -half, square / -2, half
 
     def prior(self, location: Tensor, confidence: float, degrees: float, spread: Tensor, count: int) -> Parameters:
@@ -343,26 +344,60 @@ class Mixture(Collapsed):
     ) -> None:
         super().__init__(weights, components, scale=scale)
         self.covariance, self.blur, self.size = covariance, blur, rows.shape[1]
-        self.columns = covariance.chunks(rows)
+        self.columns, count = covariance.chunks(rows), weights.natural[0].shape[-1]
         self._kept = [covariance.features(self.columns[0], blur)] if len(self.columns) == 1 else None
+        self._wide = isinstance(covariance, Full) and not self._kept and self.size > WIDE * count
+        if self._wide:
+            self.columns = rows.mT.split(max(256, CHUNK // (self.size * count)), 1)
 
     def look(self) -> tuple[Tensor, Mapping[Node, Parameters]]:
         weights, components = self.nodes
         coefficients = self.covariance.coefficients(components.mean)
         coefficients[:, 0] += weights.mean[0]
+        total, sums = self._by_matrices(coefficients) if self._wide else self._by_features(coefficients)
+        return total, {weights: (sums[:, 0],), components: self.covariance.message(sums, self.size)}
+
+    def _by_features(self, coefficients: Tensor) -> tuple[Tensor, Tensor]:
+        """The bound, and weighted sums of features."""
         total, sums = coefficients.new_zeros(()), torch.zeros_like(coefficients)
         for features in self._kept or self._features():
             shares = coefficients @ features  # (K, n)
-            top = shares.amax(0)
-            norm = shares.sub_(top).exp_().sum(0)
-            total += norm.log().add_(top).sum()
-            sums.addmm_(shares.div_(norm), features.mT)
-        return total, {weights: (sums[:, 0],), components: self.covariance.message(sums, self.size)}
+            total += _normalise(shares)
+            sums.addmm_(shares, features.mT)
+        return total, sums
+
+    def _by_matrices(self, coefficients: Tensor) -> tuple[Tensor, Tensor]:
+        """The same without products of columns: many of them for few components take longer to make than to use."""
+        K, P, triangle = len(coefficients), self.size, _triangle(self.size, coefficients.device)
+        matrices = coefficients[:, triangle.unpacked].view(K, P, P) / 2
+        matrices.diagonal(dim1=-2, dim2=-1).mul_(2)
+        constant = coefficients[:, :1] + self.blur * matrices.diagonal(dim1=-2, dim2=-1).sum(1, keepdim=True)
+        first, total = torch.zeros_like(coefficients[:, : P + 1]), coefficients.new_zeros(())
+        second = torch.zeros_like(matrices).view(K * P, P)
+        for part in self.columns:
+            columns = part.contiguous()
+            products = (matrices.view(K * P, P) @ columns).view(K, P, -1)
+            shares = products.mul_(columns).sum(1).add_(constant).addmm_(coefficients[:, 1 : P + 1], columns)
+            total += _normalise(shares)
+            first[:, 0] += shares.sum(1)
+            first[:, 1:].addmm_(shares, columns.mT)
+            second.addmm_(torch.mul(shares[:, None], columns, out=products).view(K * P, -1), columns.mT)
+        second = second.view(K, P, P)
+        second.diagonal(dim1=-2, dim2=-1).add_(self.blur * first[:, :1])
+        return total, torch.cat([first, second.flatten(1)[:, triangle.packed]], 1)
 
     def _features(self) -> Iterator[Tensor]:
         first = self.columns[0]
         buffer = first.new_empty(self.covariance.width(self.size), first.shape[1])
         return (self.covariance.features(part, self.blur, buffer) for part in self.columns)
+
+
+def _normalise(logits: Tensor) -> Tensor:
+    """Makes shares of logits, in their place; the sum of logarithms of what they were divided by."""
+    top = logits.amax(0)
+    norm = logits.sub_(top).exp_().sum(0)
+    logits.div_(norm)
+    return norm.log().add_(top).sum()
 
 
 class _Triangle(NamedTuple):
@@ -380,10 +415,10 @@ class _Triangle(NamedTuple):
 
 
 @cache
-def _triangle(size: int) -> _Triangle:
-    row, column = torch.triu_indices(size, size)
-    place = torch.empty(size, size, dtype=torch.long)
-    place[row, column] = place[column, row] = torch.arange(len(row))
+def _triangle(size: int, device: torch.device) -> _Triangle:
+    row, column = torch.triu_indices(size, size, device=device)
+    place = torch.empty(size, size, dtype=torch.long, device=device)
+    place[row, column] = place[column, row] = torch.arange(len(row), device=device)
     weight = torch.where(row == column, -0.5, -1.0).to(torch.float64)
     return _Triangle(row * size + column, place.flatten() + size + 1, weight)
 

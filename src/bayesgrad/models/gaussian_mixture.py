@@ -273,7 +273,7 @@ class GaussianMixture(Latent):
             )
             seeds = rows[chosen]
             labels = (seeds.square().sum(1) - 2 * rows @ seeds.mT).argmin(1)
-        return torch.nn.functional.one_hot(labels.to(rows.device), K).mT.to(rows)
+        return rows.new_zeros(K, count).scatter_(0, labels.to(rows.device)[None], 1.0)
 
     def _sums(self, rows: Tensor, shares: Tensor) -> Tensor:
         total: Any = 0
@@ -302,13 +302,14 @@ class GaussianMixture(Latent):
         weights, components = nodes
         return Mixture(weights, components, self._covariance, data, blur=self.reg_covar, scale=scale)
 
-    def _publish(self, nodes: Sequence[Node]) -> None:
+    def _arrange(self, nodes: Sequence[Node]) -> None:
         weights, components = nodes
-        if not self._batches:
-            order = weights.natural[0].argsort(descending=True, stable=True)
-            weights.natural = (weights.natural[0][order],)
-            components.natural = self._covariance.ordered(components.natural, order)
-        distance = self._covariance.distance(components.natural)
+        order = weights.natural[0].argsort(descending=True, stable=True)
+        weights.natural = (weights.natural[0][order],)
+        components.natural = self._covariance.ordered(components.natural, order)
+
+    def _publish(self, nodes: Sequence[Node]) -> None:
+        distance = self._covariance.distance(nodes[1].natural)
         if not distance < FAR:
             warnings.warn(
                 f"rows of a component are {distance:.0e} of its deviations from the mean of X: fewer than four digits "

@@ -88,6 +88,9 @@ class Latent(BaseEstimator, ABC):
     def _between(self, nodes: Sequence[Node]) -> None:
         """Called after each sweep, for moves of several nodes at once that do not lower the bound."""
 
+    def _arrange(self, nodes: Sequence[Node]) -> None:
+        """Called once at the end of a fit, to name what could be named otherwise; streams keep their names."""
+
     def _streams(self) -> bool:
         """Whether `fit` goes through batches."""
         return False
@@ -127,6 +130,7 @@ class Latent(BaseEstimator, ABC):
         if best is None:
             raise ValueError(f"no start of {self.n_init} led to a distribution: {failure}") from failure
         self._nodes, result = best
+        self._arrange(self._nodes)
         self._rows = len(data)
         self.elbos_, self.elbo_ = result.elbos, result.elbo
         self.n_iter_, self.converged_ = result.steps, result.converged
@@ -223,6 +227,8 @@ class Latent(BaseEstimator, ABC):
             raise ValueError(f"{first} must not be negative, got {offset!r}.")
         if not self.batch_size >= 1:
             raise ValueError(f"batch_size must be at least 1, got {self.batch_size!r}.")
+        if self.total_samples is not None and not self.total_samples > 0:
+            raise ValueError(f"total_samples must be positive, or None, got {self.total_samples!r}.")
 
 
 def random_rows(count: int, columns: int, random: np.random.RandomState) -> torch.Tensor:
