@@ -42,14 +42,13 @@ class Task:
     tuning: tuple[int, int]
 
 
-def bound(task: Task, documents: Any, topics: np.ndarray, prior: float) -> float:
+def bound(documents: Any, topics: np.ndarray, prior: float) -> float:
     """Our bound for each word of documents that were not learned from, whoever found the topics.
 
     All methods are judged with the same prior of shares that they were trained with, and turns of documents to the same
     tolerance from the same start.
     """
-    judge = LatentDirichlet(len(topics), doc_topic_prior=prior, max_iter=1, tol=0, random_state=0)
-    judge.partial_fit(documents[:1])
+    judge = LatentDirichlet(doc_topic_prior=prior, max_doc_update_iter=TURNS, mean_change_tol=TOLERANCE)
     return float(judge.bound(documents, topics).sum() / documents.sum())
 
 
@@ -142,7 +141,7 @@ def topics(context: Context) -> Report:
         tuning = task.tuning[sweeps]
         scores = {
             priors: bound(
-                task, task.validation, trained(context, task, name, priors, tuning, 10_000)["topics"].numpy(), priors[0]
+                task.validation, trained(context, task, name, priors, tuning, 10_000)["topics"].numpy(), priors[0]
             )
             for priors in PRIORS
         }
@@ -152,31 +151,33 @@ def topics(context: Context) -> Report:
             context.say(f"{name}: {passes} passes")
             found = [trained(context, task, name, best, passes, seed) for seed in range(context.seeds)]
             times.append([float(run["seconds"]) for run in found])
-            values.append([bound(task, task.test, run["topics"].numpy(), best[0]) for run in found])
+            values.append([bound(task.test, run["topics"].numpy(), best[0]) for run in found])
             mean, error = mean_and_error(values[-1])
             taken = f"{np.mean(times[-1]):.1f}"
             rows.append([name, f"{best[0]:g}, {best[1]:g}", f"{passes}", taken, f"{mean:.4f} ± {error:.4f}"])
         curves[name] = ([float(np.mean(some)) for some in times], values)
         last[name], seconds[name] = values[-1], times[-1]
     verdicts, good = [], []
-    for own, other in (("SVI", "batch VB"), ("SVI", "scikit-learn, online"), ("batch VB", "scikit-learn, batch")):
+    for other in ("batch VB", "scikit-learn, batch"):
+        goal, spent = float(np.mean(last[other])), float(np.mean(seconds[other]))
+        reached = next((t for t, some in zip(*curves["SVI"]) if np.mean(some) >= goal), None)
+        good.append(reached is not None and reached < spent)
+        words = "does not reach" if reached is None else f"takes {reached:.1f} s to"
+        verdicts.append(f"SVI {words} the last bound of {other}, which took {spent:.1f} s")
+    for own, other in (("SVI", "scikit-learn, online"), ("batch VB", "scikit-learn, batch")):
         gap, error = mean_and_error([a - b for a, b in zip(last[own], last[other])])
         ratio = float(np.mean(seconds[own]) / np.mean(seconds[other]))
         verdicts.append(
-            f"{own} against {other}: {gap:+.4f} ± {error:.4f} nats for each word in {ratio:.2f} of its time"
+            f"{own} ends {gap:+.4f} ± {error:.4f} nats for each word from {other}, in {ratio:.2f} of its time"
         )
-        if own == "SVI":
-            good.append((gap > -2 * max(error, 1e-4), ratio < 1))
-    whole = all(bound_holds and faster for bound_holds, faster in good)
-    part = any(bound_holds and faster for bound_holds, faster in good)
-    held = "Holds" if whole else "Holds in part" if part else "Does not hold"
+    held = "Holds" if all(good) else "Holds in part" if any(good) else "Does not hold"
     report = Report(
         "khan2023-svi: topics of documents from streams of them",
         claim="Local variables that take whole steps and global ones that take small steps by batches make the rule "
         "stochastic variational inference, which scales to large data (002, section 5.3; no figures are given there). "
         f"Here: does a stream reach the bound of sweeps over all documents in less time, with {task.topics} topics on "
         f"{task.train.shape[0]:,} documents, and how do both stand beside scikit-learn?",
-        verdict=f"{held}. After the last pass, on {task.test.shape[0]} documents that none had seen: "
+        verdict=f"{held}. By the bound on {task.test.shape[0]} documents that none had seen: "
         + "; ".join(verdicts)
         + f" ({context.seeds} paired seeds).",
     )
@@ -191,9 +192,7 @@ def topics(context: Context) -> Report:
     for place in np.argsort(-weight):
         words = [corpus.vocabulary[i] for i in np.argsort(-shown[place])[:10]]
         listed.append([f"{100 * weight[place]:.1f} %", ", ".join(words)])
-    report.add_table(
-        f"Topics of SVI, seed 0: their part of all words, and the {10} likeliest", ["part", "words"], listed
-    )
+    report.add_table("Topics of SVI, seed 0: their part of all words, and the ten likeliest", ["part", "words"], listed)
     plots.lines(context.folder / "svi.png", {"held-out bound for each word, nats": curves}, "CPU seconds of training")
     report.add_figure("svi.png", "The bound on documents that were not learned from against time; one thread each.")
     report.settings["protocol"] = (

@@ -128,57 +128,84 @@ class Documents(Collapsed):
     def look(self) -> tuple[Tensor, Mapping[Node, Parameters]]:
         (topics,) = self.nodes
         table, heights = self._table()
-        now = Look(table, heights, torch.zeros_like(table), self.start.clone())
+        gamma, sums = self.start.clone(), torch.zeros_like(table)
         rows, begin = self.order, 0
         for end in [*[end for end in ROUNDS if end < self.turns and self.tolerance], self.turns]:
-            rows = torch.cat([self._turns(now, part, begin, end) for part in self._chunks(rows)])
+            rows = torch.cat(
+                [self._turns(table, gamma, part, range(begin + 1, end + 1)) for part in self._chunks(rows)]
+            )
             if not len(rows):
                 break
             begin = end
+        for part in self._chunks(self.order):
+            self._finish(table, heights, gamma[part], part, sums)
         self.known = True
-        found = now.sums.mul_(table).mT
+        found = sums.mul_(table).mT
         if len(self.present) < self.size:
             found = torch.zeros_like(topics.natural[0]).index_copy_(1, self.present, found)
         return self.bounds.sum(), {topics: (found,)}
 
-    def _turns(self, now: Look, rows: Tensor, begin: int, end: int) -> Tensor:
-        """Takes turns with a chunk of documents; gives the rows of those that have not settled."""
+    def _turns(self, table: Tensor, all_gamma: Tensor, rows: Tensor, turns: range) -> Tensor:
+        """Takes turns with a chunk of documents, and gives the rows of those that have not settled."""
         words, counts = self._padded(rows)  # (D, L), (D, 1, L)
-        near = now.table if words is None else torch.nn.functional.embedding(words, now.table)  # (D, L, K), or (W, K)
-        gamma, done, moving = now.gamma[rows], rows[:0], torch.ones_like(rows, dtype=torch.bool)
-        before = gamma
-        for turn in range(begin + 1, end + 2):
-            # What all topics say of each word; the scales of θ and of each word's β cancel in the ratio.
+        near = _near(table, words)
+        gamma = before = all_gamma[rows]
+        moving = torch.ones_like(rows, dtype=torch.bool)
+        for turn in turns:
+            # Of each word, what all topics say of it; the scales of θ and of each word's β cancel in the ratio.
             weights = _weights(gamma)
-            mixed = weights[:, None] @ near.mT
+            ratios = counts / (weights[:, None] @ near.mT)
+            older, before, gamma = before, gamma, (weights * (ratios @ near)[:, 0]).add_(self.prior)
+            if turn % EVERY or not self.tolerance:
+                continue
+            change = gamma - before
+            settled = moving & (change.abs().mean(1) < self.tolerance)
+            moving = moving & ~settled
+            done, left = settled.nonzero()[:, 0], moving.nonzero()[:, 0]
             if len(done):
-                chosen = None if words is None else words[done]
-                own = near if words is None or not self.known else near[done]
-                self._finish(now, rows[done], gamma[done], chosen, counts[done], own, weights[done], mixed[done])
-                left, done = moving.nonzero()[:, 0], done[:0]
+                all_gamma[rows[done]] = gamma[done]
                 if not len(left):
                     return left
-                if len(left) < 0.75 * len(rows):
-                    rows, counts, weights, mixed = rows[left], counts[left], weights[left], mixed[left]
-                    gamma, before, moving = gamma[left], before[left], moving[left]
-                    if words is not None:
-                        words, near = words[left], near.index_select(0, left)
-            if turn > end:
-                break
-            older, before = before, gamma
-            gamma = (weights * ((counts / mixed) @ near)[:, 0]).add_(self.prior)
-            settled = moving
-            if turn < self.turns:
-                if turn % EVERY or not self.tolerance:
-                    continue
-                change = gamma - before
-                settled = moving & (change.abs().mean(1) < self.tolerance)
-                if turn >= 2 * EVERY:
-                    jumped = _ahead(gamma, change, before - older).clamp_(min=self.prior)
-                    gamma = torch.where(settled[:, None], gamma, jumped)
-            done, moving = settled.nonzero()[:, 0], moving & ~settled
-        now.gamma[rows[moving]] = gamma[moving]
+            if 2 * EVERY <= turn < self.turns:
+                gamma = _ahead(gamma, change, before - older).clamp_(min=self.prior)
+            if len(left) < 0.75 * len(rows):
+                rows, counts, gamma, before, moving = (part[left] for part in (rows, counts, gamma, before, moving))
+                if words is not None:
+                    near = near.index_select(0, left)
+        all_gamma[rows[moving]] = gamma[moving]
         return rows[moving]
+
+    def _finish(self, table: Tensor, heights: Tensor, gamma: Tensor, rows: Tensor, sums: Tensor) -> None:
+        """Adds Σ_d n φ to the sums, but for the table's factor, and notes the documents' shares and bounds."""
+        words, counts = self._padded(rows)
+        near, counts = _near(table, words), counts[:, 0]
+        heights = heights if words is None else heights[words]
+        weights, mixed, bounds = self._judge(gamma, near, counts, heights)
+        if self.known:
+            old = self.shares[rows]
+            found = self._judge(old, near, counts, heights)
+            better = found[2] > bounds
+            gamma = torch.where(better[:, None], old, gamma)
+            weights, mixed = (torch.where(better[:, None], a, b) for a, b in zip(found[:2], (weights, mixed)))
+            bounds = torch.maximum(found[2], bounds)
+        self.shares[rows], self.bounds[rows] = gamma, bounds
+        ratios = counts / mixed  # (D, L)
+        if words is None:
+            sums.addmm_(ratios.mT, weights)
+        else:
+            spread = ratios[..., None] * weights[:, None]
+            sums.index_add_(0, words.view(-1), spread.view(-1, weights.shape[1]))
+
+    def _judge(self, gamma: Tensor, near: Tensor, counts: Tensor, heights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights (D, K) of topics, what all of them say of each word, (D, L), and the bounds, (D,)."""
+        weights = _weights(gamma)
+        mixed = (weights[:, None] @ near.mT)[:, 0]
+        K, total = gamma.shape[1], gamma.sum(1)
+        explained = (counts * (mixed.log() + heights)).sum(1)
+        constant = math.lgamma(K * self.prior) - K * math.lgamma(self.prior)
+        cross = ((self.prior - gamma) * torch.digamma(gamma)).sum(1) + torch.lgamma(gamma).sum(1)
+        scale = torch.digamma(total) * (counts.sum(1) + K * self.prior - total)
+        return weights, mixed, explained + cross + constant - torch.lgamma(total) - scale
 
     def _table(self) -> tuple[Tensor, Tensor]:
         """exp E[log β] of the words at hand, (W, K), each divided by its greatest; and the latter's logarithm, (W,)."""
@@ -214,60 +241,10 @@ class Documents(Collapsed):
         taken = torch.where(column < lengths[:, None], self.begins[rows][:, None] + column, empty)
         return self.places[taken], self.counts[taken][:, None]
 
-    def _finish(
-        self,
-        now: Look,
-        rows: Tensor,
-        gamma: Tensor,
-        words: Tensor | None,
-        counts: Tensor,
-        near: Tensor,
-        weights: Tensor,
-        mixed: Tensor,
-    ) -> None:
-        """Adds Σ_d n φ to the sums, but for the table's factor, and notes the documents' shares and bounds."""
-        counts, mixed = counts[:, 0], mixed[:, 0]
-        heights = now.heights if words is None else now.heights[words]
-        bounds = self._bounds(gamma, counts, mixed, heights)
-        if self.known:
-            old = self.shares[rows]
-            old_weights = _weights(old)
-            old_mixed = (old_weights[:, None] @ near.mT)[:, 0]
-            old_bounds = self._bounds(old, counts, old_mixed, heights)
-            better = (old_bounds > bounds)[:, None]
-            gamma, weights = torch.where(better, old, gamma), torch.where(better, old_weights, weights)
-            mixed, bounds = torch.where(better, old_mixed, mixed), torch.maximum(old_bounds, bounds)
-        self.shares[rows], self.bounds[rows] = gamma, bounds
-        ratios = counts / mixed  # (D, L)
-        if words is None:
-            now.sums.addmm_(ratios.mT, weights)
-        else:
-            spread = ratios[..., None] * weights[:, None]
-            now.sums.index_add_(0, words.view(-1), spread.view(-1, weights.shape[1]))
 
-    def _bounds(self, gamma: Tensor, counts: Tensor, mixed: Tensor, heights: Tensor) -> Tensor:
-        K, total = gamma.shape[1], gamma.sum(1)
-        explained = (counts * (mixed.log() + heights)).sum(1)
-        constant = math.lgamma(K * self.prior) - K * math.lgamma(self.prior)
-        cross = ((self.prior - gamma) * torch.digamma(gamma)).sum(1) + torch.lgamma(gamma).sum(1)
-        scale = torch.digamma(total) * (counts.sum(1) + K * self.prior - total)
-        return explained + cross + constant - torch.lgamma(total) - scale
-
-
-@dataclass(frozen=True)
-class Look:
-    """What one look goes by and has found so far.
-
-    Args:
-        table, heights: see `Documents._table`.
-        sums: of the words' topics, (W, K).
-        gamma: concentrations of documents that have not settled, (D, K).
-    """
-
-    table: Tensor
-    heights: Tensor
-    sums: Tensor
-    gamma: Tensor
+def _near(table: Tensor, words: Tensor | None) -> Tensor:
+    """The table's rows of each document, (D, L, K); the table itself, (W, K), where all documents take all words."""
+    return table if words is None else torch.nn.functional.embedding(words, table)
 
 
 def _weights(gamma: Tensor) -> Tensor:

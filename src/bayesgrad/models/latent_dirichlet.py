@@ -145,11 +145,13 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         if self.total_samples is not None and not self.total_samples >= 1:
             raise ValueError(f"total_samples must be at least 1, got {self.total_samples!r}.")
         for name in ("doc_topic_prior", "topic_word_prior"):
-            value = getattr(self, name)
-            value = 1 / self.n_components if value is None else value
+            value = self._prior(name)
             if not 0 < value < math.inf:
                 raise ValueError(f"{name} must be a positive number, got {value!r}.")
-            setattr(self, f"{name}_", float(value))
+
+    def _prior(self, name: str) -> float:
+        given = getattr(self, name)
+        return 1 / self.n_components if given is None else given
 
     def _counts(self, X: Any, *, reset: bool) -> Counts:
         """Checked counts.
@@ -182,7 +184,7 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
 
     def _priors(self, nodes: Sequence[Node]) -> list[Factor]:
         (topics,) = nodes
-        like_one = torch.full_like(topics.natural[0][:1], self.topic_word_prior_)
+        like_one = torch.full_like(topics.natural[0][:1], self._prior("topic_word_prior"))
         return [Prior(topics, DIRICHLET.of(like_one))]
 
     def _evidence(self, data: Counts, nodes: Sequence[Node], scale: float = 1.0) -> Documents:
@@ -190,11 +192,13 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         return self._documents(data, nodes[0], torch.as_tensor(drawn), scale)
 
     def _documents(self, data: Counts, topics: Node, start: Tensor, scale: float = 1.0) -> Documents:
-        turns, tolerance = self.max_doc_update_iter, self.mean_change_tol
-        return Documents(topics, data, self.doc_topic_prior_, start, turns=turns, tolerance=tolerance, scale=scale)
+        turns, tolerance, prior = self.max_doc_update_iter, self.mean_change_tol, self._prior("doc_topic_prior")
+        return Documents(topics, data, prior, start, turns=turns, tolerance=tolerance, scale=scale)
 
     def _publish(self, nodes: Sequence[Node]) -> None:
         (concentration,) = DIRICHLET.ordinary(nodes[0].natural)
+        self.doc_topic_prior_ = float(self._prior("doc_topic_prior"))
+        self.topic_word_prior_ = float(self._prior("topic_word_prior"))
         self.components_ = concentration if self._tensors else concentration.cpu().numpy()
 
     def _streams(self) -> bool:
@@ -207,11 +211,15 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
 
     def _looked(self, X: Any, topics: Any = None) -> tuple[Counts, Documents]:
         """The factor of new documents, at its best; each starts with even shares, so that none depends on others."""
-        check_is_fitted(self, "components_")
-        counts = self._counts(X, reset=False)
-        given = torch.as_tensor(as_numpy(self.components_ if topics is None else topics), dtype=torch.float64)
-        if given.dim() != 2 or given.shape[1] != self.n_features_in_:
-            raise ValueError(f"topics must be (K, {self.n_features_in_}), got shape {tuple(given.shape)}.")
+        if topics is None:
+            check_is_fitted(self, "components_")
+            counts, topics = self._counts(X, reset=False), self.components_
+        else:
+            self._check_settings()
+            counts = LatentDirichlet()._counts(X, reset=True)  # this one may know another vocabulary, or none
+        given, width = torch.as_tensor(as_numpy(topics), dtype=torch.float64), counts.matrix.shape[1]  # pyright: ignore
+        if given.dim() != 2 or given.shape[1] != width:
+            raise ValueError(f"topics must be (K, {width}), as X has {width} columns, got shape {tuple(given.shape)}.")
         if not (given > 0).all():
             raise ValueError(f"topics must be positive concentrations, got {given.min().item():g}.")
         node = Node(DIRICHLET, DIRICHLET.of(given.to(counts.device or "cpu")), name="topics")
@@ -232,8 +240,8 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         """A bound on log p(words) of each document, (D,), given what is known of the topics.
 
         Args:
-            topics: concentrations (K, V), also of another package; None: `components_`. With this model's
-                doc_topic_prior.
+            topics: concentrations (K, V), also of another package; None: `components_`. A model that was not fitted
+                will do then: only its doc_topic_prior, max_doc_update_iter and mean_change_tol count.
         """
         return like(X)(self._looked(X, topics)[1].bounds)
 

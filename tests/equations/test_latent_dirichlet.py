@@ -1,0 +1,242 @@
+"""Topics of documents: against a transcription, explicit nodes, exact limits and scikit-learn."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from scipy.sparse import csr_matrix
+from scipy.special import gammaln, psi
+from sklearn.datasets import load_digits
+from sklearn.decomposition import LatentDirichletAllocation
+from torch import Tensor
+from torch.testing import assert_close
+
+from bayesgrad.families import Categorical, Dirichlet
+from bayesgrad.inference import Expected, Node, Prior, elbo, message, step
+from bayesgrad.models import LatentDirichlet, documents
+from bayesgrad.models.documents import Counts, Documents
+
+ALPHA, ETA = 0.3, 0.2
+
+
+def corpus(size: int = 12, words: int = 15, length: int = 12, seed: int = 0) -> np.ndarray:
+    random = np.random.default_rng(seed)
+    own = random.dirichlet(np.full(words, 0.2), 3)
+    lengths = random.integers(1, 2 * length, size)
+    return np.stack([random.multinomial(n, p) for n, p in zip(lengths, random.dirichlet(np.ones(3), size) @ own)])
+
+
+def kept(X: np.ndarray) -> Counts:
+    return Counts.read(X)
+
+
+def node(topics: np.ndarray) -> Node:
+    return Node(Dirichlet(), Dirichlet().of(torch.as_tensor(topics)))
+
+
+def transcribed(X: np.ndarray, topics: np.ndarray, start: np.ndarray, turns: int, alpha: float = ALPHA):
+    """Blei et al.'s Eqs. 6, 7 and 15, document by document and word by word, with φ written out."""
+    logs = psi(topics) - psi(topics.sum(1, keepdims=True))
+    K = len(topics)
+    sums, bounds, shares = np.zeros_like(topics), [], []
+    for counts, gamma in zip(X, start):
+        words = np.flatnonzero(counts)
+
+        def phis(gamma: np.ndarray, words: np.ndarray = words) -> np.ndarray:
+            score = (psi(gamma) - psi(gamma.sum()))[:, None] + logs[:, words]
+            weights = np.exp(score - score.max(0))
+            return weights / weights.sum(0)
+
+        for _ in range(turns):
+            gamma = alpha + phis(gamma) @ counts[words]
+        phi = phis(gamma)
+        mean = psi(gamma) - psi(gamma.sum())
+        likelihood = (counts[words] * phi * (mean[:, None] + logs[:, words] - np.log(phi))).sum()
+        prior = gammaln(K * alpha) - K * gammaln(alpha) + (alpha - 1) * mean.sum()
+        entropy = gammaln(gamma).sum() - gammaln(gamma.sum()) - ((gamma - 1) * mean).sum()
+        bounds.append(likelihood + prior + entropy)
+        sums[:, words] += counts[words] * phi
+        shares.append(gamma)
+    return np.array(bounds), sums, np.array(shares)
+
+
+@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize("chunk", [1, 100, 1 << 19])
+def test_the_factor_is_its_transcription(dense: bool, chunk: int, monkeypatch) -> None:
+    """As one matrix and as padded chunks, of one document or of all of them."""
+    monkeypatch.setattr(documents, "DENSE", 0.0 if dense else 2.0)
+    monkeypatch.setattr(documents, "CHUNK", chunk)
+    random = np.random.default_rng(1)
+    X, topics, start = corpus(), random.gamma(1.0, 1.0, (3, 15)), random.gamma(5.0, 0.2, (12, 3))
+    X[:, 4] = 0  # a word that nobody uses
+    bounds, sums, shares = transcribed(X, topics, start, 7)
+    own = node(topics)
+    factor = Documents(own, kept(X), ALPHA, torch.as_tensor(start), turns=7, tolerance=0)
+    value, messages = factor.look()
+    assert_close(factor.bounds, torch.as_tensor(bounds), rtol=1e-12, atol=1e-12)
+    assert_close(value, torch.as_tensor(bounds.sum()), rtol=1e-12, atol=0)
+    assert_close(messages[own][0], torch.as_tensor(sums), rtol=1e-11, atol=1e-11)
+    assert_close(factor.shares, torch.as_tensor(shares), rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_documents_that_settle_early_leave_their_chunk(dense: bool, monkeypatch) -> None:
+    """Whatever else is in a chunk, and however often chunks are made anew."""
+    monkeypatch.setattr(documents, "DENSE", 0.0 if dense else 2.0)
+    monkeypatch.setattr(documents, "ROUNDS", (6, 9, 15, 30))
+    random = np.random.default_rng(2)
+    X, topics, start = corpus(40), random.gamma(1.0, 1.0, (3, 15)), np.ones((40, 3))
+    own = node(topics)
+    factor = Documents(own, kept(X), ALPHA, torch.as_tensor(start), turns=1000, tolerance=1e-4)
+    value, messages = factor.look()
+    alone = []
+    for row in range(len(X)):
+        single = Documents(own, kept(X[row : row + 1]), ALPHA, torch.as_tensor(start[:1]), turns=1000, tolerance=1e-4)
+        single.look()
+        alone.append(single.shares[0])
+    assert_close(factor.shares, torch.stack(alone), rtol=1e-10, atol=1e-10)
+    bounds, sums, _ = transcribed(X, topics, factor.shares.numpy(), 0)
+    assert_close(value, torch.as_tensor(bounds.sum()), rtol=1e-12, atol=0)
+    assert_close(messages[own][0], torch.as_tensor(sums), rtol=1e-10, atol=1e-10)
+
+
+def test_jumps_end_where_turns_do() -> None:
+    random = np.random.default_rng(3)
+    X, topics, start = corpus(30), random.gamma(1.0, 1.0, (3, 15)), np.ones((30, 3))
+    found, plain = (
+        Documents(node(topics), kept(X), ALPHA, torch.as_tensor(start), turns=turns, tolerance=tolerance)
+        for turns, tolerance in ((2000, 1e-13), (3000, 0))
+    )
+    found.look()
+    plain.look()
+    assert_close(found.shares, plain.shares, rtol=1e-8, atol=1e-8)
+
+
+def test_explicit_nodes_give_the_same_numbers() -> None:
+    """Shares and topics of words as nodes of the engine that take whole steps; a word's node counts as often as the
+    word, in its factors and in its entropy."""
+    X = corpus(4, 6, 5, seed=4)
+    random = np.random.default_rng(5)
+    topics = node(random.gamma(2.0, 0.5, (2, 6)))
+    rows, words = np.nonzero(X)
+    counts = torch.as_tensor(X[rows, words]).double()
+    shares = Node(Dirichlet(), (torch.zeros(4, 2).double(),))
+    labels = Node(Categorical(), (torch.zeros(len(rows), 2).double(),), scale=counts)
+
+    def joint(own: tuple[Tensor], theta: tuple[Tensor], beta: tuple[Tensor]) -> Tensor:
+        return (counts[:, None] * own[0] * (theta[0][rows] + beta[0][:, words].mT)).sum()
+
+    factors = [
+        Prior(topics, Dirichlet().of(torch.full((1, 6), ETA, dtype=torch.float64))),
+        Prior(shares, Dirichlet().of(torch.full((1, 2), ALPHA, dtype=torch.float64))),
+        Expected(joint, labels, shares, topics),
+    ]
+    for _ in range(20):
+        step([labels, shares], factors)
+    step(labels, factors)
+    collapsed = Documents(topics, kept(X), ALPHA, torch.ones(4, 2).double(), turns=20, tolerance=0)
+    pair = [factors[0], collapsed]
+    assert_close(elbo([topics], pair), elbo([topics, shares, labels], factors), rtol=1e-12, atol=0)
+    assert_close(message(topics, pair)[0], message(topics, factors)[0], rtol=1e-12, atol=1e-12)
+
+
+def test_one_topic_has_an_exact_evidence() -> None:
+    """Without a choice of topics nothing is hidden: the bound is Polya's distribution."""
+    X = corpus()
+    model = LatentDirichlet(1, method="batch", topic_word_prior=ETA, max_iter=2, tol=0).fit(X)
+    counts, V = X.sum(0), X.shape[1]
+    exact = gammaln(V * ETA) - V * gammaln(ETA) + gammaln(ETA + counts).sum() - gammaln(V * ETA + counts.sum())
+    assert model.elbo_ == pytest.approx(exact, rel=1e-13)
+    assert np.allclose(model.components_, ETA + counts, rtol=1e-13)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_bound_never_falls(seed: int) -> None:
+    """Not even where documents take one turn only, so that a search from anew may end lower than the last one."""
+    random = np.random.default_rng(seed)
+    X = corpus(20, 12, int(random.integers(2, 40)), seed)
+    model = LatentDirichlet(
+        int(random.integers(2, 6)),
+        method="batch",
+        doc_topic_prior=random.uniform(0.01, 2),
+        topic_word_prior=random.uniform(0.01, 2),
+        max_doc_update_iter=[1, 2, 5, 100][seed % 4],
+        mean_change_tol=[0.0, 1e-3, 0.5][seed % 3],
+        max_iter=30,
+        tol=0,
+        random_state=seed,
+    ).fit(X)
+    gains = np.diff(model.elbos_)
+    assert gains[0] > 0
+    assert (gains > -1e-10 * abs(model.elbo_)).all()
+
+
+def test_oracle_of_streams() -> None:
+    """scikit-learn's online LDA on digits, with one stream of random numbers; its ψ has eight digits."""
+    X = load_digits().data
+    settings = dict(doc_topic_prior=0.1, topic_word_prior=0.01, learning_offset=10.0, learning_decay=0.7)
+    settings |= dict(mean_change_tol=0, max_doc_update_iter=100, total_samples=len(X), random_state=0)
+    model, peer = LatentDirichlet(10, **settings), LatentDirichletAllocation(10, learning_method="online", **settings)
+    apart = []
+    for batch in np.split(X[: 5 * 128], 5):
+        peer.partial_fit(batch)
+        model.partial_fit(batch)
+        apart.append(abs(model.components_ / peer.components_ - 1).max())
+    assert apart[0] < 3e-8
+    assert apart[4] < 1.25e-7
+
+
+def test_bounds_are_scikit_learns_where_both_are_exact() -> None:
+    """Its score adds what topics cost, which `elbo_` does and `score` does not."""
+    X, settings = corpus(40), dict(doc_topic_prior=ALPHA, topic_word_prior=ETA, mean_change_tol=0)
+    peer = LatentDirichletAllocation(3, max_iter=3, random_state=0, **settings).fit(X)
+    topics = torch.as_tensor(peer.components_)
+    own = node(peer.components_)
+    prior = Prior(own, Dirichlet().of(torch.full((1, 15), ETA, dtype=torch.float64)))
+    bounds = LatentDirichlet(3, **settings).bound(X, peer.components_)
+    assert bounds.shape == (40,)
+    assert bounds.sum() + float(elbo([own], [prior])) == pytest.approx(peer.score(X), rel=1e-9)
+    model = LatentDirichlet(3, **settings).fit(X)
+    model.components_ = topics.numpy()
+    assert np.allclose(model.transform(X), peer.transform(X), rtol=0, atol=1e-7)
+    assert model.score(X) == pytest.approx(bounds.sum(), rel=1e-12)
+    assert model.perplexity(X) == pytest.approx(np.exp(-bounds.sum() / X.sum()), rel=1e-12)
+
+
+def test_a_whole_step_of_a_stream_is_a_sweep() -> None:
+    X, settings = corpus(), dict(random_state=0, doc_topic_prior=ALPHA, topic_word_prior=ETA)
+    stream = LatentDirichlet(3, learning_offset=0.0, learning_decay=1.0, **settings).partial_fit(X)
+    sweep = LatentDirichlet(3, method="batch", max_iter=1, tol=0, **settings).fit(X)
+    assert np.array_equal(stream.components_, sweep.components_)
+    assert stream.elbos_ == [sweep.elbos_[0]]
+
+
+def test_a_pass_is_steps_towards_unbiased_messages() -> None:
+    """λ moves by (t + offset)^-decay towards η + N/B of what a batch shows; over the batches of a pass these parts are
+    those of all documents together."""
+    X = csr_matrix(corpus(90, 30, 30))
+    settings = dict(doc_topic_prior=ALPHA, topic_word_prior=ETA, mean_change_tol=0, random_state=0)
+    model = LatentDirichlet(3, batch_size=30, max_iter=1, tol=0, learning_offset=3.0, learning_decay=0.8, **settings)
+    model.fit(X)
+    random = np.random.RandomState(0)
+    topics = begin = random.gamma(100.0, 0.01, (3, 30))
+    random.gamma(100.0, 0.01, (90, 3))  # the factor of all documents is made first
+    order, parts = random.permutation(90), 0
+    whole = transcribed(X.toarray(), topics, np.ones((90, 3)), 100, ALPHA)[1]
+    for count, rows in enumerate(np.split(order, 3), 1):
+        parts = parts + transcribed(X[rows].toarray(), begin, np.ones((30, 3)), 100, ALPHA)[1]
+        sums = transcribed(X[rows].toarray(), topics, random.gamma(100.0, 0.01, (30, 3)), 100, ALPHA)[1]
+        topics = topics + (count + 3.0) ** -0.8 * (ETA + 3 * sums - topics)
+    assert np.allclose(parts, whole, rtol=1e-12)
+    assert np.allclose(model.components_, topics, rtol=1e-9)
+
+
+@pytest.mark.parametrize("prior", [1e-4, 1e3])
+def test_extreme_priors(prior: float) -> None:
+    X = corpus(20, length=200)
+    model = LatentDirichlet(4, method="batch", doc_topic_prior=prior, topic_word_prior=prior, max_iter=20, tol=0)
+    model.set_params(random_state=0).fit(X)
+    assert np.isfinite(model.elbos_).all()
+    assert (np.diff(model.elbos_) > -1e-9 * abs(model.elbo_)).all()
+    assert np.isclose(model.components_.sum() - prior * model.components_.size, X.sum(), rtol=1e-6)
