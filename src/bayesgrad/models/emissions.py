@@ -100,8 +100,9 @@ class Symbols:
 
     def logs(self, mean: Parameters, out: Tensor) -> Tensor:
         """E[log p(x | k)], (K, N); 0 for what is missing."""
-        table = torch.nn.functional.pad(mean[0], (0, 1))
-        return torch.index_select(table, 1, self.symbols, out=out)
+        for row, own in zip(torch.nn.functional.pad(mean[0], (0, 1)), out):
+            torch.index_select(row, 0, self.symbols, out=own)
+        return out
 
     def message(self, shares: Tensor) -> Parameters:
         """How often each state is expected to show each symbol, (K, V)."""
