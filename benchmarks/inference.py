@@ -2,8 +2,8 @@
 
 Run: python benchmarks/inference.py --data-dir DIR [--rounds 3] [--write docs/results/inference.md]
 
-Times are CPU seconds of one thread, so that other work on the machine does not count; the median over rounds in which
-the competitors take turns. Compilation is not counted.
+One thread each; the median over rounds in which the competitors take turns. Compilation is not counted. `--only` takes
+names of parts: stream, logistic, models.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import resource
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
 
+import inference_models
 import numpy as np
 import scipy.io
 import torch
@@ -159,22 +161,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", type=Path, default=os.environ.get("BAYESGRAD_DATA"), help="or BAYESGRAD_DATA")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", metavar="PART", help="not all parts")
     parser.add_argument("--write", type=Path, help="a Markdown file to write the tables to")
     arguments = parser.parse_args()
     if arguments.data_dir is None:
         parser.error("--data-dir is needed: a folder that holds classification/a1a.mat")
     torch.set_num_threads(1)
-    streamed = stream()  # first: its peak of memory is the process's
+    warnings.simplefilter("ignore")
+    parts = {
+        "stream": lambda: stream(),  # first: its peak of memory is the process's
+        "logistic": lambda: logistic(Path(arguments.data_dir), arguments.rounds),
+        "models": lambda: inference_models.section(arguments.rounds + 2),
+    }
+    wanted = arguments.only or list(parts)
+    unknown = sorted(set(wanted) - set(parts))
+    if unknown:
+        parser.error(f"--only takes {', '.join(parts)}, got {', '.join(unknown)}")
+    found = []
+    for name in wanted:
+        print(f"{name}:", file=sys.stderr, flush=True)
+        found += ["", *parts[name]()]
     text = "\n".join(
         [
             "# The inference engine beside its peers",
             "",
-            "`python benchmarks/inference.py --data-dir DIR`; CPU seconds of one thread, medians over rounds in which",
-            "the competitors take turns, compilation not counted.",
-            "",
-            *logistic(Path(arguments.data_dir), arguments.rounds),
-            "",
-            *streamed,
+            "`python benchmarks/inference.py --data-dir DIR`; one thread each, medians over rounds in which the",
+            "competitors take turns, compilation not counted.",
+            *found,
         ]
     )
     print(text)

@@ -179,6 +179,22 @@ EXPERIMENTS = {
             "full matrix ahead of MAP on five of six",
         ),
         Experiment(
+            "khan2023-svi",
+            PAPER_002,
+            "section 5.3",
+            "topics of documents: streams and sweeps, held-out bound against time",
+            _lazily("khan2023_svi", "topics"),
+            "not yet recorded",
+        ),
+        Experiment(
+            "khan2023-table1",
+            PAPER_002,
+            "Table 1",
+            "every algorithm of the table out of one step, beside others' code",
+            _lazily("khan2023_table1", "table1"),
+            "holds",
+        ),
+        Experiment(
             "khan2023-uncertainty",
             PAPER_002,
             "section 4.4",

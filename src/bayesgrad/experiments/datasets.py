@@ -78,7 +78,11 @@ class Files:
             "cifar10": ("cifar-10-batches-bin", "cifar-10-batches-py"),
             "cifar100": ("cifar-100-binary", "cifar-100-python"),
         }
-        names = (self.name, {"tinyshakespeare": "text"}.get(self.name, self.name), *inner.get(self.name, ()))
+        names = (
+            self.name,
+            {"tinyshakespeare": "text", "ap": "lda/ap"}.get(self.name, self.name),
+            *inner.get(self.name, ()),
+        )
         return [root / name for name in names] + [root / self.name / name for name in names[2:]] + [root]
 
     def find(self, *names: str) -> Path | None:

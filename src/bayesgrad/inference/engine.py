@@ -17,6 +17,8 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 
 import torch
 from torch import Tensor
@@ -48,7 +50,7 @@ def message(node: Node, factors: Iterable[Factor]) -> Parameters:
 
 def elbo(nodes: Iterable[Node], factors: Iterable[Factor]) -> Tensor:
     """E_q[log p(data, x)] + H(q), complete: of a conjugate model, at its posterior, the log evidence."""
-    values = [(factor.scale * factor.value()).sum() for factor in factors]
+    values = [_times(factor.scale, factor.value()).sum() for factor in factors]
     return torch.stack([*values, *[node.entropy for node in nodes]]).sum()
 
 
@@ -91,8 +93,6 @@ def step(
         ready = {node: _direction(node, factors, rate, sites) for node, rate in zip(nodes, rates)}
     for node, rate in zip(nodes, rates):
         direction = ready[node] if ready else _direction(node, factors, rate, sites)
-        if any(not torch.isfinite(part).all() for part in direction):
-            raise OutsideDomain(f"the messages to {node} hold NaN or infinity: look at the data and the start.")
         before = node.natural
         drift = None
         if momentum and node.previous is not None:
@@ -135,11 +135,13 @@ class Result:
         elbos: the bound before the first step and after each.
         converged: whether it settled within the tolerance.
         interrupted: whether somebody stopped it.
+        taken: steps, where the bound was not looked at after each.
     """
 
     elbos: list[float]
     converged: bool
     interrupted: bool = False
+    taken: int | None = None
 
     @property
     def elbo(self) -> float:
@@ -147,7 +149,7 @@ class Result:
 
     @property
     def steps(self) -> int:
-        return len(self.elbos) - 1
+        return len(self.elbos) - 1 if self.taken is None else self.taken
 
 
 def run(
@@ -185,7 +187,7 @@ def run(
     if not steps >= 1:
         raise ValueError(f"steps must be at least 1, got {steps!r}.")
     nodes = [nodes] if isinstance(nodes, Node) else list(nodes)
-    elbos, shown = [float(elbo(nodes, factors))], _Line(progress, steps)
+    elbos, shown = [float(elbo(nodes, factors))], Line(progress, steps)
     converged = interrupted = False
     for count in range(steps):
         before = [node.natural for node in nodes]
@@ -235,13 +237,18 @@ def _mentions(factor: Factor, node: Node) -> bool:
 
 def _scaled(node: Node, factor: Factor) -> Parameters:
     ratio = factor.scale / node.scale
-    return node.spread(ratio, factor.message(node))
+    own = factor.message(node)
+    return own if isinstance(ratio, float) and ratio == 1 else node.spread(ratio, own)
+
+
+def _times(scale: float | Tensor, value: Tensor) -> Tensor:
+    return value if isinstance(scale, float) and scale == 1 else scale * value
 
 
 def _added(node: Node, messages: Sequence[Parameters]) -> Parameters:
     if not messages:
         raise ValueError(f"no factor mentions {node}: it has nothing to learn from.")
-    return tuple(torch.stack(torch.broadcast_tensors(*parts)).sum(0) for parts in zip(*messages))
+    return tuple(reduce(add, parts) for parts in zip(*messages))
 
 
 def _rate(rho: Rho, node: Node, count: int) -> float:
@@ -261,7 +268,7 @@ def _direction(node: Node, factors: Sequence[Factor], rate: float, sites: Sites 
     if sites is None:
         gradient = node.family.entropy_gradient(node.natural)
         return tuple(a + b for a, b in zip(message(node, factors), gradient))
-    if any(part.any() for part in node.family.base_gradient(node.natural)):
+    if not node.family.flat and any(part.any() for part in node.family.base_gradient(node.natural)):
         raise ValueError(f"{node} has a base measure that its λ does not fade with: leave sites=None.")
     target = sites.update(node, factors, rate)
     return tuple((new - old) / rate for old, new in zip(node.natural, target))
@@ -270,27 +277,33 @@ def _direction(node: Node, factors: Sequence[Factor], rate: float, sites: Sites 
 def _moved(node: Node, direction: Parameters, rate: float, domain: str, drift: Parameters | None) -> Parameters:
     family, natural = node.family, node.natural
     if domain == "retract" and drift is None and hasattr(family, "retract"):
+        _check_finite(node, direction)
         return family.retract(natural, direction, rate)  # pyright: ignore[reportAttributeAccessIssue]
-    plates = family.plates(natural)
-    size = torch.full(plates, float(rate), dtype=natural[0].dtype, device=natural[0].device)
-    moved = natural
+    size: float | Tensor = rate
     for _ in range(HALVINGS):
-        change = node.spread(size, direction)
+        change = direction if isinstance(size, float) and size == 1 else node.spread(size, direction)
         if drift is not None:
             change = tuple(a + b for a, b in zip(change, node.spread(size / rate, drift)))
         moved = tuple(a + b for a, b in zip(natural, change))
         inside = family.inside(moved)
         if inside.all():
             return moved
+        _check_finite(node, direction)
         if domain == "refuse":
             break
-        size = torch.where(inside, size, size / 2)
+        whole = size if isinstance(size, Tensor) else natural[0].new_full(family.plates(natural), size)
+        size = torch.where(inside, whole, whole / 2)
     raise OutsideDomain(
         f"a step of rho = {rate:g} leaves the parameters of {node}, and no shorter one was found: take a smaller rho, "
         "domain='retract' for a Gaussian, or a factor with a concave logarithm."
         if domain != "refuse"
         else f"a step of rho = {rate:g} leaves the parameters of {node}: take a smaller rho or domain='backtrack'."
     )
+
+
+def _check_finite(node: Node, direction: Parameters) -> None:
+    if any(not torch.isfinite(part).all() for part in direction):
+        raise OutsideDomain(f"the messages to {node} hold NaN or infinity: look at the data and the start.")
 
 
 def _height(nodes: Sequence[Node], factors: Sequence[Factor]) -> Tensor:
@@ -320,7 +333,7 @@ def _search(nodes: Sequence[Node], factors: Sequence[Factor], node: Node, before
     node.natural = before
 
 
-class _Line:
+class Line:
     """One line for people, where something takes more than two seconds."""
 
     def __init__(self, wanted: bool | None, steps: int) -> None:
@@ -329,9 +342,10 @@ class _Line:
         self.wanted = sys.stderr.isatty() if wanted is None else wanted
         self.steps, self.clock, self.last, self.written = steps, time.monotonic, time.monotonic() + 2, False
 
-    def show(self, count: int, bound: float) -> None:
+    def show(self, count: int, bound: float | None) -> None:
         if self.wanted and self.clock() > self.last:
-            print(f"\r  step {count}/{self.steps}, bound {bound:.6g} ", end="", file=sys.stderr, flush=True)
+            words = "" if bound is None else f", bound {bound:.6g}"
+            print(f"\r  step {count}/{self.steps}{words} ", end="", file=sys.stderr, flush=True)
             self.last, self.written = self.clock() + 0.2, True
 
     def end(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_random_state
 
 from bayesgrad.inference import Collapsed, Factor, Node, OutsideDomain, Result, elbo, run, step
+from bayesgrad.inference.engine import Line
 
 
 class Latent(BaseEstimator, ABC):
@@ -35,13 +36,15 @@ class Latent(BaseEstimator, ABC):
         tol: a change of the bound, for each row (`_units`), that ends the sweeps.
         random_state: as in scikit-learn.
         progress: whether a line is kept up to date; None: in a terminal, after two seconds.
-        batch_size, offset, decay: of streams: B, tau and kappa.
+        batch_size, offset, decay: of streams: B, tau and kappa; a model with other words for the last two says so in
+            `_words`.
         total_samples: N of `partial_fit`; None: the rows seen so far.
 
     Attributes:
         elbo_: the bound on the log evidence of the data, with all constants; with `Point` parameters their
             log-likelihood. After `partial_fit`, as the last batch before its step estimates it.
-        elbos_: at the start and after each sweep; after `partial_fit`, of each batch.
+        elbos_: at the start and after each sweep; after passes over batches with tol=0 at their end only; after
+            `partial_fit`, of each batch.
         n_iter_, converged_: sweeps, and whether the bound settled.
 
     Reference: 002, sections 5.2 and 5.3; Hoffman et al., 2013; Cappé and Moulines, 2009, for online EM.
@@ -57,6 +60,8 @@ class Latent(BaseEstimator, ABC):
     offset: float
     decay: float
     total_samples: float | None
+    _words: ClassVar[tuple[str, str]] = ("offset", "decay")
+    _schedule = "parallel"  # "sequential" where nodes must see each other's moves for the bound to rise
 
     # --- what a model says of itself ---
 
@@ -80,6 +85,9 @@ class Latent(BaseEstimator, ABC):
     def _publish(self, nodes: Sequence[Node]) -> None:
         """Sets the attributes that people read."""
 
+    def _between(self, nodes: Sequence[Node]) -> None:
+        """Called after each sweep, for moves of several nodes at once that do not lower the bound."""
+
     def _streams(self) -> bool:
         """Whether `fit` goes through batches."""
         return False
@@ -95,8 +103,10 @@ class Latent(BaseEstimator, ABC):
         self._check_numbers()
         data = self._read(X, reset=True)
         random = check_random_state(self.random_state)
+        self._batches = 0
         best: tuple[list[Node], Result] | None = None
         failure: OutsideDomain | None = None
+        interrupted = False
         for _ in range(self.n_init):
             try:
                 nodes = self._start(data, random)
@@ -104,18 +114,24 @@ class Latent(BaseEstimator, ABC):
             except OutsideDomain as error:
                 failure = error
                 continue
+            except KeyboardInterrupt:
+                if best is None:
+                    raise
+                interrupted = True
+                break
             if best is None or result.elbo > best[1].elbo:
                 best = nodes, result
             if result.interrupted:
+                interrupted = True
                 break
         if best is None:
             raise ValueError(f"no start of {self.n_init} led to a distribution: {failure}") from failure
         self._nodes, result = best
-        self._batches, self._rows = 0, len(data)
+        self._rows = len(data)
         self.elbos_, self.elbo_ = result.elbos, result.elbo
         self.n_iter_, self.converged_ = result.steps, result.converged
         self._publish(self._nodes)
-        if result.interrupted:
+        if interrupted:
             warnings.warn(
                 f"the fit was interrupted after {result.steps} sweeps: the best parameters so far are kept.",
                 stacklevel=2,
@@ -139,7 +155,9 @@ class Latent(BaseEstimator, ABC):
         self._rows += len(data)
         self._batches += 1
         total = self._rows if self.total_samples is None else self.total_samples
-        self.elbos_ = [*self.elbos_, self._move(self._nodes, data, self._batches, total / len(data))]
+        factors = [*self._priors(self._nodes), self._evidence(data, self._nodes, total / len(data))]
+        self.elbos_ = [*self.elbos_, float(elbo(self._nodes, factors))]
+        step(self._nodes, factors, self._rho(self._batches), schedule=self._schedule)
         self.elbo_, self.n_iter_ = self.elbos_[-1], self._batches
         self._publish(self._nodes)
         return self
@@ -153,45 +171,56 @@ class Latent(BaseEstimator, ABC):
                 factors,
                 self.max_iter,
                 tolerance=self.tol,
-                schedule="parallel",
+                schedule=self._schedule,
+                tune=lambda: self._between(nodes),
                 progress=self.progress,
                 unit=self._units(data),
                 interruptible=True,
             )
 
     def _passes(self, data: Any, nodes: list[Node], random: np.random.RandomState) -> Result:
-        """Passes over batches; the bound of all data is looked at after each."""
-        whole = [*self._priors(nodes), self._evidence(data, nodes)]
-        elbos, count = [float(elbo(nodes, whole))], 0
-        for _ in range(self.max_iter):
-            try:
+        """Passes over batches; the bound of all data is looked at after each, with tol=0 only after the last."""
+        priors, whole = self._priors(nodes), self._evidence(data, nodes)
+        elbos = [float(elbo(nodes, [*priors, whole]))] if self.tol else []
+        shown, count, taken, stopped, settled = Line(self.progress, self.max_iter), 0, 0, False, False
+        before = [node.natural for node in nodes]
+        try:
+            while taken < self.max_iter and not settled:
                 order = random.permutation(len(data))
                 for rows in np.array_split(order, max(1, round(len(data) / self.batch_size))):
+                    before = [node.natural for node in nodes]
                     count += 1
-                    self._move(nodes, data[rows], count, len(data) / len(rows))
-                elbos.append(float(elbo(nodes, whole)))
-            except KeyboardInterrupt:
-                return Result(elbos, False, True)
-            if abs(elbos[-1] - elbos[-2]) <= self.tol * self._units(data):
-                return Result(elbos, True)
-        return Result(elbos, False)
+                    factors = [*priors, self._evidence(data[rows], nodes, len(data) / len(rows))]
+                    step(nodes, factors, self._rho(count), schedule=self._schedule)
+                taken += 1
+                if self.tol:
+                    elbos.append(float(elbo(nodes, [*priors, whole])))
+                    settled = abs(elbos[-1] - elbos[-2]) <= self.tol * self._units(data)
+                shown.show(taken, elbos[-1] if elbos else None)
+        except KeyboardInterrupt:
+            stopped = True
+            for node, natural in zip(nodes, before):
+                node.natural = natural  # none of a batch of which all nodes have not heard
+        shown.end()
+        self._batches = count  # where `partial_fit` goes on from
+        if stopped or not self.tol:
+            elbos.append(float(elbo(nodes, [*priors, whole])))
+        return Result(elbos, settled, stopped, taken)
 
-    def _move(self, nodes: list[Node], data: Any, count: int, scale: float) -> float:
-        """One step by a batch; the bound that it estimated before."""
-        factors = [*self._priors(nodes), self._evidence(data, nodes, scale)]
-        bound = float(elbo(nodes, factors))
-        step(nodes, factors, (count + self.offset) ** -self.decay, schedule="parallel")
-        return bound
+    def _rho(self, count: int) -> float:
+        offset, decay = (getattr(self, name) for name in self._words)
+        return (count + offset) ** -decay
 
     def _check_numbers(self) -> None:
         for name, least in (("n_init", 1), ("max_iter", 1), ("tol", 0.0)):
             value = getattr(self, name)
             if not value >= least:
                 raise ValueError(f"{name} must be at least {least}, got {value!r}.")
-        if not 0.5 < self.decay <= 1:
-            raise ValueError(f"decay must be in (0.5, 1] for steps to settle, got {self.decay!r}.")
-        if not self.offset >= 0:
-            raise ValueError(f"offset must not be negative, got {self.offset!r}.")
+        (first, offset), (second, decay) = ((name, getattr(self, name)) for name in self._words)
+        if not 0.5 < decay <= 1:
+            raise ValueError(f"{second} must be in (0.5, 1] for steps to settle, got {decay!r}.")
+        if not offset >= 0:
+            raise ValueError(f"{first} must not be negative, got {offset!r}.")
         if not self.batch_size >= 1:
             raise ValueError(f"batch_size must be at least 1, got {self.batch_size!r}.")
 

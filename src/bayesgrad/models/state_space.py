@@ -331,7 +331,7 @@ class SitedChain(Family):
         return mean, variance + mean.square()
 
     def natural(self, mean: Parameters) -> Parameters:
-        raise NotImplementedError("the sites of a chain are not found from expectations: run the rule instead.")
+        raise ValueError("the sites of a chain are not found from expectations: run the rule instead.")
 
     def inside(self, natural: Parameters) -> Tensor:
         return torch.isfinite(self.log_partition(natural))
@@ -340,7 +340,7 @@ class SitedChain(Family):
         return x, x.square()
 
     def to_distribution(self, natural: Parameters) -> Distribution:
-        raise NotImplementedError("a chain has no counterpart in torch.distributions: sample it.")
+        raise ValueError("a chain has no counterpart in torch.distributions: sample it.")
 
     def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
         """z, (count, sequences, T K)."""

@@ -1,0 +1,286 @@
+"""Topics of documents: latent Dirichlet allocation."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from scipy.sparse import csr_matrix
+from sklearn.base import ClassNamePrefixFeaturesOutMixin, TransformerMixin
+from sklearn.utils import Tags, check_random_state
+from sklearn.utils.validation import check_is_fitted, validate_data
+from torch import Tensor
+
+from bayesgrad.families import Dirichlet
+from bayesgrad.inference import Factor, Node, Prior
+from bayesgrad.models.arrays import as_numpy, like
+from bayesgrad.models.documents import Counts, Documents
+from bayesgrad.models.latent import Latent
+
+METHODS = ("svi", "batch")
+DIRICHLET = Dirichlet()
+
+
+class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
+    r"""Documents as mixtures of topics, which are distributions over words (latent Dirichlet allocation):
+
+    .. math::
+        \beta_k \sim \mathrm{Dir}(\eta), \quad \theta_d \sim \mathrm{Dir}(\alpha), \quad
+        w_{dn} \sim \sum_k \theta_{dk} \beta_k
+
+    and q(β_k) = Dir(λ_k), by variational message passing. What is hidden in a document, its shares and the topics of
+    its words, is at its best given λ whenever λ is moved (`documents.Documents`):
+
+    .. math::
+        \lambda \leftarrow (1 - \rho)\, \lambda + \rho \left(\eta + \frac{N}{B} \sum_d n_{dw} \phi_{dwk}\right)
+
+    Args:
+        n_components: topics, K.
+        method: `"svi"`: passes over shuffled batches of documents, with rho = (t + learning_offset)^-learning_decay;
+            `"batch"`: sweeps over all documents with rho = 1, in which the bound never falls.
+        doc_topic_prior, topic_word_prior: alpha and η; None: 1/K.
+        learning_decay, learning_offset: of `"svi"` and of `partial_fit`.
+        batch_size: documents that `"svi"` takes at a time.
+        total_samples: documents in all, of `partial_fit`; None: those seen so far.
+        max_doc_update_iter: turns between a document's shares and its words' topics, at most.
+        mean_change_tol: a mean change of a document's concentrations that ends them; 0 takes all.
+        max_iter: passes or sweeps, at most.
+        tol: a change of the bound, for each word, that ends them; 0 takes all, and `"svi"` then looks at the bound at
+            the end only.
+        n_init: starts, of which the one with the greatest bound is kept.
+        random_state: as in scikit-learn; topics and documents start as they do there.
+        progress: whether a line is kept up to date; None: in a terminal, after two seconds.
+
+    Attributes:
+        components_: λ, the topics' concentrations, (K, V).
+        elbo_: the bound on log p(words), with all constants. Words count in their order.
+        elbos_, n_iter_, converged_: see `Latent`.
+        doc_topic_prior_, topic_word_prior_: the numbers that were used.
+        n_features_in_, feature_names_in_: as in scikit-learn.
+
+    X is (D, V), how often each word is in each document: a dense array or tensor, or sparse, of SciPy or of torch.
+    Weights other than whole numbers are taken as counts. Results are of NumPy, or tensors where X was one; computed in
+    float64.
+
+    >>> documents = torch.tensor([[3, 2, 0, 0], [0, 0, 2, 4], [4, 3, 1, 0], [0, 1, 3, 2]])
+    >>> model = LatentDirichlet(2, method="batch", random_state=0).fit(documents)
+    >>> model.top_words(["ball", "goal", "tax", "vote"], 2)
+    [['ball', 'goal'], ['vote', 'tax']]
+    >>> model.transform(documents).argmax(1).tolist()
+    [0, 1, 0, 1]
+
+    Reference: 002, section 5.3; Blei, Ng and Jordan, 2003; Hoffman, Blei and Bach, 2010.
+    Differs from scikit-learn: `"svi"` shuffles; `score` and `perplexity` are of documents given what is known of the
+    topics, so that the topics' divergence from their prior, a cost of the data they were learned from, is no part of
+    them; `"batch"` goes on with a document from where it was in the last sweep.
+    Checked by: tests/equations/test_latent_dirichlet.py, tests/contract/test_latent_dirichlet.py.
+    """
+
+    components_: Any
+    n_features_in_: int
+    doc_topic_prior_: float
+    topic_word_prior_: float
+    _words: ClassVar[tuple[str, str]] = ("learning_offset", "learning_decay")
+
+    def __init__(
+        self,
+        n_components: int = 10,
+        *,
+        method: str = "svi",
+        doc_topic_prior: float | None = None,
+        topic_word_prior: float | None = None,
+        learning_decay: float = 0.7,
+        learning_offset: float = 10.0,
+        batch_size: int = 128,
+        total_samples: float | None = None,
+        max_doc_update_iter: int = 100,
+        mean_change_tol: float = 1e-3,
+        max_iter: int = 100,
+        tol: float = 1e-3,
+        n_init: int = 1,
+        random_state: Any = None,
+        progress: bool | None = None,
+    ) -> None:
+        self.n_components, self.method = n_components, method
+        self.doc_topic_prior, self.topic_word_prior = doc_topic_prior, topic_word_prior
+        self.learning_decay, self.learning_offset = learning_decay, learning_offset
+        self.batch_size, self.total_samples = batch_size, total_samples
+        self.max_doc_update_iter, self.mean_change_tol = max_doc_update_iter, mean_change_tol
+        self.max_iter, self.tol, self.n_init = max_iter, tol, n_init
+        self.random_state, self.progress = random_state, progress
+
+    def __sklearn_tags__(self) -> Tags:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.positive_only = True
+        tags.input_tags.sparse = True
+        tags.transformer_tags.preserves_dtype = ["float64"]  # pyright: ignore[reportOptionalMemberAccess]
+        return tags
+
+    @property
+    def _n_features_out(self) -> int:
+        return len(self.components_)
+
+    # --- what `Latent` asks for ---
+
+    def _read(self, X: Any, *, reset: bool) -> Counts:
+        if reset:
+            self._check_settings()
+        counts = self._counts(X, reset=reset)
+        self._tensors = isinstance(X, Tensor)
+        return counts
+
+    def _check_settings(self) -> None:
+        if not self.n_components >= 1:
+            raise ValueError(f"n_components must be at least 1, got {self.n_components!r}.")
+        if self.method not in METHODS:
+            raise ValueError(f"method must be 'svi' or 'batch', got {self.method!r}.")
+        if not self.max_doc_update_iter >= 1:
+            raise ValueError(f"max_doc_update_iter must be at least 1, got {self.max_doc_update_iter!r}.")
+        if not self.mean_change_tol >= 0:
+            raise ValueError(f"mean_change_tol must not be negative, got {self.mean_change_tol!r}.")
+        if self.total_samples is not None and not self.total_samples >= 1:
+            raise ValueError(f"total_samples must be at least 1, got {self.total_samples!r}.")
+        for name in ("doc_topic_prior", "topic_word_prior"):
+            value = getattr(self, name)
+            value = 1 / self.n_components if value is None else value
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name} must be a positive number, got {value!r}.")
+            setattr(self, f"{name}_", float(value))
+
+    def _counts(self, X: Any, *, reset: bool) -> Counts:
+        """Checked counts.
+
+        Raises:
+            ValueError: they are none that documents can have.
+        """
+        sparse = isinstance(X, Tensor) and X.layout != torch.strided
+        plain: Any = Counts.read(X).matrix if sparse else as_numpy(X)
+        options: dict[str, Any] = dict(accept_sparse="csr", dtype=np.float64, ensure_all_finite=False)
+        matrix = Counts.read(validate_data(self, plain, reset=reset, **options)).matrix
+        count = len(np.diff(matrix.indptr))
+        if not np.isfinite(matrix.data).all():
+            wrong = len(np.unique(matrix.nonzero()[0][~np.isfinite(matrix.data)]))
+            raise ValueError(f"X holds NaN or infinity in {wrong} of {count} documents: remove them first.")
+        if matrix.nnz and matrix.data.min() < 0:
+            raise ValueError(f"Negative values in data: X holds {matrix.data.min():g}, and no count is below zero.")
+        empty = np.flatnonzero(np.diff(matrix.indptr) == 0)
+        if len(empty) == count:
+            raise ValueError("X holds no words: every count is zero.")
+        if len(empty):
+            few = f"{len(empty)} of {count} documents have no words, the first in row {empty[0]}"
+            warnings.warn(f"{few}: their shares are the prior's, and they say nothing of the topics.", stacklevel=4)
+        return Counts(matrix, X.device if isinstance(X, Tensor) else None)
+
+    def _start(self, data: Counts, random: np.random.RandomState) -> list[Node]:
+        self._random = random  # documents start from the same stream
+        drawn = random.gamma(100.0, 0.01, (self.n_components, self.n_features_in_))
+        return [Node(DIRICHLET, DIRICHLET.of(torch.as_tensor(drawn, device=data.device)), name="topics")]
+
+    def _priors(self, nodes: Sequence[Node]) -> list[Factor]:
+        (topics,) = nodes
+        like_one = torch.full_like(topics.natural[0][:1], self.topic_word_prior_)
+        return [Prior(topics, DIRICHLET.of(like_one))]
+
+    def _evidence(self, data: Counts, nodes: Sequence[Node], scale: float = 1.0) -> Documents:
+        drawn = self._random.gamma(100.0, 0.01, (len(data), self.n_components))
+        return self._documents(data, nodes[0], torch.as_tensor(drawn), scale)
+
+    def _documents(self, data: Counts, topics: Node, start: Tensor, scale: float = 1.0) -> Documents:
+        turns, tolerance = self.max_doc_update_iter, self.mean_change_tol
+        return Documents(topics, data, self.doc_topic_prior_, start, turns=turns, tolerance=tolerance, scale=scale)
+
+    def _publish(self, nodes: Sequence[Node]) -> None:
+        (concentration,) = DIRICHLET.ordinary(nodes[0].natural)
+        self.components_ = concentration if self._tensors else concentration.cpu().numpy()
+
+    def _streams(self) -> bool:
+        return self.method == "svi"
+
+    def _units(self, data: Counts) -> float:
+        return data.words
+
+    # --- what is known of documents ---
+
+    def _looked(self, X: Any, topics: Any = None) -> tuple[Counts, Documents]:
+        """The factor of new documents, at its best; each starts with even shares, so that none depends on others."""
+        check_is_fitted(self, "components_")
+        counts = self._counts(X, reset=False)
+        given = torch.as_tensor(as_numpy(self.components_ if topics is None else topics), dtype=torch.float64)
+        if given.dim() != 2 or given.shape[1] != self.n_features_in_:
+            raise ValueError(f"topics must be (K, {self.n_features_in_}), got shape {tuple(given.shape)}.")
+        if not (given > 0).all():
+            raise ValueError(f"topics must be positive concentrations, got {given.min().item():g}.")
+        node = Node(DIRICHLET, DIRICHLET.of(given.to(counts.device or "cpu")), name="topics")
+        factor = self._documents(counts, node, torch.ones(len(counts), len(given), dtype=torch.float64))
+        factor.looked()
+        return counts, factor
+
+    def transform(self, X: Any, *, normalize: bool = True) -> Any:
+        """Shares of topics in each document, (D, K): their means.
+
+        Args:
+            normalize: False gives their concentrations instead.
+        """
+        shares = self._looked(X)[1].shares
+        return like(X)(shares / shares.sum(1, keepdim=True) if normalize else shares)
+
+    def bound(self, X: Any, topics: Any = None) -> Any:
+        """A bound on log p(words) of each document, (D,), given what is known of the topics.
+
+        Args:
+            topics: concentrations (K, V), also of another package; None: `components_`. With this model's
+                doc_topic_prior.
+        """
+        return like(X)(self._looked(X, topics)[1].bounds)
+
+    def score(self, X: Any, y: Any = None) -> float:
+        """The sum of `bound`: in nats, for all documents."""
+        return float(as_numpy(self.bound(X)).sum())
+
+    def perplexity(self, X: Any) -> float:
+        """exp(-score for each word): how many words the next one is chosen from, as it were."""
+        counts, factor = self._looked(X)
+        return math.exp(-float(factor.bounds.sum()) / counts.words)
+
+    def top_words(self, vocabulary: Sequence[str] | None = None, n: int = 10) -> list[list[Any]]:
+        """The n likeliest words of each topic.
+
+        Args:
+            vocabulary: the word of each column of X; None: `feature_names_in_`, or the columns' numbers.
+        """
+        check_is_fitted(self, "components_")
+        if not 1 <= n <= self.n_features_in_:
+            raise ValueError(f"n must be between 1 and {self.n_features_in_}, got {n!r}.")
+        columns = getattr(self, "feature_names_in_", range(self.n_features_in_))
+        words = list(columns if vocabulary is None else vocabulary)
+        if len(words) != self.n_features_in_:
+            raise ValueError(f"vocabulary has {len(words)} words, X had {self.n_features_in_} columns.")
+        order = np.argsort(-as_numpy(self.components_), axis=1, kind="stable")[:, :n]
+        return [[words[place] for place in row] for row in order]
+
+    def sample(self, n_samples: int = 1, length: int = 100, random_state: Any = None) -> tuple[Any, Any]:
+        """New documents from topics that are drawn once: counts (n_samples, V), sparse, and shares (n_samples, K).
+
+        Args:
+            length: words in each.
+        """
+        check_is_fitted(self, "components_")
+        for name, value in (("n_samples", n_samples), ("length", length)):
+            if not value >= 1:
+                raise ValueError(f"{name} must be at least 1, got {value!r}.")
+        random = check_random_state(self.random_state if random_state is None else random_state)
+        generator = torch.Generator().manual_seed(int(random.randint(2**31 - 1)))
+        alpha = torch.full((self.n_components,), self.doc_topic_prior_, dtype=torch.float64)
+        components = torch.as_tensor(as_numpy(self.components_))
+        topics = DIRICHLET.sample(DIRICHLET.of(components), 1, generator)[0]
+        shares = DIRICHLET.sample(DIRICHLET.of(alpha), n_samples, generator)
+        drawn = [torch.multinomial(row @ topics, length, replacement=True, generator=generator) for row in shares]
+        rows = np.repeat(np.arange(n_samples), length)
+        entries = (np.ones(len(rows)), (rows, torch.cat(drawn).numpy()))
+        counts = csr_matrix(entries, shape=(n_samples, self.n_features_in_))
+        counts.sum_duplicates()
+        return counts, like(self.components_)(shares)
