@@ -44,11 +44,15 @@ def start(states: int, symbols: int) -> dict[str, np.ndarray]:
     }
 
 
+def ones(kind: str, states: int) -> np.ndarray:
+    return np.ones((states, COLUMNS)) if kind == "diag" else np.stack([np.eye(COLUMNS)] * states)
+
+
 def ours(kind: str, X: np.ndarray, given: dict[str, np.ndarray]) -> tuple[float, float]:
     """CPU seconds of a sweep, and the log-likelihood before the last."""
     options: dict[str, Any] = {f"{name}_init": value for name, value in given.items()}
     options |= dict(emissions="categorical") if kind == "categorical" else dict(covariance_type=kind)
-    options |= dict(covars_prior=0.0, covars_init=np.ones((len(given["means"]), COLUMNS)))
+    options |= dict(covars_prior=0.0, covars_init=ones(kind, len(given["means"])))
     model = HiddenMarkov(len(given["means"]), tol=0, max_iter=SWEEPS, **options)
     begin = time.process_time()
     model.fit(X)
@@ -58,7 +62,7 @@ def ours(kind: str, X: np.ndarray, given: dict[str, np.ndarray]) -> tuple[float,
 def theirs(kind: str, X: np.ndarray, given: dict[str, np.ndarray], implementation: str) -> tuple[float, float]:
     from hmmlearn.hmm import CategoricalHMM, GaussianHMM  # pyright: ignore[reportMissingImports]
 
-    K, D = given["means"].shape
+    K = len(given["means"])
     common: dict[str, Any] = dict(n_iter=SWEEPS, tol=-np.inf, init_params="", implementation=implementation)
     if kind == "categorical":
         peer = CategoricalHMM(K, n_features=given["emissionprob"].shape[1], **common)
@@ -66,7 +70,7 @@ def theirs(kind: str, X: np.ndarray, given: dict[str, np.ndarray], implementatio
     else:
         peer = GaussianHMM(K, kind, covars_prior=0, min_covar=0, **common)
         peer.means_ = given["means"]
-        peer.covars_ = np.ones((K, D)) if kind == "diag" else np.broadcast_to(np.eye(D), (K, D, D)).copy()
+        peer.covars_ = ones(kind, K)
     peer.startprob_, peer.transmat_ = given["startprob"], given["transmat"]
     begin = time.process_time()
     peer.fit(X)

@@ -204,7 +204,7 @@ REFUSED = [
     (HiddenMarkov(0), X, None, "n_states must be a whole number above zero, got 0"),
     (HiddenMarkov(2, emissions="poisson"), X, None, "emissions must be one of 'gaussian', 'categorical'"),
     (HiddenMarkov(2, method="svi"), X, None, "method must be one of 'em', 'vb', got 'svi'"),
-    (HiddenMarkov(2, covariance_type="tied"), X, None, "covariance_type must be one of 'full', 'diag'"),
+    (HiddenMarkov(2, covariance_type="round"), X, None, "covariance_type must be one of 'full', 'tied', 'diag'"),
     (HiddenMarkov(2, transmat_prior=0.5), X, None, "transmat_prior must be at least 1 where method='em', got 0.5"),
     (HiddenMarkov(2, method="vb", startprob_prior=0.0), X, None, "startprob_prior must be positive numbers, got 0"),
     (HiddenMarkov(2, transmat_prior=np.ones(3)), X, None, r"transmat_prior must be a number or of shape \(2, 2\)"),
@@ -212,6 +212,7 @@ REFUSED = [
     (HiddenMarkov(2, covars_prior=np.ones(3)), X, None, r"covars_prior must be a number, \(2,\) or \(2, 2\)"),
     (HiddenMarkov(2, transmat_init=np.ones((2, 2))), X, None, "transmat_init must be of shape .* sum to 1"),
     (HiddenMarkov(2, means_init=np.ones((3, 2))), X, None, r"means_init must be of shape \(2, 2\), got \(3, 2\)"),
+    (HiddenMarkov(2, covars_init=np.ones((2, 2))), X, None, r"covars_init must be of shape \(2, 2, 2\), got \(2, 2\)"),
     (HiddenMarkov(2, decay=0.5), X, None, r"decay must be in \(0.5, 1\]"),
 ]
 

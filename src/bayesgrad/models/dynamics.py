@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bayesgrad.inference.engine import Result, _Line
+from bayesgrad.inference.engine import Line, Result
 from bayesgrad.models.kalman import Beliefs, Chain
 
 LEARNABLE = (
@@ -86,7 +86,7 @@ def climb(
     if not (steps >= 1 and tolerance >= 0):
         raise ValueError(f"max_iter must be at least 1 and tol not negative, got {steps!r} and {tolerance!r}.")
     there = torch.arange(len(y))[:, None] < torch.tensor(lengths)  # (T, sequences)
-    unit, shown = float((~y.isnan()).sum()), _Line(progress, steps)
+    unit, shown = float((~y.isnan()).sum()), Line(progress, steps)
     found = smooth(matrices)
     elbos = [float(found.log_likelihood.sum())]
     converged = interrupted = False
