@@ -138,6 +138,12 @@ def test_states_without_data_are_kept() -> None:
         assert np.isfinite(model.elbo_)
 
 
+def test_states_too_far_apart_are_said_to_be() -> None:
+    far = np.concatenate([X[:30], X[:30] + 1e9])
+    with pytest.warns(UserWarning, match="fewer than four digits of its covariance are left"):
+        HiddenMarkov(2, random_state=0, covars_prior=1.0).fit(far)
+
+
 def test_more_starts_are_no_worse() -> None:
     one = HiddenMarkov(3, emissions="categorical", random_state=3, tol=1e-4).fit(SYMBOLS)
     best = HiddenMarkov(3, emissions="categorical", random_state=3, tol=1e-4, n_init=4).fit(SYMBOLS)

@@ -173,6 +173,26 @@ def test_counts_have_dynamics_too() -> None:
     assert found.elbos_[-1] > found.elbos_[0] + 1
 
 
+def test_an_interrupted_fit_keeps_the_last_whole_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bayesgrad.models import dynamics
+
+    calls, sweep = [], dynamics.maximised
+
+    def interrupted(*given):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return sweep(*given)
+
+    want = model().fit(data(True), learn="all", max_iter=3, tol=0)
+    monkeypatch.setattr(dynamics, "maximised", interrupted)
+    with pytest.warns(UserWarning, match="interrupted in sweep 4: the matrices before it are kept"):
+        found = model().fit(data(True), learn="all", max_iter=9, tol=0)
+    assert found.elbos_ == want.elbos_
+    for name, value in matrices(want).items():
+        assert_close(matrices(found)[name], value, rtol=0, atol=0)
+
+
 def test_refusals() -> None:
     y = data(False)
     with pytest.raises(ValueError, match=r"learn must be of 'transition', .* got 'Q'"):

@@ -20,6 +20,7 @@ from bayesgrad.models.arrays import as_numpy
 from bayesgrad.models.chained import Chained, Sequences, log_shares, require_possible
 from bayesgrad.models.covariances import COVARIANCES, Covariance
 from bayesgrad.models.emissions import Rows, Symbols, narrowed, pseudo, widened
+from bayesgrad.models.gaussian_mixture import FAR
 from bayesgrad.models.kalman import Elements, scan
 from bayesgrad.models.latent import Latent
 from bayesgrad.models.sequences import Given
@@ -340,7 +341,13 @@ class HiddenMarkov(Latent):
                 self._set(f"{name}_", log_shares(node).exp())
         if self._dims == 1:
             return
-        known = self._covariance.known(nodes[2].natural)
+        distance, known = self._covariance.distance(nodes[2].natural), self._covariance.known(nodes[2].natural)
+        if not distance < FAR:
+            warnings.warn(
+                f"rows of a state are {distance:.0e} of its deviations from the mean of X: fewer than four digits of "
+                "its covariance are left; raise covars_prior, or remove what is that far off.",
+                stacklevel=4,
+            )
         if self.method == "vb":
             self._set("means_weight_", known.confidence)
             self._set("dof_", known.degrees)

@@ -60,7 +60,7 @@ class LinearStateSpace:
 
     Sequences are (T, K), several of one length (sequences, T, K), or a list of any lengths; (T,) where K = 1. NaN is an
     observation that is missing. Arrays in, arrays out; tensors in, tensors out. Matrices that are tensors with a graph
-    keep it: `log_likelihood` of Gaussian observations can be differentiated.
+    keep it: `log_likelihood` of Gaussian observations can be differentiated. `fit(y, learn=...)` is EM.
 
     >>> model = LinearStateSpace([[1.0]], [[0.5]], [[1.0]], [[1.0]])
     >>> states = model.smooth(np.array([0.0, 1.0, np.nan, 3.0]))
