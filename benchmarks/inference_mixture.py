@@ -41,10 +41,10 @@ def ours(method: str, components: int, kind: str) -> Callable[[int], Any]:
 
 
 def theirs(method: str, components: int, kind: str) -> Callable[[int], Any]:
-    given = dict(n_components=components, covariance_type=kind, **SHARED)
+    given: dict[str, Any] = dict(n_components=components, covariance_type=kind, **SHARED)
     if method == "em":
         return lambda sweeps: Peer(max_iter=sweeps, **given)
-    prior = dict(weight_concentration_prior_type="dirichlet_distribution")
+    prior: dict[str, Any] = dict(weight_concentration_prior_type="dirichlet_distribution")
     return lambda sweeps: BayesianGaussianMixture(max_iter=sweeps, **prior, **given)
 
 
@@ -88,7 +88,7 @@ def section(rounds: int) -> list[str]:
     torch.set_num_threads(1)
     streamed = [*stream("em"), *stream("svi")]
     rng = np.random.default_rng(0)
-    iris, wide = load_iris().data, blobs(rng, 3 * rng.normal(size=(10, 10)), 100_000)
+    iris, wide = np.asarray(load_iris(return_X_y=True)[0]), blobs(rng, 3 * rng.normal(size=(10, 10)), 100_000)
     tasks = [("iris, 150 x 4", iris, 3, kind, method, 10, 110) for method in ("vmp", "em") for kind in ("full",)]
     for kind in ("full", "tied", "diag", "spherical"):
         tasks += [("100,000 x 10", wide, 10, kind, method, 1, 4) for method in ("vmp", "em")]

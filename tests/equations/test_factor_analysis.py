@@ -134,6 +134,16 @@ def test_more_columns_than_rows() -> None:
             assert_close(wide.message(node), other.message(node), rtol=1e-9, atol=1e-9)
 
 
+def test_units_of_columns_do_not_matter() -> None:
+    """Scaled columns have scaled loadings and noise, after as many sweeps, and the density changes by the volume."""
+    X, units = data(holes=0.1), np.logspace(-4, 4, 6)
+    model, scaled = (FactorAnalysis(2, tol=0, max_iter=20).fit(rows) for rows in (X, X * units))
+    np.testing.assert_allclose(scaled.components_, model.components_ * units, rtol=1e-6)
+    np.testing.assert_allclose(scaled.noise_variance_, model.noise_variance_ * units**2, rtol=1e-6)
+    volume = (np.log(units) * (~np.isnan(X)).sum(0)).sum()
+    assert scaled.elbo_ == pytest.approx(model.elbo_ - volume, rel=1e-9)
+
+
 # --- beliefs ---
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bayesgrad.experiments import khan2023_bayes as bayes
 from bayesgrad.experiments import khan2023_deep as deep
 from bayesgrad.experiments import khan2023_rows as rows
 from bayesgrad.experiments.khan2023_rows import Row, difference
@@ -116,7 +117,14 @@ ROWS = (
         "optim.BayesBiNN",
     ),
     Row(
-        PARTS[2], "Conjugate Bayes", EXPONENTIAL, "rho = 1", "5.1", rows.conjugate, rows.ridge, "Ridge, SciPy's density"
+        PARTS[2],
+        "Conjugate Bayes",
+        EXPONENTIAL,
+        "rho = 1",
+        "5.1",
+        bayes.conjugate,
+        bayes.ridge,
+        "Ridge, SciPy's density",
     ),
     Row(
         PARTS[2],
@@ -124,8 +132,8 @@ ROWS = (
         "Gaussian",
         "delta method",
         "4.4",
-        rows.laplace,
-        rows.laplace_by_hand,
+        bayes.laplace,
+        bayes.laplace_by_hand,
         "LogisticRegression, NumPy",
     ),
     Row(
@@ -134,8 +142,8 @@ ROWS = (
         "exponential family and Gaussian",
         "delta method for the parameters",
         "5.2",
-        rows.expectation_maximization,
-        partial(rows.scikit_learns_mixture, False),
+        bayes.expectation_maximization,
+        partial(bayes.scikit_learns_mixture, False),
         "GaussianMixture",
     ),
     Row(
@@ -144,8 +152,8 @@ ROWS = (
         "exponential family (mean-field)",
         "stochastic approx., local rho = 1",
         "5.3",
-        rows.stochastic,
-        rows.stochastic_by_hand,
+        bayes.stochastic,
+        bayes.stochastic_by_hand,
         "NumPy, Hoffman et al.",
     ),
     Row(
@@ -154,8 +162,8 @@ ROWS = (
         "exponential family (mean-field)",
         "rho = 1 for all nodes",
         "5.3",
-        rows.message_passing,
-        partial(rows.scikit_learns_mixture, True),
+        bayes.message_passing,
+        partial(bayes.scikit_learns_mixture, True),
         "BayesianGaussianMixture",
     ),
     Row(
@@ -164,8 +172,8 @@ ROWS = (
         "exponential family (mean-field)",
         "rho = 1 for all nodes",
         "5.3",
-        rows.nonconjugate_messages,
-        rows.knowles_and_minka,
+        bayes.nonconjugate_messages,
+        bayes.knowles_and_minka,
         "Knowles and Minka's update, with the Fisher matrix",
     ),
     Row(
@@ -174,8 +182,8 @@ ROWS = (
         "mixture of exponential family",
         "none",
         "5.4",
-        rows.nonconjugate,
-        rows.nonconjugate_by_search,
+        bayes.nonconjugate,
+        bayes.nonconjugate_by_search,
         "BFGS on the bound, by a fine grid",
         1e-5,
     ),

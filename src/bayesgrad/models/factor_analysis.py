@@ -22,7 +22,7 @@ METHODS = ("em", "vb")
 NOISES = ("diagonal", "isotropic")
 INITS = ("pca", "random")
 NORMAL = Gaussian()
-FLOOR = 1e-12  # of EM's noise, in units of the mean variance of columns
+FLOOR = 1e-12  # of EM's noise, in units of a column's variance (of their mean, where all share one noise)
 
 
 class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
@@ -148,29 +148,24 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
         ]
 
     def _guess(self, data: Rows, random: np.random.RandomState, pca: bool) -> tuple[Tensor, Tensor]:
-        """W (D, K) and the noise's variances (D,)."""
-        X, (n, D) = data.values, data.values.shape
-        counts = X.new_full((D,), n) if data.observed is None else data.observed.sum(0).clamp(min=1)
-        variances = X.square().sum(0) / counts
-        usual = variances.mean() if variances.any() else torch.ones_like(variances[0])
-        self._floor = FLOOR * float(usual)
-        K, least = self._components(D), max(self._floor, float(1e-3 * usual))
+        """W (D, K) and the noise's variances (D,), in units of each column where each has noise of its own."""
+        X, (n, D), K = data.values, data.values.shape, self._components(data.values.shape[1])
+        counts = n if data.observed is None else data.observed.sum(0).clamp(min=1)
+        unit = X.square().sum(0) / counts
+        usual = unit.mean() if unit.any() else torch.ones_like(unit[0])
+        unit = torch.where(unit > 0, unit, usual) if self.noise == "diagonal" else usual.expand(D)
+        self._floor = FLOOR * unit
         if not pca:
-            scale = (variances if self.noise == "diagonal" else usual).clamp(min=self._floor).sqrt()
-            W = scale.expand(D)[:, None] * torch.as_tensor(random.normal(size=(D, K)) / K**0.5).to(X)
-            noise = (variances if self.noise == "diagonal" else usual.expand(D)) / 2
-            return W, noise.clamp(min=least)
-        scale = (variances if self.noise == "diagonal" else usual.expand(D)).clamp(min=least).sqrt()
-        values, directions = _spectrum(X / scale)
+            W = torch.as_tensor(random.normal(size=(D, K)) / K**0.5).to(X)
+            return unit.sqrt()[:, None] * W, unit / 2
+        values, directions = _spectrum(X / unit.sqrt())
         values = torch.cat([values / n, values.new_zeros(D - len(values))])
         rest = values[K:].mean() if K < D else values[-1] / 2
         W = directions[:K].mT * (values[:K] - rest).clamp(min=1e-6).sqrt()
         if W.shape[1] < K:  # fewer rows than components
             W = torch.cat([W, 1e-3 * torch.as_tensor(random.normal(size=(D, K - W.shape[1]))).to(X)], 1)
-        W = scale[:, None] * W
-        if self.noise == "isotropic":
-            return W, (rest * usual).clamp(min=self._floor).expand(D)
-        return W, torch.maximum(variances - W.square().sum(1), 0.05 * variances).clamp(min=least / 10)
+        noise = rest.clamp(min=FLOOR) if self.noise == "isotropic" else (1 - W.square().sum(1)).clamp(min=0.05)
+        return unit.sqrt()[:, None] * W, unit * noise
 
     def _priors(self, nodes: Sequence[Node]) -> list[Factor]:
         if self.method == "em":

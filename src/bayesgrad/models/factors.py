@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ class Rows:
     def __getitem__(self, rows: np.ndarray) -> Rows:
         return Rows(self.values[rows], None if self.observed is None else self.observed[rows])
 
+    @cached_property
     def patterns(self) -> tuple[Tensor, Tensor]:
         """Which columns are observed together, (U, D), each pattern once, and the pattern of each row, (n,)."""
         if self.observed is None:
@@ -77,7 +79,7 @@ def infer(rows: Rows, known: Loadings) -> tuple[Tensor, Tensor, Tensor, Tensor, 
         the means of z (n, K), the covariances A (U, K, K), the patterns (U, D), each row's pattern (n,), and what each
         row adds to the bound (n,).
     """
-    patterns, place = rows.patterns()
+    patterns, place = rows.patterns
     K = known.first.shape[1] - 1
     weighted = known.precision[:, None, None] * known.second
     summed = (patterns @ weighted.flatten(1)).view(-1, K + 1, K + 1)
@@ -102,15 +104,15 @@ class Scores(Collapsed):
         rows: of the data.
         loadings: rows of [W m], plates (D,), of a Gaussian.
         noise: precisions τ, plates (D,), or () where all columns share one, of a Gamma.
-        floor: a variance that every x has about what was observed: noise does not vanish in columns that are explained
-            in full.
+        floor: a variance that every x has about what was observed, one or (D,): noise does not vanish in columns that
+            are explained in full.
 
     Reference: Rubin and Thayer, 1982, for EM; Bishop, 1999, for the expectations over W and τ.
     Checked by: tests/equations/test_factor_analysis.py.
     """
 
     def __init__(
-        self, rows: Rows, loadings: Node, noise: Node, scale: float | Tensor = 1.0, floor: float = 0.0
+        self, rows: Rows, loadings: Node, noise: Node, scale: float | Tensor = 1.0, floor: float | Tensor = 0.0
     ) -> None:
         super().__init__(loadings, noise, scale=scale)
         self.rows, self.floor = rows, floor
@@ -167,7 +169,7 @@ class Scores(Collapsed):
         moments = (patterns.mT @ sums.flatten(1)).view(-1, width, width)
         crossed = self.rows.values.mT @ extended
         seen = patterns.mT @ counts
-        return values.sum() - self.floor / 2 * seen @ known.precision, crossed, moments, seen
+        return values.sum() - (self.floor * seen * known.precision).sum() / 2, crossed, moments, seen
 
 
 class Relevance(Factor):
