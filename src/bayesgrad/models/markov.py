@@ -56,16 +56,16 @@ class Layout:
         length = whole[owner] // pieces[owner] + (place < whole[owner] % pieces[owner])
         order = np.argsort(-length, kind="stable")
         begin, length = (np.cumsum(length) - length)[order], length[order]
-        step, column = np.arange(length[0])[:, None], np.arange(len(order))
-        taken = step < length
-        width = taken.sum(1)
+        width = len(order) - np.searchsorted(length[::-1], np.arange(length[0]), side="right")
         offset = np.cumsum(width) - width
+        step = np.repeat(np.arange(len(width)), width)  # of each place
+        column = np.arange(len(step)) - offset[step]
         self.lengths = whole.tolist()
         self.widths: list[int] = width.tolist()
-        self.rows = torch.as_tensor((begin + step)[taken])
-        self.column = torch.as_tensor(np.broadcast_to(column, taken.shape)[taken])  # of each place its piece
-        self.before = torch.as_tensor((offset[:-1, None] + column)[taken[1:]])  # places one step earlier
-        self.last = torch.as_tensor(offset[length - 1] + column)  # of each piece
+        self.rows = torch.as_tensor(begin[column] + step)
+        self.column = torch.as_tensor(column)  # of each place its piece
+        self.before = torch.as_tensor(offset[step[width[0] :] - 1] + column[width[0] :])  # places one step earlier
+        self.last = torch.as_tensor(offset[length - 1] + np.arange(len(order)))  # of each piece
         self.first = torch.as_tensor(place[order] == 0)  # pieces that begin a sequence
         self.owner = torch.as_tensor(owner[order])
         self.order = torch.as_tensor(order)  # of packed pieces, their places in time
