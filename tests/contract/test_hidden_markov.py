@@ -138,6 +138,12 @@ def test_states_without_data_are_kept() -> None:
         assert np.isfinite(model.elbo_)
 
 
+def test_states_too_far_apart_are_said_to_be() -> None:
+    far = np.concatenate([X[:30], X[:30] + 1e9])
+    with pytest.warns(UserWarning, match="fewer than four digits of its covariance are left"):
+        HiddenMarkov(2, random_state=0, covars_prior=1.0).fit(far)
+
+
 def test_more_starts_are_no_worse() -> None:
     one = HiddenMarkov(3, emissions="categorical", random_state=3, tol=1e-4).fit(SYMBOLS)
     best = HiddenMarkov(3, emissions="categorical", random_state=3, tol=1e-4, n_init=4).fit(SYMBOLS)
@@ -204,7 +210,7 @@ REFUSED = [
     (HiddenMarkov(0), X, None, "n_states must be a whole number above zero, got 0"),
     (HiddenMarkov(2, emissions="poisson"), X, None, "emissions must be one of 'gaussian', 'categorical'"),
     (HiddenMarkov(2, method="svi"), X, None, "method must be one of 'em', 'vb', got 'svi'"),
-    (HiddenMarkov(2, covariance_type="tied"), X, None, "covariance_type must be one of 'full', 'diag'"),
+    (HiddenMarkov(2, covariance_type="round"), X, None, "covariance_type must be one of 'full', 'tied', 'diag'"),
     (HiddenMarkov(2, transmat_prior=0.5), X, None, "transmat_prior must be at least 1 where method='em', got 0.5"),
     (HiddenMarkov(2, method="vb", startprob_prior=0.0), X, None, "startprob_prior must be positive numbers, got 0"),
     (HiddenMarkov(2, transmat_prior=np.ones(3)), X, None, r"transmat_prior must be a number or of shape \(2, 2\)"),
@@ -212,6 +218,7 @@ REFUSED = [
     (HiddenMarkov(2, covars_prior=np.ones(3)), X, None, r"covars_prior must be a number, \(2,\) or \(2, 2\)"),
     (HiddenMarkov(2, transmat_init=np.ones((2, 2))), X, None, "transmat_init must be of shape .* sum to 1"),
     (HiddenMarkov(2, means_init=np.ones((3, 2))), X, None, r"means_init must be of shape \(2, 2\), got \(3, 2\)"),
+    (HiddenMarkov(2, covars_init=np.ones((2, 2))), X, None, r"covars_init must be of shape \(2, 2, 2\), got \(2, 2\)"),
     (HiddenMarkov(2, decay=0.5), X, None, r"decay must be in \(0.5, 1\]"),
 ]
 

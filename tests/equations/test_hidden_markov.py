@@ -18,6 +18,7 @@ from bayesgrad.families import Categorical, Dirichlet, NormalWishart, Point
 from bayesgrad.inference import Expected, Node, Prior, elbo, step
 from bayesgrad.models import HiddenMarkov
 from bayesgrad.models.chained import Chained, Sequences
+from bayesgrad.models.covariances import Full
 from bayesgrad.models.emissions import Rows, Symbols
 from bayesgrad.models.markov import Layout
 
@@ -39,7 +40,10 @@ def random_start(seed: int, kind: str) -> dict[str, np.ndarray]:
     start = dict(startprob_init=rng.dirichlet(np.ones(3)), transmat_init=rng.dirichlet(np.full(3, 3.0), size=3))
     if kind == "categorical":
         return dict(start, emissionprob_init=rng.dirichlet(np.ones(6), size=3))
-    covars = np.array([1.0, 2.0, 3.0])[:, None, None] * np.eye(2) if kind == "full" else rng.uniform(1, 2, size=(3, 2))
+    full = np.array([1.0, 2.0, 3.0])[:, None, None] * np.eye(2)
+    covars = {"full": full, "tied": full[1], "spherical": np.array([1.0, 2.0, 3.0])}.get(
+        kind, rng.uniform(1, 2, (3, 2))
+    )
     return dict(start, means_init=2 * rng.normal(size=(3, 2)), covars_init=covars)
 
 
@@ -54,7 +58,7 @@ def peer_of(kind: str, start: dict[str, np.ndarray], sweeps: int) -> Any:
     return peer
 
 
-@pytest.mark.parametrize("kind", ["full", "diag", "categorical"])
+@pytest.mark.parametrize("kind", ["full", "tied", "diag", "spherical", "categorical"])
 def test_iterates_are_hmmlearns(kind: str) -> None:
     """Bounds before each sweep and parameters after twelve; then scores, smoothed states and paths."""
     rows, symbols = chain()
@@ -69,7 +73,7 @@ def test_iterates_are_hmmlearns(kind: str) -> None:
     for name in names:
         assert_close(getattr(model, name), getattr(peer, name), rtol=0, atol=1e-8)
     if kind != "categorical":
-        covars = peer.covars_ if kind == "full" else peer.covars_.diagonal(axis1=1, axis2=2).copy()
+        covars = peer._covars_.mean(1) if kind == "spherical" else peer._covars_
         assert_close(model.covars_, covars, rtol=0, atol=1e-8)
     assert_close(model.score(X, lengths=LENGTHS), peer.score(X, LENGTHS), rtol=1e-10, atol=0)
     assert_close(model.predict_proba(X, LENGTHS), peer.predict_proba(X, LENGTHS), rtol=0, atol=1e-8)
@@ -123,7 +127,7 @@ def small(kind: str, method: str) -> tuple[list[Node], Sequences]:
     confidence, degrees = torch.tensor([2.0, 3.0]).double(), torch.tensor([5.0, 6.0]).double()
     natural = NormalWishart().of(location, confidence, degrees, torch.eye(2).double().expand(2, 2, 2) / 5)
     nodes.append(Node(wrap(NormalWishart()), natural))
-    return nodes, Sequences(layout, Rows(rows[layout.rows], diagonal=False))
+    return nodes, Sequences(layout, Rows(rows[layout.rows], Full()))
 
 
 def explicit(nodes: list[Node], data: Sequences) -> tuple[Node, Expected]:
@@ -249,7 +253,7 @@ def test_one_sweep_of_variational_rows_in_numpy() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("method", ["em", "vb"])
-@pytest.mark.parametrize("kind", ["full", "diag", "categorical"])
+@pytest.mark.parametrize("kind", ["full", "tied", "diag", "spherical", "categorical"])
 def test_the_bound_never_falls(kind: str, method: str, seed: int) -> None:
     """Over random data, starts, priors and missing observations."""
     rng = np.random.default_rng(seed)

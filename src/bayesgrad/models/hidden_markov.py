@@ -13,17 +13,19 @@ from sklearn.utils import Tags, check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
-from bayesgrad.families import Dirichlet, Family, NormalWishart, Parameters, Point
+from bayesgrad.families import Dirichlet, Family, Parameters, Point
 from bayesgrad.inference import Factor, Linear, Node, Prior
 from bayesgrad.models import markov
 from bayesgrad.models.arrays import as_numpy
 from bayesgrad.models.chained import Chained, Sequences, log_shares, require_possible
-from bayesgrad.models.emissions import Rows, Symbols
+from bayesgrad.models.covariances import COVARIANCES, Covariance
+from bayesgrad.models.emissions import Rows, Symbols, narrowed, pseudo, widened
+from bayesgrad.models.gaussian_mixture import FAR
 from bayesgrad.models.kalman import Elements, scan
 from bayesgrad.models.latent import Latent
 from bayesgrad.models.sequences import Given
 
-EMISSIONS, METHODS, SHAPES, STARTS = ("gaussian", "categorical"), ("em", "vb"), ("full", "diag"), ("kmeans", "random")
+EMISSIONS, METHODS, STARTS = ("gaussian", "categorical"), ("em", "vb"), ("kmeans", "random")
 SUBSET = 20_000  # rows that k-means looks at
 
 
@@ -42,7 +44,7 @@ class HiddenMarkov(Latent):
         n_states: K.
         emissions: `"gaussian"`, or `"categorical"` for symbols 0, 1, 2, ...
         method: `"em"` (greatest likelihood, or posterior density where there are priors), `"vb"`.
-        covariance_type: `"full"` or `"diag"`.
+        covariance_type: `"full"`, `"tied"`, `"diag"` or `"spherical"`.
         n_symbols: how many symbols there are; None: as many as the first data show.
         startprob_prior, transmat_prior, emissionprob_prior: concentrations of the Dirichlet priors; None: 1 for
             `"em"`, which is flat, and 1/K (of symbols 1/V) for `"vb"`.
@@ -50,7 +52,7 @@ class HiddenMarkov(Latent):
             1 for `"vb"`.
         covars_prior, dof_prior: Ψ and nu of the prior W(Λ | nu, Ψ^-1): Ψ is a number, (D,) or (D, D). None: the
             covariance of X for `"vb"`, and for `"em"` a millionth of the variances of X, which keeps states off single
-            points; nu = D, which is flat, or 1 where covariances are diagonal.
+            points; nu = D, or for `"em"` what is flat.
         init: `"kmeans"` or `"random"`: centres of K clusters, or K rows of X. Symbols start at random.
         startprob_init, transmat_init, means_init, covars_init, emissionprob_init: a start of your own, in part or
             whole. With `"em"` what starts at zero stays there: a left-to-right chain is such a `transmat_init`.
@@ -59,7 +61,7 @@ class HiddenMarkov(Latent):
 
     Attributes:
         startprob_, transmat_, emissionprob_: π, A and b; of `"vb"` their expectations.
-        means_, covars_: m_k (K, D) and Λ_k^-1, (K, D, D) or (K, D); of `"vb"` E[m_k] and E[Λ_k]^-1.
+        means_, covars_: m_k (K, D) and Λ_k^-1, shaped as scikit-learn's covariances_; of `"vb"` E[m_k] and E[Λ_k]^-1.
         startprob_posterior_, transmat_posterior_, emissionprob_posterior_: concentrations, of `"vb"`.
         means_weight_, dof_: κ_k and nu_k, of `"vb"`.
         elbo_, elbos_, n_iter_, converged_: see `Latent`.
@@ -152,7 +154,7 @@ class HiddenMarkov(Latent):
         for name, known in (
             ("emissions", EMISSIONS),
             ("method", METHODS),
-            ("covariance_type", SHAPES),
+            ("covariance_type", COVARIANCES),
             ("init", STARTS),
         ):
             if getattr(self, name) not in known:
@@ -175,7 +177,11 @@ class HiddenMarkov(Latent):
         layout = markov.Layout(lengths)
         if self.emissions == "categorical":
             return Sequences(layout, Symbols(self._symbols(values[:, 0])[layout.rows], self._count))
-        return Sequences(layout, Rows((values - self._centre)[layout.rows], diagonal=self.covariance_type == "diag"))
+        return Sequences(layout, Rows((values - self._centre)[layout.rows], self._covariance))
+
+    @property
+    def _covariance(self) -> Covariance:
+        return COVARIANCES[self.covariance_type]
 
     @property
     def _dims(self) -> int:
@@ -214,7 +220,7 @@ class HiddenMarkov(Latent):
             self._centre = known.mean(0)
             shown = self._rows_prior(known - self._centre)
         self._prior = [self._shares_prior("startprob_prior", (K,)), self._shares_prior("transmat_prior", (K, K)), shown]
-        families: list[Family] = [Dirichlet(), Dirichlet(), Dirichlet() if self._dims == 1 else NormalWishart()]
+        families: list[Family] = [Dirichlet(), Dirichlet(), Dirichlet() if self._dims == 1 else self._covariance.family]
         self._families = families if vb else [Point(family) for family in families]
 
     def _shares_prior(self, name: str, shape: tuple[int, ...]) -> Parameters:
@@ -231,15 +237,13 @@ class HiddenMarkov(Latent):
 
     def _rows_prior(self, known: Tensor) -> Parameters:
         """λ of the Normal-Wishart prior of each state, about rows whose mean has been subtracted."""
-        D, vb, diagonal = known.shape[1], self.method == "vb", self.covariance_type == "diag"
+        D, vb = known.shape[1], self.method == "vb"
         variance = known.square().mean(0)
         floor = torch.diag(1e-6 * torch.where(variance > 0, variance, 1))
         weight = (1.0 if vb else 0.0) if self.means_weight is None else float(self.means_weight)
-        degrees = float(1 if diagonal else D) if self.dof_prior is None else float(self.dof_prior)
         location = self._centre if self.means_prior is None else _array(self.means_prior)
         if location.shape != (D,):
             raise ValueError(f"means_prior must be {D} numbers, got shape {tuple(location.shape)}.")
-        location = location - self._centre
         spread = floor + known.mT @ known / len(known) if vb else floor
         if self.covars_prior is not None:
             spread = _array(self.covars_prior)
@@ -248,13 +252,10 @@ class HiddenMarkov(Latent):
             spread = spread if spread.dim() == 2 else torch.diag(spread.expand(D))
         if not (weight >= 0 and torch.linalg.eigvalsh(spread).min() >= -1e-12 * spread.abs().max()):
             raise ValueError("means_weight must not be negative, and covars_prior positive semi-definite.")
-        if diagonal:
-            location, spread, D = location[:, None], spread.diagonal()[:, None, None], 1
-        square = location[..., :, None] * location[..., None, :]
-        plates = location.shape[:-1]
-        parts = weight * location, torch.full(plates, -weight / 2, dtype=torch.float64), -(spread + weight * square) / 2
-        parts = *parts, torch.full(plates, (degrees - D) / 2, dtype=torch.float64)
-        return tuple(part.expand(self.n_states, *part.shape) for part in parts)
+        degrees = float(D if self.dof_prior is None else self.dof_prior)
+        spread = narrowed(self._covariance, spread)
+        found = self._covariance.prior(location - self._centre, weight, degrees, spread, self.n_states)
+        return found if vb or self.dof_prior is not None else (*found[:3], torch.zeros_like(found[3]))
 
     # --- where it starts ---
 
@@ -309,15 +310,11 @@ class HiddenMarkov(Latent):
         variance = known.var(0, correction=0)
         covars = (spread + torch.diag(1e-6 * torch.where(variance > 0, variance, 1))).expand(K, D, D)
         if self.covars_init is not None:
-            covars = _array(self.covars_init)
-            if covars.shape not in ((K, D, D), (K, D)):
-                raise ValueError(f"covars_init must be of shape {(K, D, D)} or {(K, D)}, got {tuple(covars.shape)}.")
-            covars = torch.diag_embed(covars) if covars.dim() == 2 else covars
-        if seen.diagonal:
-            means, covars = means[..., None], covars.diagonal(dim1=-2, dim2=-1)[..., None, None]
-        half = torch.full(means.shape[:-1], weight / 2, dtype=torch.float64)
-        square = means[..., :, None] * means[..., None, :]
-        return weight * means, -half, -weight * (covars + square) / 2, half
+            covars, shape = _array(self.covars_init), self._covariance.shape(K, D)
+            if covars.shape != shape:
+                raise ValueError(f"covars_init must be of shape {shape}, got {tuple(covars.shape)}.")
+            covars = widened(self._covariance, covars, K, D)
+        return pseudo(self._covariance, means, covars, weight)
 
     # --- what Latent asks ---
 
@@ -344,16 +341,20 @@ class HiddenMarkov(Latent):
                 self._set(f"{name}_", log_shares(node).exp())
         if self._dims == 1:
             return
-        location, weight, degrees, scale = NormalWishart().ordinary(nodes[2].natural)
+        distance, known = self._covariance.distance(nodes[2].natural), self._covariance.known(nodes[2].natural)
+        if not distance < FAR:
+            warnings.warn(
+                f"rows of a state are {distance:.0e} of its deviations from the mean of X: fewer than four digits of "
+                "its covariance are left; raise covars_prior, or remove what is that far off.",
+                stacklevel=4,
+            )
         if self.method == "vb":
-            self._set("means_weight_", weight)
-            self._set("dof_", degrees)
-        else:
-            degrees = 2 * nodes[2].natural[3]
-        covars = torch.linalg.inv(scale) / degrees[..., None, None]
-        diagonal = self.covariance_type == "diag"
-        self._set("means_", (location[..., 0] if diagonal else location) + self._centre)
-        self._set("covars_", covars[..., 0, 0] if diagonal else covars)
+            self._set("means_weight_", known.confidence)
+            self._set("dof_", known.degrees)
+        count = known.degrees if self.method == "vb" else known.weight
+        count = count[0] if self.covariance_type == "tied" else count.view(-1, *[1] * (known.spread.dim() - 1))
+        self._set("means_", known.location + self._centre)
+        self._set("covars_", known.spread / count)
 
     def _set(self, name: str, value: Tensor) -> None:
         setattr(self, name, self._like(value.clone()))
@@ -414,7 +415,7 @@ class HiddenMarkov(Latent):
             rows = _drawn(_array(self.emissionprob_)[states], uniform)
         else:
             means, covars = _array(self.means_), _array(self.covars_)
-            root = torch.linalg.cholesky(covars if covars.dim() == 3 else torch.diag_embed(covars))
+            root = torch.linalg.cholesky(widened(self._covariance, covars, *means.shape))
             noise = torch.randn(n_samples, means.shape[1], dtype=torch.float64, generator=generator)
             rows = means[states] + (root[states] @ noise[..., None])[..., 0]
         return self._like(rows), self._like(states)

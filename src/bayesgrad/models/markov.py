@@ -56,16 +56,16 @@ class Layout:
         length = whole[owner] // pieces[owner] + (place < whole[owner] % pieces[owner])
         order = np.argsort(-length, kind="stable")
         begin, length = (np.cumsum(length) - length)[order], length[order]
-        step, column = np.arange(length[0])[:, None], np.arange(len(order))
-        taken = step < length
-        width = taken.sum(1)
+        width = len(order) - np.searchsorted(length[::-1], np.arange(length[0]), side="right")
         offset = np.cumsum(width) - width
+        step = np.repeat(np.arange(len(width)), width)  # of each place
+        column = np.arange(len(step)) - offset[step]
         self.lengths = whole.tolist()
         self.widths: list[int] = width.tolist()
-        self.rows = torch.as_tensor((begin + step)[taken])
-        self.column = torch.as_tensor(np.broadcast_to(column, taken.shape)[taken])  # of each place its piece
-        self.before = torch.as_tensor((offset[:-1, None] + column)[taken[1:]])  # places one step earlier
-        self.last = torch.as_tensor(offset[length - 1] + column)  # of each piece
+        self.rows = torch.as_tensor(begin[column] + step)
+        self.column = torch.as_tensor(column)  # of each place its piece
+        self.before = torch.as_tensor(offset[step[width[0] :] - 1] + column[width[0] :])  # places one step earlier
+        self.last = torch.as_tensor(offset[length - 1] + np.arange(len(order)))  # of each piece
         self.first = torch.as_tensor(place[order] == 0)  # pieces that begin a sequence
         self.owner = torch.as_tensor(owner[order])
         self.order = torch.as_tensor(order)  # of packed pieces, their places in time
@@ -263,20 +263,31 @@ def best(start: Tensor, moves: Tensor, seen: Tensor, layout: Layout) -> tuple[Te
     entering, _ = _cuts(arithmetic, moves, seen, layout)
     alpha, _, total = _forward(arithmetic, moves, seen, entering, layout)
     earlier = torch.cat([entering, alpha[:, layout.before]], 1)
-    pointers = torch.stack([(earlier + moves[:, j, None]).argmax(0) for j in range(len(moves))])  # (K, N)
+    pointers = _origins(earlier, moves)
     paths = torch.empty_like(pointers)  # of each piece one path for each state that it may end with
     now = torch.arange(len(moves))[:, None].repeat(1, count)
     for path, pointer in reversed(list(zip(paths.split(layout.widths, 1), pointers.split(layout.widths, 1)))):
         width = path.shape[1]
         path[:] = now[:, :width]
-        now[:, :width] = pointer.gather(0, path)
+        now[:, :width] = pointer.gather(0, now[:, :width])
     ends, links, firsts = (x.tolist() for x in (alpha[:, layout.last].argmax(0), now.mT, layout.first))
     chosen, later = [0] * count, -1
     for place in reversed(layout.rank.tolist()):
         chosen[place] = ends[place] if later < 0 else later
         later = -1 if firsts[place] else links[place][chosen[place]]
-    states = paths.gather(0, torch.tensor(chosen)[layout.column][None])[0]
+    states = paths.gather(0, torch.tensor(chosen)[layout.column][None])[0].long()
     return layout.summed(torch.where(torch.isneginf(top), top, 0), total), states
+
+
+def _origins(earlier: Tensor, moves: Tensor) -> Tensor:
+    """The state that each state is best reached from, (K, N). One by one: argmax along a short dimension is slow."""
+    height = earlier[0] + moves[0, :, None]
+    found = torch.zeros_like(height, dtype=torch.int16)
+    for i in range(1, len(moves)):
+        other = earlier[i] + moves[i, :, None]
+        found.masked_fill_(other > height, i)
+        torch.maximum(height, other, out=height)
+    return found
 
 
 def _cuts(arithmetic: Arithmetic, moves: Tensor, weights: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
