@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+from typing import Any
 
 import numpy as np
 from sklearn.datasets import load_digits
@@ -37,7 +38,7 @@ def rows(n: int, D: int, K: int, seed: int = 0) -> np.ndarray:
 
 def digits() -> np.ndarray:
     """Without pixels that hardly vary, whose noise would go to zero."""
-    X = load_digits().data
+    X = np.asarray(load_digits(return_X_y=True)[0])
     return X[:, X.std(0) > 0.5]
 
 
@@ -74,7 +75,7 @@ def holes(rounds: int) -> str:
     X = rows(2000, 20, 3)
     X[np.random.default_rng(1).uniform(size=X.shape) < 0.1] = np.nan
     whole = np.where(np.isnan(X), 0.0, X)
-    settings = {"max_iter": 20, "tol": 0}
+    settings: dict[str, Any] = {"max_iter": 20, "tol": 0}
     FactorAnalysis(3, **settings).fit(X)
     times = [
         (cpu(lambda: FactorAnalysis(3, **settings).fit(X)), cpu(lambda: FactorAnalysis(3, **settings).fit(whole)))
@@ -89,7 +90,7 @@ def holes(rounds: int) -> str:
 
 def stream() -> str:
     """Memory over a million rows in batches of 5000."""
-    model, seconds = FactorAnalysis(3), 0.0
+    model, seconds, early = FactorAnalysis(3), 0.0, 0
     for count in range(200):
         batch = rows(5000, 20, 3, seed=0) + np.random.default_rng(count).normal(size=(5000, 1))
         seconds += cpu(lambda: model.partial_fit(batch))  # noqa: B023
