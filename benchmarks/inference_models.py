@@ -1,6 +1,6 @@
 """Gaussian processes and state spaces beside scikit-learn, dynamax and a compiled loop in JAX.
 
-Run: python benchmarks/inference_models.py [--write docs/results/inference-models.md]
+A part of benchmarks/inference.py; by itself: python benchmarks/inference_models.py [--rounds 5].
 
 Competitors take turns in one process with one thread each; figures are medians over rounds, after a round that is not
 counted and in which JAX compiles. Where dynamax cannot be imported, a Kalman smoother as `jax.lax.scan` stands in for
@@ -15,7 +15,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -124,22 +123,23 @@ def measured(rows: list[Row], rounds: int) -> list[str]:
     return lines
 
 
+def section(rounds: int) -> list[str]:
+    """Lines of Markdown."""
+    lines = ["| what | who | ms | ours / theirs | evidence or bound |", "|---|---|---|---|---|"]
+    for length in (1_000, 10_000, 100_000):
+        lines += measured(smoothers(length), rounds)
+    lines += measured(classifiers(1_000, optimise=False), rounds)
+    lines += measured(classifiers(1_000, optimise=True), max(1, rounds // 3))
+    return ["## Gaussian processes and state spaces", "", *lines]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--write", type=Path, help="a Markdown file to write the table to")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    lines = ["| what | who | ms | ours / theirs | evidence or bound |", "|---|---|---|---|---|"]
-    for length in (1_000, 10_000, 100_000):
-        lines += measured(smoothers(length), arguments.rounds)
-    lines += measured(classifiers(1_000, optimise=False), arguments.rounds)
-    lines += measured(classifiers(1_000, optimise=True), max(1, arguments.rounds // 3))
-    table = "\n".join(lines)
-    print(table)
-    if arguments.write:
-        arguments.write.write_text(f"# Models over the inference engine, beside their peers\n\n{table}\n")
+    print("\n".join(section(arguments.rounds)))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -25,7 +26,9 @@ from bayesgrad.experiments.corpora import associated_press
 from bayesgrad.models import LatentDirichlet
 
 PASSES, TOPICS, HELD = 3, (10, 50), 300
-SHARED = dict(doc_topic_prior=0.1, topic_word_prior=0.1, learning_offset=10.0, learning_decay=0.7, batch_size=128)
+SHARED: dict[str, Any] = dict(
+    doc_topic_prior=0.1, topic_word_prior=0.1, learning_offset=10.0, learning_decay=0.7, batch_size=128
+)
 SHARED |= dict(max_doc_update_iter=100, mean_change_tol=1e-3, max_iter=PASSES)
 
 

@@ -136,7 +136,7 @@ class Langevin(Rule):
     tau = T/N, standard normal xi, and the correction c for a metric that is not the same everywhere. Without
     `injected`, gradients are noisy enough by themselves and there is no xi.
 
-    Reference: 003, Eq. 2, 5, 6, 7 and 11; REFERENCE.md 5.1 for their signs.
+    Reference: 003, Eq. 2, 5, 6, 7 and 11, with the signs put right.
 
     Args:
         injected: whether noise is added.

@@ -83,7 +83,7 @@ def test_slopes_keep_their_digits_where_signs_are_certain() -> None:
 @pytest.mark.parametrize("eps", [1e-10, 1e-2])
 @pytest.mark.parametrize("informed", [False, True])
 def test_bayesbinn_equals_its_transcription(momentum: float, eps: float, informed: bool) -> None:
-    """REFERENCE.md 4.6, with the moving average written the usual way."""
+    """The corrected equations, with the moving average written the usual way."""
     weight, tau = nn.Parameter(normal(6)), 0.7
     start, prior = normal(6) / normal(6).square().mean().sqrt(), torch.zeros(6, dtype=D)
     known = None

@@ -97,7 +97,7 @@ def per_example(model: nn.Module, x: Tensor, y: Tensor) -> np.ndarray:
 
 
 def test_rank_one_steps_in_numpy() -> None:
-    """REFERENCE 2.1 word by word, with the exact Ornstein-Uhlenbeck step and decoupled decay."""
+    """The corrected equations word by word, with the exact Ornstein-Uhlenbeck step and decoupled decay."""
     torch.manual_seed(0)
     model = nn.Linear(3, 1).to(D)
     lr, sigma, decay = 0.3, 0.7, 0.1
@@ -219,7 +219,7 @@ def test_linear_models_with_gaussian_noise_are_filtered_as_by_filterpy(kind: str
 
 
 def test_weights_with_momentum_of_their_own_follow_the_scalar_equations() -> None:
-    """REFERENCE 2.3: three weights, each of which sees one example of the batch and nothing else."""
+    """Three weights, each of which sees one example of the batch and nothing else."""
     torch.manual_seed(0)
     model = nn.Linear(3, 1, bias=False).to(D)
     eta, eta_p, eta_w, sigma = 0.1, 0.2, 0.03, 0.9

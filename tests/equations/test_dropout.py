@@ -65,7 +65,7 @@ class Single(nn.Module):
 
 
 def test_the_gradient_of_the_toy_is_unbiased_for_the_slabs() -> None:
-    """(1/pi_1) E[z grad] = E[grad | z = 1], the target (-1.100, 5.16) of REFERENCE.md 4.5, by all four masks."""
+    """(1/pi_1) E[z grad] = E[grad | z = 1], the target (-1.100, 5.16) of the corrected equations, by all four masks."""
     model, keep = Single(), 0.6
     optimizer = SpikeSlab(model, keep=keep, drop_inputs=True)
     total = torch.zeros(1, 2, dtype=D)

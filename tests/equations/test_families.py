@@ -25,6 +25,7 @@ from bayesgrad.families import (
     MixtureOfGaussians,
     NormalWishart,
     Parameters,
+    TiedNormalWishart,
     Wishart,
 )
 
@@ -70,6 +71,13 @@ def normal_wishart(generator: torch.Generator) -> Parameters:
     return NormalWishart().of(vector(generator), confidence, degrees + 2, positive(generator))
 
 
+def tied_normal_wishart(generator: torch.Generator) -> Parameters:
+    """Four means of two dimensions."""
+    location = torch.randn(*PLATES, 4, 2, dtype=torch.float64, generator=generator)
+    degrees = vector(generator).exp()[:, 0] + 2
+    return TiedNormalWishart().of(location, vector(generator, 4).exp(), degrees, positive(generator))
+
+
 def wishart_divergence(natural: Parameters, other: Parameters) -> Tensor:
     """Written out: torch's takes its natural parameters for what they are not, and does not agree with draws."""
     (nu, V), (nu0, V0) = Wishart().ordinary(natural), Wishart().ordinary(other)
@@ -89,6 +97,15 @@ def normal_wishart_divergence(natural: Parameters, other: Parameters) -> Tensor:
     square = torch.einsum("ni,nij,nj->n", m - m0, nu[:, None, None] * V, m - m0)
     P = m.shape[-1]
     return precisions + (P * (k0 / k - 1 - (k0 / k).log()) + k0 * square) / 2
+
+
+def tied_normal_wishart_divergence(natural: Parameters, other: Parameters) -> Tensor:
+    """As that of `NormalWishart`, for each of the means."""
+    m, k, nu, V = TiedNormalWishart().ordinary(natural)
+    m0, k0, nu0, V0 = TiedNormalWishart().ordinary(other)
+    precisions = wishart_divergence(Wishart().of(nu, V), Wishart().of(nu0, V0))
+    square = torch.einsum("nji,nik,njk->nj", m - m0, nu[:, None, None] * V, m - m0)
+    return precisions + (m.shape[-1] * (k0 / k - 1 - (k0 / k).log()) + k0 * square).sum(-1) / 2
 
 
 def mixture(family: MixtureOfGaussians, generator: torch.Generator) -> Parameters:
@@ -135,6 +152,7 @@ CASES = {
         Wishart(), lambda g: Wishart().of(vector(g).exp()[:, 0] + 2, positive(g)), divergence=wishart_divergence
     ),
     "NormalWishart": Case(NormalWishart(), normal_wishart, divergence=normal_wishart_divergence),
+    "TiedNormalWishart": Case(TiedNormalWishart(), tied_normal_wishart, divergence=tied_normal_wishart_divergence),
     "MixtureOfGaussians": mixture_case(None, lambda natural: (centred(natural[0]), *natural[1:])),
     "MixtureOfGaussians(weights)": mixture_case(torch.tensor([0.3, 0.7], dtype=torch.float64), lambda natural: natural),
 }
@@ -160,7 +178,8 @@ def test_natural_is_inverse_of_mean(case: Case) -> None:
 @every
 def test_ordinary_parameters_are_those_it_is_made_of(case: Case) -> None:
     natural = case.natural()
-    if isinstance(case.family, Bernoulli | Categorical | Gamma | Beta | Dirichlet | Wishart | NormalWishart):
+    matrices = Wishart | NormalWishart | TiedNormalWishart
+    if isinstance(case.family, Bernoulli | Categorical | Gamma | Beta | Dirichlet | matrices):
         again = case.family.of(*case.family.ordinary(natural))
     elif isinstance(case.family, MixtureOfGaussians):
         weights, means, covariances = case.family.moments(natural)
@@ -231,3 +250,14 @@ def test_wrong_parameters_are_refused(case: Case) -> None:
         case.family.check((*natural, natural[0]))
     with pytest.raises(ValueError, match="NaN or infinity"):
         case.family.check((natural[0] * float("nan"), *natural[1:]))
+
+
+@every
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_not_inside(case: Case, value: float) -> None:
+    """In any parameter of one of three variables: the others stay inside."""
+    natural = case.natural()
+    for place in range(len(natural)):
+        wrong = [part.clone() for part in natural]
+        wrong[place][1] = value
+        assert case.family.inside(tuple(wrong)).tolist() == [True, False, True]

@@ -7,8 +7,10 @@ import pytest
 import torch
 from scipy import integrate, stats
 from sklearn.datasets import load_breast_cancer, load_diabetes
+from sklearn.exceptions import NotFittedError
 from sklearn.gaussian_process import GaussianProcessClassifier, GaussianProcessRegressor
 from sklearn.gaussian_process import kernels as peers
+from sklearn.utils.estimator_checks import estimator_checks_generator
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -330,16 +332,48 @@ def test_poisson_predictions_are_lognormal() -> None:
     assert_close(deviation, np.sqrt(np.expm1(variance)) * rate, rtol=1e-12, atol=0)
 
 
+def test_several_classes_are_one_against_the_rest_each() -> None:
+    rng = np.random.default_rng(3)
+    X = rng.normal(size=(60, 2))
+    labels = np.array(["c", "a", "b"])[np.digitize(X[:, 0] + 0.3 * rng.normal(size=60), [-0.5, 0.5])]
+    model = fixed(likelihood="logistic").fit(X, labels)
+    each = [fixed(likelihood="logistic").fit(X, (labels == name).astype(int)) for name in ("a", "b", "c")]
+    raw = np.stack([own.predict_proba(X)[:, 1] for own in each], 1)
+    np.testing.assert_allclose(model.predict_proba(X), raw / raw.sum(1, keepdims=True), rtol=1e-12)
+    np.testing.assert_allclose(model.elbo_, sum(own.elbo_ for own in each), rtol=1e-12)
+    assert model.score(X, labels) > 0.8
+    np.testing.assert_allclose(
+        model.log_predictive(X[:4], labels[:4]),
+        [np.log(model.predict_proba(X[i : i + 1])[0, "abc".index(labels[i])]) for i in range(4)],
+        rtol=1e-12,
+    )
+    assert model.sample(X[:4], 5).shape == (5, 4, 3)
+    np.testing.assert_allclose(model.latent(X)[0][:, 1], each[1].latent(X)[0], rtol=1e-12)
+    two = model.fit(X, labels == "a")  # and back to two
+    assert two.predict_proba(X[:2]).shape == (2, 2)
+    assert two.latent(X)[0].shape == (60,)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("likelihood", ["gaussian", "logistic"])
+def test_scikit_learns_checks(likelihood: str) -> None:
+    model = GaussianProcess(likelihood=likelihood, optimise=False, tolerance=1e-3)
+    checks = [(own, check) for own, check in estimator_checks_generator(model)]
+    checks = [(own, check) for own, check in checks if check.func.__name__ != "check_array_api_input"]
+    for own, check in checks:
+        check(own)
+    assert len(checks) > 45
+
+
 @pytest.mark.parametrize(
     ("options", "X", "y", "words"),
     [
         ({}, [[np.nan]], [1.0], "X holds NaN or infinity"),
-        ({}, np.zeros((0, 2)), [], "X is empty"),
-        ({}, [1.0, 2.0], [1.0, 2.0], r"X must have rows and columns, got shape \(2,\)"),
-        ({}, [[1.0], [2.0]], [1.0], "y must be one number for each of 2 rows"),
-        ({}, [[1.0]], [np.inf], "y holds NaN or infinity"),
-        (dict(likelihood="logistic"), [[1.0], [2.0]], [1, 1], "classification takes two classes, got 1"),
-        (dict(likelihood="probit"), [[1.0], [2.0], [3.0]], [1, 2, 3], "classification takes two classes, got 3"),
+        ({}, np.zeros((0, 2)), [], r"0 sample\(s\) \(shape=\(0, 2\)\) while a minimum of 1"),
+        ({}, [1.0, 2.0], [1.0, 2.0], "Expected 2D array, got 1D array"),
+        ({}, [[1.0], [2.0]], [1.0], "inconsistent numbers of samples"),
+        ({}, [[1.0]], [np.inf], "Input y contains infinity"),
+        (dict(likelihood="logistic"), [[1.0], [2.0]], [1, 1], "y has one class only, 1: at least two"),
         (dict(likelihood="poisson"), [[1.0]], [-2], r"targets must be counts, 0, 1, 2, \.\.\., got -2"),
         (dict(likelihood="cauchy"), [[1.0]], [1.0], "likelihood must be one of 'gaussian'"),
         (dict(batch_size=3), [[1.0]], [1.0], "batch_size is for inducing points"),
@@ -355,14 +389,14 @@ def test_refusals(options: dict, X, y, words: str) -> None:
 
 def test_refusals_of_questions() -> None:
     model = fixed(likelihood="logistic")
-    with pytest.raises(RuntimeError, match="has seen no data: call fit first"):
+    with pytest.raises(NotFittedError, match="not fitted yet"):
         model.predict(np.zeros((1, 1)))
     model.fit(np.array([[0.0], [1.0]]), np.array([0, 1]))
     with pytest.raises(ValueError, match="labels have no deviation"):
         model.predict(np.zeros((1, 1)), return_std=True)
-    with pytest.raises(ValueError, match="X must have 1 columns, as in fit, got 2"):
+    with pytest.raises(ValueError, match="X has 2 features, but GaussianProcess is expecting 1"):
         model.predict(np.zeros((1, 2)))
-    with pytest.raises(ValueError, match="predict_proba is for classification"):
+    with pytest.raises(AttributeError, match="has no attribute 'predict_proba'"):
         fixed().predict_proba(np.zeros((1, 1)))
     with pytest.raises(TypeError, match=r"kernel must be one of models\.kernels"):
         GaussianProcess(lambda x, z: x @ z.T).fit(np.zeros((1, 1)), np.zeros(1))  # pyright: ignore

@@ -249,7 +249,7 @@ def test_fixed_covariance_with_momentum_is_heavy_ball() -> None:
 
 
 def test_diagonal_momentum() -> None:
-    """REFERENCE 4.4: s' = (1-rho) s + rho h + gamma (s - s_old); the mean's part weighs s_old/s'."""
+    """The precision is s' = (1-rho) s + rho h + gamma (s - s_old); the mean's part weighs s_old/s'."""
     family, rho, gamma = DiagonalGaussian(), 0.2, 0.3
     node = Node(family, family.of(torch.tensor([0.5]).double(), torch.tensor([2.0]).double()))
     factor = LogDensity(node, lambda theta: -(theta**4 / 12 + theta.square() - theta).sum(), Delta())

@@ -143,7 +143,7 @@ def best_gaussian(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
 
 @pytest.mark.parametrize(("beta2", "samples", "steps"), [(0.995, 4, 3000)])
 def test_finds_the_best_gaussian_of_a_logistic_regression(beta2: float, samples: int, steps: int) -> None:
-    """REFERENCE.md 4.9: m within 0.02, s within 3 %, averaged over time."""
+    """Means within 0.02, s within 3 %, averaged over time."""
     x, y = toy()
     m, s = best_gaussian(x, y)
     data, labels = torch.tensor(x), torch.tensor(y)
@@ -219,7 +219,7 @@ def test_logarithms_are_right() -> None:
 
 
 def test_natural_momentum_is_momentum_of_natural_parameters() -> None:
-    """REFERENCE.md 4.4: the image of lambda <- lambda + rho (...) + gamma (lambda - lambda_old), on a quadratic."""
+    """The image of lambda <- lambda + rho (...) + gamma (lambda - lambda_old), on a quadratic."""
     rho, gamma, size = 0.1, 0.3, 10.0
     weight = nn.Parameter(torch.tensor([0.4], **F64))
     optimizer = IVON(

@@ -17,7 +17,7 @@ INF = float("inf")
 
 
 class MatrixFilter:
-    """One weight and its momentum: 000, Eq. 15-18, with matrices (REFERENCE 2.1)."""
+    """One weight and its momentum: 000, Eq. 15-18, with matrices."""
 
     def __init__(self, x: float, eta: float, eta_p: float, eta_w: float, sigma: float, start: float) -> None:
         self.c = 1 - (eta**2 + eta_w**2) / (2 * sigma**2)
@@ -108,7 +108,7 @@ def riccati(eta: float, eta_p: float, s: float, eta_w: float = 0.0) -> np.ndarra
 
 
 def closed_form(eta: float, eta_p: float, s: float) -> tuple[float, float, float]:
-    """REFERENCE 2.3."""
+    """The corrected equations."""
     rms = math.sqrt(s)
     r = eta_p / (eta * rms)
     phi = math.sqrt(1 + r / 2) - math.sqrt(r / 2)
@@ -179,7 +179,7 @@ def test_steady_state_is_the_closed_form_under_a_running_mean() -> None:
 
 
 def test_strong_data_is_adam_and_weak_data_is_rmsprop() -> None:
-    """Displacement by momentum over direct displacement is eta S_wp/(eta_p S_ww), of REFERENCE's table."""
+    """Displacement by momentum over direct displacement is eta S_wp/(eta_p S_ww), in a table."""
     for eta_p, rms, share in ((0.1, 1.0, 0.0047), (0.1, 1e3, 1.7), (1e-3, 1e3, 22.0)):
         cov = riccati(1e-3, eta_p, rms**2)
         assert 1e-3 * cov[0, 1] / (eta_p * cov[0, 0]) == pytest.approx(share, rel=0.05)

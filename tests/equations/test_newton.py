@@ -138,7 +138,7 @@ def test_precisions_stay_positive_whatever_comes(h: float, rho: float, improved:
 
 @pytest.mark.parametrize("make", [Newton, VON])
 def test_ridge_regression_is_exact_after_one_step(make: type) -> None:
-    """REFERENCE.md 4.9: with rho = 1 and X'X diagonal, N(m, S^-1) has S = X'X/s^2 + delta, S m = X'y/s^2."""
+    """With rho = 1 and X'X diagonal, N(m, S^-1) has S = X'X/s^2 + delta, S m = X'y/s^2."""
     torch.manual_seed(0)
     n, d, noise_variance, delta = 40, 5, 0.3, 2.5
     q, _ = torch.linalg.qr(torch.randn(n, d, dtype=D))
@@ -181,7 +181,7 @@ def test_with_the_hessian_at_rest_it_is_sgd_at_a_rate_for_each_weight() -> None:
 
 
 def test_von_finds_the_best_gaussian_of_a_logistic_regression() -> None:
-    """REFERENCE.md 4.9: rho = 0.02, 8 samples, m within 0.01, s within 1 %, averaged over 6400 steps.
+    """With rho = 0.02 and 8 samples, m within 0.01, s within 1 %, averaged over 6400 steps.
 
     They are 100 steps of 64 copies of the problem, whose Hessian is diagonal: Hutchinson's estimate is exact.
     """

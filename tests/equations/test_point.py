@@ -20,6 +20,7 @@ from bayesgrad.families import (
     NormalWishart,
     Parameters,
     Point,
+    TiedNormalWishart,
     Wishart,
 )
 
@@ -39,6 +40,12 @@ CASES: dict[str, tuple[Family, Parameters]] = {
     "Dirichlet": (Dirichlet(), Dirichlet().of(tensor([[1.5, 2.0, 4.0]]))),
     "Wishart": (Wishart(), Wishart().of(tensor(5.0), MATRIX)),
     "NormalWishart": (NormalWishart(), NormalWishart().of(tensor([1.0, -2.0]), tensor(2.0), tensor(5.0), MATRIX)),
+    "TiedNormalWishart": (
+        TiedNormalWishart(),
+        TiedNormalWishart().of(
+            tensor([[1.0, -2.0], [0.0, 1.0], [3.0, 0.5]]), tensor([2.0, 1.0, 0.5]), tensor(5.0), MATRIX
+        ),
+    ),
 }
 every = pytest.mark.parametrize(("family", "natural"), CASES.values(), ids=CASES)
 
@@ -93,6 +100,13 @@ def test_step_gives_maximum_likelihood() -> None:
     rate = Point(Gamma())
     found = rate.mode(step(rate, (tensor(3.0), tensor(-1.0)), (n, -centred[:, 0].square().sum() / 2)))
     assert_close(1 / found, y[:, 0].var(correction=0))
+    group = torch.nn.functional.one_hot(torch.arange(20) % 3, 3).to(y)
+    tied, counts = Point(TiedNormalWishart()), group.sum(0)
+    found = step(tied, CASES["TiedNormalWishart"][1], (group.T @ y, -counts / 2, -y.T @ y / 2, n))
+    means, precision = TiedNormalWishart().unpack(tied.mode(found))
+    expected = group.T @ y / counts[:, None]
+    assert_close(means, expected)
+    assert_close(torch.linalg.inv(precision), torch.cov((y - group @ expected).T, correction=0))
     shares = Point(Dirichlet())
     found = shares.mean(step(shares, (tensor([1.0, 1.0, 5.0]),), (tensor([6.0, 0.0, 2.0]),)))[0]
     assert_close(found.exp(), tensor([0.75, torch.finfo(torch.float64).tiny, 0.25]))

@@ -168,7 +168,7 @@ RARE = ("3, counts", "3, regression")  # two metrics are enough for these
     ("case", "name"), [(c, m) for c in MODELS for m in METRICS if c not in RARE or m in ("fisher", "diagonal")]
 )
 def test_what_is_claimed_to_be_sampled_is_stationary(case: str, name: str) -> None:
-    """REFERENCE.md 5.1: the probability flux vanishes everywhere, for both corrections."""
+    """The probability flux vanishes everywhere, for both corrections."""
     for seed, correction, power in ((0, "flat", 0.0), (1, "jeffreys", 0.5)):
         problem = Problem(case, seed)
         given, G = problem.metric(name)
@@ -202,7 +202,7 @@ def test_the_forms_that_the_paper_prints_are_not_stationary(case: str) -> None:
 
 
 def terms(G, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """V and Tv of REFERENCE.md 5.1, with the derivative of the metric written down."""
+    """V and Tv of the corrected equations, with the derivative of the metric written down."""
     inverse, dG = torch.linalg.inv(G(w)), jacfwd(G)(w).permute(2, 0, 1)
     V = torch.einsum("ia,jab,bj->i", inverse, dG, inverse)
     return V, inverse @ torch.einsum("ab,jba->j", inverse, dG)

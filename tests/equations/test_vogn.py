@@ -66,7 +66,7 @@ def per_example(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> dict[str,
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("sampled", [False, True], ids=["OGN", "VOGN"])
 def test_is_its_equations(kind: str, sampled: bool) -> None:
-    """The per-example-mean form of REFERENCE.md 4.2, with known noise, a tempered prior and momentum."""
+    """The per-example-mean form of the corrected equations, with known noise, a tempered prior and momentum."""
     model, (x, y) = MODELS[kind](), data(kind)
     size, delta, tau, lr, b1, b2 = 30, 2.0, 0.7, 0.05, 0.8, 0.9
     options = dict(num_data=size, prior_precision=delta, kl_weight=tau, hess_init=0.5, betas=(b1, b2))
@@ -252,7 +252,7 @@ def fixed_point(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
 
 
 def test_finds_the_quadrature_fixed_point_of_its_own_equations() -> None:
-    """REFERENCE.md 4.9: m within 0.01 and s within 1 %, averaged over 3000 steps of 8 draws."""
+    """Means within 0.01 and s within 1 %, averaged over 3000 steps of 8 draws."""
     x, y = toy()
     m, s = fixed_point(x, y)
     inputs, labels = torch.tensor(x)[:, None], torch.tensor(y)

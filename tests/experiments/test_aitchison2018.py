@@ -82,7 +82,7 @@ def test_an_experiment_reports_and_a_second_run_measures_nothing(name: str, tmp_
 
 
 def test_the_riccati_solver_is_what_the_filter_tends_to() -> None:
-    """Against the recursion of REFERENCE 2.3 in its own letters, iterated; cw = 1, eta = 1."""
+    """Against the recursion of the corrected equations in its own letters, iterated; cw = 1, eta = 1."""
     x, eta_p = numbers(0.01, 0.3, 1.0, 30.0), numbers(0.1, 0.03, 0.5, 0.2)
     sww, swp, spp = torch.ones(4).double(), torch.zeros(4).double(), torch.ones(4).double()
     for _ in range(5000):
@@ -96,7 +96,7 @@ def test_the_riccati_solver_is_what_the_filter_tends_to() -> None:
 
 
 def test_figures_of_the_reference_table() -> None:
-    """REFERENCE 2.3: exact over printed S_wp, and momentum over direct displacement, at six settings."""
+    """Exact over printed S_wp, and momentum over direct displacement, at six settings."""
     x, eta_p = numbers(1e-3, 0.1, 1, 10, 1, 1), numbers(0.1, 0.1, 0.1, 0.1, 0.01, 1e-3)
     ww, wp, _ = steady(x, eta_p)
     assert_close(wp * x / eta_p, numbers(0.005, 0.25, 0.52, 0.42, 0.81, 0.94), rtol=0.02, atol=0.0005)

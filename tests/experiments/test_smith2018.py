@@ -148,14 +148,14 @@ def test_jeffreys_target_is_the_same_in_both_parameterisations() -> None:
 
 
 def test_known_targets_have_the_moments_of_the_reference() -> None:
-    """REFERENCE 5.1: one weight, |G|^1/2 (.413, .881); two weights, |G|^1/2 (-.026, .389, .735, .828, -.217)."""
+    """One weight, |G|^1/2 (.413, .881); two weights, |G|^1/2 (-.026, .389, .735, .828, -.217)."""
     assert_close(quadrature(1, 0.5), torch.tensor([0.413, 0.881]).double(), rtol=0, atol=1e-3)
     expected = torch.tensor([-0.026, 0.389, 0.735, -0.217, 0.828]).double()
     assert_close(quadrature(2, 0.5), expected, rtol=0, atol=2e-3)
 
 
 def test_what_girolami_and_calderhead_add_is_the_corrected_drift_once_more() -> None:
-    """G^-1(-u + t/2) = -V + T/2 of REFERENCE 5.1."""
+    """G^-1(-u + t/2) = -V + T/2 of the corrected equations."""
     w = torch.tensor([0.3, -0.6]).double()
     inverse, change = torch.linalg.inv(bent(w)), jacrev(bent)(w).permute(2, 0, 1)
     v = torch.einsum("ia,jab,bj->i", inverse, change, inverse)

@@ -64,7 +64,7 @@ def test_in_one_dimension_moments_are_those_of_quadrature(correction: str | None
 
 
 def test_in_two_dimensions_moments_are_those_of_quadrature() -> None:
-    """A metric that is not diagonal, step 0.005: 0.04, as REFERENCE.md 5.5; without a correction 0.1 and more."""
+    """A metric that is not diagonal, step 0.005: within 0.04; without a correction 0.1 and more."""
     H = torch.tensor([[1.0, 0.4], [0.4, 0.8]], dtype=F64)
 
     def metric(flat: torch.Tensor) -> torch.Tensor:

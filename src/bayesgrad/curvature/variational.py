@@ -17,7 +17,7 @@ class Reparameterised(Curvature):
     E[g(w + d) d] = v E[h] for Gaussian d, by an integration by parts; h itself may well be negative. v is the belief's
     variance: that in memory divided by the number `information`.
 
-    Reference: 002, Eq. 11; REFERENCE.md 4.3; Shen et al., 2024.
+    Reference: 002, Eq. 11; Shen et al., 2024.
     Checked by: tests/equations/test_ivon.py, against ivon-opt and by quadrature.
     """
 

@@ -7,6 +7,7 @@ from bayesgrad.families.matrix import NormalWishart, Wishart
 from bayesgrad.families.mixture import MixtureOfGaussians
 from bayesgrad.families.point import Point
 from bayesgrad.families.positive import Beta, Dirichlet, Gamma
+from bayesgrad.families.tied import TiedNormalWishart
 
 __all__ = [
     "Bernoulli",
@@ -22,5 +23,6 @@ __all__ = [
     "NormalWishart",
     "Parameters",
     "Point",
+    "TiedNormalWishart",
     "Wishart",
 ]

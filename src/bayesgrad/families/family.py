@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from typing import ClassVar
 
 import torch
@@ -80,8 +82,13 @@ class Family(ABC):
             raise ValueError(f"{type(self).__name__} has a mode only for {condition}{where}.")
 
     def base(self, natural: Parameters) -> Tensor:
-        """E_q[log h(x)], (plates)."""
-        return torch.zeros_like(self.log_partition(natural))
+        """E_q[log h(x)], (plates), or one number for all."""
+        return natural[0].new_zeros(())
+
+    @property
+    def flat(self) -> bool:
+        """Whether log h is zero."""
+        return type(self).base is Family.base and type(self).base_gradient is Family.base_gradient
 
     def base_gradient(self, natural: Parameters) -> Parameters:
         """∇_μ E_q[log h(x)]."""
@@ -95,17 +102,21 @@ class Family(ABC):
 
     def dot(self, natural: Parameters, mean: Parameters) -> Tensor:
         """⟨λ, μ⟩, (plates)."""
-        return torch.stack(torch.broadcast_tensors(*self._reduce([a * b for a, b in zip(natural, mean)]))).sum(0)
+        return reduce(add, self._reduce([a * b for a, b in zip(natural, mean)]))
 
     def _reduce(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        return [part.flatten(-n).sum(-1) if n else part for part, n in zip(parts, self.events)]
+        return [part.sum(tuple(range(-n, 0))) if n else part for part, n in zip(parts, self.events)]
 
-    def entropy(self, natural: Parameters) -> Tensor:
-        """A(λ) - ⟨λ, μ⟩ - E[log h], (plates)."""
-        return self.log_partition(natural) - self.dot(natural, self.mean(natural)) - self.base(natural)
+    def entropy(self, natural: Parameters, mean: Parameters | None = None) -> Tensor:
+        """A(λ) - ⟨λ, μ⟩ - E[log h], (plates); with μ where it is known."""
+        inner = self.dot(natural, self.mean(natural) if mean is None else mean)
+        entropy = self.log_partition(natural) - inner
+        return entropy if self.flat else entropy - self.base(natural)
 
     def entropy_gradient(self, natural: Parameters) -> Parameters:
         """∇_μ H = -λ - ∇_μ E[log h], the natural gradient of the entropy (002, Eq. 64)."""
+        if self.flat:
+            return tuple(-part for part in natural)
         return tuple(-a - b for a, b in zip(natural, self.base_gradient(natural)))
 
     def divergence(self, natural: Parameters, other: Parameters) -> Tensor:
@@ -118,7 +129,8 @@ class Family(ABC):
 
     def plates(self, natural: Parameters) -> torch.Size:
         """The shape of the array of independent variables."""
-        return torch.broadcast_shapes(*[part.shape[: part.dim() - n] for part, n in zip(natural, self.events)])
+        shapes = {part.shape[: part.dim() - n] for part, n in zip(natural, self.events)}
+        return shapes.pop() if len(shapes) == 1 else torch.broadcast_shapes(*shapes)
 
     def symmetric(self, parameters: Parameters) -> Parameters:
         """The same, with matrices made symmetric: what a derivative by a symmetric matrix is."""

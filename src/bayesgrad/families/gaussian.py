@@ -57,12 +57,7 @@ class Gaussian(Family):
         return self.of(first, torch.cholesky_inverse(_cholesky(covariance)))
 
     def inside(self, natural: Parameters) -> Tensor:
-        # A factorisation of a matrix that is singular to the last bit may still succeed; its pivots then tell.
-        precision = -2 * natural[1]
-        factor, info = torch.linalg.cholesky_ex(precision)
-        pivots = factor.diagonal(dim1=-2, dim2=-1).square()
-        tiny = torch.finfo(precision.dtype).eps * precision.diagonal(dim1=-2, dim2=-1).abs()
-        return (info == 0) & (pivots > tiny).all(-1) & torch.isfinite(natural[0]).all(-1)
+        return _definite(-2 * natural[1]) & torch.isfinite(natural[0]).all(-1)
 
     def statistics(self, x: Tensor) -> Parameters:
         return x, x[..., :, None] * x[..., None, :]
@@ -132,7 +127,7 @@ class DiagonalGaussian(Family):
         return self.of(first, 1 / (second - first.square()))
 
     def inside(self, natural: Parameters) -> Tensor:
-        return (natural[1] < 0).all(-1) & torch.isfinite(natural[0]).all(-1)
+        return ((natural[1] < 0) & torch.isfinite(natural[0] + natural[1])).all(-1)
 
     def statistics(self, x: Tensor) -> Parameters:
         return x, x.square()
@@ -239,6 +234,15 @@ class FixedGaussian(Family):
         noise = _normal((count, *mean.shape), mean, generator)
         root = _cholesky(self._matrix(mean)).mT
         return mean + torch.linalg.solve_triangular(root, noise[..., None], upper=True)[..., 0]
+
+
+def _definite(matrix: Tensor) -> Tensor:
+    """Whether a symmetric matrix is positive definite, and finite, (plates)."""
+    # A factorisation of a matrix that is singular to the last bit may still succeed; its pivots then tell.
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    pivots = factor.diagonal(dim1=-2, dim2=-1).square()
+    tiny = torch.finfo(matrix.dtype).eps * matrix.diagonal(dim1=-2, dim2=-1)
+    return (info == 0) & (pivots > tiny).all(-1)
 
 
 def _cholesky(matrix: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch.distributions.constraints import Constraint
 
 from bayesgrad.families.digamma import gap, gap_slope, solve_falling
 from bayesgrad.families.family import Family, Parameters
-from bayesgrad.families.gaussian import LOG_2PI, Gaussian, _cholesky, _normal
+from bayesgrad.families.gaussian import LOG_2PI, _cholesky, _definite, _normal
 from bayesgrad.families.positive import log_gamma_draws
 
 LOG_2 = math.log(2)
@@ -85,8 +86,7 @@ class Wishart(Family):
         return half - 1, -(half + (P - 1) / 2)[..., None, None] * inverse
 
     def inside(self, natural: Parameters) -> Tensor:
-        zero = torch.zeros_like(natural[1][..., 0])
-        return Gaussian().inside((zero, natural[1])) & (natural[0] > -1) & torch.isfinite(natural[0])
+        return _definite(-2 * natural[1]) & (natural[0] > -1) & (natural[0] < math.inf)
 
     def statistics(self, x: Tensor) -> Parameters:
         return torch.linalg.slogdet(x)[1], x
@@ -146,13 +146,16 @@ class NormalWishart(Family):
 
     def ordinary(self, natural: Parameters) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Location m0, confidence κ (of how many observations m0 is worth), degrees of freedom nu, scale V."""
-        location, confidence, wishart = self._parts(natural)
+        location, confidence, wishart = self.parts(natural)
         return location, confidence, *Wishart().ordinary(wishart)
 
-    def _parts(self, natural: Parameters) -> tuple[Tensor, Tensor, Parameters]:
+    def parts(self, natural: Parameters) -> tuple[Tensor, Tensor, Parameters]:
+        """Location, confidence, and λ of the precision's own Wishart distribution."""
         confidence = -2 * natural[1]
         location = natural[0] / confidence[..., None]
-        return location, confidence, (natural[3] - 0.5, natural[2] + confidence[..., None, None] * _outer(location) / 2)
+        root = location * confidence[..., None].sqrt()
+        square = torch.addcmul(natural[2], root[..., :, None], root[..., None, :], value=0.5)
+        return location, confidence, (natural[3] - 0.5, square)
 
     def pack(self, mean: Tensor, precision: Tensor) -> Tensor:
         """[m Λ]."""
@@ -163,11 +166,11 @@ class NormalWishart(Family):
         return x[..., 0], x[..., 1:]
 
     def log_partition(self, natural: Parameters) -> Tensor:
-        location, confidence, wishart = self._parts(natural)
+        location, confidence, wishart = self.parts(natural)
         return Wishart().log_partition(wishart) + location.shape[-1] / 2 * (LOG_2PI - confidence.log())
 
     def mean(self, natural: Parameters) -> Parameters:
-        location, confidence, wishart = self._parts(natural)
+        location, confidence, wishart = self.parts(natural)
         volume, precision = Wishart().mean(wishart)
         push = (precision @ location[..., None])[..., 0]
         return push, location.shape[-1] / confidence + (location * push).sum(-1), precision, volume
@@ -182,9 +185,8 @@ class NormalWishart(Family):
         return confidence[..., None] * location, -confidence / 2, spread, degrees + 0.5
 
     def inside(self, natural: Parameters) -> Tensor:
-        positive = natural[1] < 0
-        safe = (natural[0], torch.where(positive, natural[1], -0.5), *natural[2:])
-        return positive & Wishart().inside(self._parts(safe)[2]) & torch.isfinite(natural[0]).all(-1)
+        # Where the confidence is not positive, or a location not finite, the scale is NaN, and so not inside.
+        return (natural[1] < 0) & Wishart().inside(self.parts(natural)[2])
 
     def statistics(self, x: Tensor) -> Parameters:
         mean, precision = self.unpack(x)
@@ -196,7 +198,8 @@ class NormalWishart(Family):
 
     def mode(self, natural: Parameters) -> Tensor:
         """m0 and (nu - P) V."""
-        self._require_mode(natural, "more than P degrees of freedom")
+        if not (natural[3] > 0).all():  # all else is found out on the way
+            self._require_mode(natural, "more than P degrees of freedom")
         location, _, _, scale = self.ordinary(natural)
         return self.pack(location, 2 * natural[3][..., None, None] * scale)
 
@@ -204,7 +207,7 @@ class NormalWishart(Family):
         return _NormalWishart(*self.ordinary(natural))
 
     def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
-        location, confidence, wishart = self._parts(natural)
+        location, confidence, wishart = self.parts(natural)
         root = Wishart()._root(wishart, count, generator)
         noise = _normal(tuple(root.shape[:-1]), root, generator) / confidence.sqrt()[..., None]
         mean = location + torch.linalg.solve_triangular(root.mT, noise[..., None], upper=True)[..., 0]
@@ -246,7 +249,12 @@ class _NormalWishart(Distribution):
 
 def _halves(half: Tensor, size: int) -> Tensor:
     """(nu + 1 - i)/2 for i = P..1, (..., P), of which `half` is the first: (nu - P + 1)/2 = λ_1 + 1."""
-    return half[..., None] + torch.arange(size, dtype=half.dtype, device=half.device) / 2
+    return half[..., None] + _steps(size, half.dtype, half.device)
+
+
+@cache
+def _steps(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.arange(size, dtype=dtype, device=device) / 2
 
 
 def _log_det(matrix: Tensor) -> Tensor:

@@ -80,6 +80,10 @@ class Point(Family):
     def base(self, natural: Parameters) -> Tensor:
         return self.family.log_base(self.family.mode(natural))
 
+    @property
+    def flat(self) -> bool:
+        return self.family.flat
+
     def base_gradient(self, natural: Parameters) -> Parameters:
         return self.family.base_gradient(natural)
 
@@ -89,9 +93,9 @@ class Point(Family):
     def symmetric(self, parameters: Parameters) -> Parameters:
         return self.family.symmetric(parameters)
 
-    def entropy(self, natural: Parameters) -> Tensor:
+    def entropy(self, natural: Parameters, mean: Parameters | None = None) -> Tensor:
         """0, (plates)."""
-        return torch.zeros_like(self.log_partition(natural))
+        return natural[0].new_zeros(self.plates(natural))
 
     def to_distribution(self, natural: Parameters) -> Distribution:
         """All of it at the mode."""

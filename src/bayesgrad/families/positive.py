@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -128,7 +129,7 @@ class Dirichlet(Family):
         return self.of(solve_dirichlet(mean[0]))
 
     def inside(self, natural: Parameters) -> Tensor:
-        return ((natural[0] > -1) & torch.isfinite(natural[0])).all(-1)
+        return ((natural[0] > -1) & (natural[0] < math.inf)).all(-1)
 
     def statistics(self, x: Tensor) -> Parameters:
         return (x.log(),)

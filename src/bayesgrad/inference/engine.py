@@ -17,6 +17,8 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 
 import torch
 from torch import Tensor
@@ -48,7 +50,7 @@ def message(node: Node, factors: Iterable[Factor]) -> Parameters:
 
 def elbo(nodes: Iterable[Node], factors: Iterable[Factor]) -> Tensor:
     """E_q[log p(data, x)] + H(q), complete: of a conjugate model, at its posterior, the log evidence."""
-    values = [(factor.scale * factor.value()).sum() for factor in factors]
+    values = [_times(factor.scale, factor.value()).sum() for factor in factors]
     return torch.stack([*values, *[node.entropy for node in nodes]]).sum()
 
 
@@ -91,8 +93,6 @@ def step(
         ready = {node: _direction(node, factors, rate, sites) for node, rate in zip(nodes, rates)}
     for node, rate in zip(nodes, rates):
         direction = ready[node] if ready else _direction(node, factors, rate, sites)
-        if any(not torch.isfinite(part).all() for part in direction):
-            raise OutsideDomain(f"the messages to {node} hold NaN or infinity: look at the data and the start.")
         before = node.natural
         drift = None
         if momentum and node.previous is not None:
@@ -237,13 +237,18 @@ def _mentions(factor: Factor, node: Node) -> bool:
 
 def _scaled(node: Node, factor: Factor) -> Parameters:
     ratio = factor.scale / node.scale
-    return node.spread(ratio, factor.message(node))
+    own = factor.message(node)
+    return own if isinstance(ratio, float) and ratio == 1 else node.spread(ratio, own)
+
+
+def _times(scale: float | Tensor, value: Tensor) -> Tensor:
+    return value if isinstance(scale, float) and scale == 1 else scale * value
 
 
 def _added(node: Node, messages: Sequence[Parameters]) -> Parameters:
     if not messages:
         raise ValueError(f"no factor mentions {node}: it has nothing to learn from.")
-    return tuple(torch.stack(torch.broadcast_tensors(*parts)).sum(0) for parts in zip(*messages))
+    return tuple(reduce(add, parts) for parts in zip(*messages))
 
 
 def _rate(rho: Rho, node: Node, count: int) -> float:
@@ -263,7 +268,7 @@ def _direction(node: Node, factors: Sequence[Factor], rate: float, sites: Sites 
     if sites is None:
         gradient = node.family.entropy_gradient(node.natural)
         return tuple(a + b for a, b in zip(message(node, factors), gradient))
-    if any(part.any() for part in node.family.base_gradient(node.natural)):
+    if not node.family.flat and any(part.any() for part in node.family.base_gradient(node.natural)):
         raise ValueError(f"{node} has a base measure that its λ does not fade with: leave sites=None.")
     target = sites.update(node, factors, rate)
     return tuple((new - old) / rate for old, new in zip(node.natural, target))
@@ -272,27 +277,33 @@ def _direction(node: Node, factors: Sequence[Factor], rate: float, sites: Sites 
 def _moved(node: Node, direction: Parameters, rate: float, domain: str, drift: Parameters | None) -> Parameters:
     family, natural = node.family, node.natural
     if domain == "retract" and drift is None and hasattr(family, "retract"):
+        _check_finite(node, direction)
         return family.retract(natural, direction, rate)  # pyright: ignore[reportAttributeAccessIssue]
-    plates = family.plates(natural)
-    size = torch.full(plates, float(rate), dtype=natural[0].dtype, device=natural[0].device)
-    moved = natural
+    size: float | Tensor = rate
     for _ in range(HALVINGS):
-        change = node.spread(size, direction)
+        change = direction if isinstance(size, float) and size == 1 else node.spread(size, direction)
         if drift is not None:
             change = tuple(a + b for a, b in zip(change, node.spread(size / rate, drift)))
         moved = tuple(a + b for a, b in zip(natural, change))
         inside = family.inside(moved)
         if inside.all():
             return moved
+        _check_finite(node, direction)
         if domain == "refuse":
             break
-        size = torch.where(inside, size, size / 2)
+        whole = size if isinstance(size, Tensor) else natural[0].new_full(family.plates(natural), size)
+        size = torch.where(inside, whole, whole / 2)
     raise OutsideDomain(
         f"a step of rho = {rate:g} leaves the parameters of {node}, and no shorter one was found: take a smaller rho, "
         "domain='retract' for a Gaussian, or a factor with a concave logarithm."
         if domain != "refuse"
         else f"a step of rho = {rate:g} leaves the parameters of {node}: take a smaller rho or domain='backtrack'."
     )
+
+
+def _check_finite(node: Node, direction: Parameters) -> None:
+    if any(not torch.isfinite(part).all() for part in direction):
+        raise OutsideDomain(f"the messages to {node} hold NaN or infinity: look at the data and the start.")
 
 
 def _height(nodes: Sequence[Node], factors: Sequence[Factor]) -> Tensor:

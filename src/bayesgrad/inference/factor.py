@@ -109,17 +109,20 @@ class Prior(Factor):
     def __init__(self, node: Node, natural: Parameters, *, scale: float | Tensor = 1.0) -> None:
         super().__init__(node, scale=scale)
         self.natural = node.family.check(natural, "prior parameters")
+        self._log_partition = node.family.log_partition(natural)
 
     def value(self) -> Tensor:
         (node,), family = self.nodes, self.nodes[0].family
-        inner = family.dot(self.natural, node.mean) - family.log_partition(self.natural)
-        return (inner + family.base(node.natural)).sum()
+        inner = family.dot(self.natural, node.mean) - self._log_partition
+        return (inner if family.flat else inner + family.base(node.natural)).sum()
 
     def at_mean(self) -> Tensor:
         (node,) = self.nodes
         return node.family.log_density(self.natural, node.family.mode(node.natural)).sum()
 
     def _message(self, node: Node) -> Parameters:
+        if node.family.flat:
+            return tuple(part.expand_as(own) for part, own in zip(self.natural, node.natural))
         base = node.family.base_gradient(node.natural)
         return tuple(a + b for a, b in zip(self.natural, base))
 

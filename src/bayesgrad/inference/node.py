@@ -45,7 +45,8 @@ class Node:
 
     @natural.setter
     def natural(self, value: Parameters) -> None:
-        self._natural, self._mean, self._moments = tuple(part.detach() for part in value), None, None
+        self._natural = tuple(part.detach() if part.requires_grad else part for part in value)
+        self._mean = self._moments = None
 
     @property
     def mean(self) -> Parameters:
@@ -65,7 +66,8 @@ class Node:
     @property
     def entropy(self) -> Tensor:
         """What the node adds to the bound, a number."""
-        return (self.scale * self.family.entropy(self._natural)).sum()
+        entropy = self.family.entropy(self._natural, self.mean)
+        return (entropy if isinstance(self.scale, float) and self.scale == 1 else self.scale * entropy).sum()
 
     def distribution(self) -> torch.distributions.Distribution:
         return self.family.to_distribution(self._natural)

@@ -1,9 +1,23 @@
 """Ready estimators over the inference engine, with scikit-learn's manners; they need scikit-learn."""
 
 from bayesgrad.models import kernels, observations
+from bayesgrad.models.factor_analysis import FactorAnalysis
+from bayesgrad.models.gaussian_mixture import GaussianMixture
 from bayesgrad.models.gaussian_process import GaussianProcess
 from bayesgrad.models.glm import GLM
+from bayesgrad.models.hidden_markov import HiddenMarkov
 from bayesgrad.models.latent_dirichlet import LatentDirichlet
 from bayesgrad.models.state_space import LinearStateSpace, States
 
-__all__ = ["GLM", "GaussianProcess", "LatentDirichlet", "LinearStateSpace", "States", "kernels", "observations"]
+__all__ = [
+    "GLM",
+    "FactorAnalysis",
+    "GaussianMixture",
+    "GaussianProcess",
+    "HiddenMarkov",
+    "LatentDirichlet",
+    "LinearStateSpace",
+    "States",
+    "kernels",
+    "observations",
+]

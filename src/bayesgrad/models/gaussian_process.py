@@ -9,14 +9,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from sklearn.base import BaseEstimator
+from sklearn.metrics import accuracy_score, r2_score
+from sklearn.utils import ClassifierTags, RegressorTags, Tags
+from sklearn.utils.metaestimators import available_if
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
 from bayesgrad.families import Gaussian, Parameters
 from bayesgrad.inference import Delta, Node, OutsideDomain, Pointwise, Prior, elbo, run, settle, step
 from bayesgrad.inference.expectation import Expectation
-from bayesgrad.inference.factor import check_finite
+from bayesgrad.models.arrays import as_finite, as_numpy
 from bayesgrad.models.kernels import RBF, Kernel
-from bayesgrad.models.observations import QUADRATURE, Observation, Prediction, named
+from bayesgrad.models.observations import QUADRATURE, Observation, named
 from bayesgrad.models.process import Induced, Sited, Tilted, expected_value, features, mode
 from bayesgrad.models.tunable import Tunable
 
@@ -24,7 +30,11 @@ NORMAL = Gaussian()
 LIMIT = math.log(1e5)  # numbers are looked for in 1e-5 to 1e5
 
 
-class GaussianProcess:
+def _classifies(model: GaussianProcess) -> bool:
+    return named(model.likelihood).classifies
+
+
+class GaussianProcess(BaseEstimator):
     r"""An unknown function f ~ GP(0, k), and what was observed of it, y_i ~ p(y | f(x_i)).
 
     The belief about the values f is the prior times a Gaussian site for each; the learning rule moves the sites,
@@ -57,7 +67,10 @@ class GaussianProcess:
         elbo_: the bound; of Gaussian noise and all data, the log evidence.
         sites_: natural parameters of the sites, (n,) and (n,); with inducing points, of the belief about these.
         n_iter_: steps of the rule in the last run.
-        classes_: the two labels, in classification.
+        classes_: the labels, in classification.
+        estimators_: where there are more than two, a process for each, against the rest; `elbo_` is then the sum of
+            their bounds, and probabilities are made to sum to one.
+        n_features_in_, feature_names_in_: as in scikit-learn.
 
     >>> X, y = np.linspace(0, 3, 20)[:, None], np.sin(np.linspace(0, 3, 20))
     >>> model = GaussianProcess(likelihood="gaussian").fit(X, y)
@@ -69,10 +82,8 @@ class GaussianProcess:
     Checked by: tests/equations/test_gaussian_process.py: scikit-learn, dense inference, quadrature.
     """
 
-    _names = (
-        *("kernel", "likelihood", "optimise", "inducing", "batch_size", "expectation"),
-        *("steps", "tolerance", "rho", "lr", "rounds", "seed"),
-    )
+    n_features_in_: int
+    kernel_: Any  # a Kernel; of several classes one for each
 
     def __init__(
         self,
@@ -95,15 +106,15 @@ class GaussianProcess:
         self.steps, self.tolerance, self.rho, self.lr = steps, tolerance, rho, lr
         self.rounds, self.seed = rounds, seed
 
-    def get_params(self, deep: bool = True) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self._names}
-
-    def set_params(self, **values: Any) -> GaussianProcess:
-        for name, value in values.items():
-            if name not in self._names:
-                raise ValueError(f"GaussianProcess has no parameter {name!r}, only {', '.join(self._names)}.")
-            setattr(self, name, value)
-        return self
+    def __sklearn_tags__(self) -> Tags:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.required = True
+        if _classifies(self):
+            tags.estimator_type, tags.classifier_tags = "classifier", ClassifierTags(multi_class=True)
+        else:
+            tags.estimator_type, tags.regressor_tags = "regressor", RegressorTags()
+            tags.target_tags.positive_only = self.likelihood == "poisson"
+        return tags
 
     # --- learning ---
 
@@ -115,8 +126,12 @@ class GaussianProcess:
                 f"kernel must be one of models.kernels, got {kernel!r}: Function(f) makes one of a function."
             )
         seen = named(self.likelihood)
-        rows = _rows(X)
-        target = self._targets(y, seen, rows)
+        options: dict[str, Any] = dict(dtype=np.float64, ensure_all_finite=False, y_numeric=not seen.classifies)
+        checked, labels = validate_data(self, as_numpy(X), as_numpy(y), **options)
+        rows = as_finite(checked, X)
+        if seen.classifies and self._found(np.asarray(labels), isinstance(y, Tensor)) > 2:
+            return self._fit_each(X, np.asarray(labels))
+        target = self._targets(np.asarray(labels), seen, rows)
         expect = QUADRATURE if self.expectation is None else self.expectation
         if isinstance(expect, Delta) and (self.optimise or not seen.concave or self.inducing is not None):
             raise ValueError(
@@ -132,20 +147,33 @@ class GaussianProcess:
             self._fit_dense(kernel, seen)
         return self
 
-    def _targets(self, y: Any, seen: Observation, rows: Tensor) -> Tensor:
-        labels = y if isinstance(y, Tensor) else np.asarray(y)
-        if tuple(labels.shape) != (len(rows),):
-            raise ValueError(f"y must be one number for each of {len(rows)} rows, got shape {tuple(labels.shape)}.")
+    def _found(self, labels: np.ndarray, tensors: bool) -> int:
+        """How many classes there are."""
+        check_classification_targets(labels)
+        unique = np.unique(labels)
+        if len(unique) < 2:
+            raise ValueError(f"y has one class only, {unique[0].item()!r}: at least two are needed.")
+        self.classes_ = torch.as_tensor(unique) if tensors else unique
+        return len(unique)
+
+    def _fit_each(self, X: Any, labels: np.ndarray) -> GaussianProcess:
+        """A process for each class, against the rest."""
+        known = as_numpy(self.classes_)
+        self.estimators_ = [self._fresh().fit(X, (labels == label).astype(int)) for label in known]
+        self.kernel_ = [own.kernel_ for own in self.estimators_]
+        self.likelihood_ = self.estimators_[0].likelihood_
+        self.elbo_ = sum(own.elbo_ for own in self.estimators_)
+        self.n_iter_ = max(own.n_iter_ for own in self.estimators_)
+        return self
+
+    def _fresh(self) -> GaussianProcess:
+        return type(self)(**self.get_params(deep=False))
+
+    def _targets(self, labels: np.ndarray, seen: Observation, rows: Tensor) -> Tensor:
+        self.__dict__.pop("estimators_", None)
         if seen.classifies:
-            if isinstance(labels, Tensor) or labels.dtype.kind == "f":
-                check_finite(y=torch.as_tensor(labels))
-            unique = torch.unique(labels) if isinstance(labels, Tensor) else np.unique(labels)
-            if len(unique) != 2:
-                raise ValueError(f"classification takes two classes, got {len(unique)}: {unique.tolist()[:5]}.")
-            self.classes_ = unique
-            return torch.as_tensor(labels == unique[1]).to(rows)
-        target = torch.as_tensor(labels).to(rows)
-        check_finite(y=target)
+            return torch.as_tensor(labels == as_numpy(self.classes_)[1]).to(rows)
+        target = torch.as_tensor(np.array(labels, dtype=np.float64)).to(rows)
         seen.check(target)
         return target
 
@@ -268,7 +296,7 @@ class GaussianProcess:
 
     def _points(self, kernel: Kernel) -> Tensor:
         if not isinstance(self.inducing, int):
-            points = _rows(self.inducing).to(self.X_)
+            points = as_finite(np.atleast_2d(as_numpy(self.inducing)), self.inducing).to(self.X_)
             if points.shape[1] != self.X_.shape[1]:
                 raise ValueError(f"inducing must have {self.X_.shape[1]} columns, got {tuple(points.shape)}.")
             return points
@@ -291,10 +319,16 @@ class GaussianProcess:
 
     # --- what is asked of it ---
 
+    def _each(self) -> list[GaussianProcess]:
+        return getattr(self, "estimators_", [self])
+
     def latent(self, X: Any) -> tuple[Any, Any]:
-        """Mean and variance of f at new rows."""
-        mean, covariance = self._latent(self._new(X), full=False)
-        return _like(X, mean), _like(X, covariance)
+        """Mean and variance of f at new rows, (n,); of several classes (n, C)."""
+        rows = self._new(X)
+        found = [own._latent(rows, full=False) for own in self._each()]
+        mean, variance = (torch.stack(parts, 1) for parts in zip(*found))
+        one = len(found) == 1
+        return _like(X, mean[:, 0] if one else mean), _like(X, variance[:, 0] if one else variance)
 
     def _latent(self, rows: Tensor, *, full: bool) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
@@ -313,82 +347,67 @@ class GaussianProcess:
                     covariance = kernel(rows, rows) + (pulled - design) @ design.mT
             return mean, covariance if full else covariance.clamp(min=0)
 
-    def _predicted(self, X: Any) -> Prediction:
-        latent = self._latent(self._new(X), full=False)
-        return self.likelihood_.predict(*latent)
-
     def predict(self, X: Any, return_std: bool = False, *, noise: bool = False) -> Any:
         """Labels, or expected targets; with their deviation, which counts the noise of single targets if `noise`."""
-        found = self._predicted(X)
-        if self.likelihood_.classifies:
+        if self._knows().classifies:
             if return_std:
                 raise ValueError("labels have no deviation: predict_proba says how sure they are.")
-            label = self.classes_[
-                (found.mean > 0.5).long().cpu() if isinstance(self.classes_, Tensor) else _index(found)
-            ]
-            return label
+            labels = as_numpy(self.classes_)[self._probabilities(self._new(X)).argmax(1).cpu().numpy()]
+            tensors = isinstance(X, Tensor) and labels.dtype.kind in "biuf"
+            return torch.as_tensor(labels, device=X.device) if tensors else labels
+        found = self.likelihood_.predict(*self._latent(self._new(X), full=False))
         if not return_std:
             return _like(X, found.mean)
         variance = found.variance + found.noise if noise else found.variance
         return _like(X, found.mean), _like(X, variance.sqrt())
 
+    def _probabilities(self, rows: Tensor) -> Tensor:
+        each = self._each()
+        p = torch.stack([own.likelihood_.predict(*own._latent(rows, full=False)).mean for own in each], 1)
+        return torch.cat([1 - p, p], 1) if len(each) == 1 else p / p.sum(1, keepdim=True)
+
+    @available_if(_classifies)
     def predict_proba(self, X: Any) -> Any:
-        """The probability of each class, (n, 2), averaged over the belief about f."""
-        if not named(self.likelihood).classifies:
-            raise ValueError(f"predict_proba is for classification, got likelihood={self.likelihood!r}: use predict.")
-        p = self._predicted(X).mean
-        return _like(X, torch.stack([1 - p, p], 1))
+        """The probability of each class, (n, C), averaged over the belief about f."""
+        return _like(X, self._probabilities(self._new(X)))
 
     def log_predictive(self, X: Any, y: Any) -> Any:
         """log p(y | x, data) of each row."""
-        rows = self._new(X)
-        if self.likelihood_.classifies:
-            target = torch.as_tensor(np.asarray(y) == np.asarray(self.classes_[1])).to(rows)
-        else:
-            target = torch.as_tensor(y).to(rows)
-        return _like(X, self.likelihood_.log_predictive(*self._latent(rows, full=False), target))
+        rows, labels = self._new(X), np.asarray(as_numpy(y))
+        if not self.likelihood_.classifies:
+            target = torch.as_tensor(labels).to(rows)
+            return _like(X, self.likelihood_.log_predictive(*self._latent(rows, full=False), target))
+        at = np.searchsorted(as_numpy(self.classes_), labels)
+        return _like(X, self._probabilities(rows).gather(1, torch.as_tensor(at)[:, None].to(rows.device))[:, 0].log())
 
     def score(self, X: Any, y: Any) -> float:
-        """The share of labels that are right, or the share of the targets' variance that is explained (R²)."""
-        if self.likelihood_.classifies:
-            return float(np.mean(np.asarray(self.predict(X)) == np.asarray(y)))
-        target = np.asarray(y, dtype=np.float64)
-        error = target - np.asarray(self.predict(X))
-        return float(1 - error.dot(error) / np.square(target - target.mean()).sum())
+        """Accuracy, or R²."""
+        found = as_numpy(self.predict(X))
+        return float((accuracy_score if self.likelihood_.classifies else r2_score)(as_numpy(y), found))
 
     def sample(self, X: Any, count: int = 1, seed: int | None = None) -> Any:
-        """Functions drawn from the belief, at these rows: (count, n)."""
-        mean, covariance = self._latent(self._new(X), full=True)
-        values, vectors = torch.linalg.eigh((covariance + covariance.mT) / 2)
-        generator = torch.Generator().manual_seed(self.seed if seed is None else seed)
-        noise = torch.randn(count, len(mean), dtype=mean.dtype, generator=generator).to(mean.device)
-        return _like(X, mean + (noise * values.clamp(min=0).sqrt()) @ vectors.mT)
+        """Functions drawn from the belief, at these rows: (count, n), of several classes (count, n, C)."""
+        rows, generator = self._new(X), torch.Generator().manual_seed(self.seed if seed is None else seed)
+        drawn = []
+        for own in self._each():
+            mean, covariance = own._latent(rows, full=True)
+            values, vectors = torch.linalg.eigh((covariance + covariance.mT) / 2)
+            noise = torch.randn(count, len(mean), dtype=mean.dtype, generator=generator).to(mean.device)
+            drawn.append(mean + (noise * values.clamp(min=0).sqrt()) @ vectors.mT)
+        return _like(X, drawn[0] if len(drawn) == 1 else torch.stack(drawn, 2))
+
+    def _knows(self) -> Observation:
+        check_is_fitted(self, "kernel_")
+        return self.likelihood_
 
     def _new(self, X: Any) -> Tensor:
-        if not hasattr(self, "kernel_"):
-            raise RuntimeError("this GaussianProcess has seen no data: call fit first.")
-        rows = _rows(X).to(self.X_)
-        if rows.shape[1] != self.X_.shape[1]:
-            raise ValueError(f"X must have {self.X_.shape[1]} columns, as in fit, got {rows.shape[1]}.")
-        return rows
-
-
-def _rows(X: Any) -> Tensor:
-    rows = X.double() if isinstance(X, Tensor) else torch.as_tensor(np.asarray(X, dtype=np.float64))
-    if rows.dim() != 2:
-        raise ValueError(
-            f"X must have rows and columns, got shape {tuple(rows.shape)}: X.reshape(-1, 1) for one column."
-        )
-    check_finite(X=rows)
-    return rows
+        check_is_fitted(self, "kernel_")
+        rows = validate_data(self, as_numpy(X), reset=False, dtype=np.float64, ensure_all_finite=False)
+        return as_finite(rows, X).to(self._each()[0].X_)
 
 
 def _like(X: Any, value: Tensor) -> Any:
     return value.to(X.device) if isinstance(X, Tensor) else value.cpu().numpy()
-
-
-def _index(found: Prediction) -> np.ndarray:
-    return (found.mean > 0.5).long().cpu().numpy()
 
 
 def _logs(kernel: Kernel, seen: Observation, device: torch.device) -> dict[str, Tensor]:

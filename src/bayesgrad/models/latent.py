@@ -61,6 +61,7 @@ class Latent(BaseEstimator, ABC):
     decay: float
     total_samples: float | None
     _words: ClassVar[tuple[str, str]] = ("offset", "decay")
+    _schedule = "parallel"  # "sequential" where nodes must see each other's moves for the bound to rise
 
     # --- what a model says of itself ---
 
@@ -84,6 +85,12 @@ class Latent(BaseEstimator, ABC):
     def _publish(self, nodes: Sequence[Node]) -> None:
         """Sets the attributes that people read."""
 
+    def _between(self, nodes: Sequence[Node]) -> None:
+        """Called after each sweep, for moves of several nodes at once that do not lower the bound."""
+
+    def _arrange(self, nodes: Sequence[Node]) -> None:
+        """Called once at the end of a fit, to name what could be named otherwise; streams keep their names."""
+
     def _streams(self) -> bool:
         """Whether `fit` goes through batches."""
         return False
@@ -102,6 +109,7 @@ class Latent(BaseEstimator, ABC):
         self._batches = 0
         best: tuple[list[Node], Result] | None = None
         failure: OutsideDomain | None = None
+        interrupted = False
         for _ in range(self.n_init):
             try:
                 nodes = self._start(data, random)
@@ -109,18 +117,25 @@ class Latent(BaseEstimator, ABC):
             except OutsideDomain as error:
                 failure = error
                 continue
+            except KeyboardInterrupt:
+                if best is None:
+                    raise
+                interrupted = True
+                break
             if best is None or result.elbo > best[1].elbo:
                 best = nodes, result
             if result.interrupted:
+                interrupted = True
                 break
         if best is None:
             raise ValueError(f"no start of {self.n_init} led to a distribution: {failure}") from failure
         self._nodes, result = best
+        self._arrange(self._nodes)
         self._rows = len(data)
         self.elbos_, self.elbo_ = result.elbos, result.elbo
         self.n_iter_, self.converged_ = result.steps, result.converged
         self._publish(self._nodes)
-        if result.interrupted:
+        if interrupted:
             warnings.warn(
                 f"the fit was interrupted after {result.steps} sweeps: the best parameters so far are kept.",
                 stacklevel=2,
@@ -146,7 +161,7 @@ class Latent(BaseEstimator, ABC):
         total = self._rows if self.total_samples is None else self.total_samples
         factors = [*self._priors(self._nodes), self._evidence(data, self._nodes, total / len(data))]
         self.elbos_ = [*self.elbos_, float(elbo(self._nodes, factors))]
-        step(self._nodes, factors, self._rho(self._batches), schedule="parallel")
+        step(self._nodes, factors, self._rho(self._batches), schedule=self._schedule)
         self.elbo_, self.n_iter_ = self.elbos_[-1], self._batches
         self._publish(self._nodes)
         return self
@@ -160,7 +175,8 @@ class Latent(BaseEstimator, ABC):
                 factors,
                 self.max_iter,
                 tolerance=self.tol,
-                schedule="parallel",
+                schedule=self._schedule,
+                tune=lambda: self._between(nodes),
                 progress=self.progress,
                 unit=self._units(data),
                 interruptible=True,
@@ -171,13 +187,15 @@ class Latent(BaseEstimator, ABC):
         priors, whole = self._priors(nodes), self._evidence(data, nodes)
         elbos = [float(elbo(nodes, [*priors, whole]))] if self.tol else []
         shown, count, taken, stopped, settled = Line(self.progress, self.max_iter), 0, 0, False, False
+        before = [node.natural for node in nodes]
         try:
             while taken < self.max_iter and not settled:
                 order = random.permutation(len(data))
                 for rows in np.array_split(order, max(1, round(len(data) / self.batch_size))):
+                    before = [node.natural for node in nodes]
                     count += 1
                     factors = [*priors, self._evidence(data[rows], nodes, len(data) / len(rows))]
-                    step(nodes, factors, self._rho(count), schedule="parallel")
+                    step(nodes, factors, self._rho(count), schedule=self._schedule)
                 taken += 1
                 if self.tol:
                     elbos.append(float(elbo(nodes, [*priors, whole])))
@@ -185,6 +203,8 @@ class Latent(BaseEstimator, ABC):
                 shown.show(taken, elbos[-1] if elbos else None)
         except KeyboardInterrupt:
             stopped = True
+            for node, natural in zip(nodes, before):
+                node.natural = natural  # none of a batch of which all nodes have not heard
         shown.end()
         self._batches = count  # where `partial_fit` goes on from
         if stopped or not self.tol:
@@ -207,6 +227,8 @@ class Latent(BaseEstimator, ABC):
             raise ValueError(f"{first} must not be negative, got {offset!r}.")
         if not self.batch_size >= 1:
             raise ValueError(f"batch_size must be at least 1, got {self.batch_size!r}.")
+        if self.total_samples is not None and not self.total_samples > 0:
+            raise ValueError(f"total_samples must be positive, or None, got {self.total_samples!r}.")
 
 
 def random_rows(count: int, columns: int, random: np.random.RandomState) -> torch.Tensor:

@@ -84,7 +84,7 @@ class Sited(Family):
         tilted = self._checked(natural)
         return (natural[0] @ tilted.mean - tilted.volume) / 2
 
-    def entropy(self, natural: Parameters) -> Tensor:
+    def entropy(self, natural: Parameters, mean: Parameters | None = None) -> Tensor:
         """-KL(q, prior), as it follows from A(λ) - ⟨λ, μ⟩ where sites are sharp."""
         tilted = self._checked(natural)
         return (tilted.W @ tilted.variance - tilted.weights @ tilted.mean - tilted.volume) / 2
@@ -94,7 +94,7 @@ class Sited(Family):
         return mean, variance + mean.square()
 
     def natural(self, mean: Parameters) -> Parameters:
-        raise NotImplementedError("the sites of a process are not found from expectations: run the rule instead.")
+        raise ValueError("the sites of a process are not found from expectations: run the rule instead.")
 
     def inside(self, natural: Parameters) -> Tensor:
         finite = all(bool(torch.isfinite(part).all()) for part in natural)

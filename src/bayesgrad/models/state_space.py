@@ -16,7 +16,7 @@ from bayesgrad.families import Family, Parameters
 from bayesgrad.families.gaussian import LOG_2PI
 from bayesgrad.inference import Node, Pointwise, settle
 from bayesgrad.inference.expectation import Expectation, Moments
-from bayesgrad.models import kalman
+from bayesgrad.models import dynamics, kalman
 from bayesgrad.models.kalman import Beliefs, Chain
 from bayesgrad.models.observations import QUADRATURE, Observation, named
 
@@ -60,7 +60,7 @@ class LinearStateSpace:
 
     Sequences are (T, K), several of one length (sequences, T, K), or a list of any lengths; (T,) where K = 1. NaN is an
     observation that is missing. Arrays in, arrays out; tensors in, tensors out. Matrices that are tensors with a graph
-    keep it: `log_likelihood` of Gaussian observations can be differentiated.
+    keep it: `log_likelihood` of Gaussian observations can be differentiated. `fit(y, learn=...)` is EM.
 
     >>> model = LinearStateSpace([[1.0]], [[0.5]], [[1.0]], [[1.0]])
     >>> states = model.smooth(np.array([0.0, 1.0, np.nan, 3.0]))
@@ -113,10 +113,52 @@ class LinearStateSpace:
 
     # --- what is asked of it ---
 
-    def fit(self, y: Any) -> LinearStateSpace:
-        """Keeps the smoothed states of y as `means_`, `covariances_`, and their log-likelihood (bound) as `elbo_`."""
+    def fit(
+        self,
+        y: Any,
+        *,
+        learn: str | Sequence[str] = (),
+        max_iter: int = 200,
+        tol: float = 1e-6,
+        progress: bool | None = None,
+    ) -> LinearStateSpace:
+        """Keeps the smoothed states of y as `means_`, `covariances_`, and their log-likelihood (bound) as `elbo_`.
+
+        Args:
+            learn: arguments of the constructor that EM replaces, from where they are, by those under which y is
+                likelier: names, or "all" (where y is not Gaussian, of the chain). They are kept as `transition_` and
+                so on, too; the total bound at the start and after each sweep as `elbos_`.
+            max_iter: sweeps of EM, at most.
+            tol: a change of the log-likelihood, for each number that was observed, that ends them.
+            progress: see `inference.run`.
+        """
+        if learn:
+            self._learn(_Rows(y, len(self.observation)), learn, max_iter, tol, progress)
         self.means_, self.covariances_, self.elbo_ = self.smooth(y)
         return self
+
+    def _learn(
+        self, rows: _Rows, learn: str | Sequence[str], steps: int, tolerance: float, progress: bool | None
+    ) -> None:
+        names = dynamics.chosen(learn, None if self.observation_noise is not None else self.likelihood)
+
+        def smooth(at: dynamics.Matrices) -> dynamics.Smooth:
+            self.chain, self.observation, self.observation_noise = at
+            belief = self._observed(rows.values)
+            return dynamics.Smooth(
+                *kalman.smoothed(kalman.backward(self.chain, belief.filtered)), belief.log_likelihood
+            )
+
+        start = dynamics.Matrices(self.chain, self.observation, self.observation_noise)
+        options: dict[str, Any] = dict(steps=steps, tolerance=tolerance, progress=progress)
+        with torch.no_grad():
+            found, result = dynamics.climb(start, smooth, rows.values, rows.lengths, names, **options)
+        self.chain, self.observation, self.observation_noise = found
+        self.elbos_, self.n_iter_, self.converged_ = result.elbos, result.steps, result.converged
+        every = (*found.chain[:2], found.observation, found.noise, *found.chain[2:])
+        for name, value in zip(dynamics.LEARNABLE, every):
+            if name in names and value is not None:
+                setattr(self, f"{name}_", rows.kind(value))
 
     def filter(self, y: Any) -> States:
         """Each state given the observations so far (Kalman); of Gaussian observations."""
@@ -289,7 +331,7 @@ class SitedChain(Family):
         return mean, variance + mean.square()
 
     def natural(self, mean: Parameters) -> Parameters:
-        raise NotImplementedError("the sites of a chain are not found from expectations: run the rule instead.")
+        raise ValueError("the sites of a chain are not found from expectations: run the rule instead.")
 
     def inside(self, natural: Parameters) -> Tensor:
         return torch.isfinite(self.log_partition(natural))
@@ -298,7 +340,7 @@ class SitedChain(Family):
         return x, x.square()
 
     def to_distribution(self, natural: Parameters) -> Distribution:
-        raise NotImplementedError("a chain has no counterpart in torch.distributions: sample it.")
+        raise ValueError("a chain has no counterpart in torch.distributions: sample it.")
 
     def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
         """z, (count, sequences, T K)."""
@@ -338,6 +380,7 @@ class _Rows:
         else:
             whole = tensors[0]
             self.values = whole[:, None] if self.single else whole.transpose(0, 1)
+            self.lengths = [len(self.values)] * self.values.shape[1]
         if bool(self.values.isinf().any()):
             raise ValueError("y holds infinity: NaN is how a missing observation is written.")
 
@@ -345,19 +388,19 @@ class _Rows:
         if len(set(self.lengths)) > 1:
             raise ValueError(f"{what} takes sequences of one length, got {self.lengths}: give one at a time.")
 
-    def _kind(self, value: Tensor) -> Any:
+    def kind(self, value: Tensor) -> Any:
         return value.detach().numpy() if self.numpy else value
 
     def each(self, value: Tensor) -> Any:
-        return self._kind(value[0] if self.single else value)
+        return self.kind(value[0] if self.single else value)
 
     def _cut(self, value: Tensor) -> Any:
         """(T, sequences, ...) as it came."""
         if self.single:
-            return self._kind(value[:, 0])
+            return self.kind(value[:, 0])
         if self.many and len(value) == max(self.lengths):
-            return [self._kind(value[:n, k]) for k, n in enumerate(self.lengths)]
-        return self._kind(value.transpose(0, 1))
+            return [self.kind(value[:n, k]) for k, n in enumerate(self.lengths)]
+        return self.kind(value.transpose(0, 1))
 
     def out(self, beliefs: Beliefs, log_likelihood: Tensor) -> States:
         mean, covariance = beliefs
@@ -367,10 +410,10 @@ class _Rows:
     def paths(self, paths: Tensor) -> Any:
         """(T, count, sequences, D) as (count, ...)."""
         if self.single:
-            return self._kind(paths[:, :, 0].transpose(0, 1))
+            return self.kind(paths[:, :, 0].transpose(0, 1))
         if self.many:
-            return [self._kind(paths[:n, :, k].transpose(0, 1)) for k, n in enumerate(self.lengths)]
-        return self._kind(paths.permute(1, 2, 0, 3))
+            return [self.kind(paths[:n, :, k].transpose(0, 1)) for k, n in enumerate(self.lengths)]
+        return self.kind(paths.permute(1, 2, 0, 3))
 
 
 def _rows(y: Any, parts: int) -> Tensor:

@@ -96,7 +96,7 @@ class SpikeSlab(SecondOrder, Masked):
 
     Reference: 002, section 4.3, Eq. 39-43, and appendix G.
     Differs from the paper: gradient and Hessian are those through the mask, z and z z^T times the ones at the dropped
-    weights, without which (1/pi_1) E[g] is biased; s_0 is large (REFERENCE.md 4.5 and 4.8). |h| is of the batch's
+    weights, without which (1/pi_1) E[g] is biased; s_0 is large. |h| is of the batch's
     Hessian, not the sum of absolute values of each example's (Eq. 36).
     Checked by: tests/equations/test_dropout.py.
     """

@@ -205,7 +205,7 @@ class OGN(GaussNewton):
     What the model's layers do not explain is trained by the squares of mean gradients, times the batch size, and a
     warning names it.
 
-    Reference: 002, section 4.4, Eq. 47-48 at the mean; REFERENCE.md 4.2 for the scaling.
+    Reference: 002, section 4.4, Eq. 47-48 at the mean.
     Checked by: tests/equations/test_vogn.py, squares against BackPACK.
     """
 

@@ -12,7 +12,7 @@ learning rate, B the batch size. A sampler at temperature T draws from exp(-C/T)
 | damping that is not in the noise shrinks the variance in a direction of curvature f by f/(f + δ) | `damping_bias` |
 | all of that at once, near an optimum | `langevin_covariance`, `minibatch_covariance` |
 
-Reference: 003, Theorem 4 and section 6; REFERENCE.md 5.2 for what the paper leaves out or misprints.
+Reference: 003, Theorem 4 and section 6, with what it leaves out (finite steps and N) or misprints put right.
 Checked by: tests/equations/test_samplers.py, tests/statistics/test_samplers.py.
 """
 

@@ -22,7 +22,7 @@ the second derivative of f along r
 so that q cancels from -u + t/2. Outputs that are linear in the weights have f̈ = 0 and q = 0, in closed form.
 
 Reference: 003, Eq. 2, 6 and 7.
-Differs from the paper: signs, see REFERENCE.md 5.1 and 5.4.
+Differs from the paper: in signs.
 Checked by: tests/equations/test_samplers.py, by the flux of the stationary density, which vanishes.
 """
 

@@ -77,7 +77,7 @@ def diagnose(chains: Ensemble | Sequence[Ensemble], *, weights: int | None = WEI
     For an autoregressive process with coefficient r the time is (1 + r)/(1 - r); a natural-gradient chain with learning
     rate lr has r = 1 - lr in each direction of a quadratic cost, so about 2/lr steps for one independent sample.
 
-    Reference: Vehtari et al., 2021 (ArviZ); 003 for chains, REFERENCE 5.5.
+    Reference: Vehtari et al., 2021 (ArviZ); 003 for chains.
     Checked by: tests/equations/test_ensemble.py::test_autocorrelation_time_of_an_autoregressive_process
     """
     arviz = _arviz()

@@ -72,7 +72,7 @@ class Langevin(Sampler):
     lr = 0.1 with a Fisher is the paper's.
 
     Reference: 003, Eq. 5 to 7, Theorems 1 to 3.
-    Differs from the paper: whose corrections have the wrong sign, and whose noise is not damped; see REFERENCE.md 5.4.
+    Differs from the paper: whose corrections have the wrong sign, and whose noise is not damped.
     Checked by: tests/equations/test_samplers.py, tests/statistics/test_samplers.py.
     """
 
@@ -153,7 +153,7 @@ class SNGD(Sampler):
     lr = 0.1 is the paper's.
 
     Reference: 003, Eq. 2 and 11, Theorems 4 and 5.
-    Differs from the paper: whose Eq. 2 has the wrong sign in the first term of the correction; see REFERENCE.md 5.4.
+    Differs from the paper: whose Eq. 2 has the wrong sign in the first term of the correction.
     Checked by: tests/equations/test_samplers.py, tests/statistics/test_samplers.py.
     """
 

@@ -1,0 +1,160 @@
+"""Rows of paper 002's Table 1: an algorithm out of the engine, and the same without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bayesgrad.families import (
+    FixedGaussian,
+    Gaussian,
+    MixtureOfGaussians,
+)
+from bayesgrad.inference import (
+    Delta,
+    LogDensity,
+    Node,
+    step,
+)
+from bayesgrad.inference.multimodal import Marginal
+
+D = torch.float64
+
+
+@dataclass(frozen=True)
+class Row:
+    """One algorithm of the table.
+
+    Args:
+        candidate: the paper's posterior approximation.
+        approximations: and what it does to natural gradients.
+        ours: numbers that the engine gives, a path or a result.
+        theirs: the same numbers of somebody else.
+        peer: who that is.
+        tolerance: of the difference, relative where numbers are larger than 1.
+    """
+
+    part: str
+    algorithm: str
+    candidate: str
+    approximations: str
+    section: str
+    ours: Callable[[], Tensor]
+    theirs: Callable[[], Tensor]
+    peer: str
+    tolerance: float = 1e-9
+
+
+def difference(ours: Tensor, theirs: Tensor) -> float:
+    """The largest, relative where numbers are larger than 1."""
+    return ((ours - theirs).abs() / theirs.abs().clamp(min=1)).max().item()
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=D, generator=torch.Generator().manual_seed(seed))
+
+
+# --- optimization: a ridge-penalised logistic regression, and Himmelblau's function ---
+
+STEPS = 30
+
+
+@cache
+def logistic() -> tuple[Tensor, Tensor]:
+    """Rows (100, 4), and labels -1 or 1."""
+    X = normal(100, 4)
+    return X, torch.where(X @ torch.tensor([1.0, -2.0, 0.5, 0.0], dtype=D) + normal(100, seed=1) > 0, 1.0, -1.0).to(D)
+
+
+def log_joint() -> Callable[[Tensor], Tensor]:
+    X, y = logistic()
+    return lambda theta: -torch.nn.functional.softplus(-y * (X @ theta)).sum() - theta.square().sum() / 2
+
+
+def logistic_derivatives(theta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    X, y = (part.numpy() for part in logistic())
+    p = 1 / (1 + np.exp(y * (X @ theta)))
+    return theta - X.T @ (y * p), np.eye(4) + X.T @ ((p * (1 - p))[:, None] * X)
+
+
+def walked(node: Node, factor: LogDensity | Marginal, rho: float, steps: int = STEPS) -> Tensor:
+    """The modes of a node, or of its components, on its way."""
+    path = []
+    for _ in range(steps):
+        step(node, [factor], rho, domain="refuse")
+        family = node.family
+        several = isinstance(family, MixtureOfGaussians)
+        path.append(family.moments(node.natural)[1] if several else family.mode(node.natural))
+    return torch.stack(path)
+
+
+def descent() -> Tensor:
+    node = Node(FixedGaussian(1.0), (torch.zeros(4, dtype=D),))
+    return walked(node, LogDensity(node, log_joint(), Delta()), 0.01)
+
+
+def descent_by_hand() -> Tensor:
+    theta, path = np.zeros(4), []
+    for _ in range(STEPS):
+        theta = theta - 0.01 * logistic_derivatives(theta)[0]
+        path.append(theta)
+    return torch.as_tensor(np.array(path))
+
+
+def newton() -> Tensor:
+    node = Node(Gaussian(), Gaussian().of(torch.zeros(4, dtype=D), torch.eye(4, dtype=D)))
+    return walked(node, LogDensity(node, log_joint(), Delta()), 1.0, 8)
+
+
+def newton_by_hand() -> Tensor:
+    theta, path = np.zeros(4), []
+    for _ in range(8):
+        gradient, hessian = logistic_derivatives(theta)
+        theta = theta - np.linalg.solve(hessian, gradient)
+        path.append(theta)
+    return torch.as_tensor(np.array(path))
+
+
+def himmelblau(theta: Tensor) -> Tensor:
+    x, y = theta[0], theta[1]
+    return (x**2 + y - 11).square() + (x + y**2 - 7).square()
+
+
+STARTS = [[2.5, 2.5], [-2.5, 3.3], [-3.5, -3.5], [3.7, -2.2]]
+
+
+def multimodal() -> Tensor:
+    family = MixtureOfGaussians(torch.full((4,), 0.25, dtype=D))
+    node = Node(family, family.of(torch.tensor(STARTS, dtype=D), torch.eye(2, dtype=D).expand(4, 2, 2)))
+    return walked(node, Marginal(node, lambda theta: -himmelblau(theta), Delta()), 0.2)
+
+
+def multimodal_by_hand() -> Tensor:
+    """Eqs. 29 to 32 with the delta method: gradient and Hessian of loss + log q at each mean."""
+    m, S, rho, path = np.array(STARTS), np.stack([np.eye(2)] * 4), 0.2, []
+    for _ in range(STEPS):
+        moved, sharper = [], []
+        for mean, precision in zip(m, S):
+            x, y = mean
+            a, b = x**2 + y - 11, x + y**2 - 7
+            gradient = np.array([4 * x * a + 2 * b, 2 * a + 4 * y * b])
+            off = 4 * (x + y)
+            hessian = np.array([[12 * x**2 + 4 * y - 42, off], [off, 12 * y**2 + 4 * x - 26]])
+            gaps = m - mean
+            log_density = [np.linalg.slogdet(s)[1] / 2 - gap @ s @ gap / 2 for s, gap in zip(S, gaps)]
+            r = np.exp(np.array(log_density) - max(log_density))
+            r = r / r.sum()
+            pulls = np.einsum("kij,kj->ki", S, gaps)
+            score = r @ pulls
+            hessian = hessian + np.einsum("k,kij->ij", r, pulls[:, :, None] * pulls[:, None, :] - S)
+            hessian = hessian - np.outer(score, score)
+            sharper.append(precision + rho * hessian)
+            moved.append(mean - rho * np.linalg.solve(sharper[-1], gradient + score))
+        m, S = np.array(moved), np.array(sharper)
+        path.append(m)
+    return torch.as_tensor(np.array(path))

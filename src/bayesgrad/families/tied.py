@@ -1,0 +1,149 @@
+"""Several means that share one precision matrix."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution, Independent, MultivariateNormal
+from torch.distributions import Wishart as TorchWishart
+from torch.distributions.constraints import Constraint
+
+from bayesgrad.families.family import Family, Parameters
+from bayesgrad.families.gaussian import LOG_2PI, _cholesky, _normal
+from bayesgrad.families.matrix import Wishart, _same_plates
+
+
+@dataclass(frozen=True)
+class TiedNormalWishart(Family):
+    r"""J means m_j and the precision Λ that they share: Π_j N(m_j | m_j0, (κ_j Λ)^-1) W(Λ | nu, V).
+
+    .. math::
+        T &= (\Lambda m_j,\ m_j^T \Lambda m_j,\ \Lambda,\ \log |\Lambda|) \\
+        \lambda &= (\kappa_j m_{j0},\ -\tfrac{\kappa_j}{2},\ -\tfrac12 (V^{-1} + \textstyle\sum_j \kappa_j m_{j0}
+        m_{j0}^T),\ \tfrac{\nu - P - 1 + J}{2})
+
+    An observation y of the j-th group adds (y, -1/2) in the j-th place and (-y y'/2, 1/2). With J = 1 this is
+    `NormalWishart`; groups of one dimension, P = 1, are the coordinates of a vector with equal variances. A value x
+    is one tensor of P rows, [m_1 .. m_J Λ], (..., P, J + P): see `pack` and `unpack`.
+
+    Checked by: tests/equations/test_families.py, tests/equations/test_point.py.
+    """
+
+    events = (2, 1, 2, 0)
+
+    def of(self, location: Tensor, confidence: Tensor, degrees: Tensor, scale: Tensor) -> Parameters:
+        """λ of m0 (..., J, P), κ (..., J), nu and V."""
+        first = confidence[..., None] * location
+        inverse = torch.cholesky_inverse(_cholesky(scale))
+        J, P = location.shape[-2:]
+        return first, -confidence / 2, -(inverse + first.mT @ location) / 2, (degrees - P - 1 + J) / 2
+
+    def ordinary(self, natural: Parameters) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Locations m0, confidences κ (of how many observations each is worth), degrees of freedom nu, scale V."""
+        location, confidence, wishart = self.parts(natural)
+        return location, confidence, *Wishart().ordinary(wishart)
+
+    def parts(self, natural: Parameters) -> tuple[Tensor, Tensor, Parameters]:
+        """Locations, confidences, and λ of the precision's own Wishart distribution."""
+        confidence = -2 * natural[1]
+        location = natural[0] / confidence[..., None]
+        return location, confidence, (natural[3] - confidence.shape[-1] / 2, natural[2] + natural[0].mT @ location / 2)
+
+    def pack(self, mean: Tensor, precision: Tensor) -> Tensor:
+        """[m_1 .. m_J Λ]."""
+        return torch.cat([mean.mT, precision], -1)
+
+    def unpack(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """m (..., J, P) and Λ (..., P, P)."""
+        J = x.shape[-1] - x.shape[-2]
+        return x[..., :J].mT, x[..., J:]
+
+    def log_partition(self, natural: Parameters) -> Tensor:
+        location, confidence, wishart = self.parts(natural)
+        return Wishart().log_partition(wishart) + location.shape[-1] / 2 * (LOG_2PI - confidence.log()).sum(-1)
+
+    def mean(self, natural: Parameters) -> Parameters:
+        location, confidence, wishart = self.parts(natural)
+        volume, precision = Wishart().mean(wishart)
+        push = location @ precision
+        return push, location.shape[-1] / confidence + (location * push).sum(-1), precision, volume
+
+    def natural(self, mean: Parameters) -> Parameters:
+        """See `Wishart.natural`."""
+        push, square, precision, volume = mean
+        location = torch.cholesky_solve(push.mT, _cholesky(precision)).mT
+        confidence = location.shape[-1] / (square - (location * push).sum(-1))
+        first = confidence[..., None] * location
+        degrees, inverse = Wishart().natural((volume, precision))
+        return first, -confidence / 2, inverse - first.mT @ location / 2, degrees + confidence.shape[-1] / 2
+
+    def inside(self, natural: Parameters) -> Tensor:
+        confident = ((natural[1] < 0) & (natural[1] > -math.inf)).all(-1)
+        return confident & Wishart().inside(self.parts(natural)[2])
+
+    def statistics(self, x: Tensor) -> Parameters:
+        mean, precision = self.unpack(x)
+        push = mean @ precision
+        return push, (mean * push).sum(-1), precision, torch.linalg.slogdet(precision)[1]
+
+    def has_mode(self, natural: Parameters) -> Tensor:
+        return self.inside(natural) & (natural[3] > 0)
+
+    def mode(self, natural: Parameters) -> Tensor:
+        """m0 and (nu - P - 1 + J) V."""
+        if not (natural[3] > 0).all():  # all else is found out on the way
+            self._require_mode(natural, "more than P + 1 - J degrees of freedom")
+        location, _, _, scale = self.ordinary(natural)
+        return self.pack(location, 2 * natural[3][..., None, None] * scale)
+
+    def to_distribution(self, natural: Parameters) -> Distribution:
+        return _TiedNormalWishart(*self.ordinary(natural))
+
+    def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
+        location, confidence, wishart = self.parts(natural)
+        root = Wishart()._root(wishart, count, generator)
+        noise = _normal((count, *location.shape), root, generator) / confidence.sqrt()[..., None]
+        mean = location + torch.linalg.solve_triangular(root.mT, noise.mT, upper=True).mT
+        return self.pack(mean, root @ root.mT)
+
+    def symmetric(self, parameters: Parameters) -> Parameters:
+        """As of every family; the list of locations is no matrix of that kind."""
+        first, second, third, fourth = parameters
+        return first, second, (third + third.mT) / 2, fourth
+
+    def _domain(self) -> str:
+        return ", with positive confidences, a positive definite scale and more than P - 1 degrees of freedom"
+
+
+class _TiedNormalWishart(Distribution):
+    """Of [m_1 .. m_J Λ], as torch would have it: a Wishart distribution and normal ones given its value."""
+
+    @property
+    def arg_constraints(self) -> dict[str, Constraint]:
+        return {}
+
+    def __init__(self, location: Tensor, confidence: Tensor, degrees: Tensor, scale: Tensor) -> None:
+        self.location, self.confidence = location, confidence
+        self.precision = TorchWishart(*_same_plates(degrees, scale))
+        J, P = location.shape[-2:]
+        super().__init__(self.precision.batch_shape, torch.Size((P, J + P)), validate_args=False)
+
+    def _given(self, precision: Tensor) -> Distribution:
+        matrices = self.confidence[..., None, None] * precision[..., None, :, :]
+        return Independent(MultivariateNormal(self.location, precision_matrix=matrices), 1)
+
+    def sample(self, sample_shape: torch.Size | list[int] | tuple[int, ...] = torch.Size()) -> Tensor:  # noqa: B008
+        precision = self.precision.sample(torch.Size(sample_shape))
+        return TiedNormalWishart().pack(self._given(precision).sample(), precision)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        mean, precision = TiedNormalWishart().unpack(value)
+        return self.precision.log_prob(precision) + self._given(precision).log_prob(mean)
+
+    def entropy(self) -> Tensor:
+        J, P = self.location.shape[-2:]
+        volume = Wishart().mean(Wishart().of(self.precision.df, self.precision.covariance_matrix))[0]
+        return self.precision.entropy() + (P * (LOG_2PI + 1 - self.confidence.log()).sum(-1) - J * volume) / 2

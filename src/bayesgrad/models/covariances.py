@@ -1,0 +1,426 @@
+"""How the components of a Gaussian mixture may vary, and the factor of rows that come from one of them."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bayesgrad.families import NormalWishart, Parameters, TiedNormalWishart
+from bayesgrad.families.gaussian import LOG_2PI
+from bayesgrad.inference import Collapsed, Node
+
+WIDE = 2  # columns for each component, above which quadratic forms are taken as they are: measured
+CHUNK = 1 << 18  # numbers of features that are held at a time: they stay in the cache
+
+
+class Known(NamedTuple):
+    """What is known of K components, in words.
+
+    Args:
+        location: of the mean, (K, P).
+        confidence: of how many rows the location is worth, (K,).
+        degrees: of freedom, (K,).
+        weight: twice the last natural parameter, (K,): `spread / weight` is the covariance at the mode.
+        spread: V^-1, shaped as scikit-learn's covariances; `spread / degrees` is E[Λ]^-1.
+    """
+
+    location: Tensor
+    confidence: Tensor
+    degrees: Tensor
+    weight: Tensor
+    spread: Tensor
+
+
+@dataclass(frozen=True)
+class Covariance(ABC):
+    """A family of K means and precisions, and the features of a row that its statistics are sums of.
+
+    E[log N(x | component k)] is linear in a few features of x, of which messages are weighted sums: two matrix
+    products for each look at the data. The first P + 1 features are 1 and x. Rows are given as columns (P, n),
+    so that what is done for each row is done along the last dimension.
+    """
+
+    family: ClassVar[NormalWishart | TiedNormalWishart]
+
+    @abstractmethod
+    def width(self, size: int) -> int:
+        """D, how many features a row of P columns has."""
+
+    @abstractmethod
+    def fill(self, squares: Tensor, columns: Tensor, blur: float) -> None:
+        """Writes the features beyond x, (D - P - 1, n): squares of x + e, e ~ N(0, blur I), in expectation."""
+
+    def features(self, columns: Tensor, blur: float, out: Tensor | None = None) -> Tensor:
+        """(D, n), into `out` where it is given: touching new memory takes longer than the sums do."""
+        size, count = columns.shape
+        out = columns.new_empty(self.width(size), count) if out is None else out[:, :count]
+        out[0] = 1
+        out[1 : size + 1] = columns
+        self.fill(out[size + 1 :], out[1 : size + 1], blur)
+        return out
+
+    @abstractmethod
+    def coefficients(self, mean: Parameters) -> Tensor:
+        """(K, D), by which the features of a row make E[log N(x | component)], (K, n)."""
+
+    @abstractmethod
+    def message(self, sums: Tensor, size: int) -> Parameters:
+        """What features summed over rows of each component, (K, D), add to λ; size is P."""
+
+    @abstractmethod
+    def prior(self, location: Tensor, confidence: float, degrees: float, spread: Tensor, count: int) -> Parameters:
+        """λ for each component, or for all `count` of them."""
+
+    @abstractmethod
+    def known(self, natural: Parameters) -> Known:
+        """What λ says."""
+
+    @abstractmethod
+    def whitened(self, columns: Tensor, known: Known) -> tuple[Tensor, Tensor]:
+        """(x - m)' V (x - m) and -log |V|, (K, B, n) and (K, B, 1), for B blocks of independent coordinates."""
+
+    @abstractmethod
+    def coloured(self, noise: Tensor, known: Known, component: int) -> Tensor:
+        """Standard noise (n, P) with the covariance `spread` of a component."""
+
+    @abstractmethod
+    def default_spread(self, columns: Tensor) -> Tensor:
+        """The covariance of all rows."""
+
+    @abstractmethod
+    def shape(self, components: int, size: int) -> tuple[int, ...]:
+        """Of covariances, as scikit-learn has them."""
+
+    def chunks(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Rows as columns, (P, n) each, as many at a time as have CHUNK features."""
+        return rows.mT.split(max(256, CHUNK // self.width(rows.shape[1])), 1)
+
+    def ordered(self, natural: Parameters, order: Tensor) -> Parameters:
+        """λ with the components in another order."""
+        return tuple(part[order] for part in natural)
+
+    def distance(self, natural: Parameters) -> float:
+        """The largest root mean square of a column of a component, in its deviations: of its square, digits are lost
+        where the latter is found from the former."""
+        own = self.family.parts(natural)[2][1].diagonal(dim1=-2, dim2=-1)
+        return (natural[2].diagonal(dim1=-2, dim2=-1) / own).max().sqrt().item()
+
+    def free(self, known: Known, size: int) -> Tensor:
+        """Degrees of freedom of the t distribution that a new row has, (K,)."""
+        return known.degrees
+
+    def log_density(self, columns: Tensor, known: Known, point: bool) -> Tensor:
+        r"""log p(x | component), (K, n): normal at the mode if `point`, else averaged over the belief, which is
+
+        .. math::
+            \mathrm{St}\left(x \mid m_0,\ \tfrac{\kappa + 1}{\kappa f} V^{-1},\ f\right), \quad f = \nu + 1 - P
+
+        Reference: Bishop, 2006, Eqs. 10.81 and 10.82.
+        """
+        squares, volume = self.whitened(columns, known)
+        size = len(columns) // squares.shape[1]
+        if point:
+            weight = known.weight[:, None, None]
+            return ((size * (weight.log() - LOG_2PI) - volume - weight * squares) / 2).sum(1)
+        wide, free = (1 + 1 / known.confidence)[:, None, None], self.free(known, size)[:, None, None]
+        height = torch.lgamma((free + size) / 2) - torch.lgamma(free / 2) - size / 2 * (math.pi * wide).log()
+        return (height - volume / 2 - (free + size) / 2 * torch.log1p(squares / wide)).sum(1)
+
+
+@dataclass(frozen=True)
+class Full(Covariance):
+    """A matrix for each component."""
+
+    family = NormalWishart()
+
+    def width(self, size: int) -> int:
+        return 1 + size + size * (size + 1) // 2
+
+    def fill(self, squares: Tensor, columns: Tensor, blur: float) -> None:
+        size, place = len(columns), 0
+        for i in range(size):
+            torch.mul(columns[i : i + 1], columns[i:], out=squares[place : place + size - i])
+            squares[place] += blur
+            place += size - i
+
+    def coefficients(self, mean: Parameters) -> Tensor:
+        push, square, precision, volume = mean
+        triangle = _triangle(push.shape[-1], push.device)
+        constant = (volume - square - push.shape[-1] * LOG_2PI) / 2
+        return torch.cat([constant[:, None], push, precision.flatten(1)[:, triangle.packed] * triangle.weight], 1)
+
+    def message(self, sums: Tensor, size: int) -> Parameters:
+        half = sums[:, 0] / 2
+        square = sums[:, _triangle(size, sums.device).unpacked].view(-1, size, size)
+        return sums[:, 1 : size + 1], -half, square / -2, half
+
+    def prior(self, location: Tensor, confidence: float, degrees: float, spread: Tensor, count: int) -> Parameters:
+        first, P = confidence * location, len(location)
+        half = location.new_tensor(confidence / 2)
+        return first, -half, -(spread + first[:, None] * location) / 2, location.new_tensor((degrees - P) / 2)
+
+    def known(self, natural: Parameters) -> Known:
+        location, confidence, (half, spread) = self.family.parts(natural)
+        return Known(location, confidence, 2 * half + location.shape[-1] + 1, 2 * natural[3], -2 * spread)
+
+    def whitened(self, columns: Tensor, known: Known) -> tuple[Tensor, Tensor]:
+        root = torch.linalg.cholesky(known.spread)
+        white = torch.linalg.solve_triangular(root, columns - known.location[..., None], upper=False)
+        volume = 2 * root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        return white.square().sum(1, keepdim=True), volume.expand(len(white))[:, None, None]
+
+    def coloured(self, noise: Tensor, known: Known, component: int) -> Tensor:
+        return noise @ torch.linalg.cholesky(known.spread[component]).mT
+
+    def default_spread(self, columns: Tensor) -> Tensor:
+        return torch.cov(columns).reshape(len(columns), len(columns))
+
+    def shape(self, components: int, size: int) -> tuple[int, ...]:
+        return components, size, size
+
+    def free(self, known: Known, size: int) -> Tensor:
+        return known.degrees + 1 - size
+
+
+@dataclass(frozen=True)
+class Tied(Full):
+    """One matrix for all components."""
+
+    family = TiedNormalWishart()
+
+    def coefficients(self, mean: Parameters) -> Tensor:
+        push, square, precision, volume = mean
+        return super().coefficients((push, square, precision.expand(len(push), -1, -1), volume))
+
+    def message(self, sums: Tensor, size: int) -> Parameters:
+        first, half, square, volume = super().message(sums, size)
+        return first, half, square.sum(0), volume.sum()
+
+    def prior(self, location: Tensor, confidence: float, degrees: float, spread: Tensor, count: int) -> Parameters:
+        P, first = len(location), (confidence * location).expand(count, -1)
+        half = location.new_full((count,), confidence / 2)
+        square = -(spread + first.mT @ location.expand(count, -1)) / 2
+        return first, -half, square, location.new_tensor((degrees - P - 1 + count) / 2)
+
+    def known(self, natural: Parameters) -> Known:
+        location, confidence, (half, spread) = self.family.parts(natural)
+        degrees, count = 2 * half + location.shape[-1] + 1, 2 * natural[3]
+        return Known(location, confidence, degrees.expand(len(location)), count.expand(len(location)), -2 * spread)
+
+    def coloured(self, noise: Tensor, known: Known, component: int) -> Tensor:
+        return noise @ torch.linalg.cholesky(known.spread).mT
+
+    def shape(self, components: int, size: int) -> tuple[int, ...]:
+        return size, size
+
+    def ordered(self, natural: Parameters, order: Tensor) -> Parameters:
+        return natural[0][order], natural[1][order], *natural[2:]
+
+
+@dataclass(frozen=True)
+class Diag(Covariance):
+    """A variance for each component and column: one-dimensional families in plates (K, P)."""
+
+    family = NormalWishart()
+
+    def width(self, size: int) -> int:
+        return 1 + 2 * size
+
+    def fill(self, squares: Tensor, columns: Tensor, blur: float) -> None:
+        torch.square(columns, out=squares).add_(blur)
+
+    def coefficients(self, mean: Parameters) -> Tensor:
+        push, square, precision, volume = mean
+        constant = (volume - square - LOG_2PI).sum(1, keepdim=True) / 2
+        return torch.cat([constant, push[..., 0], precision[..., 0, 0] / -2], 1)
+
+    def message(self, sums: Tensor, size: int) -> Parameters:
+        half = (sums[:, :1] / 2).expand(-1, size)
+        return sums[:, 1 : size + 1, None], -half, sums[:, size + 1 :, None, None] / -2, half
+
+    def prior(self, location: Tensor, confidence: float, degrees: float, spread: Tensor, count: int) -> Parameters:
+        half = torch.full_like(location, confidence / 2)
+        square = -(spread + confidence * location.square()) / 2
+        return (confidence * location)[:, None], -half, square[:, None, None], torch.full_like(half, (degrees - 1) / 2)
+
+    def known(self, natural: Parameters) -> Known:
+        location, confidence, (half, spread) = self.family.parts(natural)
+        count = 2 * natural[3][:, 0]
+        return Known(location[..., 0], confidence[:, 0], 2 * half[:, 0] + 2, count, -2 * spread[..., 0, 0])
+
+    def whitened(self, columns: Tensor, known: Known) -> tuple[Tensor, Tensor]:
+        squares = (columns - known.location[..., None]).square() / known.spread[..., None]
+        return squares, known.spread.log()[..., None]
+
+    def coloured(self, noise: Tensor, known: Known, component: int) -> Tensor:
+        return noise * known.spread[component].sqrt()
+
+    def default_spread(self, columns: Tensor) -> Tensor:
+        return columns.var(1)
+
+    def shape(self, components: int, size: int) -> tuple[int, ...]:
+        return components, size
+
+
+@dataclass(frozen=True)
+class Spherical(Covariance):
+    """A variance for each component: columns are groups of one dimension that share it."""
+
+    family = TiedNormalWishart()
+
+    def width(self, size: int) -> int:
+        return 2 + size
+
+    def fill(self, squares: Tensor, columns: Tensor, blur: float) -> None:
+        squares[0] = columns.square().sum(0) + len(columns) * blur
+
+    def coefficients(self, mean: Parameters) -> Tensor:
+        push, square, precision, volume = mean
+        constant = (push.shape[1] * (volume - LOG_2PI) - square.sum(1))[:, None] / 2
+        return torch.cat([constant, push[..., 0], precision[..., 0] / -2], 1)
+
+    def message(self, sums: Tensor, size: int) -> Parameters:
+        half = sums[:, 0] / 2
+        return sums[:, 1 : size + 1, None], -half[:, None].expand(-1, size), sums[:, -1:, None] / -2, size * half
+
+    def prior(self, location: Tensor, confidence: float, degrees: float, spread: Tensor, count: int) -> Parameters:
+        half = torch.full_like(location, confidence / 2)
+        square = -(spread + confidence * location.square().sum()) / 2
+        freedom = location.new_tensor((degrees - 2 + len(location)) / 2)
+        return (confidence * location)[:, None], -half, square.view(1, 1), freedom
+
+    def known(self, natural: Parameters) -> Known:
+        location, confidence, (half, spread) = self.family.parts(natural)
+        return Known(location[..., 0], confidence[:, 0], 2 * half + 2, 2 * natural[3], -2 * spread[:, 0, 0])
+
+    def whitened(self, columns: Tensor, known: Known) -> tuple[Tensor, Tensor]:
+        squares = (columns - known.location[..., None]).square().sum(1, keepdim=True) / known.spread[:, None, None]
+        return squares, len(columns) * known.spread.log()[:, None, None]
+
+    def coloured(self, noise: Tensor, known: Known, component: int) -> Tensor:
+        return noise * known.spread[component].sqrt()
+
+    def default_spread(self, columns: Tensor) -> Tensor:
+        return columns.var(1).mean()
+
+    def shape(self, components: int, size: int) -> tuple[int, ...]:
+        return (components,)
+
+
+class Mixture(Collapsed):
+    r"""Rows that each come from one of K components, with a hidden indicator z for each row:
+
+    .. math::
+        \sum_i \log \sum_k \exp\left(E[\log \pi_k] + E[\log N(x_i \mid m_k, \Lambda_k^{-1})]\right)
+
+    Messages are counts, and the statistics of rows weighted with q(z = k), which is the summands' share.
+
+    Args:
+        weights, components: a Dirichlet node and one of the covariance's family, or `Point` of them.
+        rows: (n, P).
+        blur: rows are taken as x + e with e ~ N(0, blur I), in expectation of the logarithm: every covariance gets
+            at least that, and the value remains a bound.
+
+    Reference: Bishop, 2006, section 10.2; 002, sections 5.2 and 5.3.
+    Checked by: tests/equations/test_collapsed.py.
+    """
+
+    def __init__(
+        self,
+        weights: Node,
+        components: Node,
+        covariance: Covariance,
+        rows: Tensor,
+        *,
+        blur: float = 0.0,
+        scale: float = 1.0,
+    ) -> None:
+        super().__init__(weights, components, scale=scale)
+        self.covariance, self.blur, self.size = covariance, blur, rows.shape[1]
+        self.columns, count = covariance.chunks(rows), weights.natural[0].shape[-1]
+        self._kept = [covariance.features(self.columns[0], blur)] if len(self.columns) == 1 else None
+        self._wide = isinstance(covariance, Full) and not self._kept and self.size > WIDE * count
+        if self._wide:
+            self.columns = rows.mT.split(max(256, CHUNK // (self.size * count)), 1)
+
+    def look(self) -> tuple[Tensor, Mapping[Node, Parameters]]:
+        weights, components = self.nodes
+        coefficients = self.covariance.coefficients(components.mean)
+        coefficients[:, 0] += weights.mean[0]
+        total, sums = self._by_matrices(coefficients) if self._wide else self._by_features(coefficients)
+        return total, {weights: (sums[:, 0],), components: self.covariance.message(sums, self.size)}
+
+    def _by_features(self, coefficients: Tensor) -> tuple[Tensor, Tensor]:
+        """The bound, and weighted sums of features."""
+        total, sums = coefficients.new_zeros(()), torch.zeros_like(coefficients)
+        for features in self._kept or self._features():
+            shares = coefficients @ features  # (K, n)
+            total += _normalise(shares)
+            sums.addmm_(shares, features.mT)
+        return total, sums
+
+    def _by_matrices(self, coefficients: Tensor) -> tuple[Tensor, Tensor]:
+        """The same without products of columns: many of them for few components take longer to make than to use."""
+        K, P, triangle = len(coefficients), self.size, _triangle(self.size, coefficients.device)
+        matrices = coefficients[:, triangle.unpacked].view(K, P, P) / 2
+        matrices.diagonal(dim1=-2, dim2=-1).mul_(2)
+        constant = coefficients[:, :1] + self.blur * matrices.diagonal(dim1=-2, dim2=-1).sum(1, keepdim=True)
+        first, total = torch.zeros_like(coefficients[:, : P + 1]), coefficients.new_zeros(())
+        second = torch.zeros_like(matrices).view(K * P, P)
+        for part in self.columns:
+            columns = part.contiguous()
+            products = (matrices.view(K * P, P) @ columns).view(K, P, -1)
+            shares = products.mul_(columns).sum(1).add_(constant).addmm_(coefficients[:, 1 : P + 1], columns)
+            total += _normalise(shares)
+            first[:, 0] += shares.sum(1)
+            first[:, 1:].addmm_(shares, columns.mT)
+            second.addmm_(torch.mul(shares[:, None], columns, out=products).view(K * P, -1), columns.mT)
+        second = second.view(K, P, P)
+        second.diagonal(dim1=-2, dim2=-1).add_(self.blur * first[:, :1])
+        return total, torch.cat([first, second.flatten(1)[:, triangle.packed]], 1)
+
+    def _features(self) -> Iterator[Tensor]:
+        first = self.columns[0]
+        buffer = first.new_empty(self.covariance.width(self.size), first.shape[1])
+        return (self.covariance.features(part, self.blur, buffer) for part in self.columns)
+
+
+def _normalise(logits: Tensor) -> Tensor:
+    """Makes shares of logits, in their place; the sum of logarithms of what they were divided by."""
+    top = logits.amax(0)
+    norm = logits.sub_(top).exp_().sum(0)
+    logits.div_(norm)
+    return norm.log().add_(top).sum()
+
+
+class _Triangle(NamedTuple):
+    """Places in the upper triangle of a symmetric matrix, read row by row.
+
+    Args:
+        packed: of its entries in the flat matrix, (P (P + 1)/2,).
+        unpacked: of the flat matrix's entries among the features, (P P,).
+        weight: of each in -x'Λx/2.
+    """
+
+    packed: Tensor
+    unpacked: Tensor
+    weight: Tensor
+
+
+@cache
+def _triangle(size: int, device: torch.device) -> _Triangle:
+    row, column = torch.triu_indices(size, size, device=device)
+    place = torch.empty(size, size, dtype=torch.long, device=device)
+    place[row, column] = place[column, row] = torch.arange(len(row), device=device)
+    weight = torch.where(row == column, -0.5, -1.0).to(torch.float64)
+    return _Triangle(row * size + column, place.flatten() + size + 1, weight)
+
+
+COVARIANCES: dict[str, Covariance] = {"full": Full(), "tied": Tied(), "diag": Diag(), "spherical": Spherical()}

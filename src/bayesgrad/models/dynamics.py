@@ -1,0 +1,216 @@
+r"""EM for linear Gaussian states: what their smoothed moments say of the matrices they move and are seen by.
+
+.. math::
+    F &= \left(\sum_t E[x_t x_{t-1}^T]\right) \left(\sum_t E[x_{t-1} x_{t-1}^T]\right)^{-1}, \quad
+    Q = \frac1n \sum_t E[(x_t - F x_{t-1})(x_t - F x_{t-1})^T] \\
+    H &= \left(\sum_t E[y_t x_t^T]\right) \left(\sum_t E[x_t x_t^T]\right)^{-1}, \quad
+    R = \frac1n \sum_t E[(y_t - H x_t)(y_t - H x_t)^T]
+
+with F and H as they are where only the noise is learned. A part of a row that is missing is hidden, as states are, and
+expected given the other parts and the state; a row that is missing as a whole says nothing of H and R.
+
+Reference: 002, section 5.2; Shumway and Stoffer, 1982.
+Checked by: tests/equations/test_dynamics.py.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bayesgrad.inference.engine import Line, Result
+from bayesgrad.models.kalman import Beliefs, Chain
+
+LEARNABLE = (
+    "transition",
+    "process_noise",
+    "observation",
+    "observation_noise",
+    "initial_mean",
+    "initial_covariance",
+)
+
+
+class Matrices(NamedTuple):
+    """F, Q, m and P; H, and R where observations are Gaussian."""
+
+    chain: Chain
+    observation: Tensor
+    noise: Tensor | None
+
+
+class Smooth(NamedTuple):
+    """Beliefs about states, the covariances of x_t with x_{t+1}, and log p(y), (sequences,)."""
+
+    states: Beliefs
+    pairs: Tensor
+    log_likelihood: Tensor
+
+
+def chosen(learn: str | Sequence[str], likelihood: Any = None) -> list[str]:
+    """Names of what is learned, checked; "all" are all that can be.
+
+    Args:
+        likelihood: of observations that are not Gaussian.
+    """
+    able = [name for name in LEARNABLE if likelihood is None or not name.startswith("observation")]
+    names = able if learn == "all" else [learn] if isinstance(learn, str) else list(learn)
+    if wrong := [name for name in names if name not in able]:
+        where = "" if likelihood is None else f" where likelihood is {likelihood!r}"
+        raise ValueError(f"learn must be of {', '.join(map(repr, able))}{where}, got {wrong[0]!r}.")
+    return names
+
+
+def climb(
+    matrices: Matrices,
+    smooth: Callable[[Matrices], Smooth],
+    y: Tensor,
+    lengths: Sequence[int],
+    names: Collection[str],
+    *,
+    steps: int,
+    tolerance: float,
+    progress: bool | None = None,
+) -> tuple[Matrices, Result]:
+    """EM until the log-likelihood for each number that was observed settles; Ctrl-C ends it with what there is.
+
+    Args:
+        smooth: the E-step.
+        y: (T, sequences, K), NaN where something is missing or a sequence has ended.
+        names: of `LEARNABLE`.
+    """
+    if not (steps >= 1 and tolerance >= 0):
+        raise ValueError(f"max_iter must be at least 1 and tol not negative, got {steps!r} and {tolerance!r}.")
+    there = torch.arange(len(y))[:, None] < torch.tensor(lengths)  # (T, sequences)
+    unit, shown = float((~y.isnan()).sum()), Line(progress, steps)
+    found = smooth(matrices)
+    elbos = [float(found.log_likelihood.sum())]
+    converged = interrupted = False
+    for count in range(steps):
+        try:
+            moved = maximised(matrices, found, y, there, names)
+            found = smooth(moved)
+        except KeyboardInterrupt:
+            warnings.warn(
+                f"the fit was interrupted in sweep {count + 1}: the matrices before it are kept.", stacklevel=3
+            )
+            interrupted = True
+            break
+        matrices = moved
+        elbos.append(float(found.log_likelihood.sum()))
+        shown.show(count + 1, elbos[-1])
+        if abs(elbos[-1] - elbos[-2]) <= tolerance * unit and tolerance:
+            converged = True
+            break
+    shown.end()
+    if tolerance and not (converged or interrupted):
+        change = (elbos[-1] - elbos[-2]) / unit
+        warnings.warn(
+            f"{steps} sweeps were not enough to settle within tol={tolerance:g}: the log-likelihood of a number still "
+            f"rises by {change:.1g}; take a larger max_iter.",
+            stacklevel=4,
+        )
+    return matrices, Result(elbos, converged, interrupted)
+
+
+def maximised(matrices: Matrices, found: Smooth, y: Tensor, there: Tensor, names: Collection[str]) -> Matrices:
+    """The M-step.
+
+    Raises:
+        ValueError: there is nothing to learn from, or noise that must be positive is zero.
+    """
+    chain = _chain(matrices.chain, found, there, names)
+    H, R = matrices.observation, matrices.noise
+    if R is None or not {"observation", "observation_noise"} & set(names):
+        return Matrices(chain, H, R)
+    yy, yx, xx, count = _seen(matrices, found.states, y, there)
+    if "observation" in names:
+        H = _right_solve(yx, xx)
+    if "observation_noise" in names:
+        R = _spread(yy, yx, xx, H) / count
+        values = torch.linalg.eigvalsh(R)
+        if not values[0] > 1e-14 * values[-1]:
+            raise ValueError(
+                f"observation_noise has become singular, with a least eigenvalue of {values[0]:g}: the states explain "
+                "the observations fully; leave it out of learn, or take fewer states."
+            )
+    return Matrices(chain, H, R)
+
+
+def _chain(chain: Chain, found: Smooth, there: Tensor, names: Collection[str]) -> Chain:
+    F, Q, mean, covariance = chain
+    states, moved = found.states, there[1:].to(F)
+    if {"transition", "process_noise"} & set(names):
+        count = moved.sum()
+        if not count:
+            raise ValueError(
+                "all sequences have length 1, so there is no move to learn transition or process_noise from."
+            )
+        xx = _second(moved, states.mean[1:], states.mean[1:], states.covariance[1:])
+        xz = _second(moved, states.mean[1:], states.mean[:-1], found.pairs.mT)
+        zz = _second(moved, states.mean[:-1], states.mean[:-1], states.covariance[:-1])
+        if "transition" in names:
+            F = _right_solve(xz, zz)
+        if "process_noise" in names:
+            Q = _spread(xx, xz, zz, F) / count
+    first = states.mean[0]  # (sequences, D)
+    if "initial_mean" in names:
+        mean = first.mean(0)
+    if "initial_covariance" in names:
+        error = first - mean
+        covariance = (states.covariance[0] + error[..., :, None] * error[..., None, :]).mean(0)
+        covariance = (covariance + covariance.mT) / 2
+    return Chain(F, Q, mean, covariance)
+
+
+def _seen(matrices: Matrices, states: Beliefs, y: Tensor, there: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sums of E[y y'], E[y x'] and E[x x'] over rows of which anything is known, and their number.
+
+    Given x, what is missing is y = G x + g + noise of covariance E: the regression on what is known, by R.
+    """
+    H, R = matrices.observation, matrices.noise
+    assert R is not None
+    known = ~y.isnan()
+    counts = (known.any(-1) & there).to(R)
+    y = torch.where(known, y, 0)
+    mean, covariance = states
+    xx = _second(counts, mean, mean, covariance)
+    if (known.all(-1) | (counts == 0)).all():
+        return _second(counts, y, y), _second(counts, y, mean), xx, counts.sum()
+    lost, both = ~known, known[..., :, None] & known[..., None, :]
+    across = torch.where(lost[..., :, None] & known[..., None, :], R, 0)
+    gain = torch.linalg.solve(torch.where(both, R, torch.eye(len(R)).to(R)), across, left=False)
+    G = torch.where(lost[..., None], H - gain @ H, 0)
+    rest = torch.where(lost[..., :, None] & lost[..., None, :], R, 0) - gain @ across.mT
+    y = y + (gain @ y[..., None])[..., 0] + (G @ mean[..., None])[..., 0]
+    shared = G @ covariance  # Cov(y, x)
+    return _second(counts, y, y, shared @ G.mT + rest), _second(counts, y, mean, shared), xx, counts.sum()
+
+
+def _second(weights: Tensor, a: Tensor, b: Tensor, covariance: Tensor | None = None) -> Tensor:
+    """Σ w (a b' + covariance), over times and sequences."""
+    total = (weights[..., None] * a).flatten(0, 1).mT @ b.flatten(0, 1)
+    if covariance is None:
+        return total
+    full = covariance.expand(*weights.shape, *covariance.shape[-2:])
+    return total + (weights.flatten() @ full.flatten(0, 1).flatten(1)).view(full.shape[-2:])
+
+
+def _spread(aa: Tensor, ab: Tensor, bb: Tensor, M: Tensor) -> Tensor:
+    """Σ E[(a - M b)(a - M b)'], symmetric and without a negative eigenvalue by rounding."""
+    cross = M @ ab.mT
+    found = aa - cross - cross.mT + M @ bb @ M.mT
+    values, vectors = torch.linalg.eigh((found + found.mT) / 2)
+    return (vectors * values.clamp(min=0)) @ vectors.mT
+
+
+def _right_solve(a: Tensor, b: Tensor) -> Tensor:
+    """a b^-1 for a symmetric b; by the pseudo-inverse where it has none."""
+    factor, info = torch.linalg.cholesky_ex(b)
+    if info:
+        return a @ torch.linalg.pinv(b, hermitian=True)
+    return torch.cholesky_solve(a.mT, factor).mT

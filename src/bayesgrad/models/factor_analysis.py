@@ -1,0 +1,307 @@
+"""Factor analysis and probabilistic PCA, by EM or with beliefs about all parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.base import ClassNamePrefixFeaturesOutMixin, TransformerMixin
+from sklearn.utils import Tags, check_random_state
+from sklearn.utils.validation import check_is_fitted, validate_data
+from torch import Tensor
+
+from bayesgrad.families import Gamma, Gaussian, Point
+from bayesgrad.inference import Factor, Node, Prior
+from bayesgrad.models.arrays import as_numpy, like
+from bayesgrad.models.factors import Loadings, Relevance, Rows, Scores, as_rows, infer
+from bayesgrad.models.latent import Latent
+
+METHODS = ("em", "vb")
+NOISES = ("diagonal", "isotropic")
+INITS = ("pca", "random")
+NORMAL = Gaussian()
+FLOOR = 1e-12  # of EM's noise, in units of a column's variance (of their mean, where all share one noise)
+
+
+class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
+    r"""Rows that a few hidden scores explain, up to noise of each column by itself:
+
+    .. math::
+        x = W z + m + e, \quad z \sim N(0, I_K), \quad e_d \sim N(0, 1/\tau_d)
+
+    The scores are collapsed (`models.factors.Scores`); W, m and τ are nodes. With `method="em"` these are `Point`: the
+    greatest likelihood, as in scikit-learn's `FactorAnalysis`, and with `noise="isotropic"` probabilistic PCA, for
+    which the start is the solution. With `method="vb"` rows of [W m] are Gaussian and precisions Gamma, and each
+    column of W has a precision alpha_k of its own, also Gamma, by which columns that explain nothing vanish: Bishop's
+    Bayesian PCA. A sweep moves [W m] and τ in turn, each with scores that fit, so that the bound never falls.
+
+    NaN in X is a number that was not observed. It is left out of the density, and counts for nothing.
+
+    Args:
+        n_components: K; None: as many as columns (less one with `"vb"`).
+        method: `"em"` or `"vb"`.
+        noise: `"diagonal"`, a τ_d for each column, or `"isotropic"`, one for all.
+        init: `"pca"`, principal components of (for diagonal noise: standardised) columns, or `"random"`; starts after
+            the first are random.
+        relevance_prior, noise_prior: shape and rate of the Gamma of each alpha_k and τ_d, in units of the data; `"vb"`.
+        mean_precision: of m_d ~ N(0, 1/mean_precision); `"vb"`.
+        n_init, max_iter, tol, random_state, progress, offset, decay, total_samples: see `Latent`.
+
+    Attributes:
+        components_: W', (K, D). EM's are rotated so that W'diag(τ)W is diagonal, with the largest first, which the
+            likelihood does not see. With `"vb"` expectations.
+        noise_variance_: 1/E[τ], (D,), or a number.
+        mean_: m, (D,).
+        relevance_: E[alpha], (K,), with `"vb"`: large where a column is off.
+        elbo_, elbos_, n_iter_, converged_: see `Latent`.
+
+    >>> rng = np.random.default_rng(0)
+    >>> X = rng.normal(size=(500, 1)) * [3.0, 2.0, 1.0] + rng.normal(size=(500, 3))
+    >>> model = FactorAnalysis(1).fit(X)
+    >>> model.components_.round(1).tolist(), model.transform(X[:2]).shape
+    ([[2.9, 2.0, 1.0]], (2, 1))
+
+    Reference: 002, sections 5.2 and 5.3; Rubin and Thayer, 1982; Tipping and Bishop, 1999; Bishop, 1999.
+    Checked by: tests/equations/test_factor_analysis.py and tests/contract/test_factor_analysis.py.
+    """
+
+    _schedule = "sequential"
+    batch_size = 1  # batches are what partial_fit is given
+
+    def __init__(
+        self,
+        n_components: int | None = None,
+        *,
+        method: str = "em",
+        noise: str = "diagonal",
+        init: str = "pca",
+        relevance_prior: tuple[float, float] = (1e-3, 1e-3),
+        noise_prior: tuple[float, float] = (1e-3, 1e-3),
+        mean_precision: float = 1e-6,
+        n_init: int = 1,
+        max_iter: int = 1000,
+        tol: float = 1e-6,
+        random_state: Any = 0,
+        progress: bool | None = None,
+        offset: float = 10.0,
+        decay: float = 0.7,
+        total_samples: float | None = None,
+    ) -> None:
+        self.n_components, self.method, self.noise, self.init = n_components, method, noise, init
+        self.relevance_prior, self.noise_prior = relevance_prior, noise_prior
+        self.mean_precision = mean_precision
+        self.n_init, self.max_iter, self.tol = n_init, max_iter, tol
+        self.random_state, self.progress = random_state, progress
+        self.offset, self.decay, self.total_samples = offset, decay, total_samples
+
+    def __sklearn_tags__(self) -> Tags:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan = True
+        return tags
+
+    # --- the model ---
+
+    def _read(self, X: Any, *, reset: bool) -> Rows:
+        self._check_settings()
+        least = 1 if hasattr(self, "_nodes") and not reset else 2
+        options = {"dtype": np.float64, "ensure_all_finite": False, "ensure_min_samples": least}
+        rows, centre = as_rows(
+            validate_data(self, as_numpy(X), reset=reset, **options), X, None if reset else self._centre
+        )
+        if reset:
+            self._centre, self._tensors, self._starts = centre, isinstance(X, Tensor), 0
+            n, D = rows.values.shape
+            wanted = self._components(D)
+            if wanted > D:
+                raise ValueError(f"n_components must be at most the number of columns, {D}, got {wanted}.")
+            if wanted >= n and self.n_components is not None:
+                raise ValueError(
+                    f"n_components must be less than the number of rows, {n}, got {wanted}: give more rows."
+                )
+        return rows
+
+    def _components(self, columns: int) -> int:
+        return max(1, columns - (self.method == "vb")) if self.n_components is None else self.n_components
+
+    def _start(self, data: Rows, random: np.random.RandomState) -> list[Node]:
+        pca, self._starts = self.init == "pca" and not self._starts, self._starts + 1
+        W, variance = self._guess(data, random, pca)
+        n, loadings = len(data), torch.cat([W, torch.zeros_like(W[:, :1])], 1)
+        tau = 1 / variance
+        # As heavy as n rows are whose scores have mean 0 and variance 1, so that streams weigh it right.
+        rows = NORMAL.of(loadings, n * tau[:, None, None] * torch.eye(loadings.shape[1]).to(W))
+        if self.noise == "isotropic":
+            precision = Gamma().of(tau.new_tensor(n * len(tau) / 2 + 1), n * len(tau) / 2 / tau.mean())
+        else:
+            precision = Gamma().of(torch.full_like(tau, n / 2 + 1), n / 2 / tau)
+        if self.method == "em":
+            return [Node(Point(NORMAL), rows, name="loadings"), Node(Point(Gamma()), precision, name="noise")]
+        shape, rate = self.relevance_prior
+        squares = W.square().sum(0) + (variance / n).sum()
+        alpha = Gamma().of(torch.full_like(squares, shape + len(W) / 2), rate + squares / 2)
+        return [
+            Node(NORMAL, rows, name="loadings"),
+            Node(Gamma(), precision, name="noise"),
+            Node(Gamma(), alpha, name="relevance"),
+        ]
+
+    def _guess(self, data: Rows, random: np.random.RandomState, pca: bool) -> tuple[Tensor, Tensor]:
+        """W (D, K) and the noise's variances (D,), in units of each column where each has noise of its own."""
+        X, (n, D), K = data.values, data.values.shape, self._components(data.values.shape[1])
+        counts = n if data.observed is None else data.observed.sum(0).clamp(min=1)
+        unit = X.square().sum(0) / counts
+        usual = unit.mean() if unit.any() else torch.ones_like(unit[0])
+        unit = torch.where(unit > 0, unit, usual) if self.noise == "diagonal" else usual.expand(D)
+        self._floor = FLOOR * unit
+        if not pca:
+            W = torch.as_tensor(random.normal(size=(D, K)) / K**0.5).to(X)
+            return unit.sqrt()[:, None] * W, unit / 2
+        values, directions = _spectrum(X / unit.sqrt())
+        values = torch.cat([values / n, values.new_zeros(D - len(values))])
+        rest = values[K:].mean() if K < D else values[-1] / 2
+        W = directions[:K].mT * (values[:K] - rest).clamp(min=1e-6).sqrt()
+        if W.shape[1] < K:  # fewer rows than components
+            W = torch.cat([W, 1e-3 * torch.as_tensor(random.normal(size=(D, K - W.shape[1]))).to(X)], 1)
+        noise = rest.clamp(min=FLOOR) if self.noise == "isotropic" else (1 - W.square().sum(1)).clamp(min=0.05)
+        return unit.sqrt()[:, None] * W, unit * noise
+
+    def _priors(self, nodes: Sequence[Node]) -> list[Factor]:
+        if self.method == "em":
+            return []
+        loadings, noise, relevance = nodes
+        of = [Gamma().of(*map(self._centre.new_tensor, prior)) for prior in (self.noise_prior, self.relevance_prior)]
+        return [
+            Relevance(loadings, relevance, -self._centre, self.mean_precision),
+            Prior(noise, of[0]),
+            Prior(relevance, of[1]),
+        ]
+
+    def _evidence(self, data: Rows, nodes: Sequence[Node], scale: float = 1.0) -> Scores:
+        return Scores(data, nodes[0], nodes[1], scale, floor=self._floor if self.method == "em" else 0.0)
+
+    def _between(self, nodes: Sequence[Node]) -> None:
+        """Turns W so that Σ_d E[w_d w_d'] is diagonal, and moves alpha to where it is then best.
+
+        The data do not see a rotation of W and z, but the bound at the best alpha has -Σ_k log(b + Σ_d E[W_dk²]/2),
+        and the product of a matrix' diagonal is least in its eigenbasis (Hadamard). Sweeps alone turn W slowly.
+        """
+        if self.method == "em":
+            return
+        loadings, _, relevance = nodes
+        K, (shape, rate) = loadings.natural[0].shape[1] - 1, self.relevance_prior
+        squares, turned = torch.linalg.eigh(loadings.mean[1].sum(0)[:K, :K])
+        turn = torch.eye(K + 1).to(turned)
+        turn[:K, :K] = turned.flip(1)
+        loadings.natural = loadings.natural[0] @ turn, turn.mT @ loadings.natural[1] @ turn
+        squares = squares.flip(0)
+        relevance.natural = Gamma().of(torch.full_like(squares, shape + len(self._centre) / 2), rate + squares / 2)
+
+    def _publish(self, nodes: Sequence[Node]) -> None:
+        kind = (lambda part: part) if self._tensors else (lambda part: part.cpu().numpy())
+        known = Loadings.of(nodes[0], nodes[1])
+        W, mean, variance = known.first[:, :-1], known.first[:, -1] + self._centre, 1 / known.precision
+        self._rotation = torch.eye(W.shape[1]).to(W)
+        if self.method == "em":
+            left, _, right = torch.linalg.svd(W / variance.sqrt()[:, None], full_matrices=False)
+            largest = left.abs().argmax(0)
+            signs = left.gather(0, largest[None])[0].sign()
+            self._rotation = right.mT * torch.where(signs == 0, 1.0, signs)
+        else:
+            self.relevance_ = kind(nodes[2].mean[1].clone())
+        self.components_ = kind((W @ self._rotation).mT.contiguous())
+        self.mean_ = kind(mean)
+        self.noise_variance_ = float(variance[0]) if self.noise == "isotropic" else kind(variance)
+
+    @property
+    def _n_features_out(self) -> int:
+        return len(self.components_)
+
+    # --- what it is for ---
+
+    def _given(self, X: Any) -> Rows:
+        check_is_fitted(self)
+        X_ = validate_data(self, as_numpy(X), reset=False, dtype=np.float64, ensure_all_finite=False)
+        return as_rows(X_, X, self._centre)[0]
+
+    def _point(self) -> Loadings:
+        """The parameters as they are published, with means less the centre."""
+        W, mean = (torch.as_tensor(part).to(self._centre) for part in (self.components_.T, self.mean_))
+        variance = torch.as_tensor(self.noise_variance_, dtype=W.dtype, device=W.device).expand(len(W))
+        return Loadings.at(torch.cat([W, (mean - self._centre)[:, None]], 1), 1 / variance)
+
+    def transform(self, X: Any) -> Any:
+        """E[z | x] of each row, (n, K); what is NaN in X is taken as not observed."""
+        rows = self._given(X)
+        return like(X)(infer(rows, Loadings.of(self._nodes[0], self._nodes[1]))[0] @ self._rotation)
+
+    def inverse_transform(self, Z: Any) -> Any:
+        """W z + m, (n, D): with the scores of rows that have gaps, what is expected in them."""
+        check_is_fitted(self)
+        loadings = self._point().first
+        scores = torch.as_tensor(as_numpy(Z)).to(loadings)
+        if scores.dim() != 2 or scores.shape[1] != loadings.shape[1] - 1:
+            raise ValueError(
+                f"Z must have {loadings.shape[1] - 1} columns, as transform gives, got {tuple(scores.shape)}."
+            )
+        return like(Z)(scores @ loadings[:, :-1].mT + loadings[:, -1] + self._centre)
+
+    def score_samples(self, X: Any) -> Any:
+        """log N(x | mean_, get_covariance()) of what is observed of each row, (n,)."""
+        rows = self._given(X)
+        return like(X)(infer(rows, self._point())[-1])
+
+    def score(self, X: Any, y: Any = None) -> float:
+        """The mean of `score_samples`. y is not used."""
+        return float(self.score_samples(X).mean())
+
+    def get_covariance(self) -> Any:
+        """W W' + diag(noise), (D, D)."""
+        check_is_fitted(self)
+        known = self._point()
+        W = known.first[:, :-1]
+        return like(self.mean_)(W @ W.mT + torch.diag(1 / known.precision))
+
+    def get_precision(self) -> Any:
+        """The inverse of `get_covariance`, by a K x K system."""
+        check_is_fitted(self)
+        known = self._point()
+        tau, W = known.precision, known.first[:, :-1]
+        white = tau[:, None] * W
+        factor = torch.linalg.cholesky(torch.eye(W.shape[1]).to(W) + W.mT @ white)
+        half = torch.linalg.solve_triangular(factor, white.mT, upper=False)
+        return like(self.mean_)(torch.diag(tau) - half.mT @ half)
+
+    def sample(self, n_samples: int = 1) -> Any:
+        """Rows drawn from the model, (n, D), by `random_state`."""
+        check_is_fitted(self)
+        if not n_samples >= 1:
+            raise ValueError(f"n_samples must be at least 1, got {n_samples!r}.")
+        random, known = check_random_state(self.random_state), self._point()
+        D, K = known.first.shape[0], known.first.shape[1] - 1
+        z, e = (torch.as_tensor(random.normal(size=(n_samples, size))).to(known.first) for size in (K, D))
+        drawn = z @ known.first[:, :-1].mT + known.first[:, -1] + self._centre + e / known.precision.sqrt()
+        return like(self.mean_)(drawn)
+
+    def _check_settings(self) -> None:
+        for name, known in (("method", METHODS), ("noise", NOISES), ("init", INITS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {getattr(self, name)!r}.")
+        if self.n_components is not None and not self.n_components >= 1:
+            raise ValueError(f"n_components must be at least 1, got {self.n_components!r}.")
+        for name in ("relevance_prior", "noise_prior"):
+            if len(getattr(self, name)) != 2 or not min(getattr(self, name)) > 0:
+                raise ValueError(f"{name} must be a positive shape and rate, got {getattr(self, name)!r}.")
+        if not self.mean_precision > 0:
+            raise ValueError(f"mean_precision must be positive, got {self.mean_precision!r}.")
+
+
+def _spectrum(X: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues of X'X, largest first, and its eigenvectors as rows, as many as there are rows or columns."""
+    tall = len(X) >= X.shape[1]
+    values, vectors = torch.linalg.eigh(X.mT @ X if tall else X @ X.mT)
+    values, vectors = values.flip(0).clamp(min=0), vectors.flip(1)
+    if tall:
+        return values, vectors.mT
+    return values, (vectors.mT @ X) / values.sqrt().clamp(min=torch.finfo(X.dtype).tiny ** 0.5)[:, None]

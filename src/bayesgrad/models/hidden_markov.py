@@ -1,0 +1,436 @@
+"""Hidden Markov models: EM, variational Bayes, streams."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.cluster import KMeans
+from sklearn.utils import Tags, check_random_state
+from sklearn.utils.validation import check_is_fitted, validate_data
+from torch import Tensor
+
+from bayesgrad.families import Dirichlet, Family, Parameters, Point
+from bayesgrad.inference import Factor, Linear, Node, Prior
+from bayesgrad.models import markov
+from bayesgrad.models.arrays import as_numpy
+from bayesgrad.models.chained import Chained, Sequences, log_shares, require_possible
+from bayesgrad.models.covariances import COVARIANCES, Covariance
+from bayesgrad.models.emissions import Rows, Symbols, narrowed, pseudo, widened
+from bayesgrad.models.gaussian_mixture import FAR
+from bayesgrad.models.kalman import Elements, scan
+from bayesgrad.models.latent import Latent
+from bayesgrad.models.sequences import Given
+
+EMISSIONS, METHODS, STARTS = ("gaussian", "categorical"), ("em", "vb"), ("kmeans", "random")
+SUBSET = 20_000  # rows that k-means looks at
+
+
+class HiddenMarkov(Latent):
+    r"""Sequences that hidden states z_t show, of which each depends on the one before:
+
+    .. math::
+        z_1 \sim \pi, \quad z_t \mid z_{t-1} = i \sim A_i, \quad x_t \mid z_t = k \sim N(m_k, \Lambda_k^{-1})
+        \text{ or } \mathrm{Cat}(b_k)
+
+    π, A_i and b_k have Dirichlet beliefs, m_k and Λ_k Normal-Wishart ones. With `"vb"` a sweep moves all of them to
+    their best, given q(z), a chain; with `"em"` they are points, and a sweep is one of Baum and Welch. There is no loop
+    over time: see `models.markov`.
+
+    Args:
+        n_states: K.
+        emissions: `"gaussian"`, or `"categorical"` for symbols 0, 1, 2, ...
+        method: `"em"` (greatest likelihood, or posterior density where there are priors), `"vb"`.
+        covariance_type: `"full"`, `"tied"`, `"diag"` or `"spherical"`.
+        n_symbols: how many symbols there are; None: as many as the first data show.
+        startprob_prior, transmat_prior, emissionprob_prior: concentrations of the Dirichlet priors; None: 1 for
+            `"em"`, which is flat, and 1/K (of symbols 1/V) for `"vb"`.
+        means_prior, means_weight: the prior N(m | m_0, (κ_0 Λ)^-1) of means; None: the mean of X, and 0 for `"em"`,
+            1 for `"vb"`.
+        covars_prior, dof_prior: Ψ and nu of the prior W(Λ | nu, Ψ^-1): Ψ is a number, (D,) or (D, D). None: the
+            covariance of X for `"vb"`, and for `"em"` a millionth of the variances of X, which keeps states off single
+            points; nu = D, or for `"em"` what is flat.
+        init: `"kmeans"` or `"random"`: centres of K clusters, or K rows of X. Symbols start at random.
+        startprob_init, transmat_init, means_init, covars_init, emissionprob_init: a start of your own, in part or
+            whole. With `"em"` what starts at zero stays there: a left-to-right chain is such a `transmat_init`.
+        n_init, max_iter, tol, random_state, progress, total_samples, offset, decay: see `Latent`; `partial_fit` counts
+            sequences, tol is for each observation.
+
+    Attributes:
+        startprob_, transmat_, emissionprob_: π, A and b; of `"vb"` their expectations.
+        means_, covars_: m_k (K, D) and Λ_k^-1, shaped as scikit-learn's covariances_; of `"vb"` E[m_k] and E[Λ_k]^-1.
+        startprob_posterior_, transmat_posterior_, emissionprob_posterior_: concentrations, of `"vb"`.
+        means_weight_, dof_: κ_k and nu_k, of `"vb"`.
+        elbo_, elbos_, n_iter_, converged_: see `Latent`.
+
+    X is (n, D), of symbols (n, 1) or (n,), with `lengths` of the sequences in it, one by default; or a list of
+    sequences. A row of NaN is an observation that is missing. Arrays are of NumPy, or tensors where X was one.
+
+    >>> X = np.array([[0.0], [0.2], [5.1], [4.9], [0.1], [5.0], [5.2], [0.0]])
+    >>> model = HiddenMarkov(2, random_state=0, covars_prior=0.1).fit(X, lengths=[5, 3])
+    >>> model.means_.round(2).ravel().tolist(), model.predict(X, lengths=[5, 3]).tolist()
+    ([5.05, 0.08], [1, 1, 0, 0, 1, 0, 0, 1])
+
+    Reference: 002, sections 5.2 and 5.3; Rabiner, 1989; Foti et al., 2014, for streams.
+    Checked by: tests/equations/test_hidden_markov.py, tests/contract/test_hidden_markov.py.
+    """
+
+    n_features_in_: int
+    startprob_: Any
+    transmat_: Any
+    emissionprob_: Any
+    means_: Any
+    covars_: Any
+    batch_size = 1
+
+    def __init__(
+        self,
+        n_states: int = 2,
+        *,
+        emissions: str = "gaussian",
+        method: str = "em",
+        covariance_type: str = "full",
+        n_symbols: int | None = None,
+        startprob_prior: Any = None,
+        transmat_prior: Any = None,
+        emissionprob_prior: Any = None,
+        means_prior: Any = None,
+        means_weight: float | None = None,
+        covars_prior: Any = None,
+        dof_prior: float | None = None,
+        init: str = "kmeans",
+        startprob_init: Any = None,
+        transmat_init: Any = None,
+        means_init: Any = None,
+        covars_init: Any = None,
+        emissionprob_init: Any = None,
+        n_init: int = 1,
+        max_iter: int = 500,
+        tol: float = 1e-5,
+        random_state: Any = None,
+        progress: bool | None = None,
+        total_samples: float | None = None,
+        offset: float = 1.0,
+        decay: float = 0.7,
+    ) -> None:
+        self.n_states, self.emissions, self.method = n_states, emissions, method
+        self.covariance_type, self.n_symbols = covariance_type, n_symbols
+        self.startprob_prior, self.transmat_prior = startprob_prior, transmat_prior
+        self.emissionprob_prior = emissionprob_prior
+        self.means_prior, self.means_weight = means_prior, means_weight
+        self.covars_prior, self.dof_prior = covars_prior, dof_prior
+        self.init, self.startprob_init, self.transmat_init = init, startprob_init, transmat_init
+        self.means_init, self.covars_init, self.emissionprob_init = means_init, covars_init, emissionprob_init
+        self.n_init, self.max_iter, self.tol = n_init, max_iter, tol
+        self.random_state, self.progress, self.total_samples = random_state, progress, total_samples
+        self.offset, self.decay = offset, decay
+
+    def __sklearn_tags__(self) -> Tags:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.categorical = self.emissions == "categorical"
+        return tags
+
+    # --- learning ---
+
+    def fit(self, X: Any, y: Any = None, lengths: Any = None) -> HiddenMarkov:
+        """Forgets what was known, and learns from X. y is not used.
+
+        Raises:
+            ValueError: a setting or the data are none that the model can have.
+        """
+        _unused(X, y)
+        return super().fit(Given(X, lengths))
+
+    def partial_fit(self, X: Any, y: Any = None, lengths: Any = None) -> HiddenMarkov:
+        """Moves what is known by a batch of sequences, and keeps none of it: online EM, or SVI. y is not used."""
+        _unused(X, y)
+        return super().partial_fit(Given(X, lengths))
+
+    def _read(self, X: Any, *, reset: bool) -> Sequences:
+        given: Given = X
+        for name, known in (
+            ("emissions", EMISSIONS),
+            ("method", METHODS),
+            ("covariance_type", COVARIANCES),
+            ("init", STARTS),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {getattr(self, name)!r}.")
+        if not (isinstance(self.n_states, (int, np.integer)) and self.n_states >= 1):
+            raise ValueError(f"n_states must be a whole number above zero, got {self.n_states!r}.")
+        rows, lengths = given.joined(self._dims)
+        rows = validate_data(self, rows, reset=reset, dtype=np.float64, ensure_all_finite="allow-nan")
+        lengths = given.split(len(rows)) if lengths is None else lengths
+        missing = np.isnan(rows)
+        wrong = missing.any(1) & ~missing.all(1)
+        if wrong.any():
+            raise ValueError(
+                f"row {wrong.argmax()} of X is NaN in part: an observation is missing as a whole, or impute it first."
+            )
+        values = torch.as_tensor(np.require(rows, requirements="W"))
+        if reset:
+            self._begin(values, lengths)
+            self._tensors, self._device = given.kind(self._dims)
+        layout = markov.Layout(lengths)
+        if self.emissions == "categorical":
+            return Sequences(layout, Symbols(self._symbols(values[:, 0])[layout.rows], self._count))
+        return Sequences(layout, Rows((values - self._centre)[layout.rows], self._covariance))
+
+    @property
+    def _covariance(self) -> Covariance:
+        return COVARIANCES[self.covariance_type]
+
+    @property
+    def _dims(self) -> int:
+        return 1 if self.emissions == "categorical" else 2
+
+    def _symbols(self, values: Tensor) -> Tensor:
+        known = values[~values.isnan()]
+        if bool(((known < 0) | (known != known.floor())).any()):
+            raise ValueError(f"X must hold symbols 0, 1, 2, ..., got {known[(known < 0) | (known % 1 != 0)][0]:g}.")
+        most = int(known.max()) if len(known) else 0
+        if most >= self._count:
+            raise ValueError(
+                f"X holds the symbol {most}, but the model knows 0 to {self._count - 1}: "
+                f"fit it with n_symbols={most + 1} or more."
+            )
+        return torch.where(values.isnan(), self._count, values).long()
+
+    def _begin(self, values: Tensor, lengths: Sequence[int]) -> None:
+        """What is taken from the first data: symbols, the centre of rows, priors."""
+        known = values[~values[:, 0].isnan()]
+        if not len(known):
+            raise ValueError("X holds no observation, only NaN.")
+        if len(known) < self.n_states:
+            raise ValueError(
+                f"n_states={self.n_states} needs as many observations, got n_samples={len(known)}: take fewer states."
+            )
+        if max(lengths) == 1 and self.n_states > 1:
+            raise ValueError("all sequences have length 1, so there is no move to learn from: use a mixture.")
+        K, vb = self.n_states, self.method == "vb"
+        if self.emissions == "categorical":
+            if values.shape[1] != 1:
+                raise ValueError(f"symbols come in one column, got {values.shape[1]}.")
+            self._count = int(known.max()) + 1 if self.n_symbols is None else self.n_symbols
+            shown = self._shares_prior("emissionprob_prior", (K, self._count))
+        else:
+            self._centre = known.mean(0)
+            shown = self._rows_prior(known - self._centre)
+        self._prior = [self._shares_prior("startprob_prior", (K,)), self._shares_prior("transmat_prior", (K, K)), shown]
+        families: list[Family] = [Dirichlet(), Dirichlet(), Dirichlet() if self._dims == 1 else self._covariance.family]
+        self._families = families if vb else [Point(family) for family in families]
+
+    def _shares_prior(self, name: str, shape: tuple[int, ...]) -> Parameters:
+        value, least = getattr(self, name), 0 if self.method == "vb" else 1
+        if value is None:
+            value = 1 / shape[-1] if self.method == "vb" else 1.0
+        alpha = torch.as_tensor(np.asarray(as_numpy(value), dtype=np.float64))
+        if alpha.dim() > len(shape) or any(a not in (1, b) for a, b in zip(alpha.shape[::-1], shape[::-1])):
+            raise ValueError(f"{name} must be a number or of shape {shape}, got shape {tuple(alpha.shape)}.")
+        if not (alpha.min() >= least and alpha.min() > 0 and torch.isfinite(alpha).all()):
+            known = "positive numbers" if self.method == "vb" else "at least 1 where method='em'"
+            raise ValueError(f"{name} must be {known}, got {alpha.min():g}.")
+        return Dirichlet().of(alpha.expand(shape))
+
+    def _rows_prior(self, known: Tensor) -> Parameters:
+        """λ of the Normal-Wishart prior of each state, about rows whose mean has been subtracted."""
+        D, vb = known.shape[1], self.method == "vb"
+        variance = known.square().mean(0)
+        floor = torch.diag(1e-6 * torch.where(variance > 0, variance, 1))
+        weight = (1.0 if vb else 0.0) if self.means_weight is None else float(self.means_weight)
+        location = self._centre if self.means_prior is None else _array(self.means_prior)
+        if location.shape != (D,):
+            raise ValueError(f"means_prior must be {D} numbers, got shape {tuple(location.shape)}.")
+        spread = floor + known.mT @ known / len(known) if vb else floor
+        if self.covars_prior is not None:
+            spread = _array(self.covars_prior)
+            if spread.shape not in ((), (D,), (D, D)):
+                raise ValueError(f"covars_prior must be a number, ({D},) or ({D}, {D}), got {tuple(spread.shape)}.")
+            spread = spread if spread.dim() == 2 else torch.diag(spread.expand(D))
+        if not (weight >= 0 and torch.linalg.eigvalsh(spread).min() >= -1e-12 * spread.abs().max()):
+            raise ValueError("means_weight must not be negative, and covars_prior positive semi-definite.")
+        degrees = float(D if self.dof_prior is None else self.dof_prior)
+        spread = narrowed(self._covariance, spread)
+        found = self._covariance.prior(location - self._centre, weight, degrees, spread, self.n_states)
+        return found if vb or self.dof_prior is not None else (*found[:3], torch.zeros_like(found[3]))
+
+    # --- where it starts ---
+
+    def _start(self, data: Sequences, random: np.random.RandomState) -> list[Node]:
+        """The priors, and as many observations as there are that look like the start."""
+        K, weight = self.n_states, len(data.layout.rows) / self.n_states
+        even, random_rows = np.full(K, 1 / K), self.init == "random" or self._dims == 1
+        startprob = self._given_shares("startprob_init", (K,), even)
+        moves = random.dirichlet(np.full(K, 2.0), size=K) if random_rows else (np.eye(K) + 1 / K) / 2
+        transmat = self._given_shares("transmat_init", (K, K), moves)
+        if isinstance(data.seen, Symbols):
+            shown = random.dirichlet(np.full(self._count, 2.0), size=K)
+            messages: Parameters = (weight * self._given_shares("emissionprob_init", (K, self._count), shown),)
+        else:
+            messages = self._start_rows(data.seen, random, weight)
+        added = (len(data) * startprob,), (weight * transmat,), messages
+        naturals = [tuple(a + b for a, b in zip(prior, own)) for prior, own in zip(self._prior, added)]
+        names = "startprob", "transmat", "emissions"
+        return [Node(family, own, name=name) for family, own, name in zip(self._families, naturals, names)]
+
+    def _given_shares(self, name: str, shape: tuple[int, ...], default: np.ndarray) -> Tensor:
+        given = getattr(self, name)
+        shares = _array(default if given is None else given)
+        if (
+            shares.shape != shape
+            or not (shares >= 0).all()
+            or not torch.allclose(shares.sum(-1), torch.ones(()).double())
+        ):
+            found = f"shape {tuple(shares.shape)}, sums {shares.sum(-1).tolist()}"
+            raise ValueError(f"{name} must be of shape {shape}, not negative, with rows that sum to 1, got {found}.")
+        return shares
+
+    def _start_rows(self, seen: Rows, random: np.random.RandomState, weight: float) -> Parameters:
+        known = seen.rows[~seen.rows[:, 0].isnan()]
+        K, D = self.n_states, known.shape[1]
+        if len(known) > SUBSET:
+            known = known[random.choice(len(known), SUBSET, replace=False)]
+        spread = torch.cov(known.mT, correction=0).view(D, D)
+        if self.means_init is not None:
+            means = _array(self.means_init) - self._centre
+        elif self.init == "random":
+            means = known[random.choice(len(known), K, replace=False)]
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of fewer distinct points than clusters
+                clusters: Any = KMeans(K, n_init=1, random_state=random)  # pyright: ignore[reportArgumentType]
+                found = clusters.fit(known.numpy())
+            means = torch.as_tensor(found.cluster_centers_)
+            spread = torch.cov((known - means[torch.as_tensor(found.labels_).long()]).mT, correction=0).view(D, D)
+        if means.shape != (K, D):
+            raise ValueError(f"means_init must be of shape {(K, D)}, got {tuple(means.shape)}.")
+        variance = known.var(0, correction=0)
+        covars = (spread + torch.diag(1e-6 * torch.where(variance > 0, variance, 1))).expand(K, D, D)
+        if self.covars_init is not None:
+            covars, shape = _array(self.covars_init), self._covariance.shape(K, D)
+            if covars.shape != shape:
+                raise ValueError(f"covars_init must be of shape {shape}, got {tuple(covars.shape)}.")
+            covars = widened(self._covariance, covars, K, D)
+        return pseudo(self._covariance, means, covars, weight)
+
+    # --- what Latent asks ---
+
+    def _priors(self, nodes: Sequence[Node]) -> list[Factor]:
+        if self.method == "vb":
+            return [Prior(node, natural) for node, natural in zip(nodes, self._prior)]
+        pairs = [(node, natural) for node, natural in zip(nodes, self._prior) if any(part.any() for part in natural)]
+        return [Linear(node, natural) for node, natural in pairs]
+
+    def _evidence(self, data: Sequences, nodes: Sequence[Node], scale: float = 1.0) -> Chained:
+        initial, moves, shown = nodes
+        return Chained(initial, moves, shown, data, scale=scale)
+
+    def _units(self, data: Sequences) -> float:
+        return len(data.layout.rows)
+
+    def _publish(self, nodes: Sequence[Node]) -> None:
+        for name, node in zip(("startprob", "transmat", "emissionprob"), nodes[: 2 + (self._dims == 1)]):
+            if self.method == "vb":
+                alpha = node.natural[0] + 1
+                self._set(f"{name}_posterior_", alpha)
+                self._set(f"{name}_", alpha / alpha.sum(-1, keepdim=True))
+            else:
+                self._set(f"{name}_", log_shares(node).exp())
+        if self._dims == 1:
+            return
+        distance, known = self._covariance.distance(nodes[2].natural), self._covariance.known(nodes[2].natural)
+        if not distance < FAR:
+            warnings.warn(
+                f"rows of a state are {distance:.0e} of its deviations from the mean of X: fewer than four digits of "
+                "its covariance are left; raise covars_prior, or remove what is that far off.",
+                stacklevel=4,
+            )
+        if self.method == "vb":
+            self._set("means_weight_", known.confidence)
+            self._set("dof_", known.degrees)
+        count = known.degrees if self.method == "vb" else known.weight
+        count = count[0] if self.covariance_type == "tied" else count.view(-1, *[1] * (known.spread.dim() - 1))
+        self._set("means_", known.location + self._centre)
+        self._set("covars_", known.spread / count)
+
+    def _set(self, name: str, value: Tensor) -> None:
+        setattr(self, name, self._like(value.clone()))
+
+    def _like(self, value: Tensor) -> Any:
+        return value.to(self._device) if self._tensors else value.numpy()
+
+    # --- asking it ---
+
+    def _asked(self, X: Any, lengths: Any) -> tuple[Given, Sequences, tuple[Tensor, Tensor, Tensor]]:
+        check_is_fitted(self, "startprob_")
+        given = Given(X, lengths)
+        data = self._read(given, reset=False)
+        with torch.no_grad():
+            return given, data, self._evidence(data, self._nodes).logs()
+
+    def score(self, X: Any, y: Any = None, lengths: Any = None) -> float:
+        """log p(X), of all sequences; of `"vb"` a lower bound on what the beliefs predict. y is not used."""
+        _unused(X, y)
+        _, data, logs = self._asked(X, lengths)
+        return float(markov.smoothed(*logs, data.layout).log_weight.sum())
+
+    def predict_proba(self, X: Any, lengths: Any = None) -> Any:
+        """P(z_t = k | X), (n, K), given what is before and after t."""
+        given, data, logs = self._asked(X, lengths)
+        found = markov.smoothed(*logs, data.layout)
+        require_possible(found.log_weight)
+        return given.like(data.layout.unpacked(found.shares).mT.contiguous(), data.layout.lengths, self._dims)
+
+    def decode(self, X: Any, lengths: Any = None) -> tuple[float, Any]:
+        """The likeliest path of states (Viterbi), after the logarithm of its probability together with X."""
+        given, data, logs = self._asked(X, lengths)
+        weight, states = markov.best(*logs, data.layout)
+        require_possible(weight)
+        return float(weight.sum()), given.like(data.layout.unpacked(states), data.layout.lengths, self._dims)
+
+    def predict(self, X: Any, lengths: Any = None) -> Any:
+        """The states of `decode`, (n,)."""
+        return self.decode(X, lengths)[1]
+
+    def sample(self, n_samples: int = 1, random_state: Any = None) -> tuple[Any, Any]:
+        """One sequence of the model, (n_samples, D), and its states; of `"vb"` at the expected parameters."""
+        check_is_fitted(self, "startprob_")
+        if not n_samples >= 1:
+            raise ValueError(f"n_samples must be at least 1, got {n_samples!r}.")
+        seed = check_random_state(self.random_state if random_state is None else random_state).randint(2**31 - 1)
+        generator = torch.Generator().manual_seed(seed)
+        uniform = torch.rand(n_samples, dtype=torch.float64, generator=generator)
+        maps = _drawn(_array(self.transmat_), uniform.expand(self.n_states, -1)).mT.contiguous()  # from each state
+        maps[0] = _drawn(_array(self.startprob_), uniform[:1])
+
+        def follow(earlier: Elements, later: Elements) -> Elements:
+            return (later[0].gather(1, earlier[0]),)
+
+        states = scan(follow, (maps,))[0][:, 0]
+        if self._dims == 1:
+            uniform = torch.rand(n_samples, 1, dtype=torch.float64, generator=generator)
+            rows = _drawn(_array(self.emissionprob_)[states], uniform)
+        else:
+            means, covars = _array(self.means_), _array(self.covars_)
+            root = torch.linalg.cholesky(widened(self._covariance, covars, *means.shape))
+            noise = torch.randn(n_samples, means.shape[1], dtype=torch.float64, generator=generator)
+            rows = means[states] + (root[states] @ noise[..., None])[..., 0]
+        return self._like(rows), self._like(states)
+
+
+def _drawn(shares: Tensor, uniform: Tensor) -> Tensor:
+    """Outcomes of probabilities (..., K) by numbers in [0, 1), (..., n)."""
+    steps = shares.cumsum(-1)
+    return torch.searchsorted(steps / steps[..., -1:], uniform.contiguous(), right=True)
+
+
+def _array(value: Any) -> Tensor:
+    return torch.as_tensor(np.array(as_numpy(value), dtype=np.float64))
+
+
+def _unused(X: Any, y: Any) -> None:
+    if isinstance(X, (np.ndarray, Tensor)) and np.ndim(y) == 1 and len(y) != len(X):
+        raise ValueError(f"y is not used, and has {len(y)} entries for {len(X)} rows: give lengths by name, lengths=.")

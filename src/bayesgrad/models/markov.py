@@ -1,0 +1,367 @@
+r"""Chains of hidden states z_t in 1..K: weights π_j of the first, A_ij of each move, b_j(t) of what is seen.
+
+.. math::
+    p(z) \propto \pi_{z_1} b_{z_1}(1) \prod_{t > 1} A_{z_{t-1} z_t} b_{z_t}(t)
+
+There is no loop over time. Sequences are cut into pieces of about √T/3 steps, and all pieces take a step at once: first
+those of their K x K products, which a scan over pieces joins into the messages at all cuts, then forward and backward
+from there. Weights are logarithms and need not sum to one: exp(E[log A]) of a belief about A does not.
+
+Sums are taken of plain numbers, which are rescaled now and then. That is exact to rounding as long as no weight of a
+move is very small, for then whatever underflows is dwarfed by a detour. Moves of weight below 1e-30, or impossible, are
+given that weight; how often they would be made bounds the error, and where that is not negligible all is done again
+with logarithms.
+
+Reference: Rabiner, 1989; Särkkä and García-Fernández, 2021, for products along time.
+Checked by: tests/equations/test_markov.py: sums over all paths.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bayesgrad.models.kalman import Elements, scan
+
+RARE = 1e-30  # the least weight of a move in plain arithmetic
+FAINT = -200.0  # b below e^-200 of the best state's are 0: less than RARE^2 eps
+NEGLIGIBLE = 1e-13  # how many moves below RARE may be made
+
+
+class Layout:
+    """Where the rows of sequences stand: pieces by falling length, and for each step a row of each that is so long.
+
+    Args:
+        lengths: of the sequences.
+        size: the greatest length of a piece; None: what is fast.
+
+    Attributes:
+        rows: of each packed place its row in the data, (N,).
+        widths: how many pieces take each step.
+    """
+
+    def __init__(self, lengths: Sequence[int], size: int | None = None) -> None:
+        whole = np.asarray(lengths, dtype=np.int64)
+        if size is None:
+            size = max(16, math.isqrt(int(whole.sum())) // 3)
+        pieces = -(-whole // size)
+        owner = np.repeat(np.arange(len(whole)), pieces)  # the sequence of each piece, in time
+        place = np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        length = whole[owner] // pieces[owner] + (place < whole[owner] % pieces[owner])
+        order = np.argsort(-length, kind="stable")
+        begin, length = (np.cumsum(length) - length)[order], length[order]
+        width = len(order) - np.searchsorted(length[::-1], np.arange(length[0]), side="right")
+        offset = np.cumsum(width) - width
+        step = np.repeat(np.arange(len(width)), width)  # of each place
+        column = np.arange(len(step)) - offset[step]
+        self.lengths = whole.tolist()
+        self.widths: list[int] = width.tolist()
+        self.rows = torch.as_tensor(begin[column] + step)
+        self.column = torch.as_tensor(column)  # of each place its piece
+        self.before = torch.as_tensor(offset[step[width[0] :] - 1] + column[width[0] :])  # places one step earlier
+        self.last = torch.as_tensor(offset[length - 1] + np.arange(len(order)))  # of each piece
+        self.first = torch.as_tensor(place[order] == 0)  # pieces that begin a sequence
+        self.owner = torch.as_tensor(owner[order])
+        self.order = torch.as_tensor(order)  # of packed pieces, their places in time
+        self.rank = torch.as_tensor(np.argsort(order))  # of pieces in time, where they are packed
+        self.cut = len(owner) > len(whole)
+        self._rooms: dict[str, Tensor] = {}
+        self.shifted = bool((self.before == torch.arange(len(self.before))).all())
+
+    def room(self, name: str, states: int) -> Tensor:
+        """(K, N) to write to, the same at each call: new memory costs more than what is done with it."""
+        found = self._rooms.get(name)
+        if found is None or len(found) != states:
+            found = self._rooms[name] = torch.empty(states, len(self.rows), dtype=torch.float64)
+        return found
+
+    def unpacked(self, values: Tensor) -> Tensor:
+        """(..., N) in the order of the data."""
+        found = torch.empty_like(values)
+        found[..., self.rows] = values
+        return found
+
+    def summed(self, values: Tensor, pieces: Tensor) -> Tensor:
+        """Of each sequence the sum of numbers for its places, (N,), and for its pieces."""
+        total = torch.zeros(len(self.lengths), dtype=values.dtype)
+        if len(total) == 1:
+            return total + values.sum() + pieces.sum()
+        total.index_add_(0, self.owner, pieces)
+        return total + torch.bincount(self.owner[self.column], values, minlength=len(total))
+
+
+class Smoothed(NamedTuple):
+    """What is believed of the states.
+
+    Args:
+        log_weight: log Σ_z p(z) of each sequence, its log-likelihood; -inf where no path can be.
+        shares: P(z_t = k), (K, N), packed; overwritten when the layout is used again.
+        pairs: how often each move is expected, (K, K).
+        first: how often each state is expected to be a first one, (K,).
+    """
+
+    log_weight: Tensor
+    shares: Tensor
+    pairs: Tensor
+    first: Tensor
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Sums of numbers, rescaled every so many steps."""
+
+    every: int
+    one: ClassVar[float] = 1.0
+
+    def push(self, matrix: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Σ_k M_jk x_k, along the first dimension."""
+        if x.dim() == 2:
+            return torch.mm(matrix, x, out=out)
+        return torch.mm(matrix, x.flatten(1), out=None if out is None else out.flatten(1)).view(x.shape)
+
+    def weigh(self, x: Tensor, seen: Tensor, out: Tensor | None = None) -> Tensor:
+        return torch.mul(x, seen, out=out)
+
+    def rescale_(self, x: Tensor, scale: Tensor, step: int) -> None:
+        """Makes columns of x sum to one, when it is time to; what they were is added to their scale."""
+        if step % self.every == 0:
+            total = x.sum(0)
+            x /= total
+            scale += total.log_()
+
+    def total(self, x: Tensor, scale: Tensor) -> Tensor:
+        """The logarithms of sums over the first dimension."""
+        return x.sum(0).log_().add_(scale)
+
+    def messages(self, products: Tensor, scale: Tensor, begins: Tensor) -> tuple[Tensor, Tensor]:
+        """From the past and from the future of each piece, (pieces, K), up to a factor.
+
+        Args:
+            products: (pieces, K from, K to), each row with its scale, (pieces, K).
+            begins: which pieces begin a sequence: their rows are the same, so that nothing before them matters.
+        """
+        return _halved(products * (scale - scale.amax(-1, keepdim=True)).exp()[..., None])
+
+
+@dataclass(frozen=True)
+class Logs:
+    """Logarithms, of sums (`torch.logsumexp`) or of the greatest term (`torch.amax`)."""
+
+    reduce: Callable[..., Tensor]
+    one: ClassVar[float] = 0.0
+
+    def push(self, matrix: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
+        found = self.reduce(matrix.view(*matrix.shape, *[1] * (x.dim() - 1)) + x, 1)
+        return found if out is None else out.copy_(found)
+
+    def weigh(self, x: Tensor, seen: Tensor, out: Tensor | None = None) -> Tensor:
+        return torch.add(x, seen, out=out)
+
+    def rescale_(self, x: Tensor, scale: Tensor, step: int) -> None:
+        """Nothing to do."""
+
+    def total(self, x: Tensor, scale: Tensor) -> Tensor:
+        return self.reduce(x, 0)
+
+    def messages(self, products: Tensor, scale: Tensor, begins: Tensor) -> tuple[Tensor, Tensor]:
+        """Sequences that are impossible must not reach others: what is before a sequence and after it is cut off."""
+        ends = torch.cat([begins[1:], begins[:1]])
+
+        def join(left: Tensor, right: Tensor) -> Tensor:
+            return self.reduce(left[..., :, :, None] + right[..., None, :, :], -2)
+
+        def ahead(left: Elements, right: Elements) -> Elements:
+            return torch.where(right[1][:, None, None], right[0], join(left[0], right[0])), left[1] | right[1]
+
+        def behind(right: Elements, left: Elements) -> Elements:
+            return torch.where(left[1][:, None, None], left[0], join(left[0], right[0])), left[1] | right[1]
+
+        past = scan(ahead, (products, begins))[0][:, 0]
+        future = self.reduce(scan(behind, (products.flip(0), ends.flip(0)))[0], -1).flip(0)
+        past, future = past.roll(1, 0), future.roll(-1, 0)
+        top = self.reduce(past, -1)[:, None]
+        past -= torch.where(torch.isinf(top), 0, top)
+        return past, torch.where(ends[:, None], 0, future)
+
+
+Arithmetic = Plain | Logs
+
+
+def smoothed(start: Tensor, moves: Tensor, seen: Tensor, layout: Layout) -> Smoothed:
+    """The belief about states.
+
+    Args:
+        start: log π, (K,).
+        moves: log A, (K, K), from rows to columns; -inf for what cannot be.
+        seen: log b, (K, N), packed; changed.
+    """
+    top = _begin_(start, seen, layout)
+    found, odd = _plain(moves, seen, top, layout)
+    return found if odd <= NEGLIGIBLE else _logarithmic(moves, seen, top, layout)
+
+
+def _begin_(start: Tensor, seen: Tensor, layout: Layout) -> Tensor:
+    """Adds log π to the first places; the greatest of each column, -inf where nothing can be (made certain)."""
+    count = len(layout.first)
+    seen[:, :count] += torch.where(layout.first, start[:, None], 0)
+    top = seen.amax(0)
+    never = torch.isneginf(top)
+    if never.any():
+        seen[:, never] = 0
+    return top
+
+
+def _plain(moves: Tensor, seen: Tensor, top: Tensor, layout: Layout) -> tuple[Smoothed, float]:
+    """Also how many moves of less than RARE would be made."""
+    weights = torch.sub(seen, torch.where(torch.isneginf(top), 0, top), out=layout.room("weights", len(moves)))
+    weights = torch.threshold_(weights, FAINT, -math.inf).exp_()
+    A = moves.exp()
+    floored = A.clamp(min=RARE)
+    every = int(100 / max(1, -math.log10(float(floored.min()))))
+    arithmetic = Plain(min(every, 32))
+    entering, leaving = _cuts(arithmetic, floored, weights, layout)
+    alpha, ahead, total = _forward(arithmetic, floored, weights, entering, layout)
+    after = _backward(arithmetic, floored, weights, leaving, layout)
+    shares = ahead.mul_(after)
+    z = shares.sum(0)
+    shares /= z
+    after /= z
+    count = len(layout.first)
+    earlier = alpha[:, : len(layout.before)] if layout.shifted else alpha[:, layout.before]
+    pairs = earlier @ after[:, count:].mT
+    if layout.cut:
+        pairs += torch.where(layout.first, 0, entering) @ after[:, :count].mT
+    odd = torch.where(A < RARE, floored * pairs, 0).sum()
+    first = shares[:, :count] @ layout.first.to(shares)
+    return Smoothed(layout.summed(top, total), shares, A * pairs, first), float(odd)
+
+
+def _logarithmic(moves: Tensor, seen: Tensor, top: Tensor, layout: Layout) -> Smoothed:
+    arithmetic = Logs(torch.logsumexp)
+    entering, leaving = _cuts(arithmetic, moves, seen, layout)
+    alpha, ahead, total = _forward(arithmetic, moves, seen, entering, layout)
+    after = _backward(arithmetic, moves, seen, leaving, layout)
+    after -= torch.logsumexp(ahead + after, 0)
+    shares = (ahead + after).exp_()
+    count = len(layout.first)
+    earlier = torch.cat([torch.where(layout.first, -math.inf, entering), alpha[:, layout.before]], 1)
+    pairs = torch.stack([(earlier[i] + after + moves[i, :, None]).exp_().sum(1) for i in range(len(moves))])
+    first = shares[:, :count] @ layout.first.to(shares)
+    return Smoothed(layout.summed(torch.where(torch.isneginf(top), top, 0), total), shares, pairs, first)
+
+
+def best(start: Tensor, moves: Tensor, seen: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Viterbi's path: the logarithm of its weight, of each sequence, and its states (N,), packed. See `smoothed`."""
+    top = _begin_(start, seen, layout)
+    arithmetic, count = Logs(torch.amax), len(layout.first)
+    entering, _ = _cuts(arithmetic, moves, seen, layout)
+    alpha, _, total = _forward(arithmetic, moves, seen, entering, layout)
+    earlier = torch.cat([entering, alpha[:, layout.before]], 1)
+    pointers = _origins(earlier, moves)
+    paths = torch.empty_like(pointers)  # of each piece one path for each state that it may end with
+    now = torch.arange(len(moves))[:, None].repeat(1, count)
+    for path, pointer in reversed(list(zip(paths.split(layout.widths, 1), pointers.split(layout.widths, 1)))):
+        width = path.shape[1]
+        path[:] = now[:, :width]
+        now[:, :width] = pointer.gather(0, now[:, :width])
+    ends, links, firsts = (x.tolist() for x in (alpha[:, layout.last].argmax(0), now.mT, layout.first))
+    chosen, later = [0] * count, -1
+    for place in reversed(layout.rank.tolist()):
+        chosen[place] = ends[place] if later < 0 else later
+        later = -1 if firsts[place] else links[place][chosen[place]]
+    states = paths.gather(0, torch.tensor(chosen)[layout.column][None])[0].long()
+    return layout.summed(torch.where(torch.isneginf(top), top, 0), total), states
+
+
+def _origins(earlier: Tensor, moves: Tensor) -> Tensor:
+    """The state that each state is best reached from, (K, N). One by one: argmax along a short dimension is slow."""
+    height = earlier[0] + moves[0, :, None]
+    found = torch.zeros_like(height, dtype=torch.int16)
+    for i in range(1, len(moves)):
+        other = earlier[i] + moves[i, :, None]
+        found.masked_fill_(other > height, i)
+        torch.maximum(height, other, out=height)
+    return found
+
+
+def _cuts(arithmetic: Arithmetic, moves: Tensor, weights: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Messages at the cuts between pieces, from the past and from the future, (K, pieces)."""
+    K, count = len(moves), len(layout.first)
+    if not layout.cut:
+        neutral = torch.full((K, count), arithmetic.one, dtype=moves.dtype)
+        return neutral, neutral
+    seen = weights[:, None].split(layout.widths, -1)
+    x = torch.where(layout.first, arithmetic.one, moves.mT[:, :, None])  # (K to, K from, pieces)
+    x = arithmetic.weigh(x, seen[0]).contiguous()
+    spare, scale, onward = torch.empty_like(x), torch.zeros(K, count, dtype=moves.dtype), moves.mT.contiguous()
+    for step, width in enumerate(layout.widths[1:], 1):
+        if width == count:
+            x, spare = arithmetic.push(onward, x, out=spare), x
+            part = x
+        else:
+            part = arithmetic.push(onward, x[..., :width])
+        arithmetic.weigh(part, seen[step], out=part)
+        arithmetic.rescale_(part, scale[:, :width], step)
+        if width < count:
+            x[..., :width] = part
+    arithmetic.rescale_(x, scale, 0)
+    found = arithmetic.messages(x.permute(2, 1, 0)[layout.rank], scale.mT[layout.rank], layout.first[layout.rank])
+    past, future = (part[layout.order].mT.contiguous() for part in found)
+    return past, future
+
+
+def _halved(products: Tensor) -> tuple[Tensor, Tensor]:
+    """Messages to each of a chain of matrices from both sides, by those to products of pairs."""
+    count = len(products)
+    past, future = torch.ones_like(products[..., 0]), torch.ones_like(products[..., 0])
+    if count == 1:
+        return past / past.shape[-1], future
+    even, odd = products[: count - 1 : 2], products[1::2]
+    pairs = even @ odd
+    pairs /= pairs.amax((1, 2), keepdim=True)
+    outer_past, outer_future = _halved(torch.cat([pairs, products[-1:]]) if count % 2 else pairs)
+    past[::2], half = outer_past, len(odd)
+    future[1::2] = outer_future[:half]
+    if count % 2:
+        future[-1] = outer_future[-1]
+    moved = (outer_past[:half, None] @ even)[:, 0]
+    past[1::2] = moved / moved.sum(-1, keepdim=True)
+    moved = (odd @ outer_future[:half, :, None])[..., 0]
+    future[: count - 1 : 2] = moved / moved.amax(-1, keepdim=True)
+    return past, future
+
+
+def _forward(
+    arithmetic: Arithmetic, moves: Tensor, weights: Tensor, entering: Tensor, layout: Layout
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Messages from the past, with what is seen at t and without, (K, N), and the logarithms of what pieces add."""
+    alpha, ahead, count = layout.room("alpha", len(moves)), layout.room("ahead", len(moves)), len(layout.first)
+    scale, onward = torch.zeros(count, dtype=weights.dtype), moves.mT.contiguous()
+    seen, found, plain = (part.split(layout.widths, 1) for part in (weights, alpha, ahead))
+    plain[0][:] = torch.where(layout.first, arithmetic.one, arithmetic.push(onward, entering))
+    now = arithmetic.weigh(plain[0], seen[0], out=found[0])
+    for step, width in enumerate(layout.widths[1:], 1):
+        arithmetic.push(onward, now if now.shape[1] == width else now[:, :width], out=plain[step])
+        now = arithmetic.weigh(plain[step], seen[step], out=found[step])
+        arithmetic.rescale_(now, scale[:width], step)
+    return alpha, ahead, arithmetic.total(alpha[:, layout.last], scale)
+
+
+def _backward(arithmetic: Arithmetic, moves: Tensor, weights: Tensor, leaving: Tensor, layout: Layout) -> Tensor:
+    """Messages from the future, with what is seen at t, (K, N)."""
+    after, now, idle = layout.room("after", len(moves)), leaving.clone(), torch.zeros_like(leaving[0])
+    seen, found = weights.split(layout.widths, 1), after.split(layout.widths, 1)
+    for step in range(len(layout.widths) - 1, -1, -1):
+        width = layout.widths[step]
+        part = now if width == now.shape[1] else now[:, :width]
+        arithmetic.weigh(part, seen[step], out=found[step])
+        if step:
+            arithmetic.push(moves, found[step], out=part)
+            arithmetic.rescale_(part, idle[:width], step)
+    return after

@@ -1,0 +1,261 @@
+"""Manners of the estimator: scikit-learn's checks, kinds of sequences, streams, refusals."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from sklearn.exceptions import ConvergenceWarning, NotFittedError
+from sklearn.utils.estimator_checks import estimator_checks_generator
+from torch.testing import assert_close
+
+from bayesgrad.models import HiddenMarkov
+from bayesgrad.models.markov import Layout
+
+RNG = np.random.default_rng(0)
+STATES = np.repeat([0, 1, 0, 1, 1, 0], 10)
+X = RNG.normal(size=(60, 2)) + 5 * STATES[:, None]
+SYMBOLS = np.where(RNG.random(60) < 0.85, STATES, 2)
+ORDER = {"check_methods_sample_order_invariance", "check_methods_subset_invariance"}  # a sequence has an order
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("options", [dict(), dict(method="vb", covariance_type="diag")])
+def test_scikit_learns_checks(options: dict) -> None:
+    """All but those that shuffle rows; the one for other packages' arrays needs SciPy set up for it."""
+    names = []
+    for estimator, check in estimator_checks_generator(HiddenMarkov(max_iter=5, **options)):
+        name = check.func.__name__
+        if name not in ORDER | {"check_array_api_input"}:
+            check(estimator)
+            names.append(name)
+    assert len(names) > 35
+
+
+@pytest.mark.parametrize("emissions", ["gaussian", "categorical"])
+def test_every_kind_of_sequences(emissions: str) -> None:
+    """Rows with lengths, a list, tensors: the same numbers, and what comes back is of the same kind."""
+    rows = X if emissions == "gaussian" else SYMBOLS
+    parts = [rows[:25], rows[25:26], rows[26:]]
+    build = dict(n_states=2, emissions=emissions, random_state=0)
+    one = HiddenMarkov(**build).fit(rows, lengths=[25, 1, 34])
+    many = HiddenMarkov(**build).fit(parts)
+    torches = HiddenMarkov(**build).fit([torch.as_tensor(part) for part in parts])
+    assert one.elbo_ == many.elbo_ == torches.elbo_
+    for name in ("startprob_", "transmat_", *(["means_", "covars_"] if emissions == "gaussian" else ["emissionprob_"])):
+        assert isinstance(getattr(one, name), np.ndarray)
+        assert isinstance(getattr(torches, name), torch.Tensor)
+        assert_close(getattr(one, name), getattr(torches, name).numpy(), rtol=0, atol=0)
+    shares, listed = one.predict_proba(rows, [25, 1, 34]), many.predict_proba(parts)
+    assert shares.shape == (60, 2)
+    assert_close(shares, np.concatenate(listed), rtol=0, atol=0)
+    assert [len(part) for part in many.predict(parts)] == [25, 1, 34]
+    assert isinstance(torches.predict([torch.as_tensor(rows)])[0], torch.Tensor)
+    assert isinstance(one.predict(rows), np.ndarray)
+    assert one.score(rows, lengths=[25, 1, 34]) == sum(one.score(part) for part in parts) or emissions == "gaussian"
+    drawn, states = torches.sample(7)
+    assert isinstance(drawn, torch.Tensor)
+    assert len(states) == 7
+    assert_close(pickle.loads(pickle.dumps(one)).predict_proba(rows), one.predict_proba(rows), rtol=0, atol=0)
+
+
+def test_states_are_found() -> None:
+    found = HiddenMarkov(2, random_state=0).fit(X).predict(X)
+    assert (found == STATES).all() or (found == 1 - STATES).all()
+
+
+def test_missing_observations_are_summed_over() -> None:
+    """A likelihood with a row missing is the integral over that row; of symbols, the sum over all that it might be."""
+    model = HiddenMarkov(2, emissions="categorical", random_state=0).fit(SYMBOLS)
+    row = SYMBOLS.astype(float).copy()
+    totals = [model.score(np.where(np.arange(60) == 30, symbol, row)) for symbol in range(3)]
+    row[30] = np.nan
+    assert_close(model.score(row), np.logaddexp.reduce(totals), rtol=1e-12, atol=0)
+    model = HiddenMarkov(2, random_state=0, max_iter=3, tol=0).fit(X[:, :1])
+    grid = np.arange(-12, 17, 0.4)
+    holed = X[:, :1].copy()
+    logs = []
+    for value in grid:
+        holed[59] = value
+        logs.append(model.score(holed))
+    holed[59] = np.nan
+    assert_close(model.score(holed), np.logaddexp.reduce(logs) + np.log(0.4), rtol=1e-8, atol=0)
+    gaps = X.copy()
+    gaps[[3, 17, 40]] = np.nan
+    assert len(HiddenMarkov(2, random_state=0).fit(gaps).predict(gaps)) == 60
+
+
+def test_draws_have_the_models_frequencies() -> None:
+    """Moves and symbols of 20,000 steps within five standard errors, and none that cannot be."""
+    model = HiddenMarkov(3, emissions="categorical", max_iter=1, tol=0)
+    model.set_params(transmat_init=[[0.8, 0.2, 0.0], [0.0, 0.7, 0.3], [0.5, 0.0, 0.5]], random_state=1)
+    model.fit(SYMBOLS)
+    symbols, states = model.sample(20_000, random_state=0)
+    again, _ = model.sample(20_000, random_state=0)
+    assert (symbols == again).all()
+    for shares, pairs in (
+        (model.transmat_, (states[:-1], states[1:])),
+        (model.emissionprob_, (states, symbols[:, 0])),
+    ):
+        counts = np.zeros(shares.shape)
+        np.add.at(counts, pairs, 1)
+        total = counts.sum(1, keepdims=True)
+        assert (counts[shares == 0] == 0).all()
+        errors = np.sqrt(shares * (1 - shares) / total)
+        assert (np.abs(counts / total - shares) <= 5 * errors + 1e-12).all()
+    model = HiddenMarkov(2, random_state=0).fit(X)
+    rows, states = model.sample(20_000)
+    for k in range(2):
+        own = rows[states == k]
+        errors = np.sqrt(model.covars_[k].diagonal() / len(own))
+        assert (np.abs(own.mean(0) - model.means_[k]) <= 5 * errors).all()
+
+
+def test_zeros_stay_zero() -> None:
+    """A chain from left to right, by EM."""
+    model = HiddenMarkov(3, startprob_init=[1, 0, 0], transmat_init=[[0.5, 0.5, 0], [0, 0.5, 0.5], [0, 0, 1]])
+    model.set_params(random_state=0, means_init=[[0, 0], [5, 5], [0, 0]]).fit(X[:30])
+    assert (model.transmat_[[0, 1, 2, 2], [2, 0, 0, 1]] == 0).all()
+    assert model.startprob_.tolist() == [1, 0, 0]
+    assert model.predict(X[:30]).tolist() == [0] * 10 + [1] * 10 + [2] * 10
+    with pytest.raises(ValueError, match="sequence 1 cannot come from this model: it takes a start, a move"):
+        HiddenMarkov(2, emissions="categorical", transmat_init=np.eye(2), emissionprob_init=np.eye(2)).fit(
+            [np.array([0, 0, 0]), np.array([0, 1, 1])]
+        )
+
+
+def test_states_without_data_are_kept() -> None:
+    """More states than clusters, and one that starts far away: no NaN, rows that sum to one."""
+    for method in ("em", "vb"):
+        model = HiddenMarkov(4, method=method, random_state=0, means_init=[[0, 0], [5, 5], [1e3, 1e3], [1, 1]])
+        model.fit(X)
+        assert np.isfinite(model.means_).all()
+        assert_close(model.transmat_.sum(1), np.ones(4))
+        assert np.isfinite(model.elbo_)
+
+
+def test_states_too_far_apart_are_said_to_be() -> None:
+    far = np.concatenate([X[:30], X[:30] + 1e9])
+    with pytest.warns(UserWarning, match="fewer than four digits of its covariance are left"):
+        HiddenMarkov(2, random_state=0, covars_prior=1.0).fit(far)
+
+
+def test_more_starts_are_no_worse() -> None:
+    one = HiddenMarkov(3, emissions="categorical", random_state=3, tol=1e-4).fit(SYMBOLS)
+    best = HiddenMarkov(3, emissions="categorical", random_state=3, tol=1e-4, n_init=4).fit(SYMBOLS)
+    assert best.elbo_ >= one.elbo_
+    assert one.converged_
+
+
+def test_a_batch_of_all_is_a_sweep() -> None:
+    """With rho = 1 and all sequences in the batch a step of a stream is one of EM."""
+    options = dict(random_state=0, transmat_init=[[0.9, 0.1], [0.2, 0.8]])
+    swept = HiddenMarkov(2, tol=0, max_iter=2, **options).fit([X[:30], X[30:]])
+    model = HiddenMarkov(2, offset=0.0, decay=1.0, total_samples=2, **options)
+    model.partial_fit([X[:30], X[30:]])
+    half = HiddenMarkov(2, tol=0, max_iter=1, **options).fit([X[:30], X[30:]])
+    assert_close(model.means_, half.means_, rtol=1e-12, atol=0)
+    assert_close(model.elbos_[0], swept.elbos_[0], rtol=1e-12, atol=0)
+    model.partial_fit([X[:30], X[30:]])  # rho = 1/2: between the two sweeps
+    between = (half.transmat_ - model.transmat_) * (model.transmat_ - swept.transmat_)
+    assert (between >= -1e-12).all()
+
+
+@pytest.mark.parametrize("method", ["em", "vb"])
+def test_streams_learn_and_keep_nothing(method: str) -> None:
+    """60 short sequences one by one reach the states' means; the size of the model does not change."""
+    model, sizes = HiddenMarkov(2, method=method, random_state=0, total_samples=60), []
+    for _ in range(60):
+        states = (RNG.random(12).cumsum() % 4 < 2).astype(int)
+        rows = RNG.normal(size=(12, 2)) + 5 * states[:, None]
+        model.partial_fit(rows)
+        model.elbos_ = model.elbos_[-1:]
+        sizes.append(len(pickle.dumps(model)))
+    alive = weakref.ref(rows)
+    del rows
+    gc.collect()
+    assert alive() is None
+    assert max(sizes[1:]) - min(sizes[1:]) < 64
+    assert np.abs(np.sort(model.means_[:, 0]) - [0, 5]).max() < 0.4
+    assert model.n_iter_ == 60
+
+
+def test_too_few_sweeps_warn() -> None:
+    with pytest.warns(ConvergenceWarning, match="2 sweeps were not enough to settle"):
+        HiddenMarkov(3, emissions="categorical", max_iter=2, random_state=0).fit(SYMBOLS)
+
+
+HOLED = np.where(np.arange(120).reshape(60, 2) == 7, np.nan, X)
+REFUSED = [
+    (HiddenMarkov(2), X, [30, 20], "lengths add up to 50, but X has 60 rows"),
+    (HiddenMarkov(2), X, [60, 0], "lengths must be whole numbers above zero"),
+    (HiddenMarkov(2), X, [59.5, 0.5], "lengths must be whole numbers above zero"),
+    (HiddenMarkov(2), [X[:5], X[:0]], None, "sequence 1 is empty: leave it out"),
+    (HiddenMarkov(2), [X[:5], X[:5, :1]], None, r"sequence 1 has shape \(5, 1\), but sequence 0 \(5, 2\)"),
+    (HiddenMarkov(2), [X[:5]], [5], "lengths are for rows of one array"),
+    (HiddenMarkov(2), X, np.ones(60, dtype=int), "all sequences have length 1, so there is no move to learn from"),
+    (HiddenMarkov(7), X[:5], None, "n_states=7 needs as many observations, got n_samples=5"),
+    (HiddenMarkov(2), HOLED, None, "row 3 of X is NaN in part"),
+    (HiddenMarkov(2), np.full((9, 2), np.nan), None, "X holds no observation, only NaN"),
+    (HiddenMarkov(2), np.full((9, 2), np.inf), None, "infinity"),
+    (HiddenMarkov(2), X[:0], None, r"0 sample\(s\)"),
+    (HiddenMarkov(2, emissions="categorical"), SYMBOLS - 1, None, r"X must hold symbols 0, 1, 2, \.\.\., got -1"),
+    (HiddenMarkov(2, emissions="categorical"), SYMBOLS + 0.5, None, r"X must hold symbols 0, 1, 2, \.\.\., got"),
+    (HiddenMarkov(2, emissions="categorical"), X, None, "symbols come in one column, got 2"),
+    (HiddenMarkov(2, emissions="categorical", n_symbols=2), SYMBOLS, None, "the symbol 2, but the model knows 0 to 1"),
+    (HiddenMarkov(0), X, None, "n_states must be a whole number above zero, got 0"),
+    (HiddenMarkov(2, emissions="poisson"), X, None, "emissions must be one of 'gaussian', 'categorical'"),
+    (HiddenMarkov(2, method="svi"), X, None, "method must be one of 'em', 'vb', got 'svi'"),
+    (HiddenMarkov(2, covariance_type="round"), X, None, "covariance_type must be one of 'full', 'tied', 'diag'"),
+    (HiddenMarkov(2, transmat_prior=0.5), X, None, "transmat_prior must be at least 1 where method='em', got 0.5"),
+    (HiddenMarkov(2, method="vb", startprob_prior=0.0), X, None, "startprob_prior must be positive numbers, got 0"),
+    (HiddenMarkov(2, transmat_prior=np.ones(3)), X, None, r"transmat_prior must be a number or of shape \(2, 2\)"),
+    (HiddenMarkov(2, means_prior=[0.0]), X, None, "means_prior must be 2 numbers"),
+    (HiddenMarkov(2, covars_prior=np.ones(3)), X, None, r"covars_prior must be a number, \(2,\) or \(2, 2\)"),
+    (HiddenMarkov(2, transmat_init=np.ones((2, 2))), X, None, "transmat_init must be of shape .* sum to 1"),
+    (HiddenMarkov(2, means_init=np.ones((3, 2))), X, None, r"means_init must be of shape \(2, 2\), got \(3, 2\)"),
+    (HiddenMarkov(2, covars_init=np.ones((2, 2))), X, None, r"covars_init must be of shape \(2, 2, 2\), got \(2, 2\)"),
+    (HiddenMarkov(2, decay=0.5), X, None, r"decay must be in \(0.5, 1\]"),
+]
+
+
+@pytest.mark.parametrize(("model", "rows", "lengths", "message"), REFUSED, ids=[row[3][:40] for row in REFUSED])
+def test_refusals(model: HiddenMarkov, rows, lengths, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as refused:
+        model.fit(rows, lengths=lengths)
+    assert str(refused.value).count("\n") == 0
+    assert not hasattr(model, "startprob_")
+
+
+def test_refusals_of_predictions() -> None:
+    with pytest.raises(NotFittedError):
+        HiddenMarkov().predict(X)
+    model = HiddenMarkov(2, emissions="categorical", random_state=0).fit(SYMBOLS)
+    with pytest.raises(ValueError, match=r"the symbol 7, but the model knows 0 to 2: fit it with n_symbols=8"):
+        model.predict([0, 7])
+    with pytest.raises(ValueError, match="n_samples must be at least 1, got 0"):
+        model.sample(0)
+    with pytest.raises(ValueError, match="y is not used, and has 2 entries for 60 rows: give lengths by name"):
+        HiddenMarkov(2).fit(X, [30, 30])
+    with pytest.raises(ValueError, match="expecting 2 features"):
+        HiddenMarkov(2, random_state=0).fit(X).predict(X[:, :1])
+
+
+def test_unseen_symbols() -> None:
+    """What EM has never seen is impossible; variational Bayes knows better."""
+    seen = np.array([0, 1, 0, 0, 1, 1])
+    em = HiddenMarkov(2, emissions="categorical", n_symbols=3, random_state=0).fit(seen)
+    assert em.score([0, 2]) == -np.inf
+    with pytest.raises(ValueError, match="sequence 0 cannot come from this model"):
+        em.predict_proba([0, 2])
+    vb = HiddenMarkov(2, emissions="categorical", n_symbols=3, random_state=0, method="vb").fit(seen)
+    assert np.isfinite(vb.score([0, 2]))
+
+
+def test_pieces_are_about_a_third_of_the_root() -> None:
+    assert len(Layout([90_000]).widths) == 100
+    assert len(Layout([50] * 1000).widths) == 50
