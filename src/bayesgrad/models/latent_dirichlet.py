@@ -142,8 +142,6 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
             raise ValueError(f"max_doc_update_iter must be at least 1, got {self.max_doc_update_iter!r}.")
         if not self.mean_change_tol >= 0:
             raise ValueError(f"mean_change_tol must not be negative, got {self.mean_change_tol!r}.")
-        if self.total_samples is not None and not self.total_samples >= 1:
-            raise ValueError(f"total_samples must be at least 1, got {self.total_samples!r}.")
         for name in ("doc_topic_prior", "topic_word_prior"):
             value = self._prior(name)
             if not 0 < value < math.inf:
