@@ -69,6 +69,8 @@ def lines(
             finite are left out.
         marks: title -> an x that is marked by a dotted line.
     """
+    from matplotlib.ticker import LogLocator
+
     figure, axes = _figure(len(panels))
     for axis, (title, named) in zip(axes, panels.items()):
         shown = []
@@ -84,6 +86,10 @@ def lines(
         places = {tuple(x) for x, _ in named.values()}
         if len(places) == 1 and len(ticks := sorted(*places)) < 10:  # those of the axis would overlap, or be too few
             axis.set_xticks(ticks, [f"{x:.3g}" for x in ticks])
+            axis.minorticks_off()
+        elif axis.get_xlim()[1] < 100 * axis.get_xlim()[0]:
+            axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.xaxis.set_major_formatter(lambda x, _: f"{x:.3g}")
             axis.minorticks_off()
         if shown and min(shown) > 0 and max(shown) / min(shown) > 10:
             axis.set_yscale("log")

@@ -169,7 +169,7 @@ def fig6(context: Context) -> Report:
             examples=min(examples, count),
         )
 
-    middle, most = rates[1 if context.scale != "paper" else 2], counts[-1 if context.scale != "paper" else -2]
+    middle, most = 0.05, 8192 if 8192 in counts else counts[-1]  # the paper's
     rated, counted = {}, {}
     for lr in rates:
         sizes = [batch_size(heat, lr, most) for heat in heats]
