@@ -99,7 +99,7 @@ def test_columns_without_variance_and_columns_explained_in_full() -> None:
 REFUSED = [
     ({"n_components": 6}, X, "n_components must be at most the number of columns, 5, got 6"),
     ({"n_components": 4}, X[:4], "n_components must be less than the number of rows, 4, got 4"),
-    ({"n_components": 0}, X, "n_components must be at least 1, got 0"),
+    ({"n_components": 0}, X, "n_components must be a whole number of at least 1, got 0"),
     ({}, X[:0], r"0 sample\(s\)"),
     ({}, np.where(X[7, 1] == X, np.inf, X), "X holds infinity in 1 of 60 rows"),
     ({}, np.where(np.arange(5) == 3, np.nan, X), "column 3 of X holds no number at all, only NaN"),
@@ -108,7 +108,7 @@ REFUSED = [
     ({"init": "svd"}, X, "init must be one of 'pca', 'random', got 'svd'"),
     ({"noise_prior": (1.0, 0.0)}, X, r"noise_prior must be a positive shape and rate, got \(1.0, 0.0\)"),
     ({"mean_precision": -1.0}, X, "mean_precision must be positive, got -1.0"),
-    ({"max_iter": 0}, X, "max_iter must be at least 1, got 0"),
+    ({"max_iter": 0}, X, "max_iter must be a whole number of at least 1, got 0"),
     ({"decay": 0.5}, X, r"decay must be in \(0.5, 1\]"),
 ]
 

@@ -206,7 +206,7 @@ def test_starts_that_lead_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GaussianMixture, "_start", sometimes)
     assert np.isfinite(model(n_init=3).fit(X).elbo_)
     tries[0] = 0
-    with pytest.raises(ValueError, match="no start of 2 led to a distribution: no way"):
+    with pytest.raises(ValueError, match="none of 2 starts led to a distribution"):
         model(n_init=2).fit(X)
 
 
@@ -218,13 +218,13 @@ def test_settings_are_kept_as_given() -> None:
 
 
 REFUSED = [
-    (dict(n_init=0), "n_init must be at least 1, got 0"),
-    (dict(max_iter=0), "max_iter must be at least 1, got 0"),
-    (dict(tol=-1.0), "tol must be at least 0.0, got -1.0"),
+    (dict(n_init=0), "n_init must be a whole number of at least 1, got 0"),
+    (dict(max_iter=0), "max_iter must be a whole number of at least 1, got 0"),
+    (dict(tol=-1.0), "tol must be a number of at least 0, got -1.0"),
     (dict(decay=0.5), r"decay must be in \(0.5, 1\] for steps to settle, got 0.5"),
     (dict(decay=1.1), r"decay must be in \(0.5, 1\] for steps to settle, got 1.1"),
     (dict(offset=-1.0), "offset must not be negative, got -1.0"),
-    (dict(batch_size=0), "batch_size must be at least 1, got 0"),
+    (dict(batch_size=0), "batch_size must be a whole number of at least 1, got 0"),
     (dict(total_samples=0), "total_samples must be positive, or None, got 0"),
 ]
 
@@ -234,3 +234,31 @@ def test_refusals(settings: dict[str, Any], message: str) -> None:
     for verb in ("fit", "partial_fit"):
         with pytest.raises(ValueError, match=message):
             getattr(model(**settings), verb)(X)
+
+
+def test_a_fit_that_fails_leaves_what_was_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = model("vmp").fit(X)
+    before = known.score(X)
+    with pytest.raises(ValueError, match="degrees_of_freedom_prior"):
+        known.set_params(degrees_of_freedom_prior=-1).fit(X + 1e3)
+    assert known.score(X) == before
+    with pytest.raises(ValueError, match="NaN"):
+        known.fit(np.full((3, 3), np.nan))
+    assert known.n_features_in_ == X.shape[1]
+    known.set_params(degrees_of_freedom_prior=None)
+    interrupt_after(monkeypatch, 1)
+    with pytest.raises(KeyboardInterrupt):
+        known.fit(X + 1e3)
+    assert known.score(X) == before
+
+
+@pytest.mark.parametrize("method", ["em", "vmp"])
+def test_a_batch_after_a_fit_counts_for_what_it_is(method: str) -> None:
+    """One row of as many as the fit had moves little, and the bounds begin anew."""
+    known = model(method).fit(X)
+    weights, score = known.weights_.copy(), known.score(X)
+    known.partial_fit(X[:1])
+    assert np.abs(known.weights_ - weights).max() < 0.1
+    assert known.score(X) > score - 0.1
+    assert len(known.elbos_) == 1
+    assert not hasattr(known, "converged_")

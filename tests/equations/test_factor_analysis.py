@@ -192,12 +192,10 @@ def test_the_bound_of_beliefs_is_complete(noise: str, holes: float) -> None:
     model = FactorAnalysis(3, method="vb", noise=noise, max_iter=4, tol=0, **priors).fit(X)
     loadings, precision, relevance = model._nodes
     mean, covariance = (part.numpy() for part in loadings.moments)
-    mean = mean.copy()
-    mean[:, -1] += model._centre.numpy()
     a, b = (np.broadcast_to(part.numpy(), (4,)) for part in Gamma().ordinary(precision.natural))
     shape, rate = (part.numpy() for part in Gamma().ordinary(relevance.natural))
     prior = priors["mean_precision"], priors["noise_prior"], priors["relevance_prior"]
-    bound = vb_bound(X, (mean, covariance, a, b, shape, rate), prior, noise == "isotropic")
+    bound = vb_bound(X - np.nanmean(X, 0), (mean, covariance, a, b, shape, rate), prior, noise == "isotropic")
     assert model.elbo_ == pytest.approx(bound, rel=1e-11)
 
 
@@ -337,3 +335,31 @@ def test_what_is_missing_is_filled_by_its_expectation() -> None:
     with pytest.warns(ConvergenceWarning):
         FactorAnalysis(2, max_iter=1).fit(X)
     assert isinstance(model._nodes[0].family, Point)
+
+
+@pytest.mark.parametrize("method", ["em", "vb"])
+@pytest.mark.parametrize("noise", ["diagonal", "isotropic"])
+def test_fewer_rows_than_columns(method: str, noise: str) -> None:
+    """By default as many components as centred rows can tell apart."""
+    rows = np.random.default_rng(0).normal(size=(6, 9))
+    found = FactorAnalysis(method=method, noise=noise, max_iter=30, tol=0).fit(rows)
+    assert found.components_.shape == (5, 9)
+    assert np.isfinite(found.score_samples(rows)).all()
+
+
+def test_beliefs_do_not_depend_on_the_origin() -> None:
+    rng = np.random.default_rng(1)
+    rows = rng.normal(size=(100, 2)) @ rng.normal(size=(2, 5)) + 0.5 * rng.normal(size=(100, 5))
+    one, far = (FactorAnalysis(3, method="vb", tol=1e-9, max_iter=2000).fit(rows + place) for place in (0.0, 1e7))
+    np.testing.assert_allclose(far.elbo_, one.elbo_, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(far.mean_ - 1e7, one.mean_, rtol=0, atol=1e-6)
+
+
+def test_units_that_differ_cost_no_digits() -> None:
+    """Noise of 1e-5 beside a column of 300: the likelihood never falls, and is that of the density."""
+    rng = np.random.default_rng(2)
+    rows = rng.normal(size=(200, 2)) @ rng.normal(size=(2, 5)) + 0.5 * rng.normal(size=(200, 5))
+    rows = rows * [300, 1, 0.3, 0.01, 0.01]
+    found = FactorAnalysis(3, noise="isotropic", init="random", tol=1e-9, max_iter=300).fit(rows)
+    assert np.diff(found.elbos_).min() > -1e-4
+    np.testing.assert_allclose(found.elbo_, 200 * found.score(rows), rtol=1e-3)

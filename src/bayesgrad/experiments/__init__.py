@@ -272,7 +272,7 @@ EXPERIMENTS = {
             "Fig. 5",
             "batch size and training set, a perceptron",
             _lazily("smith2018", "fig5"),
-            "not run to its end at laptop scale yet",
+            "holds: a flat minimum",
         ),
         Experiment(
             "smith2018-fig6",
@@ -280,7 +280,7 @@ EXPERIMENTS = {
             "Fig. 6",
             "learning rate and training set, a convolutional network",
             _lazily("smith2018", "fig6"),
-            "not yet recorded",
+            "no whole run yet: 0.2 diverges, 0.1 and 0.05 agree",
         ),
         Experiment(
             "smith2018-ablation",

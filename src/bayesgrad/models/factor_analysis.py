@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
         init: `"pca"`, principal components of (for diagonal noise: standardised) columns, or `"random"`; starts after
             the first are random.
         relevance_prior, noise_prior: shape and rate of the Gamma of each alpha_k and τ_d, in units of the data; `"vb"`.
-        mean_precision: of m_d ~ N(0, 1/mean_precision); `"vb"`.
+        mean_precision: of m_d ~ N(mean of the column, 1/mean_precision); `"vb"`.
         n_init, max_iter, tol, random_state, progress, offset, decay, total_samples: see `Latent`.
 
     Attributes:
@@ -112,8 +113,8 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
         )
         if reset:
             self._centre, self._tensors, self._starts = centre, isinstance(X, Tensor), 0
-            n, D = rows.values.shape
-            wanted = self._components(D)
+            n, D = self._shape = rows.values.shape
+            wanted = self._components()
             if wanted > D:
                 raise ValueError(f"n_components must be at most the number of columns, {D}, got {wanted}.")
             if wanted >= n and self.n_components is not None:
@@ -122,8 +123,11 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
                 )
         return rows
 
-    def _components(self, columns: int) -> int:
-        return max(1, columns - (self.method == "vb")) if self.n_components is None else self.n_components
+    def _components(self) -> int:
+        if self.n_components is not None:
+            return self.n_components
+        rows, columns = self._shape  # centred rows leave one direction fewer than there are rows
+        return max(1, min(columns - (self.method == "vb"), rows - 1))
 
     def _start(self, data: Rows, random: np.random.RandomState) -> list[Node]:
         pca, self._starts = self.init == "pca" and not self._starts, self._starts + 1
@@ -149,7 +153,7 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
 
     def _guess(self, data: Rows, random: np.random.RandomState, pca: bool) -> tuple[Tensor, Tensor]:
         """W (D, K) and the noise's variances (D,), in units of each column where each has noise of its own."""
-        X, (n, D), K = data.values, data.values.shape, self._components(data.values.shape[1])
+        X, (n, D), K = data.values, data.values.shape, self._components()
         counts = n if data.observed is None else data.observed.sum(0).clamp(min=1)
         unit = X.square().sum(0) / counts
         usual = unit.mean() if unit.any() else torch.ones_like(unit[0])
@@ -161,7 +165,8 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
         values, directions = _spectrum(X / unit.sqrt())
         values = torch.cat([values / n, values.new_zeros(D - len(values))])
         rest = values[K:].mean() if K < D else values[-1] / 2
-        W = directions[:K].mT * (values[:K] - rest).clamp(min=1e-6).sqrt()
+        count = min(K, len(directions))
+        W = directions[:count].mT * (values[:count] - rest).clamp(min=1e-6).sqrt()
         if W.shape[1] < K:  # fewer rows than components
             W = torch.cat([W, 1e-3 * torch.as_tensor(random.normal(size=(D, K - W.shape[1]))).to(X)], 1)
         noise = rest.clamp(min=FLOOR) if self.noise == "isotropic" else (1 - W.square().sum(1)).clamp(min=0.05)
@@ -173,7 +178,7 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
         loadings, noise, relevance = nodes
         of = [Gamma().of(*map(self._centre.new_tensor, prior)) for prior in (self.noise_prior, self.relevance_prior)]
         return [
-            Relevance(loadings, relevance, -self._centre, self.mean_precision),
+            Relevance(loadings, relevance, torch.zeros_like(self._centre), self.mean_precision),
             Prior(noise, of[0]),
             Prior(relevance, of[1]),
         ]
@@ -288,10 +293,10 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
         for name, known in (("method", METHODS), ("noise", NOISES), ("init", INITS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {getattr(self, name)!r}.")
-        if self.n_components is not None and not self.n_components >= 1:
-            raise ValueError(f"n_components must be at least 1, got {self.n_components!r}.")
+        if self.n_components is not None and not (isinstance(self.n_components, Integral) and self.n_components >= 1):
+            raise ValueError(f"n_components must be a whole number of at least 1, got {self.n_components!r}.")
         for name in ("relevance_prior", "noise_prior"):
-            if len(getattr(self, name)) != 2 or not min(getattr(self, name)) > 0:
+            if np.shape(getattr(self, name)) != (2,) or not min(getattr(self, name)) > 0:
                 raise ValueError(f"{name} must be a positive shape and rate, got {getattr(self, name)!r}.")
         if not self.mean_precision > 0:
             raise ValueError(f"mean_precision must be positive, got {self.mean_precision!r}.")

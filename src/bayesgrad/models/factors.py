@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.linalg import solve_triangular
 
 from bayesgrad.families import Parameters
 from bayesgrad.families.gaussian import LOG_2PI
@@ -86,11 +87,17 @@ def infer(rows: Rows, known: Loadings) -> tuple[Tensor, Tensor, Tensor, Tensor, 
     factor = torch.linalg.cholesky(torch.eye(K).to(weighted) + summed[:, :K, :K])
     covariance = torch.cholesky_inverse(factor)
     push = rows.values @ (known.precision[:, None] * known.first[:, :K]) - summed[place, :K, K]
-    means = push @ covariance[0] if len(patterns) == 1 else (covariance[place] @ push[..., None])[..., 0]
+    if len(patterns) == 1:
+        half = solve_triangular(factor[0], push.mT, upper=False)
+        means, half = solve_triangular(factor[0].mT, half, upper=True).mT, half.mT
+    else:
+        lower = factor[place]
+        half = solve_triangular(lower, push[..., None], upper=False)
+        means, half = solve_triangular(lower.mT, half, upper=True)[..., 0], half[..., 0]
     constant = (patterns @ (known.log_precision - LOG_2PI) - summed[:, K, K]) / 2
     constant = constant - factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
     square = rows.values * (rows.values / 2 - known.first[:, K]) @ known.precision
-    return means, covariance, patterns, place, constant[place] - square + (push * means).sum(1) / 2
+    return means, covariance, patterns, place, constant[place] - square + half.square().sum(1) / 2
 
 
 class Scores(Collapsed):
@@ -140,22 +147,24 @@ class Scores(Collapsed):
         K, tau = width - 1, known.precision
         summed = torch.einsum("d,dij->ij", tau, known.second)
         factor = torch.linalg.cholesky(torch.eye(K).to(summed) + summed[:K, :K])
-        A = torch.cholesky_inverse(factor)
-        B, shift = tau[:, None] * known.first[:, :K], summed[:K, K]
+        # A = L'^-1 L^-1, and one half of it at a time: A b by itself loses digits where columns have different units.
+        B = solve_triangular(factor, (tau[:, None] * known.first[:, :K]).mT, upper=False).mT  # (D, K)
+        shift = solve_triangular(factor, summed[:K, K:], upper=False)[:, 0]
+        other = solve_triangular(factor.mT, torch.eye(K).to(summed), upper=True)
         X = self.rows.values
         spread = self.scatter @ B if self.scatter is not None else X.mT @ (X @ B)  # (D, K)
         pushed = B.mT @ self.sums
         outer = pushed[:, None] * shift
-        G = B.mT @ spread - outer - outer.mT + n * shift[:, None] * shift  # Σ b b'
-        z = A @ (pushed - n * shift)
-        crossed = torch.cat([spread @ A - self.sums[:, None] * (A @ shift), self.sums[:, None]], 1)
+        G = B.mT @ spread - outer - outer.mT + n * shift[:, None] * shift  # Σ (L^-1 b)(L^-1 b)'
+        z = other @ (pushed - n * shift)
+        crossed = torch.cat([(spread - self.sums[:, None] * shift) @ other.mT, self.sums[:, None]], 1)
         moments = z.new_empty(width, width)
-        moments[:K, :K] = n * A + A @ G @ A
+        moments[:K, :K] = other @ (n * torch.eye(K).to(G) + G) @ other.mT
         moments[:K, K] = moments[K, :K] = z
         moments[K, K] = n
         volume = (known.log_precision.sum() - D * LOG_2PI - summed[K, K]) / 2 - factor.diagonal().log().sum()
         square = (tau * (self.squares / 2 - self.sums * known.first[:, K])).sum()
-        return n * volume - square + (A * G).sum() / 2, crossed, moments, tau.new_full((D,), n)
+        return n * volume - square + G.trace() / 2, crossed, moments, tau.new_full((D,), n)
 
     def _parts(self, known: Loadings) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The same over what is observed of each column; moments are (D, K + 1, K + 1)."""

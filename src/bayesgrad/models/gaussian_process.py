@@ -295,19 +295,21 @@ class GaussianProcess(BaseEstimator):
         return kernel, seen
 
     def _points(self, kernel: Kernel) -> Tensor:
-        if not isinstance(self.inducing, int):
-            points = as_finite(np.atleast_2d(as_numpy(self.inducing)), self.inducing).to(self.X_)
+        wanted = self.inducing
+        if not isinstance(wanted, (int, np.integer)):
+            points = as_finite(np.atleast_2d(as_numpy(wanted)), wanted).to(self.X_)
             if points.shape[1] != self.X_.shape[1]:
                 raise ValueError(f"inducing must have {self.X_.shape[1]} columns, got {tuple(points.shape)}.")
             return points
-        if not 1 <= self.inducing <= len(self.X_):
-            raise ValueError(f"inducing must be in 1 to {len(self.X_)}, the number of rows, got {self.inducing}.")
+        count = int(wanted)
+        if not 1 <= count <= len(self.X_):
+            raise ValueError(f"inducing must be in 1 to {len(self.X_)}, the number of rows, got {count}.")
         # Those that leave the least variance to the others, one after the other (pivoted Cholesky).
         generator = torch.Generator().manual_seed(self.seed)
-        pool = self.X_[torch.randperm(len(self.X_), generator=generator)[: max(5000, 2 * self.inducing)]]
+        pool = self.X_[torch.randperm(len(self.X_), generator=generator)[: max(5000, 2 * count)]]
         with torch.no_grad():
-            rest, columns, chosen = kernel.diagonal(pool).clone(), pool.new_zeros(len(pool), self.inducing), []
-            for k in range(self.inducing):
+            rest, columns, chosen = kernel.diagonal(pool).clone(), pool.new_zeros(len(pool), count), []
+            for k in range(count):
                 pick = int(rest.argmax())
                 if not rest[pick] > 1e-8 * rest.new_ones(()) * kernel.diagonal(pool[pick, None])[0]:
                     break  # the rest follows from these
@@ -374,10 +376,17 @@ class GaussianProcess(BaseEstimator):
     def log_predictive(self, X: Any, y: Any) -> Any:
         """log p(y | x, data) of each row."""
         rows, labels = self._new(X), np.asarray(as_numpy(y))
+        if labels.shape != (len(rows),):
+            raise ValueError(f"y must have one target for each of {len(rows)} rows, got shape {labels.shape}.")
         if not self.likelihood_.classifies:
             target = torch.as_tensor(labels).to(rows)
             return _like(X, self.likelihood_.log_predictive(*self._latent(rows, full=False), target))
-        at = np.searchsorted(as_numpy(self.classes_), labels)
+        known = as_numpy(self.classes_)
+        if not np.isin(labels, known).all():
+            raise ValueError(
+                f"y holds {labels[~np.isin(labels, known)][0].item()!r}, which is none of {known.tolist()}."
+            )
+        at = np.searchsorted(known, labels)
         return _like(X, self._probabilities(rows).gather(1, torch.as_tensor(at)[:, None].to(rows.device))[:, 0].log())
 
     def score(self, X: Any, y: Any) -> float:

@@ -214,7 +214,10 @@ class HiddenMarkov(Latent):
         if self.emissions == "categorical":
             if values.shape[1] != 1:
                 raise ValueError(f"symbols come in one column, got {values.shape[1]}.")
-            self._count = int(known.max()) + 1 if self.n_symbols is None else self.n_symbols
+            wanted = self.n_symbols
+            if wanted is not None and not (isinstance(wanted, (int, np.integer)) and wanted >= 1):
+                raise ValueError(f"n_symbols must be a whole number of at least 1, got {wanted!r}.")
+            self._count = int(known.max()) + 1 if wanted is None else int(wanted)
             shown = self._shares_prior("emissionprob_prior", (K, self._count))
         else:
             self._centre = known.mean(0)
@@ -314,6 +317,8 @@ class HiddenMarkov(Latent):
             if covars.shape != shape:
                 raise ValueError(f"covars_init must be of shape {shape}, got {tuple(covars.shape)}.")
             covars = widened(self._covariance, covars, K, D)
+            if torch.linalg.cholesky_ex(covars)[1].any():
+                raise ValueError("covars_init must be positive, or positive definite matrices.")
         return pseudo(self._covariance, means, covars, weight)
 
     # --- what Latent asks ---

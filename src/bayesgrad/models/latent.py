@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from numbers import Real
 from typing import Any, ClassVar
 
 import numpy as np
@@ -104,17 +107,34 @@ class Latent(BaseEstimator, ABC):
     def fit(self, X: Any, y: Any = None) -> Any:
         """Forgets what was known, and learns from X. y is not used."""
         self._check_numbers()
+        with self._all_or_nothing():
+            return self._fit(X)
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """What fails leaves the estimator as it was."""
+        kept, naturals = dict(vars(self)), [(node, node.natural) for node in getattr(self, "_nodes", ())]
+        try:
+            yield
+        except BaseException:
+            vars(self).clear()
+            vars(self).update(kept)
+            for node, natural in naturals:
+                node.natural = natural
+            raise
+
+    def _fit(self, X: Any) -> Any:
         data = self._read(X, reset=True)
         random = check_random_state(self.random_state)
         self._batches = 0
         best: tuple[list[Node], Result] | None = None
-        failure: OutsideDomain | None = None
+        failure: Exception | None = None
         interrupted = False
         for _ in range(self.n_init):
             try:
                 nodes = self._start(data, random)
                 result = self._passes(data, nodes, random) if self._streams() else self._sweeps(data, nodes)
-            except OutsideDomain as error:
+            except (OutsideDomain, torch.linalg.LinAlgError) as error:
                 failure = error
                 continue
             except KeyboardInterrupt:
@@ -128,7 +148,10 @@ class Latent(BaseEstimator, ABC):
                 interrupted = True
                 break
         if best is None:
-            raise ValueError(f"no start of {self.n_init} led to a distribution: {failure}") from failure
+            raise ValueError(
+                f"none of {self.n_init} starts led to a distribution: look for constant columns, rows that are all the "
+                "same and numbers of very different sizes, or take fewer components."
+            ) from failure
         self._nodes, result = best
         self._arrange(self._nodes)
         self._rows = len(data)
@@ -138,31 +161,43 @@ class Latent(BaseEstimator, ABC):
         if interrupted:
             warnings.warn(
                 f"the fit was interrupted after {result.steps} sweeps: the best parameters so far are kept.",
-                stacklevel=2,
+                stacklevel=3,
             )
         elif not result.converged and self.tol:
             warnings.warn(
                 f"{self.max_iter} sweeps were not enough to settle within tol={self.tol:g}: take a larger max_iter.",
                 ConvergenceWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
         return self
 
     def partial_fit(self, X: Any, y: Any = None) -> Any:
-        """Moves what is known by a batch, and keeps none of it. y is not used."""
+        """Moves what is known by a batch, and keeps none of it; rows of a `fit` before count as batches that were seen.
+
+        y is not used.
+        """
         self._check_numbers()
+        with self._all_or_nothing():
+            return self._partial_fit(X)
+
+    def _partial_fit(self, X: Any) -> Any:
         first = not hasattr(self, "_nodes")
         data = self._read(X, reset=first)
         if first:
             self._nodes = self._start(data, check_random_state(self.random_state))
-            self._batches, self._rows, self.elbos_ = 0, 0, []
+            self._batches, self._rows = 0, 0
+        if first or hasattr(self, "converged_"):
+            self.elbos_ = []
+        if vars(self).pop("converged_", None) is not None and not self._batches:
+            self._batches = math.ceil(self._rows / len(data))
         self._rows += len(data)
         self._batches += 1
         total = self._rows if self.total_samples is None else self.total_samples
         factors = [*self._priors(self._nodes), self._evidence(data, self._nodes, total / len(data))]
-        self.elbos_ = [*self.elbos_, float(elbo(self._nodes, factors))]
+        bound = float(elbo(self._nodes, factors))
         step(self._nodes, factors, self._rho(self._batches), schedule=self._schedule)
-        self.elbo_, self.n_iter_ = self.elbos_[-1], self._batches
+        self.elbos_.append(bound)
+        self.elbo_, self.n_iter_ = bound, self._batches
         self._publish(self._nodes)
         return self
 
@@ -216,17 +251,17 @@ class Latent(BaseEstimator, ABC):
         return (count + offset) ** -decay
 
     def _check_numbers(self) -> None:
-        for name, least in (("n_init", 1), ("max_iter", 1), ("tol", 0.0)):
+        for name in ("n_init", "max_iter", "batch_size"):
             value = getattr(self, name)
-            if not value >= least:
-                raise ValueError(f"{name} must be at least {least}, got {value!r}.")
+            if not (isinstance(value, (int, np.integer)) and value >= 1):
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
+        if not (isinstance(self.tol, Real) and self.tol >= 0):
+            raise ValueError(f"tol must be a number of at least 0, got {self.tol!r}.")
         (first, offset), (second, decay) = ((name, getattr(self, name)) for name in self._words)
         if not 0.5 < decay <= 1:
             raise ValueError(f"{second} must be in (0.5, 1] for steps to settle, got {decay!r}.")
         if not offset >= 0:
             raise ValueError(f"{first} must not be negative, got {offset!r}.")
-        if not self.batch_size >= 1:
-            raise ValueError(f"batch_size must be at least 1, got {self.batch_size!r}.")
         if self.total_samples is not None and not self.total_samples > 0:
             raise ValueError(f"total_samples must be positive, or None, got {self.total_samples!r}.")
 

@@ -134,8 +134,8 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         return counts
 
     def _check_settings(self) -> None:
-        if not self.n_components >= 1:
-            raise ValueError(f"n_components must be at least 1, got {self.n_components!r}.")
+        if not (isinstance(self.n_components, (int, np.integer)) and self.n_components >= 1):
+            raise ValueError(f"n_components must be a whole number of at least 1, got {self.n_components!r}.")
         if self.method not in METHODS:
             raise ValueError(f"method must be 'svi' or 'batch', got {self.method!r}.")
         if not self.max_doc_update_iter >= 1:

@@ -145,20 +145,20 @@ class LinearStateSpace:
         def smooth(at: dynamics.Matrices) -> dynamics.Smooth:
             self.chain, self.observation, self.observation_noise = at
             belief = self._observed(rows.values)
-            return dynamics.Smooth(
-                *kalman.smoothed(kalman.backward(self.chain, belief.filtered)), belief.log_likelihood
-            )
+            back = kalman.backward(self.chain, belief.filtered)
+            return dynamics.Smooth(*kalman.smoothed(back), belief.log_likelihood)
 
-        start = dynamics.Matrices(self.chain, self.observation, self.observation_noise)
-        options: dict[str, Any] = dict(steps=steps, tolerance=tolerance, progress=progress)
-        with torch.no_grad():
-            found, result = dynamics.climb(start, smooth, rows.values, rows.lengths, names, **options)
-        self.chain, self.observation, self.observation_noise = found
+        found = dynamics.Matrices(self.chain, self.observation, self.observation_noise)
+        given = smooth, rows.values, rows.lengths, names
+        try:
+            with torch.no_grad():
+                found, result = dynamics.climb(found, *given, steps=steps, tolerance=tolerance, progress=progress)
+        finally:
+            self.chain, self.observation, self.observation_noise = found
         self.elbos_, self.n_iter_, self.converged_ = result.elbos, result.steps, result.converged
         every = (*found.chain[:2], found.observation, found.noise, *found.chain[2:])
-        for name, value in zip(dynamics.LEARNABLE, every):
-            if name in names and value is not None:
-                setattr(self, f"{name}_", rows.kind(value))
+        learned = {name: value for name, value in zip(dynamics.LEARNABLE, every) if name in names and value is not None}
+        vars(self).update({f"{name}_": rows.kind(value) for name, value in learned.items()})
 
     def filter(self, y: Any) -> States:
         """Each state given the observations so far (Kalman); of Gaussian observations."""
