@@ -85,7 +85,7 @@ def lines(
         axis.set(title=title, xlabel=xlabel, xscale="log")
         places = {tuple(x) for x, _ in named.values()}
         if len(places) == 1 and len(ticks := sorted(*places)) < 10:  # those of the axis would overlap, or be too few
-            axis.set_xticks(ticks, [f"{x:.3g}" for x in ticks])
+            axis.set_xticks(ticks, [f"{x:.3g}" if x < 1000 else f"{x:.0f}" for x in ticks])
             axis.minorticks_off()
         elif axis.get_xlim()[1] < 100 * axis.get_xlim()[0]:
             axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
