@@ -184,6 +184,9 @@ def fig6(context: Context) -> Report:
     hot = all(not ratio <= 1.25 for ratio in rises.values())  # chains that diverged count as worse
     whole = same and hot and len(stable) == len(cool)
     at_one = ", ".join(f"{f'{nll:.4f}' if name in stable else 'diverged'} ({name})" for name, nll in cool.items())
+    risen = ", ".join(
+        f"{f'{ratio:.2f}' if math.isfinite(ratio) else 'infinitely many'} ({name})" for name, ratio in rises.items()
+    )
     report = Report(
         "smith2018-fig6: learning rate and training set of a convolutional network",
         claim="A convolutional network with 3490 weights on MNIST: at constant temperature the test cross-entropy of "
@@ -191,7 +194,7 @@ def fig6(context: Context) -> Report:
         "1 (003, Fig. 6). Target here: within 25 % of one another at T = 1; at least 25 % more at the highest T.",
         verdict=f"{'Holds' if whole else 'Holds in part' if same or hot else 'Does not hold'}. At T = 1 the "
         f"cross-entropy is {at_one}. At T = "
-        f"{heats[-1]:g} it is {', '.join(f'{ratio:.2f} ({name})' for name, ratio in rises.items())} times that at T = "
+        f"{heats[-1]:g} it is {risen} times that at T = "
         f"1. Minima: {'; '.join(f'{name}: {where(some)}' for name, some in (rated | counted).items())}.",
     )
     report.settings["protocol"] = protocol(task(middle, most))
