@@ -128,5 +128,5 @@ def test_what_is_refused_later() -> None:
         model.transform(X[:, :4])
     with pytest.raises(ValueError, match="Z must have 2 columns, as transform gives"):
         model.inverse_transform(X)
-    with pytest.raises(ValueError, match="n_samples must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="n_samples must be a whole number of at least 1, got 0"):
         model.sample(0)

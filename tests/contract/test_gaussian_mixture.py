@@ -122,7 +122,7 @@ def test_refusals_of_streams_and_predictions() -> None:
         model.partial_fit(X[:, :2])
     with pytest.raises(ValueError, match="X holds NaN or infinity in 1 of 60 rows"):
         model.predict(HOLED)
-    with pytest.raises(ValueError, match="n_samples must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="n_samples must be a whole number of at least 1, got 0"):
         model.sample(0)
     for verb in ("predict", "predict_proba", "score_samples", "score"):
         with pytest.raises(NotFittedError):

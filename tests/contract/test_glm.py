@@ -138,5 +138,5 @@ def test_refusals_of_streams_and_predictions() -> None:
         GLM().predict(X)
     with pytest.raises(ValueError, match="X holds NaN or infinity in 1 of 40 rows"):
         model.predict(HOLED)
-    with pytest.raises(ValueError, match="n_samples must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="n_samples must be a whole number of at least 1, got 0"):
         model.sample_posterior(0)

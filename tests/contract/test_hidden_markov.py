@@ -207,7 +207,7 @@ REFUSED = [
     (HiddenMarkov(2, emissions="categorical"), SYMBOLS + 0.5, None, r"X must hold symbols 0, 1, 2, \.\.\., got"),
     (HiddenMarkov(2, emissions="categorical"), X, None, "symbols come in one column, got 2"),
     (HiddenMarkov(2, emissions="categorical", n_symbols=2), SYMBOLS, None, "the symbol 2, but the model knows 0 to 1"),
-    (HiddenMarkov(0), X, None, "n_states must be a whole number above zero, got 0"),
+    (HiddenMarkov(0), X, None, "n_states must be a whole number of at least 1, got 0"),
     (HiddenMarkov(2, emissions="poisson"), X, None, "emissions must be one of 'gaussian', 'categorical'"),
     (HiddenMarkov(2, method="svi"), X, None, "method must be one of 'em', 'vb', got 'svi'"),
     (HiddenMarkov(2, covariance_type="round"), X, None, "covariance_type must be one of 'full', 'tied', 'diag'"),
@@ -216,6 +216,14 @@ REFUSED = [
     (HiddenMarkov(2, transmat_prior=np.ones(3)), X, None, r"transmat_prior must be a number or of shape \(2, 2\)"),
     (HiddenMarkov(2, means_prior=[0.0]), X, None, "means_prior must be 2 numbers"),
     (HiddenMarkov(2, covars_prior=np.ones(3)), X, None, r"covars_prior must be a number, \(2,\) or \(2, 2\)"),
+    (
+        HiddenMarkov(2, covars_prior=[[1, 1], [0, 1]]),
+        X,
+        None,
+        "covars_prior must be a symmetric matrix",
+    ),
+    (HiddenMarkov(2, covars_prior=-1.0), X, None, "covars_prior must be positive semi-definite, got a least"),
+    (HiddenMarkov(2, means_weight=-1.0), X, None, "means_weight must not be negative, got -1.0"),
     (HiddenMarkov(2, transmat_init=np.ones((2, 2))), X, None, "transmat_init must be of shape .* sum to 1"),
     (HiddenMarkov(2, means_init=np.ones((3, 2))), X, None, r"means_init must be of shape \(2, 2\), got \(3, 2\)"),
     (HiddenMarkov(2, covars_init=np.ones((2, 2))), X, None, r"covars_init must be of shape \(2, 2, 2\), got \(2, 2\)"),
@@ -237,7 +245,7 @@ def test_refusals_of_predictions() -> None:
     model = HiddenMarkov(2, emissions="categorical", random_state=0).fit(SYMBOLS)
     with pytest.raises(ValueError, match=r"the symbol 7, but the model knows 0 to 2: fit it with n_symbols=8"):
         model.predict([0, 7])
-    with pytest.raises(ValueError, match="n_samples must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="n_samples must be a whole number of at least 1, got 0"):
         model.sample(0)
     with pytest.raises(ValueError, match="y is not used, and has 2 entries for 60 rows: give lengths by name"):
         HiddenMarkov(2).fit(X, [30, 30])

@@ -15,7 +15,7 @@ from sklearn.base import clone
 from sklearn.exceptions import ConvergenceWarning
 
 from bayesgrad.inference import OutsideDomain, elbo
-from bayesgrad.models import GaussianMixture
+from bayesgrad.models import FactorAnalysis, GaussianMixture, HiddenMarkov, LatentDirichlet, LinearStateSpace
 from bayesgrad.models.covariances import Mixture
 
 RNG = np.random.default_rng(0)
@@ -262,3 +262,80 @@ def test_a_batch_after_a_fit_counts_for_what_it_is(method: str) -> None:
     assert known.score(X) > score - 0.1
     assert len(known.elbos_) == 1
     assert not hasattr(known, "converged_")
+
+
+COUNTS = RNG.poisson(2.0, size=(40, 6))
+STREAMS: list[tuple[Any, np.ndarray, dict[str, Any], str]] = [
+    (GaussianMixture(2), X, {"n_components": 3}, "n_components was 2 when learning began, and is 3 now"),
+    (GaussianMixture(2), X, {"method": "vmp"}, "method was 'em' when learning began, and is 'vmp' now"),
+    (GaussianMixture(2), X, {"covariance_type": "diag"}, "covariance_type was 'full'"),
+    (LatentDirichlet(2), COUNTS, {"n_components": 3}, "n_components was 2"),
+    (HiddenMarkov(2, random_state=0), X, {"n_states": 3}, "n_states was 2"),
+    (FactorAnalysis(1), X, {"n_components": 2}, "n_components was 1"),
+]
+
+
+@pytest.mark.parametrize(("stream", "rows", "change", "message"), STREAMS)
+def test_a_stream_keeps_its_structure(stream: Any, rows: np.ndarray, change: dict[str, Any], message: str) -> None:
+    stream = clone(stream).partial_fit(rows)
+    before = stream.elbos_[:]
+    (name,) = change
+    kept = getattr(stream, name)
+    with pytest.raises(ValueError, match=f"{message}.*: set it back, or start anew"):
+        stream.set_params(**change).partial_fit(rows)
+    assert stream.elbos_ == before
+    stream.set_params(**{name: kept}).partial_fit(rows)
+    assert len(stream.elbos_) == len(before) + 1
+    stream.set_params(**change).fit(rows)  # forgets what was known
+
+
+@pytest.mark.parametrize("estimator", [GaussianMixture(2), LatentDirichlet(2, random_state=0), FactorAnalysis(1)])
+def test_half_precision_is_read(estimator: Any) -> None:
+    """bfloat16, which NumPy does not know, holds these counts exactly."""
+    rows = torch.as_tensor(COUNTS)
+    half, whole = (clone(estimator).fit(rows.to(dtype)) for dtype in (torch.bfloat16, torch.float64))
+    assert half.elbo_ == whole.elbo_
+    assert half.score(rows.bfloat16()) == whole.score(rows.double())
+
+
+def _sampled(estimator: Any, rows: np.ndarray, **wanted: Any) -> None:
+    clone(estimator).fit(rows).sample(**wanted)
+
+
+@pytest.mark.parametrize("wanted", [0, 2.5, True, "2"])
+@pytest.mark.parametrize(
+    ("estimator", "rows"),
+    [
+        (GaussianMixture(2), X),
+        (LatentDirichlet(2, max_iter=1, tol=0), COUNTS),
+        (HiddenMarkov(2, random_state=0), X),
+        (FactorAnalysis(1), X),
+    ],
+)
+def test_draws_are_whole_numbers(estimator: Any, rows: np.ndarray, wanted: Any) -> None:
+    with pytest.raises(ValueError, match=f"n_samples must be a whole number of at least 1, got {wanted!r}"):
+        _sampled(estimator, rows, n_samples=wanted)
+
+
+def test_warnings_point_at_the_line_that_asked() -> None:
+    """Whether it is fit or partial_fit, and however deep inside what is warned of was found."""
+    some = np.concatenate([COUNTS, np.zeros((1, 6), dtype=int)])
+    line = LinearStateSpace(np.eye(1), np.eye(1), np.eye(1), np.eye(1))
+    for ask, kind in (
+        (lambda: model(max_iter=1, tol=1e-9).fit(X), ConvergenceWarning),
+        (lambda: LatentDirichlet(2, max_iter=1, tol=0).fit(some), UserWarning),
+        (lambda: LatentDirichlet(2).partial_fit(some), UserWarning),
+        (lambda: LatentDirichlet(2, max_iter=1, tol=0).fit(COUNTS).transform(some), UserWarning),
+        (lambda: line.fit(X[:, 0], learn="all", max_iter=1, tol=1e-9), UserWarning),
+    ):
+        with pytest.warns(kind) as seen:
+            ask()
+        assert [warning.filename for warning in seen] == [__file__]
+
+
+def test_a_line_without_observations_says_so() -> None:
+    line, nothing = LinearStateSpace(np.eye(1), np.eye(1), np.eye(1), np.eye(1)), np.full(9, np.nan)
+    with pytest.raises(ValueError, match="y holds NaN only: there is nothing to learn from"):
+        line.fit(nothing, learn="all")
+    with pytest.raises(ValueError, match="y holds NaN only: there is nothing to score"):
+        line.score(nothing)

@@ -159,14 +159,15 @@ REFUSED = [
     (LatentDirichlet(), X - 1, "Negative values in data: X holds -1, and no count is below zero"),
     (LatentDirichlet(), 0 * X, "X holds no words: every count is zero"),
     (LatentDirichlet(0), X, "n_components must be a whole number of at least 1, got 0"),
-    (LatentDirichlet(method="em"), X, "method must be 'svi' or 'batch', got 'em'"),
+    (LatentDirichlet(method="em"), X, "method must be one of 'svi', 'batch', got 'em'"),
     (LatentDirichlet(doc_topic_prior=0.0), X, "doc_topic_prior must be a positive number, got 0.0"),
     (LatentDirichlet(topic_word_prior=-1.0), X, "topic_word_prior must be a positive number, got -1.0"),
+    (LatentDirichlet(doc_topic_prior=[0.1, 0.2]), X, r"doc_topic_prior must be a positive number, got \[0.1, 0.2\]"),
     (LatentDirichlet(learning_decay=0.5), X, r"learning_decay must be in \(0.5, 1\] for steps to settle, got 0.5"),
     (LatentDirichlet(learning_offset=-1), X, "learning_offset must not be negative, got -1"),
     (LatentDirichlet(batch_size=0), X, "batch_size must be a whole number of at least 1, got 0"),
     (LatentDirichlet(total_samples=0), X, "total_samples must be positive, or None, got 0"),
-    (LatentDirichlet(max_doc_update_iter=0), X, "max_doc_update_iter must be at least 1, got 0"),
+    (LatentDirichlet(max_doc_update_iter=0), X, "max_doc_update_iter must be a whole number of at least 1, got 0"),
     (LatentDirichlet(mean_change_tol=-1), X, "mean_change_tol must not be negative, got -1"),
     (LatentDirichlet(max_iter=0), X, "max_iter must be a whole number of at least 1, got 0"),
 ]
@@ -194,5 +195,5 @@ def test_refusals_of_fitted_models() -> None:
         model.top_words("abc", 2)
     with pytest.raises(ValueError, match="n must be between 1 and 8, got 9"):
         model.top_words(n=9)
-    with pytest.raises(ValueError, match="length must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="length must be a whole number of at least 1, got 0"):
         model.sample(1, 0)

@@ -172,8 +172,23 @@ def test_the_bound_never_falls(seed: int) -> None:
     assert (gains > -1e-10 * abs(model.elbo_)).all()
 
 
-def test_oracle_of_streams() -> None:
-    """scikit-learn's online LDA on digits, with one stream of random numbers; its ψ has eight digits."""
+def rough_psi(x: Tensor) -> Tensor:
+    """ψ as scikit-learn's LDA computes it (Bernardo's AS 103, three terms after x >= 6): right to 3e-9."""
+    steps = torch.arange(6.0, dtype=x.dtype)
+    first = x[..., None] + steps  # x, x + 1, ..
+    low = torch.where(first < 6, 1 / first, 0.0).sum(-1)
+    y = x + (first < 6).sum(-1)
+    square = y**-2
+    series = square * (1 / 12 - square * (1 / 120 - square / 252))
+    return y.log() - 0.5 / y - series - low
+
+
+@pytest.mark.parametrize(("exact", "first", "fifth"), [(True, 3e-8, 1.25e-7), (False, 3e-13, 3e-10)])
+def test_oracle_of_streams(exact: bool, first: float, fifth: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """scikit-learn's online LDA on digits, with one stream of random numbers. Its ψ is what lies between: with that one
+    in ours, almost all digits agree."""
+    if not exact:
+        monkeypatch.setattr(torch, "digamma", rough_psi)
     X = load_digits().data
     settings = dict(doc_topic_prior=0.1, topic_word_prior=0.01, learning_offset=10.0, learning_decay=0.7)
     settings |= dict(mean_change_tol=0, max_doc_update_iter=100, total_samples=len(X), random_state=0)
@@ -183,8 +198,8 @@ def test_oracle_of_streams() -> None:
         peer.partial_fit(batch)
         model.partial_fit(batch)
         apart.append(abs(model.components_ / peer.components_ - 1).max())
-    assert apart[0] < 3e-8
-    assert apart[4] < 1.25e-7
+    assert apart[0] < first
+    assert apart[4] < fifth
 
 
 def test_bounds_are_scikit_learns_where_both_are_exact() -> None:

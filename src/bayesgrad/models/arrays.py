@@ -12,7 +12,10 @@ from torch import Tensor
 
 def as_numpy(values: Any) -> Any:
     """Tensors as arrays; all else as it is."""
-    return values.detach().cpu().numpy() if isinstance(values, Tensor) else values
+    if not isinstance(values, Tensor):
+        return values
+    values = values.detach().cpu()
+    return (values.float() if values.dtype == torch.bfloat16 else values).numpy()  # NumPy has no bfloat16
 
 
 def like(X: Any) -> Callable[[Tensor], Any]:

@@ -15,7 +15,6 @@ Checked by: tests/equations/test_dynamics.py.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from bayesgrad.inference.engine import Line, Result
+from bayesgrad.models.checks import warn
 from bayesgrad.models.kalman import Beliefs, Chain
 
 LEARNABLE = (
@@ -85,6 +85,8 @@ def climb(
     """
     if not (steps >= 1 and tolerance >= 0):
         raise ValueError(f"max_iter must be at least 1 and tol not negative, got {steps!r} and {tolerance!r}.")
+    if y.isnan().all():
+        raise ValueError("y holds NaN only: there is nothing to learn from.")
     there = torch.arange(len(y))[:, None] < torch.tensor(lengths)  # (T, sequences)
     unit, shown = float((~y.isnan()).sum()), Line(progress, steps)
     found = smooth(matrices)
@@ -95,9 +97,7 @@ def climb(
             moved = maximised(matrices, found, y, there, names)
             found = smooth(moved)
         except KeyboardInterrupt:
-            warnings.warn(
-                f"the fit was interrupted in sweep {count + 1}: the matrices before it are kept.", stacklevel=3
-            )
+            warn(f"the fit was interrupted in sweep {count + 1}: the matrices before it are kept.")
             interrupted = True
             break
         matrices = moved
@@ -109,10 +109,9 @@ def climb(
     shown.end()
     if tolerance and not (converged or interrupted):
         change = (elbos[-1] - elbos[-2]) / unit
-        warnings.warn(
+        warn(
             f"{steps} sweeps were not enough to settle within tol={tolerance:g}: the log-likelihood of a number still "
-            f"rises by {change:.1g}; take a larger max_iter.",
-            stacklevel=4,
+            f"rises by {change:.1g}; take a larger max_iter."
         )
     return matrices, Result(elbos, converged, interrupted)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from torch import Tensor
 from bayesgrad.families import Gamma, Gaussian, Point
 from bayesgrad.inference import Factor, Node, Prior
 from bayesgrad.models.arrays import as_numpy, like
+from bayesgrad.models.checks import require_one_of, require_whole
 from bayesgrad.models.factors import Loadings, Relevance, Rows, Scores, as_rows, infer
 from bayesgrad.models.latent import Latent
 
@@ -69,6 +69,7 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
     """
 
     _schedule = "sequential"
+    _structure = ("n_components", "method", "noise")
     batch_size = 1  # batches are what partial_fit is given
 
     def __init__(
@@ -281,8 +282,7 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
     def sample(self, n_samples: int = 1) -> Any:
         """Rows drawn from the model, (n, D), by `random_state`."""
         check_is_fitted(self)
-        if not n_samples >= 1:
-            raise ValueError(f"n_samples must be at least 1, got {n_samples!r}.")
+        require_whole(n_samples=n_samples)
         random, known = check_random_state(self.random_state), self._point()
         D, K = known.first.shape[0], known.first.shape[1] - 1
         z, e = (torch.as_tensor(random.normal(size=(n_samples, size))).to(known.first) for size in (K, D))
@@ -290,11 +290,9 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
         return like(self.mean_)(drawn)
 
     def _check_settings(self) -> None:
-        for name, known in (("method", METHODS), ("noise", NOISES), ("init", INITS)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {getattr(self, name)!r}.")
-        if self.n_components is not None and not (isinstance(self.n_components, Integral) and self.n_components >= 1):
-            raise ValueError(f"n_components must be a whole number of at least 1, got {self.n_components!r}.")
+        require_one_of(self, method=METHODS, noise=NOISES, init=INITS)
+        if self.n_components is not None:
+            require_whole(n_components=self.n_components)
         for name in ("relevance_prior", "noise_prior"):
             if np.shape(getattr(self, name)) != (2,) or not min(getattr(self, name)) > 0:
                 raise ValueError(f"{name} must be a positive shape and rate, got {getattr(self, name)!r}.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor
 from bayesgrad.families import Dirichlet, Family, Parameters, Point
 from bayesgrad.inference import Collapsed, Factor, Node, Prior
 from bayesgrad.models.arrays import as_finite, as_numpy, like
+from bayesgrad.models.checks import require_one_of, require_whole, warn
 from bayesgrad.models.covariances import COVARIANCES, Covariance, Known, Mixture
 from bayesgrad.models.latent import Latent, random_rows
 
@@ -98,6 +98,7 @@ class GaussianMixture(Latent):
     """
 
     n_features_in_: int
+    _structure = ("n_components", "method", "covariance_type")
 
     def __init__(
         self,
@@ -156,11 +157,8 @@ class GaussianMixture(Latent):
         return as_finite(validate_data(self, as_numpy(X), reset=reset, **options), X)
 
     def _check_settings(self) -> None:
-        for name, known in (("method", METHODS), ("covariance_type", COVARIANCES), ("init_params", STARTS)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {getattr(self, name)!r}.")
-        if not (isinstance(self.n_components, (int, np.integer)) and self.n_components >= 1):
-            raise ValueError(f"n_components must be a whole number of at least 1, got {self.n_components!r}.")
+        require_one_of(self, method=METHODS, covariance_type=COVARIANCES, init_params=STARTS)
+        require_whole(n_components=self.n_components)
         if not 0 <= self.reg_covar < math.inf:
             raise ValueError(f"reg_covar must be a number of at least 0, got {self.reg_covar!r}.")
         given = [name for name in PRIORS if getattr(self, name) is not None]
@@ -311,10 +309,9 @@ class GaussianMixture(Latent):
     def _publish(self, nodes: Sequence[Node]) -> None:
         distance = self._covariance.distance(nodes[1].natural)
         if not distance < FAR:
-            warnings.warn(
+            warn(
                 f"rows of a component are {distance:.0e} of its deviations from the mean of X: fewer than four digits "
-                "of its covariance are left. Fit groups that far apart one by one, or raise reg_covar.",
-                stacklevel=3,
+                "of its covariance are left. Fit groups that far apart one by one, or raise reg_covar."
             )
         known, concentration = self._known(), self._concentration()
         count = known.weight if _is_em(self) else known.degrees
@@ -376,8 +373,7 @@ class GaussianMixture(Latent):
     def sample(self, n_samples: int = 1) -> tuple[Any, Any]:
         """New rows (n, P) and their components (n,), component by component; of beliefs averaged over them."""
         check_is_fitted(self, "means_")
-        if not n_samples >= 1:
-            raise ValueError(f"n_samples must be at least 1, got {n_samples!r}.")
+        require_whole(n_samples=n_samples)
         random, known, size = check_random_state(self.random_state), self._known(), self.n_features_in_
         counts = random.multinomial(n_samples, as_numpy(self.weights_) / as_numpy(self.weights_).sum())
         parts = []

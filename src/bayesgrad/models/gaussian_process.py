@@ -21,6 +21,7 @@ from bayesgrad.families import Gaussian, Parameters
 from bayesgrad.inference import Delta, Node, OutsideDomain, Pointwise, Prior, elbo, run, settle, step
 from bayesgrad.inference.expectation import Expectation
 from bayesgrad.models.arrays import as_finite, as_numpy
+from bayesgrad.models.checks import require_whole
 from bayesgrad.models.kernels import RBF, Kernel
 from bayesgrad.models.observations import QUADRATURE, Observation, named
 from bayesgrad.models.process import Induced, Sited, Tilted, expected_value, features, mode
@@ -396,6 +397,7 @@ class GaussianProcess(BaseEstimator):
 
     def sample(self, X: Any, count: int = 1, seed: int | None = None) -> Any:
         """Functions drawn from the belief, at these rows: (count, n), of several classes (count, n, C)."""
+        require_whole(count=count)
         rows, generator = self._new(X), torch.Generator().manual_seed(self.seed if seed is None else seed)
         drawn = []
         for own in self._each():

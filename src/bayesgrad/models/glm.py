@@ -24,6 +24,7 @@ from bayesgrad.inference import Delta, MonteCarlo, MultiProjected, Node, Prior, 
 from bayesgrad.inference.expectation import Expectation
 from bayesgrad.inference.factor import Factor, project
 from bayesgrad.models.arrays import as_finite, as_numpy, like
+from bayesgrad.models.checks import require_whole, warn
 from bayesgrad.models.multinomial import GivenLabels, Multinomial, quadrature
 from bayesgrad.models.observations import (
     Gaussian,
@@ -302,10 +303,9 @@ class GLM(BaseEstimator):
             )
         if not result.converged and not once:
             change = abs(result.elbos[-1] - result.elbos[-2])
-            warnings.warn(
+            warn(
                 f"max_iter = {self.max_iter} steps were not enough: the bound still moves by {change:.1g}.",
                 ConvergenceWarning,
-                stacklevel=3,
             )
         self.elbos_ = [before + bound for bound in result.elbos]
         self.elbo_, self.n_iter_ = self.elbos_[-1], result.steps
@@ -431,8 +431,7 @@ class GLM(BaseEstimator):
     def sample_posterior(self, n_samples: int = 1, random_state: int | None = None) -> tuple[Any, Any]:
         """Draws of coefficients and intercept, (n_samples, ...) of what `coef_` and `intercept_` are."""
         check_is_fitted(self, "coef_")
-        if not n_samples >= 1:
-            raise ValueError(f"n_samples must be at least 1, got {n_samples!r}.")
+        require_whole(n_samples=n_samples)
         generator = torch.Generator().manual_seed(self.random_state if random_state is None else random_state)
         outputs, features = self._outputs(), self.n_features_in_
         drawn = NORMAL.sample(self._natural, n_samples, generator).view(n_samples, outputs, -1)

@@ -18,6 +18,7 @@ from bayesgrad.inference import Factor, Linear, Node, Prior
 from bayesgrad.models import markov
 from bayesgrad.models.arrays import as_numpy
 from bayesgrad.models.chained import Chained, Sequences, log_shares, require_possible
+from bayesgrad.models.checks import require_covariance, require_whole, warn
 from bayesgrad.models.covariances import COVARIANCES, Covariance
 from bayesgrad.models.emissions import Rows, Symbols, narrowed, pseudo, widened
 from bayesgrad.models.gaussian_mixture import FAR
@@ -85,6 +86,7 @@ class HiddenMarkov(Latent):
     means_: Any
     covars_: Any
     batch_size = 1
+    _structure = ("n_states", "emissions", "method", "covariance_type")
 
     def __init__(
         self,
@@ -159,8 +161,7 @@ class HiddenMarkov(Latent):
         ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {getattr(self, name)!r}.")
-        if not (isinstance(self.n_states, (int, np.integer)) and self.n_states >= 1):
-            raise ValueError(f"n_states must be a whole number above zero, got {self.n_states!r}.")
+        require_whole(n_states=self.n_states)
         rows, lengths = given.joined(self._dims)
         rows = validate_data(self, rows, reset=reset, dtype=np.float64, ensure_all_finite="allow-nan")
         lengths = given.split(len(rows)) if lengths is None else lengths
@@ -215,8 +216,8 @@ class HiddenMarkov(Latent):
             if values.shape[1] != 1:
                 raise ValueError(f"symbols come in one column, got {values.shape[1]}.")
             wanted = self.n_symbols
-            if wanted is not None and not (isinstance(wanted, (int, np.integer)) and wanted >= 1):
-                raise ValueError(f"n_symbols must be a whole number of at least 1, got {wanted!r}.")
+            if wanted is not None:
+                require_whole(n_symbols=wanted)
             self._count = int(known.max()) + 1 if wanted is None else int(wanted)
             shown = self._shares_prior("emissionprob_prior", (K, self._count))
         else:
@@ -253,8 +254,9 @@ class HiddenMarkov(Latent):
             if spread.shape not in ((), (D,), (D, D)):
                 raise ValueError(f"covars_prior must be a number, ({D},) or ({D}, {D}), got {tuple(spread.shape)}.")
             spread = spread if spread.dim() == 2 else torch.diag(spread.expand(D))
-        if not (weight >= 0 and torch.linalg.eigvalsh(spread).min() >= -1e-12 * spread.abs().max()):
-            raise ValueError("means_weight must not be negative, and covars_prior positive semi-definite.")
+            spread = require_covariance("covars_prior", spread, D)
+        if not weight >= 0:
+            raise ValueError(f"means_weight must not be negative, got {self.means_weight!r}.")
         degrees = float(D if self.dof_prior is None else self.dof_prior)
         spread = narrowed(self._covariance, spread)
         found = self._covariance.prior(location - self._centre, weight, degrees, spread, self.n_states)
@@ -348,10 +350,9 @@ class HiddenMarkov(Latent):
             return
         distance, known = self._covariance.distance(nodes[2].natural), self._covariance.known(nodes[2].natural)
         if not distance < FAR:
-            warnings.warn(
+            warn(
                 f"rows of a state are {distance:.0e} of its deviations from the mean of X: fewer than four digits of "
-                "its covariance are left; raise covars_prior, or remove what is that far off.",
-                stacklevel=4,
+                "its covariance are left; raise covars_prior, or remove what is that far off."
             )
         if self.method == "vb":
             self._set("means_weight_", known.confidence)
@@ -403,8 +404,7 @@ class HiddenMarkov(Latent):
     def sample(self, n_samples: int = 1, random_state: Any = None) -> tuple[Any, Any]:
         """One sequence of the model, (n_samples, D), and its states; of `"vb"` at the expected parameters."""
         check_is_fitted(self, "startprob_")
-        if not n_samples >= 1:
-            raise ValueError(f"n_samples must be at least 1, got {n_samples!r}.")
+        require_whole(n_samples=n_samples)
         seed = check_random_state(self.random_state if random_state is None else random_state).randint(2**31 - 1)
         generator = torch.Generator().manual_seed(seed)
         uniform = torch.rand(n_samples, dtype=torch.float64, generator=generator)

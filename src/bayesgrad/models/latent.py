@@ -18,6 +18,7 @@ from sklearn.utils import check_random_state
 
 from bayesgrad.inference import Collapsed, Factor, Node, OutsideDomain, Result, elbo, run, step
 from bayesgrad.inference.engine import Line
+from bayesgrad.models.checks import require_whole, warn
 
 
 class Latent(BaseEstimator, ABC):
@@ -64,6 +65,7 @@ class Latent(BaseEstimator, ABC):
     decay: float
     total_samples: float | None
     _words: ClassVar[tuple[str, str]] = ("offset", "decay")
+    _structure: ClassVar[tuple[str, ...]] = ("n_components", "method")  # what a stream cannot change
     _schedule = "parallel"  # "sequential" where nodes must see each other's moves for the bound to rise
 
     # --- what a model says of itself ---
@@ -153,21 +155,18 @@ class Latent(BaseEstimator, ABC):
                 "same and numbers of very different sizes, or take fewer components."
             ) from failure
         self._nodes, result = best
+        self._begun = self._now()
         self._arrange(self._nodes)
         self._rows = len(data)
         self.elbos_, self.elbo_ = result.elbos, result.elbo
         self.n_iter_, self.converged_ = result.steps, result.converged
         self._publish(self._nodes)
         if interrupted:
-            warnings.warn(
-                f"the fit was interrupted after {result.steps} sweeps: the best parameters so far are kept.",
-                stacklevel=3,
-            )
+            warn(f"the fit was interrupted after {result.steps} sweeps: the best parameters so far are kept.")
         elif not result.converged and self.tol:
-            warnings.warn(
+            warn(
                 f"{self.max_iter} sweeps were not enough to settle within tol={self.tol:g}: take a larger max_iter.",
                 ConvergenceWarning,
-                stacklevel=3,
             )
         return self
 
@@ -182,9 +181,15 @@ class Latent(BaseEstimator, ABC):
 
     def _partial_fit(self, X: Any) -> Any:
         first = not hasattr(self, "_nodes")
+        if not first and (changed := [name for name, value in self._now().items() if value != self._begun[name]]):
+            name = changed[0]
+            raise ValueError(
+                f"{name} was {self._begun[name]!r} when learning began, and is {getattr(self, name)!r} now: set it "
+                "back, or start anew with fit or another estimator."
+            )
         data = self._read(X, reset=first)
         if first:
-            self._nodes = self._start(data, check_random_state(self.random_state))
+            self._begun, self._nodes = self._now(), self._start(data, check_random_state(self.random_state))
             self._batches, self._rows = 0, 0
         if first or hasattr(self, "converged_"):
             self.elbos_ = []
@@ -200,6 +205,9 @@ class Latent(BaseEstimator, ABC):
         self.elbo_, self.n_iter_ = bound, self._batches
         self._publish(self._nodes)
         return self
+
+    def _now(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._structure}
 
     def _sweeps(self, data: Any, nodes: list[Node]) -> Result:
         factors = [*self._priors(nodes), self._evidence(data, nodes)]
@@ -251,10 +259,7 @@ class Latent(BaseEstimator, ABC):
         return (count + offset) ** -decay
 
     def _check_numbers(self) -> None:
-        for name in ("n_init", "max_iter", "batch_size"):
-            value = getattr(self, name)
-            if not (isinstance(value, (int, np.integer)) and value >= 1):
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
+        require_whole(n_init=self.n_init, max_iter=self.max_iter, batch_size=self.batch_size)
         if not (isinstance(self.tol, Real) and self.tol >= 0):
             raise ValueError(f"tol must be a number of at least 0, got {self.tol!r}.")
         (first, offset), (second, decay) = ((name, getattr(self, name)) for name in self._words)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch import Tensor
 from bayesgrad.families import Dirichlet
 from bayesgrad.inference import Factor, Node, Prior
 from bayesgrad.models.arrays import as_numpy, like
+from bayesgrad.models.checks import require_one_of, require_whole, warn
 from bayesgrad.models.documents import Counts, Documents
 from bayesgrad.models.latent import Latent
 
@@ -84,6 +85,7 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
     n_features_in_: int
     doc_topic_prior_: float
     topic_word_prior_: float
+    _structure = ("n_components",)
     _words: ClassVar[tuple[str, str]] = ("learning_offset", "learning_decay")
 
     def __init__(
@@ -134,17 +136,13 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         return counts
 
     def _check_settings(self) -> None:
-        if not (isinstance(self.n_components, (int, np.integer)) and self.n_components >= 1):
-            raise ValueError(f"n_components must be a whole number of at least 1, got {self.n_components!r}.")
-        if self.method not in METHODS:
-            raise ValueError(f"method must be 'svi' or 'batch', got {self.method!r}.")
-        if not self.max_doc_update_iter >= 1:
-            raise ValueError(f"max_doc_update_iter must be at least 1, got {self.max_doc_update_iter!r}.")
+        require_one_of(self, method=METHODS)
+        require_whole(n_components=self.n_components, max_doc_update_iter=self.max_doc_update_iter)
         if not self.mean_change_tol >= 0:
             raise ValueError(f"mean_change_tol must not be negative, got {self.mean_change_tol!r}.")
         for name in ("doc_topic_prior", "topic_word_prior"):
             value = self._prior(name)
-            if not 0 < value < math.inf:
+            if not (isinstance(value, Real) and 0 < value < math.inf):
                 raise ValueError(f"{name} must be a positive number, got {value!r}.")
 
     def _prior(self, name: str) -> float:
@@ -172,7 +170,7 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
             raise ValueError("X holds no words: every count is zero.")
         if len(empty):
             few = f"{len(empty)} of {count} documents have no words, the first in row {empty[0]}"
-            warnings.warn(f"{few}: their shares are the prior's, and they say nothing of the topics.", stacklevel=4)
+            warn(f"{few}: their shares are the prior's, and they say nothing of the topics.")
         return Counts(matrix, X.device if isinstance(X, Tensor) else None)
 
     def _start(self, data: Counts, random: np.random.RandomState) -> list[Node]:
@@ -277,9 +275,7 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
             length: words in each.
         """
         check_is_fitted(self, "components_")
-        for name, value in (("n_samples", n_samples), ("length", length)):
-            if not value >= 1:
-                raise ValueError(f"{name} must be at least 1, got {value!r}.")
+        require_whole(n_samples=n_samples, length=length)
         random = check_random_state(self.random_state if random_state is None else random_state)
         generator = torch.Generator().manual_seed(int(random.randint(2**31 - 1)))
         alpha = torch.full((self.n_components,), self.doc_topic_prior_, dtype=torch.float64)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributions import Distribution
@@ -17,6 +16,7 @@ from bayesgrad.families.gaussian import LOG_2PI
 from bayesgrad.inference import Node, Pointwise, settle
 from bayesgrad.inference.expectation import Expectation, Moments
 from bayesgrad.models import dynamics, kalman
+from bayesgrad.models.checks import require_covariance, require_matrix, require_whole
 from bayesgrad.models.kalman import Beliefs, Chain
 from bayesgrad.models.observations import QUADRATURE, Observation, named
 
@@ -87,7 +87,7 @@ class LinearStateSpace:
         steps: int = 100,
         tolerance: float = 1e-10,
     ) -> None:
-        F, H = _matrix("transition", transition), _matrix("observation", observation)
+        F, H = require_matrix("transition", transition), require_matrix("observation", observation)
         size = len(F)
         if F.shape != (size, size):
             raise ValueError(f"transition must be square, got shape {tuple(F.shape)}.")
@@ -96,15 +96,15 @@ class LinearStateSpace:
         mean = torch.zeros(size).to(F) if initial_mean is None else torch.as_tensor(initial_mean).to(F)
         if mean.shape != (size,) or not torch.isfinite(mean).all():
             raise ValueError(f"initial_mean must be {size} finite numbers, got {initial_mean!r}.")
-        Q = _covariance("process_noise", process_noise, size)
+        Q = require_covariance("process_noise", process_noise, size)
         P = torch.eye(size).to(F) if initial_covariance is None else initial_covariance
-        self.chain = Chain(F, Q, mean, _covariance("initial_covariance", P, size))
+        self.chain = Chain(F, Q, mean, require_covariance("initial_covariance", P, size))
         self.observation, self.likelihood = H, likelihood
         self.observation_noise: Tensor | None = None
         if likelihood == "gaussian":
             if observation_noise is None:
                 raise ValueError("observation_noise must be given for likelihood='gaussian'.")
-            self.observation_noise = _covariance("observation_noise", observation_noise, len(H), definite=True)
+            self.observation_noise = require_covariance("observation_noise", observation_noise, len(H), definite=True)
         elif observation_noise is not None:
             raise ValueError(f"observation_noise is for likelihood='gaussian', got likelihood={likelihood!r}.")
         self._sees = named(likelihood)
@@ -183,11 +183,14 @@ class LinearStateSpace:
     def score(self, y: Any) -> float:
         """The log-likelihood (or bound) for each number that was observed."""
         rows = _Rows(y, len(self.observation))
+        if rows.values.isnan().all():
+            raise ValueError("y holds NaN only: there is nothing to score.")
         total = self._observed(rows.values).log_likelihood.sum()
         return float(total / (~rows.values.isnan()).sum())
 
     def sample(self, y: Any, count: int = 1, seed: int = 0) -> Any:
         """Whole paths of the states given all observations, (count, T, D) or (count, sequences, T, D)."""
+        require_whole(count=count)
         rows = _Rows(y, len(self.observation))
         belief = self._observed(rows.values)
         noise = _noise((len(rows.values), count, *belief.filtered.mean.shape[1:]), belief.filtered.mean, seed)
@@ -195,8 +198,7 @@ class LinearStateSpace:
 
     def simulate(self, length: int, count: int = 1, seed: int = 0) -> tuple[Tensor, Tensor]:
         """Paths (count, T, D) of the model itself, and observations (count, T, K) of them."""
-        if not length >= 1:
-            raise ValueError(f"length must be at least 1, got {length!r}.")
+        require_whole(length=length, count=count)
         noise = _noise((length, count, len(self.chain.mean)), self.chain.mean, seed)
         states = kalman.simulated(self.chain, noise).transpose(0, 1)
         clean, generator = states @ self.observation.mT, torch.Generator().manual_seed(seed + 1)
@@ -427,24 +429,3 @@ def _rows(y: Any, parts: int) -> Tensor:
 
 def _noise(shape: tuple[int, ...], like: Tensor, seed: int) -> Tensor:
     return torch.randn(shape, dtype=like.dtype, generator=torch.Generator().manual_seed(seed)).to(like.device)
-
-
-def _matrix(name: str, value: Any) -> Tensor:
-    matrix = value.double() if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value, dtype=np.float64))
-    if matrix.dim() != 2 or not torch.isfinite(matrix).all():
-        raise ValueError(f"{name} must be a matrix of finite numbers, got shape {tuple(matrix.shape)}.")
-    return matrix
-
-
-def _covariance(name: str, value: Any, size: int, *, definite: bool = False) -> Tensor:
-    matrix = _matrix(name, value)
-    if matrix.shape != (size, size) or not torch.allclose(matrix, matrix.mT, rtol=1e-8, atol=0):
-        raise ValueError(f"{name} must be a symmetric matrix of shape {(size, size)}, got shape {tuple(matrix.shape)}.")
-    matrix = (matrix + matrix.mT) / 2
-    least = float(torch.linalg.eigvalsh(matrix.detach())[0])
-    tiny = 1e-14 * float(matrix.detach().abs().max())
-    if least <= tiny and definite:
-        raise ValueError(f"{name} must be positive definite, got a least eigenvalue of {least:g}.")
-    if least < -tiny:
-        raise ValueError(f"{name} must be positive semi-definite, got a least eigenvalue of {least:g}.")
-    return matrix
