@@ -221,6 +221,7 @@ def test_bounds_are_scikit_learns_where_both_are_exact() -> None:
 
 def test_a_whole_step_of_a_stream_is_a_sweep() -> None:
     X, settings = corpus(), dict(method="batch", random_state=0, doc_topic_prior=ALPHA, topic_word_prior=ETA)
+    settings["mean_change_tol"] = 0
     stream = LatentDirichlet(3, learning_offset=0.0, learning_decay=1.0, **settings).partial_fit(X)
     sweep = LatentDirichlet(3, max_iter=1, tol=0, **settings).fit(X)
     assert np.array_equal(stream.components_, sweep.components_)
@@ -255,3 +256,27 @@ def test_extreme_priors(prior: float) -> None:
     assert np.isfinite(model.elbos_).all()
     assert (np.diff(model.elbos_) > -1e-9 * abs(model.elbo_)).all()
     assert np.isclose(model.components_.sum() - prior * model.components_.size, X.sum(), rtol=1e-6)
+
+
+def test_sweeps_take_few_turns_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The n-th look takes 3n turns (before the seventh nothing jumps ahead), unless all turns are asked for; so do
+    sweeps, and neither streams nor what is said of documents."""
+    X, topics = corpus(), np.random.default_rng(1).gamma(2.0, 1.0, (3, 15))
+    start = torch.ones(len(X), 3, dtype=torch.float64)
+    early = Documents(node(topics), kept(X), ALPHA, start, tolerance=1e-300, rising=True)
+    for turns in (3, 6):
+        early.look()
+        early.known = False  # none keeps what it had
+        assert_close(early.shares.numpy(), transcribed(X, topics, start.numpy(), turns)[2], rtol=1e-12, atol=0)
+    patient = Documents(node(topics), kept(X), ALPHA, start, turns=20, tolerance=0, rising=True)
+    patient.look()
+    assert_close(patient.shares.numpy(), transcribed(X, topics, start.numpy(), 20)[2], rtol=1e-12, atol=0)
+
+    seen, read = [], LatentDirichlet._documents
+    monkeypatch.setattr(LatentDirichlet, "_documents", lambda *given: seen.append(read(*given)) or seen[-1])
+    model = LatentDirichlet(2, method="batch", max_iter=5, tol=0, random_state=0).fit(X)
+    model.partial_fit(X)
+    model.transform(X)
+    LatentDirichlet(2, batch_size=6, max_iter=1, tol=0, random_state=0).fit(X)
+    assert [factor.rising for factor in seen] == [True, False, False, False, False, False]
+    assert seen[0].looks == 6

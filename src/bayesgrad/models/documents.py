@@ -18,6 +18,7 @@ from bayesgrad.inference import Collapsed, Node
 CHUNK = 1 << 19  # numbers of one array that is gone through again and again: it should stay in the cache
 DENSE = 0.2  # the part of counts that are not zero from which on they are treated as if none was
 EVERY = 3  # turns after which documents are looked at
+RAMP = 3  # turns that the first look takes, of which the n-th takes n times as many
 ROUNDS = (24, 48, 96, 192, 384)  # turns after which those that are left make up new chunks
 TINY = torch.finfo(torch.float64).tiny
 LOWEST = -350.0  # of logarithms: the product of two weights is still no zero
@@ -71,7 +72,8 @@ class Documents(Collapsed):
         - \log\phi_{dwk}\right) - KL(\mathrm{Dir}(\gamma_d), \mathrm{Dir}(\alpha))
 
     over the shares' concentrations gamma and the topics φ of words, which are brought to their best in turns. They are
-    so from the same start in each look: going on from the last one saves turns, and ends in worse maxima. A document
+    so from the same start in each look: going on from the last one saves turns, and ends in worse maxima. So does
+    going on until documents settle while topics are still vague: sweeps take few turns at first (`rising`). A document
     for which that gives less than its shares of the last look would keeps the latter, so that sweeps never lower the
     bound, wherever a search ends. Words count in their order: there are no multinomial coefficients.
 
@@ -85,6 +87,7 @@ class Documents(Collapsed):
         start: gamma before the turns, (D, K).
         turns: at most.
         tolerance: a mean change of gamma_d that ends the turns of a document; 0 takes all, and no jumps.
+        rising: whether the n-th look takes 3n turns at most.
 
     Attributes:
         shares: gamma of the last look, (D, K).
@@ -103,10 +106,12 @@ class Documents(Collapsed):
         *,
         turns: int = 100,
         tolerance: float = 1e-3,
+        rising: bool = False,
         scale: float = 1.0,
     ) -> None:
         super().__init__(topics, scale=scale)
         self.prior, self.turns, self.tolerance = prior, turns, tolerance
+        self.rising, self.looks = rising, 0
         self.start = start.to(topics.natural[0])
         self.shares, self.known = torch.empty_like(self.start), False
         self.bounds = self.start.new_zeros(len(start))
@@ -129,10 +134,13 @@ class Documents(Collapsed):
         (topics,) = self.nodes
         table, heights = self._table()
         gamma, sums = self.start.clone(), torch.zeros_like(table)
-        rows, begin = self.order, 0
-        for end in [*[end for end in ROUNDS if end < self.turns and self.tolerance], self.turns]:
+        rows, begin, turns = self.order, 0, self.turns
+        self.looks += 1
+        if self.rising and self.tolerance:
+            turns = min(turns, RAMP * self.looks)
+        for end in [*[end for end in ROUNDS if end < turns and self.tolerance], turns]:
             rows = torch.cat(
-                [self._turns(table, gamma, part, range(begin + 1, end + 1)) for part in self._chunks(rows)]
+                [self._turns(table, gamma, part, range(begin + 1, end + 1), turns) for part in self._chunks(rows)]
             )
             if not len(rows):
                 break
@@ -145,7 +153,7 @@ class Documents(Collapsed):
             found = torch.zeros_like(topics.natural[0]).index_copy_(1, self.present, found)
         return self.bounds.sum(), {topics: (found,)}
 
-    def _turns(self, table: Tensor, all_gamma: Tensor, rows: Tensor, turns: range) -> Tensor:
+    def _turns(self, table: Tensor, all_gamma: Tensor, rows: Tensor, turns: range, last: int) -> Tensor:
         """Takes turns with a chunk of documents, and gives the rows of those that have not settled."""
         words, counts = self._padded(rows)  # (D, L), (D, 1, L)
         near = _near(table, words)
@@ -166,7 +174,7 @@ class Documents(Collapsed):
                 all_gamma[rows[done]] = gamma[done]
                 if not len(left):
                     return left
-            if 2 * EVERY <= turn < self.turns:
+            if 2 * EVERY <= turn < last:
                 gamma = _ahead(gamma, change, before - older).clamp_(min=self.prior)
             if len(left) < 0.75 * len(rows):
                 rows, counts, gamma, before, moving = (part[left] for part in (rows, counts, gamma, before, moving))

@@ -86,6 +86,10 @@ class Latent(BaseEstimator, ABC):
     def _evidence(self, data: Any, nodes: Sequence[Node], scale: float = 1.0) -> Collapsed:
         """The factor of the data."""
 
+    def _repeated(self, data: Any, nodes: Sequence[Node]) -> Collapsed:
+        """The factor of all data in sweeps, which look at it again and again."""
+        return self._evidence(data, nodes)
+
     @abstractmethod
     def _publish(self, nodes: Sequence[Node]) -> None:
         """Sets the attributes that people read."""
@@ -210,7 +214,7 @@ class Latent(BaseEstimator, ABC):
         return {name: getattr(self, name) for name in self._structure}
 
     def _sweeps(self, data: Any, nodes: list[Node]) -> Result:
-        factors = [*self._priors(nodes), self._evidence(data, nodes)]
+        factors = [*self._priors(nodes), self._repeated(data, nodes)]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=r".*(were not enough: the bound|interrupted in step)")
             return run(
@@ -229,16 +233,17 @@ class Latent(BaseEstimator, ABC):
         """Passes over batches; the bound of all data is looked at after each, with tol=0 only after the last."""
         priors, whole = self._priors(nodes), self._evidence(data, nodes)
         elbos = [float(elbo(nodes, [*priors, whole]))] if self.tol else []
-        shown, count, taken, stopped, settled = Line(self.progress, self.max_iter), 0, 0, False, False
+        shown, taken, stopped, settled = Line(self.progress, self.max_iter), 0, False, False
+        self._batches = 0  # where `partial_fit` goes on from
         before = [node.natural for node in nodes]
         try:
             while taken < self.max_iter and not settled:
                 order = random.permutation(len(data))
                 for rows in np.array_split(order, max(1, round(len(data) / self.batch_size))):
                     before = [node.natural for node in nodes]
-                    count += 1
+                    self._batches += 1
                     factors = [*priors, self._evidence(data[rows], nodes, len(data) / len(rows))]
-                    step(nodes, factors, self._rho(count), schedule=self._schedule)
+                    step(nodes, factors, self._rho(self._batches), schedule=self._schedule)
                 taken += 1
                 if self.tol:
                     elbos.append(float(elbo(nodes, [*priors, whole])))
@@ -249,7 +254,6 @@ class Latent(BaseEstimator, ABC):
             for node, natural in zip(nodes, before):
                 node.natural = natural  # none of a batch of which all nodes have not heard
         shown.end()
-        self._batches = count  # where `partial_fit` goes on from
         if stopped or not self.tol:
             elbos.append(float(elbo(nodes, [*priors, whole])))
         return Result(elbos, settled, stopped, taken)

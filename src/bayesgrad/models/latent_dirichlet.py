@@ -48,7 +48,8 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         batch_size: documents that `"svi"` takes at a time.
         total_samples: documents in all, of `partial_fit`; None: those seen so far.
         max_doc_update_iter: turns between a document's shares and its words' topics, at most.
-        mean_change_tol: a mean change of a document's concentrations that ends them; 0 takes all.
+            The n-th sweep of `"batch"` takes 3n at most.
+        mean_change_tol: a mean change of a document's concentrations that ends them; 0 takes all, always.
         max_iter: passes or sweeps, at most.
         tol: a change of the bound, for each word, that ends them; 0 takes all, and `"svi"` then looks at the bound at
             the end only.
@@ -77,7 +78,8 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
     Reference: 002, section 5.3; Blei, Ng and Jordan, 2003; Hoffman, Blei and Bach, 2010.
     Differs from scikit-learn: `"svi"` shuffles; `score` and `perplexity` are of documents given what is known of the
     topics, so that the topics' divergence from their prior, a cost of the data they were learned from, is no part of
-    them; in `"batch"` documents start with even shares, and keep those of the last sweep where they were better.
+    them; in `"batch"` documents start with even shares, keep those of the last sweep where they were better, and take
+    few turns in the first sweeps.
     Checked by: tests/equations/test_latent_dirichlet.py, tests/contract/test_latent_dirichlet.py.
     """
 
@@ -188,6 +190,11 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         shape = len(data), self.n_components
         drawn = self._random.gamma(100.0, 0.01, shape) if self.method == "svi" else np.ones(shape)
         return self._documents(data, nodes[0], torch.as_tensor(drawn), scale)
+
+    def _repeated(self, data: Counts, nodes: Sequence[Node]) -> Documents:
+        factor = self._evidence(data, nodes)
+        factor.rising = True
+        return factor
 
     def _documents(self, data: Counts, topics: Node, start: Tensor, scale: float = 1.0) -> Documents:
         turns, tolerance, prior = self.max_doc_update_iter, self.mean_change_tol, self._prior("doc_topic_prior")
