@@ -9,12 +9,11 @@ chosen on validation likelihood; the test set is read once, at the end.
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import sys
-from pathlib import Path
 
+import page
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
@@ -108,38 +107,33 @@ def posterior_table(seeds: int, epochs: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = page.options(__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=100)
-    parser.add_argument("--write", type=Path, help="a Markdown file to write the tables to")
     arguments = parser.parse_args()
-    text = "\n".join(
-        [
-            "# What AdaBayes believes",
-            "",
-            "`python benchmarks/belief.py`",
-            "",
-            "## The variance follows the learning rate",
-            "",
-            "sigma_post^2 relative to its value before lr fell from 1e-3 to 1e-4 (sgd_lr 0.1, batch size 128, the same",
-            "gradient in every step). It belongs at 0.1: `follow_lr=True` is there at once, the paper's filter relaxes",
-            "at a rate of 2 lr rms + lr^2/sigma^2 per step, which for weak gradients takes longer than most schedules.",
-            "",
-            *follow_table(),
-            "",
-            "## What samples are worth",
-            "",
-            f"An MLP (64-100-10) on scikit-learn's digits, {arguments.epochs} epochs of 1000 examples, 350 examples",
-            f"for validation, 447 for testing; mean and standard error over {arguments.seeds} seeds; 32 samples.",
-            "",
-            *posterior_table(arguments.seeds, arguments.epochs),
-            "",
-            "A first run of 20 epochs gave the same order: NLL 0.1797 (mean), 0.1972 (scale 1), 0.1797 (tuned).",
-        ]
-    )
-    print(text)
-    if arguments.write:
-        arguments.write.write_text(text + "\n")
+    lines = [
+        "# What AdaBayes believes",
+        "",
+        "`python benchmarks/belief.py`",
+        "",
+        "## The variance follows the learning rate",
+        "",
+        "sigma_post^2 relative to its value before lr fell from 1e-3 to 1e-4 (sgd_lr 0.1, batch size 128, the same",
+        "gradient in every step). It belongs at 0.1: `follow_lr=True` is there at once, the paper's filter relaxes",
+        "at a rate of 2 lr rms + lr^2/sigma^2 per step, which for weak gradients takes longer than most schedules.",
+        "",
+        *follow_table(),
+        "",
+        "## What samples are worth",
+        "",
+        f"An MLP (64-100-10) on scikit-learn's digits, {arguments.epochs} epochs of 1000 examples, 350 examples",
+        f"for validation, 447 for testing; mean and standard error over {arguments.seeds} seeds; 32 samples.",
+        "",
+        *posterior_table(arguments.seeds, arguments.epochs),
+        "",
+        "A first run of 20 epochs gave the same order: NLL 0.1797 (mean), 0.1972 (scale 1), 0.1797 (tuned).",
+    ]
+    page.publish(lines, arguments.write)
 
 
 if __name__ == "__main__":

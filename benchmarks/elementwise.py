@@ -8,9 +8,7 @@ medians. Keep the machine idle while it runs.
 
 from __future__ import annotations
 
-import argparse
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -19,6 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import page
 import torch
 
 from bayesgrad.optim import AdaBayes, AdaBayesFP, AdaBound, AMSBound
@@ -75,6 +74,16 @@ def measure(
     }
 
 
+def table(results: dict[str, dict[str, float]]) -> list[str]:
+    """Ratios to AdamW's."""
+    reference = results["torch AdamW(fused=True)"]
+    lines = ["| optimizer | time of a step | state memory |", "|---|---|---|"]
+    for name, result in results.items():
+        time_ratio = result["median"] / reference["median"]
+        lines.append(f"| {name} | {time_ratio:.2f} | {result['bytes'] / reference['bytes']:.2f} |")
+    return [*lines, ""]
+
+
 def compile_seconds(name: str) -> float:
     """The first step in a fresh process with an empty compilation cache, less a second step."""
     code = (
@@ -93,36 +102,25 @@ def compile_seconds(name: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = page.options(__doc__, rounds=200)
     parser.add_argument("--seconds", type=float, default=6.0, help="of warming up before each case")
-    parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--write", type=Path, help="a Markdown file to write the tables to")
     arguments = parser.parse_args()
 
-    setting = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}, float32"
     lines = [
         "# The cost of a step",
         "",
-        f"`python benchmarks/elementwise.py`: medians of {arguments.rounds} interleaved steps, {setting}.",
+        f"`python benchmarks/elementwise.py`: medians of {arguments.rounds} interleaved steps, {page.setting()}.",
         "Ratios to `torch.optim.AdamW(fused=True)`.",
         "",
     ]
     for case, shapes in CASES.items():
         print(case, file=sys.stderr)
         results = measure(shapes, arguments.seconds, arguments.rounds)
-        reference = results["torch AdamW(fused=True)"]
-        lines += [f"## {case}", "", "| optimizer | time of a step | state memory |", "|---|---|---|"]
-        for name, result in results.items():
-            time_ratio = result["median"] / reference["median"]
-            lines.append(f"| {name} | {time_ratio:.2f} | {result['bytes'] / reference['bytes']:.2f} |")
-        lines.append("")
+        lines += [f"## {case}", "", *table(results)]
     lines += ["## First step", "", "Seconds of compilation, fresh process, empty cache.", ""]
     lines += ["| optimizer | seconds |", "|---|---|"]
     lines += [f"| {name} | {compile_seconds(name):.1f} |" for name in ("AdaBayes", "AdaBayesFP", "AdaBound")]
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if arguments.write:
-        arguments.write.write_text(text)
+    page.publish(lines, arguments.write)
 
 
 if __name__ == "__main__":

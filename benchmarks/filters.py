@@ -9,17 +9,15 @@ else; `its eigendecompositions` are those of all factors, once in a hundred step
 
 from __future__ import annotations
 
-import argparse
-import platform
 import statistics
 import sys
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import elementwise
 import layerwise
+import page
 import torch
 
 from bayesgrad.optim import AdaBayes, KalmanMomentum, KroneckerFilter, KroneckerFilterFP
@@ -78,28 +76,20 @@ WHOLE: dict[str, Callable] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = page.options(__doc__, rounds=200)
     parser.add_argument("--seconds", type=float, default=6.0, help="of warming up before each case of steps alone")
     parser.add_argument("--warm", type=int, default=420, help="training steps of each before the clock starts")
-    parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--peers", action="store_true", help="also other packages' second-order optimizers")
-    parser.add_argument("--write", type=Path, help="a Markdown file to write the tables to")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
 
-    setting = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}, float32"
     command = "python benchmarks/filters.py" + " --peers" * arguments.peers
-    lines = ["# The cost of filters", "", f"`{command}`, {setting}.", ""]
+    lines = ["# The cost of filters", "", f"`{command}`, {page.setting()}.", ""]
     for case, shapes in elementwise.CASES.items():
         print(case, file=sys.stderr)
         results = elementwise.measure(shapes, arguments.seconds, arguments.rounds, ALONE)
-        reference = results["torch AdamW(fused=True)"]
         lines += [f"## {case}: steps alone, medians of {arguments.rounds}, ratios to AdamW", ""]
-        lines += ["| optimizer | time of a step | state memory |", "|---|---|---|"]
-        for name, result in results.items():
-            time_ratio = result["median"] / reference["median"]
-            lines.append(f"| {name} | {time_ratio:.2f} | {result['bytes'] / reference['bytes']:.2f} |")
-        lines.append("")
+        lines += elementwise.table(results)
     lines += [
         f"## 784-1000-1000-1000-10, batch 100: whole steps, {arguments.rounds} in turns of {layerwise.TURN}, "
         "ratios to SGD",
@@ -114,15 +104,10 @@ def main() -> None:
     for makers, warm, rounds in tables:
         times = layerwise.measure(makers, warm, rounds)
         base = times.pop("SGD(fused=True)")
-        for name, own in times.items():
-            mean = statistics.mean(own) / statistics.mean(base)
-            lines.append(f"| {name} | {mean:.2f} | {statistics.median(own) / statistics.median(base):.2f} |")
+        lines += [layerwise.row(name, own, base) for name, own in times.items()]
         if makers is WHOLE:
             lines.append(f"| its eigendecompositions alone | {decompositions() / 100 / statistics.mean(base):.2f} | |")
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if arguments.write:
-        arguments.write.write_text(text)
+    page.publish(lines, arguments.write)
 
 
 if __name__ == "__main__":

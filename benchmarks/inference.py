@@ -8,7 +8,6 @@ names of parts: stream, logistic, models, mixture, topics, markov, factors.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import resource
@@ -30,6 +29,7 @@ import inference_mixture
 import inference_models
 import inference_topics
 import numpy as np
+import page
 import scipy.io
 import torch
 
@@ -181,11 +181,9 @@ def part(name: str, rounds: int, folder: str) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = page.options(__doc__, rounds=3)
     parser.add_argument("--data-dir", type=Path, default=os.environ.get("BAYESGRAD_DATA"), help="or BAYESGRAD_DATA")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", metavar="PART", help="not all parts")
-    parser.add_argument("--write", type=Path, help="a Markdown file to write the tables to")
     arguments = parser.parse_args()
     if arguments.data_dir is None:
         parser.error("--data-dir is needed: a folder that holds classification/a1a.mat and lda/ap")
@@ -198,18 +196,14 @@ def main() -> None:
         # A process for each, so that peaks of memory are its own.
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
             found += ["", *alone.submit(part, name, arguments.rounds, str(arguments.data_dir)).result()]
-    text = "\n".join(
-        [
-            "# The inference engine beside its peers",
-            "",
-            "`python benchmarks/inference.py --data-dir DIR`; one thread each, medians over rounds in which the",
-            "competitors take turns, compilation not counted.",
-            *found,
-        ]
-    )
-    print(text)
-    if arguments.write:
-        arguments.write.write_text(text + "\n")
+    lines = [
+        "# The inference engine beside its peers",
+        "",
+        "`python benchmarks/inference.py --data-dir DIR`; one thread each, medians over rounds in which the",
+        "competitors take turns, compilation not counted.",
+        *found,
+    ]
+    page.publish(lines, arguments.write)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ Run: python benchmarks/inference_factors.py [--rounds 3]
 
 from __future__ import annotations
 
-import argparse
 import os
 import resource
 import statistics
@@ -17,6 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from typing import Any
 
 import numpy as np
+import page
 from sklearn.datasets import load_digits
 from sklearn.decomposition import FactorAnalysis as Peer
 
@@ -127,9 +127,8 @@ def section(rounds: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    print("\n".join(section(parser.parse_args().rounds)))
+    arguments = page.options(__doc__, rounds=3).parse_args()
+    page.publish(section(arguments.rounds), arguments.write)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ summing: "log", its default, and "scaling", which is faster and underflows where
 
 from __future__ import annotations
 
-import argparse
 import logging
 import statistics
 import time
@@ -17,6 +16,7 @@ import warnings
 from typing import Any
 
 import numpy as np
+import page
 import torch
 
 from bayesgrad.models import HiddenMarkov
@@ -114,9 +114,8 @@ def section(rounds: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    print("\n".join(section(parser.parse_args().rounds)))
+    arguments = page.options(__doc__, rounds=5).parse_args()
+    page.publish(section(arguments.rounds), arguments.write)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ competitors take turns. The time of a sweep is what more of them take: the start
 
 from __future__ import annotations
 
-import argparse
 import os
 import resource
 import statistics
@@ -22,6 +21,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
+import page
 import torch
 from sklearn.datasets import load_iris
 from sklearn.mixture import BayesianGaussianMixture
@@ -125,9 +125,8 @@ def section(rounds: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    print("\n".join(section(parser.parse_args().rounds)))
+    arguments = page.options(__doc__, rounds=5).parse_args()
+    page.publish(section(arguments.rounds), arguments.write)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ it.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -17,6 +16,7 @@ import warnings
 from collections.abc import Callable
 
 import numpy as np
+import page
 import torch
 
 from bayesgrad.models import GaussianProcess, LinearStateSpace, kernels
@@ -134,12 +134,11 @@ def section(rounds: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = page.options(__doc__, rounds=5)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    print("\n".join(section(arguments.rounds)))
+    page.publish(section(arguments.rounds), arguments.write)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ over rounds in which the competitors take turns. The bound is ours, on documents
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
@@ -20,6 +19,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
+import page
 import torch
 
 from bayesgrad.experiments.corpora import associated_press
@@ -84,12 +84,11 @@ def _measured(function: Callable[[], np.ndarray]) -> tuple[float, np.ndarray]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = page.options(__doc__, rounds=3)
     parser.add_argument("--data-dir", help="where lda/ap is; else $BAYESGRAD_DATA")
-    parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print("\n".join(section(options.rounds, options.data_dir)))
+    page.publish(section(options.rounds, options.data_dir), options.write)
 
 
 if __name__ == "__main__":

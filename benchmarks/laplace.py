@@ -11,8 +11,6 @@ than `--limit` seconds and 8 GiB; the low-rank one needs asdfghjkl from its repo
 
 from __future__ import annotations
 
-import argparse
-import platform
 import resource
 import subprocess
 import sys
@@ -142,17 +140,17 @@ def beside(limit: float) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    import page  # not above: its other processes go without this folder, which would hide laplace-torch
+
+    parser = page.options(__doc__)
     parser.add_argument("--peers", action="store_true", help="also laplace-torch's low-rank structure")
     parser.add_argument("--limit", type=float, default=300, help="seconds for each size beside the peer")
     parser.add_argument(
         "--variance", action="store_true", help="also the variance of every weight, which takes longest"
     )
-    parser.add_argument("--write", type=Path, help="a Markdown file to write the tables to")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
 
-    setting = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}, float32"
     rows = large(arguments.variance)
     seconds = {what: taken for what, taken, _ in rows}
     one, many = seconds["one draw, with Gram matrix and factor"], seconds["100 draws"]
@@ -161,8 +159,8 @@ def main() -> None:
         "# Draws from a full covariance",
         "",
         "`python benchmarks/laplace.py --peers --variance`: 784-1000-1000-1000-10, "
-        f"{weights:,} weights, {POINTS:,} Fisher points with drawn labels, {setting}. The covariance, written down, "
-        f"would take {4 * weights**2 / 1e12:.0f} TB.",
+        f"{weights:,} weights, {POINTS:,} Fisher points with drawn labels, {page.setting()}. The covariance, "
+        f"written down, would take {4 * weights**2 / 1e12:.0f} TB.",
         "",
         "| | seconds | peak memory of the process, MiB |",
         "|---|---|---|",
@@ -183,10 +181,7 @@ def main() -> None:
             "|---|---|---|---|---|",
             *beside(arguments.limit),
         ]
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if arguments.write:
-        arguments.write.write_text(text)
+    page.publish(lines, arguments.write)
 
 
 if __name__ == "__main__":

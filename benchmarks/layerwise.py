@@ -10,8 +10,6 @@ Keep the machine idle meanwhile.
 
 from __future__ import annotations
 
-import argparse
-import platform
 import statistics
 import subprocess
 import sys
@@ -21,6 +19,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
+import page
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -111,15 +110,15 @@ def peers() -> dict[str, Callable]:
 
         found["Shampoo (pytorch_optimizer)"] = lambda m: other.Shampoo(m.parameters(), lr=1e-4)
         found["SOAP (pytorch_optimizer)"] = lambda m: other.SOAP(m.parameters(), lr=1e-4)
-    except ImportError:
-        pass
+    except ImportError as error:
+        print(f"  no Shampoo and no SOAP (pytorch_optimizer): {error}", file=sys.stderr)
     try:
         from singd.optim.optimizer import SINGD
 
         found["SINGD"] = lambda m: SINGD(m, lr=1e-4, T=1, loss_average="batch")
         found["SINGD(T=10)"] = lambda m: SINGD(m, lr=1e-4, T=10, loss_average="batch")
-    except ImportError:
-        pass
+    except ImportError as error:
+        print(f"  no SINGD: {error}", file=sys.stderr)
 
     class Pair:
         """Muon for matrices, SGD for biases."""
@@ -182,6 +181,12 @@ def measure(makers: dict[str, Callable], warm: int, rounds: int) -> dict[str, li
     return times
 
 
+def row(name: str, own: list[float], base: list[float]) -> str:
+    """The ratios of means and medians."""
+    mean = statistics.mean(own) / statistics.mean(base)
+    return f"| {name} | {mean:.2f} | {statistics.median(own) / statistics.median(base):.2f} |"
+
+
 def fisher(kind: str, points: int = 1000) -> tuple[float, float]:
     """Seconds and extra peak memory (MiB) of a pass or of a Fisher solve, in this process."""
     model, x = network(), torch.rand(points, 784)
@@ -218,32 +223,24 @@ def memory() -> dict[str, tuple[float, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = page.options(__doc__, rounds=200)
     parser.add_argument("--warm", type=int, default=420, help="steps of each optimizer before the clock starts")
-    parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--peers", action="store_true", help="also other packages' second-order optimizers")
-    parser.add_argument("--write", type=Path, help="a Markdown file to write the tables to")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
 
-    setting = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}, float32"
     times = measure(OURS, arguments.warm, arguments.rounds)
     reference = times["SGD(fused=True)"]
     lines = [
         "# The cost of a step that looks at layers",
         "",
-        f"`python benchmarks/layerwise.py --peers`: 784-1000-1000-1000-10, batch 100, whole steps, {setting}.",
+        f"`python benchmarks/layerwise.py --peers`: 784-1000-1000-1000-10, batch 100, whole steps, {page.setting()}.",
         f"Ratios to SGD's of means and medians of {arguments.rounds} steps, taken in turns of {TURN}; inversions "
         f"and refreshes are included. FOOF's products is the floor: E'(A P) for a given P, and nothing else.",
         "",
         "| optimizer | mean | median |",
         "|---|---|---|",
     ]
-
-    def row(name: str, own: list[float], base: list[float]) -> str:
-        mean = statistics.mean(own) / statistics.mean(base)
-        return f"| {name} | {mean:.2f} | {statistics.median(own) / statistics.median(base):.2f} |"
-
     lines += [row(name, own, reference) for name, own in times.items()]
     if arguments.peers:
         muon = peers()
@@ -262,10 +259,7 @@ def main() -> None:
         f"{found['solve'][0]:.1f} s and {ratio:.1f} times the extra peak memory of one forward and backward pass",
         f"on these points ({found['solve'][1]:.0f} MiB and {found['pass'][1]:.0f} MiB).",
     ]
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if arguments.write:
-        arguments.write.write_text(text)
+    page.publish(lines, arguments.write)
 
 
 if __name__ == "__main__":

@@ -8,16 +8,14 @@ figures are ratios of medians over rounds. Keep the machine idle meanwhile.
 
 from __future__ import annotations
 
-import argparse
-import platform
 import statistics
 import sys
 import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 
+import page
 import torch
 from layerwise import Data, network
 from torch import nn
@@ -40,7 +38,8 @@ OURS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 def peers() -> dict[str, Callable[[nn.Module], torch.optim.Optimizer]]:
     try:
         import ivon
-    except ImportError:
+    except ImportError as error:
+        print(f"  no ivon-opt: {error}", file=sys.stderr)
         return {}
     return {"ivon-opt": lambda m: ivon.IVON(m.parameters(), lr=1e-3, ess=N)}
 
@@ -66,10 +65,8 @@ def stepper(model: nn.Module, optimizer, data: Data) -> Callable[[], None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = page.options(__doc__, rounds=200)
     parser.add_argument("--warm", type=int, default=100, help="steps of each optimizer before the clock starts")
-    parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--write", type=Path, help="a Markdown file to write the table to")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     data, steps = Data(), {}
@@ -88,11 +85,10 @@ def main() -> None:
             times[name].append(time.perf_counter() - start)
     print(file=sys.stderr)
     base = times["SGD(fused=True)"]
-    setting = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}, float32"
     lines = [
         "# The cost of a variational step",
         "",
-        f"`python benchmarks/variational.py`: 784-1000-1000-1000-10, batch 100, whole steps, {setting}.",
+        f"`python benchmarks/variational.py`: 784-1000-1000-1000-10, batch 100, whole steps, {page.setting()}.",
         f"Ratios to SGD's of medians and means of {arguments.rounds} interleaved rounds.",
         "",
         "| optimizer | median | mean |",
@@ -101,10 +97,7 @@ def main() -> None:
     for name, own in times.items():
         median = statistics.median(own) / statistics.median(base)
         lines.append(f"| {name} | {median:.2f} | {statistics.mean(own) / statistics.mean(base):.2f} |")
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if arguments.write:
-        arguments.write.write_text(text)
+    page.publish(lines, arguments.write)
 
 
 if __name__ == "__main__":

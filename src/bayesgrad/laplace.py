@@ -16,6 +16,7 @@ from bayesgrad._kernels import compute_dtype
 from bayesgrad.curvature import layers
 from bayesgrad.curvature.fisher import FISHERS, captures, check_outputs, refuse_mixing
 from bayesgrad.curvature.sums import STRUCTURES
+from bayesgrad.noise import folded
 from bayesgrad.posterior.hessian import check_prior
 from bayesgrad.posterior.laplace import Fit, LaplacePosterior
 from bayesgrad.posterior.network import only, parameters_of, unwrapped
@@ -107,8 +108,8 @@ def laplace(
     check_prior(prior_precision, noise, chosen, temperature)
     _refuse_modes(network)
     _refuse_unusable(parameters_of(network))
-    generator = torch.Generator().manual_seed(seed or 0)
-    pool = Pool(subsample, torch.Generator().manual_seed((seed or 0) + 1)) if subsample else None
+    generator, other = (torch.Generator().manual_seed(folded(seed or 0) + i) for i in range(2))
+    pool = Pool(subsample, other) if subsample else None
     sums = STRUCTURES[structure](network, chosen, structure, bias)
     device = next(iter(chosen.values())).device
     at_once = 1 if structure == "input" else DIRECTIONS

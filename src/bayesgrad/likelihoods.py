@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from bayesgrad.noise import generator_of
+
 
 class Moments(NamedTuple):
     """A predicted mean and how far beliefs about the weights spread around it (noise excluded).
@@ -416,5 +418,4 @@ def named(likelihood: str) -> Likelihood:
 
 def draw(likelihood: Likelihood, outputs: Tensor, seed: int, draws: int) -> Tensor:
     """Labels from the model's own predictions; a function of the seed and the number of draws before."""
-    key = (int(seed) * 0x9E3779B97F4A7C15 + draws) % 2**63
-    return likelihood.sample(outputs, torch.Generator().manual_seed(key))
+    return likelihood.sample(outputs, generator_of(seed, draws))

@@ -31,6 +31,17 @@ def signed(x: int) -> int:
     return (x + 2**31) % 2**32 - 2**31
 
 
+def folded(seed: int) -> int:
+    """A seed in the 32 bits that torch's generators of the CPU look at; one that has more, or a sign, is hashed."""
+    return int(seed) if 0 <= seed < 2**32 else key(seed)[0] % 2**32
+
+
+def generator_of(seed: int, draw: int) -> torch.Generator:
+    """Torch's generator of the CPU, for what is drawn by torch itself: a function of (seed, draw)."""
+    # Consecutive seeds of the Mersenne twister are independent streams; the odd factor keeps users' seeds apart.
+    return torch.Generator("cpu").manual_seed((folded(seed) * 0x9E3779B97F4A7C15 + draw) % 2**63)
+
+
 def positions(start: Any, like: Tensor) -> Tensor:
     """start, start + 1, ... for each element, int32 with wrap-around."""
     return torch.arange(like.numel(), dtype=torch.int32, device=like.device) + start

@@ -72,9 +72,12 @@ def test_predictions_are_those_of_the_published_parameters() -> None:
     joint = model.weights_ * np.stack(densities, 1)
     np.testing.assert_allclose(model.score_samples(X), np.log(joint.sum(1)), atol=1e-11)
     np.testing.assert_allclose(model.predict_proba(X), joint / joint.sum(1, keepdims=True), atol=1e-11)
-    drawn, labels = GaussianMixture(1).fit(X).sample(50_000)
+    n, expected = 50_000, np.cov(X.T, bias=True) + 1e-6 * np.eye(3)  # reg_covar
+    drawn, labels = GaussianMixture(1).fit(X).sample(n)
     assert not labels.any()
-    np.testing.assert_allclose(np.cov(drawn.T), np.cov(X.T, bias=True), rtol=0.05, atol=0.3)
+    error = np.sqrt((np.outer(expected.diagonal(), expected.diagonal()) + expected**2) / n)  # of a Wishart matrix
+    assert (np.abs(np.cov(drawn.T) - expected) < 5 * error).all()
+    assert (np.abs(drawn.mean(0) - X.mean(0)) < 5 * np.sqrt(expected.diagonal() / n)).all()
 
 
 HOLED = np.where(np.arange(180).reshape(60, 3) == 7, np.nan, X)

@@ -38,3 +38,26 @@ def test_holds_no_posterior() -> None:
     model = torch.nn.Linear(2, 2)
     with pytest.raises(TypeError, match="AdaBound holds no belief"):
         AdaBound(model.parameters()).posterior(model)
+
+
+def test_states_of_the_two_are_told_apart() -> None:
+    """AMSBound keeps all that AdaBound does, and the peak; what is refused leaves everything as it was."""
+
+    def trained(make: type, gradient: float) -> tuple[torch.optim.Optimizer, torch.nn.Parameter]:
+        weight = torch.nn.Parameter(torch.ones(2))
+        optimizer = make([weight])
+        weight.grad = torch.full_like(weight, gradient)
+        optimizer.step()
+        return optimizer, weight
+
+    for make, other, message in (
+        (AdaBound, AMSBound, r"the saved state has \['peak'\]: it is AMSBound's, not AdaBound's"),
+        (AMSBound, AdaBound, r"lacks \['peak'\]: it is not AMSBound's"),
+    ):
+        (optimizer, weight), (given, _) = trained(make, 1.0), trained(other, 3.0)
+        before = {name: value.clone() for name, value in optimizer.state[weight].items()}
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_state_dict(given.state_dict())
+        assert all(torch.equal(optimizer.state[weight][name], value) for name, value in before.items())
+        optimizer.load_state_dict(trained(make, 3.0)[0].state_dict())
+        assert not torch.equal(optimizer.state[weight]["moment"], before["moment"])

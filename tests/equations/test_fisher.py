@@ -5,6 +5,7 @@ Tolerances: float64 1e-12 + 1e-15 cond, float32 2e-7 max(50, cond), with cond = 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -642,6 +643,18 @@ def test_dropout_must_be_off_where_passes_are_repeated(layer: nn.Module) -> None
     with pytest.raises(ValueError, match=r"0\.1\.weight\S* needs passes of its own, which would draw dropout anew"):
         SubsampledFisher(model, torch.randn(6, 5))
     SubsampledFisher(model.eval(), torch.randn(6, 5))
+
+
+def test_an_embedding_that_rescales_its_rows_is_refused_by_name() -> None:
+    """max_norm writes to the weight in the forward pass, which no vectorised pass of single examples can do."""
+    model = nn.Sequential(nn.Embedding(5, 3, max_norm=1.0), nn.Flatten(), nn.Linear(6, 2))
+    inputs = torch.arange(8).view(4, 2) % 5
+    with pytest.raises(ValueError, match=r"0 has max_norm=1\.0, by which .* set its max_norm to None"):
+        SubsampledFisher(model, inputs)
+    plain = copy.deepcopy(model)
+    plain[0].max_norm = None  # what the message asks for
+    torch.testing.assert_close(plain(inputs), model(inputs))
+    assert SubsampledFisher(plain, inputs).dense().shape == (15 + 14, 15 + 14)
 
 
 def test_dropout_is_one_mask_where_layers_explain_everything() -> None:

@@ -153,7 +153,7 @@ def test_the_printed_equation_fails_at_the_usual_decay() -> None:
     ratios = [riccati(eta, eta_p, rms**2)[0, 1] / (eta_p / rms) for rms in np.logspace(-1, 6, 57)]
     assert 0.5 < max(ratios) < 0.56
     assert riccati(eta, eta_p, 1.0)[0, 1] / eta_p == pytest.approx(0.005, abs=5e-4)
-    assert riccati(eta, eta_p, 1e6)[0, 1] / (eta_p / 1e3) == pytest.approx(0.52, abs=5e-3)
+    assert stationary(eta, eta_p, 1e3)[0, 1] / (eta_p / 1e3) == pytest.approx(0.52, abs=5e-3)  # the optimizer's own
     small = riccati(eta, 1e-3, 1e6)[0, 1] / (1e-3 / 1e3)
     assert small == pytest.approx(0.94, abs=5e-3)
 

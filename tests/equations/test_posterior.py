@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from bayesgrad import likelihoods
+from bayesgrad import likelihoods, noise
 from bayesgrad.belief import Belief
+from bayesgrad.curvature import SubsampledFisher
 from bayesgrad.optim import AdaBayes
 from bayesgrad.posterior import GaussianPosterior, SampledPosterior
 from bayesgrad.precision import Diagonal
@@ -33,6 +34,22 @@ def test_samples_have_the_mean_and_variance_of_the_belief() -> None:
         assert draws.shape == (n, *variance.shape)
         assert bool(((draws.mean(0) - posterior.mean[name]).abs() < 5 * (variance / n).sqrt()).all())
         assert bool(((draws.var(0) / variance - 1).abs() < 5 * math.sqrt(2 / n)).all())
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32 - 1])
+def test_all_bits_of_a_seed_count(seed: int) -> None:
+    """Torch's generator of the CPU looks at 32 of them: what is below 2^32 means what it always has, and no more."""
+    _, posterior, _ = linear()
+    expected = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + 3) % 2**63)
+    found, others = noise.generator_of(seed, 3), [seed + 2**32, seed + 2**40, seed - 2**32, seed + 2**63]
+    assert torch.equal(torch.rand(4, generator=found), torch.rand(4, generator=expected))
+    draws = [posterior.sample(1, seed=number)["weight"] for number in (seed, *others)]
+    assert len({float(draw.sum()) for draw in draws}) == len(draws)
+    model, outputs = nn.Linear(1, 1), torch.zeros(64, 2)
+    labels = [likelihoods.draw(likelihoods.named("bernoulli"), outputs, number, 0) for number in (seed, *others)]
+    fishers = [SubsampledFisher(model, torch.ones(64, 1), likelihood="bernoulli", seed=n) for n in (seed, *others)]
+    for different in (labels, [fisher.labels for fisher in fishers]):
+        assert len({tuple(value.flatten().tolist()) for value in different}) == len(draws)
 
 
 def test_draws_are_a_function_of_seed_and_index_and_leave_the_global_generator_alone() -> None:

@@ -18,6 +18,7 @@ from bayesgrad._kernels import compute_dtype
 from bayesgrad.curvature import layers
 from bayesgrad.curvature.columns import CHUNK, Columns, Rows, added, joined
 from bayesgrad.curvature.tap import Tap, Trace, Use
+from bayesgrad.noise import folded
 from bayesgrad.posterior.network import parameters_of, unwrapped
 from bayesgrad.precision import LowRank
 
@@ -124,7 +125,7 @@ class SubsampledFisher:
             need = "needs labels=" if labels is None else "takes no labels"
             raise ValueError(f"fisher={fisher!r} {need}.")
         kind = likelihoods.named(likelihood)
-        generator = torch.Generator().manual_seed(seed or 0)
+        generator = torch.Generator().manual_seed(folded(seed or 0))
         (seen,) = captures(model, inputs, kind, fisher, labels, generator)
         self._parameters = {name: p for name, p in parameters_of(unwrapped(model)).items() if p.requires_grad}
         self.names = list(self._parameters)
@@ -267,7 +268,8 @@ def captures(
             first = left is None
             columns, left = gather(trace, some, left=left)
             named = {ids[key]: value for key, value in columns.items() if key in ids}
-            rest = {name: p for name, p in parameters.items() if name not in named and _is_read(p, trace, left)}
+            read = {*trace.reads, *left}
+            rest = {name: p for name, p in parameters.items() if name not in named and id(p) in read}
             if rest:
                 named |= per_example(model, rest, arguments, some, outputs.detach())
             for name, p in parameters.items():
@@ -305,8 +307,7 @@ def refuse_mixing(model: nn.Module) -> None:
         if layers.mixes_examples(module):
             raise ValueError(
                 f"{name} ({type(module).__name__}) mixes the examples of a batch, so that they have no gradients of "
-                f"their "
-                "own: call model.eval(), or use a normalisation that looks at one example at a time."
+                "their own: call model.eval(), or use a normalisation that looks at one example at a time."
             )
 
 
@@ -373,10 +374,6 @@ def _leading(weights: Tensor, like: Tensor) -> Tensor:
     return weights.to(like).view(-1, *[1] * (like.dim() - 1))
 
 
-def _is_read(p: nn.Parameter, trace: Trace, left: set[int]) -> bool:
-    return id(p) in trace.reads or id(p) in left
-
-
 def per_example(
     model: nn.Module,
     params: Mapping[str, nn.Parameter],
@@ -412,6 +409,12 @@ def per_example(
             raise ValueError(
                 f"{next(iter(params))} needs passes of its own, which would draw dropout anew: call model.eval()."
             ) from error
+        for name, module in model.named_modules() if "renorm" in str(error) else ():
+            if (limit := getattr(module, "max_norm", None)) is not None:
+                raise ValueError(
+                    f"{name} has max_norm={limit}, by which each pass rescales its rows in place, so that passes of "
+                    "single examples cannot be told apart: set its max_norm to None, once it is trained."
+                ) from error
         raise
     alone = parts[0][1][: len(outputs)]
     if (alone - outputs).norm() > math.sqrt(torch.finfo(outputs.dtype).eps) * outputs.norm():

@@ -20,7 +20,7 @@ from bayesgrad.experiments.laplace_training import (
     laplace_rows,
     peer_package,
 )
-from bayesgrad.experiments.report import Report
+from bayesgrad.experiments.report import Report, outcome
 from bayesgrad.experiments.study import Context
 from bayesgrad.experiments.uci import METHODS, Results, Setting, results
 
@@ -64,9 +64,8 @@ def input_factor(context: Context) -> Report:
             words.append(sentence)
             holds += [fine] if tuned == "held out" else []
     words.append(_regressions(found))
-    outcome = "Holds" if all(holds) else "Holds in part" if any(holds) else "Does not hold"
     peer = "" if here else " laplace-torch was not at hand and is left out."
-    report.verdict = f"{outcome} here. {' '.join(words)}{peer}"
+    report.verdict = f"{outcome(holds)} here. {' '.join(words)}{peer}"
     report.settings["protocol"] = protocol(context, task)
     report.settings["protocol of the regressions"] = uci_regression.protocol(context, ("map",))
     return report

@@ -25,7 +25,7 @@ from bayesgrad.experiments.khan2023_training import (
     like,
     run,
 )
-from bayesgrad.experiments.report import Report
+from bayesgrad.experiments.report import Report, outcome
 from bayesgrad.experiments.study import Context, mean_and_error
 
 # --- Fig. 1 ---
@@ -264,8 +264,8 @@ def uncertainty(context: Context) -> Report:
         for one in results:
             if one.way == "drawn" and one.method.kind in ("vogn", "ivon"):
                 holds, sentence = _against(one, single)
-                outcome = "target met" if holds else "target missed"
-                sentence = f"{task.data.name}, {task.epochs} epochs, {outcome}: {sentence}"
+                reached = "target met" if holds else "target missed"
+                sentence = f"{task.data.name}, {task.epochs} epochs, {reached}: {sentence}"
                 held.append(holds)
                 words.append(
                     f"{sentence} {_against(one, _named(results, 'ogn'))[1]}" if "ogn" in _kinds(methods) else sentence
@@ -277,9 +277,7 @@ def uncertainty(context: Context) -> Report:
         )
         report.add_figure(file, f"{task.key}: mean and standard error over seeds.")
         report.settings[f"protocol of {task.key}"] = task.protocol(len(single.tried), context.seeds)
-    report.verdict = f"{'Holds' if all(held) else 'Holds in part' if any(held) else 'Does not hold'} here. " + " ".join(
-        word for word in words if word
-    )
+    report.verdict = f"{outcome(held)} here. " + " ".join(word for word in words if word)
     return report
 
 
@@ -425,9 +423,9 @@ def binary(context: Context) -> Report:
             plots.decisions(context.folder / "moons.png", maps, picture.numpy(), where.numpy(), toy.train_y.numpy())
     outcomes = {True: "holds on ", False: "does not hold on "}
     found = [
-        outcomes[outcome] + " and ".join(title for title in tasks if held[title] is outcome)
-        for outcome in (False, True)
-        if outcome in held.values()
+        outcomes[good] + " and ".join(title for title in tasks if held[title] is good)
+        for good in (False, True)
+        if good in held.values()
     ]
     report.verdict = f"{', '.join(found).capitalize()}. {' '.join(words)}"
     report.add_figure("moons.png", "The probability of one of two classes, seed 0; the line is where it is one half.")

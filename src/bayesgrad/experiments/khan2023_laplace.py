@@ -20,7 +20,7 @@ from bayesgrad.experiments.laplace_training import (
     laplace_rows,
     row_of,
 )
-from bayesgrad.experiments.report import Report
+from bayesgrad.experiments.report import Report, outcome
 from bayesgrad.experiments.study import Context
 from bayesgrad.experiments.uci_regression import sign
 
@@ -48,8 +48,7 @@ def against(context: Context) -> Report:
     shown = [named(rows, "map"), diagonal, *(named(rows, kind, "drawn") for kind in ("vogn", "ivon"))]
     add_reliability(report, context, task, shown)
     words, won = _verdict(rows, diagonal)
-    outcome = "Holds" if all(won) else "Holds in part" if any(won) else "Does not hold"
-    report.verdict = f"{outcome} here: {sum(won)} of {len(won)} comparisons. {' '.join(words)}"
+    report.verdict = f"{outcome(won)} here: {sum(won)} of {len(won)} comparisons. {' '.join(words)}"
     pairs = len(adam.lrs) * len(adam.seconds)
     report.settings["protocol"] = (
         f"{protocol(context, task, pairs)}; OGN, VOGN and IVON: as many epochs and pairs of lr and hess_init, chosen "

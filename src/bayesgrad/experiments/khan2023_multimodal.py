@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bayesgrad import plots
-from bayesgrad.experiments.report import Report
+from bayesgrad.experiments.report import Report, outcome
 from bayesgrad.experiments.study import Context, mean_and_error
 from bayesgrad.families import FixedGaussian, Gaussian, MixtureOfGaussians
 from bayesgrad.inference import Delta, Node, OutsideDomain, minimize, step
@@ -165,14 +165,13 @@ def multimodal(context: Context) -> Report:
         height = torch.vmap(torch.vmap(LOSSES[title]))(torch.stack([x, y], -1))
         ground = (height - height.min() + 1).log().numpy()
         panels[f"{title}\n{place}"] = plots.Hills(side.numpy(), ground, path.numpy(), true_minima(title).numpy())
-    held = "Holds" if all(better) else "Holds in part" if any(better) else "Does not hold"
     report = Report(
         "khan2023-multimodal: several minima from one run",
         claim="Components of a mixture can take responsibility for different minima, kept apart by the mixture's "
         "entropy, so that one run of the rule finds several (002, section 3.2; no figures are given there). Here: are "
         f"there more of them than {COMPONENTS} independent runs from the same starts find, with as many evaluations of "
         "gradients and Hessians?",
-        verdict=f"{held}. Minima found by the mixture beyond those of others: "
+        verdict=f"{outcome(better)}. Minima found by the mixture beyond those of others: "
         + "; ".join(verdicts)
         + f" ({finals} paired starts).",
     )

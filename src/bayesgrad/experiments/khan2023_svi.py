@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bayesgrad import plots
 from bayesgrad.experiments.corpora import Corpus, associated_press, invented
-from bayesgrad.experiments.report import Report
+from bayesgrad.experiments.report import Report, outcome
 from bayesgrad.experiments.study import Context, mean_and_error
 from bayesgrad.models import LatentDirichlet
 
@@ -52,11 +52,10 @@ def bound(documents: Any, topics: np.ndarray, prior: float) -> float:
     return float(judge.bound(documents, topics).sum() / documents.sum())
 
 
-def ours(method: str, task: Task, priors: tuple[float, float], passes: int, seed: int) -> np.ndarray:
+def common(priors: tuple[float, float], passes: int, seed: int) -> dict[str, Any]:
+    """What both packages are told, in the words that they share."""
     shares, words = priors
-    model = LatentDirichlet(
-        task.topics,
-        method=method,
+    return dict(
         doc_topic_prior=shares,
         topic_word_prior=words,
         learning_offset=OFFSET,
@@ -65,30 +64,19 @@ def ours(method: str, task: Task, priors: tuple[float, float], passes: int, seed
         max_doc_update_iter=TURNS,
         mean_change_tol=TOLERANCE,
         max_iter=passes,
-        tol=0,
         random_state=seed,
-        progress=False,
     )
+
+
+def ours(method: str, task: Task, *settings: Any) -> np.ndarray:
+    model = LatentDirichlet(task.topics, method=method, tol=0, progress=False, **common(*settings))
     return model.fit(task.train).components_
 
 
-def theirs(method: str, task: Task, priors: tuple[float, float], passes: int, seed: int) -> np.ndarray:
+def theirs(method: str, task: Task, *settings: Any) -> np.ndarray:
     from sklearn.decomposition import LatentDirichletAllocation
 
-    shares, words = priors
-    model = LatentDirichletAllocation(
-        task.topics,
-        learning_method=method,
-        doc_topic_prior=shares,
-        topic_word_prior=words,
-        learning_offset=OFFSET,
-        learning_decay=DECAY,
-        batch_size=BATCH,
-        max_doc_update_iter=TURNS,
-        mean_change_tol=TOLERANCE,
-        max_iter=passes,
-        random_state=seed,
-    )
+    model = LatentDirichletAllocation(task.topics, learning_method=method, **common(*settings))
     return model.fit(task.train).components_
 
 
@@ -170,14 +158,13 @@ def topics(context: Context) -> Report:
         verdicts.append(
             f"{own} ends {gap:+.4f} ± {error:.4f} nats for each word from {other}, in {ratio:.2f} of its time"
         )
-    held = "Holds" if all(good) else "Holds in part" if any(good) else "Does not hold"
     report = Report(
         "khan2023-svi: topics of documents from streams of them",
         claim="Local variables that take whole steps and global ones that take small steps by batches make the rule "
         "stochastic variational inference, which scales to large data (002, section 5.3; no figures are given there). "
         f"Here: does a stream reach the bound of sweeps over all documents in less time, with {task.topics} topics on "
         f"{task.train.shape[0]:,} documents, and how do both stand beside scikit-learn?",
-        verdict=f"{held}. By the bound on {task.test.shape[0]} documents that none had seen: "
+        verdict=f"{outcome(good)}. By the bound on {task.test.shape[0]} documents that none had seen: "
         + "; ".join(verdicts)
         + f" ({context.seeds} paired seeds).",
     )

@@ -12,6 +12,11 @@ from typing import Any
 from bayesgrad.experiments.runner import read_json, write_atomically, write_json
 
 
+def outcome(held: Sequence[bool]) -> str:
+    """How much of a claim holds, in the words that a verdict begins with."""
+    return "Holds" if all(held) else "Holds in part" if any(held) else "Does not hold"
+
+
 @dataclass
 class Report:
     """The outcome of a run.

@@ -243,30 +243,29 @@ def _protocol(context: Context, task: Task) -> str:
 
 def fig2(context: Context) -> Report:
     """Langevin dynamics at many temperatures."""
-    task = replace(_task(context), name="fig2")
-    found = {"Langevin dynamics": _sweep(context, task, _heats(context), False)}
     report = Report(
         "smith2018-fig2: temperature, Langevin dynamics",
         claim="Logistic regression with one relevant input and 63 others: the ensemble predicts better than single "
         "samples, and its test cross-entropy is smallest at T = 1 (003, Fig. 2).",
-        verdict=verdict(found),
     )
-    report.settings["protocol"] = _protocol(context, task)
-    return add_sweeps(context, report, found, "fig2.png")
+    return _swept(context, report, "fig2", "Langevin dynamics", False)
 
 
 def fig3(context: Context) -> Report:
     """Minibatch natural gradients at as many temperatures, by their batch size."""
-    task = replace(_task(context), name="fig3")
-    found = {"natural gradients": _sweep(context, task, _heats(context), True)}
     report = Report(
         "smith2018-fig3: temperature, minibatches",
         claim="The same task with minibatches for the only noise: natural gradients behave like Langevin dynamics at "
         "T = lr N/(2B), and the ensemble's cross-entropy is smallest at T = 1 (003, Fig. 3).",
-        verdict=verdict(found),
     )
-    report.settings["protocol"] = _protocol(context, task)
-    return add_sweeps(context, report, found, "fig3.png")
+    return _swept(context, report, "fig3", "natural gradients", True)
+
+
+def _swept(context: Context, report: Report, name: str, method: str, minibatches: bool) -> Report:
+    task = replace(_task(context), name=name)
+    found = {method: _sweep(context, task, _heats(context), minibatches)}
+    report.verdict, report.settings["protocol"] = verdict(found), _protocol(context, task)
+    return add_sweeps(context, report, found, f"{name}.png")
 
 
 def _heats(context: Context) -> list[float]:

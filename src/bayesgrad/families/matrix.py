@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -136,6 +137,7 @@ class NormalWishart(Family):
     """
 
     events = (1, 0, 2, 0)
+    least: ClassVar[str] = "P"  # degrees of freedom, of which a mode needs more
 
     def of(self, location: Tensor, confidence: Tensor, degrees: Tensor, scale: Tensor) -> Parameters:
         """λ of m0, κ, nu and V."""
@@ -197,9 +199,9 @@ class NormalWishart(Family):
         return self.inside(natural) & (natural[3] > 0)
 
     def mode(self, natural: Parameters) -> Tensor:
-        """m0 and (nu - P) V."""
+        """m0 and (nu - P) V; of J means, (nu - P - 1 + J) V."""
         if not (natural[3] > 0).all():  # all else is found out on the way
-            self._require_mode(natural, "more than P degrees of freedom")
+            self._require_mode(natural, f"more than {self.least} degrees of freedom")
         location, _, _, scale = self.ordinary(natural)
         return self.pack(location, 2 * natural[3][..., None, None] * scale)
 
@@ -220,6 +222,8 @@ class NormalWishart(Family):
 class _NormalWishart(Distribution):
     """Of [m Λ], as torch would have it: a Wishart distribution and a normal one given its value."""
 
+    family: ClassVar[NormalWishart] = NormalWishart()
+
     @property
     def arg_constraints(self) -> dict[str, Constraint]:
         return {}
@@ -228,17 +232,20 @@ class _NormalWishart(Distribution):
         self.location, self.confidence = location, confidence
         self.precision = TorchWishart(*_same_plates(degrees, scale))
         P = location.shape[-1]
-        super().__init__(self.precision.batch_shape, torch.Size((P, P + 1)), validate_args=False)
+        super().__init__(self.precision.batch_shape, torch.Size((P, P + self._means())), validate_args=False)
 
-    def _given(self, precision: Tensor) -> MultivariateNormal:
+    def _means(self) -> int:
+        return 1
+
+    def _given(self, precision: Tensor) -> Distribution:
         return MultivariateNormal(self.location, precision_matrix=self.confidence[..., None, None] * precision)
 
     def sample(self, sample_shape: torch.Size | list[int] | tuple[int, ...] = torch.Size()) -> Tensor:  # noqa: B008
         precision = self.precision.sample(torch.Size(sample_shape))
-        return NormalWishart().pack(self._given(precision).sample(), precision)
+        return self.family.pack(self._given(precision).sample(), precision)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        mean, precision = NormalWishart().unpack(value)
+        mean, precision = self.family.unpack(value)
         return self.precision.log_prob(precision) + self._given(precision).log_prob(mean)
 
     def entropy(self) -> Tensor:

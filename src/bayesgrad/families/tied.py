@@ -8,16 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.distributions import Distribution, Independent, MultivariateNormal
-from torch.distributions import Wishart as TorchWishart
-from torch.distributions.constraints import Constraint
 
-from bayesgrad.families.family import Family, Parameters
+from bayesgrad.families.family import Parameters
 from bayesgrad.families.gaussian import LOG_2PI, _cholesky, _normal
-from bayesgrad.families.matrix import Wishart, _same_plates
+from bayesgrad.families.matrix import NormalWishart, Wishart, _NormalWishart
 
 
 @dataclass(frozen=True)
-class TiedNormalWishart(Family):
+class TiedNormalWishart(NormalWishart):
     r"""J means m_j and the precision Λ that they share: Π_j N(m_j | m_j0, (κ_j Λ)^-1) W(Λ | nu, V).
 
     .. math::
@@ -33,6 +31,7 @@ class TiedNormalWishart(Family):
     """
 
     events = (2, 1, 2, 0)
+    least = "P + 1 - J"
 
     def of(self, location: Tensor, confidence: Tensor, degrees: Tensor, scale: Tensor) -> Parameters:
         """λ of m0 (..., J, P), κ (..., J), nu and V."""
@@ -40,11 +39,6 @@ class TiedNormalWishart(Family):
         inverse = torch.cholesky_inverse(_cholesky(scale))
         J, P = location.shape[-2:]
         return first, -confidence / 2, -(inverse + first.mT @ location) / 2, (degrees - P - 1 + J) / 2
-
-    def ordinary(self, natural: Parameters) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Locations m0, confidences κ (of how many observations each is worth), degrees of freedom nu, scale V."""
-        location, confidence, wishart = self.parts(natural)
-        return location, confidence, *Wishart().ordinary(wishart)
 
     def parts(self, natural: Parameters) -> tuple[Tensor, Tensor, Parameters]:
         """Locations, confidences, and λ of the precision's own Wishart distribution."""
@@ -89,16 +83,6 @@ class TiedNormalWishart(Family):
         push = mean @ precision
         return push, (mean * push).sum(-1), precision, torch.linalg.slogdet(precision)[1]
 
-    def has_mode(self, natural: Parameters) -> Tensor:
-        return self.inside(natural) & (natural[3] > 0)
-
-    def mode(self, natural: Parameters) -> Tensor:
-        """m0 and (nu - P - 1 + J) V."""
-        if not (natural[3] > 0).all():  # all else is found out on the way
-            self._require_mode(natural, "more than P + 1 - J degrees of freedom")
-        location, _, _, scale = self.ordinary(natural)
-        return self.pack(location, 2 * natural[3][..., None, None] * scale)
-
     def to_distribution(self, natural: Parameters) -> Distribution:
         return _TiedNormalWishart(*self.ordinary(natural))
 
@@ -118,30 +102,17 @@ class TiedNormalWishart(Family):
         return ", with positive confidences, a positive definite scale and more than P - 1 degrees of freedom"
 
 
-class _TiedNormalWishart(Distribution):
-    """Of [m_1 .. m_J Λ], as torch would have it: a Wishart distribution and normal ones given its value."""
+class _TiedNormalWishart(_NormalWishart):
+    """Of [m_1 .. m_J Λ]: normal distributions for all m_j, given Λ."""
 
-    @property
-    def arg_constraints(self) -> dict[str, Constraint]:
-        return {}
+    family = TiedNormalWishart()
 
-    def __init__(self, location: Tensor, confidence: Tensor, degrees: Tensor, scale: Tensor) -> None:
-        self.location, self.confidence = location, confidence
-        self.precision = TorchWishart(*_same_plates(degrees, scale))
-        J, P = location.shape[-2:]
-        super().__init__(self.precision.batch_shape, torch.Size((P, J + P)), validate_args=False)
+    def _means(self) -> int:
+        return self.location.shape[-2]
 
     def _given(self, precision: Tensor) -> Distribution:
         matrices = self.confidence[..., None, None] * precision[..., None, :, :]
         return Independent(MultivariateNormal(self.location, precision_matrix=matrices), 1)
-
-    def sample(self, sample_shape: torch.Size | list[int] | tuple[int, ...] = torch.Size()) -> Tensor:  # noqa: B008
-        precision = self.precision.sample(torch.Size(sample_shape))
-        return TiedNormalWishart().pack(self._given(precision).sample(), precision)
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        mean, precision = TiedNormalWishart().unpack(value)
-        return self.precision.log_prob(precision) + self._given(precision).log_prob(mean)
 
     def entropy(self) -> Tensor:
         J, P = self.location.shape[-2:]

@@ -54,12 +54,7 @@ class LayerFilter(Filter):
     }
 
     def __init__(self, model: nn.Module, params: Any, defaults: dict[str, Any]) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(
-                f"{type(self).__name__} takes the model, not its parameters: "
-                f"{type(self).__name__}(model, params=...), got {type(model).__name__}."
-            )
-        self.model = unwrapped(model)
+        self.model = model_of(self, model)
         self._check_model()
         super().__init__(named_groups(self.model, params), defaults)
         self._bind()
@@ -270,6 +265,16 @@ class LayerFilter(Filter):
 def _plain(name: str) -> str:
     """A parameter's name without what wrappers put before it."""
     return name.replace("_orig_mod.", "").removeprefix("module.")
+
+
+def model_of(optimizer: Filter, model: Any) -> nn.Module:
+    """The model that an optimizer was given, without what is wrapped around it."""
+    if not isinstance(model, nn.Module):
+        name = type(optimizer).__name__
+        raise TypeError(
+            f"{name} takes the model, not its parameters: {name}(model, params=...), got {type(model).__name__}."
+        )
+    return unwrapped(model)
 
 
 def named_groups(model: nn.Module, params: Any) -> list[dict[str, Any]]:

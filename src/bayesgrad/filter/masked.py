@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from bayesgrad import _kernels, noise
 from bayesgrad.block import gradient_of
 from bayesgrad.filter.filter import Filter
-from bayesgrad.filter.layerwise import named_groups
+from bayesgrad.filter.layerwise import model_of, named_groups
 from bayesgrad.filter.ranges import FLAG, WHOLE, WHOLE_NUMBER, Range
 from bayesgrad.filter.variational import Drawing, Mark, _mark, _same
 from bayesgrad.posterior import DropoutPosterior, Posterior
-from bayesgrad.posterior.network import parameters_of, unwrapped
+from bayesgrad.posterior.network import parameters_of
 from bayesgrad.posterior.units import Units, units_of
 
 Masks = Mapping[Any, Tensor] | Callable[[Tensor], Tensor]
@@ -56,12 +56,7 @@ class Masked(Filter):
     }
 
     def __init__(self, model: nn.Module, params: Any, defaults: dict[str, Any]) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(
-                f"{type(self).__name__} takes the model, not its parameters: "
-                f"{type(self).__name__}(model, params=...), got {type(model).__name__}."
-            )
-        self.model = unwrapped(model)
+        self.model = model_of(self, model)
         self._bind()
         super().__init__(named_groups(self.model, params), defaults)
 

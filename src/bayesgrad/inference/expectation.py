@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from torch.func import grad, jacrev, vmap
 
+from bayesgrad.noise import folded, generator_of
+
 HESSIANS = ("exact", "gauss-newton", "reparameterised")
 
 
@@ -222,7 +224,7 @@ class MonteCarlo(Expectation):
         _check_hessian(self.hessian, HESSIANS)
 
     def points(self, mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        generator = torch.Generator().manual_seed((self.seed * 0x9E3779B97F4A7C15 + self.calls) % 2**63)
+        generator = generator_of(self.seed, self.calls)
         if not self.fixed:
             self.calls += 1
         pairs = self.samples % 2 == 0
@@ -248,7 +250,7 @@ def _hermite(n: int) -> tuple[Tensor, Tensor]:
 
 @lru_cache
 def _sobol(samples: int, size: int, seed: int) -> Tensor:
-    engine = torch.quasirandom.SobolEngine(size, scramble=True, seed=seed)
+    engine = torch.quasirandom.SobolEngine(size, scramble=True, seed=folded(seed))
     half = torch.special.ndtri(engine.draw(samples // 2, dtype=torch.float64).clamp(1e-12, 1 - 1e-12))
     factor = torch.linalg.cholesky(half.mT @ half / len(half))
     half = torch.linalg.solve_triangular(factor, half.mT, upper=False).mT

@@ -19,6 +19,7 @@ from bayesgrad.models import dynamics, kalman
 from bayesgrad.models.checks import require_covariance, require_matrix, require_whole
 from bayesgrad.models.kalman import Beliefs, Chain
 from bayesgrad.models.observations import QUADRATURE, Observation, named
+from bayesgrad.noise import folded
 
 
 class States(NamedTuple):
@@ -201,7 +202,7 @@ class LinearStateSpace:
         require_whole(length=length, count=count)
         noise = _noise((length, count, len(self.chain.mean)), self.chain.mean, seed)
         states = kalman.simulated(self.chain, noise).transpose(0, 1)
-        clean, generator = states @ self.observation.mT, torch.Generator().manual_seed(seed + 1)
+        clean, generator = states @ self.observation.mT, torch.Generator().manual_seed(folded(seed) + 1)
         if self.observation_noise is None:
             return states, self._sees.sample(clean, generator)
         noise = torch.randn(clean.shape, dtype=clean.dtype, generator=generator).to(clean)
@@ -428,4 +429,4 @@ def _rows(y: Any, parts: int) -> Tensor:
 
 
 def _noise(shape: tuple[int, ...], like: Tensor, seed: int) -> Tensor:
-    return torch.randn(shape, dtype=like.dtype, generator=torch.Generator().manual_seed(seed)).to(like.device)
+    return torch.randn(shape, dtype=like.dtype, generator=torch.Generator().manual_seed(folded(seed))).to(like.device)

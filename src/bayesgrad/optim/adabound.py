@@ -117,6 +117,12 @@ class AdaBound(Filter):
         penalty = {"l2": group["weight_decay"]} if group["weight_decay"] else {}
         return super().numbers({**group, "weight_decay": 0.0, "damping": group["eps"]}, step) | penalty
 
+    def _check_loaded(self, saved: Mapping[str, Any]) -> None:
+        super()._check_loaded(saved)
+        strange = set(Peak.slots).difference(self.transition.slots)
+        if any(strange & set(entry) for entry in saved["state"].values()):
+            raise ValueError(f"the saved state has {sorted(strange)}: it is AMSBound's, not {type(self).__name__}'s.")
+
 
 class AMSBound(AdaBound):
     r"""AdaBound with the largest average of squared gradients so far in place of the latest.

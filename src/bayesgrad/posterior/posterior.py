@@ -14,6 +14,7 @@ from torch.func import jacrev, vmap
 
 from bayesgrad import likelihoods
 from bayesgrad.likelihoods import Averages, Decomposed, Likelihood, Moments
+from bayesgrad.noise import generator_of
 from bayesgrad.posterior import storage
 from bayesgrad.posterior.network import (
     Network,
@@ -110,8 +111,7 @@ class Posterior(ABC):
         if seed is None:
             seed, first = self.seed, self._draws
             self._draws += n
-        # Consecutive seeds of the Mersenne twister are independent streams; the odd factor keeps users' seeds apart.
-        return [torch.Generator("cpu").manual_seed((seed * 0x9E3779B97F4A7C15 + first + k) % 2**63) for k in range(n)]
+        return [generator_of(seed, first + k) for k in range(n)]
 
     # --- prediction ---
 
