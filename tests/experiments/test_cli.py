@@ -40,13 +40,16 @@ def finished(tmp_path_factory) -> Path:
 
 
 def test_list_shows_paper_figure_and_status(capsys, monkeypatch) -> None:
-    monkeypatch.setenv("COLUMNS", "250")
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["list"]) == 0
-    said = capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
     for experiment in EXPERIMENTS.values():
-        line = next(line for line in said.splitlines() if line.startswith(experiment.name))
-        assert experiment.figure in line
-        assert experiment.status in line
+        at = next(i for i, line in enumerate(lines) if line.startswith(f"{experiment.name} "))
+        assert lines[at].endswith(experiment.status)
+        assert lines[at + 1].strip().startswith(experiment.figure)
+        assert lines[at + 1].endswith(experiment.about)
+        assert experiment.paper in lines[:at]
+    assert len(lines) < 2.5 * len(EXPERIMENTS)
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
