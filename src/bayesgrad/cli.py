@@ -293,12 +293,12 @@ class _Display:
 
 
 def _show(console: Any, report: Any) -> None:
-    from rich.table import Table
+    from rich.table import Column, Table
 
     console.print(f"\n{report.title}", style="bold", markup=False, highlight=False)
     for table in report.tables:
         shown = Table(
-            *table["columns"],
+            *(Column(name, overflow="fold") for name in table["columns"]),  # no digit may be cut off
             title=table["title"],
             title_justify="left",
             header_style="bold",
