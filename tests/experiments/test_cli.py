@@ -78,6 +78,8 @@ def test_compare_leaves_a_whole_report(finished: Path) -> None:
     assert report.versions["torch"] in page
     assert "bayesgrad compare" in page
     assert "| AdaBayes |" in markdown(report)
+    assert "optimizers: sgd, adabayes," in markdown(report)
+    assert "<dt>optimizers</dt><dd>sgd, adabayes</dd>" in page
     config = json.loads((finished / "config.json").read_text())
     assert config["optimizers"] == ["sgd", "adabayes"]
 

@@ -94,6 +94,10 @@ def _numbers(cells: Sequence[Any]) -> bool:
     return all(re.match(r"[-+]?(\d|nan|inf)|-?$", str(cell)) for cell in cells)
 
 
+def _said(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
 def render(reports: Sequence[tuple[Report, Path]]) -> str:
     """One page of all reports, with nothing outside of it: style and pictures are inside."""
     escape = html.escape
@@ -121,7 +125,7 @@ def render(reports: Sequence[tuple[Report, Path]]) -> str:
             parts.append(f"<figcaption>{caption}</figcaption></figure>")
         for title, values in (("Settings", report.settings), ("Versions", report.versions)):
             if values:
-                rows = "".join(f"<dt>{escape(k)}</dt><dd>{escape(str(v))}</dd>" for k, v in values.items())
+                rows = "".join(f"<dt>{escape(k)}</dt><dd>{escape(_said(v))}</dd>" for k, v in values.items())
                 parts.append(f"<h2>{title}</h2><dl>{rows}</dl>")
     title = escape(reports[0][0].title if len(reports) == 1 else "bayesgrad: reports")
     return (
@@ -147,6 +151,6 @@ def markdown(report: Report) -> str:
         lines += ["| " + " | ".join(map(str, row)) + " |" for row in table["rows"]] + [""]
     for figure in report.figures:
         lines += [f"![{figure['caption']}]({figure['file']})", "", figure["caption"], ""]
-    settings = ", ".join(f"{k}: {v}" for k, v in {**report.settings, **report.versions}.items())
+    settings = ", ".join(f"{k}: {_said(v)}" for k, v in {**report.settings, **report.versions}.items())
     lines += [f"± is the standard error over seeds. {settings}."]
     return "\n".join(lines) + "\n"
