@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
 import pytest
+
+from bayesgrad.experiments import EXPERIMENTS
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -25,3 +28,37 @@ def test_links_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#]+)", page.read_text())
     missing = [t for t in targets if "://" not in t and not (page.parent / t).exists()]
     assert not missing
+
+
+def anchors(page: Path) -> set[str]:
+    """Of headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_anchors_exist(page: Path) -> None:
+    targets = re.findall(r"\]\(([^):]*)#([^)]+)\)", page.read_text())
+    missing = [(name, at) for name, at in targets if at not in anchors(page.parent / name if name else page)]
+    assert not missing
+
+
+MODULES = ("optim", "samplers", "posterior", "curvature", "models", "models.kernels", "models.observations")
+MODULES += ("inference", "families", "metrics", "plots")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_public_name_is_listed(name: str) -> None:
+    module = importlib.import_module(f"bayesgrad.{name}")
+    own = [n for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__ and n[0] != "_"]
+    _, section = (ROOT / "docs/api.md").read_text().split(f"## `bayesgrad.{name}`\n")
+    listed = re.findall(r"^\| `(\w+)`", section.split("\n## ")[0], re.MULTILINE)
+    assert sorted(listed) == sorted(getattr(module, "__all__", own))
+
+
+def test_every_experiment_has_a_page_and_is_listed() -> None:
+    listed = (ROOT / "docs/results/README.md").read_text()
+    pages = {path.stem for path in (ROOT / "docs/results").glob("*.md")} - {"README"}
+    assert set(EXPERIMENTS) <= pages
+    assert pages == set(re.findall(r"^\| \[[^]]+\]\(([^)]+)\.md\)", listed, re.MULTILINE))

@@ -124,17 +124,19 @@ def _check_optimizer(name: str, model: Any, network: str) -> None:
 
 
 def _list(arguments: argparse.Namespace, command: str) -> None:
+    """Two lines for each experiment, under its paper: 80 columns are few, and a search by name finds the status."""
     from rich.console import Console
-    from rich.table import Table
 
     from bayesgrad.experiments import EXPERIMENTS
 
-    table = Table(header_style="bold", box=None, padding=(0, 2, 0, 0))
-    for column in ("experiment", "paper", "figure", "about", "status"):
-        table.add_column(column, no_wrap=column == "experiment", overflow="fold")
-    for e in EXPERIMENTS.values():
-        table.add_row(e.name, e.paper, e.figure, e.about, e.status)
-    Console().print(table)
+    console, width = Console(highlight=False, markup=False, soft_wrap=True), max(map(len, EXPERIMENTS))
+    for paper in dict.fromkeys(e.paper for e in EXPERIMENTS.values()):
+        console.print(paper, style="bold")
+        for e in EXPERIMENTS.values():
+            if e.paper == paper:
+                console.print(f"{e.name:{width}}  {e.status}")
+                console.print("    " + ". ".join(filter(None, (e.figure, e.about))), style="dim")
+        console.print()
 
 
 def _run(arguments: argparse.Namespace, command: str) -> None:
@@ -291,12 +293,12 @@ class _Display:
 
 
 def _show(console: Any, report: Any) -> None:
-    from rich.table import Table
+    from rich.table import Column, Table
 
     console.print(f"\n{report.title}", style="bold", markup=False, highlight=False)
     for table in report.tables:
         shown = Table(
-            *table["columns"],
+            *(Column(name, overflow="fold") for name in table["columns"]),  # no digit may be cut off
             title=table["title"],
             title_justify="left",
             header_style="bold",

@@ -12,17 +12,18 @@ import numpy as np
 PALETTE = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#000000", "#997700", "#ee8866")
 
 
-def _figure(columns: int, width: float = 5.2, height: float = 3.8) -> tuple[Any, list[Any]]:
+def _figure(columns: int, width: float = 5.2, height: float = 3.8, rows: int = 1) -> tuple[Any, list[Any]]:
     import matplotlib
 
     matplotlib.use("Agg", force=False)
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, columns, figsize=(width * columns, height), squeeze=False, layout="constrained")
-    for axis in axes[0]:
+    size = (width * columns, height * rows)
+    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, sharex="col", layout="constrained")
+    for axis in axes.flat:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25)
-    return figure, list(axes[0])
+    return figure, list(axes.flat)
 
 
 def _save(figure: Any, path: Path) -> None:
@@ -32,16 +33,27 @@ def _save(figure: Any, path: Path) -> None:
     plt.close(figure)
 
 
+def _few_decades(axis: Any) -> None:
+    """Ticks of a logarithmic axis of less than two decades as plain numbers: powers of ten would be too few."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    if np.divide(*axis.get_view_interval()) > 0.01:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(lambda x, _: f"{x:.3g}")
+        axis.set_minor_locator(NullLocator())
+
+
 def curves(path: Path, panels: Mapping[str, Mapping[str, Sequence[Sequence[float]]]], xlabel: str = "epoch") -> None:
     """One panel for each title, in it a line for each name: the mean over runs, and a band of one standard error.
 
     Args:
-        panels: title -> name -> runs -> values, one for each epoch.
+        panels: title -> name -> runs -> values, one for each epoch. A name has one colour in all of them.
     """
     figure, axes = _figure(len(panels))
+    colours = dict(zip(dict.fromkeys(name for lines in panels.values() for name in lines), PALETTE * 3))
     for axis, (title, lines) in zip(axes, panels.items()):
-        for colour, (name, runs) in zip(PALETTE * 3, lines.items()):
-            values = np.array(runs, dtype=float)
+        for name, runs in lines.items():
+            colour, values = colours[name], np.array(runs, dtype=float)
             mean = values.mean(0)
             x = np.arange(1, len(mean) + 1)
             axis.plot(x, mean, color=colour, label=name, lw=1.6, marker="o" if len(mean) < 3 else None)
@@ -52,7 +64,10 @@ def curves(path: Path, panels: Mapping[str, Mapping[str, Sequence[Sequence[float
         flat = np.concatenate([np.ravel(runs) for runs in lines.values()])
         if len(flat) and flat.min() > 0 and flat.max() / flat.min() > 10:
             axis.set_yscale("log")
-    axes[-1].legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+            _few_decades(axis.yaxis)
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    handles = list({line.get_label(): line for axis in axes for line in axis.get_lines()}.values())
+    axes[-1].legend(handles=handles, fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     _save(figure, path)
 
 
@@ -69,8 +84,6 @@ def lines(
             finite are left out.
         marks: title -> an x that is marked by a dotted line.
     """
-    from matplotlib.ticker import LogLocator
-
     figure, axes = _figure(len(panels))
     for axis, (title, named) in zip(axes, panels.items()):
         shown = []
@@ -87,12 +100,11 @@ def lines(
         if len(places) == 1 and len(ticks := sorted(*places)) < 10:  # those of the axis would overlap, or be too few
             axis.set_xticks(ticks, [f"{x:.3g}" if x < 1000 else f"{x:.0f}" for x in ticks])
             axis.minorticks_off()
-        elif axis.get_xlim()[1] < 100 * axis.get_xlim()[0]:
-            axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axis.xaxis.set_major_formatter(lambda x, _: f"{x:.3g}")
-            axis.minorticks_off()
+        else:
+            _few_decades(axis.xaxis)
         if shown and min(shown) > 0 and max(shown) / min(shown) > 10:
             axis.set_yscale("log")
+            _few_decades(axis.yaxis)
         if marks and title in marks:
             axis.axvline(marks[title], color=PALETTE[7], lw=1, ls=":")
         axis.legend(fontsize=8, frameon=False)
@@ -124,7 +136,7 @@ def clouds(path: Path, panels: Mapping[str, Cloud]) -> None:
             ellipse = centre[:, None] + np.linalg.cholesky(covariance) @ circle
             axis.plot(*ellipse, color=colour, lw=1.6, label=label)
         axis.set(title=title)
-    axes[-1].legend(fontsize=8, frameon=False)
+    axes[-1].legend(fontsize=8)
     _save(figure, path)
 
 
@@ -194,17 +206,8 @@ class Landscape:
 
 def landscapes(path: Path, panels: Sequence[Landscape]) -> None:
     """For each panel the loss and its average above, and the iterates on the same ground below."""
-    import matplotlib
-
-    matplotlib.use("Agg", force=False)
-    import matplotlib.pyplot as plt
-
-    size = (5.6 * len(panels), 6.4)
-    figure, axes = plt.subplots(2, len(panels), figsize=size, squeeze=False, sharex="col", layout="constrained")
-    for axis in axes.flat:
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(alpha=0.25)
-    for (above, below), panel in zip(axes.T, panels):
+    figure, axes = _figure(len(panels), 5.6, 3.2, rows=2)
+    for above, below, panel in zip(axes, axes[len(panels) :], panels):
         mean, deviation = panel.belief
         density = np.exp(-0.5 * ((panel.x - mean) / deviation) ** 2)
         low, high = panel.reach
@@ -217,10 +220,8 @@ def landscapes(path: Path, panels: Sequence[Landscape]) -> None:
         above.axvline(mean, color=PALETTE[0], lw=1, ls=":")
         above.set(title=panel.title, ylim=panel.reach)
         above.legend(fontsize=8, frameon=False)
-        for values, colour, name in (
-            (panel.descent, PALETTE[1], "gradient descent"),
-            (panel.bayes, PALETTE[0], "IVON"),
-        ):
+        ways = ((panel.descent, PALETTE[1], "gradient descent"), (panel.bayes, PALETTE[0], "IVON"))
+        for values, colour, name in ways:
             time = np.linspace(0, 1, len(values))
             for i, line in enumerate(values.T):
                 below.plot(line, time, color=colour, lw=1, alpha=0.8, label=name if i == 0 else None)
@@ -240,6 +241,7 @@ def dots(path: Path, panels: Mapping[str, Mapping[str, tuple[float, float]]]) ->
             error = error if np.isfinite(error) else 0.0
             axis.errorbar(mean, -i, xerr=error, fmt="o", color=PALETTE[i % len(PALETTE)], capsize=3, ms=5)
         axis.set(title=title, yticks=[-i for i in range(len(names))], yticklabels=names if axis is axes[0] else [])
+        axis.xaxis.get_major_locator().set_params(nbins=4)
     _save(figure, path)
 
 
@@ -320,15 +322,14 @@ def bands(path: Path, named: Mapping[str, Band], points: np.ndarray, level: floa
     for axis, (name, band) in zip(axes, named.items()):
         for deviation, alpha, words in ((band.total, 0.15, "with noise"), (band.epistemic, 0.35, "of the mean")):
             low, high = band.mean - reach * deviation, band.mean + reach * deviation
-            axis.fill_between(
-                band.x, low, high, color=PALETTE[0], alpha=alpha, lw=0, label=f"{100 * level:g} % {words}"
-            )
+            label = f"{100 * level:g} % {words}"
+            axis.fill_between(band.x, low, high, color=PALETTE[0], alpha=alpha, lw=0, label=label)
         axis.plot(band.x, band.mean, color=PALETTE[0], lw=1.6, label="mean")
         axis.plot(points[:, 0], points[:, 1], ".", color=PALETTE[7], ms=4, alpha=0.7, label="data")
         low, high = points[:, 1].min(), points[:, 1].max()
         axis.set(title=name, xlabel="x", ylim=(low - 0.6 * (high - low), high + 0.6 * (high - low)))
     axes[0].set_ylabel("y")
-    axes[-1].legend(fontsize=8, frameon=False)
+    axes[-1].legend(fontsize=8)
     _save(figure, path)
 
 
@@ -353,9 +354,8 @@ def doubts(
     most = max(float(np.max(values)) for values in maps.values())
     drawn = None
     for axis, (name, values) in zip(axes, maps.items()):
-        drawn = axis.pcolormesh(
-            across, up, values, cmap="Purples", vmin=0, vmax=most, shading="gouraud", rasterized=True
-        )
+        scale: Any = {"cmap": "Purples", "vmin": 0, "vmax": most}
+        drawn = axis.pcolormesh(across, up, values, **scale, shading="gouraud", rasterized=True)
         for border in range(int(classes.max())):
             axis.contour(across, up, classes, levels=[border + 0.5], colors=PALETTE[2], linewidths=1)
         for label in np.unique(labels):
@@ -392,17 +392,15 @@ def regions(
 
     figure, axes = _figure(1 + len(ratios), 4.6, 4.2)
     colours = [PALETTE[i] for i in (1, 0, 6)][: len(names)]
-    axes[0].pcolormesh(
-        x, y, kinds, cmap=ListedColormap(colours), vmin=-0.5, vmax=len(names) - 0.5, alpha=0.55, rasterized=True
-    )
+    scale: Any = {"cmap": ListedColormap(colours), "vmin": -0.5, "vmax": len(names) - 0.5}
+    axes[0].pcolormesh(x, y, kinds, **scale, alpha=0.55, rasterized=True)
     for a, b, value in points:
         axes[0].plot(a, b, "o", color="black", ms=4)
         axes[0].annotate(f"{value:.2f}", (a, b), textcoords="offset points", xytext=(4, 4), fontsize=8)
     axes[0].plot([max(bar[0], x[0]), bar[2]], [0.1, 0.1], color=PALETTE[2], lw=4, solid_capstyle="butt")
     axes[0].plot(max(bar[1], x[0]), 0.1, "|", color=PALETTE[2], ms=16, mew=2.5, clip_on=False)
-    axes[0].legend(
-        handles=[Patch(color=c, alpha=0.55, label=n) for c, n in zip(colours, names)], fontsize=8, loc="lower left"
-    )
+    patches = [Patch(color=c, alpha=0.55, label=n) for c, n in zip(colours, names)]
+    axes[0].legend(handles=patches, fontsize=8, loc="lower left")
     axes[0].set(title="what the filter is")
     for axis, (title, (values, levels)) in zip(axes[1:], ratios.items()):
         drawn = axis.pcolormesh(x, y, values, cmap="RdBu_r", norm=LogNorm(0.1, 10), rasterized=True)

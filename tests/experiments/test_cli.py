@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bayesgrad.cli import main
+from bayesgrad.cli import _show, main
 from bayesgrad.experiments import EXPERIMENTS
 from bayesgrad.experiments.methods import METHODS
-from bayesgrad.experiments.report import load, markdown
+from bayesgrad.experiments.report import Report, load, markdown, render
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SMALL = ["compare", "--optimizers", "sgd,adabayes", "--epochs", "2", "--seeds", "2", "--examples", "200"]
@@ -40,13 +40,16 @@ def finished(tmp_path_factory) -> Path:
 
 
 def test_list_shows_paper_figure_and_status(capsys, monkeypatch) -> None:
-    monkeypatch.setenv("COLUMNS", "250")
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["list"]) == 0
-    said = capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
     for experiment in EXPERIMENTS.values():
-        line = next(line for line in said.splitlines() if line.startswith(experiment.name))
-        assert experiment.figure in line
-        assert experiment.status in line
+        at = next(i for i, line in enumerate(lines) if line.startswith(f"{experiment.name} "))
+        assert lines[at].endswith(experiment.status)
+        assert lines[at + 1].strip().startswith(experiment.figure)
+        assert lines[at + 1].endswith(experiment.about)
+        assert experiment.paper in lines[:at]
+    assert len(lines) < 2.5 * len(EXPERIMENTS)
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -75,6 +78,8 @@ def test_compare_leaves_a_whole_report(finished: Path) -> None:
     assert report.versions["torch"] in page
     assert "bayesgrad compare" in page
     assert "| AdaBayes |" in markdown(report)
+    assert "optimizers: sgd, adabayes," in markdown(report)
+    assert "<dt>optimizers</dt><dd>sgd, adabayes</dd>" in page
     config = json.loads((finished / "config.json").read_text())
     assert config["optimizers"] == ["sgd", "adabayes"]
 
@@ -102,6 +107,30 @@ def test_the_page_renders_in_a_browser(finished: Path, tmp_path: Path) -> None:
     ).stdout
     assert dom.count("<tr>") == 3
     assert "AdaBayes" in dom
+
+
+def test_columns_of_words_are_wrapped_and_columns_of_numbers_are_not(tmp_path: Path) -> None:
+    report = Report("some")
+    report.add_table(
+        "a", ["method", "loss", "what is approximated"], [["x", "-0.1 ± 0.2", "all"], ["y", "nan", "5 of it"]]
+    )
+    report.add_table("b", ["method", "loss"], [])
+    page = render([(report, tmp_path)])
+    assert '<th>method</th><th>loss</th><th class="words">what is approximated</th>' in page
+    assert '<td>y</td><td>nan</td><td class="words">5 of it</td>' in page
+    assert page.count("<th>loss</th>") == 2
+
+
+def test_no_digit_is_cut_off_in_a_narrow_terminal(capsys) -> None:
+    from rich.console import Console
+
+    report = Report("some")
+    cells = [f"{i}.1234567±0.0000089" for i in range(8)]
+    report.add_table("a", [f"score {i}" for i in range(8)], [cells])
+    _show(Console(width=80), report)
+    said = capsys.readouterr().out
+    assert "…" not in said
+    assert sum(character.isdigit() for character in said) == sum(map(str.isdigit, "".join(cells))) + 8
 
 
 def test_reports_of_several_runs_make_one_page(finished: Path, tmp_path: Path, capsys) -> None:

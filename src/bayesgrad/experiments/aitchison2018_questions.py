@@ -74,11 +74,11 @@ def open_questions(context: Context) -> Report:
     words: list[str] = []
     shown: dict[str, dict[str, tuple[float, float]]] = {}
     for task, suggestions, kinds in _tasks(context):
-        context.say(f"{task.key}: {task.steps * task.epochs} steps, {len(task.data.test_x):,} test examples")
+        context.say(f"{task.title}: {task.steps * task.epochs} steps, {len(task.data.test_x):,} test examples")
         wanted = [*dict.fromkeys(k for q in suggestions for k in (q.plain, q.new)), *kinds]
         results = {k: finals(context, task, _scaled(context, VARIANTS[k])) for k in dict.fromkeys(wanted)}
         report.add_table(
-            f"{task.key}: all runs",
+            f"{task.title}: all runs",
             ["method", "lr", "test error %", "test NLL", "training loss", "CPU s"],
             [_row(one) for one in results.values()],
         )
@@ -94,7 +94,7 @@ def open_questions(context: Context) -> Report:
                     [f"{q.section} {q.words}", *(_difference(new.less(plain, s)) for s in ("nll", "loss")), *verdicts]
                 )
             report.add_table(
-                f"{task.key}: differences over paired seeds, new less plain",
+                f"{task.title}: differences over paired seeds, new less plain",
                 ["suggestion", "test NLL", "training loss", "verdict, test NLL", "verdict, training loss"],
                 rows,
             )
@@ -106,11 +106,11 @@ def open_questions(context: Context) -> Report:
         ]
         tries = len(next(iter(results.values())).tried)
         report.add_table(
-            f"{task.key}: validation NLL of each learning rate tried",
+            f"{task.title}: validation NLL of each learning rate tried",
             ["method", *map(str, range(1, tries + 1)), "chosen at the edge"],
             rows,
         )
-        report.settings[f"protocol of {task.key}"] = (
+        report.settings[f"protocol of {task.title}"] = (
             f"{len(task.data.train_x):,} training examples, {task.epochs} epochs, batches of {task.batch}, cosine "
             f"schedule to zero, {tries} learning rates for each method, judged by validation NLL on 20 % of them with "
             "a "
@@ -193,7 +193,7 @@ def _whitening(report: Report, context: Context, task: Task, results: dict[str, 
             ]
         )
     report.add_table(
-        f"{task.key}: Kronecker whitening and others",
+        f"{task.title}: Kronecker whitening and others",
         [
             "method",
             "training loss, last epoch",
@@ -208,20 +208,20 @@ def _whitening(report: Report, context: Context, task: Task, results: dict[str, 
     name = f"kronecker-{task.data.name}.png"
     plots.curves(
         context.folder / name,
-        {f"{task.key}: training loss": {one.variant.title: one.epochs() for one in results.values()}},
+        {f"{task.title}: training loss": {one.variant.title: one.epochs() for one in results.values()}},
     )
-    report.add_figure(name, f"{task.key}: training loss by epoch, mean and standard error over seeds.")
+    report.add_figure(name, f"{task.title}: training loss by epoch, mean and standard error over seeds.")
     name = f"kronecker-{task.data.name}-time.png"
     plots.lines(
         context.folder / name,
         {
-            f"{task.key}: training loss": {
+            f"{task.title}: training loss": {
                 one.variant.title: (one.clock(), list(zip(*one.epochs()))) for one in results.values()
             }
         },
         "CPU seconds",
     )
-    report.add_figure(name, f"{task.key}: the same by processor time, on a machine with other work.")
+    report.add_figure(name, f"{task.title}: the same by processor time, on a machine with other work.")
     others = [k for k in results if k != "kroneckerfp"]
     by_step = {k: judged(own, results[k], "loss") for k in others}
     by_test = {k: judged(own, results[k], "nll") for k in others}
@@ -233,7 +233,7 @@ def _whitening(report: Report, context: Context, task: Task, results: dict[str, 
     first, rival = own.at(budget), results["adamw"].at(budget)
     return (
         (
-            f"{task.key}: KroneckerFilterFP's training loss per step is {told(by_step)}; its test NLL "
+            f"{task.title}: KroneckerFilterFP's training loss per step is {told(by_step)}; its test NLL "
             f"{told(by_test)}; per second "
             f"its loss is {_cell(first)} when AdamW's run is over at {_cell(rival)}."
         )
@@ -260,7 +260,7 @@ def _repeated(report: Report, context: Context) -> str:
             rows.append([VARIANTS[kind].title, str(epoch), *(_cell(v) for v in values)])
             ends[kind, epoch] = values
     report.add_table(
-        f"Repeated data, {task.key}, lr {lr:g} and constant: how the belief stands to data",
+        f"Repeated data, {task.title}, lr {lr:g} and constant: how the belief stands to data",
         ["method", "epoch", "copies of the data counted", "surprise of seen data", "surprise of unseen data"],
         rows,
     )

@@ -61,6 +61,10 @@ class Task:
         return f"{self.data.name}{len(self.data.train_x)}-{self.network}-epochs{self.epochs}"
 
     @property
+    def title(self) -> str:
+        return f"{self.network} on {len(self.data.train_x):,} of {self.data.name}"
+
+    @property
     def terms(self) -> int:
         """Losses of an example."""
         return self.data.train_y[0].numel()

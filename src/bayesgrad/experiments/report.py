@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -84,12 +85,22 @@ h1 { font-size: 1.7rem; margin: 0 0 .4rem; } h2 { font-size: 1.15rem; margin: 2r
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; min-width: 50%; }
 th, td { padding: .35rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th { white-space: normal; vertical-align: bottom; }
-th:first-child, td:first-child { text-align: left; } th { color: var(--soft); font-weight: 600; }
+.words, td:first-child { text-align: left; white-space: normal; min-width: 6rem; }
+th:first-child { text-align: left; } th { color: var(--soft); font-weight: 600; }
 figure { margin: 1.2rem 0; } img { max-width: 100%; } figcaption, footer { color: var(--soft); font-size: .9rem; }
 code { background: var(--card); padding: .1rem .3rem; border-radius: 3px; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1.2rem; } dt { color: var(--soft); }
 dd { margin: 0; overflow-wrap: anywhere; }
 """
+
+
+def _numbers(cells: Sequence[Any]) -> bool:
+    """Whether a column is of numbers, which stand on the right and keep to one line; words are wrapped."""
+    return all(re.match(r"[-+]?(\d|nan|inf)|-?$", str(cell)) for cell in cells)
+
+
+def _said(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def render(reports: Sequence[tuple[Report, Path]]) -> str:
@@ -105,10 +116,11 @@ def render(reports: Sequence[tuple[Report, Path]]) -> str:
         if report.verdict:
             parts.append(f'<p class="verdict"><b>Verdict.</b> {escape(report.verdict)}</p>')
         for table in report.tables:
-            head = "".join(f"<th>{escape(c)}</th>" for c in table["columns"])
-            body = "".join(
-                "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in table["rows"]
-            )
+            numbers = [_numbers([row[i] for row in table["rows"]]) for i in range(len(table["columns"]))]
+            kinds = ["" if i == 0 or right else ' class="words"' for i, right in enumerate(numbers)]
+            head = "".join(f"<th{kind}>{escape(c)}</th>" for kind, c in zip(kinds, table["columns"]))
+            rows = [[f"<td{kind}>{escape(str(cell))}</td>" for kind, cell in zip(kinds, row)] for row in table["rows"]]
+            body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
             parts.append(f'<h2>{escape(table["title"])}</h2><div class="scroll"><table><thead><tr>{head}</tr></thead>')
             parts.append(f"<tbody>{body}</tbody></table></div>")
         for figure in report.figures:
@@ -118,7 +130,7 @@ def render(reports: Sequence[tuple[Report, Path]]) -> str:
             parts.append(f"<figcaption>{caption}</figcaption></figure>")
         for title, values in (("Settings", report.settings), ("Versions", report.versions)):
             if values:
-                rows = "".join(f"<dt>{escape(k)}</dt><dd>{escape(str(v))}</dd>" for k, v in values.items())
+                rows = "".join(f"<dt>{escape(k)}</dt><dd>{escape(_said(v))}</dd>" for k, v in values.items())
                 parts.append(f"<h2>{title}</h2><dl>{rows}</dl>")
     title = escape(reports[0][0].title if len(reports) == 1 else "bayesgrad: reports")
     return (
@@ -144,6 +156,6 @@ def markdown(report: Report) -> str:
         lines += ["| " + " | ".join(map(str, row)) + " |" for row in table["rows"]] + [""]
     for figure in report.figures:
         lines += [f"![{figure['caption']}]({figure['file']})", "", figure["caption"], ""]
-    settings = ", ".join(f"{k}: {v}" for k, v in {**report.settings, **report.versions}.items())
+    settings = ", ".join(f"{k}: {_said(v)}" for k, v in {**report.settings, **report.versions}.items())
     lines += [f"± is the standard error over seeds. {settings}."]
     return "\n".join(lines) + "\n"

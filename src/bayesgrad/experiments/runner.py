@@ -83,11 +83,12 @@ def read_tensors(path: Path, device: str = "cpu") -> Any:
 def versions() -> dict[str, str]:
     import bayesgrad
 
+    threads = torch.get_num_threads()
     return {
         "bayesgrad": bayesgrad.__version__,
         "torch": str(torch.__version__),
         "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "machine": f"{platform.machine()}, {threads} thread{'s' * (threads > 1)}",
     }
 
 

@@ -81,7 +81,8 @@ class Search:
     def words(self) -> str:
         amount = "80 % of the training examples" if self.examples is None else f"{self.examples:,} training examples"
         count = f"{len(self.factors)} learning rates each"
-        return f"{count}, {self.epochs} epoch(s) of {amount} at a constant rate, judged by validation NLL"
+        epochs = f"{self.epochs} epoch{'s' * (self.epochs > 1)}"
+        return f"{count}, {epochs} of {amount} at a constant rate, judged by validation NLL"
 
 
 @dataclass(frozen=True)
