@@ -92,9 +92,10 @@ class Expectation(ABC):
         """
         at, noise, weights = self.points(mean, root)
         rows = at.flatten(0, -2)
-        value, first = vmap(function)(rows), vmap(grad(function))(rows)
+        each = _each(function, rows[0])
+        value, first = each(function)(rows), each(grad(function))(rows)
         if self.hessian == "exact":
-            second = vmap(jacrev(grad(function)))(rows)
+            second = each(jacrev(grad(function)))(rows)
         elif self.hessian == "gauss-newton":
             second = -first[:, :, None] * first[:, None, :]
         else:  # E[∇² f] = E[∇f (R'^-1 noise)']
@@ -231,6 +232,24 @@ class MonteCarlo(Expectation):
         noise = torch.cat([noise, -noise]) if pairs else noise
         weights = mean.new_full((self.samples,), 1 / self.samples)
         return mean + _spread(root, noise), noise, weights
+
+
+def _each(function: Callable[[Tensor], Tensor], row: Tensor) -> Callable[..., Callable[[Tensor], Tensor]]:
+    """What applies functions to rows: `vmap`, or a loop where the function looks at numbers to decide what to do.
+
+    Raises:
+        TypeError, ValueError: the function does not give one number.
+    """
+    found = function(row)
+    if not isinstance(found, Tensor):
+        raise TypeError(f"the function must give a tensor, got {found!r}: write it in torch.")
+    if found.dim():
+        raise ValueError(f"the function must give one number for a vector, got shape {tuple(found.shape)}: sum it.")
+    try:
+        vmap(function)(row[None])
+    except RuntimeError:
+        return lambda own: lambda rows: torch.stack([own(one) for one in rows])
+    return vmap
 
 
 def _spread(root: Tensor, noise: Tensor) -> Tensor:
