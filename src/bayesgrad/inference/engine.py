@@ -281,13 +281,14 @@ def _rate(rho: Rho, node: Node, count: int) -> float:
     else:
         value = rho(count) if callable(rho) else rho
     known = isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
-    if not (known and 0 < value <= 1):
+    rate = float(value) if known else math.nan
+    if not 0 < rate <= 1:
         raise ValueError(f"rho must be in (0, 1], got {value!r}.")
-    return float(value)
+    return rate
 
 
 def require_steps(steps: Any) -> None:
-    if not (isinstance(steps, Integral) and steps >= 1):
+    if not (isinstance(steps, Integral) and int(steps) >= 1):
         raise ValueError(f"steps must be a whole number of at least 1, got {steps!r}.")
 
 

@@ -19,7 +19,7 @@ def positive(name: str, scale: Any, *, zero: bool = False) -> Any:
         ValueError: it is none.
     """
     known = isinstance(scale, (Real, Tensor))
-    lowest = float(torch.as_tensor(scale).min()) if known else math.nan
+    lowest = float(scale.min() if isinstance(scale, Tensor) else scale) if known else math.nan
     if not (lowest > 0 or (zero and lowest == 0)) or lowest == math.inf:
         words = "a finite number, not below zero" if zero else "positive"
         raise ValueError(f"{name} must be {words}, got {f'{lowest:g}' if known else repr(scale)}.")
