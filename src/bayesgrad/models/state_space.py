@@ -275,9 +275,7 @@ def _gaussian(chain: Chain, H: Tensor, R: Tensor, y: Tensor) -> _Observed:
         noise = torch.where(both, R, torch.eye(len(R)).to(R))
         seen = torch.where(known[..., None], H, 0)
     y = torch.where(known, y, 0)
-    weighted = torch.linalg.solve(noise, seen)
-    h, J = (weighted.mT @ y[..., None])[..., 0], seen.mT @ weighted
-    found = kalman.filtered(chain, h, J)
+    found = kalman.observed(chain, seen, noise, y)
     ahead = kalman.predicted(chain, found)
     error = y - (seen @ ahead.mean[..., None])[..., 0]
     factor = torch.linalg.cholesky(seen @ ahead.covariance @ seen.mT + noise)
