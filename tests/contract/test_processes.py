@@ -18,8 +18,8 @@ X = np.random.default_rng(0).normal(size=(15, 2))
         ({"tolerance": "a"}, "tolerance must be a number of at least 0, got 'a'"),
         ({"seed": None}, "seed must be a whole number, got None"),
         ({"expectation": "delta"}, r"expectation must be GaussHermite\(\), Delta\(\) or None, got 'delta'"),
-        ({"inducing": "a"}, "inducing must be made of numbers, got 'a'"),
-        ({"inducing": np.full((2, 2), np.nan)}, "inducing holds NaN or infinity"),
+        ({"inducing": "a"}, "inducing must be made of numbers, got"),
+        ({"inducing": np.full((2, 2), np.nan)}, "inducing must be a matrix of finite numbers"),
     ],
 )
 def test_settings_of_a_gaussian_process(settings: dict, words: str) -> None:
@@ -38,7 +38,7 @@ def test_a_fit_that_fails_leaves_what_was_known() -> None:
 def test_numbers_at_the_end_of_their_range_are_told() -> None:
     """Targets of a million, whose noise would be larger than is looked for."""
     y = 1e6 * np.random.default_rng(1).normal(size=15)
-    with pytest.warns(UserWarning, match="went to the end of its range, 1e-5 to 1e5: scale X or y"):
+    with pytest.warns(UserWarning, match="likelihood.scale went to the end of its range, 1e5"):
         GaussianProcess().fit(X, y)
 
 

@@ -243,8 +243,9 @@ class GaussianProcess(BaseEstimator):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*steps were not enough.*")
             optimizer.step(closure)  # pyright: ignore[reportArgumentType]
-        if far := [name for name, log in logs.items() if bool((log.abs() >= LIMIT).any())]:
-            checks.warn(f"{far[0]} went to the end of its range, 1e-5 to 1e5: scale X or y, or take another kernel.")
+        # Noise may vanish, and lengths be endless; a scale or variance this large is one that was not found.
+        if far := [name for name, log in logs.items() if "length" not in name and bool((log >= LIMIT).any())]:
+            checks.warn(f"{far[0]} went to the end of its range, 1e5: divide y by its size.")
         found = _with(kernel, seen, logs)
         return found[0].plain(), found[1].plain()
 
@@ -309,9 +310,7 @@ class GaussianProcess(BaseEstimator):
     def _points(self, kernel: Kernel) -> Tensor:
         wanted = self.inducing
         if not isinstance(wanted, (int, np.integer)):
-            points = torch.atleast_2d(checks.require_numbers("inducing", wanted)).to(self.X_)
-            if not torch.isfinite(points).all():
-                raise ValueError("inducing holds NaN or infinity: give rows that are finite.")
+            points = checks.require_matrix("inducing", np.atleast_2d(as_numpy(wanted))).to(self.X_)
             if points.shape[1] != self.X_.shape[1]:
                 raise ValueError(f"inducing must have {self.X_.shape[1]} columns, got {tuple(points.shape)}.")
             return points
