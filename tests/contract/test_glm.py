@@ -175,9 +175,24 @@ def test_a_fit_that_fails_leaves_what_was_known() -> None:
     np.testing.assert_array_equal(model.set_params(likelihood="student-t").predict(X), before)
 
 
-@pytest.mark.parametrize("change", [{"likelihood": "poisson"}, {"fit_intercept": False}, {"noise_scale": 2.0}])
+@pytest.mark.parametrize("change", [{"likelihood": "poisson"}, {"fit_intercept": False}])
 def test_streams_keep_their_structure(change: dict) -> None:
     X = np.random.default_rng(0).normal(size=(20, 3))
     model = GLM().partial_fit(X, np.ones(20)).set_params(**change)
     with pytest.raises(ValueError, match=f"{next(iter(change))} was .* when learning began"):
         model.partial_fit(X, np.ones(20))
+
+
+def test_batches_may_differ_in_their_noise() -> None:
+    """As weighted least squares has it; also after a fit that learned it."""
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(40, 2))
+    y = X[:, 0] + rng.normal(size=40)
+    model = GLM(fit_intercept=False, noise_scale=0.5).partial_fit(X[:20], y[:20])
+    model.set_params(noise_scale=2.0).partial_fit(X[20:], y[20:])
+    weights = np.repeat([4.0, 0.25], 20)
+    expected = np.linalg.solve(np.eye(2) + X.T @ (weights[:, None] * X), X.T @ (weights * y))
+    np.testing.assert_allclose(model.coef_, expected, rtol=1e-12)
+    assert model.noise_scale_ == 2.0
+    learned = GLM(noise_scale="learn").fit(X, y)
+    assert learned.set_params(noise_scale=3.0).partial_fit(X, y).noise_scale_ == 3.0

@@ -50,7 +50,7 @@ NAMED: dict[str, type[Observation] | type[Multinomial]] = {
 EXPECTATIONS = ("quadrature", "delta", "mc")
 CHUNK = 1 << 21  # numbers that one factor evaluates at a time
 LEARN = "learn"
-STRUCTURE = ("likelihood", "fit_intercept", "noise_scale", "dof")  # what a stream cannot change
+STRUCTURE = ("likelihood", "fit_intercept")  # what a stream cannot change
 
 
 def _classifies(model: GLM) -> bool:
@@ -192,6 +192,8 @@ class GLM(BaseEstimator):
                 if _classifies(self) and classes is None:
                     raise ValueError("the first call of partial_fit needs classes, all labels that there are.")
                 self._begin(y, np.asarray(as_numpy(classes)) if _classifies(self) else targets)
+            elif not _classifies(self):
+                self._begin(y, targets)  # the noise of this batch
             prior = self._prior(design) if first else tuple(part.to(design) for part in self._natural)
             before = 0.0 if first else self.elbo_
             self._learn(X, design, self._encode(targets, design), prior, before=before, more=not first)
