@@ -19,11 +19,14 @@ from bayesgrad.families import (
     FixedGaussian,
     Gamma,
     Gaussian,
+    MixtureOfGaussians,
     NormalWishart,
     Point,
 )
 from bayesgrad.inference import (
+    GaussHermite,
     Linear,
+    MonteCarlo,
     Node,
     OutsideDomain,
     Prior,
@@ -84,6 +87,11 @@ def test_parameters_that_cannot_be(natural: Any, words: str) -> None:
         (lambda q: linear_gaussian(q, ONES.numpy(), ONES[:, 0]), "design must be a tensor, got ndarray"),
         (lambda q: Projected(q, ONES.float(), torch.sin), "design must be of the node's dtype, torch.float64, got"),
         (lambda q: Projected(Node(NORMAL, NORMAL.of(ONES, EYE.expand(4, 2, 2))), ONES, torch.sin), "without plates"),
+        (lambda q: Projected(q, ONES, torch.sin, "delta"), "expectation must be one of .* got 'delta'"),  # pyright: ignore
+        (lambda q: minimize(torch.sum, q, expectation="mc"), "expectation must be one of .* got 'mc'"),  # pyright: ignore
+        (lambda q: GaussHermite(1.5), "n must be a whole number of at least 1, got 1.5"),  # pyright: ignore
+        (lambda q: MonteCarlo("a"), "samples must be a whole number of at least 1, got 'a'"),  # pyright: ignore
+        (lambda q: MixtureOfGaussians([0.5, 0.5]), "weights of components must be a tensor"),  # pyright: ignore
         (lambda q: Node(NORMAL, q.natural, "a"), "scale must be positive, got 'a'"),
         (lambda q: Node(Gaussian, q.natural), "family must be one of bayesgrad.families"),
         (lambda q: step(q, [Prior(q, q.natural)], "fast"), r"rho must be in \(0, 1\], got 'fast'"),

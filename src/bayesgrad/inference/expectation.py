@@ -154,8 +154,8 @@ class GaussHermite(Expectation):
     hessian: str = "exact"
 
     def __post_init__(self) -> None:
-        if not self.n >= 1:
-            raise ValueError(f"n must be at least 1, got {self.n}.")
+        if not (isinstance(self.n, int) and self.n >= 1):
+            raise ValueError(f"n must be a whole number of at least 1, got {self.n!r}.")
         _check_hessian(self.hessian, HESSIANS[::2])
 
     def points(self, mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -218,8 +218,8 @@ class MonteCarlo(Expectation):
     calls: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        if not self.samples >= 1:
-            raise ValueError(f"samples must be at least 1, got {self.samples}.")
+        if not (isinstance(self.samples, int) and self.samples >= 1):
+            raise ValueError(f"samples must be a whole number of at least 1, got {self.samples!r}.")
         _check_hessian(self.hessian, HESSIANS)
 
     def points(self, mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -180,7 +180,7 @@ class Projected(Factor):
         _gaussian(node)
         _check_design(node, design)
         self.design, self.log_likelihood = design, log_likelihood
-        self.expectation = GaussHermite() if expectation is None else expectation
+        self.expectation = _expectation(GaussHermite() if expectation is None else expectation)
         self._seen: tuple[Parameters, Moments] | None = None
 
     def projections(self) -> tuple[Tensor, Tensor]:
@@ -245,7 +245,7 @@ class MultiProjected(Projected):
         size = node.natural[0].shape[-1]
         if not isinstance(node.family, Gaussian) or size % design.shape[1]:
             raise ValueError(f"node must be a Gaussian of K times {design.shape[1]} weights, got {size} of {node}.")
-        self.design, self.log_likelihood, self.expectation = design, log_likelihood, expectation
+        self.design, self.log_likelihood, self.expectation = design, log_likelihood, _expectation(expectation)
         self.outputs = size // design.shape[1]
         self._seen = None
 
@@ -299,7 +299,7 @@ class LogDensity(Factor):
     ) -> None:
         super().__init__(node, scale=scale)
         _gaussian(node)
-        self.function, self.expectation = function, expectation
+        self.function, self.expectation = function, _expectation(expectation)
         self._seen: tuple[Parameters, Moments] | None = None
 
     def moments(self) -> Moments:
@@ -369,6 +369,12 @@ def _fitting(node: Node, parameters: Parameters, what: str) -> Parameters:
         shapes = [[tuple(part.shape) for part in own] for own in (parameters, node.natural)]
         raise ValueError(f"{what} of shapes {shapes[0]} do not fit {node}, of shapes {shapes[1]}.") from None
     return parameters
+
+
+def _expectation(given: Expectation) -> Expectation:
+    if not isinstance(given, Expectation):
+        raise TypeError(f"expectation must be one of GaussHermite(), MonteCarlo() and Delta(), got {given!r}.")
+    return given
 
 
 def _gaussian(node: Node) -> None:
