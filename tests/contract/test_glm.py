@@ -140,3 +140,59 @@ def test_refusals_of_streams_and_predictions() -> None:
         model.predict(HOLED)
     with pytest.raises(ValueError, match="n_samples must be a whole number of at least 1, got 0"):
         model.sample_posterior(0)
+
+
+# --- settings, streams and failures ---
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"prior_precision": "a"}, "prior_precision must be made of numbers, got 'a'"),
+        ({"prior_precision": [[1.0], [1.0, 2.0]]}, "prior_precision must be made of numbers"),
+        ({"rho": "fast"}, r"rho must be in \(0, 1\], got 'fast'"),
+        ({"max_iter": 0}, "max_iter must be a whole number of at least 1, got 0"),
+        ({"tol": "a"}, "tol must be a number of at least 0, got 'a'"),
+        ({"likelihood": ["poisson"]}, r"likelihood must be one of .* got \['poisson'\]"),
+        ({"random_state": None}, "random_state must be a whole number, got None"),
+        ({"noise_scale": "learn"}, "noise_scale cannot be learned, X explains y without any noise"),
+    ],
+)
+def test_settings_that_cannot_be(settings: dict, words: str) -> None:
+    X = np.random.default_rng(0).normal(size=(20, 2))
+    with pytest.raises(ValueError, match=words):
+        GLM(**settings).fit(X, X[:, 0])
+
+
+def test_a_fit_that_fails_leaves_what_was_known() -> None:
+    """Targets that cannot be, of another likelihood and another number of columns."""
+    rng = np.random.default_rng(0)
+    X, y = rng.normal(size=(20, 3)), rng.normal(size=20)
+    model = GLM("student-t").fit(X, y)
+    before = model.predict(X)
+    with pytest.raises(ValueError, match="none below zero"):
+        model.set_params(likelihood="poisson").fit(X[:, :2], y)
+    np.testing.assert_array_equal(model.set_params(likelihood="student-t").predict(X), before)
+
+
+@pytest.mark.parametrize("change", [{"likelihood": "poisson"}, {"fit_intercept": False}])
+def test_streams_keep_their_structure(change: dict) -> None:
+    X = np.random.default_rng(0).normal(size=(20, 3))
+    model = GLM().partial_fit(X, np.ones(20)).set_params(**change)
+    with pytest.raises(ValueError, match=f"{next(iter(change))} was .* when learning began"):
+        model.partial_fit(X, np.ones(20))
+
+
+def test_batches_may_differ_in_their_noise() -> None:
+    """As weighted least squares has it; also after a fit that learned it."""
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(40, 2))
+    y = X[:, 0] + rng.normal(size=40)
+    model = GLM(fit_intercept=False, noise_scale=0.5).partial_fit(X[:20], y[:20])
+    model.set_params(noise_scale=2.0).partial_fit(X[20:], y[20:])
+    weights = np.repeat([4.0, 0.25], 20)
+    expected = np.linalg.solve(np.eye(2) + X.T @ (weights[:, None] * X), X.T @ (weights * y))
+    np.testing.assert_allclose(model.coef_, expected, rtol=1e-12)
+    assert model.noise_scale_ == 2.0
+    learned = GLM(noise_scale="learn").fit(X, y)
+    assert learned.set_params(noise_scale=3.0).partial_fit(X, y).noise_scale_ == 3.0

@@ -305,3 +305,30 @@ def test_refusals_of_data() -> None:
         oracle().smooth(np.array([1.0, np.inf]))
     with pytest.raises(ValueError, match="targets must be 0 or 1, got 2"):
         LinearStateSpace(F, Q, H, likelihood="logistic").smooth(np.array([0.0, 2.0]))
+
+
+@pytest.mark.parametrize("missing", [0.0, 0.4])
+def test_small_noise_costs_no_digits(missing: float) -> None:
+    """R of 1e-4 beside Q of 1e4 and a first state that is hardly known: Kalman's recursion, step by step."""
+    rng = np.random.default_rng(0)
+    F, Q, H, R, m, P = random_model(1, size=4, parts=3)
+    Q, R, P = 1e4 * Q, 1e-4 * R, 1e6 * P
+    y = rng.normal(size=(60, 3))
+    y[rng.uniform(size=y.shape) < missing] = np.nan
+    mean, covariance, total, means = m, P, 0.0, []
+    for t, row in enumerate(y):
+        if t:
+            mean, covariance = F @ mean, F @ covariance @ F.T + Q
+        known = ~np.isnan(row)
+        if known.any():
+            seen, noise = H[known], R[np.ix_(known, known)]
+            spread, error = seen @ covariance @ seen.T + noise, row[known] - seen @ mean
+            total += stats.multivariate_normal(np.zeros(len(error)), spread).logpdf(error)
+            gain = np.linalg.solve(spread, seen @ covariance).T
+            rest = np.eye(4) - gain @ seen
+            mean, covariance = mean + gain @ error, rest @ covariance @ rest.T + gain @ noise @ gain.T
+        means.append(mean)
+    found = LinearStateSpace(F, Q, H, R, initial_mean=m, initial_covariance=P).filter(y)
+    np.testing.assert_allclose(found.log_likelihood, total, rtol=1e-12)
+    np.testing.assert_allclose(found.mean, means, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(found.covariance[-1], covariance, rtol=1e-9, atol=1e-9)

@@ -45,6 +45,12 @@ class Bernoulli(Family):
         return (natural[0].tanh(),)
 
     def natural(self, mean: Parameters) -> Parameters:
+        """
+        Raises:
+            ValueError: E[x] is not in [-1, 1].
+        """
+        if not (mean[0].abs() <= 1).all():
+            raise ValueError("expectations of no Bernoulli: E[x] of -1 or +1 must be in [-1, 1].")
         return (mean[0].atanh(),)
 
     def inside(self, natural: Parameters) -> Tensor:
@@ -98,6 +104,13 @@ class Categorical(Family):
         return (natural[0].softmax(-1),)
 
     def natural(self, mean: Parameters) -> Parameters:
+        """
+        Raises:
+            ValueError: these are no probabilities.
+        """
+        error = (mean[0].sum(-1) - 1).abs()
+        if not ((mean[0] >= 0).all(-1) & (error < torch.finfo(error.dtype).eps ** 0.5)).all():
+            raise ValueError("expectations of no Categorical: probabilities must not be negative, and sum to 1.")
         return (mean[0].log(),)
 
     def inside(self, natural: Parameters) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -137,26 +137,59 @@ class Family(ABC):
         return tuple((part + part.mT) / 2 if n == 2 else part for part, n in zip(parameters, self.events))
 
     def check(self, natural: Parameters, what: str = "natural parameters") -> Parameters:
-        """The parameters themselves.
+        """The parameters themselves; numbers and arrays as tensors, in float64.
 
         Raises:
-            ValueError: there are not as many as there should be, or they are of no distribution.
+            TypeError: they are no numbers.
+            ValueError: there are not as many as there should be, they do not fit together, or are of no distribution.
         """
         name = type(self).__name__
+        if not isinstance(natural, (tuple, list)):
+            raise TypeError(f"{what} of {name} are a tuple of {len(self.events)} tensors, got {natural!r}.")
         if len(natural) != len(self.events):
             raise ValueError(f"{name} has {len(self.events)} {what}, got {len(natural)}.")
+        natural = tuple(self._tensor(part, what) for part in natural)
+        if len({part.dtype for part in natural}) > 1:
+            kinds = ", ".join(str(part.dtype) for part in natural)
+            raise ValueError(f"{what} of {name} must be of one dtype, got {kinds}: convert them by .double().")
         for part, n in zip(natural, self.events):
             if part.dim() < n:
                 raise ValueError(f"{what} of {name} have at least {self.events} dimensions, got {tuple(part.shape)}.")
         if any(not torch.isfinite(part).all() for part in natural):
             raise ValueError(f"{what} of {name} must be finite numbers, got NaN or infinity.")
-        inside = self.inside(natural)
+        try:
+            inside = self.inside(natural)
+            if inside.all():
+                self.log_partition(natural)
+        except RuntimeError as error:
+            shapes = ", ".join(str(tuple(part.shape)) for part in natural)
+            raise ValueError(f"{what} of {name} do not fit together: their shapes are {shapes}.") from error
+        even = zip(natural, self.symmetric(natural))
+        if not all(
+            torch.allclose(a, b, rtol=0, atol=a.abs().max().item() * _rounding(a)) for a, b in even if a.numel()
+        ):
+            raise ValueError(f"{what} of {name} must have symmetric matrices; they are not.")
         if not inside.all():
             wrong = int((~inside).sum())
             where = f"{wrong} of {inside.numel()} are not" if inside.dim() else "they are not"
             raise ValueError(f"{what} of {name} must be those of a distribution{self._domain()}; {where}.")
         return natural
 
+    def _tensor(self, part: Any, what: str) -> Tensor:
+        if not isinstance(part, Tensor):
+            try:
+                part = torch.as_tensor(part, dtype=torch.float64)
+            except (TypeError, ValueError, RuntimeError):
+                raise TypeError(f"{what} of {type(self).__name__} must be tensors of numbers, got {part!r}.") from None
+        if not part.is_floating_point():
+            kind = type(self).__name__
+            raise TypeError(f"{what} of {kind} must be floating-point numbers, got {part.dtype}: convert by .double().")
+        return part
+
     def _domain(self) -> str:
         """In words, as an insertion."""
         return ""
+
+
+def _rounding(part: Tensor) -> float:
+    return torch.finfo(part.dtype).eps ** 0.5

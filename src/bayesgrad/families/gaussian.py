@@ -123,8 +123,15 @@ class DiagonalGaussian(Family):
         return mean, variance + mean.square()
 
     def natural(self, mean: Parameters) -> Parameters:
+        """
+        Raises:
+            ValueError: a variance is not positive.
+        """
         first, second = mean
-        return self.of(first, 1 / (second - first.square()))
+        variance = second - first.square()
+        if not (variance > 0).all():
+            raise ValueError("expectations of no DiagonalGaussian: E[x^2] must be greater than E[x]^2.")
+        return self.of(first, 1 / variance)
 
     def inside(self, natural: Parameters) -> Tensor:
         return ((natural[1] < 0) & torch.isfinite(natural[0] + natural[1])).all(-1)
@@ -170,6 +177,20 @@ class FixedGaussian(Family):
     events = (1,)
 
     precision: Tensor | float = 1.0
+
+    def __post_init__(self) -> None:
+        known = isinstance(self.precision, (int, float, Tensor))
+        given = torch.as_tensor(self.precision if known else torch.nan).detach()
+        if given.dim() == 2 and given.shape[0] == given.shape[1]:
+            even = torch.allclose(given, given.mT, rtol=1e-5, atol=1e-8 * given.abs().max().item())
+            right = even and bool(_definite(given))
+        else:
+            right = given.dim() < 2 and bool(((given > 0) & (given < torch.inf)).all())
+        if not right:
+            raise ValueError(
+                f"precision must be a positive number, a vector of them or a positive definite matrix, got "
+                f"{given.tolist() if known else self.precision!r}."
+            )
 
     def of(self, mean: Tensor) -> Parameters:
         """λ of N(mean, S^-1)."""

@@ -181,7 +181,10 @@ class NormalWishart(Family):
         """See `Wishart.natural`."""
         push, square, precision, volume = mean
         location = torch.cholesky_solve(push[..., None], _cholesky(precision))[..., 0]
-        confidence = location.shape[-1] / (square - (location * push).sum(-1))
+        rest = square - (location * push).sum(-1)
+        if not (rest > 0).all():
+            raise ValueError("expectations of no NormalWishart: E[m'Λm] must be greater than E[Λm]' E[Λ]^-1 E[Λm].")
+        confidence = location.shape[-1] / rest
         degrees, inverse = Wishart().natural((volume, precision))
         spread = inverse - confidence[..., None, None] * _outer(location) / 2
         return confidence[..., None] * location, -confidence / 2, spread, degrees + 0.5

@@ -54,6 +54,8 @@ class MixtureOfGaussians(Family):
 
     def __post_init__(self) -> None:
         given = self.weights
+        if given is not None and not isinstance(given, Tensor):
+            raise TypeError(f"weights of components must be a tensor, got {given!r}.")
         if given is not None and not ((given > 0).all() and ((given.sum(-1) - 1).abs() < 1e-5).all()):
             raise ValueError(f"weights of components must be positive and sum to 1, got {given.tolist()}.")
 

@@ -108,9 +108,11 @@ class Point(Family):
         return x.expand(count, *x.shape)
 
     def retract(self, natural: Parameters, direction: Parameters, rho: float | Tensor) -> Parameters:
-        """That of the family, if it has one."""
+        """That of the family; a straight step where it has none."""
         family: Any = self.family
-        return family.retract(natural, direction, rho)
+        if hasattr(family, "retract"):
+            return family.retract(natural, direction, rho)
+        return tuple(a + rho * b for a, b in zip(natural, direction))
 
     def _domain(self) -> str:
         return " that has a mode"

@@ -69,7 +69,10 @@ class TiedNormalWishart(NormalWishart):
         """See `Wishart.natural`."""
         push, square, precision, volume = mean
         location = torch.cholesky_solve(push.mT, _cholesky(precision)).mT
-        confidence = location.shape[-1] / (square - (location * push).sum(-1))
+        rest = square - (location * push).sum(-1)
+        if not (rest > 0).all():
+            raise ValueError("expectations of no TiedNormalWishart: E[m'Λm] must be greater than E[Λm]' E[Λ]^-1 E[Λm].")
+        confidence = location.shape[-1] / rest
         first = confidence[..., None] * location
         degrees, inverse = Wishart().natural((volume, precision))
         return first, -confidence / 2, inverse - first.mT @ location / 2, degrees + confidence.shape[-1] / 2

@@ -18,7 +18,9 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from numbers import Integral, Real
 from operator import add
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +35,7 @@ SCHEDULES = ("sequential", "parallel")
 HALVINGS = 40
 
 Rho = float | Callable[[int], float] | Mapping[Node, float]
+Fresh = dict[Factor, Parameters]
 
 
 class OutsideDomain(ArithmeticError):
@@ -85,46 +88,66 @@ def step(
         raise ValueError(f"domain must be one of {', '.join(map(repr, DOMAINS))}, got {domain!r}.")
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule must be 'sequential' or 'parallel', got {schedule!r}.")
-    if not 0 <= momentum < 1:
+    if not (isinstance(momentum, Real) and 0 <= momentum < 1):
         raise ValueError(f"momentum must be in [0, 1), got {momentum!r}.")
     rates = [_rate(rho, node, count) for node in nodes]
-    ready: dict[Node, Parameters] = {}
+    ready: dict[Node, tuple[Parameters, Fresh]] = {}
     if schedule == "parallel":
-        ready = {node: _direction(node, factors, rate, sites) for node, rate in zip(nodes, rates)}
+        ready = {node: _direction(node, factors, sites) for node in nodes}
     for node, rate in zip(nodes, rates):
-        direction = ready[node] if ready else _direction(node, factors, rate, sites)
+        direction, fresh = ready[node] if ready else _direction(node, factors, sites)
         before = node.natural
         drift = None
         if momentum and node.previous is not None:
             drift = tuple(momentum * (now - old) for now, old in zip(before, node.previous))
         bound = _height(nodes, factors) if domain == "search" else None
-        node.natural = _moved(node, direction, rate, domain, drift)
+        node.natural, size = _moved(node, direction, rate, domain, drift)
         node.previous = before
         if bound is not None:
-            _search(nodes, factors, node, before, bound)
+            size = size * _search(nodes, factors, node, before, bound)
+        if sites is not None:
+            sites.keep(node, fresh, size)
 
 
 @dataclass(eq=False)
 class Sites:
     """Messages that are kept for each factor and node, and faded one by one: the lazy form.
 
-    λ is their sum. What the start had beyond them is shared out among a node's factors evenly.
+    λ is their sum, also after steps that were shortened or bent. What the start had beyond them is shared out evenly
+    among the factors of a node's first step; a factor that comes later starts with nothing.
 
     Reference: 002, Eq. 60.
     """
 
     kept: dict[tuple[Factor, Node], Parameters] = field(default_factory=dict)
 
-    def update(self, node: Node, factors: Sequence[Factor], rho: float) -> Parameters:
+    def total(self, node: Node) -> Parameters | None:
+        """The sum of what is kept for a node; None where nothing is."""
+        own = [value for (_, other), value in self.kept.items() if other is node]
+        return _added(node, own) if own else None
+
+    def changes(self, node: Node, factors: Sequence[Factor]) -> Fresh:
+        """What each factor's message would change of the one that is kept."""
         own = [factor for factor in factors if _mentions(factor, node)]
-        if not any((factor, node) in self.kept for factor in own):
+        if own and self.total(node) is None:
             for factor in own:
                 self.kept[factor, node] = tuple(part / len(own) for part in node.natural)
-        fresh = {factor: _scaled(node, factor) for factor in own}
-        for factor, new in fresh.items():
-            old = self.kept.get((factor, node)) or tuple(torch.zeros_like(part) for part in new)
-            self.kept[factor, node] = tuple((1 - rho) * a + rho * b for a, b in zip(old, new))
-        return _added(node, [value for (_, other), value in self.kept.items() if other is node])
+        zero = tuple(torch.zeros_like(part) for part in node.natural)
+        old = [self.kept.get((factor, node), zero) for factor in own]
+        new = [_scaled(node, factor) for factor in own]
+        return {factor: tuple(b - a for a, b in zip(*pair)) for factor, *pair in zip(own, old, new)}
+
+    def keep(self, node: Node, fresh: Fresh, size: float | Tensor) -> None:
+        """Moves messages by a step of that size; what bends and momentum add to λ is shared out evenly."""
+        for factor, change in fresh.items():
+            zero = tuple(torch.zeros_like(part) for part in change)
+            moved = zip(self.kept.get((factor, node), zero), node.spread(size, change))
+            self.kept[factor, node] = tuple(a + b for a, b in moved)
+        total = self.total(node)
+        if total is not None and fresh:
+            rest = [(now - known) / len(fresh) for now, known in zip(node.natural, total)]
+            for factor in fresh:
+                self.kept[factor, node] = tuple(a + b for a, b in zip(self.kept[factor, node], rest))
 
 
 @dataclass(frozen=True)
@@ -184,8 +207,7 @@ def run(
     Raises:
         OutsideDomain: the bound became infinite or NaN, or a step had nowhere to go.
     """
-    if not steps >= 1:
-        raise ValueError(f"steps must be at least 1, got {steps!r}.")
+    require_steps(steps)
     nodes = [nodes] if isinstance(nodes, Node) else list(nodes)
     elbos, shown = [float(elbo(nodes, factors))], Line(progress, steps)
     converged = interrupted = False
@@ -258,27 +280,41 @@ def _rate(rho: Rho, node: Node, count: int) -> float:
         value = rho[node]
     else:
         value = rho(count) if callable(rho) else rho
-    if not 0 < value <= 1:
+    known = isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
+    rate = float(value) if known else math.nan
+    if not 0 < rate <= 1:
         raise ValueError(f"rho must be in (0, 1], got {value!r}.")
-    return value
+    return rate
 
 
-def _direction(node: Node, factors: Sequence[Factor], rate: float, sites: Sites | None) -> Parameters:
-    """The natural gradient of the bound; with sites, what leads to their sum by a step of this rate."""
+def require_steps(steps: Any) -> None:
+    if not (isinstance(steps, Integral) and int(steps) >= 1):
+        raise ValueError(f"steps must be a whole number of at least 1, got {steps!r}.")
+
+
+def _direction(node: Node, factors: Sequence[Factor], sites: Sites | None) -> tuple[Parameters, Fresh]:
+    """The natural gradient of the bound; with sites, the sum of what they would change, and each of that."""
     if sites is None:
         gradient = node.family.entropy_gradient(node.natural)
-        return tuple(a + b for a, b in zip(message(node, factors), gradient))
+        return tuple(a + b for a, b in zip(message(node, factors), gradient)), {}
     if not node.family.flat and any(part.any() for part in node.family.base_gradient(node.natural)):
         raise ValueError(f"{node} has a base measure that its λ does not fade with: leave sites=None.")
-    target = sites.update(node, factors, rate)
-    return tuple((new - old) / rate for old, new in zip(node.natural, target))
+    fresh = sites.changes(node, factors)
+    if not fresh and sites.total(node) is not None:  # none of its factors is among these
+        return tuple(torch.zeros_like(part) for part in node.natural), {}
+    return _added(node, list(fresh.values())), fresh
 
 
-def _moved(node: Node, direction: Parameters, rate: float, domain: str, drift: Parameters | None) -> Parameters:
+def _moved(
+    node: Node, direction: Parameters, rate: float, domain: str, drift: Parameters | None
+) -> tuple[Parameters, float | Tensor]:
+    """λ after the step, and the size of the step, which may differ between plates."""
     family, natural = node.family, node.natural
     if domain == "retract" and drift is None and hasattr(family, "retract"):
         _check_finite(node, direction)
-        return family.retract(natural, direction, rate)  # pyright: ignore[reportAttributeAccessIssue]
+        moved = family.retract(natural, direction, rate)  # pyright: ignore[reportAttributeAccessIssue]
+        if family.inside(moved).all():  # or it is too long for the numbers there are
+            return moved, rate
     size: float | Tensor = rate
     for _ in range(HALVINGS):
         change = direction if isinstance(size, float) and size == 1 else node.spread(size, direction)
@@ -287,7 +323,7 @@ def _moved(node: Node, direction: Parameters, rate: float, domain: str, drift: P
         moved = tuple(a + b for a, b in zip(natural, change))
         inside = family.inside(moved)
         if inside.all():
-            return moved
+            return moved, size
         _check_finite(node, direction)
         if domain == "refuse":
             break
@@ -321,16 +357,17 @@ def _height(nodes: Sequence[Node], factors: Sequence[Factor]) -> Tensor:
     return torch.stack([*values, *[node.entropy for node in nodes if id(node) not in points]]).sum()
 
 
-def _search(nodes: Sequence[Node], factors: Sequence[Factor], node: Node, before: Parameters, bound: Tensor) -> None:
-    """Halves the step that was taken until the bound is no lower than it was."""
-    after = node.natural
-    for halving in range(HALVINGS):
+def _search(nodes: Sequence[Node], factors: Sequence[Factor], node: Node, before: Parameters, bound: Tensor) -> float:
+    """Halves the step that was taken until the bound is no lower than it was; the part of it that is left."""
+    after, part = node.natural, 1.0
+    for _ in range(HALVINGS):
         now = _height(nodes, factors)
         if now >= bound - 1e-12 * bound.abs():
-            return
-        part = 0.5 ** (halving + 1)
+            return part
+        part /= 2
         node.natural = tuple(a + part * (b - a) for a, b in zip(before, after))
     node.natural = before
+    return 0.0
 
 
 class Line:

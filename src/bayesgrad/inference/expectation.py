@@ -94,9 +94,10 @@ class Expectation(ABC):
         """
         at, noise, weights = self.points(mean, root)
         rows = at.flatten(0, -2)
-        value, first = vmap(function)(rows), vmap(grad(function))(rows)
+        each = _each(function, rows[0])
+        value, first = each(function)(rows), each(grad(function))(rows)
         if self.hessian == "exact":
-            second = vmap(jacrev(grad(function)))(rows)
+            second = each(jacrev(grad(function)))(rows)
         elif self.hessian == "gauss-newton":
             second = -first[:, :, None] * first[:, None, :]
         else:  # E[∇² f] = E[∇f (R'^-1 noise)']
@@ -155,8 +156,8 @@ class GaussHermite(Expectation):
     hessian: str = "exact"
 
     def __post_init__(self) -> None:
-        if not self.n >= 1:
-            raise ValueError(f"n must be at least 1, got {self.n}.")
+        if not (isinstance(self.n, int) and self.n >= 1):
+            raise ValueError(f"n must be a whole number of at least 1, got {self.n!r}.")
         _check_hessian(self.hessian, HESSIANS[::2])
 
     def points(self, mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -219,8 +220,8 @@ class MonteCarlo(Expectation):
     calls: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        if not self.samples >= 1:
-            raise ValueError(f"samples must be at least 1, got {self.samples}.")
+        if not (isinstance(self.samples, int) and self.samples >= 1):
+            raise ValueError(f"samples must be a whole number of at least 1, got {self.samples!r}.")
         _check_hessian(self.hessian, HESSIANS)
 
     def points(self, mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -233,6 +234,24 @@ class MonteCarlo(Expectation):
         noise = torch.cat([noise, -noise]) if pairs else noise
         weights = mean.new_full((self.samples,), 1 / self.samples)
         return mean + _spread(root, noise), noise, weights
+
+
+def _each(function: Callable[[Tensor], Tensor], row: Tensor) -> Callable[..., Callable[[Tensor], Tensor]]:
+    """What applies functions to rows: `vmap`, or a loop where the function looks at numbers to decide what to do.
+
+    Raises:
+        TypeError, ValueError: the function does not give one number.
+    """
+    found = function(row)
+    if not isinstance(found, Tensor):
+        raise TypeError(f"the function must give a tensor, got {found!r}: write it in torch.")
+    if found.dim():
+        raise ValueError(f"the function must give one number for a vector, got shape {tuple(found.shape)}: sum it.")
+    try:
+        vmap(function)(row[None])
+    except RuntimeError:
+        return lambda own: lambda rows: torch.stack([own(one) for one in rows])
+    return vmap
 
 
 def _spread(root: Tensor, noise: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch.func import vmap
 from bayesgrad.families import DiagonalGaussian, FixedGaussian, Gaussian, Parameters
 from bayesgrad.families.gaussian import LOG_2PI
 from bayesgrad.inference.expectation import Expectation, GaussHermite, Moments
-from bayesgrad.inference.node import Node
+from bayesgrad.inference.node import Node, positive
 
 GAUSSIANS = (Gaussian, DiagonalGaussian, FixedGaussian)
 
@@ -28,7 +28,7 @@ class Factor(ABC):
     def __init__(self, *nodes: Node, scale: float | Tensor = 1.0) -> None:
         if not nodes:
             raise ValueError("a factor must mention at least one node.")
-        self.nodes, self.scale = nodes, scale
+        self.nodes, self.scale = nodes, positive("scale", scale, zero=True)
 
     @abstractmethod
     def value(self) -> Tensor:
@@ -88,7 +88,7 @@ class Linear(Factor):
 
     def __init__(self, node: Node, message: Parameters, constant: float | Tensor = 0.0, *, scale: float = 1.0) -> None:
         super().__init__(node, scale=scale)
-        self._given, self.constant = message, constant
+        self._given, self.constant = _fitting(node, message, "message"), constant
 
     def value(self) -> Tensor:
         (node,) = self.nodes
@@ -108,8 +108,8 @@ class Prior(Factor):
 
     def __init__(self, node: Node, natural: Parameters, *, scale: float | Tensor = 1.0) -> None:
         super().__init__(node, scale=scale)
-        self.natural = node.family.check(natural, "prior parameters")
-        self._log_partition = node.family.log_partition(natural)
+        self.natural = _fitting(node, node.family.check(natural, "prior parameters"), "prior parameters")
+        self._log_partition = node.family.log_partition(self.natural)
 
     def value(self) -> Tensor:
         (node,), family = self.nodes, self.nodes[0].family
@@ -135,14 +135,21 @@ def linear_gaussian(node: Node, design: Tensor, targets: Tensor, precision: floa
         targets: y, (n,).
         precision: of the noise, one or (n,).
     """
-    check_finite(design=design, targets=targets)
-    weights = torch.as_tensor(precision, dtype=design.dtype, device=design.device).expand(len(targets))
+    if not isinstance(node.family, Gaussian):
+        raise TypeError(f"linear_gaussian takes a Gaussian node, got {node}: use Projected.")
+    _check_design(node, design)
+    check_finite(targets=targets)
+    weights = torch.as_tensor(precision, dtype=design.dtype, device=design.device)
+    if targets.shape != design.shape[:1] or weights.shape not in ((), targets.shape):
+        shapes = ", ".join(str(tuple(part.shape)) for part in (design, targets, weights))
+        raise ValueError(f"design must be (n, P), targets (n,), precision one number or (n,), got {shapes}.")
+    if not (weights > 0).all():
+        raise ValueError(f"precision must be positive, got {weights.min().item():g}.")
+    weights = weights.expand(len(targets))
     weighted = weights[:, None] * design
     first, constant = weighted.mT @ targets, (weights.log() - LOG_2PI).sum() / 2
     constant = constant - (weights * targets.square()).sum() / 2
-    if isinstance(node.family, Gaussian):
-        return Linear(node, (first, -weighted.mT @ design / 2), constant)
-    raise TypeError(f"linear_gaussian takes a Gaussian node, got {node}: use Projected.")
+    return Linear(node, (first, -weighted.mT @ design / 2), constant)
 
 
 class Projected(Factor):
@@ -170,13 +177,10 @@ class Projected(Factor):
         scale: float | Tensor = 1.0,
     ) -> None:
         super().__init__(node, scale=scale)
-        check_finite(design=design)
         _gaussian(node)
-        size = node.natural[0].shape[-1]
-        if design.dim() != 2 or design.shape[1] != size:
-            raise ValueError(f"design must have {size} columns, as the node has weights, got {tuple(design.shape)}.")
+        _check_design(node, design)
         self.design, self.log_likelihood = design, log_likelihood
-        self.expectation = GaussHermite() if expectation is None else expectation
+        self.expectation = _expectation(GaussHermite() if expectation is None else expectation)
         self._seen: tuple[Parameters, Moments] | None = None
 
     def projections(self) -> tuple[Tensor, Tensor]:
@@ -241,7 +245,7 @@ class MultiProjected(Projected):
         size = node.natural[0].shape[-1]
         if not isinstance(node.family, Gaussian) or size % design.shape[1]:
             raise ValueError(f"node must be a Gaussian of K times {design.shape[1]} weights, got {size} of {node}.")
-        self.design, self.log_likelihood, self.expectation = design, log_likelihood, expectation
+        self.design, self.log_likelihood, self.expectation = design, log_likelihood, _expectation(expectation)
         self.outputs = size // design.shape[1]
         self._seen = None
 
@@ -295,7 +299,7 @@ class LogDensity(Factor):
     ) -> None:
         super().__init__(node, scale=scale)
         _gaussian(node)
-        self.function, self.expectation = function, expectation
+        self.function, self.expectation = function, _expectation(expectation)
         self._seen: tuple[Parameters, Moments] | None = None
 
     def moments(self) -> Moments:
@@ -337,10 +341,40 @@ def bonnet(node: Node, gradient: Tensor, hessian: Tensor) -> Parameters:
 def check_finite(**values: Tensor) -> None:
     """Raises a ValueError for NaN, infinity or emptiness."""
     for name, value in values.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}.")
         if not value.numel():
             raise ValueError(f"{name} is empty, of shape {tuple(value.shape)}.")
         if not torch.isfinite(value).all():
             raise ValueError(f"{name} holds NaN or infinity: remove or impute such rows first.")
+
+
+def _check_design(node: Node, design: Tensor) -> None:
+    check_finite(design=design)
+    size, kind = node.natural[0].shape[-1], node.natural[0].dtype
+    if node.family.plates(node.natural):
+        raise ValueError(f"this factor takes one vector of weights, without plates, got {node}.")
+    if design.dim() != 2 or design.shape[1] != size:
+        raise ValueError(f"design must have {size} columns, as the node has weights, got {tuple(design.shape)}.")
+    if design.dtype != kind:
+        raise ValueError(f"design must be of the node's dtype, {kind}, got {design.dtype}: convert it by .to().")
+
+
+def _fitting(node: Node, parameters: Parameters, what: str) -> Parameters:
+    """Parameters that can be those of a node."""
+    try:
+        for part, own in zip(parameters, node.natural, strict=True):
+            part.expand_as(own)
+    except (RuntimeError, ValueError):
+        shapes = [[tuple(part.shape) for part in own] for own in (parameters, node.natural)]
+        raise ValueError(f"{what} of shapes {shapes[0]} do not fit {node}, of shapes {shapes[1]}.") from None
+    return parameters
+
+
+def _expectation(given: Expectation) -> Expectation:
+    if not isinstance(given, Expectation):
+        raise TypeError(f"expectation must be one of GaussHermite(), MonteCarlo() and Delta(), got {given!r}.")
+    return given
 
 
 def _gaussian(node: Node) -> None:

@@ -77,6 +77,8 @@ def minimize(
     Reference: 002, sections 1.3 and 3, Eqs. 24 to 32.
     Checked by: tests/equations/test_inference.py.
     """
+    if not isinstance(q, Node):
+        raise TypeError(f"q must be a Node, the distribution to start with, got {type(q).__name__}.")
     expectation = Delta() if expectation is None else expectation
     several = isinstance(q.family, MixtureOfGaussians)
     factor = (Marginal if several else LogDensity)(q, lambda theta: -loss(theta), expectation)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bayesgrad.families import Parameters
-from bayesgrad.inference.engine import OutsideDomain, Result, elbo, message, step
+from bayesgrad.inference.engine import OutsideDomain, Result, elbo, message, require_steps, step
 from bayesgrad.inference.factor import Factor
 from bayesgrad.inference.node import Node
 
@@ -35,8 +35,7 @@ def settle(
     Reference: Walker and Ni, 2011, for the mixing; 002, Eqs. 3 and 60, for what is mixed.
     Checked by: tests/equations/test_gaussian_process.py.
     """
-    if not steps >= 1:
-        raise ValueError(f"steps must be at least 1, got {steps!r}.")
+    require_steps(steps)
     past: deque[tuple[Tensor, Tensor]] = deque(maxlen=memory + 1)
     elbos, slack = [float(elbo([node], factors))], 1e-12
     for _ in range(steps):

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import math
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bayesgrad.families import Family, Parameters
+
+
+def positive(name: str, scale: Any, *, zero: bool = False) -> Any:
+    """The scale itself: a positive number, or a tensor of them.
+
+    Raises:
+        ValueError: it is none.
+    """
+    known = isinstance(scale, (Real, Tensor))
+    lowest = float(scale.min() if isinstance(scale, Tensor) else scale) if known else math.nan
+    if not (lowest > 0 or (zero and lowest == 0)) or lowest == math.inf:
+        words = "a finite number, not below zero" if zero else "positive"
+        raise ValueError(f"{name} must be {words}, got {f'{lowest:g}' if known else repr(scale)}.")
+    return scale
 
 
 class Node:
@@ -29,12 +45,11 @@ class Node:
     def __init__(
         self, family: Family, natural: Parameters, scale: float | Tensor = 1.0, *, name: str | None = None
     ) -> None:
+        if not isinstance(family, Family):
+            raise TypeError(f"family must be one of bayesgrad.families, as Gaussian() is, got {family!r}.")
         self.family, self.name = family, name
-        lowest = torch.as_tensor(scale).min()
-        if not lowest > 0:
-            raise ValueError(f"scale must be positive, got {lowest.item():g}.")
-        self.scale = scale
-        self._natural = family.check(tuple(part.detach() for part in natural))
+        self.scale = positive("scale", scale)
+        self._natural = tuple(part.detach() for part in family.check(natural))
         self._mean: Parameters | None = None
         self._moments: tuple[Tensor, Tensor] | None = None
         self.previous: Parameters | None = None  # for natural momentum

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Real
+
 from bayesgrad.inference.engine import run, step
 from bayesgrad.inference.factor import Factor, Prior
 from bayesgrad.inference.node import Node
@@ -36,7 +38,7 @@ def online(
     Reference: 002, section 5.4; van der Hoeven et al., 2018.
     Checked by: tests/equations/test_inference.py.
     """
-    if not 0 < rho < float("inf"):
+    if not (isinstance(rho, Real) and 0 < rho < float("inf")):
         raise ValueError(f"rho must be a finite positive number, got {rho!r}.")
     nodes = [nodes] if isinstance(nodes, Node) else nodes
     before, scale = [Prior(node, node.natural) for node in nodes], factor.scale

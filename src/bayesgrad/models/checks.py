@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from bayesgrad.models.arrays import as_numpy
 
 INSIDE = ("bayesgrad", "sklearn")
 
@@ -19,6 +23,70 @@ def require_whole(**settings: Any) -> None:
     for name, value in settings.items():
         if not (isinstance(value, (int, np.integer)) and not isinstance(value, bool) and value >= 1):
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
+
+
+def require_tolerance(**settings: Any) -> None:
+    """Numbers that are not negative."""
+    for name, value in settings.items():
+        if not (isinstance(value, Real) and float(value) >= 0):
+            raise ValueError(f"{name} must be a number of at least 0, got {value!r}.")
+
+
+def require_seed(**settings: Any) -> None:
+    """Whole numbers."""
+    for name, value in settings.items():
+        if not isinstance(value, Integral):
+            raise ValueError(f"{name} must be a whole number, got {value!r}.")
+
+
+def require_numbers(name: str, value: Any) -> Tensor:
+    """As float64, of any shape."""
+    try:
+        found = np.asarray(as_numpy(value), dtype=np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be made of numbers, got {value!r}.") from None
+    return torch.as_tensor(np.require(found, requirements="W"))  # torch warns of arrays that cannot be written to
+
+
+def require_precision(name: str, value: Any, size: int) -> Tensor:
+    """A positive number, a vector of them or a positive definite matrix, as a matrix."""
+    precision = require_numbers(name, value)
+    if precision.dim() > 2 or any(n != size for n in precision.shape):
+        shape = tuple(precision.shape)
+        raise ValueError(f"{name} must be a number, ({size},) or ({size}, {size}), got shape {shape}.")
+    if not torch.isfinite(precision).all():
+        raise ValueError(f"{name} holds NaN or infinity: give positive numbers.")
+    if precision.dim() < 2:
+        if not (precision > 0).all():
+            raise ValueError(f"{name} must be positive, got {precision.min().item():g}.")
+        return torch.diag(precision.expand(size))
+    even = torch.allclose(precision, precision.mT, rtol=1e-8, atol=0)
+    precision = (precision + precision.mT) / 2
+    if not even or torch.linalg.cholesky_ex(precision)[1]:
+        raise ValueError(f"{name} must be a symmetric positive definite matrix.")
+    return precision
+
+
+@contextlib.contextmanager
+def all_or_nothing(estimator: Any) -> Iterator[None]:
+    """What fails leaves an estimator as it was."""
+    kept = dict(vars(estimator))
+    try:
+        yield
+    except BaseException:
+        vars(estimator).clear()
+        vars(estimator).update(kept)
+        raise
+
+
+def require_same(begun: Mapping[str, Any], estimator: Any) -> None:
+    """Settings of a stream that cannot change on the way."""
+    for name, before in begun.items():
+        if (now := getattr(estimator, name)) != before:
+            raise ValueError(
+                f"{name} was {before!r} when learning began, and is {now!r} now: set it back, or start anew with fit "
+                "or another estimator."
+            )
 
 
 def require_one_of(estimator: Any, **known: Iterable[str]) -> None:
@@ -39,7 +107,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 def require_matrix(name: str, value: Any) -> Tensor:
     """Finite numbers in rows and columns, as float64."""
-    matrix = value.double() if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value, dtype=np.float64))
+    matrix = value.double() if isinstance(value, Tensor) else require_numbers(name, value)
     if matrix.dim() != 2 or not torch.isfinite(matrix).all():
         raise ValueError(f"{name} must be a matrix of finite numbers, got shape {tuple(matrix.shape)}.")
     return matrix

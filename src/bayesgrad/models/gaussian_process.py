@@ -20,8 +20,8 @@ from torch import Tensor
 from bayesgrad.families import Gaussian, Parameters
 from bayesgrad.inference import Delta, Node, OutsideDomain, Pointwise, Prior, elbo, run, settle, step
 from bayesgrad.inference.expectation import Expectation
+from bayesgrad.models import checks
 from bayesgrad.models.arrays import as_finite, as_numpy
-from bayesgrad.models.checks import require_whole
 from bayesgrad.models.kernels import RBF, Kernel
 from bayesgrad.models.observations import QUADRATURE, Observation, named
 from bayesgrad.models.process import Induced, Sited, Tilted, expected_value, features, mode
@@ -122,6 +122,13 @@ class GaussianProcess(BaseEstimator):
 
     def fit(self, X: Any, y: Any) -> GaussianProcess:
         """Learns from rows X, (n, d), and targets y, (n,)."""
+        checks.require_whole(steps=self.steps, rounds=self.rounds)
+        checks.require_tolerance(tolerance=self.tolerance)
+        checks.require_seed(seed=self.seed)
+        with checks.all_or_nothing(self):
+            return self._fit(X, y)
+
+    def _fit(self, X: Any, y: Any) -> GaussianProcess:
         kernel = 1.0 * RBF(1.0) if self.kernel is None else self.kernel
         if not isinstance(kernel, Kernel):
             raise TypeError(
@@ -135,6 +142,8 @@ class GaussianProcess(BaseEstimator):
             return self._fit_each(X, np.asarray(labels))
         target = self._targets(np.asarray(labels), seen, rows)
         expect = QUADRATURE if self.expectation is None else self.expectation
+        if not isinstance(expect, Expectation):
+            raise TypeError(f"expectation must be GaussHermite(), Delta() or None, got {expect!r}.")
         if isinstance(expect, Delta) and (self.optimise or not seen.concave or self.inducing is not None):
             raise ValueError(
                 "Delta, Laplace's approximation, takes optimise=False, no inducing points and a concave likelihood: "
@@ -235,6 +244,9 @@ class GaussianProcess(BaseEstimator):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*steps were not enough.*")
             optimizer.step(closure)  # pyright: ignore[reportArgumentType]
+        # Noise may vanish, and lengths be endless; a scale or variance this large is one that was not found.
+        if far := [name for name, log in logs.items() if "length" not in name and bool((log >= LIMIT).any())]:
+            checks.warn(f"{far[0]} went to the end of its range, 1e5: divide y by its size.")
         found = _with(kernel, seen, logs)
         return found[0].plain(), found[1].plain()
 
@@ -299,7 +311,7 @@ class GaussianProcess(BaseEstimator):
     def _points(self, kernel: Kernel) -> Tensor:
         wanted = self.inducing
         if not isinstance(wanted, (int, np.integer)):
-            points = as_finite(np.atleast_2d(as_numpy(wanted)), wanted).to(self.X_)
+            points = checks.require_matrix("inducing", np.atleast_2d(as_numpy(wanted))).to(self.X_)
             if points.shape[1] != self.X_.shape[1]:
                 raise ValueError(f"inducing must have {self.X_.shape[1]} columns, got {tuple(points.shape)}.")
             return points
@@ -398,7 +410,7 @@ class GaussianProcess(BaseEstimator):
 
     def sample(self, X: Any, count: int = 1, seed: int | None = None) -> Any:
         """Functions drawn from the belief, at these rows: (count, n), of several classes (count, n, C)."""
-        require_whole(count=count)
+        checks.require_whole(count=count)
         rows, generator = self._new(X), torch.Generator().manual_seed(folded(self.seed if seed is None else seed))
         drawn = []
         for own in self._each():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,8 @@ from bayesgrad.families import Parameters
 from bayesgrad.inference import Delta, MonteCarlo, MultiProjected, Node, Prior, Projected, linear_gaussian, run
 from bayesgrad.inference.expectation import Expectation
 from bayesgrad.inference.factor import Factor, project
+from bayesgrad.models import checks
 from bayesgrad.models.arrays import as_finite, as_numpy, like
-from bayesgrad.models.checks import require_whole, warn
 from bayesgrad.models.multinomial import GivenLabels, Multinomial, quadrature
 from bayesgrad.models.observations import (
     Gaussian,
@@ -50,10 +51,11 @@ NAMED: dict[str, type[Observation] | type[Multinomial]] = {
 EXPECTATIONS = ("quadrature", "delta", "mc")
 CHUNK = 1 << 21  # numbers that one factor evaluates at a time
 LEARN = "learn"
+STRUCTURE = ("likelihood", "fit_intercept")  # what a stream cannot change
 
 
 def _classifies(model: GLM) -> bool:
-    observation = NAMED.get(model.likelihood)
+    observation = NAMED.get(model.likelihood) if isinstance(model.likelihood, str) else None
     return observation is not None and observation.classifies
 
 
@@ -162,9 +164,10 @@ class GLM(BaseEstimator):
         Raises:
             ValueError: a parameter or the data are none that the likelihood can have.
         """
-        design, targets = self._read(X, y, reset=True)
-        self._begin(X, y, targets)
-        self._learn(X, design, self._encode(targets, design), prior=self._prior(design))
+        with checks.all_or_nothing(self):
+            design, targets = self._read(X, y, reset=True)
+            self._begin(y, targets)
+            self._learn(X, design, self._encode(targets, design), prior=self._prior(design))
         return self
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None) -> GLM:
@@ -180,29 +183,33 @@ class GLM(BaseEstimator):
             ValueError: as `fit`; or the noise is to be learned, which takes all of the data at once.
         """
         first = not hasattr(self, "_natural")
+        if not first:
+            checks.require_same(self._begun, self)
         if LEARN in self._numbers().values():
             raise ValueError("partial_fit cannot learn noise_scale or dof: give numbers, or use fit.")
-        design, targets = self._read(X, y, reset=first)
-        if first:
-            if _classifies(self) and classes is None:
-                raise ValueError("the first call of partial_fit needs classes, all labels that there are.")
-            self._begin(X, y, np.asarray(as_numpy(classes)) if _classifies(self) else targets)
-        prior = self._prior(design) if first else tuple(part.to(design) for part in self._natural)
-        self._learn(
-            X, design, self._encode(targets, design), prior, before=0.0 if first else self.elbo_, more=not first
-        )
+        with checks.all_or_nothing(self):
+            design, targets = self._read(X, y, reset=first)
+            if first:
+                if _classifies(self) and classes is None:
+                    raise ValueError("the first call of partial_fit needs classes, all labels that there are.")
+                self._begin(y, np.asarray(as_numpy(classes)) if _classifies(self) else targets)
+            elif not _classifies(self):
+                self._begin(y, targets)  # the noise of this batch
+            prior = self._prior(design) if first else tuple(part.to(design) for part in self._natural)
+            before = 0.0 if first else self.elbo_
+            self._learn(X, design, self._encode(targets, design), prior, before=before, more=not first)
         return self
 
-    def _begin(self, X: Any, y: Any, targets: np.ndarray) -> None:
+    def _begin(self, y: Any, targets: np.ndarray) -> None:
         """Checks parameters and finds classes."""
-        if self.likelihood not in NAMED:
-            raise ValueError(f"likelihood must be one of {', '.join(map(repr, NAMED))}, got {self.likelihood!r}.")
-        if self.expectation not in EXPECTATIONS:
-            known = ", ".join(map(repr, EXPECTATIONS))
-            raise ValueError(f"expectation must be one of {known}, got {self.expectation!r}.")
+        checks.require_one_of(self, likelihood=NAMED, expectation=EXPECTATIONS)
+        checks.require_whole(max_iter=self.max_iter)
+        checks.require_tolerance(tol=self.tol)
+        checks.require_seed(random_state=self.random_state)
+        self._begun = {name: getattr(self, name) for name in STRUCTURE}
         for name in ("intercept_precision", "noise_scale", "dof"):
             value = getattr(self, name)
-            if value != LEARN and not (isinstance(value, (int, float)) and 0 < value < math.inf):
+            if value != LEARN and not (isinstance(value, Real) and 0 < float(value) < math.inf):
                 raise ValueError(f"{name} must be a positive number, got {value!r}.")
         observation: Any = NAMED[self.likelihood]
         if not observation.classifies:
@@ -225,7 +232,7 @@ class GLM(BaseEstimator):
 
     def _numbers(self) -> dict[str, Any]:
         """What the likelihood has besides the predictor, as it was given."""
-        own = {"gaussian": ("scale",), "student-t": ("scale", "dof")}.get(self.likelihood, ())
+        own = {"gaussian": ("scale",), "student-t": ("scale", "dof")}.get(str(self.likelihood), ())
         return {name: self.noise_scale if name == "scale" else self.dof for name in own}
 
     def _read(self, X: Any, y: Any, *, reset: bool) -> tuple[Tensor, np.ndarray]:
@@ -249,19 +256,7 @@ class GLM(BaseEstimator):
 
     def _prior(self, design: Tensor) -> Parameters:
         """λ of N(0, Λ^-1), the intercept last, for each contrast of classes."""
-        precision = torch.as_tensor(np.asarray(as_numpy(self.prior_precision), dtype=np.float64)).to(design)
-        size = design.shape[1]
-        if precision.dim() > 2 or any(n != size for n in precision.shape):
-            shape = tuple(precision.shape)
-            raise ValueError(f"prior_precision must be a number, ({size},) or ({size}, {size}), got shape {shape}.")
-        if not torch.isfinite(precision).all():
-            raise ValueError("prior_precision holds NaN or infinity.")
-        if precision.dim() < 2:
-            if not (precision > 0).all():
-                raise ValueError(f"prior_precision must be positive, got {precision.min().item():g}.")
-            precision = torch.diag(precision.expand(size))
-        elif not torch.equal(precision, precision.mT) or torch.linalg.cholesky_ex(precision)[1]:
-            raise ValueError("prior_precision must be a symmetric positive definite matrix.")
+        precision = checks.require_precision("prior_precision", self.prior_precision, design.shape[1]).to(design)
         if self.fit_intercept:
             precision = torch.block_diag(precision, precision.new_full((1, 1), self.intercept_precision))
         precision = torch.block_diag(*[precision] * self._outputs())
@@ -286,6 +281,8 @@ class GLM(BaseEstimator):
         def tune() -> None:
             z, variance = self._projected(design, node.natural)
             self._observation = tuned(self._observation, learned, z, variance, y)
+            if learned and not float(self._observation.scale) > 1e-8 * float(y.abs().max()):
+                raise ValueError("noise_scale cannot be learned, X explains y without any noise: give a number.")
             factors[1:] = self._factors(node, design, y)
 
         if learned:
@@ -304,7 +301,7 @@ class GLM(BaseEstimator):
             )
         if not result.converged and not once:
             change = abs(result.elbos[-1] - result.elbos[-2])
-            warn(
+            checks.warn(
                 f"max_iter = {self.max_iter} steps were not enough: the bound still moves by {change:.1g}.",
                 ConvergenceWarning,
             )
@@ -432,7 +429,7 @@ class GLM(BaseEstimator):
     def sample_posterior(self, n_samples: int = 1, random_state: int | None = None) -> tuple[Any, Any]:
         """Draws of coefficients and intercept, (n_samples, ...) of what `coef_` and `intercept_` are."""
         check_is_fitted(self, "coef_")
-        require_whole(n_samples=n_samples)
+        checks.require_whole(n_samples=n_samples)
         generator = torch.Generator().manual_seed(folded(self.random_state if random_state is None else random_state))
         outputs, features = self._outputs(), self.n_features_in_
         drawn = NORMAL.sample(self._natural, n_samples, generator).view(n_samples, outputs, -1)

@@ -71,12 +71,45 @@ def filtered(chain: Chain, h: Tensor, J: Tensor) -> Beliefs:
     # The first state comes from nowhere: it is the prior, with its site.
     gain = torch.linalg.inv(_eye(J[0]) + covariance @ J[0])
     start = gain @ covariance
-    first = (torch.zeros_like(A[0]), _times(gain, mean.expand_as(h[0])) + _times(start, h[0]), start)
-    elements = tuple(
-        torch.cat([a[None].expand(1, *b.shape[1:]), b[1:]])
-        for a, b in zip((*first, torch.zeros_like(eta[0]), torch.zeros_like(info[0])), (A, b, C, eta, info))
-    )
-    _, mean, covariance, _, _ = scan(_follow, elements)
+    first = _times(gain, mean.expand_as(h[0])) + _times(start, h[0])
+    return _chained(Beliefs(first, start), (A, b, C, eta, info))
+
+
+def observed(chain: Chain, H: Tensor, R: Tensor, y: Tensor) -> Beliefs:
+    """Beliefs about x_t given y up to t, where y_t = H x_t + N(0, R): `filtered` with the sites H'R^-1 y and H'R^-1 H,
+    by Kalman's gains, which lose no digits where R is small beside what was known before.
+
+    Args:
+        H: (T, ..., K, D), or one for all times.
+        R: (T, ..., K, K), or one for all times.
+        y: (T, ..., K).
+    """
+    F, Q, mean, covariance = chain
+    gain, C, factor = _corrected(Q, H, R)
+    seen = H @ F
+    pulled = torch.cholesky_solve(seen, factor).mT
+    moved = F - gain @ seen, C, pulled @ seen
+    A, C, info = (part.expand(len(y), *part.shape[1:]) for part in moved)
+    gain_0, start, _ = _corrected(covariance, H[0], R[0])
+    first = mean + _times(gain_0, y[0] - _times(H[0], mean))
+    return _chained(Beliefs(first, start), (A, _times(gain, y), C, _times(pulled, y), info))
+
+
+def _corrected(covariance: Tensor, H: Tensor, R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gain of an observation, the covariance after it (Joseph's form), and the root of what was expected of it."""
+    crossed = H @ covariance
+    factor = torch.linalg.cholesky(crossed @ H.mT + R)
+    gain = torch.cholesky_solve(crossed, factor).mT
+    rest = _eye(covariance) - gain @ H
+    return gain, rest @ covariance @ rest.mT + gain @ R @ gain.mT, factor
+
+
+def _chained(start: Beliefs, elements: Elements) -> Beliefs:
+    """The product over time, from what is known of the first state instead of the first element."""
+    A, _, _, eta, info = elements
+    first = torch.zeros_like(A[0]), *start, torch.zeros_like(eta[0]), torch.zeros_like(info[0])
+    whole = [torch.cat([a[None].expand(1, *b.shape[1:]), b[1:]]) for a, b in zip(first, elements)]
+    _, mean, covariance, _, _ = scan(_follow, tuple(whole))
     return Beliefs(mean, (covariance + covariance.mT) / 2)
 
 

@@ -7,7 +7,6 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from numbers import Real
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,7 +17,7 @@ from sklearn.utils import check_random_state
 
 from bayesgrad.inference import Collapsed, Factor, Node, OutsideDomain, Result, elbo, run, step
 from bayesgrad.inference.engine import Line
-from bayesgrad.models.checks import require_whole, warn
+from bayesgrad.models.checks import all_or_nothing, require_same, require_tolerance, require_whole, warn
 
 
 class Latent(BaseEstimator, ABC):
@@ -119,12 +118,11 @@ class Latent(BaseEstimator, ABC):
     @contextlib.contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
         """What fails leaves the estimator as it was."""
-        kept, naturals = dict(vars(self)), [(node, node.natural) for node in getattr(self, "_nodes", ())]
+        naturals = [(node, node.natural) for node in getattr(self, "_nodes", ())]
         try:
-            yield
+            with all_or_nothing(self):
+                yield
         except BaseException:
-            vars(self).clear()
-            vars(self).update(kept)
             for node, natural in naturals:
                 node.natural = natural
             raise
@@ -185,12 +183,8 @@ class Latent(BaseEstimator, ABC):
 
     def _partial_fit(self, X: Any) -> Any:
         first = not hasattr(self, "_nodes")
-        if not first and (changed := [name for name, value in self._now().items() if value != self._begun[name]]):
-            name = changed[0]
-            raise ValueError(
-                f"{name} was {self._begun[name]!r} when learning began, and is {getattr(self, name)!r} now: set it "
-                "back, or start anew with fit or another estimator."
-            )
+        if not first:
+            require_same(self._begun, self)
         data = self._read(X, reset=first)
         if first:
             self._begun, self._nodes = self._now(), self._start(data, check_random_state(self.random_state))
@@ -264,8 +258,7 @@ class Latent(BaseEstimator, ABC):
 
     def _check_numbers(self) -> None:
         require_whole(n_init=self.n_init, max_iter=self.max_iter, batch_size=self.batch_size)
-        if not (isinstance(self.tol, Real) and self.tol >= 0):
-            raise ValueError(f"tol must be a number of at least 0, got {self.tol!r}.")
+        require_tolerance(tol=self.tol)
         (first, offset), (second, decay) = ((name, getattr(self, name)) for name in self._words)
         if not 0.5 < decay <= 1:
             raise ValueError(f"{second} must be in (0.5, 1] for steps to settle, got {decay!r}.")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributions import Distribution
@@ -16,7 +17,7 @@ from bayesgrad.families.gaussian import LOG_2PI
 from bayesgrad.inference import Node, Pointwise, settle
 from bayesgrad.inference.expectation import Expectation, Moments
 from bayesgrad.models import dynamics, kalman
-from bayesgrad.models.checks import require_covariance, require_matrix, require_whole
+from bayesgrad.models.checks import require_covariance, require_matrix, require_numbers, require_whole
 from bayesgrad.models.kalman import Beliefs, Chain
 from bayesgrad.models.observations import QUADRATURE, Observation, named
 from bayesgrad.noise import folded
@@ -94,7 +95,8 @@ class LinearStateSpace:
             raise ValueError(f"transition must be square, got shape {tuple(F.shape)}.")
         if H.shape[1] != size:
             raise ValueError(f"observation must have {size} columns, as the state has parts, got {tuple(H.shape)}.")
-        mean = torch.zeros(size).to(F) if initial_mean is None else torch.as_tensor(initial_mean).to(F)
+        given = torch.zeros(size) if initial_mean is None else initial_mean
+        mean = (given if isinstance(given, Tensor) else require_numbers("initial_mean", given)).to(F)
         if mean.shape != (size,) or not torch.isfinite(mean).all():
             raise ValueError(f"initial_mean must be {size} finite numbers, got {initial_mean!r}.")
         Q = require_covariance("process_noise", process_noise, size)
@@ -110,6 +112,8 @@ class LinearStateSpace:
             raise ValueError(f"observation_noise is for likelihood='gaussian', got likelihood={likelihood!r}.")
         self._sees = named(likelihood)
         self.expectation = QUADRATURE if expectation is None else expectation
+        if not isinstance(self.expectation, Expectation):
+            raise TypeError(f"expectation must be GaussHermite() or None, got {expectation!r}.")
         self.steps, self.tolerance = steps, tolerance
 
     # --- what is asked of it ---
@@ -213,8 +217,7 @@ class LinearStateSpace:
 
         Of observations that are not Gaussian, variances are on the diagonal of matrices that have nothing else.
         """
-        if not steps >= 1:
-            raise ValueError(f"steps must be at least 1, got {steps!r}.")
+        require_whole(steps=steps)
         rows = _Rows(y, len(self.observation))
         rows.only_equal("forecast")
         belief, (F, Q, *_) = self._observed(rows.values), self.chain
@@ -273,9 +276,7 @@ def _gaussian(chain: Chain, H: Tensor, R: Tensor, y: Tensor) -> _Observed:
         noise = torch.where(both, R, torch.eye(len(R)).to(R))
         seen = torch.where(known[..., None], H, 0)
     y = torch.where(known, y, 0)
-    weighted = torch.linalg.solve(noise, seen)
-    h, J = (weighted.mT @ y[..., None])[..., 0], seen.mT @ weighted
-    found = kalman.filtered(chain, h, J)
+    found = kalman.observed(chain, seen, noise, y)
     ahead = kalman.predicted(chain, found)
     error = y - (seen @ ahead.mean[..., None])[..., 0]
     factor = torch.linalg.cholesky(seen @ ahead.covariance @ seen.mT + noise)
@@ -368,7 +369,7 @@ class _Rows:
     """Sequences as one tensor (T, sequences, K), and the way back."""
 
     def __init__(self, y: Any, parts: int) -> None:
-        self.many = isinstance(y, (list, tuple)) and not isinstance(y[0] if len(y) else 0.0, (int, float))
+        self.many = isinstance(y, (list, tuple)) and bool(y) and not np.isscalar(y[0]) and y[0] is not None
         items: Sequence[Any] = y if self.many else [y]
         self.numpy = not any(isinstance(item, Tensor) for item in items)
         tensors = [_rows(item, parts) for item in items]
@@ -420,7 +421,7 @@ class _Rows:
 
 
 def _rows(y: Any, parts: int) -> Tensor:
-    rows = torch.as_tensor(y, dtype=torch.float64) if not isinstance(y, Tensor) else y.double()
+    rows = y.double() if isinstance(y, Tensor) else require_numbers("y", y)
     if rows.dim() == 1 and parts == 1:
         rows = rows[:, None]
     if rows.dim() not in (2, 3) or rows.shape[-1] != parts or not rows.numel():
