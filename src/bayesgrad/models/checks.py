@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import Iterable
+from numbers import Real
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from bayesgrad.models.arrays import as_numpy
 
 INSIDE = ("bayesgrad", "sklearn")
 
@@ -25,8 +29,21 @@ def require_one_of(estimator: Any, **known: Iterable[str]) -> None:
     """Attributes that are one of a few words."""
     for name, words in known.items():
         value, words = getattr(estimator, name), list(words)
-        if value not in words:
+        if not (isinstance(value, str) and value in words):
             raise ValueError(f"{name} must be one of {', '.join(map(repr, words))}, got {value!r}.")
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is one, real and finite; words, lists and arrays are not."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def require_array(name: str, value: Any) -> Tensor:
+    """Numbers in an array of any shape, copied as float64; not yet checked further."""
+    try:
+        return torch.as_tensor(np.array(as_numpy(value), dtype=np.float64))
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be made of numbers, in rows of one length, got {value!r}.") from None
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
@@ -39,7 +56,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 def require_matrix(name: str, value: Any) -> Tensor:
     """Finite numbers in rows and columns, as float64."""
-    matrix = value.double() if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value, dtype=np.float64))
+    matrix = value.double() if isinstance(value, Tensor) else require_array(name, value)
     if matrix.dim() != 2 or not torch.isfinite(matrix).all():
         raise ValueError(f"{name} must be a matrix of finite numbers, got shape {tuple(matrix.shape)}.")
     return matrix

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from bayesgrad.families.gaussian import LOG_2PI
 from bayesgrad.inference import Node, Pointwise, settle
 from bayesgrad.inference.expectation import Expectation, Moments
 from bayesgrad.models import dynamics, kalman
-from bayesgrad.models.checks import require_covariance, require_matrix, require_whole
+from bayesgrad.models.checks import is_number, require_array, require_covariance, require_matrix, require_whole
 from bayesgrad.models.kalman import Beliefs, Chain
 from bayesgrad.models.observations import QUADRATURE, Observation, named
 
@@ -93,13 +94,13 @@ class LinearStateSpace:
             raise ValueError(f"transition must be square, got shape {tuple(F.shape)}.")
         if H.shape[1] != size:
             raise ValueError(f"observation must have {size} columns, as the state has parts, got {tuple(H.shape)}.")
-        mean = torch.zeros(size).to(F) if initial_mean is None else torch.as_tensor(initial_mean).to(F)
+        mean = torch.zeros(size).to(F) if initial_mean is None else _numbers("initial_mean", initial_mean).to(F)
         if mean.shape != (size,) or not torch.isfinite(mean).all():
             raise ValueError(f"initial_mean must be {size} finite numbers, got {initial_mean!r}.")
         Q = require_covariance("process_noise", process_noise, size)
         P = torch.eye(size).to(F) if initial_covariance is None else initial_covariance
         self.chain = Chain(F, Q, mean, require_covariance("initial_covariance", P, size))
-        self.observation, self.likelihood = H, likelihood
+        self.observation, self.likelihood, self._sees = H, likelihood, named(likelihood)
         self.observation_noise: Tensor | None = None
         if likelihood == "gaussian":
             if observation_noise is None:
@@ -107,8 +108,10 @@ class LinearStateSpace:
             self.observation_noise = require_covariance("observation_noise", observation_noise, len(H), definite=True)
         elif observation_noise is not None:
             raise ValueError(f"observation_noise is for likelihood='gaussian', got likelihood={likelihood!r}.")
-        self._sees = named(likelihood)
         self.expectation = QUADRATURE if expectation is None else expectation
+        require_whole(steps=steps)
+        if not (is_number(tolerance) and tolerance >= 0):
+            raise ValueError(f"tolerance must be a number of at least 0, got {tolerance!r}.")
         self.steps, self.tolerance = steps, tolerance
 
     # --- what is asked of it ---
@@ -132,16 +135,12 @@ class LinearStateSpace:
             tol: a change of the log-likelihood, for each number that was observed, that ends them.
             progress: see `inference.run`.
         """
-        if learn:
-            self._learn(_Rows(y, len(self.observation)), learn, max_iter, tol, progress)
+        if names := dynamics.chosen(learn, None if self.observation_noise is not None else self.likelihood):
+            self._learn(_Rows(y, len(self.observation)), names, max_iter, tol, progress)
         self.means_, self.covariances_, self.elbo_ = self.smooth(y)
         return self
 
-    def _learn(
-        self, rows: _Rows, learn: str | Sequence[str], steps: int, tolerance: float, progress: bool | None
-    ) -> None:
-        names = dynamics.chosen(learn, None if self.observation_noise is not None else self.likelihood)
-
+    def _learn(self, rows: _Rows, names: Sequence[str], steps: int, tolerance: float, progress: bool | None) -> None:
         def smooth(at: dynamics.Matrices) -> dynamics.Smooth:
             self.chain, self.observation, self.observation_noise = at
             belief = self._observed(rows.values)
@@ -212,8 +211,7 @@ class LinearStateSpace:
 
         Of observations that are not Gaussian, variances are on the diagonal of matrices that have nothing else.
         """
-        if not steps >= 1:
-            raise ValueError(f"steps must be at least 1, got {steps!r}.")
+        require_whole(steps=steps)
         rows = _Rows(y, len(self.observation))
         rows.only_equal("forecast")
         belief, (F, Q, *_) = self._observed(rows.values), self.chain
@@ -418,8 +416,13 @@ class _Rows:
         return self.kind(paths.permute(1, 2, 0, 3))
 
 
+def _numbers(name: str, value: Any) -> Tensor:
+    """As float64; tensors keep their graph."""
+    return value.double() if isinstance(value, Tensor) else require_array(name, value)
+
+
 def _rows(y: Any, parts: int) -> Tensor:
-    rows = torch.as_tensor(y, dtype=torch.float64) if not isinstance(y, Tensor) else y.double()
+    rows = _numbers("y", y)
     if rows.dim() == 1 and parts == 1:
         rows = rows[:, None]
     if rows.dim() not in (2, 3) or rows.shape[-1] != parts or not rows.numel():
@@ -428,4 +431,6 @@ def _rows(y: Any, parts: int) -> Tensor:
 
 
 def _noise(shape: tuple[int, ...], like: Tensor, seed: int) -> Tensor:
-    return torch.randn(shape, dtype=like.dtype, generator=torch.Generator().manual_seed(seed)).to(like.device)
+    if not isinstance(seed, Integral):
+        raise ValueError(f"seed must be a whole number, got {seed!r}.")
+    return torch.randn(shape, dtype=like.dtype, generator=torch.Generator().manual_seed(int(seed))).to(like.device)
