@@ -107,7 +107,10 @@ REFUSED = [
     ({"noise": "full"}, X, "noise must be one of 'diagonal', 'isotropic', got 'full'"),
     ({"init": "svd"}, X, "init must be one of 'pca', 'random', got 'svd'"),
     ({"noise_prior": (1.0, 0.0)}, X, r"noise_prior must be a positive shape and rate, got \(1.0, 0.0\)"),
-    ({"mean_precision": -1.0}, X, "mean_precision must be positive, got -1.0"),
+    ({"mean_precision": -1.0}, X, "mean_precision must be a positive number, got -1.0"),
+    ({"mean_precision": None}, X, "mean_precision must be a positive number, got None"),
+    ({"relevance_prior": (1.0, np.nan)}, X, r"relevance_prior must be a positive shape and rate, got \(1.0, nan\)"),
+    ({"relevance_prior": "weak"}, X, "relevance_prior must be made of numbers, .* got 'weak'"),
     ({"max_iter": 0}, X, "max_iter must be a whole number of at least 1, got 0"),
     ({"decay": 0.5}, X, r"decay must be in \(0.5, 1\]"),
 ]

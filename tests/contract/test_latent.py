@@ -223,9 +223,12 @@ REFUSED = [
     (dict(tol=-1.0), "tol must be a number of at least 0, got -1.0"),
     (dict(decay=0.5), r"decay must be in \(0.5, 1\] for steps to settle, got 0.5"),
     (dict(decay=1.1), r"decay must be in \(0.5, 1\] for steps to settle, got 1.1"),
-    (dict(offset=-1.0), "offset must not be negative, got -1.0"),
+    (dict(offset=-1.0), "offset must be a number of at least 0, got -1.0"),
+    (dict(offset="late"), "offset must be a number of at least 0, got 'late'"),
+    (dict(decay=None), r"decay must be in \(0.5, 1\] for steps to settle, got None"),
     (dict(batch_size=0), "batch_size must be a whole number of at least 1, got 0"),
-    (dict(total_samples=0), "total_samples must be positive, or None, got 0"),
+    (dict(total_samples=0), "total_samples must be a positive number, or None, got 0"),
+    (dict(total_samples=np.inf), "total_samples must be a positive number, or None, got inf"),
 ]
 
 
@@ -234,6 +237,15 @@ def test_refusals(settings: dict[str, Any], message: str) -> None:
     for verb in ("fit", "partial_fit"):
         with pytest.raises(ValueError, match=message):
             getattr(model(**settings), verb)(X)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_batch_that_leads_nowhere(method: str) -> None:
+    known = model(method).partial_fit(X)
+    before = known.score(X)
+    with pytest.raises(ValueError, match="this batch leads to no distribution, and is not learned from"):
+        known.partial_fit(1e200 * X)
+    assert known.score(X) == before
 
 
 def test_a_fit_that_fails_leaves_what_was_known(monkeypatch: pytest.MonkeyPatch) -> None:

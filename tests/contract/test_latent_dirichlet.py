@@ -164,11 +164,12 @@ REFUSED = [
     (LatentDirichlet(topic_word_prior=-1.0), X, "topic_word_prior must be a positive number, got -1.0"),
     (LatentDirichlet(doc_topic_prior=[0.1, 0.2]), X, r"doc_topic_prior must be a positive number, got \[0.1, 0.2\]"),
     (LatentDirichlet(learning_decay=0.5), X, r"learning_decay must be in \(0.5, 1\] for steps to settle, got 0.5"),
-    (LatentDirichlet(learning_offset=-1), X, "learning_offset must not be negative, got -1"),
+    (LatentDirichlet(learning_offset=-1), X, "learning_offset must be a number of at least 0, got -1"),
     (LatentDirichlet(batch_size=0), X, "batch_size must be a whole number of at least 1, got 0"),
-    (LatentDirichlet(total_samples=0), X, "total_samples must be positive, or None, got 0"),
+    (LatentDirichlet(total_samples=0), X, "total_samples must be a positive number, or None, got 0"),
     (LatentDirichlet(max_doc_update_iter=0), X, "max_doc_update_iter must be a whole number of at least 1, got 0"),
-    (LatentDirichlet(mean_change_tol=-1), X, "mean_change_tol must not be negative, got -1"),
+    (LatentDirichlet(mean_change_tol=-1), X, "mean_change_tol must be a number of at least 0, got -1"),
+    (LatentDirichlet(mean_change_tol="no"), X, "mean_change_tol must be a number of at least 0, got 'no'"),
     (LatentDirichlet(max_iter=0), X, "max_iter must be a whole number of at least 1, got 0"),
 ]
 

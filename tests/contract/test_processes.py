@@ -18,7 +18,7 @@ X = np.random.default_rng(0).normal(size=(15, 2))
         ({"tolerance": "a"}, "tolerance must be a number of at least 0, got 'a'"),
         ({"seed": None}, "seed must be a whole number, got None"),
         ({"expectation": "delta"}, r"expectation must be GaussHermite\(\), Delta\(\) or None, got 'delta'"),
-        ({"inducing": "a"}, "inducing must be made of numbers, got"),
+        ({"inducing": "a"}, "inducing must be made of numbers, .* got"),
         ({"inducing": np.full((2, 2), np.nan)}, "inducing must be a matrix of finite numbers"),
     ],
 )
@@ -62,9 +62,9 @@ def test_sequences_that_cannot_be(y: object, words: str) -> None:
 
 
 def test_matrices_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="transition must be made of numbers, got 'a'"):
+    with pytest.raises(ValueError, match=r"transition must be made of numbers, .* got 'a'"):
         LinearStateSpace("a", [[0.5]], [[1.0]], [[1.0]])
-    with pytest.raises(ValueError, match="initial_mean must be made of numbers, got 'a'"):
+    with pytest.raises(ValueError, match=r"initial_mean must be made of numbers, .* got 'a'"):
         LinearStateSpace([[1.0]], [[0.5]], [[1.0]], [[1.0]], initial_mean="a")
     with pytest.raises(TypeError, match="expectation must be GaussHermite"):
         LinearStateSpace([[1.0]], [[0.5]], [[1.0]], likelihood="poisson", expectation="a")  # pyright: ignore

@@ -202,8 +202,12 @@ def test_refusals() -> None:
         counts.fit(np.ones(4), learn="observation_noise")
     with pytest.raises(ValueError, match="all sequences have length 1, so there is no move"):
         model().fit([y[0][:1], y[2][:1]], learn="transition")
-    with pytest.raises(ValueError, match="max_iter must be at least 1 and tol not negative, got 0"):
+    with pytest.raises(ValueError, match=r"learn must be of 'transition', .* got 3"):
+        model().fit(y, learn=3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="max_iter must be a whole number of at least 1, got 0"):
         model().fit(y, learn="all", max_iter=0)
+    with pytest.raises(ValueError, match="tol must be a number of at least 0, got None"):
+        model().fit(y, learn="all", tol=None)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="observation_noise has become singular"):
         LinearStateSpace([[1.0]], [[1.0]], [[1.0]], [[1.0]]).fit(np.zeros(5), learn="all", max_iter=3000, tol=0)
     with pytest.warns(UserWarning, match="2 sweeps were not enough to settle within tol=1e-06"):

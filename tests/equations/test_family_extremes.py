@@ -16,6 +16,7 @@ from bayesgrad.families import (
     Dirichlet,
     Family,
     Gamma,
+    Gaussian,
     NormalWishart,
     Parameters,
     Wishart,
@@ -198,3 +199,9 @@ def test_numbers_keep_their_kind(dtype: torch.dtype) -> None:
             continue
         found = [family.log_partition(cast), *family.mean(cast), family.sample(cast, 2)]
         assert {part.dtype for part in found} == {dtype}
+
+
+def test_entropy_of_a_gaussian_does_not_depend_on_its_mean() -> None:
+    precision = torch.tensor([[2.0, 0.5], [0.5, 1.0]], dtype=torch.float64)
+    near, far = (Gaussian().of(torch.full((2,), mean, dtype=torch.float64), precision) for mean in (0.0, 1e8))
+    assert Gaussian().entropy(far) == Gaussian().entropy(near)

@@ -283,6 +283,11 @@ def test_improper_sites_are_outside() -> None:
         (dict(likelihood="poisson"), "observation_noise is for likelihood='gaussian'"),
         (dict(initial_mean=[1.0]), "initial_mean must be 2 finite numbers"),
         (dict(likelihood="cauchy", observation_noise=None), "likelihood must be one of"),
+        (dict(likelihood="cauchy"), "likelihood must be one of .* got 'cauchy'"),
+        (dict(initial_mean="far"), "initial_mean must be made of numbers, .* got 'far'"),
+        (dict(transition=[[1.0], [0.0, 1.0]]), "transition must be made of numbers, in rows of one length"),
+        (dict(steps=0), "steps must be a whole number of at least 1, got 0"),
+        (dict(tolerance=None), "tolerance must be a number of at least 0, got None"),
     ],
 )
 def test_refusals_of_models(change: dict, words: str) -> None:
@@ -301,6 +306,12 @@ def test_refusals_of_data() -> None:
         oracle().smooth(np.zeros((0, 1)))
     with pytest.raises(ValueError, match=r"1 columns, got shape \(4, 2\)"):
         oracle().smooth(np.zeros((4, 2)))
+    with pytest.raises(ValueError, match=r"y must be made of numbers, .* got 'abc'"):
+        oracle().smooth("abc")
+    with pytest.raises(ValueError, match="seed must be a whole number, got None"):
+        oracle().sample(np.zeros(3), seed=None)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="steps must be a whole number of at least 1, got inf"):
+        oracle().forecast(np.zeros(3), np.inf)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="y holds infinity"):
         oracle().smooth(np.array([1.0, np.inf]))
     with pytest.raises(ValueError, match="targets must be 0 or 1, got 2"):

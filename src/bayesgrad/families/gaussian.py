@@ -51,6 +51,12 @@ class Gaussian(Family):
         mean, covariance = self.moments(natural)
         return mean, covariance + mean[..., :, None] * mean[..., None, :]
 
+    def entropy(self, natural: Parameters, mean: Parameters | None = None) -> Tensor:
+        """P (1 + log 2π)/2 - log |Λ|/2: A(λ) and ⟨λ, μ⟩ by themselves are large where means are far from zero."""
+        factor = _cholesky(-2 * natural[1])
+        size = natural[0].shape[-1]
+        return size * (1 + LOG_2PI) / 2 - factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+
     def natural(self, mean: Parameters) -> Parameters:
         first, second = mean
         covariance = second - first[..., :, None] * first[..., None, :]

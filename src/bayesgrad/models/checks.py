@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,9 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesgrad.models.arrays import as_numpy
-
 INSIDE = ("bayesgrad", "sklearn")
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is one, real and finite; words, lists and arrays are not."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def require_whole(**settings: Any) -> None:
@@ -28,7 +32,7 @@ def require_whole(**settings: Any) -> None:
 def require_tolerance(**settings: Any) -> None:
     """Numbers that are not negative."""
     for name, value in settings.items():
-        if not (isinstance(value, Real) and float(value) >= 0):
+        if not (is_number(value) and value >= 0):
             raise ValueError(f"{name} must be a number of at least 0, got {value!r}.")
 
 
@@ -39,13 +43,14 @@ def require_seed(**settings: Any) -> None:
             raise ValueError(f"{name} must be a whole number, got {value!r}.")
 
 
-def require_numbers(name: str, value: Any) -> Tensor:
-    """As float64, of any shape."""
+def require_numbers(name: str, value: Any, *, live: bool = False) -> Tensor:
+    """An array of them of any shape, as float64: a copy, but for tensors that are to keep their graph."""
+    if isinstance(value, Tensor):
+        return value.double() if live else value.detach().double().clone()
     try:
-        found = np.asarray(as_numpy(value), dtype=np.float64)
+        return torch.as_tensor(np.array(value, dtype=np.float64))
     except (TypeError, ValueError):
-        raise ValueError(f"{name} must be made of numbers, got {value!r}.") from None
-    return torch.as_tensor(np.require(found, requirements="W"))  # torch warns of arrays that cannot be written to
+        raise ValueError(f"{name} must be made of numbers, in rows of one length, got {value!r}.") from None
 
 
 def require_precision(name: str, value: Any, size: int) -> Tensor:
@@ -93,7 +98,7 @@ def require_one_of(estimator: Any, **known: Iterable[str]) -> None:
     """Attributes that are one of a few words."""
     for name, words in known.items():
         value, words = getattr(estimator, name), list(words)
-        if value not in words:
+        if not (isinstance(value, str) and value in words):
             raise ValueError(f"{name} must be one of {', '.join(map(repr, words))}, got {value!r}.")
 
 
@@ -107,7 +112,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 def require_matrix(name: str, value: Any) -> Tensor:
     """Finite numbers in rows and columns, as float64."""
-    matrix = value.double() if isinstance(value, Tensor) else require_numbers(name, value)
+    matrix = require_numbers(name, value, live=True)
     if matrix.dim() != 2 or not torch.isfinite(matrix).all():
         raise ValueError(f"{name} must be a matrix of finite numbers, got shape {tuple(matrix.shape)}.")
     return matrix

@@ -15,14 +15,14 @@ Checked by: tests/equations/test_dynamics.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bayesgrad.inference.engine import Line, Result
-from bayesgrad.models.checks import warn
+from bayesgrad.models.checks import is_number, require_whole, warn
 from bayesgrad.models.kalman import Beliefs, Chain
 
 LEARNABLE = (
@@ -51,15 +51,18 @@ class Smooth(NamedTuple):
     log_likelihood: Tensor
 
 
-def chosen(learn: str | Sequence[str], likelihood: Any = None) -> list[str]:
-    """Names of what is learned, checked; "all" are all that can be.
+def chosen(learn: str | Iterable[str] | None, likelihood: Any = None) -> list[str]:
+    """Names of what is learned, checked; "all" are all that can be, None is nothing.
 
     Args:
         likelihood: of observations that are not Gaussian.
     """
     able = [name for name in LEARNABLE if likelihood is None or not name.startswith("observation")]
-    names = able if learn == "all" else [learn] if isinstance(learn, str) else list(learn)
-    if wrong := [name for name in names if name not in able]:
+    if learn is None:
+        return []
+    one = isinstance(learn, str) or not isinstance(learn, Iterable)
+    names: list[Any] = able if one and learn == "all" else [learn] if one else list(learn)
+    if wrong := [name for name in names if not (isinstance(name, str) and name in able)]:
         where = "" if likelihood is None else f" where likelihood is {likelihood!r}"
         raise ValueError(f"learn must be of {', '.join(map(repr, able))}{where}, got {wrong[0]!r}.")
     return names
@@ -83,8 +86,9 @@ def climb(
         y: (T, sequences, K), NaN where something is missing or a sequence has ended.
         names: of `LEARNABLE`.
     """
-    if not (steps >= 1 and tolerance >= 0):
-        raise ValueError(f"max_iter must be at least 1 and tol not negative, got {steps!r} and {tolerance!r}.")
+    require_whole(max_iter=steps)
+    if not (is_number(tolerance) and tolerance >= 0):
+        raise ValueError(f"tol must be a number of at least 0, got {tolerance!r}.")
     if y.isnan().all():
         raise ValueError("y holds NaN only: there is nothing to learn from.")
     there = torch.arange(len(y))[:, None] < torch.tensor(lengths)  # (T, sequences)

@@ -15,7 +15,7 @@ from torch import Tensor
 from bayesgrad.families import Gamma, Gaussian, Point
 from bayesgrad.inference import Factor, Node, Prior
 from bayesgrad.models.arrays import as_numpy, like
-from bayesgrad.models.checks import require_one_of, require_whole
+from bayesgrad.models.checks import is_number, require_numbers, require_one_of, require_whole
 from bayesgrad.models.factors import Loadings, Relevance, Rows, Scores, as_rows, infer
 from bayesgrad.models.latent import Latent
 
@@ -294,10 +294,12 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
         if self.n_components is not None:
             require_whole(n_components=self.n_components)
         for name in ("relevance_prior", "noise_prior"):
-            if np.shape(getattr(self, name)) != (2,) or not min(getattr(self, name)) > 0:
-                raise ValueError(f"{name} must be a positive shape and rate, got {getattr(self, name)!r}.")
-        if not self.mean_precision > 0:
-            raise ValueError(f"mean_precision must be positive, got {self.mean_precision!r}.")
+            given = getattr(self, name)
+            pair = require_numbers(name, given)
+            if pair.shape != (2,) or not ((pair > 0) & torch.isfinite(pair)).all():
+                raise ValueError(f"{name} must be a positive shape and rate, got {given!r}.")
+        if not (is_number(self.mean_precision) and self.mean_precision > 0):
+            raise ValueError(f"mean_precision must be a positive number, got {self.mean_precision!r}.")
 
 
 def _spectrum(X: Tensor) -> tuple[Tensor, Tensor]:

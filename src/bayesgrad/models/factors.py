@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.linalg import solve_triangular
 
-from bayesgrad.families import Parameters
+from bayesgrad.families import Parameters, Point
 from bayesgrad.families.gaussian import LOG_2PI
 from bayesgrad.inference import Collapsed, Factor, Node
 
@@ -35,6 +35,11 @@ class Rows:
     def __getitem__(self, rows: np.ndarray) -> Rows:
         return Rows(self.values[rows], None if self.observed is None else self.observed[rows])
 
+    def left(self, scores: Tensor, loadings: Tensor) -> Tensor:
+        """What scores [z 1] leave of what was observed, (n, D)."""
+        found = self.values - scores @ loadings.mT
+        return found if self.observed is None else self.observed * found
+
     @cached_property
     def patterns(self) -> tuple[Tensor, Tensor]:
         """Which columns are observed together, (U, D), each pattern once, and the pattern of each row, (n,)."""
@@ -49,24 +54,31 @@ class Loadings:
 
     Args:
         first: E[w], (D, K + 1).
-        second: E[w w'], (D, K + 1, K + 1).
+        covariance: of w, (D, K + 1, K + 1); of points zero.
         log_precision, precision: E[log τ] and E[τ], (D,).
     """
 
     first: Tensor
-    second: Tensor
+    covariance: Tensor
     log_precision: Tensor
     precision: Tensor
 
+    @cached_property
+    def second(self) -> Tensor:
+        """E[w w'], (D, K + 1, K + 1)."""
+        return self.covariance + self.first[:, :, None] * self.first[:, None, :]
+
     @staticmethod
     def of(loadings: Node, noise: Node) -> Loadings:
-        first, second = loadings.mean
-        return Loadings(first, second, *[part.expand(len(first)) for part in noise.mean])
+        known = isinstance(loadings.family, Point)
+        first, covariance = (loadings.mean[0], torch.zeros_like(loadings.mean[1])) if known else loadings.moments
+        return Loadings(first, covariance, *[part.expand(len(first)) for part in noise.mean])
 
     @staticmethod
     def at(loadings: Tensor, precision: Tensor) -> Loadings:
         """Parameters that are known: [W m] and τ."""
-        return Loadings(loadings, loadings[:, :, None] * loadings[:, None, :], precision.log(), precision)
+        covariance = torch.zeros_like(loadings[:, :, None] * loadings[:, None, :])
+        return Loadings(loadings, covariance, precision.log(), precision)
 
 
 def infer(rows: Rows, known: Loadings) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -89,22 +101,26 @@ def infer(rows: Rows, known: Loadings) -> tuple[Tensor, Tensor, Tensor, Tensor, 
     push = rows.values @ (known.precision[:, None] * known.first[:, :K]) - summed[place, :K, K]
     if len(patterns) == 1:
         half = solve_triangular(factor[0], push.mT, upper=False)
-        means, half = solve_triangular(factor[0].mT, half, upper=True).mT, half.mT
+        means = solve_triangular(factor[0].mT, half, upper=True).mT
     else:
         lower = factor[place]
         half = solve_triangular(lower, push[..., None], upper=False)
-        means, half = solve_triangular(lower.mT, half, upper=True)[..., 0], half[..., 0]
-    constant = (patterns @ (known.log_precision - LOG_2PI) - summed[:, K, K]) / 2
-    constant = constant - factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-    square = rows.values * (rows.values / 2 - known.first[:, K]) @ known.precision
-    return means, covariance, patterns, place, constant[place] - square + half.square().sum(1) / 2
+        means = solve_triangular(lower.mT, half, upper=True)[..., 0]
+    # What is left of x, squared, and no difference of squares: those are large where little is left. What the scores'
+    # own covariance adds to it is what their prior takes: tr(A^-1 A) = K.
+    unsure = (patterns @ (known.precision[:, None, None] * known.covariance).flatten(1)).view_as(summed)
+    constant = patterns @ (known.log_precision - LOG_2PI) / 2 - factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    extended = torch.cat([means, torch.ones_like(means[:, :1])], 1)
+    left = rows.left(extended, known.first).square() @ known.precision
+    left = left + means.square().sum(1) + ((unsure[place] @ extended[..., None])[..., 0] * extended).sum(1)
+    return means, covariance, patterns, place, constant[place] - left / 2
 
 
 class Scores(Collapsed):
     r"""x_n = W z_n + m + e_n with z_n ~ N(0, I) and e_nd ~ N(0, 1/τ_d), the scores z_n at their best.
 
-    Where nothing is missing, all that is needed of the data is how often there are rows, their sum and X'X: a look
-    costs D²K whatever the number of rows (nDK where there are fewer rows than half the columns). Missing
+    Where nothing is missing, all that is needed of the data is the triangle R of [1 X] = Q R: a look costs D²K
+    whatever the number of rows (nDK where there are fewer rows than columns). Missing
     numbers are left out of the density, exactly: a batch of K x K systems, one for each pattern of what is observed.
 
     Args:
@@ -123,62 +139,63 @@ class Scores(Collapsed):
     ) -> None:
         super().__init__(loadings, noise, scale=scale)
         self.rows, self.floor = rows, floor
-        counts = len(rows) if rows.observed is None else rows.observed.sum(0)
-        self.squares = rows.values.square().sum(0) + floor * counts
-        self.sums = rows.values.sum(0)
-        n, D = rows.values.shape
-        self.scatter = rows.values.mT @ rows.values if rows.observed is None and 2 * n >= D else None
+        if rows.observed is None:
+            # X and a column of ones, up to a rotation of rows that nothing depends on: at most D + 1 of them.
+            X = torch.cat([torch.ones_like(rows.values[:, :1]), rows.values], 1)
+            self.turned = torch.linalg.qr(X, mode="r")[1] if len(X) > X.shape[1] else X
 
     def look(self) -> tuple[Tensor, Mapping[Node, Parameters]]:
         loadings, noise = self.nodes
         known = Loadings.of(loadings, noise)
-        value, crossed, moments, counts = (self._whole if self.rows.observed is None else self._parts)(known)
+        value, crossed, moments, residual, counts = (self._whole if self.rows.observed is None else self._parts)(known)
         tau = known.precision
-        residual = self.squares - 2 * (known.first * crossed).sum(1) + (known.second * moments).sum((1, 2))
+        residual = residual + (known.covariance * moments).sum((1, 2)) + self.floor * counts
         half = counts / 2, -residual / 2
         if not noise.natural[0].dim():
             half = half[0].sum(), half[1].sum()
         row = tau[:, None] * crossed, tau[:, None, None] * (moments / -2)
         return value, {loadings: row, noise: half}
 
-    def _whole(self, known: Loadings) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The bound, Σ x [z 1]' (D, K + 1), Σ E[[z 1][z 1]'] (K + 1, K + 1), and n; all from X'X."""
+    def _whole(self, known: Loadings) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The bound, Σ x [z 1]' (D, K + 1), Σ E[[z 1][z 1]'] (K + 1, K + 1), what is left of Σ x² at E[w], and n."""
         n, (D, width) = len(self.rows), known.first.shape
-        K, tau = width - 1, known.precision
+        K, tau, (ones, X) = width - 1, known.precision, (self.turned[:, :1], self.turned[:, 1:])
         summed = torch.einsum("d,dij->ij", tau, known.second)
         factor = torch.linalg.cholesky(torch.eye(K).to(summed) + summed[:K, :K])
         # A = L'^-1 L^-1, and one half of it at a time: A b by itself loses digits where columns have different units.
         B = solve_triangular(factor, (tau[:, None] * known.first[:, :K]).mT, upper=False).mT  # (D, K)
         shift = solve_triangular(factor, summed[:K, K:], upper=False)[:, 0]
         other = solve_triangular(factor.mT, torch.eye(K).to(summed), upper=True)
-        X = self.rows.values
-        spread = self.scatter @ B if self.scatter is not None else X.mT @ (X @ B)  # (D, K)
-        pushed = B.mT @ self.sums
-        outer = pushed[:, None] * shift
-        G = B.mT @ spread - outer - outer.mT + n * shift[:, None] * shift  # Σ (L^-1 b)(L^-1 b)'
-        z = other @ (pushed - n * shift)
-        crossed = torch.cat([(spread - self.sums[:, None] * shift) @ other.mT, self.sums[:, None]], 1)
-        moments = z.new_empty(width, width)
-        moments[:K, :K] = other @ (n * torch.eye(K).to(G) + G) @ other.mT
-        moments[:K, K] = moments[K, :K] = z
-        moments[K, K] = n
-        volume = (known.log_precision.sum() - D * LOG_2PI - summed[K, K]) / 2 - factor.diagonal().log().sum()
-        square = (tau * (self.squares / 2 - self.sums * known.first[:, K])).sum()
-        return n * volume - square + G.trace() / 2, crossed, moments, tau.new_full((D,), n)
+        z = (X @ B - ones * shift) @ other.mT
+        extended = torch.cat([z, ones], 1)
+        moments, counts = extended.mT @ extended, tau.new_full((D,), n)
+        residual = (X - extended @ known.first.mT).square().sum(0)
+        left = residual + (known.covariance * moments).sum((1, 2)) + self.floor * counts
+        volume = (known.log_precision.sum() - D * LOG_2PI) / 2 - factor.diagonal().log().sum()
+        value = n * volume - ((tau * left).sum() + z.square().sum()) / 2  # tr(A^-1 A) = K: see `infer`
+        moments[:K, :K] += n * (other @ other.mT)
+        residual = residual + n * (known.first[:, :K] @ other).square().sum(1)
+        return value, X.mT @ extended, moments, residual, counts
 
-    def _parts(self, known: Loadings) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _parts(self, known: Loadings) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The same over what is observed of each column; moments are (D, K + 1, K + 1)."""
         z, A, patterns, place, values = infer(self.rows, known)
         extended = torch.cat([z, torch.ones_like(z[:, :1])], 1)
         U, width = len(patterns), extended.shape[1]
-        outer = (extended[:, :, None] * extended[:, None, :]).flatten(1)
-        sums = z.new_zeros(U, width * width).index_add_(0, place, outer).view(U, width, width)
+        sums = z.new_zeros(U, width * width).index_add_(0, place, _outer(extended).flatten(1)).view(U, width, width)
         counts = torch.bincount(place, minlength=U).to(z)
-        sums[:, :-1, :-1] += counts[:, None, None] * A
+        spread = counts[:, None, None] * A
+        sums[:, :-1, :-1] += spread
         moments = (patterns.mT @ sums.flatten(1)).view(-1, width, width)
-        crossed = self.rows.values.mT @ extended
-        seen = patterns.mT @ counts
-        return values.sum() - (self.floor * seen * known.precision).sum() / 2, crossed, moments, seen
+        unsure = (patterns.mT @ spread.flatten(1)).view(-1, width - 1, width - 1)
+        W, seen = known.first[:, :-1], patterns.mT @ counts
+        residual = self.rows.left(extended, known.first).square().sum(0) + ((unsure @ W[..., None])[..., 0] * W).sum(1)
+        value = values.sum() - (self.floor * seen * known.precision).sum() / 2
+        return value, self.rows.values.mT @ extended, moments, residual, seen
+
+
+def _outer(rows: Tensor) -> Tensor:
+    return rows[:, :, None] * rows[:, None, :]
 
 
 class Relevance(Factor):

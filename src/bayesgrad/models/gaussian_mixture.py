@@ -17,7 +17,7 @@ from torch import Tensor
 from bayesgrad.families import Dirichlet, Family, Parameters, Point
 from bayesgrad.inference import Collapsed, Factor, Node, Prior
 from bayesgrad.models.arrays import as_finite, as_numpy, like
-from bayesgrad.models.checks import require_one_of, require_whole, warn
+from bayesgrad.models.checks import is_number, require_numbers, require_one_of, require_whole, warn
 from bayesgrad.models.covariances import COVARIANCES, Covariance, Known, Mixture
 from bayesgrad.models.latent import Latent, random_rows
 
@@ -159,7 +159,7 @@ class GaussianMixture(Latent):
     def _check_settings(self) -> None:
         require_one_of(self, method=METHODS, covariance_type=COVARIANCES, init_params=STARTS)
         require_whole(n_components=self.n_components)
-        if not 0 <= self.reg_covar < math.inf:
+        if not (is_number(self.reg_covar) and self.reg_covar >= 0):
             raise ValueError(f"reg_covar must be a number of at least 0, got {self.reg_covar!r}.")
         given = [name for name in PRIORS if getattr(self, name) is not None]
         if _is_em(self) and given:
@@ -183,7 +183,7 @@ class GaussianMixture(Latent):
         ):
             value = getattr(self, name)
             numbers[name] = default if value is None else value
-            if not bound < numbers[name] < math.inf:
+            if not (is_number(numbers[name]) and numbers[name] > bound):
                 raise ValueError(f"{name} must be a number greater than {bound}, got {value!r}.")
         location, spread = self._mean_prior(rows), self._covariance_prior(rows)
         self._priors_known = (
@@ -204,7 +204,7 @@ class GaussianMixture(Latent):
     def _mean_prior(self, rows: Tensor) -> Tensor:
         if self.mean_prior is None:
             return torch.zeros_like(rows[0])
-        given = torch.as_tensor(np.asarray(as_numpy(self.mean_prior), dtype=np.float64)).to(rows)
+        given = require_numbers("mean_prior", self.mean_prior).to(rows)
         if given.shape != rows[0].shape or not torch.isfinite(given).all():
             shape = tuple(given.shape)
             raise ValueError(f"mean_prior must be {rows.shape[1]} finite numbers, one for each column, got {shape}.")
@@ -220,7 +220,7 @@ class GaussianMixture(Latent):
             if _positive(spread):
                 return spread
             raise ValueError("the covariance of X is singular: give covariance_prior, or a larger reg_covar.")
-        spread = torch.as_tensor(np.asarray(as_numpy(self.covariance_prior), dtype=np.float64)).to(rows)
+        spread = require_numbers("covariance_prior", self.covariance_prior).to(rows)
         shape = covariance.shape(1, size) if self.covariance_type == "tied" else covariance.shape(1, size)[1:]
         if spread.shape != shape:
             raise ValueError(f"covariance_prior must have shape {shape}, got {tuple(spread.shape)}.")

@@ -18,7 +18,7 @@ from bayesgrad.inference import Factor, Linear, Node, Prior
 from bayesgrad.models import markov
 from bayesgrad.models.arrays import as_numpy
 from bayesgrad.models.chained import Chained, Sequences, log_shares, require_possible
-from bayesgrad.models.checks import require_covariance, require_whole, warn
+from bayesgrad.models.checks import is_number, require_covariance, require_numbers, require_one_of, require_whole, warn
 from bayesgrad.models.covariances import COVARIANCES, Covariance
 from bayesgrad.models.emissions import Rows, Symbols, narrowed, pseudo, widened
 from bayesgrad.models.gaussian_mixture import FAR
@@ -153,14 +153,7 @@ class HiddenMarkov(Latent):
 
     def _read(self, X: Any, *, reset: bool) -> Sequences:
         given: Given = X
-        for name, known in (
-            ("emissions", EMISSIONS),
-            ("method", METHODS),
-            ("covariance_type", COVARIANCES),
-            ("init", STARTS),
-        ):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {getattr(self, name)!r}.")
+        require_one_of(self, emissions=EMISSIONS, method=METHODS, covariance_type=COVARIANCES, init=STARTS)
         require_whole(n_states=self.n_states)
         rows, lengths = given.joined(self._dims)
         rows = validate_data(self, rows, reset=reset, dtype=np.float64, ensure_all_finite="allow-nan")
@@ -231,7 +224,7 @@ class HiddenMarkov(Latent):
         value, least = getattr(self, name), 0 if self.method == "vb" else 1
         if value is None:
             value = 1 / shape[-1] if self.method == "vb" else 1.0
-        alpha = torch.as_tensor(np.asarray(as_numpy(value), dtype=np.float64))
+        alpha = require_numbers(name, value)
         if alpha.dim() > len(shape) or any(a not in (1, b) for a, b in zip(alpha.shape[::-1], shape[::-1])):
             raise ValueError(f"{name} must be a number or of shape {shape}, got shape {tuple(alpha.shape)}.")
         if not (alpha.min() >= least and alpha.min() > 0 and torch.isfinite(alpha).all()):
@@ -244,20 +237,24 @@ class HiddenMarkov(Latent):
         D, vb = known.shape[1], self.method == "vb"
         variance = known.square().mean(0)
         floor = torch.diag(1e-6 * torch.where(variance > 0, variance, 1))
-        weight = (1.0 if vb else 0.0) if self.means_weight is None else float(self.means_weight)
-        location = self._centre if self.means_prior is None else _array(self.means_prior)
-        if location.shape != (D,):
-            raise ValueError(f"means_prior must be {D} numbers, got shape {tuple(location.shape)}.")
+        weight = (1.0 if vb else 0.0) if self.means_weight is None else self.means_weight
+        location = self._centre if self.means_prior is None else require_numbers("means_prior", self.means_prior)
+        if location.shape != (D,) or not torch.isfinite(location).all():
+            raise ValueError(f"means_prior must be {D} finite numbers, got shape {tuple(location.shape)}.")
         spread = floor + known.mT @ known / len(known) if vb else floor
         if self.covars_prior is not None:
-            spread = _array(self.covars_prior)
+            spread = require_numbers("covars_prior", self.covars_prior)
             if spread.shape not in ((), (D,), (D, D)):
                 raise ValueError(f"covars_prior must be a number, ({D},) or ({D}, {D}), got {tuple(spread.shape)}.")
             spread = spread if spread.dim() == 2 else torch.diag(spread.expand(D))
-            spread = require_covariance("covars_prior", spread, D)
-        if not weight >= 0:
-            raise ValueError(f"means_weight must not be negative, got {self.means_weight!r}.")
-        degrees = float(D if self.dof_prior is None else self.dof_prior)
+            spread = require_covariance("covars_prior", spread, D, definite=vb)
+        if not (is_number(weight) and (weight > 0 or (weight == 0 and not vb))):
+            least = "greater than" if vb else "of at least"
+            raise ValueError(f"means_weight must be a number {least} 0, got {self.means_weight!r}.")
+        degrees = D if self.dof_prior is None else self.dof_prior
+        least = D - 1 if self.covariance_type in ("full", "tied") else 0
+        if not (is_number(degrees) and degrees > least):
+            raise ValueError(f"dof_prior must be a number greater than {least}, got {self.dof_prior!r}.")
         spread = narrowed(self._covariance, spread)
         found = self._covariance.prior(location - self._centre, weight, degrees, spread, self.n_states)
         return found if vb or self.dof_prior is not None else (*found[:3], torch.zeros_like(found[3]))
@@ -283,7 +280,7 @@ class HiddenMarkov(Latent):
 
     def _given_shares(self, name: str, shape: tuple[int, ...], default: np.ndarray) -> Tensor:
         given = getattr(self, name)
-        shares = _array(default if given is None else given)
+        shares = require_numbers(name, default if given is None else given)
         if (
             shares.shape != shape
             or not (shares >= 0).all()
@@ -300,7 +297,10 @@ class HiddenMarkov(Latent):
             known = known[random.choice(len(known), SUBSET, replace=False)]
         spread = torch.cov(known.mT, correction=0).view(D, D)
         if self.means_init is not None:
-            means = _array(self.means_init) - self._centre
+            means = require_numbers("means_init", self.means_init)
+            if means.shape != (K, D) or not torch.isfinite(means).all():
+                raise ValueError(f"means_init must be finite numbers of shape {(K, D)}, got {tuple(means.shape)}.")
+            means = means - self._centre
         elif self.init == "random":
             means = known[random.choice(len(known), K, replace=False)]
         else:
@@ -310,12 +310,10 @@ class HiddenMarkov(Latent):
                 found = clusters.fit(known.numpy())
             means = torch.as_tensor(found.cluster_centers_)
             spread = torch.cov((known - means[torch.as_tensor(found.labels_).long()]).mT, correction=0).view(D, D)
-        if means.shape != (K, D):
-            raise ValueError(f"means_init must be of shape {(K, D)}, got {tuple(means.shape)}.")
         variance = known.var(0, correction=0)
         covars = (spread + torch.diag(1e-6 * torch.where(variance > 0, variance, 1))).expand(K, D, D)
         if self.covars_init is not None:
-            covars, shape = _array(self.covars_init), self._covariance.shape(K, D)
+            covars, shape = require_numbers("covars_init", self.covars_init), self._covariance.shape(K, D)
             if covars.shape != shape:
                 raise ValueError(f"covars_init must be of shape {shape}, got {tuple(covars.shape)}.")
             covars = widened(self._covariance, covars, K, D)

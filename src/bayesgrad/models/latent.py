@@ -17,7 +17,7 @@ from sklearn.utils import check_random_state
 
 from bayesgrad.inference import Collapsed, Factor, Node, OutsideDomain, Result, elbo, run, step
 from bayesgrad.inference.engine import Line
-from bayesgrad.models.checks import all_or_nothing, require_same, require_tolerance, require_whole, warn
+from bayesgrad.models.checks import all_or_nothing, is_number, require_same, require_tolerance, require_whole, warn
 
 
 class Latent(BaseEstimator, ABC):
@@ -197,8 +197,14 @@ class Latent(BaseEstimator, ABC):
         self._batches += 1
         total = self._rows if self.total_samples is None else self.total_samples
         factors = [*self._priors(self._nodes), self._evidence(data, self._nodes, total / len(data))]
-        bound = float(elbo(self._nodes, factors))
-        step(self._nodes, factors, self._rho(self._batches), schedule=self._schedule)
+        try:
+            bound = float(elbo(self._nodes, factors))
+            step(self._nodes, factors, self._rho(self._batches), schedule=self._schedule)
+        except (OutsideDomain, torch.linalg.LinAlgError) as error:
+            raise ValueError(
+                "this batch leads to no distribution, and is not learned from: look for numbers of very different "
+                "sizes from those before, or for rows that are all the same."
+            ) from error
         self.elbos_.append(bound)
         self.elbo_, self.n_iter_ = bound, self._batches
         self._publish(self._nodes)
@@ -260,12 +266,12 @@ class Latent(BaseEstimator, ABC):
         require_whole(n_init=self.n_init, max_iter=self.max_iter, batch_size=self.batch_size)
         require_tolerance(tol=self.tol)
         (first, offset), (second, decay) = ((name, getattr(self, name)) for name in self._words)
-        if not 0.5 < decay <= 1:
+        if not (is_number(decay) and 0.5 < decay <= 1):
             raise ValueError(f"{second} must be in (0.5, 1] for steps to settle, got {decay!r}.")
-        if not offset >= 0:
-            raise ValueError(f"{first} must not be negative, got {offset!r}.")
-        if self.total_samples is not None and not self.total_samples > 0:
-            raise ValueError(f"total_samples must be positive, or None, got {self.total_samples!r}.")
+        if not (is_number(offset) and offset >= 0):
+            raise ValueError(f"{first} must be a number of at least 0, got {offset!r}.")
+        if self.total_samples is not None and not (is_number(self.total_samples) and self.total_samples > 0):
+            raise ValueError(f"total_samples must be a positive number, or None, got {self.total_samples!r}.")
 
 
 def random_rows(count: int, columns: int, random: np.random.RandomState) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Real
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,7 +17,7 @@ from torch import Tensor
 from bayesgrad.families import Dirichlet
 from bayesgrad.inference import Factor, Node, Prior
 from bayesgrad.models.arrays import as_numpy, like
-from bayesgrad.models.checks import require_one_of, require_whole, warn
+from bayesgrad.models.checks import is_number, require_numbers, require_one_of, require_whole, warn
 from bayesgrad.models.documents import Counts, Documents
 from bayesgrad.models.latent import Latent
 
@@ -140,11 +139,11 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
     def _check_settings(self) -> None:
         require_one_of(self, method=METHODS)
         require_whole(n_components=self.n_components, max_doc_update_iter=self.max_doc_update_iter)
-        if not self.mean_change_tol >= 0:
-            raise ValueError(f"mean_change_tol must not be negative, got {self.mean_change_tol!r}.")
+        if not (is_number(self.mean_change_tol) and self.mean_change_tol >= 0):
+            raise ValueError(f"mean_change_tol must be a number of at least 0, got {self.mean_change_tol!r}.")
         for name in ("doc_topic_prior", "topic_word_prior"):
             value = self._prior(name)
-            if not (isinstance(value, Real) and 0 < value < math.inf):
+            if not (is_number(value) and value > 0):
                 raise ValueError(f"{name} must be a positive number, got {value!r}.")
 
     def _prior(self, name: str) -> float:
@@ -222,10 +221,10 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         else:
             self._check_settings()
             counts = LatentDirichlet()._counts(X, reset=True)  # this one may know another vocabulary, or none
-        given, width = torch.as_tensor(as_numpy(topics), dtype=torch.float64), counts.matrix.shape[1]  # pyright: ignore
+        given, width = require_numbers("topics", topics), counts.matrix.shape[1]  # pyright: ignore
         if given.dim() != 2 or given.shape[1] != width:
             raise ValueError(f"topics must be (K, {width}), as X has {width} columns, got shape {tuple(given.shape)}.")
-        if not (given > 0).all():
+        if not ((given > 0) & torch.isfinite(given)).all():
             raise ValueError(f"topics must be positive concentrations, got {given.min().item():g}.")
         node = Node(DIRICHLET, DIRICHLET.of(given.to(counts.device or "cpu")), name="topics")
         factor = self._documents(counts, node, torch.ones(len(counts), len(given), dtype=torch.float64))

@@ -296,7 +296,7 @@ def named(likelihood: str | Observation) -> Observation:
     """The observation of that name, with default numbers."""
     if isinstance(likelihood, Observation):
         return likelihood
-    if likelihood not in NAMES:
+    if not (isinstance(likelihood, str) and likelihood in NAMES):
         raise ValueError(f"likelihood must be one of {', '.join(map(repr, NAMES))}, got {likelihood!r}.")
     return NAMES[likelihood]()
 

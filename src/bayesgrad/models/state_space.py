@@ -17,7 +17,14 @@ from bayesgrad.families.gaussian import LOG_2PI
 from bayesgrad.inference import Node, Pointwise, settle
 from bayesgrad.inference.expectation import Expectation, Moments
 from bayesgrad.models import dynamics, kalman
-from bayesgrad.models.checks import require_covariance, require_matrix, require_numbers, require_whole
+from bayesgrad.models.checks import (
+    require_covariance,
+    require_matrix,
+    require_numbers,
+    require_seed,
+    require_tolerance,
+    require_whole,
+)
 from bayesgrad.models.kalman import Beliefs, Chain
 from bayesgrad.models.observations import QUADRATURE, Observation, named
 from bayesgrad.noise import folded
@@ -96,13 +103,13 @@ class LinearStateSpace:
         if H.shape[1] != size:
             raise ValueError(f"observation must have {size} columns, as the state has parts, got {tuple(H.shape)}.")
         given = torch.zeros(size) if initial_mean is None else initial_mean
-        mean = (given if isinstance(given, Tensor) else require_numbers("initial_mean", given)).to(F)
+        mean = require_numbers("initial_mean", given, live=True).to(F)
         if mean.shape != (size,) or not torch.isfinite(mean).all():
             raise ValueError(f"initial_mean must be {size} finite numbers, got {initial_mean!r}.")
         Q = require_covariance("process_noise", process_noise, size)
         P = torch.eye(size).to(F) if initial_covariance is None else initial_covariance
         self.chain = Chain(F, Q, mean, require_covariance("initial_covariance", P, size))
-        self.observation, self.likelihood = H, likelihood
+        self.observation, self.likelihood, self._sees = H, likelihood, named(likelihood)
         self.observation_noise: Tensor | None = None
         if likelihood == "gaussian":
             if observation_noise is None:
@@ -110,10 +117,11 @@ class LinearStateSpace:
             self.observation_noise = require_covariance("observation_noise", observation_noise, len(H), definite=True)
         elif observation_noise is not None:
             raise ValueError(f"observation_noise is for likelihood='gaussian', got likelihood={likelihood!r}.")
-        self._sees = named(likelihood)
         self.expectation = QUADRATURE if expectation is None else expectation
         if not isinstance(self.expectation, Expectation):
             raise TypeError(f"expectation must be GaussHermite() or None, got {expectation!r}.")
+        require_whole(steps=steps)
+        require_tolerance(tolerance=tolerance)
         self.steps, self.tolerance = steps, tolerance
 
     # --- what is asked of it ---
@@ -137,16 +145,12 @@ class LinearStateSpace:
             tol: a change of the log-likelihood, for each number that was observed, that ends them.
             progress: see `inference.run`.
         """
-        if learn:
-            self._learn(_Rows(y, len(self.observation)), learn, max_iter, tol, progress)
+        if names := dynamics.chosen(learn, None if self.observation_noise is not None else self.likelihood):
+            self._learn(_Rows(y, len(self.observation)), names, max_iter, tol, progress)
         self.means_, self.covariances_, self.elbo_ = self.smooth(y)
         return self
 
-    def _learn(
-        self, rows: _Rows, learn: str | Sequence[str], steps: int, tolerance: float, progress: bool | None
-    ) -> None:
-        names = dynamics.chosen(learn, None if self.observation_noise is not None else self.likelihood)
-
+    def _learn(self, rows: _Rows, names: Sequence[str], steps: int, tolerance: float, progress: bool | None) -> None:
         def smooth(at: dynamics.Matrices) -> dynamics.Smooth:
             self.chain, self.observation, self.observation_noise = at
             belief = self._observed(rows.values)
@@ -421,7 +425,7 @@ class _Rows:
 
 
 def _rows(y: Any, parts: int) -> Tensor:
-    rows = y.double() if isinstance(y, Tensor) else require_numbers("y", y)
+    rows = require_numbers("y", y, live=True)
     if rows.dim() == 1 and parts == 1:
         rows = rows[:, None]
     if rows.dim() not in (2, 3) or rows.shape[-1] != parts or not rows.numel():
@@ -430,4 +434,5 @@ def _rows(y: Any, parts: int) -> Tensor:
 
 
 def _noise(shape: tuple[int, ...], like: Tensor, seed: int) -> Tensor:
+    require_seed(seed=seed)
     return torch.randn(shape, dtype=like.dtype, generator=torch.Generator().manual_seed(folded(seed))).to(like.device)
