@@ -316,6 +316,19 @@ def test_components_too_far_apart_for_float64_are_told(kind: str) -> None:
         rows[100:, 0] -= far
 
 
+@pytest.mark.parametrize("kind", ["full", "diag", "spherical"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_row_too_far_off_is_told(kind: str, seed: int) -> None:
+    """It makes up a component, and nothing is left of the digits of its covariance, which is reg_covar: also where the
+    latter seems wide along the line to that row, and is not across it."""
+    rows = np.random.default_rng(seed).normal(size=(100, 2))
+    rows[0] = 1e6
+    with pytest.warns(UserWarning, match="digits of its covariance are left. Remove what is that far off"):
+        GaussianMixture(2, covariance_type=kind, max_iter=20, tol=0).fit(rows)
+    rows[0] = 1e2
+    near(GaussianMixture(2, covariance_type=kind).fit(rows).covariances_[1].max(), 1e-6, atol=1e-10)
+
+
 @pytest.mark.parametrize("method", ["em", "vmp"])
 def test_units_do_not_matter(method: str) -> None:
     """Columns in other units: the same shares, and a bound that moves by n log |A|."""

@@ -107,10 +107,13 @@ class Covariance(ABC):
         return tuple(part[order] for part in natural)
 
     def distance(self, natural: Parameters) -> float:
-        """The largest root mean square of a column of a component, in its deviations: of its square, digits are lost
-        where the latter is found from the former."""
-        own = self.family.parts(natural)[2][1].diagonal(dim1=-2, dim2=-1)
-        return (natural[2].diagonal(dim1=-2, dim2=-1) / own).max().sqrt().item()
+        """How far rows of a component are from zero, in its least deviation of any direction, columns counted in their
+        own root mean squares: of its square, digits are lost where a covariance is found from squares of rows."""
+        square = -natural[2]
+        scale = square.diagonal(dim1=-2, dim2=-1).rsqrt()
+        own = -self.family.parts(natural)[2][1] * scale[..., :, None] * scale[..., None, :]
+        least = (own if own.shape[-1] == 1 else torch.linalg.eigvalsh(own)).min().item()
+        return least**-0.5 if least > 0 else math.inf
 
     def free(self, known: Known, size: int) -> Tensor:
         """Degrees of freedom of the t distribution that a new row has, (K,)."""

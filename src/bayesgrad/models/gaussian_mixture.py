@@ -310,8 +310,9 @@ class GaussianMixture(Latent):
         distance = self._covariance.distance(nodes[1].natural)
         if not distance < FAR:
             warn(
-                f"rows of a component are {distance:.0e} of its deviations from the mean of X: fewer than four digits "
-                "of its covariance are left. Fit groups that far apart one by one, or raise reg_covar."
+                f"rows of a component are {distance:.0e} of its least deviations from the mean of X: fewer than four "
+                "digits of its covariance are left. Remove what is that far off, fit groups one by one, or raise "
+                "reg_covar."
             )
         known, concentration = self._known(), self._concentration()
         count = known.weight if _is_em(self) else known.degrees

@@ -349,8 +349,8 @@ class HiddenMarkov(Latent):
         distance, known = self._covariance.distance(nodes[2].natural), self._covariance.known(nodes[2].natural)
         if not distance < FAR:
             warn(
-                f"rows of a state are {distance:.0e} of its deviations from the mean of X: fewer than four digits of "
-                "its covariance are left; raise covars_prior, or remove what is that far off."
+                f"rows of a state are {distance:.0e} of its least deviations from the mean of X: fewer than four "
+                "digits of its covariance are left; raise covars_prior, or remove what is that far off."
             )
         if self.method == "vb":
             self._set("means_weight_", known.confidence)
