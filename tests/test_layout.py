@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SOURCE = Path(__file__).parents[1] / "src" / "bayesgrad"
 LAYERS = [
     ["__init__"],
@@ -65,6 +67,23 @@ def test_importing_needs_nothing_but_torch_and_numpy_and_no_compiler() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[] False"
+
+
+@pytest.mark.parametrize(
+    ("package", "use", "remedy"),
+    [
+        ("sklearn", "import bayesgrad.models", "bayesgrad.models needs scikit-learn: pip install 'bayesgrad[models]'."),
+        (
+            "torchmetrics",
+            "import torch; from bayesgrad import metrics; metrics.calibration_error(torch.ones(1, 1), torch.zeros(1))",
+            "scores of predictions need torchmetrics: pip install 'bayesgrad[posterior]'.",
+        ),
+    ],
+)
+def test_a_missing_extra_is_named(package: str, use: str, remedy: str) -> None:
+    code = f"import sys; sys.modules[{package!r}] = None\ntry: {use}\nexcept ImportError as error: print(error)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == remedy
 
 
 def test_no_file_asks_to_be_split() -> None:

@@ -6,7 +6,7 @@ Through torchmetrics where it has them, which is imported when it is needed.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,14 +24,12 @@ def classification(logs: Tensor, labels: Tensor) -> dict[str, float]:
 
     Checked by: tests/equations/test_metrics.py.
     """
-    from torchmetrics.functional.classification import multiclass_accuracy
-
     p = logs.exp()
     if not bool(torch.isfinite(p).all()):
         return dict.fromkeys(("error", "nll", "ece", "brier"), math.nan)
     classes = logs.shape[-1]
     return {
-        "error": 1 - multiclass_accuracy(p, labels, classes, average="micro").item(),
+        "error": 1 - _package().multiclass_accuracy(p, labels, classes, average="micro").item(),
         "nll": F.nll_loss(logs.double(), labels).item(),
         "ece": calibration_error(p, labels),
         "brier": (p - F.one_hot(labels, classes)).square().sum(1).double().mean().item(),
@@ -40,9 +38,7 @@ def classification(logs: Tensor, labels: Tensor) -> dict[str, float]:
 
 def calibration_error(p: Tensor, labels: Tensor, bins: int = BINS) -> float:
     """The expected calibration error: |accuracy - confidence|, averaged over bins of the most probable class's p."""
-    from torchmetrics.functional.classification import multiclass_calibration_error
-
-    return multiclass_calibration_error(p, labels, p.shape[-1], n_bins=bins).item()
+    return _package().multiclass_calibration_error(p, labels, p.shape[-1], n_bins=bins).item()
 
 
 class Reliability(NamedTuple):
@@ -72,14 +68,12 @@ def entropy(p: Tensor) -> Tensor:
 
 def auroc(inside: Tensor, outside: Tensor) -> float:
     """The probability that an outside example has the higher value (an uncertainty, say), ties counted by half."""
-    from torchmetrics.functional.classification import binary_auroc
-
     values = torch.cat([inside.flatten(), outside.flatten()])
     if not bool(torch.isfinite(values).all()):
         return math.nan
     ranks = values.unique(return_inverse=True)[1].double()  # of values beyond [0, 1], torchmetrics takes the sigmoid
     labels = torch.cat([torch.zeros(inside.numel()), torch.ones(outside.numel())]).long()
-    return binary_auroc(ranks / ranks.max().clamp(min=1), labels).item()
+    return _package().binary_auroc(ranks / ranks.max().clamp(min=1), labels).item()
 
 
 def regression(mean: Tensor, variance: Tensor, targets: Tensor, level: float = 0.9) -> dict[str, float]:
@@ -125,3 +119,11 @@ def _fitting(mean: Tensor, variance: Tensor, targets: Tensor) -> tuple[Tensor, T
     if not bool((variance > 0).all()):
         raise ValueError(f"variances must be positive, got {variance.min():g}: add the noise of the data.")
     return mean.double(), variance.double(), targets.double()
+
+
+def _package() -> Any:
+    try:
+        from torchmetrics.functional import classification as package
+    except ImportError as error:
+        raise ImportError("scores of predictions need torchmetrics: pip install 'bayesgrad[posterior]'.") from error
+    return package

@@ -121,6 +121,12 @@ def test_columns_of_words_are_wrapped_and_columns_of_numbers_are_not(tmp_path: P
     assert page.count("<th>loss</th>") == 2
 
 
+def test_verdicts_have_their_colours(tmp_path: Path) -> None:
+    kinds = {"Holds on most": "verdict", "Holds in part. So": "verdict part", "Does not hold here": "verdict not"}
+    for words, kind in kinds.items():
+        assert f'<p class="{kind}"><b>Verdict.</b> {words}' in render([(Report("some", verdict=words), tmp_path)])
+
+
 def test_no_digit_is_cut_off_in_a_narrow_terminal(capsys) -> None:
     from rich.console import Console
 

@@ -80,7 +80,7 @@ body { font: 16px/1.55 system-ui, sans-serif; color: var(--ink); background: var
        max-width: 70rem; padding: 2rem 1.2rem 4rem; }
 h1 { font-size: 1.7rem; margin: 0 0 .4rem; } h2 { font-size: 1.15rem; margin: 2rem 0 .6rem; }
 .claim, .verdict { border-left: 4px solid #4477aa; background: var(--card); padding: .7rem 1rem; margin: .8rem 0; }
-.verdict { border-color: #228833; }
+.verdict { border-color: #228833; } .part { border-color: #ccbb44; } .not { border-color: #ee6677; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; min-width: 50%; }
 th, td { padding: .35rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
@@ -114,7 +114,9 @@ def render(reports: Sequence[tuple[Report, Path]]) -> str:
         if report.claim:
             parts.append(f'<p class="claim"><b>Claim.</b> {escape(report.claim)}</p>')
         if report.verdict:
-            parts.append(f'<p class="verdict"><b>Verdict.</b> {escape(report.verdict)}</p>')
+            kind = {"Holds in part": " part", "Does not hold": " not"}
+            shown = next((kind[words] for words in kind if report.verdict.startswith(words)), "")
+            parts.append(f'<p class="verdict{shown}"><b>Verdict.</b> {escape(report.verdict)}</p>')
         for table in report.tables:
             numbers = [_numbers([row[i] for row in table["rows"]]) for i in range(len(table["columns"]))]
             kinds = ["" if i == 0 or right else ' class="words"' for i, right in enumerate(numbers)]

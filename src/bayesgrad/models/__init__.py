@@ -1,5 +1,10 @@
 """Ready estimators over the inference engine, with scikit-learn's manners; they need scikit-learn."""
 
+try:
+    import sklearn as _sklearn  # noqa: F401
+except ImportError as error:
+    raise ImportError("bayesgrad.models needs scikit-learn: pip install 'bayesgrad[models]'.") from error
+
 from bayesgrad.models import kernels, observations
 from bayesgrad.models.factor_analysis import FactorAnalysis
 from bayesgrad.models.gaussian_mixture import GaussianMixture
