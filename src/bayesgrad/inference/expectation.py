@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from numbers import Integral
 from typing import NamedTuple
 
 import numpy as np
@@ -156,7 +157,7 @@ class GaussHermite(Expectation):
     hessian: str = "exact"
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.n, int) and self.n >= 1):
+        if not (isinstance(self.n, Integral) and int(self.n) >= 1):
             raise ValueError(f"n must be a whole number of at least 1, got {self.n!r}.")
         _check_hessian(self.hessian, HESSIANS[::2])
 
@@ -220,7 +221,7 @@ class MonteCarlo(Expectation):
     calls: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.samples, int) and self.samples >= 1):
+        if not (isinstance(self.samples, Integral) and int(self.samples) >= 1):
             raise ValueError(f"samples must be a whole number of at least 1, got {self.samples!r}.")
         _check_hessian(self.hessian, HESSIANS)
 

@@ -140,6 +140,7 @@ def linear_gaussian(node: Node, design: Tensor, targets: Tensor, precision: floa
     _check_design(node, design)
     check_finite(targets=targets)
     weights = torch.as_tensor(precision, dtype=design.dtype, device=design.device)
+    weights = weights.reshape(()) if weights.numel() == 1 else weights
     if targets.shape != design.shape[:1] or weights.shape not in ((), targets.shape):
         shapes = ", ".join(str(tuple(part.shape)) for part in (design, targets, weights))
         raise ValueError(f"design must be (n, P), targets (n,), precision one number or (n,), got {shapes}.")

@@ -285,7 +285,7 @@ class GaussianProcess(BaseEstimator):
     ) -> tuple[Kernel, Observation]:
         """Batches: a step of the rule for the belief, one of Adam for the numbers."""
         total, size = len(self.X_), self.batch_size
-        if not (isinstance(size, int) and 1 <= size <= total):
+        if not (isinstance(size, (int, np.integer)) and 1 <= size <= total):
             raise ValueError(f"batch_size must be a whole number from 1 to {total}, got {size!r}.")
         logs = _logs(kernel, seen, self._device) if self.optimise else {}
         adam = torch.optim.Adam(list(logs.values()), self.lr) if logs else None
