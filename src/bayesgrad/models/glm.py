@@ -74,9 +74,11 @@ class GLM(BaseEstimator):
         prior_precision: Λ of the prior N(0, Λ^-1) of the coefficients: a number, one for each column of X, or a
             matrix. `Ridge(alpha)`'s alpha for noise of scale 1, and 1/C of `LogisticRegression`. Of a multinomial
             model the weights of each class have this prior.
-        expectation: how E_q is taken. `"quadrature"`: 32 Gauss-Hermite points for each x'θ; for three classes a grid
-            of 20 x 20, for more 256 fixed quasi-random points. `"delta"`: at the mean, which is Newton's method and
-            Laplace's approximation. `"mc"`: 64 draws for each x'θ, the same in each step.
+        expectation: how E_q is taken. `"quadrature"`: 32 Gauss-Hermite points for each x'θ (of `"logistic"` right to
+            1e-4 nats a row up to a deviation of 10 of x'θ, to 0.03 at 10^4, which separable data have under weak
+            priors); for three classes a grid of 20 x 20, for more 256 fixed quasi-random points. `"delta"`: at the
+            mean, which is Newton's method and Laplace's approximation. `"mc"`: 64 draws for each x'θ, the same in
+            each step.
         fit_intercept: whether a constant is added to x'θ.
         intercept_precision: the prior precision of that constant; nearly flat by default, as in scikit-learn, where
             it is not penalised.
