@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from sklearn.utils.estimator_checks import estimator_checks_generator
 from torch.testing import assert_close
 
 from bayesgrad.models import GaussianMixture
+from bayesgrad.models.arrays import near_mean
 from bayesgrad.models.covariances import COVARIANCES
 from bayesgrad.models.gaussian_mixture import METHODS
 
@@ -146,3 +148,14 @@ def test_fewer_rows_than_columns() -> None:
         model = GaussianMixture(2, method=method, tol=1e-2).fit(wide)
         assert np.linalg.eigvalsh(model.covariances_).min() > 0
         assert np.isfinite(model.score(wide))
+
+
+@pytest.mark.parametrize("far", [-50.0, 1e3, 2.0**40])
+def test_rows_are_centred_without_rounding(far: float) -> None:
+    """In rational numbers: a fit then has the digits of one in exact arithmetic."""
+    rows = torch.as_tensor(np.random.default_rng(0).normal(size=(50, 3)) * [1e-3, 1.0, 5.0] + far)
+    rows[:, 1] = far + 0.1  # a constant
+    centre = near_mean(rows)
+    assert ((centre - rows.mean(0)).abs() <= rows.std(0) / 256 + 1e-15 * abs(far)).all()
+    for row, moved in zip(rows.tolist(), (rows - centre).tolist()):
+        assert all(Fraction(a) - Fraction(c) == Fraction(b) for a, b, c in zip(row, moved, centre.tolist()))

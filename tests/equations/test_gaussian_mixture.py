@@ -122,10 +122,10 @@ def test_vmp_on_iris() -> None:
     """25 sweeps from random shares: scikit-learn's beliefs. The bound rises in each of them."""
     model = GaussianMixture(3, method="vmp", init_params="random", max_iter=25, **SHORT).fit(X)
     peer = peer_by_vmp(weight_concentration_prior=1 / 3, max_iter=25)
-    near(model.means_, by_weight(peer, "means_"), atol=1e-13)
-    near(model.covariances_, by_weight(peer, "covariances_"), atol=1e-13)
+    near(model.means_, by_weight(peer, "means_"), atol=3e-14)
+    near(model.covariances_, by_weight(peer, "covariances_"), atol=3e-14)
     for name in ("weight_concentration_", "mean_precision_", "degrees_of_freedom_"):
-        near(getattr(model, name), by_weight(peer, name), atol=4e-12)
+        near(getattr(model, name), by_weight(peer, name), atol=7e-13)
     for name in ("mean_precision_prior_", "mean_prior_", "degrees_of_freedom_prior_", "covariance_prior_"):
         near(getattr(model, name), getattr(peer, name), atol=1e-14, rtol=1e-14)
     assert model.weight_concentration_prior_ == peer.weight_concentration_prior_ == 1 / 3
@@ -221,7 +221,7 @@ def test_predictions_are_averaged_over_the_belief(kind: str) -> None:
     rows = blobs(60)
     model = GaussianMixture(2, method="vmp", covariance_type=kind).fit(rows)
     covariance, (weights, components) = COVARIANCES[kind], model._nodes
-    new = torch.as_tensor(rows[:5] - rows.mean(0))
+    new = torch.as_tensor(rows[:5]) - model._centre
     before = covariance.family.log_partition(components.natural)
     expected = []
     for row in new:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bayesgrad.families import Dirichlet, Family, Parameters, Point
 from bayesgrad.inference import Collapsed, Factor, Node, Prior
-from bayesgrad.models.arrays import as_finite, as_numpy, like
+from bayesgrad.models.arrays import as_finite, as_numpy, like, near_mean
 from bayesgrad.models.checks import is_number, require_numbers, require_one_of, require_whole, warn
 from bayesgrad.models.covariances import COVARIANCES, Covariance, Known, Mixture
 from bayesgrad.models.latent import Latent, random_rows
@@ -145,7 +145,7 @@ class GaussianMixture(Latent):
         rows = self._rows_of(X, reset=reset)
         if reset:
             self._check_size(len(rows))
-            self._centre = rows.mean(0)
+            self._centre = near_mean(rows)
             self._tensors = isinstance(X, Tensor)
         rows = rows - self._centre.to(rows)
         if reset and not _is_em(self):
@@ -203,7 +203,7 @@ class GaussianMixture(Latent):
 
     def _mean_prior(self, rows: Tensor) -> Tensor:
         if self.mean_prior is None:
-            return torch.zeros_like(rows[0])
+            return rows.mean(0)
         given = require_numbers("mean_prior", self.mean_prior).to(rows)
         if given.shape != rows[0].shape or not torch.isfinite(given).all():
             shape = tuple(given.shape)
