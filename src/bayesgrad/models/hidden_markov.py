@@ -16,7 +16,7 @@ from torch import Tensor
 from bayesgrad.families import Dirichlet, Family, Parameters, Point
 from bayesgrad.inference import Factor, Linear, Node, Prior
 from bayesgrad.models import markov
-from bayesgrad.models.arrays import as_numpy
+from bayesgrad.models.arrays import as_numpy, near_mean
 from bayesgrad.models.chained import Chained, Sequences, log_shares, require_possible
 from bayesgrad.models.checks import is_number, require_covariance, require_numbers, require_one_of, require_whole, warn
 from bayesgrad.models.covariances import COVARIANCES, Covariance
@@ -214,7 +214,7 @@ class HiddenMarkov(Latent):
             self._count = int(known.max()) + 1 if wanted is None else int(wanted)
             shown = self._shares_prior("emissionprob_prior", (K, self._count))
         else:
-            self._centre = known.mean(0)
+            self._centre = near_mean(known)
             shown = self._rows_prior(known - self._centre)
         self._prior = [self._shares_prior("startprob_prior", (K,)), self._shares_prior("transmat_prior", (K, K)), shown]
         families: list[Family] = [Dirichlet(), Dirichlet(), Dirichlet() if self._dims == 1 else self._covariance.family]
@@ -233,14 +233,18 @@ class HiddenMarkov(Latent):
         return Dirichlet().of(alpha.expand(shape))
 
     def _rows_prior(self, known: Tensor) -> Parameters:
-        """λ of the Normal-Wishart prior of each state, about rows whose mean has been subtracted."""
-        D, vb = known.shape[1], self.method == "vb"
+        """λ of the Normal-Wishart prior of each state, about rows from which the centre has been subtracted."""
+        D, vb, mean = known.shape[1], self.method == "vb", known.mean(0)
+        known = known - mean
         variance = known.square().mean(0)
         floor = torch.diag(1e-6 * torch.where(variance > 0, variance, 1))
         weight = (1.0 if vb else 0.0) if self.means_weight is None else self.means_weight
-        location = self._centre if self.means_prior is None else require_numbers("means_prior", self.means_prior)
-        if location.shape != (D,) or not torch.isfinite(location).all():
-            raise ValueError(f"means_prior must be {D} finite numbers, got shape {tuple(location.shape)}.")
+        location = mean
+        if self.means_prior is not None:
+            given = require_numbers("means_prior", self.means_prior)
+            if given.shape != (D,) or not torch.isfinite(given).all():
+                raise ValueError(f"means_prior must be {D} finite numbers, got shape {tuple(given.shape)}.")
+            location = given - self._centre
         spread = floor + known.mT @ known / len(known) if vb else floor
         if self.covars_prior is not None:
             spread = require_numbers("covars_prior", self.covars_prior)
@@ -256,7 +260,7 @@ class HiddenMarkov(Latent):
         if not (is_number(degrees) and degrees > least):
             raise ValueError(f"dof_prior must be a number greater than {least}, got {self.dof_prior!r}.")
         spread = narrowed(self._covariance, spread)
-        found = self._covariance.prior(location - self._centre, weight, degrees, spread, self.n_states)
+        found = self._covariance.prior(location, weight, degrees, spread, self.n_states)
         return found if vb or self.dof_prior is not None else (*found[:3], torch.zeros_like(found[3]))
 
     # --- where it starts ---
