@@ -62,3 +62,12 @@ def test_every_experiment_has_a_page_and_is_listed() -> None:
     pages = {path.stem for path in (ROOT / "docs/results").glob("*.md")} - {"README"}
     assert set(EXPERIMENTS) <= pages
     assert pages == set(re.findall(r"^\| \[[^]]+\]\(([^)]+)\.md\)", listed, re.MULTILINE))
+
+
+@pytest.mark.parametrize("words", ["holds", "holds in part", "does not hold"])
+def test_the_list_says_what_the_page_says(words: str) -> None:
+    """Where it says no more than that; other words are somebody's summary."""
+    for name in (name for name, e in EXPERIMENTS.items() if e.status.partition(":")[0] == words):
+        verdict = (ROOT / f"docs/results/{name}.md").read_text().partition("**Verdict.** ")[2].lower()
+        assert verdict.startswith(words), name
+        assert verdict.startswith("holds in part") == (words == "holds in part"), name

@@ -203,6 +203,7 @@ REFUSED = [
     (HiddenMarkov(2), np.full((9, 2), np.nan), None, "X holds no observation, only NaN"),
     (HiddenMarkov(2), np.full((9, 2), np.inf), None, "infinity"),
     (HiddenMarkov(2), X[:0], None, r"0 sample\(s\)"),
+    (HiddenMarkov(2), [], None, "X is empty: give a list of sequences, or rows"),
     (HiddenMarkov(2, emissions="categorical"), SYMBOLS - 1, None, r"X must hold symbols 0, 1, 2, \.\.\., got -1"),
     (HiddenMarkov(2, emissions="categorical"), SYMBOLS + 0.5, None, r"X must hold symbols 0, 1, 2, \.\.\., got"),
     (HiddenMarkov(2, emissions="categorical"), X, None, "symbols come in one column, got 2"),

@@ -123,6 +123,7 @@ def test_columns_of_words_are_wrapped_and_columns_of_numbers_are_not(tmp_path: P
 
 def test_verdicts_have_their_colours(tmp_path: Path) -> None:
     kinds = {"Holds on most": "verdict", "Holds in part. So": "verdict part", "Does not hold here": "verdict not"}
+    kinds["Does not hold in 1 of 3 parts"] = "verdict part"
     for words, kind in kinds.items():
         assert f'<p class="{kind}"><b>Verdict.</b> {words}' in render([(Report("some", verdict=words), tmp_path)])
 

@@ -184,7 +184,7 @@ EXPERIMENTS = {
             "section 5.3",
             "topics of documents: streams and sweeps, held-out bound against time",
             _lazily("khan2023_svi", "topics"),
-            "holds",
+            "holds in part: streams draw level with sweeps",
         ),
         Experiment(
             "khan2023-table1",

@@ -114,7 +114,7 @@ def render(reports: Sequence[tuple[Report, Path]]) -> str:
         if report.claim:
             parts.append(f'<p class="claim"><b>Claim.</b> {escape(report.claim)}</p>')
         if report.verdict:
-            kind = {"Holds in part": " part", "Does not hold": " not"}
+            kind = {"Holds in part": " part", "Does not hold in ": " part", "Does not hold": " not"}
             shown = next((kind[words] for words in kind if report.verdict.startswith(words)), "")
             parts.append(f'<p class="verdict{shown}"><b>Verdict.</b> {escape(report.verdict)}</p>')
         for table in report.tables:

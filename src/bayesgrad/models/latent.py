@@ -268,8 +268,7 @@ class Latent(BaseEstimator, ABC):
         (first, offset), (second, decay) = ((name, getattr(self, name)) for name in self._words)
         if not (is_number(decay) and 0.5 < decay <= 1):
             raise ValueError(f"{second} must be in (0.5, 1] for steps to settle, got {decay!r}.")
-        if not (is_number(offset) and offset >= 0):
-            raise ValueError(f"{first} must be a number of at least 0, got {offset!r}.")
+        require_tolerance(**{first: offset})
         if self.total_samples is not None and not (is_number(self.total_samples) and self.total_samples > 0):
             raise ValueError(f"total_samples must be a positive number, or None, got {self.total_samples!r}.")
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from bayesgrad.families import Dirichlet
 from bayesgrad.inference import Factor, Node, Prior
 from bayesgrad.models.arrays import as_numpy, like
-from bayesgrad.models.checks import is_number, require_numbers, require_one_of, require_whole, warn
+from bayesgrad.models.checks import is_number, require_numbers, require_one_of, require_tolerance, require_whole, warn
 from bayesgrad.models.documents import Counts, Documents
 from bayesgrad.models.latent import Latent
 
@@ -139,8 +139,7 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
     def _check_settings(self) -> None:
         require_one_of(self, method=METHODS)
         require_whole(n_components=self.n_components, max_doc_update_iter=self.max_doc_update_iter)
-        if not (is_number(self.mean_change_tol) and self.mean_change_tol >= 0):
-            raise ValueError(f"mean_change_tol must be a number of at least 0, got {self.mean_change_tol!r}.")
+        require_tolerance(mean_change_tol=self.mean_change_tol)
         for name in ("doc_topic_prior", "topic_word_prior"):
             value = self._prior(name)
             if not (is_number(value) and value > 0):

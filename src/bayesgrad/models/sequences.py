@@ -26,8 +26,10 @@ class Given(NamedTuple):
         """Rows, and the lengths of sequences where they are known.
 
         Raises:
-            ValueError: an empty sequence, or one with other columns than the first.
+            ValueError: no sequence, an empty one, or one with other columns than the first.
         """
+        if isinstance(self.X, (list, tuple)) and not self.X:
+            raise ValueError("X is empty: give a list of sequences, or rows.")
         if not self.listed(dims):
             X = as_numpy(self.X)
             return (np.asarray(X)[:, None] if dims == 1 and np.ndim(X) == 1 else X), None
