@@ -2,14 +2,16 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+LAB := $(VENV)/.lab
+STAMP := $(VENV)/.test
 
 .PHONY: test demo lint types fast bench format clean
 
 test: lint types  ## lint, types and the whole test suite, doctests included
 	$(BIN)/python -m pytest
 
-demo: $(STAMP)  ## compare optimizers on scikit-learn's digits; ends by saying where the report is
+demo: $(LAB)  ## compare optimizers on scikit-learn's digits; ends by saying where the report is
 	$(BIN)/bayesgrad compare --data digits --seeds 3 --epochs 15 --lr-search --out runs --resume
 
 fast: $(STAMP)  ## the tests that take no compilation
@@ -26,16 +28,21 @@ format: $(STAMP)  ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP)  ## timings side by side with torch.optim; keep the machine idle
+bench: $(LAB)  ## timings side by side with torch.optim; keep the machine idle
 	$(BIN)/bayesgrad bench
 
 clean:
 	rm -rf $(VENV)
 
 # torch comes first and alone, so that no resolver replaces the pinned build by another one.
-$(STAMP): pyproject.toml constraints.txt tests/peers.txt
+$(LAB): pyproject.toml lab/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,docs]"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --requirement tests/peers.txt
+	$(PIP) torch
+	$(PIP) --editable ".[models,plots,samplers]" --editable lab
+	touch $@
+
+# The packages that tests compare with, and their tools.
+$(STAMP): $(LAB) tests/peers.txt
+	$(PIP) --editable ".[test]"
+	$(PIP) --no-deps --requirement tests/peers.txt
 	touch $@

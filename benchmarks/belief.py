@@ -13,12 +13,12 @@ import math
 import statistics
 import sys
 
-import page
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
 from bayesgrad.optim import AdaBayes
+from bayesgrad_lab.benchmarks import page
 
 BATCH = 32
 SCALES = [10 ** (k / 4) for k in range(-20, 5)]

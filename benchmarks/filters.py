@@ -15,12 +15,10 @@ import time
 import warnings
 from collections.abc import Callable
 
-import elementwise
-import layerwise
-import page
 import torch
 
 from bayesgrad.optim import AdaBayes, KalmanMomentum, KroneckerFilter, KroneckerFilterFP
+from bayesgrad_lab.benchmarks import elementwise, layerwise, page
 
 
 class TwoSided(layerwise.Products):

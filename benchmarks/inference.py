@@ -29,11 +29,11 @@ import inference_mixture
 import inference_models
 import inference_topics
 import numpy as np
-import page
 import scipy.io
 import torch
 
 from bayesgrad.models import GLM
+from bayesgrad_lab.benchmarks import page
 
 
 def a1a(folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -16,11 +16,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from typing import Any
 
 import numpy as np
-import page
 from sklearn.datasets import load_digits
 from sklearn.decomposition import FactorAnalysis as Peer
 
 from bayesgrad.models import FactorAnalysis
+from bayesgrad_lab.benchmarks import page
 
 TOL = 1e-5  # of the log-likelihood of a row, for both; scikit-learn's tol is of the sum over rows
 

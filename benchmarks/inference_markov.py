@@ -16,10 +16,10 @@ import warnings
 from typing import Any
 
 import numpy as np
-import page
 import torch
 
 from bayesgrad.models import HiddenMarkov
+from bayesgrad_lab.benchmarks import page
 
 KINDS = ("full", "diag", "categorical")
 LENGTH, COLUMNS, SWEEPS = 100_000, 3, 10

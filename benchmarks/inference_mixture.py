@@ -21,13 +21,13 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
-import page
 import torch
 from sklearn.datasets import load_iris
 from sklearn.mixture import BayesianGaussianMixture
 from sklearn.mixture import GaussianMixture as Peer
 
 from bayesgrad.models import GaussianMixture
+from bayesgrad_lab.benchmarks import page
 
 SHARED: dict[str, Any] = dict(init_params="random", random_state=0, reg_covar=0, tol=0)
 

@@ -16,10 +16,10 @@ import warnings
 from collections.abc import Callable
 
 import numpy as np
-import page
 import torch
 
 from bayesgrad.models import GaussianProcess, LinearStateSpace, kernels
+from bayesgrad_lab.benchmarks import page
 
 F, Q = np.array([[1.0, 0.1], [0.0, 1.0]]), np.diag([0.01, 0.02])
 H, R = np.array([[1.0, 0.0]]), np.array([[0.25]])

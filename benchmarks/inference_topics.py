@@ -19,11 +19,11 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
-import page
 import torch
 
-from bayesgrad.experiments.corpora import associated_press
 from bayesgrad.models import LatentDirichlet
+from bayesgrad_lab.benchmarks import page
+from bayesgrad_lab.corpora import associated_press
 
 PASSES, SWEEPS, TOPICS, HELD = 3, 10, (10, 50), 300
 SHARED: dict[str, Any] = dict(

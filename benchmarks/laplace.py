@@ -140,7 +140,9 @@ def beside(limit: float) -> list[str]:
 
 
 def main() -> None:
-    import page  # not above: its other processes go without this folder, which would hide laplace-torch
+    from bayesgrad_lab.benchmarks import (
+        page,  # not above: its other processes go without this folder, which would hide laplace-torch
+    )
 
     parser = page.options(__doc__)
     parser.add_argument("--peers", action="store_true", help="also laplace-torch's low-rank structure")

@@ -15,13 +15,13 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 
-import page
 import torch
-from layerwise import Data, network
 from torch import nn
 from torch.nn import functional as F
 
 from bayesgrad import optim
+from bayesgrad_lab.benchmarks import page
+from bayesgrad_lab.benchmarks.layerwise import Data, network
 
 N = 6000
 OURS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bayesgrad.experiments import EXPERIMENTS
+from bayesgrad_lab.experiments import EXPERIMENTS
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])

@@ -12,8 +12,6 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "bayesgrad"
 LAYERS = [
     ["__init__"],
-    ["cli"],
-    ["experiments"],
     ["plots"],
     ["metrics"],
     ["models"],

@@ -1,0 +1,265 @@
+"""The cost of a whole training step with rules that look at layers, beside SGD, and the memory of a Fisher solve.
+
+Run: python -m bayesgrad_lab.benchmarks.layerwise [--peers] [--write docs/results/layerwise.md]
+
+A 784-1000-1000-1000-10 network, batches of 100: forward, backward, step. All optimizers take turns in one process, ten
+steps each, so that caches are as warm as in training; figures are ratios of means over rounds, because inversions come
+only now and then. `FOOF's products` is the floor of any implementation: E'(A P) and nothing else, for a given P.
+Keep the machine idle meanwhile.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bayesgrad.curvature import SubsampledFisher
+from bayesgrad.optim import FOOF, KFAC, NaturalGradient
+from bayesgrad_lab.benchmarks import page
+
+BATCH, BATCHES = 100, 60
+TURN = 10  # steps of one optimizer before it is another's turn
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    sizes = (784, 1000, 1000, 1000)
+    layers = [module for a, b in pairwise(sizes) for module in (nn.Linear(a, b), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(1000, 10))
+
+
+class Data:
+    """Random images with labels that a network can learn slowly, so that nothing converges into denormal numbers."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.rand(BATCH * BATCHES, 784, generator=generator)
+        self.y = torch.randint(0, 10, (BATCH * BATCHES,), generator=generator)
+
+    def batch(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        start = index % BATCHES * BATCH
+        return self.x[start : start + BATCH], self.y[start : start + BATCH]
+
+
+class Products:
+    """The two matrix products that each layer of FOOF takes, without statistics, inversions or looking at gradients."""
+
+    def __init__(self, model: nn.Sequential, lr: float = 1e-3) -> None:
+        self.lr = lr
+        self.layers = [module for module in model if isinstance(module, nn.Linear)]
+        self.inverses = [torch.eye(layer.in_features + 1) for layer in self.layers]
+        self.inputs: dict[nn.Module, torch.Tensor] = {}
+        self.errors: dict[nn.Module, torch.Tensor] = {}
+        for layer in self.layers:
+            layer.register_forward_hook(self.hook)
+
+    def hook(self, layer: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+        self.inputs[layer] = F.pad(inputs[0].detach(), (0, 1), value=1.0)
+        output.register_hook(lambda error: self.errors.update({layer: error}))
+
+    def zero_grad(self) -> None:
+        for layer in self.layers:
+            layer.zero_grad()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for layer, inverse in zip(self.layers, self.inverses):
+            a, e = self.inputs[layer], self.errors[layer]
+            if len(a) < layer.out_features:
+                a = a @ inverse
+                layer.weight.addmm_(e.T, a[:, :-1], alpha=-self.lr)
+                layer.bias.addmv_(e.T, a[:, -1], alpha=-self.lr)
+            else:
+                step = _whole(layer) @ inverse
+                layer.weight.sub_(step[:, :-1], alpha=self.lr)
+                layer.bias.sub_(step[:, -1], alpha=self.lr)
+
+
+def _whole(layer: nn.Linear) -> torch.Tensor:
+    """The gradient of [W b]."""
+    return torch.cat([layer.weight.grad, layer.bias.grad[:, None]], 1)  # pyright: ignore
+
+
+OURS: dict[str, Callable] = {
+    "SGD(fused=True)": lambda m: torch.optim.SGD(m.parameters(), lr=1e-3, fused=True),
+    "FOOF's products": Products,
+    "FOOF": lambda m: FOOF(m, lr=1e-3),
+    "FOOF(stats_every=10)": lambda m: FOOF(m, lr=1e-3, stats_every=10),
+    "KFAC(stats_every=10)": lambda m: KFAC(m, lr=1e-4, damping=1.0, stats_every=10),
+    "KFAC": lambda m: KFAC(m, lr=1e-4, damping=1.0),
+    "NaturalGradient(update_every=100)": lambda m: NaturalGradient(m, lr=1e-4, damping=1.0, update_every=100),
+    "NaturalGradient": lambda m: NaturalGradient(m, lr=1e-4, damping=1.0),
+}
+
+
+def peers() -> dict[str, Callable]:
+    """Other second-order optimizers, where they are installed."""
+    found: dict[str, Callable] = {}
+    try:
+        import pytorch_optimizer as other
+
+        found["Shampoo (pytorch_optimizer)"] = lambda m: other.Shampoo(m.parameters(), lr=1e-4)
+        found["SOAP (pytorch_optimizer)"] = lambda m: other.SOAP(m.parameters(), lr=1e-4)
+    except ImportError as error:
+        print(f"  no Shampoo and no SOAP (pytorch_optimizer): {error}", file=sys.stderr)
+    try:
+        from singd.optim.optimizer import SINGD
+
+        found["SINGD"] = lambda m: SINGD(m, lr=1e-4, T=1, loss_average="batch")
+        found["SINGD(T=10)"] = lambda m: SINGD(m, lr=1e-4, T=10, loss_average="batch")
+    except ImportError as error:
+        print(f"  no SINGD: {error}", file=sys.stderr)
+
+    class Pair:
+        """Muon for matrices, SGD for biases."""
+
+        def __init__(self, model: nn.Module) -> None:
+            matrices = [p for p in model.parameters() if p.dim() == 2]
+            vectors = [p for p in model.parameters() if p.dim() != 2]
+            self.own = [torch.optim.Muon(matrices, lr=1e-4), torch.optim.SGD(vectors, lr=1e-4)]
+
+        def zero_grad(self) -> None:
+            for optimizer in self.own:
+                optimizer.zero_grad()
+
+        def step(self) -> None:
+            for optimizer in self.own:
+                optimizer.step()
+
+    found["Muon (torch)"] = Pair
+    return found
+
+
+def stepper(model: nn.Module, optimizer, data: Data) -> Callable[[], None]:
+    index = 0
+    independent = isinstance(optimizer, NaturalGradient)  # its Fisher batch is another one, when it is due
+
+    def step() -> None:
+        nonlocal index
+        x, y = data.batch(index)
+        optimizer.zero_grad()
+        if independent and index % optimizer.param_groups[0]["update_every"] == 0:
+            optimizer.observe(model(data.batch(index + 7)[0]))
+        outputs = model(x)
+        if not independent and hasattr(optimizer, "observe"):
+            optimizer.observe(outputs)
+        F.cross_entropy(outputs, y).backward()
+        optimizer.step()
+        index += 1
+
+    return step
+
+
+def measure(makers: dict[str, Callable], warm: int, rounds: int) -> dict[str, list[float]]:
+    data, steps = Data(), {}
+    for name, make in makers.items():
+        model = network()
+        steps[name] = stepper(model, make(model), data)
+    for name, step in steps.items():  # early in a run inversions are more frequent than they will be
+        print(f"  warming up {name}", file=sys.stderr)
+        for _ in range(warm):
+            step()
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for i in range(0, rounds, TURN):
+        print(f"\r  round {i + TURN}/{rounds}", end="", file=sys.stderr, flush=True)
+        for name, step in steps.items():
+            for _ in range(min(TURN, rounds - i)):
+                start = time.perf_counter()
+                step()
+                times[name].append(time.perf_counter() - start)
+    print(file=sys.stderr)
+    return times
+
+
+def row(name: str, own: list[float], base: list[float]) -> str:
+    """The ratios of means and medians."""
+    mean = statistics.mean(own) / statistics.mean(base)
+    return f"| {name} | {mean:.2f} | {statistics.median(own) / statistics.median(base):.2f} |"
+
+
+def fisher(kind: str, points: int = 1000) -> tuple[float, float]:
+    """Seconds and extra peak memory (MiB) of a pass or of a Fisher solve, in this process."""
+    model, x = network(), torch.rand(points, 784)
+    y, v = torch.randint(0, 10, (points,)), torch.randn(sum(p.numel() for p in model.parameters()))
+    F.cross_entropy(model(x[:10]), y[:10]).backward()
+    model.zero_grad()
+    SubsampledFisher(model, x[:10]).solve(v, damping=0.1)  # libraries are loaded on first use
+    before, start = _memory("VmRSS"), time.perf_counter()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
+    if kind == "pass":
+        F.cross_entropy(model(x), y).backward()
+    else:
+        SubsampledFisher(model, x).solve(v, damping=0.1)
+    return time.perf_counter() - start, _memory("VmHWM") - before
+
+
+def _memory(field: str) -> float:
+    """MiB, of this process; Linux only."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return float(next(line.split()[1] for line in lines if line.startswith(field))) / 1024
+
+
+def memory() -> dict[str, tuple[float, float]]:
+    """Each in a process of its own, because a peak is the peak of a process."""
+    found = {}
+    for kind in ("pass", "solve"):
+        code = f"from bayesgrad_lab.benchmarks import layerwise; print(*layerwise.fisher({kind!r}))"
+        done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+        seconds, extra = done.stdout.split()[-2:]
+        found[kind] = float(seconds), float(extra)
+    return found
+
+
+def main() -> None:
+    parser = page.options(__doc__, rounds=200)
+    parser.add_argument("--warm", type=int, default=420, help="steps of each optimizer before the clock starts")
+    parser.add_argument("--peers", action="store_true", help="also other packages' second-order optimizers")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+
+    times = measure(OURS, arguments.warm, arguments.rounds)
+    reference = times["SGD(fused=True)"]
+    lines = [
+        "# The cost of a step that looks at layers",
+        "",
+        "`python -m bayesgrad_lab.benchmarks.layerwise --peers`: 784-1000-1000-1000-10, batch 100, whole steps, "
+        f"{page.setting()}.",
+        f"Ratios to SGD's of means and medians of {arguments.rounds} steps, taken in turns of {TURN}; inversions "
+        f"and refreshes are included. FOOF's products is the floor: E'(A P) for a given P, and nothing else.",
+        "",
+        "| optimizer | mean | median |",
+        "|---|---|---|",
+    ]
+    lines += [row(name, own, reference) for name, own in times.items()]
+    if arguments.peers:
+        muon = peers()
+        others = {name: muon.pop(name) for name in list(muon) if "Muon" not in name}
+        for makers, warm, rounds in ((others, 3, 20), (muon, 1, 2)):  # Muon takes long where bfloat16 is emulated
+            found = measure({"SGD(fused=True)": OURS["SGD(fused=True)"]} | makers, warm, rounds)
+            base = found.pop("SGD(fused=True)")
+            lines += [row(name, own, base) for name, own in found.items()]
+    found = memory()
+    ratio = found["solve"][1] / found["pass"][1]
+    lines += [
+        "",
+        "## A Fisher solve",
+        "",
+        f"2.8 million weights, 1,000 Fisher points: building `SubsampledFisher` and one `solve` take "
+        f"{found['solve'][0]:.1f} s and {ratio:.1f} times the extra peak memory of one forward and backward pass",
+        f"on these points ({found['solve'][1]:.0f} MiB and {found['pass'][1]:.0f} MiB).",
+    ]
+    page.publish(lines, arguments.write)
+
+
+if __name__ == "__main__":
+    main()

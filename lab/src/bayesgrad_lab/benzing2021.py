@@ -1,0 +1,438 @@
+"""The experiments of paper 004: KFAC, exact subsampled natural gradients, and FOOF."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch.nn import functional as F
+
+from bayesgrad.optim import FOOF, KFAC
+from bayesgrad_lab import figures
+from bayesgrad_lab.benzing2021_scales import SIZES, TITLES, Size
+from bayesgrad_lab.benzing2021_training import (
+    Finals,
+    Rule,
+    Task,
+    by_damping,
+    factor,
+    finish,
+    similarities,
+    step_times,
+    tune,
+    tuned,
+)
+from bayesgrad_lab.report import Report
+from bayesgrad_lab.study import Context, mean_and_error
+
+T = 100  # steps between inversions in the amortised versions that are timed
+PROTOCOL = (
+    "hyper-parameters chosen by the training loss (the paper's criterion, and what its claims are about) of runs of "
+    "{search} steps with a seed of their own, the best of them confirmed by two more seeds, from {grids}; finals of "
+    "{steps} steps with batches of {batch}, at a constant lr and damping; the loss is over all {examples:,} training "
+    "images, the test error was read once at the end"
+)
+
+
+# --- words and tables ---
+
+
+def _show(mean: float, error: float) -> str:
+    if not math.isfinite(mean):
+        return "diverged"
+    return f"{mean:.3g} ± {error:.2g}" if math.isfinite(error) else f"{mean:.3g}"
+
+
+def _show_most(values: Sequence[float]) -> str:
+    """As `_show`, of the seeds that came to an end, and how many did not."""
+    good = [value for value in values if math.isfinite(value)]
+    if not good or len(good) == len(values):
+        return _show(*mean_and_error(values))
+    return f"{_show(*mean_and_error(good))} ({len(values) - len(good)} of {len(values)} diverged)"
+
+
+def _table(report: Report, title: str, results: Mapping[str, Finals]) -> None:
+    rows = []
+    for name, finals in results.items():
+        second = f"{finals.rule.second} {finals.second:g}" if finals.rule.second else "-"
+        scores = [_show_most(finals.losses), _show_most([100 * run["error"].item() for run in finals.runs])]
+        rows.append([name, f"{finals.lr:.3g}", second, *scores, "; ".join(finals.edges) or "-"])
+    columns = ["method", "lr", "damping or momentum", "training loss", "test error %", "at the edge of the search"]
+    report.add_table(title, columns, rows)
+
+
+def _curves(context: Context, report: Report, file: str, panels: Mapping[str, Mapping[str, Finals]]) -> None:
+    lines = {
+        title: {name: finals.curves for name, finals in results.items() if all(map(math.isfinite, finals.losses))}
+        for title, results in panels.items()
+    }
+    lines = {title: some for title, some in lines.items() if some}
+    if lines:
+        figures.curves(context.folder / file, lines, "tenths of the run")
+        words = "Training loss over all training images, mean and standard error over seeds."
+        report.add_figure(file, words)
+
+
+def _protocol(report: Report, task: Task, rules: Sequence[Rule]) -> None:
+    words = PROTOCOL.format(
+        search=task.search_steps,
+        steps=task.steps,
+        batch=task.batch or "all images",
+        examples=len(task.data.train_x),
+        grids="; ".join(dict.fromkeys(map(_grid, rules))),
+    )
+    report.settings["protocol" if task.batch else "protocol of full batches"] = words
+
+
+def _grid(rule: Rule) -> str:
+    """The values that a search chooses from, in words."""
+    lrs, seconds = (", ".join(f"{value:g}" for value in values) for values in (rule.lrs, rule.seconds))
+    unit = {"sgd": " x (1 - momentum)"}.get(rule.kind, f" x damping^{rule.power:g}" if rule.power else "")
+    return f"{rule.title}: lr {lrs}{unit}" + (f", {rule.second} {seconds}" if seconds else "")
+
+
+class Comparison:
+    """Whether one training loss is lower than another by two standard errors, in words and as a truth."""
+
+    def __init__(self, where: str, above: str, below: str, results: Mapping[str, Finals]) -> None:
+        self.log, error = factor(results[above], results[below])
+        self.lower = self.log > (2 * error if math.isfinite(error) else 0)
+        self.higher = self.log < (-2 * error if math.isfinite(error) else 0)
+        if math.isfinite(self.log):
+            reach = (math.exp(self.log - error), math.exp(self.log + error)) if math.isfinite(error) else ()
+            band = f" ({reach[0]:.3g} to {reach[1]:.3g})" if reach else ""
+            self.words = f"{where}: {above}'s training loss is {math.exp(self.log):.3g} times {below}'s{band}"
+        else:
+            self.words = f"{where}: {self._of_the_rest(above, below, results)}"
+
+    @staticmethod
+    def _of_the_rest(above: str, below: str, results: Mapping[str, Finals]) -> str:
+        pairs = list(zip(results[above].losses, results[below].losses))
+        lost = {name: sum(not math.isfinite(pair[i]) for pair in pairs) for i, name in enumerate((above, below))}
+        words = " and ".join(f"{name} diverged for {n} of {len(pairs)} seeds" for name, n in lost.items() if n)
+        logs = [math.log(a / b) for a, b in pairs if math.isfinite(a) and math.isfinite(b)]
+        if not logs:
+            return words
+        ratio = math.exp(sum(logs) / len(logs))
+        return f"{words}, which counts as a failure; elsewhere {above}'s training loss is {ratio:.3g} times {below}'s"
+
+
+def _verdict(comparisons: Sequence[Comparison], held: Sequence[bool], *more: str) -> str:
+    words = "; ".join(c.words for c in comparisons)
+    truth = "Holds" if all(held) else "Does not hold"
+    count = "" if all(held) else f" in {len(held) - sum(held)} of {len(held)} parts"
+    return f"{truth}{count}. {'. '.join((words, *more))}. In brackets: one standard error over seeds."
+
+
+# --- the figures ---
+
+
+def fig1(context: Context) -> Report:
+    """What exact natural gradients cost, and what they reach beside KFAC."""
+    size = SIZES[context.scale]
+    report = Report(
+        "benzing2021-fig1: KFAC against exact natural gradients",
+        claim="Exact natural gradients of a subsampled Fisher cost less than double the time of SGD when the Fisher "
+        "is refreshed every 100 steps, and KFAC, which approximates them, reaches a training loss that is about ten "
+        "times lower (004, Fig. 1).",
+    )
+    rules = [size.rule(kind) for kind in ("sgd", "adam", "kfac", "ng")]
+    panels, comparisons = {}, []
+    tasks = {name: size.task(context, name) for name in size.pair}
+    ratios = _ratios(context, size, tasks[size.pair[0]], ("ng",))
+    _time_table(context, report, "fig1-time.png", ratios)
+    for name, task in tasks.items():
+        panels[name] = tuned(context, task, rules)
+        _table(report, name, panels[name])
+        comparisons.append(Comparison(name, "NG", "KFAC", panels[name]))
+        _protocol(report, task, rules)
+    _curves(context, report, "fig1.png", panels)
+    cheap, lower = ratios[f"NG (T={T})"] < 2, [c.lower for c in comparisons]
+    tenfold = all(c.log > math.log(5) for c in comparisons)
+    report.verdict = _verdict(
+        comparisons,
+        [cheap, *lower],
+        f"The factor of about ten {'is' if tenfold else 'is not'} seen here (5 at least)",
+        f"A step with a Fisher refreshed every {T} steps takes {ratios[f'NG (T={T})']:.2f} times SGD's time (claim: "
+        f"less than 2), one with a new Fisher {ratios['NG (T=1)']:.2f} times",
+    )
+    report.settings["Fisher"] = _fisher_words(size, "ng", "kfac")
+    return report
+
+
+def _fisher_words(size: Size, *kinds: str) -> str:
+    own = {
+        "ng": f"refreshed every {size.refresh} steps",
+        "kfac": "taken at every step, averaged with decay 0.95, inverted ever less often, at last every 100 steps",
+    }
+    words = f"of {size.fisher[0]} images independent of the gradient's, one sampled label each; "
+    return words + "; ".join(f"{TITLES[kind]}'s is {own[kind]}" for kind in kinds)
+
+
+def _ratios(context: Context, size: Size, task: Task, kinds: Sequence[str]) -> dict[str, float]:
+    """Time of a step over SGD's: with everything refreshed in every step, and amortised over T of them.
+
+    A step that refreshes everything and one that refreshes as little as can be are timed, and mixed 1 : T - 1.
+    """
+    rules = {"sgd": size.rule("sgd")}
+    for kind in kinds:
+        base = size.rule(kind)
+        inverts = {} if kind == "ng" else {"update_every": 1}
+        rests = {} if kind == "ng" else {"update_every": 10**6}
+        rules[f"{kind} whole"] = replace(base, options=inverts, refresh=1)
+        rules[f"{kind} rest"] = replace(base, options=rests, refresh=10**6 if kind == "ng" else 1)
+    seconds = step_times(context, task, rules, size.rounds)
+    ratios = {"SGD": 1.0}
+    for kind in kinds:
+        whole, rest = (seconds[f"{kind} {part}"] / seconds["sgd"] for part in ("whole", "rest"))
+        title = size.rule(kind).title
+        ratios |= {f"{title} (T=1)": whole, f"{title} (T={T})": (whole + (T - 1) * rest) / T}
+    return ratios
+
+
+def _time_table(context: Context, report: Report, file: str, ratios: Mapping[str, float]) -> None:
+    rows = [[name, f"{ratio:.2f}"] for name, ratio in ratios.items()]
+    report.add_table("Time of a step over SGD's, medians of steps taken in turns", ["method", "time / SGD's"], rows)
+    figures.bars(context.folder / file, ratios, "time of a step / SGD's")
+    report.add_figure(file, "Time of a step over SGD's; T is how many steps share one inversion (or one Fisher).")
+
+
+def fig2(context: Context) -> Report:
+    """KFAC and natural gradients with the same data in their Fishers."""
+    size = SIZES[context.scale]
+    report = Report(
+        "benzing2021-fig2: it is not the amount of data in the Fisher",
+        claim="KFAC's advantage over exact natural gradients is not due to using more data for the Fisher: it persists "
+        "(A) when both see the same single batch, (B) when natural gradients see up to ten times more, and (C) when "
+        "both see all of 1000 training images (004, Fig. 2 and 6).",
+    )
+    one, *more = size.fisher
+    single = size.rule("kfac", "KFAC of one batch", "fig2", refresh=size.refresh, ema=0.0, update_every=size.refresh)
+    titles = {one: "NG"} | {count: f"NG, Fisher of {count}" for count in more}
+    ng = [size.rule("ng", title, "fig2", fisher=count) for count, title in titles.items()]
+    panels, comparisons, held = {}, [], []
+    for name in size.single:
+        task = size.task(context, name, size.short)
+        results = tuned(context, task, [single, *ng])
+        _protocol(report, task, [single, *ng])
+        full = size.full(context, name)
+        rules = [size.whole(kind) for kind in ("sgd", "kfac", "ng")]
+        whole = tuned(context, full, rules)
+        _protocol(report, full, rules)
+        first = {title: results[title] for title in (single.title, "NG")}
+        second = {title: results[title] for title in (single.title, *(rule.title for rule in ng))}
+        panels |= {f"A. {name}": first, f"B. {name}": second, f"C. {name}, {len(full.data.train_x)} images": whole}
+        new = [Comparison(f"A, {name}", "NG", single.title, results)]
+        new += [Comparison(f"B, {name}", rule.title, single.title, results) for rule in ng[1:]]
+        new += [Comparison(f"C, {name}", "NG", "KFAC", whole)]
+        held += [c.lower for c in new]
+        comparisons += [*new, Comparison(f"More data, {name}", "NG", ng[-1].title, results)]
+    for title, results in panels.items():
+        _table(report, title, results)
+    _curves(context, report, "fig2.png", panels)
+    report.verdict = _verdict(comparisons, held)
+    report.settings["Fisher"] = (
+        f"KFAC of one batch and NG from {one} images (or as many as said), KFAC's factors not averaged, both refreshed "
+        f"every {size.refresh} steps; where batches are full, of all images in every step"
+    )
+    return report
+
+
+def fig3(context: Context) -> Report:
+    """KFAC and natural gradients that are both block-diagonal."""
+    size = SIZES[context.scale]
+    report = Report(
+        "benzing2021-fig3: it is not the block-diagonal structure",
+        claim="KFAC's advantage over exact natural gradients is not due to a block-diagonal Fisher: it persists (A) in "
+        "a network of one layer, and against layer-wise natural gradients (B) in mini-batches and (C) with all of 1000 "
+        "training images (004, Fig. 3 and 7).",
+    )
+    panels, comparisons = {}, []
+    blocks = size.rule("ng", "layer-wise NG", blocks="layer")
+    whole = size.whole("ng", "layer-wise NG", blocks="layer")
+    for name in size.single:
+        task, full = size.task(context, name, size.short), size.full(context, name)
+        layer = size.full(context, name, ())
+        parts = {
+            f"A. {name}, one layer": (layer, [size.whole("kfac"), size.whole("ng")]),
+            f"B. {name}": (task, [size.rule("kfac"), size.rule("ng"), blocks]),
+            f"C. {name}, {len(full.data.train_x)} images": (full, [size.whole("kfac"), whole]),
+        }
+        for title, (what, rules) in parts.items():
+            panels[title] = tuned(context, what, rules)
+            comparisons.append(Comparison(title, rules[-1].title, "KFAC", panels[title]))
+            _table(report, title, panels[title])
+        _protocol(report, task, parts[f"B. {name}"][1])
+        _protocol(report, full, [size.whole("kfac"), size.whole("ng"), whole])
+    _curves(context, report, "fig3.png", panels)
+    report.verdict = _verdict(comparisons, [c.lower for c in comparisons])
+    report.settings["Fisher"] = (
+        _fisher_words(size, "ng", "kfac") + "; where batches are full, of all images in every step"
+    )
+    return report
+
+
+def fig4(context: Context) -> Report:
+    """How damping makes KFAC similar to FOOF, and better."""
+    size = SIZES[context.scale]
+    report = Report(
+        "benzing2021-fig4: damping makes KFAC similar to FOOF",
+        claim="Damping raises KFAC's similarity to FOOF as well as its performance, and damping the factors makes it "
+        "more similar than damping their product (004, Fig. 4 and 8).",
+    )
+    kfac, foof = size.rule("kfac", where="fig4"), size.rule("foof", where="fig4")
+    product = size.rule("kfac", "KFAC, damped product", "product", exact_damping=True)
+    similar, losses, held, words, comparisons = {}, {}, [], [], []
+    for name in size.mnist:
+        task = size.task(context, name, size.short)
+        _protocol(report, task, [kfac, product, foof])
+        factors = by_damping(context, task, kfac, partial(similarities, dampings=kfac.seconds))
+        neurons = by_damping(context, task, foof)
+        best, whole = (finish(context, task, tune(context, task, rule)) for rule in (kfac, product))
+        rows, lines = [], {"damped factors": [], "damped product": []}
+        for i, (damping, finals) in enumerate(factors.items()):
+            seen = [run["measured"][:, :, i].mean(0).tolist() for run in finals.runs if "measured" in run]
+            pairs = list(zip(*seen)) or [(math.nan,), (math.nan,)]
+            for line, values in zip(lines.values(), pairs):
+                line.append(values)
+            rows.append([f"{damping:g}", *(_show(*mean_and_error(values)) for values in pairs)])
+        columns = ["damping", "damped factors", "damped product"]
+        report.add_table(f"{name}: cosine of KFAC's update to FOOF's, averaged over layers", columns, rows)
+        results = {f"{r.title}, {d:g}": f for r, some in ((kfac, factors), (foof, neurons)) for d, f in some.items()}
+        _table(report, name, {**results, "KFAC, searched": best, f"{product.title}, searched": whole})
+        similar[name] = {title: (list(factors), values) for title, values in lines.items()}
+        losses[name] = {
+            rule.title: (list(some), [finals.losses for finals in some.values()])
+            for rule, some in ((kfac, factors), (foof, neurons))
+        }
+        means = [[mean_and_error(values)[0] for values in line] for line in lines.values()]
+        rising = all(a < b for a, b in zip(means[0], means[0][1:]))
+        closer = all(a > b for a, b in zip(*means))
+        named = {f"KFAC at damping {d:g}": finals for d, finals in factors.items()}
+        gain = Comparison(name, next(iter(named)), list(named)[-1], named)
+        pair = Comparison(name, product.title, "KFAC", {product.title: whole, "KFAC": best})
+        held += [rising, closer, gain.lower]
+        comparisons += [gain, pair]
+        words.append(
+            f"On {name} the similarity {'rises' if rising else 'does not rise'} with every step of damping, from "
+            f"{means[0][0]:.3f} to {means[0][-1]:.3f}, and is {'always' if closer else 'not always'} higher for damped "
+            f"factors than for the damped product ({means[1][0]:.3f} to {means[1][-1]:.3f})"
+        )
+    panels = {f"{name}: similarity to FOOF": lines for name, lines in similar.items()}
+    panels |= {f"{name}: training loss": lines for name, lines in losses.items()}
+    figures.lines(context.folder / "fig4.png", panels, "damping")
+    report.add_figure(
+        "fig4.png",
+        "Cosine of KFAC's update to that of FOOF with KFAC's damping of inputs, and the training loss at each damping "
+        "with the best lr for it; mean and standard error over seeds.",
+    )
+    report.verdict = _verdict(comparisons, held, *words)
+    report.settings["Fisher"] = _fisher_words(size, "kfac")
+    return report
+
+
+def fig5(context: Context) -> Report:
+    """FOOF beside KFAC: time and training loss."""
+    size = SIZES[context.scale]
+    report = Report(
+        "benzing2021-fig5: FOOF against KFAC",
+        claim="FOOF reaches a training loss as low as KFAC's or lower, and takes 1.5 times less time per update when "
+        "inversions are amortised (004, Fig. 5).",
+    )
+    rules = [size.rule(kind) for kind in ("sgd", "adam", "kfac", "foof")]
+    panels, comparisons = {}, []
+    tasks = {name: size.task(context, name) for name in size.pair}
+    ratios = _ratios(context, size, tasks[size.pair[0]], ("kfac", "foof"))
+    _time_table(context, report, "fig5-time.png", ratios)
+    for name, task in tasks.items():
+        panels[name] = tuned(context, task, rules)
+        _table(report, name, panels[name])
+        comparisons.append(Comparison(name, "KFAC", "FOOF", panels[name]))
+        _protocol(report, task, rules)
+    _curves(context, report, "fig5.png", panels)
+    speed = ratios[f"KFAC (T={T})"] / ratios[f"FOOF (T={T})"]
+    report.verdict = _verdict(
+        comparisons,
+        [speed > 1.25, *(not c.higher for c in comparisons)],
+        f"A step of KFAC takes {speed:.2f} times that of FOOF when T={T} (claim: 1.5; 1.25 at least is asked for)",
+    )
+    report.settings["Fisher"] = _fisher_words(size, "kfac")
+    return report
+
+
+def fig9(context: Context) -> Report:
+    """Fisher and gradient of the same batch, or of two."""
+    size = SIZES[context.scale]
+    report = Report(
+        "benzing2021-fig9: one batch or two for Fisher and gradient",
+        claim="Natural gradients are better when Fisher and gradient are estimated on independent batches than on the "
+        "same one (004, appendix E.5, Fig. 9 and 10).",
+    )
+    base = size.rule("ng")
+    apart = replace(base, title="independent batches", refresh=1, fisher=size.batch)
+    same = replace(base, title="the same batch", refresh=1, fisher=0)
+    panels, comparisons = {}, []
+    for name in size.single:
+        task = size.task(context, name, size.short)
+        _protocol(report, task, [base])
+        found = {rule.title: by_damping(context, task, rule) for rule in (apart, same)}
+        _table(report, name, {f"{title}, {d:g}": f for title, some in found.items() for d, f in some.items()})
+        panels[f"{name}: training loss"] = {
+            title: (list(some), [finals.losses for finals in some.values()]) for title, some in found.items()
+        }
+        for damping in base.seconds:
+            pair = {title: some[damping] for title, some in found.items()}
+            comparisons.append(Comparison(f"{name}, damping {damping:g}", same.title, apart.title, pair))
+    figures.lines(context.folder / "fig9.png", panels, "damping")
+    report.add_figure("fig9.png", "Training loss at each damping with the best lr for it, mean and standard error.")
+    report.verdict = _verdict(comparisons, [c.lower for c in comparisons])
+    report.settings["Fisher"] = f"of {size.batch} images with one sampled label each, refreshed in every step"
+    return report
+
+
+def conv(context: Context) -> Report:
+    """The four findings of section 4, on a small convolutional network."""
+    size = SIZES[context.scale]
+    report = Report(
+        "benzing2021-conv: the same on a convolutional network",
+        claim="In convolutional networks too, (1) natural gradients are efficiently computable, (2) they are "
+        "significantly outperformed by KFAC, (3) KFAC's factor of the inputs is FOOF's, and (4) FOOF performs as well "
+        "as KFAC or better (004, section 4).",
+    )
+    rules = [size.rule(kind, where="conv") for kind in ("sgd", "adam", "kfac", "ng", "foof")]
+    panels, comparisons, held, words = {}, [], [], []
+    for name in size.single[:1]:
+        task = replace(size.task(context, name, size.short), widths=None, large=context.scale == "paper")
+        _protocol(report, task, rules)
+        ratios = _ratios(context, size, task, ("ng", "kfac", "foof"))
+        _time_table(context, report, "conv-time.png", ratios)
+        panels[name] = results = tuned(context, task, rules)
+        _table(report, name, results)
+        comparisons = [Comparison("(2)", "NG", "KFAC", results), Comparison("(4)", "KFAC", "FOOF", results)]
+        difference = _input_factors_differ(task)
+        cost = ratios[f"NG (T={T})"]
+        held += [cost < 2, comparisons[0].lower, difference < 1e-5, not comparisons[1].higher]
+        words.append(f"(1) a step of NG takes {cost:.2f} times SGD's time when T={T} (less than 2 is asked for)")
+        words.append(f"(3) the input factors of KFAC and FOOF differ by {difference:.1g} of their norm")
+    _curves(context, report, "conv.png", panels)
+    report.verdict = _verdict(comparisons, held, *words)
+    report.settings["Fisher"] = _fisher_words(size, "ng", "kfac")
+    return report
+
+
+def _input_factors_differ(task: Task) -> float:
+    """The largest relative difference, over layers, of the input factors of KFAC and FOOF after the same batch."""
+    factors = []
+    for make in (KFAC, FOOF):
+        model = task.model(0)
+        optimizer = make(model, lr=0.0)
+        outputs = model(task.data.train_x[: task.batch])
+        if isinstance(optimizer, KFAC):
+            optimizer.observe(outputs)
+        F.cross_entropy(outputs, task.data.train_y[: task.batch]).backward()
+        optimizer.step()
+        factors.append([optimizer.state[layer.owner]["input_moment"] for layer in optimizer.layers])
+    return max(float(torch.dist(a, b) / b.norm()) for a, b in zip(*factors))

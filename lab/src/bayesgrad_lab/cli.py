@@ -1,0 +1,344 @@
+"""The command line: list, run, compare, report, bench."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import math
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command. What a user can mend is said in one sentence, with exit code 2."""
+    arguments = _parser().parse_args(argv)
+    command = ["bayesgrad", *(sys.argv[1:] if argv is None else argv)]
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without ± must not cost the result
+    try:
+        return arguments.call(arguments, shlex.join(command)) or 0
+    except ModuleNotFoundError as error:
+        print(f"bayesgrad: {error.name} is missing: pip install bayesgrad-lab.", file=sys.stderr)
+    except (ValueError, OSError) as error:
+        if os.environ.get("BAYESGRAD_TRACEBACK"):
+            raise
+        print(f"bayesgrad: {_words(error)}", file=sys.stderr)
+    except KeyboardInterrupt:
+        again = "; the same command with --resume goes on from here" if "resume" in arguments else ""
+        print(f"\nbayesgrad: interrupted{again}.", file=sys.stderr)
+        return 130
+    return 2
+
+
+def _words(error: Exception) -> str:
+    """An operating-system error as a sentence; our own are sentences already."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"{error.filename or 'a file'} cannot be used: {(error.strerror or str(error)).lower()}."
+    return str(error)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="bayesgrad", description="Learning rules as belief updates, measured.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    listing = commands.add_parser("list", help="the experiments: paper, figure, status")
+    listing.set_defaults(call=_list)
+
+    run = commands.add_parser("run", help="run an experiment of a paper")
+    run.add_argument("name", help="as shown by 'bayesgrad list'")
+    run.add_argument("--scale", choices=("smoke", "laptop", "paper"), default="laptop", help="default: laptop")
+    _common(run)
+    run.set_defaults(call=_run)
+
+    compare = commands.add_parser("compare", help="compare optimizers on a data set")
+    compare.add_argument(
+        "--data", default="digits", help="a data set's name, or FILE.npz, or FILE.csv (default: digits)"
+    )
+    compare.add_argument("--model", help="mlp, cnn, resnet, densenet or gpt (default: one that fits the data)")
+    compare.add_argument("--optimizers", default="sgd,adamw,adabound,adabayes,adabayesfp", help="names, with commas")
+    compare.add_argument("--epochs", type=_positive, default=15)
+    compare.add_argument("--batch-size", type=_positive, default=64)
+    compare.add_argument("--examples", type=_positive, help="train on so many examples at most")
+    compare.add_argument(
+        "--lr-search", action="store_true", help="choose each lr on held-out training data, same budget"
+    )
+    _common(compare)
+    compare.set_defaults(call=_compare)
+
+    report = commands.add_parser("report", help="one page of finished runs")
+    report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders of runs")
+    report.add_argument("--out", type=Path, default=Path("report.html"), help="default: report.html")
+    report.add_argument("--markdown", type=Path, help="also write Markdown and its pictures into this folder")
+    report.set_defaults(call=_report)
+
+    bench = commands.add_parser("bench", help="time the optimizers beside torch.optim")
+    bench.set_defaults(call=_bench)
+    return parser
+
+
+def _common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seeds", type=_positive, default=3, help="default: 3")
+    parser.add_argument("--data-dir", help="where data files are (default: $BAYESGRAD_DATA)")
+    parser.add_argument("--download", action="store_true", help="fetch missing data files")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, default=Path("runs"), help="a folder for runs (default: runs)")
+    parser.add_argument("--resume", action="store_true", help="go on with a run that was interrupted")
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1, got {text}")
+    return int(text)
+
+
+def _check_device(name: str) -> None:
+    import torch
+
+    try:
+        torch.zeros(1, device=name).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise ValueError(f"--device {name} is not to be had on this machine: use cpu.") from None
+
+
+def _check_optimizer(name: str, model: Any, network: str) -> None:
+    """Refuses an optimizer that cannot train a network; what it warns of is said when it does."""
+    import warnings
+
+    from bayesgrad_lab.methods import Amounts, method
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            method(name).build(model, method(name).lr, Amounts(1), 0.0)
+        except ValueError as error:
+            raise ValueError(f"{name} cannot train {network}: {error}") from None
+
+
+# --- commands ---
+
+
+def _list(arguments: argparse.Namespace, command: str) -> None:
+    """Two lines for each experiment, under its paper: 80 columns are few, and a search by name finds the status."""
+    from rich.console import Console
+
+    from bayesgrad_lab.experiments import EXPERIMENTS
+
+    console, width = Console(highlight=False, markup=False, soft_wrap=True), max(map(len, EXPERIMENTS))
+    for paper in dict.fromkeys(e.paper for e in EXPERIMENTS.values()):
+        console.print(paper, style="bold")
+        for e in EXPERIMENTS.values():
+            if e.paper == paper:
+                console.print(f"{e.name:{width}}  {e.status}")
+                console.print("    " + ". ".join(filter(None, (e.figure, e.about))), style="dim")
+        console.print()
+
+
+def _run(arguments: argparse.Namespace, command: str) -> None:
+    from bayesgrad_lab.experiments import EXPERIMENTS
+    from bayesgrad_lab.names import unknown
+
+    if arguments.name not in EXPERIMENTS:
+        raise unknown("experiment", arguments.name, EXPERIMENTS)
+    settings = {"experiment": arguments.name, "scale": arguments.scale}
+    folder = arguments.out / f"{arguments.name}-{arguments.scale}"
+    _carry_out(arguments, folder, settings, command, EXPERIMENTS[arguments.name].run)
+
+
+def _compare(arguments: argparse.Namespace, command: str) -> None:
+    from bayesgrad_lab import datasets, figures, networks
+    from bayesgrad_lab.methods import METHODS, method
+    from bayesgrad_lab.names import unknown
+    from bayesgrad_lab.report import Report
+    from bayesgrad_lab.runner import Trial
+    from bayesgrad_lab.study import SCORES, Context, Search, compare, table
+
+    names = list(dict.fromkeys(name.strip() for name in arguments.optimizers.split(",") if name.strip()))
+    for name in names:
+        if name not in METHODS:
+            raise unknown("optimizer", name, METHODS)
+    if not names:
+        raise ValueError(f"--optimizers names none; there are: {', '.join(METHODS)}.")
+    if arguments.model and arguments.model not in networks.NETWORKS:
+        raise unknown("model", arguments.model, networks.NETWORKS)
+    if not arguments.data.endswith((".npz", ".csv")) and arguments.data not in datasets.NAMES:
+        raise unknown("data set", arguments.data, (*datasets.NAMES, "FILE.npz", "FILE.csv"))
+    data = datasets.load(arguments.data, arguments.data_dir, arguments.download).part(arguments.examples)
+    network = arguments.model or {"image": "mlp", "table": "mlp", "text": "gpt"}[data.kind]
+    model = networks.build(network, data, 0)  # refuses what does not fit before anything is written
+    for name in names:
+        _check_optimizer(name, model, network)
+    chosen = {
+        "data": arguments.data,
+        "model": network,
+        "optimizers": names,
+        "epochs": arguments.epochs,
+        "batch size": arguments.batch_size,
+        "training examples": len(data.train_x),
+        "data fingerprint": data.fingerprint(),
+        "lr search": arguments.lr_search,
+    }
+
+    def carry_out(context: Context) -> Report:
+        context.say(data.note)
+        search = (
+            Search((0.1, 1 / 3, 1.0, 3.0, 10.0), max(1, arguments.epochs // 3), None) if arguments.lr_search else None
+        )
+        milestone = max(1, math.ceil(0.75 * arguments.epochs))
+        base = Trial(network, "", 0.0, 0, arguments.epochs, arguments.batch_size, (milestone,))
+        results = compare(context, data, names, base, search)
+        report = Report(f"{network} on {data.name}")
+        report.add_table(f"Test data, after {arguments.epochs} epochs", **table(results, SCORES))
+        panels = {
+            title: {
+                method(name).title: [[row[key] for row in history.rows] for history in finals.histories]
+                for name, finals in results.items()
+            }
+            for title, key in (("training loss", "train_loss"), ("test loss", "nll"), ("test error", "error"))
+        }
+        figures.curves(context.folder / "curves.png", panels)
+        falls = f"; lr falls tenfold after epoch {milestone}" if milestone < arguments.epochs else ""
+        report.add_figure("curves.png", f"Mean and standard error over seeds{falls}. Of the test data, 2000 at most.")
+        if search:
+            report.settings["search budget"] = search.words()
+            rows = [
+                [method(name).title, *(f"{lr:.2g}: {nll:.3f}" for lr, nll in finals.tried.items())]
+                for name, finals in results.items()
+            ]
+            columns = ["optimizer", *(f"{factor:.2g} x usual" for factor in search.factors)]
+            report.add_table("Validation NLL of each lr tried", columns, rows)
+        return report
+
+    stem = Path(arguments.data).stem
+    _carry_out(arguments, arguments.out / f"compare-{stem}-{network}", chosen, command, carry_out)
+
+
+def _carry_out(arguments: argparse.Namespace, folder: Path, settings: dict[str, Any], command: str, work: Any) -> None:
+    """Runs `work` in its folder, with progress, and leaves a report."""
+    from rich.console import Console
+
+    from bayesgrad_lab.runner import run_folder, versions
+    from bayesgrad_lab.study import Context
+
+    _check_device(arguments.device)
+    console = Console()
+    settings = {**settings, "seeds": arguments.seeds, "device": arguments.device}
+    with run_folder(folder, settings, arguments.resume), _Display(console) as display:
+        context = Context(
+            folder,
+            getattr(arguments, "scale", "laptop"),
+            arguments.seeds,
+            arguments.data_dir,
+            arguments.download,
+            arguments.device,
+            display.say,
+            display.progress,
+            display.expect,
+        )
+        report = work(context)
+        report.command, report.versions = command, versions()
+        report.settings = {**settings, **report.settings}
+        page = report.save(folder)
+    _show(console, report)
+    console.print("The report is in", end=" ")
+    console.print(str(page), style="bold", markup=False, highlight=False, soft_wrap=True)
+
+
+class _Display:
+    """Live progress in a terminal: a bar, loss, error and steps per second; a line for each trial elsewhere."""
+
+    def __init__(self, console: Any) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self.console = console
+        self.bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(24),
+            TextColumn("{task.completed}/{task.total}"),
+            TextColumn("{task.fields[state]}"),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
+        self.task, self.steps, self.key = self.bars.add_task("starting", total=1, state=""), 1, ""
+
+    def __enter__(self) -> _Display:
+        self.bars.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.bars.stop()
+
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def expect(self, trial: Any, epochs: int, steps: int) -> None:
+        self.steps, self.key = steps, trial.key
+        self.bars.reset(self.task, description=trial.key, total=epochs * steps, state="")
+        if not self.console.is_terminal:
+            self.say(f"{trial.key}: {epochs} epochs of {steps} steps")
+
+    def progress(self, trial: Any, epoch: int, step: int, loss: float, error: float, rate: float) -> None:
+        words = [f"loss {loss:.4f}"]
+        words += [f"error {100 * error:.1f} %"] if math.isfinite(error) else []
+        words += [f"{rate:.0f} steps/s"] if math.isfinite(rate) else []
+        self.bars.update(self.task, completed=epoch * self.steps + step, state=", ".join(words))
+
+
+def _show(console: Any, report: Any) -> None:
+    from rich.table import Column, Table
+
+    console.print(f"\n{report.title}", style="bold", markup=False, highlight=False)
+    for table in report.tables:
+        shown = Table(
+            *(Column(name, overflow="fold") for name in table["columns"]),  # no digit may be cut off
+            title=table["title"],
+            title_justify="left",
+            header_style="bold",
+            box=None,
+            padding=(0, 1, 0, 0),
+        )
+        for row in table["rows"]:
+            shown.add_row(*(str(cell).replace(" ± ", "±") for cell in row))  # 80 columns are few
+        console.print(shown)
+    if report.verdict:
+        console.print(f"Verdict. {report.verdict}", highlight=False, markup=False)
+
+
+def _report(arguments: argparse.Namespace, command: str) -> None:
+    import shutil
+
+    from bayesgrad_lab.report import load, markdown, render
+    from bayesgrad_lab.runner import write_atomically
+
+    reports = [(load(folder), folder) for folder in arguments.runs]
+    names = [report.settings.get("experiment", folder.name) for report, folder in reports]
+    if arguments.markdown and len(set(names)) < len(names):
+        raise ValueError("two of these runs would become the same Markdown page: name them one at a time.")
+    write_atomically(arguments.out, lambda path: path.write_text(render(reports), encoding="utf-8"))
+    print(f"The report is in {arguments.out}")
+    if arguments.markdown:
+        arguments.markdown.mkdir(parents=True, exist_ok=True)
+        for name, (report, folder) in zip(names, reports):
+            for figure in report.figures:
+                target = f"{name}-{figure['file']}"
+                shutil.copyfile(folder / figure["file"], arguments.markdown / target)
+                figure["file"] = target
+            (arguments.markdown / f"{name}.md").write_text(markdown(report), encoding="utf-8")
+            print(f"Markdown is in {arguments.markdown / name}.md")
+
+
+def _bench(arguments: argparse.Namespace, command: str) -> int:
+    names = ("elementwise", "layerwise")
+    commands = [[sys.executable, "-m", f"bayesgrad_lab.benchmarks.{name}"] for name in names]
+    return max(subprocess.run(command, check=False).returncode for command in commands)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,372 @@
+"""Deep-learning rows of paper 002's Table 1: the engine on a small network beside the optimizers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from bayesgrad.families import Bernoulli, DiagonalGaussian, FixedGaussian, Gaussian, MixtureOfGaussians
+from bayesgrad.inference import Delta, Expected, LogDensity, Node, Prior, step
+from bayesgrad.inference.expectation import Expectation
+from bayesgrad.inference.multimodal import Marginal
+from bayesgrad.optim import STE, AdaBayesFP, BayesBiNN, SpikeSlab
+from bayesgrad_lab.khan2023_rows import normal
+
+D = torch.float64
+N, B, STEPS = 40, 10, 24
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def perceptron() -> nn.Module:
+    """2-3-1 with tanh, 13 weights."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).to(D)
+
+
+def linear() -> nn.Module:
+    """Logistic regression with 2 weights: its Hessian is never negative."""
+    torch.manual_seed(0)
+    return nn.Linear(2, 1, bias=False).to(D)
+
+
+def batches(size: int = B, steps: int = STEPS) -> Iterator[tuple[Tensor, Tensor]]:
+    """In turn, of N examples."""
+    X = normal(N, 2)
+    y = (X[:, :1] * X[:, 1:] + X[:, :1] + 0.5 * normal(N, 1, seed=1) > 0).to(D)
+    pairs = list(zip(X.split(size), y.split(size)))
+    for t in range(steps):
+        yield pairs[t % len(pairs)]
+
+
+cross_entropy = nn.functional.binary_cross_entropy_with_logits
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def losses(model: nn.Module) -> Loss:
+    """The loss of each example, as a function of all weights in one vector."""
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+
+    def of(theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        parts = theta.split([shape.numel() for shape in shapes.values()])
+        weights = {name: part.view(shape) for part, (name, shape) in zip(parts, shapes.items())}
+        return cross_entropy(functional_call(model, weights, (x,)), y, reduction="none")[:, 0]
+
+    return of
+
+
+def apart(model: nn.Module, vector: Tensor) -> dict[Tensor, Tensor]:
+    """A vector's entries by parameter."""
+    parts = vector.split([p.numel() for p in model.parameters()])
+    return {p: part.view_as(p) for p, part in zip(model.parameters(), parts)}
+
+
+def trained(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    around: Callable[[int], Any] | None = None,
+    size: int = B,
+    read: Callable[[], Tensor] | None = None,
+    hear: bool = False,
+) -> Tensor:
+    """The path of the weights, or of what `read` gives, in a usual training loop."""
+    path = []
+    for t, (x, y) in enumerate(batches(size)):
+
+        def backward(x: Tensor = x, y: Tensor = y) -> None:
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y)
+            if hear:
+                optimizer.observe(loss)  # pyright: ignore[reportAttributeAccessIssue]
+            loss.backward()
+
+        if around is None:
+            backward()
+        else:
+            with around(t):
+                backward()
+        optimizer.step()
+        path.append(flat(model) if read is None else read().clone())
+    return torch.stack(path)
+
+
+@dataclass(frozen=True, eq=False)
+class Given(Expectation):
+    """One draw with noise that is known."""
+
+    noise: Tensor
+    hessian: str = "gauss-newton"
+
+    def points(self, mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        noise = self.noise[None]
+        return mean + noise @ root.mT, noise, mean.new_ones(1)
+
+
+# --- SGD: a Gaussian with a fixed covariance, the delta method, batches, and momentum in its natural parameter ---
+
+
+def sgd() -> Tensor:
+    model = perceptron()
+    loss, path = losses(model), []
+    node = Node(FixedGaussian(1.0), (flat(model),))
+    for x, y in batches():
+        step(node, [LogDensity(node, lambda w: -loss(w, x, y).mean(), Delta())], 0.3, momentum=0.9)  # noqa: B023
+        path.append(node.natural[0])
+    return torch.stack(path)
+
+
+def torchs_sgd() -> Tensor:
+    model = perceptron()
+    return trained(model, torch.optim.SGD(model.parameters(), 0.3, momentum=0.9))
+
+
+# --- RMSprop and Adam ---
+
+
+def adaptive(
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    *,
+    root: bool = True,
+    debias: bool = True,
+    make: Callable[[], nn.Module] = perceptron,
+    steps: int = STEPS,
+) -> Tensor:
+    """Two nodes: a diagonal Gaussian whose precision averages squares of a batch's gradient, and a Gaussian whose
+    precision is given, that one's root, for the mean.
+
+    Debiasing is a step size: (1 - β)/(1 - β^t) makes an average of what was seen so far, and of nothing else. Adam's
+    first average is momentum in λ = D θ, with the metric D of the step before.
+    """
+    model = make()
+    loss, theta, path = losses(model), flat(model), []
+    family, metric, last = DiagonalGaussian(), None, theta
+    scale = Node(family, family.of(theta, torch.ones_like(theta)))
+    for t, (x, y) in enumerate(batches(steps=steps), start=1):
+        scale.natural = family.of(theta, -2 * scale.natural[1])
+        squares = LogDensity(scale, lambda w: -loss(w, x, y).mean(), Delta("gauss-newton"))  # noqa: B023
+        step(scale, [squares], (1 - beta2) / (1 - beta2**t))
+        v = -2 * scale.natural[1] * (1.0 if debias else 1 - beta2**t)
+        before, metric = metric, (v.sqrt() if root else v) + eps
+        gaussian = FixedGaussian(metric)
+        mean = Node(gaussian, gaussian.of(theta))
+        momentum = beta1 * (1 - beta1 ** (t - 1)) / (1 - beta1**t)
+        if before is not None:
+            mean.previous = (mean.natural[0] - before * (theta - last),)
+        factor = LogDensity(mean, lambda w: -loss(w, x, y).mean(), Delta())  # noqa: B023
+        step(mean, [factor], lr * (1 - beta1) / (1 - beta1**t), momentum=momentum)
+        theta, last = mean.family.mode(mean.natural), theta
+        path.append(theta)
+    return torch.stack(path)
+
+
+def adam() -> Tensor:
+    return adaptive(0.05, 0.9, 0.99, 1e-8)
+
+
+def torchs_adam() -> Tensor:
+    model = perceptron()
+    return trained(model, torch.optim.Adam(model.parameters(), 0.05, (0.9, 0.99), 1e-8))
+
+
+def adabayes_limit() -> Tensor:
+    """AdaBayesFP for weights whose prior has no width: the same rule, with eps = 0."""
+    model = perceptron()
+    return trained(model, AdaBayesFP(model.parameters(), 0.05, sgd_lr=math.inf, betas=(0.9, 0.99)))
+
+
+# --- dropout: a spike and a slab ---
+
+KEEP = 0.7
+
+
+def masks(t: int) -> Tensor:
+    return (torch.rand(2, dtype=D, generator=torch.Generator().manual_seed(t)) < KEEP).to(D)
+
+
+def dropout() -> Tensor:
+    """The slab alone, with gradients through the mask over its probability."""
+    model = linear()
+    loss, path = losses(model), []
+    family = DiagonalGaussian()
+    node = Node(family, family.of(flat(model), torch.ones(2, dtype=D)))
+    for t, (x, y) in enumerate(batches()):
+        z = masks(t)
+        factor = LogDensity(node, lambda w: -loss(z * w, x, y).mean() / KEEP, Delta())  # noqa: B023
+        step(node, [factor], 0.1)
+        path.append(node.moments[0])
+    return torch.stack(path)
+
+
+def spike_slab() -> Tensor:
+    model = linear()
+    options = {"keep": KEEP, "drop_inputs": True, "update": "newton", "betas": (0.0, 0.0), "eps": 0.0}
+    optimizer = SpikeSlab(model, 0.1, hessian="exact", **options)
+    (weight,) = model.parameters()
+    return trained(model, optimizer, lambda t: optimizer.sampled({weight: masks(t)}), hear=True)
+
+
+def responsibility(precision: float) -> float:
+    """By how much the slab's message under the whole mixture, spike included, differs from the one that is used, where
+    the spike at zero has this precision."""
+    model = linear()
+    loss, (x, y) = losses(model), next(batches())
+    slab, spike = flat(model) + 1, torch.zeros(2, dtype=D)
+    precisions = torch.stack([4 * torch.eye(2, dtype=D), precision * torch.eye(2, dtype=D)])
+    family = MixtureOfGaussians(torch.tensor([KEEP, 1 - KEEP], dtype=D))
+    node = Node(family, family.of(torch.stack([slab, spike]), precisions))
+    whole = Marginal(node, lambda w: -loss(w, x, y).mean(), Delta()).message(node)
+    alone = Node(Gaussian(), Gaussian().of(slab, precisions[0]))
+    part = LogDensity(alone, lambda w: -loss(w, x, y).mean(), Delta()).message(alone)
+    return max((a[0] - b).abs().max().item() for a, b in zip(whole, part))
+
+
+# --- a sign for each weight ---
+
+
+def ste(start: Tensor | None = None) -> Tensor:
+    """The derivative by the mean, taken at the sign: the delta method for signs."""
+    model = perceptron()
+    loss, path = losses(model), []
+    node = Node(Bernoulli(), (flat(model) if start is None else start,))
+
+    def straight(mean: Tensor) -> Tensor:
+        return mean + (torch.where(mean < 0, -1.0, 1.0) - mean).detach()
+
+    for x, y in batches():
+        factor = Expected(lambda mean: -loss(straight(mean[0]), x, y).mean(), node)  # noqa: B023
+        step(node, [factor], 0.05)
+        path.append(node.natural[0])
+    return torch.stack(path)
+
+
+def ste_optimizer() -> Tensor:
+    """With weight decay 1, which is what the entropy does; Eq. 48 leaves it out."""
+    model = perceptron()
+    optimizer = STE(model.parameters(), 0.05, momentum=0.0, weight_decay=1.0)
+    return trained(model, optimizer, read=lambda: latent(optimizer, model, "latent"))
+
+
+def latent(optimizer: torch.optim.Optimizer, model: nn.Module, slot: str) -> Tensor:
+    return torch.cat([optimizer.state[p][slot].flatten() for p in model.parameters()])
+
+
+RELAXATION = 0.7
+
+
+def uniform(t: int, like: Tensor) -> Tensor:
+    return torch.rand(like.shape, dtype=D, generator=torch.Generator().manual_seed(t)).clamp(1e-3, 1 - 1e-3)
+
+
+def start_of(model: nn.Module) -> Tensor:
+    """Weights over their root mean square in each tensor."""
+    return torch.cat([(p / p.square().mean().sqrt()).detach().flatten() for p in model.parameters()])
+
+
+def bayes_binn() -> Tensor:
+    """The derivative by the mean of the loss at a relaxed draw; autograd finds the slopes s."""
+    model = perceptron()
+    loss, path = losses(model), []
+    node = Node(Bernoulli(), (start_of(model),))
+    for t, (x, y) in enumerate(batches()):
+        shift = torch.logit(uniform(t, node.natural[0])) / 2
+
+        def relaxed(mean: tuple, x: Tensor = x, y: Tensor = y, shift: Tensor = shift) -> Tensor:
+            return -loss(torch.tanh((torch.atanh(mean[0]) + shift) / RELAXATION), x, y).mean()
+
+        step(node, [Expected(relaxed, node, scale=N)], 0.05)
+        path.append(node.natural[0])
+    return torch.stack(path)
+
+
+def bayes_binn_optimizer() -> Tensor:
+    model = perceptron()
+    like = flat(model)
+    optimizer = BayesBiNN(model.parameters(), 0.05, num_data=N, relaxation=RELAXATION, eps=0.0, momentum=0.0)
+    around = lambda t: optimizer.sampled(noise=apart(model, uniform(t, like)))  # noqa: E731
+    return trained(model, optimizer, around, read=lambda: latent(optimizer, model, "natural"))
+
+
+# --- OGN, VOGN, and what comes before and after them ---
+
+RHO = 0.1
+
+
+def gaussian(
+    expectation: Callable[[int], Expectation],
+    *,
+    each: bool,
+    make: Callable[[], nn.Module] = perceptron,
+    size: int = B,
+    domain: str = "backtrack",
+    steps: int = STEPS,
+    prior: float = 1.0,
+) -> Tensor:
+    """A diagonal Gaussian, with a factor for each example of a batch, or one for all of it; means and precisions."""
+    model = make()
+    loss, path = losses(model), []
+    family, zero = DiagonalGaussian(), torch.zeros_like(flat(model))
+    node = Node(family, family.of(flat(model), zero + N + prior))
+    priors = [Prior(node, family.of(zero, zero + prior))] if prior else []
+    for t, (x, y) in enumerate(batches(size, steps)):
+        rule = expectation(t)
+        if each:
+            pairs = list(zip(x.split(1), y.split(1)))
+            factors = [LogDensity(node, _minus(loss, a, b), rule, scale=N / size) for a, b in pairs]
+        else:
+            factors = [LogDensity(node, _minus(loss, x, y), rule, scale=N / size)]
+        step(node, [*priors, *factors], RHO, domain=domain)
+        path.append(torch.cat([node.moments[0], -2 * node.natural[1]]))
+    return torch.stack(path)
+
+
+def _minus(loss: Loss, x: Tensor, y: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda w: -loss(w, x, y).sum()
+
+
+def variational(
+    kind: type,
+    *,
+    make: Callable[[], nn.Module] = perceptron,
+    size: int = B,
+    drawn: bool = False,
+    hear: bool = False,
+    prior: float = 1.0,
+) -> Tensor:
+    """The same from an optimizer."""
+    model = make()
+    options: Mapping[str, Any] = {"hess_init": 1.0, "num_data": N, "prior_precision": prior, "betas": (0.0, 1 - RHO)}
+    if hear:
+        optimizer = kind(model.parameters(), RHO, hessian="exact", **options)
+    else:
+        optimizer = kind(model, RHO, **options)
+    around = (lambda t: optimizer.sampled(noise=apart(model, noise(t, model)))) if drawn else None
+
+    def read() -> Tensor:
+        variance = optimizer.posterior(model).variance()
+        return torch.cat([flat(model), *[1 / variance[name].flatten() for name, _ in model.named_parameters()]])
+
+    return trained(model, optimizer, around, size, read, hear)
+
+
+def noise(t: int, model: nn.Module) -> Tensor:
+    return normal(len(flat(model)), seed=100 + t)
+
+
+def ogn() -> Tensor:
+    return gaussian(lambda t: Delta("gauss-newton"), each=True)
+
+
+def vogn() -> Tensor:
+    model = perceptron()
+    return gaussian(lambda t: Given(noise(t, model)), each=True)

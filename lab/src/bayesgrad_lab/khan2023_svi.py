@@ -1,0 +1,191 @@
+"""Section 5.3 of paper 002: topics of documents by stochastic variational inference, beside batches and a peer."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bayesgrad.models import LatentDirichlet
+from bayesgrad_lab import figures
+from bayesgrad_lab.corpora import Corpus, associated_press, invented
+from bayesgrad_lab.report import Report, outcome
+from bayesgrad_lab.study import Context, mean_and_error
+
+PRIORS = ((0.05, 0.05), (0.1, 0.1), (0.5, 0.1))  # of shares and of words, for each method to choose from
+BATCH, OFFSET, DECAY = 128, 10.0, 0.7
+TURNS, TOLERANCE = 100, 1e-3  # of a document
+SPLIT_SEED = 0
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is learned from, and judged by.
+
+    Args:
+        passes: after which the topics are judged: of streams, and of sweeps.
+        tuning: passes that priors are chosen after: of streams, and of sweeps.
+    """
+
+    train: Any
+    validation: Any
+    test: Any
+    topics: int
+    passes: tuple[tuple[int, ...], tuple[int, ...]]
+    tuning: tuple[int, int]
+
+
+def bound(documents: Any, topics: np.ndarray, prior: float) -> float:
+    """Our bound for each word of documents that were not learned from, whoever found the topics.
+
+    All methods are judged with the same prior of shares that they were trained with, and turns of documents to the same
+    tolerance from the same start.
+    """
+    judge = LatentDirichlet(doc_topic_prior=prior, max_doc_update_iter=TURNS, mean_change_tol=TOLERANCE)
+    return float(judge.bound(documents, topics).sum() / documents.sum())
+
+
+def common(priors: tuple[float, float], passes: int, seed: int) -> dict[str, Any]:
+    """What both packages are told, in the words that they share."""
+    shares, words = priors
+    return dict(
+        doc_topic_prior=shares,
+        topic_word_prior=words,
+        learning_offset=OFFSET,
+        learning_decay=DECAY,
+        batch_size=BATCH,
+        max_doc_update_iter=TURNS,
+        mean_change_tol=TOLERANCE,
+        max_iter=passes,
+        random_state=seed,
+    )
+
+
+def ours(method: str, task: Task, *settings: Any) -> np.ndarray:
+    model = LatentDirichlet(task.topics, method=method, tol=0, progress=False, **common(*settings))
+    return model.fit(task.train).components_
+
+
+def theirs(method: str, task: Task, *settings: Any) -> np.ndarray:
+    from sklearn.decomposition import LatentDirichletAllocation
+
+    model = LatentDirichletAllocation(task.topics, learning_method=method, **common(*settings))
+    return model.fit(task.train).components_
+
+
+METHODS: dict[str, tuple[Callable[..., np.ndarray], bool]] = {  # and whether it sweeps
+    "SVI": (partial(ours, "svi"), False),
+    "batch VB": (partial(ours, "batch"), True),
+    "scikit-learn, online": (partial(theirs, "online"), False),
+    "scikit-learn, batch": (partial(theirs, "batch"), True),
+}
+
+
+def trained(
+    context: Context, task: Task, name: str, priors: tuple[float, float], passes: int, seed: int
+) -> dict[str, Tensor]:
+    """The topics and the seconds of the processor that they took."""
+
+    def compute() -> dict[str, Tensor]:
+        begin = time.process_time()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            topics = METHODS[name][0](task, priors, passes, seed)
+        return {"seconds": torch.tensor(time.process_time() - begin), "topics": torch.as_tensor(topics)}
+
+    plain = "".join(letter if letter.isalnum() else "_" for letter in name)
+    return context.once(f"{plain}-{priors[0]:g}-{priors[1]:g}-{passes}-{seed}", compute)
+
+
+def tasks(context: Context) -> tuple[Corpus, Task]:
+    """The corpus, split at random into documents to learn from, to choose by, and to judge by."""
+    if context.scale == "smoke":
+        corpus, sizes, topics, passes, tuning = invented(), (10, 10), 4, ((1, 2), (1, 2)), (1, 1)
+    else:
+        corpus = associated_press(context.data_dir)
+        large = context.scale == "paper"
+        passes = ((1, 2, 4, 8, 16, 32), (4, 8, 16, 32, 64)) if large else ((1, 3, 10), (3, 10, 20))
+        sizes, topics, tuning = (246, 300), 100 if large else 20, (8, 16) if large else (3, 5)
+    order = np.random.RandomState(SPLIT_SEED).permutation(corpus.counts.shape[0])
+    a, b = sizes
+    return corpus, Task(corpus[order[a + b :]], corpus[order[:a]], corpus[order[a : a + b]], topics, passes, tuning)
+
+
+def topics(context: Context) -> Report:
+    """Held-out bound against time of four ways to the same model."""
+    corpus, task = tasks(context)
+    context.say(corpus.note)
+    rows, curves, last, chosen = [], {}, {}, {}
+    seconds: dict[str, list[float]] = {}
+    for name, (_, sweeps) in METHODS.items():
+        context.say(f"{name}: choosing priors")
+        tuning = task.tuning[sweeps]
+        scores = {
+            priors: bound(
+                task.validation, trained(context, task, name, priors, tuning, 10_000)["topics"].numpy(), priors[0]
+            )
+            for priors in PRIORS
+        }
+        best = chosen[name] = max(scores, key=lambda priors: scores[priors])
+        times, values = [], []
+        for passes in task.passes[sweeps]:
+            context.say(f"{name}: {passes} passes")
+            found = [trained(context, task, name, best, passes, seed) for seed in range(context.seeds)]
+            times.append([float(run["seconds"]) for run in found])
+            values.append([bound(task.test, run["topics"].numpy(), best[0]) for run in found])
+            mean, error = mean_and_error(values[-1])
+            taken = f"{np.mean(times[-1]):.1f}"
+            rows.append([name, f"{best[0]:g}, {best[1]:g}", f"{passes}", taken, f"{mean:.4f} ± {error:.4f}"])
+        curves[name] = ([float(np.mean(some)) for some in times], values)
+        last[name], seconds[name] = values[-1], times[-1]
+    verdicts, good = [], []
+    for other in ("batch VB", "scikit-learn, batch"):
+        goal, spent = float(np.mean(last[other])), float(np.mean(seconds[other]))
+        reached = next((t for t, some in zip(*curves["SVI"]) if np.mean(some) >= goal), None)
+        good.append(reached is not None and reached < spent)
+        words = "does not reach" if reached is None else f"takes {reached:.1f} s to"
+        verdicts.append(f"SVI {words} the last bound of {other}, which took {spent:.1f} s")
+    for own, other in (("SVI", "scikit-learn, online"), ("batch VB", "scikit-learn, batch")):
+        gap, error = mean_and_error([a - b for a, b in zip(last[own], last[other])])
+        ratio = float(np.mean(seconds[own]) / np.mean(seconds[other]))
+        verdicts.append(
+            f"{own} ends {gap:+.4f} ± {error:.4f} nats for each word from {other}, in {ratio:.2f} of its time"
+        )
+    report = Report(
+        "khan2023-svi: topics of documents from streams of them",
+        claim="Local variables that take whole steps and global ones that take small steps by batches make the rule "
+        "stochastic variational inference, which scales to large data (002, section 5.3; no figures are given there). "
+        f"Here: does a stream reach the bound of sweeps over all documents in less time, with {task.topics} topics on "
+        f"{task.train.shape[0]:,} documents, and how do both stand beside scikit-learn?",
+        verdict=f"{outcome(good)}. By the bound on {task.test.shape[0]} documents that none had seen: "
+        + "; ".join(verdicts)
+        + f" ({context.seeds} paired seeds).",
+    )
+    report.add_table(
+        "Held-out bound for each word, ours for the topics of all methods",
+        ["method", "priors of shares, words", "passes", "CPU seconds", "bound, nats for each word"],
+        rows,
+    )
+    shown = trained(context, task, "SVI", chosen["SVI"], task.passes[0][-1], 0)["topics"].numpy()
+    weight = shown.sum(1) / shown.sum()
+    listed = []
+    for place in np.argsort(-weight):
+        words = [corpus.vocabulary[i] for i in np.argsort(-shown[place])[:10]]
+        listed.append([f"{100 * weight[place]:.1f} %", ", ".join(words)])
+    report.add_table("Topics of SVI, seed 0: their part of all words, and the ten likeliest", ["part", "words"], listed)
+    figures.lines(context.folder / "svi.png", {"held-out bound for each word, nats": curves}, "CPU seconds of training")
+    report.add_figure("svi.png", "The bound on documents that were not learned from against time; one thread each.")
+    report.settings["protocol"] = (
+        f"{corpus.note}; {task.train.shape[0]} documents to learn from, {task.validation.shape[0]} to choose priors by "
+        f"(the same {len(PRIORS)} pairs for all, {task.tuning[0]} passes or {task.tuning[1]} sweeps, one seed), "
+        f"{task.test.shape[0]} to judge by; batches of {BATCH}, offset {OFFSET:g}, decay {DECAY:g}, at most {TURNS} "
+        f"turns of a document to a mean change of {TOLERANCE:g}; times are CPU seconds of one thread, for whole fits"
+    )
+    return report

@@ -1,0 +1,273 @@
+"""Fig. 1 to 3 of paper 003: logistic regression, where everything can be compared with what it should be.
+
+Data sets differ by their seed and are sampled side by side: a metric that is a function may have a block for each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bayesgrad.samplers import (
+    SNGD,
+    Ensemble,
+    Langevin,
+    Predictive,
+    batch_size,
+    langevin_covariance,
+    minibatch_covariance,
+    temperature,
+)
+from bayesgrad_lab import figures
+from bayesgrad_lab.report import Report
+from bayesgrad_lab.smith2018_training import SCORES, Sweep, add_sweeps, batches, plus_minus, value, verdict
+from bayesgrad_lab.study import Context, mean_and_error
+
+DAMPING, LR = 1e-4, 0.1
+
+
+@dataclass(frozen=True)
+class Task:
+    """Logistic regression on standard normal inputs, labels drawn with weights (16, 0, ..., 0) (003, section 6.1).
+
+    Args:
+        name: what files of this task begin with.
+        burn_in, steps, thin: updates that are forgotten, updates that follow, and one of how many of those is a sample.
+    """
+
+    name: str
+    inputs: int
+    examples: int
+    tests: int
+    burn_in: int
+    steps: int
+    thin: int = 1
+    damping: float = DAMPING
+
+    def data(self, seed: int) -> tuple[Tensor, Tensor]:
+        """Inputs (examples + tests, inputs) and labels.
+
+        Differs from the paper: P(y = 1) = 1/(1 + exp(-w x)); the sign that is printed would turn all labels round.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(self.examples + self.tests, self.inputs, generator=generator, dtype=torch.float64)
+        chance = torch.rand(len(x), generator=generator, dtype=torch.float64)
+        return x, (chance < (16 * x[:, 0]).sigmoid()).double()
+
+
+class Regressions(nn.Module):
+    """One regression for each data set; they begin at zero, since many data sets have no finite best weights."""
+
+    def __init__(self, count: int, inputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(count, inputs, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits (count, examples) of inputs (count, examples, inputs)."""
+        return (x @ self.weight[..., None])[..., 0]
+
+
+def sample(task: Task, seeds: int, *, batch: int | None = None, heat: float = 1.0, keep: bool = False) -> dict:
+    """Scores of each data set's ensemble, (seeds,), and the mean scores of its members; with `keep`, the samples.
+
+    Args:
+        batch: of minibatch natural gradients; None is Langevin dynamics with gradients of all data.
+        heat: the temperature of the latter.
+    """
+    pairs = [task.data(seed) for seed in range(seeds)]
+    x, y = (torch.stack(parts) for parts in zip(*pairs))
+    (x, tests), (y, truth) = (part.split([task.examples, task.tests], 1) for part in (x, y))
+    model = Regressions(seeds, task.inputs)
+
+    def fisher(w: Tensor) -> Tensor:  # (seeds, inputs, inputs)
+        p = (x @ w.view(seeds, -1, 1)).sigmoid()
+        return (x * (p * (1 - p))).mT @ x / task.examples
+
+    settings: dict[str, Any] = dict(num_data=task.examples, metric=fisher, damping=task.damping, likelihood="bernoulli")
+    if batch is None:
+        sampler = Langevin(model, LR, temperature=heat, **settings)
+    else:
+        sampler = SNGD(model, LR, batch_size=batch, **settings)
+    ensemble = Ensemble(model, burn_in=task.burn_in, thin=task.thin, sampler=sampler, keep=keep)
+    running = Predictive(model, tests, likelihood="bernoulli")
+    rows = [batches(task.examples, batch or task.examples, seed) for seed in range(seeds)]
+    singles = []
+    for _ in range(task.burn_in + task.steps):
+        here, labels = x, y
+        if batch is not None:
+            chosen = torch.stack([next(some) for some in rows])
+            here, labels = x.gather(1, chosen[..., None].expand(-1, -1, task.inputs)), y.gather(1, chosen)
+        sampler.zero_grad()
+        outputs = model(here)
+        losses = nn.functional.softplus(outputs) - labels * outputs
+        loss = losses.mean(1).sum()
+        loss.backward()
+        sampler.step(loss=loss)
+        if ensemble.collect(loss):
+            singles.append(scores(running.collect(), truth))
+    found = dict(zip(SCORES, (*scores(running.prediction(), truth), *torch.stack(singles).mean(0))))  # pyright: ignore
+    return found | ({"samples": ensemble.draws()["weight"][0]} if keep else {})
+
+
+def scores(p: Tensor, y: Tensor) -> Tensor:
+    """Cross-entropy and error of each data set, (2, seeds)."""
+    right = torch.where(y > 0.5, p, 1 - p).clamp(min=1e-12)
+    return torch.stack([-right.log().mean(1), (right < 0.5).double().mean(1)])
+
+
+def optimum(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Best weights by Newton's method, the mean Hessian there, and the covariance of the gradients of examples."""
+    w, hessian = x.new_zeros(x.shape[1]), x.T @ x
+    for _ in range(100):
+        p = (x @ w).sigmoid()
+        hessian, gradient = (x * (p * (1 - p))[:, None]).T @ x / len(x), x.T @ (p - y) / len(x)
+        if gradient.abs().max() < 1e-13:
+            break
+        w = w - torch.linalg.solve(hessian, gradient)
+    slopes = x * ((x @ w).sigmoid() - y)[:, None]
+    return w, hessian, torch.cov(slopes.T, correction=0)
+
+
+def fig1(context: Context) -> Report:
+    """The stationary distributions of Langevin dynamics and of minibatches, beside Laplace's approximation."""
+    examples, burn_in, steps = {"smoke": (400, 50, 50), "laptop": (1000, 1000, 5000), "paper": (1000, 5000, 20_000)}[
+        context.scale
+    ]
+    base = Task("fig1", 2, examples, 10, burn_in, steps)
+    batch = round(LR * examples / 2)
+    methods = {
+        "Langevin, T = 1": (base, None),
+        f"NGD, B = {batch}": (base, batch),
+        f"NGD, B = {batch}, damping 1e-8": (replace(base, name="fig1-undamped", damping=1e-8), batch),
+    }
+    tables, clouds = {}, {}
+    for name, (task, size) in methods.items():
+        key = f"{task.name}-{'langevin' if size is None else 'ngd'}"
+        found = context.once(key, partial(sample, task, context.seeds, batch=size, keep=True))
+        rows = []
+        for seed, points in enumerate(found["samples"].transpose(0, 1)):
+            best, hessian, spread = optimum(*(part[:examples] for part in task.data(seed)))
+            laplace = torch.linalg.inv(hessian) / examples
+            settings: dict[str, Any] = dict(lr=LR, num_data=examples, damping=task.damping)
+            expected = (
+                langevin_covariance(hessian, **settings)
+                if size is None
+                else minibatch_covariance(hessian, spread, batch_size=size, **settings)
+            )
+            values, basis = torch.linalg.eigh(laplace)  # the flat direction is the last
+            basis = basis * (basis.T @ best).sign()  # shifts are positive where weights grow
+            turned = [(basis.T @ some @ basis).diag() / values for some in (torch.cov(points.T), expected)]
+            shift = basis.T @ (points.mean(0) - best) / values.sqrt()
+            rows.append(torch.stack([*turned, shift]).flip(1))
+            if seed == 0 and task is base:
+                sampled = torch.cov(points.T).numpy()
+                clouds[name] = figures.Cloud(points.numpy(), best.numpy(), laplace.numpy(), sampled)
+        tables[name] = torch.stack(rows).numpy()  # (seeds, 3, 2)
+        context.say(f"{name}: variance over Laplace's {tables[name][:, 0].mean(0).round(2)}")
+    langevin, ngd, undamped = tables.values()
+    predicted = [mean_and_error(list(ngd[:, 0, axis] / ngd[:, 1, axis])) for axis in (0, 1)]
+    alike = [mean_and_error(list(ngd[:, 0, axis] / langevin[:, 0, axis])) for axis in (0, 1)]
+    close = all(0.5 < ngd[:, 0, axis].mean() < 1.5 for axis in (0, 1))
+    lost = 100 * (1 - (ngd[:, 1, 0] / undamped[:, 1, 0]).mean())
+    report = Report(
+        "smith2018-fig1: samples of Langevin dynamics and of natural gradients",
+        claim="Logistic regression with two weights: samples of preconditioned Langevin dynamics at T = 1 and of "
+        "minibatch natural gradients with B = lr N/2 have nearly the same distribution, close to Laplace's "
+        "approximation of the posterior (003, Fig. 1).",
+        verdict=f"{'Holds, roughly' if close else 'Does not hold'}. Variance over Laplace's in the flat and in the "
+        f"steep direction: Langevin {plus_minus(langevin[:, 0, 0])} and {plus_minus(langevin[:, 0, 1])}, natural "
+        f"gradients {plus_minus(ngd[:, 0, 0])} and {plus_minus(ngd[:, 0, 1])}; the latter over the former "
+        f"{value(*alike[0])} and {value(*alike[1])}. Natural gradients spread as their own noise says, which differs "
+        f"from data set to data set: over the prediction of the discrete Lyapunov equation {value(*predicted[0])} and "
+        f"{value(*predicted[1])}. Damping, which minibatch noise does not know of, takes {lost:.0f} % of the variance "
+        "in the flat direction.",
+    )
+    columns = [f"{axis}: {what}" for axis in ("flat", "steep") for what in ("variance", "predicted", "ratio of both")]
+    cells = []
+    for name, some in tables.items():
+        ratios = [(some[:, 0, a], some[:, 1, a], some[:, 0, a] / some[:, 1, a]) for a in (0, 1)]
+        shown = [plus_minus(column) for three in ratios for column in three]
+        cells.append([name, *shown, plus_minus(some[:, 2, 0]), plus_minus(some[:, 2, 1])])
+    report.add_table(
+        "Variances over Laplace's, and shifts of the mean in its standard deviations",
+        ["method", *columns, "flat: shift", "steep: shift"],
+        cells,
+    )
+    figures.clouds(context.folder / "fig1.png", clouds)
+    report.add_figure(
+        "fig1.png",
+        "Iterates after the burn-in (red), Laplace's approximation (blue) and the covariance of the iterates (green), "
+        "each to three standard deviations; data set 0.",
+    )
+    report.settings["protocol"] = (
+        f"{examples} examples, lr {LR}, damping {DAMPING}, from zero, {burn_in} updates of burn-in and {steps} that "
+        "are all kept; exact Fisher of all examples in each update; Langevin's noise has the covariance of the damped "
+        "metric (the paper's that of the Fisher alone); a data set for each seed"
+    )
+    return report
+
+
+def _task(context: Context) -> Task:
+    return {
+        "smoke": Task("logistic", 8, 200, 500, 30, 30, 5),
+        "laptop": Task("logistic", 64, 1000, 5000, 500, 500, 5),
+        "paper": Task("logistic", 64, 1000, 10_000, 1000, 1000),
+    }[context.scale]
+
+
+def _sweep(context: Context, task: Task, heats: list[float], minibatches: bool) -> Sweep:
+    sizes = sorted({batch_size(heat, LR, task.examples) for heat in heats}, reverse=True) if minibatches else []
+    heats = [temperature(LR, task.examples, size) for size in sizes] if sizes else heats
+    runs = []
+    for i, heat in enumerate(heats):
+        batch = sizes[i] if sizes else None
+        key = f"{task.name}-{f'B{batch}' if batch else f'T{heat:g}'}"
+        found = context.once(key, partial(sample, task, context.seeds, batch=batch, heat=heat))
+        runs.append([{name: found[name][seed].item() for name in SCORES} for seed in range(context.seeds)])
+        context.say(f"{key}, T = {heat:.3g}: NLL {np.mean([run['nll'] for run in runs[-1]]):.4f}")
+    return Sweep(heats, sizes, runs, LR * task.examples / 2)
+
+
+def _protocol(context: Context, task: Task) -> str:
+    return (
+        f"{task.inputs} inputs, {task.examples:,} examples, lr {LR}, damping {task.damping}, no prior; exact Fisher of "
+        f"all examples in each update; from zero, {task.burn_in} updates of burn-in, {task.steps} after it, one in "
+        f"{task.thin} is a sample; {task.tests:,} test examples; {context.seeds} data sets"
+    )
+
+
+def fig2(context: Context) -> Report:
+    """Langevin dynamics at many temperatures."""
+    report = Report(
+        "smith2018-fig2: temperature, Langevin dynamics",
+        claim="Logistic regression with one relevant input and 63 others: the ensemble predicts better than single "
+        "samples, and its test cross-entropy is smallest at T = 1 (003, Fig. 2).",
+    )
+    return _swept(context, report, "fig2", "Langevin dynamics", False)
+
+
+def fig3(context: Context) -> Report:
+    """Minibatch natural gradients at as many temperatures, by their batch size."""
+    report = Report(
+        "smith2018-fig3: temperature, minibatches",
+        claim="The same task with minibatches for the only noise: natural gradients behave like Langevin dynamics at "
+        "T = lr N/(2B), and the ensemble's cross-entropy is smallest at T = 1 (003, Fig. 3).",
+    )
+    return _swept(context, report, "fig3", "natural gradients", True)
+
+
+def _swept(context: Context, report: Report, name: str, method: str, minibatches: bool) -> Report:
+    task = replace(_task(context), name=name)
+    found = {method: _sweep(context, task, _heats(context), minibatches)}
+    report.verdict, report.settings["protocol"] = verdict(found), _protocol(context, task)
+    return add_sweeps(context, report, found, f"{name}.png")
+
+
+def _heats(context: Context) -> list[float]:
+    reach = {"smoke": 1, "laptop": 3, "paper": 5}[context.scale]
+    return [2.0**k for k in range(-reach, reach + 1)]

@@ -1,0 +1,399 @@
+"""What paper 003 left open: its corrected rule at work, and natural gradients as samplers with a Kronecker metric."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.func import grad, jacrev, vmap
+
+from bayesgrad.samplers import SNGD, Langevin, batch_size
+from bayesgrad_lab import figures
+from bayesgrad_lab.report import Report
+from bayesgrad_lab.smith2018 import mnist
+from bayesgrad_lab.smith2018_training import (
+    Task,
+    add_sweeps,
+    begun,
+    perceptron,
+    pooled,
+    protocol,
+    sweep,
+    value,
+    verdict,
+)
+from bayesgrad_lab.study import Context, mean_and_error
+
+
+class Points(nn.Module):
+    """Many chains of a few weights each, (chains, weights)."""
+
+    def __init__(self, start: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(start.clone())
+
+
+def blocks(metric: Callable[[Tensor], Tensor], chains: int) -> Callable[[Tensor], Tensor]:
+    """The metric of one chain's weights as that of all of them, (chains, k, k)."""
+    return lambda flat: vmap(metric)(flat.view(chains, -1))
+
+
+# --- targets that are known ---
+
+
+def bent(w: Tensor) -> Tensor:
+    """A metric of one weight, or of two, that changes strongly and is not diagonal."""
+    if len(w) == 1:
+        return (1.2 * (2 * w).tanh()).exp()[:, None]
+    u, v, z = w[0] + 0.5 * w[1], w[1] - w[0], 0.7 * w[0] + w[1]
+    a, b, c = (0.6 * u.tanh()).exp(), (0.6 * v.tanh()).exp(), 0.9 * z.tanh()
+    root = torch.stack([torch.stack([a, torch.zeros_like(a)]), torch.stack([c, b])])
+    return root @ root.mT
+
+
+def bowl(w: Tensor) -> Tensor:
+    """The cost: quadratic for one weight, with a quartic part for two."""
+    if len(w) == 1:
+        return w.square().sum() / 2
+    turn = torch.tensor([[1.0, 0.4], [0.4, 0.8]], dtype=w.dtype)
+    return w @ turn @ w / 2 + 0.05 * w.pow(4).sum()
+
+
+def pulled(w: Tensor) -> Tensor:
+    """-u + t/2: what Girolami and Calderhead's scheme adds to the gradient beyond the corrected one."""
+    change, inverse = jacrev(bent)(w), torch.linalg.inv(bent(w))  # (a, b, j)
+    return -torch.einsum("abj,bj->a", change, inverse) + torch.einsum("ab,baj->j", inverse, change) / 2
+
+
+def moments(w: Tensor, p: Tensor | None = None) -> Tensor:
+    """Means, variances and covariances of points (n, k) with weights p."""
+    p = torch.full((len(w),), 1 / len(w), dtype=w.dtype) if p is None else p
+    mean = p @ w
+    spread = (w - mean).mT @ (p[:, None] * (w - mean))
+    return torch.cat([mean, spread[torch.triu_indices(*spread.shape).unbind()]])
+
+
+def quadrature(weights: int, power: float) -> Tensor:
+    """Moments of exp(-cost) |G|^power on a grid."""
+    axis = torch.linspace(-6, 6, 241 if weights == 2 else 4001, dtype=torch.float64)
+    grid = torch.cartesian_prod(*[axis] * weights).view(-1, weights)
+    log = power * torch.linalg.slogdet(vmap(bent)(grid))[1] - vmap(bowl)(grid)
+    return moments(grid, (log - log.logsumexp(0)).exp())
+
+
+def simulate(
+    weights: int, correction: str | None, twice: bool, chains: int, lr: float, steps: int, seed: int
+) -> dict[str, Tensor]:
+    """Moments of Langevin chains at T = 1 and their standard errors, over the second half of the steps.
+
+    Args:
+        twice: take the correction twice, as Girolami and Calderhead (2011) do.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    model = Points(0.6 * torch.randn(chains, weights, generator=generator, dtype=torch.float64))
+    metric = blocks(bent, chains)
+    sampler = Langevin(model, lr, num_data=1, metric=metric, correction=correction, seed=seed)
+    found = []
+    for step in range(steps):
+        w = model.weight.detach()
+        slope = vmap(grad(bowl))(w)
+        model.weight.grad = slope - vmap(pulled)(w) if twice else slope
+        sampler.step()
+        if step >= steps // 2 and step % 5 == 0:
+            w = model.weight.detach()
+            found.append(torch.stack([moments(part) for part in w.chunk(10)]))
+    parts = torch.stack(found).mean(0)  # (10, moments): groups of chains, which are independent
+    return {"mean": parts.mean(0), "error": parts.std(0) / math.sqrt(len(parts))}
+
+
+# --- one model in two parameterisations ---
+
+
+@dataclass(frozen=True)
+class Curve:
+    """p(y = 1 | x) = sigmoid(w0 + w1 x), of data whose labels have exactly the frequencies of w = (0.5, 1).
+
+    Then the gradients of examples vary as the Fisher says at the best weights, which Theorem 5 asks for.
+
+    Args:
+        repeats: labels at each of repeats - 1 inputs.
+    """
+
+    repeats: int
+
+    def data(self) -> tuple[Tensor, Tensor]:
+        ones = torch.arange(1, self.repeats)
+        x = torch.logit(ones.double() / self.repeats) - 0.5
+        y = (torch.arange(self.repeats) < ones[:, None]).double()
+        return x.repeat_interleave(self.repeats), y.flatten()
+
+    @property
+    def count(self) -> int:
+        return self.repeats * (self.repeats - 1)
+
+
+def straight(u: Tensor) -> Tensor:
+    """Intercept and slope themselves."""
+    return u
+
+
+def threshold(u: Tensor) -> Tensor:
+    """Intercept and slope from the place where p is one half, and the logarithm of the slope."""
+    return torch.stack([-u[0] * u[1].exp(), u[1].exp()])
+
+
+WAYS = {"intercept and slope": (straight, (0.5, 1.0)), "threshold and log slope": (threshold, (-0.5, 0.0))}
+PLACES = torch.tensor([-3.0, -1.5, 0.0, 1.5, 3.0], dtype=torch.float64)  # where functions are compared
+
+
+def information(x: Tensor, way: Callable[[Tensor], Tensor], u: Tensor) -> Tensor:
+    """The Fisher of one chain's parameters, over all data."""
+    w, turn = way(u), jacrev(way)(u)
+    p = (w[0] + w[1] * x).sigmoid()
+    rows = torch.stack([torch.ones_like(x), x], 1)
+    return turn.mT @ ((rows * (p * (1 - p))[:, None]).mT @ rows / len(x)) @ turn
+
+
+def functions(
+    curve: Curve, way: str, correction: str | None, batch: int, chains: int, time: float, seed: int
+) -> dict[str, Tensor]:
+    """Mean predictions at `PLACES` of each chain of minibatch natural gradients, (chains, 5).
+
+    Args:
+        batch: B; lr is 2B/N.
+        time: lr times updates, the first fifth of which is burn-in.
+    """
+    x, y = curve.data()
+    mapped, start = WAYS[way]
+    lr = 2 * batch / curve.count
+    model = Points(torch.tensor(start, dtype=torch.float64).expand(chains, 2))
+    metric = blocks(partial(information, x, mapped), chains)
+    sampler = SNGD(
+        model, lr, num_data=curve.count, batch_size=batch, metric=metric, correction=correction, likelihood="bernoulli"
+    )
+    generator = torch.Generator().manual_seed(seed)
+    total, count, steps = torch.zeros(chains, len(PLACES), dtype=torch.float64), 0, round(time / lr)
+    for step in range(steps):
+        rows = torch.rand(chains, curve.count, generator=generator).topk(batch, 1).indices
+        sampler.zero_grad()
+        w = vmap(mapped)(model.weight)
+        outputs = w[:, :1] + w[:, 1:] * x[rows]
+        (nn.functional.softplus(outputs) - y[rows] * outputs).mean(1).sum().backward()
+        sampler.step()
+        if step >= steps // 5 and step % 2 == 0:
+            w = vmap(mapped)(model.weight.detach())
+            total, count = total + (w[:, :1] + w[:, 1:] * PLACES).sigmoid(), count + 1
+    return {"p": total / count}
+
+
+def exact(curve: Curve, power: float) -> tuple[Tensor, Tensor]:
+    """Means and deviations of predictions under exp(-cost) |F|^power in intercept and slope, by quadrature."""
+    x, y = curve.data()
+    axes = [torch.linspace(-1.5, 2.5, 201).double(), torch.linspace(0.02, 3.0, 201).double()]
+    grid = torch.cartesian_prod(*axes)
+    logits = grid[:, :1] + grid[:, 1:] * x
+    cost = (nn.functional.softplus(logits) - y * logits).sum(1)
+    log = power * torch.linalg.slogdet(vmap(partial(information, x, straight))(grid))[1] - cost
+    weight = (log - log.logsumexp(0)).exp()
+    p = (grid[:, :1] + grid[:, 1:] * PLACES).sigmoid()
+    mean = weight @ p
+    return mean, (weight @ (p - mean).square()).sqrt()
+
+
+def paired(context: Context, curve: Curve, sizes: list[int], correction: str | None, copies: int, time: float):
+    """Differences between parameterisations that see the same minibatches, where they are largest: (steps, copies)."""
+    deviation = exact(curve, 0.5)[1]
+    runs = []
+    for batch in sizes:
+        pair = [
+            context.once(
+                f"paired{curve.count}-{correction}-way{i}-B{batch}",
+                partial(functions, curve, way, correction, batch, copies, time, batch),
+            )["p"]
+            for i, way in enumerate(WAYS)
+        ]
+        runs.append((pair[0] - pair[1]) / deviation)
+    gaps = torch.stack(runs)
+    at = int(gaps[0].mean(0).abs().argmax())
+    return gaps[..., at] * gaps[0, :, at].mean().sign()
+
+
+def vanishing(context: Context, repeats: list[int], copies: int, time: float) -> list[list[str]]:
+    """How these differences change with the step, and with the number of labels: rows of a table."""
+    rows = []
+    for curve in map(Curve, repeats):
+        sizes = [round(share * curve.count) for share in (0.088, 0.022)]
+        lrs = [2 * batch / curve.count for batch in sizes]
+        for name, correction in (("plain NGD", None), ("SNGD", "jeffreys")):
+            gaps = paired(context, curve, sizes, correction, copies, time)
+            slope = (gaps[0] - gaps[1]) / (lrs[0] - lrs[1])
+            limit = (gaps[1] - lrs[1] * slope).tolist()
+            cells = [value(*mean_and_error(some), 4) for some in (*gaps.tolist(), limit)]
+            rows.append([str(curve.count), name, *cells])
+            context.say(f"{name}, N = {curve.count}, the same minibatches: {' then '.join(cells)} at lr 0")
+    return rows
+
+
+def jeffreys(context: Context) -> Report:
+    """Corrected rules against targets that are known, and one model in two parameterisations."""
+    chains, lr, steps, repeats, sizes, copies, time = {
+        "smoke": (20, 0.05, 10, 12, [12, 3], 6, 1.0),
+        "laptop": (1000, 0.01, 500, 14, [16, 4], 200, 50.0),
+        "paper": (20_000, 0.0025, 8000, 14, [16, 8, 4, 2], 1000, 400.0),
+    }[context.scale]
+    report = Report(
+        "sngd-jeffreys: corrected natural gradients as samplers",
+        claim="Natural gradients with the correction of 003, Eq. 2 and 6 (with the signs put right), sample exp(-cost) "
+        "det(G)^1/2, whichever way a model is parameterised; without it they do not. Girolami and Calderhead's "
+        "correction, which is twice that, is said to sample exp(-cost) and does not (003, appendix). The authors show "
+        "no experiments. Target here: functions sampled in two parameterisations agree within two standard errors with "
+        "the correction at the smallest step, and differ by more than five without.",
+    )
+    schemes = {
+        "jeffreys: exp(-cost) det(G)^1/2": ("jeffreys", False, 0.5),
+        "flat: exp(-cost)": ("flat", False, 0.0),
+        "Girolami and Calderhead: exp(-cost)": ("jeffreys", True, 0.0),
+        "none: exp(-cost) det(G), of one weight": (None, False, 1.0),
+    }
+    off = {}
+    for weights in (1, 2):
+        rows = []
+        for name, (correction, twice, power) in schemes.items():
+            key = f"target{weights}-{correction}{'-twice' if twice else ''}"
+            long = steps if weights == 2 else 3 * steps  # one weight is slower where its metric is large
+            run = partial(simulate, weights, correction, twice, chains, lr, long, 0)
+            found, target = context.once(key, run), quadrature(weights, power)
+            gap = found["mean"] - target
+            worst = int(gap.abs().argmax())
+            off[weights, name] = gap[worst].abs().item(), (gap / found["error"])[worst].abs().item()
+            cells = [f"{a:.3f} ± {e:.3f} ({t:.3f})" for a, e, t in zip(found["mean"], found["error"], target)]
+            rows.append([name, *cells, f"{off[weights, name][0]:.3f}"])
+            context.say(f"{key}: off by {off[weights, name][0]:.3f}, {off[weights, name][1]:.1f} standard errors")
+        spreads = ["variance"] if weights == 1 else ["variance 1", "covariance", "variance 2"]
+        means = ["mean"] if weights == 1 else ["mean 1", "mean 2"]
+        columns = ["correction: what it is said to sample", *means, *spreads, "off by at most"]
+        report.add_table(f"{weights} weight{'s' * (weights > 1)}: sampled (and by quadrature)", columns, rows)
+    curve = Curve(repeats)
+    target, deviation = exact(curve, 0.5)
+    gaps: dict[str, tuple[list[float], list[list[float]]]] = {}
+    differences = {}
+    rows = []
+    for correction in (None, "jeffreys"):
+        name = "SNGD" if correction else "plain NGD"
+        for batch in sizes:
+            runs = {}
+            for i, way in enumerate(WAYS):
+                key = f"functions-{correction}-way{i}-B{batch}"
+                seed = 1000 * i + batch
+                run = partial(functions, curve, way, correction, batch, copies, time, seed)
+                runs[way] = context.once(key, run)["p"]
+                bias = (runs[way].mean(0) - target) / deviation
+                error = runs[way].std(0) / math.sqrt(copies) / deviation
+                rows.append(
+                    [name, way, f"{2 * batch / curve.count:.3f}", *(f"{b:+.3f} ± {e:.3f}" for b, e in zip(bias, error))]
+                )
+            one, two = runs.values()
+            gap = (one - two).mean(0) / deviation  # chains are independent
+            error = ((one.var(0) + two.var(0)) / copies).sqrt() / deviation
+            at = int((gap / error).abs().argmax())
+            differences[name, batch] = gap[at].abs().item(), error[at].item()
+            x, values = gaps.setdefault(name, ([], []))
+            x.append(2 * batch / curve.count)
+            spread = ((one - two) / deviation)[:, at]
+            values.append((spread * spread.mean().sign()).tolist())
+            context.say(f"{name}, B = {batch}: {gap[at]:+.3f} ± {error[at]:.3f} between parameterisations")
+    least = sizes[-1]
+    same, other = differences["SNGD", least], differences["plain NGD", least]
+    agree, differ = same[0] < 2 * same[1], other[0] > 5 * other[1]
+    fails = off[2, "Girolami and Calderhead: exp(-cost)"][0] > 10 * off[2, "flat: exp(-cost)"][0]
+    at = [f"x = {place:g}" for place in PLACES]
+    report.add_table(
+        "Mean predictions less those of exp(-cost) det(F)^1/2, in its standard deviations",
+        ["rule", "parameterisation", "lr", *at],
+        rows,
+    )
+    report.add_table(
+        "The same minibatches in both parameterisations: difference where it is largest, in standard deviations",
+        ["N", "rule", "lr 0.176", "lr 0.044", "straight line to lr 0"],
+        vanishing(context, [repeats, 30] if context.scale != "smoke" else [repeats], copies, 0.6 * time),
+    )
+    words = [
+        f"{name} {differences[name, b][0]:.3f} ± {differences[name, b][1]:.3f} (lr {2 * b / curve.count:.3f})"
+        for name in ("SNGD", "plain NGD")
+        for b in sizes
+    ]
+    first, flat, girolami, _ = schemes
+    report.verdict = (
+        f"{'Holds' if agree and differ and fails else 'Holds in part' if agree or differ else 'Does not hold'}. "
+        "Largest difference between the mean predictions of the two parameterisations, in standard deviations of the "
+        f"posterior: {', '.join(words)}. Known targets of two weights are missed by at most {off[2, first][0]:.3f} "
+        f"(jeffreys) and {off[2, flat][0]:.3f} (flat) in any moment, by Girolami and Calderhead's form by "
+        f"{off[2, girolami][0]:.3f}; in one dimension that form misses by {off[1, girolami][0]:.3f}."
+    )
+    figures.lines(
+        context.folder / "jeffreys.png",
+        {"difference between two parameterisations": gaps},
+        "lr",
+    )
+    report.add_figure(
+        "jeffreys.png",
+        "The mean prediction where it differs most between parameterisations, in standard deviations of the posterior, "
+        "against the step; errors are over chains.",
+    )
+    report.settings["protocol"] = (
+        f"known targets: {chains} Langevin chains, step {lr}, {steps} steps (three times that for one weight), the "
+        "second half counts; "
+        f"parameterisations: logistic regression on {curve.count} labels, whose frequencies are exactly those of the "
+        f"best weights, {copies} chains of minibatch natural gradients for a time of {time:g} (lr times updates, the "
+        "first fifth is burn-in), B = lr N/2, no damping; errors are over chains; those with the same minibatches take "
+        "0.6 of that time"
+    )
+    return report
+
+
+# --- a Kronecker metric ---
+
+
+def kronecker(context: Context) -> Report:
+    """Natural gradients with a Kronecker metric at many temperatures, on a network of 17,000 weights."""
+    images = mnist(context)
+    count, width, burn_in, steps, refresh, begins = {
+        "smoke": (200, 8, 10, 10, 5, 20),
+        "laptop": (4096, 64, 250, 250, 5, 500),
+        "paper": (16384, 256, 2000, 2000, 5, 2000),
+    }[context.scale]
+    inputs = images.train_x[0].numel() // 4
+    task = Task(
+        f"kronecker{count}",
+        partial(pooled, images, count),
+        partial(perceptron, (inputs, width, width, 10)),
+        0.1,
+        0.1,
+        burn_in,
+        steps,
+        prior_precision=20.0,
+        thin=5,
+        metric="kronecker",
+        examples=min(1024, count),
+        refresh=refresh,
+    )
+    task = begun(context, task, begins)
+    heats = [0.5, 2.0] if context.scale == "smoke" else [2.0**k for k in range(-3, 4)]
+    sizes = [batch_size(heat, task.lr, count) for heat in heats]
+    dampings = {f"damping {d:g}": replace(task, name=f"{task.name}-d{d:g}", damping=d) for d in (0.1, 0.3)}
+    found = {name: sweep(context, one, sizes=sizes) for name, one in dampings.items()}
+    size = sum(p.numel() for p in task.network(0).parameters())
+    report = Report(
+        "ngd-kronecker: temperature with a Kronecker metric",
+        claim="The authors expect their conclusions to carry over to larger networks with approximate natural "
+        "gradients such as K-FAC (003, section 2). Target here: the cross-entropy of ensembles of minibatch natural "
+        f"gradients with a Kronecker metric, on a perceptron of {size:,} weights, is smallest at a T within a factor "
+        "of 2 of 1.",
+        verdict=verdict(found),
+    )
+    report.settings["protocol"] = protocol(task)
+    return add_sweeps(context, report, found, "kronecker.png", by="temperature")
