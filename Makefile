@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 LAB := $(VENV)/.lab
 STAMP := $(VENV)/.test
 
-.PHONY: test demo lint types fast bench format clean
+.PHONY: test demo lint types fast bench hashes format clean
 
 test: lint types  ## lint, types and the whole test suite, doctests included
 	$(BIN)/python -m pytest
@@ -16,6 +16,9 @@ demo: $(LAB)  ## compare optimizers on scikit-learn's digits; ends by saying whe
 
 fast: $(STAMP)  ## the tests that take no compilation
 	$(BIN)/python -m pytest -m "not compiled" -x
+
+hashes: $(STAMP)  ## weights and state of every optimizer, to the bit, against the record of golden hashes
+	$(BIN)/python tests/hashes.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
