@@ -66,8 +66,8 @@ WHOLE: dict[str, Callable] = {
         m, lr=1e-5, batch_size=100, update_every=100, stats_every=10
     ),
     "KroneckerFilterFP(update_every=100)": lambda m: KroneckerFilterFP(m, lr=1e-5, batch_size=100, update_every=100),
-    "KroneckerFilterFP(update_every=100, evidence='empirical')": lambda m: KroneckerFilterFP(
-        m, lr=1e-5, batch_size=100, update_every=100, evidence="empirical"
+    "KroneckerFilterFP(update_every=100, fisher='empirical')": lambda m: KroneckerFilterFP(
+        m, lr=1e-5, batch_size=100, update_every=100, fisher="empirical"
     ),
     "KroneckerFilter(stats_every=10)": lambda m: KroneckerFilter(m, lr=1e-5, batch_size=100, stats_every=10),
 }

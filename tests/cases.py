@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from bayesgrad import optim, samplers
-from bayesgrad.filter.evident import Evident
-from bayesgrad.filter.second_order import SecondOrder
+from bayesgrad.optimizer.fisher import FisherOptimizer
+from bayesgrad.optimizer.hessian_diagonal import HessianDiagonal
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ COMMON = (
     ({"fused": "yes"}, "fused must be None, True or False, got 'yes'."),
 )
 EVIDENT = (
-    ({"evidence": "fisher"}, "evidence must be 'empirical' or 'centered' or 'sampled', got 'fisher'."),
+    ({"fisher": "fisher"}, "fisher must be 'empirical' or 'centered' or 'sampled', got 'fisher'."),
     ({"likelihood": "poisson"}, "likelihood must be 'categorical' or 'bernoulli' or 'gaussian', got 'poisson'."),
-    ({"linearise": 1}, "linearise must be True or False, got 1."),
+    ({"sample_weights": 1}, "sample_weights must be True or False, got 1."),
     ({"samples": 0}, "samples must be a whole number >= 1, got 0."),
     ({"seed": 0.5}, "seed must be a whole number, got 0.5."),
 )
@@ -73,11 +73,6 @@ ADABAYES = (
     ({"sgd_lr": 0.0}, "sgd_lr must be a positive number, got 0.0."),
     ({"momentum": 1.0}, "momentum must be in [0, 1), got 1.0."),
     ({"follow_lr": 1}, "follow_lr must be True or False, got 1."),
-    ({"centered": None}, "centered must be True or False, got None."),
-    (
-        {"centered": True, "evidence": "sampled"},
-        "centered=True is evidence='centered', but evidence is 'sampled': choose one.",
-    ),
     *EVIDENT,
 )
 ADABAYES_FP = (
@@ -102,13 +97,13 @@ KALMAN = (
     ({"nesterov_decay": 1}, "nesterov_decay must be True or False, got 1."),
     ({"beta2": 1.0}, "beta2 must be in [0, 1), got 1.0."),
     (
-        {"evidence": "centered"},
-        "evidence='centered' needs a finite prior_std: a gradient that hardly varies bounds no step.",
+        {"fisher": "centered"},
+        "fisher='centered' needs a finite prior_std: a gradient that hardly varies bounds no step.",
     ),
     (
         {"steady_state": True, "weight_noise": 0.1},
-        "steady_state=True has a closed form for prior_std=inf and weight_noise=0 only, and no linearise: "
-        "got prior_std=inf, weight_noise=0.1, linearise=False.",
+        "steady_state=True has a closed form for prior_std=inf and weight_noise=0 only, and no sample_weights: "
+        "got prior_std=inf, weight_noise=0.1, sample_weights=False.",
     ),
 )
 ADABOUND = (
@@ -155,7 +150,7 @@ KRONECKER = (
     *LAYERS,
     ({"batch_size": 0}, "batch_size must be a number >= 1, got 0."),
     ({"prior_std": 0.0}, "prior_std must be a positive number, got 0.0."),
-    ({"evidence": "true"}, "evidence must be 'sampled' or 'centered' or 'empirical', got 'true'."),
+    ({"fisher": "true"}, "fisher must be 'sampled' or 'centered' or 'empirical', got 'true'."),
     ({"update_every": 0}, "update_every must be a whole number >= 1, got 0."),
     ({"likelihood": "poisson"}, "likelihood must be 'categorical' or 'bernoulli' or 'gaussian', got 'poisson'."),
     ({"seed": 0.5}, "seed must be a whole number, got 0.5."),
@@ -181,7 +176,7 @@ IVON = (
     *VARIATIONAL,
     ({"clip_radius": 0.0}, "clip_radius must be a positive number, got 0.0."),
     ({"rescale_lr": 1}, "rescale_lr must be True or False, got 1."),
-    ({"curvature": "exact"}, "curvature must be 'price' or 'gradsq', got 'exact'."),
+    ({"curvature": "exact"}, "curvature must be 'reparameterised' or 'gradsq', got 'exact'."),
 )
 GAUSS_NEWTON = (
     *VARIATIONAL,
@@ -239,7 +234,7 @@ ELEMENTWISE = (
     Case(
         "AdaBayes-centered",
         optim.AdaBayes,
-        {"batch_size": 32, "centered": True, "weight_decay": 0.1},
+        {"batch_size": 32, "fisher": "centered", "weight_decay": 0.1},
         ("gradient_mean", "variance", "momentum"),
     ),
     Case(
@@ -253,7 +248,7 @@ ELEMENTWISE = (
     Case(
         "AdaBayesFP-centered",
         optim.AdaBayesFP,
-        {"centered": True, "weight_decay": 0.1},
+        {"fisher": "centered", "weight_decay": 0.1},
         ("gradient_mean", "moment", "momentum"),
     ),
     Case("AdaBayesFP-adamw", optim.AdaBayesFP, {"sgd_lr": float("inf")}, ("moment", "momentum")),
@@ -261,7 +256,7 @@ ELEMENTWISE = (
     Case(
         "KalmanMomentum-prior",
         optim.KalmanMomentum,
-        {"batch_size": 32, "prior_std": 1.0, "weight_noise": 1e-3, "evidence": "centered", "nesterov_decay": False},
+        {"batch_size": 32, "prior_std": 1.0, "weight_noise": 1e-3, "fisher": "centered", "nesterov_decay": False},
         ("gradient_mean", *PAIR),
     ),
     Case(
@@ -321,7 +316,7 @@ LAYERWISE = (
             "batch_size": 32,
             "prior_std": 0.1,
             "momentum": 0.0,
-            "evidence": "centered",
+            "fisher": "centered",
             "update_every": 3,
             "stats_every": 2,
         },
@@ -332,7 +327,7 @@ LAYERWISE = (
     Case(
         "KroneckerFilterFP-prior",
         optim.KroneckerFilterFP,
-        {"batch_size": 32, "prior_std": 0.1, "evidence": "empirical", "max_factor": 64, "weight_decay": 0.1},
+        {"batch_size": 32, "prior_std": 0.1, "fisher": "empirical", "max_factor": 64, "weight_decay": 0.1},
         layers=True,
     ),
     Case("NaturalGradient", optim.NaturalGradient, {}, (), NATURAL, layers=True),
@@ -368,13 +363,13 @@ SECOND = (
     Case("VON-plain", optim.VON, {"num_data": 1344, "improved": False}, ("variance", "momentum"), decays=False),
 )
 SHOWN = (
-    Case("AdaBayes-sampled", optim.AdaBayes, {"batch_size": 32, "evidence": "sampled"}, ("variance", "momentum")),
-    Case("AdaBayes-drawn", optim.AdaBayes, {"batch_size": 32, "linearise": True}, ("variance", "momentum")),
-    Case("AdaBayesFP-sampled", optim.AdaBayesFP, {"evidence": "sampled"}, ("moment", "momentum")),
+    Case("AdaBayes-sampled", optim.AdaBayes, {"batch_size": 32, "fisher": "sampled"}, ("variance", "momentum")),
+    Case("AdaBayes-drawn", optim.AdaBayes, {"batch_size": 32, "sample_weights": True}, ("variance", "momentum")),
+    Case("AdaBayesFP-sampled", optim.AdaBayesFP, {"fisher": "sampled"}, ("moment", "momentum")),
     Case(
         "KalmanMomentum-sampled",
         optim.KalmanMomentum,
-        {"batch_size": 32, "evidence": "sampled", "linearise": True, "weight_decay": 0.1},
+        {"batch_size": 32, "fisher": "sampled", "sample_weights": True, "weight_decay": 0.1},
         PAIR,
     ),
 )
@@ -472,9 +467,9 @@ def observe(
     loss: torch.Tensor | None = None,
 ) -> None:
     """Shows outputs or loss to an optimizer that looks at them; with labels, there is nothing random about outputs."""
-    if isinstance(optimizer, SecondOrder):
+    if isinstance(optimizer, HessianDiagonal):
         optimizer.observe(loss)
-    elif isinstance(optimizer, Evident) or (hasattr(optimizer, "tap") and hasattr(optimizer, "observe")):
+    elif isinstance(optimizer, FisherOptimizer) or (hasattr(optimizer, "recorder") and hasattr(optimizer, "observe")):
         optimizer.observe(outputs, labels)
 
 
@@ -489,7 +484,7 @@ def push(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> No
     """Steps with random gradients, which no other library has a part in."""
     for index in steps:
         optimizer.zero_grad()
-        if hasattr(optimizer, "tap") or hasattr(optimizer, "observe"):
+        if hasattr(optimizer, "recorder") or hasattr(optimizer, "observe"):
             backward(model, index, optimizer)
         generator = torch.Generator().manual_seed(2000 + index)
         with drawn(optimizer):

@@ -1,8 +1,9 @@
 """Golden hashes: what every optimizer and sampler computes, to the bit, while the code around it is rearranged.
 
-Each run trains a small network for 50 steps on one thread and is recorded as two SHA-256 sums: of the weights, and of the
-tensors in the optimizer's state. Values are hashed, not names, so a rename leaves them equal. Bits depend on the
-processor, on torch and on the compiler; the record says on which it was made, and where they differ nothing is compared.
+Each run trains a small network for 50 steps on one thread. It is recorded as two SHA-256 sums: of the weights, and of
+the tensors in the optimizer's state. Values are hashed, not names, so a rename leaves them equal. Bits depend on the
+processor, on torch and on the compiler. The record names those it was made with;
+where they differ, nothing is compared.
 
 Run: python tests/hashes.py            compare all runs with the record, tests/hashes.json
      python tests/hashes.py --record   write the record anew, in a commit of its own that says why
@@ -23,11 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import cases
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import cases
 from bayesgrad import optim, samplers
 
 RECORD = Path(__file__).parent / "hashes.json"
@@ -98,7 +99,7 @@ MORE = (
     cases.Case(
         "DenseFilter-sampled",
         optim.DenseFilter,
-        {"batch_size": EXAMPLES, "prior_std": 0.5, "evidence": "sampled", "weight_decay": 0.1},
+        {"batch_size": EXAMPLES, "prior_std": 0.5, "fisher": "sampled", "weight_decay": 0.1},
         (),
         layers=True,
     ),
@@ -218,7 +219,9 @@ def fingerprint() -> dict[str, str]:
     if (info := Path("/proc/cpuinfo")).exists():
         model = next((line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line), "")
     try:
-        compiler = subprocess.run(["c++", "--version"], capture_output=True, text=True, check=True).stdout.split("\n")[0]
+        compiler = subprocess.run(["c++", "--version"], capture_output=True, text=True, check=True).stdout.split("\n")[
+            0
+        ]
     except (OSError, subprocess.CalledProcessError):
         compiler = "none"
     capability = torch.backends.cpu.get_cpu_capability()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import hashes
 import pytest
+
+import hashes
 
 RUNS = [run for run in hashes.runs() if (run.network, run.dtype) == ("tied", "float64")]
 

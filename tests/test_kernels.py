@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bayesgrad import _kernels
+from bayesgrad import kernels
 from cases import CASES, ELEMENTWISE, Case, drawn, layerwise_case, same, small_model, train, weights
 
 HERE = Path(__file__).parent
@@ -44,7 +44,7 @@ def trained(case: Case, fused: bool, dtype: torch.dtype, shapes: list, steps: in
 @pytest.mark.parametrize("case", ELEMENTWISE, ids=lambda case: case.name)
 def test_compiled_and_eager_steps_agree_to_the_last_bit(case: Case) -> None:
     assert same(trained(case, True, torch.float32, SHAPES), trained(case, False, torch.float32, SHAPES))
-    assert "cpu" not in _kernels._unusable
+    assert "cpu" not in kernels._unusable
 
 
 @pytest.mark.compiled
@@ -69,9 +69,9 @@ def test_they_agree_in_other_dtypes(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.compiled
 def test_one_compilation_serves_every_model_and_learning_rate(monkeypatch) -> None:
     compilations = []
-    compile_one = _kernels._compile
-    monkeypatch.setattr(_kernels, "_compiled", {})
-    monkeypatch.setattr(_kernels, "_compile", lambda *a: compilations.append(a) or compile_one(*a))
+    compile_one = kernels._compile
+    monkeypatch.setattr(kernels, "_compiled", {})
+    monkeypatch.setattr(kernels, "_compile", lambda *a: compilations.append(a) or compile_one(*a))
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for shapes in (SHAPES, [(100, 1000)], [(256,)] * 7, [(50_000,), (3, 50_000)], [(40_000,)] * 9):
         trained(CASES[0], True, torch.float32, shapes, steps=6)
@@ -85,11 +85,11 @@ def test_many_kernels_do_not_run_into_the_recompilation_limit() -> None:
     rows = [tuple(torch.ones(5000) for _ in range(2)) for _ in range(4)]
     for i in range(10):
 
-        def function(numbers, weight, gradient, i=i):
-            return (weight + numbers[0] * gradient + i,)
+        def function(scalars, weight, gradient, i=i):
+            return (weight + scalars[0] * gradient + i,)
 
-        _kernels.run(function, [1.0], rows, fused=True)
-    assert "cpu" not in _kernels._unusable
+        kernels.run(function, [1.0], rows, fused=True)
+    assert "cpu" not in kernels._unusable
     assert all(torch.equal(row[0], torch.full((5000,), 1.0 + 10 + sum(range(10)))) for row in rows)
 
 
@@ -120,16 +120,16 @@ def test_without_a_compiler_there_is_one_warning_and_the_same_numbers(tmp_path: 
 
 
 def test_small_models_are_not_compiled_unless_asked() -> None:
-    assert not _kernels.pays(torch.device("cpu"), 10_000)
-    assert _kernels.pays(torch.device("cpu"), 10_000_000)
-    assert not _kernels.pays(torch.device("mps"), 10_000_000)
+    assert not kernels.pays(torch.device("cpu"), 10_000)
+    assert kernels.pays(torch.device("cpu"), 10_000_000)
+    assert not kernels.pays(torch.device("mps"), 10_000_000)
 
 
 @pytest.mark.parametrize("lengths", [[256], [300, 70_000], [10_000] * 6, [257, 258, 259], [1 << 12] * 4])
 def test_bundles_cover_every_element_once(lengths: list[int]) -> None:
     rows = [(torch.zeros(n), torch.zeros(n)) for n in lengths]
-    for bundle in _kernels._bundles(rows):
-        assert len(bundle) == _kernels.ROWS_PER_CALL
+    for bundle in kernels._bundles(rows):
+        assert len(bundle) == kernels.ROWS_PER_CALL
         for weight, gradient in bundle:
             assert len(weight) == len(gradient) > 1
             weight += 1

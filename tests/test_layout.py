@@ -20,14 +20,14 @@ LAYERS = [
     ["samplers"],
     ["laplace"],
     ["optim"],
-    ["filter"],
+    ["optimizer"],
     ["rule", "transition", "block"],
     ["curvature"],
     ["posterior"],
     ["belief"],
     ["precision"],
     ["likelihoods"],
-    ["_kernels", "noise"],
+    ["kernels", "noise"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

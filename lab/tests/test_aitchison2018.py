@@ -217,7 +217,7 @@ def test_copies_are_counted_once_in_the_first_epoch(task: Task, tmp_path: Path) 
         "slow",
         (1e-9,),
         lambda m, t, lr, s: optim.AdaBayes(
-            m.parameters(), lr=lr, batch_size=t.losses, sgd_lr=1e-3, momentum=0.0, evidence="sampled"
+            m.parameters(), lr=lr, batch_size=t.losses, sgd_lr=1e-3, momentum=0.0, fisher="sampled"
         ),
     )
     assert sampled.kind != slow.kind

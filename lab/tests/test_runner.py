@@ -200,7 +200,7 @@ def test_rules_know_how_many_losses_an_example_has() -> None:
     for name in ("foof", "kfac", "naturalgradient"):
         (optimizer,) = method(name).build(model, 0.1, Amounts(4, 7), 0.01)
         group = optimizer.param_groups[0]
-        assert (group["lr"], group["terms"]) == (0.1, 7)
+        assert (group["lr"], group["losses_per_example"]) == (0.1, 7)
         assert group["lr"] * group["weight_decay"] == pytest.approx(1e-3)
     (optimizer,) = method("adabayes").build(model, 0.1, Amounts(4, 7), 0.0)
     assert optimizer.param_groups[0]["batch_size"] == 28
@@ -208,7 +208,7 @@ def test_rules_know_how_many_losses_an_example_has() -> None:
         (optimizer,) = method(name).build(model, 0.1, Amounts(4, 7, 100, seed=3), 0.01)
         group = optimizer.param_groups[0]
         assert (group["lr"], group["num_data"], group["prior_precision"], group["seed"]) == (0.1, 700, 7.0, 3)
-        assert group.get("terms", 7) == 7
+        assert group.get("losses_per_example", 7) == 7
 
 
 def test_a_damaged_checkpoint_costs_time_but_no_result(digits: Dataset, tmp_path: Path) -> None:

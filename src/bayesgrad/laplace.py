@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from bayesgrad import likelihoods
-from bayesgrad._kernels import compute_dtype
 from bayesgrad.curvature import layers
+from bayesgrad.curvature.accumulators import STRUCTURES
 from bayesgrad.curvature.fisher import FISHERS, captures, check_outputs, refuse_mixing
-from bayesgrad.curvature.sums import STRUCTURES
+from bayesgrad.kernels import compute_dtype
 from bayesgrad.noise import folded
 from bayesgrad.posterior.hessian import check_prior
 from bayesgrad.posterior.laplace import Fit, LaplacePosterior

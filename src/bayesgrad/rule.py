@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bayesgrad.curvature.gradients import Memory, Numbers, average
+from bayesgrad.curvature.gradients import Memory, Scalars, average
 from bayesgrad.precision import Pair, Precision
 
 
@@ -25,18 +25,18 @@ class Rule(ABC):
         return ()
 
     @abstractmethod
-    def numbers(self, group: Mapping[str, Any], step: int, gain: float) -> dict[str, float]:
-        """The scalars that `move` asks for; `gain` multiplies the whole step."""
+    def scalars(self, group: Mapping[str, Any], step: int, step_scale: float) -> dict[str, float]:
+        """The scalars that `move` asks for; `step_scale` multiplies the whole step."""
 
-    def straight(self, n: Numbers) -> tuple[float, float, float, float] | None:
-        """(keep, fresh, gain, shrink), where a solved gradient d takes the mean to shrink mean - gain m.
+    def axpy_coefficients(self, n: Scalars) -> tuple[float, float, float, float] | None:
+        """(keep, fresh, step_scale, shrink), where a solved gradient d takes the mean to shrink mean - step_scale m.
 
         m is the momentum, keep m + fresh d, or d itself where there is none.
         """
         return None
 
     @abstractmethod
-    def move(self, mean: Tensor, gradient: Tensor, precision: Precision, memory: Memory, n: Numbers) -> Tensor:
+    def move(self, mean: Tensor, gradient: Tensor, precision: Precision, memory: Memory, n: Scalars) -> Tensor:
         """The new mean; replaces its slots in `memory`."""
 
 
@@ -47,14 +47,14 @@ def momentum_of(group: Mapping[str, Any]) -> float:
 
 @dataclass(frozen=True)
 class NaturalGradient(Rule):
-    """w <- w - gain P^-1 <g>, where <g> is a debiased moving average of the gradient.
+    """w <- w - step_scale P^-1 <g>, where <g> is a debiased moving average of the gradient.
 
-    With `heavy_ball`, the buffer b <- momentum b + P^-1 g of torch.optim.SGD instead: w <- w - gain b.
+    With `heavy_ball`, the buffer b <- momentum b + P^-1 g of torch.optim.SGD instead: w <- w - step_scale b.
 
-    Where there is a prior, its pull joins <g>; a `radius` bounds each coordinate of the step before the gain.
+    Where there is a prior, its pull joins <g>; a `radius` bounds each coordinate of the step before the step_scale.
 
-    With `natural`, w <- w - gain P'^-1 <g> + natural (P_old/P') (w - w_old): the exact image of momentum in the natural
-    parameters of a Gaussian, together with the transition's; P' is the new precision, P_old the last but one.
+    With `natural`, w <- w - step_scale P'^-1 <g> + natural (P_old/P') (w - w_old): the exact image of momentum in the
+    natural parameters of a Gaussian, together with the transition's; P' is the new precision, P_old the last but one.
 
     Reference: 001, Eq. 19b; 002, appendix F.
     Differs from the paper: whose Eq. 81 counts the momentum of the precision twice.
@@ -74,17 +74,17 @@ class NaturalGradient(Rule):
     def averages(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("momentum",) if momentum_of(group) and not self.heavy_ball else ()
 
-    def numbers(self, group: Mapping[str, Any], step: int, gain: float) -> dict[str, float]:
+    def scalars(self, group: Mapping[str, Any], step: int, step_scale: float) -> dict[str, float]:
         momentum = momentum_of(group)
         if self.heavy_ball:
-            return {"gain": gain, "momentum": momentum}
+            return {"step_scale": step_scale, "momentum": momentum}
         keep, take = average(momentum, step)
-        return {"gain": gain, "momentum": keep, "fresh": take}
+        return {"step_scale": step_scale, "momentum": keep, "fresh": take}
 
-    def straight(self, n: Numbers) -> tuple[float, float, float, float]:
-        return n["momentum"], n.get("fresh", 1.0), n["gain"], n.get("shrink", 1.0)
+    def axpy_coefficients(self, n: Scalars) -> tuple[float, float, float, float]:
+        return n["momentum"], n.get("fresh", 1.0), n["step_scale"], n.get("shrink", 1.0)
 
-    def move(self, mean: Tensor, gradient: Tensor, precision: Precision, memory: Memory, n: Numbers) -> Tensor:
+    def move(self, mean: Tensor, gradient: Tensor, precision: Precision, memory: Memory, n: Scalars) -> Tensor:
         if "momentum" in memory and not self.heavy_ball:
             gradient = memory["momentum"] = n["momentum"] * memory["momentum"] + n["fresh"] * gradient
         step = precision.solve(gradient + n["pull"] if "pull" in n else gradient)
@@ -92,7 +92,7 @@ class NaturalGradient(Rule):
             step = memory["momentum"] = n["momentum"] * memory["momentum"] + step
         if "radius" in n:
             step = step.clamp(-n["radius"], n["radius"])
-        moved = mean - n["gain"] * step
+        moved = mean - n["step_scale"] * step
         if self.natural:
             ratio = precision.variance() / memory["older_variance"]
             moved = moved + n["natural"] * ratio * (mean - memory["last_mean"])
@@ -101,11 +101,12 @@ class NaturalGradient(Rule):
 
 
 @dataclass(frozen=True)
-class LookAhead(Rule):
+class PredictedStep(Rule):
     """The mean of weight and momentum moves, and on to where the next gradient is to be taken.
 
-    m = w - gain a g, p <- keep p - pull b g, w <- ahead m + eta p, with a, b the weight's variance and its covariance
-    with the momentum. That gradients are taken at w, ahead of the belief's mean m, is what Nesterov's acceleration is.
+    m = w - step_scale a g, p <- keep p - pull b g, w <- ahead m + eta p, with a, b the weight's variance and
+    its covariance with the momentum. That gradients are taken at w, ahead of the belief's mean m,
+    is Nesterov's acceleration.
 
     Reference: 000, Eq. 15-18.
     """
@@ -113,14 +114,14 @@ class LookAhead(Rule):
     def slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("momentum",)
 
-    def numbers(self, group: Mapping[str, Any], step: int, gain: float) -> dict[str, float]:
+    def scalars(self, group: Mapping[str, Any], step: int, step_scale: float) -> dict[str, float]:
         """The declaration adds momentum (what is kept of it), pull, ahead and eta."""
-        return {"gain": gain}
+        return {"step_scale": step_scale}
 
-    def move(self, mean: Tensor, gradient: Tensor, precision: Precision, memory: Memory, n: Numbers) -> Tensor:
+    def move(self, mean: Tensor, gradient: Tensor, precision: Precision, memory: Memory, n: Scalars) -> Tensor:
         if not isinstance(precision, Pair):
             raise TypeError(f"a rule with momentum asks for a Pair, got {type(precision).__name__}.")
-        posterior = mean - n["gain"] * (precision.weight * gradient)
+        posterior = mean - n["step_scale"] * (precision.weight * gradient)
         memory["momentum"] = n["momentum"] * memory["momentum"] - n["pull"] * (precision.cross * gradient)
         return n["ahead"] * posterior + n["eta"] * memory["momentum"]
 
@@ -144,11 +145,11 @@ class Langevin(Rule):
 
     injected: bool = True
 
-    def numbers(self, group: Mapping[str, Any], step: int, gain: float) -> dict[str, float]:
-        return {"gain": gain}
+    def scalars(self, group: Mapping[str, Any], step: int, step_scale: float) -> dict[str, float]:
+        return {"step_scale": step_scale}
 
-    def straight(self, n: Numbers) -> tuple[float, float, float, float]:
-        return 0.0, 1.0, n["gain"], 1.0
+    def axpy_coefficients(self, n: Scalars) -> tuple[float, float, float, float]:
+        return 0.0, 1.0, n["step_scale"], 1.0
 
     def change(
         self,
@@ -157,7 +158,7 @@ class Langevin(Rule):
         precision: Precision,
         correction: Tensor | None,
         noise: Tensor | None,
-        n: Numbers,
+        n: Scalars,
     ) -> Tensor:
         """What a step subtracts from the weights, for lr, heat (T/N) and pull (a number, or one for each weight)."""
         change = n["lr"] * precision.solve(gradient + n["pull"] * mean)
@@ -167,5 +168,5 @@ class Langevin(Rule):
             change = change - (2 * n["lr"] * n["heat"]) ** 0.5 * precision.sample(noise)
         return change
 
-    def move(self, mean: Tensor, gradient: Tensor, precision: Precision, memory: Memory, n: Numbers) -> Tensor:
-        return mean - n["gain"] * precision.solve(gradient)
+    def move(self, mean: Tensor, gradient: Tensor, precision: Precision, memory: Memory, n: Scalars) -> Tensor:
+        return mean - n["step_scale"] * precision.solve(gradient)

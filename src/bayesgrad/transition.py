@@ -14,35 +14,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesgrad._kernels import sqrt
-from bayesgrad.curvature.gradients import Memory, Numbers, average
+from bayesgrad.curvature.gradients import Memory, Scalars, average
+from bayesgrad.kernels import sqrt
 from bayesgrad.precision import Diagonal, Pair
 
 FLOOR = torch.finfo(torch.float32).tiny
 
 
 class Transition(ABC):
-    """Base of all transitions. `dynamics` are the quantities a declaration hands to `numbers`."""
+    """Base of all transitions. `dynamics` are the quantities a declaration hands to `scalars`."""
 
     slots: tuple[str, ...] = ("variance",)
 
-    def numbers(self, *args: Any, **dynamics: Any) -> dict[str, float]:
+    def scalars(self, *args: Any, **dynamics: Any) -> dict[str, float]:
         """The scalars that the methods below ask for."""
         return {}
 
     @abstractmethod
-    def merge(self, memory: Memory, increment: Tensor, n: Numbers) -> Diagonal | Pair:
+    def merge(self, memory: Memory, increment: Tensor, n: Scalars) -> Diagonal | Pair:
         """The posterior precision; replaces its slots in `memory`."""
 
-    def believed(self, memory: Memory, n: Numbers) -> Diagonal:
+    def current_precision(self, memory: Memory, n: Scalars) -> Diagonal:
         """The precision of weights that `memory` holds now."""
         return Diagonal(memory["variance"])
 
-    def admit(self, gradient: Tensor) -> Tensor:
+    def clip(self, gradient: Tensor) -> Tensor:
         """The gradient as far as it can be made use of."""
         return gradient
 
-    def drift(self, mean: Tensor, n: Numbers) -> Tensor:
+    def drift(self, mean: Tensor, n: Scalars) -> Tensor:
         """The mean's own motion: decoupled weight decay."""
         return n["shrink"] * mean if "shrink" in n else mean
 
@@ -54,7 +54,7 @@ class Static(Transition):
     Reference: 000, section 2.1, in the limit of no process noise (a step size that falls as 1/t).
     """
 
-    def merge(self, memory: Memory, increment: Tensor, n: Numbers) -> Diagonal:
+    def merge(self, memory: Memory, increment: Tensor, n: Scalars) -> Diagonal:
         posterior = Diagonal(memory["variance"]).add(increment)
         memory["variance"] = posterior.storable()
         return posterior
@@ -86,13 +86,13 @@ class Forget(Transition):
     def slots(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return ("variance", "last_variance") if self.natural else ("variance",)
 
-    def numbers(self, *, keep: float, take: float) -> dict[str, float]:
+    def scalars(self, *, keep: float, take: float) -> dict[str, float]:
         return {"take": take} if self.retract else {"keep": keep, "take": take}
 
-    def admit(self, gradient: Tensor) -> Tensor:
+    def clip(self, gradient: Tensor) -> Tensor:
         return _capped(gradient) if self.retract else gradient
 
-    def merge(self, memory: Memory, increment: Tensor, n: Numbers) -> Diagonal:
+    def merge(self, memory: Memory, increment: Tensor, n: Scalars) -> Diagonal:
         variance = memory["variance"]
         if self.retract:
             x = n["take"] * (increment * variance - 1)
@@ -122,18 +122,18 @@ class MovingAverage(Transition):
 
     slots = ("moment",)
 
-    def numbers(self, *, decay: float, step: int) -> dict[str, float]:
+    def scalars(self, *, decay: float, step: int) -> dict[str, float]:
         keep, take = average(decay, step)
         return {"keep": keep, "take": take, "floor": FLOOR}
 
-    def merge(self, memory: Memory, increment: Tensor, n: Numbers) -> Diagonal:
+    def merge(self, memory: Memory, increment: Tensor, n: Scalars) -> Diagonal:
         memory["moment"] = n["keep"] * memory["moment"] + n["take"] * increment
-        return self.believed(memory, n)
+        return self.current_precision(memory, n)
 
-    def admit(self, gradient: Tensor) -> Tensor:
+    def clip(self, gradient: Tensor) -> Tensor:
         return _capped(gradient)
 
-    def believed(self, memory: Memory, n: Numbers) -> Diagonal:
+    def current_precision(self, memory: Memory, n: Scalars) -> Diagonal:
         return Diagonal(1 / (memory["moment"] + n["floor"]))
 
 
@@ -154,7 +154,7 @@ class OrnsteinUhlenbeck(Transition):
     Checked by: tests/equations/test_adabayes.py, against the root of its own quadratic.
     """
 
-    def numbers(self, *, process: float, stationary: float) -> dict[str, float]:
+    def scalars(self, *, process: float, stationary: float) -> dict[str, float]:
         """Args: process: eta^2; stationary: sigma^2."""
         if process == 0:
             return {"retain": 1.0, "noise": 0.0}
@@ -162,8 +162,8 @@ class OrnsteinUhlenbeck(Transition):
             return {"retain": 1.0, "noise": process}
         return {"retain": math.exp(-process / stationary), "noise": -stationary * math.expm1(-process / stationary)}
 
-    def merge(self, memory: Memory, increment: Tensor, n: Numbers) -> Diagonal:
-        posterior = Diagonal(memory["variance"]).spread(n["retain"], n["noise"]).add(increment)
+    def merge(self, memory: Memory, increment: Tensor, n: Scalars) -> Diagonal:
+        posterior = Diagonal(memory["variance"]).propagate(n["retain"], n["noise"]).add(increment)
         memory["variance"] = posterior.storable()
         return posterior
 
@@ -171,7 +171,7 @@ class OrnsteinUhlenbeck(Transition):
         # Where squares of gradients underflow in float32, the floor keeps the step bounded by lr, and finite.
         return {"half": half, "half_square": max(half * half, FLOOR)}
 
-    def steady(self, moment: Tensor, n: Numbers) -> Diagonal:
+    def steady(self, moment: Tensor, n: Scalars) -> Diagonal:
         return Diagonal(1 / (n["half"] + sqrt(n["half_square"] + moment)))
 
 
@@ -198,7 +198,7 @@ class OrnsteinUhlenbeckPair(Transition):
 
     slots = ("variance", "cross", "momentum_variance")
 
-    def numbers(self, *, eta: float, eta_p: float, eta_w: float, retain: float) -> dict[str, float]:
+    def scalars(self, *, eta: float, eta_p: float, eta_w: float, retain: float) -> dict[str, float]:
         """Args: retain: c_w."""
         keep = 1 - eta_p
         return {
@@ -212,7 +212,7 @@ class OrnsteinUhlenbeckPair(Transition):
             "momentum_noise": eta_p * eta_p,
         }
 
-    def merge(self, memory: Memory, increment: Tensor, n: Numbers) -> Pair:
+    def merge(self, memory: Memory, increment: Tensor, n: Scalars) -> Pair:
         ww, wp, pp = (memory[slot] for slot in self.slots)
         prior = Pair(
             n["retain"] * ww + n["couple"] * wp + n["kick"] * pp + n["noise"],
@@ -235,7 +235,7 @@ class OrnsteinUhlenbeckPair(Transition):
             "floor": FLOOR,
         }
 
-    def steady(self, moment: Tensor, n: Numbers) -> Pair:
+    def steady(self, moment: Tensor, n: Scalars) -> Pair:
         inverse = 1 / sqrt(moment + n["floor"])  # a number over a tensor is rounded twice in eager mode only
         half = n["ratio"] * inverse
         phi = 1 / (sqrt(1 + half) + sqrt(half))
@@ -258,22 +258,22 @@ class Steady(Transition):
     debias: bool = True
     slots = ("moment",)
 
-    def numbers(self, *, beta: float, step: int, **dynamics: float) -> dict[str, float]:
+    def scalars(self, *, beta: float, step: int, **dynamics: float) -> dict[str, float]:
         keep, take = average(beta, step) if self.debias else (beta, 1 - beta)
         return {"keep": keep, "take": take} | self.of.steady_numbers(**dynamics)
 
-    def merge(self, memory: Memory, increment: Tensor, n: Numbers) -> Diagonal | Pair:
+    def merge(self, memory: Memory, increment: Tensor, n: Scalars) -> Diagonal | Pair:
         memory["moment"] = n["keep"] * memory["moment"] + n["take"] * increment
-        return self.settled(memory, n)
+        return self.steady_state(memory, n)
 
-    def admit(self, gradient: Tensor) -> Tensor:
+    def clip(self, gradient: Tensor) -> Tensor:
         return _capped(gradient)
 
-    def believed(self, memory: Memory, n: Numbers) -> Diagonal:
-        settled = self.settled(memory, n)
-        return settled.of_weights() if isinstance(settled, Pair) else settled
+    def current_precision(self, memory: Memory, n: Scalars) -> Diagonal:
+        steady = self.steady_state(memory, n)
+        return steady.of_weights() if isinstance(steady, Pair) else steady
 
-    def settled(self, memory: Memory, n: Numbers) -> Diagonal | Pair:
+    def steady_state(self, memory: Memory, n: Scalars) -> Diagonal | Pair:
         return self.of.steady(memory["moment"], n)
 
 

@@ -143,7 +143,7 @@ def test_algebra(name: str) -> None:
     vector = torch.randn(shape, dtype=torch.float64, generator=GENERATOR)
     close(precision.scale(0.3).to_dense(), 0.3 * P)
     close(precision.add(increment).to_dense(), P + dense_increment(increment))
-    close(precision.spread(0.7, 0.2).to_dense(), torch.linalg.inv(0.7 * covariance + 0.2 * eye(len(P))))
+    close(precision.propagate(0.7, 0.2).to_dense(), torch.linalg.inv(0.7 * covariance + 0.2 * eye(len(P))))
     close(precision.solve(vector).flatten(), covariance @ vector.flatten())
     close(precision.variance().flatten(), covariance.diagonal())
     assert precision.variance().shape == vector.shape
@@ -166,7 +166,7 @@ def test_operations_follow_each_other() -> None:
     for precision in (Kronecker(None, covariance(3, 3), SHAPE), LowRank(0.6, directions(*SHAPE, 2), SHAPE)):
         expected = 0.3 * (precision.to_dense() + 0.4 * eye(6))
         expected = torch.linalg.inv(0.7 * torch.linalg.inv(expected) + 0.2 * eye(6))
-        found = precision.add(0.4).scale(0.3).spread(0.7, 0.2)
+        found = precision.add(0.4).scale(0.3).propagate(0.7, 0.2)
         close(found.to_dense(), expected)
         close(found.logdet(), torch.logdet(expected))
         close(found.variance().flatten(), torch.linalg.inv(expected).diagonal())
@@ -181,7 +181,9 @@ def test_a_dense_belief_moves_by_any_linear_map() -> None:
     assert torch.equal(moved.covariance, moved.covariance.T)
     retain, noise = positive(*SHAPE), positive(*SHAPE)
     diagonal = eye(6) - torch.diag(retain.flatten().sqrt())
-    close(belief.spread(retain, noise).covariance, belief.transform(diagonal, torch.diag(noise.flatten())).covariance)
+    close(
+        belief.propagate(retain, noise).covariance, belief.transform(diagonal, torch.diag(noise.flatten())).covariance
+    )
 
 
 def test_a_dense_belief_of_several_strips_is_symmetric() -> None:
@@ -206,7 +208,7 @@ def test_a_dense_belief_stays_positive_and_symmetric() -> None:
         belief = belief.add(Matrix(1e6 * directions(*SHAPE, 2).columns))
         assert torch.equal(belief.covariance, belief.covariance.T)
         assert torch.linalg.eigvalsh(belief.covariance)[0] > 0
-        belief = belief.spread(0.9 + 0.1 * positive(*SHAPE).clamp(max=1), 1e-12)
+        belief = belief.propagate(0.9 + 0.1 * positive(*SHAPE).clamp(max=1), 1e-12)
         assert torch.equal(belief.covariance, belief.covariance.T)
 
 

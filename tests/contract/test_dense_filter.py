@@ -27,7 +27,7 @@ def network(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
 
 def train(model: nn.Module, optimizer: DenseFilter, steps: range) -> None:
     dtype = next(model.parameters()).dtype
-    labelled = optimizer.param_groups[0]["evidence"] in ("empirical", "centered")
+    labelled = optimizer.param_groups[0]["fisher"] in ("empirical", "centered")
     for index in steps:
         generator = torch.Generator().manual_seed(index)
         x, y = torch.randn(8, 4, generator=generator).to(dtype), torch.randint(0, 3, (8,), generator=generator)
@@ -48,9 +48,9 @@ def momentum(weights: int) -> dict[str, Any]:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "random walk": {"lr": 0.05},
-    "sampled": {"lr": 0.05, "prior_std": 0.5, "evidence": "sampled", "seed": 3, "weight_decay": 0.1},
-    "centered": {"lr": 0.05, "evidence": "centered"},
-    "momentum": {"evidence": "empirical", **momentum(43)},
+    "sampled": {"lr": 0.05, "prior_std": 0.5, "fisher": "sampled", "seed": 3, "weight_decay": 0.1},
+    "centered": {"lr": 0.05, "fisher": "centered"},
+    "momentum": {"fisher": "empirical", **momentum(43)},
 }
 every_option = pytest.mark.parametrize("name", OPTIONS)
 
@@ -212,8 +212,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "batch_size": ({"batch_size": 0}, "batch_size must be a number >= 1, got 0."),
     "prior_std": ({"prior_std": 0.0}, "prior_std must be a positive number, got 0.0."),
     "evidence": (
-        {"evidence": "some"},
-        "evidence must be 'exact' or 'sampled' or 'empirical' or 'centered', got 'some'.",
+        {"fisher": "some"},
+        "fisher must be 'exact' or 'sampled' or 'empirical' or 'centered', got 'some'.",
     ),
     "likelihood": ({"likelihood": "cauchy"}, "likelihood must be 'categorical' or 'bernoulli' or 'gaussian', got "),
     "pair": ({"transition": eye(43)}, "transition must be None or a pair of matrices (A, Q), got tensor("),
@@ -261,13 +261,13 @@ def test_steps_without_evidence_are_refused() -> None:
     F.cross_entropy(model(torch.ones(2, 4)), torch.tensor([0, 1])).backward()
     with pytest.raises(RuntimeError, match="nothing was observed since the last step: call observe"):
         optimizer.step()
-    with pytest.raises(ValueError, match="evidence='exact' is about all labels and takes none"):
+    with pytest.raises(ValueError, match="fisher='exact' is about all labels and takes none"):
         optimizer.observe(model(torch.ones(2, 4)), torch.tensor([0, 1]))
     empirical = built(model, "centered")
-    with pytest.raises(ValueError, match=r"evidence='centered' needs labels: call observe\(outputs, labels\)"):
+    with pytest.raises(ValueError, match=r"fisher='centered' needs labels: call observe\(outputs, labels\)"):
         empirical.observe(model(torch.ones(2, 4)))
     empirical.observe(model(torch.ones(1, 4)), torch.tensor([0]))
-    with pytest.raises(ValueError, match="evidence='centered' needs at least two examples in a step, got 1"):
+    with pytest.raises(ValueError, match="fisher='centered' needs at least two examples in a step, got 1"):
         empirical.step()
 
 
@@ -308,7 +308,7 @@ def test_loading_what_does_not_fit_says_so_and_loses_nothing() -> None:
     for change, message in (
         (lambda s: s["state"][0].pop("mean"), r"the saved state lacks \['mean'\]"),
         (lambda s: s["state"][0].update(covariance=torch.eye(3)), r"covariance has shape \(3, 3\) in the saved state"),
-        (lambda s: s["param_groups"][0].pop("evidence"), r"lacks \['evidence'\]"),
+        (lambda s: s["param_groups"][0].pop("fisher"), r"lacks \['fisher'\]"),
     ):
         bad = copy.deepcopy(good)
         change(bad)

@@ -32,7 +32,7 @@ def problem(seed: int = 0) -> tuple[nn.Module, torch.Tensor, torch.Tensor, torch
 def increments(name: str, shown: list[int]) -> dict[str, torch.Tensor]:
     """What one step of a filter that starts from the prior makes of labels observed on so many examples at a time."""
     model, x, y, other = problem()
-    optimizer = MAKERS[name](model.parameters(), evidence="sampled")
+    optimizer = MAKERS[name](model.parameters(), fisher="sampled")
     start = 0
     for count in shown:
         optimizer.observe(model(x[start : start + count]), other[start : start + count])
@@ -68,7 +68,7 @@ def test_observing_in_parts_is_observing_at_once(name: str) -> None:
 
 def test_half_a_batch_stands_for_all_of_it() -> None:
     model, x, y, other = problem()
-    optimizer = MAKERS["AdaBayes"](model.parameters(), evidence="sampled", sgd_lr=float("inf"))
+    optimizer = MAKERS["AdaBayes"](model.parameters(), fisher="sampled", sgd_lr=float("inf"))
     optimizer.observe(model(x[:4]), other[:4])
     F.cross_entropy(model(x), y).backward()
     optimizer.step()
@@ -83,7 +83,7 @@ def test_half_a_batch_stands_for_all_of_it() -> None:
 @every_maker
 def test_observing_leaves_graph_and_gradients_alone(name: str) -> None:
     model, x, y, _ = problem()
-    optimizer = MAKERS[name](model.parameters(), evidence="sampled")
+    optimizer = MAKERS[name](model.parameters(), fisher="sampled")
     outputs = model(x)
     optimizer.observe(outputs)
     assert all(p.grad is None for p in model.parameters())
@@ -98,7 +98,7 @@ def test_observing_leaves_graph_and_gradients_alone(name: str) -> None:
 def test_drawn_labels_are_a_function_of_seed_and_count(name: str) -> None:
     def run(seed: int) -> dict[str, torch.Tensor]:
         model, x, y, _ = problem()
-        optimizer = MAKERS[name](model.parameters(), evidence="sampled", seed=seed)
+        optimizer = MAKERS[name](model.parameters(), fisher="sampled", seed=seed)
         for _ in range(3):
             optimizer.zero_grad()
             outputs = model(x)
@@ -118,7 +118,7 @@ def test_drawn_labels_are_a_function_of_seed_and_count(name: str) -> None:
 def test_what_was_observed_for_a_step_that_was_not_taken_is_forgotten(name: str) -> None:
     def run(skipped: bool) -> dict[str, torch.Tensor]:
         model, x, y, other = problem()
-        optimizer = MAKERS[name](model.parameters(), evidence="sampled")
+        optimizer = MAKERS[name](model.parameters(), fisher="sampled")
         if skipped:
             outputs = model(2 * x)
             optimizer.observe(outputs, y)
@@ -136,7 +136,7 @@ def test_what_was_observed_for_a_step_that_was_not_taken_is_forgotten(name: str)
 @every_maker
 def test_a_step_without_observation_is_refused_and_changes_nothing(name: str) -> None:
     model, x, y, _ = problem()
-    optimizer = MAKERS[name](model.parameters(), evidence="sampled")
+    optimizer = MAKERS[name](model.parameters(), fisher="sampled")
     F.cross_entropy(model(x), y).backward()
     before = weights(model)
     with pytest.raises(RuntimeError, match=r"nothing was observed of a parameter of shape .* call observe"):
@@ -152,13 +152,13 @@ def test_a_step_without_observation_is_refused_and_changes_nothing(name: str) ->
 @every_maker
 def test_labels_that_give_infinite_gradients_skip_the_step(name: str) -> None:
     model, x, y, other = problem()
-    optimizer = MAKERS[name](model.parameters(), evidence="sampled", nonfinite="skip")
+    optimizer = MAKERS[name](model.parameters(), fisher="sampled", nonfinite="skip")
     F.cross_entropy(model(x), y).backward()
     before = weights(model)
     optimizer.observe(model(x) * float("inf"), other)
     optimizer.step()
     assert same(before, weights(model))
-    optimizer = MAKERS[name](model.parameters(), evidence="sampled", nonfinite="raise")
+    optimizer = MAKERS[name](model.parameters(), fisher="sampled", nonfinite="raise")
     optimizer.observe(model(x) * float("inf"), other)
     with pytest.raises(FloatingPointError, match="gradients at the labels that were drawn are not finite"):
         optimizer.step()
@@ -167,9 +167,9 @@ def test_labels_that_give_infinite_gradients_skip_the_step(name: str) -> None:
 @every_maker
 def test_groups_agree_on_what_they_are_shown(name: str) -> None:
     model = problem()[0]
-    optimizer = MAKERS[name](model[0].parameters(), evidence="sampled")
-    with pytest.raises(ValueError, match="evidence is 'sampled' in another group: all groups must have the same"):
-        optimizer.add_param_group({"params": list(model[2].parameters()), "evidence": "empirical"})
+    optimizer = MAKERS[name](model[0].parameters(), fisher="sampled")
+    with pytest.raises(ValueError, match="fisher is 'sampled' in another group: all groups must have the same"):
+        optimizer.add_param_group({"params": list(model[2].parameters()), "fisher": "empirical"})
 
 
 # --- statistical linearisation ---
@@ -178,7 +178,7 @@ def test_groups_agree_on_what_they_are_shown(name: str) -> None:
 @drawing_maker
 def test_draws_have_the_variance_of_the_belief(name: str) -> None:
     model = nn.Linear(100, 100).double()
-    optimizer = MAKERS[name](model.parameters(), linearise=True)
+    optimizer = MAKERS[name](model.parameters(), sample_weights=True)
     for k in range(3):
         optimizer.zero_grad()
         with optimizer.sampled():
@@ -199,7 +199,7 @@ def test_draws_have_the_variance_of_the_belief(name: str) -> None:
 @drawing_maker
 def test_the_step_takes_the_gradient_at_the_drawn_weights(name: str) -> None:
     model, x, y, _ = problem()
-    optimizer = MAKERS[name](model.parameters(), linearise=True)
+    optimizer = MAKERS[name](model.parameters(), sample_weights=True)
     with optimizer.sampled(noise=torch.ones_like):
         F.cross_entropy(model(x), y).backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
@@ -223,11 +223,11 @@ def test_the_step_takes_the_gradient_at_the_drawn_weights(name: str) -> None:
 def test_gradients_at_the_mean_are_refused_where_draws_are_asked_for_and_the_other_way_round(name: str) -> None:
     model, x, y, _ = problem()
     F.cross_entropy(model(x), y).backward()
-    with pytest.raises(RuntimeError, match="was not taken at drawn weights"):
-        MAKERS[name](model.parameters(), linearise=True).step()
+    with pytest.raises(RuntimeError, match="was not taken at sampled weights"):
+        MAKERS[name](model.parameters(), sample_weights=True).step()
     plain = MAKERS[name](model.parameters())
     with (
-        pytest.raises(RuntimeError, match="takes gradients at the mean: build it with linearise=True"),
+        pytest.raises(RuntimeError, match="takes gradients at the mean: build it with sample_weights=True"),
         plain.sampled(),
     ):
         pass

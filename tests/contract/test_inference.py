@@ -26,11 +26,11 @@ from bayesgrad.families import (
 from bayesgrad.inference import (
     GaussHermite,
     Linear,
+    LinearPredictorFactor,
     MonteCarlo,
     Node,
     OutsideDomain,
     Prior,
-    Projected,
     linear_gaussian,
     minimize,
     online,
@@ -85,9 +85,15 @@ def test_parameters_that_cannot_be(natural: Any, words: str) -> None:
         (lambda q: linear_gaussian(q, torch.ones(4, 3).double(), ONES[:, 0]), "design must have 2 columns"),
         (lambda q: linear_gaussian(q, ONES, ONES[:, 0], -1.0), "precision must be positive, got -1"),
         (lambda q: linear_gaussian(q, ONES.numpy(), ONES[:, 0]), "design must be a tensor, got ndarray"),
-        (lambda q: Projected(q, ONES.float(), torch.sin), "design must be of the node's dtype, torch.float64, got"),
-        (lambda q: Projected(Node(NORMAL, NORMAL.of(ONES, EYE.expand(4, 2, 2))), ONES, torch.sin), "without plates"),
-        (lambda q: Projected(q, ONES, torch.sin, "delta"), "expectation must be one of .* got 'delta'"),  # pyright: ignore
+        (
+            lambda q: LinearPredictorFactor(q, ONES.float(), torch.sin),
+            "design must be of the node's dtype, torch.float64, got",
+        ),
+        (
+            lambda q: LinearPredictorFactor(Node(NORMAL, NORMAL.of(ONES, EYE.expand(4, 2, 2))), ONES, torch.sin),
+            "without plates",
+        ),
+        (lambda q: LinearPredictorFactor(q, ONES, torch.sin, "delta"), "expectation must be one of .* got 'delta'"),  # pyright: ignore
         (lambda q: minimize(torch.sum, q, expectation="mc"), "expectation must be one of .* got 'mc'"),  # pyright: ignore
         (lambda q: GaussHermite(1.5), "n must be a whole number of at least 1, got 1.5"),  # pyright: ignore
         (lambda q: MonteCarlo("a"), "samples must be a whole number of at least 1, got 'a'"),  # pyright: ignore

@@ -187,7 +187,7 @@ class Wrapped(nn.Module):
 def test_in_place_activations_and_checkpointing_change_nothing(case: Case, how: str) -> None:
     model, plain = Wrapped(how), Wrapped("plain")
     optimizer, reference = case.of(model), case.of(plain)
-    sampled = optimizer.defaults.get("evidence", "sampled") == "sampled"
+    sampled = optimizer.defaults.get("fisher", "sampled") == "sampled"
     if how == "reentrant" and hasattr(optimizer, "observe") and sampled:
         with pytest.raises(RuntimeError, match=r"reentrant activation checkpointing hides .*use_reentrant=False"):
             passes(model, optimizer, 0)
@@ -214,13 +214,13 @@ def test_passes_that_nobody_differentiates_leave_no_trace(rule: type) -> None:
         for net, opt in ((model, optimizer), (other, reference)):
             passes(net, opt, index)
             opt.step()
-        assert not any(optimizer.tap.uses.values())
+        assert not any(optimizer.recorder.uses.values())
     assert same(weights(model), weights(other))
     F.cross_entropy(model(data(93)[0]), data(93)[1]).backward()
     for p in model.parameters():
         p.grad = None
     passes(model, optimizer, 3)
-    assert all(len(uses) <= 1 for uses in optimizer.tap.uses.values())
+    assert all(len(uses) <= 1 for uses in optimizer.recorder.uses.values())
 
 
 @every_rule
@@ -229,7 +229,7 @@ def test_evidence_is_let_go_with_the_optimizer_and_copies_of_the_model_listen_to
     optimizer = rule(model)
     twin = copy.deepcopy(model)
     F.cross_entropy(twin(data()[0]), data()[1]).backward()
-    assert not any(optimizer.tap.uses.values())
+    assert not any(optimizer.recorder.uses.values())
     passes(model, optimizer, 0)
     optimizer.step()
     optimizer.zero_grad()

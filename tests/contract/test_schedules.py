@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from bayesgrad.filter.variational import Variational
+from bayesgrad.optimizer.variational import VariationalOptimizer
 from cases import Case, backward, elementwise_case, every_case, same, small_model, states, train, weights
 
 
@@ -86,7 +86,7 @@ def test_lr_zero_changes_no_weight_and_no_belief(case: Case) -> None:
     optimizer.param_groups[0]["lr"] = 0.0
     train(model, optimizer, range(4, 6))
     assert same(before, weights(model))
-    if not isinstance(optimizer, Variational):  # which learn the curvature where the mean rests
+    if not isinstance(optimizer, VariationalOptimizer):  # which learn the curvature where the mean rests
         for old, entry in zip(variances, believed):
             torch.testing.assert_close(entry["variance"], old, rtol=1e-6, atol=0)
     assert all(bool(torch.isfinite(value).all()) for value in states(optimizer).values())

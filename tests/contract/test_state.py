@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from bayesgrad.filter.filter import ON_CPU
+from bayesgrad.optimizer.base import ON_CPU
 from cases import CASES, Case, elementwise_case, every_case, push, same, small_model, states, train, weights
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from bayesgrad.filter.filter import ON_CPU
+from bayesgrad.optimizer.base import ON_CPU
 from cases import (
     Case,
     backward,

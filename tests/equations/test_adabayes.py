@@ -310,7 +310,7 @@ def test_centred_gradients_give_the_squared_rule_at_the_first_step_and_ignore_a_
     plain, centred = parameter(np.ones(3)), parameter(np.ones(3))
     gradient = np.array([[1e-3, 0.1, 10.0]])
     a = AdaBayes([plain], lr=0.01, batch_size=BATCH)
-    b = AdaBayes([centred], lr=0.01, batch_size=BATCH, centered=True)
+    b = AdaBayes([centred], lr=0.01, batch_size=BATCH, fisher="centered")
     np.testing.assert_array_equal(run(a, plain, gradient), run(b, centred, gradient))
     run(b, centred, gradient.repeat(1000, 0))
     np.testing.assert_allclose(variance(b, centred), SIGMA2, rtol=1e-9)
@@ -355,8 +355,8 @@ def test_the_fixed_point_rule_is_bounded_for_any_gradient() -> None:
 
 
 def test_centred_gradients_need_a_finite_sgd_lr() -> None:
-    with pytest.raises(ValueError, match="centered=True needs a finite sgd_lr"):
-        AdaBayesFP([parameter([0.0])], sgd_lr=math.inf, centered=True)
+    with pytest.raises(ValueError, match="fisher='centered' needs a finite sgd_lr"):
+        AdaBayesFP([parameter([0.0])], sgd_lr=math.inf, fisher="centered")
 
 
 def test_averages_that_are_switched_on_late_start_at_the_gradient() -> None:

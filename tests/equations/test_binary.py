@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bayesgrad import _kernels, noise
+from bayesgrad import kernels, noise
 from bayesgrad.block.relaxed import Relax
 from bayesgrad.optim import STE, BayesBiNN
 from bayesgrad.posterior import BernoulliPosterior, GaussianPosterior, Posterior, load
@@ -46,12 +46,12 @@ def signs(x: torch.Tensor) -> torch.Tensor:
 def test_hyperbolic_functions(dtype: torch.dtype, tolerance: float) -> None:
     x = torch.cat([torch.linspace(-40, 40, 9001, dtype=dtype), torch.logspace(-8, 0, 50, dtype=dtype)])
     exact = x.double()
-    torch.testing.assert_close(_kernels.tanh(x).double(), exact.tanh(), rtol=0, atol=tolerance)
+    torch.testing.assert_close(kernels.tanh(x).double(), exact.tanh(), rtol=0, atol=tolerance)
     expected = 4 / (exact.exp() + (-exact).exp()) ** 2
-    torch.testing.assert_close(_kernels.sech_square(x).double(), expected, rtol=20 * tolerance, atol=0)
+    torch.testing.assert_close(kernels.sech_square(x).double(), expected, rtol=20 * tolerance, atol=0)
     far = torch.tensor([0.0, 1e4, -1e4, math.inf, -math.inf], dtype=dtype)
-    assert _kernels.tanh(far).tolist() == [0, 1, -1, 1, -1]
-    assert bool(torch.isfinite(_kernels.exp(-far.abs())).all())
+    assert kernels.tanh(far).tolist() == [0, 1, -1, 1, -1]
+    assert bool(torch.isfinite(kernels.exp(-far.abs())).all())
 
 
 def test_the_slope_is_the_derivative_by_the_mean() -> None:
@@ -358,7 +358,7 @@ def test_exceptions_and_frozen_parameters_leave_weights_alone() -> None:
     assert all(torch.equal(a, b) for a, b in zip(held, model.parameters()))
     assert set(optimizer.posterior(model).natural) == {"0.weight", "0.bias", "2.weight"}
     F.cross_entropy(model(examples()[0].float()), examples()[1]).backward()
-    with pytest.raises(RuntimeError, match=r"not taken at drawn weights: .*BayesBiNN.step\(\)"):
+    with pytest.raises(RuntimeError, match=r"not taken at sampled weights: .*BayesBiNN.step\(\)"):
         optimizer.step()
 
     model[2].bias.requires_grad_(True)  # from its first draw on it is as binary as the others
@@ -518,4 +518,4 @@ def test_compiled_draws_and_steps_agree_to_the_last_bit(dtype: torch.dtype) -> N
             optimizer.step()
         ends.append([*seen, *naturals(optimizer), *(p.detach() for p in params)])
     assert all(torch.equal(a, b) for a, b in zip(*ends))
-    assert "cpu" not in _kernels._unusable
+    assert "cpu" not in kernels._unusable

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from bayesgrad.curvature import SquaredGradient
-from bayesgrad.filter import Filter
+from bayesgrad.optimizer import BeliefOptimizer
 from bayesgrad.rule import NaturalGradient
 from bayesgrad.transition import OrnsteinUhlenbeck, Static, Steady
 
 DESIGN = Path(__file__).parents[2] / "docs" / "design.md"
 
 
-class SGD(Filter):
+class SGD(BeliefOptimizer):
     """A belief that never changes: every weight equally certain."""
 
     transition = Static()
@@ -27,7 +27,7 @@ class SGD(Filter):
         super().__init__(params, dict(lr=lr, momentum=momentum))
 
 
-class Adam(Filter):
+class Adam(BeliefOptimizer):
     """The steady state of a random walk (sigma = inf), whose prior precision is eps."""
 
     curvature = SquaredGradient()
@@ -41,7 +41,7 @@ class Adam(Filter):
         return {"beta": group["betas"][1], "step": step}
 
 
-class RMSprop(Filter):
+class RMSprop(BeliefOptimizer):
     """Adam without momentum, whose average of squares starts from zero."""
 
     curvature = SquaredGradient()
@@ -84,7 +84,7 @@ def test_equals_torch_optim(name: str) -> None:
     assert not torch.allclose(weights[0], start, atol=1e-2)
 
 
-class Recursive(Filter):
+class Recursive(BeliefOptimizer):
     """No dynamics at all: certainty adds up."""
 
     curvature = SquaredGradient()

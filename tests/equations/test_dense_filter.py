@@ -102,7 +102,7 @@ def test_rank_one_steps_in_numpy() -> None:
     model = nn.Linear(3, 1).to(D)
     lr, sigma, decay = 0.3, 0.7, 0.1
     optimizer = DenseFilter(
-        model, lr, batch_size=1, prior_std=sigma, likelihood="bernoulli", evidence="empirical", weight_decay=decay
+        model, lr, batch_size=1, prior_std=sigma, likelihood="bernoulli", fisher="empirical", weight_decay=decay
     )
     r = math.exp(-(lr**2) / sigma**2)
     S = sigma**2 * np.eye(4)
@@ -233,7 +233,7 @@ def test_weights_with_momentum_of_their_own_follow_the_scalar_equations() -> Non
     matrices = (np.eye(2) - move, noise, move @ before @ move.T + noise)
     A, Q, first = (torch.from_numpy(np.kron(matrix, np.eye(3))) for matrix in matrices)
     optimizer = DenseFilter(
-        model, batch_size=3, transition=(A, Q), prior_covariance=first, likelihood="bernoulli", evidence="empirical"
+        model, batch_size=3, transition=(A, Q), prior_covariance=first, likelihood="bernoulli", fisher="empirical"
     )
     for t in range(10):
         inputs, y = torch.diag(random(3, seed=t)), torch.tensor([[1.0], [0.0], [float(t % 2)]], dtype=D)
@@ -263,7 +263,7 @@ def test_a_single_weight_on_a_random_walk_is_that_of_adabayes() -> None:
     mine, other = (nn.Linear(1, 1, bias=False).to(D) for _ in range(2))
     other.load_state_dict(mine.state_dict())
     first = torch.tensor([[0.1 + 0.02**2]], dtype=D)
-    dense = DenseFilter(mine, 0.02, batch_size=1, prior_covariance=first, likelihood="bernoulli", evidence="empirical")
+    dense = DenseFilter(mine, 0.02, batch_size=1, prior_covariance=first, likelihood="bernoulli", fisher="empirical")
     scalar = AdaBayes(other.parameters(), 0.02, batch_size=1, sgd_lr=math.inf, momentum=0.0, follow_lr=False)
     for t in range(20):
         x, y = random(1, 1, seed=t), torch.tensor([[float(t % 2)]], dtype=D)
@@ -282,9 +282,9 @@ def test_a_single_weight_on_a_random_walk_is_that_of_adabayes() -> None:
 # --- evidence ---
 
 
-def information(model: nn.Module, x: Tensor, y: Tensor | None, evidence: str, batch_size: int = 6) -> np.ndarray:
+def information(model: nn.Module, x: Tensor, y: Tensor | None, fisher: str, batch_size: int = 6) -> np.ndarray:
     """U U' as a step takes it, from the covariances before and after."""
-    optimizer = DenseFilter(model, 0.0, batch_size=batch_size, prior_std=1.0, evidence=evidence, seed=3)
+    optimizer = DenseFilter(model, 0.0, batch_size=batch_size, prior_std=1.0, fisher=fisher, seed=3)
     optimizer.observe(model(x), y)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
@@ -314,12 +314,12 @@ def test_columns_against_explicit_gradients(build) -> None:
 
 
 def test_what_was_observed_stands_for_batch_size_losses() -> None:
-    """Twice as many losses as examples seen are twice the information; tokens of an example are told by `terms`."""
+    """Twice as many losses as examples seen are twice the information; `losses_per_example` counts tokens."""
     model = mlp()
     x, _ = labelled(6, 0)
     whole = information(model, x, None, "exact")
     np.testing.assert_allclose(information(model, x, None, "exact", 12), 2 * whole, rtol=1e-8, atol=1e-10)
-    tokens = DenseFilter(model, batch_size=6, prior_std=1.0, terms=3)
+    tokens = DenseFilter(model, batch_size=6, prior_std=1.0, losses_per_example=3)
     tokens.observe(model(x.view(2, 3, 4)))
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
@@ -328,16 +328,16 @@ def test_what_was_observed_stands_for_batch_size_losses() -> None:
     np.testing.assert_allclose(found, whole, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("evidence", ["exact", "centered"])
-def test_two_observations_are_one_batch(evidence: str) -> None:
+@pytest.mark.parametrize("fisher", ["exact", "centered"])
+def test_two_observations_are_one_batch(fisher: str) -> None:
     one, two = mlp(), mlp()
     x, y = labelled(10, 0)
     found = []
     for model, parts in ((one, [slice(0, 10)]), (two, [slice(0, 4), slice(4, 10)])):
-        optimizer = DenseFilter(model, batch_size=10, evidence=evidence)
+        optimizer = DenseFilter(model, batch_size=10, fisher=fisher)
         for part in parts:
             outputs = model(x[part])
-            optimizer.observe(outputs, y[part] if evidence == "centered" else None)
+            optimizer.observe(outputs, y[part] if fisher == "centered" else None)
             (F.cross_entropy(outputs, y[part], reduction="sum") / 10).backward()
         optimizer.step()
         found.append((flat(model), optimizer.covariance().numpy()))

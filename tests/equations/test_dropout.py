@@ -401,7 +401,7 @@ def test_gradients_outside_of_the_context_are_refused() -> None:
     optimizer = SpikeSlab(model)
     loss_of(model).backward()
     before = weights(model)
-    with pytest.raises(RuntimeError, match="was not taken at drawn weights"):
+    with pytest.raises(RuntimeError, match="was not taken at sampled weights"):
         optimizer.step()
     assert same(before, weights(model))
     with optimizer.sampled():

@@ -218,14 +218,14 @@ def test_rows_that_wait_are_part_of_the_average_and_of_the_state() -> None:
 
 
 def test_a_mean_over_tokens_is_one_over_examples_that_are_tokens() -> None:
-    """With terms=T, sequences of T tokens take the step of N T examples."""
+    """With losses_per_example=T, sequences of T tokens take the step of N T examples."""
     torch.manual_seed(0)
     x, y = torch.randn(4, 5, 6, dtype=D), torch.randint(0, 3, (4, 5))
     for make in (FOOF, KFAC):
         layer, other = nn.Linear(6, 3).to(D), nn.Linear(6, 3).to(D)
         other.load_state_dict(layer.state_dict())
-        for net, a, b, terms in ((layer, x, y, 5), (other, x.flatten(0, 1), y.flatten(), 1)):
-            optimizer = make(net, terms=terms)
+        for net, a, b, losses_per_example in ((layer, x, y, 5), (other, x.flatten(0, 1), y.flatten(), 1)):
+            optimizer = make(net, losses_per_example=losses_per_example)
             outputs = net(a)
             if make is KFAC:
                 optimizer.observe(outputs, b)

@@ -331,7 +331,7 @@ def test_a_row_too_far_off_is_told(kind: str, seed: int) -> None:
 
 @pytest.mark.parametrize("method", ["em", "vmp"])
 def test_units_do_not_matter(method: str) -> None:
-    """Columns in other units: the same shares, and a bound that moves by n log |A|."""
+    """PerExampleGradients in other units: the same shares, and a bound that moves by n log |A|."""
     rows, scale = blobs(90), np.array([1e6, 1e-6])
     shares = dict(method=method, reg_covar=0, init_params="random")
     first, second = GaussianMixture(3, **shares).fit(rows), GaussianMixture(3, **shares).fit(rows * scale + scale)

@@ -15,7 +15,16 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from bayesgrad.families import Gaussian
-from bayesgrad.inference import Delta, GaussHermite, Node, Pointwise, Prior, Projected, run, settle
+from bayesgrad.inference import (
+    Delta,
+    ElementwiseFactor,
+    GaussHermite,
+    LinearPredictorFactor,
+    Node,
+    Prior,
+    run,
+    run_to_convergence,
+)
 from bayesgrad.inference import elbo as bound
 from bayesgrad.models import GaussianProcess, kernels, observations
 from bayesgrad.models.process import Sited
@@ -177,7 +186,10 @@ def test_sites_are_the_variational_optimum(likelihood: str) -> None:
     K = kernel(rows, rows)
     node = Node(NORMAL, NORMAL.of(torch.zeros(8).double(), torch.linalg.inv(K)))
     eye = torch.eye(8).double()
-    factors = [Prior(node, node.natural), Projected(node, eye, lambda f: seen.log_density(f, target), QUADRATURE)]
+    factors = [
+        Prior(node, node.natural),
+        LinearPredictorFactor(node, eye, lambda f: seen.log_density(f, target), QUADRATURE),
+    ]
     result = run(node, factors, 1000, rho=0.5, domain="search", tolerance=1e-15)
     assert_close(model.elbo_, result.elbo, rtol=1e-9, atol=0)
     mean, covariance = NORMAL.moments(node.natural)
@@ -200,8 +212,8 @@ def test_one_value_against_quadrature(likelihood: str) -> None:
     K = torch.tensor([[2.0]]).double()
     target = torch.tensor([y]).double()
     node = Node(Sited(K), seen.sites(target))
-    factor = Pointwise(node, lambda m, v: seen.expected(m, v, target, GaussHermite(80, "reparameterised")))
-    result = settle(node, [factor], tolerance=1e-14)
+    factor = ElementwiseFactor(node, lambda m, v: seen.expected(m, v, target, GaussHermite(80, "reparameterised")))
+    result = run_to_convergence(node, [factor], tolerance=1e-14)
 
     def log_density(f: float) -> float:
         return seen.log_density(torch.tensor([f]).double(), target).item()
@@ -239,8 +251,8 @@ def test_mixing_takes_fewer_steps_to_the_same_place() -> None:
     found = []
     for memory in (0, 5):
         node = Node(Sited((100.0 * kernels.RBF(5.0))(rows, rows)), seen.sites(target))
-        factor = Pointwise(node, lambda m, v: seen.expected(m, v, target, QUADRATURE))
-        found.append(settle(node, [factor], memory=memory, tolerance=1e-12))
+        factor = ElementwiseFactor(node, lambda m, v: seen.expected(m, v, target, QUADRATURE))
+        found.append(run_to_convergence(node, [factor], memory=memory, tolerance=1e-12))
         assert (np.diff(found[-1].elbos) > -1e-9).all()
         assert_close(bound([node], [factor]).item(), found[-1].elbo)
     assert found[1].steps < found[0].steps

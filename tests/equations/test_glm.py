@@ -16,9 +16,9 @@ from bayesgrad.families import Gaussian
 from bayesgrad.inference import (
     Delta,
     GaussHermite,
-    MultiProjected,
+    LinearPredictorFactor,
+    MultiLinearPredictorFactor,
     Node,
-    Projected,
     QuasiMonteCarlo,
     elbo,
     run,
@@ -208,8 +208,8 @@ def test_several_outputs_are_a_log_density(rule) -> None:
     family, softmax = Gaussian(), Multinomial(3)
     spread = torch.tensor([[2.0, 0.3], [0.3, 1.0]]).double()
     node = Node(family, family.of(torch.tensor([0.4, -0.7]).double(), spread))
-    many = MultiProjected(node, rows, GivenLabels(softmax, y), rule)
-    slow = MultiProjected(node, rows, lambda z: softmax.log_density(z, y), rule)
+    many = MultiLinearPredictorFactor(node, rows, GivenLabels(softmax, y), rule)
+    slow = MultiLinearPredictorFactor(node, rows, lambda z: softmax.log_density(z, y), rule)
     whole = LogDensity(node, lambda theta: softmax.log_density(rows * theta, y).sum(), rule)
     for other, precision in ((slow, 1e-12), (whole, 1e-5)):
         assert_close(many.value(), other.value(), rtol=precision, atol=0)
@@ -354,7 +354,7 @@ def test_a_search_with_delta_goes_by_the_joint_density() -> None:
     family = Gaussian()
     prior = family.of(torch.zeros(3).double(), torch.eye(3).double())
     node = Node(family, family.of(torch.full((3,), -2.0).double(), torch.eye(3).double()))
-    factors = [Prior(node, prior), Projected(node, rows, lambda z: Poisson().log_density(z, y), Delta())]
+    factors = [Prior(node, prior), LinearPredictorFactor(node, rows, lambda z: Poisson().log_density(z, y), Delta())]
     heights = []
     for _ in range(60):
         run(node, factors, steps=1, tolerance=0, domain="search")

@@ -18,12 +18,12 @@ from bayesgrad.inference import (
     Expected,
     GaussHermite,
     Linear,
+    LinearPredictorFactor,
     LogDensity,
     MonteCarlo,
     Node,
     OutsideDomain,
     Prior,
-    Projected,
     Sites,
     elbo,
     linear_gaussian,
@@ -95,7 +95,7 @@ def test_quadrature_of_a_gaussian_likelihood_is_the_conjugate_step() -> None:
     X, y = diabetes()
     node = random_gaussian(X.shape[1])
     exact = linear_gaussian(node, X, y, 2.0)
-    other = Projected(node, X, lambda z: stats_normal(y, z, 2.0), GaussHermite(8))
+    other = LinearPredictorFactor(node, X, lambda z: stats_normal(y, z, 2.0), GaussHermite(8))
     assert_close(other.message(node), exact.message(node), rtol=1e-10, atol=1e-9)
     assert_close(other.value(), exact.value(), rtol=1e-12, atol=0)
 
@@ -110,7 +110,7 @@ def stats_normal(y: Tensor, z: Tensor, precision: float) -> Tensor:
 def logistic(node: Node, X: Tensor, y: Tensor, expectation=None) -> list:
     size = X.shape[1]
     prior = Prior(node, NORMAL.of(torch.zeros(size).double(), torch.eye(size).double()))
-    return [prior, Projected(node, X, lambda z: logsigmoid(y * z), expectation)]
+    return [prior, LinearPredictorFactor(node, X, lambda z: logsigmoid(y * z), expectation)]
 
 
 def test_delta_steps_are_newton_steps() -> None:
@@ -204,7 +204,7 @@ def test_projections_are_the_log_density_of_their_sum() -> None:
         mean = torch.tensor([0.3, -0.2]).double()
         extra = () if isinstance(family, FixedGaussian) else (torch.eye(2) if family is NORMAL else torch.ones(2),)
         node = Node(family, family.of(mean, *[3 * part.double() for part in extra]))
-        one = Projected(node, X, lambda z: logsigmoid(z), GaussHermite(40))
+        one = LinearPredictorFactor(node, X, lambda z: logsigmoid(z), GaussHermite(40))
         other = LogDensity(node, lambda theta: logsigmoid(X @ theta).sum(), GaussHermite(40))
         assert_close(one.value(), other.value(), rtol=1e-8, atol=0)
         for a, b in zip(one.message(node), other.message(node)):
@@ -436,11 +436,11 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="does not depend on Node"):
         Expected(lambda mean: torch.zeros(()), node).message(node)
     with pytest.raises(ValueError, match="design holds NaN"):
-        Projected(node, torch.full((3, 2), torch.nan), logsigmoid)
+        LinearPredictorFactor(node, torch.full((3, 2), torch.nan), logsigmoid)
     with pytest.raises(ValueError, match="design is empty"):
         linear_gaussian(node, torch.empty(0, 2), torch.empty(0))
     with pytest.raises(ValueError, match="design must have 2 columns"):
-        Projected(node, torch.ones(3, 4), logsigmoid)
+        LinearPredictorFactor(node, torch.ones(3, 4), logsigmoid)
     with pytest.raises(ValueError, match="prior parameters of Gaussian must be those of a distribution"):
         Prior(node, NORMAL.of(torch.zeros(2).double(), -torch.eye(2).double()))
     with pytest.raises(TypeError, match="takes a Gaussian node"):

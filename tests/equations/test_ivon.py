@@ -24,7 +24,9 @@ def network() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("samples", [1, 3])
-@pytest.mark.parametrize(("curvature", "rescale", "radius"), [("price", True, math.inf), ("gradsq", False, 0.01)])
+@pytest.mark.parametrize(
+    ("curvature", "rescale", "radius"), [("reparameterised", True, math.inf), ("gradsq", False, 0.01)]
+)
 def test_follows_ivon_opt_given_the_same_noise(curvature: str, rescale: bool, radius: float, samples: int) -> None:
     ivon = pytest.importorskip("ivon")
     torch.manual_seed(0)

@@ -101,8 +101,8 @@ def test_the_formula_is_the_fixed_point_of_the_exact_filter(prior: float) -> Non
     """Each direction of the eigenbasis is a scalar filter that sees B c_x c_d per step; first order in its root."""
     eta, B = 1e-3, 100
     information = B * torch.logspace(-6, 2, 30, dtype=D)
-    numbers = OrnsteinUhlenbeck().numbers(process=eta**2, stationary=prior**2)
-    r, q = numbers["retain"], numbers["noise"]
+    scalars = OrnsteinUhlenbeck().scalars(process=eta**2, stationary=prior**2)
+    r, q = scalars["retain"], scalars["noise"]
     linear = r - 1 - q * information
     v = 2 * q / ((linear**2 + 4 * q * r * information).sqrt() - linear)  # of q/v^2 + linear/v = r h
     predicted = r * v + q
@@ -120,7 +120,7 @@ def test_equals_adabayes_fp_on_a_single_weight_with_constant_input(prior: float)
     """Without momentum, which AdaBayesFP has on the gradient and this on the step."""
     model, twin = nn.Linear(1, 1, bias=False).to(D), nn.Linear(1, 1, bias=False).to(D)
     twin.load_state_dict(model.state_dict())
-    options = {"evidence": "empirical", "likelihood": "gaussian", "ema": 0.999, "update_every": 1, "weight_decay": 0.1}
+    options = {"fisher": "empirical", "likelihood": "gaussian", "ema": 0.999, "update_every": 1, "weight_decay": 0.1}
     options |= {"batch_size": 1, "prior_std": prior, "momentum": 0.0}
     optimizer = KroneckerFilterFP(model, 1e-2, **options)
     reference = AdaBayesFP(twin.parameters(), 1e-2, sgd_lr=prior**2, weight_decay=0.1, betas=(0.0, 0.999))
@@ -144,7 +144,7 @@ def test_filter_over_steps(prior: float) -> None:
         Factors(*(math.sqrt(start) * torch.eye(k, dtype=D)[None] for k in sizes), torch.ones(2, 1, dtype=D)).measured()
         for sizes in ((5, 30), (31, 3))
     ]
-    drift = OrnsteinUhlenbeck().numbers(process=lr**2, stationary=prior**2)
+    drift = OrnsteinUhlenbeck().scalars(process=lr**2, stationary=prior**2)
     momentum, expected = [0.0, 0.0], []
     for t, seen in steps(model, optimizer, range(1, 6), n=B):
         if expected:
@@ -153,7 +153,7 @@ def test_filter_over_steps(prior: float) -> None:
         expected = []
         for k, layer in enumerate((model[0], model[2])):
             x, d = (rows[None] for rows in seen[k])
-            beliefs[k] = beliefs[k].spread(drift["retain"], drift["noise"]).observe(x, d).measured()
+            beliefs[k] = beliefs[k].propagate(drift["retain"], drift["noise"]).observe(x, d).measured()
             step = beliefs[k].errors[0] @ (B * joined(layer, True)) @ beliefs[k].inputs[0]
             momentum[k] = 0.9 * momentum[k] + 0.1 * step
             expected.append((1 - 0.1 * lr) * joined(layer) - momentum[k] / (1 - 0.9**t))
@@ -164,7 +164,7 @@ def test_filter_equals_adabayes_on_a_single_weight() -> None:
     model, twin = nn.Linear(1, 1, bias=False).to(D), nn.Linear(1, 1, bias=False).to(D)
     twin.load_state_dict(model.state_dict())
     optimizer = KroneckerFilter(
-        model, 1e-2, batch_size=1, prior_std=math.sqrt(0.1), momentum=0.0, evidence="empirical", likelihood="gaussian"
+        model, 1e-2, batch_size=1, prior_std=math.sqrt(0.1), momentum=0.0, fisher="empirical", likelihood="gaussian"
     )
     reference = AdaBayes(twin.parameters(), 1e-2, batch_size=1, sgd_lr=0.1, momentum=0.0)
     generator = torch.Generator().manual_seed(0)
@@ -179,7 +179,7 @@ def test_filter_equals_adabayes_on_a_single_weight() -> None:
 
 def test_centred_errors_lose_the_mean_of_earlier_batches() -> None:
     model, B = network(), 6
-    optimizer = KroneckerFilterFP(model, 0.01, batch_size=B, evidence="centered", ema=0.0)
+    optimizer = KroneckerFilterFP(model, 0.01, batch_size=B, fisher="centered", ema=0.0)
     mean = None
     for t, seen in steps(model, optimizer, range(1, 4)):
         e = seen[1][1]

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import bayesgrad
 from bayesgrad.belief import Joint
-from bayesgrad.curvature import sums
+from bayesgrad.curvature import accumulators
 from bayesgrad.likelihoods import Categorical
 from bayesgrad.posterior import LaplacePosterior, load
 from bayesgrad.posterior.network import Network
@@ -304,7 +304,7 @@ def test_linearised_prediction(structure: str, make: Callable[[], nn.Module], mo
     """Outputs have the covariance J P^-1 J', whatever the model's weights and flags are by now."""
     model, (x, _) = make().eval(), data()
     posterior = fitted(model, structure, "gaussian")
-    monkeypatch.setattr(sums, "ROWS", 4 * OUT)
+    monkeypatch.setattr(accumulators, "ROWS", 4 * OUT)
     J, f = jacobians(model, x), model(x).detach()
     expected = torch.einsum("nci,ij,ndj->ncd", J, torch.linalg.inv(dense(posterior)), J)
     model.requires_grad_(False)

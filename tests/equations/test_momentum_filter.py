@@ -16,7 +16,7 @@ from bayesgrad.transition import OrnsteinUhlenbeckPair
 INF = float("inf")
 
 
-class MatrixFilter:
+class KroneckerOptimizer:
     """One weight and its momentum: 000, Eq. 15-18, with matrices."""
 
     def __init__(self, x: float, eta: float, eta_p: float, eta_w: float, sigma: float, start: float) -> None:
@@ -61,7 +61,7 @@ def test_equals_the_matrix_filter(sigma: float, eta_w: float, decay: float) -> N
         weight_decay=decay,
     )
     start = 0.1 / count if math.isinf(sigma) else sigma**2
-    oracles = [MatrixFilter(x, eta, eta_p, eta_w, sigma, start) for x in p.tolist()]
+    oracles = [KroneckerOptimizer(x, eta, eta_p, eta_w, sigma, start) for x in p.tolist()]
     rng = np.random.default_rng(0)
     for _ in range(300):
         gradient = rng.normal(size=2) * [1, 100]

@@ -177,7 +177,7 @@ def test_terms_divide_the_fisher(labelled: bool) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 3).to(D)
     x, y = torch.randn(6, 5, 4, dtype=D), torch.randint(0, 3, (6, 5))
-    optimizer = NaturalGradient(model, lr=1.0, damping=0.05, terms=5)
+    optimizer = NaturalGradient(model, lr=1.0, damping=0.05, losses_per_example=5)
     outputs = model(x)
     optimizer.observe(outputs, y if labelled else 2 - y)
     F.cross_entropy(outputs.flatten(0, 1), y.flatten()).backward()

@@ -193,7 +193,7 @@ def test_factors_stay_positive_definite(n: int, m: int, rows: int, dtype: torch.
         x, d = (size * torch.randn(chains, rows, k, dtype=D, generator=generator) for k in (n, m))
         belief = belief.observe(x.to(dtype), d.to(dtype))
         if step % 2:
-            belief = belief.spread(1.0, 1e-6)
+            belief = belief.propagate(1.0, 1e-6)
         if step % 50 == 49:
             belief = belief.measured()
         if step % 7 == 0 or step == 399:
@@ -216,7 +216,7 @@ def test_drift_is_eq_28_and_exact_beside_a_multiple_of_the_identity() -> None:
         lx, ld, c = np.trace(np.linalg.inv(Sx)) / 4, np.trace(np.linalg.inv(Sd)) / 3, 1 - eta**2 / (2 * sigma**2)
         A = (c - 0.5 * eta**2 * lx * ld) * Sx + eta**2 * ld * np.eye(4)
         B = (c - 0.5 * eta**2 * lx * ld) * Sd + eta**2 * lx * np.eye(3)
-        return dense(start.spread(r, q)), exact, np.kron(A, B)
+        return dense(start.propagate(r, q)), exact, np.kron(A, B)
 
     def error(eta: float) -> float:
         own, exact, _ = drifted(eta)
@@ -227,9 +227,9 @@ def test_drift_is_eq_28_and_exact_beside_a_multiple_of_the_identity() -> None:
     assert np.abs(own - exact).max() < 2 * np.abs(printed - exact).max()
     isotropic = factors(Sx, 0.3 * np.eye(3))
     np.testing.assert_allclose(
-        dense(isotropic.spread(0.9, 5.0)), 0.9 * np.kron(Sx, 0.3 * np.eye(3)) + 5 * np.eye(12), rtol=1e-12
+        dense(isotropic.propagate(0.9, 5.0)), 0.9 * np.kron(Sx, 0.3 * np.eye(3)) + 5 * np.eye(12), rtol=1e-12
     )
-    huge = start.spread(0.0, 1e6)
+    huge = start.propagate(0.0, 1e6)
     np.testing.assert_allclose(dense(huge), 1e6 * np.eye(12), rtol=1e-12)
 
 
@@ -246,7 +246,7 @@ def test_steady_state_under_drift_whitens() -> None:
     total, count = torch.zeros(6, 6, dtype=D), 0
     for step in range(1200):
         x, d = (torch.randn(chains, 1, len(R), dtype=D, generator=generator) @ R.T for R in roots)
-        belief = belief.spread(1.0, eta**2).observe(x, d)
+        belief = belief.propagate(1.0, eta**2).observe(x, d)
         if step % 20 == 19:
             belief = belief.measured()
         if step >= 600:

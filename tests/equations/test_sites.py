@@ -10,10 +10,10 @@ from bayesgrad.families import Gaussian
 from bayesgrad.inference import (
     Factor,
     GaussHermite,
+    LinearPredictorFactor,
     Node,
     OutsideDomain,
     Prior,
-    Projected,
     Sites,
     linear_gaussian,
     step,
@@ -33,7 +33,9 @@ def robust() -> tuple[Node, list[Factor]]:
     factors: list[Factor] = [Prior(node, NORMAL.of(torch.zeros(2).double(), 0.01 * eye))]
     for part, own in zip(X.split(10), y.split(10)):
         factors.append(
-            Projected(node, part, lambda f, own=own: -2.5 * ((own - f).square() / 4).log1p(), GaussHermite())
+            LinearPredictorFactor(
+                node, part, lambda f, own=own: -2.5 * ((own - f).square() / 4).log1p(), GaussHermite()
+            )
         )
     return node, factors
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from bayesgrad.families import Gaussian
-from bayesgrad.inference import GaussHermite, Node, Prior, Projected, linear_gaussian, run, step
+from bayesgrad.inference import GaussHermite, LinearPredictorFactor, Node, Prior, linear_gaussian, run, step
 from bayesgrad.inference import elbo as bound
 from bayesgrad.models import LinearStateSpace, kalman, observations
 
@@ -222,7 +222,7 @@ def test_sites_are_the_variational_optimum(likelihood: str) -> None:
     node = Node(NORMAL, NORMAL.of(mean, torch.linalg.inv(covariance)))
     factors = [
         Prior(node, node.natural),
-        Projected(node, design, lambda f: seen.log_density(f, target), quadrature),
+        LinearPredictorFactor(node, design, lambda f: seen.log_density(f, target), quadrature),
     ]
     result = run(node, factors, 500, rho=0.5, domain="search", tolerance=1e-15)
     assert_close(float(states.log_likelihood), result.elbo, rtol=1e-10, atol=0)

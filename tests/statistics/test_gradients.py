@@ -22,7 +22,7 @@ def test_the_centred_square_is_unbiased_for_the_variance_at_every_step(step: int
     memory = {"gradient_mean": torch.zeros(chains, dtype=torch.float64)}
     for t in range(1, step + 1):
         gradient = mean + deviation * torch.randn(chains, dtype=torch.float64, generator=generator)
-        increment = part.read(Evidence(gradient), memory, {**part.numbers(t), "information": information})
+        increment = part.read(Evidence(gradient), memory, {**part.scalars(t), "gradient_scale": information})
     expected = (information * deviation) ** 2
     assert abs(increment.mean().item() / expected - 1) < 5 * math.sqrt(2 / chains)
 
@@ -31,7 +31,7 @@ def test_the_first_centred_square_is_the_square() -> None:
     part = CentredGradient()
     memory = {"gradient_mean": torch.zeros(3, dtype=torch.float64)}
     gradient = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
-    increment = part.read(Evidence(gradient), memory, {**part.numbers(1), "information": 2.0})
+    increment = part.read(Evidence(gradient), memory, {**part.scalars(1), "gradient_scale": 2.0})
     torch.testing.assert_close(increment, (2 * gradient) ** 2)
 
 
@@ -61,7 +61,7 @@ def test_the_mean_variance_under_gaussian_gradients(product: float, ratio: float
 MAKERS = {
     "AdaBayes": lambda p, sgd_lr: AdaBayes(p, batch_size=128, sgd_lr=sgd_lr),
     "AdaBayes-plain": lambda p, sgd_lr: AdaBayes(p, batch_size=128, sgd_lr=sgd_lr, momentum=0.0),
-    "AdaBayes-centered": lambda p, sgd_lr: AdaBayes(p, batch_size=128, sgd_lr=sgd_lr, centered=True),
+    "AdaBayes-centered": lambda p, sgd_lr: AdaBayes(p, batch_size=128, sgd_lr=sgd_lr, fisher="centered"),
     "AdaBayesFP": lambda p, sgd_lr: AdaBayesFP(p, batch_size=128, sgd_lr=sgd_lr),
 }
 

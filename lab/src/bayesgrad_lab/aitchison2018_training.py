@@ -29,8 +29,8 @@ SCORES = ("error", "nll", "ece", "brier")
 class MomentumOnly(optim.KalmanMomentum):
     """Without the direct term S_ww g, which must be dropped for the filter to be Adam: weights follow the momentum."""
 
-    def numbers(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
-        return {**super().numbers(group, step), "gain": 0.0}
+    def scalars(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
+        return {**super().scalars(group, step), "step_scale": 0.0}
 
 
 class Revisiting(optim.AdaBayes):
@@ -39,11 +39,11 @@ class Revisiting(optim.AdaBayes):
     It multiplies both the information B^2 g^2 and the gradient by 1/k. The first visit is AdaBayes.
     """
 
-    def gain(self, group: Mapping[str, Any]) -> float:
-        return super().gain(group) / group.get("visit", 1)
+    def step_scale(self, group: Mapping[str, Any]) -> float:
+        return super().step_scale(group) / group.get("visit", 1)
 
-    def information(self, group: Mapping[str, Any]) -> float:
-        return super().information(group) / math.sqrt(group.get("visit", 1))
+    def gradient_scale(self, group: Mapping[str, Any]) -> float:
+        return super().gradient_scale(group) / math.sqrt(group.get("visit", 1))
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,14 @@ class Task:
         return f"{self.network} on {len(self.data.train_x):,} of {self.data.name}"
 
     @property
-    def terms(self) -> int:
+    def losses_per_example(self) -> int:
         """Losses of an example."""
         return self.data.train_y[0].numel()
 
     @property
     def losses(self) -> int:
         """Those of a batch."""
-        return self.batch * self.terms
+        return self.batch * self.losses_per_example
 
     @property
     def steps(self) -> int:
@@ -107,7 +107,9 @@ def _kalman(make: Callable[..., Any] = optim.KalmanMomentum, noisy: bool = False
 
 
 def _matrix(make: Callable[..., Any]):
-    return lambda model, task, lr, seed: make(model, lr=lr, batch_size=task.losses, terms=task.terms, seed=seed)
+    return lambda model, task, lr, seed: make(
+        model, lr=lr, batch_size=task.losses, losses_per_example=task.losses_per_example, seed=seed
+    )
 
 
 def _seeded(fixed: Mapping[str, Any], seed: int) -> dict[str, Any]:
@@ -120,9 +122,9 @@ VARIANTS = {
     for one in (
         Variant("adamw", "AdamW", around(5e-3), lambda m, t, lr, s: torch.optim.AdamW(m.parameters(), lr=lr)),
         Variant("adabayes", "AdaBayes", around(6e-3), _adabayes()),
-        Variant("centered", "AdaBayes, centred evidence", around(6e-3), _adabayes(evidence="centered")),
-        Variant("sampled", "AdaBayes, sampled evidence", around(6e-3), _adabayes(evidence="sampled")),
-        Variant("linearised", "AdaBayes, statistical linearisation", around(6e-3), _adabayes(linearise=True)),
+        Variant("centered", "AdaBayes, centred evidence", around(6e-3), _adabayes(fisher="centered")),
+        Variant("sampled", "AdaBayes, sampled evidence", around(6e-3), _adabayes(fisher="sampled")),
+        Variant("linearised", "AdaBayes, statistical linearisation", around(6e-3), _adabayes(sample_weights=True)),
         Variant("revisiting", "AdaBayes, 1/k in visit k", around(6e-3), _adabayes(Revisiting)),
         Variant("momentum", "KalmanMomentum, momentum only", around(5e-2), _kalman(MomentumOnly)),
         Variant("kalman", "KalmanMomentum", around(1e-2), _kalman()),
@@ -138,8 +140,18 @@ VARIANTS = {
         ),
         Variant("kroneckerfp", "KroneckerFilterFP", around(1e-3), _matrix(optim.KroneckerFilterFP)),
         Variant("kronecker", "KroneckerFilter", around(1e-3), _matrix(optim.KroneckerFilter)),
-        Variant("kfac", "KFAC", around(0.02), lambda m, t, lr, s: optim.KFAC(m, lr=lr, terms=t.terms, seed=s)),
-        Variant("foof", "FOOF", around(0.1), lambda m, t, lr, s: optim.FOOF(m, lr=lr, terms=t.terms)),
+        Variant(
+            "kfac",
+            "KFAC",
+            around(0.02),
+            lambda m, t, lr, s: optim.KFAC(m, lr=lr, losses_per_example=t.losses_per_example, seed=s),
+        ),
+        Variant(
+            "foof",
+            "FOOF",
+            around(0.1),
+            lambda m, t, lr, s: optim.FOOF(m, lr=lr, losses_per_example=t.losses_per_example),
+        ),
         Variant("soap", "SOAP", around(3e-3), lambda m, t, lr, s: soap()(m.parameters(), lr=lr, weight_decay=0.0)),
     )
 }
@@ -322,7 +334,7 @@ def _counted(context: Context, task: Task, variant: Variant, lr: float, seed: in
         for chosen in torch.randperm(len(held.data.train_x), generator=order).split(task.batch):
             one_step(model, optimizer, held.data.train_x[chosen], held.data.train_y[chosen])
         for group in optimizer.param_groups:
-            group["visit"] = 1  # for the belief, whose variance is read in units of the gain
+            group["visit"] = 1  # for the belief, whose variance is read in units of the step_scale
         seen = squares(model, held.data.train_x, held.data.train_y, task.batch, order)
         unseen = squares(model, held.data.test_x, held.data.test_y, task.batch, order)
         variance = torch.cat([v.flatten() for v in optimizer.posterior(model).variance().values()]).double()

@@ -48,7 +48,7 @@ def fig1(context: Context) -> Report:
     def covered(assumed: float, curvature: str, seed: int = 0) -> tuple[list[float], tuple[np.ndarray, ...]]:
         """Coverage of nominal 50, 68 and 95 % intervals over all chains and the second half of the steps."""
         draw = torch.Generator().manual_seed(1 + seed)
-        n = OrnsteinUhlenbeck().numbers(process=assumed**2, stationary=stationary * (assumed / eta) ** 2)
+        n = OrnsteinUhlenbeck().scalars(process=assumed**2, stationary=stationary * (assumed / eta) ** 2)
         others = torch.zeros(chains, dimension - 1, dtype=torch.float64)
         mean = torch.zeros(chains, dtype=torch.float64)
         belief = Diagonal(torch.full_like(mean, stationary))
@@ -58,7 +58,7 @@ def fig1(context: Context) -> Report:
             others = shrink * others + eta_mu * torch.randn(others.shape, dtype=torch.float64, generator=draw)
             optimum = -(others @ coupling) / own  # Eq. 10
             mean = math.sqrt(n["retain"]) * mean
-            belief = belief.spread(n["retain"], n["noise"])
+            belief = belief.propagate(n["retain"], n["noise"])
             noise = math.sqrt(information) * torch.randn(chains, dtype=torch.float64, generator=draw)
             gradient = information * (optimum - mean) + noise  # Eq. 12, for the sum over a batch
             increment = gradient.square() if curvature == "squared" else torch.full_like(gradient, information)

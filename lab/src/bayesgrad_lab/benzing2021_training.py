@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from bayesgrad import optim
 from bayesgrad.block.layer import Layer
-from bayesgrad.curvature.factors import settle
+from bayesgrad.curvature.factors import flush
 from bayesgrad_lab import networks
 from bayesgrad_lab.dataset import Dataset
 from bayesgrad_lab.runner import Trial, evaluate
@@ -350,7 +350,7 @@ def _similarity(optimizer: optim.KFAC, layer: Layer, dampings: Sequence[float]) 
     entry, group = optimizer.state[layer.owner], optimizer.param_groups[0]
     values, turned = {}, layer.matrix()[0]
     for side in ("input", "error"):
-        settle(entry, side)
+        flush(entry, side)
         values[side], basis = torch.linalg.eigh(entry[f"{side}_moment"][0])
         turned = turned @ basis if side == "input" else basis.T @ turned
     inputs, errors = values["input"].clamp(min=0)[None], values["error"].clamp(min=0)[:, None]

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bayesgrad import optim
-from bayesgrad.curvature.sums import Flat
+from bayesgrad.curvature.accumulators import Flat
 from bayesgrad.laplace import laplace
 from bayesgrad.posterior import EWC, Posterior
-from bayesgrad.posterior.ewc import Factored, Projected, Quadratic, Stored
+from bayesgrad.posterior.ewc import KroneckerQuadratic, Quadratic, StoredQuadratic, SubsampledQuadratic
 from bayesgrad_lab.dataset import Dataset
 from bayesgrad_lab.khan2023_training import SEARCH_SEED, fit, in_batches, on_edge
 from bayesgrad_lab.runner import Trial
@@ -258,11 +258,11 @@ class Memory:
 
 def _kept(form: Quadratic) -> int:
     """How many numbers a quadratic form consists of."""
-    if isinstance(form, Stored):
+    if isinstance(form, StoredQuadratic):
         return form.values.numel()
-    if isinstance(form, Factored):
+    if isinstance(form, KroneckerQuadratic):
         return form.errors.numel() + form.inputs.numel()
-    assert isinstance(form, Projected)
+    assert isinstance(form, SubsampledQuadratic)
     assert isinstance(form.directions, Flat)
     columns = form.directions.gradients.columns.values()
     return sum(tensor.numel() for some in columns for tensor in some.tensors().values() if bool(tensor.any()))

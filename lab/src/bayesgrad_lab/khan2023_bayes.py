@@ -24,9 +24,9 @@ from bayesgrad.inference import (
     Delta,
     Expected,
     GaussHermite,
+    LinearPredictorFactor,
     Node,
     Prior,
-    Projected,
     elbo,
     linear_gaussian,
     step,
@@ -86,7 +86,7 @@ def laplace() -> Tensor:
     node = Node(Gaussian(), Gaussian().of(torch.zeros_like(X[0]), eye))
     factors = [
         Prior(node, Gaussian().of(torch.zeros_like(X[0]), eye)),
-        Projected(node, X, lambda z: -torch.nn.functional.softplus(-y * z), Delta()),
+        LinearPredictorFactor(node, X, lambda z: -torch.nn.functional.softplus(-y * z), Delta()),
     ]
     for _ in range(20):
         step(node, factors)

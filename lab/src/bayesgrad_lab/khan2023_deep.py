@@ -99,7 +99,7 @@ def trained(
 
 
 @dataclass(frozen=True, eq=False)
-class Given(Expectation):
+class FixedDraws(Expectation):
     """One draw with noise that is known."""
 
     noise: Tensor
@@ -369,4 +369,4 @@ def ogn() -> Tensor:
 
 def vogn() -> Tensor:
     model = perceptron()
-    return gaussian(lambda t: Given(noise(t, model)), each=True)
+    return gaussian(lambda t: FixedDraws(noise(t, model)), each=True)

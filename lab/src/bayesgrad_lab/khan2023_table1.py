@@ -245,7 +245,7 @@ def ladder() -> list[Rung]:
     gaussian = partial(deep.gaussian, make=deep.linear, size=deep.N, each=False)
     optimizer = partial(deep.variational, make=deep.linear)
     adaptive = partial(deep.adaptive, make=deep.linear)
-    drawn = partial(gaussian, lambda t: deep.Given(deep.noise(t, model), "exact"), domain="retract")
+    drawn = partial(gaussian, lambda t: deep.FixedDraws(deep.noise(t, model), "exact"), domain="retract")
     return [
         (
             "expectations by quadrature",

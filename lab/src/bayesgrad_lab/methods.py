@@ -19,20 +19,20 @@ class Amounts:
 
     Args:
         batch: examples of a gradient.
-        terms: losses of an example (the positions of a sequence).
+        losses_per_example: losses of an example (the positions of a sequence).
         examples: of the training set; None where that is not known yet.
         seed: of draws from beliefs.
     """
 
     batch: int
-    terms: int = 1
+    losses_per_example: int = 1
     examples: int | None = None
     seed: int = 0
 
     @property
     def losses(self) -> int:
         """All losses of the training set, or of a batch where that is all that is known."""
-        return self.terms * (self.examples or self.batch)
+        return self.losses_per_example * (self.examples or self.batch)
 
 
 Build = Callable[[nn.Module, float, Amounts, float], list[torch.optim.Optimizer]]
@@ -68,7 +68,7 @@ def _adabayes(make: Callable[..., torch.optim.Optimizer], **fixed: Any):
     """As `_decoupled`, with sgd_lr = 100 lr, the ratio of the paper: a search moves both."""
 
     def build(model: nn.Module, lr: float, amounts: Amounts, decay: float) -> list[torch.optim.Optimizer]:
-        batch_size = amounts.batch * amounts.terms
+        batch_size = amounts.batch * amounts.losses_per_example
         return _decoupled(make, sgd_lr=100 * lr, batch_size=batch_size, **fixed)(model, lr, amounts, decay)
 
     return build
@@ -77,7 +77,7 @@ def _adabayes(make: Callable[..., torch.optim.Optimizer], **fixed: Any):
 def _layerwise(make: Callable[..., torch.optim.Optimizer], **fixed: Any):
     """As `_decoupled`, for rules that take the model."""
     return lambda model, lr, amounts, decay: [
-        make(model, lr=lr, terms=amounts.terms, weight_decay=0.1 * decay / lr, **fixed)
+        make(model, lr=lr, losses_per_example=amounts.losses_per_example, weight_decay=0.1 * decay / lr, **fixed)
     ]
 
 
@@ -88,7 +88,7 @@ def _prior(amounts: Amounts, decay: float) -> dict[str, Any]:
 
 def _gauss_newton(make: Callable[..., torch.optim.Optimizer], **fixed: Any) -> Build:
     return lambda model, lr, amounts, decay: [
-        make(model, lr=lr, terms=amounts.terms, **_prior(amounts, decay), **fixed)
+        make(model, lr=lr, losses_per_example=amounts.losses_per_example, **_prior(amounts, decay), **fixed)
     ]
 
 
@@ -102,14 +102,18 @@ def _filtered(make: Callable[..., torch.optim.Optimizer], **fixed: Any) -> Build
     """As `_layerwise`, for filters, which ask how many losses a gradient is the mean of."""
 
     def build(model: nn.Module, lr: float, amounts: Amounts, decay: float) -> list[torch.optim.Optimizer]:
-        counts = dict(batch_size=amounts.batch * amounts.terms, terms=amounts.terms, seed=amounts.seed)
+        counts = dict(
+            batch_size=amounts.batch * amounts.losses_per_example,
+            losses_per_example=amounts.losses_per_example,
+            seed=amounts.seed,
+        )
         return [make(model, lr=lr, weight_decay=0.1 * decay / lr, **counts, **fixed)]
 
     return build
 
 
 def _kalman(model: nn.Module, lr: float, amounts: Amounts, decay: float) -> list[torch.optim.Optimizer]:
-    batch_size = amounts.batch * amounts.terms
+    batch_size = amounts.batch * amounts.losses_per_example
     return _decoupled(optim.KalmanMomentum, batch_size=batch_size)(model, lr, amounts, decay)
 
 

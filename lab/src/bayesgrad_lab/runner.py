@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bayesgrad import metrics
-from bayesgrad.filter.layerwise import LayerFilter
+from bayesgrad.optimizer.layerwise import LayerwiseOptimizer
 from bayesgrad_lab import networks
 from bayesgrad_lab.dataset import Dataset
 from bayesgrad_lab.methods import Amounts, method
@@ -206,9 +206,9 @@ def train(trial: Trial, data: Dataset, folder: Path, device: str = "cpu", progre
             checkpoint.unlink(missing_ok=True)
             return History(saved["rows"], saved["final"], saved["cost"])
     model = networks.build(trial.network, data, trial.seed, trial.large).to(device)
-    terms = data.train_y[0].numel()  # the loss is a mean over the positions of sequences too
+    losses_per_example = data.train_y[0].numel()  # the loss is a mean over the positions of sequences too
     optimizers = method(trial.method).build(
-        model, trial.lr, Amounts(trial.batch_size, terms, len(data.train_x), trial.seed), trial.decay
+        model, trial.lr, Amounts(trial.batch_size, losses_per_example, len(data.train_x), trial.seed), trial.decay
     )
     schedulers = [torch.optim.lr_scheduler.MultiStepLR(o, list(trial.milestones)) for o in optimizers]
     parts: list[Any] = [model, *optimizers, *schedulers]
@@ -255,7 +255,7 @@ def _epoch(
         with drawn(optimizers):
             outputs = model(x)
             loss = F.cross_entropy(outputs.flatten(0, -2), y.flatten())
-            going = loss.item() < DIVERGED or not any(isinstance(o, LayerFilter) for o in optimizers)
+            going = loss.item() < DIVERGED or not any(isinstance(o, LayerwiseOptimizer) for o in optimizers)
             if going:
                 _backward(optimizers, outputs, loss)
         if going:
@@ -295,7 +295,7 @@ def _step(trial: Trial, model: nn.Module, optimizers: list) -> None:
         try:
             optimizer.step()
         except (ValueError, FloatingPointError) as error:  # what a layer sees has grown too large to be inverted
-            if not isinstance(optimizer, LayerFilter):
+            if not isinstance(optimizer, LayerwiseOptimizer):
                 raise
             warnings.warn(f"{trial.method} at lr {trial.lr:.2g} gave up: {error}", UserWarning, stacklevel=2)
             _give_up(model)

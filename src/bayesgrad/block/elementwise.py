@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesgrad._kernels import Row, compute_dtype
+from bayesgrad.kernels import Row, compute_dtype
 
 SMALL = 1 << 15  # elements up to which a tensor is packed with others
 PACK = 1 << 18  # elements of one pack at most: bounds the memory of the gathered copies
@@ -41,14 +41,14 @@ class Product:
         target.view(self.left.shape[1], -1).addmm_(self.left.T, self.right, beta=keep, alpha=fresh * self.factor)
 
     def subtract_from(
-        self, p: Tensor, momentum: Tensor | None, keep: float, fresh: float, gain: float, shrink: float
+        self, p: Tensor, momentum: Tensor | None, keep: float, fresh: float, step_scale: float, shrink: float
     ) -> None:
-        """p <- shrink p - gain m, with m the direction or its momentum, m <- keep m + fresh direction."""
+        """p <- shrink p - step_scale m, with m the direction or its momentum, m <- keep m + fresh direction."""
         if momentum is None:
-            self.into(p, shrink, -gain)
+            self.into(p, shrink, -step_scale)
             return
         self.into(momentum, keep, fresh)
-        (p if shrink == 1 else p.mul_(shrink)).add_(momentum, alpha=-gain)
+        (p if shrink == 1 else p.mul_(shrink)).add_(momentum, alpha=-step_scale)
 
 
 Directions = Mapping[Tensor, Tensor | Product]
@@ -105,22 +105,27 @@ class Block:
     def rows(
         self,
         directions: Directions,
-        straight: tuple[float, float, float, float] | None,
+        axpy_coefficients: tuple[float, float, float, float] | None,
         shown: Sequence[Mapping[Tensor, Tensor]] = (),
     ) -> Iterator[list[Row]]:
         """The rows of the kernel, a call at a time: whatever is done to them between two calls is then in place.
 
         Args:
             directions: what stands in for the gradient of some parameters.
-            straight: (keep, fresh, gain, shrink), where the step is p <- shrink p - gain m and no more, with m the
-                direction, or the one slot, its momentum: products are then subtracted here, without being written down.
+            axpy_coefficients: (keep, fresh, step_scale, shrink), where the step is p <- shrink p - step_scale m, with m
+                the direction or its momentum (the only slot): products are then subtracted here without being stored.
             shown: what evidence there is beside the gradient, by parameter.
         """
         rows = []
         for p, state in zip(self.large, self.flat):
             gradient = directions.get(p)
-            if isinstance(gradient, Product) and straight and p.is_contiguous() and gradient.left.dtype == p.dtype:
-                gradient.subtract_from(p, state[0].view_as(p) if state else None, *straight)
+            if (
+                isinstance(gradient, Product)
+                and axpy_coefficients
+                and p.is_contiguous()
+                and gradient.left.dtype == p.dtype
+            ):
+                gradient.subtract_from(p, state[0].view_as(p) if state else None, *axpy_coefficients)
             else:
                 gradient = gradient_of(p) if gradient is None else dense(gradient)
                 more = [flat(_laid_out(values[p], p, values[p].dtype)) for values in shown]
@@ -128,7 +133,7 @@ class Block:
         if rows:
             yield rows
         for pack in self.packs:
-            if straight and pack.step_straight(directions, *straight):
+            if axpy_coefficients and pack.step_axpy(directions, *axpy_coefficients):
                 continue
             yield [pack.gather(directions, shown)]
             pack.scatter()
@@ -161,7 +166,7 @@ class Pack:
         more = [torch.cat([values[p].to(self.weight.dtype).reshape(-1) for p in self.params]) for values in shown]
         return (self.weight, self.gradient, *more, *self.state)
 
-    def step_straight(self, directions: Directions, keep: float, fresh: float, gain: float, shrink: float) -> bool:
+    def step_axpy(self, directions: Directions, keep: float, fresh: float, step_scale: float, shrink: float) -> bool:
         """Takes the step of `Product.subtract_from` where all directions are at hand; a call of a kernel costs more."""
         steps = [dense(directions[p]) for p in self.params if p in directions]
         if len(steps) < len(self.params) or any(d.dtype != p.dtype for d, p in zip(steps, self.params)):
@@ -173,7 +178,7 @@ class Pack:
             steps = momenta
         if shrink != 1:
             torch._foreach_mul_(self.params, shrink)
-        torch._foreach_add_(self.params, steps, alpha=-gain)
+        torch._foreach_add_(self.params, steps, alpha=-step_scale)
         return True
 
     def scatter(self) -> None:

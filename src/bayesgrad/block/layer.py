@@ -16,12 +16,12 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from bayesgrad._kernels import compute_dtype
 from bayesgrad.block.elementwise import Product, gradient_of
 from bayesgrad.curvature import layers
-from bayesgrad.curvature.columns import matmul
+from bayesgrad.curvature.per_example import matmul
 from bayesgrad.curvature.probe import Projection, fitted, random_column, rows_of
-from bayesgrad.curvature.tap import Use
+from bayesgrad.curvature.recorder import LayerCall
+from bayesgrad.kernels import compute_dtype
 from bayesgrad.precision import Kronecker, Precision
 
 
@@ -83,20 +83,20 @@ class Layer:
         return {p: parts[p].reshape(p.shape) for p in self.members if p.grad is not None}
 
 
-class Sheet:
+class LayerBatch:
     """The evidence about one layer: rows of inputs and errors, over examples, positions, calls and passes.
 
     Args:
         passes: the uses of each pass; examples are counted once for each.
     """
 
-    def __init__(self, layer: Layer, passes: Sequence[Sequence[Use]]) -> None:
+    def __init__(self, layer: Layer, passes: Sequence[Sequence[LayerCall]]) -> None:
         self.layer = layer
         self.passes = passes
         self.examples = sum(max(layers.examples_in(use.module, use.input) for use in uses) for uses in passes)
 
     @property
-    def uses(self) -> Iterable[Use]:
+    def uses(self) -> Iterable[LayerCall]:
         return (use for uses in self.passes for use in uses)
 
     @cached_property
@@ -123,9 +123,9 @@ class Sheet:
         parts = [self._errors(use) for use in self.uses]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
-    def with_errors(self, errors: Tensor) -> Sheet:
+    def with_errors(self, errors: Tensor) -> LayerBatch:
         """The same evidence with other errors, in the shape of `errors`."""
-        other = Sheet(self.layer, self.passes)
+        other = LayerBatch(self.layer, self.passes)
         other.__dict__ |= {**self.__dict__, "errors": errors}
         return other
 
@@ -134,7 +134,7 @@ class Sheet:
         rows = [self.errors] if self.layer.lookup else [self.inputs, self.errors]
         return torch.stack([torch.linalg.vector_norm(part) for part in rows]).isfinite().all()
 
-    def _errors(self, use: Use) -> Tensor:
+    def _errors(self, use: LayerCall) -> Tensor:
         if isinstance(use.module, nn.Embedding):
             return layers.lookups_of(use.module, use.input, use.error)[1].flatten(0, 1)[None]
         return layers.errors_of(use.module, use.error).flatten(1, 2)
@@ -163,7 +163,7 @@ class Sheet:
         return torch.cat(inputs, 1), torch.cat(errors, 1)
 
 
-def explained(layer: Layer, uses: Sequence[Use]) -> Tensor:
+def explained(layer: Layer, uses: Sequence[LayerCall]) -> Tensor:
     """The part of the weight's gradient that these uses explain."""
     total = torch.zeros(layer.owner.shape, dtype=compute_dtype(layer.owner.dtype), device=layer.owner.device)
     for use in uses:
@@ -181,7 +181,7 @@ def _with_ones(rows: Tensor) -> Tensor:
     return wider
 
 
-def directions(blocks: Sequence[tuple[Layer, Precision, Sheet | None]]) -> dict[Tensor, Tensor | Product]:
+def directions(blocks: Sequence[tuple[Layer, Precision, LayerBatch | None]]) -> dict[Tensor, Tensor | Product]:
     """The gradients of layers solved by their precisions, for each parameter.
 
     Each layer comes with the evidence of the passes that made its gradient, where there is some.
@@ -201,7 +201,7 @@ def directions(blocks: Sequence[tuple[Layer, Precision, Sheet | None]]) -> dict[
     return found
 
 
-def _is_cheaper(layer: Layer, precision: Kronecker, sheet: Sheet) -> bool:
+def _is_cheaper(layer: Layer, precision: Kronecker, sheet: LayerBatch) -> bool:
     """Whether rows are few enough, by counting multiplications."""
     if layer.lookup or any(p.grad is None for p in layer.members):
         return False
@@ -215,7 +215,7 @@ def _is_cheaper(layer: Layer, precision: Kronecker, sheet: Sheet) -> bool:
     return sheet.rows() * per_row < whole
 
 
-def _from_rows(layer: Layer, precision: Kronecker, sheet: Sheet, factor: float) -> dict[Tensor, Tensor | Product]:
+def _from_rows(layer: Layer, precision: Kronecker, sheet: LayerBatch, factor: float) -> dict[Tensor, Tensor | Product]:
     inputs, errors = _inputs_times(sheet, precision.right), _times(sheet.errors, precision.left)
     size = inputs.shape[-1] - (layer.bias is not None)
     found: dict[Tensor, Tensor | Product] = {}
@@ -230,7 +230,7 @@ def _from_rows(layer: Layer, precision: Kronecker, sheet: Sheet, factor: float) 
     return found
 
 
-def _inputs_times(sheet: Sheet, factor: Tensor | None) -> Tensor:
+def _inputs_times(sheet: LayerBatch, factor: Tensor | None) -> Tensor:
     """A times a factor; the column of ones is not written down where it need not be."""
     if sheet.layer.bias is None or factor is None or factor.dim() == 2 or "inputs" in sheet.__dict__:
         return _times(sheet.inputs, factor)
@@ -246,13 +246,13 @@ def _times(rows: Tensor, factor: Tensor | None) -> Tensor:
     return matmul(rows, factor) if factor.dim() == 3 else rows * factor[:, None]
 
 
-def proportions(blocks: Sequence[tuple[Layer, Sheet]]) -> dict[Layer, float]:
+def proportions(blocks: Sequence[tuple[Layer, LayerBatch]]) -> dict[Layer, float]:
     """c for each layer whose gradient is c E'A up to rounding; the others are left out."""
     found = {layer: projection for layer, sheet in blocks if (projection := _projection(layer, sheet)) is not None}
     return {layer: factor for layer, (factor, excess) in zip(found, fitted(list(found.values()))) if excess <= 1}
 
 
-def likely_factor(layer: Layer, sheet: Sheet) -> float:
+def likely_factor(layer: Layer, sheet: LayerBatch) -> float:
     """The c that makes c E'A most like the gradient: what unscaling and clipping have done to it, 1 where unknown."""
     if layer.lookup:
         made = explained(layer, list(sheet.uses)).flatten()
@@ -264,7 +264,7 @@ def likely_factor(layer: Layer, sheet: Sheet) -> float:
     return factor if math.isfinite(factor) else 1.0
 
 
-def _projection(layer: Layer, sheet: Sheet) -> Projection | None:
+def _projection(layer: Layer, sheet: LayerBatch) -> Projection | None:
     features, errors = sheet.features, sheet.errors
     gradients = [gradient_of(p) for p in layer.members]
     if features.dtype != errors.dtype or any(gradient.dtype != features.dtype for gradient in gradients):

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesgrad import _kernels, noise
-from bayesgrad.block.drawn import Drawn
+from bayesgrad import kernels, noise
 from bayesgrad.block.elementwise import flat
+from bayesgrad.block.sampled import SampledBlock
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Relax:
     The slope is dw/dmu for the mean mu = tanh(lambda), (sech^2(z) + eps)/(tau sech^2(lambda) + eps) for w = tanh(z):
     computed from z, because 1 - w^2 has no digits left where w is close to one.
 
-    Its numbers are 1/tau, tau and eps.
+    Its scalars are 1/tau, tau and eps.
 
     Reference: 002, Eq. 50-51.
     Checked by: tests/equations/test_binary.py, by automatic differentiation.
@@ -33,22 +33,22 @@ class Relax:
     given: bool
     writes = (2, 0, 3)
 
-    def __call__(self, numbers: Sequence[Any], place: Sequence[Any], *row: Tensor) -> tuple[Tensor, ...]:
+    def __call__(self, scalars: Sequence[Any], place: Sequence[Any], *row: Tensor) -> tuple[Tensor, ...]:
         weight, natural, _, _, *position = row
         where = position[0] if self.given else noise.positions(place[2], weight)
-        dtype = _kernels.compute_dtype(weight.dtype)
-        return weight, *self.at(numbers, natural.to(dtype), noise.logistic(where, place[0], place[1]).to(dtype))
+        dtype = kernels.compute_dtype(weight.dtype)
+        return weight, *self.at(scalars, natural.to(dtype), noise.logistic(where, place[0], place[1]).to(dtype))
 
     @staticmethod
-    def at(numbers: Sequence[Any], natural: Tensor, logistic: Tensor) -> tuple[Tensor, Tensor]:
+    def at(scalars: Sequence[Any], natural: Tensor, logistic: Tensor) -> tuple[Tensor, Tensor]:
         """The relaxed weight and its slope."""
-        inverse, relaxation, eps = numbers
+        inverse, relaxation, eps = scalars
         z = (natural + 0.5 * logistic) * inverse
-        slope = (_kernels.sech_square(z) + eps) / (relaxation * _kernels.sech_square(natural) + eps)
-        return _kernels.tanh(z), slope
+        slope = (kernels.sech_square(z) + eps) / (relaxation * kernels.sech_square(natural) + eps)
+        return kernels.tanh(z), slope
 
 
-class Relaxed(Drawn):
+class Relaxed(SampledBlock):
     """Binary parameters of one group, dtype and device, drawn relaxed; `offsets` gives their slopes."""
 
     reads = "natural"
@@ -60,10 +60,10 @@ class Relaxed(Drawn):
         self.slopes = dict(zip(self.small, self._views(self.slope)))
         self.slopes |= {i: torch.empty_like(params[i], dtype=self.spread.dtype) for i in self.large}
 
-    def place(self, i: int, spread: Tensor, noise: Tensor, numbers: list[float]) -> None:
+    def place(self, i: int, spread: Tensor, noise: Tensor, scalars: list[float]) -> None:
         if not bool(((noise > 0) & (noise < 1)).all()):
             raise ValueError("noise for binary weights must be uniform in (0, 1), got values outside of it.")
-        weight, slope = Relax.at(numbers, spread, noise.log() - (-noise).log1p())
+        weight, slope = Relax.at(scalars, spread, noise.log() - (-noise).log1p())
         self.params[i].copy_(weight)
         self.slopes[i].copy_(slope)
 

@@ -67,7 +67,7 @@ def defer(entry: dict[str, Tensor], side: str, moment: Moment, keep: float, take
     rows = moment.rows
     few = factor.dim() == 3 and len(factor) == 1 and rows.is_floating_point() and 4 * rows.shape[1] <= rows.shape[2]
     if not few:
-        settle(entry, side)
+        flush(entry, side)
         moment.into(factor, keep, take)
         return
     old = torch.ones(1, dtype=torch.float64) if waits is None else waits
@@ -76,10 +76,10 @@ def defer(entry: dict[str, Tensor], side: str, moment: Moment, keep: float, take
     )
     entry[f"{side}_waiting_{len(old) - 1}"] = rows
     if len(old) >= WAIT:
-        settle(entry, side)
+        flush(entry, side)
 
 
-def settle(entry: dict[str, Tensor], side: str) -> None:
+def flush(entry: dict[str, Tensor], side: str) -> None:
     """Brings the factor up to date."""
     waits = entry.pop(f"{side}_waits", None)
     if waits is None:
@@ -101,7 +101,8 @@ class LayerCurvature(ABC):
 
 @dataclass(frozen=True)
 class InputMoment(LayerCurvature):
-    """A = (1/N) Σ_j Σ_t a_jt a_jt': the mean over examples j of the sum over positions t, over `terms` losses of each.
+    """A = (1/N) Σ_j Σ_t a_jt a_jt': the mean over examples j of the sum over positions t, divided by
+    `losses_per_example`.
 
     Contains no derivatives at all: it is the Gram matrix of the least-squares problem that asks a layer's outputs to
     move along their gradients.
@@ -112,7 +113,7 @@ class InputMoment(LayerCurvature):
 
     def read(self, sheet: Any, options: Mapping[str, Any]) -> dict[str, Moment]:
         rows = sheet.indices if sheet.layer.lookup else sheet.inputs
-        return {"input": Moment(rows, 1 / (sheet.examples * options["terms"]))}
+        return {"input": Moment(rows, 1 / (sheet.examples * options["losses_per_example"]))}
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class KroneckerFisher(LayerCurvature):
     sides = ("input", "error")
 
     def read(self, sheet: Any, options: Mapping[str, Any]) -> dict[str, Moment]:
-        weight = 1 / (sheet.examples * options["terms"])
+        weight = 1 / (sheet.examples * options["losses_per_example"])
         if sheet.layer.lookup:
             errors = sheet.errors
             return {

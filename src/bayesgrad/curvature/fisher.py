@@ -14,10 +14,10 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bayesgrad import likelihoods
-from bayesgrad._kernels import compute_dtype
 from bayesgrad.curvature import layers
-from bayesgrad.curvature.columns import CHUNK, Columns, Rows, added, joined
-from bayesgrad.curvature.tap import Tap, Trace, Use
+from bayesgrad.curvature.per_example import CHUNK, PerExampleGradients, StoredGradients, added, joined
+from bayesgrad.curvature.recorder import LayerCall, LayerRecorder, Trace
+from bayesgrad.kernels import compute_dtype
 from bayesgrad.noise import folded
 from bayesgrad.posterior.network import parameters_of, unwrapped
 from bayesgrad.precision import LowRank
@@ -34,7 +34,7 @@ class Gradients:
         scale: one for all, or one for each name.
     """
 
-    columns: Mapping[str, Columns]
+    columns: Mapping[str, PerExampleGradients]
     scale: float | Mapping[str, float]
 
     def _scale(self, name: str) -> float:
@@ -222,7 +222,7 @@ class Captured:
         first: whether these are the first directions of their pass.
     """
 
-    columns: Mapping[str, Columns]
+    columns: Mapping[str, PerExampleGradients]
     outputs: Tensor
     labels: Tensor | None
     first: bool = True
@@ -248,7 +248,7 @@ def captures(
     parameters = {name: p for name, p in parameters_of(model).items() if p.requires_grad}
     if not parameters:
         raise ValueError("the model has no trainable parameters.")
-    tap = Tap(model, explained_layers(model), keeps=False)
+    recorder = LayerRecorder(model, explained_layers(model), keeps=False)
     try:
         with torch.enable_grad():
             outputs = model(*arguments)
@@ -258,7 +258,7 @@ def captures(
                     f"the model made outputs of shape {tuple(outputs.shape)} from {len(arguments[0])} examples: "
                     "the first dimension of inputs and outputs must count examples."
                 )
-            trace = tap.trace(outputs)
+            trace = recorder.trace(outputs)
         if labels is None and fisher == "sampled":
             labels = kind.sample(outputs, generator)
         directions = kind.roots(outputs) if labels is None else iter([kind.residual(outputs, labels)])
@@ -275,10 +275,10 @@ def captures(
             for name, p in parameters.items():
                 if name not in named:  # what the outputs do not depend on
                     zeros = torch.zeros(len(outputs) * len(some), *p.shape, dtype=compute_dtype(p.dtype))
-                    named[name] = Rows(p.shape, zeros.to(p.device))
+                    named[name] = StoredGradients(p.shape, zeros.to(p.device))
             yield Captured({name: named[name] for name in parameters}, outputs.detach(), labels, first)
     finally:
-        tap.close()
+        recorder.close()
 
 
 def check_outputs(outputs: Any) -> None:
@@ -313,8 +313,8 @@ def refuse_mixing(model: nn.Module) -> None:
 
 def gather(
     trace: Trace, directions: Sequence[Tensor], check: bool = True, left: set[int] | None = None
-) -> tuple[dict[int, Columns], set[int]]:
-    """Columns by the id of the parameter, and the ids of parameters that layers read but do not explain.
+) -> tuple[dict[int, PerExampleGradients], set[int]]:
+    """PerExampleGradients by the id of the parameter, and the ids of parameters that layers read but do not explain.
 
     A parameter is explained if layers are all that reads it and they keep examples apart, which is tried out: the
     loss of one example must bring errors back to that example alone.
@@ -327,13 +327,13 @@ def gather(
         mixed = _mixed(trace, directions[0]) if check else set()
         left = trace.strangers()
         for call in trace.calls:
-            module = trace.tap.layers[call.name]
+            module = trace.recorder.layers[call.name]
             count = 0 if call.input is None else layers.examples_in(module, call.input)
             if call.name in mixed or count != len(trace.outputs):
                 left |= {id(p) for p in layers.own_parameters(module).values()}
     passes = []
     for direction in directions:
-        found: dict[int, list[Columns]] = {}
+        found: dict[int, list[PerExampleGradients]] = {}
         for use in trace.uses(direction):
             for p, columns in _explained(use, left):
                 found.setdefault(id(p), []).append(columns)
@@ -341,7 +341,7 @@ def gather(
     return {key: joined([found[key] for found in passes]) for key in passes[0]}, left
 
 
-def _explained(use: Use, left: set[int]) -> Iterable[tuple[nn.Parameter, Columns]]:
+def _explained(use: LayerCall, left: set[int]) -> Iterable[tuple[nn.Parameter, PerExampleGradients]]:
     if all(id(p) in left for p in layers.own_parameters(use.module).values()):
         return ()
     return ((p, columns) for p, columns in layers.columns_of(use.module, use.input, use.error) if id(p) not in left)
@@ -356,7 +356,7 @@ def _mixed(trace: Trace, direction: Tensor) -> set[str]:
         return set()
     generator = torch.Generator().manual_seed(0)
     weights = (0.5 + torch.rand(len(direction), dtype=torch.float64, generator=generator)).to(direction)
-    names = {id(module): name for name, module in trace.tap.layers.items()}
+    names = {id(module): name for name, module in trace.recorder.layers.items()}
     mixed = set()
     plain = trace.uses(direction)
     for one, other in zip(plain, trace.uses(direction * _leading(weights, direction))):
@@ -380,7 +380,7 @@ def per_example(
     inputs: tuple[Tensor, ...],
     directions: Sequence[Tensor],
     outputs: Tensor,
-) -> dict[str, Columns]:
+) -> dict[str, PerExampleGradients]:
     """Per-example gradients of some parameters by torch.func, in chunks.
 
     Args:
@@ -423,7 +423,7 @@ def per_example(
             "batch: it mixes the examples of a batch, so that they have no gradients of their own."
         )
     return {
-        name: Rows(p.shape, torch.cat([part[name] for part, _ in parts]).to(compute_dtype(p.dtype)))
+        name: StoredGradients(p.shape, torch.cat([part[name] for part, _ in parts]).to(compute_dtype(p.dtype)))
         for name, p in params.items()
     }
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from bayesgrad.curvature.evidence import Evidence
 
 Memory = dict[str, Tensor]
-Numbers = Mapping[str, Any]
+Scalars = Mapping[str, Any]
 
 
 def average(decay: float, step: int) -> tuple[float, float]:
@@ -34,12 +34,12 @@ class Curvature(ABC):
 
     slots: tuple[str, ...] = ()
 
-    def numbers(self, step: int) -> dict[str, float]:
+    def scalars(self, step: int) -> dict[str, float]:
         """The scalars that `read` asks for, at the `step`-th step (from 1) of a block."""
         return {}
 
     @abstractmethod
-    def read(self, evidence: Evidence, memory: Memory, n: Numbers) -> Tensor:
+    def read(self, evidence: Evidence, memory: Memory, n: Scalars) -> Tensor:
         """The increment of the precision, elementwise; replaces its slots in `memory`."""
 
 
@@ -53,10 +53,14 @@ class SquaredGradient(Curvature):
     Checked by: tests/equations/test_adabayes.py.
     """
 
-    def read(self, evidence: Evidence, memory: Memory, n: Numbers) -> Tensor:
+    def read(self, evidence: Evidence, memory: Memory, n: Scalars) -> Tensor:
         if evidence.squares is not None:  # of several draws, or of other labels, each squared by itself
-            return n["information"] * (n["information"] * evidence.squares) if "information" in n else evidence.squares
-        error = evidence.gradient * n["information"] if "information" in n else evidence.gradient
+            return (
+                n["gradient_scale"] * (n["gradient_scale"] * evidence.squares)
+                if "gradient_scale" in n
+                else evidence.squares
+            )
+        error = evidence.gradient * n["gradient_scale"] if "gradient_scale" in n else evidence.gradient
         return error * error
 
 
@@ -79,15 +83,15 @@ class CentredGradient(Curvature):
     decay: float = 0.99
     slots = ("gradient_mean",)
 
-    def numbers(self, step: int) -> dict[str, float]:
+    def scalars(self, step: int) -> dict[str, float]:
         d, weight = self.decay, self.decay ** (step - 1)
         spread = (1 - d) / (1 + d) * (1 + weight) / (1 - weight) if step > 1 else 0.0
         keep, take = average(d, step)
         return {"mean_keep": keep, "mean_take": take, "mean_unbias": math.sqrt(1 / (1 + spread))}
 
-    def read(self, evidence: Evidence, memory: Memory, n: Numbers) -> Tensor:
+    def read(self, evidence: Evidence, memory: Memory, n: Scalars) -> Tensor:
         mean = memory["gradient_mean"]
         error = (evidence.gradient - mean) * n["mean_unbias"]
-        error = error * n["information"] if "information" in n else error
+        error = error * n["gradient_scale"] if "gradient_scale" in n else error
         memory["gradient_mean"] = n["mean_keep"] * mean + n["mean_take"] * evidence.gradient
         return error * error

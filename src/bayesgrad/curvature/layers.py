@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from bayesgrad._kernels import compute_dtype
-from bayesgrad.curvature.columns import Columns, Lookup, Outer, Rows
+from bayesgrad.curvature.per_example import EmbeddingGradients, OuterProducts, PerExampleGradients, StoredGradients
+from bayesgrad.kernels import compute_dtype
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _BatchNorm)
@@ -126,22 +126,22 @@ def lookups_of(module: nn.Embedding, x: Tensor, error: Tensor) -> tuple[Tensor, 
     return indices, errors
 
 
-def columns_of(module: nn.Module, x: Tensor, error: Tensor) -> Iterator[tuple[nn.Parameter, Columns]]:
+def columns_of(module: nn.Module, x: Tensor, error: Tensor) -> Iterator[tuple[nn.Parameter, PerExampleGradients]]:
     """The per-example gradients of each of the layer's parameters that takes gradients."""
     trained = {name: p for name, p in own_parameters(module).items() if p.requires_grad}
     if not trained:
         return
     if is_lookup(module):
-        yield trained["weight"], Lookup(trained["weight"].shape, *lookups_of(module, x, error))  # pyright: ignore
+        yield trained["weight"], EmbeddingGradients(trained["weight"].shape, *lookups_of(module, x, error))  # pyright: ignore
         return
     if is_matrix(module):
         errors = errors_of(module, error)
         if "weight" in trained:
-            yield trained["weight"], Outer(trained["weight"].shape, inputs_of(module, x), errors)
+            yield trained["weight"], OuterProducts(trained["weight"].shape, inputs_of(module, x), errors)
         if "bias" in trained:
             bias = trained["bias"]
             sums = errors.squeeze(2) if errors.shape[2] == 1 else errors.sum(2)
-            yield bias, Rows(bias.shape, sums.transpose(0, 1).reshape(-1, *bias.shape))
+            yield bias, StoredGradients(bias.shape, sums.transpose(0, 1).reshape(-1, *bias.shape))
         return
     x, error = (t.to(_dtype(module)) for t in (x, error))
     products = {"weight": error * _normalised(module, x), "bias": error}
@@ -150,7 +150,7 @@ def columns_of(module: nn.Module, x: Tensor, error: Tensor) -> Iterator[tuple[nn
             values = products[name].reshape(len(x), -1, *p.shape).sum(1)
         else:
             values = products[name].reshape(len(x), p.numel(), -1).sum(2)
-        yield p, Rows(p.shape, values)
+        yield p, StoredGradients(p.shape, values)
 
 
 def _normalised(module: nn.Module, x: Tensor) -> Tensor:

@@ -69,10 +69,10 @@ def common(projections: Sequence[Projection]) -> float | None:
     return factor if excess <= 1 else None
 
 
-Numbers = tuple[np.ndarray, np.ndarray, float]
+Samples = tuple[np.ndarray, np.ndarray, float]
 
 
-def _read(projections: Sequence[Projection]) -> list[Numbers]:
+def _read(projections: Sequence[Projection]) -> list[Samples]:
     if not projections:
         return []
     parts = [part for one in projections for part in (one.seen, one.made, one.sizes)]
@@ -88,12 +88,12 @@ def _read(projections: Sequence[Projection]) -> list[Numbers]:
     return list(zip(seen, made, bounds))
 
 
-def _fit(numbers: Sequence[Numbers]) -> tuple[float, float]:
+def _fit(numbers: Sequence[Samples]) -> tuple[float, float]:
     with np.errstate(all="ignore"):  # what is not finite fits nothing
         return _least_squares(numbers)
 
 
-def _least_squares(numbers: Sequence[Numbers]) -> tuple[float, float]:
+def _least_squares(numbers: Sequence[Samples]) -> tuple[float, float]:
     square = sum(float(made @ made) for _, made, _ in numbers)
     factor = sum(float(seen @ made) for seen, made, _ in numbers) / square if square else 1.0
     worst = 0.0

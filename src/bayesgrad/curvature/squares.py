@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from bayesgrad.curvature import layers
-from bayesgrad.curvature.columns import Columns, Outer, added, matmul
+from bayesgrad.curvature.per_example import OuterProducts, PerExampleGradients, added, matmul
 from bayesgrad.curvature.probe import Projection, random_column, rows_of
-from bayesgrad.curvature.tap import Use
+from bayesgrad.curvature.recorder import LayerCall
 
 
 @dataclass(frozen=True, eq=False)
 class Examples:
     """The per-example gradients of one parameter, pass by pass."""
 
-    passes: Sequence[Columns]
+    passes: Sequence[PerExampleGradients]
 
     @property
     def count(self) -> int:
@@ -33,8 +33,8 @@ class Examples:
 
     def projection(self, gradient: Tensor) -> Projection:
         """To be compared with a gradient that should be in proportion to sum_j g_j."""
-        if all(isinstance(columns, Outer) for columns in self.passes):
-            outers = [columns for columns in self.passes if isinstance(columns, Outer)]
+        if all(isinstance(columns, OuterProducts) for columns in self.passes):
+            outers = [columns for columns in self.passes if isinstance(columns, OuterProducts)]
             groups, _, _, fan_out = outers[0].errors.shape
             matrix = gradient.reshape(groups, fan_out, -1).to(outers[0].inputs.dtype)
             some = rows_of([gradient], fan_out)
@@ -54,16 +54,16 @@ class Examples:
         return Projection(seen, made, torch.stack(list(norms)), eps)
 
 
-def columns_like(columns: Columns) -> Tensor:
+def columns_like(columns: PerExampleGradients) -> Tensor:
     """A tensor of the dtype and device of what they are made of."""
     return next(t for t in columns.tensors().values() if t.is_floating_point())
 
 
-def examples_of(passes: Sequence[Sequence[Use]]) -> dict[Tensor, Examples]:
+def examples_of(passes: Sequence[Sequence[LayerCall]]) -> dict[Tensor, Examples]:
     """The per-example gradients of every parameter that these passes explain; calls in one pass add up."""
-    found: dict[Tensor, list[Columns]] = {}
+    found: dict[Tensor, list[PerExampleGradients]] = {}
     for uses in passes:
-        here: dict[Tensor, list[Columns]] = {}
+        here: dict[Tensor, list[PerExampleGradients]] = {}
         for use in uses:
             for p, columns in layers.columns_of(use.module, use.input, use.error):
                 here.setdefault(p, []).append(columns)

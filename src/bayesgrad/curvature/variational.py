@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from bayesgrad.curvature.evidence import Evidence
-from bayesgrad.curvature.gradients import Curvature, Memory, Numbers
+from bayesgrad.curvature.gradients import Curvature, Memory, Scalars
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,11 @@ class Reparameterised(Curvature):
     Checked by: tests/equations/test_ivon.py, against ivon-opt and by quadrature.
     """
 
-    def read(self, evidence: Evidence, memory: Memory, n: Numbers) -> Tensor:
+    def read(self, evidence: Evidence, memory: Memory, n: Scalars) -> Tensor:
         product = evidence.product
         if product is None:
             product = evidence.gradient * evidence.offset  # pyright: ignore[reportOperatorIssue]
-        return n["information"] * product / memory["variance"]
+        return n["gradient_scale"] * product / memory["variance"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class PerExampleSquare(Curvature):
     Checked by: tests/equations/test_vogn.py, against BackPACK.
     """
 
-    def read(self, evidence: Evidence, memory: Memory, n: Numbers) -> Tensor:
+    def read(self, evidence: Evidence, memory: Memory, n: Scalars) -> Tensor:
         return evidence.squares  # pyright: ignore[reportReturnType]
 
 
@@ -51,7 +51,7 @@ class AbsoluteHessian(Curvature):
     Checked by: tests/equations/test_newton.py.
     """
 
-    def read(self, evidence: Evidence, memory: Memory, n: Numbers) -> Tensor:
+    def read(self, evidence: Evidence, memory: Memory, n: Scalars) -> Tensor:
         return evidence.hessian.abs()  # pyright: ignore[reportOptionalMemberAccess]
 
 
@@ -63,5 +63,5 @@ class ExpectedHessian(Curvature):
     Checked by: tests/equations/test_newton.py.
     """
 
-    def read(self, evidence: Evidence, memory: Memory, n: Numbers) -> Tensor:
+    def read(self, evidence: Evidence, memory: Memory, n: Scalars) -> Tensor:
         return evidence.hessian  # pyright: ignore[reportReturnType]

@@ -1,41 +1,41 @@
 """The Bayesian learning rule as an engine: nodes, factors, messages, one step."""
 
-from bayesgrad.inference.collapsed import Chunked, Collapsed
+from bayesgrad.inference.convergence import run_to_convergence
+from bayesgrad.inference.elementwise import ElementwiseFactor
 from bayesgrad.inference.engine import OutsideDomain, Result, Sites, elbo, message, run, step
 from bayesgrad.inference.expectation import Delta, GaussHermite, MonteCarlo, QuasiMonteCarlo
 from bayesgrad.inference.factor import (
     Expected,
     Factor,
     Linear,
+    LinearPredictorFactor,
     LogDensity,
-    MultiProjected,
+    MultiLinearPredictorFactor,
     Prior,
-    Projected,
     linear_gaussian,
 )
+from bayesgrad.inference.latent_variable import Chunked, LatentVariableFactor
 from bayesgrad.inference.minimize import Minimum, minimize
-from bayesgrad.inference.mixing import settle
 from bayesgrad.inference.node import Node
 from bayesgrad.inference.online import online
-from bayesgrad.inference.pointwise import Pointwise
 
 __all__ = [
     "Chunked",
-    "Collapsed",
     "Delta",
+    "ElementwiseFactor",
     "Expected",
     "Factor",
     "GaussHermite",
+    "LatentVariableFactor",
     "Linear",
+    "LinearPredictorFactor",
     "LogDensity",
     "Minimum",
     "MonteCarlo",
-    "MultiProjected",
+    "MultiLinearPredictorFactor",
     "Node",
     "OutsideDomain",
-    "Pointwise",
     "Prior",
-    "Projected",
     "QuasiMonteCarlo",
     "Result",
     "Sites",
@@ -45,6 +45,6 @@ __all__ = [
     "minimize",
     "online",
     "run",
-    "settle",
+    "run_to_convergence",
     "step",
 ]

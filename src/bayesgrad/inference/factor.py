@@ -136,7 +136,7 @@ def linear_gaussian(node: Node, design: Tensor, targets: Tensor, precision: floa
         precision: of the noise, one or (n,).
     """
     if not isinstance(node.family, Gaussian):
-        raise TypeError(f"linear_gaussian takes a Gaussian node, got {node}: use Projected.")
+        raise TypeError(f"linear_gaussian takes a Gaussian node, got {node}: use LinearPredictorFactor.")
     _check_design(node, design)
     check_finite(targets=targets)
     weights = torch.as_tensor(precision, dtype=design.dtype, device=design.device)
@@ -153,7 +153,7 @@ def linear_gaussian(node: Node, design: Tensor, targets: Tensor, precision: floa
     return Linear(node, (first, -weighted.mT @ design / 2), constant)
 
 
-class Projected(Factor):
+class LinearPredictorFactor(Factor):
     r"""Σ_i log p_i(x_i'θ) for a Gaussian node θ: through one-dimensional expectations, whatever the likelihood.
 
     .. math::
@@ -218,7 +218,7 @@ class Projected(Factor):
         return bonnet(node, gradient, self.design.mT @ (second[:, None] * self.design))
 
 
-class MultiProjected(Projected):
+class MultiLinearPredictorFactor(LinearPredictorFactor):
     r"""Σ_i log p_i(f_i) with f_ik = x_i'θ_k, for a full Gaussian node that holds K vectors, θ = (θ_1, ..., θ_K).
 
     .. math::

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bayesgrad.families import Parameters, Point
-from bayesgrad.inference import Collapsed, Node
+from bayesgrad.inference import LatentVariableFactor, Node
 from bayesgrad.models import markov
 from bayesgrad.models.emissions import Rows, Symbols
 
@@ -27,7 +27,7 @@ class Sequences(NamedTuple):
         return len(self.layout.lengths)
 
 
-class Chained(Collapsed):
+class Chained(LatentVariableFactor):
     """log Σ_z exp E[log p(x, z | π, A, emissions)], with q(z) a chain: the forward-backward algorithm.
 
     Args:

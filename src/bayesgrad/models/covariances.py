@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bayesgrad.families import NormalWishart, Parameters, TiedNormalWishart
 from bayesgrad.families.gaussian import LOG_2PI
-from bayesgrad.inference import Collapsed, Node
+from bayesgrad.inference import LatentVariableFactor, Node
 
 WIDE = 2  # columns for each component, above which quadratic forms are taken as they are: measured
 CHUNK = 1 << 18  # numbers of features that are held at a time: they stay in the cache
@@ -317,7 +317,7 @@ class Spherical(Covariance):
         return (components,)
 
 
-class Mixture(Collapsed):
+class Mixture(LatentVariableFactor):
     r"""Rows that each come from one of K components, with a hidden indicator z for each row:
 
     .. math::

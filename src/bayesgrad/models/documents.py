@@ -13,7 +13,7 @@ from scipy.sparse import csr_matrix, issparse
 from torch import Tensor
 
 from bayesgrad.families import Dirichlet, Parameters
-from bayesgrad.inference import Collapsed, Node
+from bayesgrad.inference import LatentVariableFactor, Node
 
 CHUNK = 1 << 19  # numbers of one array that is gone through again and again: it should stay in the cache
 DENSE = 0.2  # the part of counts that are not zero from which on they are treated as if none was
@@ -64,7 +64,7 @@ class Counts:
         return float(self.matrix.data.sum())
 
 
-class Documents(Collapsed):
+class Documents(LatentVariableFactor):
     r"""Documents whose words were drawn from topics β_k, each document with shares θ_d ~ Dirichlet(alpha) of its own:
 
     .. math::

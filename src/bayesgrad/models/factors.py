@@ -14,7 +14,7 @@ from torch.linalg import solve_triangular
 
 from bayesgrad.families import Parameters, Point
 from bayesgrad.families.gaussian import LOG_2PI
-from bayesgrad.inference import Collapsed, Factor, Node
+from bayesgrad.inference import Factor, LatentVariableFactor, Node
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +116,7 @@ def infer(rows: Rows, known: Loadings) -> tuple[Tensor, Tensor, Tensor, Tensor, 
     return means, covariance, patterns, place, constant[place] - left / 2
 
 
-class Scores(Collapsed):
+class Scores(LatentVariableFactor):
     r"""x_n = W z_n + m + e_n with z_n ~ N(0, I) and e_nd ~ N(0, 1/τ_d), the scores z_n at their best.
 
     Where nothing is missing, all that is needed of the data is the triangle R of [1 X] = Q R: a look costs D²K

@@ -15,7 +15,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
 from bayesgrad.families import Dirichlet, Family, Parameters, Point
-from bayesgrad.inference import Collapsed, Factor, Node, Prior
+from bayesgrad.inference import Factor, LatentVariableFactor, Node, Prior
 from bayesgrad.models.arrays import as_finite, as_numpy, like, near_mean
 from bayesgrad.models.checks import is_number, require_numbers, require_one_of, require_whole, warn
 from bayesgrad.models.covariances import COVARIANCES, Covariance, Known, Mixture
@@ -296,7 +296,7 @@ class GaussianMixture(Latent):
     def _priors(self, nodes: Sequence[Node]) -> list[Factor]:
         return [] if _is_em(self) else [Prior(node, natural) for node, natural in zip(nodes, self._priors_known)]
 
-    def _evidence(self, data: Tensor, nodes: Sequence[Node], scale: float = 1.0) -> Collapsed:
+    def _evidence(self, data: Tensor, nodes: Sequence[Node], scale: float = 1.0) -> LatentVariableFactor:
         weights, components = nodes
         return Mixture(weights, components, self._covariance, data, blur=self.reg_covar, scale=scale)
 

@@ -18,7 +18,17 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
 from bayesgrad.families import Gaussian, Parameters
-from bayesgrad.inference import Delta, Node, OutsideDomain, Pointwise, Prior, elbo, run, settle, step
+from bayesgrad.inference import (
+    Delta,
+    ElementwiseFactor,
+    Node,
+    OutsideDomain,
+    Prior,
+    elbo,
+    run,
+    run_to_convergence,
+    step,
+)
 from bayesgrad.inference.expectation import Expectation
 from bayesgrad.models import checks
 from bayesgrad.models.arrays import as_finite, as_numpy
@@ -215,10 +225,12 @@ class GaussianProcess(BaseEstimator):
             if sites is None or not bool(family.inside(sites)):
                 sites = mode(family, seen, self._y)
             node = Node(family, sites, name="sites")
-            factor = Pointwise(node, lambda mean, variance: seen.expected(mean, variance, self._y, self._expect))
+            factor = ElementwiseFactor(
+                node, lambda mean, variance: seen.expected(mean, variance, self._y, self._expect)
+            )
             if isinstance(self._expect, Delta):
                 return node, run(node, [factor], self.steps, tolerance=tolerance)
-            return node, settle(node, [factor], self.steps, tolerance=tolerance)
+            return node, run_to_convergence(node, [factor], self.steps, tolerance=tolerance)
 
     def _climb(
         self, kernel: Kernel, seen: Observation, bound: Callable[[Kernel, Observation], Tensor]

@@ -21,15 +21,24 @@ from torch import Tensor
 
 from bayesgrad.families import Gaussian as GaussianFamily
 from bayesgrad.families import Parameters
-from bayesgrad.inference import Delta, MonteCarlo, MultiProjected, Node, Prior, Projected, linear_gaussian, run
+from bayesgrad.inference import (
+    Delta,
+    LinearPredictorFactor,
+    MonteCarlo,
+    MultiLinearPredictorFactor,
+    Node,
+    Prior,
+    linear_gaussian,
+    run,
+)
 from bayesgrad.inference.expectation import Expectation
 from bayesgrad.inference.factor import Factor, project
 from bayesgrad.models import checks
 from bayesgrad.models.arrays import as_finite, as_numpy, like
 from bayesgrad.models.multinomial import GivenLabels, Multinomial, quadrature
 from bayesgrad.models.observations import (
+    CallableLikelihood,
     Gaussian,
-    Given,
     Logistic,
     Observation,
     Poisson,
@@ -335,9 +344,13 @@ class GLM(BaseEstimator):
         factors = []
         for place, (part, targets) in enumerate(zip(design.split(rows), y.split(rows))):
             if isinstance(observation, Multinomial):
-                factors.append(MultiProjected(node, part, GivenLabels(observation, targets), self._rule(place)))
+                factors.append(
+                    MultiLinearPredictorFactor(node, part, GivenLabels(observation, targets), self._rule(place))
+                )
             else:
-                factors.append(Projected(node, part, Given(observation, targets), self._rule(place)))
+                factors.append(
+                    LinearPredictorFactor(node, part, CallableLikelihood(observation, targets), self._rule(place))
+                )
         return factors
 
     def _rule(self, place: int) -> Expectation:

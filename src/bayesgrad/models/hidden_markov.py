@@ -24,7 +24,7 @@ from bayesgrad.models.emissions import Rows, Symbols, narrowed, pseudo, widened
 from bayesgrad.models.gaussian_mixture import FAR
 from bayesgrad.models.kalman import Elements, scan
 from bayesgrad.models.latent import Latent
-from bayesgrad.models.sequences import Given
+from bayesgrad.models.sequences import SequenceInput
 
 EMISSIONS, METHODS, STARTS = ("gaussian", "categorical"), ("em", "vb"), ("kmeans", "random")
 SUBSET = 20_000  # rows that k-means looks at
@@ -144,15 +144,15 @@ class HiddenMarkov(Latent):
             ValueError: a setting or the data are none that the model can have.
         """
         _unused(X, y)
-        return super().fit(Given(X, lengths))
+        return super().fit(SequenceInput(X, lengths))
 
     def partial_fit(self, X: Any, y: Any = None, lengths: Any = None) -> HiddenMarkov:
         """Moves what is known by a batch of sequences, and keeps none of it: online EM, or SVI. y is not used."""
         _unused(X, y)
-        return super().partial_fit(Given(X, lengths))
+        return super().partial_fit(SequenceInput(X, lengths))
 
     def _read(self, X: Any, *, reset: bool) -> Sequences:
-        given: Given = X
+        given: SequenceInput = X
         require_one_of(self, emissions=EMISSIONS, method=METHODS, covariance_type=COVARIANCES, init=STARTS)
         require_whole(n_states=self.n_states)
         rows, lengths = given.joined(self._dims)
@@ -372,9 +372,9 @@ class HiddenMarkov(Latent):
 
     # --- asking it ---
 
-    def _asked(self, X: Any, lengths: Any) -> tuple[Given, Sequences, tuple[Tensor, Tensor, Tensor]]:
+    def _asked(self, X: Any, lengths: Any) -> tuple[SequenceInput, Sequences, tuple[Tensor, Tensor, Tensor]]:
         check_is_fitted(self, "startprob_")
-        given = Given(X, lengths)
+        given = SequenceInput(X, lengths)
         data = self._read(given, reset=False)
         with torch.no_grad():
             return given, data, self._evidence(data, self._nodes).logs()

@@ -15,13 +15,14 @@ from sklearn.base import BaseEstimator
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_random_state
 
-from bayesgrad.inference import Collapsed, Factor, Node, OutsideDomain, Result, elbo, run, step
+from bayesgrad.inference import Factor, LatentVariableFactor, Node, OutsideDomain, Result, elbo, run, step
 from bayesgrad.inference.engine import Line
 from bayesgrad.models.checks import all_or_nothing, is_number, require_same, require_tolerance, require_whole, warn
 
 
 class Latent(BaseEstimator, ABC):
-    r"""Nodes for the parameters, and a `Collapsed` factor for data whose hidden variables are always at their best.
+    r"""Nodes for the parameters, and a `LatentVariableFactor` for the data, whose hidden variables are always at their
+    optimum.
 
     `fit` repeats whole sweeps, steps with rho = 1, until the bound settles, from `n_init` starts, and keeps the best.
     Where `_streams` says so, a sweep is a pass over shuffled batches, as `partial_fit` takes them: with steps of
@@ -82,10 +83,10 @@ class Latent(BaseEstimator, ABC):
         """Factors of the parameters alone."""
 
     @abstractmethod
-    def _evidence(self, data: Any, nodes: Sequence[Node], scale: float = 1.0) -> Collapsed:
+    def _evidence(self, data: Any, nodes: Sequence[Node], scale: float = 1.0) -> LatentVariableFactor:
         """The factor of the data."""
 
-    def _repeated(self, data: Any, nodes: Sequence[Node]) -> Collapsed:
+    def _repeated(self, data: Any, nodes: Sequence[Node]) -> LatentVariableFactor:
         """The factor of all data in sweeps, which look at it again and again."""
         return self._evidence(data, nodes)
 

@@ -302,7 +302,7 @@ def named(likelihood: str | Observation) -> Observation:
 
 
 @dataclass(frozen=True, eq=False)
-class Given:
+class CallableLikelihood:
     """log p(y | f) as a function of f."""
 
     observation: Observation

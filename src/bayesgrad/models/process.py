@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributions import Distribution, MultivariateNormal
 
 from bayesgrad.families import Family, Parameters
-from bayesgrad.inference import Node, Projected
+from bayesgrad.inference import LinearPredictorFactor, Node
 from bayesgrad.inference.expectation import Delta, Expectation, Moments
 from bayesgrad.models.kernels import Kernel
 from bayesgrad.models.observations import Observation
@@ -259,7 +259,7 @@ def _times_lower(left: Tensor, lower: Tensor, out: Tensor) -> None:
     torch.mm(left[:, cut:], lower[cut:, cut:], out=out[:, cut:])
 
 
-class Induced(Projected):
+class Induced(LinearPredictorFactor):
     r"""Σ_i log p(y_i | f_i), where f is known through its values at M inducing points: u = L v with v ~ N(0, I).
 
     .. math::

@@ -12,7 +12,7 @@ from torch import Tensor
 from bayesgrad.models.arrays import as_numpy
 
 
-class Given(NamedTuple):
+class SequenceInput(NamedTuple):
     """X as somebody gave it, and the lengths of the sequences in it."""
 
     X: Any

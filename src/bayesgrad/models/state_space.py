@@ -14,7 +14,7 @@ from torch.distributions import Distribution
 
 from bayesgrad.families import Family, Parameters
 from bayesgrad.families.gaussian import LOG_2PI
-from bayesgrad.inference import Node, Pointwise, settle
+from bayesgrad.inference import ElementwiseFactor, Node, run_to_convergence
 from bayesgrad.inference.expectation import Expectation, Moments
 from bayesgrad.models import dynamics, kalman
 from bayesgrad.models.checks import (
@@ -258,8 +258,8 @@ class LinearStateSpace:
 
         start = tuple(torch.where(known, part, 0) for part in self._sees.sites(target))
         node = Node(family, start, name="sites")
-        factor = Pointwise(node, expected)
-        result = settle(node, [factor], self.steps, tolerance=self.tolerance)
+        factor = ElementwiseFactor(node, expected)
+        result = run_to_convergence(node, [factor], self.steps, tolerance=self.tolerance)
         self.n_iter_ = result.steps
         bound = factor.moments().value.sum(-1) + family.entropy(node.natural)
         return _Observed(family.at(node.natural).filtered, bound)

@@ -1,4 +1,4 @@
-"""Optimizers: each a declaration of parts over the one step of `bayesgrad.filter`."""
+"""Optimizers: each a declaration of parts over the one step of `bayesgrad.optimizer`."""
 
 from bayesgrad.optim.adabayes import AdaBayes, AdaBayesFP
 from bayesgrad.optim.adabound import AdaBound, AMSBound

@@ -7,31 +7,26 @@ from collections.abc import Mapping
 from typing import Any
 
 from bayesgrad.curvature import SquaredGradient
-from bayesgrad.filter.evident import Evident
-from bayesgrad.filter.filter import settings
-from bayesgrad.filter.ranges import COUNT, FLAG, OPTIONAL_COUNT, POSITIVE
+from bayesgrad.optimizer.base import settings
+from bayesgrad.optimizer.constraints import COUNT, FLAG, OPTIONAL_COUNT, POSITIVE
+from bayesgrad.optimizer.fisher import FisherOptimizer
 from bayesgrad.rule import NaturalGradient
 from bayesgrad.transition import OrnsteinUhlenbeck, Steady
 
 DEFAULT_SGD_LR = 0.1
 
 
-class _AdaBayesFamily(Evident):
+class _AdaBayesFamily(FisherOptimizer):
     """What the two share: the kinds of evidence, and sgd_lr, which keeps its ratio to lr."""
 
     curvature = SquaredGradient()
     rule = NaturalGradient()
-    accepts = {**Evident.accepts, "sgd_lr": POSITIVE, "centered": FLAG}
+    accepts = {**FisherOptimizer.accepts, "sgd_lr": POSITIVE}
 
     def _check(self, group: Mapping[str, Any]) -> None:
         super()._check(group)
-        if group["centered"] and group["evidence"] == "sampled":
-            raise ValueError("centered=True is evidence='centered', but evidence is 'sampled': choose one.")
-        if self.kind(group) == "centered" and math.isinf(group["sgd_lr"]):
-            raise ValueError("centered=True needs a finite sgd_lr: a gradient that hardly varies bounds no step.")
-
-    def kind(self, group: Mapping[str, Any]) -> str:
-        return "centered" if group["centered"] else group["evidence"]
+        if group["fisher"] == "centered" and math.isinf(group["sgd_lr"]):
+            raise ValueError("fisher='centered' needs a finite sgd_lr: a gradient that hardly varies bounds no step.")
 
 
 class AdaBayes(_AdaBayesFamily):
@@ -57,12 +52,11 @@ class AdaBayes(_AdaBayesFamily):
             filter then starts where sgd_lr = 0.1 would.
         momentum: decay of the gradient's moving average.
         weight_decay: decoupled, as in AdamW.
-        centered: the same as `evidence="centered"`.
-        evidence: what the information is read off: the gradient's square (`"empirical"`), its variance (`"centered"`)
+        fisher: what the information is read off: the gradient's square (`"empirical"`), its variance (`"centered"`)
             or its square at labels drawn from the model (`"sampled"`), which takes `observe(outputs)` in every step.
         likelihood: of the outputs, for drawn labels.
-        linearise: take gradients at weights drawn from the belief, inside `with optimizer.sampled():`.
-        samples: draws of `step(closure)`, with linearise.
+        sample_weights: take gradients at weights drawn from the belief, inside `with optimizer.sampled():`.
+        samples: draws of `step(closure)`, with sample_weights.
         seed: of all draws.
         follow_lr: when lr changes by a factor, multiply sigma^2_post by it. `False` is the paper's filter, which needs
             thousands of steps to follow a change of lr. Not to be changed during a run.
@@ -98,10 +92,9 @@ class AdaBayes(_AdaBayesFamily):
         sgd_lr: float = DEFAULT_SGD_LR,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
-        centered: bool = False,
-        evidence: str = "empirical",
+        fisher: str = "empirical",
         likelihood: str = "categorical",
-        linearise: bool = False,
+        sample_weights: bool = False,
         samples: int = 1,
         seed: int = 0,
         follow_lr: bool = True,
@@ -125,10 +118,10 @@ class AdaBayes(_AdaBayesFamily):
         sigma2 = group["sgd_lr"] * (lr / group["base_lr"]) / group["batch_size"]
         return {"process": lr * lr / unit, "stationary": sigma2 / unit}
 
-    def gain(self, group: Mapping[str, Any]) -> float:
+    def step_scale(self, group: Mapping[str, Any]) -> float:
         return self._unit(group) * group["batch_size"]
 
-    def information(self, group: Mapping[str, Any]) -> float:
+    def gradient_scale(self, group: Mapping[str, Any]) -> float:
         return math.sqrt(self._unit(group)) * group["batch_size"]
 
     def drawing(self, group: Mapping[str, Any]) -> list[float]:
@@ -159,8 +152,7 @@ class AdaBayesFP(_AdaBayesFamily):
         betas: decays of the moving averages of gradient and squared gradient.
         weight_decay: decoupled, as in AdamW.
         batch_size: B, needed for `posterior()` only: sigma^2_post = eta / (B (k + sqrt(k^2 + s))).
-        centered: the same as `evidence="centered"`.
-        evidence: what to normalise by: the gradient's square (`"empirical"`), its variance (`"centered"`) or its square
+        fisher: what to normalise by: the gradient's square (`"empirical"`), its variance (`"centered"`) or its square
             at labels drawn from the model (`"sampled"`), which takes `observe(outputs)` in every step.
         likelihood: of the outputs, for drawn labels.
         seed: of drawn labels.
@@ -195,8 +187,7 @@ class AdaBayesFP(_AdaBayesFamily):
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
         batch_size: float | None = None,
-        centered: bool = False,
-        evidence: str = "empirical",
+        fisher: str = "empirical",
         likelihood: str = "categorical",
         seed: int = 0,
         nonfinite: str = "ignore",
@@ -206,9 +197,6 @@ class AdaBayesFP(_AdaBayesFamily):
 
     def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         return {"beta": group["betas"][1], "step": step, "half": group["base_lr"] / (2 * group["sgd_lr"])}
-
-    def drawing(self, group: Mapping[str, Any]) -> list[float]:
-        return []  # there is no variance to draw by: `linearise` is not offered
 
     def prior_variance(self, group: Mapping[str, Any]) -> float:
         sgd_lr = DEFAULT_SGD_LR if math.isinf(group["sgd_lr"]) else group["sgd_lr"]

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from bayesgrad.curvature import SquaredGradient
-from bayesgrad.curvature.gradients import Memory, Numbers
-from bayesgrad.filter import Filter
-from bayesgrad.filter.filter import settings
-from bayesgrad.filter.ranges import NONNEGATIVE, OPEN_FRACTION, POSITIVE
+from bayesgrad.curvature.gradients import Memory, Scalars
+from bayesgrad.optimizer import BeliefOptimizer
+from bayesgrad.optimizer.base import settings
+from bayesgrad.optimizer.constraints import NONNEGATIVE, OPEN_FRACTION, POSITIVE
 from bayesgrad.precision import Diagonal, Pair, Precision
 from bayesgrad.rule import NaturalGradient
 from bayesgrad.transition import Steady
@@ -26,23 +26,23 @@ class Peak(Steady):
 
     slots = ("moment", "peak")
 
-    def settled(self, memory: Memory, n: Numbers) -> Diagonal | Pair:
+    def steady_state(self, memory: Memory, n: Scalars) -> Diagonal | Pair:
         memory["peak"] = torch.maximum(memory["peak"], memory["moment"])
         return self.of.steady(memory["peak"], n)
 
 
 @dataclass(frozen=True)
 class BoundedGradient(NaturalGradient):
-    """w <- w - clip(gain P^-1, lower, upper) m: the learning rate of each weight stays in a band.
+    """w <- w - clip(step_scale P^-1, lower, upper) m: the learning rate of each weight stays in a band.
 
-    m is the biased average; its correction is in the gain, inside the clip, as in the original.
+    m is the biased average; its correction is in the step_scale, inside the clip, as in the original.
     """
 
-    def numbers(self, group: Mapping[str, Any], step: int, gain: float) -> dict[str, float]:
+    def scalars(self, group: Mapping[str, Any], step: int, step_scale: float) -> dict[str, float]:
         beta1, beta2 = group["betas"]
         final = group["final_lr"] * float(group["lr"]) / (group["base_lr"] or math.inf)
         return {
-            "gain": gain * math.sqrt(1 - beta2**step) / (1 - beta1**step),
+            "step_scale": step_scale * math.sqrt(1 - beta2**step) / (1 - beta1**step),
             "momentum": beta1,
             "fresh": 1 - beta1,
             "lower": final * (1 - 1 / (group["gamma"] * step + 1)),
@@ -52,13 +52,13 @@ class BoundedGradient(NaturalGradient):
     def slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("momentum",)
 
-    def move(self, mean: Tensor, gradient: Tensor, precision: Precision, memory: Memory, n: Numbers) -> Tensor:
+    def move(self, mean: Tensor, gradient: Tensor, precision: Precision, memory: Memory, n: Scalars) -> Tensor:
         average = memory["momentum"] = n["momentum"] * memory["momentum"] + n["fresh"] * gradient
-        rate = (n["gain"] * precision.variance()).clamp(n["lower"], n["upper"])
+        rate = (n["step_scale"] * precision.variance()).clamp(n["lower"], n["upper"])
         return mean - rate * average
 
 
-class AdaBound(Filter):
+class AdaBound(BeliefOptimizer):
     r"""Adam with learning rates clipped to a band around `final_lr` that narrows with time.
 
     .. math::
@@ -93,7 +93,7 @@ class AdaBound(Filter):
     curvature = SquaredGradient()
     transition = Steady(debias=False)
     rule = BoundedGradient()
-    accepts = {**Filter.accepts, "final_lr": POSITIVE, "gamma": OPEN_FRACTION, "eps": NONNEGATIVE}
+    accepts = {**BeliefOptimizer.accepts, "final_lr": POSITIVE, "gamma": OPEN_FRACTION, "eps": NONNEGATIVE}
 
     def __init__(
         self,
@@ -113,9 +113,9 @@ class AdaBound(Filter):
     def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         return {"beta": group["betas"][1], "step": step}
 
-    def numbers(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
+    def scalars(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         penalty = {"l2": group["weight_decay"]} if group["weight_decay"] else {}
-        return super().numbers({**group, "weight_decay": 0.0, "damping": group["eps"]}, step) | penalty
+        return super().scalars({**group, "weight_decay": 0.0, "damping": group["eps"]}, step) | penalty
 
     def _check_loaded(self, saved: Mapping[str, Any]) -> None:
         super()._check_loaded(saved)

@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesgrad._kernels import compute_dtype
 from bayesgrad.block.relaxed import Relaxed
-from bayesgrad.filter.binary import Binary
-from bayesgrad.filter.filter import Filter, settings
-from bayesgrad.filter.ranges import COUNT, NONNEGATIVE, POSITIVE, WHOLE, WHOLE_NUMBER
-from bayesgrad.filter.variational import Drawing, check_known
+from bayesgrad.kernels import compute_dtype
+from bayesgrad.optimizer.base import BeliefOptimizer, settings
+from bayesgrad.optimizer.binary import BinaryOptimizer
+from bayesgrad.optimizer.constraints import COUNT, NONNEGATIVE, POSITIVE, WHOLE, WHOLE_NUMBER
+from bayesgrad.optimizer.variational import WeightSampling, check_known
 from bayesgrad.posterior import BernoulliPosterior, Posterior
 from bayesgrad.posterior.network import parameters_of
 from bayesgrad.rule import NaturalGradient
 from bayesgrad.transition import Static
 
 
-class STE(Binary):
+class STE(BinaryOptimizer):
     r"""The straight-through estimator: gradients at binary weights move latent ones, whose signs the weights are.
 
     .. math::
@@ -74,7 +74,7 @@ class STE(Binary):
         self._binarise()
 
 
-class BayesBiNN(Drawing, Binary):
+class BayesBiNN(WeightSampling, BinaryOptimizer):
     r"""The Bayesian learning rule for binary weights: a belief about each sign, from gradients at relaxed draws.
 
     .. math::
@@ -131,7 +131,7 @@ class BayesBiNN(Drawing, Binary):
     keeps = "slope"
     draws = Relaxed
     accepts = {
-        **Filter.accepts,
+        **BeliefOptimizer.accepts,
         "num_data": COUNT,
         "relaxation": POSITIVE,
         "eps": NONNEGATIVE,
@@ -199,9 +199,9 @@ class BayesBiNN(Drawing, Binary):
         size = weights.square().mean().sqrt()
         return group["natural_init"] * torch.where(size > 0, weights / size, weights)
 
-    def numbers(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
+    def scalars(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         """As for any filter; the entropy's share of the natural gradient is lambda itself: a decay."""
-        return {**super().numbers(group, step), "shrink": 1 - float(group["lr"]), "information": group["num_data"]}
+        return {**super().scalars(group, step), "shrink": 1 - float(group["lr"]), "gradient_scale": group["num_data"]}
 
     def drawing(self, group: Mapping[str, Any]) -> list[float]:
         return [1 / group["relaxation"], group["relaxation"], group["eps"]]

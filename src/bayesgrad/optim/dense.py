@@ -13,22 +13,21 @@ from bayesgrad import likelihoods
 from bayesgrad.belief import Joint
 from bayesgrad.block import Directions, gradient_of
 from bayesgrad.curvature import layers
-from bayesgrad.curvature.columns import one_by_one
 from bayesgrad.curvature.fisher import check_outputs, gather, refuse_mixing
-from bayesgrad.filter.ahead import LookingAhead
-from bayesgrad.filter.filter import settings
-from bayesgrad.filter.layerwise import LayerFilter
-from bayesgrad.filter.ranges import COUNT, POSITIVE, covariance_matrix, one_of, square_matrix
+from bayesgrad.curvature.per_example import one_by_one
 from bayesgrad.optim.adabayes import DEFAULT_SGD_LR
+from bayesgrad.optimizer.base import settings
+from bayesgrad.optimizer.constraints import COUNT, POSITIVE, covariance_matrix, one_of, square_matrix
+from bayesgrad.optimizer.layerwise import LayerwiseOptimizer
+from bayesgrad.optimizer.predicted_mean import PredictedMean
 from bayesgrad.precision import Dense
 from bayesgrad.precision.low_rank import Matrix
 from bayesgrad.transition import OrnsteinUhlenbeck
 
 LIMIT = 10_000  # entries of the state: their covariance has 0.8 GB, a step takes seconds
-EVIDENCE = ("exact", "sampled", "empirical", "centered")
 
 
-class DenseFilter(LookingAhead, LayerFilter):
+class DenseFilter(PredictedMean, LayerwiseOptimizer):
     r"""Bayesian filtering of all weights together; on a linear model with Gaussian noise, the Kalman filter.
 
     .. math::
@@ -67,13 +66,13 @@ class DenseFilter(LookingAhead, LayerFilter):
             weight, and zero for latent values.
         likelihood: "categorical", "bernoulli" or "gaussian"; the loss must be its mean negative log-likelihood, for
             "gaussian" half the squared error.
-        evidence: whose gradients the columns of U are: "exact", all labels as the model predicts them (Gauss-Newton);
+        fisher: whose gradients the columns of U are: "exact", all labels as the model predicts them (Gauss-Newton);
             "sampled", a label drawn for each example; "empirical", the labels given to `observe(outputs, labels)`;
             "centered", the same minus their mean over the batch, times sqrt(N/(N-1)), so that U U' estimates N times
             the gradients' covariance without bias.
         weight_decay: decoupled, after the propagation.
         seed: of the drawn labels.
-        terms: how many losses of each example the gradient's mean runs over, as in `NaturalGradient`.
+        losses_per_example: how many losses of each example the gradient's mean runs over, as in `NaturalGradient`.
         nonfinite: as in `AdaBayes`; looks at what was observed as well. With "ignore", gradients that are not finite
             reach all weights, but the covariance is left as it was.
 
@@ -95,10 +94,17 @@ class DenseFilter(LookingAhead, LayerFilter):
     Checked by: tests/equations/test_dense_filter.py, against filterpy and closed forms.
     """
 
+    by_layer = False
+    recorded = (layers.is_matrix, layers.is_norm)
     listens = False
     observes = True
     drift = OrnsteinUhlenbeck()
-    accepts = {**LayerFilter.accepts, "batch_size": COUNT, "prior_std": POSITIVE, "evidence": one_of(*EVIDENCE)}
+    accepts = {
+        **LayerwiseOptimizer.accepts,
+        "batch_size": COUNT,
+        "prior_std": POSITIVE,
+        "fisher": one_of("exact", "sampled", "empirical", "centered"),
+    }
 
     def __init__(
         self,
@@ -111,10 +117,10 @@ class DenseFilter(LookingAhead, LayerFilter):
         transition: tuple[Tensor, Tensor] | None = None,
         prior_covariance: Tensor | None = None,
         likelihood: str = "categorical",
-        evidence: str = "exact",
+        fisher: str = "exact",
         weight_decay: float = 0.0,
         seed: int = 0,
-        terms: int = 1,
+        losses_per_example: int = 1,
         nonfinite: str = "ignore",
     ) -> None:
         if transition is not None:
@@ -137,29 +143,17 @@ class DenseFilter(LookingAhead, LayerFilter):
     def _check_model(self) -> None:
         refuse_mixing(self.model)
 
-    def _hears(self, module: nn.Module, mine: set[int]) -> bool:
-        known = layers.is_matrix(module) or layers.is_norm(module)
-        return known and any(id(p) in mine for p in layers.own_parameters(module).values())
-
     def _unmodelled(self) -> list[Tensor]:
         return []  # what no layer explains is differentiated one example at a time
 
-    def _slots_of(self, p: Tensor, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return self.slots({**group, "solved": True})
-
-    def gain(self, group: Mapping[str, Any]) -> float:
+    def step_scale(self, group: Mapping[str, Any]) -> float:
         """The direction is the whole step, and is followed by the decay."""
         return 1 - float(group["lr"]) * group["weight_decay"]
-
-    def _order(self) -> list[Tensor]:
-        """The parameters in the order of the model, which does not depend on groups."""
-        mine = {p for group in self.param_groups for p in group["params"]}
-        return [p for p in self.model.parameters() if p in mine]
 
     def _size(self, group: Mapping[str, Any] | None = None) -> int:
         """How many entries the state of the filter has: the weights, and the latent values behind them."""
         group = self.param_groups[0] if group is None else group
-        size = weights = sum(p.numel() for p in self._order())
+        size = weights = sum(p.numel() for p in self._in_model_order())
         if group["transition"] is not None:
             size = len(group["transition"][0])
             if size % weights:
@@ -182,7 +176,7 @@ class DenseFilter(LookingAhead, LayerFilter):
         if any("covariance" in entry for entry in self.state.values()):
             raise ValueError("a belief about all weights together takes no more of them: build the optimizer anew.")
         super().add_param_group(param_group)
-        if "tap" in self.__dict__:
+        if "recorder" in self.__dict__:
             self._size()
 
     # --- evidence ---
@@ -194,23 +188,23 @@ class DenseFilter(LookingAhead, LayerFilter):
 
         Args:
             outputs: of the model, with their graph; which is left as it is, and so is `.grad`.
-            labels: for evidence="empirical" and "centered"; for "sampled" in place of drawn ones.
+            labels: for fisher="empirical" and "centered"; for "sampled" in place of drawn ones.
         """
         refuse_mixing(self.model)
         check_outputs(outputs)
         group = self.param_groups[0]
-        kind, evidence = likelihoods.named(group["likelihood"]), group["evidence"]
-        if labels is None and evidence in ("empirical", "centered"):
-            raise ValueError(f"evidence={evidence!r} needs labels: call observe(outputs, labels).")
-        if labels is not None and evidence == "exact":
-            raise ValueError("evidence='exact' is about all labels and takes none: call observe(outputs).")
-        trace = self.tap.trace(outputs)
-        if evidence == "exact":
+        kind, fisher = likelihoods.named(group["likelihood"]), group["fisher"]
+        if labels is None and fisher in ("empirical", "centered"):
+            raise ValueError(f"fisher={fisher!r} needs labels: call observe(outputs, labels).")
+        if labels is not None and fisher == "exact":
+            raise ValueError("fisher='exact' is about all labels and takes none: call observe(outputs).")
+        trace = self.recorder.trace(outputs)
+        if fisher == "exact":
             directions = list(kind.roots(outputs))
         else:
             directions = [kind.residual(outputs, labels if labels is not None else self.draw(outputs))]
         columns, _ = gather(trace, directions)
-        order = self._order()
+        order = self._in_model_order()
         rest = [p for p in order if id(p) not in columns and id(p) in trace.reads]
         written = dict(zip(rest, one_by_one(outputs, rest, directions)))
         count = len(outputs) * len(directions)
@@ -225,17 +219,17 @@ class DenseFilter(LookingAhead, LayerFilter):
         """U', (columns, weights), of all that was observed since the last step."""
         group = self.param_groups[0]
         if not self._observed:
-            raise self.blind(
+            raise self.missing_observation(
                 "nothing was observed since the last step", "call observe(outputs), before loss.backward(), on outputs"
             )
         parts, counts = zip(*self._observed)
         self._observed = []
         rows, count = torch.cat(parts), sum(counts)
-        if group["evidence"] == "centered":
+        if group["fisher"] == "centered":
             if count < 2:
-                raise ValueError("evidence='centered' needs at least two examples in a step, got 1.")
+                raise ValueError("fisher='centered' needs at least two examples in a step, got 1.")
             rows = (rows - rows.mean(0)) * math.sqrt(count / (count - 1))
-        return rows * math.sqrt(group["batch_size"] / (group["terms"] * count))
+        return rows * math.sqrt(group["batch_size"] / (group["losses_per_example"] * count))
 
     def _skips(self, active: list[list[Tensor]]) -> bool:
         if super()._skips(active):
@@ -257,7 +251,7 @@ class DenseFilter(LookingAhead, LayerFilter):
         owners = {p: group for group, params in zip(groups, active) for p in params}
         if not owners:
             return {}
-        order = self._order()
+        order = self._in_model_order()
         entry = self.state[order[0]]
         still = self._still(order, owners)
         U = self._columns().masked_fill_(still, 0.0).mT
@@ -311,11 +305,11 @@ class DenseFilter(LookingAhead, LayerFilter):
         if transition is not None:
             return step + transition[0].to(state) @ (state - step)
         retain, noise = [], []  # as of this step: the covariance follows at the next one, under another lr perhaps
-        for p in self._order():
+        for p in self._in_model_order():
             n = {"retain": 1.0, "noise": 0.0}
             if p in owners:
                 lr, prior_std = float(owners[p]["lr"]), float(owners[p]["prior_std"])
-                n = self.drift.numbers(process=lr**2, stationary=prior_std**2)
+                n = self.drift.scalars(process=lr**2, stationary=prior_std**2)
             retain.append(state.new_full((p.numel(),), n["retain"]))
             noise.append(state.new_full((p.numel(),), n["noise"]))
         entry.update(retain=torch.cat(retain), noise=torch.cat(noise))
@@ -326,7 +320,7 @@ class DenseFilter(LookingAhead, LayerFilter):
 
     def _believed(self) -> Dense:
         """The posterior covariance of weights and latent values; before the first step, the prior's."""
-        order, size = self._order(), self._size()
+        order, size = self._in_model_order(), self._size()
         entry, group = self.state.get(order[0], {}), self.param_groups[0]
         if "covariance" in entry:
             return Dense(entry["covariance"], (size,))
@@ -344,18 +338,18 @@ class DenseFilter(LookingAhead, LayerFilter):
 
     def _predicted(self) -> tuple[Dense, Tensor]:
         """The covariance at the weights as they are, and the mean of latent values, (latent,)."""
-        order, believed = self._order(), self._believed()
+        order, believed = self._in_model_order(), self._believed()
         entry, transition = self.state.get(order[0], {}), self.param_groups[0]["transition"]
         weights = sum(p.numel() for p in order)
         if "covariance" not in entry:
             return believed, believed.covariance.new_zeros(len(believed.covariance) - weights)
         if transition is None:
-            return believed.spread(entry["retain"], entry["noise"]), entry["mean"][weights:]
+            return believed.propagate(entry["retain"], entry["noise"]), entry["mean"][weights:]
         A, Q = (matrix.to(entry["mean"]) for matrix in transition)
         return believed.transform(A, Q), (entry["mean"] - A @ entry["mean"])[weights:]
 
     def _posterior_means(self) -> dict[Tensor, Tensor]:
-        order = self._order()
+        order = self._in_model_order()
         mean = self.state.get(order[0], {}).get("mean")
         if mean is None:
             return {}
@@ -364,11 +358,11 @@ class DenseFilter(LookingAhead, LayerFilter):
 
     def covariance(self) -> Tensor:
         """Sigma_post of the weights, a copy, in the order of `torch.nn.utils.parameters_to_vector`; float64."""
-        weights = sum(p.numel() for p in self._order())
+        weights = sum(p.numel() for p in self._in_model_order())
         return self._believed().covariance[:weights, :weights].clone()
 
     def _joint(self, names: Mapping[int, str], scale: float) -> list[tuple[str, Joint]]:
-        order = self._order()
+        order = self._in_model_order()
         if any(id(p) not in names for p in order):
             return []  # refused by name
         mean = torch.cat([p.detach().double().flatten() for p in order])
@@ -383,7 +377,7 @@ class DenseFilter(LookingAhead, LayerFilter):
         size = self._size(group)
         names = {p: n for group in self.param_groups for n, p in zip(group["param_names"], group["params"])}
         keys = {n: key for group in saved["param_groups"] for n, key in zip(group["param_names"], group["params"])}
-        entry = saved["state"].get(keys[names[self._order()[0]]], {})
+        entry = saved["state"].get(keys[names[self._in_model_order()[0]]], {})
         shapes = {"covariance": (size, size), "mean": (size,)}
         if group["transition"] is None:
             shapes |= {"retain": (size,), "noise": (size,)}

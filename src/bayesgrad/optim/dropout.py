@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from bayesgrad.curvature import AbsoluteHessian, SquaredGradient
-from bayesgrad.filter import Parts
-from bayesgrad.filter.filter import settings
-from bayesgrad.filter.masked import Masked
-from bayesgrad.filter.ranges import NONNEGATIVE, POSITIVE, one_of
-from bayesgrad.filter.second_order import HESSIAN, SecondOrder
+from bayesgrad.optimizer import Parts
+from bayesgrad.optimizer.base import settings
+from bayesgrad.optimizer.constraints import NONNEGATIVE, POSITIVE, one_of
+from bayesgrad.optimizer.hessian_diagonal import HESSIAN, HessianDiagonal
+from bayesgrad.optimizer.unit_dropout import UnitDropout
 from bayesgrad.rule import NaturalGradient
 from bayesgrad.transition import FLOOR, MovingAverage, Steady
 
@@ -29,11 +29,11 @@ DEFAULTS = {
 class Fading(MovingAverage):
     """s <- decay s + (1 - decay) h from a prior: `Forget`, kept as a precision because it may come to zero."""
 
-    def numbers(self, *, decay: float, step: int) -> dict[str, float]:
+    def scalars(self, *, decay: float, step: int) -> dict[str, float]:
         return {"keep": decay, "take": 1 - decay, "floor": FLOOR}
 
 
-class SpikeSlab(SecondOrder, Masked):
+class SpikeSlab(HessianDiagonal, UnitDropout):
     r"""Dropout, as the Bayesian learning rule for a belief that whole units may not be there.
 
     .. math::
@@ -103,7 +103,7 @@ class SpikeSlab(SecondOrder, Masked):
 
     rule = NaturalGradient()
     accepts = {
-        **Masked.accepts,
+        **UnitDropout.accepts,
         "update": one_of(*DEFAULTS),
         "eps": NONNEGATIVE,
         "hess_init": POSITIVE,
@@ -151,8 +151,8 @@ class SpikeSlab(SecondOrder, Masked):
             return {"decay": 1 - float(group["lr"]), "step": step}
         return {"beta": group["betas"][1], "step": step}
 
-    def numbers(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
-        return super().numbers({**group, "damping": group["eps"]}, step)
+    def scalars(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
+        return super().scalars({**group, "damping": group["eps"]}, step)
 
     def initial(self, slot: str, group: Mapping[str, Any], p: Tensor) -> float | Tensor:
         if slot == "moment" and group["update"] == "newton":

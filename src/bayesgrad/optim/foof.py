@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import nn
 
-from bayesgrad.block.layer import Layer, Sheet
+from bayesgrad.block.layer import Layer, LayerBatch
 from bayesgrad.curvature.factors import InputMoment
-from bayesgrad.filter.factored import FactoredFilter
-from bayesgrad.filter.filter import settings
+from bayesgrad.optimizer.base import settings
+from bayesgrad.optimizer.factored import FactoredOptimizer
 from bayesgrad.transition import Static
 
 
-class FOOF(FactoredFilter):
+class FOOF(FactoredOptimizer):
     r"""Moves each layer's weights so that its *outputs* move along their gradients.
 
     .. math::
@@ -27,7 +27,7 @@ class FOOF(FactoredFilter):
 
     An example is one index of the first dimension, with one loss. Where it has T of them and the gradient is of their
     mean
-    (tokens of a sequence), A is divided by `terms` = T.
+    (tokens of a sequence), A is divided by `losses_per_example` = T.
 
     Args:
         model: the network; the training loop stays as it is.
@@ -37,8 +37,8 @@ class FOOF(FactoredFilter):
         ema: decay of the average of A.
         update_every: steps between inversions (early in a run, whenever the number of steps has grown by a quarter).
         stats_every: steps between updates of A.
-        terms: how many losses of each example the gradient's mean runs over: 1, or the number of tokens where the
-            loss is a mean over tokens.
+        losses_per_example: the number of losses in one example that the mean loss runs over: 1, or the number of tokens
+            where the loss is a mean over tokens.
         momentum: of torch.optim.SGD, on the preconditioned gradient.
         weight_decay: decoupled.
         max_factor: larger sides are taken to be diagonal.
@@ -73,7 +73,7 @@ class FOOF(FactoredFilter):
         ema: float = 0.95,
         update_every: int = 100,
         stats_every: int = 1,
-        terms: int = 1,
+        losses_per_example: int = 1,
         momentum: float = 0.0,
         weight_decay: float = 0.0,
         max_factor: int = 8192,
@@ -86,9 +86,9 @@ class FOOF(FactoredFilter):
         return True
 
     def statistics(
-        self, current: list[Layer], settings: Mapping[Layer, Mapping[str, Any]], passes: Mapping[Layer, Sheet]
-    ) -> Mapping[Layer, Sheet]:
+        self, current: list[Layer], settings: Mapping[Layer, Mapping[str, Any]], passes: Mapping[Layer, LayerBatch]
+    ) -> Mapping[Layer, LayerBatch]:
         due = [layer for layer in current if self.due(layer, settings[layer])]
         if not passes and (names := [layer.names[0] for layer in self.touched(due)]):
-            raise self.blind(f"no inputs were seen for layers {names}", "run forward and backward passes")
+            raise self.missing_observation(f"no inputs were seen for layers {names}", "run forward and backward passes")
         return {layer: passes[layer] for layer in due if layer in passes}

@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from bayesgrad.curvature import Reparameterised, SquaredGradient
-from bayesgrad.filter import Parts
-from bayesgrad.filter.filter import settings
-from bayesgrad.filter.ranges import FLAG, one_of
-from bayesgrad.filter.variational import Sampled, Variational
+from bayesgrad.optimizer import Parts
+from bayesgrad.optimizer.base import settings
+from bayesgrad.optimizer.constraints import FLAG, one_of
+from bayesgrad.optimizer.variational import SampledVariational, VariationalOptimizer
 from bayesgrad.posterior import Posterior
 from bayesgrad.rule import NaturalGradient
 from bayesgrad.transition import Forget
 
 
-class IVON(Sampled):
+class IVON(SampledVariational):
     r"""The improved variational online Newton rule: beliefs about weights, from gradients at weights drawn from them.
 
     .. math::
@@ -50,7 +50,7 @@ class IVON(Sampled):
         samples: draws that `step(closure)` averages.
         rescale_lr: multiply lr by (hess_init + delta/N).
         clip_radius: bounds each coordinate of the step, before lr.
-        curvature: `"price"` as above, or `"gradsq"`, h^ = N g^2, which never is negative and is no Hessian.
+        curvature: `"reparameterised"` as above, or `"gradsq"`, h^ = N g^2, which never is negative and is no Hessian.
         natural_momentum: gamma of momentum in the belief's natural parameters (paper 002, appendix F), in place of or
             beside beta_1.
         prior: a posterior of an earlier task to be the prior of this one, in place of prior_precision, which is left
@@ -69,7 +69,7 @@ class IVON(Sampled):
 
     transition = Forget(retract=True)
     rule = NaturalGradient()
-    accepts = {**Variational.accepts, "rescale_lr": FLAG, "curvature": one_of("price", "gradsq")}
+    accepts = {**VariationalOptimizer.accepts, "rescale_lr": FLAG, "curvature": one_of("reparameterised", "gradsq")}
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class IVON(Sampled):
         samples: int = 1,
         rescale_lr: bool = True,
         clip_radius: float = math.inf,
-        curvature: str = "price",
+        curvature: str = "reparameterised",
         natural_momentum: float = 0.0,
         prior: Posterior | None = None,
         seed: int = 0,
@@ -102,10 +102,10 @@ class IVON(Sampled):
         curvature = SquaredGradient() if group["curvature"] == "gradsq" else Reparameterised()
         return Parts(curvature, Forget(retract=True, natural=natural), NaturalGradient(natural=natural))
 
-    def information(self, group: Mapping[str, Any]) -> float:
+    def gradient_scale(self, group: Mapping[str, Any]) -> float:
         return math.sqrt(group["num_data"]) if group["curvature"] == "gradsq" else group["num_data"]
 
-    def gain(self, group: Mapping[str, Any]) -> float:
+    def step_scale(self, group: Mapping[str, Any]) -> float:
         lr = float(group["lr"])
         if not group["rescale_lr"]:
             return lr

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from bayesgrad.block.layer import Layer
 from bayesgrad.curvature.factors import KroneckerFisher, symmetric
-from bayesgrad.filter.factored import store
-from bayesgrad.filter.filter import settings
-from bayesgrad.filter.observed import ObservedFilter
-from bayesgrad.filter.ranges import one_of
+from bayesgrad.optimizer.base import settings
+from bayesgrad.optimizer.constraints import one_of
+from bayesgrad.optimizer.factored import store
+from bayesgrad.optimizer.sampled_labels import SampledLabels
 from bayesgrad.precision import Precision, Spectral
 from bayesgrad.precision.linalg import unusable
 
 
-class KFAC(ObservedFilter):
+class KFAC(SampledLabels):
     r"""Natural gradients, with the Fisher of each layer taken to be a Kronecker product.
 
     .. math::
@@ -46,8 +46,8 @@ class KFAC(ObservedFilter):
         ema: decay of the averages.
         update_every: steps between inversions (early in a run, whenever the number of steps has grown by a quarter).
         stats_every: steps between updates of A and E; observe() does nothing in between.
-        terms: how many losses of each example the gradient's mean runs over: 1, or the number of tokens where the
-            loss is a mean over tokens.
+        losses_per_example: the number of losses in one example that the mean loss runs over: 1, or the number of tokens
+            where the loss is a mean over tokens.
         momentum: of torch.optim.SGD, on the preconditioned gradient.
         weight_decay: decoupled.
         sharing: what to do about positions: "expand" as above, or "reduce", which averages inputs and adds up errors
@@ -78,7 +78,7 @@ class KFAC(ObservedFilter):
 
     layer_curvature = KroneckerFisher()
     accepts = {
-        **ObservedFilter.accepts,
+        **SampledLabels.accepts,
         "sharing": one_of("expand", "reduce"),
         "exact_damping": one_of(True, False),
     }
@@ -94,7 +94,7 @@ class KFAC(ObservedFilter):
         ema: float = 0.95,
         update_every: int = 100,
         stats_every: int = 1,
-        terms: int = 1,
+        losses_per_example: int = 1,
         momentum: float = 0.0,
         weight_decay: float = 0.0,
         sharing: str = "expand",

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesgrad.block.layer import Layer, Sheet
+from bayesgrad.block.layer import Layer, LayerBatch
 from bayesgrad.curvature import SquaredGradient
 from bayesgrad.curvature.factors import symmetric
-from bayesgrad.filter.factored import MERGED, store
-from bayesgrad.filter.filter import settings
-from bayesgrad.filter.matrix import MatrixFilter
+from bayesgrad.optimizer.base import settings
+from bayesgrad.optimizer.factored import MERGED, store
+from bayesgrad.optimizer.kronecker import KroneckerOptimizer
 from bayesgrad.precision import Kronecker, Precision, Spectral
 from bayesgrad.precision.linalg import eigenvalues
 from bayesgrad.precision.projection import Factors
@@ -23,7 +23,7 @@ from bayesgrad.transition import OrnsteinUhlenbeck, Steady
 FLOOR = 1e-4  # of a moment's eigenvalues, relative to the largest
 
 
-class KroneckerFilter(MatrixFilter):
+class KroneckerFilter(KroneckerOptimizer):
     r"""Kalman filtering of each layer's weights, whose covariance is kept a Kronecker product.
 
     .. math::
@@ -53,14 +53,14 @@ class KroneckerFilter(MatrixFilter):
             covariance stays as it is.)
         weight_decay: decoupled.
         likelihood: "categorical", "bernoulli" or "gaussian", from which labels are drawn.
-        evidence: where delta comes from. "sampled": labels drawn from the model, by `observe(outputs)` before
+        fisher: where delta comes from. "sampled": labels drawn from the model, by `observe(outputs)` before
             `loss.backward()`; "empirical": the errors of the backward passes; "centered": the same, minus their mean
             over earlier batches (which centres gradients only as far as errors do not depend on inputs).
         update_every: steps between measurements of the traces that drift needs, which are extrapolated in between
             (early in a run, whenever the number of steps has grown by a quarter).
         stats_every: steps between updates of the belief; what is seen then counts for all of them.
-        terms: how many losses of each example the gradient's mean runs over: 1, or the number of tokens where the
-            loss is a mean over tokens.
+        losses_per_example: the number of losses in one example that the mean loss runs over: 1, or the number of tokens
+            where the loss is a mean over tokens.
         max_factor: layers with a larger side take the fallback.
         seed: of the drawn labels.
         nonfinite, fused: as in `AdaBayes`.
@@ -99,10 +99,10 @@ class KroneckerFilter(MatrixFilter):
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         likelihood: str = "categorical",
-        evidence: str = "sampled",
+        fisher: str = "sampled",
         update_every: int = 100,
         stats_every: int = 1,
-        terms: int = 1,
+        losses_per_example: int = 1,
         max_factor: int = 8192,
         seed: int = 0,
         nonfinite: str = "ignore",
@@ -132,10 +132,10 @@ class KroneckerFilter(MatrixFilter):
             return {"process": 0.0, "stationary": math.inf}
         return {"process": steps * float(group["lr"]) ** 2 / unit, "stationary": group["prior_std"] ** 2 / unit}
 
-    def gain(self, group: Mapping[str, Any]) -> float:
+    def step_scale(self, group: Mapping[str, Any]) -> float:
         return self._unit(group) * group["batch_size"]
 
-    def information(self, group: Mapping[str, Any]) -> float:
+    def gradient_scale(self, group: Mapping[str, Any]) -> float:
         return math.sqrt(self._unit(group)) * group["batch_size"]
 
     def prior_variance(self, group: Mapping[str, Any]) -> float:
@@ -145,13 +145,15 @@ class KroneckerFilter(MatrixFilter):
         zeros.diagonal(dim1=1, dim2=2).fill_(math.sqrt(self.start(group)))
         return zeros
 
-    def merge(self, layer: Layer, entry: dict[str, Tensor], sheet: Sheet, group: Mapping[str, Any]) -> None:
+    def merge(self, layer: Layer, entry: dict[str, Tensor], sheet: LayerBatch, group: Mapping[str, Any]) -> None:
         unit, steps = self._unit(group), int(entry.get("step", 0)) + 1 - int(entry["clock"][MERGED])
         if unit == 0:
             return
-        drift = OrnsteinUhlenbeck().numbers(**self._drift(group, steps))
-        share = unit * steps * group["batch_size"] / (sheet.examples * group["terms"])
-        self._keep(entry, self._factors(entry).spread(**drift).observe(sheet.inputs, sheet.errors * math.sqrt(share)))
+        drift = OrnsteinUhlenbeck().scalars(**self._drift(group, steps))
+        share = unit * steps * group["batch_size"] / (sheet.examples * group["losses_per_example"])
+        self._keep(
+            entry, self._factors(entry).propagate(**drift).observe(sheet.inputs, sheet.errors * math.sqrt(share))
+        )
 
     def invert(self, layer: Layer, entry: dict[str, Tensor], group: Mapping[str, Any]) -> None:
         self._keep(entry, self._factors(entry).measured())
@@ -174,7 +176,7 @@ class KroneckerFilter(MatrixFilter):
         return self.precision(layer, group).scale(1 / self._unit(group))
 
 
-class KroneckerFilterFP(MatrixFilter):
+class KroneckerFilterFP(KroneckerOptimizer):
     r"""The Kronecker filter at its steady state: whitened gradients, and SGD where data say little.
 
     .. math::
@@ -202,15 +204,15 @@ class KroneckerFilterFP(MatrixFilter):
             factors stay as they are.)
         weight_decay: decoupled.
         likelihood: "categorical", "bernoulli" or "gaussian", from which labels are drawn.
-        evidence: where delta comes from. "sampled": labels drawn from the model, by `observe(outputs)` before
+        fisher: where delta comes from. "sampled": labels drawn from the model, by `observe(outputs)` before
             `loss.backward()`; "empirical": the errors of the backward passes; "centered": the same, minus their mean
             over earlier batches (which centres gradients only as far as errors do not depend on inputs).
         ema: decay of the moments' averages.
         update_every: steps between eigendecompositions (early in a run, whenever the number of steps has grown by a
             quarter).
         stats_every: steps between updates of the moments; observe() does nothing in between.
-        terms: how many losses of each example the gradient's mean runs over: 1, or the number of tokens where the
-            loss is a mean over tokens.
+        losses_per_example: the number of losses in one example that the mean loss runs over: 1, or the number of tokens
+            where the loss is a mean over tokens.
         max_factor: larger sides are taken to be diagonal.
         seed: of the drawn labels.
         nonfinite, fused: as in `AdaBayes`.
@@ -248,11 +250,11 @@ class KroneckerFilterFP(MatrixFilter):
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         likelihood: str = "categorical",
-        evidence: str = "sampled",
+        fisher: str = "sampled",
         ema: float = 0.95,
         update_every: int = 100,
         stats_every: int = 1,
-        terms: int = 1,
+        losses_per_example: int = 1,
         max_factor: int = 8192,
         seed: int = 0,
         nonfinite: str = "ignore",
@@ -268,9 +270,9 @@ class KroneckerFilterFP(MatrixFilter):
         half = float(group["lr"]) / (2 * group["prior_std"] ** 2 * group["batch_size"])
         return {"beta": group["ema"], "step": step, "half": half}
 
-    def gain(self, group: Mapping[str, Any]) -> float:
+    def step_scale(self, group: Mapping[str, Any]) -> float:
         lr, batch = float(group["lr"]), group["batch_size"]
-        if not group.get("solved"):
+        if not group.get("preconditioned"):
             return lr
         return lr * batch if self.setting(group) else lr * math.sqrt(batch)
 
@@ -303,4 +305,6 @@ class KroneckerFilterFP(MatrixFilter):
         return Spectral(entry.get(f"{left}_basis"), entry.get(f"{right}_basis"), spectrum)
 
     def covariance(self, layer: Layer, group: Mapping[str, Any]) -> Precision:
-        return self.precision(layer, group).scale(group["batch_size"] / self.gain({**group, "solved": True}))
+        return self.precision(layer, group).scale(
+            group["batch_size"] / self.step_scale({**group, "preconditioned": True})
+        )

@@ -9,22 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesgrad._kernels import compute_dtype
 from bayesgrad.block import Block
 from bayesgrad.curvature import SquaredGradient
-from bayesgrad.filter.ahead import LookingAhead
-from bayesgrad.filter.evident import Evident
-from bayesgrad.filter.filter import settings
-from bayesgrad.filter.ranges import COUNT, FLAG, FRACTION, NONNEGATIVE, POSITIVE, Range
-from bayesgrad.filter.update import Parts
-from bayesgrad.rule import LookAhead
+from bayesgrad.kernels import compute_dtype
+from bayesgrad.optimizer.base import settings
+from bayesgrad.optimizer.constraints import COUNT, FLAG, FRACTION, NONNEGATIVE, POSITIVE, Constraint
+from bayesgrad.optimizer.fisher import FisherOptimizer
+from bayesgrad.optimizer.predicted_mean import PredictedMean
+from bayesgrad.optimizer.update import Parts
+from bayesgrad.rule import PredictedStep
 from bayesgrad.transition import OrnsteinUhlenbeckPair, Steady
 
 START = 0.1  # SGD's learning rate at the start, where there is no prior
 MOST = 0.7  # correlation of weight and momentum at the start
 
 
-class KalmanMomentum(LookingAhead, Evident):
+class KalmanMomentum(PredictedMean, FisherOptimizer):
     r"""The Kalman filter of weights that are driven by a momentum: Adam, RMSprop, or what lies between.
 
     .. math::
@@ -55,15 +55,15 @@ class KalmanMomentum(LookingAhead, Evident):
         prior_std: sigma; with `inf` the filter starts where SGD's learning rate is 0.1.
         weight_decay: decoupled, as in AdamW.
         nesterov_decay: decay weights before the gradient is taken, as part of the prediction; else after it.
-        evidence: what the information is read off: the gradient's square (`"empirical"`), its variance (`"centered"`)
+        fisher: what the information is read off: the gradient's square (`"empirical"`), its variance (`"centered"`)
             or its square at labels drawn from the model (`"sampled"`), which takes `observe(outputs)` in every step.
         steady_state: use the filter's steady state under a running mean of the information, in closed form: two state
             tensors in place of four. For prior_std = inf and weight_noise = 0, and good to a few per cent where
             eta_p <= 0.1 and B^2 <g^2> S_ww <= 0.1.
         beta2: decay of that running mean.
         likelihood: of the outputs, for drawn labels.
-        linearise: take gradients at weights drawn from the belief, inside `with optimizer.sampled():`.
-        samples: draws of `step(closure)`, with linearise.
+        sample_weights: take gradients at weights drawn from the belief, inside `with optimizer.sampled():`.
+        samples: draws of `step(closure)`, with sample_weights.
         seed: of all draws.
         nonfinite, fused: as in `AdaBayes`.
 
@@ -84,11 +84,11 @@ class KalmanMomentum(LookingAhead, Evident):
 
     curvature = SquaredGradient()
     transition = OrnsteinUhlenbeckPair()
-    rule = LookAhead()
+    rule = PredictedStep()
     accepts = {
-        **Evident.accepts,
+        **FisherOptimizer.accepts,
         "batch_size": COUNT,
-        "momentum_decay": Range("in (0, 1]", lambda x: 0 < x <= 1),
+        "momentum_decay": Constraint("in (0, 1]", lambda x: 0 < x <= 1),
         "weight_noise": NONNEGATIVE,
         "prior_std": POSITIVE,
         "nesterov_decay": FLAG,
@@ -107,11 +107,11 @@ class KalmanMomentum(LookingAhead, Evident):
         prior_std: float = math.inf,
         weight_decay: float = 0.0,
         nesterov_decay: bool = True,
-        evidence: str = "empirical",
+        fisher: str = "empirical",
         steady_state: bool = False,
         beta2: float = 0.999,
         likelihood: str = "categorical",
-        linearise: bool = False,
+        sample_weights: bool = False,
         samples: int = 1,
         seed: int = 0,
         nonfinite: str = "ignore",
@@ -122,14 +122,15 @@ class KalmanMomentum(LookingAhead, Evident):
     def _check(self, group: Mapping[str, Any]) -> None:
         super()._check(group)
         lr, std = float(group["lr"]), group["prior_std"]
-        if group["evidence"] == "centered" and math.isinf(std):
+        if group["fisher"] == "centered" and math.isinf(std):
             raise ValueError(
-                "evidence='centered' needs a finite prior_std: a gradient that hardly varies bounds no step."
+                "fisher='centered' needs a finite prior_std: a gradient that hardly varies bounds no step."
             )
-        if group["steady_state"] and (not math.isinf(std) or group["weight_noise"] or group["linearise"]):
+        if group["steady_state"] and (not math.isinf(std) or group["weight_noise"] or group["sample_weights"]):
             raise ValueError(
-                "steady_state=True has a closed form for prior_std=inf and weight_noise=0 only, and no linearise: "
-                f"got prior_std={std!r}, weight_noise={group['weight_noise']!r}, linearise={group['linearise']!r}."
+                "steady_state=True has a closed form for prior_std=inf and weight_noise=0 only, and no sample_weights: "
+                f"got prior_std={std!r}, weight_noise={group['weight_noise']!r}, "
+                f"sample_weights={group['sample_weights']!r}."
             )
         if lr * lr + group["weight_noise"] ** 2 >= std * std:
             raise ValueError(
@@ -168,10 +169,10 @@ class KalmanMomentum(LookingAhead, Evident):
         eta_w = self._weight_noise(group) / root
         return {"eta": lr / root, "eta_p": eta_p, "eta_w": eta_w, "retain": self._retain(group)}
 
-    def gain(self, group: Mapping[str, Any]) -> float:
+    def step_scale(self, group: Mapping[str, Any]) -> float:
         return (self._unit(group) if group["lr"] else 0.0) * group["batch_size"]
 
-    def information(self, group: Mapping[str, Any]) -> float | None:
+    def gradient_scale(self, group: Mapping[str, Any]) -> float | None:
         if group["steady_state"]:  # which averages squares of the mean's gradient, as they are
             return None
         return math.sqrt(self._unit(group)) * group["batch_size"]
@@ -179,8 +180,8 @@ class KalmanMomentum(LookingAhead, Evident):
     def drawing(self, group: Mapping[str, Any]) -> list[float]:
         return [self._unit({**group, "lr": float(group["lr"]) or group["last_lr"] or 1.0})]
 
-    def numbers(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
-        n = super().numbers(group, step)
+    def scalars(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
+        n = super().scalars(group, step)
         lr = float(group["lr"])
         moves = lr > 0
         n["momentum"] = 1 - group["momentum_decay"] if moves else 1.0
@@ -208,7 +209,7 @@ class KalmanMomentum(LookingAhead, Evident):
         layout = super()._layout(groups, active)
         for group, params in zip(groups, active):
             if params and group["lr"] > 0:  # how far ahead each of them will be; one without gradient stays as it is
-                n = self.numbers(group, 1)
+                n = self.scalars(group, 1)
                 ahead = torch.tensor([n["ahead"], n["eta"]], dtype=torch.float64)
                 for p in params:
                     if "ahead" not in self.state[p] and "cross" in self.state[p]:  # began at lr = 0

@@ -12,21 +12,21 @@ from torch import Tensor, nn
 from bayesgrad import likelihoods
 from bayesgrad.block import Directions, gradient_of
 from bayesgrad.curvature import layers
-from bayesgrad.curvature.columns import Columns, joined, restored
 from bayesgrad.curvature.fisher import check_outputs, gather, refuse_mixing
+from bayesgrad.curvature.per_example import PerExampleGradients, joined, restored
 from bayesgrad.curvature.probe import common
 from bayesgrad.curvature.squares import Examples
-from bayesgrad.filter.factored import MERGED, MERGES
-from bayesgrad.filter.filter import settings
-from bayesgrad.filter.layerwise import LayerFilter
-from bayesgrad.filter.ranges import POSITIVE, one_of
+from bayesgrad.optimizer.base import settings
+from bayesgrad.optimizer.constraints import POSITIVE, one_of
+from bayesgrad.optimizer.factored import MERGED, MERGES
+from bayesgrad.optimizer.layerwise import LayerwiseOptimizer
 from bayesgrad.precision.linalg import cholesky
 
 ADAPT_EVERY = 5  # steps between changes of the damping, as in Martens and Grosse
 ADAPT_FACTOR = (19 / 20) ** ADAPT_EVERY
 
 
-class NaturalGradient(LayerFilter):
+class NaturalGradient(LayerwiseOptimizer):
     r"""The exact damped natural gradient of a subsampled Fisher, by Woodbury's identity.
 
     .. math::
@@ -50,8 +50,8 @@ class NaturalGradient(LayerFilter):
         blocks: "full" for the Fisher of the whole network, "layer" for its diagonal blocks, one for each module.
         ema: decay of the fallback's average.
         update_every: steps between refreshes of the Fisher; observe() does nothing in between.
-        terms: how many losses of each example the gradient's mean runs over: 1, or the number of tokens where the
-            loss is a mean over tokens.
+        losses_per_example: the number of losses in one example that the mean loss runs over: 1, or the number of tokens
+            where the loss is a mean over tokens.
         momentum: of torch.optim.SGD, on the preconditioned gradient.
         weight_decay: decoupled.
         step_size: "lr", or "quadratic": the natural gradient (and the momentum) times what minimises the damped
@@ -79,10 +79,12 @@ class NaturalGradient(LayerFilter):
     Checked by: tests/equations/test_natural_gradient.py.
     """
 
+    by_layer = False
+    recorded = (layers.is_matrix, layers.is_norm)
     listens = False
     observes = True
     accepts = {
-        **LayerFilter.accepts,
+        **LayerwiseOptimizer.accepts,
         "damping": POSITIVE,
         "blocks": one_of("full", "layer"),
         "step_size": one_of("lr", "quadratic"),
@@ -100,7 +102,7 @@ class NaturalGradient(LayerFilter):
         blocks: str = "full",
         ema: float = 0.95,
         update_every: int = 1,
-        terms: int = 1,
+        losses_per_example: int = 1,
         momentum: float = 0.0,
         weight_decay: float = 0.0,
         step_size: str = "lr",
@@ -121,17 +123,6 @@ class NaturalGradient(LayerFilter):
         self._tried: set[Any] = set()  # shapes of batches for which examples were seen to be kept apart, or not
         self._unexplained: set[int] = set()
 
-    def _hears(self, module: nn.Module, mine: set[int]) -> bool:
-        known = layers.is_matrix(module) or layers.is_norm(module)
-        return known and any(id(p) in mine for p in layers.own_parameters(module).values())
-
-    def _unmodelled(self) -> list[Tensor]:
-        heard = {p for module in self.tap.layers.values() for p in module.parameters(recurse=False)}
-        return [p for group in self.param_groups for p in group["params"] if p not in heard and p.requires_grad]
-
-    def _slots_of(self, p: Tensor, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return self.slots({**group, "solved": True})  # whether it was is seen from what it has
-
     def observe(self, outputs: Tensor, labels: Tensor | None = None) -> None:
         """Takes the Fisher of this batch from the next step on, if a refresh is due.
 
@@ -143,9 +134,9 @@ class NaturalGradient(LayerFilter):
         check_outputs(outputs)
         group = self.param_groups[0]
         clock = self._clock()
-        if clock is not None and self._steps() + 1 - int(clock[MERGED]) < group["update_every"]:
+        if clock is not None and self._steps_taken() + 1 - int(clock[MERGED]) < group["update_every"]:
             return
-        trace = self.tap.trace(outputs)
+        trace = self.recorder.trace(outputs)
         given = labels is not None
         labels = labels if labels is not None else self.draw(outputs)
         residual = likelihoods.named(group["likelihood"]).residual(outputs, labels)
@@ -159,18 +150,10 @@ class NaturalGradient(LayerFilter):
 
     def _owner(self) -> Tensor:
         """The parameter whose state holds what concerns the network as a whole."""
-        return self._order()[0]
-
-    def _order(self) -> list[Tensor]:
-        """The parameters in the order of the model, which does not depend on groups."""
-        mine = {p for group in self.param_groups for p in group["params"]}
-        return [p for p in self.model.parameters() if p in mine]
+        return self._in_model_order()[0]
 
     def _clock(self) -> Tensor | None:
         return self.state.get(self._owner(), {}).get("clock")
-
-    def _steps(self) -> int:
-        return max((int(entry["step"]) for entry in self.state.values() if "step" in entry), default=0)
 
     def _check_loaded(self, saved: Mapping[str, Any]) -> None:
         super()._check_loaded(saved)
@@ -187,13 +170,13 @@ class NaturalGradient(LayerFilter):
     # --- the step ---
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As `Filter.step`; with `adapt_damping`, evaluates the closure once more every five steps."""
+        """As `BeliefOptimizer.step`; with `adapt_damping`, evaluates the closure once more every five steps."""
         adapts = any(group["adapt_damping"] for group in self.param_groups)
         if adapts and closure is None:
             raise ValueError("adapt_damping=True compares losses before and after a step: use step(closure).")
         self._model_change: float | None = None
         loss = super().step(closure)
-        if adapts and closure is not None and self._model_change is not None and self._steps() % ADAPT_EVERY == 0:
+        if adapts and closure is not None and self._model_change is not None and self._steps_taken() % ADAPT_EVERY == 0:
             self._adapt(closure, float(loss.detach() if isinstance(loss, Tensor) else loss))
         return loss
 
@@ -201,12 +184,16 @@ class NaturalGradient(LayerFilter):
         owners = {p: group for group, params in zip(groups, active) for p in params}
         fresh = self._merge()
         columns = {
-            p: c for p in self._order() if p in owners and (c := restored(self.state.get(p, {}), p.shape)) is not None
+            p: c
+            for p in self._in_model_order()
+            if p in owners and (c := restored(self.state.get(p, {}), p.shape)) is not None
         }
-        heard = {p for module in self.tap.layers.values() for p in module.parameters(recurse=False)}
+        heard = {p for module in self.recorder.layers.values() for p in module.parameters(recurse=False)}
         seen = self._clock() is not None and self._unexplained
         if not columns and not seen and any(bool(gradient_of(p).any()) for p in owners if p in heard):
-            raise self.blind("nothing was ever observed", "call observe(outputs), before loss.backward(), on outputs")
+            raise self.missing_observation(
+                "nothing was ever observed", "call observe(outputs), before loss.backward(), on outputs"
+            )
         self._warn_of({p for p in owners if p in heard and p not in columns and bool(gradient_of(p).any())})
         if groups[0]["blocks"] == "full" and len({float(owners[p]["damping"]) for p in columns}) > 1:
             raise ValueError("blocks='full' has one damping for all groups: give them the same, or use blocks='layer'.")
@@ -237,26 +224,28 @@ class NaturalGradient(LayerFilter):
             self.state[p].update({name: value.detach() for name, value in columns.tensors().items()})
         clock = self.state[self._owner()].setdefault("clock", torch.zeros(3, dtype=torch.int64))
         clock[MERGES] += 1
-        clock[MERGED] = self._steps() + 1
+        clock[MERGED] = self._steps_taken() + 1
         return all(given for _, given in observed)
 
-    def _blocks_of(self, columns: Mapping[Tensor, Columns], group: Mapping[str, Any]) -> list[list[Tensor]]:
+    def _blocks_of(self, columns: Mapping[Tensor, PerExampleGradients], group: Mapping[str, Any]) -> list[list[Tensor]]:
         if not columns:
             return []
         if group["blocks"] == "full":
             return [list(columns)]
         blocks, seen = [], set()
-        for module in self.tap.layers.values():
+        for module in self.recorder.layers.values():
             own = [p for p in module.parameters(recurse=False) if p in columns and p not in seen]
             seen.update(own)
             blocks += [own] if own else []
         return blocks
 
-    def _solved(self, columns: Mapping[Tensor, Columns], group: Mapping[str, Any], fresh: bool) -> dict[Tensor, Tensor]:
+    def _solved(
+        self, columns: Mapping[Tensor, PerExampleGradients], group: Mapping[str, Any], fresh: bool
+    ) -> dict[Tensor, Tensor]:
         """The gradient of one block, solved."""
         params = list(columns)
         count, damping = columns[params[0]].count, float(group["damping"])
-        scale = 1 / math.sqrt(count * group["terms"])
+        scale = 1 / math.sqrt(count * group["losses_per_example"])
         factor = self._dual(columns, damping, scale**2)
         if fresh and (c := _common_factor(columns)) is not None:
             rest = torch.full((count, 1), c / scale, dtype=factor.dtype, device=factor.device)
@@ -271,11 +260,11 @@ class NaturalGradient(LayerFilter):
             for p, own in columns.items()
         }
 
-    def _dual(self, columns: Mapping[Tensor, Columns], damping: float, weight: float) -> Tensor:
+    def _dual(self, columns: Mapping[Tensor, PerExampleGradients], damping: float, weight: float) -> Tensor:
         """The Cholesky factor of λI + G'G, kept in the state of the block's first parameter."""
         owner = next(iter(columns))
         entry, device = self.state[owner], owner.device
-        order = self._order()
+        order = self._in_model_order()
         members = torch.tensor([i for i, p in enumerate(order) if p in columns])
         if "gram" not in entry or not torch.equal(entry["gram_of"], members):
             grams = [own.gram() for own in columns.values()]
@@ -290,7 +279,9 @@ class NaturalGradient(LayerFilter):
 
     # --- the quadratic model ---
 
-    def _fisher_products(self, vectors: list[dict[Tensor, Tensor]], columns: Mapping[Tensor, Columns]) -> Tensor:
+    def _fisher_products(
+        self, vectors: list[dict[Tensor, Tensor]], columns: Mapping[Tensor, PerExampleGradients]
+    ) -> Tensor:
         """v'F u for all pairs of some vectors, in float64."""
         count = next(iter(columns.values())).count
         blocks = self._blocks_of(columns, self.param_groups[0])
@@ -299,11 +290,11 @@ class NaturalGradient(LayerFilter):
             rows = torch.stack(
                 [sum(columns[p].project(v[p].to(_kind(columns[p]))).double() for p in block) for v in vectors]  # pyright: ignore
             )
-            total += (rows @ rows.T / (count * self.param_groups[0]["terms"])).cpu()
+            total += (rows @ rows.T / (count * self.param_groups[0]["losses_per_example"])).cpu()
         return total
 
     def _scale_by_model(
-        self, found: dict[Tensor, Tensor], columns: Mapping[Tensor, Columns], group: Mapping[str, Any]
+        self, found: dict[Tensor, Tensor], columns: Mapping[Tensor, PerExampleGradients], group: Mapping[str, Any]
     ) -> None:
         """Scales direction and momentum buffer to the minimum of g'δ + δ'(F + λI)δ/2 over δ = -(a d + m b)."""
         buffers = {p: self.state[p]["momentum"] for p in found if "momentum" in self.state.get(p, {})}
@@ -318,13 +309,15 @@ class NaturalGradient(LayerFilter):
             found[p] = best[0] * found[p]
         self._momentum_now = best[1] if len(best) > 1 else 0.0
 
-    def numbers(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
-        n = super().numbers(group, step)
-        if group.get("solved") and group["step_size"] == "quadratic" and "momentum" in n:
+    def scalars(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
+        n = super().scalars(group, step)
+        if group.get("preconditioned") and group["step_size"] == "quadratic" and "momentum" in n:
             n["momentum"] = self._momentum_now
         return n
 
-    def _predict(self, found: Mapping[Tensor, Tensor], columns: Mapping[Tensor, Columns], owners: Mapping) -> None:
+    def _predict(
+        self, found: Mapping[Tensor, Tensor], columns: Mapping[Tensor, PerExampleGradients], owners: Mapping
+    ) -> None:
         """The change of the loss that the undamped quadratic model expects of the coming step."""
         steps = {}
         for p, d in found.items():
@@ -355,7 +348,7 @@ class NaturalGradient(LayerFilter):
             group["damping"] = float(group["damping"]) * change
 
 
-def _kind(columns: Columns) -> torch.dtype:
+def _kind(columns: PerExampleGradients) -> torch.dtype:
     return next(t.dtype for t in columns.tensors().values() if t.is_floating_point())
 
 
@@ -363,7 +356,7 @@ def _dot(a: Mapping[Tensor, Tensor], b: Mapping[Tensor, Tensor]) -> Tensor:
     return torch.stack([torch.dot(a[p].flatten().double(), b[p].flatten().double()).cpu() for p in b]).sum()
 
 
-def _common_factor(columns: Mapping[Tensor, Columns]) -> float | None:
+def _common_factor(columns: Mapping[Tensor, PerExampleGradients]) -> float | None:
     """c, where every gradient is c times the sum of the columns up to rounding, else None."""
     if any(gradient_of(p).dtype != _kind(own) for p, own in columns.items()):
         return None

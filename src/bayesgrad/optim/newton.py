@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from bayesgrad.curvature import AbsoluteHessian, ExpectedHessian
-from bayesgrad.filter import Parts
-from bayesgrad.filter.filter import settings
-from bayesgrad.filter.ranges import FLAG
-from bayesgrad.filter.second_order import HESSIAN, SecondOrder
-from bayesgrad.filter.variational import Sampled, Variational
+from bayesgrad.optimizer import Parts
+from bayesgrad.optimizer.base import settings
+from bayesgrad.optimizer.constraints import FLAG
+from bayesgrad.optimizer.hessian_diagonal import HESSIAN, HessianDiagonal
+from bayesgrad.optimizer.variational import SampledVariational, VariationalOptimizer
 from bayesgrad.posterior import Posterior
 from bayesgrad.rule import NaturalGradient
 from bayesgrad.transition import Forget
 
 
-class Newton(SecondOrder, Variational):
+class Newton(HessianDiagonal, VariationalOptimizer):
     r"""Online Newton's method with a diagonal Hessian; at convergence the belief is a Laplace approximation.
 
     .. math::
@@ -70,7 +70,7 @@ class Newton(SecondOrder, Variational):
     curvature = AbsoluteHessian()
     transition = Forget()
     rule = NaturalGradient()
-    accepts = {**Variational.accepts, **HESSIAN}
+    accepts = {**VariationalOptimizer.accepts, **HESSIAN}
 
     def __init__(
         self,
@@ -96,11 +96,11 @@ class Newton(SecondOrder, Variational):
         natural = group["natural_momentum"] > 0
         return Parts(self.curvature, Forget(natural=natural), NaturalGradient(natural=natural))
 
-    def information(self, group: Mapping[str, Any]) -> None:
+    def gradient_scale(self, group: Mapping[str, Any]) -> None:
         return None
 
 
-class VON(SecondOrder, Sampled):
+class VON(HessianDiagonal, SampledVariational):
     r"""Variational online Newton: gradients and Hessians at weights drawn from the belief.
 
     .. math::
@@ -152,7 +152,7 @@ class VON(SecondOrder, Sampled):
     transition = Forget(retract=True)
     rule = NaturalGradient()
     keeps = None
-    accepts = {**Variational.accepts, **HESSIAN, "improved": FLAG}
+    accepts = {**VariationalOptimizer.accepts, **HESSIAN, "improved": FLAG}
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class VON(SecondOrder, Sampled):
         transition = Forget(retract=improved, natural=natural, bounded=not improved)
         return Parts(self.curvature, transition, NaturalGradient(natural=natural))
 
-    def information(self, group: Mapping[str, Any]) -> None:
+    def gradient_scale(self, group: Mapping[str, Any]) -> None:
         return None
 
     def _begin_observing(self) -> None:

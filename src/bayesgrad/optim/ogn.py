@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad import likelihoods
-from bayesgrad._kernels import compute_dtype
 from bayesgrad.block import gradient_of
 from bayesgrad.curvature import PerExampleSquare, layers
 from bayesgrad.curvature.fisher import check_outputs
 from bayesgrad.curvature.probe import fitted
 from bayesgrad.curvature.squares import Examples, examples_of
-from bayesgrad.filter import Parts
-from bayesgrad.filter.filter import settings
-from bayesgrad.filter.layerwise import LayerFilter
-from bayesgrad.filter.ranges import one_of
-from bayesgrad.filter.variational import Sampled, Variational
+from bayesgrad.kernels import compute_dtype
+from bayesgrad.optimizer import Parts
+from bayesgrad.optimizer.base import settings
+from bayesgrad.optimizer.constraints import one_of
+from bayesgrad.optimizer.layerwise import LayerwiseOptimizer
+from bayesgrad.optimizer.variational import SampledVariational, VariationalOptimizer
 from bayesgrad.posterior import Posterior
 from bayesgrad.rule import NaturalGradient
 from bayesgrad.transition import Forget
@@ -27,15 +27,21 @@ from bayesgrad.transition import Forget
 FOREIGN = 1e3  # rounding errors beyond which a gradient is not of the layers' making
 
 
-class GaussNewton(Variational, LayerFilter):
+class GaussNewton(VariationalOptimizer, LayerwiseOptimizer):
     """What OGN and VOGN share: squares of per-example gradients, from the layers' inputs and errors."""
 
     curvature = PerExampleSquare()
     transition = Forget()
     rule = NaturalGradient()
+    by_layer = False
+    recorded = (layers.is_matrix, layers.normalises)
     observes = True
     fallback = "the squares of their mean gradients, times the batch size"
-    accepts = {**LayerFilter.accepts, **Variational.accepts, "fisher": one_of("empirical", "sampled", "exact")}
+    accepts = {
+        **LayerwiseOptimizer.accepts,
+        **VariationalOptimizer.accepts,
+        "fisher": one_of("empirical", "sampled", "exact"),
+    }
 
     def __init__(
         self,
@@ -51,7 +57,7 @@ class GaussNewton(Variational, LayerFilter):
         samples: int = 1,
         fisher: str = "empirical",
         likelihood: str = "categorical",
-        terms: int = 1,
+        losses_per_example: int = 1,
         natural_momentum: float = 0.0,
         prior: Posterior | None = None,
         seed: int = 0,
@@ -65,16 +71,8 @@ class GaussNewton(Variational, LayerFilter):
         natural = group["natural_momentum"] > 0
         return Parts(self.curvature, Forget(natural=natural), NaturalGradient(natural=natural))
 
-    def information(self, group: Mapping[str, Any]) -> None:
+    def gradient_scale(self, group: Mapping[str, Any]) -> None:
         return None
-
-    def _hears(self, module: nn.Module, mine: set[int]) -> bool:
-        known = layers.is_matrix(module) or layers.normalises(module)
-        return known and any(id(p) in mine for p in layers.own_parameters(module).values())
-
-    def _unmodelled(self) -> list[Tensor]:
-        heard = {p for module in self.tap.layers.values() for p in module.parameters(recurse=False)}
-        return [p for group in self.param_groups for p in group["params"] if p not in heard and p.requires_grad]
 
     # --- evidence ---
 
@@ -90,7 +88,7 @@ class GaussNewton(Variational, LayerFilter):
             return
         check_outputs(outputs)
         likelihood = likelihoods.named(group["likelihood"])
-        trace = self.tap.trace(outputs)
+        trace = self.recorder.trace(outputs)
         exact = group["fisher"] == "exact" and labels is None
         if exact:
             directions = list(likelihood.roots(outputs))
@@ -112,14 +110,16 @@ class GaussNewton(Variational, LayerFilter):
         passes = self.backward_passes()
         shown = examples_of(passes) if passes else {}
         if not shown and any(bool(gradient_of(p).any()) for p in params):
-            raise self.blind("no backward pass was seen", "call loss.backward() on outputs")
-        count = max((examples.count for examples in shown.values()), default=1) * group["terms"]
+            raise self.missing_observation("no backward pass was seen", "call loss.backward() on outputs")
+        count = max((examples.count for examples in shown.values()), default=1) * group["losses_per_example"]
         if group["fisher"] != "empirical":
             return self._observed_squares(group, params, count)
         known = [p for p in params if p in shown]
         factors, odd = self._factors(known, shown)
         found = {
-            p: shown[p].squares().mul_(shown[p].count * group["terms"] * factors[p] ** 2) for p in known if p not in odd
+            p: shown[p].squares().mul_(shown[p].count * group["losses_per_example"] * factors[p] ** 2)
+            for p in known
+            if p not in odd
         }
         self._warn_of({p for p in params if p not in shown and bool(gradient_of(p).any())} | odd)
         for p in params:
@@ -152,8 +152,10 @@ class GaussNewton(Variational, LayerFilter):
     def _observed_squares(self, group: Mapping[str, Any], params: list[Tensor], count: int) -> dict[Tensor, Tensor]:
         observed, self._observed = self._observed, []
         if not observed:
-            raise self.blind("nothing was observed", "call observe(outputs), before loss.backward(), on outputs")
-        total = sum(number for _, number in observed) * group["terms"]
+            raise self.missing_observation(
+                "nothing was observed", "call observe(outputs), before loss.backward(), on outputs"
+            )
+        total = sum(number for _, number in observed) * group["losses_per_example"]
         found: dict[Tensor, Tensor] = {}
         for directions, _ in observed:
             for uses in directions:
@@ -185,7 +187,7 @@ class OGN(GaussNewton):
         model: whose forward pass is run; train-mode BatchNorm is accepted, its statistics are taken for constants.
         lr: eta, in units of a Newton step. Chosen on digits and Fashion-MNIST with a small MLP.
         params: parameters, named parameters or groups of the model; None for all.
-        num_data: N, the number of training examples (times `terms`).
+        num_data: N, the number of training examples (times `losses_per_example`).
         prior_precision: delta, of the prior N(0, 1/delta).
         hess_init: h at the start.
         betas: decays of the averages of gradient and squares.
@@ -194,7 +196,7 @@ class OGN(GaussNewton):
         fisher: whose gradients are squared: those of the loss (`"empirical"`), or of labels that the model predicts,
             `"sampled"` or `"exact"` (OGGN). The latter two need `observe(outputs)` before `loss.backward()`.
         likelihood: how `observe` reads the outputs.
-        terms: losses in an example (the length of a sequence whose every token has a loss).
+        losses_per_example: losses in an example (the length of a sequence whose every token has a loss).
         natural_momentum: gamma of momentum in the belief's natural parameters (paper 002, appendix F).
         prior: a posterior of an earlier task to be the prior of this one, in place of prior_precision, which is left
             to parameters that it does not name.
@@ -210,7 +212,7 @@ class OGN(GaussNewton):
     """
 
 
-class VOGN(Sampled, GaussNewton):
+class VOGN(SampledVariational, GaussNewton):
     r"""Variational online Gauss-Newton: OGN whose gradients and squares are taken at weights drawn from the belief.
 
     .. math::

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad import noise
-from bayesgrad._kernels import compute_dtype
+from bayesgrad.kernels import compute_dtype
 from bayesgrad.posterior.units import units_of
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import jacrev, vmap
 
 from bayesgrad import noise
-from bayesgrad._kernels import compute_dtype
+from bayesgrad.kernels import compute_dtype
 from bayesgrad.likelihoods import Averages, Likelihood
 from bayesgrad.posterior.concrete import ConcreteDropout
 from bayesgrad.posterior.network import Network, evaluating, unwrapped

@@ -49,7 +49,7 @@ class Quadratic(ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class Stored(Quadratic):
+class StoredQuadratic(Quadratic):
     """One whose H is a tensor of its own, and adds up over tasks.
 
     Args:
@@ -58,42 +58,46 @@ class Stored(Quadratic):
 
     values: Tensor
 
-    def times(self, factor: float) -> Stored:
+    def times(self, factor: float) -> StoredQuadratic:
         return replace(self, values=factor * self.values)
 
     def plus(self, other: Quadratic) -> Quadratic | None:
-        if not isinstance(other, Stored) or type(other) is not type(self) or dict(other.shapes) != dict(self.shapes):
+        if (
+            not isinstance(other, StoredQuadratic)
+            or type(other) is not type(self)
+            or dict(other.shapes) != dict(self.shapes)
+        ):
             return None
         if other.values.shape != self.values.shape:
             return None
         return replace(self, values=self.values + other.values.to(self.values))
 
 
-class Elementwise(Stored):
+class DiagonalQuadratic(StoredQuadratic):
     """Σ h v^2, with h in the shape of the parameter, or of several as one matrix."""
 
     def __call__(self, change: Mapping[str, Tensor]) -> Tensor:
         return (self.values * self._matrix(change, self.values.shape[:-1]).square()).sum()
 
 
-class Inputs(Stored):
+class InputQuadratic(StoredQuadratic):
     """tr(V A V') for V (groups, out, in) and a moment A (groups, in, in) of the inputs: nothing is said of errors."""
 
     def __call__(self, change: Mapping[str, Tensor]) -> Tensor:
         groups, fan_in, _ = self.values.shape
         size = sum(shape.numel() for shape in self.shapes.values())
-        return _paired(self._matrix(change, (groups, size // (groups * fan_in))), lambda v: v @ self.values)
+        return _quadratic_form(self._matrix(change, (groups, size // (groups * fan_in))), lambda v: v @ self.values)
 
 
-class Written(Stored):
+class DenseQuadratic(StoredQuadratic):
     """v'H v for H (n, n)."""
 
     def __call__(self, change: Mapping[str, Tensor]) -> Tensor:
-        return _paired(self._matrix(change, ()), lambda v: v @ self.values)
+        return _quadratic_form(self._matrix(change, ()), lambda v: v @ self.values)
 
 
 @dataclass(frozen=True, eq=False)
-class Factored(Quadratic):
+class KroneckerQuadratic(Quadratic):
     """tr(V' E V A), of a Kronecker product; the sum of two is none.
 
     Args:
@@ -104,14 +108,14 @@ class Factored(Quadratic):
     inputs: Tensor
 
     def __call__(self, change: Mapping[str, Tensor]) -> Tensor:
-        return _paired(self._matrix(change, self.errors.shape[:-1]), lambda v: self.errors @ v @ self.inputs)
+        return _quadratic_form(self._matrix(change, self.errors.shape[:-1]), lambda v: self.errors @ v @ self.inputs)
 
-    def times(self, factor: float) -> Factored:
+    def times(self, factor: float) -> KroneckerQuadratic:
         return replace(self, errors=factor * self.errors)
 
 
 @dataclass(frozen=True, eq=False)
-class Projected(Quadratic):
+class SubsampledQuadratic(Quadratic):
     """factor |G'v|^2 for the gradients G of a few examples, which are not written down."""
 
     directions: Directions
@@ -120,7 +124,7 @@ class Projected(Quadratic):
     def __call__(self, change: Mapping[str, Tensor]) -> Tensor:
         return self.factor * self.directions.project(self._matrix(change, (1,))).square().sum()
 
-    def times(self, factor: float) -> Projected:
+    def times(self, factor: float) -> SubsampledQuadratic:
         return replace(self, factor=factor * self.factor)
 
 
@@ -128,20 +132,20 @@ def quadratic(hessian: Hessian) -> Quadratic:
     """v'H v for one block of a Laplace posterior."""
     shapes = dict(hessian.shapes)
     if isinstance(hessian, DiagonalHessian):
-        return Elementwise(shapes, hessian.values)
+        return DiagonalQuadratic(shapes, hessian.values)
     if isinstance(hessian, DenseHessian):
-        return Written(shapes, hessian.matrix)
+        return DenseQuadratic(shapes, hessian.matrix)
     if isinstance(hessian, LowRankHessian):
-        return Projected(shapes, hessian.directions, 1.0)
+        return SubsampledQuadratic(shapes, hessian.directions, 1.0)
     if not isinstance(hessian, FactoredHessian):
         raise TypeError(f"EWC has no quadratic form of a {type(hessian).__name__}.")
     rows, columns, spectrum = hessian.rows, hessian.columns, hessian.spectrum
     if rows is None and columns is None:
-        return Elementwise(shapes, spectrum)
+        return DiagonalQuadratic(shapes, spectrum)
     if rows is None and torch.equal(spectrum, spectrum[:, :1].expand_as(spectrum)):
-        return Inputs(shapes, _moment(columns, spectrum[:, 0]))
+        return InputQuadratic(shapes, _moment(columns, spectrum[:, 0]))
     total = spectrum.sum((1, 2))[:, None].clamp(min=torch.finfo(spectrum.dtype).tiny)
-    return Factored(shapes, _moment(rows, spectrum.sum(2)), _moment(columns, spectrum.sum(1) / total))
+    return KroneckerQuadratic(shapes, _moment(rows, spectrum.sum(2)), _moment(columns, spectrum.sum(1) / total))
 
 
 def _moment(basis: Tensor | None, values: Tensor) -> Tensor:
@@ -149,7 +153,7 @@ def _moment(basis: Tensor | None, values: Tensor) -> Tensor:
     return torch.diag_embed(values) if basis is None else basis * values[:, None] @ basis.mT
 
 
-class Paired(torch.autograd.Function):
+class QuadraticForm(torch.autograd.Function):
     """v'H v. Its gradient is 2 H v, the product that it was made of."""
 
     @staticmethod
@@ -167,12 +171,12 @@ class Paired(torch.autograd.Function):
         return 2 * slopes[0] * product, None
 
 
-def _paired(vector: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
-    return Paired.apply(vector, multiply)  # pyright: ignore[reportReturnType]
+def _quadratic_form(vector: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
+    return QuadraticForm.apply(vector, multiply)  # pyright: ignore[reportReturnType]
 
 
 @dataclass(frozen=True, eq=False)
-class About:
+class QuadraticPenalty:
     """Quadratic forms of the distance to some weights."""
 
     mean: Mapping[str, Tensor]
@@ -226,7 +230,9 @@ class EWC:
     def __init__(self, posterior: Posterior, strength: float = 1.0, *, prior: bool | None = None) -> None:
         _check("strength", strength)
         mean, forms = _forms(posterior, prior)
-        self.parts: tuple[About, ...] = (About(mean, [form.times(float(strength)) for form in forms]),)
+        self.parts: tuple[QuadraticPenalty, ...] = (
+            QuadraticPenalty(mean, [form.times(float(strength)) for form in forms]),
+        )
 
     def __call__(self, model: nn.Module) -> Tensor:
         """The penalty at the model's weights."""
@@ -264,7 +270,7 @@ class EWC:
                 if before != value.shape:
                     raise ValueError(f"{name!r} has shape {tuple(value.shape)}, and {tuple(before)} in earlier tasks.")
             forms = _merged(forms, part.forms)
-        return self._of(About(mean, forms))
+        return self._of(QuadraticPenalty(mean, forms))
 
     def __add__(self, other: Any) -> EWC:
         """Both penalties, each about its own weights."""
@@ -274,7 +280,7 @@ class EWC:
         return self if isinstance(other, int) and other == 0 else NotImplemented  # where sum() begins
 
     @staticmethod
-    def _of(*parts: About) -> EWC:
+    def _of(*parts: QuadraticPenalty) -> EWC:
         made = object.__new__(EWC)
         made.parts = parts
         return made
@@ -307,7 +313,9 @@ def _forms(posterior: Posterior, prior: bool | None) -> tuple[dict[str, Tensor],
         forms = [quadratic(hessian).times(scale) for hessian in posterior.hessians]
         if prior:
             for name, value in check_prior(posterior.prior_precision, posterior.noise, mean).items():
-                forms = _merged(forms, [Elementwise({name: mean[name].shape}, torch.full_like(mean[name], value))])
+                forms = _merged(
+                    forms, [DiagonalQuadratic({name: mean[name].shape}, torch.full_like(mean[name], value))]
+                )
         return mean, forms
     if not isinstance(posterior, GaussianPosterior):
         raise TypeError(f"EWC takes a Gaussian posterior, got {type(posterior).__name__}: use bayesgrad.laplace().")
@@ -318,5 +326,5 @@ def _forms(posterior: Posterior, prior: bool | None) -> tuple[dict[str, Tensor],
         if not isinstance(belief.precision, Diagonal):
             kind = type(belief.precision).__name__
             raise TypeError(f"EWC has no quadratic form of {name!r}'s {kind} precision: use bayesgrad.laplace().")
-        forms.append(Elementwise({name: belief.mean.shape}, 1 / belief.precision.variance()))
+        forms.append(DiagonalQuadratic({name: belief.mean.shape}, 1 / belief.precision.variance()))
     return mean, forms

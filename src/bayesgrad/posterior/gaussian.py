@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad import likelihoods
-from bayesgrad._kernels import compute_dtype
 from bayesgrad.belief import Belief, Joint
+from bayesgrad.kernels import compute_dtype
 from bayesgrad.posterior.hessian import check_prior
 from bayesgrad.posterior.network import Network, evaluating, unwrapped
 from bayesgrad.posterior.posterior import Posterior

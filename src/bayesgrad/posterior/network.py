@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from bayesgrad._kernels import compute_dtype
+from bayesgrad.kernels import compute_dtype
 
 
 @dataclass(frozen=True, eq=False)

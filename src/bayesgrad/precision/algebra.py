@@ -26,7 +26,7 @@ class Precision(ABC):
         """P + H: Bayes' rule for an observation of precision H, of the same structure."""
 
     @abstractmethod
-    def spread(self, retain: Any, noise: Any) -> Precision:
+    def propagate(self, retain: Any, noise: Any) -> Precision:
         """(r P^-1 + q I)^-1: the weights shrink towards zero and diffuse."""
 
     @abstractmethod

@@ -58,7 +58,7 @@ class Blocks(Precision):
             return self._with(self._matrices() + increment._matrices())
         return self._with(self._matrices(), increment)
 
-    def spread(self, retain: Any, noise: Any) -> Blocks:
+    def propagate(self, retain: Any, noise: Any) -> Blocks:
         eye = torch.eye(self.factor.shape[-1], dtype=self.factor.dtype, device=self.factor.device)
         return self._with(torch.linalg.inv(retain * torch.cholesky_inverse(self.factor) + noise * eye))
 

@@ -69,7 +69,7 @@ class Dense(Precision):
             )
         return self._with(posterior)
 
-    def spread(self, retain: Any, noise: Any) -> Dense:
+    def propagate(self, retain: Any, noise: Any) -> Dense:
         """(R^1/2 P^-1 R^1/2 + Q)^-1 for diagonal R and Q: numbers, or one for each weight."""
         root = torch.as_tensor(retain, dtype=self.covariance.dtype, device=self.covariance.device).sqrt()
         root = root.flatten().expand(len(self.covariance))

@@ -31,7 +31,7 @@ class Diagonal(Precision):
     def add(self, increment: Tensor) -> Diagonal:
         return Diagonal(self.covariance / (1 + self.covariance * increment))
 
-    def spread(self, retain: Any, noise: Any) -> Diagonal:
+    def propagate(self, retain: Any, noise: Any) -> Diagonal:
         return Diagonal(retain * self.covariance + noise)
 
     def solve(self, vector: Tensor) -> Tensor:

@@ -70,8 +70,8 @@ class Kronecker(Precision):
             return Kronecker(left, right, self.shape)
         raise ValueError("the sum of two Kronecker products is none unless they share a factor: add a number instead.")
 
-    def spread(self, retain: Any, noise: Any) -> Precision:
-        return self.spectral().spread(retain, noise)
+    def propagate(self, retain: Any, noise: Any) -> Precision:
+        return self.spectral().propagate(retain, noise)
 
     def solve(self, vector: Tensor) -> Tensor:
         return self._times(vector, self.left, self.right)
@@ -136,7 +136,7 @@ class Spectral(Precision):
         """P + c I for a number c, or P + H for H in the same basis, given by its spectrum."""
         return Spectral(self.rows, self.columns, self.spectrum + increment)
 
-    def spread(self, retain: Any, noise: Any) -> Spectral:
+    def propagate(self, retain: Any, noise: Any) -> Spectral:
         return Spectral(self.rows, self.columns, 1 / (retain / self.spectrum + noise))
 
     def solve(self, vector: Tensor) -> Tensor:

@@ -125,7 +125,7 @@ class LowRank(Precision):
         parts = tuple(zip((self.directions, increment), eyes))
         return LowRank(self.floor, Mixed(parts), self.shape)
 
-    def spread(self, retain: Any, noise: Any) -> LowRank:
+    def propagate(self, retain: Any, noise: Any) -> LowRank:
         values, vectors = self._spectrum
         low = retain + noise * self.floor
         gain = retain / ((retain + noise * (self.floor + values)) * low)
@@ -207,7 +207,7 @@ class Rescaled(Precision):
     def add(self, increment: Any) -> Rescaled:
         raise ValueError("a sum with weights of unequal certainty has no such form: add to the parts instead.")
 
-    def spread(self, retain: Any, noise: Any) -> Rescaled:
+    def propagate(self, retain: Any, noise: Any) -> Rescaled:
         raise ValueError("weights of unequal certainty that diffuse have no such form.")
 
     def solve(self, vector: Tensor) -> Tensor:

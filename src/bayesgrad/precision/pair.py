@@ -42,7 +42,7 @@ class Pair(Precision):
         gain = 1 / (1 / increment + self.weight)
         return Pair(self.weight / shrink, self.cross / shrink, self.momentum - self.cross * (self.cross * gain))
 
-    def spread(self, retain: Any, noise: Any) -> Pair:
+    def propagate(self, retain: Any, noise: Any) -> Pair:
         return Pair(retain * self.weight + noise, retain * self.cross, retain * self.momentum + noise)
 
     def solve(self, vector: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ class Factors:
     errors: Tensor
     traces: Tensor
 
-    def spread(self, retain: float, noise: float) -> Factors:
+    def propagate(self, retain: float, noise: float) -> Factors:
         """r Σ + q I, projected: (r S_x + q l_d I) ⊗ (r S_d + q l_x I) / (r + q l_x l_d), for traces l_x and l_d.
 
         To first order in q this is Eq. 28; it is exact where one of the factors is a multiple of the identity, and

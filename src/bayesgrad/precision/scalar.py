@@ -32,7 +32,7 @@ class Scalar(Precision):
     def add(self, increment: Any) -> Scalar:
         return Scalar(self.covariance / (1 + self.covariance * increment), self.shape)
 
-    def spread(self, retain: Any, noise: Any) -> Scalar:
+    def propagate(self, retain: Any, noise: Any) -> Scalar:
         return Scalar(retain * self.covariance + noise, self.shape)
 
     def solve(self, vector: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bayesgrad.filter.filter import settings
+from bayesgrad.optimizer.base import settings
 from bayesgrad.rule import Langevin as LangevinRule
 from bayesgrad.samplers.arithmetic import warn_of
 from bayesgrad.samplers.sampler import Sampler

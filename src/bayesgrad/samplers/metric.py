@@ -24,12 +24,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from bayesgrad._kernels import compute_dtype
-from bayesgrad.block.layer import Layer, Sheet
-from bayesgrad.curvature.columns import Columns, one_by_one
+from bayesgrad.block.layer import Layer, LayerBatch
 from bayesgrad.curvature.factors import KroneckerFisher, symmetric
 from bayesgrad.curvature.fisher import gather
-from bayesgrad.curvature.tap import Trace
+from bayesgrad.curvature.per_example import PerExampleGradients, one_by_one
+from bayesgrad.curvature.recorder import Trace
+from bayesgrad.kernels import compute_dtype
 from bayesgrad.precision import Blocks, Diagonal, Precision, Scalar, Spectral
 from bayesgrad.precision.linalg import eigenvalues, unusable
 from bayesgrad.samplers.correction import Batch, differentiated, gauss_newton, is_linear
@@ -140,7 +140,7 @@ class View:
     layers: Sequence[Layer]
     left: dict[Any, set[int]] = field(default_factory=dict)
 
-    def gradients(self) -> Iterator[tuple[dict[Tensor, Columns], dict[Tensor, Tensor]]]:
+    def gradients(self) -> Iterator[tuple[dict[Tensor, PerExampleGradients], dict[Tensor, Tensor]]]:
         """For each direction the gradients of single examples, as columns or written down, (N, *shape)."""
         shapes = tuple((call.name, call.input.shape) for call in self.trace.calls if call.input is not None)
         for direction in self.directions:
@@ -218,14 +218,14 @@ class KroneckerFactors(Metric):
         directions = list(view.directions)
         passes = [view.trace.uses(direction) for direction in directions]
         found: Read = {}
-        options = {"terms": 1}
+        options = {"losses_per_example": 1}
         for layer in view.layers:
             weight = layer.module._parameters.get("weight")
             own = [[use for use in uses if use.module._parameters.get("weight") is weight] for uses in passes]
             if not own[0] or layer.lookup:
                 continue
             entry = {}
-            for side, moment in KroneckerFisher().read(Sheet(layer, own), options).items():
+            for side, moment in KroneckerFisher().read(LayerBatch(layer, own), options).items():
                 factor = moment.weight * moment.rows.mT @ moment.rows
                 entry[f"{side}_moment"] = factor * len(directions) if side == "error" else factor
             found[layer.owner] = entry
@@ -316,7 +316,7 @@ class DenseFisher(Metric):
 
 
 @dataclass(frozen=True)
-class Given(Metric):
+class CallableMetric(Metric):
     """G(w) as a function of the flat weights (n,): a diagonal (n,), a matrix (n, n), or blocks (m, k, k) with m k = n.
 
     Block b is of the weights b k to (b + 1) k, and must depend on no others: m chains can be run side by side.
@@ -362,7 +362,7 @@ METRICS: dict[str, Metric] = {
 def named(metric: str | Callable[[Tensor], Tensor]) -> tuple[str, Metric]:
     """A metric and its name; a function is "callable"."""
     if callable(metric):
-        return "callable", Given(metric)
+        return "callable", CallableMetric(metric)
     if metric not in METRICS:
         raise ValueError(f"metric must be one of {', '.join(map(repr, METRICS))}, or a function, got {metric!r}.")
     return metric, METRICS[metric]

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad import likelihoods, noise
-from bayesgrad._kernels import compute_dtype
 from bayesgrad.block import Directions, gradient_of
 from bayesgrad.curvature import layers
 from bayesgrad.curvature.fisher import check_outputs, refuse_mixing
 from bayesgrad.curvature.gradients import average
-from bayesgrad.filter.factored import MERGED, MERGES
-from bayesgrad.filter.layerwise import LayerFilter
-from bayesgrad.filter.ranges import COUNT, NONNEGATIVE, Range, one_of
+from bayesgrad.kernels import compute_dtype
+from bayesgrad.optimizer.constraints import COUNT, NONNEGATIVE, Constraint, one_of
+from bayesgrad.optimizer.factored import MERGED, MERGES
+from bayesgrad.optimizer.layerwise import LayerwiseOptimizer
 from bayesgrad.rule import Langevin as LangevinRule
 from bayesgrad.samplers.correction import CORRECTIONS, Batch
 from bayesgrad.samplers.metric import METRICS, DenseFisher, Part, Space, View, columns_of, named
@@ -27,7 +27,7 @@ from bayesgrad.samplers.metric import METRICS, DenseFisher, Part, Space, View, c
 COLUMNS = 100  # of R up to which corrections are exact
 LIMIT = 10_000  # weights of a metric that is written down
 NOISE, SIGNS = 1, 2  # words of the key, which tell what is drawn
-PROBES = Range("None or a whole number >= 1", lambda x: x is None or (x == int(x) and x >= 1))
+PROBES = Constraint("None or a whole number >= 1", lambda x: x is None or (x == int(x) and x >= 1))
 
 
 class Diverged(RuntimeError, FloatingPointError):
@@ -47,7 +47,7 @@ class Diverged(RuntimeError, FloatingPointError):
         return Diverged, (*self.args, self.step, self.temperature, self.loss)
 
 
-class Sampler(LayerFilter):
+class Sampler(LayerwiseOptimizer):
     """A filter whose weights, instead of settling on a mean, go on to draw from a posterior.
 
     Attributes:
@@ -57,10 +57,12 @@ class Sampler(LayerFilter):
     """
 
     rule: ClassVar[LangevinRule] = LangevinRule()  # pyright: ignore[reportIncompatibleVariableOverride]
+    by_layer = False
+    recorded = (layers.is_matrix, layers.is_norm)
     listens = False
     observes = True
     accepts = {
-        **LayerFilter.accepts,
+        **LayerwiseOptimizer.accepts,
         "num_data": COUNT,
         "temperature": NONNEGATIVE,
         "batch_size": COUNT,
@@ -75,7 +77,7 @@ class Sampler(LayerFilter):
     def __init__(self, model: nn.Module, params: Any, metric: Any, defaults: dict[str, Any]) -> None:
         name, self.metric = named(metric)
         super().__init__(model, params, {**defaults, "metric": name})
-        size = sum(p.numel() for p in self._order())
+        size = sum(p.numel() for p in self._in_model_order())
         if isinstance(self.metric, DenseFisher) and size > LIMIT:
             raise ValueError(
                 f"metric={name!r} keeps a number for every pair of {size} weights, and takes at most {LIMIT} weights: "
@@ -102,17 +104,13 @@ class Sampler(LayerFilter):
     def remembers(self) -> bool:
         return self.param_groups[0]["correction"] is not None and self.metric.observed
 
-    def _hears(self, module: nn.Module, mine: set[int]) -> bool:
-        known = self.metric.observed and (layers.is_matrix(module) or layers.is_norm(module))
-        return known and any(id(p) in mine for p in layers.own_parameters(module).values())
+    def _is_recorded(self, module: nn.Module, mine: set[int]) -> bool:
+        return self.metric.observed and super()._is_recorded(module, mine)
 
     def _unmodelled(self) -> list[Tensor]:
         return []
 
-    def _slots_of(self, p: Tensor, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return self.slots({**group, "solved": True})
-
-    def gain(self, group: Mapping[str, Any]) -> float:
+    def step_scale(self, group: Mapping[str, Any]) -> float:
         """The direction is the whole step."""
         return 1.0
 
@@ -125,14 +123,6 @@ class Sampler(LayerFilter):
             if given != first:
                 self.param_groups.pop()
                 raise ValueError(f"{name} is {first!r} in another group: all groups must have the same, got {given!r}.")
-
-    def _order(self) -> list[Tensor]:
-        """The parameters in the order of the model, which does not depend on groups."""
-        mine = {p for group in self.param_groups for p in group["params"]}
-        return [p for p in self.model.parameters() if p in mine]
-
-    def _steps(self) -> int:
-        return max((int(entry["step"]) for entry in self.state.values() if "step" in entry), default=0)
 
     # --- evidence ---
 
@@ -147,10 +137,10 @@ class Sampler(LayerFilter):
             labels: for metric="empirical"; with fisher="sampled", in place of drawn ones.
         """
         group = self.param_groups[0]
-        clock = self.state.get(self._order()[0], {}).get("clock")
+        clock = self.state.get(self._in_model_order()[0], {}).get("clock")
         if not self.metric.observed:
             return
-        if clock is not None and self._steps() + 1 - int(clock[MERGED]) < group["update_every"]:
+        if clock is not None and self._steps_taken() + 1 - int(clock[MERGED]) < group["update_every"]:
             return
         refuse_mixing(self.model)
         check_outputs(outputs)
@@ -164,17 +154,17 @@ class Sampler(LayerFilter):
             directions = kind.roots(outputs)
         else:
             directions = iter([kind.residual(outputs, labels if labels is not None else self.draw(outputs))])
-        order = self._order()
-        read = self.metric.read(View(self.tap.trace(outputs), directions, order, self.layers, self._left))
+        order = self._in_model_order()
+        read = self.metric.read(View(self.recorder.trace(outputs), directions, order, self.layers, self._left))
         self._observed.append((read, len(outputs), self._batch(outputs, labels if empirical else None)))
         self._marked = self._mark()
 
     def _batch(self, outputs: Tensor, labels: Tensor | None) -> Batch | None:
         if not self.remembers:
             return None
-        args, kwargs = self.tap.arguments(outputs)
+        args, kwargs = self.recorder.arguments(outputs)
         names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
-        order = self._order()
+        order = self._in_model_order()
         kind = likelihoods.named(self.param_groups[0]["likelihood"])
         mine = tuple(names[p] for p in order), tuple(p.shape for p in order)
         return Batch(self.model, *mine, args, kwargs, labels, kind, len(outputs))
@@ -185,9 +175,9 @@ class Sampler(LayerFilter):
             return None
         observed, self._observed = self._observed, []
         total = sum(count for _, count, _ in observed)
-        clock = self.state[self._order()[0]].setdefault("clock", torch.zeros(3, dtype=torch.int64))
+        clock = self.state[self._in_model_order()[0]].setdefault("clock", torch.zeros(3, dtype=torch.int64))
         clock[MERGES] += 1
-        clock[MERGED] = self._steps() + 1
+        clock[MERGED] = self._steps_taken() + 1
         keep, take = average(self.param_groups[0]["ema"], int(clock[MERGES]))
         for p in observed[0][0]:
             entry = self.state[p]
@@ -201,7 +191,7 @@ class Sampler(LayerFilter):
     # --- the step ---
 
     def step(self, closure: Callable[[], Any] | None = None, *, loss: Any = None) -> Any:
-        """As `Filter.step`, and on to the next draw.
+        """As `BeliefOptimizer.step`, and on to the next draw.
 
         Args:
             closure: re-evaluates the model, calls backward and returns the loss.
@@ -235,7 +225,7 @@ class Sampler(LayerFilter):
             raise self._diverged(f"the loss is {value}")
 
     def _diverged(self, what: str) -> Diverged:
-        step, temperature = self._steps() + 1, self.temperature()
+        step, temperature = self._steps_taken() + 1, self.temperature()
         loss = self.param_groups[0]["last_loss"]
         known = (
             "no loss was shown: use step(closure) or step(loss=loss)" if loss is None else f"last finite loss {loss:g}"
@@ -252,14 +242,16 @@ class Sampler(LayerFilter):
         owners = {p: group for group, params in zip(groups, active) for p in params}
         if not owners:
             return {}
-        order = self._order()
+        order = self._in_model_order()
         space = Space(tuple(p for p in order if p in owners), tuple(order), tuple(self.layers))
         fresh = self._merge()
         if self.metric.observed and "clock" not in self.state.get(order[0], {}):
-            raise self.blind("nothing was ever observed", "call observe(outputs), before loss.backward(), on outputs")
+            raise self.missing_observation(
+                "nothing was ever observed", "call observe(outputs), before loss.backward(), on outputs"
+            )
         parts = self._precisions(space, float(groups[0]["damping"]))
         corrections = self._corrections(space, parts, fresh)
-        key, starts = noise.key(groups[0]["seed"], self._steps() + 1, NOISE), self._starts()
+        key, starts = noise.key(groups[0]["seed"], self._steps_taken() + 1, NOISE), self._starts()
         found: dict[Tensor, Tensor] = {}
         for part in parts:
             group = owners[part.members[0]]
@@ -312,7 +304,7 @@ class Sampler(LayerFilter):
 
     def _estimates(self) -> bool:
         known = self._parts[1] if self._parts is not None else []
-        columns = sum(part.columns for part in known) if known else sum(p.numel() for p in self._order())
+        columns = sum(part.columns for part in known) if known else sum(p.numel() for p in self._in_model_order())
         return self.param_groups[0]["probes"] is not None or columns > COLUMNS
 
     def _corrections(self, space: Space, parts: list[Part], fresh: list[Batch] | None) -> dict[Tensor, Tensor] | None:
@@ -343,7 +335,7 @@ class Sampler(LayerFilter):
         return found
 
     def _signs(self, probes: int) -> Callable[[Tensor], Tensor]:
-        seed, step, starts = self.param_groups[0]["seed"], self._steps() + 1, self._starts()
+        seed, step, starts = self.param_groups[0]["seed"], self._steps_taken() + 1, self._starts()
 
         def signs(p: Tensor) -> Tensor:
             keys = [noise.key(seed, step, SIGNS, probe) for probe in range(probes)]

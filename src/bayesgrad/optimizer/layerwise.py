@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from bayesgrad import likelihoods
-from bayesgrad.block.layer import Layer, Sheet
+from bayesgrad.block.layer import Layer, LayerBatch
 from bayesgrad.curvature import Curvature, SquaredGradient, layers
-from bayesgrad.curvature.tap import Tap, Use
-from bayesgrad.filter.filter import Filter, Parts
-from bayesgrad.filter.ranges import COUNT, FRACTION, WHOLE, WHOLE_NUMBER, one_of
+from bayesgrad.curvature.recorder import LayerCall, LayerRecorder
+from bayesgrad.optimizer.base import BeliefOptimizer, Parts
+from bayesgrad.optimizer.constraints import COUNT, FRACTION, WHOLE, WHOLE_NUMBER, one_of
 from bayesgrad.posterior.network import parameters_of, unwrapped
 from bayesgrad.rule import NaturalGradient
 from bayesgrad.transition import MovingAverage, Static, Transition
 
 
-class LayerFilter(Filter):
+class LayerwiseOptimizer(BeliefOptimizer):
     """A filter over the layers of a model, in an unchanged training loop.
 
     Parameters are known by their names in the model. Those of layers that the rule models get a direction from
-    `solved_layers`; all others take the fallback, the step of a group whose `solved` is False.
+    `preconditioned_layers`; all others take the fallback, the step of a group whose `preconditioned` is False.
 
     Args:
         model: whose forward pass will be run; compile it later, if at all.
@@ -35,6 +35,8 @@ class LayerFilter(Filter):
 
     rule = NaturalGradient(heavy_ball=True)
     transition = Static()
+    by_layer: ClassVar[bool] = True  # a matrix for each layer; otherwise one belief about all that is recorded
+    recorded: ClassVar[tuple[Callable[[nn.Module], bool], ...]] = (layers.is_matrix,)  # the kinds of layers
     listens: ClassVar[bool] = True  # to backward passes
     observes: ClassVar[bool] = False  # through observe()
     rest: ClassVar[tuple[Curvature | None, Transition]] = (
@@ -43,12 +45,12 @@ class LayerFilter(Filter):
     )  # of what is not modelled
     fallback: ClassVar[str] = "a diagonal of squared gradients with the same damping"  # the same in words
     accepts = {
-        **Filter.accepts,
+        **BeliefOptimizer.accepts,
         "ema": FRACTION,
         "update_every": WHOLE,
         "stats_every": WHOLE,
         "max_factor": COUNT,
-        "terms": COUNT,
+        "losses_per_example": COUNT,
         "likelihood": one_of("categorical", "bernoulli", "gaussian"),
         "seed": WHOLE_NUMBER,
     }
@@ -65,12 +67,14 @@ class LayerFilter(Filter):
 
     def _bind(self) -> None:
         """Looks for layers and listens to them."""
-        if "tap" in self.__dict__:
-            self.tap.close()
+        if "recorder" in self.__dict__:
+            self.recorder.close()
         mine = {id(p) for group in self.param_groups for p in group["params"]}
         self.layers = self._find_layers(mine)
-        heard = {name: module for name, module in self.model.named_modules() if self._hears(module, mine)}
-        self.tap = Tap(self.model, heard, keeps=self.listens, notes=self.observes, remembers=self.remembers)
+        heard = {name: module for name, module in self.model.named_modules() if self._is_recorded(module, mine)}
+        self.recorder = LayerRecorder(
+            self.model, heard, keeps=self.listens, notes=self.observes, remembers=self.remembers
+        )
         self._observed: list[Any] = []
         self._marked: list[tuple[int, int]] = []
         self._strangers: set[Tensor] = set()  # weights that something other than their layers reads
@@ -92,8 +96,9 @@ class LayerFilter(Filter):
             self.layers = self._find_layers({id(p) for group in self.param_groups for p in group["params"]})
             self._warn_of(set(self._unmodelled()))
 
-    def _hears(self, module: nn.Module, mine: set[int]) -> bool:
-        return layers.is_matrix(module) and any(id(p) in mine for p in layers.own_parameters(module).values())
+    def _is_recorded(self, module: nn.Module, mine: set[int]) -> bool:
+        known = any(is_known(module) for is_known in self.recorded)
+        return known and any(id(p) in mine for p in layers.own_parameters(module).values())
 
     def _find_layers(self, mine: set[int]) -> list[Layer]:
         """Layers that multiply by a matrix; one that is shared must mean the same everywhere."""
@@ -118,7 +123,10 @@ class LayerFilter(Filter):
 
     def _unmodelled(self) -> list[Tensor]:
         """The parameters that are known from the start to take the fallback."""
-        modelled = {p for layer in self.layers for p in layer.members}
+        if self.by_layer:
+            modelled = {p for layer in self.layers for p in layer.members}
+        else:
+            modelled = {p for module in self.recorder.layers.values() for p in module.parameters(recurse=False)}
         return [p for group in self.param_groups for p in group["params"] if p not in modelled and p.requires_grad]
 
     def _warn_of(self, params: set[Tensor]) -> None:
@@ -143,33 +151,33 @@ class LayerFilter(Filter):
         if self._observed and self._marked != self._mark():
             self._observed = []
         super().zero_grad(set_to_none)
-        self.tap.clear()
+        self.recorder.clear()
 
     def _skips(self, active: list[list[Tensor]]) -> bool:
         skips = super()._skips(active)
         if skips:
             self._observed = []
-            self.tap.clear()
+            self.recorder.clear()
         return skips
 
-    def sheets(self, uses: Sequence[Sequence[Use]]) -> dict[Layer, Sheet]:
+    def sheets(self, uses: Sequence[Sequence[LayerCall]]) -> dict[Layer, LayerBatch]:
         """The evidence for each layer in some passes; layers without any are left out."""
         by_weight = {id(layer.module._parameters.get("weight")): layer for layer in self.layers}
-        found: dict[Layer, list[list[Use]]] = {}
+        found: dict[Layer, list[list[LayerCall]]] = {}
         for one_pass in uses:
-            here: dict[Layer, list[Use]] = {}
+            here: dict[Layer, list[LayerCall]] = {}
             for use in one_pass:
                 layer = by_weight.get(id(use.module._parameters.get("weight")))
                 if layer is not None:
                     here.setdefault(layer, []).append(use)
             for layer, own in here.items():
                 found.setdefault(layer, []).append(own)
-        return {layer: Sheet(layer, passes) for layer, passes in found.items()}
+        return {layer: LayerBatch(layer, passes) for layer, passes in found.items()}
 
-    def backward_passes(self) -> list[list[Use]]:
+    def backward_passes(self) -> list[list[LayerCall]]:
         """What came back since the gradients were begun, pass by pass."""
-        passes: dict[tuple[int, int], list[Use]] = {}
-        for uses in self.tap.uses.values():
+        passes: dict[tuple[int, int], list[LayerCall]] = {}
+        for uses in self.recorder.uses.values():
             for use in uses:
                 passes.setdefault((use.task, use.turn), []).append(use)
         return list(passes.values())
@@ -184,7 +192,7 @@ class LayerFilter(Filter):
         """Those that have a gradient other than zero."""
         return [layer for layer in layers if any(bool(p.grad.any()) for p in layer.members if p.grad is not None)]
 
-    def blind(self, what: str, do: str) -> RuntimeError:
+    def missing_observation(self, what: str, do: str) -> RuntimeError:
         """The error of a step that nothing was shown for."""
         own = type(self).__name__
         return RuntimeError(
@@ -194,7 +202,7 @@ class LayerFilter(Filter):
         )
 
     def step(self, closure: Any = None) -> Any:
-        """As `Filter.step`; the passes since the last one are used up."""
+        """As `BeliefOptimizer.step`; the passes since the last one are used up."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             size = torch.distributed.get_world_size()
             if size > 1:
@@ -203,18 +211,22 @@ class LayerFilter(Filter):
                     "inputs. Train in one process."
                 )
         loss = super().step(closure)
-        self.tap.clear()
+        self.recorder.clear()
         return loss
 
     def parts(self, group: Mapping[str, Any]) -> Parts:
-        return Parts(None, self.transition, self.rule) if group.get("solved", True) else Parts(*self.rest, self.rule)
+        return (
+            Parts(None, self.transition, self.rule)
+            if group.get("preconditioned", True)
+            else Parts(*self.rest, self.rule)
+        )
 
     def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         return {"decay": group["ema"], "step": step}
 
-    def numbers(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
+    def scalars(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         """A direction that is solved has had its damping."""
-        return super().numbers({**group, "damping": 0.0} if group.get("solved") else group, step)
+        return super().scalars({**group, "damping": 0.0} if group.get("preconditioned") else group, step)
 
     # --- copies and checkpoints ---
 
@@ -223,7 +235,7 @@ class LayerFilter(Filter):
         (group,) = named_groups(self.model, [param_group])
         super().add_param_group(group)
         self.param_groups[-1].setdefault("draws", 0)
-        if "tap" in self.__dict__:
+        if "recorder" in self.__dict__:
             self._bind()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -259,7 +271,18 @@ class LayerFilter(Filter):
         return "step" not in entry
 
     def _slots_of(self, p: Tensor, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return self.slots({**group, "solved": any(p is q for layer in self.layers for q in layer.members)})
+        covered = not self.by_layer or any(p is q for layer in self.layers for q in layer.members)
+        return self.slots({**group, "preconditioned": covered})
+
+    # --- the network as a whole ---
+
+    def _in_model_order(self) -> list[Tensor]:
+        """The parameters in the order of the model, whatever groups they are in."""
+        mine = {p for group in self.param_groups for p in group["params"]}
+        return [p for p in self.model.parameters() if p in mine]
+
+    def _steps_taken(self) -> int:
+        return max((int(entry["step"]) for entry in self.state.values() if "step" in entry), default=0)
 
 
 def _plain(name: str) -> str:
@@ -267,7 +290,7 @@ def _plain(name: str) -> str:
     return name.replace("_orig_mod.", "").removeprefix("module.")
 
 
-def model_of(optimizer: Filter, model: Any) -> nn.Module:
+def model_of(optimizer: BeliefOptimizer, model: Any) -> nn.Module:
     """The model that an optimizer was given, without what is wrapped around it."""
     if not isinstance(model, nn.Module):
         name = type(optimizer).__name__

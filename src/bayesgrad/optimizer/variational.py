@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -12,11 +11,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bayesgrad import _kernels, noise
+from bayesgrad import kernels, noise
 from bayesgrad.block import gradient_of
-from bayesgrad.block.drawn import Drawn
-from bayesgrad.filter.filter import Filter
-from bayesgrad.filter.ranges import COUNT, FRACTION, NONNEGATIVE, POSITIVE, WHOLE, WHOLE_NUMBER
+from bayesgrad.block.sampled import SampledBlock
+from bayesgrad.optimizer.base import BeliefOptimizer
+from bayesgrad.optimizer.constraints import COUNT, FRACTION, NONNEGATIVE, POSITIVE, WHOLE, WHOLE_NUMBER
 from bayesgrad.posterior import GaussianPosterior, Posterior
 from bayesgrad.precision import Diagonal
 
@@ -27,20 +26,20 @@ Mark = tuple[Tensor, int] | None
 Noise = Mapping[Any, Tensor] | Callable[[Tensor], Tensor]
 
 
-class Variational(Filter):
+class VariationalOptimizer(BeliefOptimizer):
     """A Gaussian belief N(m, S^-1), fitted to minimise E_q[loss] + kl_weight KL(q, prior)/N for N data.
 
     The state holds v = 1/(h + kl_weight delta/N), with h the running mean curvature of an example's loss and delta the
     prior's precision: the belief's variance is kl_weight v/N.
 
     Args:
-        params, defaults: as for `Filter`.
+        params, defaults: as for `BeliefOptimizer`.
         prior: a Gaussian posterior of an earlier task, to be the prior of this one; parameters are found by name, so
             `params` must be named, or the model's. Those that it does not name have the prior N(0, 1/prior_precision).
     """
 
     accepts = {
-        **Filter.accepts,
+        **BeliefOptimizer.accepts,
         "num_data": COUNT,
         "prior_precision": NONNEGATIVE,
         "hess_init": POSITIVE,
@@ -61,7 +60,7 @@ class Variational(Filter):
         check_known(self.param_groups, means)
         for group in self.param_groups:
             for name, p in zip(group["param_names"], group["params"]):
-                mean = torch.zeros_like(p, dtype=_kernels.compute_dtype(p.dtype))
+                mean = torch.zeros_like(p, dtype=kernels.compute_dtype(p.dtype))
                 precision = torch.full_like(mean, group["prior_precision"])
                 if name in means:
                     mean.copy_(means[name])
@@ -86,7 +85,7 @@ class Variational(Filter):
         beta = group["betas"][1]
         return {"keep": beta, "take": 1 - beta}
 
-    def information(self, group: Mapping[str, Any]) -> float | None:
+    def gradient_scale(self, group: Mapping[str, Any]) -> float | None:
         return group["num_data"] / group["kl_weight"]
 
     def strength(self, group: Mapping[str, Any]) -> float:
@@ -94,8 +93,8 @@ class Variational(Filter):
         delta = 1.0 if group.get("informed") else group["prior_precision"]
         return group["kl_weight"] * delta / group["num_data"]
 
-    def numbers(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
-        n = super().numbers(group, step)
+    def scalars(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
+        n = super().scalars(group, step)
         n["prior"] = self.strength(group)
         if math.isfinite(group.get("clip_radius", math.inf)):
             n["radius"] = group["clip_radius"]
@@ -120,20 +119,20 @@ class Variational(Filter):
         entry = self.state.get(p, {})
         if "variance" in entry:
             return self._scale(group) * Diagonal(entry["variance"]).variance()
-        like = torch.ones_like(p, dtype=_kernels.compute_dtype(p.dtype))
+        like = torch.ones_like(p, dtype=kernels.compute_dtype(p.dtype))
         return self._scale(group) * self.initial("variance", group, p) * like
 
 
-class Drawing(Filter):
+class WeightSampling(BeliefOptimizer):
     """A filter whose gradients are taken at weights drawn from the belief.
 
     A named optimizer says in `keeps` what it wants to know of a draw at the step: nothing, where gradients were taken
     (`offset`), the drawn weight's derivative by the mean (`slope`), or the squares of gradients. `draws` is how weights
-    are drawn, and `drawing` the numbers that takes.
+    are drawn, and `drawing` the scalars that takes.
     """
 
     keeps: ClassVar[str | None] = "offset"
-    draws: ClassVar[type[Drawn]] = Drawn
+    draws: ClassVar[type[SampledBlock]] = SampledBlock
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -160,9 +159,9 @@ class Drawing(Filter):
         """Whether gradients are to be taken inside `sampled()`."""
         return True
 
-    @abstractmethod
     def drawing(self, group: Mapping[str, Any]) -> list[float]:
-        """The numbers that the kernel of a draw asks for."""
+        """The scalars that the kernel of a draw asks for; for optimizers that draw weights."""
+        raise RuntimeError(f"{type(self).__name__} has no belief to draw weights from.")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch.optim; counts draws from none."""
@@ -211,9 +210,9 @@ class Drawing(Filter):
                 self._collect(drawn)
             self._before = {}
 
-    def _layout_of_draws(self) -> list[Drawn]:
+    def _layout_of_draws(self) -> list[SampledBlock]:
         """What is perturbed together, kept from draw to draw for as long as it fits."""
-        parts: list[Drawn] = self.__dict__.get("_drawn", [])
+        parts: list[SampledBlock] = self.__dict__.get("_drawn", [])
         wanted = [(group, [p for p in group["params"] if p.requires_grad]) for group in self.param_groups]
         every = [p for _, params in wanted for p in params]
         if [p for part in parts for p in part.params] != every or not all(part.fits() for part in parts):
@@ -256,7 +255,7 @@ class Drawing(Filter):
         self._fresh = set(every)
         self._zeroed = self._before = {p: _mark(p) for p in every}
 
-    def _begin(self, drawn: list[Drawn]) -> None:
+    def _begin(self, drawn: list[SampledBlock]) -> None:
         """Marks the gradients as they are, and remembers those that are there already."""
         params = [p for part in drawn for p in part.params]
         self._before = {p: _mark(p) for p in params}
@@ -276,10 +275,10 @@ class Drawing(Filter):
             self._sums[p] = self._contribution(gradient_of(p), offset)
 
     def _contribution(self, gradient: Tensor, offset: Tensor) -> Tensor:
-        gradient = gradient.to(_kernels.compute_dtype(gradient.dtype))
+        gradient = gradient.to(kernels.compute_dtype(gradient.dtype))
         return gradient.square() if self.keeps == "squares" else gradient * offset
 
-    def _collect(self, drawn: list[Drawn]) -> None:
+    def _collect(self, drawn: list[SampledBlock]) -> None:
         self._count += 1
         for part in drawn:
             for p, offset in part.offsets():
@@ -299,11 +298,11 @@ class Drawing(Filter):
 
     def evidence(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> dict[str, Mapping[Tensor, Tensor]]:
         params = [p for some in active for p in some]
-        blind = [p for p in params if p not in self._shown]
-        if blind:
+        missing = [p for p in params if p not in self._shown]
+        if missing:
             raise RuntimeError(
-                f"a gradient of shape {tuple(blind[0].shape)} was not taken at drawn weights: run forward and backward "
-                f"passes inside `with optimizer.sampled():`, then call {type(self).__name__}.step()."
+                f"a gradient of shape {tuple(missing[0].shape)} was not taken at sampled weights: run forward and "
+                f"backward passes inside `with optimizer.sampled():`, then call {type(self).__name__}.step()."
             )
         if self.keeps is None:
             return super().evidence(groups, active)
@@ -323,7 +322,7 @@ class Drawing(Filter):
     # --- steps ---
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As `Filter.step`. A closure is called inside of `samples` draws, whose gradients are averaged.
+        """As `BeliefOptimizer.step`. A closure is called inside of `samples` draws, whose gradients are averaged.
 
         Args:
             closure: re-evaluates the model, calls backward and returns the loss.
@@ -379,7 +378,7 @@ class Drawing(Filter):
                 )
 
 
-class Sampled(Drawing, Variational):
+class SampledVariational(WeightSampling, VariationalOptimizer):
     """A variational filter whose gradients are taken at weights drawn from its Gaussian."""
 
     def drawing(self, group: Mapping[str, Any]) -> list[float]:
@@ -414,6 +413,6 @@ def _same(a: Mark, b: Mark) -> bool:
     return a is b or (a is not None and b is not None and a[0] is b[0] and a[1] == b[1])
 
 
-def _fused(part: Drawn, elements: int) -> bool:
+def _fused(part: SampledBlock, elements: int) -> bool:
     wanted = part.group["fused"]
-    return _kernels.pays(part.device, elements) if wanted is None else wanted
+    return kernels.pays(part.device, elements) if wanted is None else wanted

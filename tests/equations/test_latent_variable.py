@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from bayesgrad.families import Categorical, Dirichlet, Parameters, Point
-from bayesgrad.inference import Chunked, Collapsed, Expected, Factor, Node, Prior, elbo, message, run, step
+from bayesgrad.inference import Chunked, Expected, Factor, LatentVariableFactor, Node, Prior, elbo, message, run, step
 from bayesgrad.models.covariances import COVARIANCES, Covariance, Mixture
 
 K, P, N = 3, 2, 25
@@ -170,7 +170,7 @@ def test_wide_rows_are_read_by_matrices(kind: str, points: bool, monkeypatch: py
             assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
 
-class Counted(Collapsed):
+class Counted(LatentVariableFactor):
     """How often it was looked at."""
 
     looks = 0

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bayesgrad import _kernels, noise
+from bayesgrad import kernels, noise
 from bayesgrad.block.elementwise import SMALL, flat, is_dense
 
 
@@ -24,12 +24,12 @@ class Perturb:
     given: bool
     writes = (2, 0)
 
-    def __call__(self, numbers: Sequence[Any], place: Sequence[Any], *row: Tensor) -> tuple[Tensor, ...]:
+    def __call__(self, scalars: Sequence[Any], place: Sequence[Any], *row: Tensor) -> tuple[Tensor, ...]:
         weight, variance, _, *position = row
         where = position[0] if self.given else noise.positions(place[2], weight)
         square, cosine = noise.normal_parts(where, place[0], place[1])
-        dtype = _kernels.compute_dtype(weight.dtype)
-        spread = _kernels.sqrt(numbers[0] * variance.to(dtype) * square.to(dtype))
+        dtype = kernels.compute_dtype(weight.dtype)
+        spread = kernels.sqrt(scalars[0] * variance.to(dtype) * square.to(dtype))
         return weight, weight.to(dtype) + spread * cosine.to(dtype)
 
 
@@ -39,11 +39,11 @@ class Restore:
 
     writes = (0, 1)
 
-    def __call__(self, numbers: Sequence[Any], weight: Tensor, saved: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, scalars: Sequence[Any], weight: Tensor, saved: Tensor) -> tuple[Tensor, Tensor]:
         return saved, weight - saved
 
 
-class Drawn:
+class SampledBlock:
     """Parameters of one group, dtype and device.
 
     Args:
@@ -68,7 +68,7 @@ class Drawn:
         self.order = {i: _order(params[i], self.starts[i]) for i in self.large if not params[i].is_contiguous()}
         size = sum(params[i].numel() for i in self.small)
         self.pack = [torch.empty(size, dtype=self.dtype, device=self.device) for _ in range(2)]
-        self.spread = torch.empty(size, dtype=_kernels.compute_dtype(self.dtype), device=self.device)
+        self.spread = torch.empty(size, dtype=kernels.compute_dtype(self.dtype), device=self.device)
         self.views = [self._views(buffer) for buffer in (*self.pack, self.spread)]
         self.positions = torch.cat(
             [torch.empty(0, dtype=torch.int32, device=self.device)]
@@ -86,7 +86,7 @@ class Drawn:
     def perturb(
         self,
         spreads: list[Tensor],
-        numbers: list[float],
+        scalars: list[float],
         key: noise.Key,
         given: Mapping[Any, Tensor] | Callable[[Tensor], Tensor] | None,
         fused: bool,
@@ -106,7 +106,7 @@ class Drawn:
                 e = given(p) if callable(given) else given[p]
                 if e.shape != p.shape:
                     raise ValueError(f"noise has shape {tuple(e.shape)}, but its parameter {tuple(p.shape)}.")
-                self.place(i, one, e.to(one), numbers)
+                self.place(i, one, e.to(one), scalars)
             return
         rows = [
             (flat(self.params[i]), flat(_like(spreads[i], self.params[i])), flat(self.saved[i]), *self.more(i))
@@ -114,17 +114,17 @@ class Drawn:
         ]
         for i, row in zip(self.large, rows):
             order = [self.order[i]] if i in self.order else []
-            _kernels.run(self.kernel(given=bool(order)), numbers, [(*row, *order)], fused, [(*key, self.starts[i])])
+            kernels.run(self.kernel(given=bool(order)), scalars, [(*row, *order)], fused, [(*key, self.starts[i])])
         if small:
             torch._foreach_copy_(spread, [spreads[i] for i in self.small])
             row = (self.pack[0], self.spread, self.pack[1], *self.more(None), self.positions)
-            _kernels.run(self.kernel(given=True), numbers, [row], fused, [(*key, 0)])
+            kernels.run(self.kernel(given=True), scalars, [row], fused, [(*key, 0)])
             torch._foreach_copy_(small, weights)
 
-    def place(self, i: int, spread: Tensor, noise: Tensor, numbers: list[float]) -> None:
+    def place(self, i: int, spread: Tensor, noise: Tensor, scalars: list[float]) -> None:
         """Puts the i-th parameter where given noise takes it."""
         p = self.params[i]
-        p.copy_(p.to(spread.dtype) + (numbers[0] * spread).sqrt() * noise)
+        p.copy_(p.to(spread.dtype) + (scalars[0] * spread).sqrt() * noise)
 
     def more(self, i: int | None) -> tuple[Tensor, ...]:
         """What else the kernel writes, for the i-th parameter or for all small ones."""
@@ -144,7 +144,7 @@ class Drawn:
             torch._foreach_copy_(small, saved)
         if offsets:
             rows = [(flat(self.params[i]), flat(self.saved[i])) for i in self.large]
-            _kernels.run(Restore(), [], rows, fused)
+            kernels.run(Restore(), [], rows, fused)
         elif self.large:
             torch._foreach_copy_([self.params[i] for i in self.large], [self.saved[i] for i in self.large])
 

@@ -6,8 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from bayesgrad.curvature import columns as module
-from bayesgrad.curvature.columns import Columns, Lookup, Outer, Rows, added, joined, restored
+from bayesgrad.curvature import per_example as module
+from bayesgrad.curvature.per_example import (
+    EmbeddingGradients,
+    OuterProducts,
+    PerExampleGradients,
+    StoredGradients,
+    added,
+    joined,
+    restored,
+)
 
 GENERATOR = torch.Generator().manual_seed(0)
 COUNT = 5
@@ -17,53 +25,53 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=GENERATOR)
 
 
-def outer(groups: int = 1, positions: int = 1, fan_in: int = 3, fan_out: int = 4, count: int = COUNT) -> Outer:
+def outer(groups: int = 1, positions: int = 1, fan_in: int = 3, fan_out: int = 4, count: int = COUNT) -> OuterProducts:
     inputs, errors = normal(groups, count, positions, fan_in), normal(groups, count, positions, fan_out)
-    return Outer(torch.Size((groups * fan_out, fan_in)), inputs, errors)
+    return OuterProducts(torch.Size((groups * fan_out, fan_in)), inputs, errors)
 
 
-def lookup(positions: int = 6, rows: int = 4, features: int = 3, count: int = COUNT) -> Lookup:
+def lookup(positions: int = 6, rows: int = 4, features: int = 3, count: int = COUNT) -> EmbeddingGradients:
     """With more positions than rows, so that each example repeats some."""
     indices = torch.randint(rows, (count, positions), generator=GENERATOR)
-    return Lookup(torch.Size((rows, features)), indices, normal(count, positions, features))
+    return EmbeddingGradients(torch.Size((rows, features)), indices, normal(count, positions, features))
 
 
-def rows(*shape: int, count: int = COUNT) -> Rows:
-    return Rows(torch.Size(shape), normal(count, *shape))
+def rows(*shape: int, count: int = COUNT) -> StoredGradients:
+    return StoredGradients(torch.Size(shape), normal(count, *shape))
 
 
 CASES = {
-    "Outer": outer(),
-    "Outer, wide": outer(fan_in=6, fan_out=2),
-    "Outer, 3 groups": outer(groups=3),
-    "Outer, 3 groups, wide": outer(groups=3, fan_in=6, fan_out=2),
-    "Outer, positions, explicit": outer(positions=4),
-    "Outer, positions, explicit, wide": outer(positions=4, fan_in=6, fan_out=2),
-    "Outer, positions, explicit, 3 groups": outer(groups=3, positions=4),
-    "Outer, positions, implicit": outer(positions=2, fan_in=12, fan_out=12),
-    "Outer, positions, implicit, 3 groups": outer(groups=3, positions=2, fan_in=12, fan_out=12),
-    "Outer, kernel": Outer(torch.Size((4, 3, 2, 1)), normal(2, COUNT, 3, 6), normal(2, COUNT, 3, 2)),
-    "Outer, one example": outer(positions=3, count=1),
-    "Lookup": lookup(),
-    "Lookup, one position": lookup(positions=1),
-    "Rows": rows(4),
-    "Rows, matrix": rows(4, 3),
-    "Rows, scalar": rows(),
+    "OuterProducts": outer(),
+    "OuterProducts, wide": outer(fan_in=6, fan_out=2),
+    "OuterProducts, 3 groups": outer(groups=3),
+    "OuterProducts, 3 groups, wide": outer(groups=3, fan_in=6, fan_out=2),
+    "OuterProducts, positions, explicit": outer(positions=4),
+    "OuterProducts, positions, explicit, wide": outer(positions=4, fan_in=6, fan_out=2),
+    "OuterProducts, positions, explicit, 3 groups": outer(groups=3, positions=4),
+    "OuterProducts, positions, implicit": outer(positions=2, fan_in=12, fan_out=12),
+    "OuterProducts, positions, implicit, 3 groups": outer(groups=3, positions=2, fan_in=12, fan_out=12),
+    "OuterProducts, kernel": OuterProducts(torch.Size((4, 3, 2, 1)), normal(2, COUNT, 3, 6), normal(2, COUNT, 3, 2)),
+    "OuterProducts, one example": outer(positions=3, count=1),
+    "EmbeddingGradients": lookup(),
+    "EmbeddingGradients, one position": lookup(positions=1),
+    "StoredGradients": rows(4),
+    "StoredGradients, matrix": rows(4, 3),
+    "StoredGradients, scalar": rows(),
 }
 
 
-def written(case: Columns) -> Tensor:
+def written(case: PerExampleGradients) -> Tensor:
     """G', (N, n), by loops over examples, positions and groups."""
-    if isinstance(case, Rows):
+    if isinstance(case, StoredGradients):
         return case.values.reshape(case.count, -1)
     gradients = []
     for j in range(case.count):
-        if isinstance(case, Lookup):
+        if isinstance(case, EmbeddingGradients):
             total = torch.zeros(case.shape, dtype=torch.float64)
             for index, error in zip(case.indices[j], case.errors[j]):
                 total[index] += error
         else:
-            assert isinstance(case, Outer)
+            assert isinstance(case, OuterProducts)
             groups = [
                 sum(torch.outer(e, a) for e, a in zip(errors[j], inputs[j]))
                 for errors, inputs in zip(case.errors, case.inputs)
@@ -95,7 +103,7 @@ def test_products(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> Non
     L = torch.linalg.cholesky(G.T @ G + torch.eye(case.count, dtype=torch.float64))
     close(case.weighed(L), (G @ torch.cholesky_inverse(L) @ G.T).diagonal().view(case.shape))
     close(case.cross(case), G.T @ G)
-    close(case.cross(Rows(case.shape, 2 * u[None])), 2 * (G.T @ u.flatten())[:, None])
+    close(case.cross(StoredGradients(case.shape, 2 * u[None])), 2 * (G.T @ u.flatten())[:, None])
     assert torch.equal(u, kept[0])
     assert torch.equal(w, kept[1])
 
@@ -104,7 +112,7 @@ def test_products(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_which_way_a_gram_matrix_is_computed(implicit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The names of the cases above say which branch they take."""
     unwanted = "_explicit_gram" if implicit else "_overlap"
-    monkeypatch.setattr(Outer, unwanted, lambda *_: pytest.fail(f"{unwanted} was called"))
+    monkeypatch.setattr(OuterProducts, unwanted, lambda *_: pytest.fail(f"{unwanted} was called"))
     word = "implicit" if implicit else "explicit"
     for name in (name for name in CASES if word in name):
         CASES[name].gram()
@@ -125,16 +133,19 @@ def test_nothing_is_restored_from_parts() -> None:
 
 # Uses of one parameter of shape (4, 3), and the kind of their sum.
 SUMS = {
-    "one": ([outer(positions=2)], Outer),
-    "Outer + Outer": ([outer(positions=2), outer(), outer(positions=3)], Outer),
-    "Outer + Outer in other groups": ([outer(positions=2), outer(groups=2, fan_out=2)], Rows),
-    "Lookup + Lookup": ([lookup(), lookup(positions=2)], Lookup),
-    "Lookup + Outer": ([lookup(), outer(positions=2)], Outer),
-    "Outer + Lookup": ([outer(), lookup()], Outer),
-    "Rows + Rows": ([rows(4, 3), rows(4, 3)], Rows),
-    "Rows + Outer": ([rows(4, 3), outer(positions=2)], Rows),
-    "Lookup + Rows": ([lookup(), rows(4, 3)], Rows),
-    "Lookup + Outer + Rows": ([lookup(), outer(), rows(4, 3)], Rows),
+    "one": ([outer(positions=2)], OuterProducts),
+    "OuterProducts + OuterProducts": ([outer(positions=2), outer(), outer(positions=3)], OuterProducts),
+    "OuterProducts + OuterProducts in other groups": (
+        [outer(positions=2), outer(groups=2, fan_out=2)],
+        StoredGradients,
+    ),
+    "EmbeddingGradients + EmbeddingGradients": ([lookup(), lookup(positions=2)], EmbeddingGradients),
+    "EmbeddingGradients + OuterProducts": ([lookup(), outer(positions=2)], OuterProducts),
+    "OuterProducts + EmbeddingGradients": ([outer(), lookup()], OuterProducts),
+    "StoredGradients + StoredGradients": ([rows(4, 3), rows(4, 3)], StoredGradients),
+    "StoredGradients + OuterProducts": ([rows(4, 3), outer(positions=2)], StoredGradients),
+    "EmbeddingGradients + StoredGradients": ([lookup(), rows(4, 3)], StoredGradients),
+    "EmbeddingGradients + OuterProducts + StoredGradients": ([lookup(), outer(), rows(4, 3)], StoredGradients),
 }
 
 
@@ -161,10 +172,10 @@ def test_a_lookup_as_outer_products() -> None:
 
 BATCHES = {
     "one": [outer()],
-    "Outer": [outer(positions=2), outer(positions=2, count=2)],
-    "Outer, groups": [outer(groups=3), outer(groups=3, count=2), outer(groups=3, count=1)],
-    "Lookup": [lookup(), lookup(count=2)],
-    "Rows": [rows(4), rows(4, count=2)],
+    "OuterProducts": [outer(positions=2), outer(positions=2, count=2)],
+    "OuterProducts, groups": [outer(groups=3), outer(groups=3, count=2), outer(groups=3, count=1)],
+    "EmbeddingGradients": [lookup(), lookup(count=2)],
+    "StoredGradients": [rows(4), rows(4, count=2)],
 }
 
 
@@ -189,6 +200,6 @@ def test_batches_side_by_side(name: str) -> None:
         [rows(4, 3), outer()],
     ],
 )
-def test_batches_of_different_shapes_are_refused(parts: list[Columns]) -> None:
+def test_batches_of_different_shapes_are_refused(parts: list[PerExampleGradients]) -> None:
     with pytest.raises(ValueError, match="must have the same shape but for the number of examples"):
         joined(parts)

@@ -4,7 +4,7 @@ A forward hook registers a hook on the *output tensor*, which survives in-place 
 over only when the error arrives: what is never differentiated leaves no trace, and checkpointing, which runs the
 forward pass twice, is counted once. Two kinds of passes are told apart:
 
-- `loss.backward()` leaves the layer's uses in `Tap.uses`, until `clear` or until a gradient is begun anew;
+- `loss.backward()` leaves the layer's uses in `LayerRecorder.uses`, until `clear` or until a gradient is begun anew;
 - `trace(outputs).uses(direction)` differentiates whatever direction of the outputs is asked for, down to the outputs of
   the layers and no further. It finds the layers in the graph itself, where the forward hook has left a note.
 """
@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-NOTE = "bayesgrad.tap"
+NOTE = "bayesgrad.recorder"
 
 
 @dataclass(eq=False)
-class Call:
+class PendingCall:
     """One call of a layer in a forward pass. The input is let go when a backward pass has taken it."""
 
     name: str
@@ -43,7 +43,7 @@ class Call:
 
 
 @dataclass(frozen=True, eq=False)
-class Use:
+class LayerCall:
     """One call of a layer and the error at its output.
 
     Args:
@@ -58,64 +58,69 @@ class Use:
     turn: int = 0
 
 
-class Hook:
+class LayerHook:
     """The forward hook of one layer. A copy of the layer gets a hook that does nothing."""
 
-    def __init__(self, tap: Tap | None = None, name: str = "") -> None:
-        self.tap = weakref.ref(tap) if tap is not None else None
+    def __init__(self, recorder: LayerRecorder | None = None, name: str = "") -> None:
+        self.recorder = weakref.ref(recorder) if recorder is not None else None
         self.name = name
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        tap = self.tap() if self.tap else None
-        if tap is None or not isinstance(output, Tensor) or not output.requires_grad or not torch.is_grad_enabled():
+        recorder = self.recorder() if self.recorder else None
+        if (
+            recorder is None
+            or not isinstance(output, Tensor)
+            or not output.requires_grad
+            or not torch.is_grad_enabled()
+        ):
             return
         known = module._parameters.get("weight") is not None  # else it has been pruned or reparametrised since
         if known and not torch._C._functorch.is_functorch_wrapped_tensor(output):  # pyright: ignore
-            tap.saw(self.name, args[0] if args else kwargs["input"], output)
+            recorder.saw(self.name, args[0] if args else kwargs["input"], output)
 
     def __reduce__(self) -> tuple:
-        return Hook, ()
+        return LayerHook, ()
 
     # torch.compile is to call this, not to trace it; its own decorator for that would load the compiler on import.
     __call__._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
-class Turn:
-    """Counts the forward passes of a model; as `Hook` a copy does nothing."""
+class PassCounter:
+    """Counts the forward passes of a model; as `LayerHook` a copy does nothing."""
 
-    def __init__(self, tap: Tap | None = None) -> None:
-        self.tap = weakref.ref(tap) if tap is not None else None
+    def __init__(self, recorder: LayerRecorder | None = None) -> None:
+        self.recorder = weakref.ref(recorder) if recorder is not None else None
 
     def __call__(self, module: nn.Module, args: tuple) -> None:
-        if self.tap is not None and (tap := self.tap()) is not None:
-            tap.turn += 1
+        if self.recorder is not None and (recorder := self.recorder()) is not None:
+            recorder.turn += 1
 
     def __reduce__(self) -> tuple:
-        return Turn, ()
+        return PassCounter, ()
 
     __call__._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
-class Pass:
-    """Remembers what a model was called with; as `Hook` a copy does nothing."""
+class InputHook:
+    """Remembers what a model was called with; as `LayerHook` a copy does nothing."""
 
-    def __init__(self, tap: Tap | None = None) -> None:
-        self.tap = weakref.ref(tap) if tap is not None else None
+    def __init__(self, recorder: LayerRecorder | None = None) -> None:
+        self.recorder = weakref.ref(recorder) if recorder is not None else None
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        tap = self.tap() if self.tap else None
-        if tap is None or not isinstance(output, Tensor) or not torch.is_grad_enabled():
+        recorder = self.recorder() if self.recorder else None
+        if recorder is None or not isinstance(output, Tensor) or not torch.is_grad_enabled():
             return
         if not torch._C._functorch.is_functorch_wrapped_tensor(output):  # pyright: ignore[reportAttributeAccessIssue]
-            tap.called = weakref.ref(output), args, kwargs
+            recorder.called = weakref.ref(output), args, kwargs
 
     def __reduce__(self) -> tuple:
-        return Pass, ()
+        return InputHook, ()
 
     __call__._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
-class Tap:
+class LayerRecorder:
     """Collects what the layers of a model show.
 
     Args:
@@ -137,19 +142,19 @@ class Tap:
     ) -> None:
         self.layers = dict(layers)
         self.keeps, self.notes = keeps, notes
-        self.uses: dict[str, list[Use]] = {name: [] for name in self.layers}
+        self.uses: dict[str, list[LayerCall]] = {name: [] for name in self.layers}
         self.quiet = False
         self.turn = 0
         self.begun: dict[str, bool] = {}  # whether the latest pass through a layer began its gradients
         # Before all other hooks, which may replace the output by something that is not the layer's.
         handles = [
-            module.register_forward_hook(Hook(self, name), with_kwargs=True, prepend=True)
+            module.register_forward_hook(LayerHook(self, name), with_kwargs=True, prepend=True)
             for name, module in self.layers.items()
         ]
-        handles.append(model.register_forward_pre_hook(Turn(self)))
+        handles.append(model.register_forward_pre_hook(PassCounter(self)))
         self.called: tuple[Any, tuple, dict] | None = None
         if remembers:
-            handles.append(model.register_forward_hook(Pass(self), with_kwargs=True))
+            handles.append(model.register_forward_hook(InputHook(self), with_kwargs=True))
         self.close = weakref.finalize(self, _remove, handles)
 
     def clear(self) -> None:
@@ -158,15 +163,15 @@ class Tap:
 
     def saw(self, name: str, x: Tensor, output: Tensor) -> None:
         """A layer was called."""
-        call = Call(name, self.turn, x.detach(), x._version if x.is_leaf else None)
+        call = PendingCall(name, self.turn, x.detach(), x._version if x.is_leaf else None)
         if self.notes:
             edge = get_gradient_edge(output)
             notes: dict[str, Any] = edge.node.metadata  # pyright: ignore[reportAssignmentType]
             notes.setdefault(NOTE, {})[id(self), edge.output_nr] = call
         owner = weakref.ref(self)
-        output.register_hook(lambda error: None if (tap := owner()) is None else tap._came_back(call, error))
+        output.register_hook(lambda error: None if (recorder := owner()) is None else recorder._came_back(call, error))
 
-    def _came_back(self, call: Call, error: Tensor) -> None:
+    def _came_back(self, call: PendingCall, error: Tensor) -> None:
         if self.quiet or call.input is None:
             return
         if self.keeps:
@@ -174,7 +179,7 @@ class Tap:
         if not torch._C._autograd._get_current_graph_task_keep_graph():  # pyright: ignore[reportAttributeAccessIssue]
             call.input = None
 
-    def _keep(self, call: Call, error: Tensor) -> None:
+    def _keep(self, call: PendingCall, error: Tensor) -> None:
         module, task = self.layers[call.name], torch._C._current_graph_task_id()
         trained = [p for p in module.parameters(recurse=False) if p.requires_grad]
         # A pass that asks for the gradients of something else leaves nothing in .grad, and is no evidence.
@@ -185,7 +190,7 @@ class Tap:
             self.begun[call.name] = all(p.grad is None or not bool(p.grad.any()) for p in trained)
             if uses and self.begun[call.name]:
                 uses.clear()  # of gradients that nobody made use of
-        uses.append(Use(module, call.taken(), error.detach(), task, call.turn))
+        uses.append(LayerCall(module, call.taken(), error.detach(), task, call.turn))
 
     def arguments(self, outputs: Tensor) -> tuple[tuple, dict]:
         """What the model was called with when it returned these outputs, in its last forward pass."""
@@ -246,13 +251,13 @@ class Trace:
         reads: how often the graph reads each parameter, by id: more often than layers do, where something else does.
     """
 
-    def __init__(self, tap: Tap, outputs: Tensor) -> None:
-        self.tap, self.outputs = tap, outputs
-        self.calls: list[Call] = []
+    def __init__(self, recorder: LayerRecorder, outputs: Tensor) -> None:
+        self.recorder, self.outputs = recorder, outputs
+        self.calls: list[PendingCall] = []
         self.edges: list[GradientEdge] = []
         self.reads: Counter[int] = Counter()
 
-    def add(self, call: Call, edge: GradientEdge) -> None:
+    def add(self, call: PendingCall, edge: GradientEdge) -> None:
         if call.input is None:
             raise RuntimeError(
                 f"the graph of these outputs has been used up by a backward pass through layer {call.name!r}: "
@@ -261,25 +266,27 @@ class Trace:
         self.calls.append(call)
         self.edges.append(edge)
 
-    def uses(self, direction: Tensor) -> list[Use]:
+    def uses(self, direction: Tensor) -> list[LayerCall]:
         """The layers' uses, with the errors that a direction of the outputs brings back to them.
 
         Forms no weight gradients, and leaves the graph and `.grad` as they were.
         """
         if not self.edges:
             return []
-        self.tap.quiet = True
+        self.recorder.quiet = True
         try:
             errors = torch.autograd.grad(self.outputs, self.edges, direction, retain_graph=True, allow_unused=True)
         finally:
-            self.tap.quiet = False
+            self.recorder.quiet = False
         return [
-            Use(self.tap.layers[call.name], call.taken(), error, 0, call.turn)
+            LayerCall(self.recorder.layers[call.name], call.taken(), error, 0, call.turn)
             for call, error in zip(self.calls, errors)
             if error is not None
         ]
 
     def strangers(self) -> set[int]:
         """The ids of parameters of these layers that something else reads as well, or that are read in another way."""
-        counts = Counter(id(p) for call in self.calls for p in self.tap.layers[call.name].parameters(recurse=False))
+        counts = Counter(
+            id(p) for call in self.calls for p in self.recorder.layers[call.name].parameters(recurse=False)
+        )
         return {key for key, count in counts.items() if self.reads.get(key, count) != count}

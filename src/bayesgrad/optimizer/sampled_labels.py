@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from bayesgrad import likelihoods
-from bayesgrad.block.layer import Layer, Sheet
+from bayesgrad.block.layer import Layer, LayerBatch
 from bayesgrad.curvature.fisher import check_outputs
-from bayesgrad.filter.factored import FactoredFilter
+from bayesgrad.optimizer.factored import FactoredOptimizer
 
 
-class ObservedFilter(FactoredFilter):
+class SampledLabels(FactoredOptimizer):
     """Moments of a layer's inputs and of the errors at its outputs, from outputs that are shown to it."""
 
     observes = True
@@ -29,7 +29,7 @@ class ObservedFilter(FactoredFilter):
         groups = {p: group for group in self.param_groups for p in group["params"]}
         if not any(self.due(layer, groups[layer.owner]) for layer in self.layers):
             return
-        trace = self.tap.trace(outputs)
+        trace = self.recorder.trace(outputs)
         labels = self.draw(outputs) if labels is None else labels
         residual = likelihoods.named(self.param_groups[0]["likelihood"]).residual(outputs, labels)
         self._observed.append(trace.uses(residual))
@@ -40,13 +40,13 @@ class ObservedFilter(FactoredFilter):
         self._marked = self._mark()
 
     def statistics(
-        self, current: list[Layer], settings: Mapping[Layer, Mapping[str, Any]], passes: Mapping[Layer, Sheet]
-    ) -> Mapping[Layer, Sheet]:
+        self, current: list[Layer], settings: Mapping[Layer, Mapping[str, Any]], passes: Mapping[Layer, LayerBatch]
+    ) -> Mapping[Layer, LayerBatch]:
         observed = self.sheets(self._observed)
         self._observed = []
         ever = any("clock" in self.state.get(layer.owner, {}) for layer in current)
         if not observed and not ever and (names := [layer.names[0] for layer in self.touched(current)]):
-            raise self.blind(
+            raise self.missing_observation(
                 f"nothing was ever observed of layers {names}",
                 "call observe(outputs), before loss.backward(), on outputs",
             )

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bayesgrad.filter.filter import Filter
-from bayesgrad.filter.update import Update
+from bayesgrad.optimizer.base import BeliefOptimizer
+from bayesgrad.optimizer.update import Update
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class Signs(Update):
     evidence has one, and times the number `information`. A slot `prior_natural` pulls.
     """
 
-    def __call__(self, numbers: Iterable[Any], weight: Tensor, gradient: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
-        numbers = list(numbers)
-        n = dict(zip(self.names, numbers))
+    def __call__(self, scalars: Iterable[Any], weight: Tensor, gradient: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+        scalars = list(scalars)
+        n = dict(zip(self.names, scalars))
         shown, state = dict(zip(self.shown, more)), more[len(self.shown) :]
         latent = state[0]
         gradient = gradient.to(latent.dtype)
@@ -31,13 +31,13 @@ class Signs(Update):
             gradient = shown["product"].to(latent.dtype)
         elif "slope" in shown:
             gradient = gradient * shown["slope"].to(latent.dtype)
-        if "information" in n:
+        if "gradient_scale" in n:
             largest = torch.finfo(latent.dtype).max / 4  # an infinite belief would never change again
-            gradient = (gradient * n["information"]).clamp(-largest, largest)
+            gradient = (gradient * n["gradient_scale"]).clamp(-largest, largest)
         if "prior_natural" in self.slots:
             gradient = gradient - state[self.slots.index("prior_natural")]
         inner = Update(self.parts, self.names, self.slots)
-        moved, *kept = inner(numbers, latent, gradient, *state)
+        moved, *kept = inner(scalars, latent, gradient, *state)
         return (signs(moved), moved, *kept[1:])
 
 
@@ -46,7 +46,7 @@ def signs(latent: Tensor) -> Tensor:
     return torch.where(latent < 0, -1.0, 1.0)
 
 
-class Binary(Filter):
+class BinaryOptimizer(BeliefOptimizer):
     """A filter whose parameters are all binary: -1 or 1 from its construction on.
 
     Parameters that do not require gradients are left as they are, until they do.
@@ -90,7 +90,7 @@ class Binary(Filter):
         return p if slot == self.latent else super().initial(slot, group, p)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As `Filter.load_state_dict`; weights become the signs of what was loaded."""
+        """As `BeliefOptimizer.load_state_dict`; weights become the signs of what was loaded."""
         super().load_state_dict(state_dict)
         with torch.no_grad():
             for p, entry in self.state.items():

@@ -1,4 +1,4 @@
-"""Every optimizer of this package is a `Filter`: parts that say what is believed, and the one `step()`."""
+"""Every optimizer of this package is a `BeliefOptimizer`: parts that say what is believed, and the one `step()`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,20 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from bayesgrad import _kernels
+from bayesgrad import kernels
 from bayesgrad.belief import Belief, Joint
 from bayesgrad.block import Block, Directions, gradient_of
 from bayesgrad.curvature import Curvature
-from bayesgrad.filter.ranges import FRACTION, FRACTIONS, NONNEGATIVE, OPTIONAL_FLAG, POSITIVE, Range, one_of
-from bayesgrad.filter.update import Parts, Update
+from bayesgrad.optimizer.constraints import (
+    FRACTION,
+    FRACTIONS,
+    NONNEGATIVE,
+    OPTIONAL_FLAG,
+    POSITIVE,
+    Constraint,
+    one_of,
+)
+from bayesgrad.optimizer.update import Parts, Update
 from bayesgrad.posterior import GaussianPosterior, Posterior
 from bayesgrad.posterior.network import parameters_of
 from bayesgrad.precision import Diagonal
@@ -27,7 +35,7 @@ NONFINITE = ("ignore", "raise", "skip")
 ON_CPU = ("step", "clock", "damped", "traces", "input_waits", "error_waits", "dual_damping", "gram_of", "ahead")
 
 
-class Filter(torch.optim.Optimizer):
+class BeliefOptimizer(torch.optim.Optimizer):
     """A belief about each weight, updated by each gradient: the base of all optimizers here.
 
     A named optimizer is a declaration. It names its parts as class attributes and says, in a few one-line methods,
@@ -36,9 +44,9 @@ class Filter(torch.optim.Optimizer):
     | method | meaning | default |
     |---|---|---|
     | `parts(group)` | the parts, where an option changes them | the class attributes |
-    | `dynamics(group, step)` | what the transition's `numbers` asks for | nothing |
-    | `gain(group)` | what multiplies the step | lr |
-    | `information(group)` | what multiplies the gradient before it is squared | 1, as None |
+    | `dynamics(group, step)` | what the transition's `scalars` asks for | nothing |
+    | `step_scale(group)` | what multiplies the step | lr |
+    | `gradient_scale(group)` | what multiplies the gradient before it is squared | 1, as None |
     | `prior_variance(group)` | the variance before any evidence, in the units of the state | 1 |
 
     State is in `state[p]`: a `step` counter and one tensor for each slot of the parts. Hyper-parameters are in the
@@ -52,7 +60,7 @@ class Filter(torch.optim.Optimizer):
     curvature: ClassVar[Curvature | None] = None
     transition: ClassVar[Transition]
     rule: ClassVar[Rule]
-    accepts: ClassVar[Mapping[str, Range]] = {
+    accepts: ClassVar[Mapping[str, Constraint]] = {
         "lr": NONNEGATIVE,
         "weight_decay": NONNEGATIVE,
         "momentum": FRACTION,
@@ -73,23 +81,23 @@ class Filter(torch.optim.Optimizer):
     def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         return {}
 
-    def gain(self, group: Mapping[str, Any]) -> float:
+    def step_scale(self, group: Mapping[str, Any]) -> float:
         return float(group["lr"])
 
-    def information(self, group: Mapping[str, Any]) -> float | None:
+    def gradient_scale(self, group: Mapping[str, Any]) -> float | None:
         return None
 
     def prior_variance(self, group: Mapping[str, Any]) -> float:
         return 1.0
 
-    def numbers(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
+    def scalars(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         """All scalars of one step. Kernels never combine two of them, so that both ways of running round alike."""
         curvature, transition, rule = self.parts(group)
-        n = rule.numbers(group, step, self.gain(group))
+        n = rule.scalars(group, step, self.step_scale(group))
         if curvature is not None:
-            n |= curvature.numbers(step) | transition.numbers(**self.dynamics(group, step))
-            if (information := self.information(group)) is not None:
-                n["information"] = information
+            n |= curvature.scalars(step) | transition.scalars(**self.dynamics(group, step))
+            if (gradient_scale := self.gradient_scale(group)) is not None:
+                n["gradient_scale"] = gradient_scale
         if group["weight_decay"]:
             n["shrink"] = 1 - float(group["lr"]) * group["weight_decay"]
         if group.get("damping"):
@@ -129,9 +137,13 @@ class Filter(torch.optim.Optimizer):
                 now["last_lr"] = group["last_lr"] = now["lr"]
         directions = self.directions(groups, active)
         if directions is not None:  # what is solved and what is not take different steps
-            groups = [{**group, "solved": solved} for group in groups for solved in (False, True)]
+            groups = [
+                {**group, "preconditioned": preconditioned} for group in groups for preconditioned in (False, True)
+            ]
             active = [
-                [p for p in params if (p in directions) == solved] for params in active for solved in (False, True)
+                [p for p in params if (p in directions) == preconditioned]
+                for params in active
+                for preconditioned in (False, True)
             ]
         shown = self.evidence(groups, active)
         layout = self._layout(groups, active)
@@ -139,26 +151,26 @@ class Filter(torch.optim.Optimizer):
         for group, blocks in zip(groups, layout):
             for block in blocks:
                 block.step += 1
-                numbers = self.numbers(group, int(block.step))
-                update = self.update(group, tuple(numbers), block.slots, tuple(shown))
-                fused = _kernels.pays(block.device, elements) if group["fused"] is None else group["fused"]
-                plain = group.get("solved") and block.slots in ((), ("momentum",))
-                straight = self.rule.straight(numbers) if plain else None
-                for rows in block.rows(directions or {}, straight, list(shown.values())):
-                    _kernels.run(update, list(numbers.values()), rows, fused)
+                scalars = self.scalars(group, int(block.step))
+                update = self.update(group, tuple(scalars), block.slots, tuple(shown))
+                fused = kernels.pays(block.device, elements) if group["fused"] is None else group["fused"]
+                plain = group.get("preconditioned") and block.slots in ((), ("momentum",))
+                axpy_coefficients = self.rule.axpy_coefficients(scalars) if plain else None
+                for rows in block.rows(directions or {}, axpy_coefficients, list(shown.values())):
+                    kernels.run(update, list(scalars.values()), rows, fused)
         return loss
 
     def update(
         self, group: Mapping[str, Any], names: tuple[str, ...], slots: tuple[str, ...], shown: tuple[str, ...]
     ) -> Update:
-        """The elementwise step of a group, for numbers, state and evidence of these names."""
+        """The elementwise step of a group, for scalars, state and evidence of these names."""
         return Update(self.parts(group), names, slots, shown)
 
     def directions(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> Directions | None:
         """For parameters whose belief does not factorise over elements: the gradient, solved by its precision.
 
-        Their elementwise step takes the direction for the gradient, in a group whose `solved` is True; that of all
-        others is in a group whose `solved` is False. None where beliefs always factorise.
+        Their elementwise step takes the direction for the gradient, in a group whose `preconditioned` is True; all
+        others are in a group whose `preconditioned` is False. None where beliefs always factorise.
         """
         return None
 
@@ -195,7 +207,9 @@ class Filter(torch.optim.Optimizer):
     def _initialise(self, group: Mapping[str, Any], params: list[Tensor], slots: tuple[str, ...]) -> None:
         curvature, _, rule = self.parts(group)
         averages = {*(curvature.slots if curvature else ()), *rule.averages(group)}
-        averages = set() if group.get("solved") else averages  # of directions, which are not in the gradient's units
+        averages = (
+            set() if group.get("preconditioned") else averages
+        )  # of directions, which are not in the gradient's units
         for p in params:
             entry = self.state[p]
             if "step" not in entry:
@@ -203,7 +217,7 @@ class Filter(torch.optim.Optimizer):
             entry["step"] = entry["step"].to("cpu", torch.float32)
             for slot in slots:
                 if slot not in entry:
-                    entry[slot] = torch.empty_like(p, dtype=_kernels.compute_dtype(p.dtype))
+                    entry[slot] = torch.empty_like(p, dtype=kernels.compute_dtype(p.dtype))
                     value = self.initial(slot, group, p)
                     entry[slot].copy_(value) if isinstance(value, Tensor) else entry[slot].fill_(value)
                     if slot in averages and entry["step"] > 0:
@@ -404,7 +418,8 @@ class Filter(torch.optim.Optimizer):
     def _variance(self, group: Mapping[str, Any], p: Tensor) -> Tensor:
         """sigma_post^2 of each weight, as of the last step.
 
-        The mean moves by gain P^-1 g for the mean gradient g, and by sigma_post^2 (B g): sigma_post^2 = gain P^-1 / B.
+        The mean moves by step_scale P^-1 g for the mean gradient g, and by sigma_post^2 (B g), so
+        sigma_post^2 = step_scale P^-1 / B.
         """
         curvature, transition, _ = self.parts(group)
         if curvature is None or "batch_size" not in group:
@@ -415,12 +430,12 @@ class Filter(torch.optim.Optimizer):
             )
         # Before the first step at a positive lr any unit will do: the belief is the prior, which does not depend on it.
         then = {**group, "lr": group["last_lr"] or 1.0, "base_lr": group["base_lr"] or 1.0}
-        gain = self.gain(then) / group["batch_size"]
+        step_scale = self.step_scale(then) / group["batch_size"]
         entry = self.state.get(p)
         if not entry:
-            return torch.full_like(p, gain * self.prior_variance(then), dtype=_kernels.compute_dtype(p.dtype))
-        numbers = transition.numbers(**self.dynamics(then, int(entry["step"])))
-        return gain * transition.believed(entry, numbers).variance()
+            return torch.full_like(p, step_scale * self.prior_variance(then), dtype=kernels.compute_dtype(p.dtype))
+        scalars = transition.scalars(**self.dynamics(then, int(entry["step"])))
+        return step_scale * transition.current_precision(entry, scalars).variance()
 
 
 def settings(arguments: Mapping[str, Any], **more: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bayesgrad import _kernels
+from bayesgrad import kernels
 from bayesgrad.curvature import Curvature, Evidence
 from bayesgrad.precision import Scalar
 from bayesgrad.rule import Rule
@@ -26,11 +26,11 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class Update:
-    """The elementwise step that some parts make together, as a function for `_kernels.run`.
+    """The elementwise step that some parts make together, as a function for `kernels.run`.
 
     Args:
         parts: what to do.
-        names: of the numbers, in order.
+        names: of the scalars, in order.
         slots: of the state, in order.
         shown: names of what evidence there is beside the gradient, in order.
     """
@@ -45,16 +45,16 @@ class Update:
         first = 2 + len(self.shown)
         return (0, *range(first, first + len(self.slots)))
 
-    def __call__(self, numbers: Iterable[Any], weight: Tensor, gradient: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+    def __call__(self, scalars: Iterable[Any], weight: Tensor, gradient: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
         curvature, transition, rule = self.parts
-        n = dict(zip(self.names, numbers))
+        n = dict(zip(self.names, scalars))
         memory = dict(zip(self.slots, more[len(self.shown) :]))
-        dtype = _kernels.compute_dtype(weight.dtype)
+        dtype = kernels.compute_dtype(weight.dtype)
         weight, gradient = weight.to(dtype), gradient.to(dtype)
         shown = {name: values.to(dtype) for name, values in zip(self.shown, more)}
         if "l2" in n:
             gradient = gradient + n["l2"] * weight
-        gradient = transition.admit(gradient)
+        gradient = transition.clip(gradient)
         if curvature is None:  # nothing is learnt of the curvature: every weight stays equally certain
             precision = Scalar(torch.ones((), dtype=dtype, device=weight.device), tuple(weight.shape))
         else:

@@ -9,19 +9,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bayesgrad import _kernels, noise
+from bayesgrad import kernels, noise
 from bayesgrad.block import gradient_of
-from bayesgrad.filter.filter import Filter
-from bayesgrad.filter.layerwise import model_of, named_groups
-from bayesgrad.filter.ranges import FLAG, WHOLE, WHOLE_NUMBER, Range
-from bayesgrad.filter.variational import Drawing, Mark, _mark, _same
+from bayesgrad.optimizer.base import BeliefOptimizer
+from bayesgrad.optimizer.constraints import FLAG, WHOLE, WHOLE_NUMBER, Constraint
+from bayesgrad.optimizer.layerwise import model_of, named_groups
+from bayesgrad.optimizer.variational import Mark, WeightSampling, _mark, _same
 from bayesgrad.posterior import DropoutPosterior, Posterior
 from bayesgrad.posterior.network import parameters_of
 from bayesgrad.posterior.units import Units, units_of
 
 Masks = Mapping[Any, Tensor] | Callable[[Tensor], Tensor]
 
-KEEP = Range(
+KEEP = Constraint(
     "in (0, 1], or a dict from names of layers to such numbers",
     lambda x: all(0 < k <= 1 for k in (x.values() if isinstance(x, Mapping) else [x])),
 )
@@ -35,7 +35,7 @@ class Place(NamedTuple):
     start: int  # position of its first unit among those of all layers, which its masks are a function of
 
 
-class Masked(Filter):
+class UnitDropout(BeliefOptimizer):
     """A filter over the layers of a model whose gradients are taken with dropped units, in a `sampled()` context.
 
     Within the context, weights that leave a dropped unit are zero and gradients are those through the mask, divided by
@@ -48,7 +48,7 @@ class Masked(Filter):
     """
 
     accepts = {
-        **Filter.accepts,
+        **BeliefOptimizer.accepts,
         "keep": KEEP,
         "drop_inputs": FLAG,
         "samples": WHOLE,
@@ -161,7 +161,7 @@ class Masked(Filter):
 
     def _mask(self, p: Tensor, keep: float, key: noise.Key, masks: Masks | None) -> Tensor:
         """z as a factor of the weight, in the dtype of the state."""
-        place, dtype = self._places[p], _kernels.compute_dtype(p.dtype)
+        place, dtype = self._places[p], kernels.compute_dtype(p.dtype)
         count = place.units.count(p.shape)
         if masks is not None:
             z = masks(p) if callable(masks) else masks[p]
@@ -172,7 +172,7 @@ class Masked(Filter):
             z = noise.fraction(noise.bits(position, *key)[0]) <= keep
         return place.units.spread(z.to(p.device, dtype), p.shape)
 
-    _next_key = Drawing._next_key
+    _next_key = WeightSampling._next_key
 
     # --- what draws show ---
 
@@ -184,16 +184,16 @@ class Masked(Filter):
             self._before = {p: _mark(p) for group in self.param_groups for p in group["params"]}
 
     def evidence(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> dict[str, Mapping[Tensor, Tensor]]:
-        blind = next((p for some in active for p in some if p not in self._shown), None)
-        if blind is not None:
+        missing = next((p for some in active for p in some if p not in self._shown), None)
+        if missing is not None:
             raise RuntimeError(
-                f"a gradient of shape {tuple(blind.shape)} was not taken at drawn weights: run forward and backward "
-                f"passes inside `with optimizer.sampled():`, then call {type(self).__name__}.step()."
+                f"a gradient of shape {tuple(missing.shape)} was not taken at sampled weights: run forward and "
+                f"backward passes inside `with optimizer.sampled():`, then call {type(self).__name__}.step()."
             )
         return {}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As `Filter.step`. A closure is called inside of `samples` draws, whose gradients are averaged.
+        """As `BeliefOptimizer.step`. A closure is called inside of `samples` draws, whose gradients are averaged.
 
         Args:
             closure: re-evaluates the model, calls backward and returns the loss.
@@ -245,7 +245,7 @@ class Masked(Filter):
                 slab[names[id(p)]] = p.detach().clone()
                 keep = self.keep_of(group, p)
                 if keep is not None and p.requires_grad:
-                    place, like = self._places[p], _kernels.compute_dtype(p.dtype)
+                    place, like = self._places[p], kernels.compute_dtype(p.dtype)
                     count = place.units.count(p.shape)
                     keeps[names[id(p)]] = torch.full((count,), keep, dtype=like, device=p.device)
                     units[names[id(p)]] = place.units

@@ -10,25 +10,23 @@ import torch
 from torch import Tensor
 
 from bayesgrad import likelihoods
-from bayesgrad._kernels import compute_dtype
 from bayesgrad.curvature import CentredGradient, Curvature, SquaredGradient
 from bayesgrad.curvature.fisher import check_outputs
-from bayesgrad.filter.filter import Filter
-from bayesgrad.filter.ranges import FLAG, WHOLE, WHOLE_NUMBER, one_of
-from bayesgrad.filter.update import Parts
-from bayesgrad.filter.variational import Drawing, Noise
+from bayesgrad.kernels import compute_dtype
+from bayesgrad.optimizer.base import BeliefOptimizer
+from bayesgrad.optimizer.constraints import FLAG, WHOLE, WHOLE_NUMBER, one_of
+from bayesgrad.optimizer.update import Parts
+from bayesgrad.optimizer.variational import Noise, WeightSampling
 
-EVIDENCE = ("empirical", "centered", "sampled")
 
-
-class Evident(Drawing):
+class FisherOptimizer(WeightSampling):
     """A filter that adds an estimate of the Fisher information of a batch to each weight's precision.
 
-    `evidence` says which: the squared gradient of the summed loss (`"empirical"`), the variance of that gradient over
+    `fisher` says which: the squared gradient of the summed loss (`"empirical"`), the variance of that gradient over
     time (`"centered"`), or the square of what the gradient would be at labels drawn from the model (`"sampled"`), which
     `observe(outputs)` computes by a backward pass of its own.
 
-    With `linearise`, gradients are taken at weights drawn from the belief, inside `with optimizer.sampled():`:
+    With `sample_weights`, gradients are taken at weights drawn from the belief, inside `with optimizer.sampled():`:
     statistical linearisation.
 
     Reference: 000, sections 2.2.2 and 2.2.8.
@@ -37,20 +35,16 @@ class Evident(Drawing):
 
     keeps: ClassVar[str | None] = None
     accepts = {
-        **Filter.accepts,
-        "evidence": one_of(*EVIDENCE),
+        **BeliefOptimizer.accepts,
+        "fisher": one_of("empirical", "centered", "sampled"),
         "likelihood": one_of("categorical", "bernoulli", "gaussian"),
-        "linearise": FLAG,
+        "sample_weights": FLAG,
         "samples": WHOLE,
         "seed": WHOLE_NUMBER,
     }
 
-    def kind(self, group: Mapping[str, Any]) -> str:
-        """Which evidence a group goes by."""
-        return group["evidence"]
-
     def read_by(self, group: Mapping[str, Any]) -> Curvature:
-        return CentredGradient() if self.kind(group) == "centered" else SquaredGradient()
+        return CentredGradient() if group["fisher"] == "centered" else SquaredGradient()
 
     def parts(self, group: Mapping[str, Any]) -> Parts:
         return Parts(self.read_by(group), self.transition, self.rule)
@@ -60,7 +54,7 @@ class Evident(Drawing):
         given = {**self.defaults, **param_group}
         self._check(given)
         for other in self.param_groups[:1]:
-            for name in ("evidence", "linearise"):
+            for name in ("fisher", "sample_weights"):
                 if given.get(name) != other.get(name):
                     raise ValueError(f"{name} is {other[name]!r} in another group: all groups must have the same.")
         super().add_param_group(param_group)
@@ -76,7 +70,7 @@ class Evident(Drawing):
     def observe(self, outputs: Tensor, labels: Tensor | None = None) -> None:
         """Draws labels from the outputs and keeps the gradient of the summed loss they give, until the next step.
 
-        Does nothing unless `evidence="sampled"`. Before `loss.backward()`, on the same outputs or on others; several
+        Does nothing unless `fisher="sampled"`. Before `loss.backward()`, on the same outputs or on others; several
         calls act like one on a larger batch.
 
         Args:
@@ -84,7 +78,7 @@ class Evident(Drawing):
             labels: to be used in place of drawn ones.
         """
         group = self.param_groups[0]
-        if self.kind(group) != "sampled":
+        if group["fisher"] != "sampled":
             return
         check_outputs(outputs)
         if outputs.grad_fn is None:
@@ -105,13 +99,13 @@ class Evident(Drawing):
 
     def evidence(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> dict[str, Mapping[Tensor, Tensor]]:
         shown = super().evidence(groups, active) if self.takes_draws else {}
-        if self.kind(groups[0]) != "sampled":
+        if groups[0]["fisher"] != "sampled":
             return shown
         owners = {p: group for group, params in zip(groups, active) for p in params}
-        blind = [p for p in owners if p not in self._observed]
-        if blind:
+        missing = [p for p in owners if p not in self._observed]
+        if missing:
             raise RuntimeError(
-                f"nothing was observed of a parameter of shape {tuple(blind[0].shape)}: with evidence='sampled', call "
+                f"nothing was observed of a parameter of shape {tuple(missing[0].shape)}: with fisher='sampled', call "
                 "observe(outputs), before loss.backward(), on outputs of the model in every step."
             )
         # Times B^2 it is the information of a batch of B losses, estimated from those that were observed.
@@ -137,14 +131,14 @@ class Evident(Drawing):
     @property
     def takes_draws(self) -> bool:
         """Whether gradients are to be taken inside `sampled()`."""
-        return self.param_groups[0].get("linearise", False)
+        return self.param_groups[0].get("sample_weights", False)
 
     @contextmanager
     def sampled(self, noise: Noise | None = None) -> Iterator[None]:
-        """Within the context the weights are one draw from the belief, for `linearise=True`; see `IVON.sampled`."""
+        """Inside the context, weights are one sample of the belief, for `sample_weights=True`; see `IVON.sampled`."""
         if not self.takes_draws:
             raise RuntimeError(
-                f"this {type(self).__name__} takes gradients at the mean: build it with linearise=True, or draw from "
+                f"this {type(self).__name__} takes gradients at the mean: build it with sample_weights=True, or sample "
                 "posterior(model)."
             )
         with super().sampled(noise):
@@ -157,16 +151,16 @@ class Evident(Drawing):
         if self.takes_draws:
             super().zero_grad(set_to_none)
         else:
-            Filter.zero_grad(self, set_to_none)
+            BeliefOptimizer.zero_grad(self, set_to_none)
         if stale:
             self._observed, self._losses = {}, 0
         elif self._observed or kept[0]:
             self._observed, self._losses, self._marked = *kept[:2], self._mark()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As for any filter; with `linearise`, a closure is called inside of `samples` draws."""
+        """As for any filter; with `sample_weights`, a closure is called inside of `samples` draws."""
         if self.takes_draws:
             return super().step(closure)
-        loss = Filter.step(self, closure)
+        loss = BeliefOptimizer.step(self, closure)
         self._observed, self._losses = {}, 0
         return loss

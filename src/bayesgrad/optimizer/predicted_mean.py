@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesgrad.filter.filter import Filter
+from bayesgrad.optimizer.base import BeliefOptimizer
 from bayesgrad.posterior import Posterior
 
 
-class LookingAhead(Filter):
+class PredictedMean(BeliefOptimizer):
     """A filter whose parameters hold the predicted mean, where the next gradient is to be taken.
 
     At the end of a step the next propagation is applied at once, so that a training loop needs nothing new. What is
     believed after the evidence so far, the posterior mean, is shown by `with optimizer.posterior_mean():`.
 
-    To stand before the class it extends: `class DenseFilter(LookingAhead, LayerFilter)`. All it asks for is
+    To stand before the class it extends: `class DenseFilter(PredictedMean, LayerwiseOptimizer)`. All it asks for is
     `_posterior_means`.
 
     Reference: 000, section 2.1: the gradient is taken at the prior mean.

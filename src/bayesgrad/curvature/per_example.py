@@ -6,8 +6,8 @@ the g_j^2, `weighed` the diagonal of G M G'. Each kind of layer gives them witho
 
 | class | whose gradient is | parameters of |
 |---|---|---|
-| `Outer` | g_j = sum_t e_jt a_jt' over positions t | Linear, Conv (in groups) |
-| `Lookup` | g_j = sum_t 1[x_jt] e_jt', one-hot rows | Embedding |
+| `OuterProducts` | g_j = sum_t e_jt a_jt' over positions t | Linear, Conv (in groups) |
+| `EmbeddingGradients` | g_j = sum_t 1[x_jt] e_jt', one-hot rows | Embedding |
 | `Rows` | written down, because it is small | biases, normalisation layers, whatever no layer explains |
 
 Reference: 004, Eq. 19-21, corrected: sums over positions come before any product of two gradients.
@@ -28,14 +28,14 @@ CHUNK = 1 << 22  # elements of a temporary: bounds the memory of products that h
 
 
 @dataclass(frozen=True, eq=False)
-class Columns(ABC):
+class PerExampleGradients(ABC):
     """Per-example gradients of one parameter."""
 
     shape: torch.Size
-    kinds: ClassVar[dict[str, type[Columns]]] = {}
+    kinds: ClassVar[dict[str, type[PerExampleGradients]]] = {}
 
     def __init_subclass__(cls) -> None:
-        Columns.kinds[cls.__name__.lower()] = cls
+        PerExampleGradients.kinds[cls.__name__.lower()] = cls
 
     @property
     @abstractmethod
@@ -58,7 +58,7 @@ class Columns(ABC):
     def gram(self) -> Tensor:
         """G'G, (N, N)."""
 
-    def cross(self, others: Columns) -> Tensor:
+    def cross(self, others: PerExampleGradients) -> Tensor:
         """G'H, (N, M), for the gradients H of other examples."""
         return torch.stack([self.project(row) for row in others.rows()], 1)
 
@@ -79,7 +79,7 @@ class Columns(ABC):
     def fits(self) -> bool:
         """Whether these can be the gradients of a parameter of this shape."""
 
-    def double(self) -> Columns:
+    def double(self) -> PerExampleGradients:
         """The same in float64."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         wide = {
@@ -94,9 +94,9 @@ class Columns(ABC):
         return {f"{kind}_{name}": getattr(self, name) for name in own}
 
 
-def restored(tensors: Mapping[str, Tensor], shape: torch.Size) -> Columns | None:
-    """Columns from what `Columns.tensors` gave, among other things perhaps."""
-    for kind, cls in Columns.kinds.items():
+def restored(tensors: Mapping[str, Tensor], shape: torch.Size) -> PerExampleGradients | None:
+    """PerExampleGradients from what `PerExampleGradients.tensors` gave, among other things perhaps."""
+    for kind, cls in PerExampleGradients.kinds.items():
         own = {field.name: tensors.get(f"{kind}_{field.name}") for field in fields(cls) if field.name != "shape"}
         if all(value is not None for value in own.values()):
             return cls(shape, **own)
@@ -104,7 +104,7 @@ def restored(tensors: Mapping[str, Tensor], shape: torch.Size) -> Columns | None
 
 
 @dataclass(frozen=True, eq=False)
-class Outer(Columns):
+class OuterProducts(PerExampleGradients):
     """g_j = sum_t e_jt a_jt', in groups of channels that do not see each other.
 
     Args:
@@ -170,8 +170,8 @@ class Outer(Columns):
                 gram.addmm_(rows, rows.T)
         return gram
 
-    def cross(self, others: Columns) -> Tensor:
-        if not isinstance(others, Outer) or self.inputs.shape[2] > 1 or others.inputs.shape[2] > 1:
+    def cross(self, others: PerExampleGradients) -> Tensor:
+        if not isinstance(others, OuterProducts) or self.inputs.shape[2] > 1 or others.inputs.shape[2] > 1:
             return super().cross(others)
         sides = ((self.inputs, others.inputs), (self.errors, others.errors))
         a, e = (matmul(one.squeeze(2), other.squeeze(2).mT) for one, other in sides)
@@ -205,7 +205,7 @@ class Outer(Columns):
 
 
 @dataclass(frozen=True, eq=False)
-class Lookup(Columns):
+class EmbeddingGradients(PerExampleGradients):
     """g_j = sum_t 1[x_jt] e_jt': each position touches one row of the table.
 
     Args:
@@ -240,8 +240,11 @@ class Lookup(Columns):
 
     def weighed(self, factor: Tensor) -> Tensor:
         step = max(1, CHUNK // (self.count * self.shape[0]))
-        parts = [Lookup(torch.Size((self.shape[0], e.shape[-1])), self.indices, e) for e in self.errors.split(step, -1)]
-        return torch.cat([super(Lookup, part).weighed(factor) for part in parts], 1)
+        parts = [
+            EmbeddingGradients(torch.Size((self.shape[0], e.shape[-1])), self.indices, e)
+            for e in self.errors.split(step, -1)
+        ]
+        return torch.cat([super(EmbeddingGradients, part).weighed(factor) for part in parts], 1)
 
     def squares(self) -> Tensor:
         # Positions of one example that look up the same row add up before they are squared.
@@ -255,14 +258,14 @@ class Lookup(Columns):
         rows = self.errors.new_zeros(self.count, *self.shape)
         return rows.index_put_((example, self.indices), self.errors, accumulate=True)
 
-    def as_outer(self) -> Outer:
+    def as_outer(self) -> OuterProducts:
         """The same with one-hot vectors written down, to be added to other uses of the table."""
         hot = torch.nn.functional.one_hot(self.indices, self.shape[0]).to(self.errors.dtype)
-        return Outer(self.shape, self.errors[None], hot[None])
+        return OuterProducts(self.shape, self.errors[None], hot[None])
 
 
 @dataclass(frozen=True, eq=False)
-class Rows(Columns):
+class StoredGradients(PerExampleGradients):
     """Gradients that are written down.
 
     Args:
@@ -288,7 +291,7 @@ class Rows(Columns):
         rows = self._flat()
         return rows @ rows.T
 
-    def cross(self, others: Columns) -> Tensor:
+    def cross(self, others: PerExampleGradients) -> Tensor:
         return self._flat() @ others.rows().reshape(others.count, -1).T
 
     def squares(self) -> Tensor:
@@ -301,43 +304,51 @@ class Rows(Columns):
         return self.values.reshape(self.count, -1)  # also of a parameter that has no dimensions
 
 
-def added(parts: Sequence[Columns]) -> Columns:
+def added(parts: Sequence[PerExampleGradients]) -> PerExampleGradients:
     """The columns of a parameter that is used several times: per-example gradients add up."""
     first = parts[0]
     if len(parts) == 1:
         return first
-    if any(isinstance(part, Outer) for part in parts):
-        parts = [part.as_outer() if isinstance(part, Lookup) else part for part in parts]
-    if all(isinstance(part, Outer) for part in parts):
-        outers = [part for part in parts if isinstance(part, Outer)]
+    if any(isinstance(part, OuterProducts) for part in parts):
+        parts = [part.as_outer() if isinstance(part, EmbeddingGradients) else part for part in parts]
+    if all(isinstance(part, OuterProducts) for part in parts):
+        outers = [part for part in parts if isinstance(part, OuterProducts)]
         inputs, errors = ([getattr(part, name) for part in outers] for name in ("inputs", "errors"))
         if len({(a.shape[0], a.shape[-1], e.shape[-1]) for a, e in zip(inputs, errors)}) == 1:
-            return Outer(first.shape, torch.cat(inputs, 2), torch.cat(errors, 2))
-    if all(isinstance(part, Lookup) for part in parts):
-        lookups = [part for part in parts if isinstance(part, Lookup)]
-        return Lookup(
+            return OuterProducts(first.shape, torch.cat(inputs, 2), torch.cat(errors, 2))
+    if all(isinstance(part, EmbeddingGradients) for part in parts):
+        lookups = [part for part in parts if isinstance(part, EmbeddingGradients)]
+        return EmbeddingGradients(
             first.shape, torch.cat([p.indices for p in lookups], 1), torch.cat([p.errors for p in lookups], 1)
         )
-    return Rows(first.shape, torch.stack([part.rows() for part in parts]).sum(0))
+    return StoredGradients(first.shape, torch.stack([part.rows() for part in parts]).sum(0))
 
 
-def joined(parts: Sequence[Columns]) -> Columns:
+def joined(parts: Sequence[PerExampleGradients]) -> PerExampleGradients:
     """The columns of several batches side by side."""
     first = parts[0]
     if len(parts) == 1:
         return first
-    if isinstance(first, Outer) and all(isinstance(p, Outer) and _alike(p.inputs, first.inputs) for p in parts):
-        outers = [part for part in parts if isinstance(part, Outer)]
-        return Outer(first.shape, torch.cat([p.inputs for p in outers], 1), torch.cat([p.errors for p in outers], 1))
-    if isinstance(first, Lookup) and all(isinstance(p, Lookup) and _alike(p.errors, first.errors) for p in parts):
-        lookups = [part for part in parts if isinstance(part, Lookup)]
-        return Lookup(first.shape, torch.cat([p.indices for p in lookups]), torch.cat([p.errors for p in lookups]))
-    if not all(isinstance(part, Rows) for part in parts):
+    if isinstance(first, OuterProducts) and all(
+        isinstance(p, OuterProducts) and _alike(p.inputs, first.inputs) for p in parts
+    ):
+        outers = [part for part in parts if isinstance(part, OuterProducts)]
+        return OuterProducts(
+            first.shape, torch.cat([p.inputs for p in outers], 1), torch.cat([p.errors for p in outers], 1)
+        )
+    if isinstance(first, EmbeddingGradients) and all(
+        isinstance(p, EmbeddingGradients) and _alike(p.errors, first.errors) for p in parts
+    ):
+        lookups = [part for part in parts if isinstance(part, EmbeddingGradients)]
+        return EmbeddingGradients(
+            first.shape, torch.cat([p.indices for p in lookups]), torch.cat([p.errors for p in lookups])
+        )
+    if not all(isinstance(part, StoredGradients) for part in parts):
         raise ValueError(
             "batches that were observed together must have the same shape but for the number of examples: "
             "observe batches of one length, or call step() in between."
         )
-    return Rows(first.shape, torch.cat([part.rows() for part in parts]))
+    return StoredGradients(first.shape, torch.cat([part.rows() for part in parts]))
 
 
 def one_by_one(outputs: Tensor, params: Sequence[Tensor], directions: Sequence[Tensor]) -> list[Tensor]:

@@ -16,7 +16,7 @@ from bayesgrad.inference.factor import Factor
 from bayesgrad.inference.node import Node
 
 
-def settle(
+def run_to_convergence(
     node: Node, factors: Sequence[Factor], steps: int = 100, *, tolerance: float = 1e-10, memory: int = 5
 ) -> Result:
     r"""`run` with rho = 1 for one node, where the steps before say what the next one should add (Anderson's mixing):

@@ -13,7 +13,7 @@ from bayesgrad.inference.factor import Factor
 from bayesgrad.inference.node import Node
 
 
-class Collapsed(Factor):
+class LatentVariableFactor(Factor):
     r"""The bound on a log density whose hidden variables z have been brought to their best, given the nodes:
 
     .. math::
@@ -52,14 +52,14 @@ class Collapsed(Factor):
         return next(found for own, found in self.looked()[1].items() if own is node)
 
 
-class Chunked(Collapsed):
+class Chunked(LatentVariableFactor):
     """The sum of collapsed factors over chunks of the data, that fit into memory one by one.
 
     Args:
         chunks: factors of the same nodes.
     """
 
-    def __init__(self, chunks: Sequence[Collapsed], *, scale: float | Tensor = 1.0) -> None:
+    def __init__(self, chunks: Sequence[LatentVariableFactor], *, scale: float | Tensor = 1.0) -> None:
         if not chunks:
             raise ValueError("there must be at least one chunk of data.")
         super().__init__(*chunks[0].nodes, scale=scale)

@@ -9,23 +9,23 @@ import torch
 from torch import Tensor
 
 from bayesgrad import noise
-from bayesgrad._kernels import compute_dtype
 from bayesgrad.curvature import hessian
-from bayesgrad.filter.filter import Filter
-from bayesgrad.filter.ranges import WHOLE, Range, one_of
+from bayesgrad.kernels import compute_dtype
+from bayesgrad.optimizer.base import BeliefOptimizer
+from bayesgrad.optimizer.constraints import WHOLE, Constraint, one_of
 
 FEW = 1000  # weights up to which "auto" is "exact"
-HESSIAN: Mapping[str, Range] = {"hessian": one_of("auto", "exact", "hutchinson"), "probes": WHOLE}
+HESSIAN: Mapping[str, Constraint] = {"hessian": one_of("auto", "exact", "hutchinson"), "probes": WHOLE}
 
 
-class SecondOrder(Filter):
+class HessianDiagonal(BeliefOptimizer):
     """A filter whose curvature is the diagonal of the loss's Hessian, taken by `observe(loss)`.
 
-    To stand before the class that says where gradients are taken: `class VON(SecondOrder, Sampled)`. `hessian`,
-    `probes`, `seed` and the number of `draws` are those of the first param group.
+    To stand before the class that says where gradients are taken: `class VON(HessianDiagonal, SampledVariational)`.
+    `hessian`, `probes`, `seed` and the number of `draws` are those of the first param group.
     """
 
-    accepts = {**Filter.accepts, **HESSIAN}
+    accepts = {**BeliefOptimizer.accepts, **HESSIAN}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -12,7 +12,7 @@ from bayesgrad.inference.factor import Factor, bonnet
 from bayesgrad.inference.node import Node
 
 
-class Pointwise(Factor):
+class ElementwiseFactor(Factor):
     """Σ_i log p_i(x_i) for a node whose family has marginals: one site for each value.
 
     Args:

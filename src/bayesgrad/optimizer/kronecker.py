@@ -11,21 +11,20 @@ import torch
 from torch import Tensor
 
 from bayesgrad.belief import Joint
-from bayesgrad.block.layer import Layer, Sheet, likely_factor
+from bayesgrad.block.layer import Layer, LayerBatch, likely_factor
 from bayesgrad.curvature.factors import KroneckerFisher
 from bayesgrad.curvature.gradients import average
-from bayesgrad.filter.factored import MERGES
-from bayesgrad.filter.observed import ObservedFilter
-from bayesgrad.filter.ranges import COUNT, POSITIVE, one_of
+from bayesgrad.optimizer.constraints import COUNT, POSITIVE, one_of
+from bayesgrad.optimizer.factored import MERGES
+from bayesgrad.optimizer.sampled_labels import SampledLabels
 from bayesgrad.precision import Precision
 from bayesgrad.rule import NaturalGradient
 
-EVIDENCE = ("sampled", "centered", "empirical")
 DEFAULT_SGD_LR = 0.1  # where beliefs without a prior start, as AdaBayes does
 MEAN_DECAY = 0.99  # of the errors' mean, as CentredGradient's
 
 
-class MatrixFilter(ObservedFilter):
+class KroneckerOptimizer(SampledLabels):
     """What the Kronecker filters share: evidence about layers, and beliefs about them.
 
     Evidence that is not finite, or whose squares are not, leaves a layer's factors as they are.
@@ -34,14 +33,14 @@ class MatrixFilter(ObservedFilter):
     layer_curvature = KroneckerFisher()
     rule = NaturalGradient()
     accepts = {
-        **ObservedFilter.accepts,
+        **SampledLabels.accepts,
         "batch_size": COUNT,
         "prior_std": POSITIVE,
-        "evidence": one_of(*EVIDENCE),
+        "fisher": one_of("sampled", "centered", "empirical"),
     }
 
     def compares(self) -> bool:
-        return any(group["evidence"] != "sampled" for group in self.param_groups)
+        return any(group["fisher"] != "sampled" for group in self.param_groups)
 
     def setting(self, group: Mapping[str, Any]) -> float:
         return 0.0
@@ -55,17 +54,17 @@ class MatrixFilter(ObservedFilter):
 
     def observe(self, outputs: Tensor, labels: Tensor | None = None) -> None:
         """As in `KFAC`; with other evidence than "sampled" it does nothing."""
-        if any(group["evidence"] == "sampled" for group in self.param_groups):
+        if any(group["fisher"] == "sampled" for group in self.param_groups):
             super().observe(outputs, labels)
 
     def statistics(
-        self, current: list[Layer], settings: Mapping[Layer, Mapping[str, Any]], passes: Mapping[Layer, Sheet]
-    ) -> Mapping[Layer, Sheet]:
-        sampled = [layer for layer in current if settings[layer]["evidence"] == "sampled"]
+        self, current: list[Layer], settings: Mapping[Layer, Mapping[str, Any]], passes: Mapping[Layer, LayerBatch]
+    ) -> Mapping[Layer, LayerBatch]:
+        sampled = [layer for layer in current if settings[layer]["fisher"] == "sampled"]
         found = dict(super().statistics(sampled, {layer: settings[layer] for layer in sampled}, passes))
         heard = [layer for layer in current if layer not in sampled and self.due(layer, settings[layer])]
         if not passes and (names := [layer.names[0] for layer in self.touched(heard)]):
-            raise self.blind(f"no inputs were seen for layers {names}", "run forward and backward passes")
+            raise self.missing_observation(f"no inputs were seen for layers {names}", "run forward and backward passes")
         for layer in heard:
             if layer in passes:
                 scale = settings[layer]["batch_size"] * likely_factor(layer, passes[layer])
@@ -75,11 +74,11 @@ class MatrixFilter(ObservedFilter):
         finite = torch.stack([sheet.is_finite().cpu() for sheet in found.values()]).tolist()
         found = {layer: sheet for (layer, sheet), good in zip(found.items(), finite) if good}
         for layer, sheet in found.items():
-            if settings[layer]["evidence"] == "centered":
+            if settings[layer]["fisher"] == "centered":
                 found[layer] = self._centred(layer, sheet)
         return found
 
-    def _centred(self, layer: Layer, sheet: Sheet) -> Sheet:
+    def _centred(self, layer: Layer, sheet: LayerBatch) -> LayerBatch:
         """The errors minus their mean over earlier batches; the first batch as it is."""
         entry = self.state[layer.owner]
         here = sheet.errors.mean(1)  # (groups, out)
@@ -112,4 +111,4 @@ class MatrixFilter(ObservedFilter):
         return found
 
     def _variance(self, group: Mapping[str, Any], p: Tensor) -> Tensor:
-        return super()._variance({**group, "solved": False}, p)
+        return super()._variance({**group, "preconditioned": False}, p)

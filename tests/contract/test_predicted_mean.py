@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad.curvature import SquaredGradient
-from bayesgrad.filter.ahead import LookingAhead
+from bayesgrad.optimizer.predicted_mean import PredictedMean
 from bayesgrad.rule import NaturalGradient
 from bayesgrad.transition import OrnsteinUhlenbeck
 from cases import same, weights
 
 
-class Ahead(LookingAhead):
+class Ahead(PredictedMean):
     """Whose posterior means are the weights plus one; scalars are left as they are."""
 
     curvature = SquaredGradient()

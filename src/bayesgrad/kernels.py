@@ -2,18 +2,18 @@
 
 An elementwise rule is a pure function
 
-    function(numbers, weight, gradient, *state) -> (weight, *state)
+    function(scalars, weight, gradient, *state) -> (weight, *state)
 
 of equally long flat tensors and of a sequence of scalars. `run` applies it in place to any number of such
 rows. A function with other outputs says in `writes` which tensors of the row they replace, and one that looks at
-positions takes, after the numbers, a place: the words of a key and the position of the row's first element.
+positions takes, after the scalars, a place: the words of a key and the position of the row's first element.
 Where compilation pays, `torch.compile` turns it into one pass over memory; elsewhere the same function runs
 eagerly in chunks that stay in the cache. Both give the same numbers.
 
 What keeps it fast, all of it measured:
 
 - four rows to a call amortise the cost of calling; fewer rows are cut into four pieces;
-- sizes are symbolic, so one compilation serves every model, and numbers arrive in one vector of the rule's own
+- sizes are symbolic, so one compilation serves every model, and scalars arrive in one vector of the rule's own
   dtype, so a learning rate that changes every step neither recompiles nor converts inside the loop;
 - compilation happens on dummies, so one that fails has touched no state; the compiled graph is then called without
   torch.compile's checks of its inputs, because rows are flat, distinct and checked here.
@@ -91,7 +91,7 @@ def tanh(x: Tensor) -> Tensor:
 
 
 def run(
-    function: Callable, numbers: Sequence[float], rows: list[Row], fused: bool, places: list[Place] | None = None
+    function: Callable, scalars: Sequence[float], rows: list[Row], fused: bool, places: list[Place] | None = None
 ) -> None:
     """Applies `function` to each row in place: what it returns goes to the weight and the state.
 
@@ -102,9 +102,9 @@ def run(
         return
     work = list(zip(rows, places or [()] * len(rows)))
     if fused:
-        work = _run_positional(function, numbers, work) if places else _run_compiled(function, numbers, rows)
+        work = _run_positional(function, scalars, work) if places else _run_compiled(function, scalars, rows)
     for row, place in work:
-        _run_eager(function, numbers, row, place)
+        _run_eager(function, scalars, row, place)
 
 
 def _write(function: Callable, row: Row, values: Sequence[Tensor]) -> None:
@@ -118,12 +118,12 @@ def _write(function: Callable, row: Row, values: Sequence[Tensor]) -> None:
         row[target].copy_(value)
 
 
-def _run_eager(function: Callable, numbers: Sequence[float], row: Row, place: Place) -> None:
+def _run_eager(function: Callable, scalars: Sequence[float], row: Row, place: Place) -> None:
     chunk = CHUNK if row[0].device.type == "cpu" else row[0].numel()
     for start in range(0, row[0].numel(), max(chunk, 1)):
         piece = tuple(tensor[start : start + chunk] for tensor in row)
         here = ((*place[:-1], _wrapped(place[-1] + start)),) if place else ()
-        _write(function, piece, function(numbers, *here, *piece))
+        _write(function, piece, function(scalars, *here, *piece))
 
 
 def _wrapped(position: int) -> int:
@@ -132,7 +132,7 @@ def _wrapped(position: int) -> int:
 
 
 def _run_positional(
-    function: Callable, numbers: Sequence[float], work: list[tuple[Row, Place]]
+    function: Callable, scalars: Sequence[float], work: list[tuple[Row, Place]]
 ) -> list[tuple[Row, Place]]:
     """As `_run_compiled`, a row at a time because each has a place of its own."""
     left = []
@@ -141,17 +141,17 @@ def _run_positional(
         kernel = None
         if SMALLEST_PIECE <= weight.numel() <= LARGEST_PIECE:
             dtypes = tuple(tensor.dtype for tensor in row)
-            kernel = _kernel(function, (len(numbers), len(place)), dtypes, weight.device)
+            kernel = _kernel(function, (len(scalars), len(place)), dtypes, weight.device)
         if kernel is None:
             left.append((row, place))
             continue
-        vector = torch.tensor(numbers, dtype=compute_dtype(weight.dtype), device=weight.device)
+        vector = torch.tensor(scalars, dtype=compute_dtype(weight.dtype), device=weight.device)
         where = torch.tensor([_wrapped(word) for word in place], dtype=torch.int32, device=weight.device)
         kernel(vector, where, *row)
     return left
 
 
-def _run_compiled(function: Callable, numbers: Sequence[float], rows: list[Row]) -> list[tuple[Row, Place]]:
+def _run_compiled(function: Callable, scalars: Sequence[float], rows: list[Row]) -> list[tuple[Row, Place]]:
     """Runs what can be run compiled and returns the rows that are left for eager mode."""
     left = [row for row in rows if row[0].numel() < ROWS_PER_CALL * SMALLEST_PIECE]
     rows = [row for row in rows if row[0].numel() >= ROWS_PER_CALL * SMALLEST_PIECE]
@@ -159,10 +159,10 @@ def _run_compiled(function: Callable, numbers: Sequence[float], rows: list[Row])
         return [(row, ()) for row in left]
     weight = rows[0][0]
     dtypes = tuple(tensor.dtype for tensor in rows[0])
-    kernel = _kernel(function, (len(numbers), 0), dtypes, weight.device)
+    kernel = _kernel(function, (len(scalars), 0), dtypes, weight.device)
     if kernel is None:
         return [(row, ()) for row in left + rows]
-    vector = torch.tensor(numbers, dtype=compute_dtype(weight.dtype), device=weight.device)
+    vector = torch.tensor(scalars, dtype=compute_dtype(weight.dtype), device=weight.device)
     for bundle in _bundles(rows):
         kernel(vector, *[tensor for row in bundle for tensor in row])
     return [(row, ()) for row in left]
@@ -193,7 +193,7 @@ def _kernel(
     """The compiled form of `function` for rows of these dtypes, or None where there is none to be had.
 
     Args:
-        counts: of numbers, and of words of a place: none for a function that does not look at positions.
+        counts: of scalars, and of words of a place: none for a function that does not look at positions.
     """
     if device.type in _unusable:
         return None
@@ -239,13 +239,13 @@ def _compile(
     graphs: list[tuple[Callable, list[Callable[[Sequence[Tensor]], Any]]]] = []
 
     def bundle(vector: Tensor, *tensors: Tensor) -> None:
-        numbers = vector.unbind()
+        scalars = vector.unbind()
         here, tensors = [words.unbind() for words in tensors[:placed]], tensors[placed:]
         for i in range(count):
             row = tensors[i * width : (i + 1) * width]
             # A tensor of the row that is handed on becomes a value of its own, or it would be copied after it has been
             # written to; a clone would be optimised away.
-            values = [x.neg().neg() if any(x is y for y in row) else x for x in function(numbers, *here, *row)]
+            values = [x.neg().neg() if any(x is y for y in row) else x for x in function(scalars, *here, *row)]
             _write(function, row, values)
 
     def backend(graph: Any, inputs: Sequence[Any]) -> Callable:

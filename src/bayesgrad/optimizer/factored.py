@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bayesgrad._kernels import compute_dtype
 from bayesgrad.block import Directions, gradient_of
-from bayesgrad.block.layer import Layer, Sheet, directions, explained
-from bayesgrad.curvature.factors import LayerCurvature, defer, settle
+from bayesgrad.block.layer import Layer, LayerBatch, directions, explained
+from bayesgrad.curvature.factors import LayerCurvature, defer, flush
 from bayesgrad.curvature.gradients import average
-from bayesgrad.filter.filter import ON_CPU
-from bayesgrad.filter.layerwise import LayerFilter
+from bayesgrad.kernels import compute_dtype
+from bayesgrad.optimizer.base import ON_CPU
+from bayesgrad.optimizer.layerwise import LayerwiseOptimizer
 from bayesgrad.precision import Kronecker, Precision
 from bayesgrad.precision.linalg import diagonal_inverse, inverse
 
@@ -24,7 +24,7 @@ MERGES, MERGED, INVERTED = range(3)  # of `clock`: how many merges, and the step
 OF_LAYER = ("spectrum", "damped", "clock", "traces")
 
 
-class FactoredFilter(LayerFilter):
+class FactoredOptimizer(LayerwiseOptimizer):
     """Moving averages of a layer's second moments, and their inverses.
 
     The moments are averaged at every `stats_every`-th step and inverted at every `update_every`-th; early on, when
@@ -61,8 +61,8 @@ class FactoredFilter(LayerFilter):
 
     @abstractmethod
     def statistics(
-        self, current: list[Layer], settings: Mapping[Layer, Mapping[str, Any]], passes: Mapping[Layer, Sheet]
-    ) -> Mapping[Layer, Sheet]:
+        self, current: list[Layer], settings: Mapping[Layer, Mapping[str, Any]], passes: Mapping[Layer, LayerBatch]
+    ) -> Mapping[Layer, LayerBatch]:
         """The evidence that is to be merged in this step. A layer of which nothing was ever seen takes the fallback."""
 
     def due(self, layer: Layer, group: Mapping[str, Any]) -> bool:
@@ -71,7 +71,7 @@ class FactoredFilter(LayerFilter):
         clock = entry.get("clock")
         return clock is None or int(entry.get("step", 0)) + 1 - int(clock[MERGED]) >= group["stats_every"]
 
-    def _refresh(self, layer: Layer, sheet: Sheet | None, group: Mapping[str, Any]) -> None:
+    def _refresh(self, layer: Layer, sheet: LayerBatch | None, group: Mapping[str, Any]) -> None:
         entry = self.state[layer.owner]
         self._initialise_factors(layer, group)
         clock, step = entry["clock"], int(entry.get("step", 0)) + 1
@@ -84,11 +84,11 @@ class FactoredFilter(LayerFilter):
         if not last or due or entry["damped"] != setting:
             entry["damped"] = torch.tensor(setting, dtype=torch.float64)
             for side in self.layer_curvature.sides:
-                settle(entry, side)
+                flush(entry, side)
             self.invert(layer, entry, group)
             clock[INVERTED] = step
 
-    def merge(self, layer: Layer, entry: dict[str, Tensor], sheet: Sheet, group: Mapping[str, Any]) -> None:
+    def merge(self, layer: Layer, entry: dict[str, Tensor], sheet: LayerBatch, group: Mapping[str, Any]) -> None:
         """Takes new evidence into the factors; `clock` has counted it, and has the step of the last one."""
         keep, take = average(group["ema"], int(entry["clock"][MERGES]))
         for side, moment in self.layer_curvature.read(sheet, group).items():
@@ -185,7 +185,7 @@ def store(entry: dict[str, Tensor], name: str, value: Tensor) -> None:
 class _FirstPass:
     """Compares a weight's first gradient with what its layers explain of it, before anybody can change it."""
 
-    def __init__(self, optimizer: FactoredFilter, layer: Layer) -> None:
+    def __init__(self, optimizer: FactoredOptimizer, layer: Layer) -> None:
         self.optimizer, self.layer = weakref.ref(optimizer), layer
         self.handle: Any = None
 
@@ -194,9 +194,9 @@ class _FirstPass:
         if optimizer is None:
             self.handle.remove()
             return
-        tap = optimizer.tap
-        uses = [use for name in self.layer.names for use in tap.uses.get(name, ()) if use.task == task]
-        if not uses or not all(tap.begun.get(name, True) for name in self.layer.names):
+        recorder = optimizer.recorder
+        uses = [use for name in self.layer.names for use in recorder.uses.get(name, ()) if use.task == task]
+        if not uses or not all(recorder.begun.get(name, True) for name in self.layer.names):
             return
         self.handle.remove()
         made, gradient = explained(self.layer, uses), gradient_of(weight).detach()

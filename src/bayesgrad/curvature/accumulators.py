@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from bayesgrad import likelihoods
 from bayesgrad.curvature import layers
-from bayesgrad.curvature.columns import Columns, Lookup, Outer, joined, restored
 from bayesgrad.curvature.fisher import Captured, Gradients, captures, total_of
+from bayesgrad.curvature.per_example import EmbeddingGradients, OuterProducts, PerExampleGradients, joined, restored
 from bayesgrad.posterior.hessian import DenseHessian, DiagonalHessian, FactoredHessian, Hessian, LowRankHessian
 from bayesgrad.posterior.network import only, parameters_of
 from bayesgrad.precision.linalg import cholesky, eigenvalues
@@ -27,7 +27,7 @@ ROWS = 512  # of a Jacobian, looked at together
 MEMORY = 1 << 27  # elements of those that are written down
 
 
-class Sums(ABC):
+class CurvatureAccumulator(ABC):
     """What a structure adds up over batches."""
 
     def __init__(self, model: nn.Module, chosen: Mapping[str, nn.Parameter], structure: str, bias: str) -> None:
@@ -47,7 +47,7 @@ class Sums(ABC):
         """The Hessians of `total` examples, of which `count` were seen."""
 
 
-class Diagonals(Sums):
+class DiagonalAccumulator(CurvatureAccumulator):
     """Σ g_j^2."""
 
     def __init__(self, *args: Any) -> None:
@@ -63,7 +63,7 @@ class Diagonals(Sums):
         return [DiagonalHessian({n: self.shapes[n]}, total / count * s) for n, s in self.squares.items()]
 
 
-class Whole(Sums):
+class FullAccumulator(CurvatureAccumulator):
     """Σ g_j g_j' over all parameters."""
 
     def __init__(self, *args: Any) -> None:
@@ -82,12 +82,12 @@ class Whole(Sums):
         return [DenseHessian(self.shapes, total / count * self.matrix)]
 
 
-class Directions(Sums):
+class LowRankAccumulator(CurvatureAccumulator):
     """The g_j themselves."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.parts: dict[str, list[Columns]] = {name: [] for name in self.shapes}
+        self.parts: dict[str, list[PerExampleGradients]] = {name: [] for name in self.shapes}
 
     def add(self, seen: Captured) -> None:
         for name, columns in seen.columns.items():
@@ -144,14 +144,14 @@ class GradientProducts:
     Checked by: tests/equations/test_laplace.py, against dense matrices.
     """
 
-    gradients: Mapping[str, Columns]
+    gradients: Mapping[str, PerExampleGradients]
     prior: Mapping[str, float]
     scale: float
 
-    def _gram(self, columns: Mapping[str, Columns]) -> Tensor:
+    def _gram(self, columns: Mapping[str, PerExampleGradients]) -> Tensor:
         return total_of(c.double().gram().div_(self.prior[name]) for name, c in columns.items())
 
-    def _cross(self, jacobian: Mapping[str, Columns]) -> Tensor:
+    def _cross(self, jacobian: Mapping[str, PerExampleGradients]) -> Tensor:
         root = math.sqrt(self.scale)
         pairs = ((self.prior[name], c.double(), jacobian[name].double()) for name, c in self.gradients.items())
         return total_of(own.cross(other).mul_(root / prior) for prior, own, other in pairs)
@@ -163,7 +163,9 @@ class GradientProducts:
     def covariance(self, model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
         with torch.no_grad():
             width = model(*[x[:1] for x in inputs]).numel()
-        implicit = {name for name, c in self.gradients.items() if isinstance(c, Outer) and c.inputs.shape[2] == 1}
+        implicit = {
+            name for name, c in self.gradients.items() if isinstance(c, OuterProducts) and c.inputs.shape[2] == 1
+        }
         written = sum(c.shape.numel() for name, c in self.gradients.items() if name not in implicit)
         step = max(1, min(ROWS, MEMORY // max(1, written)) // width)
         kind = likelihoods.named("gaussian")  # whose roots are the outputs, one by one
@@ -174,7 +176,7 @@ class GradientProducts:
                 spread.append(self._spread(seen.columns, width))
         return torch.cat(spread)
 
-    def _spread(self, jacobian: Mapping[str, Columns], width: int) -> Tensor:
+    def _spread(self, jacobian: Mapping[str, PerExampleGradients], width: int) -> Tensor:
         own, K = self._gram(jacobian), self._cross(jacobian)
         solved = torch.linalg.solve_triangular(self.factor, K, upper=False).view(len(K), width, -1)
         count = solved.shape[-1]  # of examples, which come together for one output after the other
@@ -200,7 +202,7 @@ class SubsampledHessian(LowRankHessian):
 
     @classmethod
     def restored(cls, shapes: Mapping[str, torch.Size], parts: Mapping[str, Tensor]) -> Hessian:
-        columns: dict[str, Columns] = {}
+        columns: dict[str, PerExampleGradients] = {}
         for name, shape in shapes.items():
             own = {key.removeprefix(f"{name} "): part for key, part in parts.items() if key.startswith(f"{name} ")}
             found = restored(own, shape)
@@ -226,13 +228,13 @@ class Factor:
     errors: Tensor | None = None
     rows: int = 0
 
-    def add(self, columns: Columns, count: int) -> None:
+    def add(self, columns: PerExampleGradients, count: int) -> None:
         """The first `count` columns have all inputs, 0 if they are known; directions differ in their errors."""
-        if isinstance(columns, Lookup):
+        if isinstance(columns, EmbeddingGradients):
             indices = columns.indices[:count].flatten()
             inputs = torch.bincount(indices, minlength=columns.shape[0]).to(columns.errors)[None]
             errors, self.rows = columns.errors.flatten(0, 1)[None], self.rows + len(indices)
-        elif isinstance(columns, Outer):
+        elif isinstance(columns, OuterProducts):
             a = columns.inputs[:, :count].flatten(1, 2)  # (groups, rows, in)
             if self.bias is not None:
                 a = torch.cat([a, torch.ones_like(a[..., :1])], -1)
@@ -257,7 +259,7 @@ class Factor:
         return FactoredHessian(own, rows, columns, e[..., :, None] * a[..., None, :])
 
 
-class Factors(Sums):
+class FactorAccumulator(CurvatureAccumulator):
     """Kronecker factors of layers, their biases' own blocks, and the diagonal of whatever is left."""
 
     def __init__(self, model: nn.Module, chosen: Mapping[str, nn.Parameter], structure: str, bias: str) -> None:
@@ -281,7 +283,7 @@ class Factors(Sums):
             if shift is not None and not together:
                 self.biases[shift] = weight
         self.moments: dict[str, Tensor] = {}
-        self.rest = Diagonals(model, chosen, structure, bias)
+        self.rest = DiagonalAccumulator(model, chosen, structure, bias)
 
     def add(self, seen: Captured) -> None:
         left = dict(seen.columns)
@@ -300,10 +302,12 @@ class Factors(Sums):
     def complete(self) -> bool:
         return not self.sides and not self.rest.squares
 
-    def _settle(self, columns: Mapping[str, Columns]) -> None:
+    def _settle(self, columns: Mapping[str, PerExampleGradients]) -> None:
         """Gives up layers whose gradients are not of inputs and errors, and tells of all that has a diagonal."""
         self.settled = True
-        for name in [name for name in self.layers if not isinstance(columns[name], (Outer, Lookup))]:
+        for name in [
+            name for name in self.layers if not isinstance(columns[name], (OuterProducts, EmbeddingGradients))
+        ]:
             del self.layers[name]
         kept = {name for layer in self.layers.values() for name in (layer.weight, layer.bias)} | set(self.biases)
         rest = [name for name in columns if name not in kept]
@@ -330,10 +334,10 @@ def _shares(module: nn.Module, other: nn.Module) -> bool:
     return layers.weight_of(module) is layers.weight_of(other)
 
 
-STRUCTURES: Mapping[str, Callable[..., Sums]] = {
-    "diag": Diagonals,
-    "kron": Factors,
-    "input": Factors,
-    "full": Whole,
-    "subsampled": Directions,
+STRUCTURES: Mapping[str, Callable[..., CurvatureAccumulator]] = {
+    "diag": DiagonalAccumulator,
+    "kron": FactorAccumulator,
+    "input": FactorAccumulator,
+    "full": FullAccumulator,
+    "subsampled": LowRankAccumulator,
 }
