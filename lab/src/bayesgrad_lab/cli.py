@@ -124,7 +124,9 @@ def _check_optimizer(name: str, model: Any, network: str) -> None:
 
 
 def _list(arguments: argparse.Namespace, command: str) -> None:
-    """Two lines for each experiment, under its paper: 80 columns are few, and a search by name finds the status."""
+    """Experiments under their papers, each with its status on the line of its name; a reason has lines of its own."""
+    import textwrap
+
     from rich.console import Console
 
     from bayesgrad_lab.experiments import EXPERIMENTS
@@ -134,7 +136,11 @@ def _list(arguments: argparse.Namespace, command: str) -> None:
         console.print(paper, style="bold")
         for e in EXPERIMENTS.values():
             if e.paper == paper:
-                console.print(f"{e.name:{width}}  {e.status}")
+                status, colon, reason = e.outcome.partition(": ") if e.unresolved else (e.outcome, "", "")
+                console.print(f"{e.name:{width}}  {status}{colon.strip()}")
+                indent = "    "
+                if reason:
+                    console.print(textwrap.fill(reason, console.width, initial_indent=indent, subsequent_indent=indent))
                 console.print("    " + ". ".join(filter(None, (e.figure, e.about))), style="dim")
         console.print()
 
@@ -147,7 +153,7 @@ def _run(arguments: argparse.Namespace, command: str) -> None:
         raise unknown("experiment", arguments.name, EXPERIMENTS)
     settings = {"experiment": arguments.name, "scale": arguments.scale}
     folder = arguments.out / f"{arguments.name}-{arguments.scale}"
-    _carry_out(arguments, folder, settings, command, EXPERIMENTS[arguments.name].run)
+    _carry_out(arguments, folder, settings, command, EXPERIMENTS[arguments.name].report)
 
 
 def _compare(arguments: argparse.Namespace, command: str) -> None:
