@@ -233,7 +233,7 @@ def test_a_run_killed_at_its_very_beginning_can_be_resumed(tmp_path: Path) -> No
 @pytest.mark.parametrize("large", [False, True])
 def test_networks_have_their_shapes_and_depend_on_the_seed_alone(large: bool, digits: Dataset) -> None:
     images = replace(digits, train_x=torch.zeros(2, 3, 32, 32), name="images", classes=10)
-    expected = {"resnet": 21_282_122, "densenet": 6_956_298} if large else {}  # the CIFAR networks of paper 001
+    expected = {"resnet": 21_282_122, "densenet": 6_956_298} if large else {}  # the CIFAR networks of Aitchison 2020
     for name in ("mlp", "cnn", "resnet", "densenet"):
         model = networks.build(name, images, 0, large)
         if name in expected:

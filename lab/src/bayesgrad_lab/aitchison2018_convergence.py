@@ -1,4 +1,4 @@
-"""Paper 000, section 2.2.3: Reddi et al.'s counter-examples, on which Adam goes to the wrong end."""
+"""Aitchison 2018, section 2.2.3: Reddi et al.'s counter-examples, on which Adam goes to the wrong end."""
 
 from __future__ import annotations
 
@@ -137,9 +137,8 @@ def convergence(context: Context) -> Report:
         "aitchison2018-convergence: counter-examples to Adam",
         claim="RMSProp and Adam may fail to converge where squared gradients are averaged over too short a time; the "
         "filter couples that time to the learning rate, and as eta -> 0 becomes SGD with rates 1/t, which converges "
-        "for convex functions (000, section 2.2.3, after Reddi et al., 2018). Target: Adam ends at +1, the wrong end "
-        "of "
-        "[-1, 1], and the filter at eta = 0 or with falling eta at -1.",
+        "for convex functions (Aitchison 2018, section 2.2.3, after Reddi et al., 2018). Target: Adam ends at +1, the "
+        "wrong end of [-1, 1], and the filter at eta = 0 or with falling eta at -1.",
     )
 
     def found(problem: Problem, way: Way, lr: float, steps: int) -> dict[str, Tensor]:

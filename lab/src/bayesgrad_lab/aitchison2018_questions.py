@@ -1,4 +1,4 @@
-"""Paper 000, section 2.2: each suggestion against its plain counterpart, and Kronecker whitening among its peers."""
+"""Aitchison 2018, section 2.2: each suggestion against its plain counterpart, and Kronecker whitening."""
 
 from __future__ import annotations
 
@@ -65,9 +65,8 @@ def open_questions(context: Context) -> Report:
         "aitchison2018-open-questions: the suggestions of section 2.2",
         claim="Filtering suggests: centred or sampled evidence in place of raw squares (2.2.8), the direct term beside "
         "momentum (2.2.7), weight decay before the gradient is taken (2.2.4), gradients at weights drawn from the "
-        "belief "
-        "(2.2.2), a correction for repeated data (2.2.9), and whitening by Kronecker factors (2.1.3). The paper leaves "
-        "all of them to future work and claims no numbers.",
+        "belief (2.2.2), a correction for repeated data (2.2.9), and whitening by Kronecker factors (2.1.3). The paper "
+        "leaves all of them to future work and claims no numbers.",
     )
     answers: dict[str, list[str]] = {q.new: [] for q in QUESTIONS}
     words: list[str] = []
@@ -112,17 +111,15 @@ def open_questions(context: Context) -> Report:
         report.settings[f"protocol of {task.title}"] = (
             f"{len(task.data.train_x):,} training examples, {task.epochs} epochs, batches of {task.batch}, cosine "
             f"schedule to zero, {tries} learning rates for each method, judged by validation NLL on 20 % of them with "
-            "a "
-            f"seed of its own, then {context.seeds} seeds on all of them; {len(task.data.test_x):,} test "
-            "examples, read once"
+            f"a seed of its own, then {context.seeds} seeds on all of them; {len(task.data.test_x):,} test examples, "
+            "read once"
         )
     if shown:
         figures.dots(context.folder / "suggestions.png", shown)
         report.add_figure(
             "suggestions.png",
             "Test NLL of each suggestion less that of its plain counterpart: mean and standard error over paired "
-            "seeds; "
-            "below zero is better.",
+            "seeds; below zero is better.",
         )
     repeated = _repeated(report, context)
     lines = [f"{q.section}, {q.words}: {'; '.join(answers[q.new])}." for q in QUESTIONS if answers[q.new]]
@@ -131,9 +128,8 @@ def open_questions(context: Context) -> Report:
     count = sum(map(len, answers.values()))
     report.verdict = (
         f"Holds in {better} of {count} comparisons: in test NLL the suggestions are better in {better}, worse in "
-        f"{worse} and not "
-        f"different in {count - better - worse} (95 % of Student's t over paired seeds, not corrected for their "
-        "number). " + " ".join(lines) + f" {repeated} Kronecker whitening: {' '.join(words)}"
+        f"{worse} and not different in {count - better - worse} (95 % of Student's t over paired seeds, not corrected "
+        "for their number). " + " ".join(lines) + f" {repeated} Kronecker whitening: {' '.join(words)}"
     )
     if not better:
         report.verdict = report.verdict.replace(f"Holds in {better} of {count} comparisons:", "Does not hold here:", 1)
@@ -268,8 +264,7 @@ def _repeated(report: Report, context: Context) -> str:
     report.add_figure(
         "repeated.png",
         "Left: precision that was added to the belief, over the information of the data set at the present weights. "
-        "Others: "
-        "squared gradients of batches, over what they would be if labels were drawn from the model.",
+        "Others: squared gradients of batches, over what they would be if labels were drawn from the model.",
     )
     first, last = ends["adabayes", 1], ends["adabayes", task.epochs]
     corrected = ends["revisiting", task.epochs]

@@ -1,4 +1,4 @@
-"""The experiments of paper 004: KFAC, exact subsampled natural gradients, and FOOF."""
+"""The experiments of Benzing 2021: KFAC, exact subsampled natural gradients, and FOOF."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def fig1(context: Context) -> Report:
         "benzing2021-fig1: KFAC against exact natural gradients",
         claim="Exact natural gradients of a subsampled Fisher cost less than double the time of SGD when the Fisher "
         "is refreshed every 100 steps, and KFAC, which approximates them, reaches a training loss that is about ten "
-        "times lower (004, Fig. 1).",
+        "times lower (Benzing 2021, Fig. 1).",
     )
     rules = [size.rule(kind) for kind in ("sgd", "adam", "kfac", "ng")]
     panels, comparisons = {}, []
@@ -207,7 +207,7 @@ def fig2(context: Context) -> Report:
         "benzing2021-fig2: it is not the amount of data in the Fisher",
         claim="KFAC's advantage over exact natural gradients is not due to using more data for the Fisher: it persists "
         "(A) when both see the same single batch, (B) when natural gradients see up to ten times more, and (C) when "
-        "both see all of 1000 training images (004, Fig. 2 and 6).",
+        "both see all of 1000 training images (Benzing 2021, Fig. 2 and 6).",
     )
     one, *more = size.fisher
     single = size.rule("kfac", "KFAC of one batch", "fig2", refresh=size.refresh, ema=0.0, update_every=size.refresh)
@@ -248,7 +248,7 @@ def fig3(context: Context) -> Report:
         "benzing2021-fig3: it is not the block-diagonal structure",
         claim="KFAC's advantage over exact natural gradients is not due to a block-diagonal Fisher: it persists (A) in "
         "a network of one layer, and against layer-wise natural gradients (B) in mini-batches and (C) with all of 1000 "
-        "training images (004, Fig. 3 and 7).",
+        "training images (Benzing 2021, Fig. 3 and 7).",
     )
     panels, comparisons = {}, []
     blocks = size.rule("ng", "layer-wise NG", blocks="layer")
@@ -281,7 +281,7 @@ def fig4(context: Context) -> Report:
     report = Report(
         "benzing2021-fig4: damping makes KFAC similar to FOOF",
         claim="Damping raises KFAC's similarity to FOOF as well as its performance, and damping the factors makes it "
-        "more similar than damping their product (004, Fig. 4 and 8).",
+        "more similar than damping their product (Benzing 2021, Fig. 4 and 8).",
     )
     kfac, foof = size.rule("kfac", where="fig4"), size.rule("foof", where="fig4")
     product = size.rule("kfac", "KFAC, damped product", "product", exact_damping=True)
@@ -340,7 +340,7 @@ def fig5(context: Context) -> Report:
     report = Report(
         "benzing2021-fig5: FOOF against KFAC",
         claim="FOOF reaches a training loss as low as KFAC's or lower, and takes 1.5 times less time per update when "
-        "inversions are amortised (004, Fig. 5).",
+        "inversions are amortised (Benzing 2021, Fig. 5).",
     )
     rules = [size.rule(kind) for kind in ("sgd", "adam", "kfac", "foof")]
     panels, comparisons = {}, []
@@ -369,7 +369,7 @@ def fig9(context: Context) -> Report:
     report = Report(
         "benzing2021-fig9: one batch or two for Fisher and gradient",
         claim="Natural gradients are better when Fisher and gradient are estimated on independent batches than on the "
-        "same one (004, appendix E.5, Fig. 9 and 10).",
+        "same one (Benzing 2021, appendix E.5, Fig. 9 and 10).",
     )
     base = size.rule("ng")
     apart = replace(base, title="independent batches", refresh=1, fisher=size.batch)
@@ -400,7 +400,7 @@ def conv(context: Context) -> Report:
         "benzing2021-conv: the same on a convolutional network",
         claim="In convolutional networks too, (1) natural gradients are efficiently computable, (2) they are "
         "significantly outperformed by KFAC, (3) KFAC's factor of the inputs is FOOF's, and (4) FOOF performs as well "
-        "as KFAC or better (004, section 4).",
+        "as KFAC or better (Benzing 2021, section 4).",
     )
     rules = [size.rule(kind, where="conv") for kind in ("sgd", "adam", "kfac", "ng", "foof")]
     panels, comparisons, held, words = {}, [], [], []

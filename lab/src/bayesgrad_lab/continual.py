@@ -31,10 +31,10 @@ def continual(context: Context) -> Report:
     """Permuted and split tasks: nothing kept, penalties of many kinds, and beliefs that are handed on."""
     report = Report(
         "continual-mnist: what to keep of earlier tasks",
-        claim="EWC needs v'F v only, which a subsampled Fisher gives exactly, where others take a diagonal (004, A.2); "
-        "of Kronecker factors the inputs' alone may do, and those add up over tasks (004, C). Target here: on permuted "
-        "MNIST, EWC with the subsampled Fisher forgets less than diagonal EWC that has seen as many examples, by two "
-        "standard errors of paired seeds, and is not less accurate in the end.",
+        claim="EWC needs v'F v only, which a subsampled Fisher gives exactly, where others take a diagonal (Benzing "
+        "2021, A.2); of Kronecker factors the inputs' alone may do, and those add up over tasks (Benzing 2021, C). "
+        "Target here: on permuted MNIST, EWC with the subsampled Fisher forgets less than diagonal EWC that has seen "
+        "as many examples, by two standard errors of paired seeds, and is not less accurate in the end.",
     )
     smoke = context.scale == "smoke"
     methods = [replace(m, strengths=m.strengths[:2], split=m.split[:2]) for m in METHODS] if smoke else METHODS

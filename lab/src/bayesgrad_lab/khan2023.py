@@ -1,4 +1,4 @@
-"""The experiments of paper 002, the Bayesian learning rule: robust solutions, uncertainty, and binary networks."""
+"""Experiments of Khan and Rue 2023: robust solutions, uncertainty, and binary networks."""
 
 from __future__ import annotations
 
@@ -142,8 +142,8 @@ def fig1(context: Context) -> Report:
         "khan2023-fig1: Bayes avoids walls and sharp minima",
         claim="Where a minimum lies next to a wall, the Bayesian solution shifts away from it, towards the flatter "
         "side; given a sharp and a flat minimum it often prefers the flatter one; both because of the averaging over q "
-        "(002, Fig. 1). The paper gives no formulas for its two losses; ours are exp(-4 x) + 2 x, and two Gaussian "
-        "wells in a shallow bowl, of depth 6 and width 0.15 at -1.5, of depth 5 and width 0.8 at 1.5.",
+        "(Khan and Rue 2023, Fig. 1). The paper gives no formulas for its two losses; ours are exp(-4 x) + 2 x, and "
+        "two Gaussian wells in a shallow bowl, of depth 6 and width 0.15 at -1.5, of depth 5 and width 0.8 at 1.5.",
         verdict=f"{'Holds' if away and prefers else 'Does not hold'}. Wall: gradient descent ends at {point:.3f} (the "
         f"minimum is {valley:.3f}), IVON's mean is {moved} with a deviation of {width[0]:.3f}, the best Gaussian has "
         f"mean {exact[0]:.3f} and deviation {exact[1]:.3f}: {exact[0] - valley:.2f} away from the wall. Two minima: "
@@ -240,8 +240,8 @@ def uncertainty(context: Context) -> Report:
     report = Report(
         "khan2023-uncertainty: what beliefs are worth",
         claim="VOGN matches the performance of Adam and gives better uncertainty estimates than Adam, OGN and other "
-        "Bayesian alternatives (002, section 4.4, after Osawa et al., 2019). Target here: VOGN or IVON within 0.5 "
-        "points of Adam's accuracy, with lower NLL and ECE.",
+        "Bayesian alternatives (Khan and Rue 2023, section 4.4, after Osawa et al., 2019). Target here: VOGN or IVON "
+        "within 0.5 points of Adam's accuracy, with lower NLL and ECE.",
     )
     words, held, asked = [], [], context.seeds
     for task, members, methods in _tasks(context):
@@ -386,8 +386,9 @@ def binary(context: Context) -> Report:
     report = Report(
         "khan2023-binary: STE and BayesBiNN",
         claim="BayesBiNN, the Bayesian learning rule with Bernoulli beliefs, is a sound version of the "
-        "straight-through estimator, and knows how uncertain it is (002, section 4.5, after Meng et al., 2020). Target "
-        "here: the accuracy of its most probable network is not below STE's by more than two standard errors.",
+        "straight-through estimator, and knows how uncertain it is (Khan and Rue 2023, section 4.5, after Meng et al., "
+        "2020). Target here: the accuracy of its most probable network is not below STE's by more than two standard "
+        "errors.",
     )
     words, held = [], {}
     names = [key for key in COLUMNS if not key.startswith("auroc")]

@@ -1,4 +1,4 @@
-"""Section 5.3 of paper 002: topics of documents by stochastic variational inference, beside batches and a peer."""
+"""Khan and Rue 2023, section 5.3: topics of documents by stochastic variational inference, and by other code."""
 
 from __future__ import annotations
 
@@ -161,9 +161,9 @@ def topics(context: Context) -> Report:
     report = Report(
         "khan2023-svi: topics of documents from streams of them",
         claim="Local variables that take whole steps and global ones that take small steps by batches make the rule "
-        "stochastic variational inference, which scales to large data (002, section 5.3; no figures are given there). "
-        f"Here: does a stream reach the bound of sweeps over all documents in less time, with {task.topics} topics on "
-        f"{task.train.shape[0]:,} documents, and how do both stand beside scikit-learn?",
+        "stochastic variational inference, which scales to large data (Khan and Rue 2023, section 5.3; no figures are "
+        "given there). Here: does a stream reach the bound of sweeps over all documents in less time, with "
+        f"{task.topics} topics on {task.train.shape[0]:,} documents, and how do both stand beside scikit-learn?",
         verdict=f"{outcome(good)}. By the bound on {task.test.shape[0]} documents that none had seen: "
         + "; ".join(verdicts)
         + f" ({context.seeds} paired seeds).",

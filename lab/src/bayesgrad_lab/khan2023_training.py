@@ -1,4 +1,4 @@
-"""Training runs of paper 002: one schedule for all, two hyper-parameters chosen by validation loss, paired seeds."""
+"""Training runs for Khan and Rue 2023: one schedule, two hyper-parameters chosen by validation loss, paired seeds."""
 
 from __future__ import annotations
 

@@ -281,7 +281,7 @@ class Row:
 
 
 def row_of(context: Context, task: Task, one: Finals) -> Row:
-    """A method of paper 002 as a row among these."""
+    """A method of Khan and Rue 2023 as a row among these."""
     first = run(context, task, one.method, one.lr, one.second, 0, True).get(one.way)
     words = f"lr {one.lr:g}, {one.method.second} {one.second:g}"
     return Row(one.title, words, (one.method.kind, one.way), one.scores, first)

@@ -1,4 +1,4 @@
-"""Chains of the experiments of paper 003: what is sampled, how, and how well ensembles predict."""
+"""Chains of the experiments of Smith et al. 2018: what is sampled, how, and how well ensembles predict."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Task:
 
 
 def batches(count: int, size: int, seed: int) -> Iterator[Tensor]:
-    """Rows of batches without replacement, each of a fresh shuffle (003, after Eq. 12)."""
+    """Rows of batches without replacement, each of a fresh shuffle (Smith et al. 2018, after Eq. 12)."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         yield torch.randperm(count, generator=generator)[:size]
