@@ -312,7 +312,7 @@ EXPERIMENTS = {
             "damping, prior and the best temperature",
             _lazily("smith2018", "ablation"),
             unresolved="the temperatures tried span a factor of 5, hardly more than the factor of 4 that the rule "
-            "allows, and two of five minima are at the edge of the grid",
+            "allows, and three of five minima are at the edge of the grid",
         ),
         Experiment(
             "sngd-jeffreys",
