@@ -221,10 +221,9 @@ def memory() -> dict[str, tuple[float, float]]:
 
 
 PEERS_NOTE = (
-    "Optimizers of other packages were measured for 20 steps after 3 steps of warm-up, Muon for 2 steps after 1. torch's "
-    "Muon orthogonalises in bfloat16, which",
-    "this kind of CPU emulates in software. Its time in this table is therefore no measure of a float32 form of Muon, nor "
-    "of Muon on a GPU.",
+    "Optimizers of other packages were measured for 20 steps after 3 steps of warm-up, Muon for 2 steps after 1.",
+    "torch's Muon orthogonalises in bfloat16, which this kind of CPU emulates in software. Its time in this table is",
+    "therefore no measure of a float32 form of Muon, nor of Muon on a GPU.",
 )
 
 
