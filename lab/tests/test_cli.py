@@ -261,7 +261,7 @@ def test_a_full_disk_loses_nothing(code: int, words: str, capsys, tmp_path: Path
 def test_a_second_run_into_a_folder_is_refused(finished: Path, capsys) -> None:
     before = (finished / "report.json").read_bytes()
     assert "pass --resume" in refused(capsys, [*SMALL, "--out", str(finished.parent)])
-    assert "was begun with seeds=2, not 1" in refused(
+    assert "was started with seeds=2, not 1" in refused(
         capsys, [*SMALL, "--seeds", "1", "--out", str(finished.parent), "--resume"]
     )
     assert (finished / "report.json").read_bytes() == before
@@ -299,7 +299,7 @@ def test_data_that_changed_is_not_mixed_with_what_was_measured(tmp_path: Path, c
     assert main(arguments) == 0
     assert "own [1].npz: 48 training and 12 test examples" in capsys.readouterr().out
     np.savez(own, x=generator.normal(size=(60, 3)), y=generator.integers(0, 2, 60))
-    assert "was begun with data fingerprint=" in refused(capsys, [*arguments, "--resume"])
+    assert "was started with data fingerprint=" in refused(capsys, [*arguments, "--resume"])
 
 
 def test_devices_that_are_not_there(capsys, tmp_path: Path) -> None:

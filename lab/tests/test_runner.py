@@ -71,7 +71,10 @@ def test_a_folder_belongs_to_one_run(tmp_path: Path) -> None:
             pass
     with runner.run_folder(path, {"seeds": 3}, True):
         pass
-    with pytest.raises(ValueError, match="was begun with seeds=3, not 4"), runner.run_folder(path, {"seeds": 4}, True):
+    with (
+        pytest.raises(ValueError, match="was started with seeds=3, not 4"),
+        runner.run_folder(path, {"seeds": 4}, True),
+    ):
         pass
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("")

@@ -64,7 +64,7 @@ def input_factor(context: Context) -> Report:
             words.append(sentence)
             holds += [fine] if tuned == "held out" else []
     words.append(_regressions(found))
-    peer = "" if here else " laplace-torch was not at hand and is left out."
+    peer = "" if here else " laplace-torch was not installed and is left out."
     report.verdict = f"{outcome(holds)} here. {' '.join(words)}{peer}"
     report.settings["protocol"] = protocol(context, task)
     report.settings["protocol of the regressions"] = uci_regression.protocol(context, ("map",))

@@ -32,7 +32,7 @@ TITLES = {"nll": "NLL", "ece": "ECE", "auroc entropy": "AUROC"}
 def against(context: Context) -> Report:
     """NLL, calibration and foreign images, after the same number of epochs."""
     report = Report(
-        "khan2023-laplace-vs-variational: beliefs made afterwards or in training",
+        "khan2023-laplace-vs-variational: posteriors after training or during it",
         claim="Laplace's method, and OGN as its online form, are what the Bayesian learning rule becomes by the delta "
         "method, gradients taken at the mean; VOGN removes it, and its averages over the belief give better "
         "uncertainty (Khan and Rue 2023, sections 1.3.1 and 4.4). Target here: VOGN's and IVON's draws have a lower "

@@ -169,7 +169,7 @@ def multimodal(context: Context) -> Report:
         "khan2023-multimodal: several minima from one run",
         claim="Components of a mixture can take responsibility for different minima, kept apart by the mixture's "
         "entropy, so that one run of the rule finds several (Khan and Rue 2023, section 3.2; no figures are given "
-        f"there). Here: are there more of them than {COMPONENTS} independent runs from the same starts find, with as "
+        f"there). Here: does it find more of them than {COMPONENTS} independent runs from the same starts, with as "
         "many evaluations of gradients and Hessians?",
         verdict=f"{outcome(better)}. Minima found by the mixture beyond those of others: "
         + "; ".join(verdicts)

@@ -83,7 +83,7 @@ class Peer:
     def __init__(self, model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
         peer = peer_package()
         if peer is None:
-            raise ImportError("laplace-torch is another package: pip install laplace-torch.")
+            raise ImportError("laplace-torch is not installed: pip install laplace-torch.")
 
         class Loader(list):
             dataset = range(sum(len(y) for _, y in batches))

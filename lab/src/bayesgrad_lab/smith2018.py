@@ -186,7 +186,7 @@ def fig6(context: Context) -> Report:
     whole = same and hot and len(stable) == len(cool)
     at_one = ", ".join(f"{f'{nll:.4f}' if name in stable else 'diverged'} ({name})" for name, nll in cool.items())
     risen = ", ".join(
-        f"{f'{ratio:.2f}' if math.isfinite(ratio) else 'infinitely many'} ({name})" for name, ratio in rises.items()
+        f"{f'{ratio:.2f}' if math.isfinite(ratio) else 'infinitely large'} ({name})" for name, ratio in rises.items()
     )
     report = Report(
         "smith2018-fig6: learning rate and training set of a convolutional network",
@@ -203,8 +203,8 @@ def fig6(context: Context) -> Report:
     report = add_sweeps(context, report, rated, "fig6a.png", by="temperature", singles=False)
     report = add_sweeps(context, report, counted, "fig6b.png", by="temperature", singles=False)
     report.settings["protocol of all"] = (
-        f"Adam is shown all {len(images.train_x):,} training images; ceil({length:g}/lr) updates after it, the last "
-        f"fifth of which is sampled; {seeds} seeds; the moving average of the Fisher in the paper keeps "
-        "0.95^(1000 lr) of its past per update, which is nothing after a refresh here: the latest batch alone is used"
+        f"Adam uses all {len(images.train_x):,} training images; ceil({length:g}/lr) updates after it, with samples "
+        f"from the last fifth; {seeds} seeds; the moving average of the Fisher in the paper keeps 0.95^(1000 lr) of "
+        "its past per update, which is negligible between two refreshes here: only the latest batch is used"
     )
     return report

@@ -184,10 +184,10 @@ def fig1(context: Context) -> Report:
         verdict=f"{'Holds, roughly' if close else 'Does not hold'}. Variance over Laplace's in the flat and in the "
         f"steep direction: Langevin {plus_minus(langevin[:, 0, 0])} and {plus_minus(langevin[:, 0, 1])}, natural "
         f"gradients {plus_minus(ngd[:, 0, 0])} and {plus_minus(ngd[:, 0, 1])}; the latter over the former "
-        f"{value(*alike[0])} and {value(*alike[1])}. Natural gradients spread as their own noise says, which differs "
-        f"from data set to data set: over the prediction of the discrete Lyapunov equation {value(*predicted[0])} and "
-        f"{value(*predicted[1])}. Damping, which minibatch noise does not know of, takes {lost:.0f} % of the variance "
-        "in the flat direction.",
+        f"{value(*alike[0])} and {value(*alike[1])}. The spread of natural gradients follows their own noise, which "
+        "differs between data sets: variance over the prediction of the discrete Lyapunov equation "
+        f"{value(*predicted[0])} and {value(*predicted[1])}. Damping, which does not affect minibatch noise, removes "
+        f"{lost:.0f} % of the variance in the flat direction.",
     )
     columns = [f"{axis}: {what}" for axis in ("flat", "steep") for what in ("variance", "predicted", "ratio of both")]
     cells = []

@@ -247,8 +247,8 @@ def jeffreys(context: Context) -> Report:
     }[context.scale]
     report = Report(
         "sngd-jeffreys: corrected natural gradients as samplers",
-        claim="Natural gradients with the correction of Smith et al. 2018, Eq. 2 and 6 (with the signs put right), "
-        "sample exp(-cost) det(G)^1/2, whichever way a model is parameterised; without it they do not. Girolami and "
+        claim="Natural gradients with the correction of Smith et al. 2018, Eq. 2 and 6 (with corrected signs), "
+        "sample exp(-cost) det(G)^1/2, in any parameterisation of the model; without it they do not. Girolami and "
         "Calderhead's correction, which is twice that, is said to sample exp(-cost) and does not (Smith et al. 2018, "
         "appendix). The authors show no experiments. Target here: functions sampled in two parameterisations agree "
         "within two standard errors with the correction at the smallest step, and differ by more than five without.",
@@ -275,7 +275,7 @@ def jeffreys(context: Context) -> Report:
             context.say(f"{key}: off by {off[weights, name][0]:.3f}, {off[weights, name][1]:.1f} standard errors")
         spreads = ["variance"] if weights == 1 else ["variance 1", "covariance", "variance 2"]
         means = ["mean"] if weights == 1 else ["mean 1", "mean 2"]
-        columns = ["correction: what it is said to sample", *means, *spreads, "off by at most"]
+        columns = ["correction: its intended target", *means, *spreads, "off by at most"]
         report.add_table(f"{weights} weight{'s' * (weights > 1)}: sampled (and by quadrature)", columns, rows)
     curve = Curve(repeats)
     target, deviation = exact(curve, 0.5)
@@ -346,7 +346,7 @@ def jeffreys(context: Context) -> Report:
     )
     report.settings["protocol"] = (
         f"known targets: {chains} Langevin chains, step {lr}, {steps} steps (three times that for one weight), the "
-        f"second half counts; parameterisations: logistic regression on {curve.count} labels, whose frequencies are "
+        f"second half is used; parameterisations: logistic regression on {curve.count} labels, whose frequencies are "
         f"exactly those of the best weights, {copies} chains of minibatch natural gradients for a time of {time:g} (lr "
         "times updates, the first fifth is burn-in), B = lr N/2, no damping; errors are over chains; those with the "
         "same minibatches take 0.6 of that time"

@@ -254,8 +254,8 @@ def protocol(task: Task) -> str:
     return (
         f"lr {task.lr:g}, damping {task.damping:g}, prior precision {task.prior_precision:g} (of the summed cost); "
         f"{labels} of {of} training examples, {often}; {begin}{task.burn_in} updates of burn-in, {task.steps} after "
-        f"it, one in {task.thin} is a sample; {len(task.data(0).test_x):,} test examples; data are chosen anew for "
-        "each seed"
+        f"it, one in {task.thin} is a sample; {len(task.data(0).test_x):,} test examples; each seed has its own data"
+        ""
     )
 
 
@@ -283,7 +283,7 @@ def where(some: Sweep) -> str:
     more, by = some.above(one)
     single = some.mean(one, "single nll")[0]
     rest = [f"{heat:.3g}" for heat in some.alike() if heat != some.temperatures[best]]
-    also = f", not told apart from T = {', '.join(rest)}" if rest else ""
+    also = f", not distinguished from T = {', '.join(rest)}" if rest else ""
     at = "" if best == one else f"; at T = {some.temperatures[one]:.3g} it is {value(more, by, 4)} higher"
     if not math.isfinite(more):
         least = f"the ensemble's cross-entropy is smallest at {place}, {value(mean, error, 4)}"
