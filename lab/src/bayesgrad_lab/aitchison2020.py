@@ -88,7 +88,7 @@ def fig1(context: Context) -> Report:
         claim="While the other weights move, the optimum of one weight is a drifting target, which a Kalman filter can "
         "track (Aitchison 2020, Fig. 1 and Eq. 6-18). The paper's figure is a schematic; this run checks that the "
         "filter's intervals cover the optimum at their nominal rate where the paper's model is true.",
-        verdict=f"{'Holds' if holds else 'Does not hold'} for the filter that knows the curvature: 95 % intervals "
+        verdict=f"{'Holds' if holds else 'Does not hold'} for the filter with known curvature: 95 % intervals "
         f"cover {100 * exact[2][0]:.1f} %. With squared gradients in its place, as in AdaBayes, they cover "
         f"{100 * squared[2][0]:.1f} %. With Eq. 15 as printed, not divided by the curvature, they are too wide.",
     )
