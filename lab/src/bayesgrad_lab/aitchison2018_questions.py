@@ -60,7 +60,7 @@ def judged(new: Finals, plain: Finals, score: str) -> str:
 
 
 def open_questions(context: Context) -> Report:
-    """What the suggestions are worth, on small tasks."""
+    """Scores of the suggestions on small tasks."""
     report = Report(
         "aitchison2018-open-questions: the suggestions of section 2.2",
         claim="Filtering suggests: centred or sampled evidence in place of raw squares (2.2.8), the direct term beside "

@@ -53,7 +53,7 @@ def bound(documents: Any, topics: np.ndarray, prior: float) -> float:
 
 
 def common(priors: tuple[float, float], passes: int, seed: int) -> dict[str, Any]:
-    """What both packages are told, in the words that they share."""
+    """The options of both packages, under the names that they share."""
     shares, words = priors
     return dict(
         doc_topic_prior=shares,

@@ -357,7 +357,16 @@ def table1(context: Context) -> Report:
         "Differences are relative where numbers exceed 1. The engine is general and differentiates its factors; the "
         "last two columns compare its time with that of code for one algorithm.",
     )
-    columns = ["algorithm", "section", "posterior", "natural gradient", "beside", "max. difference", "ms", "its ms"]
+    columns = [
+        "algorithm",
+        "section",
+        "posterior",
+        "natural gradient",
+        "compared with",
+        "max. difference",
+        "ms",
+        "ms of the other",
+    ]
     for part in PARTS:
         report.add_table(part, columns, [c for c, row in zip(cells, ROWS) if row.part == part])
     _add_ladder(report, context, long)

@@ -28,7 +28,7 @@ class Context:
         folder: the run's own.
         say: prints a line for people.
         progress: shows a trial as it goes.
-        expect: is told how many epochs of how many steps a trial will take.
+        expect: called with the epochs of a trial and the steps of each.
         warned: what optimizers have warned of, which is said once.
     """
 
