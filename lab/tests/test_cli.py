@@ -304,7 +304,7 @@ def test_data_that_changed_is_not_mixed_with_what_was_measured(tmp_path: Path, c
 
 def test_devices_that_are_not_there(capsys, tmp_path: Path) -> None:
     for name in ("nonsense", "meta"):
-        assert f"--device {name} is not to be had" in refused(
+        assert f"--device {name} is not available" in refused(
             capsys, ["compare", *QUICK, "--device", name, "--out", str(tmp_path)]
         )
     assert not any(tmp_path.iterdir())

@@ -142,7 +142,7 @@ def test_search_uses_the_same_budget_for_all_and_never_the_test_data(digits: Dat
         results = compare(context, data, ["sgd", "adabayes"], base, search)
         chosen[name] = {method: (finals.lr, finals.tried) for method, finals in results.items()}
         budget = "2 learning rates each, 1 epoch of 100 training examples at a constant rate"
-        assert said[0] == f"search on mlp: {budget}, judged by validation NLL"
+        assert said[0] == f"search on mlp: {budget}, chosen by validation NLL"
         for finals in results.values():
             assert len(finals.histories) == 2
             assert finals.lr == min(finals.tried, key=finals.tried.__getitem__)
