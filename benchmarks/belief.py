@@ -112,19 +112,19 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=100)
     arguments = parser.parse_args()
     lines = [
-        "# What AdaBayes believes",
+        "# AdaBayes' variance and samples",
         "",
         "`python benchmarks/belief.py`",
         "",
         "## The variance follows the learning rate",
         "",
         "sigma_post^2 relative to its value before lr fell from 1e-3 to 1e-4 (sgd_lr 0.1, batch size 128, the same",
-        "gradient in every step). It belongs at 0.1: `follow_lr=True` is there at once, the paper's filter relaxes",
-        "at a rate of 2 lr rms + lr^2/sigma^2 per step, which for weak gradients takes longer than most schedules.",
+        "gradient in every step). The target is 0.1. `follow_lr=True` reaches it at once. The paper's filter relaxes",
+        "at a rate of 2 lr rms + lr^2/sigma^2 per step, which for weak gradients is slower than most schedules.",
         "",
         *follow_table(),
         "",
-        "## What samples are worth",
+        "## Predictions with samples",
         "",
         f"An MLP (64-100-10) on scikit-learn's digits, {arguments.epochs} epochs of 1000 examples, 350 examples",
         f"for validation, 447 for testing; mean and standard error over {arguments.seeds} seeds; 32 samples.",

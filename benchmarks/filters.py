@@ -61,7 +61,7 @@ ALONE: dict[str, Callable] = {
 }
 WHOLE: dict[str, Callable] = {
     "SGD(fused=True)": layerwise.OURS["SGD(fused=True)"],
-    "its products (the floor)": TwoSided,
+    "its products (lower bound)": TwoSided,
     "KroneckerFilterFP(update_every=100, stats_every=10)": lambda m: KroneckerFilterFP(
         m, lr=1e-5, batch_size=100, update_every=100, stats_every=10
     ),
@@ -82,7 +82,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
 
     command = "python benchmarks/filters.py" + " --peers" * arguments.peers
-    lines = ["# The cost of filters", "", f"`{command}`, {page.setting()}.", ""]
+    lines = ["# The time of filters", "", f"`{command}`, {page.setting()}.", ""]
     for case, shapes in elementwise.CASES.items():
         print(case, file=sys.stderr)
         results = elementwise.measure(shapes, arguments.seconds, arguments.rounds, ALONE)

@@ -134,9 +134,9 @@ def logistic(folder: Path, rounds: int) -> list[str]:
     return [
         "## Logistic regression on a1a",
         "",
-        f"{len(rows)} rows, {rows.shape[1]} weights, prior N(0, I). Gaps are in posterior deviations; NUTS' moments",
-        f"are of {len(pooled)} draws ({rounds} chains); the time is that of one chain. The bound is within 1e-6 of",
-        f"its optimum, {best:.4f}, after {needed} steps; Laplace's evidence is {laplace.elbo_:.4f}. NUTS takes",
+        f"{len(rows)} rows, {rows.shape[1]} weights, prior N(0, I). Gaps are in posterior deviations. NUTS' moments",
+        f"are those of {len(pooled)} draws ({rounds} chains), and its time is that of one chain. The bound is within",
+        f"1e-6 of its optimum, {best:.4f}, after {needed} steps; Laplace's evidence is {laplace.elbo_:.4f}. NUTS takes",
         f"**{speed:.0f} times** as long as quadrature.",
         "",
         *lines,
@@ -197,10 +197,10 @@ def main() -> None:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
             found += ["", *alone.submit(part, name, arguments.rounds, str(arguments.data_dir)).result()]
     lines = [
-        "# The inference engine beside its peers",
+        "# The inference engine beside other packages",
         "",
-        "`python benchmarks/inference.py --data-dir DIR`; one thread each, medians over rounds in which the",
-        "competitors take turns, compilation not counted.",
+        "`python benchmarks/inference.py --data-dir DIR`; one thread each, medians over rounds measured in",
+        "turns, without compilation.",
         *found,
     ]
     page.publish(lines, arguments.write)

@@ -83,7 +83,7 @@ def holes(rounds: int) -> str:
     ]
     a, b = (statistics.median(part) / 20 for part in zip(*times))
     return (
-        f"With a tenth of 2000 x 20 numbers missing ({len(np.unique(np.isnan(X), axis=0))} patterns), a sweep takes "
+        f"With a tenth of 2000 x 20 values missing ({len(np.unique(np.isnan(X), axis=0))} patterns), a sweep takes "
         f"{1e3 * a:.1f} ms, without gaps {1e3 * b:.1f} ms."
     )
 
@@ -113,8 +113,8 @@ def section(rounds: int) -> list[str]:
         "## Factor analysis",
         "",
         "Maximum likelihood beside scikit-learn's `FactorAnalysis` (randomised SVD, its default), both until a row's "
-        f"log-likelihood moves by less than {TOL:g}; CPU milliseconds of one thread, with the number of sweeps or "
-        "steps. Its steps look at all rows, ours at X'X, unless there are twice as many columns as rows.",
+        f"log-likelihood changes by less than {TOL:g}; CPU milliseconds of one thread, with the number of sweeps or "
+        "steps. Its steps use all rows, ours use X'X, unless there are twice as many columns as rows.",
         "",
         "| data | ours (sweeps) | scikit-learn (steps) | ratio | ours, log-likelihood of a row | scikit-learn's |",
         "|---|---|---|---|---|---|",

@@ -110,7 +110,7 @@ def section(rounds: int) -> list[str]:
     return [
         "## Gaussian mixtures",
         "",
-        f"CPU time of one sweep, bound included, medians of {rounds} rounds in which the two take turns, one thread",
+        f"CPU time of one sweep, bound included, medians of {rounds} rounds measured in turns, one thread",
         "each; scikit-learn's are `GaussianMixture` and `BayesianGaussianMixture` with a Dirichlet prior. The same",
         "random start; no tolerance.",
         "",

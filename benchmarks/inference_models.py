@@ -125,7 +125,7 @@ def measured(rows: list[Row], rounds: int) -> list[str]:
 
 def section(rounds: int) -> list[str]:
     """Lines of Markdown."""
-    lines = ["| what | who | ms | ours / theirs | evidence or bound |", "|---|---|---|---|---|"]
+    lines = ["| task | implementation | ms | ours / theirs | evidence or bound |", "|---|---|---|---|---|"]
     for length in (1_000, 10_000, 100_000):
         lines += measured(smoothers(length), rounds)
     lines += measured(classifiers(1_000, optimise=False), rounds)

@@ -42,7 +42,7 @@ def section(rounds: int, data_dir: str | None = None) -> list[str]:
         "",
         f"{corpus.note}; {train.shape[0]} to learn from, {PASSES} passes over batches of {SHARED['batch_size']} or "
         f"{SWEEPS} sweeps, the same priors and tolerance; medians of {rounds} rounds with a seed each. The bound is "
-        f"ours for the topics of both, on {HELD} documents that were not learned from.",
+        f"ours for the topics of both, on {HELD} held-out documents.",
         "",
         "| model | method | ours, CPU s | scikit-learn, CPU s | ours / theirs | bound per word, ours | theirs |",
         "|---|---|---|---|---|---|---|",

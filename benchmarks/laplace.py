@@ -160,9 +160,9 @@ def main() -> None:
     lines = [
         "# Draws from a full covariance",
         "",
-        "`python benchmarks/laplace.py --peers --variance`: 784-1000-1000-1000-10, "
-        f"{weights:,} weights, {POINTS:,} Fisher points with drawn labels, {page.setting()}. The covariance, "
-        f"written down, would take {4 * weights**2 / 1e12:.0f} TB.",
+        f"`python benchmarks/laplace.py --peers --variance`: 784-1000-1000-1000-10, {weights:,} weights, {POINTS:,} "
+        f"Fisher points with drawn labels, {page.setting()}. As a dense matrix the covariance would take "
+        f"{4 * weights**2 / 1e12:.0f} TB.",
         "",
         "| | seconds | peak memory of the process, MiB |",
         "|---|---|---|",
@@ -175,9 +175,10 @@ def main() -> None:
             "",
             "## Beside laplace-torch",
             "",
-            f"{FEW} points. Ours and laplace-torch's full structure have their exact Fisher, of rank "
-            f"{FEW * (CLASSES - 1)} at most; its low-rank one, ten eigenvectors of the Hessian by power iterations. "
-            f"Peak memory includes torch itself; {BYTES >> 30} GiB and {arguments.limit:g} s are the limits.",
+            f"{FEW} points. Ours and laplace-torch's full structure use the exact Fisher, of rank "
+            f"{FEW * (CLASSES - 1)} at most; its low-rank structure uses ten eigenvectors of the Hessian by power "
+            f"iterations. Peak memory includes torch itself; {BYTES >> 30} GiB and {arguments.limit:g} s are the "
+            "limits.",
             "",
             "| | weights | fit, seconds | ten draws, seconds | peak, MiB |",
             "|---|---|---|---|---|",

@@ -86,10 +86,10 @@ def main() -> None:
     print(file=sys.stderr)
     base = times["SGD(fused=True)"]
     lines = [
-        "# The cost of a variational step",
+        "# The time of a variational step",
         "",
         f"`python benchmarks/variational.py`: 784-1000-1000-1000-10, batch 100, whole steps, {page.setting()}.",
-        f"Ratios to SGD's of medians and means of {arguments.rounds} interleaved rounds.",
+        f"Ratios to SGD's median and mean over {arguments.rounds} interleaved rounds.",
         "",
         "| optimizer | median | mean |",
         "|---|---|---|",

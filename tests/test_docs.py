@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bayesgrad_lab.experiments import EXPERIMENTS
+from bayesgrad_lab.report import UNRESOLVED
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -68,6 +69,32 @@ def test_every_experiment_has_a_page_and_is_listed() -> None:
 def test_the_list_says_what_the_page_says(words: str) -> None:
     """Where it says no more than that; other words are somebody's summary."""
     for name in (name for name, e in EXPERIMENTS.items() if e.status.partition(":")[0] == words):
-        verdict = (ROOT / f"docs/results/{name}.md").read_text().partition("**Verdict.** ")[2].lower()
+        verdict = verdict_of(name).lower()
         assert verdict.startswith(words), name
         assert verdict.startswith("holds in part") == (words == "holds in part"), name
+
+
+def verdict_of(page: str) -> str:
+    """The paragraph of a result page that begins with its verdict, on one line."""
+    text = (ROOT / f"docs/results/{page}.md").read_text().partition("**Verdict.** ")[2]
+    return " ".join(text.partition("\n\n")[0].split())
+
+
+def listed_results() -> dict[str, str]:
+    """Page -> verdict, of the table in docs/results/README.md."""
+    text = (ROOT / "docs/results/README.md").read_text()
+    return dict(re.findall(r"^\| \[[^]]+\]\(([^)]+)\.md\) \| [^|]+ \| ([^|]+) \|$", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_the_table_of_results_says_what_the_list_says(name: str) -> None:
+    assert listed_results()[name] == EXPERIMENTS[name].outcome
+
+
+@pytest.mark.parametrize("name", sorted(listed_results()))
+def test_verdicts_that_are_not_resolved_are_so_everywhere(name: str) -> None:
+    """In the list, on the page and in the table, with the same reason."""
+    listed, shown = listed_results()[name], verdict_of(name)
+    assert listed.startswith(UNRESOLVED) == shown.lower().startswith(UNRESOLVED)
+    if listed.startswith(UNRESOLVED):
+        assert shown == f"{listed[0].upper()}{listed[1:]}."

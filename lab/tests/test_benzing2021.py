@@ -1,4 +1,4 @@
-"""The experiments of paper 004 in small: reports, caches, searches, and what is measured."""
+"""The experiments of Benzing 2021 in small: reports, caches, searches, and what is measured."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -14,9 +15,10 @@ import numpy as np
 import pytest
 
 from bayesgrad_lab.cli import _show, main
-from bayesgrad_lab.experiments import EXPERIMENTS
+from bayesgrad_lab.experiments import EXPERIMENTS, Experiment
 from bayesgrad_lab.methods import METHODS
 from bayesgrad_lab.report import Report, load, markdown, render
+from bayesgrad_lab.study import Context
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SMALL = ["compare", "--optimizers", "sgd,adabayes", "--epochs", "2", "--seeds", "2", "--examples", "200"]
@@ -45,11 +47,35 @@ def test_list_shows_paper_figure_and_status(capsys, monkeypatch) -> None:
     lines = capsys.readouterr().out.splitlines()
     for experiment in EXPERIMENTS.values():
         at = next(i for i, line in enumerate(lines) if line.startswith(f"{experiment.name} "))
-        assert lines[at].endswith(experiment.status)
-        assert lines[at + 1].strip().startswith(experiment.figure)
-        assert lines[at + 1].endswith(experiment.about)
+        end = next(i for i in range(at, len(lines)) if lines[i].endswith(experiment.about))
+        shown = " ".join(line.strip() for line in lines[at:end])
+        assert shown.removeprefix(experiment.name).strip() == experiment.outcome
+        assert lines[end].strip().startswith(experiment.figure)
+        assert all(len(line) <= 80 for line in lines[at:end])
         assert experiment.paper in lines[:at]
-    assert len(lines) < 2.5 * len(EXPERIMENTS)
+    assert len(lines) < 3.5 * len(EXPERIMENTS)
+
+
+def test_experiments_have_a_status_or_a_reason_why_they_are_not_resolved() -> None:
+    assert all(bool(e.status) != bool(e.unresolved) for e in EXPERIMENTS.values())
+
+
+@pytest.mark.parametrize(
+    ("scale", "reason", "verdict"),
+    [
+        ("smoke", "", "Smoke run: no verdict."),
+        ("smoke", "one seed was run", "Smoke run: no verdict."),
+        ("laptop", "", "Holds."),
+        ("laptop", "one seed was run", "Not resolved at this size: one seed was run."),
+        ("paper", "one seed was run", "Holds."),
+    ],
+)
+def test_verdicts_are_only_given_where_a_run_can_carry_them(
+    scale: str, reason: str, verdict: str, tmp_path: Path
+) -> None:
+    experiment = Experiment("some", "", "", "", lambda context: Report("some", verdict="Holds."), "holds", reason)
+    report = experiment.report(Context(tmp_path, scale))
+    assert report.verdict == verdict
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -58,12 +84,14 @@ def test_every_experiment_runs_at_smoke_scale(name: str, capsys, tmp_path: Path)
     folder = tmp_path / f"{name}-smoke"
     report = load(folder)
     assert report.claim
-    assert report.verdict
+    assert report.verdict == "Smoke run: no verdict."
     assert report.tables
     assert all((folder / figure["file"]).stat().st_size > 5000 for figure in report.figures)
     said = capsys.readouterr().out
-    assert "Verdict." in said
+    assert "Smoke run: no verdict." in said
     assert "report.html" in said
+    for words in (said, (folder / "report.html").read_text(), (folder / "report.json").read_text()):
+        assert not re.search(r"\b(Holds|Does not hold|Not resolved)\b", words)
 
 
 def test_compare_leaves_a_whole_report(finished: Path) -> None:
@@ -124,6 +152,7 @@ def test_columns_of_words_are_wrapped_and_columns_of_numbers_are_not(tmp_path: P
 def test_verdicts_have_their_colours(tmp_path: Path) -> None:
     kinds = {"Holds on most": "verdict", "Holds in part. So": "verdict part", "Does not hold here": "verdict not"}
     kinds["Does not hold in 1 of 3 parts"] = "verdict part"
+    kinds |= {"Not resolved at this size: one": "verdict open", "Smoke run: no verdict.": "verdict open"}
     for words, kind in kinds.items():
         assert f'<p class="{kind}"><b>Verdict.</b> {words}' in render([(Report("some", verdict=words), tmp_path)])
 
@@ -232,7 +261,7 @@ def test_a_full_disk_loses_nothing(code: int, words: str, capsys, tmp_path: Path
 def test_a_second_run_into_a_folder_is_refused(finished: Path, capsys) -> None:
     before = (finished / "report.json").read_bytes()
     assert "pass --resume" in refused(capsys, [*SMALL, "--out", str(finished.parent)])
-    assert "was begun with seeds=2, not 1" in refused(
+    assert "was started with seeds=2, not 1" in refused(
         capsys, [*SMALL, "--seeds", "1", "--out", str(finished.parent), "--resume"]
     )
     assert (finished / "report.json").read_bytes() == before
@@ -270,12 +299,12 @@ def test_data_that_changed_is_not_mixed_with_what_was_measured(tmp_path: Path, c
     assert main(arguments) == 0
     assert "own [1].npz: 48 training and 12 test examples" in capsys.readouterr().out
     np.savez(own, x=generator.normal(size=(60, 3)), y=generator.integers(0, 2, 60))
-    assert "was begun with data fingerprint=" in refused(capsys, [*arguments, "--resume"])
+    assert "was started with data fingerprint=" in refused(capsys, [*arguments, "--resume"])
 
 
 def test_devices_that_are_not_there(capsys, tmp_path: Path) -> None:
     for name in ("nonsense", "meta"):
-        assert f"--device {name} is not to be had" in refused(
+        assert f"--device {name} is not available" in refused(
             capsys, ["compare", *QUICK, "--device", name, "--out", str(tmp_path)]
         )
     assert not any(tmp_path.iterdir())

@@ -161,7 +161,7 @@ def test_own_files_that_cannot_be_understood_say_why(tmp_path: Path) -> None:
         datasets.load(str(tmp_path / "cut.npz"))
     texts = {
         "text.csv": ("a,label\n1,0\ncat,1\n", r"text.csv, line 3, column a: 'cat' is no number; encode"),
-        "ragged.csv": ("1,0\n1,2,3\n", "line 2: 3 columns where the first line has 2"),
+        "ragged.csv": ("1,0\n1,2,3\n", "line 2: 3 columns, but the first line has 2"),
         "empty.csv": ("", "needs at least one column"),
     }
     for name, (text, message) in texts.items():

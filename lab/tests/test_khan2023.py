@@ -1,4 +1,4 @@
-"""The experiments of paper 002 in small: reports, caches, and what is measured."""
+"""The experiments of Khan and Rue 2023 in small: reports, caches, and what is measured."""
 
 from __future__ import annotations
 

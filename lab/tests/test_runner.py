@@ -71,7 +71,10 @@ def test_a_folder_belongs_to_one_run(tmp_path: Path) -> None:
             pass
     with runner.run_folder(path, {"seeds": 3}, True):
         pass
-    with pytest.raises(ValueError, match="was begun with seeds=3, not 4"), runner.run_folder(path, {"seeds": 4}, True):
+    with (
+        pytest.raises(ValueError, match="was started with seeds=3, not 4"),
+        runner.run_folder(path, {"seeds": 4}, True),
+    ):
         pass
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("")
@@ -139,7 +142,7 @@ def test_search_uses_the_same_budget_for_all_and_never_the_test_data(digits: Dat
         results = compare(context, data, ["sgd", "adabayes"], base, search)
         chosen[name] = {method: (finals.lr, finals.tried) for method, finals in results.items()}
         budget = "2 learning rates each, 1 epoch of 100 training examples at a constant rate"
-        assert said[0] == f"search on mlp: {budget}, judged by validation NLL"
+        assert said[0] == f"search on mlp: {budget}, chosen by validation NLL"
         for finals in results.values():
             assert len(finals.histories) == 2
             assert finals.lr == min(finals.tried, key=finals.tried.__getitem__)
@@ -233,7 +236,7 @@ def test_a_run_killed_at_its_very_beginning_can_be_resumed(tmp_path: Path) -> No
 @pytest.mark.parametrize("large", [False, True])
 def test_networks_have_their_shapes_and_depend_on_the_seed_alone(large: bool, digits: Dataset) -> None:
     images = replace(digits, train_x=torch.zeros(2, 3, 32, 32), name="images", classes=10)
-    expected = {"resnet": 21_282_122, "densenet": 6_956_298} if large else {}  # the CIFAR networks of paper 001
+    expected = {"resnet": 21_282_122, "densenet": 6_956_298} if large else {}  # the CIFAR networks of Aitchison 2020
     for name in ("mlp", "cnn", "resnet", "densenet"):
         model = networks.build(name, images, 0, large)
         if name in expected:

@@ -1,4 +1,4 @@
-"""The experiments of paper 003 in small: reports, caches, and what is measured."""
+"""The experiments of Smith et al. 2018 in small: reports, caches, and what is measured."""
 
 from __future__ import annotations
 

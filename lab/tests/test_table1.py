@@ -1,4 +1,4 @@
-"""Paper 002's Table 1: each algorithm out of the engine is the algorithm."""
+"""Table 1 of Khan and Rue 2023: each algorithm out of the engine is the algorithm."""
 
 from __future__ import annotations
 

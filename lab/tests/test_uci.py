@@ -69,7 +69,7 @@ def test_files_that_do_not_fit_are_refused(files: Path) -> None:
     with pytest.raises(ValueError, match="no split"):
         read("yacht", 0, root)
     (files / "index_features.txt").write_text("0\n5\n")
-    with pytest.raises(ValueError, match=r"columns that data\.txt has not"):
+    with pytest.raises(ValueError, match=r"columns that data\.txt does not have"):
         read("yacht", 0, root)
     (files / "data.txt").write_text("1 2 3\n4 x 6\n")
     with pytest.raises(ValueError, match="no table of numbers"):

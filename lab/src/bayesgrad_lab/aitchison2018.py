@@ -1,4 +1,4 @@
-"""The experiments of paper 000, filtering: where the filter is Adam, what Kronecker factors tend to, convergence."""
+"""Experiments of Aitchison 2018: where the filter is Adam, and the limits of its Kronecker factors."""
 
 from __future__ import annotations
 
@@ -173,26 +173,25 @@ def momentum(context: Context) -> Report:
     narrow = shares[0] < 0.5
     report = Report(
         "aitchison2018-momentum: where the filter is Adam, RMSProp, or neither",
-        claim="Filtering weights with a momentum gives Adam: in its steady state S_wp = eta_p/rms (000, Eq. 21), where "
-        "data are strong and the direct term S_ww is dropped. Without momentum it is RMSProp. Target here: a map of "
-        "where a step agrees within 10 % with either, over 90 % of it by the momentum (Adam) or directly (RMSProp).",
+        claim="Filtering weights with a momentum gives Adam: in its steady state S_wp = eta_p/rms (Aitchison 2018, Eq. "
+        "21), where data are strong and the direct term S_ww is dropped. Without momentum it is RMSProp. Target here: "
+        "a map of where a step agrees within 10 % with either, over 90 % of it by the momentum (Adam) or directly "
+        "(RMSProp).",
         verdict=f"Holds on {'a part of the map only' if narrow else 'most of the map'}: of the map (eta rms from 1e-3 "
         f"to 100, eta_p from 1e-4 to 0.5, logarithmic) the filter is Adam on {100 * shares[0]:.0f} %, RMSProp on "
-        f"{100 * shares[1]:.0f} %, and neither on {100 * shares[2]:.0f} %. At the usual eta_p = 0.1 it is "
-        f"nowhere Adam by that measure: S_wp reaches at best {best[0.1]:.2f} of Eq. 21 "
-        f"({best[0.01]:.2f} at 0.01, {best[1e-3]:.2f} at 1e-3). The closed form that replaces Eq. 21 is within "
-        f"{100 * worst:.1f} % of the exact "
-        "steady state where eta_p <= 0.01 and a step removes less than 3 % of the variance. On drawn gradients of one "
-        f"size the optimizer's step and the momentum's share of it are the theory's at {sum(held)} of {len(held)} "
-        "points "
-        "(1 % and four standard errors; 0.02); on Gaussian ones steps are smaller, by "
-        f"{100 * min(smaller):.0f} to {100 * max(smaller):.0f} %, since a large gradient is also much information. The "
-        f"weights of a perceptron trained at lr 1e-3 lie at eta rms {middle:.1g} (median; {low:.1g} to {high:.1g} are "
-        f"90 %), where with eta_p = 0.1 the momentum carries {100 * parts[1]:.2g} % of the displacement "
-        f"({100 * parts[0]:.1g} to {100 * parts[2]:.2g} %): there the filter is RMSProp.",
+        f"{100 * shares[1]:.0f} %, and neither on {100 * shares[2]:.0f} %. At the usual eta_p = 0.1 it is Adam nowhere "
+        f"on the map: S_wp reaches at best {best[0.1]:.2f} of Eq. 21 ({best[0.01]:.2f} at 0.01, {best[1e-3]:.2f} at "
+        f"1e-3). The closed form that replaces Eq. 21 is within {100 * worst:.1f} % of the exact steady state where "
+        "eta_p <= 0.01 and a step removes less than 3 % of the variance. On drawn gradients of one size the "
+        f"optimizer's step and the momentum's share of it are the theory's at {sum(held)} of {len(held)} points (1 % "
+        f"and four standard errors; 0.02); on Gaussian ones steps are smaller, by {100 * min(smaller):.0f} to "
+        f"{100 * max(smaller):.0f} %, since a large gradient also carries much information. The weights of a "
+        f"perceptron trained at lr 1e-3 lie at eta rms {middle:.1g} (median; {low:.1g} to {high:.1g} are 90 %), where "
+        f"with eta_p = 0.1 the momentum carries {100 * parts[1]:.2g} % of the displacement ({100 * parts[0]:.1g} to "
+        f"{100 * parts[2]:.2g} %): there the filter is RMSProp.",
     )
     if (where[int((eta_p[:, 0] - 0.1).abs().argmin())] == 0).any():
-        report.verdict = report.verdict.replace("it is nowhere Adam by that measure: ", "")
+        report.verdict = report.verdict.replace("it is Adam nowhere on the map: ", "")
     report.add_table(
         f"KalmanMomentum on drawn gradients, {weights} weights for each of {context.seeds} seeds",
         [
@@ -222,7 +221,7 @@ def momentum(context: Context) -> Report:
             ]
         )
     report.add_table(
-        "By eta_p: the exact S_wp over Eq. 21 at its best, and where the filter is which",
+        "By eta_p: the exact S_wp over Eq. 21 at its best, and the regions of both rules",
         ["eta_p", "S_wp/Eq. 21", "at eta rms", "Adam at eta rms", "RMSProp at eta rms"],
         table,
     )
@@ -243,13 +242,13 @@ def momentum(context: Context) -> Report:
     )
     report.add_figure(
         "map.png",
-        "Left: what the filter is, with the points of the first table (the displacement that was "
+        "Left: regions of the map, with the points of the first table (the displacement that was "
         "measured beside each), and where the weights of a perceptron lie (bar: 5th, 50th and 95th percentile, eta_p "
         "= 0.1). Others: contours of three ratios.",
     )
     report.settings["protocol"] = (
         f"{across} x {across} points, the exact steady state by a Riccati solver; drawn gradients with mean "
-        f"{BIAS} rms, as many steps averaged as before for settling; perceptron on digits, {steps} steps"
+        f"{BIAS} rms, as many steps averaged as steps of burn-in; perceptron on digits, {steps} steps"
     )
     return report
 
@@ -342,10 +341,11 @@ def kronecker(context: Context) -> Report:
     first, last = min(ratios), times[-1]
     good = abs(ratios[first][0] - DRIFTS[first]) < 0.05 and np.mean(errors[last]) < 1.5 * TIMES.get(last, 1.0)
     report = Report(
-        "aitchison2018-kronecker: what the factors tend to",
+        "aitchison2018-kronecker: the limits of the factors",
         claim="With process noise the Kronecker-factored belief tends to eta Cx^-1/2 (x) Cd^-1/2, which whitens "
         "gradients as RMSProp and Adam do; without it, to (1/t) Cx^-1 (x) Cd^-1, a natural gradient with 1/t rates "
-        "(000, section 2.1.3). Targets, from a simulation with other moments: trace ratios to the first formula of "
+        "(Aitchison 2018, section 2.1.3). Targets, from a simulation with other moments: trace ratios to the first "
+        "formula of "
         + ", ".join(f"{v:g}" for v in DRIFTS.values())
         + " at eta sqrt(tr Cx tr Cd) = "
         + ", ".join(f"{v:g}" for v in DRIFTS)
@@ -406,8 +406,7 @@ def kronecker(context: Context) -> Report:
     report.add_figure("static.png", "The relative error of Σ t, of single runs, without process noise.")
     report.settings["protocol"] = (
         f"{SIDES[0]} inputs, {SIDES[1]} errors, both Gaussian and independent, eigenvalues of their moments from 0.3 "
-        "to "
-        f"3; {chains} chains for each seed; {length}/eta steps before averaging and as many averaged; the exact "
+        f"to 3; {chains} chains for each seed; {length}/eta steps before averaging and as many averaged; the exact "
         "projection of KroneckerFilter, one example at a time, traces measured in every step"
     )
     return report

@@ -1,4 +1,4 @@
-"""Paper 000, section 2.2.3: Reddi et al.'s counter-examples, on which Adam goes to the wrong end."""
+"""Aitchison 2018, section 2.2.3: Reddi et al.'s counter-examples, on which Adam goes to the wrong end."""
 
 from __future__ import annotations
 
@@ -137,9 +137,8 @@ def convergence(context: Context) -> Report:
         "aitchison2018-convergence: counter-examples to Adam",
         claim="RMSProp and Adam may fail to converge where squared gradients are averaged over too short a time; the "
         "filter couples that time to the learning rate, and as eta -> 0 becomes SGD with rates 1/t, which converges "
-        "for convex functions (000, section 2.2.3, after Reddi et al., 2018). Target: Adam ends at +1, the wrong end "
-        "of "
-        "[-1, 1], and the filter at eta = 0 or with falling eta at -1.",
+        "for convex functions (Aitchison 2018, section 2.2.3, after Reddi et al., 2018). Target: Adam ends at +1, the "
+        "wrong end of [-1, 1], and the filter at eta = 0 or with falling eta at -1.",
     )
 
     def found(problem: Problem, way: Way, lr: float, steps: int) -> dict[str, Tensor]:
@@ -150,7 +149,7 @@ def convergence(context: Context) -> Report:
     for problem in PROBLEMS:
         panel = {w.title: [found(problem, w, lr, steps)["end"].mean(1).tolist() for lr in rates] for w in WAYS}
         report.add_table(
-            f"{problem.title}: where x ends after {steps:,} steps, by lr or eta (the best place is -1)",
+            f"{problem.title}: where x ends after {steps:,} steps, by lr or eta (the optimum is -1)",
             ["", *(f"{rate:g}" for rate in rates)],
             [[title, *map(_cell, ends)] for title, ends in panel.items()],
         )
@@ -194,16 +193,16 @@ def convergence(context: Context) -> Report:
             words[-1] += f", whose memory 1/(2 eta rms) is {memory:.1f} steps and less, for large ones every {gap:.1f}"
     report.verdict = (
         f"{'Holds' if all(map(all, held)) else 'Holds in part' if any(map(any, held)) else 'Does not hold'}. "
-        f"{'. '.join(words)}. Coupling memory to the learning rate thus helps only where eta is small or falls; at "
-        "eta = 0 steps are 1/t, and the way to the end is logarithmic in their number."
+        f"{'. '.join(words)}. Coupling memory to the learning rate helps only where eta is small or falls; at eta = 0 "
+        "steps are 1/t, and the distance covered is logarithmic in their number."
     )
     figures.lines(context.folder / "rates.png", panels, "learning rate, or η")
     report.add_figure(
-        "rates.png", "Where x ends (mean over the last tenth of the steps), by learning rate; -1 is right, +1 wrong."
+        "rates.png", "Final x (mean over the last tenth of the steps), by learning rate; -1 is the optimum."
     )
     figures.curves(context.folder / "paths.png", paths, f"steps / {max(1, longer // 200)}")
     report.add_figure(
-        "paths.png", "The way of x, mean over chains and standard error over seeds, where lr or eta falls or is 0."
+        "paths.png", "Path of x, mean over chains and standard error over seeds, where lr or eta falls or is 0."
     )
     report.settings["protocol"] = (
         f"{steps:,} steps from 0 ({longer:,} where rates fall), {chains} chains for each seed (all alike where "

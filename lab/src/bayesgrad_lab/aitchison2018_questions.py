@@ -1,4 +1,4 @@
-"""Paper 000, section 2.2: each suggestion against its plain counterpart, and Kronecker whitening among its peers."""
+"""Aitchison 2018, section 2.2: each suggestion against its plain counterpart, and Kronecker whitening."""
 
 from __future__ import annotations
 
@@ -60,14 +60,13 @@ def judged(new: Finals, plain: Finals, score: str) -> str:
 
 
 def open_questions(context: Context) -> Report:
-    """What the suggestions are worth, on small tasks."""
+    """Scores of the suggestions on small tasks."""
     report = Report(
         "aitchison2018-open-questions: the suggestions of section 2.2",
         claim="Filtering suggests: centred or sampled evidence in place of raw squares (2.2.8), the direct term beside "
         "momentum (2.2.7), weight decay before the gradient is taken (2.2.4), gradients at weights drawn from the "
-        "belief "
-        "(2.2.2), a correction for repeated data (2.2.9), and whitening by Kronecker factors (2.1.3). The paper leaves "
-        "all of them to future work and claims no numbers.",
+        "belief (2.2.2), a correction for repeated data (2.2.9), and whitening by Kronecker factors (2.1.3). The paper "
+        "leaves all of them to future work and claims no numbers.",
     )
     answers: dict[str, list[str]] = {q.new: [] for q in QUESTIONS}
     words: list[str] = []
@@ -111,18 +110,16 @@ def open_questions(context: Context) -> Report:
         )
         report.settings[f"protocol of {task.title}"] = (
             f"{len(task.data.train_x):,} training examples, {task.epochs} epochs, batches of {task.batch}, cosine "
-            f"schedule to zero, {tries} learning rates for each method, judged by validation NLL on 20 % of them with "
-            "a "
-            f"seed of its own, then {context.seeds} seeds on all of them; {len(task.data.test_x):,} test "
-            "examples, read once"
+            f"schedule to zero, {tries} learning rates for each method, chosen by validation NLL on 20 % of them with "
+            f"a separate seed, then {context.seeds} seeds on all of them; {len(task.data.test_x):,} test examples, "
+            "evaluated once"
         )
     if shown:
         figures.dots(context.folder / "suggestions.png", shown)
         report.add_figure(
             "suggestions.png",
             "Test NLL of each suggestion less that of its plain counterpart: mean and standard error over paired "
-            "seeds; "
-            "below zero is better.",
+            "seeds; below zero is better.",
         )
     repeated = _repeated(report, context)
     lines = [f"{q.section}, {q.words}: {'; '.join(answers[q.new])}." for q in QUESTIONS if answers[q.new]]
@@ -131,9 +128,8 @@ def open_questions(context: Context) -> Report:
     count = sum(map(len, answers.values()))
     report.verdict = (
         f"Holds in {better} of {count} comparisons: in test NLL the suggestions are better in {better}, worse in "
-        f"{worse} and not "
-        f"different in {count - better - worse} (95 % of Student's t over paired seeds, not corrected for their "
-        "number). " + " ".join(lines) + f" {repeated} Kronecker whitening: {' '.join(words)}"
+        f"{worse} and not different in {count - better - worse} (95 % of Student's t over paired seeds, not corrected "
+        "for their number). " + " ".join(lines) + f" {repeated} Kronecker whitening: {' '.join(words)}"
     )
     if not better:
         report.verdict = report.verdict.replace(f"Holds in {better} of {count} comparisons:", "Does not hold here:", 1)
@@ -199,8 +195,8 @@ def _whitening(report: Report, context: Context, task: Task, results: dict[str, 
             "test NLL",
             "CPU s",
             f"training loss after {budget:.1f} CPU s",
-            "KroneckerFilterFP's training loss beside it",
-            "KroneckerFilterFP's test NLL beside it",
+            "KroneckerFilterFP's training loss compared with it",
+            "KroneckerFilterFP's test NLL compared with it",
         ],
         rows,
     )
@@ -220,21 +216,20 @@ def _whitening(report: Report, context: Context, task: Task, results: dict[str, 
         },
         "CPU seconds",
     )
-    report.add_figure(name, f"{task.title}: the same by processor time, on a machine with other work.")
+    report.add_figure(name, f"{task.title}: the same by processor time, on a machine with other processes.")
     others = [k for k in results if k != "kroneckerfp"]
     by_step = {k: judged(own, results[k], "loss") for k in others}
     by_test = {k: judged(own, results[k], "nll") for k in others}
 
-    def told(found: dict[str, str]) -> str:
+    def listed(found: dict[str, str]) -> str:
         kinds = dict.fromkeys(found.values())
         return ", ".join(f"{v} than/to {', '.join(VARIANTS[k].title for k in found if found[k] == v)}" for v in kinds)
 
     first, rival = own.at(budget), results["adamw"].at(budget)
     return (
         (
-            f"{task.title}: KroneckerFilterFP's training loss per step is {told(by_step)}; its test NLL "
-            f"{told(by_test)}; per second "
-            f"its loss is {_cell(first)} when AdamW's run is over at {_cell(rival)}."
+            f"{task.title}: KroneckerFilterFP's training loss per step is {listed(by_step)}; its test NLL "
+            f"{listed(by_test)}; its loss is {_cell(first)} when AdamW's run ends at {_cell(rival)}."
         )
         .replace("no difference than/to", "not different from")
         .replace("than/to", "than")
@@ -259,7 +254,7 @@ def _repeated(report: Report, context: Context) -> str:
             rows.append([VARIANTS[kind].title, str(epoch), *(_cell(v) for v in values)])
             ends[kind, epoch] = values
     report.add_table(
-        f"Repeated data, {task.title}, lr {lr:g} and constant: how the belief stands to data",
+        f"Repeated data, {task.title}, lr {lr:g} and constant: the belief compared with the data",
         ["method", "epoch", "copies of the data counted", "surprise of seen data", "surprise of unseen data"],
         rows,
     )
@@ -268,16 +263,15 @@ def _repeated(report: Report, context: Context) -> str:
     report.add_figure(
         "repeated.png",
         "Left: precision that was added to the belief, over the information of the data set at the present weights. "
-        "Others: "
-        "squared gradients of batches, over what they would be if labels were drawn from the model.",
+        "Others: squared gradients of batches, over what they would be if labels were drawn from the model.",
     )
     first, last = ends["adabayes", 1], ends["adabayes", task.epochs]
     corrected = ends["revisiting", task.epochs]
     return (
-        f"Repeated data: after one epoch AdaBayes' belief holds {first[0][0]:.2f} times the information of the data, "
-        f"after {task.epochs} epochs {last[0][0]:.2f} times ({corrected[0][0]:.2f} with 1/k); the squared gradients of "
-        f"seen data are then {last[1][0]:.2f} and those of unseen data {last[2][0]:.2f} times what the model expects, "
-        f"after {first[1][0]:.2f} and {first[2][0]:.2f} in the first."
+        f"Repeated data: after one epoch the precision that AdaBayes accumulated is {first[0][0]:.2f} times the "
+        f"information of the data, after {task.epochs} epochs {last[0][0]:.2f} times ({corrected[0][0]:.2f} with 1/k); "
+        f"the squared gradients of seen data are then {last[1][0]:.2f} and those of unseen data {last[2][0]:.2f} times "
+        f"what the model expects, after {first[1][0]:.2f} and {first[2][0]:.2f} in the first."
     )
 
 

@@ -1,4 +1,4 @@
-"""Training runs of paper 000: suggestions beside plain counterparts, one schedule, lr chosen by validation loss."""
+"""Training runs for Aitchison 2018: one schedule, lr chosen by validation loss."""
 
 from __future__ import annotations
 

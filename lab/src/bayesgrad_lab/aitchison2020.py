@@ -1,4 +1,4 @@
-"""The experiments of paper 001: how Bayesian filtering unifies adaptive and non-adaptive optimization."""
+"""The experiments of Aitchison 2020: how Bayesian filtering unifies adaptive and non-adaptive optimization."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ def fig1(context: Context) -> Report:
     report = Report(
         "aitchison2020-fig1: the optimum of a weight drifts",
         claim="While the other weights move, the optimum of one weight is a drifting target, which a Kalman filter can "
-        "track (001, Fig. 1 and Eq. 6-18). The paper's figure is a schematic; what is checked here is that the "
+        "track (Aitchison 2020, Fig. 1 and Eq. 6-18). The paper's figure is a schematic; this run checks that the "
         "filter's intervals cover the optimum at their nominal rate where the paper's model is true.",
-        verdict=f"{'Holds' if holds else 'Does not hold'} for the filter that knows the curvature: 95 % intervals "
+        verdict=f"{'Holds' if holds else 'Does not hold'} for the filter with known curvature: 95 % intervals "
         f"cover {100 * exact[2][0]:.1f} %. With squared gradients in its place, as in AdaBayes, they cover "
         f"{100 * squared[2][0]:.1f} %. With Eq. 15 as printed, not divided by the curvature, they are too wide.",
     )
@@ -169,7 +169,7 @@ def fig3(context: Context) -> Report:
     report = Report(
         "aitchison2020-fig3: the learning rate against its fixed point",
         claim="AdaBayes' learning rate sigma_post^2 lies on the fixed-point curve of Eq. 21, between Adam's rate for "
-        "strong gradients and SGD's for weak ones (001, Fig. 3).",
+        "strong gradients and SGD's for weak ones (Aitchison 2020, Fig. 3).",
         verdict=f"{'Holds' if holds else 'Does not hold'}: the median of measured over predicted is {median:.3f} "
         f"(target: within 10 % of 1), and {100 * within:.1f} % of the weights are within a factor of 1.5 "
         "(target: 90 %).",
@@ -193,10 +193,10 @@ def table1(context: Context) -> Report:
     }[context.scale]
     large = context.scale == "paper"
     report = Report(
-        "aitchison2020-table1: AdaBayes among its peers",
+        "aitchison2020-table1: AdaBayes and other optimizers",
         claim="The best adaptive method is always AdaBayes or AdaBayes-FP, though SGD is often better than all "
-        "adaptive methods; AdaBayes(-FP) improves more rapidly than SGD and Adam at first (001, Table 1, Fig. 4). The "
-        "paper itself concludes no more than that they are comparable to other adaptive methods.",
+        "adaptive methods; AdaBayes(-FP) improves more rapidly than SGD and Adam at first (Aitchison 2020, Table 1, "
+        "Fig. 4). The paper itself concludes only that they are comparable to other adaptive methods.",
     )
     wins: list[tuple[bool, str]] = []
     starts: list[str] = []
@@ -227,7 +227,7 @@ def table1(context: Context) -> Report:
             report.add_figure(
                 file,
                 f"{title}: curves, mean and standard error over seeds. Test points and the "
-                "lowest values of an epoch, which the paper reports, look at 2000 test examples.",
+                "lowest values of an epoch, which the paper reports, are computed on 2000 test examples.",
             )
             wins += [_best_adaptive(title, results, score) for score in ("error", "nll")]
             early = {m: np.mean([h.rows[0]["error"] for h in f.histories]) for m, f in results.items()}

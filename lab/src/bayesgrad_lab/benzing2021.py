@@ -1,4 +1,4 @@
-"""The experiments of paper 004: KFAC, exact subsampled natural gradients, and FOOF."""
+"""The experiments of Benzing 2021: KFAC, exact subsampled natural gradients, and FOOF."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from bayesgrad_lab.study import Context, mean_and_error
 
 T = 100  # steps between inversions in the amortised versions that are timed
 PROTOCOL = (
-    "hyper-parameters chosen by the training loss (the paper's criterion, and what its claims are about) of runs of "
-    "{search} steps with a seed of their own, the best of them confirmed by two more seeds, from {grids}; finals of "
+    "hyper-parameters chosen by the training loss (the paper's criterion) of runs of "
+    "{search} steps with a separate seed, the best of them confirmed by two more seeds, from {grids}; final runs of "
     "{steps} steps with batches of {batch}, at a constant lr and damping; the loss is over all {examples:,} training "
-    "images, the test error was read once at the end"
+    "images, the test error was evaluated once at the end"
 )
 
 
@@ -117,7 +117,8 @@ class Comparison:
         if not logs:
             return words
         ratio = math.exp(sum(logs) / len(logs))
-        return f"{words}, which counts as a failure; elsewhere {above}'s training loss is {ratio:.3g} times {below}'s"
+        return f"{words} (counted as an infinite loss); for the other seeds {above}'s training loss is {ratio:.3g} "
+        f"times {below}'s"
 
 
 def _verdict(comparisons: Sequence[Comparison], held: Sequence[bool], *more: str) -> str:
@@ -137,7 +138,7 @@ def fig1(context: Context) -> Report:
         "benzing2021-fig1: KFAC against exact natural gradients",
         claim="Exact natural gradients of a subsampled Fisher cost less than double the time of SGD when the Fisher "
         "is refreshed every 100 steps, and KFAC, which approximates them, reaches a training loss that is about ten "
-        "times lower (004, Fig. 1).",
+        "times lower (Benzing 2021, Fig. 1).",
     )
     rules = [size.rule(kind) for kind in ("sgd", "adam", "kfac", "ng")]
     panels, comparisons = {}, []
@@ -155,7 +156,7 @@ def fig1(context: Context) -> Report:
     report.verdict = _verdict(
         comparisons,
         [cheap, *lower],
-        f"The factor of about ten {'is' if tenfold else 'is not'} seen here (5 at least)",
+        f"The claimed factor of about ten {'is' if tenfold else 'is not'} reached (target: at least 5)",
         f"A step with a Fisher refreshed every {T} steps takes {ratios[f'NG (T={T})']:.2f} times SGD's time (claim: "
         f"less than 2), one with a new Fisher {ratios['NG (T=1)']:.2f} times",
     )
@@ -166,7 +167,8 @@ def fig1(context: Context) -> Report:
 def _fisher_words(size: Size, *kinds: str) -> str:
     own = {
         "ng": f"refreshed every {size.refresh} steps",
-        "kfac": "taken at every step, averaged with decay 0.95, inverted ever less often, at last every 100 steps",
+        "kfac": "taken at every step, averaged with decay 0.95, inverted less and less often, in the end every 100 "
+        "steps",
     }
     words = f"of {size.fisher[0]} images independent of the gradient's, one sampled label each; "
     return words + "; ".join(f"{TITLES[kind]}'s is {own[kind]}" for kind in kinds)
@@ -195,9 +197,9 @@ def _ratios(context: Context, size: Size, task: Task, kinds: Sequence[str]) -> d
 
 def _time_table(context: Context, report: Report, file: str, ratios: Mapping[str, float]) -> None:
     rows = [[name, f"{ratio:.2f}"] for name, ratio in ratios.items()]
-    report.add_table("Time of a step over SGD's, medians of steps taken in turns", ["method", "time / SGD's"], rows)
+    report.add_table("Time of a step over SGD's, medians of steps measured in turns", ["method", "time / SGD's"], rows)
     figures.bars(context.folder / file, ratios, "time of a step / SGD's")
-    report.add_figure(file, "Time of a step over SGD's; T is how many steps share one inversion (or one Fisher).")
+    report.add_figure(file, "Time of a step over SGD's; one inversion (or one Fisher) is used for T steps.")
 
 
 def fig2(context: Context) -> Report:
@@ -207,7 +209,7 @@ def fig2(context: Context) -> Report:
         "benzing2021-fig2: it is not the amount of data in the Fisher",
         claim="KFAC's advantage over exact natural gradients is not due to using more data for the Fisher: it persists "
         "(A) when both see the same single batch, (B) when natural gradients see up to ten times more, and (C) when "
-        "both see all of 1000 training images (004, Fig. 2 and 6).",
+        "both see all of 1000 training images (Benzing 2021, Fig. 2 and 6).",
     )
     one, *more = size.fisher
     single = size.rule("kfac", "KFAC of one batch", "fig2", refresh=size.refresh, ema=0.0, update_every=size.refresh)
@@ -235,8 +237,8 @@ def fig2(context: Context) -> Report:
     _curves(context, report, "fig2.png", panels)
     report.verdict = _verdict(comparisons, held)
     report.settings["Fisher"] = (
-        f"KFAC of one batch and NG from {one} images (or as many as said), KFAC's factors not averaged, both refreshed "
-        f"every {size.refresh} steps; where batches are full, of all images in every step"
+        f"KFAC of one batch and NG from {one} images (or the number in the title), KFAC's factors not averaged, both "
+        f"refreshed every {size.refresh} steps; with full batches, from all images in every step"
     )
     return report
 
@@ -248,7 +250,7 @@ def fig3(context: Context) -> Report:
         "benzing2021-fig3: it is not the block-diagonal structure",
         claim="KFAC's advantage over exact natural gradients is not due to a block-diagonal Fisher: it persists (A) in "
         "a network of one layer, and against layer-wise natural gradients (B) in mini-batches and (C) with all of 1000 "
-        "training images (004, Fig. 3 and 7).",
+        "training images (Benzing 2021, Fig. 3 and 7).",
     )
     panels, comparisons = {}, []
     blocks = size.rule("ng", "layer-wise NG", blocks="layer")
@@ -269,9 +271,7 @@ def fig3(context: Context) -> Report:
         _protocol(report, full, [size.whole("kfac"), size.whole("ng"), whole])
     _curves(context, report, "fig3.png", panels)
     report.verdict = _verdict(comparisons, [c.lower for c in comparisons])
-    report.settings["Fisher"] = (
-        _fisher_words(size, "ng", "kfac") + "; where batches are full, of all images in every step"
-    )
+    report.settings["Fisher"] = _fisher_words(size, "ng", "kfac") + "; with full batches, from all images in every step"
     return report
 
 
@@ -281,7 +281,7 @@ def fig4(context: Context) -> Report:
     report = Report(
         "benzing2021-fig4: damping makes KFAC similar to FOOF",
         claim="Damping raises KFAC's similarity to FOOF as well as its performance, and damping the factors makes it "
-        "more similar than damping their product (004, Fig. 4 and 8).",
+        "more similar than damping their product (Benzing 2021, Fig. 4 and 8).",
     )
     kfac, foof = size.rule("kfac", where="fig4"), size.rule("foof", where="fig4")
     product = size.rule("kfac", "KFAC, damped product", "product", exact_damping=True)
@@ -327,7 +327,7 @@ def fig4(context: Context) -> Report:
     report.add_figure(
         "fig4.png",
         "Cosine of KFAC's update to that of FOOF with KFAC's damping of inputs, and the training loss at each damping "
-        "with the best lr for it; mean and standard error over seeds.",
+        "with its best lr; mean and standard error over seeds.",
     )
     report.verdict = _verdict(comparisons, held, *words)
     report.settings["Fisher"] = _fisher_words(size, "kfac")
@@ -340,7 +340,7 @@ def fig5(context: Context) -> Report:
     report = Report(
         "benzing2021-fig5: FOOF against KFAC",
         claim="FOOF reaches a training loss as low as KFAC's or lower, and takes 1.5 times less time per update when "
-        "inversions are amortised (004, Fig. 5).",
+        "inversions are amortised (Benzing 2021, Fig. 5).",
     )
     rules = [size.rule(kind) for kind in ("sgd", "adam", "kfac", "foof")]
     panels, comparisons = {}, []
@@ -357,7 +357,7 @@ def fig5(context: Context) -> Report:
     report.verdict = _verdict(
         comparisons,
         [speed > 1.25, *(not c.higher for c in comparisons)],
-        f"A step of KFAC takes {speed:.2f} times that of FOOF when T={T} (claim: 1.5; 1.25 at least is asked for)",
+        f"A step of KFAC takes {speed:.2f} times that of FOOF when T={T} (claim: 1.5; target: at least 1.25)",
     )
     report.settings["Fisher"] = _fisher_words(size, "kfac")
     return report
@@ -369,7 +369,7 @@ def fig9(context: Context) -> Report:
     report = Report(
         "benzing2021-fig9: one batch or two for Fisher and gradient",
         claim="Natural gradients are better when Fisher and gradient are estimated on independent batches than on the "
-        "same one (004, appendix E.5, Fig. 9 and 10).",
+        "same one (Benzing 2021, appendix E.5, Fig. 9 and 10).",
     )
     base = size.rule("ng")
     apart = replace(base, title="independent batches", refresh=1, fisher=size.batch)
@@ -387,7 +387,7 @@ def fig9(context: Context) -> Report:
             pair = {title: some[damping] for title, some in found.items()}
             comparisons.append(Comparison(f"{name}, damping {damping:g}", same.title, apart.title, pair))
     figures.lines(context.folder / "fig9.png", panels, "damping")
-    report.add_figure("fig9.png", "Training loss at each damping with the best lr for it, mean and standard error.")
+    report.add_figure("fig9.png", "Training loss at each damping with its best lr, mean and standard error.")
     report.verdict = _verdict(comparisons, [c.lower for c in comparisons])
     report.settings["Fisher"] = f"of {size.batch} images with one sampled label each, refreshed in every step"
     return report
@@ -400,7 +400,7 @@ def conv(context: Context) -> Report:
         "benzing2021-conv: the same on a convolutional network",
         claim="In convolutional networks too, (1) natural gradients are efficiently computable, (2) they are "
         "significantly outperformed by KFAC, (3) KFAC's factor of the inputs is FOOF's, and (4) FOOF performs as well "
-        "as KFAC or better (004, section 4).",
+        "as KFAC or better (Benzing 2021, section 4).",
     )
     rules = [size.rule(kind, where="conv") for kind in ("sgd", "adam", "kfac", "ng", "foof")]
     panels, comparisons, held, words = {}, [], [], []
@@ -415,7 +415,7 @@ def conv(context: Context) -> Report:
         difference = _input_factors_differ(task)
         cost = ratios[f"NG (T={T})"]
         held += [cost < 2, comparisons[0].lower, difference < 1e-5, not comparisons[1].higher]
-        words.append(f"(1) a step of NG takes {cost:.2f} times SGD's time when T={T} (less than 2 is asked for)")
+        words.append(f"(1) a step of NG takes {cost:.2f} times SGD's time when T={T} (target: less than 2)")
         words.append(f"(3) the input factors of KFAC and FOOF differ by {difference:.1g} of their norm")
     _curves(context, report, "conv.png", panels)
     report.verdict = _verdict(comparisons, held, *words)

@@ -1,4 +1,4 @@
-"""Appendix C of paper 004: does Laplace's method need more of Kronecker factors than that of the inputs?"""
+"""Appendix C of Benzing 2021: does Laplace's method need more of Kronecker factors than that of the inputs?"""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def input_factor(context: Context) -> Report:
         "benzing2021-laplace: the input factor alone",
         claim="A Kronecker-factored Laplace posterior may work because perturbations that it allows are orthogonal to "
         "the inputs of layers, not because it is close to the curvature: keep only the first factor, A A', with the "
-        "identity for the second, and the method should perform equally well or better (004, appendix C). Target here: "
-        "where prior precision and scale are chosen by held-out images (as Ritter et al., 2018, did), NLL and ECE are "
-        "not higher, and AUROC is not lower, than with both factors, by more than two standard errors of paired "
-        "differences.",
+        "identity for the second, and the method should perform equally well or better (Benzing 2021, appendix C). "
+        "Target here: where prior precision and scale are chosen by held-out images (as Ritter et al., 2018, did), NLL "
+        "and ECE are not higher, and AUROC is not lower, than with both factors, by more than two standard errors of "
+        "paired differences.",
     )
     task = task_of(context)
     here = peer_package() is not None
@@ -64,7 +64,7 @@ def input_factor(context: Context) -> Report:
             words.append(sentence)
             holds += [fine] if tuned == "held out" else []
     words.append(_regressions(found))
-    peer = "" if here else " laplace-torch was not at hand and is left out."
+    peer = "" if here else " laplace-torch was not installed and is left out."
     report.verdict = f"{outcome(holds)} here. {' '.join(words)}{peer}"
     report.settings["protocol"] = protocol(context, task)
     report.settings["protocol of the regressions"] = uci_regression.protocol(context, ("map",))

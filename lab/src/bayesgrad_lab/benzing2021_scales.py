@@ -1,4 +1,4 @@
-"""What a scale means in the experiments of paper 004: data, networks, steps, and the grids of the searches."""
+"""What a scale means in the experiments of Benzing 2021: data, networks, steps, and the grids of the searches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training runs of paper 004: constant learning rate and damping, chosen by the training loss of short runs."""
+"""Training runs of Benzing 2021: constant learning rate and damping, chosen by the training loss of short runs."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"bayesgrad: {_words(error)}", file=sys.stderr)
     except KeyboardInterrupt:
-        again = "; the same command with --resume goes on from here" if "resume" in arguments else ""
+        again = "; the same command with --resume continues from here" if "resume" in arguments else ""
         print(f"\nbayesgrad: interrupted{again}.", file=sys.stderr)
         return 130
     return 2
@@ -44,7 +44,9 @@ def _words(error: Exception) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="bayesgrad", description="Learning rules as belief updates, measured.")
+    parser = argparse.ArgumentParser(
+        prog="bayesgrad", description="Experiments with learning rules that update beliefs."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     listing = commands.add_parser("list", help="the experiments: paper, figure, status")
@@ -61,10 +63,12 @@ def _parser() -> argparse.ArgumentParser:
         "--data", default="digits", help="a data set's name, or FILE.npz, or FILE.csv (default: digits)"
     )
     compare.add_argument("--model", help="mlp, cnn, resnet, densenet or gpt (default: one that fits the data)")
-    compare.add_argument("--optimizers", default="sgd,adamw,adabound,adabayes,adabayesfp", help="names, with commas")
+    compare.add_argument(
+        "--optimizers", default="sgd,adamw,adabound,adabayes,adabayesfp", help="names, separated by commas"
+    )
     compare.add_argument("--epochs", type=_positive, default=15)
     compare.add_argument("--batch-size", type=_positive, default=64)
-    compare.add_argument("--examples", type=_positive, help="train on so many examples at most")
+    compare.add_argument("--examples", type=_positive, help="train on at most this many examples")
     compare.add_argument(
         "--lr-search", action="store_true", help="choose each lr on held-out training data, same budget"
     )
@@ -88,7 +92,7 @@ def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--download", action="store_true", help="fetch missing data files")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=Path("runs"), help="a folder for runs (default: runs)")
-    parser.add_argument("--resume", action="store_true", help="go on with a run that was interrupted")
+    parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
 
 
 def _positive(text: str) -> int:
@@ -103,7 +107,7 @@ def _check_device(name: str) -> None:
     try:
         torch.zeros(1, device=name).cpu()
     except (RuntimeError, AssertionError, NotImplementedError):
-        raise ValueError(f"--device {name} is not to be had on this machine: use cpu.") from None
+        raise ValueError(f"--device {name} is not available on this machine: use cpu.") from None
 
 
 def _check_optimizer(name: str, model: Any, network: str) -> None:
@@ -124,7 +128,9 @@ def _check_optimizer(name: str, model: Any, network: str) -> None:
 
 
 def _list(arguments: argparse.Namespace, command: str) -> None:
-    """Two lines for each experiment, under its paper: 80 columns are few, and a search by name finds the status."""
+    """Experiments under their papers, each with its status on the line of its name; a reason has lines of its own."""
+    import textwrap
+
     from rich.console import Console
 
     from bayesgrad_lab.experiments import EXPERIMENTS
@@ -134,7 +140,11 @@ def _list(arguments: argparse.Namespace, command: str) -> None:
         console.print(paper, style="bold")
         for e in EXPERIMENTS.values():
             if e.paper == paper:
-                console.print(f"{e.name:{width}}  {e.status}")
+                status, colon, reason = e.outcome.partition(": ") if e.unresolved else (e.outcome, "", "")
+                console.print(f"{e.name:{width}}  {status}{colon.strip()}")
+                indent = "    "
+                if reason:
+                    console.print(textwrap.fill(reason, console.width, initial_indent=indent, subsequent_indent=indent))
                 console.print("    " + ". ".join(filter(None, (e.figure, e.about))), style="dim")
         console.print()
 
@@ -147,7 +157,7 @@ def _run(arguments: argparse.Namespace, command: str) -> None:
         raise unknown("experiment", arguments.name, EXPERIMENTS)
     settings = {"experiment": arguments.name, "scale": arguments.scale}
     folder = arguments.out / f"{arguments.name}-{arguments.scale}"
-    _carry_out(arguments, folder, settings, command, EXPERIMENTS[arguments.name].run)
+    _carry_out(arguments, folder, settings, command, EXPERIMENTS[arguments.name].report)
 
 
 def _compare(arguments: argparse.Namespace, command: str) -> None:
@@ -203,7 +213,7 @@ def _compare(arguments: argparse.Namespace, command: str) -> None:
         }
         figures.curves(context.folder / "curves.png", panels)
         falls = f"; lr falls tenfold after epoch {milestone}" if milestone < arguments.epochs else ""
-        report.add_figure("curves.png", f"Mean and standard error over seeds{falls}. Of the test data, 2000 at most.")
+        report.add_figure("curves.png", f"Mean and standard error over seeds{falls}. At most 2000 test examples.")
         if search:
             report.settings["search budget"] = search.words()
             rows = [

@@ -30,11 +30,12 @@ def streams(context: Context) -> list[Stream]:
 def continual(context: Context) -> Report:
     """Permuted and split tasks: nothing kept, penalties of many kinds, and beliefs that are handed on."""
     report = Report(
-        "continual-mnist: what to keep of earlier tasks",
-        claim="EWC needs v'F v only, which a subsampled Fisher gives exactly, where others take a diagonal (004, A.2); "
-        "of Kronecker factors the inputs' alone may do, and those add up over tasks (004, C). Target here: on permuted "
-        "MNIST, EWC with the subsampled Fisher forgets less than diagonal EWC that has seen as many examples, by two "
-        "standard errors of paired seeds, and is not less accurate in the end.",
+        "continual-mnist: what to keep from earlier tasks",
+        claim="EWC needs v'F v only, which a subsampled Fisher gives exactly, where other methods use a diagonal "
+        "(Benzing 2021, A.2); the input factors alone may replace both Kronecker factors, and they add up over tasks "
+        "(Benzing 2021, C). Target here: on permuted MNIST, EWC with the subsampled Fisher loses less accuracy on "
+        "earlier tasks than diagonal EWC with as many examples, by two standard errors of paired seeds, and is not "
+        "less accurate in the end.",
     )
     smoke = context.scale == "smoke"
     methods = [replace(m, strengths=m.strengths[:2], split=m.split[:2]) for m in METHODS] if smoke else METHODS
@@ -70,11 +71,11 @@ def continual(context: Context) -> Report:
 
 
 COLUMNS = [
-    "kept of earlier tasks",
+    "kept from earlier tasks",
     "strength",
     "accuracy % after all tasks",
-    "when just learned",
-    "lost of earlier tasks",
+    "directly after training",
+    "lost on earlier tasks",
     "numbers kept",
     "CPU s for all tasks",
 ]
@@ -124,9 +125,9 @@ def _protocol(stream: Stream, seeds: int) -> str:
     )
     return (
         f"{tasks}; hidden layers of {stream.widths}, {stream.weights:,} weights; {stream.epochs} epochs of each, "
-        f"batches of {stream.batch}, cosine schedule; Adam anew for each task but for VOGN and BayesBiNN; lr "
-        f"{', '.join(rates)}; few examples are {stream.examples} of each task, as many for diagonals (exact Fisher) as "
-        "for subsampled Fishers (one drawn label each, or exact if it says so); strength chosen by the mean accuracy "
-        f"after all tasks on 20 % held out of the training data, {len(PENALTIES)} for each method, a seed apart; "
-        f"{seeds} paired seeds; test data were looked at in finals alone"
+        f"batches of {stream.batch}, cosine schedule; a new Adam for each task, except for VOGN and BayesBiNN; lr "
+        f'{", ".join(rates)}; "few examples" are {stream.examples} of each task, the same for diagonals (exact '
+        "Fisher) and for subsampled Fishers (one drawn label each, or exact if named so); strength chosen by the mean "
+        f"accuracy after all tasks on 20 % held out of the training data, {len(PENALTIES)} for each method, with a "
+        f"separate seed; {seeds} paired seeds; test data were used in final runs only"
     )

@@ -246,7 +246,7 @@ class Memory:
             return made(subsample=count)
 
     def size(self) -> int:
-        """How many numbers are kept of earlier tasks."""
+        """How many numbers are kept from earlier tasks."""
         if self.prior is not None:
             shapes = [mean.numel() for mean in self.prior.mean.values()]
             return sum(shapes) * (2 if self.method.kind == "vogn" else 1)

@@ -50,7 +50,9 @@ class Dataset:
         """A data set whose test part is held out of this one's training part; the test part is out of reach."""
         count = int(fraction * len(self.train_x))
         if count < 1:
-            raise ValueError(f"{len(self.train_x)} training examples are too few to hold any out: use at least 5.")
+            raise ValueError(
+                f"{len(self.train_x)} training examples are too few for a validation split: use at least 5."
+            )
         order = torch.randperm(len(self.train_x), generator=torch.Generator().manual_seed(SPLIT_SEED + 1))
         held, kept = order[:count], order[count:]
         return replace(

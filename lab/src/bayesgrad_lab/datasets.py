@@ -162,7 +162,7 @@ def read_idx(path: Path) -> np.ndarray:
     shape = struct.unpack(f">{dimensions}I", raw[4:header]) if len(raw) >= header else (-1,)
     expected = header + int(np.prod(shape, dtype=np.int64))
     if len(raw) != expected:
-        raise ValueError(f"{path} is cut short or damaged: {len(raw)} bytes where its header promises {expected}.")
+        raise ValueError(f"{path} is cut short or damaged: {len(raw)} bytes, but its header gives {expected}.")
     return np.frombuffer(raw, np.uint8, offset=header).reshape(shape)
 
 

@@ -1,4 +1,4 @@
-"""The experiments of paper 002, the Bayesian learning rule: robust solutions, uncertainty, and binary networks."""
+"""Experiments of Khan and Rue 2023: robust solutions, uncertainty, and binary networks."""
 
 from __future__ import annotations
 
@@ -139,11 +139,11 @@ def fig1(context: Context) -> Report:
     prefers = flat[2] < sharp[2] and share[0] - 2 * _zero(share[1]) > max(flat_point, 0.5)
     moved = f"{place[0]:.3f}{_error(place[1], '.3f')}"
     report = Report(
-        "khan2023-fig1: Bayes avoids walls and sharp minima",
+        "khan2023-fig1: walls and sharp minima",
         claim="Where a minimum lies next to a wall, the Bayesian solution shifts away from it, towards the flatter "
         "side; given a sharp and a flat minimum it often prefers the flatter one; both because of the averaging over q "
-        "(002, Fig. 1). The paper gives no formulas for its two losses; ours are exp(-4 x) + 2 x, and two Gaussian "
-        "wells in a shallow bowl, of depth 6 and width 0.15 at -1.5, of depth 5 and width 0.8 at 1.5.",
+        "(Khan and Rue 2023, Fig. 1). The paper gives no formulas for its two losses; ours are exp(-4 x) + 2 x, and "
+        "two Gaussian wells in a shallow bowl, of depth 6 and width 0.15 at -1.5, of depth 5 and width 0.8 at 1.5.",
         verdict=f"{'Holds' if away and prefers else 'Does not hold'}. Wall: gradient descent ends at {point:.3f} (the "
         f"minimum is {valley:.3f}), IVON's mean is {moved} with a deviation of {width[0]:.3f}, the best Gaussian has "
         f"mean {exact[0]:.3f} and deviation {exact[1]:.3f}: {exact[0] - valley:.2f} away from the wall. Two minima: "
@@ -198,7 +198,7 @@ def fig1(context: Context) -> Report:
     report.add_figure(
         "fig1.png",
         "Above: the loss, its average over the best Gaussian's width around each mean, and that Gaussian. Below: the "
-        "way of five weights by gradient descent (ten times as many steps) and by IVON, seed 0.",
+        "paths of five weights by gradient descent (ten times as many steps) and by IVON, seed 0.",
     )
     report.settings["protocol"] = (
         f"{count} starts, evenly spaced, {steps} steps of IVON with 4 draws each (lr 0.02, betas 0.9 and 0.99, "
@@ -238,10 +238,10 @@ COLUMNS = {
 def uncertainty(context: Context) -> Report:
     """Accuracy, calibration and what is known of foreign images, with and without draws from the belief."""
     report = Report(
-        "khan2023-uncertainty: what beliefs are worth",
+        "khan2023-uncertainty: uncertainty estimates of variational training",
         claim="VOGN matches the performance of Adam and gives better uncertainty estimates than Adam, OGN and other "
-        "Bayesian alternatives (002, section 4.4, after Osawa et al., 2019). Target here: VOGN or IVON within 0.5 "
-        "points of Adam's accuracy, with lower NLL and ECE.",
+        "Bayesian alternatives (Khan and Rue 2023, section 4.4, after Osawa et al., 2019). Target here: VOGN or IVON "
+        "within 0.5 points of Adam's accuracy, with lower NLL and ECE.",
     )
     words, held, asked = [], [], context.seeds
     for task, members, methods in _tasks(context):
@@ -386,8 +386,9 @@ def binary(context: Context) -> Report:
     report = Report(
         "khan2023-binary: STE and BayesBiNN",
         claim="BayesBiNN, the Bayesian learning rule with Bernoulli beliefs, is a sound version of the "
-        "straight-through estimator, and knows how uncertain it is (002, section 4.5, after Meng et al., 2020). Target "
-        "here: the accuracy of its most probable network is not below STE's by more than two standard errors.",
+        "straight-through estimator, and gives an estimate of its uncertainty (Khan and Rue 2023, section 4.5, after "
+        "Meng et al., 2020). Target here: the accuracy of its most probable network is not below STE's by more than "
+        "two standard errors.",
     )
     words, held = [], {}
     names = [key for key in COLUMNS if not key.startswith("auroc")]
@@ -432,8 +433,8 @@ def binary(context: Context) -> Report:
     report.settings["protocol"] = (
         f"two moons: {points} points, {rounds} epochs; {name}: {len(images.train_x):,} images, {epochs} epochs, hidden "
         f"layers of {widths}; all weights binary, no biases, BatchNorm without weights, whose statistics are estimated "
-        "anew from 1000 training examples for each network; cosine schedule; lr and a second hyper-parameter chosen by "
-        f"validation error, {len(methods[0].lrs) * len(methods[0].seconds)} pairs for each method, 20 % held out, a "
-        "seed apart"
+        "again from 1000 training examples for each network; cosine schedule; lr and a second hyper-parameter chosen "
+        f"by validation error, {len(methods[0].lrs) * len(methods[0].seconds)} pairs for each method, 20 % held out, "
+        "with a separate seed"
     )
     return report

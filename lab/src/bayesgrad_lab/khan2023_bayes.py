@@ -1,4 +1,4 @@
-"""Approximate Bayesian inference in paper 002's Table 1: the engine beside NumPy and packages."""
+"""Approximate Bayesian inference in Table 1 of Khan and Rue 2023: the engine beside NumPy and packages."""
 
 from __future__ import annotations
 

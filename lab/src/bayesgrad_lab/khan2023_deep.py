@@ -1,4 +1,4 @@
-"""Deep-learning rows of paper 002's Table 1: the engine on a small network beside the optimizers."""
+"""Deep-learning rows of Table 1 of Khan and Rue 2023: the engine on a small network beside the optimizers."""
 
 from __future__ import annotations
 

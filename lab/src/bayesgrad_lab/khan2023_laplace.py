@@ -1,4 +1,4 @@
-"""Section 4.4 of paper 002: Laplace's method around a trained network against beliefs that were trained as such."""
+"""Khan and Rue 2023, section 4.4: Laplace's method around a trained network against variational training."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ TITLES = {"nll": "NLL", "ece": "ECE", "auroc entropy": "AUROC"}
 def against(context: Context) -> Report:
     """NLL, calibration and foreign images, after the same number of epochs."""
     report = Report(
-        "khan2023-laplace-vs-variational: beliefs made afterwards or in training",
+        "khan2023-laplace-vs-variational: posteriors after training or during it",
         claim="Laplace's method, and OGN as its online form, are what the Bayesian learning rule becomes by the delta "
         "method, gradients taken at the mean; VOGN removes it, and its averages over the belief give better "
-        "uncertainty (002, sections 1.3.1 and 4.4). Target here: VOGN's and IVON's draws have a lower NLL and ECE and "
-        "a higher AUROC than the diagonal Laplace posterior around Adam's weights (linearised, prior precision and "
-        "temperature by held-out images) and than OGN's draws, by two standard errors of paired differences.",
+        "uncertainty (Khan and Rue 2023, sections 1.3.1 and 4.4). Target here: VOGN's and IVON's draws have a lower "
+        "NLL and ECE and a higher AUROC than the diagonal Laplace posterior around Adam's weights (linearised, prior "
+        "precision and temperature by held-out images) and than OGN's draws, by two standard errors of paired "
+        "differences.",
     )
     task = task_of(context)
     adam, *methods = _methods(context)

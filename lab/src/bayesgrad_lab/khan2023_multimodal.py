@@ -1,4 +1,4 @@
-"""Section 3.2 of paper 002: several minima from one run of the learning rule with a mixture."""
+"""Section 3.2 of Khan and Rue 2023: several minima from one run of the learning rule with a mixture."""
 
 from __future__ import annotations
 
@@ -168,9 +168,9 @@ def multimodal(context: Context) -> Report:
     report = Report(
         "khan2023-multimodal: several minima from one run",
         claim="Components of a mixture can take responsibility for different minima, kept apart by the mixture's "
-        "entropy, so that one run of the rule finds several (002, section 3.2; no figures are given there). Here: are "
-        f"there more of them than {COMPONENTS} independent runs from the same starts find, with as many evaluations of "
-        "gradients and Hessians?",
+        "entropy, so that one run of the rule finds several (Khan and Rue 2023, section 3.2; no figures are given "
+        f"there). Here: does it find more of them than {COMPONENTS} independent runs from the same starts, with as "
+        "many evaluations of gradients and Hessians?",
         verdict=f"{outcome(better)}. Minima found by the mixture beyond those of others: "
         + "; ".join(verdicts)
         + f" ({finals} paired starts).",

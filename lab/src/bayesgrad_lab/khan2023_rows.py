@@ -1,4 +1,4 @@
-"""Rows of paper 002's Table 1: an algorithm out of the engine, and the same without it."""
+"""Rows of Table 1 of Khan and Rue 2023: an algorithm out of the engine, and the same without it."""
 
 from __future__ import annotations
 

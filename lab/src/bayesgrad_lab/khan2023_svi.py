@@ -1,4 +1,4 @@
-"""Section 5.3 of paper 002: topics of documents by stochastic variational inference, beside batches and a peer."""
+"""Khan and Rue 2023, section 5.3: topics of documents by stochastic variational inference, and by other code."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def bound(documents: Any, topics: np.ndarray, prior: float) -> float:
 
 
 def common(priors: tuple[float, float], passes: int, seed: int) -> dict[str, Any]:
-    """What both packages are told, in the words that they share."""
+    """The options of both packages, under the names that they share."""
     shares, words = priors
     return dict(
         doc_topic_prior=shares,
@@ -105,7 +105,7 @@ def trained(
 
 
 def tasks(context: Context) -> tuple[Corpus, Task]:
-    """The corpus, split at random into documents to learn from, to choose by, and to judge by."""
+    """The corpus, split at random into training, validation and test documents."""
     if context.scale == "smoke":
         corpus, sizes, topics, passes, tuning = invented(), (10, 10), 4, ((1, 2), (1, 2)), (1, 1)
     else:
@@ -159,12 +159,12 @@ def topics(context: Context) -> Report:
             f"{own} ends {gap:+.4f} ± {error:.4f} nats for each word from {other}, in {ratio:.2f} of its time"
         )
     report = Report(
-        "khan2023-svi: topics of documents from streams of them",
+        "khan2023-svi: topics of documents from streams",
         claim="Local variables that take whole steps and global ones that take small steps by batches make the rule "
-        "stochastic variational inference, which scales to large data (002, section 5.3; no figures are given there). "
-        f"Here: does a stream reach the bound of sweeps over all documents in less time, with {task.topics} topics on "
-        f"{task.train.shape[0]:,} documents, and how do both stand beside scikit-learn?",
-        verdict=f"{outcome(good)}. By the bound on {task.test.shape[0]} documents that none had seen: "
+        "stochastic variational inference, which scales to large data (Khan and Rue 2023, section 5.3; no figures are "
+        "given there). Here: does a stream reach the bound of sweeps over all documents in less time, with "
+        f"{task.topics} topics on {task.train.shape[0]:,} documents, and how do both compare with scikit-learn?",
+        verdict=f"{outcome(good)}. By the bound on {task.test.shape[0]} held-out documents: "
         + "; ".join(verdicts)
         + f" ({context.seeds} paired seeds).",
     )
@@ -179,13 +179,16 @@ def topics(context: Context) -> Report:
     for place in np.argsort(-weight):
         words = [corpus.vocabulary[i] for i in np.argsort(-shown[place])[:10]]
         listed.append([f"{100 * weight[place]:.1f} %", ", ".join(words)])
-    report.add_table("Topics of SVI, seed 0: their part of all words, and the ten likeliest", ["part", "words"], listed)
+    report.add_table(
+        "Topics of SVI, seed 0: their share of all words, and the ten most probable words", ["part", "words"], listed
+    )
     figures.lines(context.folder / "svi.png", {"held-out bound for each word, nats": curves}, "CPU seconds of training")
-    report.add_figure("svi.png", "The bound on documents that were not learned from against time; one thread each.")
+    report.add_figure("svi.png", "The bound on held-out documents against time; one thread each.")
     report.settings["protocol"] = (
-        f"{corpus.note}; {task.train.shape[0]} documents to learn from, {task.validation.shape[0]} to choose priors by "
-        f"(the same {len(PRIORS)} pairs for all, {task.tuning[0]} passes or {task.tuning[1]} sweeps, one seed), "
-        f"{task.test.shape[0]} to judge by; batches of {BATCH}, offset {OFFSET:g}, decay {DECAY:g}, at most {TURNS} "
-        f"turns of a document to a mean change of {TOLERANCE:g}; times are CPU seconds of one thread, for whole fits"
+        f"{corpus.note}; {task.train.shape[0]} training documents, {task.validation.shape[0]} to choose priors (the "
+        f"same {len(PRIORS)} pairs for all, {task.tuning[0]} passes or {task.tuning[1]} sweeps, one seed), "
+        f"{task.test.shape[0]} to test; batches of {BATCH}, offset {OFFSET:g}, decay {DECAY:g}, at most {TURNS} "
+        f"iterations for a document, down to a mean change of {TOLERANCE:g}; times are CPU seconds of one thread, for "
+        "whole fits"
     )
     return report

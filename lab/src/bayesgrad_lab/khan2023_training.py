@@ -1,4 +1,4 @@
-"""Training runs of paper 002: one schedule for all, two hyper-parameters chosen by validation loss, paired seeds."""
+"""Training runs for Khan and Rue 2023: one schedule, two hyper-parameters chosen by validation loss, paired seeds."""
 
 from __future__ import annotations
 
@@ -101,14 +101,14 @@ class Task:
             count = sum(p.numel() for p in self.model(0).parameters())
             network = (
                 f"a ResNet of three blocks, {self.channels} to {4 * self.channels} channels, {count:,} weights, with "
-                f"BatchNorm, whose statistics are estimated anew from {STATISTICS} training images: once at the mean, "
+                f"BatchNorm, whose statistics are estimated again from {STATISTICS} training images: once at the mean, "
                 "for each draw of weights, and once under dropout's masks; "
             )
         return (
             f"{len(self.data.train_x):,} images, {self.epochs} epochs, batches of {self.batch}, cosine schedule; "
             f"{network}lr and a second hyper-parameter (weight decay, dropout rate or hess_init) chosen by the "
-            f"validation NLL of averaged predictions, {pairs} pairs for each method, 20 % held out, a seed apart; "
-            f"{seeds} seed{'s' * (seeds > 1)}; {self.samples} draws; prior precision = {self.decay:g} x images; "
+            f"validation NLL of averaged predictions, {pairs} pairs for each method, 20 % held out, with a separate "
+            f"seed; {seeds} seed{'s' * (seeds > 1)}; {self.samples} draws; prior precision = {self.decay:g} x images; "
             f"{len(self.data.test_x):,} test images; AUROC against {len(self.outside):,} images of {self.origin}"
         )
 

@@ -45,7 +45,7 @@ def protocol(context: Context, task: Task, pairs: int = len(ADAM.lrs) * len(ADAM
     return (
         f"{len(task.data.train_x):,} images, {task.epochs} epochs of Adam, batches of {task.batch}, cosine schedule; "
         f"a perceptron with hidden layers of {task.widths}, {weights:,} weights; lr and weight decay chosen by the "
-        f"validation NLL of the network alone, {pairs} pairs, 20 % held out, a seed apart; posteriors with the "
+        f"validation NLL of the network alone, {pairs} pairs, 20 % held out, with a separate seed; posteriors with the "
         "exact Fisher, one block for weight and bias; one prior precision δ by evidence, or δ and a temperature T, "
         "covariance T (H + δ)^-1, by held-out NLL around the search's network, of 65 pairs for each structure and "
         f"link; {task.samples} draws; linear: of the network linearised at its weights; {context.seeds} seeds; "
@@ -61,16 +61,14 @@ def add_classification(report: Report, context: Context, task: Task, rows: Seque
     shown = [row for row in rows if row.key[-1] != "evidence"]
     panels = {COLUMNS[name][0]: {row.title: _shown(row, name) for row in shown} for name in COLUMNS}
     figures.dots(context.folder / "scores.png", panels)
-    report.add_figure("scores.png", f"{task.key}: mean and standard error over seeds; prior by evidence left out.")
+    report.add_figure("scores.png", f"{task.key}: mean and standard error over seeds; priors by evidence are left out.")
 
 
 def add_reliability(report: Report, context: Context, task: Task, rows: Sequence[Row]) -> None:
     """A diagram for each of these ways to predict."""
     bins = {row.title: metrics.reliability(row.first, task.data.test_y) for row in rows if row.first is not None}
     plots.reliability(context.folder / "reliability.png", bins)
-    report.add_figure(
-        "reliability.png", "How often the named class is right, by how sure of it the network is; seed 0."
-    )
+    report.add_figure("reliability.png", "Accuracy against the confidence in the predicted class; seed 0.")
 
 
 def _shown(row: Row, name: str) -> tuple[float, float]:

@@ -83,7 +83,7 @@ class Peer:
     def __init__(self, model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
         peer = peer_package()
         if peer is None:
-            raise ImportError("laplace-torch is another package: pip install laplace-torch.")
+            raise ImportError("laplace-torch is not installed: pip install laplace-torch.")
 
         class Loader(list):
             dataset = range(sum(len(y) for _, y in batches))
@@ -281,7 +281,7 @@ class Row:
 
 
 def row_of(context: Context, task: Task, one: Finals) -> Row:
-    """A method of paper 002 as a row among these."""
+    """A method of Khan and Rue 2023 as a row among these."""
     first = run(context, task, one.method, one.lr, one.second, 0, True).get(one.way)
     words = f"lr {one.lr:g}, {one.method.second} {one.second:g}"
     return Row(one.title, words, (one.method.kind, one.way), one.scores, first)

@@ -122,7 +122,7 @@ def soap() -> Callable[..., torch.optim.Optimizer]:
     try:
         from pytorch_optimizer import SOAP
     except ImportError as error:
-        raise ImportError("soap is in another package: pip install pytorch_optimizer.") from error
+        raise ImportError("soap is in a package that is not installed: pip install pytorch_optimizer.") from error
     return SOAP
 
 

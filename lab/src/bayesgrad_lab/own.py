@@ -112,7 +112,7 @@ def read_csv(path: Path) -> Dataset:
     table = []
     for i, row in numbered[first:]:
         if len(row) != len(header):
-            raise ValueError(f"{path}, line {i}: {len(row)} columns where the first line has {len(header)}.")
+            raise ValueError(f"{path}, line {i}: {len(row)} columns, but the first line has {len(header)}.")
         values = [number(cell) for cell in row]
         if None in values:
             j = values.index(None)

@@ -12,6 +12,9 @@ from typing import Any
 
 from bayesgrad_lab.runner import read_json, write_atomically, write_json
 
+UNRESOLVED = "not resolved at this size"
+NO_VERDICT = "Smoke run: no verdict."
+
 
 def outcome(held: Sequence[bool]) -> str:
     """How much of a claim holds, in the words that a verdict begins with."""
@@ -81,6 +84,7 @@ body { font: 16px/1.55 system-ui, sans-serif; color: var(--ink); background: var
 h1 { font-size: 1.7rem; margin: 0 0 .4rem; } h2 { font-size: 1.15rem; margin: 2rem 0 .6rem; }
 .claim, .verdict { border-left: 4px solid #4477aa; background: var(--card); padding: .7rem 1rem; margin: .8rem 0; }
 .verdict { border-color: #228833; } .part { border-color: #ccbb44; } .not { border-color: #ee6677; }
+.open { border-color: var(--soft); }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; min-width: 50%; }
 th, td { padding: .35rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
@@ -115,6 +119,7 @@ def render(reports: Sequence[tuple[Report, Path]]) -> str:
             parts.append(f'<p class="claim"><b>Claim.</b> {escape(report.claim)}</p>')
         if report.verdict:
             kind = {"Holds in part": " part", "Does not hold in ": " part", "Does not hold": " not"}
+            kind |= {UNRESOLVED.capitalize(): " open", NO_VERDICT: " open"}
             shown = next((kind[words] for words in kind if report.verdict.startswith(words)), "")
             parts.append(f'<p class="verdict{shown}"><b>Verdict.</b> {escape(report.verdict)}</p>')
         for table in report.tables:

@@ -106,13 +106,13 @@ def run_folder(path: Path, config: dict[str, Any], resume: bool) -> Iterator[Pat
         raise ValueError(f"{path} holds files of something else: choose another --out.")
     if existing.exists():
         if not resume:
-            raise ValueError(f"{path} holds a run already: pass --resume to go on with it, or choose another --out.")
+            raise ValueError(f"{path} holds a run already: pass --resume to continue it, or choose another --out.")
         before = read_json(existing)
         changed = sorted(k for k in {*before, *config} if before.get(k) != config.get(k))
         if changed:
             k = changed[0]
             raise ValueError(
-                f"{path} was begun with {k}={before.get(k)!r}, not {config.get(k)!r}: "
+                f"{path} was started with {k}={before.get(k)!r}, not {config.get(k)!r}: "
                 "resume with the same arguments, or choose another --out."
             )
     (path / "trials").mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The experiments of paper 003: does the noise of minibatches make natural gradients a sampler?"""
+"""The experiments of Smith et al. 2018: does the noise of minibatches make natural gradients a sampler?"""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def fig4(context: Context) -> Report:
         "smith2018-fig4: batch size, a perceptron",
         claim="A perceptron with 40 hidden units on 10 randomly projected features of MNIST, N = 1024: accuracy and "
         "cross-entropy of ensembles of minibatch natural gradients are best at B = lr N/2 = 64, where T = 1; single "
-        "samples get better with any larger batch (003, Fig. 4). Target here: the smallest cross-entropy at a B within "
-        "a factor of 2 of that.",
+        "samples get better with any larger batch (Smith et al. 2018, Fig. 4). Target here: the smallest cross-entropy "
+        "at a B within a factor of 2 of that.",
         verdict=verdict(found),
     )
     report.settings["protocol"] = protocol(task)
@@ -90,8 +90,8 @@ def fig5(context: Context) -> Report:
     report = Report(
         "smith2018-fig5: batch size and the size of the training set",
         claim="The best batch size grows with the training set: the cross-entropy of the ensemble is smallest at B = "
-        "256 for N = 4096, and for N = 16384 the minimum near T = 1 is flatter (003, Fig. 5). Target here: minima "
-        "at a B within a factor of 2 of lr N/2.",
+        "256 for N = 4096, and for N = 16384 the minimum near T = 1 is flatter (Smith et al. 2018, Fig. 5). Target "
+        "here: minima at a B within a factor of 2 of lr N/2.",
         verdict=verdict(found),
     )
     report.settings["protocol"] = protocol(mlp(context, max(grids)))
@@ -116,7 +116,8 @@ def ablation(context: Context) -> Report:
     report = Report(
         "smith2018-ablation: damping, prior and the best temperature",
         claim="The optimum temperature may depend on the damping or the regulariser, though one would expect that to "
-        "be weak (003, footnote 2; the authors show no results). Target here: minima within a factor of 4.",
+        "be weak (Smith et al. 2018, footnote 2; the authors show no results). Target here: minima within a factor of "
+        "4.",
         verdict=f"{'Holds' if weak else 'Does not hold'}. Best temperatures: "
         + "; ".join(f"{name}: {where(some)}" for name, some in found.items())
         + ".",
@@ -185,13 +186,14 @@ def fig6(context: Context) -> Report:
     whole = same and hot and len(stable) == len(cool)
     at_one = ", ".join(f"{f'{nll:.4f}' if name in stable else 'diverged'} ({name})" for name, nll in cool.items())
     risen = ", ".join(
-        f"{f'{ratio:.2f}' if math.isfinite(ratio) else 'infinitely many'} ({name})" for name, ratio in rises.items()
+        f"{f'{ratio:.2f}' if math.isfinite(ratio) else 'infinitely large'} ({name})" for name, ratio in rises.items()
     )
     report = Report(
         "smith2018-fig6: learning rate and training set of a convolutional network",
         claim="A convolutional network with 3490 weights on MNIST: at constant temperature the test cross-entropy of "
         "ensembles hardly depends on the learning rate, and for any size of the training set it rises rapidly once T > "
-        "1 (003, Fig. 6). Target here: within 25 % of one another at T = 1; at least 25 % more at the highest T.",
+        "1 (Smith et al. 2018, Fig. 6). Target here: within 25 % of one another at T = 1; at least 25 % more at the "
+        "highest T.",
         verdict=f"{'Holds' if whole else 'Holds in part' if same or hot else 'Does not hold'}. At T = 1 the "
         f"cross-entropy is {at_one}. At T = "
         f"{heats[-1]:g} it is {risen} times that at T = "
@@ -201,8 +203,8 @@ def fig6(context: Context) -> Report:
     report = add_sweeps(context, report, rated, "fig6a.png", by="temperature", singles=False)
     report = add_sweeps(context, report, counted, "fig6b.png", by="temperature", singles=False)
     report.settings["protocol of all"] = (
-        f"Adam is shown all {len(images.train_x):,} training images; ceil({length:g}/lr) updates after it, the last "
-        f"fifth of which is sampled; {seeds} seeds; the moving average of the Fisher in the paper keeps "
-        "0.95^(1000 lr) of its past per update, which is nothing after a refresh here: the latest batch alone is used"
+        f"Adam uses all {len(images.train_x):,} training images; ceil({length:g}/lr) updates after it, with samples "
+        f"from the last fifth; {seeds} seeds; the moving average of the Fisher in the paper keeps 0.95^(1000 lr) of "
+        "its past per update, which is negligible between two refreshes here: only the latest batch is used"
     )
     return report

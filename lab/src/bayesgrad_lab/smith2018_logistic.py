@@ -1,4 +1,4 @@
-"""Fig. 1 to 3 of paper 003: logistic regression, where everything can be compared with what it should be.
+"""Fig. 1 to 3 of Smith et al. 2018: logistic regression, where everything can be compared with what it should be.
 
 Data sets differ by their seed and are sampled side by side: a metric that is a function may have a block for each.
 """
@@ -33,7 +33,9 @@ DAMPING, LR = 1e-4, 0.1
 
 @dataclass(frozen=True)
 class Task:
-    """Logistic regression on standard normal inputs, labels drawn with weights (16, 0, ..., 0) (003, section 6.1).
+    """Logistic regression on standard normal inputs, labels drawn with weights (16, 0, ..., 0).
+
+    Smith et al. 2018, section 6.1.
 
     Args:
         name: what files of this task begin with.
@@ -178,14 +180,14 @@ def fig1(context: Context) -> Report:
         "smith2018-fig1: samples of Langevin dynamics and of natural gradients",
         claim="Logistic regression with two weights: samples of preconditioned Langevin dynamics at T = 1 and of "
         "minibatch natural gradients with B = lr N/2 have nearly the same distribution, close to Laplace's "
-        "approximation of the posterior (003, Fig. 1).",
+        "approximation of the posterior (Smith et al. 2018, Fig. 1).",
         verdict=f"{'Holds, roughly' if close else 'Does not hold'}. Variance over Laplace's in the flat and in the "
         f"steep direction: Langevin {plus_minus(langevin[:, 0, 0])} and {plus_minus(langevin[:, 0, 1])}, natural "
         f"gradients {plus_minus(ngd[:, 0, 0])} and {plus_minus(ngd[:, 0, 1])}; the latter over the former "
-        f"{value(*alike[0])} and {value(*alike[1])}. Natural gradients spread as their own noise says, which differs "
-        f"from data set to data set: over the prediction of the discrete Lyapunov equation {value(*predicted[0])} and "
-        f"{value(*predicted[1])}. Damping, which minibatch noise does not know of, takes {lost:.0f} % of the variance "
-        "in the flat direction.",
+        f"{value(*alike[0])} and {value(*alike[1])}. The spread of natural gradients follows their own noise, which "
+        "differs between data sets: variance over the prediction of the discrete Lyapunov equation "
+        f"{value(*predicted[0])} and {value(*predicted[1])}. Damping, which does not affect minibatch noise, removes "
+        f"{lost:.0f} % of the variance in the flat direction.",
     )
     columns = [f"{axis}: {what}" for axis in ("flat", "steep") for what in ("variance", "predicted", "ratio of both")]
     cells = []
@@ -246,7 +248,7 @@ def fig2(context: Context) -> Report:
     report = Report(
         "smith2018-fig2: temperature, Langevin dynamics",
         claim="Logistic regression with one relevant input and 63 others: the ensemble predicts better than single "
-        "samples, and its test cross-entropy is smallest at T = 1 (003, Fig. 2).",
+        "samples, and its test cross-entropy is smallest at T = 1 (Smith et al. 2018, Fig. 2).",
     )
     return _swept(context, report, "fig2", "Langevin dynamics", False)
 
@@ -256,7 +258,7 @@ def fig3(context: Context) -> Report:
     report = Report(
         "smith2018-fig3: temperature, minibatches",
         claim="The same task with minibatches for the only noise: natural gradients behave like Langevin dynamics at "
-        "T = lr N/(2B), and the ensemble's cross-entropy is smallest at T = 1 (003, Fig. 3).",
+        "T = lr N/(2B), and the ensemble's cross-entropy is smallest at T = 1 (Smith et al. 2018, Fig. 3).",
     )
     return _swept(context, report, "fig3", "natural gradients", True)
 

@@ -1,4 +1,4 @@
-"""What paper 003 left open: its corrected rule at work, and natural gradients as samplers with a Kronecker metric."""
+"""Open questions of Smith et al. 2018: the corrected rule, and sampling with a Kronecker metric."""
 
 from __future__ import annotations
 
@@ -247,11 +247,11 @@ def jeffreys(context: Context) -> Report:
     }[context.scale]
     report = Report(
         "sngd-jeffreys: corrected natural gradients as samplers",
-        claim="Natural gradients with the correction of 003, Eq. 2 and 6 (with the signs put right), sample exp(-cost) "
-        "det(G)^1/2, whichever way a model is parameterised; without it they do not. Girolami and Calderhead's "
-        "correction, which is twice that, is said to sample exp(-cost) and does not (003, appendix). The authors show "
-        "no experiments. Target here: functions sampled in two parameterisations agree within two standard errors with "
-        "the correction at the smallest step, and differ by more than five without.",
+        claim="Natural gradients with the correction of Smith et al. 2018, Eq. 2 and 6 (with corrected signs), "
+        "sample exp(-cost) det(G)^1/2, in any parameterisation of the model; without it they do not. Girolami and "
+        "Calderhead's correction, which is twice that, is said to sample exp(-cost) and does not (Smith et al. 2018, "
+        "appendix). The authors show no experiments. Target here: functions sampled in two parameterisations agree "
+        "within two standard errors with the correction at the smallest step, and differ by more than five without.",
     )
     schemes = {
         "jeffreys: exp(-cost) det(G)^1/2": ("jeffreys", False, 0.5),
@@ -275,7 +275,7 @@ def jeffreys(context: Context) -> Report:
             context.say(f"{key}: off by {off[weights, name][0]:.3f}, {off[weights, name][1]:.1f} standard errors")
         spreads = ["variance"] if weights == 1 else ["variance 1", "covariance", "variance 2"]
         means = ["mean"] if weights == 1 else ["mean 1", "mean 2"]
-        columns = ["correction: what it is said to sample", *means, *spreads, "off by at most"]
+        columns = ["correction: its intended target", *means, *spreads, "off by at most"]
         report.add_table(f"{weights} weight{'s' * (weights > 1)}: sampled (and by quadrature)", columns, rows)
     curve = Curve(repeats)
     target, deviation = exact(curve, 0.5)
@@ -346,11 +346,10 @@ def jeffreys(context: Context) -> Report:
     )
     report.settings["protocol"] = (
         f"known targets: {chains} Langevin chains, step {lr}, {steps} steps (three times that for one weight), the "
-        "second half counts; "
-        f"parameterisations: logistic regression on {curve.count} labels, whose frequencies are exactly those of the "
-        f"best weights, {copies} chains of minibatch natural gradients for a time of {time:g} (lr times updates, the "
-        "first fifth is burn-in), B = lr N/2, no damping; errors are over chains; those with the same minibatches take "
-        "0.6 of that time"
+        f"second half is used; parameterisations: logistic regression on {curve.count} labels, whose frequencies are "
+        f"exactly those of the best weights, {copies} chains of minibatch natural gradients for a time of {time:g} (lr "
+        "times updates, the first fifth is burn-in), B = lr N/2, no damping; errors are over chains; those with the "
+        "same minibatches take 0.6 of that time"
     )
     return report
 
@@ -390,9 +389,9 @@ def kronecker(context: Context) -> Report:
     report = Report(
         "ngd-kronecker: temperature with a Kronecker metric",
         claim="The authors expect their conclusions to carry over to larger networks with approximate natural "
-        "gradients such as K-FAC (003, section 2). Target here: the cross-entropy of ensembles of minibatch natural "
-        f"gradients with a Kronecker metric, on a perceptron of {size:,} weights, is smallest at a T within a factor "
-        "of 2 of 1.",
+        "gradients such as K-FAC (Smith et al. 2018, section 2). Target here: the cross-entropy of ensembles of "
+        f"minibatch natural gradients with a Kronecker metric, on a perceptron of {size:,} weights, is smallest at a T "
+        "within a factor of 2 of 1.",
         verdict=verdict(found),
     )
     report.settings["protocol"] = protocol(task)

@@ -1,4 +1,4 @@
-"""Chains of the experiments of paper 003: what is sampled, how, and how well ensembles predict."""
+"""Chains of the experiments of Smith et al. 2018: what is sampled, how, and how well ensembles predict."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Task:
 
 
 def batches(count: int, size: int, seed: int) -> Iterator[Tensor]:
-    """Rows of batches without replacement, each of a fresh shuffle (003, after Eq. 12)."""
+    """Rows of batches without replacement, each of a fresh shuffle (Smith et al. 2018, after Eq. 12)."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         yield torch.randperm(count, generator=generator)[:size]
@@ -254,8 +254,8 @@ def protocol(task: Task) -> str:
     return (
         f"lr {task.lr:g}, damping {task.damping:g}, prior precision {task.prior_precision:g} (of the summed cost); "
         f"{labels} of {of} training examples, {often}; {begin}{task.burn_in} updates of burn-in, {task.steps} after "
-        f"it, one in {task.thin} is a sample; {len(task.data(0).test_x):,} test examples; data are chosen anew for "
-        "each seed"
+        f"it, one in {task.thin} is a sample; {len(task.data(0).test_x):,} test examples; each seed has its own data"
+        ""
     )
 
 
@@ -283,7 +283,7 @@ def where(some: Sweep) -> str:
     more, by = some.above(one)
     single = some.mean(one, "single nll")[0]
     rest = [f"{heat:.3g}" for heat in some.alike() if heat != some.temperatures[best]]
-    also = f", not told apart from T = {', '.join(rest)}" if rest else ""
+    also = f", not distinguished from T = {', '.join(rest)}" if rest else ""
     at = "" if best == one else f"; at T = {some.temperatures[one]:.3g} it is {value(more, by, 4)} higher"
     if not math.isfinite(more):
         least = f"the ensemble's cross-entropy is smallest at {place}, {value(mean, error, 4)}"

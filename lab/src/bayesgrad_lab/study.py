@@ -28,7 +28,7 @@ class Context:
         folder: the run's own.
         say: prints a line for people.
         progress: shows a trial as it goes.
-        expect: is told how many epochs of how many steps a trial will take.
+        expect: called with the epochs of a trial and the steps of each.
         warned: what optimizers have warned of, which is said once.
     """
 
@@ -82,7 +82,7 @@ class Search:
         amount = "80 % of the training examples" if self.examples is None else f"{self.examples:,} training examples"
         count = f"{len(self.factors)} learning rates each"
         epochs = f"{self.epochs} epoch{'s' * (self.epochs > 1)}"
-        return f"{count}, {epochs} of {amount} at a constant rate, judged by validation NLL"
+        return f"{count}, {epochs} of {amount} at a constant rate, chosen by validation NLL"
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def compare(
             tried[trial.lr] = nll if math.isfinite(nll) else math.inf
         lr = min(tried, key=tried.__getitem__) if tried else usual
         if tried and not math.isfinite(tried[lr]):
-            context.say(f"{name}: every learning rate of the search diverged; going on with {lr:.2g}")
+            context.say(f"{name}: every learning rate of the search diverged; continuing with {lr:.2g}")
         elif len(tried) > 1 and lr in (min(tried), max(tried)):
             context.say(f"{name}: the best learning rate, {lr:.2g}, is at the edge of the search")
         finals = [context.run(replace(base, method=name, lr=lr, seed=seed), data) for seed in range(context.seeds)]

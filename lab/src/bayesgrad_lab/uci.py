@@ -103,7 +103,7 @@ def read(name: str, number: int, data_dir: str | None = None) -> Split:
     features, target, train, test = (_table(files.need(f"index_{n}.txt")).astype(int).ravel() for n in names)
     for what, index, count in (("columns", np.append(features, target), values.shape[1]), ("rows", train, len(values))):
         if index.min() < 0 or index.max() >= count:
-            raise ValueError(f"{name}: the index files name {what} that data.txt has not; get the files again.")
+            raise ValueError(f"{name}: the index files name {what} that data.txt does not have; get the files again.")
     if np.intersect1d(train, test).size or len(train) + len(test) != len(values):
         raise ValueError(f"{name}: training and test part of split {number} are no split; get the files again.")
     return scaled(name, number, values[:, features], values[:, target[0]], train, test)
@@ -264,7 +264,7 @@ def approximations(
         try:
             posterior.tune_prior(noise=True)
         except ValueError as error:
-            context.say(f"{split.key}, {structure}: {error} Going on with prior precision 1.")
+            context.say(f"{split.key}, {structure}: {error} Continuing with prior precision 1.")
         moments = posterior.predict(x, method="linear", likelihood="gaussian")
         found[structure] = with_noise(moments, posterior.noise)
     return found

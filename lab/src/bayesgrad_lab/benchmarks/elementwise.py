@@ -103,7 +103,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     lines = [
-        "# The cost of a step",
+        "# The time of a step",
         "",
         f"`python -m bayesgrad_lab.benchmarks.elementwise`: medians of {arguments.rounds} interleaved steps, "
         f"{page.setting()}.",

@@ -220,6 +220,13 @@ def memory() -> dict[str, tuple[float, float]]:
     return found
 
 
+PEERS_NOTE = (
+    "Optimizers of other packages were measured for 20 steps after 3 steps of warm-up, Muon for 2 steps after 1.",
+    "torch's Muon orthogonalises in bfloat16, which this kind of CPU emulates in software. Its time in this table is",
+    "therefore no measure of a float32 form of Muon, nor of Muon on a GPU.",
+)
+
+
 def main() -> None:
     parser = page.options(__doc__, rounds=200)
     parser.add_argument("--warm", type=int, default=420, help="steps of each optimizer before the clock starts")
@@ -230,12 +237,12 @@ def main() -> None:
     times = measure(OURS, arguments.warm, arguments.rounds)
     reference = times["SGD(fused=True)"]
     lines = [
-        "# The cost of a step that looks at layers",
+        "# The time of a step of layer-wise optimizers",
         "",
         "`python -m bayesgrad_lab.benchmarks.layerwise --peers`: 784-1000-1000-1000-10, batch 100, whole steps, "
         f"{page.setting()}.",
-        f"Ratios to SGD's of means and medians of {arguments.rounds} steps, taken in turns of {TURN}; inversions "
-        f"and refreshes are included. FOOF's products is the floor: E'(A P) for a given P, and nothing else.",
+        f"Ratios to SGD's mean and median over {arguments.rounds} steps, measured in turns of {TURN} steps. Inversions "
+        "and refreshes are included. \"FOOF's products\" is the lower bound for FOOF: only E'(A P) for a given P.",
         "",
         "| optimizer | mean | median |",
         "|---|---|---|",
@@ -248,6 +255,7 @@ def main() -> None:
             found = measure({"SGD(fused=True)": OURS["SGD(fused=True)"]} | makers, warm, rounds)
             base = found.pop("SGD(fused=True)")
             lines += [row(name, own, base) for name, own in found.items()]
+        lines += ["", *PEERS_NOTE]
     found = memory()
     ratio = found["solve"][1] / found["pass"][1]
     lines += [
