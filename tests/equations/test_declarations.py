@@ -113,7 +113,7 @@ def test_without_dynamics_precision_is_the_sum_of_squared_gradients() -> None:
 
 
 def test_the_design_page_builds_the_fading_memory_filter() -> None:
-    """001, Eq. 28-31: forgetting instead of process noise gives lambda/<g^2>, a mean-square normaliser."""
+    """Aitchison 2020, Eq. 28-31: forgetting instead of process noise gives lambda/<g^2>, a mean-square normaliser."""
     (source,) = re.findall(r"```python\n(.*?)```", DESIGN.read_text(), re.DOTALL)
     assert len([line for line in source.splitlines() if line.strip() and "import" not in line]) <= 20
     page: dict = {}

@@ -18,7 +18,7 @@ D = torch.float64
 @pytest.fixture(scope="module")
 def page() -> dict:
     """What the section of the page defines, run as it stands."""
-    text = PAGE.read_text().split("## A model of one's own: a mixture of experts")[1].split("\n## ")[0]
+    text = PAGE.read_text().split("## Your own model: a mixture of experts")[1].split("\n## ")[0]
     names: dict = {}
     for source in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(compile(source, str(PAGE), "exec"), names)
