@@ -52,18 +52,18 @@ def test_list_shows_paper_figure_and_status(capsys, monkeypatch) -> None:
     assert len(lines) < 2.5 * len(EXPERIMENTS)
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_experiment_runs_at_smoke_scale(name: str, capsys, tmp_path: Path) -> None:
-    assert main(["run", name, "--scale", "smoke", "--seeds", "2", "--out", str(tmp_path)]) == 0
-    folder = tmp_path / f"{name}-smoke"
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_runs_at_smoke_scale(experiment: str, smoke) -> None:
+    run = smoke(experiment)
+    assert run.code == 0
+    folder = run.folder
     report = load(folder)
     assert report.claim
     assert report.verdict
     assert report.tables
     assert all((folder / figure["file"]).stat().st_size > 5000 for figure in report.figures)
-    said = capsys.readouterr().out
-    assert "Verdict." in said
-    assert "report.html" in said
+    assert "Verdict." in run.said
+    assert "report.html" in run.said
 
 
 def test_compare_leaves_a_whole_report(finished: Path) -> None:
