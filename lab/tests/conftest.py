@@ -43,4 +43,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of one experiment go to one process, which has run it; its name is their parameter `experiment`."""
     for item in items:
         if "smoke" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group(f"smoke-{item.callspec.params['experiment']}"))  # type: ignore
+            item.add_marker(pytest.mark.xdist_group(f"smoke-{item.callspec.params['experiment']}"))  # pyright: ignore
