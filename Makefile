@@ -5,17 +5,25 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 LAB := $(VENV)/.lab
 STAMP := $(VENV)/.test
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup
 
-.PHONY: test demo lint types fast bench hashes format clean
+.PHONY: test slow soak demo lint types fast bench hashes format clean
 
-test: lint types  ## lint, types and the whole test suite, doctests included
-	$(BIN)/python -m pytest
+test: lint types  ## lint, types and all tests but those that take long, doctests included
+	$(PYTEST) -m "not slow and not soak"
+
+slow: $(STAMP)  ## what takes minutes, in full; make test has it in small
+	$(PYTEST) -m slow
+
+soak: $(STAMP)  ## hours of kills and fuzzing: SOAK_MINUTES=60 SOAK_KILLS=200
+	$(PYTEST) -m soak
 
 demo: $(LAB)  ## compare optimizers on scikit-learn's digits; ends by saying where the report is
 	$(BIN)/bayesgrad compare --data digits --seeds 3 --epochs 15 --lr-search --out runs --resume
 
-fast: $(STAMP)  ## the tests that take no compilation
-	$(BIN)/python -m pytest -m "not compiled" -x
+fast: $(STAMP)  ## the tests that take no compilation, up to the first that fails
+	$(PYTEST) -m "not compiled and not slow and not soak" -x
 
 hashes: $(STAMP)  ## weights and state of every optimizer, to the bit, against the record of golden hashes
 	$(BIN)/python tests/hashes.py

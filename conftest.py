@@ -4,8 +4,16 @@ Matrix products on several threads may round differently from run to run on a bu
 for bit are about the optimizers, not about that. Kernels are tested on two threads all the same.
 """
 
+import os
 from pathlib import Path
 from typing import Any
+
+# Read when the libraries are loaded, so before that. Threads that wait for each other must sleep: those that spin take
+# the core from the one they wait for, where several test processes share the cores, and a loop takes ten times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# A kernel is compiled by the process that asks for it: others that stand by would each have to import torch.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
 import torch

@@ -406,16 +406,16 @@ elementwise_case = pytest.mark.parametrize("case", ELEMENTWISE, ids=lambda case:
 layerwise_case = pytest.mark.parametrize("case", LAYERWISE, ids=lambda case: case.name)
 
 
-def small_model(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+def small_model(dtype: torch.dtype = torch.float32, seed: int = 0, width: int = 1000) -> nn.Module:
     """Large and small tensors, a scalar and a single element: every path of the layout."""
     generator = torch.Generator().manual_seed(seed)
 
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.wide = nn.Linear(40, 1000)
+            self.wide = nn.Linear(40, width)
             self.conv = nn.Conv1d(1, 2, 3)
-            self.out = nn.Linear(1000, 3)
+            self.out = nn.Linear(width, 3)
             self.scale = nn.Parameter(torch.tensor(1.0))
             self.shift = nn.Parameter(torch.tensor([0.1]))
 

@@ -78,19 +78,19 @@ def test_verdicts_are_only_given_where_a_run_can_carry_them(
     assert report.verdict == verdict
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_experiment_runs_at_smoke_scale(name: str, capsys, tmp_path: Path) -> None:
-    assert main(["run", name, "--scale", "smoke", "--seeds", "2", "--out", str(tmp_path)]) == 0
-    folder = tmp_path / f"{name}-smoke"
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_runs_at_smoke_scale(experiment: str, smoke) -> None:
+    run = smoke(experiment)
+    assert run.code == 0
+    folder = run.folder
     report = load(folder)
     assert report.claim
     assert report.verdict == "Smoke run: no verdict."
     assert report.tables
     assert all((folder / figure["file"]).stat().st_size > 5000 for figure in report.figures)
-    said = capsys.readouterr().out
-    assert "Smoke run: no verdict." in said
-    assert "report.html" in said
-    for words in (said, (folder / "report.html").read_text(), (folder / "report.json").read_text()):
+    assert "Smoke run: no verdict." in run.said
+    assert "report.html" in run.said
+    for words in (run.said, (folder / "report.html").read_text(), (folder / "report.json").read_text()):
         assert not re.search(r"\b(Holds|Does not hold|Not resolved)\b", words)
 
 

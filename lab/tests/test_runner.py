@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -55,11 +56,20 @@ def test_every_method_resumes_to_the_same_numbers(name: str, digits: Dataset, tm
     assert again.final == whole.final
 
 
-def test_twenty_kills_at_random_moments_change_nothing(tmp_path: Path) -> None:
+@pytest.mark.xdist_group("serial")
+@pytest.mark.parametrize(
+    "count",
+    [
+        4,
+        pytest.param(20, marks=pytest.mark.slow),
+        pytest.param(int(os.environ.get("SOAK_KILLS", "200")), marks=pytest.mark.soak, id="many"),
+    ],
+)
+def test_kills_at_random_moments_change_nothing(count: int, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(HERE / "kills.py"), str(tmp_path), "20"], capture_output=True, text=True, check=False
+        [sys.executable, str(HERE / "kills.py"), str(tmp_path), str(count)], capture_output=True, text=True, check=False
     )
-    assert done.stdout.strip() == "20", done.stderr[-2000:]
+    assert done.stdout.strip() == str(count), done.stderr[-2000:]
 
 
 def test_a_folder_belongs_to_one_run(tmp_path: Path) -> None:

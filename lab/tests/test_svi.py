@@ -10,6 +10,7 @@ import pytest
 from bayesgrad.models import LatentDirichlet
 from bayesgrad_lab import khan2023_svi as own
 from bayesgrad_lab.corpora import associated_press, invented, read_ldac
+from bayesgrad_lab.report import load
 from bayesgrad_lab.study import Context
 
 
@@ -18,15 +19,16 @@ def context(path: Path) -> Context:
     return Context(path, "smoke", seeds=2, say=lambda words: None)
 
 
-def test_the_experiment_reports_and_a_second_run_trains_nothing(tmp_path: Path, monkeypatch) -> None:
-    report = own.topics(context(tmp_path))
-    assert report.verdict.startswith(("Holds", "Does not hold"))
+@pytest.mark.parametrize("experiment", ["khan2023-svi"])
+def test_the_experiment_reports_and_a_second_run_trains_nothing(experiment: str, smoke, monkeypatch) -> None:
+    folder = smoke(experiment).folder
+    report = load(folder)
     assert all(len(row) == len(table["columns"]) for table in report.tables for row in table["rows"])
-    assert (tmp_path / report.figures[0]["file"]).exists()
+    assert (folder / report.figures[0]["file"]).exists()
     assert len(report.tables[0]["rows"]) == 2 * len(own.METHODS)
     for name, (_, sweeps) in own.METHODS.items():
         monkeypatch.setitem(own.METHODS, name, (lambda *_: pytest.fail("trained again"), sweeps))
-    assert own.topics(context(tmp_path)).verdict == report.verdict
+    assert own.topics(context(folder)).verdict.startswith(("Holds", "Does not hold"))
 
 
 @pytest.mark.parametrize("name", own.METHODS)

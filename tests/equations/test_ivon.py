@@ -143,18 +143,18 @@ def best_gaussian(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     return m, s
 
 
-@pytest.mark.parametrize(("beta2", "samples", "steps"), [(0.995, 4, 3000)])
+@pytest.mark.parametrize(("beta2", "samples", "steps"), [(0.995, 4, 100)])
 def test_finds_the_best_gaussian_of_a_logistic_regression(beta2: float, samples: int, steps: int) -> None:
-    """Means within 0.02, s within 3 %, averaged over time."""
+    """Means within 0.02, s within 3 %, averaged over time and 30 weights, each with a loss of its own."""
     x, y = toy()
     m, s = best_gaussian(x, y)
-    data, labels = torch.tensor(x), torch.tensor(y)
-    weight = nn.Parameter(torch.zeros(1, **F64))
+    data, labels = torch.tensor(x)[:, None], torch.tensor(y)[:, None]
+    weight = nn.Parameter(torch.zeros(30, **F64))
     optimizer = IVON([weight], 0.02, num_data=40, hess_init=0.3, betas=(0.9, beta2), samples=samples, rescale_lr=False)
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = nn.functional.softplus(-labels * data * weight).mean()
+        loss = nn.functional.softplus(-labels * data * weight).sum(1).mean()
         loss.backward()
         return loss
 
@@ -163,7 +163,7 @@ def test_finds_the_best_gaussian_of_a_logistic_regression(beta2: float, samples:
         optimizer.step(closure)
         if step >= 1000:
             variance = optimizer._variance(optimizer.param_groups[0], weight)
-            found.append((weight.item(), 1 / variance.item()))
+            found.append((weight.mean().item(), (1 / variance).mean().item()))
     mean, precision = np.mean(found, 0)
     assert mean == pytest.approx(m, abs=0.02)
     assert precision == pytest.approx(s, rel=0.03)
