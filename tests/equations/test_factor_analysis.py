@@ -210,8 +210,8 @@ def test_the_bound_of_beliefs_is_complete(noise: str, holes: float) -> None:
     model = FactorAnalysis(3, method="vb", noise=noise, max_iter=4, tol=0, **priors).fit(X)
     loadings, precision, relevance = model._nodes
     mean, covariance = (part.numpy() for part in loadings.moments)
-    a, b = (np.broadcast_to(part.numpy(), (4,)) for part in Gamma().ordinary(precision.natural))
-    shape, rate = (part.numpy() for part in Gamma().ordinary(relevance.natural))
+    a, b = (np.broadcast_to(part.numpy(), (4,)) for part in Gamma().standard_parameters(precision.natural))
+    shape, rate = (part.numpy() for part in Gamma().standard_parameters(relevance.natural))
     prior = priors["mean_precision"], priors["noise_prior"], priors["relevance_prior"]
     bound = vb_bound(X - np.nanmean(X, 0), (mean, covariance, a, b, shape, rate), prior, noise == "isotropic")
     assert model.elbo_ == pytest.approx(bound, rel=1e-11)

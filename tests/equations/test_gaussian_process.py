@@ -161,7 +161,7 @@ def test_sites_are_a_family(lowest: float) -> None:
 def test_sites_that_leave_no_distribution_are_outside() -> None:
     family = Sited(torch.eye(2).double())
     zero = torch.zeros(2).double()
-    assert not family.inside((zero, torch.tensor([0.0, 0.6]).double()))
+    assert not family.in_domain((zero, torch.tensor([0.0, 0.6]).double()))
     with pytest.raises(ValueError, match="these sites leave no distribution"):
         family.moments((zero, torch.tensor([0.0, 0.6]).double()))
     with pytest.raises(ValueError, match="must be those of a distribution, with sites that leave"):

@@ -73,7 +73,7 @@ def test_the_factor_is_its_transcription(dense: bool, chunk: int, monkeypatch) -
     bounds, sums, shares = transcribed(X, topics, start, 7)
     own = node(topics)
     factor = Documents(own, kept(X), ALPHA, torch.as_tensor(start), turns=7, tolerance=0)
-    value, messages = factor.look()
+    value, messages = factor.evaluate()
     assert_close(factor.bounds, torch.as_tensor(bounds), rtol=1e-12, atol=1e-12)
     assert_close(value, torch.as_tensor(bounds.sum()), rtol=1e-12, atol=0)
     assert_close(messages[own][0], torch.as_tensor(sums), rtol=1e-11, atol=1e-11)
@@ -89,11 +89,11 @@ def test_documents_that_settle_early_leave_their_chunk(dense: bool, monkeypatch)
     X, topics, start = corpus(40), random.gamma(1.0, 1.0, (3, 15)), np.ones((40, 3))
     own = node(topics)
     factor = Documents(own, kept(X), ALPHA, torch.as_tensor(start), turns=1000, tolerance=1e-4)
-    value, messages = factor.look()
+    value, messages = factor.evaluate()
     alone = []
     for row in range(len(X)):
         single = Documents(own, kept(X[row : row + 1]), ALPHA, torch.as_tensor(start[:1]), turns=1000, tolerance=1e-4)
-        single.look()
+        single.evaluate()
         alone.append(single.shares[0])
     assert_close(factor.shares, torch.stack(alone), rtol=1e-10, atol=1e-10)
     bounds, sums, _ = transcribed(X, topics, factor.shares.numpy(), 0)
@@ -108,8 +108,8 @@ def test_jumps_end_where_turns_do() -> None:
         Documents(node(topics), kept(X), ALPHA, torch.as_tensor(start), turns=turns, tolerance=tolerance)
         for turns, tolerance in ((2000, 1e-13), (3000, 0))
     )
-    found.look()
-    plain.look()
+    found.evaluate()
+    plain.evaluate()
     assert_close(found.shares, plain.shares, rtol=1e-8, atol=1e-8)
 
 
@@ -265,11 +265,11 @@ def test_sweeps_take_few_turns_at_first(monkeypatch: pytest.MonkeyPatch) -> None
     start = torch.ones(len(X), 3, dtype=torch.float64)
     early = Documents(node(topics), kept(X), ALPHA, start, tolerance=1e-300, rising=True)
     for turns in (3, 6):
-        early.look()
+        early.evaluate()
         early.known = False  # none keeps what it had
         assert_close(early.shares.numpy(), transcribed(X, topics, start.numpy(), turns)[2], rtol=1e-12, atol=0)
     patient = Documents(node(topics), kept(X), ALPHA, start, turns=20, tolerance=0, rising=True)
-    patient.look()
+    patient.evaluate()
     assert_close(patient.shares.numpy(), transcribed(X, topics, start.numpy(), 20)[2], rtol=1e-12, atol=0)
 
     seen, read = [], LatentDirichlet._documents

@@ -108,7 +108,7 @@ def test_smoother_is_the_dense_posterior(length: int, gaps: bool) -> None:
 
 
 def test_smoother_is_one_step_of_the_rule_on_the_joint() -> None:
-    """From any start, with the chain as the prior (002, section 5.1); and its bound is the log-likelihood."""
+    """From any start, with the chain as the prior (Khan and Rue 2023, section 5.1); the bound is the log-likelihood."""
     F, Q, H, R, m, P = random_model(2)
     y = np.random.default_rng(3).normal(size=(6, 2))
     mean, covariance = (torch.as_tensor(part) for part in joint(F, Q, m, P, 6))
@@ -266,8 +266,8 @@ def test_improper_sites_are_outside() -> None:
     one = torch.ones(1, 1).double()
     family = SitedChain(kalman.Chain(one, one, torch.zeros(1).double(), one), one, 1)
     zero = torch.zeros(1, 1).double()
-    assert not family.inside((zero, 1.5 * one)).any()
-    assert family.inside((zero, 0.25 * one)).all()
+    assert not family.in_domain((zero, 1.5 * one)).any()
+    assert family.in_domain((zero, 0.25 * one)).all()
     assert_close(family.moments((zero, 0.25 * one))[1], 2 * one)
 
 

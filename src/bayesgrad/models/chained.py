@@ -47,7 +47,7 @@ class Chained(LatentVariableFactor):
         out = self.data.layout.room("seen", len(moves.natural[0]))
         return log_shares(initial), log_shares(moves), self.data.seen.logs(given, out)
 
-    def look(self) -> tuple[Tensor, Mapping[Node, Parameters]]:
+    def evaluate(self) -> tuple[Tensor, Mapping[Node, Parameters]]:
         initial, moves, shown = self.nodes
         found = markov.smoothed(*self.logs(), self.data.layout)
         require_possible(found.log_weight)

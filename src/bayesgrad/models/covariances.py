@@ -331,7 +331,7 @@ class Mixture(LatentVariableFactor):
         blur: rows are taken as x + e with e ~ N(0, blur I), in expectation of the logarithm: every covariance gets
             at least that, and the value remains a bound.
 
-    Reference: Bishop, 2006, section 10.2; 002, sections 5.2 and 5.3.
+    Reference: Bishop, 2006, section 10.2; Khan and Rue 2023, sections 5.2 and 5.3.
     Checked by: tests/equations/test_collapsed.py.
     """
 
@@ -353,7 +353,7 @@ class Mixture(LatentVariableFactor):
         if self._wide:
             self.columns = rows.mT.split(max(256, CHUNK // (self.size * count)), 1)
 
-    def look(self) -> tuple[Tensor, Mapping[Node, Parameters]]:
+    def evaluate(self) -> tuple[Tensor, Mapping[Node, Parameters]]:
         weights, components = self.nodes
         coefficients = self.covariance.coefficients(components.mean)
         coefficients[:, 0] += weights.mean[0]

@@ -93,7 +93,7 @@ class Documents(LatentVariableFactor):
         shares: gamma of the last look, (D, K).
         bounds: of each document, (D,).
 
-    Reference: 002, section 5.3; Blei, Ng and Jordan, 2003; Hoffman, Blei and Bach, 2010.
+    Reference: Khan and Rue 2023, section 5.3; Blei, Ng and Jordan, 2003; Hoffman, Blei and Bach, 2010.
     Checked by: tests/equations/test_latent_dirichlet.py.
     """
 
@@ -130,7 +130,7 @@ class Documents(LatentVariableFactor):
         self.lengths = torch.as_tensor(np.diff(matrix.indptr).astype(np.int64), device=device)
         self.order = self.lengths.argsort(stable=True)
 
-    def look(self) -> tuple[Tensor, Mapping[Node, Parameters]]:
+    def evaluate(self) -> tuple[Tensor, Mapping[Node, Parameters]]:
         (topics,) = self.nodes
         table, heights = self._table()
         gamma, sums = self.start.clone(), torch.zeros_like(table)

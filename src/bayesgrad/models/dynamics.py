@@ -9,7 +9,7 @@ r"""EM for linear Gaussian states: what their smoothed moments say of the matric
 with F and H as they are where only the noise is learned. A part of a row that is missing is hidden, as states are, and
 expected given the other parts and the state; a row that is missing as a whole says nothing of H and R.
 
-Reference: 002, section 5.2; Shumway and Stoffer, 1982.
+Reference: Khan and Rue 2023, section 5.2; Shumway and Stoffer, 1982.
 Checked by: tests/equations/test_dynamics.py.
 """
 
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bayesgrad.inference.engine import Line, Result
+from bayesgrad.inference.engine import ProgressLine, Result
 from bayesgrad.models.checks import is_number, require_whole, warn
 from bayesgrad.models.kalman import Beliefs, Chain
 
@@ -92,7 +92,7 @@ def climb(
     if y.isnan().all():
         raise ValueError("y holds NaN only: there is nothing to learn from.")
     there = torch.arange(len(y))[:, None] < torch.tensor(lengths)  # (T, sequences)
-    unit, shown = float((~y.isnan()).sum()), Line(progress, steps)
+    unit, progress_line = float((~y.isnan()).sum()), ProgressLine(progress, steps)
     found = smooth(matrices)
     elbos = [float(found.log_likelihood.sum())]
     converged = interrupted = False
@@ -106,11 +106,11 @@ def climb(
             break
         matrices = moved
         elbos.append(float(found.log_likelihood.sum()))
-        shown.show(count + 1, elbos[-1])
+        progress_line.update(count + 1, elbos[-1])
         if abs(elbos[-1] - elbos[-2]) <= tolerance * unit and tolerance:
             converged = True
             break
-    shown.end()
+    progress_line.close()
     if tolerance and not (converged or interrupted):
         change = (elbos[-1] - elbos[-2]) / unit
         warn(

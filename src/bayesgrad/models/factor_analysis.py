@@ -64,7 +64,7 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
     >>> model.components_.round(1).tolist(), model.transform(X[:2]).shape
     ([[2.9, 2.0, 1.0]], (2, 1))
 
-    Reference: 002, sections 5.2 and 5.3; Rubin and Thayer, 1982; Tipping and Bishop, 1999; Bishop, 1999.
+    Reference: Khan and Rue 2023, sections 5.2 and 5.3; Rubin and Thayer, 1982; Tipping and Bishop, 1999; Bishop, 1999.
     Checked by: tests/equations/test_factor_analysis.py and tests/contract/test_factor_analysis.py.
     """
 

@@ -144,7 +144,7 @@ class Scores(LatentVariableFactor):
             X = torch.cat([torch.ones_like(rows.values[:, :1]), rows.values], 1)
             self.turned = torch.linalg.qr(X, mode="r")[1] if len(X) > X.shape[1] else X
 
-    def look(self) -> tuple[Tensor, Mapping[Node, Parameters]]:
+    def evaluate(self) -> tuple[Tensor, Mapping[Node, Parameters]]:
         loadings, noise = self.nodes
         known = Loadings.of(loadings, noise)
         value, crossed, moments, residual, counts = (self._whole if self.rows.observed is None else self._parts)(known)

@@ -89,7 +89,7 @@ class GaussianMixture(Latent):
     >>> print(*[f"{bound:.1f}" for bound in bounds])
     -415.8 -325.6 -335.4
 
-    Reference: 002, sections 5.2 and 5.3; Bishop, 2006, section 10.2.
+    Reference: Khan and Rue 2023, sections 5.2 and 5.3; Bishop, 2006, section 10.2.
     Differs from scikit-learn: the bound is complete and never falls, with reg_covar too, which scikit-learn adds in
         the M-step only (the same with reg_covar=0). `score_samples` and `predict_proba` of beliefs are averaged over
         them (t distributions), not taken at expected logarithms. Its variational `"diag"`, `"spherical"` and `"tied"`
@@ -286,7 +286,7 @@ class GaussianMixture(Latent):
         sums = torch.where(sums[:, :1] > 0, sums, mean)
         for _ in range(2):
             natural = self._covariance.message(sums, size)
-            inside = family.inside(natural)
+            inside = family.in_domain(natural)
             if inside.all():
                 return natural
             lacking = ~inside.reshape(len(inside), -1).all(1) if inside.dim() else torch.ones_like(sums[:, 0]) > 0

@@ -90,7 +90,7 @@ class GaussianProcess(BaseEstimator):
     >>> bool(abs(mean[0] - np.sin(1.5)) < 1e-3), bool(deviation[0] < 0.01)
     (True, True)
 
-    Reference: 002, section 5.1 and Eqs. 58 to 60; Khan and Lin, 2017; Adam et al., 2021.
+    Reference: Khan and Rue 2023, section 5.1 and Eqs. 58 to 60; Khan and Lin, 2017; Adam et al., 2021.
     Checked by: tests/equations/test_gaussian_process.py: scikit-learn, dense inference, quadrature.
     """
 
@@ -222,7 +222,7 @@ class GaussianProcess(BaseEstimator):
     def _run(self, K: Tensor, seen: Observation, sites: Parameters | None, tolerance: float) -> tuple[Node, Any]:
         family = Sited(K)
         with torch.no_grad():
-            if sites is None or not bool(family.inside(sites)):
+            if sites is None or not bool(family.in_domain(sites)):
                 sites = mode(family, seen, self._y)
             node = Node(family, sites, name="sites")
             factor = ElementwiseFactor(
@@ -254,7 +254,7 @@ class GaussianProcess(BaseEstimator):
             return value.detach()
 
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*steps were not enough.*")
+            warnings.filterwarnings("ignore", message=".*not converged after.*")
             optimizer.step(closure)  # pyright: ignore[reportArgumentType]
         # Noise may vanish, and lengths be endless; a scale or variance this large is one that was not found.
         if far := [name for name, log in logs.items() if "length" not in name and bool((log >= LIMIT).any())]:

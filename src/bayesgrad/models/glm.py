@@ -32,7 +32,7 @@ from bayesgrad.inference import (
     run,
 )
 from bayesgrad.inference.expectation import Expectation
-from bayesgrad.inference.factor import Factor, project
+from bayesgrad.inference.factor import Factor, predictor_moments
 from bayesgrad.models import checks
 from bayesgrad.models.arrays import as_finite, as_numpy, like
 from bayesgrad.models.multinomial import GivenLabels, Multinomial, quadrature
@@ -122,7 +122,7 @@ class GLM(BaseEstimator):
     >>> print(f"{model.elbo_:.2f} after {model.n_iter_} steps")
     -62.26 after 19 steps
 
-    Reference: 002, Eqs. 10, 11 and 58; Khan and Lin, 2017 (conjugate-computation variational inference).
+    Reference: Khan and Rue 2023, Eqs. 10, 11 and 58; Khan and Lin, 2017 (conjugate-computation variational inference).
     Checked by: tests/equations/test_glm.py, tests/contract/test_glm.py.
     """
 
@@ -394,7 +394,7 @@ class GLM(BaseEstimator):
     def _projected(self, design: Tensor, natural: Parameters) -> tuple[Tensor, Tensor]:
         """Mean and variance of x'θ for each row; of a multinomial model means and covariances of contrasts."""
         mean, covariance = NORMAL.moments(natural)
-        z, variance = project(design, mean, covariance, self._outputs())
+        z, variance = predictor_moments(design, mean, covariance, self._outputs())
         return (z, variance) if isinstance(self._observation, Multinomial) else (z[:, 0], variance[:, 0, 0])
 
     def _predicted(self, X: Any, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

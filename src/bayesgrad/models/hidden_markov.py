@@ -75,7 +75,7 @@ class HiddenMarkov(Latent):
     >>> model.means_.round(2).ravel().tolist(), model.predict(X, lengths=[5, 3]).tolist()
     ([5.05, 0.08], [1, 1, 0, 0, 1, 0, 0, 1])
 
-    Reference: 002, sections 5.2 and 5.3; Rabiner, 1989; Foti et al., 2014, for streams.
+    Reference: Khan and Rue 2023, sections 5.2 and 5.3; Rabiner, 1989; Foti et al., 2014, for streams.
     Checked by: tests/equations/test_hidden_markov.py, tests/contract/test_hidden_markov.py.
     """
 

@@ -5,7 +5,8 @@ and without a loop over it. Sites are given by their information (h, J), so that
 may say less than nothing, and Q may be singular. Tensors have time first, then any sequences, then the state; what
 sequences share has one entry for all.
 
-Reference: 002, section 5.1, for the belief as one conjugate step; Särkkä and García-Fernández, 2021, for the scan.
+Reference: Khan and Rue 2023, section 5.1, for the posterior as one conjugate step; Särkkä and García-Fernández, 2021,
+for the scan.
 Checked by: tests/equations/test_state_space.py.
 """
 

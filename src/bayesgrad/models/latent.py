@@ -16,7 +16,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_random_state
 
 from bayesgrad.inference import Factor, LatentVariableFactor, Node, OutsideDomain, Result, elbo, run, step
-from bayesgrad.inference.engine import Line
+from bayesgrad.inference.engine import ProgressLine
 from bayesgrad.models.checks import all_or_nothing, is_number, require_same, require_tolerance, require_whole, warn
 
 
@@ -51,7 +51,7 @@ class Latent(BaseEstimator, ABC):
             `partial_fit`, of each batch.
         n_iter_, converged_: sweeps, and whether the bound settled.
 
-    Reference: 002, sections 5.2 and 5.3; Hoffman et al., 2013; Cappé and Moulines, 2009, for online EM.
+    Reference: Khan and Rue 2023, sections 5.2 and 5.3; Hoffman et al., 2013; Cappé and Moulines, 2009, for online EM.
     Checked by: tests/contract/test_latent.py.
     """
 
@@ -234,7 +234,7 @@ class Latent(BaseEstimator, ABC):
         """Passes over batches; the bound of all data is looked at after each, with tol=0 only after the last."""
         priors, whole = self._priors(nodes), self._evidence(data, nodes)
         elbos = [float(elbo(nodes, [*priors, whole]))] if self.tol else []
-        shown, taken, stopped, settled = Line(self.progress, self.max_iter), 0, False, False
+        progress_line, taken, stopped, settled = ProgressLine(self.progress, self.max_iter), 0, False, False
         self._batches = 0  # where `partial_fit` goes on from
         before = [node.natural for node in nodes]
         try:
@@ -249,12 +249,12 @@ class Latent(BaseEstimator, ABC):
                 if self.tol:
                     elbos.append(float(elbo(nodes, [*priors, whole])))
                     settled = abs(elbos[-1] - elbos[-2]) <= self.tol * self._units(data)
-                shown.show(taken, elbos[-1] if elbos else None)
+                progress_line.update(taken, elbos[-1] if elbos else None)
         except KeyboardInterrupt:
             stopped = True
             for node, natural in zip(nodes, before):
                 node.natural = natural  # none of a batch of which all nodes have not heard
-        shown.end()
+        progress_line.close()
         if stopped or not self.tol:
             elbos.append(float(elbo(nodes, [*priors, whole])))
         return Result(elbos, settled, stopped, taken)

@@ -74,7 +74,7 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
     >>> model.transform(documents).argmax(1).tolist()
     [0, 1, 0, 1]
 
-    Reference: 002, section 5.3; Blei, Ng and Jordan, 2003; Hoffman, Blei and Bach, 2010.
+    Reference: Khan and Rue 2023, section 5.3; Blei, Ng and Jordan, 2003; Hoffman, Blei and Bach, 2010.
     Differs from scikit-learn: `"svi"` shuffles; `score` and `perplexity` are of documents given what is known of the
     topics, so that the topics' divergence from their prior, a cost of the data they were learned from, is no part of
     them; in `"batch"` documents start with even shares, keep those of the last sweep where they were better, and take
@@ -199,7 +199,7 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         return Documents(topics, data, prior, start, turns=turns, tolerance=tolerance, scale=scale)
 
     def _publish(self, nodes: Sequence[Node]) -> None:
-        (concentration,) = DIRICHLET.ordinary(nodes[0].natural)
+        (concentration,) = DIRICHLET.standard_parameters(nodes[0].natural)
         self.doc_topic_prior_ = float(self._prior("doc_topic_prior"))
         self.topic_word_prior_ = float(self._prior("topic_word_prior"))
         self.components_ = concentration if self._tensors else concentration.cpu().numpy()
@@ -227,7 +227,7 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
             raise ValueError(f"topics must be positive concentrations, got {given.min().item():g}.")
         node = Node(DIRICHLET, DIRICHLET.of(given.to(counts.device or "cpu")), name="topics")
         factor = self._documents(counts, node, torch.ones(len(counts), len(given), dtype=torch.float64))
-        factor.looked()
+        factor.evaluate_cached()
         return counts, factor
 
     def transform(self, X: Any, *, normalize: bool = True) -> Any:

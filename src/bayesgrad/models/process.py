@@ -2,7 +2,7 @@ r"""Beliefs about the values of a Gaussian process: dense, with a site for each 
 
 Both are nodes of the engine; what is here is their linear algebra, and the bound's gradient by the kernel.
 
-Reference: 002, section 5.1, Eqs. 58 to 60; Khan and Lin, 2017; Hensman, Matthews and Ghahramani, 2015.
+Reference: Khan and Rue 2023, section 5.1, Eqs. 58 to 60; Khan and Lin, 2017; Hensman, Matthews and Ghahramani, 2015.
 Checked by: tests/equations/test_gaussian_process.py.
 """
 
@@ -45,7 +45,7 @@ class Sited(Family):
         covariance: K, (n, n).
     """
 
-    events = (1, 1)
+    event_dims = (1, 1)
 
     covariance: Tensor
     _seen: list[Any] = field(default_factory=list, repr=False)
@@ -96,7 +96,7 @@ class Sited(Family):
     def natural(self, mean: Parameters) -> Parameters:
         raise ValueError("the sites of a process are not found from expectations: run the rule instead.")
 
-    def inside(self, natural: Parameters) -> Tensor:
+    def in_domain(self, natural: Parameters) -> Tensor:
         finite = all(bool(torch.isfinite(part).all()) for part in natural)
         return torch.tensor(finite and self.at(natural) is not None)
 
@@ -112,7 +112,7 @@ class Sited(Family):
         noise = torch.randn(count, *exact.mean.shape, dtype=exact.mean.dtype, generator=generator)
         return exact.mean + noise.to(exact.mean) @ exact.scale_tril.mT  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _domain(self) -> str:
+    def _domain_description(self) -> str:
         return ", with sites that leave the precision positive definite"
 
 
@@ -288,15 +288,15 @@ class Induced(LinearPredictorFactor):
         super().__init__(node, design.detach(), lambda f: seen.log_density(f, y), expectation, scale=scale)
         self.live, self.seen, self.y = design, seen, y
 
-    def projections(self) -> tuple[Tensor, Tensor]:
-        mean, variance = super().projections()
+    def predictor_moments(self) -> tuple[Tensor, Tensor]:
+        mean, variance = super().predictor_moments()
         return mean, variance + self.rest.detach()
 
     def moments(self) -> Moments:
         natural = self.nodes[0].natural
         if self._seen is None or self._seen[0] is not natural:
             with torch.no_grad():
-                marginals = self.projections()
+                marginals = self.predictor_moments()
                 self._seen = natural, self.seen.expected(*marginals, self.y, self.expectation)
         return self._seen[1]
 

@@ -78,7 +78,7 @@ class LinearStateSpace:
     >>> model.forecast(np.array([0.0, 1.0, np.nan, 3.0]), 2).mean.round(3).tolist()
     [[2.0], [2.0]]
 
-    Reference: 002, section 5.1; Särkkä and García-Fernández, 2021.
+    Reference: Khan and Rue 2023, section 5.1; Särkkä and García-Fernández, 2021.
     Checked by: tests/equations/test_state_space.py: dense joints, filterpy, quadrature.
     """
 
@@ -303,7 +303,7 @@ class SitedChain(Family):
         length: T; natural parameters are (sequences, T K).
     """
 
-    events = (1, 1)
+    event_dims = (1, 1)
 
     chain: Chain
     observation: Tensor
@@ -341,7 +341,7 @@ class SitedChain(Family):
     def natural(self, mean: Parameters) -> Parameters:
         raise ValueError("the sites of a chain are not found from expectations: run the rule instead.")
 
-    def inside(self, natural: Parameters) -> Tensor:
+    def in_domain(self, natural: Parameters) -> Tensor:
         return torch.isfinite(self.log_partition(natural))
 
     def statistics(self, x: Tensor) -> Parameters:
@@ -358,7 +358,7 @@ class SitedChain(Family):
         paths = kalman.sampled(kalman.backward(self.chain, found), noise) @ self.observation.mT
         return paths.permute(1, 2, 0, 3).flatten(2)
 
-    def _domain(self) -> str:
+    def _domain_description(self) -> str:
         return ", with a positive definite precision of the states"
 
 
