@@ -248,7 +248,7 @@ def test_turning_columns_between_sweeps_saves_sweeps_and_changes_no_optimum() ->
     turned = FactorAnalysis(2, method="vb", init="random", tol=1e-7, max_iter=20_000).fit(X)
 
     class Plain(FactorAnalysis):
-        def _between(self, nodes) -> None:
+        def _after_iteration(self, nodes) -> None:
             pass
 
     plain = Plain(2, method="vb", init="random", tol=1e-7, max_iter=20_000).fit(X)
@@ -315,7 +315,7 @@ def test_a_batch_of_all_rows_with_a_whole_step_is_a_sweep(method: str) -> None:
     X = data(holes=0.1)
     streamed = FactorAnalysis(2, method=method, offset=0.0).partial_fit(X)
     swept = FactorAnalysis(2, method=method, max_iter=1, tol=0)
-    swept._between = lambda nodes: None
+    swept._after_iteration = lambda nodes: None
     swept.fit(X)
     np.testing.assert_allclose(streamed.get_covariance(), swept.get_covariance(), rtol=1e-10)
     assert streamed.elbo_ == pytest.approx(swept.elbos_[0], rel=1e-12)

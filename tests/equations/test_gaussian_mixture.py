@@ -308,7 +308,7 @@ def test_components_too_far_apart_for_float64_are_told(kind: str) -> None:
         if far < 1e6:
             apart.fit(rows)
         else:
-            with pytest.warns(UserWarning, match="fewer than four digits of its covariance are left"):
+            with pytest.warns(UserWarning, match="fewer than four digits of its covariance are accurate"):
                 apart.fit(rows)
         peer = Peer(n_components=2, covariance_type="full", reg_covar=0, random_state=0).fit(rows)
         if kind == "full" and far < 1e6:

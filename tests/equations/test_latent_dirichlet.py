@@ -263,12 +263,12 @@ def test_sweeps_take_few_turns_at_first(monkeypatch: pytest.MonkeyPatch) -> None
     sweeps, and neither streams nor what is said of documents."""
     X, topics = corpus(), np.random.default_rng(1).gamma(2.0, 1.0, (3, 15))
     start = torch.ones(len(X), 3, dtype=torch.float64)
-    early = Documents(node(topics), kept(X), ALPHA, start, tolerance=1e-300, rising=True)
+    early = Documents(node(topics), kept(X), ALPHA, start, tolerance=1e-300, ramp_up=True)
     for turns in (3, 6):
         early.evaluate()
         early.known = False  # none keeps what it had
         assert_close(early.shares.numpy(), transcribed(X, topics, start.numpy(), turns)[2], rtol=1e-12, atol=0)
-    patient = Documents(node(topics), kept(X), ALPHA, start, turns=20, tolerance=0, rising=True)
+    patient = Documents(node(topics), kept(X), ALPHA, start, turns=20, tolerance=0, ramp_up=True)
     patient.evaluate()
     assert_close(patient.shares.numpy(), transcribed(X, topics, start.numpy(), 20)[2], rtol=1e-12, atol=0)
 
@@ -278,5 +278,5 @@ def test_sweeps_take_few_turns_at_first(monkeypatch: pytest.MonkeyPatch) -> None
     model.partial_fit(X)
     model.transform(X)
     LatentDirichlet(2, batch_size=6, max_iter=1, tol=0, random_state=0).fit(X)
-    assert [factor.rising for factor in seen] == [True, False, False, False, False, False]
+    assert [factor.ramp_up for factor in seen] == [True, False, False, False, False, False]
     assert seen[0].looks == 6
