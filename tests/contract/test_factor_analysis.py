@@ -129,7 +129,7 @@ def test_what_is_refused_later() -> None:
     model.fit(X)
     with pytest.raises(ValueError, match="5 features"):
         model.transform(X[:, :4])
-    with pytest.raises(ValueError, match="Z must have 2 columns, as transform gives"):
+    with pytest.raises(ValueError, match="Z must have 2 columns, the number of components"):
         model.inverse_transform(X)
     with pytest.raises(ValueError, match="n_samples must be a positive integer, got 0"):
         model.sample(0)

@@ -87,7 +87,7 @@ REFUSED: list[tuple[dict[str, Any], np.ndarray, str]] = [
     ({}, HOLED, "X contains NaN or infinity in 1 of 60 rows: remove or impute"),
     ({}, X[:0], r"0 sample\(s\)"),
     ({}, X[:1], r"1 sample\(s\)"),
-    (dict(n_components=61), X, "n_components = 61 is more than the rows of X, n_samples = 60: take fewer"),
+    (dict(n_components=61), X, "n_components=61 is larger than the number of rows, n_samples=60: use fewer"),
     (dict(n_components=0), X, "n_components must be a positive integer, got 0"),
     (dict(n_components=2.0), X, "n_components must be a positive integer, got 2.0"),
     (dict(method="gibbs"), X, "method must be one of 'em', 'vmp', 'svi', got 'gibbs'"),
@@ -100,7 +100,7 @@ REFUSED: list[tuple[dict[str, Any], np.ndarray, str]] = [
     (dict(method="vmp", mean_precision_prior=np.ones(3)), X, "mean_precision_prior must be a number greater than 0"),
     (dict(method="vmp", mean_prior="mean"), X, "mean_prior must be a numeric array, got 'mean'"),
     (dict(method="vmp", covariance_prior=[1, [2]]), X, r"covariance_prior must be a numeric array, got \[1, \[2\]\]"),
-    (dict(mean_precision_prior=1.0), X, "method='em' has no priors, but mean_precision_prior was given: use"),
+    (dict(mean_precision_prior=1.0), X, "method='em' has no priors, but mean_precision_prior was set: use"),
     (dict(method="vmp", weight_concentration_prior=0.0), X, "weight_concentration_prior must be a number greater"),
     (dict(method="vmp", mean_precision_prior=-1), X, "mean_precision_prior must be a number greater than 0, got -1"),
     (dict(method="vmp", degrees_of_freedom_prior=2), X, "degrees_of_freedom_prior must be a number greater than 2"),
@@ -108,8 +108,8 @@ REFUSED: list[tuple[dict[str, Any], np.ndarray, str]] = [
     (dict(method="vmp", covariance_prior=np.eye(2)), X, r"covariance_prior must have shape \(3, 3\), got \(2, 2\)"),
     (dict(method="vmp", covariance_prior=-np.eye(3)), X, "covariance_prior must be positive"),
     (dict(method="vmp", covariance_type="diag", covariance_prior=np.zeros(3)), X, "covariance_prior must be positive"),
-    (dict(method="vmp", reg_covar=0), X * [1, 1, 0], "the covariance of X is singular: give covariance_prior, or"),
-    (dict(reg_covar=0), X * [1, 1, 0], "the covariance of X is singular: take a larger reg_covar than 0"),
+    (dict(method="vmp", reg_covar=0), X * [1, 1, 0], "the covariance of X is singular: set covariance_prior, or"),
+    (dict(reg_covar=0), X * [1, 1, 0], "the covariance of X is singular: use a larger reg_covar than 0"),
     (dict(reg_covar=0, covariance_type="diag"), X * [1, 1, 0], "the covariance of X is singular"),
 ]
 
@@ -125,7 +125,7 @@ def test_refusals(settings: dict[str, Any], rows: np.ndarray, message: str) -> N
 
 
 def test_refusals_of_streams_and_predictions() -> None:
-    with pytest.raises(ValueError, match=r"take fewer components, or a larger \(first\) batch"):
+    with pytest.raises(ValueError, match=r"use fewer components, or a larger \(first\) batch"):
         GaussianMixture(5).partial_fit(X[:3])
     model = GaussianMixture(2).partial_fit(X[:9]).partial_fit(X[:1])
     with pytest.raises(ValueError, match="X has 2 features, but GaussianMixture is expecting 3"):

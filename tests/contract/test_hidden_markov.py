@@ -211,7 +211,7 @@ REFUSED = [
         HiddenMarkov(2, emissions="categorical", n_symbols=2),
         SYMBOLS,
         None,
-        "the symbol 2, but the model has symbols 0 to 1",
+        "but the model has symbols 0 to 1",
     ),
     (HiddenMarkov(0), X, None, "n_states must be a positive integer, got 0"),
     (HiddenMarkov(2, emissions="poisson"), X, None, "emissions must be one of 'gaussian', 'categorical'"),
