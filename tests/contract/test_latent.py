@@ -16,7 +16,7 @@ from sklearn.exceptions import ConvergenceWarning
 
 from bayesgrad.inference import OutsideDomain, elbo
 from bayesgrad.models import FactorAnalysis, GaussianMixture, HiddenMarkov, LatentDirichlet, LinearStateSpace
-from bayesgrad.models.covariances import Mixture
+from bayesgrad.models.covariances import MixtureFactor
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(80, 2)) + 3 * RNG.normal(size=(4, 2))[np.arange(80) % 4]
@@ -61,22 +61,22 @@ def test_what_a_fit_says_of_itself(method: str) -> None:
     assert model(method, max_iter=2, tol=0).fit(X).n_iter_ == 2  # asked for, so nothing is said
 
 
-def interrupt_after(monkeypatch: pytest.MonkeyPatch, looks: int) -> None:
-    """Ctrl-C in the middle of a look at the data."""
-    seen, look = [0], Mixture.look
+def interrupt_after(monkeypatch: pytest.MonkeyPatch, evaluations: int) -> None:
+    """Ctrl-C during an evaluation of the data's factor."""
+    calls, evaluate = [0], MixtureFactor.evaluate
 
-    def looking(self: Mixture) -> Any:
-        seen[0] += 1
-        if seen[0] == looks:
+    def counting(self: MixtureFactor) -> Any:
+        calls[0] += 1
+        if calls[0] == evaluations:
             raise KeyboardInterrupt
-        return look(self)
+        return evaluate(self)
 
-    monkeypatch.setattr(Mixture, "look", looking)
+    monkeypatch.setattr(MixtureFactor, "evaluate", counting)
 
 
 @pytest.mark.parametrize("method", ["em", "vmp"])
 def test_an_interrupted_fit_keeps_the_best_so_far(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look at the start and one after each sweep: the fifth is that after the fourth sweep, which is not kept."""
+    """One evaluation at the start and one after each iteration: the fifth is not kept."""
     three = model(method, max_iter=3, tol=0).fit(X)
     interrupt_after(monkeypatch, 5)
     with pytest.warns(UserWarning, match="interrupted after 3 iterations: the best parameters so far are kept"):
@@ -89,7 +89,7 @@ def test_an_interrupted_fit_keeps_the_best_so_far(method: str, monkeypatch: pyte
 
 @pytest.mark.parametrize("late", [2, 3])
 def test_an_interruption_of_a_later_start_keeps_an_earlier_one(monkeypatch: pytest.MonkeyPatch, late: int) -> None:
-    """Before its first look is over, and after its first sweep."""
+    """During its first evaluation, and after its first iteration."""
     whole = model(tol=1e-6).fit(X)
     interrupt_after(monkeypatch, whole.n_iter_ + late)
     with pytest.warns(UserWarning, match="the best parameters so far are kept"):
@@ -98,7 +98,7 @@ def test_an_interruption_of_a_later_start_keeps_an_earlier_one(monkeypatch: pyte
 
 
 def test_interrupted_passes_keep_whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four batches in a pass, and a look at all rows before the first and after each: the ninth look is at the third
+    """Four batches in a pass, one evaluation of all rows before the first and after each: the ninth look is at the third
     batch of the second pass, after which the bound is looked at once more."""
     with pytest.warns(ConvergenceWarning, match="not converged after max_iter=1 iterations"):
         one = model("svi", max_iter=1, tol=1e-12).fit(X)

@@ -14,7 +14,7 @@ from sklearn.exceptions import ConvergenceWarning, NotFittedError
 from sklearn.utils.estimator_checks import estimator_checks_generator
 
 from bayesgrad.models import LatentDirichlet
-from bayesgrad.models.documents import Documents
+from bayesgrad.models.documents import DocumentsFactor
 
 RNG = np.random.default_rng(0)
 X = RNG.poisson(0.7, size=(30, 8)) + np.eye(30, 8)
@@ -98,16 +98,16 @@ def test_too_few_sweeps_warn() -> None:
 
 @pytest.mark.parametrize("method", ["svi", "batch"])
 def test_ctrl_c_keeps_what_is_known(method: str, monkeypatch) -> None:
-    look, count = Documents.look, 0
+    evaluate, count = DocumentsFactor.evaluate, 0
 
     def interrupted(self):
         nonlocal count
         count += 1
         if count == 4:
             raise KeyboardInterrupt
-        return look(self)
+        return evaluate(self)
 
-    monkeypatch.setattr(Documents, "look", interrupted)
+    monkeypatch.setattr(DocumentsFactor, "evaluate", interrupted)
     model = LatentDirichlet(3, method=method, batch_size=30, random_state=0, tol=1e-9)
     with pytest.warns(UserWarning, match=r"interrupted after \d iterations: the best parameters so far are kept"):
         model.fit(X)

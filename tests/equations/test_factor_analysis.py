@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from bayesgrad.families import Gamma, Gaussian, Point
 from bayesgrad.inference import Expected, Node, elbo, message, step
 from bayesgrad.models import FactorAnalysis
-from bayesgrad.models.factors import Relevance, Rows, Scores
+from bayesgrad.models.factors import RelevancePrior, Rows, ScoresFactor
 
 LOG_2PI = np.log(2 * np.pi)
 
@@ -124,12 +124,12 @@ def test_more_columns_than_rows() -> None:
     X = torch.as_tensor(data(n=20, D=50, K=2))
     X = X - X.mean(0)
     model = FactorAnalysis(2, max_iter=1, tol=0).fit(X)
-    wide, tall = Scores(Rows(X), *model._nodes), Scores(Rows(X), *model._nodes)
+    wide, tall = ScoresFactor(Rows(X), *model._nodes), ScoresFactor(Rows(X), *model._nodes)
     assert len(wide.turned) == 20
     tall.turned = (
         torch.linalg.qr(torch.randn(20, 20, generator=torch.Generator().manual_seed(0)).to(X))[0] @ wide.turned
     )
-    holed = Scores(Rows(X, torch.ones_like(X)), *model._nodes)
+    holed = ScoresFactor(Rows(X, torch.ones_like(X)), *model._nodes)
     for other in (tall, holed):
         assert_close(wide.value(), other.value(), rtol=1e-12, atol=0)
         for node in model._nodes:
@@ -162,7 +162,7 @@ def test_units_of_columns_do_not_matter() -> None:
     assert scaled.elbo_ == pytest.approx(model.elbo_ - volume, rel=1e-9)
 
 
-# --- beliefs ---
+# --- moments ---
 
 
 def vb_bound(X, q, prior, isotropic):
@@ -278,7 +278,7 @@ def test_nodes_for_scores_say_the_same(point: bool) -> None:
         return (tau[0] - LOG_2PI - tau[1] * error).sum() / 2 + prior
 
     explicit = Expected(joint, scores, loadings, noise)
-    collapsed = Scores(Rows(X), loadings, noise)
+    collapsed = ScoresFactor(Rows(X), loadings, noise)
     step(scores, [explicit])
     shared = model._priors(model._nodes)
     own = elbo([scores, *model._nodes], [explicit, *shared])
@@ -294,7 +294,7 @@ def test_messages_of_relevances_are_derivatives() -> None:
     loadings = Node(Gaussian(), Gaussian().of(rows, 2 * torch.eye(3).double().expand(5, 3, 3)))
     relevance = Node(Gamma(), Gamma().of(torch.tensor([2.0, 3.0]).double(), torch.tensor([1.0, 0.5]).double()))
     mean = torch.randn(5, dtype=torch.float64, generator=generator)
-    closed = Relevance(loadings, relevance, mean, 0.3)
+    closed = RelevancePrior(loadings, relevance, mean, 0.3)
 
     def prior(w, alpha):
         weights = (alpha[0] - LOG_2PI - alpha[1] * w[1].diagonal(dim1=1, dim2=2)[:, :-1]).sum() / 2

@@ -44,13 +44,13 @@ class MarkovChainFactor(LatentVariableFactor):
         """Expected log π, log A and log p(x | k), (K, N)."""
         initial, moves, shown = self.nodes
         given = (log_shares(shown),) if isinstance(self.data.seen, Symbols) else shown.mean
-        out = self.data.layout.room("seen", len(moves.natural[0]))
+        out = self.data.layout.buffer("seen", len(moves.natural[0]))
         return log_shares(initial), log_shares(moves), self.data.seen.logs(given, out)
 
     def evaluate(self) -> tuple[Tensor, Mapping[Node, Parameters]]:
         initial, moves, shown = self.nodes
         found = markov.smoothed(*self.logs(), self.data.layout)
-        require_possible(found.log_weight)
+        check_possible(found.log_weight)
         messages = (found.first,), (found.pairs,), self.data.seen.message(found.shares)
         return found.log_weight.sum(), dict(zip((initial, moves, shown), messages))
 
@@ -61,7 +61,7 @@ def log_shares(node: Node) -> Tensor:
     return torch.where(logs <= LOG_TINY + 1e-6, -math.inf, logs) if isinstance(node.family, Point) else logs
 
 
-def require_possible(log_weight: Tensor) -> None:
+def check_possible(log_weight: Tensor) -> None:
     wrong = torch.isneginf(log_weight).nonzero()
     if len(wrong):
         raise ValueError(

@@ -68,7 +68,7 @@ def require_precision(name: str, value: Any, size: int) -> Tensor:
     even = torch.allclose(precision, precision.mT, rtol=1e-8, atol=0)
     precision = (precision + precision.mT) / 2
     if not even or torch.linalg.cholesky_ex(precision)[1]:
-        raise ValueError(f"{name} must be a symmetric positive definite matrix, got {value!r}.")
+        raise ValueError(f"{name} must be a symmetric positive definite matrix, got one that is not.")
     return precision
 
 

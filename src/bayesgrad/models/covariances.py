@@ -20,7 +20,7 @@ WIDE = 2  # columns per component above which quadratic forms are computed direc
 CHUNK = 1 << 18  # number of features processed at a time: they fit into the cache
 
 
-class Known(NamedTuple):
+class Components(NamedTuple):
     """The standard parameters of K components.
 
     Args:
@@ -79,15 +79,15 @@ class Covariance(ABC):
         """Natural parameters of the prior for each component, or for all `count` of them."""
 
     @abstractmethod
-    def known(self, natural: Parameters) -> Known:
+    def known(self, natural: Parameters) -> Components:
         """The standard parameters for natural parameters λ."""
 
     @abstractmethod
-    def whitened(self, columns: Tensor, known: Known) -> tuple[Tensor, Tensor]:
+    def whitened(self, columns: Tensor, known: Components) -> tuple[Tensor, Tensor]:
         """(x - m)' V (x - m) and -log |V|, (K, B, n) and (K, B, 1), for B blocks of independent coordinates."""
 
     @abstractmethod
-    def coloured(self, noise: Tensor, known: Known, component: int) -> Tensor:
+    def coloured(self, noise: Tensor, known: Components, component: int) -> Tensor:
         """Transforms standard noise (n, P) to the covariance `spread` of a component."""
 
     @abstractmethod
@@ -115,11 +115,11 @@ class Covariance(ABC):
         least = (own if own.shape[-1] == 1 else torch.linalg.eigvalsh(own)).min().item()
         return least**-0.5 if least > 0 else math.inf
 
-    def free(self, known: Known, size: int) -> Tensor:
+    def free(self, known: Components, size: int) -> Tensor:
         """Degrees of freedom of the predictive t distribution, (K,)."""
         return known.degrees
 
-    def log_density(self, columns: Tensor, known: Known, point: bool) -> Tensor:
+    def log_density(self, columns: Tensor, known: Components, point: bool) -> Tensor:
         r"""log p(x | component), (K, n): normal at the mode if `point`, else averaged over the posterior, which is
 
         .. math::
@@ -169,17 +169,17 @@ class Full(Covariance):
         half = location.new_tensor(confidence / 2)
         return first, -half, -(spread + first[:, None] * location) / 2, location.new_tensor((degrees - P) / 2)
 
-    def known(self, natural: Parameters) -> Known:
+    def known(self, natural: Parameters) -> Components:
         location, confidence, (half, spread) = self.family.parts(natural)
-        return Known(location, confidence, 2 * half + location.shape[-1] + 1, 2 * natural[3], -2 * spread)
+        return Components(location, confidence, 2 * half + location.shape[-1] + 1, 2 * natural[3], -2 * spread)
 
-    def whitened(self, columns: Tensor, known: Known) -> tuple[Tensor, Tensor]:
+    def whitened(self, columns: Tensor, known: Components) -> tuple[Tensor, Tensor]:
         root = torch.linalg.cholesky(known.spread)
         white = torch.linalg.solve_triangular(root, columns - known.location[..., None], upper=False)
         volume = 2 * root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         return white.square().sum(1, keepdim=True), volume.expand(len(white))[:, None, None]
 
-    def coloured(self, noise: Tensor, known: Known, component: int) -> Tensor:
+    def coloured(self, noise: Tensor, known: Components, component: int) -> Tensor:
         return noise @ torch.linalg.cholesky(known.spread[component]).mT
 
     def default_spread(self, columns: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ class Full(Covariance):
     def shape(self, components: int, size: int) -> tuple[int, ...]:
         return components, size, size
 
-    def free(self, known: Known, size: int) -> Tensor:
+    def free(self, known: Components, size: int) -> Tensor:
         return known.degrees + 1 - size
 
 
@@ -212,12 +212,12 @@ class Tied(Full):
         square = -(spread + first.mT @ location.expand(count, -1)) / 2
         return first, -half, square, location.new_tensor((degrees - P - 1 + count) / 2)
 
-    def known(self, natural: Parameters) -> Known:
+    def known(self, natural: Parameters) -> Components:
         location, confidence, (half, spread) = self.family.parts(natural)
         degrees, count = 2 * half + location.shape[-1] + 1, 2 * natural[3]
-        return Known(location, confidence, degrees.expand(len(location)), count.expand(len(location)), -2 * spread)
+        return Components(location, confidence, degrees.expand(len(location)), count.expand(len(location)), -2 * spread)
 
-    def coloured(self, noise: Tensor, known: Known, component: int) -> Tensor:
+    def coloured(self, noise: Tensor, known: Components, component: int) -> Tensor:
         return noise @ torch.linalg.cholesky(known.spread).mT
 
     def shape(self, components: int, size: int) -> tuple[int, ...]:
@@ -253,16 +253,16 @@ class Diag(Covariance):
         square = -(spread + confidence * location.square()) / 2
         return (confidence * location)[:, None], -half, square[:, None, None], torch.full_like(half, (degrees - 1) / 2)
 
-    def known(self, natural: Parameters) -> Known:
+    def known(self, natural: Parameters) -> Components:
         location, confidence, (half, spread) = self.family.parts(natural)
         count = 2 * natural[3][:, 0]
-        return Known(location[..., 0], confidence[:, 0], 2 * half[:, 0] + 2, count, -2 * spread[..., 0, 0])
+        return Components(location[..., 0], confidence[:, 0], 2 * half[:, 0] + 2, count, -2 * spread[..., 0, 0])
 
-    def whitened(self, columns: Tensor, known: Known) -> tuple[Tensor, Tensor]:
+    def whitened(self, columns: Tensor, known: Components) -> tuple[Tensor, Tensor]:
         squares = (columns - known.location[..., None]).square() / known.spread[..., None]
         return squares, known.spread.log()[..., None]
 
-    def coloured(self, noise: Tensor, known: Known, component: int) -> Tensor:
+    def coloured(self, noise: Tensor, known: Components, component: int) -> Tensor:
         return noise * known.spread[component].sqrt()
 
     def default_spread(self, columns: Tensor) -> Tensor:
@@ -299,15 +299,15 @@ class Spherical(Covariance):
         freedom = location.new_tensor((degrees - 2 + len(location)) / 2)
         return (confidence * location)[:, None], -half, square.view(1, 1), freedom
 
-    def known(self, natural: Parameters) -> Known:
+    def known(self, natural: Parameters) -> Components:
         location, confidence, (half, spread) = self.family.parts(natural)
-        return Known(location[..., 0], confidence[:, 0], 2 * half + 2, 2 * natural[3], -2 * spread[:, 0, 0])
+        return Components(location[..., 0], confidence[:, 0], 2 * half + 2, 2 * natural[3], -2 * spread[:, 0, 0])
 
-    def whitened(self, columns: Tensor, known: Known) -> tuple[Tensor, Tensor]:
+    def whitened(self, columns: Tensor, known: Components) -> tuple[Tensor, Tensor]:
         squares = (columns - known.location[..., None]).square().sum(1, keepdim=True) / known.spread[:, None, None]
         return squares, len(columns) * known.spread.log()[:, None, None]
 
-    def coloured(self, noise: Tensor, known: Known, component: int) -> Tensor:
+    def coloured(self, noise: Tensor, known: Components, component: int) -> Tensor:
         return noise * known.spread[component].sqrt()
 
     def default_spread(self, columns: Tensor) -> Tensor:
@@ -317,7 +317,7 @@ class Spherical(Covariance):
         return (components,)
 
 
-class Mixture(LatentVariableFactor):
+class MixtureFactor(LatentVariableFactor):
     r"""Rows that each come from one of K components, with a latent indicator z for each row:
 
     .. math::

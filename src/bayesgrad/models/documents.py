@@ -64,7 +64,7 @@ class Counts:
         return float(self.matrix.data.sum())
 
 
-class Documents(LatentVariableFactor):
+class DocumentsFactor(LatentVariableFactor):
     r"""Documents whose words come from topics β_k, each document with its own proportions θ_d ~ Dirichlet(alpha):
 
     .. math::
@@ -84,7 +84,7 @@ class Documents(LatentVariableFactor):
         topics: a node of K Dirichlet plates over V words.
         prior: alpha.
         start: initial gamma, (D, K).
-        turns: maximum number of iterations.
+        max_iter: maximum number of iterations.
         tolerance: stop when the mean change of gamma_d is below this; 0 never stops, and does not extrapolate.
         ramp_up: whether evaluation n uses at most 3n iterations.
 
@@ -103,14 +103,14 @@ class Documents(LatentVariableFactor):
         prior: float,
         start: Tensor,
         *,
-        turns: int = 100,
+        max_iter: int = 100,
         tolerance: float = 1e-3,
         ramp_up: bool = False,
         scale: float = 1.0,
     ) -> None:
         super().__init__(topics, scale=scale)
-        self.prior, self.turns, self.tolerance = prior, turns, tolerance
-        self.ramp_up, self.looks = ramp_up, 0
+        self.prior, self.max_iter, self.tolerance = prior, max_iter, tolerance
+        self.ramp_up, self.evaluations = ramp_up, 0
         self.start = start.to(topics.natural[0])
         self.shares, self.known = torch.empty_like(self.start), False
         self.bounds = self.start.new_zeros(len(start))
@@ -133,13 +133,16 @@ class Documents(LatentVariableFactor):
         (topics,) = self.nodes
         table, heights = self._table()
         gamma, sums = self.start.clone(), torch.zeros_like(table)
-        rows, begin, turns = self.order, 0, self.turns
-        self.looks += 1
+        rows, begin, max_iter = self.order, 0, self.max_iter
+        self.evaluations += 1
         if self.ramp_up and self.tolerance:
-            turns = min(turns, RAMP * self.looks)
-        for end in [*[end for end in ROUNDS if end < turns and self.tolerance], turns]:
+            max_iter = min(max_iter, RAMP * self.evaluations)
+        for end in [*[end for end in ROUNDS if end < max_iter and self.tolerance], max_iter]:
             rows = torch.cat(
-                [self._turns(table, gamma, part, range(begin + 1, end + 1), turns) for part in self._chunks(rows)]
+                [
+                    self._iterate_chunk(table, gamma, part, range(begin + 1, end + 1), max_iter)
+                    for part in self._chunks(rows)
+                ]
             )
             if not len(rows):
                 break
@@ -152,28 +155,28 @@ class Documents(LatentVariableFactor):
             found = torch.zeros_like(topics.natural[0]).index_copy_(1, self.present, found)
         return self.bounds.sum(), {topics: (found,)}
 
-    def _turns(self, table: Tensor, all_gamma: Tensor, rows: Tensor, turns: range, last: int) -> Tensor:
+    def _iterate_chunk(self, table: Tensor, all_gamma: Tensor, rows: Tensor, iterations: range, last: int) -> Tensor:
         """Iterates on a chunk of documents and returns the rows of those that have not converged."""
         words, counts = self._padded(rows)  # (D, L), (D, 1, L)
         near = _table_rows(table, words)
         gamma = before = all_gamma[rows]
         moving = torch.ones_like(rows, dtype=torch.bool)
-        for turn in turns:
+        for iteration in iterations:
             # The mixture of topics for each word; the scales of θ and of each word's β cancel in the ratio.
             weights = _weights(gamma)
             ratios = counts / (weights[:, None] @ near.mT)
             older, before, gamma = before, gamma, (weights * (ratios @ near)[:, 0]).add_(self.prior)
-            if turn % EVERY or not self.tolerance:
+            if iteration % EVERY or not self.tolerance:
                 continue
             change = gamma - before
-            settled = moving & (change.abs().mean(1) < self.tolerance)
-            moving = moving & ~settled
-            done, left = settled.nonzero()[:, 0], moving.nonzero()[:, 0]
+            converged = moving & (change.abs().mean(1) < self.tolerance)
+            moving = moving & ~converged
+            done, left = converged.nonzero()[:, 0], moving.nonzero()[:, 0]
             if len(done):
                 all_gamma[rows[done]] = gamma[done]
                 if not len(left):
                     return left
-            if 2 * EVERY <= turn < last:
+            if 2 * EVERY <= iteration < last:
                 gamma = _extrapolated(gamma, change, before - older).clamp_(min=self.prior)
             if len(left) < 0.75 * len(rows):
                 rows, counts, gamma, before, moving = (part[left] for part in (rows, counts, gamma, before, moving))

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bayesgrad.inference.engine import ProgressLine, Result
 from bayesgrad.models.checks import is_number, require_positive_integer, warn
-from bayesgrad.models.kalman import Beliefs, Chain
+from bayesgrad.models.kalman import Chain, StateMoments
 
 LEARNABLE = (
     "transition",
@@ -46,7 +46,7 @@ class Matrices(NamedTuple):
 class Smooth(NamedTuple):
     """The posterior of states, the covariances of x_t with x_{t+1}, and log p(y), (sequences,)."""
 
-    states: Beliefs
+    states: StateMoments
     pairs: Tensor
     log_likelihood: Tensor
 
@@ -169,7 +169,7 @@ def _chain(chain: Chain, found: Smooth, there: Tensor, names: Collection[str]) -
 
 
 def _observation_moments(
-    matrices: Matrices, states: Beliefs, y: Tensor, there: Tensor
+    matrices: Matrices, states: StateMoments, y: Tensor, there: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sums of E[y y'], E[y x'] and E[x x'] over rows with any observed number, and the number of such rows.
 

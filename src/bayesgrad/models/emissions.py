@@ -10,7 +10,7 @@ from torch import Tensor
 from bayesgrad.families import Parameters
 from bayesgrad.models.covariances import Covariance, Diag, Spherical, Tied
 
-ROOM = 1 << 25  # size limit of cached features, in numbers
+CACHE_LIMIT = 1 << 25  # size limit of cached features, in numbers
 
 
 class Rows:
@@ -40,19 +40,19 @@ class Rows:
     def _features(self) -> Iterator[tuple[slice, Tensor]]:
         """Features in parts that fit into memory, cached if all of them do; zero for missing rows."""
         N, width = len(self.rows), self.covariance.width(self.rows.shape[1])
-        if width * N <= ROOM:
+        if width * N <= CACHE_LIMIT:
             if self._whole is None:
                 self._whole = self._read(self.rows)
             yield slice(None), self._whole
             return
-        for begin in range(0, N, size := max(1, ROOM // (8 * width))):
+        for begin in range(0, N, size := max(1, CACHE_LIMIT // (8 * width))):
             yield slice(begin, begin + size), self._read(self.rows[begin : begin + size])
 
     def _read(self, rows: Tensor) -> Tensor:
         return self.covariance.features(rows.mT, 0.0).masked_fill_(rows[:, 0].isnan(), 0)
 
 
-def pseudo(covariance: Covariance, means: Tensor, covars: Tensor, weight: float) -> Parameters:
+def pseudo_statistics(covariance: Covariance, means: Tensor, covars: Tensor, weight: float) -> Parameters:
     """The statistics of `weight` rows for each state, with means (K, P) and covariances (K, P, P), from 2 P points."""
     P = means.shape[1]
     root = P**0.5 * torch.linalg.cholesky(covars)
@@ -60,14 +60,14 @@ def pseudo(covariance: Covariance, means: Tensor, covars: Tensor, weight: float)
     return covariance.message(torch.stack([weight * covariance.features(own, 0.0).mean(1) for own in points]), P)
 
 
-def narrowed(covariance: Covariance, matrix: Tensor) -> Tensor:
+def to_covariance_type(covariance: Covariance, matrix: Tensor) -> Tensor:
     """The part of a covariance matrix that one state has for this covariance type."""
     if isinstance(covariance, Spherical):
         return matrix.diagonal().mean()
     return matrix.diagonal() if isinstance(covariance, Diag) else matrix
 
 
-def widened(covariance: Covariance, covars: Tensor, states: int, size: int) -> Tensor:
+def to_full_matrices(covariance: Covariance, covars: Tensor, states: int, size: int) -> Tensor:
     """Covariances in scikit-learn's shapes, as matrices (K, P, P)."""
     if isinstance(covariance, Spherical):
         covars = covars[:, None].expand(states, size)

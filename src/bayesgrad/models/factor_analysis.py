@@ -16,7 +16,7 @@ from bayesgrad.families import Gamma, Gaussian, Point
 from bayesgrad.inference import Factor, Node, Prior
 from bayesgrad.models.arrays import as_numpy, like
 from bayesgrad.models.checks import is_number, require_numbers, require_one_of, require_positive_integer
-from bayesgrad.models.factors import Loadings, Relevance, Rows, Scores, as_rows, infer
+from bayesgrad.models.factors import Loadings, RelevancePrior, Rows, ScoresFactor, as_rows, infer
 from bayesgrad.models.latent import Latent
 
 METHODS = ("em", "vb")
@@ -32,7 +32,7 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
     .. math::
         x = W z + m + e, \quad z \sim N(0, I_K), \quad e_d \sim N(0, 1/\tau_d)
 
-    The bound is maximised over the scores (`models.factors.Scores`); W, m and τ are nodes. With `method="em"` these
+    The bound is maximised over the scores (`factors.ScoresFactor`); W, m and τ are nodes. With `method="em"` these
     are `Point`: maximum likelihood, as in scikit-learn's `FactorAnalysis`; with `noise="isotropic"` it is
     probabilistic PCA, whose closed form is the start. With `method="vb"` rows of [W m] are Gaussian and precisions
     Gamma, and each column of W has its own precision alpha_k, also Gamma, which switches off columns that explain
@@ -180,13 +180,13 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
         loadings, noise, relevance = nodes
         of = [Gamma().of(*map(self._centre.new_tensor, prior)) for prior in (self.noise_prior, self.relevance_prior)]
         return [
-            Relevance(loadings, relevance, torch.zeros_like(self._centre), self.mean_precision),
+            RelevancePrior(loadings, relevance, torch.zeros_like(self._centre), self.mean_precision),
             Prior(noise, of[0]),
             Prior(relevance, of[1]),
         ]
 
-    def _data_factor(self, data: Rows, nodes: Sequence[Node], scale: float = 1.0) -> Scores:
-        return Scores(data, nodes[0], nodes[1], scale, floor=self._floor if self.method == "em" else 0.0)
+    def _data_factor(self, data: Rows, nodes: Sequence[Node], scale: float = 1.0) -> ScoresFactor:
+        return ScoresFactor(data, nodes[0], nodes[1], scale, floor=self._floor if self.method == "em" else 0.0)
 
     def _after_iteration(self, nodes: Sequence[Node]) -> None:
         """Rotates W so that Σ_d E[w_d w_d'] is diagonal, and updates alpha to its optimum.
@@ -199,10 +199,10 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
             return
         loadings, _, relevance = nodes
         K, (shape, rate) = loadings.natural[0].shape[1] - 1, self.relevance_prior
-        squares, turned = torch.linalg.eigh(loadings.mean[1].sum(0)[:K, :K])
-        turn = torch.eye(K + 1).to(turned)
-        turn[:K, :K] = turned.flip(1)
-        loadings.natural = loadings.natural[0] @ turn, turn.mT @ loadings.natural[1] @ turn
+        squares, vectors = torch.linalg.eigh(loadings.mean[1].sum(0)[:K, :K])
+        rotation = torch.eye(K + 1).to(vectors)
+        rotation[:K, :K] = vectors.flip(1)
+        loadings.natural = loadings.natural[0] @ rotation, rotation.mT @ loadings.natural[1] @ rotation
         squares = squares.flip(0)
         relevance.natural = Gamma().of(torch.full_like(squares, shape + len(self._centre) / 2), rate + squares / 2)
 
@@ -228,7 +228,7 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
 
     # --- prediction ---
 
-    def _given(self, X: Any) -> Rows:
+    def _validated_rows(self, X: Any) -> Rows:
         check_is_fitted(self)
         X_ = validate_data(self, as_numpy(X), reset=False, dtype=np.float64, ensure_all_finite=False)
         return as_rows(X_, X, self._centre)[0]
@@ -241,7 +241,7 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
 
     def transform(self, X: Any) -> Any:
         """E[z | x] of each row, (n, K); NaN in X marks missing numbers."""
-        rows = self._given(X)
+        rows = self._validated_rows(X)
         return like(X)(infer(rows, Loadings.of(self._nodes[0], self._nodes[1]))[0] @ self._rotation)
 
     def inverse_transform(self, Z: Any) -> Any:
@@ -257,7 +257,7 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
 
     def score_samples(self, X: Any) -> Any:
         """log N(x | mean_, get_covariance()) of the observed part of each row, (n,)."""
-        rows = self._given(X)
+        rows = self._validated_rows(X)
         return like(X)(infer(rows, self._point())[-1])
 
     def score(self, X: Any, y: Any = None) -> float:

@@ -76,7 +76,7 @@ class Loadings:
 
     @staticmethod
     def at(loadings: Tensor, precision: Tensor) -> Loadings:
-        """Known parameters [W m] and τ."""
+        """ComponentParameters parameters [W m] and τ."""
         covariance = torch.zeros_like(loadings[:, :, None] * loadings[:, None, :])
         return Loadings(loadings, covariance, precision.log(), precision)
 
@@ -116,7 +116,7 @@ def infer(rows: Rows, known: Loadings) -> tuple[Tensor, Tensor, Tensor, Tensor, 
     return means, covariance, patterns, place, constant[place] - left / 2
 
 
-class Scores(LatentVariableFactor):
+class ScoresFactor(LatentVariableFactor):
     r"""x_n = W z_n + m + e_n with z_n ~ N(0, I) and e_nd ~ N(0, 1/τ_d), maximised over the scores z_n.
 
     If nothing is missing, only the triangular factor R of [1 X] = Q R is needed: an evaluation costs D²K for any
@@ -198,7 +198,7 @@ def _outer(rows: Tensor) -> Tensor:
     return rows[:, :, None] * rows[:, None, :]
 
 
-class Relevance(Factor):
+class RelevancePrior(Factor):
     r"""W_dk ~ N(0, 1/alpha_k) and m_d ~ N(m0_d, 1/β): alpha switches off columns that explain nothing.
 
     Args:

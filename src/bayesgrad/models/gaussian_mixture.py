@@ -18,7 +18,7 @@ from bayesgrad.families import Dirichlet, Family, Parameters, Point
 from bayesgrad.inference import Factor, LatentVariableFactor, Node, Prior
 from bayesgrad.models.arrays import as_finite, as_numpy, like, near_mean
 from bayesgrad.models.checks import is_number, require_numbers, require_one_of, require_positive_integer, warn
-from bayesgrad.models.covariances import COVARIANCES, Covariance, Known, Mixture
+from bayesgrad.models.covariances import COVARIANCES, Components, Covariance, MixtureFactor
 from bayesgrad.models.latent import Latent, random_rows
 
 METHODS = ("em", "vmp", "svi")
@@ -303,7 +303,7 @@ class GaussianMixture(Latent):
 
     def _data_factor(self, data: Tensor, nodes: Sequence[Node], scale: float = 1.0) -> LatentVariableFactor:
         weights, components = nodes
-        return Mixture(weights, components, self._covariance, data, blur=self.reg_covar, scale=scale)
+        return MixtureFactor(weights, components, self._covariance, data, blur=self.reg_covar, scale=scale)
 
     def _sort_components(self, nodes: Sequence[Node]) -> None:
         weights, components = nodes
@@ -338,7 +338,7 @@ class GaussianMixture(Latent):
             self.weight_concentration_, self.mean_precision_ = self._kind(concentration), self._kind(known.confidence)
             self.degrees_of_freedom_ = self._kind(count)
 
-    def _known(self) -> Known:
+    def _known(self) -> Components:
         return self._covariance.known(self._nodes[1].natural)
 
     def _concentration(self) -> Tensor:
@@ -352,7 +352,7 @@ class GaussianMixture(Latent):
         check_is_fitted(self, "means_")
         rows = self._rows_of(X, reset=False)
         rows = rows - self._centre.to(rows)
-        known = Known(*[part.to(rows) for part in self._known()])
+        known = Components(*[part.to(rows) for part in self._known()])
         weights = self._concentration().to(rows)
         densities = [self._covariance.log_density(part, known, _is_em(self)) for part in self._covariance.chunks(rows)]
         return torch.cat(densities, 1) + (weights.log() - weights.sum().log())[:, None]

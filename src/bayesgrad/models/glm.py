@@ -332,12 +332,13 @@ class GLM(BaseEstimator):
         if observation.conjugate:
             return [linear_gaussian(node, design, y, 1 / float(observation.scale) ** 2)]  # pyright: ignore
         rows = max(1, CHUNK // (outputs * (32 if outputs == 1 else 512)))
-        factor, log_likelihood = (LinearPredictorFactor, CallableLikelihood)
+        factor, log_likelihood = LinearPredictorFactor, CallableLikelihood
         if isinstance(observation, Multinomial):
-            factor, log_likelihood = (MultiLinearPredictorFactor, MultinomialLogLikelihood)
+            factor, log_likelihood = MultiLinearPredictorFactor, MultinomialLogLikelihood
         parts = enumerate(zip(design.split(rows), y.split(rows)))
         return [
-            factor(node, x, log_likelihood(observation, own), self._expectation(place)) for place, (x, own) in parts
+            factor(node, x, log_likelihood(observation, own), self._expectation(place))  # pyright: ignore
+            for place, (x, own) in parts
         ]
 
     def _expectation(self, place: int) -> Expectation:

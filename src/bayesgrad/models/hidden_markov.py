@@ -17,9 +17,9 @@ from bayesgrad.families import Dirichlet, Family, Parameters, Point
 from bayesgrad.inference import Factor, Linear, Node, Prior
 from bayesgrad.models import checks, markov
 from bayesgrad.models.arrays import as_numpy, near_mean
-from bayesgrad.models.chained import MarkovChainFactor, Sequences, log_shares, require_possible
+from bayesgrad.models.chained import MarkovChainFactor, Sequences, check_possible, log_shares
 from bayesgrad.models.covariances import COVARIANCES, Covariance
-from bayesgrad.models.emissions import Rows, Symbols, narrowed, pseudo, widened
+from bayesgrad.models.emissions import Rows, Symbols, pseudo_statistics, to_covariance_type, to_full_matrices
 from bayesgrad.models.gaussian_mixture import FAR
 from bayesgrad.models.kalman import Elements, scan
 from bayesgrad.models.latent import Latent
@@ -155,7 +155,7 @@ class HiddenMarkov(Latent):
         given: SequenceInput = X
         checks.require_one_of(self, emissions=EMISSIONS, method=METHODS, covariance_type=COVARIANCES, init=STARTS)
         checks.require_positive_integer(n_states=self.n_states)
-        rows, lengths = given.joined(self._dims)
+        rows, lengths = given.concatenated(self._dims)
         rows = validate_data(self, rows, reset=reset, dtype=np.float64, ensure_all_finite="allow-nan")
         lengths = given.split(len(rows)) if lengths is None else lengths
         missing = np.isnan(rows)
@@ -259,7 +259,7 @@ class HiddenMarkov(Latent):
         least = D - 1 if self.covariance_type in ("full", "tied") else 0
         if not (checks.is_number(degrees) and degrees > least):
             raise ValueError(f"dof_prior must be a number greater than {least}, got {self.dof_prior!r}.")
-        spread = narrowed(self._covariance, spread)
+        spread = to_covariance_type(self._covariance, spread)
         found = self._covariance.prior(location, weight, degrees, spread, self.n_states)
         return found if vb or self.dof_prior is not None else (*found[:3], torch.zeros_like(found[3]))
 
@@ -320,10 +320,10 @@ class HiddenMarkov(Latent):
             covars, shape = checks.require_numbers("covars_init", self.covars_init), self._covariance.shape(K, D)
             if covars.shape != shape:
                 raise ValueError(f"covars_init must be of shape {shape}, got {tuple(covars.shape)}.")
-            covars = widened(self._covariance, covars, K, D)
+            covars = to_full_matrices(self._covariance, covars, K, D)
             if torch.linalg.cholesky_ex(covars)[1].any():
                 raise ValueError("covars_init must be positive, or positive definite matrices.")
-        return pseudo(self._covariance, means, covars, weight)
+        return pseudo_statistics(self._covariance, means, covars, weight)
 
     # --- the methods of Latent ---
 
@@ -389,14 +389,14 @@ class HiddenMarkov(Latent):
         """P(z_t = k | X), (n, K), given all observations."""
         given, data, logs = self._prepare(X, lengths)
         found = markov.smoothed(*logs, data.layout)
-        require_possible(found.log_weight)
+        check_possible(found.log_weight)
         return given.like(data.layout.unpacked(found.shares).mT.contiguous(), data.layout.lengths, self._dims)
 
     def decode(self, X: Any, lengths: Any = None) -> tuple[float, Any]:
         """The joint log probability of X and the most probable path of states (Viterbi), and that path."""
         given, data, logs = self._prepare(X, lengths)
         weight, states = markov.best(*logs, data.layout)
-        require_possible(weight)
+        check_possible(weight)
         return float(weight.sum()), given.like(data.layout.unpacked(states), data.layout.lengths, self._dims)
 
     def predict(self, X: Any, lengths: Any = None) -> Any:
@@ -422,7 +422,7 @@ class HiddenMarkov(Latent):
             rows = _drawn(_array(self.emissionprob_)[states], uniform)
         else:
             means, covars = _array(self.means_), _array(self.covars_)
-            root = torch.linalg.cholesky(widened(self._covariance, covars, *means.shape))
+            root = torch.linalg.cholesky(to_full_matrices(self._covariance, covars, *means.shape))
             noise = torch.randn(n_samples, means.shape[1], dtype=torch.float64, generator=generator)
             rows = means[states] + (root[states] @ noise[..., None])[..., 0]
         return self._like(rows), self._like(states)

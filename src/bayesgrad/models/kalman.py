@@ -30,7 +30,7 @@ class Chain(NamedTuple):
     covariance: Tensor
 
 
-class Beliefs(NamedTuple):
+class StateMoments(NamedTuple):
     """Means (T, ..., D) and covariances (T, ..., D, D) of the states."""
 
     mean: Tensor
@@ -56,7 +56,7 @@ def scan(combine: Callable[[Elements, Elements], Elements], elements: Elements) 
     return tuple(found)
 
 
-def filtered(chain: Chain, h: Tensor, J: Tensor) -> Beliefs:
+def filtered(chain: Chain, h: Tensor, J: Tensor) -> StateMoments:
     """The posterior of x_t given the sites up to t.
 
     Args:
@@ -73,10 +73,10 @@ def filtered(chain: Chain, h: Tensor, J: Tensor) -> Beliefs:
     gain = torch.linalg.inv(_eye(J[0]) + covariance @ J[0])
     start = gain @ covariance
     first = _times(gain, mean.expand_as(h[0])) + _times(start, h[0])
-    return _chained(Beliefs(first, start), (A, b, C, eta, info))
+    return _chained(StateMoments(first, start), (A, b, C, eta, info))
 
 
-def observed(chain: Chain, H: Tensor, R: Tensor, y: Tensor) -> Beliefs:
+def observed(chain: Chain, H: Tensor, R: Tensor, y: Tensor) -> StateMoments:
     """The posterior of x_t given y up to t, where y_t = H x_t + N(0, R): `filtered` with the sites H'R^-1 y and
     H'R^-1 H, by Kalman gains, which remain accurate if R is small compared with the predicted covariance.
 
@@ -93,7 +93,7 @@ def observed(chain: Chain, H: Tensor, R: Tensor, y: Tensor) -> Beliefs:
     A, C, info = (part.expand(len(y), *part.shape[1:]) for part in moved)
     gain_0, start, _ = _corrected(covariance, H[0], R[0])
     first = mean + _times(gain_0, y[0] - _times(H[0], mean))
-    return _chained(Beliefs(first, start), (A, _times(gain, y), C, _times(pulled, y), info))
+    return _chained(StateMoments(first, start), (A, _times(gain, y), C, _times(pulled, y), info))
 
 
 def _corrected(covariance: Tensor, H: Tensor, R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,13 +105,13 @@ def _corrected(covariance: Tensor, H: Tensor, R: Tensor) -> tuple[Tensor, Tensor
     return gain, rest @ covariance @ rest.mT + gain @ R @ gain.mT, factor
 
 
-def _chained(start: Beliefs, elements: Elements) -> Beliefs:
+def _chained(start: StateMoments, elements: Elements) -> StateMoments:
     """The product over time, with the distribution of the first state in place of the first element."""
     A, _, _, eta, info = elements
     first = torch.zeros_like(A[0]), *start, torch.zeros_like(eta[0]), torch.zeros_like(info[0])
     whole = [torch.cat([a[None].expand(1, *b.shape[1:]), b[1:]]) for a, b in zip(first, elements)]
     _, mean, covariance, _, _ = scan(_follow, tuple(whole))
-    return Beliefs(mean, (covariance + covariance.mT) / 2)
+    return StateMoments(mean, (covariance + covariance.mT) / 2)
 
 
 def _follow(i: Elements, j: Elements) -> Elements:
@@ -129,12 +129,12 @@ def _follow(i: Elements, j: Elements) -> Elements:
     )
 
 
-def predicted(chain: Chain, filtered: Beliefs) -> Beliefs:
+def predicted(chain: Chain, filtered: StateMoments) -> StateMoments:
     """The distribution of x_t given the sites before t."""
     F, Q, mean, covariance = chain
     ahead = _times(F, filtered.mean[:-1]), F @ filtered.covariance[:-1] @ F.mT + Q
     first = mean.expand_as(filtered.mean[:1]), covariance.expand_as(filtered.covariance[:1])
-    return Beliefs(torch.cat([first[0], ahead[0]]), torch.cat([first[1], ahead[1]]))
+    return StateMoments(torch.cat([first[0], ahead[0]]), torch.cat([first[1], ahead[1]]))
 
 
 class Backward(NamedTuple):
@@ -145,7 +145,7 @@ class Backward(NamedTuple):
     covariance: Tensor
 
 
-def backward(chain: Chain, filtered: Beliefs) -> Backward:
+def backward(chain: Chain, filtered: StateMoments) -> Backward:
     F, Q, *_ = chain
     mean, covariance = filtered.mean[:-1], filtered.covariance[:-1]
     ahead = F @ covariance @ F.mT + Q
@@ -159,7 +159,7 @@ def backward(chain: Chain, filtered: Beliefs) -> Backward:
     )
 
 
-def smoothed(back: Backward) -> tuple[Beliefs, Tensor]:
+def smoothed(back: Backward) -> tuple[StateMoments, Tensor]:
     """The posterior of each x_t given all sites, and the covariances of x_t with x_{t+1}, (T - 1, ..., D, D)."""
 
     def before(later: Elements, earlier: Elements) -> Elements:
@@ -168,7 +168,7 @@ def smoothed(back: Backward) -> tuple[Beliefs, Tensor]:
 
     _, mean, covariance = (part.flip(0) for part in scan(before, tuple(part.flip(0) for part in back)))
     covariance = (covariance + covariance.mT) / 2
-    return Beliefs(mean, covariance), back.gain[:-1] @ covariance[1:]
+    return StateMoments(mean, covariance), back.gain[:-1] @ covariance[1:]
 
 
 def sampled(back: Backward, noise: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ def simulated(chain: Chain, noise: Tensor) -> Tensor:
     return scan(after, (moves, shift))[1]
 
 
-def log_partition(ahead: Beliefs, filtered: Beliefs, h: Tensor, J: Tensor) -> Tensor:
+def log_partition(ahead: StateMoments, filtered: StateMoments, h: Tensor, J: Tensor) -> Tensor:
     r"""The logarithm of the sites' expectation under the prior, (...,); NaN if the result is not a distribution.
 
     Each time adds log ∫ N(x; m, P) exp(h'x - x'Jx/2) = h'm - m'Jm/2 + e'Ve/2 - log|I + P J|/2, with e = h - J m and V

@@ -246,11 +246,11 @@ class Latent(BaseEstimator, ABC):
         """Passes over batches; computes the bound of all data after each, with tol=0 only after the last."""
         priors, whole = self._priors(nodes), self._data_factor(data, nodes)
         elbos = [float(elbo(nodes, [*priors, whole]))] if self.tol else []
-        progress_line, taken, stopped, settled = ProgressLine(self.progress, self.max_iter), 0, False, False
+        progress_line, taken, stopped, converged = ProgressLine(self.progress, self.max_iter), 0, False, False
         self._batches = 0  # `partial_fit` continues from here
         before = [node.natural for node in nodes]
         try:
-            while taken < self.max_iter and not settled:
+            while taken < self.max_iter and not converged:
                 order = random.permutation(len(data))
                 for rows in np.array_split(order, max(1, round(len(data) / self.batch_size))):
                     before = [node.natural for node in nodes]
@@ -260,7 +260,7 @@ class Latent(BaseEstimator, ABC):
                 taken += 1
                 if self.tol:
                     elbos.append(float(elbo(nodes, [*priors, whole])))
-                    settled = abs(elbos[-1] - elbos[-2]) <= self.tol * self._num_units(data)
+                    converged = abs(elbos[-1] - elbos[-2]) <= self.tol * self._num_units(data)
                 progress_line.update(taken, elbos[-1] if elbos else None)
         except KeyboardInterrupt:
             stopped = True
@@ -269,7 +269,7 @@ class Latent(BaseEstimator, ABC):
         progress_line.close()
         if stopped or not self.tol:
             elbos.append(float(elbo(nodes, [*priors, whole])))
-        return Result(elbos, settled, stopped, taken)
+        return Result(elbos, converged, stopped, taken)
 
     def _rho(self, count: int) -> float:
         offset, decay = (getattr(self, name) for name in self._schedule_names)

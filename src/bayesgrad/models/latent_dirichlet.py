@@ -25,7 +25,7 @@ from bayesgrad.models.checks import (
     require_positive_integer,
     warn,
 )
-from bayesgrad.models.documents import Counts, Documents
+from bayesgrad.models.documents import Counts, DocumentsFactor
 from bayesgrad.models.latent import Latent
 
 METHODS = ("svi", "batch")
@@ -40,7 +40,7 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         w_{dn} \sim \sum_k \theta_{dk} \beta_k
 
     and q(β_k) = Dir(λ_k), by variational message passing. The latent variables of a document, its topic proportions
-    and the topics of its words, are optimised given λ before each update of λ (`documents.Documents`):
+    and the topics of its words, are optimised given λ before each update of λ (`documents.DocumentsFactor`):
 
     .. math::
         \lambda \leftarrow (1 - \rho)\, \lambda + \rho \left(\eta + \frac{N}{B} \sum_d n_{dw} \phi_{dwk}\right)
@@ -190,20 +190,20 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         like_one = torch.full_like(topics.natural[0][:1], self._prior("topic_word_prior"))
         return [Prior(topics, DIRICHLET.of(like_one))]
 
-    def _data_factor(self, data: Counts, nodes: Sequence[Node], scale: float = 1.0) -> Documents:
+    def _data_factor(self, data: Counts, nodes: Sequence[Node], scale: float = 1.0) -> DocumentsFactor:
         # Iterations evaluate a document repeatedly: the same random start would lead to the same bad maximum.
         shape = len(data), self.n_components
         drawn = self._random.gamma(100.0, 0.01, shape) if self.method == "svi" else np.ones(shape)
         return self._documents(data, nodes[0], torch.as_tensor(drawn), scale)
 
-    def _full_data_factor(self, data: Counts, nodes: Sequence[Node]) -> Documents:
+    def _full_data_factor(self, data: Counts, nodes: Sequence[Node]) -> DocumentsFactor:
         factor = self._data_factor(data, nodes)
         factor.ramp_up = True
         return factor
 
-    def _documents(self, data: Counts, topics: Node, start: Tensor, scale: float = 1.0) -> Documents:
-        turns, tolerance, prior = self.max_doc_update_iter, self.mean_change_tol, self._prior("doc_topic_prior")
-        return Documents(topics, data, prior, start, turns=turns, tolerance=tolerance, scale=scale)
+    def _documents(self, data: Counts, topics: Node, start: Tensor, scale: float = 1.0) -> DocumentsFactor:
+        max_iter, tolerance, prior = self.max_doc_update_iter, self.mean_change_tol, self._prior("doc_topic_prior")
+        return DocumentsFactor(topics, data, prior, start, max_iter=max_iter, tolerance=tolerance, scale=scale)
 
     def _set_attributes(self, nodes: Sequence[Node]) -> None:
         (concentration,) = DIRICHLET.standard_parameters(nodes[0].natural)
@@ -219,7 +219,7 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
 
     # --- inference for documents ---
 
-    def _inferred(self, X: Any, topics: Any = None) -> tuple[Counts, Documents]:
+    def _inferred(self, X: Any, topics: Any = None) -> tuple[Counts, DocumentsFactor]:
         """The factor of new documents, optimised; each starts with equal proportions, independently of the others."""
         if topics is None:
             check_is_fitted(self, "components_")

@@ -71,14 +71,14 @@ class Layout:
         self.order = torch.as_tensor(order)  # of packed pieces, their places in time
         self.rank = torch.as_tensor(np.argsort(order))  # of pieces in time, where they are packed
         self.cut = len(owner) > len(whole)
-        self._rooms: dict[str, Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
         self.shifted = bool((self.before == torch.arange(len(self.before))).all())
 
-    def room(self, name: str, states: int) -> Tensor:
+    def buffer(self, name: str, states: int) -> Tensor:
         """A buffer (K, N), the same at each call, because allocating memory would take longer than the computation."""
-        found = self._rooms.get(name)
+        found = self._buffers.get(name)
         if found is None or len(found) != states:
-            found = self._rooms[name] = torch.empty(states, len(self.rows), dtype=torch.float64)
+            found = self._buffers[name] = torch.empty(states, len(self.rows), dtype=torch.float64)
         return found
 
     def unpacked(self, values: Tensor) -> Tensor:
@@ -219,7 +219,7 @@ def _begin_(start: Tensor, seen: Tensor, layout: Layout) -> Tensor:
 
 def _plain(moves: Tensor, seen: Tensor, top: Tensor, layout: Layout) -> tuple[Smoothed, float]:
     """Also returns the expected number of transitions below RARE."""
-    weights = torch.sub(seen, torch.where(torch.isneginf(top), 0, top), out=layout.room("weights", len(moves)))
+    weights = torch.sub(seen, torch.where(torch.isneginf(top), 0, top), out=layout.buffer("weights", len(moves)))
     weights = torch.threshold_(weights, FAINT, -math.inf).exp_()
     A = moves.exp()
     floored = A.clamp(min=RARE)
@@ -341,7 +341,7 @@ def _forward(
     arithmetic: Arithmetic, moves: Tensor, weights: Tensor, entering: Tensor, layout: Layout
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Messages from the past, with and without the observation at t, (K, N), and the log weight added by each piece."""
-    alpha, ahead, count = layout.room("alpha", len(moves)), layout.room("ahead", len(moves)), len(layout.first)
+    alpha, ahead, count = layout.buffer("alpha", len(moves)), layout.buffer("ahead", len(moves)), len(layout.first)
     scale, onward = torch.zeros(count, dtype=weights.dtype), moves.mT.contiguous()
     seen, found, plain = (part.split(layout.widths, 1) for part in (weights, alpha, ahead))
     plain[0][:] = torch.where(layout.first, arithmetic.one, arithmetic.push(onward, entering))
@@ -355,7 +355,7 @@ def _forward(
 
 def _backward(arithmetic: Arithmetic, moves: Tensor, weights: Tensor, leaving: Tensor, layout: Layout) -> Tensor:
     """Messages from the future, with the observation at t, (K, N)."""
-    after, now, idle = layout.room("after", len(moves)), leaving.clone(), torch.zeros_like(leaving[0])
+    after, now, idle = layout.buffer("after", len(moves)), leaving.clone(), torch.zeros_like(leaving[0])
     seen, found = weights.split(layout.widths, 1), after.split(layout.widths, 1)
     for step in range(len(layout.widths) - 1, -1, -1):
         width = layout.widths[step]

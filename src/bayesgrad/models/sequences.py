@@ -18,11 +18,11 @@ class SequenceInput(NamedTuple):
     X: Any
     lengths: Any = None
 
-    def listed(self, dims: int) -> bool:
+    def is_list(self, dims: int) -> bool:
         """Whether X is a list of sequences with this number of dimensions."""
         return isinstance(self.X, (list, tuple)) and len(self.X) > 0 and np.ndim(as_numpy(self.X[0])) >= dims
 
-    def joined(self, dims: int) -> tuple[Any, list[int] | None]:
+    def concatenated(self, dims: int) -> tuple[Any, list[int] | None]:
         """All rows, and the lengths of the sequences if X is a list.
 
         Raises:
@@ -30,7 +30,7 @@ class SequenceInput(NamedTuple):
         """
         if isinstance(self.X, (list, tuple)) and not self.X:
             raise ValueError("X is empty: pass a list of sequences, or rows.")
-        if not self.listed(dims):
+        if not self.is_list(dims):
             X = as_numpy(self.X)
             return (np.asarray(X)[:, None] if dims == 1 and np.ndim(X) == 1 else X), None
         if self.lengths is not None:
@@ -61,12 +61,12 @@ class SequenceInput(NamedTuple):
 
     def kind(self, dims: int) -> tuple[bool, Any]:
         """Whether X consists of tensors, and their device."""
-        first = self.X[0] if self.listed(dims) else self.X
+        first = self.X[0] if self.is_list(dims) else self.X
         return isinstance(first, Tensor), getattr(first, "device", None)
 
     def like(self, values: Tensor, lengths: Sequence[int], dims: int) -> Any:
         """Converts one value per row of X to the type of X: a list, an array or a tensor."""
         tensors, device = self.kind(dims)
-        parts = torch.split(values, list(lengths)) if self.listed(dims) else (values,)
+        parts = torch.split(values, list(lengths)) if self.is_list(dims) else (values,)
         found = [part.to(device) if tensors else part.numpy() for part in parts]
-        return found if self.listed(dims) else found[0]
+        return found if self.is_list(dims) else found[0]

@@ -25,7 +25,7 @@ from bayesgrad.models.checks import (
     require_numbers,
     require_positive_integer,
 )
-from bayesgrad.models.kalman import Beliefs, Chain
+from bayesgrad.models.kalman import Chain, StateMoments
 from bayesgrad.models.observations import QUADRATURE, Observation, get_observation
 from bayesgrad.noise import folded
 
@@ -153,9 +153,9 @@ class LinearStateSpace:
     def _learn(self, rows: _Rows, names: Sequence[str], steps: int, tolerance: float, progress: bool | None) -> None:
         def smooth(at: dynamics.Matrices) -> dynamics.Smooth:
             self.chain, self.observation, self.observation_noise = at
-            belief = self._observed(rows.values)
-            back = kalman.backward(self.chain, belief.filtered)
-            return dynamics.Smooth(*kalman.smoothed(back), belief.log_likelihood)
+            posterior = self._observed(rows.values)
+            back = kalman.backward(self.chain, posterior.filtered)
+            return dynamics.Smooth(*kalman.smoothed(back), posterior.log_likelihood)
 
         found = dynamics.Matrices(self.chain, self.observation, self.observation_noise)
         given = smooth, rows.values, rows.lengths, names
@@ -174,15 +174,15 @@ class LinearStateSpace:
         if self.observation_noise is None:
             raise ValueError("filter supports only Gaussian observations: use smooth.")
         rows = _Rows(y, len(self.observation))
-        belief = self._observed(rows.values)
-        return rows.out(belief.filtered, belief.log_likelihood)
+        posterior = self._observed(rows.values)
+        return rows.out(posterior.filtered, posterior.log_likelihood)
 
     def smooth(self, y: Any) -> States:
         """Each state given all observations."""
         rows = _Rows(y, len(self.observation))
-        belief = self._observed(rows.values)
-        smooth, _ = kalman.smoothed(kalman.backward(self.chain, belief.filtered))
-        return rows.out(smooth, belief.log_likelihood)
+        posterior = self._observed(rows.values)
+        smooth, _ = kalman.smoothed(kalman.backward(self.chain, posterior.filtered))
+        return rows.out(smooth, posterior.log_likelihood)
 
     def log_likelihood(self, y: Any) -> Any:
         """log p(y) of a sequence or of each sequence; a lower bound if observations are not Gaussian."""
@@ -201,11 +201,11 @@ class LinearStateSpace:
         """Paths of the states given all observations, (n_samples, T, D) or (n_samples, sequences, T, D)."""
         require_positive_integer(n_samples=n_samples)
         rows = _Rows(y, len(self.observation))
-        belief = self._observed(rows.values)
+        posterior = self._observed(rows.values)
         noise = _noise(
-            (len(rows.values), n_samples, *belief.filtered.mean.shape[1:]), belief.filtered.mean, random_state
+            (len(rows.values), n_samples, *posterior.filtered.mean.shape[1:]), posterior.filtered.mean, random_state
         )
-        return rows.paths(kalman.sampled(kalman.backward(self.chain, belief.filtered), noise))
+        return rows.paths(kalman.sampled(kalman.backward(self.chain, posterior.filtered), noise))
 
     def simulate(self, length: int, n_samples: int = 1, random_state: int = 0) -> tuple[Tensor, Tensor]:
         """Paths (n_samples, T, D) from the model, and observations (n_samples, T, K) of them."""
@@ -226,8 +226,8 @@ class LinearStateSpace:
         require_positive_integer(steps=steps)
         rows = _Rows(y, len(self.observation))
         rows.only_equal("forecast")
-        belief, (F, Q, *_) = self._observed(rows.values), self.chain
-        mean, covariance, H = belief.filtered.mean[-1], belief.filtered.covariance[-1], self.observation
+        posterior, (F, Q, *_) = self._observed(rows.values), self.chain
+        mean, covariance, H = posterior.filtered.mean[-1], posterior.filtered.covariance[-1], self.observation
         means, covariances = [], []
         for _ in range(steps):
             mean, covariance = (F @ mean[..., None])[..., 0], F @ covariance @ F.mT + Q
@@ -239,7 +239,7 @@ class LinearStateSpace:
                 seen, spread = found.mean, torch.diag_embed(found.variance + found.noise)
             means.append(seen)
             covariances.append(spread.expand(*seen.shape, len(H)))
-        return rows.out(Beliefs(torch.stack(means), torch.stack(covariances)), belief.log_likelihood)
+        return rows.out(StateMoments(torch.stack(means), torch.stack(covariances)), posterior.log_likelihood)
 
     # --- inference ---
 
@@ -268,7 +268,7 @@ class LinearStateSpace:
 
 
 class _Observed(NamedTuple):
-    filtered: Beliefs
+    filtered: StateMoments
     log_likelihood: Tensor  # (sequences,)
 
 
@@ -366,7 +366,7 @@ class ChainWithSites(Family):
 
 @dataclass
 class _Posterior:
-    filtered: Beliefs
+    filtered: StateMoments
     log_partition: Tensor
     marginals: tuple[Tensor, Tensor] | None = None
 
@@ -412,8 +412,8 @@ class _Rows:
             return [self.kind(value[:n, k]) for k, n in enumerate(self.lengths)]
         return self.kind(value.transpose(0, 1))
 
-    def out(self, beliefs: Beliefs, log_likelihood: Tensor) -> States:
-        mean, covariance = beliefs
+    def out(self, moments: StateMoments, log_likelihood: Tensor) -> States:
+        mean, covariance = moments
         covariance = covariance.expand(*mean.shape, mean.shape[-1])
         return States(self._cut(mean), self._cut(covariance), self.each(log_likelihood))
 
