@@ -84,23 +84,23 @@ def test_predictions_are_those_of_the_published_parameters() -> None:
 
 HOLED = np.where(np.arange(180).reshape(60, 3) == 7, np.nan, X)
 REFUSED: list[tuple[dict[str, Any], np.ndarray, str]] = [
-    ({}, HOLED, "X holds NaN or infinity in 1 of 60 rows: remove or impute"),
+    ({}, HOLED, "X contains NaN or infinity in 1 of 60 rows: remove or impute"),
     ({}, X[:0], r"0 sample\(s\)"),
     ({}, X[:1], r"1 sample\(s\)"),
-    (dict(n_components=61), X, "n_components = 61 is more than the rows of X, n_samples = 60: take fewer"),
-    (dict(n_components=0), X, "n_components must be a whole number of at least 1, got 0"),
-    (dict(n_components=2.0), X, "n_components must be a whole number of at least 1, got 2.0"),
+    (dict(n_components=61), X, "n_components=61 is larger than the number of rows, n_samples=60: use fewer"),
+    (dict(n_components=0), X, "n_components must be a positive integer, got 0"),
+    (dict(n_components=2.0), X, "n_components must be a positive integer, got 2.0"),
     (dict(method="gibbs"), X, "method must be one of 'em', 'vmp', 'svi', got 'gibbs'"),
     (dict(covariance_type="round"), X, "covariance_type must be one of 'full', 'tied', 'diag', 'spherical', got"),
     (dict(init_params="best"), X, "init_params must be one of 'kmeans'"),
-    (dict(reg_covar=-1.0), X, "reg_covar must be a number of at least 0, got -1.0"),
-    (dict(reg_covar=np.nan), X, "reg_covar must be a number of at least 0, got nan"),
-    (dict(reg_covar="small"), X, "reg_covar must be a number of at least 0, got 'small'"),
+    (dict(reg_covar=-1.0), X, "reg_covar must be a non-negative number, got -1.0"),
+    (dict(reg_covar=np.nan), X, "reg_covar must be a non-negative number, got nan"),
+    (dict(reg_covar="small"), X, "reg_covar must be a non-negative number, got 'small'"),
     (dict(covariance_type=np.ones(2)), X, "covariance_type must be one of 'full', .* got array"),
     (dict(method="vmp", mean_precision_prior=np.ones(3)), X, "mean_precision_prior must be a number greater than 0"),
-    (dict(method="vmp", mean_prior="mean"), X, "mean_prior must be made of numbers, .* got 'mean'"),
-    (dict(method="vmp", covariance_prior=[1, [2]]), X, r"covariance_prior must be made of .* got \[1, \[2\]\]"),
-    (dict(mean_precision_prior=1.0), X, "method='em' has no priors, but mean_precision_prior was given: use"),
+    (dict(method="vmp", mean_prior="mean"), X, "mean_prior must be a numeric array, got 'mean'"),
+    (dict(method="vmp", covariance_prior=[1, [2]]), X, r"covariance_prior must be a numeric array, got \[1, \[2\]\]"),
+    (dict(mean_precision_prior=1.0), X, "method='em' has no priors, but mean_precision_prior was set: use"),
     (dict(method="vmp", weight_concentration_prior=0.0), X, "weight_concentration_prior must be a number greater"),
     (dict(method="vmp", mean_precision_prior=-1), X, "mean_precision_prior must be a number greater than 0, got -1"),
     (dict(method="vmp", degrees_of_freedom_prior=2), X, "degrees_of_freedom_prior must be a number greater than 2"),
@@ -108,8 +108,8 @@ REFUSED: list[tuple[dict[str, Any], np.ndarray, str]] = [
     (dict(method="vmp", covariance_prior=np.eye(2)), X, r"covariance_prior must have shape \(3, 3\), got \(2, 2\)"),
     (dict(method="vmp", covariance_prior=-np.eye(3)), X, "covariance_prior must be positive"),
     (dict(method="vmp", covariance_type="diag", covariance_prior=np.zeros(3)), X, "covariance_prior must be positive"),
-    (dict(method="vmp", reg_covar=0), X * [1, 1, 0], "the covariance of X is singular: give covariance_prior, or"),
-    (dict(reg_covar=0), X * [1, 1, 0], "the covariance of X is singular: take a larger reg_covar than 0"),
+    (dict(method="vmp", reg_covar=0), X * [1, 1, 0], "the covariance of X is singular: set covariance_prior, or"),
+    (dict(reg_covar=0), X * [1, 1, 0], "the covariance of X is singular: use a larger reg_covar than 0"),
     (dict(reg_covar=0, covariance_type="diag"), X * [1, 1, 0], "the covariance of X is singular"),
 ]
 
@@ -125,14 +125,14 @@ def test_refusals(settings: dict[str, Any], rows: np.ndarray, message: str) -> N
 
 
 def test_refusals_of_streams_and_predictions() -> None:
-    with pytest.raises(ValueError, match=r"take fewer components, or a larger \(first\) batch"):
+    with pytest.raises(ValueError, match=r"use fewer components, or a larger \(first\) batch"):
         GaussianMixture(5).partial_fit(X[:3])
     model = GaussianMixture(2).partial_fit(X[:9]).partial_fit(X[:1])
     with pytest.raises(ValueError, match="X has 2 features, but GaussianMixture is expecting 3"):
         model.partial_fit(X[:, :2])
-    with pytest.raises(ValueError, match="X holds NaN or infinity in 1 of 60 rows"):
+    with pytest.raises(ValueError, match="X contains NaN or infinity in 1 of 60 rows"):
         model.predict(HOLED)
-    with pytest.raises(ValueError, match="n_samples must be a whole number of at least 1, got 0"):
+    with pytest.raises(ValueError, match="n_samples must be a positive integer, got 0"):
         model.sample(0)
     for verb in ("predict", "predict_proba", "score_samples", "score"):
         with pytest.raises(NotFittedError):

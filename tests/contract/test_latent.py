@@ -16,7 +16,7 @@ from sklearn.exceptions import ConvergenceWarning
 
 from bayesgrad.inference import OutsideDomain, elbo
 from bayesgrad.models import FactorAnalysis, GaussianMixture, HiddenMarkov, LatentDirichlet, LinearStateSpace
-from bayesgrad.models.covariances import Mixture
+from bayesgrad.models.covariances import MixtureFactor
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(80, 2)) + 3 * RNG.normal(size=(4, 2))[np.arange(80) % 4]
@@ -54,32 +54,32 @@ def test_what_a_fit_says_of_itself(method: str) -> None:
     assert found.n_iter_ == len(found.elbos_) - 1
     assert found.elbo_ == found.elbos_[-1]
     assert abs(found.elbos_[-1] - found.elbos_[-2]) <= found.tol * len(X) < abs(found.elbos_[-2] - found.elbos_[-3])
-    with pytest.warns(ConvergenceWarning, match="2 sweeps were not enough to settle within tol=1e-09: take a larger"):
+    with pytest.warns(ConvergenceWarning, match="not converged after max_iter=2 iterations .tol=1e-09.: increase"):
         short = model(method, max_iter=2, tol=1e-9).fit(X)
     assert not short.converged_
     assert short.n_iter_ == 2
     assert model(method, max_iter=2, tol=0).fit(X).n_iter_ == 2  # asked for, so nothing is said
 
 
-def interrupt_after(monkeypatch: pytest.MonkeyPatch, looks: int) -> None:
-    """Ctrl-C in the middle of a look at the data."""
-    seen, look = [0], Mixture.look
+def interrupt_after(monkeypatch: pytest.MonkeyPatch, evaluations: int) -> None:
+    """Ctrl-C during an evaluation of the data's factor."""
+    calls, evaluate = [0], MixtureFactor.evaluate
 
-    def looking(self: Mixture) -> Any:
-        seen[0] += 1
-        if seen[0] == looks:
+    def counting(self: MixtureFactor) -> Any:
+        calls[0] += 1
+        if calls[0] == evaluations:
             raise KeyboardInterrupt
-        return look(self)
+        return evaluate(self)
 
-    monkeypatch.setattr(Mixture, "look", looking)
+    monkeypatch.setattr(MixtureFactor, "evaluate", counting)
 
 
 @pytest.mark.parametrize("method", ["em", "vmp"])
 def test_an_interrupted_fit_keeps_the_best_so_far(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look at the start and one after each sweep: the fifth is that after the fourth sweep, which is not kept."""
+    """One evaluation at the start and one after each iteration: the fifth is not kept."""
     three = model(method, max_iter=3, tol=0).fit(X)
     interrupt_after(monkeypatch, 5)
-    with pytest.warns(UserWarning, match="interrupted after 3 sweeps: the best parameters so far are kept"):
+    with pytest.warns(UserWarning, match="interrupted after 3 iterations: the best parameters so far are kept"):
         stopped = model(method, n_init=9).fit(X)
     assert stopped.elbos_ == three.elbos_
     assert np.array_equal(stopped.means_, three.means_)
@@ -89,7 +89,7 @@ def test_an_interrupted_fit_keeps_the_best_so_far(method: str, monkeypatch: pyte
 
 @pytest.mark.parametrize("late", [2, 3])
 def test_an_interruption_of_a_later_start_keeps_an_earlier_one(monkeypatch: pytest.MonkeyPatch, late: int) -> None:
-    """Before its first look is over, and after its first sweep."""
+    """During its first evaluation, and after its first iteration."""
     whole = model(tol=1e-6).fit(X)
     interrupt_after(monkeypatch, whole.n_iter_ + late)
     with pytest.warns(UserWarning, match="the best parameters so far are kept"):
@@ -98,17 +98,17 @@ def test_an_interruption_of_a_later_start_keeps_an_earlier_one(monkeypatch: pyte
 
 
 def test_interrupted_passes_keep_whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four batches in a pass, and a look at all rows before the first and after each: the ninth look is at the third
+    """Four batches in a pass, one evaluation of all rows before the first and after each: the ninth look is at the third
     batch of the second pass, after which the bound is looked at once more."""
-    with pytest.warns(ConvergenceWarning, match="1 sweeps were not enough"):
+    with pytest.warns(ConvergenceWarning, match="not converged after max_iter=1 iterations"):
         one = model("svi", max_iter=1, tol=1e-12).fit(X)
     interrupt_after(monkeypatch, 9)
-    with pytest.warns(UserWarning, match="interrupted after 1 sweeps"):
+    with pytest.warns(UserWarning, match="interrupted after 1 iterations"):
         stopped = model("svi", tol=1e-12).fit(X)
     assert stopped.elbos_[:2] == one.elbos_
     assert len(stopped.elbos_) == 3
     nodes = stopped._nodes
-    bound = elbo(nodes, [*stopped._priors(nodes), stopped._evidence(torch.as_tensor(X) - stopped._centre, nodes)])
+    bound = elbo(nodes, [*stopped._priors(nodes), stopped._data_factor(torch.as_tensor(X) - stopped._centre, nodes)])
     np.testing.assert_allclose(stopped.elbo_, float(bound), rtol=1e-13)
 
 
@@ -206,7 +206,7 @@ def test_starts_that_lead_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GaussianMixture, "_start", sometimes)
     assert np.isfinite(model(n_init=3).fit(X).elbo_)
     tries[0] = 0
-    with pytest.raises(ValueError, match="none of 2 starts led to a distribution"):
+    with pytest.raises(ValueError, match="none of 2 starts led to a valid distribution"):
         model(n_init=2).fit(X)
 
 
@@ -218,15 +218,15 @@ def test_settings_are_kept_as_given() -> None:
 
 
 REFUSED = [
-    (dict(n_init=0), "n_init must be a whole number of at least 1, got 0"),
-    (dict(max_iter=0), "max_iter must be a whole number of at least 1, got 0"),
-    (dict(tol=-1.0), "tol must be a number of at least 0, got -1.0"),
-    (dict(decay=0.5), r"decay must be in \(0.5, 1\] for steps to settle, got 0.5"),
-    (dict(decay=1.1), r"decay must be in \(0.5, 1\] for steps to settle, got 1.1"),
-    (dict(offset=-1.0), "offset must be a number of at least 0, got -1.0"),
-    (dict(offset="late"), "offset must be a number of at least 0, got 'late'"),
-    (dict(decay=None), r"decay must be in \(0.5, 1\] for steps to settle, got None"),
-    (dict(batch_size=0), "batch_size must be a whole number of at least 1, got 0"),
+    (dict(n_init=0), "n_init must be a positive integer, got 0"),
+    (dict(max_iter=0), "max_iter must be a positive integer, got 0"),
+    (dict(tol=-1.0), "tol must be a non-negative number, got -1.0"),
+    (dict(decay=0.5), r"decay must be in \(0.5, 1\] for convergence, got 0.5"),
+    (dict(decay=1.1), r"decay must be in \(0.5, 1\] for convergence, got 1.1"),
+    (dict(offset=-1.0), "offset must be a non-negative number, got -1.0"),
+    (dict(offset="late"), "offset must be a non-negative number, got 'late'"),
+    (dict(decay=None), r"decay must be in \(0.5, 1\] for convergence, got None"),
+    (dict(batch_size=0), "batch_size must be a positive integer, got 0"),
     (dict(total_samples=0), "total_samples must be a positive number, or None, got 0"),
     (dict(total_samples=np.inf), "total_samples must be a positive number, or None, got inf"),
 ]
@@ -243,7 +243,7 @@ def test_refusals(settings: dict[str, Any], message: str) -> None:
 def test_a_batch_that_leads_nowhere(method: str) -> None:
     known = model(method).partial_fit(X)
     before = known.score(X)
-    with pytest.raises(ValueError, match="this batch leads to no distribution, and is not learned from"):
+    with pytest.raises(ValueError, match="this batch leads to an invalid distribution and was ignored"):
         known.partial_fit(1e200 * X)
     assert known.score(X) == before
 
@@ -278,8 +278,8 @@ def test_a_batch_after_a_fit_counts_for_what_it_is(method: str) -> None:
 
 COUNTS = RNG.poisson(2.0, size=(40, 6))
 STREAMS: list[tuple[Any, np.ndarray, dict[str, Any], str]] = [
-    (GaussianMixture(2), X, {"n_components": 3}, "n_components was 2 when learning began, and is 3 now"),
-    (GaussianMixture(2), X, {"method": "vmp"}, "method was 'em' when learning began, and is 'vmp' now"),
+    (GaussianMixture(2), X, {"n_components": 3}, "n_components was 2 in the first call and is 3 now"),
+    (GaussianMixture(2), X, {"method": "vmp"}, "method was 'em' in the first call and is 'vmp' now"),
     (GaussianMixture(2), X, {"covariance_type": "diag"}, "covariance_type was 'full'"),
     (LatentDirichlet(2), COUNTS, {"n_components": 3}, "n_components was 2"),
     (HiddenMarkov(2, random_state=0), X, {"n_states": 3}, "n_states was 2"),
@@ -293,7 +293,7 @@ def test_a_stream_keeps_its_structure(stream: Any, rows: np.ndarray, change: dic
     before = stream.elbos_[:]
     (name,) = change
     kept = getattr(stream, name)
-    with pytest.raises(ValueError, match=f"{message}.*: set it back, or start anew"):
+    with pytest.raises(ValueError, match=f"{message}.*: restore it, or start again"):
         stream.set_params(**change).partial_fit(rows)
     assert stream.elbos_ == before
     stream.set_params(**{name: kept}).partial_fit(rows)
@@ -325,7 +325,7 @@ def _sampled(estimator: Any, rows: np.ndarray, **wanted: Any) -> None:
     ],
 )
 def test_draws_are_whole_numbers(estimator: Any, rows: np.ndarray, wanted: Any) -> None:
-    with pytest.raises(ValueError, match=f"n_samples must be a whole number of at least 1, got {wanted!r}"):
+    with pytest.raises(ValueError, match=f"n_samples must be a positive integer, got {wanted!r}"):
         _sampled(estimator, rows, n_samples=wanted)
 
 
@@ -347,7 +347,7 @@ def test_warnings_point_at_the_line_that_asked() -> None:
 
 def test_a_line_without_observations_says_so() -> None:
     line, nothing = LinearStateSpace(np.eye(1), np.eye(1), np.eye(1), np.eye(1)), np.full(9, np.nan)
-    with pytest.raises(ValueError, match="y holds NaN only: there is nothing to learn from"):
+    with pytest.raises(ValueError, match="y contains only NaN: there is nothing to learn from"):
         line.fit(nothing, learn="all")
-    with pytest.raises(ValueError, match="y holds NaN only: there is nothing to score"):
+    with pytest.raises(ValueError, match="y contains only NaN: there is nothing to score"):
         line.score(nothing)

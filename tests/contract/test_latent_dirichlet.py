@@ -14,7 +14,7 @@ from sklearn.exceptions import ConvergenceWarning, NotFittedError
 from sklearn.utils.estimator_checks import estimator_checks_generator
 
 from bayesgrad.models import LatentDirichlet
-from bayesgrad.models.documents import Documents
+from bayesgrad.models.documents import DocumentsFactor
 
 RNG = np.random.default_rng(0)
 X = RNG.poisson(0.7, size=(30, 8)) + np.eye(30, 8)
@@ -90,7 +90,7 @@ def test_partial_fit_goes_on_from_fit() -> None:
 
 
 def test_too_few_sweeps_warn() -> None:
-    with pytest.warns(ConvergenceWarning, match="2 sweeps were not enough to settle within tol=1e-06"):
+    with pytest.warns(ConvergenceWarning, match="not converged after max_iter=2 iterations"):
         model = LatentDirichlet(3, method="batch", max_iter=2, tol=1e-6, random_state=0).fit(X)
     assert model.n_iter_ == 2
     assert not model.converged_
@@ -98,18 +98,18 @@ def test_too_few_sweeps_warn() -> None:
 
 @pytest.mark.parametrize("method", ["svi", "batch"])
 def test_ctrl_c_keeps_what_is_known(method: str, monkeypatch) -> None:
-    look, count = Documents.look, 0
+    evaluate, count = DocumentsFactor.evaluate, 0
 
     def interrupted(self):
         nonlocal count
         count += 1
         if count == 4:
             raise KeyboardInterrupt
-        return look(self)
+        return evaluate(self)
 
-    monkeypatch.setattr(Documents, "look", interrupted)
+    monkeypatch.setattr(DocumentsFactor, "evaluate", interrupted)
     model = LatentDirichlet(3, method=method, batch_size=30, random_state=0, tol=1e-9)
-    with pytest.warns(UserWarning, match=r"interrupted after \d sweeps: the best parameters so far are kept"):
+    with pytest.warns(UserWarning, match=r"interrupted after \d iterations: the best parameters so far are kept"):
         model.fit(X)
     assert np.isfinite(model.elbo_)
     assert model.transform(X).shape == (30, 3)
@@ -118,7 +118,7 @@ def test_ctrl_c_keeps_what_is_known(method: str, monkeypatch) -> None:
 def test_empty_documents_are_said_and_count_nothing() -> None:
     rows = np.insert(X, [3, 9], 0.0, axis=0)
     settings = dict(method="batch", max_iter=4, tol=0, random_state=0, mean_change_tol=0)
-    with pytest.warns(UserWarning, match="2 of 32 documents have no words, the first in row 3: their shares are"):
+    with pytest.warns(UserWarning, match="2 of 32 documents have no words, the first in row 3: their proportions are"):
         model = LatentDirichlet(2, **settings).fit(rows)
     with pytest.warns(UserWarning, match="no words"):
         shares = model.transform(rows)
@@ -154,23 +154,23 @@ def test_samples_are_documents_of_the_model() -> None:
 
 HOLED = np.where(np.arange(240).reshape(30, 8) == 7, np.nan, X)
 REFUSED = [
-    (LatentDirichlet(), HOLED, "X holds NaN or infinity in 1 of 30 documents"),
+    (LatentDirichlet(), HOLED, "X contains NaN or infinity in 1 of 30 documents"),
     (LatentDirichlet(), X[:0], r"0 sample\(s\)"),
-    (LatentDirichlet(), X - 1, "Negative values in data: X holds -1, and no count is below zero"),
-    (LatentDirichlet(), 0 * X, "X holds no words: every count is zero"),
-    (LatentDirichlet(0), X, "n_components must be a whole number of at least 1, got 0"),
+    (LatentDirichlet(), X - 1, "Negative values in data: counts must not be negative, got -1"),
+    (LatentDirichlet(), 0 * X, "X contains no words: every count is zero"),
+    (LatentDirichlet(0), X, "n_components must be a positive integer, got 0"),
     (LatentDirichlet(method="em"), X, "method must be one of 'svi', 'batch', got 'em'"),
     (LatentDirichlet(doc_topic_prior=0.0), X, "doc_topic_prior must be a positive number, got 0.0"),
     (LatentDirichlet(topic_word_prior=-1.0), X, "topic_word_prior must be a positive number, got -1.0"),
     (LatentDirichlet(doc_topic_prior=[0.1, 0.2]), X, r"doc_topic_prior must be a positive number, got \[0.1, 0.2\]"),
-    (LatentDirichlet(learning_decay=0.5), X, r"learning_decay must be in \(0.5, 1\] for steps to settle, got 0.5"),
-    (LatentDirichlet(learning_offset=-1), X, "learning_offset must be a number of at least 0, got -1"),
-    (LatentDirichlet(batch_size=0), X, "batch_size must be a whole number of at least 1, got 0"),
+    (LatentDirichlet(learning_decay=0.5), X, r"learning_decay must be in \(0.5, 1\] for convergence, got 0.5"),
+    (LatentDirichlet(learning_offset=-1), X, "learning_offset must be a non-negative number, got -1"),
+    (LatentDirichlet(batch_size=0), X, "batch_size must be a positive integer, got 0"),
     (LatentDirichlet(total_samples=0), X, "total_samples must be a positive number, or None, got 0"),
-    (LatentDirichlet(max_doc_update_iter=0), X, "max_doc_update_iter must be a whole number of at least 1, got 0"),
-    (LatentDirichlet(mean_change_tol=-1), X, "mean_change_tol must be a number of at least 0, got -1"),
-    (LatentDirichlet(mean_change_tol="no"), X, "mean_change_tol must be a number of at least 0, got 'no'"),
-    (LatentDirichlet(max_iter=0), X, "max_iter must be a whole number of at least 1, got 0"),
+    (LatentDirichlet(max_doc_update_iter=0), X, "max_doc_update_iter must be a positive integer, got 0"),
+    (LatentDirichlet(mean_change_tol=-1), X, "mean_change_tol must be a non-negative number, got -1"),
+    (LatentDirichlet(mean_change_tol="no"), X, "mean_change_tol must be a non-negative number, got 'no'"),
+    (LatentDirichlet(max_iter=0), X, "max_iter must be a positive integer, got 0"),
 ]
 
 
@@ -188,13 +188,13 @@ def test_refusals_of_fitted_models() -> None:
     model = LatentDirichlet(2, max_iter=1, tol=0).fit(X)
     with pytest.raises(ValueError, match="X has 7 features, but LatentDirichlet is expecting 8"):
         model.transform(X[:, :7])
-    with pytest.raises(ValueError, match=r"topics must be \(K, 8\), as X has 8 columns, got shape \(2, 7\)"):
+    with pytest.raises(ValueError, match=r"topics must be \(K, 8\), with the columns of X, got shape \(2, 7\)"):
         model.bound(X, np.ones((2, 7)))
     with pytest.raises(ValueError, match="topics must be positive concentrations, got 0"):
         model.bound(X, np.zeros((2, 8)))
-    with pytest.raises(ValueError, match="vocabulary has 3 words, X had 8 columns"):
+    with pytest.raises(ValueError, match="vocabulary must have one word per column of X, 8, got 3"):
         model.top_words("abc", 2)
     with pytest.raises(ValueError, match="n must be between 1 and 8, got 9"):
         model.top_words(n=9)
-    with pytest.raises(ValueError, match="length must be a whole number of at least 1, got 0"):
+    with pytest.raises(ValueError, match="length must be a positive integer, got 0"):
         model.sample(1, 0)

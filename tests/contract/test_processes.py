@@ -13,12 +13,12 @@ X = np.random.default_rng(0).normal(size=(15, 2))
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"steps": "a"}, "steps must be a whole number of at least 1, got 'a'"),
-        ({"rounds": 0}, "rounds must be a whole number of at least 1, got 0"),
-        ({"tolerance": "a"}, "tolerance must be a number of at least 0, got 'a'"),
-        ({"seed": None}, "seed must be a whole number, got None"),
+        ({"max_iter": "a"}, "max_iter must be a positive integer, got 'a'"),
+        ({"max_eval": 0}, "max_eval must be a positive integer, got 0"),
+        ({"tol": "a"}, "tol must be a non-negative number, got 'a'"),
+        ({"random_state": None}, "random_state must be an integer, got None"),
         ({"expectation": "delta"}, r"expectation must be GaussHermite\(\), Delta\(\) or None, got 'delta'"),
-        ({"inducing": "a"}, "inducing must be made of numbers, .* got"),
+        ({"inducing": "a"}, "inducing must be a numeric array, got"),
         ({"inducing": np.full((2, 2), np.nan)}, "inducing must be a matrix of finite numbers"),
     ],
 )
@@ -28,9 +28,9 @@ def test_settings_of_a_gaussian_process(settings: dict, words: str) -> None:
 
 
 def test_a_fit_that_fails_leaves_what_was_known() -> None:
-    model = GaussianProcess(optimise=False).fit(X, X[:, 0])
+    model = GaussianProcess(optimizer=None).fit(X, X[:, 0])
     before = model.predict(X)
-    with pytest.raises(ValueError, match="batch_size is for inducing points"):
+    with pytest.raises(ValueError, match="batch_size needs inducing points"):
         model.set_params(batch_size=3).fit(X[:10, :1], X[:10, 0])
     np.testing.assert_array_equal(model.predict(X), before)
 
@@ -38,7 +38,7 @@ def test_a_fit_that_fails_leaves_what_was_known() -> None:
 def test_numbers_at_the_end_of_their_range_are_told() -> None:
     """Targets of a million, whose noise would be larger than is looked for."""
     y = 1e6 * np.random.default_rng(1).normal(size=15)
-    with pytest.warns(UserWarning, match="likelihood.scale went to the end of its range, 1e5"):
+    with pytest.warns(UserWarning, match="likelihood.scale reached the end of its range, 1e5"):
         GaussianProcess().fit(X, y)
 
 
@@ -54,7 +54,7 @@ def test_frames_and_lists_are_sequences() -> None:
 
 
 @pytest.mark.parametrize(
-    ("y", "words"), [(["a", "b"], "y must be made of numbers"), (None, "y must have one row for each time")]
+    ("y", "words"), [(["a", "b"], "y must be a numeric array"), (None, "y must have one row per time")]
 )
 def test_sequences_that_cannot_be(y: object, words: str) -> None:
     with pytest.raises(ValueError, match=words):
@@ -62,9 +62,9 @@ def test_sequences_that_cannot_be(y: object, words: str) -> None:
 
 
 def test_matrices_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match=r"transition must be made of numbers, .* got 'a'"):
+    with pytest.raises(ValueError, match=r"transition must be a numeric array, got 'a'"):
         LinearStateSpace("a", [[0.5]], [[1.0]], [[1.0]])
-    with pytest.raises(ValueError, match=r"initial_mean must be made of numbers, .* got 'a'"):
+    with pytest.raises(ValueError, match=r"initial_mean must be a numeric array, got 'a'"):
         LinearStateSpace([[1.0]], [[0.5]], [[1.0]], [[1.0]], initial_mean="a")
     with pytest.raises(TypeError, match="expectation must be GaussHermite"):
         LinearStateSpace([[1.0]], [[0.5]], [[1.0]], likelihood="poisson", expectation="a")  # pyright: ignore

@@ -30,7 +30,7 @@ def test_normal_wishart_evidence_is_a_product_of_t_distributions() -> None:
     prior = NormalWishart().of(tensor([0.0, 1.0, -1.0]), tensor(0.7), tensor(3.5), scale)
     now, expected = prior, 0.0
     for row in y:
-        m, k, nu, V = NormalWishart().ordinary(now)
+        m, k, nu, V = NormalWishart().standard_parameters(now)
         shape = torch.linalg.inv(V) * (k + 1) / (k * (nu - 2))
         expected += stats.multivariate_t.logpdf(row.numpy(), m.numpy(), shape.numpy(), df=float(nu) - 2)
         half = tensor(0.5)
@@ -40,7 +40,7 @@ def test_normal_wishart_evidence_is_a_product_of_t_distributions() -> None:
     assert_close(found - y.numel() / 2 * math.log(2 * math.pi), tensor(expected), rtol=1e-12, atol=0)
     for a, b in zip(posterior, now):
         assert_close(a, b, rtol=1e-13, atol=1e-13)
-    location, confidence, degrees, _ = NormalWishart().ordinary(posterior)
+    location, confidence, degrees, _ = NormalWishart().standard_parameters(posterior)
     assert_close(location, (0.7 * tensor([0.0, 1.0, -1.0]) + y.sum(0)) / 6.7)
     assert_close((confidence, degrees), (tensor(6.7), tensor(9.5)))
 

@@ -123,7 +123,7 @@ def test_the_likelihood_never_falls(seed: int, names) -> None:
 @pytest.mark.parametrize("names", [("transition", "process_noise"), ("observation",)])
 def test_the_slope_is_zero_where_it_settles(names: tuple[str, ...]) -> None:
     """Derivatives of the log-likelihood by what was learned; noise moves along symmetric directions."""
-    y = torch.as_tensor(model(3).simulate(25, 2, seed=3)[1])
+    y = torch.as_tensor(model(3).simulate(25, 2, random_state=3)[1])
     y[0, 3:6, 1] = y[1, 20] = torch.nan
     found = model(3).fit(y, learn=names, max_iter=1000, tol=1e-11)
     assert found.converged_
@@ -139,7 +139,7 @@ def test_the_slope_is_zero_where_it_settles(names: tuple[str, ...]) -> None:
 def test_a_walk_is_learned() -> None:
     """2000 steps of a noisy random walk: the noises within a tenth or so, and likelier than the truth."""
     truth = LinearStateSpace([[1.0]], [[0.5]], [[1.0]], [[2.0]])
-    y = truth.simulate(2000, seed=1)[1][0].numpy()
+    y = truth.simulate(2000, random_state=1)[1][0].numpy()
     found = LinearStateSpace([[1.0]], [[1.0]], [[1.0]], [[1.0]])
     found.fit(y, learn=("process_noise", "observation_noise"), max_iter=500, tol=1e-7)
     assert abs(found.process_noise_.item() - 0.5) < 0.1
@@ -149,7 +149,7 @@ def test_a_walk_is_learned() -> None:
 
 def test_the_slope_by_the_noises_of_a_walk_is_zero() -> None:
     """By central differences of the log-likelihood, with a fifth of the observations missing."""
-    y = LinearStateSpace([[1.0]], [[0.5]], [[1.0]], [[2.0]]).simulate(300, seed=2)[1][0].numpy()
+    y = LinearStateSpace([[1.0]], [[0.5]], [[1.0]], [[2.0]]).simulate(300, random_state=2)[1][0].numpy()
     y[::5] = np.nan
     found = LinearStateSpace([[1.0]], [[1.0]], [[1.0]], [[1.0]])
     found.fit(y, learn=("process_noise", "observation_noise"), max_iter=1000, tol=1e-11)
@@ -166,7 +166,7 @@ def test_the_slope_by_the_noises_of_a_walk_is_zero() -> None:
 def test_counts_have_dynamics_too() -> None:
     """Of observations that are not Gaussian the chain is learned, by its sites; the bound never falls."""
     truth = LinearStateSpace([[0.9]], [[0.2]], [[1.0]], likelihood="poisson", initial_mean=[1.0])
-    y = truth.simulate(60, 2, seed=0)[1].double().numpy()
+    y = truth.simulate(60, 2, random_state=0)[1].double().numpy()
     found = LinearStateSpace([[0.5]], [[0.5]], [[1.0]], likelihood="poisson")
     found.fit(y, learn=("transition", "process_noise", "initial_mean"), max_iter=8, tol=0)
     assert np.diff(found.elbos_).min() > -1e-7
@@ -176,7 +176,7 @@ def test_counts_have_dynamics_too() -> None:
 def test_an_interrupted_fit_keeps_the_last_whole_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     from bayesgrad.models import dynamics
 
-    calls, sweep = [], dynamics.maximised
+    calls, sweep = [], dynamics.m_step
 
     def interrupted(*given):
         calls.append(1)
@@ -185,8 +185,8 @@ def test_an_interrupted_fit_keeps_the_last_whole_sweep(monkeypatch: pytest.Monke
         return sweep(*given)
 
     want = model().fit(data(True), learn="all", max_iter=3, tol=0)
-    monkeypatch.setattr(dynamics, "maximised", interrupted)
-    with pytest.warns(UserWarning, match="interrupted in sweep 4: the matrices before it are kept"):
+    monkeypatch.setattr(dynamics, "m_step", interrupted)
+    with pytest.warns(UserWarning, match="interrupted in EM iteration 4: the matrices before this iteration are kept"):
         found = model().fit(data(True), learn="all", max_iter=9, tol=0)
     assert found.elbos_ == want.elbos_
     for name, value in matrices(want).items():
@@ -195,20 +195,20 @@ def test_an_interrupted_fit_keeps_the_last_whole_sweep(monkeypatch: pytest.Monke
 
 def test_refusals() -> None:
     y = data(False)
-    with pytest.raises(ValueError, match=r"learn must be of 'transition', .* got 'Q'"):
+    with pytest.raises(ValueError, match=r"learn must contain only 'transition', .* got 'Q'"):
         model().fit(y, learn=("Q",))
     counts = LinearStateSpace([[0.5]], [[0.5]], [[1.0]], likelihood="poisson")
-    with pytest.raises(ValueError, match="where likelihood is 'poisson', got 'observation_noise'"):
+    with pytest.raises(ValueError, match="for likelihood 'poisson', got 'observation_noise'"):
         counts.fit(np.ones(4), learn="observation_noise")
-    with pytest.raises(ValueError, match="all sequences have length 1, so there is no move"):
+    with pytest.raises(ValueError, match="all sequences have length 1, so transition and process_noise"):
         model().fit([y[0][:1], y[2][:1]], learn="transition")
-    with pytest.raises(ValueError, match=r"learn must be of 'transition', .* got 3"):
+    with pytest.raises(ValueError, match=r"learn must contain only 'transition', .* got 3"):
         model().fit(y, learn=3)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="max_iter must be a whole number of at least 1, got 0"):
+    with pytest.raises(ValueError, match="max_iter must be a positive integer, got 0"):
         model().fit(y, learn="all", max_iter=0)
-    with pytest.raises(ValueError, match="tol must be a number of at least 0, got None"):
+    with pytest.raises(ValueError, match="tol must be a non-negative number, got None"):
         model().fit(y, learn="all", tol=None)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="observation_noise has become singular"):
+    with pytest.raises(ValueError, match="observation_noise became singular"):
         LinearStateSpace([[1.0]], [[1.0]], [[1.0]], [[1.0]]).fit(np.zeros(5), learn="all", max_iter=3000, tol=0)
-    with pytest.warns(UserWarning, match="2 sweeps were not enough to settle within tol=1e-06"):
+    with pytest.warns(UserWarning, match="not converged after max_iter=2 EM iterations"):
         model().fit(y, learn="all", max_iter=2)

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from bayesgrad.families import Gamma, Gaussian, Point
 from bayesgrad.inference import Expected, Node, elbo, message, step
 from bayesgrad.models import FactorAnalysis
-from bayesgrad.models.factors import Relevance, Rows, Scores
+from bayesgrad.models.factors import RelevancePrior, Rows, ScoresFactor
 
 LOG_2PI = np.log(2 * np.pi)
 
@@ -124,12 +124,12 @@ def test_more_columns_than_rows() -> None:
     X = torch.as_tensor(data(n=20, D=50, K=2))
     X = X - X.mean(0)
     model = FactorAnalysis(2, max_iter=1, tol=0).fit(X)
-    wide, tall = Scores(Rows(X), *model._nodes), Scores(Rows(X), *model._nodes)
+    wide, tall = ScoresFactor(Rows(X), *model._nodes), ScoresFactor(Rows(X), *model._nodes)
     assert len(wide.turned) == 20
     tall.turned = (
         torch.linalg.qr(torch.randn(20, 20, generator=torch.Generator().manual_seed(0)).to(X))[0] @ wide.turned
     )
-    holed = Scores(Rows(X, torch.ones_like(X)), *model._nodes)
+    holed = ScoresFactor(Rows(X, torch.ones_like(X)), *model._nodes)
     for other in (tall, holed):
         assert_close(wide.value(), other.value(), rtol=1e-12, atol=0)
         for node in model._nodes:
@@ -162,7 +162,7 @@ def test_units_of_columns_do_not_matter() -> None:
     assert scaled.elbo_ == pytest.approx(model.elbo_ - volume, rel=1e-9)
 
 
-# --- beliefs ---
+# --- moments ---
 
 
 def vb_bound(X, q, prior, isotropic):
@@ -210,8 +210,8 @@ def test_the_bound_of_beliefs_is_complete(noise: str, holes: float) -> None:
     model = FactorAnalysis(3, method="vb", noise=noise, max_iter=4, tol=0, **priors).fit(X)
     loadings, precision, relevance = model._nodes
     mean, covariance = (part.numpy() for part in loadings.moments)
-    a, b = (np.broadcast_to(part.numpy(), (4,)) for part in Gamma().ordinary(precision.natural))
-    shape, rate = (part.numpy() for part in Gamma().ordinary(relevance.natural))
+    a, b = (np.broadcast_to(part.numpy(), (4,)) for part in Gamma().standard_parameters(precision.natural))
+    shape, rate = (part.numpy() for part in Gamma().standard_parameters(relevance.natural))
     prior = priors["mean_precision"], priors["noise_prior"], priors["relevance_prior"]
     bound = vb_bound(X - np.nanmean(X, 0), (mean, covariance, a, b, shape, rate), prior, noise == "isotropic")
     assert model.elbo_ == pytest.approx(bound, rel=1e-11)
@@ -248,7 +248,7 @@ def test_turning_columns_between_sweeps_saves_sweeps_and_changes_no_optimum() ->
     turned = FactorAnalysis(2, method="vb", init="random", tol=1e-7, max_iter=20_000).fit(X)
 
     class Plain(FactorAnalysis):
-        def _between(self, nodes) -> None:
+        def _after_iteration(self, nodes) -> None:
             pass
 
     plain = Plain(2, method="vb", init="random", tol=1e-7, max_iter=20_000).fit(X)
@@ -278,7 +278,7 @@ def test_nodes_for_scores_say_the_same(point: bool) -> None:
         return (tau[0] - LOG_2PI - tau[1] * error).sum() / 2 + prior
 
     explicit = Expected(joint, scores, loadings, noise)
-    collapsed = Scores(Rows(X), loadings, noise)
+    collapsed = ScoresFactor(Rows(X), loadings, noise)
     step(scores, [explicit])
     shared = model._priors(model._nodes)
     own = elbo([scores, *model._nodes], [explicit, *shared])
@@ -294,7 +294,7 @@ def test_messages_of_relevances_are_derivatives() -> None:
     loadings = Node(Gaussian(), Gaussian().of(rows, 2 * torch.eye(3).double().expand(5, 3, 3)))
     relevance = Node(Gamma(), Gamma().of(torch.tensor([2.0, 3.0]).double(), torch.tensor([1.0, 0.5]).double()))
     mean = torch.randn(5, dtype=torch.float64, generator=generator)
-    closed = Relevance(loadings, relevance, mean, 0.3)
+    closed = RelevancePrior(loadings, relevance, mean, 0.3)
 
     def prior(w, alpha):
         weights = (alpha[0] - LOG_2PI - alpha[1] * w[1].diagonal(dim1=1, dim2=2)[:, :-1]).sum() / 2
@@ -315,7 +315,7 @@ def test_a_batch_of_all_rows_with_a_whole_step_is_a_sweep(method: str) -> None:
     X = data(holes=0.1)
     streamed = FactorAnalysis(2, method=method, offset=0.0).partial_fit(X)
     swept = FactorAnalysis(2, method=method, max_iter=1, tol=0)
-    swept._between = lambda nodes: None
+    swept._after_iteration = lambda nodes: None
     swept.fit(X)
     np.testing.assert_allclose(streamed.get_covariance(), swept.get_covariance(), rtol=1e-10)
     assert streamed.elbo_ == pytest.approx(swept.elbos_[0], rel=1e-12)

@@ -80,7 +80,7 @@ def tied_normal_wishart(generator: torch.Generator) -> Parameters:
 
 def wishart_divergence(natural: Parameters, other: Parameters) -> Tensor:
     """Written out: torch's takes its natural parameters for what they are not, and does not agree with draws."""
-    (nu, V), (nu0, V0) = Wishart().ordinary(natural), Wishart().ordinary(other)
+    (nu, V), (nu0, V0) = Wishart().standard_parameters(natural), Wishart().standard_parameters(other)
     P = V.shape[-1]
     scatter = torch.linalg.solve(V0, V)
     trace = scatter.diagonal(dim1=-2, dim2=-1).sum(-1)
@@ -91,8 +91,8 @@ def wishart_divergence(natural: Parameters, other: Parameters) -> Tensor:
 
 def normal_wishart_divergence(natural: Parameters, other: Parameters) -> Tensor:
     """KL of the precisions, and the expected KL of the means given them."""
-    m, k, nu, V = NormalWishart().ordinary(natural)
-    m0, k0, nu0, V0 = NormalWishart().ordinary(other)
+    m, k, nu, V = NormalWishart().standard_parameters(natural)
+    m0, k0, nu0, V0 = NormalWishart().standard_parameters(other)
     precisions = wishart_divergence(Wishart().of(nu, V), Wishart().of(nu0, V0))
     square = torch.einsum("ni,nij,nj->n", m - m0, nu[:, None, None] * V, m - m0)
     P = m.shape[-1]
@@ -101,8 +101,8 @@ def normal_wishart_divergence(natural: Parameters, other: Parameters) -> Tensor:
 
 def tied_normal_wishart_divergence(natural: Parameters, other: Parameters) -> Tensor:
     """As that of `NormalWishart`, for each of the means."""
-    m, k, nu, V = TiedNormalWishart().ordinary(natural)
-    m0, k0, nu0, V0 = TiedNormalWishart().ordinary(other)
+    m, k, nu, V = TiedNormalWishart().standard_parameters(natural)
+    m0, k0, nu0, V0 = TiedNormalWishart().standard_parameters(other)
     precisions = wishart_divergence(Wishart().of(nu, V), Wishart().of(nu0, V0))
     square = torch.einsum("nji,nik,njk->nj", m - m0, nu[:, None, None] * V, m - m0)
     return precisions + (m.shape[-1] * (k0 / k - 1 - (k0 / k).log()) + k0 * square).sum(-1) / 2
@@ -180,7 +180,7 @@ def test_ordinary_parameters_are_those_it_is_made_of(case: Case) -> None:
     natural = case.natural()
     matrices = Wishart | NormalWishart | TiedNormalWishart
     if isinstance(case.family, Bernoulli | Categorical | Gamma | Beta | Dirichlet | matrices):
-        again = case.family.of(*case.family.ordinary(natural))
+        again = case.family.of(*case.family.standard_parameters(natural))
     elif isinstance(case.family, MixtureOfGaussians):
         weights, means, covariances = case.family.moments(natural)
         again = case.family.of(means, torch.linalg.inv(covariances), weights)
@@ -244,7 +244,7 @@ def test_samples_are_those_of_the_seed(case: Case) -> None:
 @every
 def test_wrong_parameters_are_refused(case: Case) -> None:
     natural = case.natural()
-    assert case.family.inside(natural).all()
+    assert case.family.in_domain(natural).all()
     case.family.check(natural)
     with pytest.raises(ValueError, match=f"{len(natural)} natural parameters, got {len(natural) + 1}"):
         case.family.check((*natural, natural[0]))
@@ -260,4 +260,4 @@ def test_what_is_not_finite_is_not_inside(case: Case, value: float) -> None:
     for place in range(len(natural)):
         wrong = [part.clone() for part in natural]
         wrong[place][1] = value
-        assert case.family.inside(tuple(wrong)).tolist() == [True, False, True]
+        assert case.family.in_domain(tuple(wrong)).tolist() == [True, False, True]

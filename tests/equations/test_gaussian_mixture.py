@@ -107,7 +107,7 @@ def test_blurred_rows_are_a_bound_that_rises() -> None:
     assert np.linalg.eigvalsh(model.covariances_).min() >= 0.05
 
 
-# --- beliefs ---
+# --- moments ---
 
 
 def peer_by_vmp(**options: Any) -> BayesianGaussianMixture:
@@ -119,7 +119,7 @@ def peer_by_vmp(**options: Any) -> BayesianGaussianMixture:
 
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 def test_vmp_on_iris() -> None:
-    """25 sweeps from random shares: scikit-learn's beliefs. The bound rises in each of them."""
+    """25 sweeps from random shares: scikit-learn's moments. The bound rises in each of them."""
     model = GaussianMixture(3, method="vmp", init_params="random", max_iter=25, **SHORT).fit(X)
     peer = peer_by_vmp(weight_concentration_prior=1 / 3, max_iter=25)
     near(model.means_, by_weight(peer, "means_"), atol=3e-14)
@@ -250,7 +250,7 @@ def test_predictions_are_averaged_over_the_belief(kind: str) -> None:
 
 
 def test_normal_gamma_mean_field() -> None:
-    """y = N(mu, 1/tau) with independent beliefs of both, as BayesPy has it."""
+    """y = N(mu, 1/tau) with independent moments of both, as BayesPy has it."""
     y = torch.tensor([1, 2, 4, 3, 7, 5, 6, 2.5, 3.5, 4.5], dtype=torch.float64)
     small = torch.tensor(1e-2, dtype=torch.float64)
     mean = Node(Gaussian(), Gaussian().of(torch.zeros(1, dtype=torch.float64), small.view(1, 1)))
@@ -276,9 +276,9 @@ def test_vmp_goes_to_em_with_weak_priors() -> None:
     gaps = []
     for count in (600, 6000):
         rows = blobs(count)
-        likeliest, belief = (GaussianMixture(3, method=m, tol=1e-9).fit(rows) for m in ("em", "vmp"))
-        order = [np.abs(belief.means_ - mean).sum(1).argmin() for mean in likeliest.means_]
-        gaps.append(np.abs(belief.covariances_[order] - likeliest.covariances_).max() * count)
+        likeliest, posterior = (GaussianMixture(3, method=m, tol=1e-9).fit(rows) for m in ("em", "vmp"))
+        order = [np.abs(posterior.means_ - mean).sum(1).argmin() for mean in likeliest.means_]
+        gaps.append(np.abs(posterior.covariances_[order] - likeliest.covariances_).max() * count)
     assert gaps[1] < 1.5 * gaps[0]
 
 
@@ -308,7 +308,7 @@ def test_components_too_far_apart_for_float64_are_told(kind: str) -> None:
         if far < 1e6:
             apart.fit(rows)
         else:
-            with pytest.warns(UserWarning, match="fewer than four digits of its covariance are left"):
+            with pytest.warns(UserWarning, match="fewer than four digits of its covariance are accurate"):
                 apart.fit(rows)
         peer = Peer(n_components=2, covariance_type="full", reg_covar=0, random_state=0).fit(rows)
         if kind == "full" and far < 1e6:
@@ -356,10 +356,10 @@ def test_components_are_sorted_by_weight_after_a_fit_only(method: str) -> None:
 def test_a_component_that_nobody_wants() -> None:
     """EM: keeps its shape with no weight, whatever happens to the others. VMP: goes back to the prior."""
     rows = np.repeat(blobs(3), 40, 0) + np.random.default_rng(0).normal(size=(120, 2))
-    belief = GaussianMixture(6, method="vmp", weight_concentration_prior=1e-3, tol=1e-9, max_iter=3000).fit(rows)
-    near(belief.weights_[3:], 0, atol=1e-4)
-    near(belief.means_[-1], rows.mean(0), atol=1e-3)
-    near(belief.degrees_of_freedom_[-1], 2, atol=1e-3)
+    posterior = GaussianMixture(6, method="vmp", weight_concentration_prior=1e-3, tol=1e-9, max_iter=3000).fit(rows)
+    near(posterior.weights_[3:], 0, atol=1e-4)
+    near(posterior.means_[-1], rows.mean(0), atol=1e-3)
+    near(posterior.degrees_of_freedom_[-1], 2, atol=1e-3)
     few = np.array([[0.0], [0.0], [0.0], [1.0]])
     with pytest.warns(match="distinct clusters"):
         model = GaussianMixture(3).fit(few)

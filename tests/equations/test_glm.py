@@ -25,7 +25,7 @@ from bayesgrad.inference import (
 )
 from bayesgrad.inference.factor import LogDensity, Prior
 from bayesgrad.models import GLM
-from bayesgrad.models.multinomial import GivenLabels, Multinomial
+from bayesgrad.models.multinomial import Multinomial, MultinomialLogLikelihood
 from bayesgrad.models.observations import Logistic, Poisson, Probit, StudentT
 
 RNG = np.random.default_rng(0)
@@ -208,7 +208,7 @@ def test_several_outputs_are_a_log_density(rule) -> None:
     family, softmax = Gaussian(), Multinomial(3)
     spread = torch.tensor([[2.0, 0.3], [0.3, 1.0]]).double()
     node = Node(family, family.of(torch.tensor([0.4, -0.7]).double(), spread))
-    many = MultiLinearPredictorFactor(node, rows, GivenLabels(softmax, y), rule)
+    many = MultiLinearPredictorFactor(node, rows, MultinomialLogLikelihood(softmax, y), rule)
     slow = MultiLinearPredictorFactor(node, rows, lambda z: softmax.log_density(z, y), rule)
     whole = LogDensity(node, lambda theta: softmax.log_density(rows * theta, y).sum(), rule)
     for other, precision in ((slow, 1e-12), (whole, 1e-5)):
@@ -225,7 +225,7 @@ def test_quasi_random_points() -> None:
     assert_close((weights * at[:, 0, 0] ** 2 * at[:, 0, 1]).sum(), torch.tensor(-1.25).double(), rtol=1e-12, atol=0)
     softmax, labels = Multinomial(5), torch.tensor([3.0]).double()
     mean, root = torch.tensor([[0.5, -1.0, 0.2, 2.0]]).double(), 1.5 * torch.eye(4)[None].double()
-    few, many = (QuasiMonteCarlo(n).rows(GivenLabels(softmax, labels), mean, root) for n in (256, 1 << 16))
+    few, many = (QuasiMonteCarlo(n).rows(MultinomialLogLikelihood(softmax, labels), mean, root) for n in (256, 1 << 16))
     for a, b in zip(few, many):
         assert_close(a, b, rtol=0, atol=5e-3)
 

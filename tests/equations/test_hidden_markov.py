@@ -17,7 +17,7 @@ from torch.testing import assert_close
 from bayesgrad.families import Categorical, Dirichlet, NormalWishart, Point
 from bayesgrad.inference import Expected, Node, Prior, elbo, step
 from bayesgrad.models import HiddenMarkov
-from bayesgrad.models.chained import Chained, Sequences
+from bayesgrad.models.chained import MarkovChainFactor, Sequences
 from bayesgrad.models.covariances import Full
 from bayesgrad.models.emissions import Rows, Symbols
 from bayesgrad.models.markov import Layout
@@ -160,7 +160,7 @@ def test_an_explicit_node_for_paths_gives_the_same(kind: str, method: str) -> No
     nodes, data = small(kind, method)
     twins, _ = small(kind, method)
     paths, joint = explicit(nodes, data)
-    folded = Chained(*twins, data)
+    folded = MarkovChainFactor(*twins, data)
     priors = [] if method == "em" else [[Prior(node, node.natural) for node in group] for group in (nodes, twins)]
     own, other = priors or ([], [])
     for _ in range(3):

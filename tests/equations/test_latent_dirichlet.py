@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from bayesgrad.families import Categorical, Dirichlet
 from bayesgrad.inference import Expected, Node, Prior, elbo, message, step
 from bayesgrad.models import LatentDirichlet, documents
-from bayesgrad.models.documents import Counts, Documents
+from bayesgrad.models.documents import Counts, DocumentsFactor
 
 ALPHA, ETA = 0.3, 0.2
 
@@ -35,7 +35,7 @@ def node(topics: np.ndarray) -> Node:
     return Node(Dirichlet(), Dirichlet().of(torch.as_tensor(topics)))
 
 
-def transcribed(X: np.ndarray, topics: np.ndarray, start: np.ndarray, turns: int, alpha: float = ALPHA):
+def transcribed(X: np.ndarray, topics: np.ndarray, start: np.ndarray, max_iter: int, alpha: float = ALPHA):
     """Blei et al.'s Eqs. 6, 7 and 15, document by document and word by word, with φ written out."""
     logs = psi(topics) - psi(topics.sum(1, keepdims=True))
     K = len(topics)
@@ -48,7 +48,7 @@ def transcribed(X: np.ndarray, topics: np.ndarray, start: np.ndarray, turns: int
             weights = np.exp(score - score.max(0))
             return weights / weights.sum(0)
 
-        for _ in range(turns):
+        for _ in range(max_iter):
             gamma = alpha + phis(gamma) @ counts[words]
         phi = phis(gamma)
         mean = psi(gamma) - psi(gamma.sum())
@@ -72,8 +72,8 @@ def test_the_factor_is_its_transcription(dense: bool, chunk: int, monkeypatch) -
     X[:, 4] = 0  # a word that nobody uses
     bounds, sums, shares = transcribed(X, topics, start, 7)
     own = node(topics)
-    factor = Documents(own, kept(X), ALPHA, torch.as_tensor(start), turns=7, tolerance=0)
-    value, messages = factor.look()
+    factor = DocumentsFactor(own, kept(X), ALPHA, torch.as_tensor(start), max_iter=7, tolerance=0)
+    value, messages = factor.evaluate()
     assert_close(factor.bounds, torch.as_tensor(bounds), rtol=1e-12, atol=1e-12)
     assert_close(value, torch.as_tensor(bounds.sum()), rtol=1e-12, atol=0)
     assert_close(messages[own][0], torch.as_tensor(sums), rtol=1e-11, atol=1e-11)
@@ -88,12 +88,14 @@ def test_documents_that_settle_early_leave_their_chunk(dense: bool, monkeypatch)
     random = np.random.default_rng(2)
     X, topics, start = corpus(40), random.gamma(1.0, 1.0, (3, 15)), np.ones((40, 3))
     own = node(topics)
-    factor = Documents(own, kept(X), ALPHA, torch.as_tensor(start), turns=1000, tolerance=1e-4)
-    value, messages = factor.look()
+    factor = DocumentsFactor(own, kept(X), ALPHA, torch.as_tensor(start), max_iter=1000, tolerance=1e-4)
+    value, messages = factor.evaluate()
     alone = []
     for row in range(len(X)):
-        single = Documents(own, kept(X[row : row + 1]), ALPHA, torch.as_tensor(start[:1]), turns=1000, tolerance=1e-4)
-        single.look()
+        single = DocumentsFactor(
+            own, kept(X[row : row + 1]), ALPHA, torch.as_tensor(start[:1]), max_iter=1000, tolerance=1e-4
+        )
+        single.evaluate()
         alone.append(single.shares[0])
     assert_close(factor.shares, torch.stack(alone), rtol=1e-10, atol=1e-10)
     bounds, sums, _ = transcribed(X, topics, factor.shares.numpy(), 0)
@@ -105,11 +107,11 @@ def test_jumps_end_where_turns_do() -> None:
     random = np.random.default_rng(3)
     X, topics, start = corpus(30), random.gamma(1.0, 1.0, (3, 15)), np.ones((30, 3))
     found, plain = (
-        Documents(node(topics), kept(X), ALPHA, torch.as_tensor(start), turns=turns, tolerance=tolerance)
-        for turns, tolerance in ((2000, 1e-13), (3000, 0))
+        DocumentsFactor(node(topics), kept(X), ALPHA, torch.as_tensor(start), max_iter=max_iter, tolerance=tolerance)
+        for max_iter, tolerance in ((2000, 1e-13), (3000, 0))
     )
-    found.look()
-    plain.look()
+    found.evaluate()
+    plain.evaluate()
     assert_close(found.shares, plain.shares, rtol=1e-8, atol=1e-8)
 
 
@@ -135,7 +137,7 @@ def test_explicit_nodes_give_the_same_numbers() -> None:
     for _ in range(20):
         step([labels, shares], factors)
     step(labels, factors)
-    collapsed = Documents(topics, kept(X), ALPHA, torch.ones(4, 2).double(), turns=20, tolerance=0)
+    collapsed = DocumentsFactor(topics, kept(X), ALPHA, torch.ones(4, 2).double(), max_iter=20, tolerance=0)
     pair = [factors[0], collapsed]
     assert_close(elbo([topics], pair), elbo([topics, shares, labels], factors), rtol=1e-12, atol=0)
     assert_close(message(topics, pair)[0], message(topics, factors)[0], rtol=1e-12, atol=1e-12)
@@ -153,7 +155,7 @@ def test_one_topic_has_an_exact_evidence() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_bound_never_falls(seed: int) -> None:
-    """Not even where documents take one turn only, so that a search from anew may end lower than the last one."""
+    """Not even where documents take one iteration only, so that a search from anew may end lower than the last one."""
     random = np.random.default_rng(seed)
     X = corpus(20, 12, int(random.integers(2, 40)), seed)
     model = LatentDirichlet(
@@ -259,17 +261,17 @@ def test_extreme_priors(prior: float) -> None:
 
 
 def test_sweeps_take_few_turns_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The n-th look takes 3n turns (before the seventh nothing jumps ahead), unless all turns are asked for; so do
+    """Evaluation n uses 3n iterations (before the seventh nothing jumps ahead), unless the tolerance is 0; so do
     sweeps, and neither streams nor what is said of documents."""
     X, topics = corpus(), np.random.default_rng(1).gamma(2.0, 1.0, (3, 15))
     start = torch.ones(len(X), 3, dtype=torch.float64)
-    early = Documents(node(topics), kept(X), ALPHA, start, tolerance=1e-300, rising=True)
-    for turns in (3, 6):
-        early.look()
+    early = DocumentsFactor(node(topics), kept(X), ALPHA, start, tolerance=1e-300, ramp_up=True)
+    for max_iter in (3, 6):
+        early.evaluate()
         early.known = False  # none keeps what it had
-        assert_close(early.shares.numpy(), transcribed(X, topics, start.numpy(), turns)[2], rtol=1e-12, atol=0)
-    patient = Documents(node(topics), kept(X), ALPHA, start, turns=20, tolerance=0, rising=True)
-    patient.look()
+        assert_close(early.shares.numpy(), transcribed(X, topics, start.numpy(), max_iter)[2], rtol=1e-12, atol=0)
+    patient = DocumentsFactor(node(topics), kept(X), ALPHA, start, max_iter=20, tolerance=0, ramp_up=True)
+    patient.evaluate()
     assert_close(patient.shares.numpy(), transcribed(X, topics, start.numpy(), 20)[2], rtol=1e-12, atol=0)
 
     seen, read = [], LatentDirichlet._documents
@@ -278,5 +280,5 @@ def test_sweeps_take_few_turns_at_first(monkeypatch: pytest.MonkeyPatch) -> None
     model.partial_fit(X)
     model.transform(X)
     LatentDirichlet(2, batch_size=6, max_iter=1, tol=0, random_state=0).fit(X)
-    assert [factor.rising for factor in seen] == [True, False, False, False, False, False]
+    assert [factor.ramp_up for factor in seen] == [True, False, False, False, False, False]
     assert seen[0].looks == 6

@@ -39,7 +39,7 @@ def test_score_and_hessian_are_derivatives_of_the_marginal(family: MixtureOfGaus
 
 @both
 def test_responsibilities_and_hessian_as_printed(family: MixtureOfGaussians) -> None:
-    """002, Eqs. 70 and 71, sum by sum."""
+    """Khan and Rue 2023, Eqs. 70 and 71, sum by sum."""
     natural, (m, S) = natural_of(family), components()
     theta = torch.tensor([0.3, -0.7], dtype=torch.float64)
     joint = WEIGHTS * MultivariateNormal(m, precision_matrix=S).log_prob(theta).exp()
@@ -52,7 +52,7 @@ def test_responsibilities_and_hessian_as_printed(family: MixtureOfGaussians) -> 
 
 
 def test_hessian_at_a_mean_needs_the_square_of_the_other_component() -> None:
-    """002, Eq. 73: A_jj, where A_ii is printed."""
+    """Khan and Rue 2023, Eq. 73: A_jj, where A_ii is printed."""
     family, (m, S) = MixtureOfGaussians(WEIGHTS), components()
     natural, k = natural_of(family), 1
     r = family.responsibilities(natural, m[k])
@@ -112,9 +112,9 @@ def test_retraction_is_the_step_at_first_and_positive_however_long(family: Mixtu
     expected = family.mean(tuple(a + 1e-6 * b for a, b in zip(natural, direction)))
     for a, b in zip(family.mean(family.retract(natural, direction, 1e-6)), expected):
         assert_close(a, b, rtol=0, atol=1e-10)
-    assert not family.inside(tuple(a + 100 * b for a, b in zip(natural, direction)))
+    assert not family.in_domain(tuple(a + 100 * b for a, b in zip(natural, direction)))
     far = family.retract(natural, direction, 100.0)
-    assert family.inside(far)
+    assert family.in_domain(far)
     assert_close(family.moments(far)[0].sum(), torch.tensor(1.0, dtype=torch.float64))
 
 
@@ -130,5 +130,5 @@ def test_one_component_is_a_gaussian() -> None:
 def test_weights_that_are_refused() -> None:
     with pytest.raises(ValueError, match=r"positive and sum to 1, got \[0.5, 0.75\]"):
         MixtureOfGaussians(torch.tensor([0.5, 0.75]))
-    with pytest.raises(ValueError, match="cannot be a Point"):
+    with pytest.raises(ValueError, match="Point does not support it"):
         MixtureOfGaussians().mode(natural_of(MixtureOfGaussians()))

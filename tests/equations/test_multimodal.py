@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from bayesgrad.families import Gaussian, MixtureOfGaussians
 from bayesgrad.inference import Delta, GaussHermite, Node, elbo, message, minimize, step
-from bayesgrad.inference.multimodal import Marginal
+from bayesgrad.inference.multimodal import MixtureLogDensity
 
 D = torch.float64
 GRID = torch.linspace(-14, 14, 6001, dtype=D)
@@ -38,7 +38,7 @@ def bound(family: MixtureOfGaussians, mean: tuple[Tensor, ...]) -> Tensor:
 @pytest.mark.parametrize("weights", [torch.tensor([0.2, 0.5, 0.3], dtype=D), None])
 def test_natural_gradient_is_that_of_the_bound_with_the_marginals_entropy(weights: Tensor | None) -> None:
     node = mixture(weights)
-    factor = Marginal(node, lambda theta: -well(theta), GaussHermite(120))
+    factor = MixtureLogDensity(node, lambda theta: -well(theta), GaussHermite(120))
     mean = tuple(part.clone().requires_grad_() for part in node.mean)
     exact = bound(node.family, mean)
     assert_close(elbo([node], [factor]), exact.detach(), rtol=0, atol=1e-6)
@@ -51,7 +51,7 @@ def test_natural_gradient_is_that_of_the_bound_with_the_marginals_entropy(weight
 
 
 def test_a_step_is_the_printed_one() -> None:
-    """002, Eqs. 29 and 30, by Gauss-Hermite quadrature in NumPy."""
+    """Khan and Rue 2023, Eqs. 29 and 30, by Gauss-Hermite quadrature in NumPy."""
     node, rho = mixture(torch.tensor([0.2, 0.5, 0.3], dtype=D)), 0.1
     weights, means, covariances = (part.numpy() for part in node.family.moments(node.natural))
     m, v = means[:, 0], covariances[:, 0, 0]
@@ -68,7 +68,7 @@ def test_a_step_is_the_printed_one() -> None:
         hessian = (3 * x**2 - 4) / 2 + (r * (pull**2 - 1 / v)).sum(1) - score**2
         S.append(1 / v[k] + rho * quadrature @ hessian)
         moved.append(m[k] - rho * quadrature @ gradient / S[-1])
-    step(node, [Marginal(node, lambda theta: -well(theta), GaussHermite(40))], rho=rho)
+    step(node, [MixtureLogDensity(node, lambda theta: -well(theta), GaussHermite(40))], rho=rho)
     _, means, covariances = node.family.moments(node.natural)
     assert_close(means[:, 0].numpy(), np.array(moved), rtol=1e-9, atol=0)
     assert_close(1 / covariances[:, 0, 0].numpy(), np.array(S), rtol=1e-9, atol=0)

@@ -75,7 +75,7 @@ def test_what_a_point_is(family: Family, natural: Parameters) -> None:
     assert (delta.log_prob(delta.sample((2,))) == 0).all()
     assert (delta.log_prob(mode + 1) == -torch.inf).all()
     point.check(natural)
-    with pytest.raises(ValueError, match="keep those it had"):
+    with pytest.raises(ValueError, match="store the natural parameters"):
         point.natural(point.mean(natural))
 
 
@@ -142,5 +142,5 @@ def test_two_points_and_an_indicator_are_em() -> None:
 def test_points_without_a_mode_are_refused() -> None:
     with pytest.raises(ValueError, match="that has a mode; 1 of 2 are not"):
         Point(Dirichlet()).check((tensor([[1.0, 2.0], [-0.5, 1.0]]),))
-    with pytest.raises(ValueError, match="Point must be those of a distribution that has a mode"):
+    with pytest.raises(ValueError, match="Point must define a distribution that has a mode"):
         Point(Gamma()).check((tensor(-0.5), tensor(-1.0)))

@@ -43,7 +43,7 @@ def robust() -> tuple[Node, list[Factor]]:
 @pytest.mark.parametrize("rho", [1.0, 0.5, 0.2])
 @pytest.mark.parametrize("domain", ["backtrack", "retract", "search"])
 def test_local_form_is_the_global_form_however_steps_are_cut(rho: float, domain: str) -> None:
-    """Steps that are shortened or bent fade sites by what was taken: λ is always their sum (002, Eq. 60)."""
+    """λ is the sum of the sites, also after shortened or retracted steps (Khan and Rue 2023, Eq. 60)."""
     (lazy, own), (greedy, others), sites = robust(), robust(), Sites()
     for _ in range(5):
         step(lazy, own, rho, domain=domain, sites=sites)
@@ -58,7 +58,7 @@ def test_a_step_that_is_refused_leaves_sites_alone() -> None:
 
     def go() -> None:
         for _ in range(20):
-            step(node, factors, domain="refuse", sites=sites)
+            step(node, factors, domain="raise", sites=sites)
 
     with pytest.raises(OutsideDomain):
         go()

@@ -31,7 +31,7 @@ from bayesgrad.inference import (
     linear_gaussian,
     step,
 )
-from bayesgrad.inference.multimodal import Marginal
+from bayesgrad.inference.multimodal import MixtureLogDensity
 from bayesgrad_lab.khan2023_rows import normal
 
 D = torch.float64
@@ -162,7 +162,7 @@ def message_passing() -> Tensor:
     for _ in range(SWEEPS):
         step([hidden, *nodes], factors)
     shares, parts = nodes
-    location, confidence, degrees, scale = NormalWishart().ordinary(parts.natural)
+    location, confidence, degrees, scale = NormalWishart().standard_parameters(parts.natural)
     covariances = torch.linalg.inv(scale) / degrees[:, None, None]
     return _listed(shares.natural[0] + 1, location, covariances, confidence, degrees)
 
@@ -298,7 +298,7 @@ def nonconjugate() -> Tensor:
     """A mixture of two Gaussians, with no approximation but quadrature: weights, means and precisions."""
     family = MixtureOfGaussians()
     node = Node(family, family.of(torch.tensor([[-1.5], [1.0]], dtype=D), torch.ones(2, 1, 1, dtype=D)))
-    factor = Marginal(node, bimodal, GaussHermite(160))
+    factor = MixtureLogDensity(node, bimodal, GaussHermite(160))
     for _ in range(100):
         step(node, [factor], 0.7)
     weights, means, covariances = family.moments(node.natural)

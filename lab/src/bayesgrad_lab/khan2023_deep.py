@@ -14,7 +14,7 @@ from torch.func import functional_call
 from bayesgrad.families import Bernoulli, DiagonalGaussian, FixedGaussian, Gaussian, MixtureOfGaussians
 from bayesgrad.inference import Delta, Expected, LogDensity, Node, Prior, step
 from bayesgrad.inference.expectation import Expectation
-from bayesgrad.inference.multimodal import Marginal
+from bayesgrad.inference.multimodal import MixtureLogDensity
 from bayesgrad.optim import STE, AdaBayesFP, BayesBiNN, SpikeSlab
 from bayesgrad_lab.khan2023_rows import normal
 
@@ -225,7 +225,7 @@ def responsibility(precision: float) -> float:
     precisions = torch.stack([4 * torch.eye(2, dtype=D), precision * torch.eye(2, dtype=D)])
     family = MixtureOfGaussians(torch.tensor([KEEP, 1 - KEEP], dtype=D))
     node = Node(family, family.of(torch.stack([slab, spike]), precisions))
-    whole = Marginal(node, lambda w: -loss(w, x, y).mean(), Delta()).message(node)
+    whole = MixtureLogDensity(node, lambda w: -loss(w, x, y).mean(), Delta()).message(node)
     alone = Node(Gaussian(), Gaussian().of(slab, precisions[0]))
     part = LogDensity(alone, lambda w: -loss(w, x, y).mean(), Delta()).message(alone)
     return max((a[0] - b).abs().max().item() for a, b in zip(whole, part))

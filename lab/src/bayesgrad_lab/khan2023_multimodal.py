@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bayesgrad.families import FixedGaussian, Gaussian, MixtureOfGaussians
 from bayesgrad.inference import Delta, Node, OutsideDomain, minimize, step
-from bayesgrad.inference.multimodal import Marginal
+from bayesgrad.inference.multimodal import MixtureLogDensity
 from bayesgrad_lab import figures
 from bayesgrad_lab.report import Report, outcome
 from bayesgrad_lab.study import Context, mean_and_error
@@ -93,7 +93,7 @@ def mixture(loss: Loss, seed: int, side: float, steps: int, temperature: float) 
     family = MixtureOfGaussians(torch.full((COMPONENTS,), 1 / COMPONENTS, dtype=torch.float64))
     precision = PRECISION * torch.eye(2, dtype=torch.float64).expand(COMPONENTS, 2, 2)
     node = Node(family, family.of(starts(seed, side), precision))
-    factor = Marginal(node, lambda theta: -loss(theta) / temperature, Delta())
+    factor = MixtureLogDensity(node, lambda theta: -loss(theta) / temperature, Delta())
     path = [family.moments(node.natural)[1]]
     for _ in range(steps):
         try:

@@ -21,7 +21,7 @@ from bayesgrad.inference import (
     Node,
     step,
 )
-from bayesgrad.inference.multimodal import Marginal
+from bayesgrad.inference.multimodal import MixtureLogDensity
 
 D = torch.float64
 
@@ -82,11 +82,11 @@ def logistic_derivatives(theta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return theta - X.T @ (y * p), np.eye(4) + X.T @ ((p * (1 - p))[:, None] * X)
 
 
-def walked(node: Node, factor: LogDensity | Marginal, rho: float, steps: int = STEPS) -> Tensor:
+def walked(node: Node, factor: LogDensity | MixtureLogDensity, rho: float, steps: int = STEPS) -> Tensor:
     """The modes of a node, or of its components, on its way."""
     path = []
     for _ in range(steps):
-        step(node, [factor], rho, domain="refuse")
+        step(node, [factor], rho, domain="raise")
         family = node.family
         several = isinstance(family, MixtureOfGaussians)
         path.append(family.moments(node.natural)[1] if several else family.mode(node.natural))
@@ -131,7 +131,7 @@ STARTS = [[2.5, 2.5], [-2.5, 3.3], [-3.5, -3.5], [3.7, -2.2]]
 def multimodal() -> Tensor:
     family = MixtureOfGaussians(torch.full((4,), 0.25, dtype=D))
     node = Node(family, family.of(torch.tensor(STARTS, dtype=D), torch.eye(2, dtype=D).expand(4, 2, 2)))
-    return walked(node, Marginal(node, lambda theta: -himmelblau(theta), Delta()), 0.2)
+    return walked(node, MixtureLogDensity(node, lambda theta: -himmelblau(theta), Delta()), 0.2)
 
 
 def multimodal_by_hand() -> Tensor:

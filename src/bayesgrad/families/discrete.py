@@ -1,4 +1,4 @@
-"""Distributions over finitely many outcomes."""
+"""Distributions over finite sets."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class Bernoulli(Family):
     >>> round(coin.mean(natural)[0].item(), 4)
     0.5
 
-    Reference: 002, section 4.5.
-    Differs from the paper: Table 2 prints 2·1[θ=k] - 1 where 2·1[θ=1] - 1 = θ is meant.
+    Reference: Khan and Rue 2023, section 4.5.
+    Differs from the paper: Table 2 prints 2·1[θ=k] - 1 instead of 2·1[θ=1] - 1 = θ.
     """
 
-    events = (0,)
+    event_dims = (0,)
 
     def of(self, probability: Tensor) -> Parameters:
-        """λ of x = +1 with this probability."""
+        """Natural parameters for a given probability of x = +1."""
         return (torch.logit(probability) / 2,)
 
-    def ordinary(self, natural: Parameters) -> tuple[Tensor]:
+    def standard_parameters(self, natural: Parameters) -> tuple[Tensor]:
         """The probability of +1."""
         return (torch.sigmoid(2 * natural[0]),)
 
@@ -50,50 +50,52 @@ class Bernoulli(Family):
             ValueError: E[x] is not in [-1, 1].
         """
         if not (mean[0].abs() <= 1).all():
-            raise ValueError("expectations of no Bernoulli: E[x] of -1 or +1 must be in [-1, 1].")
+            raise ValueError("not the expectations of a Bernoulli: E[x] must be in [-1, 1].")
         return (mean[0].atanh(),)
 
-    def inside(self, natural: Parameters) -> Tensor:
+    def in_domain(self, natural: Parameters) -> Tensor:
         return torch.isfinite(natural[0])
 
     def statistics(self, x: Tensor) -> Parameters:
         return (x,)
 
     def mode(self, natural: Parameters) -> Tensor:
-        """The sign of λ; +1 where both are as probable."""
+        """The sign of λ; +1 for λ = 0."""
         return torch.where(natural[0] < 0, -1.0, 1.0).to(natural[0])
 
     def to_distribution(self, natural: Parameters) -> Distribution:
-        """That of (x + 1)/2, which is 0 or 1: torch has no other."""
+        """The distribution of (x + 1)/2, which is 0 or 1, because torch's Bernoulli has these values."""
         return TorchBernoulli(logits=2 * natural[0])
 
     def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
         uniform = torch.rand((count, *natural[0].shape), dtype=natural[0].dtype, generator=generator)
-        return torch.where(uniform.to(natural[0].device) < self.ordinary(natural)[0], 1.0, -1.0).to(natural[0])
+        return torch.where(uniform.to(natural[0].device) < self.standard_parameters(natural)[0], 1.0, -1.0).to(
+            natural[0]
+        )
 
 
 @dataclass(frozen=True)
 class Categorical(Family):
-    r"""One of K outcomes, as a vector x with a one in its place: λ are logits, μ = softmax λ, T(x) = x.
+    r"""One of K outcomes, as a one-hot vector x: λ are logits, μ = softmax λ, T(x) = x.
 
     .. math::
         A(\lambda) = \log \sum_k e^{\lambda_k}
 
-    A constant added to all K logits changes nothing, A excepted: λ is defined up to it, and so are messages and
-    ∇_μ H = -λ. `natural` returns normalised logits, log μ.
+    Logits are defined up to a constant, and so are messages and ∇_μ H = -λ; only A depends on it. `natural` returns
+    normalised logits, log μ.
 
     >>> die = Categorical()
     >>> die.mean(die.of(torch.tensor([0.5, 0.25, 0.25])))[0].tolist()
     [0.5, 0.25, 0.25]
     """
 
-    events = (1,)
+    event_dims = (1,)
 
     def of(self, probabilities: Tensor) -> Parameters:
-        """λ of K outcomes with these probabilities, or weights in their ratio."""
+        """Natural parameters for given probabilities, which need not be normalised."""
         return (probabilities.log(),)
 
-    def ordinary(self, natural: Parameters) -> tuple[Tensor]:
+    def standard_parameters(self, natural: Parameters) -> tuple[Tensor]:
         """The probabilities."""
         return (natural[0].softmax(-1),)
 
@@ -106,14 +108,14 @@ class Categorical(Family):
     def natural(self, mean: Parameters) -> Parameters:
         """
         Raises:
-            ValueError: these are no probabilities.
+            ValueError: these are not probabilities.
         """
         error = (mean[0].sum(-1) - 1).abs()
         if not ((mean[0] >= 0).all(-1) & (error < torch.finfo(error.dtype).eps ** 0.5)).all():
-            raise ValueError("expectations of no Categorical: probabilities must not be negative, and sum to 1.")
+            raise ValueError("not the expectations of a Categorical: probabilities must be non-negative and sum to 1.")
         return (mean[0].log(),)
 
-    def inside(self, natural: Parameters) -> Tensor:
+    def in_domain(self, natural: Parameters) -> Tensor:
         return torch.isfinite(natural[0]).all(-1)
 
     def statistics(self, x: Tensor) -> Parameters:

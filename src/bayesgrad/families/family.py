@@ -1,4 +1,4 @@
-"""What every exponential family has: two sets of parameters, the maps between them, and the laws that follow."""
+"""The base class of exponential families: two sets of parameters, the maps between them, entropy and divergence."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 Parameters = tuple[Tensor, ...]
-"""Natural parameters, expectation parameters, sufficient statistics or messages: one tensor for each statistic, with
-plates in front: a family of vectors and matrices for n independent variables has (n, P) and (n, P, P)."""
+"""Natural parameters, expectation parameters, sufficient statistics or messages: one tensor per statistic. Leading
+dimensions are plates: n independent Gaussian vectors have (n, P) and (n, P, P)."""
 
 
 @dataclass(frozen=True)
@@ -26,18 +26,22 @@ class Family(ABC):
         q(x) = h(x) \exp\left(\langle\lambda, T(x)\rangle - A(\lambda)\right), \quad
         \mu = E_q[T(x)] = \nabla A(\lambda)
 
-    with natural parameters λ and expectation parameters μ. Where h is not a constant, `base` and `base_gradient` say
-    what it is. Constants of the density are part of A, so that entropies and divergences lack nothing.
+    with natural parameters λ and expectation parameters μ. Families whose base measure h is not constant override
+    `expected_log_base`, `base_gradient` and `log_base`. A includes all constants
+    of the density, so entropies are complete.
 
-    Reference: 002, sections 1.2 and 2, appendix B.
-    Checked by: tests/equations/test_families.py, all of them through the same laws.
+    Every family has a method `of`, which computes natural parameters from the usual ones (the mean and precision of a
+    Gaussian, for example). `mean` and `natural` convert between λ and μ.
+
+    Reference: Khan and Rue 2023, sections 1.2 and 2, appendix B.
+    Checked by: tests/equations/test_families.py, the same tests for all families.
     """
 
-    events: ClassVar[tuple[int, ...]]  # how many dimensions of each parameter belong to one variable
+    event_dims: ClassVar[tuple[int, ...]]  # number of event dimensions of each parameter
 
     @abstractmethod
     def log_partition(self, natural: Parameters) -> Tensor:
-        """A(λ), (plates)."""
+        """A(λ), one value per plate."""
 
     @abstractmethod
     def mean(self, natural: Parameters) -> Parameters:
@@ -45,11 +49,11 @@ class Family(ABC):
 
     @abstractmethod
     def natural(self, mean: Parameters) -> Parameters:
-        """λ, the inverse of `mean`."""
+        """λ for given μ, the inverse of `mean`."""
 
     @abstractmethod
-    def inside(self, natural: Parameters) -> Tensor:
-        """Whether λ is the parameter of a distribution, (plates)."""
+    def in_domain(self, natural: Parameters) -> Tensor:
+        """Whether λ is a valid natural parameter, one boolean per plate."""
 
     @abstractmethod
     def statistics(self, x: Tensor) -> Parameters:
@@ -57,38 +61,39 @@ class Family(ABC):
 
     @abstractmethod
     def to_distribution(self, natural: Parameters) -> Distribution:
-        """The same distribution as torch has it."""
+        """The same distribution as a torch Distribution."""
 
     @abstractmethod
     def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
-        """(count, plates, event)."""
+        """Samples (count, plates, event)."""
 
     def has_mode(self, natural: Parameters) -> Tensor:
-        """Whether there is one place where the density is greatest, and T is finite there, (plates)."""
-        return self.inside(natural)
+        """Whether the density has a unique maximum at which T is finite, one boolean per plate."""
+        return self.in_domain(natural)
 
     def mode(self, natural: Parameters) -> Tensor:
-        """Where the density is greatest.
+        """The maximum of the density.
 
         Raises:
-            ValueError: there is no such place.
+            ValueError: there is none.
         """
-        raise ValueError(f"{type(self).__name__} has no mode that can be computed: it cannot be a Point.")
+        raise ValueError(f"{type(self).__name__} has no mode that can be computed, so Point does not support it.")
 
-    def _require_mode(self, natural: Parameters, condition: str) -> None:
+    def _check_mode(self, natural: Parameters, condition: str) -> None:
         exists = self.has_mode(natural)
         if not exists.all():
-            where = f": not for {int((~exists).sum())} of {exists.numel()}" if exists.dim() else ""
-            raise ValueError(f"{type(self).__name__} has a mode only for {condition}{where}.")
+            where = f", got {int((~exists).sum())} of {exists.numel()} without" if exists.dim() else ""
+            raise ValueError(f"the mode of {type(self).__name__} needs {condition}{where}.")
 
-    def base(self, natural: Parameters) -> Tensor:
-        """E_q[log h(x)], (plates), or one number for all."""
+    def expected_log_base(self, natural: Parameters) -> Tensor:
+        """E_q[log h(x)], one value per plate, or one for all."""
         return natural[0].new_zeros(())
 
     @property
-    def flat(self) -> bool:
-        """Whether log h is zero."""
-        return type(self).base is Family.base and type(self).base_gradient is Family.base_gradient
+    def constant_base(self) -> bool:
+        """Whether the base measure is constant, log h = 0."""
+        own = type(self)
+        return own.expected_log_base is Family.expected_log_base and own.base_gradient is Family.base_gradient
 
     def base_gradient(self, natural: Parameters) -> Parameters:
         """∇_μ E_q[log h(x)]."""
@@ -98,29 +103,29 @@ class Family(ABC):
         """log h(x)."""
         return torch.zeros_like(self._reduce(self.statistics(x))[0])
 
-    # --- what follows from these ---
+    # --- derived from these ---
 
     def dot(self, natural: Parameters, mean: Parameters) -> Tensor:
-        """⟨λ, μ⟩, (plates)."""
+        """⟨λ, μ⟩, one value per plate."""
         return reduce(add, self._reduce([a * b for a, b in zip(natural, mean)]))
 
     def _reduce(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        return [part.sum(tuple(range(-n, 0))) if n else part for part, n in zip(parts, self.events)]
+        return [part.sum(tuple(range(-n, 0))) if n else part for part, n in zip(parts, self.event_dims)]
 
     def entropy(self, natural: Parameters, mean: Parameters | None = None) -> Tensor:
-        """A(λ) - ⟨λ, μ⟩ - E[log h], (plates); with μ where it is known."""
+        """A(λ) - ⟨λ, μ⟩ - E[log h], one value per plate. Pass `mean` if it is already computed."""
         inner = self.dot(natural, self.mean(natural) if mean is None else mean)
         entropy = self.log_partition(natural) - inner
-        return entropy if self.flat else entropy - self.base(natural)
+        return entropy if self.constant_base else entropy - self.expected_log_base(natural)
 
     def entropy_gradient(self, natural: Parameters) -> Parameters:
-        """∇_μ H = -λ - ∇_μ E[log h], the natural gradient of the entropy (002, Eq. 64)."""
-        if self.flat:
+        """∇_μ H = -λ - ∇_μ E[log h], the natural gradient of the entropy (Khan and Rue 2023, Eq. 64)."""
+        if self.constant_base:
             return tuple(-part for part in natural)
         return tuple(-a - b for a, b in zip(natural, self.base_gradient(natural)))
 
     def divergence(self, natural: Parameters, other: Parameters) -> Tensor:
-        """KL(q, p) = A(λ_p) - A(λ_q) - ⟨λ_p - λ_q, μ_q⟩ for q = `natural`, p = `other`: Bregman's divergence of A."""
+        """KL(q, p) = A(λ_p) - A(λ_q) - ⟨λ_p - λ_q, μ_q⟩ for q = `natural`, p = `other`: the Bregman divergence of A."""
         difference = tuple(b - a for a, b in zip(natural, other))
         return self.log_partition(other) - self.log_partition(natural) - self.dot(difference, self.mean(natural))
 
@@ -128,51 +133,53 @@ class Family(ABC):
         return self.dot(natural, self.statistics(x)) - self.log_partition(natural) + self.log_base(x)
 
     def plates(self, natural: Parameters) -> torch.Size:
-        """The shape of the array of independent variables."""
-        shapes = {part.shape[: part.dim() - n] for part, n in zip(natural, self.events)}
+        """The batch shape: the shape of the array of independent variables."""
+        shapes = {part.shape[: part.dim() - n] for part, n in zip(natural, self.event_dims)}
         return shapes.pop() if len(shapes) == 1 else torch.broadcast_shapes(*shapes)
 
     def symmetric(self, parameters: Parameters) -> Parameters:
-        """The same, with matrices made symmetric: what a derivative by a symmetric matrix is."""
-        return tuple((part + part.mT) / 2 if n == 2 else part for part, n in zip(parameters, self.events))
+        """The parameters with symmetrised matrices: derivatives with respect to a symmetric matrix are symmetric."""
+        return tuple((part + part.mT) / 2 if n == 2 else part for part, n in zip(parameters, self.event_dims))
 
     def check(self, natural: Parameters, what: str = "natural parameters") -> Parameters:
-        """The parameters themselves; numbers and arrays as tensors, in float64.
+        """Validates parameters and returns them as tensors; numbers and arrays become float64.
 
         Raises:
-            TypeError: they are no numbers.
-            ValueError: there are not as many as there should be, they do not fit together, or are of no distribution.
+            TypeError: they are not numbers.
+            ValueError: their number, shapes or values are not valid.
         """
         name = type(self).__name__
         if not isinstance(natural, (tuple, list)):
-            raise TypeError(f"{what} of {name} are a tuple of {len(self.events)} tensors, got {natural!r}.")
-        if len(natural) != len(self.events):
-            raise ValueError(f"{name} has {len(self.events)} {what}, got {len(natural)}.")
+            raise TypeError(f"{what} of {name} must be a tuple of {len(self.event_dims)} tensors, got {natural!r}.")
+        if len(natural) != len(self.event_dims):
+            raise ValueError(f"{name} has {len(self.event_dims)} {what}, got {len(natural)}.")
         natural = tuple(self._tensor(part, what) for part in natural)
         if len({part.dtype for part in natural}) > 1:
             kinds = ", ".join(str(part.dtype) for part in natural)
-            raise ValueError(f"{what} of {name} must be of one dtype, got {kinds}: convert them by .double().")
-        for part, n in zip(natural, self.events):
+            raise ValueError(f"{what} of {name} must have the same dtype, got {kinds}: convert them with .double().")
+        for part, n in zip(natural, self.event_dims):
             if part.dim() < n:
-                raise ValueError(f"{what} of {name} have at least {self.events} dimensions, got {tuple(part.shape)}.")
+                raise ValueError(
+                    f"{what} of {name} need {self.event_dims} dimensions or more, got {tuple(part.shape)}."
+                )
         if any(not torch.isfinite(part).all() for part in natural):
-            raise ValueError(f"{what} of {name} must be finite numbers, got NaN or infinity.")
+            raise ValueError(f"{what} of {name} must be finite, got NaN or infinity.")
         try:
-            inside = self.inside(natural)
-            if inside.all():
+            in_domain = self.in_domain(natural)
+            if in_domain.all():
                 self.log_partition(natural)
         except RuntimeError as error:
             shapes = ", ".join(str(tuple(part.shape)) for part in natural)
-            raise ValueError(f"{what} of {name} do not fit together: their shapes are {shapes}.") from error
+            raise ValueError(f"{what} of {name} must have matching shapes, got {shapes}.") from error
         even = zip(natural, self.symmetric(natural))
         if not all(
             torch.allclose(a, b, rtol=0, atol=a.abs().max().item() * _rounding(a)) for a, b in even if a.numel()
         ):
-            raise ValueError(f"{what} of {name} must have symmetric matrices; they are not.")
-        if not inside.all():
-            wrong = int((~inside).sum())
-            where = f"{wrong} of {inside.numel()} are not" if inside.dim() else "they are not"
-            raise ValueError(f"{what} of {name} must be those of a distribution{self._domain()}; {where}.")
+            raise ValueError(f"{what} of {name} must have symmetric matrices, got asymmetric ones.")
+        if not in_domain.all():
+            wrong = int((~in_domain).sum())
+            where = f"{wrong} of {in_domain.numel()} are not valid" if in_domain.dim() else "they are not valid"
+            raise ValueError(f"{what} of {name} must define a distribution{self._domain_description()}; {where}.")
         return natural
 
     def _tensor(self, part: Any, what: str) -> Tensor:
@@ -183,11 +190,11 @@ class Family(ABC):
                 raise TypeError(f"{what} of {type(self).__name__} must be tensors of numbers, got {part!r}.") from None
         if not part.is_floating_point():
             kind = type(self).__name__
-            raise TypeError(f"{what} of {kind} must be floating-point numbers, got {part.dtype}: convert by .double().")
+            raise TypeError(f"{what} of {kind} must be floating-point, got {part.dtype}: convert them with .double().")
         return part
 
-    def _domain(self) -> str:
-        """In words, as an insertion."""
+    def _domain_description(self) -> str:
+        """The conditions on the parameters, for error messages."""
         return ""
 
 

@@ -1,4 +1,4 @@
-"""Gaussians with all of a precision matrix, with its diagonal, and with one that is given."""
+"""Gaussians with a full, a diagonal and a fixed precision matrix."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Gaussian(Family):
     >>> [part.tolist() for part in natural], [part.tolist() for part in normal.mean(natural)]
     ([[4.0], [[-2.0]]], [[1.0], [[1.25]]])
 
-    Reference: 002, Eq. 9.
+    Reference: Khan and Rue 2023, Eq. 9.
     Differs from the paper: Table 2 prints m where S m is meant.
     """
 
-    events = (1, 2)
+    event_dims = (1, 2)
 
     def of(self, mean: Tensor, precision: Tensor) -> Parameters:
-        """λ of N(mean, precision^-1)."""
+        """Natural parameters of N(mean, precision^-1)."""
         return (precision @ mean[..., None])[..., 0], -precision / 2
 
     def moments(self, natural: Parameters) -> tuple[Tensor, Tensor]:
@@ -52,7 +52,7 @@ class Gaussian(Family):
         return mean, covariance + mean[..., :, None] * mean[..., None, :]
 
     def entropy(self, natural: Parameters, mean: Parameters | None = None) -> Tensor:
-        """P (1 + log 2π)/2 - log |Λ|/2: A(λ) and ⟨λ, μ⟩ by themselves are large where means are far from zero."""
+        """P (1 + log 2π)/2 - log |S|/2; A(λ) - ⟨λ, μ⟩ would cancel large numbers where means are far from zero."""
         factor = _cholesky(-2 * natural[1])
         size = natural[0].shape[-1]
         return size * (1 + LOG_2PI) / 2 - factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
@@ -62,7 +62,7 @@ class Gaussian(Family):
         covariance = second - first[..., :, None] * first[..., None, :]
         return self.of(first, torch.cholesky_inverse(_cholesky(covariance)))
 
-    def inside(self, natural: Parameters) -> Tensor:
+    def in_domain(self, natural: Parameters) -> Tensor:
         return _definite(-2 * natural[1]) & torch.isfinite(natural[0]).all(-1)
 
     def statistics(self, x: Tensor) -> Parameters:
@@ -83,14 +83,14 @@ class Gaussian(Family):
         return mean + torch.linalg.solve_triangular(root, noise[..., None], upper=True)[..., 0]
 
     def retract(self, natural: Parameters, direction: Parameters, rho: float | Tensor) -> Parameters:
-        r"""A step along `direction` that is positive definite however long it is:
+        r"""A step along `direction` with a precision that is positive definite for every rho:
 
         .. math::
             S \leftarrow S + \rho D + \tfrac{\rho^2}{2} D S^{-1} D, \quad D = -2\, d_2
 
-        with the mean moved as the straight step would move it, m <- m + rho S_new^-1 (d_1 + 2 d_2 m).
+        with the mean of the straight step, m <- m + rho S_new^-1 (d_1 + 2 d_2 m).
 
-        Reference: Lin, Schmidt and Khan, 2020; 002, section 4.1.
+        Reference: Lin, Schmidt and Khan, 2020; Khan and Rue 2023, section 4.1.
         """
         mean, covariance = self.moments(natural)
         change = -2 * direction[1]
@@ -101,7 +101,7 @@ class Gaussian(Family):
         moved = mean + rho * torch.linalg.solve(precision, push)
         return self.of(moved, precision)
 
-    def _domain(self) -> str:
+    def _domain_description(self) -> str:
         return ", with a positive definite precision"
 
 
@@ -109,10 +109,10 @@ class Gaussian(Family):
 class DiagonalGaussian(Family):
     """Independent N(m_i, 1/s_i): λ = (s m, -s/2), μ = (m, 1/s + m^2), with the last dimension as the event."""
 
-    events = (1, 1)
+    event_dims = (1, 1)
 
     def of(self, mean: Tensor, precision: Tensor) -> Parameters:
-        """λ of N(mean, 1/precision)."""
+        """Natural parameters of N(mean, 1/precision)."""
         return precision * mean, -precision / 2
 
     def moments(self, natural: Parameters) -> tuple[Tensor, Tensor]:
@@ -136,10 +136,10 @@ class DiagonalGaussian(Family):
         first, second = mean
         variance = second - first.square()
         if not (variance > 0).all():
-            raise ValueError("expectations of no DiagonalGaussian: E[x^2] must be greater than E[x]^2.")
+            raise ValueError("not the expectations of a DiagonalGaussian: E[x^2] must be greater than E[x]^2.")
         return self.of(first, 1 / variance)
 
-    def inside(self, natural: Parameters) -> Tensor:
+    def in_domain(self, natural: Parameters) -> Tensor:
         return ((natural[1] < 0) & torch.isfinite(natural[0] + natural[1])).all(-1)
 
     def statistics(self, x: Tensor) -> Parameters:
@@ -157,30 +157,30 @@ class DiagonalGaussian(Family):
         return mean + variance.sqrt() * _normal((count, *mean.shape), mean, generator)
 
     def retract(self, natural: Parameters, direction: Parameters, rho: float | Tensor) -> Parameters:
-        """s <- s (1 + x + x^2/2) with x = rho D/s, which is never below s/2; see `Gaussian.retract`."""
+        """s <- s (1 + x + x^2/2) with x = rho D/s, at least s/2; see `Gaussian.retract`."""
         mean, variance = self.moments(natural)
         x = rho * -2 * direction[1] * variance
         precision = (1 + x + x.square() / 2) / variance
         return self.of(mean + rho * (direction[0] + 2 * direction[1] * mean) / precision, precision)
 
-    def _domain(self) -> str:
+    def _domain_description(self) -> str:
         return ", with positive precisions"
 
 
 @dataclass(frozen=True, eq=False)
 class FixedGaussian(Family):
-    r"""N(m, S^-1) with a given S, of which only the mean is learnt: λ = S m, μ = m.
+    r"""N(m, S^-1) with a fixed precision S, where only the mean is learnt: λ = S m, μ = m.
 
-    Its base measure log h(x) = -x'Sx/2 + constant depends on x, so that ∇_μ H = 0 and not -λ: a step with rho adds up
-    messages and forgets nothing. With S = I that is gradient descent.
+    Its base measure log h(x) = -x'Sx/2 + constant depends on x, therefore ∇_μ H = 0 instead of -λ: a step adds rho
+    times the messages to λ. With S = I this is gradient descent.
 
     Args:
-        precision: S, (P, P); (P,) for a diagonal; or one number, for S = s I.
+        precision: S, (P, P); (P,) for a diagonal matrix; or a number s for S = s I.
 
-    Reference: 002, section 1.3.1.
+    Reference: Khan and Rue 2023, section 1.3.1.
     """
 
-    events = (1,)
+    event_dims = (1,)
 
     precision: Tensor | float = 1.0
 
@@ -194,12 +194,12 @@ class FixedGaussian(Family):
             right = given.dim() < 2 and bool(((given > 0) & (given < torch.inf)).all())
         if not right:
             raise ValueError(
-                f"precision must be a positive number, a vector of them or a positive definite matrix, got "
+                f"precision must be a positive number, a positive vector or a positive definite matrix, got "
                 f"{given.tolist() if known else self.precision!r}."
             )
 
     def of(self, mean: Tensor) -> Parameters:
-        """λ of N(mean, S^-1)."""
+        """Natural parameters of N(mean, S^-1)."""
         return (self._times(mean),)
 
     def _times(self, vector: Tensor) -> Tensor:
@@ -231,7 +231,7 @@ class FixedGaussian(Family):
     def natural(self, mean: Parameters) -> Parameters:
         return self.of(mean[0])
 
-    def inside(self, natural: Parameters) -> Tensor:
+    def in_domain(self, natural: Parameters) -> Tensor:
         return torch.isfinite(natural[0]).all(-1)
 
     def statistics(self, x: Tensor) -> Parameters:
@@ -243,7 +243,7 @@ class FixedGaussian(Family):
     def _constant(self, like: Tensor) -> Tensor:
         return (torch.linalg.slogdet(self._matrix(like))[1] - like.shape[-1] * LOG_2PI) / 2
 
-    def base(self, natural: Parameters) -> Tensor:
+    def expected_log_base(self, natural: Parameters) -> Tensor:
         mean = self._solve(natural[0])
         return self._constant(mean) - ((mean * natural[0]).sum(-1) + mean.shape[-1]) / 2
 
@@ -264,8 +264,8 @@ class FixedGaussian(Family):
 
 
 def _definite(matrix: Tensor) -> Tensor:
-    """Whether a symmetric matrix is positive definite, and finite, (plates)."""
-    # A factorisation of a matrix that is singular to the last bit may still succeed; its pivots then tell.
+    """Whether a symmetric matrix is finite and positive definite, one boolean per plate."""
+    # The factorisation of a numerically singular matrix may succeed, so its pivots are checked too.
     factor, info = torch.linalg.cholesky_ex(matrix)
     pivots = factor.diagonal(dim1=-2, dim2=-1).square()
     tiny = torch.finfo(matrix.dtype).eps * matrix.diagonal(dim1=-2, dim2=-1)
@@ -276,11 +276,11 @@ def _cholesky(matrix: Tensor) -> Tensor:
     factor, info = torch.linalg.cholesky_ex(matrix)
     if info.any():
         raise ValueError(
-            "a precision, covariance or scale is not positive definite: the parameters are of no distribution."
+            "a precision, covariance or scale is not positive definite: the parameters do not define a distribution."
         )
     return factor
 
 
 def _normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Drawn on the CPU, so that a seed means the same numbers on every device."""
+    """Standard normal noise, drawn on the CPU so that a seed gives the same numbers on every device."""
     return torch.randn(shape, dtype=like.dtype, generator=generator).to(like.device)

@@ -1,4 +1,4 @@
-"""Distributions over precision matrices, alone and together with the mean of what they are the precision of."""
+"""Distributions over precision matrices, alone and jointly with a mean."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.distributions import Distribution, MultivariateNormal
 from torch.distributions import Wishart as TorchWishart
 from torch.distributions.constraints import Constraint
 
-from bayesgrad.families.digamma import gap, gap_slope, solve_falling
+from bayesgrad.families.digamma import log_minus_digamma, log_minus_digamma_slope, solve_decreasing
 from bayesgrad.families.family import Family, Parameters
 from bayesgrad.families.gaussian import LOG_2PI, _cholesky, _definite, _normal
-from bayesgrad.families.positive import log_gamma_draws
+from bayesgrad.families.positive import log_gamma_samples
 
 LOG_2 = math.log(2)
 
@@ -36,13 +36,13 @@ class Wishart(Family):
     (1.0, 1.0, 0.5)
     """
 
-    events = (0, 2)
+    event_dims = (0, 2)
 
     def of(self, degrees: Tensor, scale: Tensor) -> Parameters:
-        """λ of nu = degrees and V = scale."""
+        """Natural parameters for nu = degrees and V = scale."""
         return (degrees - scale.shape[-1] - 1) / 2, -torch.cholesky_inverse(_cholesky(scale)) / 2
 
-    def ordinary(self, natural: Parameters) -> tuple[Tensor, Tensor]:
+    def standard_parameters(self, natural: Parameters) -> tuple[Tensor, Tensor]:
         """Degrees of freedom nu and scale V."""
         P = natural[1].shape[-1]
         return 2 * natural[0] + P + 1, torch.cholesky_inverse(_cholesky(-2 * natural[1]))
@@ -70,38 +70,40 @@ class Wishart(Family):
         P = mean[1].shape[-1]
         target = _log_det(mean[1]) - mean[0]
         if not (target > 0).all():
-            raise ValueError(f"expectations of no {type(self).__name__}: log |E[X]| must be greater than E[log |X|].")
-        start = P * (P + 1) / (4 * target.detach())  # right where nu is large
+            raise ValueError(
+                f"not the expectations of a {type(self).__name__}: log |E[X]| must be greater than E[log |X|]."
+            )
+        start = P * (P + 1) / (4 * target.detach())  # exact for large nu
 
         def spread(half: Tensor) -> tuple[Tensor, Tensor]:
-            """By (nu - P + 1)/2, which is what may be close to zero."""
+            """As a function of (nu - P + 1)/2, which may be close to zero."""
             halves = _halves(half, P)
             total = halves[..., -1:]  # nu/2
             missing = _halves(torch.zeros_like(half), P).flip(-1)
-            value = gap(halves) + torch.log1p(missing / halves)
-            slope = gap_slope(halves) - missing / (total * halves)
+            value = log_minus_digamma(halves) + torch.log1p(missing / halves)
+            slope = log_minus_digamma_slope(halves) - missing / (total * halves)
             return value.sum(-1), slope.sum(-1)
 
-        half = solve_falling(spread, target, start)
+        half = solve_decreasing(spread, target, start)
         inverse = torch.cholesky_inverse(_cholesky(mean[1]))
         return half - 1, -(half + (P - 1) / 2)[..., None, None] * inverse
 
-    def inside(self, natural: Parameters) -> Tensor:
+    def in_domain(self, natural: Parameters) -> Tensor:
         return _definite(-2 * natural[1]) & (natural[0] > -1) & (natural[0] < math.inf)
 
     def statistics(self, x: Tensor) -> Parameters:
         return torch.linalg.slogdet(x)[1], x
 
     def has_mode(self, natural: Parameters) -> Tensor:
-        return self.inside(natural) & (natural[0] > 0)
+        return self.in_domain(natural) & (natural[0] > 0)
 
     def mode(self, natural: Parameters) -> Tensor:
         """(nu - P - 1) V."""
-        self._require_mode(natural, "more than P + 1 degrees of freedom")
-        return 2 * natural[0][..., None, None] * self.ordinary(natural)[1]
+        self._check_mode(natural, "more than P + 1 degrees of freedom")
+        return 2 * natural[0][..., None, None] * self.standard_parameters(natural)[1]
 
     def to_distribution(self, natural: Parameters) -> Distribution:
-        degrees, scale = self.ordinary(natural)
+        degrees, scale = self.standard_parameters(natural)
         return TorchWishart(*_same_plates(degrees, scale))
 
     def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
@@ -109,15 +111,15 @@ class Wishart(Family):
         return root @ root.mT
 
     def _root(self, natural: Parameters, count: int, generator: torch.Generator | None) -> Tensor:
-        """Lower triangular B with X = B B': Bartlett's decomposition, B = L C with V = L L', C_ii^2 ~ χ²(nu + 1 - i)
-        and standard normal numbers below."""
-        half, scale = _same_plates(natural[0] + 1, self.ordinary(natural)[1])
-        chi = (log_gamma_draws(_halves(half, scale.shape[-1]).flip(-1), count, generator) + LOG_2) / 2
+        """Lower triangular B with X = B B': the Bartlett decomposition, B = L C with V = L L', C_ii^2 ~ χ²(nu + 1 - i)
+        and standard normal numbers below the diagonal."""
+        half, scale = _same_plates(natural[0] + 1, self.standard_parameters(natural)[1])
+        chi = (log_gamma_samples(_halves(half, scale.shape[-1]).flip(-1), count, generator) + LOG_2) / 2
         below = _normal((count, *scale.shape), scale, generator).tril(-1)
         diagonal = chi.exp().clamp(min=torch.finfo(chi.dtype).tiny ** 0.5)
         return _cholesky(scale) @ (below + torch.diag_embed(diagonal))
 
-    def _domain(self) -> str:
+    def _domain_description(self) -> str:
         return ", with a positive definite scale and more than P - 1 degrees of freedom"
 
 
@@ -130,29 +132,29 @@ class NormalWishart(Family):
         \lambda &= (\kappa m_0,\ -\tfrac{\kappa}{2},\ -\tfrac12 (V^{-1} + \kappa m_0 m_0^T),\ \tfrac{\nu - P}{2}) \\
         \mu &= (\nu V m_0,\ \tfrac{P}{\kappa} + \nu m_0^T V m_0,\ \nu V,\ E[\log |\Lambda|])
 
-    An observation y adds (y, -1/2, -y y'/2, 1/2), and no more than that. A value x of the pair is one tensor of
-    P rows, [m Λ], (..., P, P + 1): see `pack` and `unpack`.
+    An observation y adds (y, -1/2, -y y'/2, 1/2). A value x of the pair is one tensor of P rows, [m Λ],
+    (..., P, P + 1): see `pack` and `unpack`.
 
     Checked by: also tests/equations/test_conjugate.py, the evidence of Gaussian data against a t distribution.
     """
 
-    events = (1, 0, 2, 0)
-    least: ClassVar[str] = "P"  # degrees of freedom, of which a mode needs more
+    event_dims = (1, 0, 2, 0)
+    min_degrees: ClassVar[str] = "P"  # a mode needs more degrees of freedom than this
 
     def of(self, location: Tensor, confidence: Tensor, degrees: Tensor, scale: Tensor) -> Parameters:
-        """λ of m0, κ, nu and V."""
+        """Natural parameters for m0, κ, nu and V."""
         inverse = torch.cholesky_inverse(_cholesky(scale))
         square = confidence[..., None, None] * _outer(location)
         P = location.shape[-1]
         return confidence[..., None] * location, -confidence / 2, -(inverse + square) / 2, (degrees - P) / 2
 
-    def ordinary(self, natural: Parameters) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Location m0, confidence κ (of how many observations m0 is worth), degrees of freedom nu, scale V."""
+    def standard_parameters(self, natural: Parameters) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Location m0, confidence κ (the number of observations that m0 counts as), degrees of freedom nu, scale V."""
         location, confidence, wishart = self.parts(natural)
-        return location, confidence, *Wishart().ordinary(wishart)
+        return location, confidence, *Wishart().standard_parameters(wishart)
 
     def parts(self, natural: Parameters) -> tuple[Tensor, Tensor, Parameters]:
-        """Location, confidence, and λ of the precision's own Wishart distribution."""
+        """Location, confidence, and the natural parameters of the Wishart distribution of the precision."""
         confidence = -2 * natural[1]
         location = natural[0] / confidence[..., None]
         root = location * confidence[..., None].sqrt()
@@ -183,15 +185,17 @@ class NormalWishart(Family):
         location = torch.cholesky_solve(push[..., None], _cholesky(precision))[..., 0]
         rest = square - (location * push).sum(-1)
         if not (rest > 0).all():
-            raise ValueError("expectations of no NormalWishart: E[m'Λm] must be greater than E[Λm]' E[Λ]^-1 E[Λm].")
+            raise ValueError(
+                "not the expectations of a NormalWishart: E[m'Λm] must be greater than E[Λm]' E[Λ]^-1 E[Λm]."
+            )
         confidence = location.shape[-1] / rest
         degrees, inverse = Wishart().natural((volume, precision))
         spread = inverse - confidence[..., None, None] * _outer(location) / 2
         return confidence[..., None] * location, -confidence / 2, spread, degrees + 0.5
 
-    def inside(self, natural: Parameters) -> Tensor:
-        # Where the confidence is not positive, or a location not finite, the scale is NaN, and so not inside.
-        return (natural[1] < 0) & Wishart().inside(self.parts(natural)[2])
+    def in_domain(self, natural: Parameters) -> Tensor:
+        # If the confidence is not positive or a location is not finite, the scale is NaN and therefore not valid.
+        return (natural[1] < 0) & Wishart().in_domain(self.parts(natural)[2])
 
     def statistics(self, x: Tensor) -> Parameters:
         mean, precision = self.unpack(x)
@@ -199,17 +203,17 @@ class NormalWishart(Family):
         return push, (mean * push).sum(-1), precision, torch.linalg.slogdet(precision)[1]
 
     def has_mode(self, natural: Parameters) -> Tensor:
-        return self.inside(natural) & (natural[3] > 0)
+        return self.in_domain(natural) & (natural[3] > 0)
 
     def mode(self, natural: Parameters) -> Tensor:
-        """m0 and (nu - P) V; of J means, (nu - P - 1 + J) V."""
-        if not (natural[3] > 0).all():  # all else is found out on the way
-            self._require_mode(natural, f"more than {self.least} degrees of freedom")
-        location, _, _, scale = self.ordinary(natural)
+        """m0 and (nu - P) V; for J means, (nu - P - 1 + J) V."""
+        if not (natural[3] > 0).all():  # other violations raise in the Cholesky factorisation
+            self._check_mode(natural, f"more than {self.min_degrees} degrees of freedom")
+        location, _, _, scale = self.standard_parameters(natural)
         return self.pack(location, 2 * natural[3][..., None, None] * scale)
 
     def to_distribution(self, natural: Parameters) -> Distribution:
-        return _NormalWishart(*self.ordinary(natural))
+        return _NormalWishart(*self.standard_parameters(natural))
 
     def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
         location, confidence, wishart = self.parts(natural)
@@ -218,12 +222,12 @@ class NormalWishart(Family):
         mean = location + torch.linalg.solve_triangular(root.mT, noise[..., None], upper=True)[..., 0]
         return self.pack(mean, root @ root.mT)
 
-    def _domain(self) -> str:
+    def _domain_description(self) -> str:
         return ", with a positive confidence, a positive definite scale and more than P - 1 degrees of freedom"
 
 
 class _NormalWishart(Distribution):
-    """Of [m Λ], as torch would have it: a Wishart distribution and a normal one given its value."""
+    """The torch Distribution of [m Λ]: a Wishart distribution of Λ and a normal distribution of m given Λ."""
 
     family: ClassVar[NormalWishart] = NormalWishart()
 
@@ -240,16 +244,16 @@ class _NormalWishart(Distribution):
     def _means(self) -> int:
         return 1
 
-    def _given(self, precision: Tensor) -> Distribution:
+    def _conditional(self, precision: Tensor) -> Distribution:
         return MultivariateNormal(self.location, precision_matrix=self.confidence[..., None, None] * precision)
 
     def sample(self, sample_shape: torch.Size | list[int] | tuple[int, ...] = torch.Size()) -> Tensor:  # noqa: B008
         precision = self.precision.sample(torch.Size(sample_shape))
-        return self.family.pack(self._given(precision).sample(), precision)
+        return self.family.pack(self._conditional(precision).sample(), precision)
 
     def log_prob(self, value: Tensor) -> Tensor:
         mean, precision = self.family.unpack(value)
-        return self.precision.log_prob(precision) + self._given(precision).log_prob(mean)
+        return self.precision.log_prob(precision) + self._conditional(precision).log_prob(mean)
 
     def entropy(self) -> Tensor:
         P = self.location.shape[-1]
@@ -258,7 +262,7 @@ class _NormalWishart(Distribution):
 
 
 def _halves(half: Tensor, size: int) -> Tensor:
-    """(nu + 1 - i)/2 for i = P..1, (..., P), of which `half` is the first: (nu - P + 1)/2 = λ_1 + 1."""
+    """(nu + 1 - i)/2 for i = P..1, (..., P). `half` is the first of them: (nu - P + 1)/2 = λ_1 + 1."""
     return half[..., None] + _steps(size, half.dtype, half.device)
 
 

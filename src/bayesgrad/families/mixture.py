@@ -1,4 +1,4 @@
-"""Mixtures of Gaussians, together with the indicator of their component."""
+"""Mixtures of Gaussians as a joint distribution with the component."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GAUSSIAN = Gaussian()
 
 @dataclass(frozen=True, eq=False)
 class MixtureOfGaussians(Family):
-    r"""q(θ, z = k) = π_k N(θ | m_k, S_k^-1), over a vector θ and which of K components it is of.
+    r"""q(θ, z = k) = π_k N(θ | m_k, S_k^-1), the joint distribution of a vector θ and its component z, one of K.
 
     .. math::
         \lambda = (c_k,\ S_k m_k,\ -\tfrac12 S_k), \quad
@@ -26,42 +26,42 @@ class MixtureOfGaussians(Family):
         T = 1_{[z=k]} (1,\ \theta,\ \theta\theta^T)
 
     with A(λ) = log Σ_k exp(c_k + A_k) and π = softmax(c + A), where A_k is the log-partition of component k: c_k is
-    log π_k - A_k, up to a constant. With given `weights` there is no c; what is left is an exponential family given z,
-    and A(λ) = Σ_k π_k A_k has ∇A = μ and makes entropy and divergence right in the same way.
+    log π_k - A_k, up to a constant. With fixed `weights` there is no c: it is an exponential family given z, with
+    A(λ) = Σ_k π_k A_k, for which ∇A = μ and the formulas of entropy and divergence hold as well.
 
-    Of the marginal, q(θ) = Σ_k π_k N(θ | m_k, S_k^-1), are `sample`, `log_density`, its `score` and `hessian` and
-    `to_distribution`. Of the pair are `entropy`, `divergence`, `statistics`, `log_joint` and `sample_joint`, whose
-    values are packed into one tensor, see `pack`. The entropy of the marginal is less by that of z given θ, and has
-    no closed form.
+    `sample`, `log_density`, `score`, `hessian` and `to_distribution` refer to the marginal q(θ) = Σ_k π_k N(θ | m_k,
+    S_k^-1). `entropy`, `divergence`, `statistics`, `log_joint` and `sample_joint` refer to the pair (θ, z), whose
+    values are packed into one tensor, see `pack`. The entropy of the marginal is the entropy of the pair minus that
+    of z given θ; it has no closed form.
 
     Args:
-        weights: π, (K,) or (plates, K); learnt where None.
+        weights: fixed weights π, (K,) or (plates, K); None for weights that are learnt.
 
     >>> mixture = MixtureOfGaussians(weights=torch.tensor([0.25, 0.75]))
     >>> natural = mixture.of(torch.tensor([[0.0], [4.0]]), torch.ones(2, 1, 1))
     >>> [part.flatten().tolist() for part in mixture.mean(natural)]
     [[0.0, 3.0], [0.25, 12.75]]
 
-    Reference: 002, section 3.2, Eq. 27, and appendix E, Eqs. 69-71.
+    Reference: Khan and Rue 2023, section 3.2, Eq. 27, and appendix E, Eqs. 69-71.
     Checked by: also tests/equations/test_mixture_family.py.
     """
 
     weights: Tensor | None = None
 
     @property
-    def events(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def event_dims(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return (1, 2, 3) if self.weights is None else (2, 3)
 
     def __post_init__(self) -> None:
         given = self.weights
         if given is not None and not isinstance(given, Tensor):
-            raise TypeError(f"weights of components must be a tensor, got {given!r}.")
+            raise TypeError(f"weights of components must be a tensor or None, got {given!r}.")
         if given is not None and not ((given > 0).all() and ((given.sum(-1) - 1).abs() < 1e-5).all()):
             raise ValueError(f"weights of components must be positive and sum to 1, got {given.tolist()}.")
 
     def of(self, means: Tensor, precisions: Tensor, weights: Tensor | None = None) -> Parameters:
-        """λ of K components with these means (..., K, P), precisions (..., K, P, P) and, if they are not given to the
-        family, weights (..., K); of the same weights by default."""
+        """Natural parameters of K components with means (..., K, P), precisions (..., K, P, P) and, unless the family
+        has fixed weights, weights (..., K); equal weights by default."""
         components = GAUSSIAN.of(means, precisions)
         if self.weights is not None:
             return components
@@ -73,7 +73,7 @@ class MixtureOfGaussians(Family):
         return self.log_weights(natural).exp(), *GAUSSIAN.moments(self.components(natural))
 
     def components(self, natural: Parameters) -> Parameters:
-        """Natural parameters of K Gaussians, with the components as the last plate."""
+        """Natural parameters of the K Gaussians; the components are the last plate dimension."""
         return natural[-2:]
 
     def log_weights(self, natural: Parameters) -> Tensor:
@@ -102,31 +102,31 @@ class MixtureOfGaussians(Family):
             return components
         return weights.log() - GAUSSIAN.log_partition(components), *components
 
-    def inside(self, natural: Parameters) -> Tensor:
-        inside = GAUSSIAN.inside(self.components(natural))
-        return (inside if self.weights is not None else inside & torch.isfinite(natural[0])).all(-1)
+    def in_domain(self, natural: Parameters) -> Tensor:
+        in_domain = GAUSSIAN.in_domain(self.components(natural))
+        return (in_domain if self.weights is not None else in_domain & torch.isfinite(natural[0])).all(-1)
 
     def has_mode(self, natural: Parameters) -> Tensor:
-        return torch.zeros_like(self.inside(natural))
+        return torch.zeros_like(self.in_domain(natural))
 
     def symmetric(self, parameters: Parameters) -> Parameters:
         return *parameters[:-1], (parameters[-1] + parameters[-1].mT) / 2
 
-    def base(self, natural: Parameters) -> Tensor:
-        """Σ_k π_k log π_k if weights are given: the entropy of z, which is no part of A then."""
+    def expected_log_base(self, natural: Parameters) -> Tensor:
+        """Σ_k π_k log π_k for fixed weights: minus the entropy of z, which A does not include then."""
         if self.weights is None:
             return torch.zeros_like(self.log_partition(natural))
         log_weights = self.log_weights(natural)
         return (log_weights.exp() * log_weights).sum(-1)
 
-    # --- the pair ---
+    # --- the joint distribution of (θ, z) ---
 
     def pack(self, z: Tensor, theta: Tensor) -> Tensor:
-        """K rows [1 θ], all zero but that of the component: z as zeros and a one (..., K), θ (..., P)."""
+        """K rows z_k [1 θ], all zero except that of the component, for a one-hot z (..., K) and θ (..., P)."""
         return z[..., None] * torch.cat([torch.ones_like(theta[..., :1]), theta], -1)[..., None, :]
 
     def statistics(self, x: Tensor) -> Parameters:
-        """T of a packed pair (..., K, P + 1)."""
+        """T of packed pairs (..., K, P + 1)."""
         z, first = x[..., 0], x[..., 1:]
         second = first[..., :, None] * first[..., None, :]
         return (first, second) if self.weights is not None else (z, first, second)
@@ -145,38 +145,38 @@ class MixtureOfGaussians(Family):
         volume = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1) - theta.shape[-1] / 2 * LOG_2PI
         return self.log_weights(natural) + volume - white.square().sum(-1) / 2
 
-    # --- the marginal ---
+    # --- the marginal distribution of θ ---
 
     def responsibilities(self, natural: Parameters, theta: Tensor) -> Tensor:
-        """r_k(θ) = q(z = k | θ), (..., K): 002, Eq. 71."""
+        """r_k(θ) = q(z = k | θ), (..., K): Khan and Rue 2023, Eq. 71."""
         return self.log_joint(natural, theta).softmax(-1)
 
     def log_density(self, natural: Parameters, x: Tensor) -> Tensor:
-        """log q(θ) of θ = x, (..., P); its plates follow those of λ, with any in front."""
+        """log q(θ) of θ = x, (..., P); its last plate dimensions match those of λ."""
         return self.log_joint(natural, x).logsumexp(-1)
 
     def score(self, natural: Parameters, theta: Tensor) -> Tensor:
-        """∇ log q(θ) = Σ_j r_j S_j (m_j - θ), (..., P): 002, Eq. 69."""
-        return (self.responsibilities(natural, theta)[..., None] * self._pulls(natural, theta)).sum(-2)
+        """∇ log q(θ) = Σ_j r_j S_j (m_j - θ), (..., P): Khan and Rue 2023, Eq. 69."""
+        return (self.responsibilities(natural, theta)[..., None] * self._component_scores(natural, theta)).sum(-2)
 
     def hessian(self, natural: Parameters, theta: Tensor) -> Tensor:
         """∇² log q(θ) = Σ_j r_j (a_j a_j' - S_j) - s s', with a_j = S_j (m_j - θ) and s the score, (..., P, P).
 
-        That is Eq. 70 of 002 with its double sum written as the product it is.
+        This is Eq. 70 of Khan and Rue 2023, with the double sum written as a product.
         """
-        r, pulls = self.responsibilities(natural, theta), self._pulls(natural, theta)
-        score = (r[..., None] * pulls).sum(-2)
-        within = torch.einsum("...k,...ki,...kj->...ij", r, pulls, pulls)
+        r, scores = self.responsibilities(natural, theta), self._component_scores(natural, theta)
+        score = (r[..., None] * scores).sum(-2)
+        within = torch.einsum("...k,...ki,...kj->...ij", r, scores, scores)
         precision = (r[..., None, None] * -2 * natural[-1]).sum(-3)
         return within - precision - score[..., :, None] * score[..., None, :]
 
-    def _pulls(self, natural: Parameters, theta: Tensor) -> Tensor:
+    def _component_scores(self, natural: Parameters, theta: Tensor) -> Tensor:
         """S_k (m_k - θ), (..., K, P)."""
         first, second = self.components(natural)
         return first + 2 * (second @ theta[..., None, :, None])[..., 0]
 
     def to_distribution(self, natural: Parameters) -> Distribution:
-        """The marginal."""
+        """The marginal distribution of θ."""
         components = MultivariateNormal(*GAUSSIAN.moments(self.components(natural)))
         return MixtureSameFamily(TorchCategorical(logits=self.log_weights(natural)), components)
 
@@ -185,8 +185,8 @@ class MixtureOfGaussians(Family):
         return self.sample_joint(natural, count, generator)[..., 1:].sum(-2)
 
     def retract(self, natural: Parameters, direction: Parameters, rho: float | Tensor) -> Parameters:
-        """A step after which every S_k is positive definite, see `Gaussian.retract`. Weights move in log π_k by
-        rho (d_c + ⟨d_k, ∇A_k⟩), as they do at first along the straight step, whatever the components do."""
+        """A step after which every S_k is positive definite, see `Gaussian.retract`. log π_k changes by
+        rho (d_c + ⟨d_k, ∇A_k⟩), the first-order change of the straight step."""
         old, along = self.components(natural), self.components(direction)
         components = GAUSSIAN.retract(old, along, rho)
         if self.weights is not None:
@@ -195,5 +195,5 @@ class MixtureOfGaussians(Family):
         log_weights = (self.log_weights(natural) + rho * push).log_softmax(-1)
         return log_weights - GAUSSIAN.log_partition(components), *components
 
-    def _domain(self) -> str:
+    def _domain_description(self) -> str:
         return ", with positive definite precisions"

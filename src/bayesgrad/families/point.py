@@ -1,4 +1,4 @@
-"""A belief that is used at one place."""
+"""Point estimates as an exponential family: all expectations at the mode."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ class Point(Family):
         \mu = T(x_*), \quad x_* = \arg\max_x \langle\lambda, T(x)\rangle + \log h(x), \quad
         A(\lambda) = \max_x \langle\lambda, T(x)\rangle + \log h(x)
 
-    This is the limit of q^(1/τ) for τ -> 0, with A and H in units of 1/τ. ∇A = T(x*) as always (the maximum may be
-    taken as fixed when it is differentiated), and the entropy is 0; but its gradient ∇_μ H = -λ - ∇_μ E[log h] is that
-    of the family itself, for it does not depend on τ. So the one step
+    This is the limit of q^(1/τ) for τ -> 0, with A and H in units of 1/τ. As for other families, ∇A = T(x*). The
+    entropy is 0, but its gradient ∇_μ H = -λ - ∇_μ E[log h] is that of the family, because it does not depend on τ.
+    The step
 
     .. math::
         \lambda \leftarrow \lambda + \rho \left(\textstyle\sum \text{messages} + \nabla_\mu H\right)
 
-    with rho = 1 makes λ the sum of the messages, and x* the place where the expected log joint density is greatest: the
-    M-step of EM, or MAP-EM if one of the messages is a prior's. The family must be one whose statistics the messages
-    are of; flat priors are λ = 0, and what must be inside the domain is their sum with the data.
+    with rho = 1 sets λ to the sum of the messages, and x* maximises the expected log joint density: this is the M-step
+    of EM, or of MAP-EM if one of the messages is that of a prior. The messages must be linear in the statistics of the
+    family. A flat prior is λ = 0; only the sum of the prior and the data must be in the domain.
 
-    The precision that is in λ stays there: Point(Gaussian()) is used at its mean, and ends at Laplace's approximation.
+    λ still contains the precision: Point(Gaussian()) uses the mean and converges to the Laplace approximation.
 
     >>> from bayesgrad.families import Dirichlet
     >>> shares, counts = Point(Dirichlet()), (torch.tensor([3.0, 1.0]),)
     >>> shares.mean(counts)[0].exp().tolist()
     [0.75, 0.25]
 
-    Reference: 002, section 5.2 and appendix C.
-    Differs from the paper: nothing, but note that no Dirac delta is meant, for its entropy is -inf (appendix C.1).
+    Reference: Khan and Rue 2023, section 5.2 and appendix C.
+    Differs from the paper: no difference, but q is not a Dirac delta, whose entropy is -inf (appendix C.1).
     Checked by: tests/equations/test_point.py.
     """
 
     family: Family
 
     @property
-    def events(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.family.events
+    def event_dims(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.family.event_dims
 
     def log_partition(self, natural: Parameters) -> Tensor:
         x = self.family.mode(natural)
@@ -60,16 +60,16 @@ class Point(Family):
     def natural(self, mean: Parameters) -> Parameters:
         """
         Raises:
-            ValueError: always, for many natural parameters have the same mode.
+            ValueError: always, because many natural parameters have the same mode.
         """
-        raise ValueError("Point cannot tell natural parameters from T(mode): keep those it had.")
+        raise ValueError("Point cannot compute natural parameters from T(mode): store the natural parameters instead.")
 
-    def inside(self, natural: Parameters) -> Tensor:
+    def in_domain(self, natural: Parameters) -> Tensor:
         """Whether there is a mode."""
         return self.family.has_mode(natural)
 
     def has_mode(self, natural: Parameters) -> Tensor:
-        return self.inside(natural)
+        return self.in_domain(natural)
 
     def statistics(self, x: Tensor) -> Parameters:
         return self.family.statistics(x)
@@ -77,12 +77,12 @@ class Point(Family):
     def mode(self, natural: Parameters) -> Tensor:
         return self.family.mode(natural)
 
-    def base(self, natural: Parameters) -> Tensor:
+    def expected_log_base(self, natural: Parameters) -> Tensor:
         return self.family.log_base(self.family.mode(natural))
 
     @property
-    def flat(self) -> bool:
-        return self.family.flat
+    def constant_base(self) -> bool:
+        return self.family.constant_base
 
     def base_gradient(self, natural: Parameters) -> Parameters:
         return self.family.base_gradient(natural)
@@ -94,11 +94,11 @@ class Point(Family):
         return self.family.symmetric(parameters)
 
     def entropy(self, natural: Parameters, mean: Parameters | None = None) -> Tensor:
-        """0, (plates)."""
+        """0 for each plate."""
         return natural[0].new_zeros(self.plates(natural))
 
     def to_distribution(self, natural: Parameters) -> Distribution:
-        """All of it at the mode."""
+        """A distribution with all mass at the mode."""
         x = self.family.mode(natural)
         return _Delta(x, x.dim() - len(self.plates(natural)))
 
@@ -108,18 +108,18 @@ class Point(Family):
         return x.expand(count, *x.shape)
 
     def retract(self, natural: Parameters, direction: Parameters, rho: float | Tensor) -> Parameters:
-        """That of the family; a straight step where it has none."""
+        """The family's own retraction, or a straight step if it has none."""
         family: Any = self.family
         if hasattr(family, "retract"):
             return family.retract(natural, direction, rho)
         return tuple(a + rho * b for a, b in zip(natural, direction))
 
-    def _domain(self) -> str:
+    def _domain_description(self) -> str:
         return " that has a mode"
 
 
 class _Delta(Distribution):
-    """All mass at one place, as torch would have it."""
+    """A distribution with all mass at one point, as a torch Distribution."""
 
     @property
     def arg_constraints(self) -> dict[str, Constraint]:

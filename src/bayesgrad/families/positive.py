@@ -1,4 +1,4 @@
-"""Distributions over positive numbers, shares, and lists of shares."""
+"""Distributions over positive numbers and over probability vectors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributions import Dirichlet as TorchDirichlet
 from torch.distributions import Distribution
 from torch.distributions import Gamma as TorchGamma
 
-from bayesgrad.families.digamma import gap, gap_slope, solve_dirichlet, solve_falling
+from bayesgrad.families.digamma import log_minus_digamma, log_minus_digamma_slope, solve_decreasing, solve_dirichlet
 from bayesgrad.families.family import Family, Parameters
 
 
@@ -29,21 +29,21 @@ class Gamma(Family):
     ([2.0, -2.0], 1.5, 1.0)
     """
 
-    events = (0, 0)
+    event_dims = (0, 0)
 
     def of(self, shape: Tensor, rate: Tensor) -> Parameters:
         return shape - 1, -rate
 
-    def ordinary(self, natural: Parameters) -> tuple[Tensor, Tensor]:
+    def standard_parameters(self, natural: Parameters) -> tuple[Tensor, Tensor]:
         """Shape and rate."""
         return natural[0] + 1, -natural[1]
 
     def log_partition(self, natural: Parameters) -> Tensor:
-        shape, rate = self.ordinary(natural)
+        shape, rate = self.standard_parameters(natural)
         return torch.lgamma(shape) - shape * rate.log()
 
     def mean(self, natural: Parameters) -> Parameters:
-        shape, rate = self.ordinary(natural)
+        shape, rate = self.standard_parameters(natural)
         return torch.digamma(shape) - rate.log(), shape / rate
 
     def natural(self, mean: Parameters) -> Parameters:
@@ -54,34 +54,34 @@ class Gamma(Family):
         """
         target = mean[1].log() - mean[0]
         if not (target > 0).all():
-            raise ValueError("expectations of no Gamma: log E[x] must be greater than E[log x].")
+            raise ValueError("not the expectations of a Gamma: log E[x] must be greater than E[log x].")
         s = target.detach()
         start = (3 - s + ((s - 3).square() + 24 * s).sqrt()) / (12 * s)
-        shape = solve_falling(lambda a: (gap(a), gap_slope(a)), target, start)
+        shape = solve_decreasing(lambda a: (log_minus_digamma(a), log_minus_digamma_slope(a)), target, start)
         return self.of(shape, shape / mean[1])
 
-    def inside(self, natural: Parameters) -> Tensor:
+    def in_domain(self, natural: Parameters) -> Tensor:
         return (natural[0] > -1) & (natural[1] < 0) & torch.isfinite(natural[0] + natural[1])
 
     def statistics(self, x: Tensor) -> Parameters:
         return x.log(), x
 
     def has_mode(self, natural: Parameters) -> Tensor:
-        return self.inside(natural) & (natural[0] > 0)
+        return self.in_domain(natural) & (natural[0] > 0)
 
     def mode(self, natural: Parameters) -> Tensor:
         """(a - 1)/b."""
-        self._require_mode(natural, "shapes above 1")
+        self._check_mode(natural, "shapes above 1")
         return -natural[0] / natural[1]
 
     def to_distribution(self, natural: Parameters) -> Distribution:
-        return TorchGamma(*self.ordinary(natural))
+        return TorchGamma(*self.standard_parameters(natural))
 
     def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
-        shape, rate = torch.broadcast_tensors(*self.ordinary(natural))
-        return floor((log_gamma_draws(shape, count, generator) - rate.log()).exp())
+        shape, rate = torch.broadcast_tensors(*self.standard_parameters(natural))
+        return replace_zeros((log_gamma_samples(shape, count, generator) - rate.log()).exp())
 
-    def _domain(self) -> str:
+    def _domain_description(self) -> str:
         return ", with a positive shape and rate"
 
 
@@ -93,7 +93,7 @@ class Dirichlet(Family):
     .. math::
         A(\lambda) = \sum_k \log\Gamma(\alpha_k) - \log\Gamma\left(\sum_k \alpha_k\right)
 
-    Counts of outcomes add to λ. Draws and modes that are zero to the last bit are the smallest positive number instead,
+    Counts of outcomes add to λ. Samples and modes that underflow to zero are replaced by the smallest positive number,
     so that T is finite.
 
     >>> shares = Dirichlet()
@@ -101,12 +101,12 @@ class Dirichlet(Family):
     [0.25, 0.75]
     """
 
-    events = (1,)
+    event_dims = (1,)
 
     def of(self, concentration: Tensor) -> Parameters:
         return (concentration - 1,)
 
-    def ordinary(self, natural: Parameters) -> tuple[Tensor]:
+    def standard_parameters(self, natural: Parameters) -> tuple[Tensor]:
         """The concentrations alpha."""
         return (natural[0] + 1,)
 
@@ -122,33 +122,33 @@ class Dirichlet(Family):
         """By Newton's method, see `digamma.solve_dirichlet`.
 
         Raises:
-            ValueError: the means are of no list of shares.
+            ValueError: these are not the expectations of a Dirichlet distribution.
         """
         if not ((mean[0] < 0).all(-1) & (mean[0].logsumexp(-1) < 0)).all():
-            raise ValueError("expectations of no Dirichlet: the sum of exp E[log x_k] must be less than 1.")
+            raise ValueError("not the expectations of a Dirichlet: the sum of exp E[log x_k] must be less than 1.")
         return self.of(solve_dirichlet(mean[0]))
 
-    def inside(self, natural: Parameters) -> Tensor:
+    def in_domain(self, natural: Parameters) -> Tensor:
         return ((natural[0] > -1) & (natural[0] < math.inf)).all(-1)
 
     def statistics(self, x: Tensor) -> Parameters:
         return (x.log(),)
 
     def has_mode(self, natural: Parameters) -> Tensor:
-        return self.inside(natural) & (natural[0] >= 0).all(-1) & (natural[0] > 0).any(-1)
+        return self.in_domain(natural) & (natural[0] >= 0).all(-1) & (natural[0] > 0).any(-1)
 
     def mode(self, natural: Parameters) -> Tensor:
         """(alpha - 1)/Σ(alpha - 1)."""
-        self._require_mode(natural, "concentrations of 1 and more, not all of them 1")
-        return floor(natural[0] / natural[0].sum(-1, keepdim=True))
+        self._check_mode(natural, "concentrations of 1 and more, not all of them 1")
+        return replace_zeros(natural[0] / natural[0].sum(-1, keepdim=True))
 
     def to_distribution(self, natural: Parameters) -> Distribution:
         return TorchDirichlet(natural[0] + 1)
 
     def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
-        return floor(log_gamma_draws(natural[0] + 1, count, generator).softmax(-1))
+        return replace_zeros(log_gamma_samples(natural[0] + 1, count, generator).softmax(-1))
 
-    def _domain(self) -> str:
+    def _domain_description(self) -> str:
         return ", with positive concentrations"
 
 
@@ -156,12 +156,12 @@ class Dirichlet(Family):
 class Beta(Family):
     """0 < x < 1 with a and b: λ = (a - 1, b - 1), T(x) = (log x, log(1 - x)). The Dirichlet of x and 1 - x."""
 
-    events = (0, 0)
+    event_dims = (0, 0)
 
     def of(self, a: Tensor, b: Tensor) -> Parameters:
         return a - 1, b - 1
 
-    def ordinary(self, natural: Parameters) -> tuple[Tensor, Tensor]:
+    def standard_parameters(self, natural: Parameters) -> tuple[Tensor, Tensor]:
         """a and b."""
         return natural[0] + 1, natural[1] + 1
 
@@ -178,8 +178,8 @@ class Beta(Family):
         """See `Dirichlet.natural`."""
         return Dirichlet().natural(self._pair(mean))[0].unbind(-1)
 
-    def inside(self, natural: Parameters) -> Tensor:
-        return Dirichlet().inside(self._pair(natural))
+    def in_domain(self, natural: Parameters) -> Tensor:
+        return Dirichlet().in_domain(self._pair(natural))
 
     def statistics(self, x: Tensor) -> Parameters:
         return x.log(), torch.log1p(-x)
@@ -189,11 +189,11 @@ class Beta(Family):
 
     def mode(self, natural: Parameters) -> Tensor:
         """(a - 1)/(a + b - 2)."""
-        self._require_mode(natural, "a and b of 1 and more, not both 1")
+        self._check_mode(natural, "a and b of 1 and more, not both 1")
         return self._below_one(Dirichlet().mode(self._pair(natural))[..., 0])
 
     def to_distribution(self, natural: Parameters) -> Distribution:
-        return TorchBeta(*self.ordinary(natural))
+        return TorchBeta(*self.standard_parameters(natural))
 
     def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
         return self._below_one(Dirichlet().sample(self._pair(natural), count, generator)[..., 0])
@@ -201,19 +201,19 @@ class Beta(Family):
     def _below_one(self, x: Tensor) -> Tensor:
         return x.clamp(max=1 - torch.finfo(x.dtype).eps / 2)
 
-    def _domain(self) -> str:
+    def _domain_description(self) -> str:
         return ", with positive a and b"
 
 
-def log_gamma_draws(shape: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
+def log_gamma_samples(shape: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
     """log x of x ~ Gamma(shape, 1), (count, *shape): as log y + log(u)/a with y ~ Gamma(a + 1, 1), which does not
-    underflow where x would. Drawn on the CPU, so that a seed means the same numbers on every device."""
+    underflow where x would. Drawn on the CPU, so that a seed gives the same numbers on every device."""
     shape_cpu = shape.detach().cpu().expand(count, *shape.shape)
     above = torch._standard_gamma(shape_cpu + 1, generator=generator)
     uniform = torch.rand(shape_cpu.shape, dtype=shape.dtype, generator=generator)
     return (above.log() + torch.log1p(-uniform) / shape_cpu).to(shape.device)
 
 
-def floor(x: Tensor) -> Tensor:
-    """x, with zeros replaced by the smallest positive number, of which there is a logarithm."""
+def replace_zeros(x: Tensor) -> Tensor:
+    """Replaces zeros by the smallest positive number, whose logarithm is finite."""
     return x.clamp(min=torch.finfo(x.dtype).tiny)

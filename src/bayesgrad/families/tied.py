@@ -23,25 +23,25 @@ class TiedNormalWishart(NormalWishart):
         \lambda &= (\kappa_j m_{j0},\ -\tfrac{\kappa_j}{2},\ -\tfrac12 (V^{-1} + \textstyle\sum_j \kappa_j m_{j0}
         m_{j0}^T),\ \tfrac{\nu - P - 1 + J}{2})
 
-    An observation y of the j-th group adds (y, -1/2) in the j-th place and (-y y'/2, 1/2). With J = 1 this is
-    `NormalWishart`; groups of one dimension, P = 1, are the coordinates of a vector with equal variances. A value x
-    is one tensor of P rows, [m_1 .. m_J Λ], (..., P, J + P): see `pack` and `unpack`.
+    An observation y of group j adds (y, -1/2) at position j and (-y y'/2, 1/2). With J = 1 this is `NormalWishart`;
+    groups of one dimension, P = 1, are the coordinates of a vector with equal variances. A value x is one tensor of
+    P rows, [m_1 .. m_J Λ], (..., P, J + P): see `pack` and `unpack`.
 
     Checked by: tests/equations/test_families.py, tests/equations/test_point.py.
     """
 
-    events = (2, 1, 2, 0)
-    least = "P + 1 - J"
+    event_dims = (2, 1, 2, 0)
+    min_degrees = "P + 1 - J"
 
     def of(self, location: Tensor, confidence: Tensor, degrees: Tensor, scale: Tensor) -> Parameters:
-        """λ of m0 (..., J, P), κ (..., J), nu and V."""
+        """Natural parameters for m0 (..., J, P), κ (..., J), nu and V."""
         first = confidence[..., None] * location
         inverse = torch.cholesky_inverse(_cholesky(scale))
         J, P = location.shape[-2:]
         return first, -confidence / 2, -(inverse + first.mT @ location) / 2, (degrees - P - 1 + J) / 2
 
     def parts(self, natural: Parameters) -> tuple[Tensor, Tensor, Parameters]:
-        """Locations, confidences, and λ of the precision's own Wishart distribution."""
+        """Locations, confidences, and the natural parameters of the Wishart distribution of the precision."""
         confidence = -2 * natural[1]
         location = natural[0] / confidence[..., None]
         return location, confidence, (natural[3] - confidence.shape[-1] / 2, natural[2] + natural[0].mT @ location / 2)
@@ -71,15 +71,17 @@ class TiedNormalWishart(NormalWishart):
         location = torch.cholesky_solve(push.mT, _cholesky(precision)).mT
         rest = square - (location * push).sum(-1)
         if not (rest > 0).all():
-            raise ValueError("expectations of no TiedNormalWishart: E[m'Λm] must be greater than E[Λm]' E[Λ]^-1 E[Λm].")
+            raise ValueError(
+                "not the expectations of a TiedNormalWishart: E[m'Λm] must be greater than E[Λm]' E[Λ]^-1 E[Λm]."
+            )
         confidence = location.shape[-1] / rest
         first = confidence[..., None] * location
         degrees, inverse = Wishart().natural((volume, precision))
         return first, -confidence / 2, inverse - first.mT @ location / 2, degrees + confidence.shape[-1] / 2
 
-    def inside(self, natural: Parameters) -> Tensor:
+    def in_domain(self, natural: Parameters) -> Tensor:
         confident = ((natural[1] < 0) & (natural[1] > -math.inf)).all(-1)
-        return confident & Wishart().inside(self.parts(natural)[2])
+        return confident & Wishart().in_domain(self.parts(natural)[2])
 
     def statistics(self, x: Tensor) -> Parameters:
         mean, precision = self.unpack(x)
@@ -87,7 +89,7 @@ class TiedNormalWishart(NormalWishart):
         return push, (mean * push).sum(-1), precision, torch.linalg.slogdet(precision)[1]
 
     def to_distribution(self, natural: Parameters) -> Distribution:
-        return _TiedNormalWishart(*self.ordinary(natural))
+        return _TiedNormalWishart(*self.standard_parameters(natural))
 
     def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
         location, confidence, wishart = self.parts(natural)
@@ -97,23 +99,23 @@ class TiedNormalWishart(NormalWishart):
         return self.pack(mean, root @ root.mT)
 
     def symmetric(self, parameters: Parameters) -> Parameters:
-        """As of every family; the list of locations is no matrix of that kind."""
+        """The parameters with symmetrised matrices; the locations (J, P) are not a symmetric matrix."""
         first, second, third, fourth = parameters
         return first, second, (third + third.mT) / 2, fourth
 
-    def _domain(self) -> str:
+    def _domain_description(self) -> str:
         return ", with positive confidences, a positive definite scale and more than P - 1 degrees of freedom"
 
 
 class _TiedNormalWishart(_NormalWishart):
-    """Of [m_1 .. m_J Λ]: normal distributions for all m_j, given Λ."""
+    """The distribution of [m_1 .. m_J Λ]: a Wishart distribution, and normal distributions of all m_j given Λ."""
 
     family = TiedNormalWishart()
 
     def _means(self) -> int:
         return self.location.shape[-2]
 
-    def _given(self, precision: Tensor) -> Distribution:
+    def _conditional(self, precision: Tensor) -> Distribution:
         matrices = self.confidence[..., None, None] * precision[..., None, :, :]
         return Independent(MultivariateNormal(self.location, precision_matrix=matrices), 1)
 

@@ -1,4 +1,8 @@
-"""The Bayesian learning rule as an engine: nodes, factors, messages, one step."""
+"""Variational inference by the Bayesian learning rule: nodes, factors, messages and steps.
+
+A `Node` is a variable with a distribution q; a `Factor` is one term of the model's log joint density (see
+`bayesgrad.inference.factor`); `step` updates nodes from the messages of factors; `run` repeats it.
+"""
 
 from bayesgrad.inference.convergence import run_to_convergence
 from bayesgrad.inference.elementwise import ElementwiseFactor

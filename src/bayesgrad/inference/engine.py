@@ -1,12 +1,12 @@
-r"""The Bayesian learning rule: one step, from which the rest of this package comes.
+r"""The Bayesian learning rule: one step, a loop over steps, and the ELBO.
 
 .. math::
     \lambda \leftarrow \lambda + \rho \left[\frac{1}{c} \sum_a s_a \nabla_\mu E_q[\log f_a] + \nabla_\mu H(q)\right]
 
-for a node with natural parameters λ and expectations μ, factors f_a with scales s_a, and a scale c of its entropy.
-Where the family's base measure is constant, ∇_μ H = -λ, and the step goes a part rho of the way to the messages' sum.
+for a node with natural parameters λ, expectation parameters μ and a scale c of its entropy, and factors f_a with
+scales s_a. Where the family's base measure is constant, ∇_μ H = -λ, and the step is λ ← (1 - rho) λ + rho Σ messages.
 
-Reference: 002, Eqs. 3, 6 and 58 to 60.
+Reference: Khan and Rue 2023, Eqs. 3, 6 and 58 to 60.
 Checked by: tests/equations/test_inference.py.
 """
 
@@ -30,30 +30,30 @@ from bayesgrad.inference.expectation import Delta
 from bayesgrad.inference.factor import Factor
 from bayesgrad.inference.node import Node
 
-DOMAINS = ("backtrack", "retract", "search", "refuse")
+DOMAINS = ("backtrack", "retract", "search", "raise")
 SCHEDULES = ("sequential", "parallel")
-HALVINGS = 40
+MAX_HALVINGS = 40
 
 Rho = float | Callable[[int], float] | Mapping[Node, float]
-Fresh = dict[Factor, Parameters]
+Changes = dict[Factor, Parameters]
 
 
 class OutsideDomain(ArithmeticError):
-    """No step along a message leads to a distribution."""
+    """The step leads outside the set of valid natural parameters, and no shorter step was found."""
 
 
 def message(node: Node, factors: Iterable[Factor]) -> Parameters:
-    """The sum of the factors' messages to a node: where λ goes with rho = 1.
+    """The sum of the factors' messages to a node: the new λ of a step with rho = 1.
 
     Raises:
-        ValueError: no factor mentions the node.
+        ValueError: no factor depends on the node.
     """
-    return _added(node, [_scaled(node, factor) for factor in factors if _mentions(factor, node)])
+    return _sum_messages(node, [_scaled(node, factor) for factor in factors if _depends_on(factor, node)])
 
 
 def elbo(nodes: Iterable[Node], factors: Iterable[Factor]) -> Tensor:
-    """E_q[log p(data, x)] + H(q), complete: of a conjugate model, at its posterior, the log evidence."""
-    values = [_times(factor.scale, factor.value()).sum() for factor in factors]
+    """E_q[log p(data, x)] + H(q), with all constants: the log evidence of a conjugate model at its posterior."""
+    values = [_weighted(factor.scale, factor.value()).sum() for factor in factors]
     return torch.stack([*values, *[node.entropy for node in nodes]]).sum()
 
 
@@ -66,22 +66,24 @@ def step(
     domain: str = "backtrack",
     schedule: str = "sequential",
     sites: Sites | None = None,
-    count: int = 0,
+    iteration: int = 0,
 ) -> None:
-    """Moves each node once.
+    """Updates each node once.
 
     Args:
-        rho: in (0, 1]; a number, a function of `count`, or one for each node.
-        momentum: adds so much of the last change of λ (002, Eq. 80).
-        domain: what happens where a step would leave the family's parameters: `"backtrack"` halves rho, for the plates
-            that need it, `"retract"` bends a Gaussian's step so that it never does (where there is no momentum),
-            `"search"` halves rho until the bound has not fallen either (with `Delta`, whose messages are no gradients
-            of its bound: the joint density at the mean), `"refuse"` raises.
-        schedule: `"sequential"`: each node sees what became of those before it; `"parallel"`: of none.
-        sites: messages that are kept factor by factor (the local form, Eq. 60).
+        rho: step size in (0, 1]: a number, a function of `iteration`, or a dict with a number for each node.
+        momentum: adds this multiple of the last change of λ (Khan and Rue 2023, Eq. 80).
+        domain: how to handle a step that leads outside the valid natural parameters. `"backtrack"` halves rho for the
+            plates that need it. `"retract"` follows a curve that stays inside (Gaussians, without momentum).
+            `"search"` is a line search: it halves rho until the bound does not decrease either. With `Delta`, whose
+            messages are not gradients of its bound, it uses the joint density at the mean. `"raise"` raises an error.
+        schedule: `"sequential"` updates each node with the new values of the nodes before it; `"parallel"` computes
+            all messages first.
+        sites: stores the messages of each factor separately (Khan and Rue 2023, Eq. 60).
+        iteration: the argument of `rho` where it is a function.
 
     Raises:
-        OutsideDomain: see `domain`. Nodes are as they were before the one that failed.
+        OutsideDomain: see `domain`. The node that failed and those after it are unchanged.
     """
     nodes = [nodes] if isinstance(nodes, Node) else list(nodes)
     if domain not in DOMAINS:
@@ -90,75 +92,75 @@ def step(
         raise ValueError(f"schedule must be 'sequential' or 'parallel', got {schedule!r}.")
     if not (isinstance(momentum, Real) and 0 <= momentum < 1):
         raise ValueError(f"momentum must be in [0, 1), got {momentum!r}.")
-    rates = [_rate(rho, node, count) for node in nodes]
-    ready: dict[Node, tuple[Parameters, Fresh]] = {}
+    step_sizes = [_step_size(rho, node, iteration) for node in nodes]
+    ready: dict[Node, tuple[Parameters, Changes]] = {}
     if schedule == "parallel":
         ready = {node: _direction(node, factors, sites) for node in nodes}
-    for node, rate in zip(nodes, rates):
-        direction, fresh = ready[node] if ready else _direction(node, factors, sites)
+    for node, rate in zip(nodes, step_sizes):
+        direction, changes = ready[node] if ready else _direction(node, factors, sites)
         before = node.natural
         drift = None
         if momentum and node.previous is not None:
             drift = tuple(momentum * (now - old) for now, old in zip(before, node.previous))
-        bound = _height(nodes, factors) if domain == "search" else None
-        node.natural, size = _moved(node, direction, rate, domain, drift)
+        bound = _search_objective(nodes, factors) if domain == "search" else None
+        node.natural, size = _take_step(node, direction, rate, domain, drift)
         node.previous = before
         if bound is not None:
             size = size * _search(nodes, factors, node, before, bound)
         if sites is not None:
-            sites.keep(node, fresh, size)
+            sites.update(node, changes, size)
 
 
 @dataclass(eq=False)
 class Sites:
-    """Messages that are kept for each factor and node, and faded one by one: the lazy form.
+    """Stores the last message of each factor to each node and updates each of them with the step size.
 
-    λ is their sum, also after steps that were shortened or bent. What the start had beyond them is shared out evenly
-    among the factors of a node's first step; a factor that comes later starts with nothing.
+    λ is always their sum, also after steps that were shortened or retracted. The first step of a node divides the
+    initial λ evenly among its factors. A factor that is added later starts with a message of zero.
 
-    Reference: 002, Eq. 60.
+    Reference: Khan and Rue 2023, Eq. 60.
     """
 
-    kept: dict[tuple[Factor, Node], Parameters] = field(default_factory=dict)
+    messages: dict[tuple[Factor, Node], Parameters] = field(default_factory=dict)
 
     def total(self, node: Node) -> Parameters | None:
-        """The sum of what is kept for a node; None where nothing is."""
-        own = [value for (_, other), value in self.kept.items() if other is node]
-        return _added(node, own) if own else None
+        """The sum of the messages stored for a node; None if there are none."""
+        own = [value for (_, other), value in self.messages.items() if other is node]
+        return _sum_messages(node, own) if own else None
 
-    def changes(self, node: Node, factors: Sequence[Factor]) -> Fresh:
-        """What each factor's message would change of the one that is kept."""
-        own = [factor for factor in factors if _mentions(factor, node)]
+    def changes(self, node: Node, factors: Sequence[Factor]) -> Changes:
+        """The difference between each factor's current message and its stored message."""
+        own = [factor for factor in factors if _depends_on(factor, node)]
         if own and self.total(node) is None:
             for factor in own:
-                self.kept[factor, node] = tuple(part / len(own) for part in node.natural)
+                self.messages[factor, node] = tuple(part / len(own) for part in node.natural)
         zero = tuple(torch.zeros_like(part) for part in node.natural)
-        old = [self.kept.get((factor, node), zero) for factor in own]
+        old = [self.messages.get((factor, node), zero) for factor in own]
         new = [_scaled(node, factor) for factor in own]
         return {factor: tuple(b - a for a, b in zip(*pair)) for factor, *pair in zip(own, old, new)}
 
-    def keep(self, node: Node, fresh: Fresh, size: float | Tensor) -> None:
-        """Moves messages by a step of that size; what bends and momentum add to λ is shared out evenly."""
-        for factor, change in fresh.items():
+    def update(self, node: Node, changes: Changes, size: float | Tensor) -> None:
+        """Adds `size` times the changes to the stored messages, and divides any other change of λ evenly among them."""
+        for factor, change in changes.items():
             zero = tuple(torch.zeros_like(part) for part in change)
-            moved = zip(self.kept.get((factor, node), zero), node.spread(size, change))
-            self.kept[factor, node] = tuple(a + b for a, b in moved)
+            moved = zip(self.messages.get((factor, node), zero), node.scale_by_plate(size, change))
+            self.messages[factor, node] = tuple(a + b for a, b in moved)
         total = self.total(node)
-        if total is not None and fresh:
-            rest = [(now - known) / len(fresh) for now, known in zip(node.natural, total)]
-            for factor in fresh:
-                self.kept[factor, node] = tuple(a + b for a, b in zip(self.kept[factor, node], rest))
+        if total is not None and changes:
+            rest = [(now - known) / len(changes) for now, known in zip(node.natural, total)]
+            for factor in changes:
+                self.messages[factor, node] = tuple(a + b for a, b in zip(self.messages[factor, node], rest))
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a run went.
+    """The outcome of `run`.
 
     Args:
-        elbos: the bound before the first step and after each.
-        converged: whether it settled within the tolerance.
-        interrupted: whether somebody stopped it.
-        taken: steps, where the bound was not looked at after each.
+        elbos: the bound before the first step and after each step.
+        converged: whether the change of the bound fell below the tolerance.
+        interrupted: whether Ctrl-C stopped the run.
+        taken: number of steps, where the bound was not computed after each step.
     """
 
     elbos: list[float]
@@ -191,95 +193,95 @@ def run(
     unit: float | None = None,
     interruptible: bool = False,
 ) -> Result:
-    """Steps until the bound moves by less than `tolerance` of its size, or `steps` times.
+    """Repeats `step` until the relative change of the bound is below `tolerance`, at most `steps` times.
 
-    A run that does not settle warns. One whose bound is no number any more stops with the last parameters for which
-    it was one.
+    A run that does not converge warns. If the bound becomes NaN or infinite, the nodes get the parameters before that
+    step and `OutsideDomain` is raised.
 
     Args:
-        tolerance: 0 takes all steps and warns of nothing.
-        tune: called after each step, to move what the factors depend on besides nodes.
-        progress: whether a line is kept up to date; None: in a terminal, after two seconds.
-        unit: what a change of the bound is compared with in place of its size: the number of rows, say.
-        interruptible: whether Ctrl-C ends the run with the parameters of the last whole step, and a warning.
+        tolerance: relative change of the bound; 0 takes all steps and does not warn.
+        tune: called after each step, to update hyperparameters of the factors.
+        progress: whether to print a progress line; None prints one in a terminal, after two seconds.
+        unit: compares the change of the bound with this number (of rows, for example) instead of the bound's size.
+        interruptible: whether Ctrl-C ends the run with a warning and the parameters of the last complete step.
         rho, momentum, domain, schedule, sites: see `step`.
 
     Raises:
-        OutsideDomain: the bound became infinite or NaN, or a step had nowhere to go.
+        OutsideDomain: the bound became infinite or NaN, or no valid step was found.
     """
-    require_steps(steps)
+    check_steps(steps)
     nodes = [nodes] if isinstance(nodes, Node) else list(nodes)
-    elbos, shown = [float(elbo(nodes, factors))], Line(progress, steps)
+    elbos, progress_line = [float(elbo(nodes, factors))], ProgressLine(progress, steps)
     converged = interrupted = False
     for count in range(steps):
         before = [node.natural for node in nodes]
         try:
-            step(nodes, factors, rho, momentum=momentum, domain=domain, schedule=schedule, sites=sites, count=count)
+            step(nodes, factors, rho, momentum=momentum, domain=domain, schedule=schedule, sites=sites, iteration=count)
             if tune is not None:
                 tune()
             bound = float(elbo(nodes, factors))
         except KeyboardInterrupt:
-            _put_back(nodes, before)
+            _restore(nodes, before)
             if not interruptible:
                 raise
             interrupted = True
             break
         if not math.isfinite(bound):
-            _put_back(nodes, before)
-            raise OutsideDomain(f"the bound is {bound} after step {count + 1}: take a smaller rho than {rho}.")
+            _restore(nodes, before)
+            raise OutsideDomain(f"the bound is {bound} after step {count + 1}: use a smaller rho than {rho}.")
         elbos.append(bound)
-        shown.show(count + 1, bound)
+        progress_line.update(count + 1, bound)
         size = max(1.0, abs(bound)) if unit is None else unit
         if abs(elbos[-1] - elbos[-2]) <= tolerance * size and tolerance:
             converged = True
             break
-    shown.end()
+    progress_line.close()
     if interrupted:
-        warnings.warn(f"interrupted in step {len(elbos)}: the parameters before it are kept.", stacklevel=2)
+        warnings.warn(f"interrupted in step {len(elbos)}: the parameters before this step are kept.", stacklevel=2)
     elif not converged and tolerance:
         change = abs(elbos[-1] - elbos[-2])
         warnings.warn(
-            f"{steps} steps were not enough: the bound still moves by {change:.1g}. Take more steps, or another rho.",
+            f"not converged after {steps} steps: bound still changes by {change:.1g}; use more steps or another rho.",
             stacklevel=2,
         )
     return Result(elbos, converged, interrupted)
 
 
-# --- how a step is taken ---
+# --- details of a step ---
 
 
-def _put_back(nodes: Sequence[Node], before: Sequence[Parameters]) -> None:
+def _restore(nodes: Sequence[Node], before: Sequence[Parameters]) -> None:
     for node, natural in zip(nodes, before):
         node.natural = natural
 
 
-def _mentions(factor: Factor, node: Node) -> bool:
+def _depends_on(factor: Factor, node: Node) -> bool:
     return any(own is node for own in factor.nodes)
 
 
 def _scaled(node: Node, factor: Factor) -> Parameters:
     ratio = factor.scale / node.scale
     own = factor.message(node)
-    return own if isinstance(ratio, float) and ratio == 1 else node.spread(ratio, own)
+    return own if isinstance(ratio, float) and ratio == 1 else node.scale_by_plate(ratio, own)
 
 
-def _times(scale: float | Tensor, value: Tensor) -> Tensor:
+def _weighted(scale: float | Tensor, value: Tensor) -> Tensor:
     return value if isinstance(scale, float) and scale == 1 else scale * value
 
 
-def _added(node: Node, messages: Sequence[Parameters]) -> Parameters:
+def _sum_messages(node: Node, messages: Sequence[Parameters]) -> Parameters:
     if not messages:
-        raise ValueError(f"no factor mentions {node}: it has nothing to learn from.")
+        raise ValueError(f"no factor depends on {node}: add a factor or remove the node.")
     return tuple(reduce(add, parts) for parts in zip(*messages))
 
 
-def _rate(rho: Rho, node: Node, count: int) -> float:
+def _step_size(rho: Rho, node: Node, iteration: int) -> float:
     if isinstance(rho, Mapping):
         if node not in rho:
-            raise ValueError(f"rho names no step size for {node}.")
+            raise ValueError(f"rho has no step size for {node}: add one.")
         value = rho[node]
     else:
-        value = rho(count) if callable(rho) else rho
+        value = rho(iteration) if callable(rho) else rho
     known = isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
     rate = float(value) if known else math.nan
     if not 0 < rate <= 1:
@@ -287,63 +289,64 @@ def _rate(rho: Rho, node: Node, count: int) -> float:
     return rate
 
 
-def require_steps(steps: Any) -> None:
+def check_steps(steps: Any) -> None:
     if not (isinstance(steps, Integral) and int(steps) >= 1):
-        raise ValueError(f"steps must be a whole number of at least 1, got {steps!r}.")
+        raise ValueError(f"steps must be a positive integer, got {steps!r}.")
 
 
-def _direction(node: Node, factors: Sequence[Factor], sites: Sites | None) -> tuple[Parameters, Fresh]:
-    """The natural gradient of the bound; with sites, the sum of what they would change, and each of that."""
+def _direction(node: Node, factors: Sequence[Factor], sites: Sites | None) -> tuple[Parameters, Changes]:
+    """The natural gradient of the bound. With sites, the sum of their changes, and each change."""
     if sites is None:
         gradient = node.family.entropy_gradient(node.natural)
         return tuple(a + b for a, b in zip(message(node, factors), gradient)), {}
-    if not node.family.flat and any(part.any() for part in node.family.base_gradient(node.natural)):
-        raise ValueError(f"{node} has a base measure that its λ does not fade with: leave sites=None.")
-    fresh = sites.changes(node, factors)
-    if not fresh and sites.total(node) is not None:  # none of its factors is among these
+    if not node.family.constant_base and any(part.any() for part in node.family.base_gradient(node.natural)):
+        raise ValueError(f"{node} has a base measure that is not constant: sites do not support it, use sites=None.")
+    changes = sites.changes(node, factors)
+    if not changes and sites.total(node) is not None:  # none of its factors is given
         return tuple(torch.zeros_like(part) for part in node.natural), {}
-    return _added(node, list(fresh.values())), fresh
+    return _sum_messages(node, list(changes.values())), changes
 
 
-def _moved(
+def _take_step(
     node: Node, direction: Parameters, rate: float, domain: str, drift: Parameters | None
 ) -> tuple[Parameters, float | Tensor]:
-    """λ after the step, and the size of the step, which may differ between plates."""
+    """λ after the step, and the step size, which may differ between plates."""
     family, natural = node.family, node.natural
     if domain == "retract" and drift is None and hasattr(family, "retract"):
         _check_finite(node, direction)
         moved = family.retract(natural, direction, rate)  # pyright: ignore[reportAttributeAccessIssue]
-        if family.inside(moved).all():  # or it is too long for the numbers there are
+        if family.in_domain(moved).all():  # else the step is too long for floating-point numbers
             return moved, rate
     size: float | Tensor = rate
-    for _ in range(HALVINGS):
-        change = direction if isinstance(size, float) and size == 1 else node.spread(size, direction)
+    for _ in range(MAX_HALVINGS):
+        change = direction if isinstance(size, float) and size == 1 else node.scale_by_plate(size, direction)
         if drift is not None:
-            change = tuple(a + b for a, b in zip(change, node.spread(size / rate, drift)))
+            change = tuple(a + b for a, b in zip(change, node.scale_by_plate(size / rate, drift)))
         moved = tuple(a + b for a, b in zip(natural, change))
-        inside = family.inside(moved)
+        inside = family.in_domain(moved)
         if inside.all():
             return moved, size
         _check_finite(node, direction)
-        if domain == "refuse":
+        if domain == "raise":
             break
         whole = size if isinstance(size, Tensor) else natural[0].new_full(family.plates(natural), size)
         size = torch.where(inside, whole, whole / 2)
     raise OutsideDomain(
-        f"a step of rho = {rate:g} leaves the parameters of {node}, and no shorter one was found: take a smaller rho, "
-        "domain='retract' for a Gaussian, or a factor with a concave logarithm."
-        if domain != "refuse"
-        else f"a step of rho = {rate:g} leaves the parameters of {node}: take a smaller rho or domain='backtrack'."
+        f"a step of rho = {rate:g} leads outside the valid parameters of {node}, and no shorter step was found: use a "
+        "smaller rho, domain='retract' for a Gaussian, or a factor with a concave logarithm."
+        if domain != "raise"
+        else f"a step of rho = {rate:g} leads outside the valid parameters of {node}: use a smaller rho or "
+        "domain='backtrack'."
     )
 
 
 def _check_finite(node: Node, direction: Parameters) -> None:
     if any(not torch.isfinite(part).all() for part in direction):
-        raise OutsideDomain(f"the messages to {node} hold NaN or infinity: look at the data and the start.")
+        raise OutsideDomain(f"the messages to {node} contain NaN or infinity: check the data and the initial values.")
 
 
-def _height(nodes: Sequence[Node], factors: Sequence[Factor]) -> Tensor:
-    """What a search may not lower: the bound, where nodes that Delta looks at are points, without entropy."""
+def _search_objective(nodes: Sequence[Node], factors: Sequence[Factor]) -> Tensor:
+    """What a line search must not decrease: the bound, without the entropy of nodes that Delta evaluates at a point."""
     points = {
         id(node)
         for factor in factors
@@ -353,15 +356,15 @@ def _height(nodes: Sequence[Node], factors: Sequence[Factor]) -> Tensor:
     values = []
     for factor in factors:
         known = all(id(node) in points for node in factor.nodes)
-        values.append((factor.scale * (factor.at_mean() if known else factor.value())).sum())
+        values.append((factor.scale * (factor.value_at_mean() if known else factor.value())).sum())
     return torch.stack([*values, *[node.entropy for node in nodes if id(node) not in points]]).sum()
 
 
 def _search(nodes: Sequence[Node], factors: Sequence[Factor], node: Node, before: Parameters, bound: Tensor) -> float:
-    """Halves the step that was taken until the bound is no lower than it was; the part of it that is left."""
+    """Halves the last step until the bound is not lower than before; returns the remaining fraction of the step."""
     after, part = node.natural, 1.0
-    for _ in range(HALVINGS):
-        now = _height(nodes, factors)
+    for _ in range(MAX_HALVINGS):
+        now = _search_objective(nodes, factors)
         if now >= bound - 1e-12 * bound.abs():
             return part
         part /= 2
@@ -370,21 +373,21 @@ def _search(nodes: Sequence[Node], factors: Sequence[Factor], node: Node, before
     return 0.0
 
 
-class Line:
-    """One line for people, where something takes more than two seconds."""
+class ProgressLine:
+    """A progress line, written to stderr for operations that take more than two seconds."""
 
-    def __init__(self, wanted: bool | None, steps: int) -> None:
+    def __init__(self, enabled: bool | None, steps: int) -> None:
         import time
 
-        self.wanted = sys.stderr.isatty() if wanted is None else wanted
+        self.enabled = sys.stderr.isatty() if enabled is None else enabled
         self.steps, self.clock, self.last, self.written = steps, time.monotonic, time.monotonic() + 2, False
 
-    def show(self, count: int, bound: float | None) -> None:
-        if self.wanted and self.clock() > self.last:
+    def update(self, count: int, bound: float | None) -> None:
+        if self.enabled and self.clock() > self.last:
             words = "" if bound is None else f", bound {bound:.6g}"
             print(f"\r  step {count}/{self.steps}{words} ", end="", file=sys.stderr, flush=True)
             self.last, self.written = self.clock() + 0.2, True
 
-    def end(self) -> None:
+    def close(self) -> None:
         if self.written:
             print(file=sys.stderr)

@@ -1,12 +1,12 @@
 r"""Expectations of a function and of its first two derivatives under a Gaussian.
 
-That is all a Gaussian's message is made of (Bonnet and Price):
+They are all that the message to a Gaussian node needs (theorems of Bonnet and Price):
 
 .. math::
     \nabla_m E[f] = E[\nabla f], \quad \nabla_V E[f] = \tfrac12 E[\nabla^2 f]
 
-Reference: 002, appendices C and D.
-Differs from the paper: the factor is 1/2 everywhere, off the diagonal as well.
+Reference: Khan and Rue 2023, appendices C and D.
+Differs from the paper: the factor is 1/2 everywhere, including off the diagonal.
 Checked by: tests/equations/test_inference.py.
 """
 
@@ -39,11 +39,11 @@ class Moments(NamedTuple):
 
 
 class Expectation(ABC):
-    """A way to take expectations under a Gaussian."""
+    """Computes expectations under a Gaussian."""
 
     @abstractmethod
     def points(self, mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Where to evaluate, (points, *plates, P), with what noise, alike, and what weights, (points,).
+        """Evaluation points (points, *plates, P), their standard noise of the same shape, and their weights (points,).
 
         Args:
             mean: (*plates, P).
@@ -53,7 +53,7 @@ class Expectation(ABC):
     hessian: str = "exact"
 
     def scalar(self, function: Callable[[Tensor], Tensor], mean: Tensor, variance: Tensor) -> Moments:
-        """For a function of single numbers, elementwise; all of one shape."""
+        """Moments of an elementwise function; all tensors have the same shape."""
         deviation = variance.sqrt()
         at, noise, weights = self.points(mean[..., None], deviation[..., None, None])
         at, noise, weights = at[..., 0], noise[..., 0], weights.view(-1, *[1] * mean.dim())
@@ -65,10 +65,10 @@ class Expectation(ABC):
         return Moments(*[(weights * part).sum(0) for part in (value, first, second)])
 
     def rows(self, function: Callable[[Tensor], Tensor], mean: Tensor, root: Tensor) -> Moments:
-        """For a function of n vectors, (..., n, K) in, (..., n) out, each with data of its own; exact Hessians.
+        """Moments of a function that maps (..., n, K) to (..., n), with exact Hessians.
 
         Args:
-            function: may have a method `derivatives(at, weights)` that gives the averages over points in closed form,
+            function: may define `derivatives(at, weights)`, which returns the averages over points in closed form,
                 where K backward passes would be slow.
             mean: (n, K).
             root: (n, K, K).
@@ -88,14 +88,14 @@ class Expectation(ABC):
         return Moments(*[torch.einsum("s,s...->...", weights, part) for part in parts])
 
     def vector(self, function: Callable[[Tensor], Tensor], mean: Tensor, root: Tensor) -> Moments:
-        """For a function of one vector (P,) that gives a number; plates and points are vectorised.
+        """Moments of a function from one vector (P,) to a scalar; vectorised over plates and points.
 
         Returns:
             (*plates), (*plates, P) and (*plates, P, P).
         """
         at, noise, weights = self.points(mean, root)
         rows = at.flatten(0, -2)
-        each = _each(function, rows[0])
+        each = _vectorise(function, rows[0])
         value, first = each(function)(rows), each(grad(function))(rows)
         if self.hessian == "exact":
             second = each(jacrev(grad(function)))(rows)
@@ -112,12 +112,14 @@ class Expectation(ABC):
 
 @dataclass(frozen=True)
 class Delta(Expectation):
-    """Derivatives at the mean, and f(m) + tr(V ∇² f(m))/2 for the value: with it a bound is Laplace's evidence.
+    """The delta method: derivatives at the mean, and f(m) + tr(V ∇² f(m))/2 as the value.
+
+    With it, the bound is the Laplace approximation of the log evidence.
 
     Args:
-        hessian: `"exact"`, or `"gauss-newton"`, -∇f ∇f', which is never indefinite.
+        hessian: `"exact"`, or `"gauss-newton"`, -∇f ∇f', which is negative semi-definite.
 
-    Reference: 002, appendix C.
+    Reference: Khan and Rue 2023, appendix C.
     """
 
     hessian: str = "exact"
@@ -138,19 +140,19 @@ class Delta(Expectation):
 
     def vector(self, function: Callable[[Tensor], Tensor], mean: Tensor, root: Tensor) -> Moments:
         found = super().vector(function, mean, root)
-        spread = (root * (found.second @ root)).sum((-2, -1))
-        return found._replace(value=found.value + spread / 2)
+        trace = (root * (found.second @ root)).sum((-2, -1))
+        return found._replace(value=found.value + trace / 2)
 
 
 @dataclass(frozen=True)
 class GaussHermite(Expectation):
-    """Quadrature, exact for polynomials up to degree 2 n - 1 in each direction; a grid of n^P points for vectors.
+    """Gauss-Hermite quadrature with n points per dimension, n^P points for vectors; exact up to degree 2 n - 1.
 
     Args:
-        n: points in each direction.
-        hessian: `"exact"`; or `"reparameterised"`, E[f' ε] over the deviation, which is what the derivative of the
-            quadrature by the variance is: for single numbers the message is then the gradient of the very bound that
-            is computed, and functions with a kink, whose second derivative falls between the points, do no harm.
+        n: number of points per dimension.
+        hessian: `"exact"`, or `"reparameterised"`, E[f' ε] divided by the standard deviation. The latter is the
+            derivative of the quadrature with respect to the variance. For scalar functions the message is then the
+            exact gradient of the computed bound, also for functions with kinks.
     """
 
     n: int = 32
@@ -158,32 +160,32 @@ class GaussHermite(Expectation):
 
     def __post_init__(self) -> None:
         if not (isinstance(self.n, Integral) and int(self.n) >= 1):
-            raise ValueError(f"n must be a whole number of at least 1, got {self.n!r}.")
+            raise ValueError(f"n must be a positive integer, got {self.n!r}.")
         _check_hessian(self.hessian, HESSIANS[::2])
 
     def points(self, mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         size = mean.shape[-1]
         if self.n**size > 1 << 20:
             raise ValueError(
-                f"a grid of {self.n} points in each of {size} directions is too large: use MonteCarlo or Delta."
+                f"a grid of {self.n} points in each of {size} dimensions is too large: use MonteCarlo or Delta."
             )
         nodes, weights = (part.to(mean) for part in _hermite(self.n))
         grid = torch.cartesian_prod(*[nodes] * size).view(-1, size)
         weight = torch.cartesian_prod(*[weights] * size).view(-1, size).prod(-1)
         noise = grid.view(-1, *[1] * (mean.dim() - 1), size).expand(-1, *mean.shape)
-        return mean + _spread(root, noise), noise, weight
+        return mean + _times_root(root, noise), noise, weight
 
 
 @dataclass(frozen=True)
 class QuasiMonteCarlo(Expectation):
-    """Fixed points that fill space evenly, for functions of a few numbers: where a grid would be too large.
+    """A fixed quasi-random point set, for functions of a few numbers where a quadrature grid would be too large.
 
-    Sobol's sequence as normal deviates, in pairs of opposite sign, with the covariance made exact: polynomials up to
+    Sobol points, mapped to normal deviates, in pairs of opposite sign and with an exact covariance: polynomials up to
     degree 3 have no error.
 
     Args:
-        samples: how many, an even number.
-        seed: of the sequence's scrambling.
+        samples: number of points, even.
+        seed: for the scrambling of the sequence.
     """
 
     samples: int = 256
@@ -191,27 +193,27 @@ class QuasiMonteCarlo(Expectation):
 
     def __post_init__(self) -> None:
         if self.samples < 2 or self.samples % 2:
-            raise ValueError(f"samples must be an even number, got {self.samples}.")
+            raise ValueError(f"samples must be a positive even number, got {self.samples}.")
 
     def points(self, mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         size = mean.shape[-1]
         if self.samples < 4 * size:
-            raise ValueError(f"samples must be at least four for each of {size} directions, got {self.samples}.")
+            raise ValueError(f"samples must be at least 4 per dimension, {4 * size} here, got {self.samples}.")
         noise = _sobol(self.samples, size, self.seed).to(mean)
         noise = noise.view(-1, *[1] * (mean.dim() - 1), size).expand(-1, *mean.shape)
-        return mean + _spread(root, noise), noise, mean.new_full((self.samples,), 1 / self.samples)
+        return mean + _times_root(root, noise), noise, mean.new_full((self.samples,), 1 / self.samples)
 
 
 @dataclass(eq=False)
 class MonteCarlo(Expectation):
-    """Draws; new ones each time, or always the same.
+    """Monte Carlo samples, new ones in each call or always the same.
 
     Args:
-        samples: how many, in pairs of opposite sign where there is an even number of them.
-        hessian: `"exact"`; `"gauss-newton"`, -E[∇f ∇f'], which is never indefinite; or `"reparameterised"`, from
-            gradients and noise alone.
-        fixed: the same noise in each call, so that a run is a deterministic optimisation.
-        seed: of the noise.
+        samples: number of samples, in pairs of opposite sign if it is even.
+        hessian: `"exact"`; `"gauss-newton"`, -E[∇f ∇f'], which is negative semi-definite; or `"reparameterised"`,
+            computed from gradients and noise only.
+        fixed: uses the same noise in each call, which makes a run deterministic.
+        seed: for the noise.
     """
 
     samples: int = 32
@@ -222,7 +224,7 @@ class MonteCarlo(Expectation):
 
     def __post_init__(self) -> None:
         if not (isinstance(self.samples, Integral) and int(self.samples) >= 1):
-            raise ValueError(f"samples must be a whole number of at least 1, got {self.samples!r}.")
+            raise ValueError(f"samples must be a positive integer, got {self.samples!r}.")
         _check_hessian(self.hessian, HESSIANS)
 
     def points(self, mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -234,20 +236,20 @@ class MonteCarlo(Expectation):
         noise = torch.randn(count, *mean.shape, dtype=mean.dtype, generator=generator).to(mean.device)
         noise = torch.cat([noise, -noise]) if pairs else noise
         weights = mean.new_full((self.samples,), 1 / self.samples)
-        return mean + _spread(root, noise), noise, weights
+        return mean + _times_root(root, noise), noise, weights
 
 
-def _each(function: Callable[[Tensor], Tensor], row: Tensor) -> Callable[..., Callable[[Tensor], Tensor]]:
-    """What applies functions to rows: `vmap`, or a loop where the function looks at numbers to decide what to do.
+def _vectorise(function: Callable[[Tensor], Tensor], row: Tensor) -> Callable[..., Callable[[Tensor], Tensor]]:
+    """`vmap`, or a loop with the same interface for functions that vmap does not support.
 
     Raises:
-        TypeError, ValueError: the function does not give one number.
+        TypeError, ValueError: the function does not return a scalar tensor.
     """
     found = function(row)
     if not isinstance(found, Tensor):
-        raise TypeError(f"the function must give a tensor, got {found!r}: write it in torch.")
+        raise TypeError(f"the function must return a tensor, got {found!r}: use torch operations.")
     if found.dim():
-        raise ValueError(f"the function must give one number for a vector, got shape {tuple(found.shape)}: sum it.")
+        raise ValueError(f"the function must return a scalar for a vector, got shape {tuple(found.shape)}: sum it.")
     try:
         vmap(function)(row[None])
     except RuntimeError:
@@ -255,8 +257,8 @@ def _each(function: Callable[[Tensor], Tensor], row: Tensor) -> Callable[..., Ca
     return vmap
 
 
-def _spread(root: Tensor, noise: Tensor) -> Tensor:
-    """R ε for each point and plate, without a copy of R for each point."""
+def _times_root(root: Tensor, noise: Tensor) -> Tensor:
+    """R ε for each point and plate, without copying R for each point."""
     if noise.shape[-1] == 1:
         return root[..., 0] * noise
     return torch.einsum("...ij,s...j->s...i", root, noise)
@@ -285,12 +287,12 @@ def _check_hessian(hessian: str, known: tuple[str, ...]) -> None:
 def derivatives(
     function: Callable[[Tensor], Tensor], at: Tensor, *, second: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """f, f' and f'' of an elementwise function; f'' = 0 where it is not asked for."""
+    """f, f' and f'' of an elementwise function; f'' = 0 if `second` is False."""
     with torch.enable_grad():
         at = at.detach().requires_grad_()
         value = function(at)
         if value.shape != at.shape:
-            raise ValueError(f"the function must be elementwise: {tuple(at.shape)} in, {tuple(value.shape)} out.")
+            raise ValueError(f"the function must be elementwise, got shape {tuple(value.shape)} for {tuple(at.shape)}.")
         if not value.requires_grad:  # a constant
             return value, torch.zeros_like(at), torch.zeros_like(at)
         (first,) = torch.autograd.grad(value.sum(), at, create_graph=second)

@@ -1,4 +1,39 @@
-"""Factors of a model's joint density, as functions of the expectations of its nodes."""
+r"""Factors: the terms of a model's log joint density.
+
+The log joint density of a model is a sum of terms, one for each prior and one for each set of observations:
+
+.. math::
+    \log p(\text{data}, x) = \sum_a \log f_a(x)
+
+A `Factor` represents one term log f_a. The variables x are `Node`s. Each node has a distribution q of an exponential
+family with natural parameters λ and expectation parameters μ = E_q[T(x)], the expectations of its sufficient
+statistics T. A Gaussian, for example, has T(x) = (x, xx'), so μ = (m, V + mm') for mean m and covariance V.
+
+The expected log density E_q[log f_a] is a function of the expectation parameters μ of the factor's nodes. A factor
+computes two things:
+
+- `value()`, the number E_q[log f_a]. The ELBO is the sum of these values and of the entropies of the nodes.
+- `message(node)`, the gradient ∇_μ E_q[log f_a] with respect to the expectation parameters of one node. It has the
+  shapes of natural parameters. The Bayesian learning rule (`step`) sets λ ← (1 - rho) λ + rho Σ_a message_a.
+
+Example: the term log N(y | x, 1) = -(x² - 2 y x)/2 + constant is linear in the statistics (x, x²). Its message is
+therefore the constant (y, -1/2), for every q: one step with rho = 1 adds up the messages and gives the exact posterior.
+Terms that are linear in μ are called conjugate (`Linear`, `Prior`). The message of any other term depends on q and
+takes more than one step.
+
+| factor | log f |
+|---|---|
+| `Prior` | the log density of a member of the node's own family |
+| `Linear`, `linear_gaussian` | linear in the sufficient statistics |
+| `Expected` | E_q[log f], written as a function of μ; autograd computes the message |
+| `LinearPredictorFactor` | Σ_i log p(y_i given x_i'θ) of a generalised linear model |
+| `LogDensity` | any differentiable function of a Gaussian vector |
+| `LatentVariableFactor` | has latent variables of its own (mixtures, topics) |
+
+A new factor subclasses `Factor` and defines `value` and `_message`.
+
+Reference: Khan and Rue 2023, Eqs. 3, 6 and 58.
+"""
 
 from __future__ import annotations
 
@@ -12,44 +47,46 @@ from torch.func import vmap
 from bayesgrad.families import DiagonalGaussian, FixedGaussian, Gaussian, Parameters
 from bayesgrad.families.gaussian import LOG_2PI
 from bayesgrad.inference.expectation import Expectation, GaussHermite, Moments
-from bayesgrad.inference.node import Node, positive
+from bayesgrad.inference.node import Node, check_scale
 
 GAUSSIANS = (Gaussian, DiagonalGaussian, FixedGaussian)
 
 
 class Factor(ABC):
-    """log f in expectation under q, and its derivatives by the expectations of nodes: its messages.
+    """One term log f of the log joint density: E_q[log f] as a function of the nodes' expectation parameters.
+
+    `value` computes E_q[log f]. `message` computes its gradient with respect to the expectation parameters of a node.
 
     Args:
-        nodes: that it mentions.
-        scale: how often it counts, N/B for a batch of B out of N examples.
+        nodes: the nodes that f depends on.
+        scale: weight of the factor in the ELBO, for example N/B for a batch of B out of N examples.
     """
 
     def __init__(self, *nodes: Node, scale: float | Tensor = 1.0) -> None:
         if not nodes:
-            raise ValueError("a factor must mention at least one node.")
-        self.nodes, self.scale = nodes, positive("scale", scale, zero=True)
+            raise ValueError("a factor needs at least one node, got none.")
+        self.nodes, self.scale = nodes, check_scale("scale", scale, zero=True)
 
     @abstractmethod
     def value(self) -> Tensor:
-        """E_q[log f], a number, with all constants."""
+        """E_q[log f] as a scalar, including all constants."""
 
-    def at_mean(self) -> Tensor:
-        """log f at the means of nodes, where that is more than `value` knows: what a search with Delta goes by."""
+    def value_at_mean(self) -> Tensor:
+        """log f at the means of the nodes, for a line search with Delta; `value` where a factor does not define it."""
         return self.value()
 
     @abstractmethod
     def _message(self, node: Node) -> Parameters:
-        """∇_μ E_q[log f] for one of its nodes."""
+        """∇_μ E_q[log f] for one of the factor's nodes."""
 
     def message(self, node: Node) -> Parameters:
-        """∇_μ E_q[log f], in the form of natural parameters.
+        """∇_μ E_q[log f] with respect to the expectation parameters of `node`, in the shapes of natural parameters.
 
         Raises:
-            ValueError: the factor does not mention the node.
+            ValueError: the factor does not depend on the node.
         """
         if not any(own is node for own in self.nodes):
-            raise ValueError(f"this {type(self).__name__} factor does not mention {node}, only {list(self.nodes)}.")
+            raise ValueError(f"this {type(self).__name__} factor depends on {list(self.nodes)}, not on {node}.")
         return node.family.symmetric(self._message(node))
 
 
@@ -57,8 +94,8 @@ class Expected(Factor):
     """Any function of the nodes' expectation parameters, differentiated by autograd.
 
     Args:
-        function: takes the expectation parameters of each node, a tuple for each, and gives E_q[log f]; it is summed
-            where it has plates.
+        function: takes the expectation parameters of each node, one tuple per node, and returns E_q[log f]. The result
+            is summed over plates.
 
     >>> from bayesgrad.families import Gaussian
     >>> weight = Node(Gaussian(), Gaussian().of(torch.zeros(1), torch.eye(1)))
@@ -79,71 +116,71 @@ class Expected(Factor):
         with torch.enable_grad():
             value = self.function(*[own if other is node else other.mean for other in self.nodes]).sum()
             if not value.requires_grad:
-                raise ValueError(f"the function of this factor does not depend on {node}: leave the node out.")
+                raise ValueError(f"the function of this factor does not depend on {node}: remove the node from it.")
             return torch.autograd.grad(value, own, allow_unused=True, materialize_grads=True)
 
 
 class Linear(Factor):
-    """⟨message, μ⟩ + constant: what a conjugate factor is, in closed form."""
+    """⟨message, μ⟩ + constant: a conjugate factor in closed form."""
 
     def __init__(self, node: Node, message: Parameters, constant: float | Tensor = 0.0, *, scale: float = 1.0) -> None:
         super().__init__(node, scale=scale)
-        self._given, self.constant = _fitting(node, message, "message"), constant
+        self._coefficients, self.constant = _check_shapes(node, message, "message"), constant
 
     def value(self) -> Tensor:
         (node,) = self.nodes
-        return (node.family.dot(self._given, node.mean) + self.constant).sum()
+        return (node.family.dot(self._coefficients, node.mean) + self.constant).sum()
 
-    def at_mean(self) -> Tensor:
+    def value_at_mean(self) -> Tensor:
         (node,) = self.nodes
         at = node.family.statistics(node.family.mode(node.natural))
-        return (node.family.dot(self._given, at) + self.constant).sum()
+        return (node.family.dot(self._coefficients, at) + self.constant).sum()
 
     def _message(self, node: Node) -> Parameters:
-        return tuple(part.expand_as(own) for part, own in zip(self._given, node.natural))
+        return tuple(part.expand_as(own) for part, own in zip(self._coefficients, node.natural))
 
 
 class Prior(Factor):
-    """A member of the node's own family with the given natural parameters; one for each plate, or one for all."""
+    """The log density of the node's own family at given natural parameters, one per plate or one for all plates."""
 
     def __init__(self, node: Node, natural: Parameters, *, scale: float | Tensor = 1.0) -> None:
         super().__init__(node, scale=scale)
-        self.natural = _fitting(node, node.family.check(natural, "prior parameters"), "prior parameters")
+        self.natural = _check_shapes(node, node.family.check(natural, "prior parameters"), "prior parameters")
         self._log_partition = node.family.log_partition(self.natural)
 
     def value(self) -> Tensor:
         (node,), family = self.nodes, self.nodes[0].family
         inner = family.dot(self.natural, node.mean) - self._log_partition
-        return (inner if family.flat else inner + family.base(node.natural)).sum()
+        return (inner if family.constant_base else inner + family.expected_log_base(node.natural)).sum()
 
-    def at_mean(self) -> Tensor:
+    def value_at_mean(self) -> Tensor:
         (node,) = self.nodes
         return node.family.log_density(self.natural, node.family.mode(node.natural)).sum()
 
     def _message(self, node: Node) -> Parameters:
-        if node.family.flat:
+        if node.family.constant_base:
             return tuple(part.expand_as(own) for part, own in zip(self.natural, node.natural))
         base = node.family.base_gradient(node.natural)
         return tuple(a + b for a, b in zip(self.natural, base))
 
 
 def linear_gaussian(node: Node, design: Tensor, targets: Tensor, precision: float | Tensor = 1.0) -> Linear:
-    """y = X θ + noise of the given precision, for a Gaussian node θ.
+    """The factor of y = X θ + Gaussian noise, for a Gaussian node θ.
 
     Args:
         design: X, (n, P).
         targets: y, (n,).
-        precision: of the noise, one or (n,).
+        precision: of the noise, a number or (n,).
     """
     if not isinstance(node.family, Gaussian):
-        raise TypeError(f"linear_gaussian takes a Gaussian node, got {node}: use LinearPredictorFactor.")
+        raise TypeError(f"linear_gaussian needs a Gaussian node, got {node}: use LinearPredictorFactor.")
     _check_design(node, design)
     check_finite(targets=targets)
     weights = torch.as_tensor(precision, dtype=design.dtype, device=design.device)
     weights = weights.reshape(()) if weights.numel() == 1 else weights
     if targets.shape != design.shape[:1] or weights.shape not in ((), targets.shape):
         shapes = ", ".join(str(tuple(part.shape)) for part in (design, targets, weights))
-        raise ValueError(f"design must be (n, P), targets (n,), precision one number or (n,), got {shapes}.")
+        raise ValueError(f"design must be (n, P), targets (n,) and precision a number or (n,), got {shapes}.")
     if not (weights > 0).all():
         raise ValueError(f"precision must be positive, got {weights.min().item():g}.")
     weights = weights.expand(len(targets))
@@ -154,18 +191,18 @@ def linear_gaussian(node: Node, design: Tensor, targets: Tensor, precision: floa
 
 
 class LinearPredictorFactor(Factor):
-    r"""Σ_i log p_i(x_i'θ) for a Gaussian node θ: through one-dimensional expectations, whatever the likelihood.
+    r"""Σ_i log p_i(x_i'θ) for a Gaussian node θ and any likelihood, by one-dimensional expectations.
 
     .. math::
         \nabla_m = X^T E[\ell'], \quad \nabla_V = \tfrac12 X^T \mathrm{diag}(E[\ell'']) X
 
     Args:
-        node: Gaussian, diagonal or full, or with a fixed covariance.
+        node: Gaussian with a full, diagonal or fixed covariance.
         design: X, (n, P).
-        log_likelihood: elementwise in its first argument, (..., n), with the data inside.
-        expectation: how E is taken.
+        log_likelihood: elementwise function of the linear predictor, (..., n), which contains the data.
+        expectation: computes E.
 
-    Reference: 002, Eqs. 58 and 59.
+    Reference: Khan and Rue 2023, Eqs. 58 and 59.
     """
 
     def __init__(
@@ -178,13 +215,13 @@ class LinearPredictorFactor(Factor):
         scale: float | Tensor = 1.0,
     ) -> None:
         super().__init__(node, scale=scale)
-        _gaussian(node)
+        _check_gaussian(node)
         _check_design(node, design)
         self.design, self.log_likelihood = design, log_likelihood
-        self.expectation = _expectation(GaussHermite() if expectation is None else expectation)
-        self._seen: tuple[Parameters, Moments] | None = None
+        self.expectation = _check_expectation(GaussHermite() if expectation is None else expectation)
+        self._cached: tuple[Parameters, Moments] | None = None
 
-    def projections(self) -> tuple[Tensor, Tensor]:
+    def predictor_moments(self) -> tuple[Tensor, Tensor]:
         """Mean and variance of each x_i'θ, (n,)."""
         (node,) = self.nodes
         mean, covariance = node.moments
@@ -193,20 +230,20 @@ class LinearPredictorFactor(Factor):
         return self.design @ mean, ((self.design @ covariance) * self.design).sum(-1)
 
     def moments(self) -> Moments:
-        """Of the log-likelihood of each example, at the node as it is."""
+        """E[l_i], E[l_i'] and E[l_i''] of each example's log-likelihood l_i, for the node's current parameters."""
         natural = self.nodes[0].natural
-        if self._seen is None or self._seen[0] is not natural:
-            self._seen = natural, self._expected()
-        return self._seen[1]
+        if self._cached is None or self._cached[0] is not natural:
+            self._cached = natural, self._expected()
+        return self._cached[1]
 
     def _expected(self) -> Moments:
-        return self.expectation.scalar(self.log_likelihood, *self.projections())
+        return self.expectation.scalar(self.log_likelihood, *self.predictor_moments())
 
     def value(self) -> Tensor:
         return self.moments().value.sum()
 
-    def at_mean(self) -> Tensor:
-        return self.log_likelihood(self.projections()[0]).sum()
+    def value_at_mean(self) -> Tensor:
+        return self.log_likelihood(self.predictor_moments()[0]).sum()
 
     def _message(self, node: Node) -> Parameters:
         _, first, second = self.moments()
@@ -214,12 +251,12 @@ class LinearPredictorFactor(Factor):
         if isinstance(node.family, FixedGaussian):
             return (gradient,)
         if isinstance(node.family, DiagonalGaussian):
-            return bonnet(node, gradient, self.design.square().mT @ second)
-        return bonnet(node, gradient, self.design.mT @ (second[:, None] * self.design))
+            return gaussian_message(node, gradient, self.design.square().mT @ second)
+        return gaussian_message(node, gradient, self.design.mT @ (second[:, None] * self.design))
 
 
 class MultiLinearPredictorFactor(LinearPredictorFactor):
-    r"""Σ_i log p_i(f_i) with f_ik = x_i'θ_k, for a full Gaussian node that holds K vectors, θ = (θ_1, ..., θ_K).
+    r"""Σ_i log p_i(f_i) with f_ik = x_i'θ_k, for a full Gaussian node of K concatenated vectors, θ = (θ_1, ..., θ_K).
 
     .. math::
         \nabla_m = \sum_i E[\nabla\ell_i] \otimes x_i, \quad
@@ -228,8 +265,8 @@ class MultiLinearPredictorFactor(LinearPredictorFactor):
     Args:
         node: Gaussian over K P numbers.
         design: X, (n, P).
-        log_likelihood: (..., n, K) in, (..., n) out, with the data inside.
-        expectation: how E is taken over K numbers.
+        log_likelihood: maps (..., n, K) to (..., n) and contains the data.
+        expectation: computes E over K numbers.
     """
 
     def __init__(
@@ -245,19 +282,19 @@ class MultiLinearPredictorFactor(LinearPredictorFactor):
         check_finite(design=design)
         size = node.natural[0].shape[-1]
         if not isinstance(node.family, Gaussian) or size % design.shape[1]:
-            raise ValueError(f"node must be a Gaussian of K times {design.shape[1]} weights, got {size} of {node}.")
-        self.design, self.log_likelihood, self.expectation = design, log_likelihood, _expectation(expectation)
+            raise ValueError(f"node must be a Gaussian over K * {design.shape[1]} weights, got {size} in {node}.")
+        self.design, self.log_likelihood, self.expectation = design, log_likelihood, _check_expectation(expectation)
         self.outputs = size // design.shape[1]
-        self._seen = None
+        self._cached = None
 
-    def projections(self) -> tuple[Tensor, Tensor]:
+    def predictor_moments(self) -> tuple[Tensor, Tensor]:
         """Mean (n, K) and covariance (n, K, K) of each f_i."""
         (node,) = self.nodes
         mean, covariance = node.moments
-        return project(self.design, mean, covariance, self.outputs)
+        return predictor_moments(self.design, mean, covariance, self.outputs)
 
     def _expected(self) -> Moments:
-        mean, covariance = self.projections()
+        mean, covariance = self.predictor_moments()
         return self.expectation.rows(self.log_likelihood, mean, torch.linalg.cholesky(covariance))
 
     def _message(self, node: Node) -> Parameters:
@@ -268,26 +305,26 @@ class MultiLinearPredictorFactor(LinearPredictorFactor):
             for k in range(j + 1):
                 block = self.design.mT @ (second[:, j, k, None] * self.design)
                 hessian[j, :, k], hessian[k, :, j] = block, block
-        return bonnet(node, (first.mT @ self.design).flatten(), hessian.view(K * size, K * size))
+        return gaussian_message(node, (first.mT @ self.design).flatten(), hessian.view(K * size, K * size))
 
 
-def project(design: Tensor, mean: Tensor, covariance: Tensor, outputs: int) -> tuple[Tensor, Tensor]:
+def predictor_moments(design: Tensor, mean: Tensor, covariance: Tensor, outputs: int) -> tuple[Tensor, Tensor]:
     """Mean (n, K) and covariance (n, K, K) of x_i'θ_k for θ of mean (K P,) and covariance (K P, K P)."""
     size = design.shape[1]
     blocks = covariance.view(outputs, size, outputs, size)
-    spread = design.new_empty(len(design), outputs, outputs)
+    result = design.new_empty(len(design), outputs, outputs)
     for j in range(outputs):
         for k in range(j + 1):
-            spread[:, j, k] = spread[:, k, j] = ((design @ blocks[j, :, k]) * design).sum(-1)
-    return design @ mean.view(outputs, size).mT, spread
+            result[:, j, k] = result[:, k, j] = ((design @ blocks[j, :, k]) * design).sum(-1)
+    return design @ mean.view(outputs, size).mT, result
 
 
 class LogDensity(Factor):
-    """Any log f(θ) of a Gaussian node, through its gradients and Hessians.
+    """Any log f(θ) of a Gaussian node, by its gradients and Hessians.
 
     Args:
-        function: of one vector (P,); gives a number.
-        expectation: how E is taken.
+        function: maps one vector (P,) to a scalar.
+        expectation: computes E.
     """
 
     def __init__(
@@ -299,25 +336,25 @@ class LogDensity(Factor):
         scale: float | Tensor = 1.0,
     ) -> None:
         super().__init__(node, scale=scale)
-        _gaussian(node)
-        self.function, self.expectation = function, _expectation(expectation)
-        self._seen: tuple[Parameters, Moments] | None = None
+        _check_gaussian(node)
+        self.function, self.expectation = function, _check_expectation(expectation)
+        self._cached: tuple[Parameters, Moments] | None = None
 
     def moments(self) -> Moments:
         (node,) = self.nodes
-        if self._seen is None or self._seen[0] is not node.natural:
+        if self._cached is None or self._cached[0] is not node.natural:
             mean, covariance = node.moments
             if covariance.shape == mean.shape:
                 root = torch.diag_embed(covariance.sqrt())
             else:
                 root = torch.linalg.cholesky(covariance)
-            self._seen = node.natural, self.expectation.vector(self.function, mean, root)
-        return self._seen[1]
+            self._cached = node.natural, self.expectation.vector(self.function, mean, root)
+        return self._cached[1]
 
     def value(self) -> Tensor:
         return self.moments().value.sum()
 
-    def at_mean(self) -> Tensor:
+    def value_at_mean(self) -> Tensor:
         (node,) = self.nodes
         mean = node.family.mode(node.natural)
         return vmap(self.function)(mean.view(-1, mean.shape[-1])).sum()
@@ -328,11 +365,16 @@ class LogDensity(Factor):
             return (first,)
         if isinstance(node.family, DiagonalGaussian):
             second = second.diagonal(dim1=-2, dim2=-1)
-        return bonnet(node, first, second)
+        return gaussian_message(node, first, second)
 
 
-def bonnet(node: Node, gradient: Tensor, hessian: Tensor) -> Parameters:
-    """(E[∇f] - E[∇² f] m, E[∇² f]/2): the derivatives by (m, V + mm') from those by m and V (002, Eqs. 10, 11)."""
+def gaussian_message(node: Node, gradient: Tensor, hessian: Tensor) -> Parameters:
+    """(E[∇f] - E[∇² f] m, E[∇² f]/2), the message of a factor f to a Gaussian node.
+
+    These are derivatives with respect to (m, V + mm'), from those with respect to m and V.
+
+    Reference: Khan and Rue 2023, Eqs. 10 and 11.
+    """
     mean = node.moments[0]
     if hessian.dim() == mean.dim():
         return gradient - hessian * mean, hessian / 2
@@ -340,44 +382,44 @@ def bonnet(node: Node, gradient: Tensor, hessian: Tensor) -> Parameters:
 
 
 def check_finite(**values: Tensor) -> None:
-    """Raises a ValueError for NaN, infinity or emptiness."""
+    """Raises a ValueError for tensors that are empty or contain NaN or infinity."""
     for name, value in values.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(value).__name__}.")
         if not value.numel():
-            raise ValueError(f"{name} is empty, of shape {tuple(value.shape)}.")
+            raise ValueError(f"{name} must not be empty, got shape {tuple(value.shape)}.")
         if not torch.isfinite(value).all():
-            raise ValueError(f"{name} holds NaN or infinity: remove or impute such rows first.")
+            raise ValueError(f"{name} contains NaN or infinity: remove or impute these rows first.")
 
 
 def _check_design(node: Node, design: Tensor) -> None:
     check_finite(design=design)
     size, kind = node.natural[0].shape[-1], node.natural[0].dtype
     if node.family.plates(node.natural):
-        raise ValueError(f"this factor takes one vector of weights, without plates, got {node}.")
+        raise ValueError(f"this factor needs a node of one vector, without plates, got {node}.")
     if design.dim() != 2 or design.shape[1] != size:
-        raise ValueError(f"design must have {size} columns, as the node has weights, got {tuple(design.shape)}.")
+        raise ValueError(f"design must have {size} columns, one per weight of the node, got {tuple(design.shape)}.")
     if design.dtype != kind:
-        raise ValueError(f"design must be of the node's dtype, {kind}, got {design.dtype}: convert it by .to().")
+        raise ValueError(f"design must have the node's dtype, {kind}, got {design.dtype}: convert it with .to().")
 
 
-def _fitting(node: Node, parameters: Parameters, what: str) -> Parameters:
-    """Parameters that can be those of a node."""
+def _check_shapes(node: Node, parameters: Parameters, what: str) -> Parameters:
+    """Raises a ValueError for parameters that cannot be expanded to the node's shapes; returns them."""
     try:
         for part, own in zip(parameters, node.natural, strict=True):
             part.expand_as(own)
     except (RuntimeError, ValueError):
         shapes = [[tuple(part.shape) for part in own] for own in (parameters, node.natural)]
-        raise ValueError(f"{what} of shapes {shapes[0]} do not fit {node}, of shapes {shapes[1]}.") from None
+        raise ValueError(f"{what} of shapes {shapes[0]} do not match {node}, of shapes {shapes[1]}.") from None
     return parameters
 
 
-def _expectation(given: Expectation) -> Expectation:
+def _check_expectation(given: Expectation) -> Expectation:
     if not isinstance(given, Expectation):
-        raise TypeError(f"expectation must be one of GaussHermite(), MonteCarlo() and Delta(), got {given!r}.")
+        raise TypeError(f"expectation must be GaussHermite(), MonteCarlo() or Delta(), got {given!r}.")
     return given
 
 
-def _gaussian(node: Node) -> None:
+def _check_gaussian(node: Node) -> None:
     if not isinstance(node.family, GAUSSIANS):
-        raise TypeError(f"this factor takes a Gaussian node, got {node}.")
+        raise TypeError(f"this factor needs a Gaussian node, got {node}.")

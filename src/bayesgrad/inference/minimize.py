@@ -1,4 +1,4 @@
-"""The learning rule as an optimizer of any function."""
+"""Minimisation of any function by the Bayesian learning rule."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from bayesgrad.families import MixtureOfGaussians
 from bayesgrad.inference.engine import Rho, run
 from bayesgrad.inference.expectation import Delta, Expectation
 from bayesgrad.inference.factor import LogDensity
-from bayesgrad.inference.multimodal import Marginal
+from bayesgrad.inference.multimodal import MixtureLogDensity
 from bayesgrad.inference.node import Node
 
 
 @dataclass(frozen=True)
 class Minimum:
-    """Where a search ended.
+    """The result of `minimize`.
 
     Args:
-        points: one row for each component of the candidate distribution, lowest loss first.
+        points: one row for each mixture component of q, lowest loss first.
         losses: at these points.
-        objectives: E_q[loss] - H(q), before the first step and after each.
-        converged: whether that settled.
+        objectives: E_q[loss] - H(q), before the first step and after each step.
+        converged: whether the objective converged.
     """
 
     points: Tensor
@@ -53,19 +53,19 @@ def minimize(
     tolerance: float = 1e-10,
     progress: bool | None = None,
 ) -> Minimum:
-    r"""Minimises E_q[loss(θ)] - H(q) over the distributions of a family, and so the loss.
+    r"""Minimises E_q[loss(θ)] - H(q) over the distributions q of a family, and thereby the loss.
 
-    | family | expectation | which algorithm that is |
+    | family | expectation | algorithm |
     |---|---|---|
     | `FixedGaussian(1)` | `Delta()` | gradient descent with learning rate rho |
     | `Gaussian` | `Delta()` | Newton's method, with the Hessian averaged for rho < 1 |
-    | `Gaussian` | `GaussHermite()`, `MonteCarlo()` | variational Newton: minima that are wide are preferred |
-    | `MixtureOfGaussians` | any | several minima at once, which the mixture's entropy keeps apart |
+    | `Gaussian` | `GaussHermite()`, `MonteCarlo()` | variational Newton, which prefers wide minima |
+    | `MixtureOfGaussians` | any | finds several minima; the entropy of the mixture keeps the components apart |
 
     Args:
-        loss: of one vector (P,); gives a number.
-        q: a Node; it holds the distribution that was found afterwards.
-        expectation: how E_q is taken; None: `Delta()`.
+        loss: maps one vector (P,) to a scalar.
+        q: a Node, the initial distribution; it holds the final distribution afterwards.
+        expectation: computes E_q; None uses `Delta()`.
         rho, momentum, domain: see `step`.
         steps, tolerance, progress: see `run`.
 
@@ -74,14 +74,14 @@ def minimize(
     >>> minimize(lambda theta: (theta - 3).square().sum(), q).point
     tensor([3.0000], dtype=torch.float64)
 
-    Reference: 002, sections 1.3 and 3, Eqs. 24 to 32.
+    Reference: Khan and Rue 2023, sections 1.3 and 3, Eqs. 24 to 32.
     Checked by: tests/equations/test_inference.py.
     """
     if not isinstance(q, Node):
-        raise TypeError(f"q must be a Node, the distribution to start with, got {type(q).__name__}.")
+        raise TypeError(f"q must be a Node, the initial distribution, got {type(q).__name__}.")
     expectation = Delta() if expectation is None else expectation
     several = isinstance(q.family, MixtureOfGaussians)
-    factor = (Marginal if several else LogDensity)(q, lambda theta: -loss(theta), expectation)
+    factor = (MixtureLogDensity if several else LogDensity)(q, lambda theta: -loss(theta), expectation)
     result = run(q, [factor], steps, rho, momentum=momentum, domain=domain, tolerance=tolerance, progress=progress)
     points = q.family.moments(q.natural)[1] if isinstance(q.family, MixtureOfGaussians) else q.family.mode(q.natural)
     points = torch.atleast_2d(points)

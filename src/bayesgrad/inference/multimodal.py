@@ -1,4 +1,4 @@
-"""Mixtures as candidates: several minima from one run."""
+"""Factors of nodes whose distribution is a mixture of Gaussians: several minima from one run."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from bayesgrad.inference.node import Node
 GAUSSIAN = Gaussian()
 
 
-class Marginal(Factor):
-    r"""log f(θ) for a mixture's θ, and what turns the entropy of the pair (θ, z) into that of θ alone.
+class MixtureLogDensity(Factor):
+    r"""log f(θ) of a mixture's θ, with a correction that replaces the entropy of (θ, z) by the entropy of θ alone.
 
-    A node's own entropy is H(θ, z). What keeps components apart is H(q) of the marginal, so this factor adds the
-    difference: its value is E_q[log f - log q] - H(θ, z), and its message
+    The entropy of a mixture node is H(θ, z), where z is the component. The entropy that keeps the components apart is
+    that of the marginal q(θ). This factor adds the difference: its value is E_q[log f - log q] - H(θ, z), its message
 
     .. math::
         \nabla_{\mu_k} = \left(E_k[\nabla F] - E_k[\nabla^2 F]\, m_k,\ \tfrac12 E_k[\nabla^2 F]\right) + \lambda_k,
         \quad F = \log f - \log q
 
-    with E_k under component k; the probabilities π_k cancel. Weights that are learnt move by E_k[F] - ⟨∇_k, μ_k/π_k⟩.
+    with E_k under component k. The probabilities π_k cancel. The message to learnt weights is E_k[F] - ⟨∇_k, μ_k/π_k⟩.
 
     Args:
         function: log f of one vector (P,).
-        expectation: how E_k is taken.
+        expectation: computes E_k.
 
-    Reference: 002, Eqs. 28 to 30, 67 to 71.
+    Reference: Khan and Rue 2023, Eqs. 28 to 30, 67 to 71.
     Checked by: tests/equations/test_multimodal.py.
     """
 
@@ -40,24 +40,24 @@ class Marginal(Factor):
     ) -> None:
         super().__init__(node, scale=scale)
         if not isinstance(node.family, MixtureOfGaussians) or node.family.plates(node.natural):
-            raise TypeError(f"this factor takes one MixtureOfGaussians, got {node}.")
+            raise TypeError(f"this factor needs a MixtureOfGaussians node without plates, got {node}.")
         if scale != 1.0 or node.scale != 1.0:
-            raise ValueError(f"a mixture's entropy and density count once, got scale={scale!r}: scale the function.")
+            raise ValueError(f"the scale of a mixture must be 1, got {scale!r}: multiply the function instead.")
         self.family, self.function, self.expectation = node.family, function, expectation
-        self._seen: tuple[Parameters, Moments] | None = None
+        self._cached: tuple[Parameters, Moments] | None = None
 
     def moments(self) -> Moments:
-        """Of log f - log q under each component."""
+        """Expectations of log f - log q and its derivatives under each component."""
         natural = self.nodes[0].natural
-        if self._seen is None or self._seen[0] is not natural:
+        if self._cached is None or self._cached[0] is not natural:
             _, means, covariances = self.family.moments(natural)
             roots = torch.linalg.cholesky(covariances)
 
             def difference(theta: Tensor) -> Tensor:
                 return self.function(theta) - self.family.log_density(natural, theta)
 
-            self._seen = natural, self.expectation.vector(difference, means, roots)
-        return self._seen[1]
+            self._cached = natural, self.expectation.vector(difference, means, roots)
+        return self._cached[1]
 
     def value(self) -> Tensor:
         natural = self.nodes[0].natural

@@ -1,4 +1,4 @@
-"""One variable of a model, or a plate of them, and what is believed of it."""
+"""Nodes: the variables of a model and their approximate posteriors."""
 
 from __future__ import annotations
 
@@ -12,29 +12,32 @@ from torch import Tensor
 from bayesgrad.families import Family, Parameters
 
 
-def positive(name: str, scale: Any, *, zero: bool = False) -> Any:
-    """The scale itself: a positive number, or a tensor of them.
+def check_scale(name: str, scale: Any, *, zero: bool = False) -> Any:
+    """Returns `scale` if it is a positive number or a tensor of positive numbers.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not.
     """
     known = isinstance(scale, (Real, Tensor))
     lowest = float(scale.min() if isinstance(scale, Tensor) else scale) if known else math.nan
     if not (lowest > 0 or (zero and lowest == 0)) or lowest == math.inf:
-        words = "a finite number, not below zero" if zero else "positive"
+        words = "finite and not negative" if zero else "positive"
         raise ValueError(f"{name} must be {words}, got {f'{lowest:g}' if known else repr(scale)}.")
     return scale
 
 
 class Node:
-    r"""q(x), a member of a family that `step` moves by its natural parameters.
+    r"""One variable x of a model, or a plate of them, with its distribution q(x) in an exponential family.
+
+    `step` updates its natural parameters, `natural`. Its expectation parameters, `mean`, are the expectations of the
+    sufficient statistics.
 
     Args:
-        family: which one.
-        natural: where to start; checked.
-        scale: what its entropy counts in the bound: N/B for the local variables of a batch of B out of N examples, or
-            the number of tokens that share a variable. A number, or a tensor over plates.
-        name: for messages to people.
+        family: the exponential family of q.
+        natural: initial natural parameters.
+        scale: weight of the entropy in the ELBO: N/B for the local variables of a batch of B out of N examples, or the
+            number of tokens that share a variable. A number, or a tensor over plates.
+        name: shown in error messages.
 
     >>> from bayesgrad.families import Gaussian
     >>> node = Node(Gaussian(), Gaussian().of(torch.zeros(1), torch.eye(1)), name="weights")
@@ -46,9 +49,9 @@ class Node:
         self, family: Family, natural: Parameters, scale: float | Tensor = 1.0, *, name: str | None = None
     ) -> None:
         if not isinstance(family, Family):
-            raise TypeError(f"family must be one of bayesgrad.families, as Gaussian() is, got {family!r}.")
+            raise TypeError(f"family must be an instance from bayesgrad.families, such as Gaussian(), got {family!r}.")
         self.family, self.name = family, name
-        self.scale = positive("scale", scale)
+        self.scale = check_scale("scale", scale)
         self._natural = tuple(part.detach() for part in family.check(natural))
         self._mean: Parameters | None = None
         self._moments: tuple[Tensor, Tensor] | None = None
@@ -65,14 +68,14 @@ class Node:
 
     @property
     def mean(self) -> Parameters:
-        """Expectations of the sufficient statistics."""
+        """μ = E_q[T(x)], the expectations of the sufficient statistics."""
         if self._mean is None:
             self._mean = self.family.mean(self._natural)
         return self._mean
 
     @property
     def moments(self) -> tuple[Tensor, Tensor]:
-        """Of a Gaussian its mean, and its covariance or variances."""
+        """The mean of a Gaussian, and its covariance or variances."""
         found = self._moments
         if found is None:
             found = self._moments = self.family.moments(self._natural)  # pyright: ignore[reportAttributeAccessIssue]
@@ -80,18 +83,18 @@ class Node:
 
     @property
     def entropy(self) -> Tensor:
-        """What the node adds to the bound, a number."""
+        """The entropy of q times `scale`, summed over plates."""
         entropy = self.family.entropy(self._natural, self.mean)
         return (entropy if isinstance(self.scale, float) and self.scale == 1 else self.scale * entropy).sum()
 
     def distribution(self) -> torch.distributions.Distribution:
         return self.family.to_distribution(self._natural)
 
-    def spread(self, scale: float | Tensor, parameters: Parameters) -> Parameters:
-        """Parameters times a number for each plate."""
+    def scale_by_plate(self, scale: float | Tensor, parameters: Parameters) -> Parameters:
+        """Multiplies parameters by a number, or by one number per plate."""
         if not isinstance(scale, Tensor) or not scale.dim():
             return tuple(scale * part for part in parameters)
-        return tuple(scale[(...,) + (None,) * n] * part for part, n in zip(parameters, self.family.events))
+        return tuple(scale[(...,) + (None,) * n] * part for part, n in zip(parameters, self.family.event_dims))
 
     def state_dict(self) -> dict[str, Any]:
         return {"natural": self._natural, "previous": self.previous, "scale": self.scale}

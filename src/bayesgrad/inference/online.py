@@ -1,4 +1,4 @@
-"""Learning from losses that come one after the other."""
+"""Online learning: one update per loss."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ def online(
     steps: int = 100,
     domain: str = "backtrack",
 ) -> None:
-    r"""Moves a belief by one loss and keeps the rest of it:
+    r"""Updates the distribution of nodes by one loss and keeps it close to the previous one:
 
     .. math::
         q_{t+1} = \mathrm{argmin}_q\; E_q[\ell_t] + \tfrac{1}{\rho}\, KL(q, q_t)
 
-    The belief before is the prior, the loss's scale is rho, and one step of the rule with all of its length does the
-    rest: it is exact where the loss is conjugate, and linear in expectations elsewhere. With a Categorical node that is
-    Hedge, with FixedGaussian and Delta online gradient descent, with Gaussian and Delta("gauss-newton") the online
-    Newton step.
+    The previous distribution is the prior, rho is the scale of the loss, and the update is one step of the learning
+    rule with step size 1. It is exact for conjugate losses, and linear in expectations otherwise. With a Categorical
+    node it is Hedge, with FixedGaussian and Delta online gradient descent, with Gaussian and Delta("gauss-newton") the
+    online Newton step.
 
     Args:
-        factor: of -loss.
+        factor: the factor of -loss.
         rho: the learning rate, any positive number.
-        exact: repeats the step until the minimum is found, the proximal point; a factor that is not conjugate then
-            counts at the new belief, not at the old one.
-        steps: of that, at most.
+        exact: repeats the step until it converges to the minimum, the proximal point. The message of a factor that is
+            not conjugate is then taken at the new distribution, not at the old one.
+        steps: maximum number of steps for `exact`.
 
-    Reference: 002, section 5.4; van der Hoeven et al., 2018.
+    Reference: Khan and Rue 2023, section 5.4; van der Hoeven et al., 2018.
     Checked by: tests/equations/test_inference.py.
     """
     if not (isinstance(rho, Real) and 0 < rho < float("inf")):

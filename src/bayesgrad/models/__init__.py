@@ -1,4 +1,4 @@
-"""Ready estimators over the inference engine, with scikit-learn's manners; they need scikit-learn."""
+"""Estimators with the interface of scikit-learn, built on `bayesgrad.inference`; they need scikit-learn."""
 
 try:
     import sklearn as _sklearn  # noqa: F401

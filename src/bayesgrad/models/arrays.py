@@ -1,4 +1,4 @@
-"""NumPy or torch in, the same kind out."""
+"""Conversion between NumPy arrays and tensors: results have the type of the input."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def as_numpy(values: Any) -> Any:
-    """Tensors as arrays; all else as it is."""
+    """Converts tensors to arrays; returns other values unchanged."""
     if not isinstance(values, Tensor):
         return values
     values = values.detach().cpu()
@@ -19,26 +19,26 @@ def as_numpy(values: Any) -> Any:
 
 
 def like(X: Any) -> Callable[[Tensor], Any]:
-    """What turns a result into the kind of array that X is."""
+    """A function that converts a tensor to the array type of X."""
     return (lambda result: result) if isinstance(X, Tensor) else (lambda result: result.cpu().numpy())
 
 
 def as_finite(X: Any, given: Any) -> Tensor:
-    """A checked array as a tensor, on the device of what was given.
+    """A validated array as a tensor on the device of `given`.
 
     Raises:
-        ValueError: it holds NaN or infinity.
+        ValueError: it contains NaN or infinity.
     """
     wrong = ~np.isfinite(X).all(1)
     if wrong.any():
-        raise ValueError(f"X holds NaN or infinity in {wrong.sum()} of {len(X)} rows: remove or impute them first.")
-    X = np.require(X, requirements="W")  # torch warns of arrays that cannot be written to
+        raise ValueError(f"X contains NaN or infinity in {wrong.sum()} of {len(X)} rows: remove or impute them first.")
+    X = np.require(X, requirements="W")  # torch warns about read-only arrays
     return torch.as_tensor(X, device=given.device if isinstance(given, Tensor) else None)
 
 
 def near_mean(rows: Tensor) -> Tensor:
-    """A point within 1/256 deviation of the rows' mean, (P,), of so few bits that subtracting it rounds nothing of
-    numbers that are nearer to it than to zero."""
+    """A point within 1/256 standard deviation of the rows' mean, (P,), with so few bits that subtracting it is exact
+    for numbers that are closer to it than to zero."""
     mean, deviation = rows.mean(0), rows.std(0, correction=0)
     grid = torch.exp2(deviation.log2().floor() - 8)
     return torch.where(deviation > 0, (mean / grid).round() * grid, rows[0])

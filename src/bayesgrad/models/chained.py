@@ -1,4 +1,4 @@
-"""The factor of sequences whose states form a chain."""
+"""The factor of sequences whose latent states form a Markov chain."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOG_TINY = math.log(torch.finfo(torch.float64).tiny)
 
 
 class Sequences(NamedTuple):
-    """Checked data: how rows are laid out, and what they show."""
+    """Validated data: the layout of rows, and their observations."""
 
     layout: markov.Layout
     seen: Rows | Symbols
@@ -27,13 +27,13 @@ class Sequences(NamedTuple):
         return len(self.layout.lengths)
 
 
-class Chained(LatentVariableFactor):
+class MarkovChainFactor(LatentVariableFactor):
     """log Σ_z exp E[log p(x, z | π, A, emissions)], with q(z) a chain: the forward-backward algorithm.
 
     Args:
         initial: node of π, a Dirichlet of K.
         moves: node of the rows of A, K Dirichlets of K.
-        shown: node of what states show.
+        shown: node of the emission parameters.
     """
 
     def __init__(self, initial: Node, moves: Node, shown: Node, data: Sequences, *, scale: float = 1.0) -> None:
@@ -44,27 +44,27 @@ class Chained(LatentVariableFactor):
         """Expected log π, log A and log p(x | k), (K, N)."""
         initial, moves, shown = self.nodes
         given = (log_shares(shown),) if isinstance(self.data.seen, Symbols) else shown.mean
-        out = self.data.layout.room("seen", len(moves.natural[0]))
+        out = self.data.layout.buffer("seen", len(moves.natural[0]))
         return log_shares(initial), log_shares(moves), self.data.seen.logs(given, out)
 
-    def look(self) -> tuple[Tensor, Mapping[Node, Parameters]]:
+    def evaluate(self) -> tuple[Tensor, Mapping[Node, Parameters]]:
         initial, moves, shown = self.nodes
         found = markov.smoothed(*self.logs(), self.data.layout)
-        require_possible(found.log_weight)
+        check_possible(found.log_weight)
         messages = (found.first,), (found.pairs,), self.data.seen.message(found.shares)
         return found.log_weight.sum(), dict(zip((initial, moves, shown), messages))
 
 
 def log_shares(node: Node) -> Tensor:
-    """E[log x] of shares; -inf where a mode is zero, of which a Dirichlet keeps the smallest positive number."""
+    """E[log x] of probabilities; -inf for a mode of zero, which Dirichlet replaces by the smallest positive number."""
     (logs,) = node.mean
     return torch.where(logs <= LOG_TINY + 1e-6, -math.inf, logs) if isinstance(node.family, Point) else logs
 
 
-def require_possible(log_weight: Tensor) -> None:
+def check_possible(log_weight: Tensor) -> None:
     wrong = torch.isneginf(log_weight).nonzero()
     if len(wrong):
         raise ValueError(
-            f"sequence {int(wrong[0])} cannot come from this model: it takes a start, a move or a symbol of "
-            "probability 0; give probabilities that are small instead, or method='vb'."
+            f"sequence {int(wrong[0])} has probability 0: it needs a start, a transition or a symbol of probability 0. "
+            "Use small positive probabilities, or method='vb'."
         )

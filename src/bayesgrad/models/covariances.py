@@ -1,4 +1,4 @@
-"""How the components of a Gaussian mixture may vary, and the factor of rows that come from one of them."""
+"""Covariance types of Gaussian mixtures, and the factor of rows that come from a mixture."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from bayesgrad.families import NormalWishart, Parameters, TiedNormalWishart
 from bayesgrad.families.gaussian import LOG_2PI
 from bayesgrad.inference import LatentVariableFactor, Node
 
-WIDE = 2  # columns for each component, above which quadratic forms are taken as they are: measured
-CHUNK = 1 << 18  # numbers of features that are held at a time: they stay in the cache
+WIDE = 2  # columns per component above which quadratic forms are computed directly: measured
+CHUNK = 1 << 18  # number of features processed at a time: they fit into the cache
 
 
-class Known(NamedTuple):
-    """What is known of K components, in words.
+class Components(NamedTuple):
+    """The standard parameters of K components.
 
     Args:
         location: of the mean, (K, P).
-        confidence: of how many rows the location is worth, (K,).
+        confidence: the number of rows that the location counts as, (K,).
         degrees: of freedom, (K,).
         weight: twice the last natural parameter, (K,): `spread / weight` is the covariance at the mode.
-        spread: V^-1, shaped as scikit-learn's covariances; `spread / degrees` is E[Λ]^-1.
+        spread: V^-1, in the shape of scikit-learn's covariances; `spread / degrees` is E[Λ]^-1.
     """
 
     location: Tensor
@@ -40,25 +40,25 @@ class Known(NamedTuple):
 
 @dataclass(frozen=True)
 class Covariance(ABC):
-    """A family of K means and precisions, and the features of a row that its statistics are sums of.
+    """A family of K means and precisions, and the features of a row whose sums are the sufficient statistics.
 
-    E[log N(x | component k)] is linear in a few features of x, of which messages are weighted sums: two matrix
-    products for each look at the data. The first P + 1 features are 1 and x. Rows are given as columns (P, n),
-    so that what is done for each row is done along the last dimension.
+    E[log N(x | component k)] is linear in a few features of x, and messages are weighted sums of features: two matrix
+    products per evaluation. The first P + 1 features are 1 and x. Rows are passed as columns (P, n), so that operations
+    on rows run along the last dimension.
     """
 
     family: ClassVar[NormalWishart | TiedNormalWishart]
 
     @abstractmethod
     def width(self, size: int) -> int:
-        """D, how many features a row of P columns has."""
+        """D, the number of features of a row with P columns."""
 
     @abstractmethod
     def fill(self, squares: Tensor, columns: Tensor, blur: float) -> None:
-        """Writes the features beyond x, (D - P - 1, n): squares of x + e, e ~ N(0, blur I), in expectation."""
+        """Writes the features beyond x, (D - P - 1, n): expected squares of x + e, e ~ N(0, blur I)."""
 
     def features(self, columns: Tensor, blur: float, out: Tensor | None = None) -> Tensor:
-        """(D, n), into `out` where it is given: touching new memory takes longer than the sums do."""
+        """(D, n), written to `out` if it is given: allocating memory takes longer than the sums."""
         size, count = columns.shape
         out = columns.new_empty(self.width(size), count) if out is None else out[:, :count]
         out[0] = 1
@@ -68,27 +68,27 @@ class Covariance(ABC):
 
     @abstractmethod
     def coefficients(self, mean: Parameters) -> Tensor:
-        """(K, D), by which the features of a row make E[log N(x | component)], (K, n)."""
+        """(K, D): coefficients of the features in E[log N(x | component)], (K, n)."""
 
     @abstractmethod
     def message(self, sums: Tensor, size: int) -> Parameters:
-        """What features summed over rows of each component, (K, D), add to λ; size is P."""
+        """The message of features summed over the rows of each component, (K, D); size is P."""
 
     @abstractmethod
     def prior(self, location: Tensor, confidence: float, degrees: float, spread: Tensor, count: int) -> Parameters:
-        """λ for each component, or for all `count` of them."""
+        """Natural parameters of the prior for each component, or for all `count` of them."""
 
     @abstractmethod
-    def known(self, natural: Parameters) -> Known:
-        """What λ says."""
+    def known(self, natural: Parameters) -> Components:
+        """The standard parameters for natural parameters λ."""
 
     @abstractmethod
-    def whitened(self, columns: Tensor, known: Known) -> tuple[Tensor, Tensor]:
+    def whitened(self, columns: Tensor, known: Components) -> tuple[Tensor, Tensor]:
         """(x - m)' V (x - m) and -log |V|, (K, B, n) and (K, B, 1), for B blocks of independent coordinates."""
 
     @abstractmethod
-    def coloured(self, noise: Tensor, known: Known, component: int) -> Tensor:
-        """Standard noise (n, P) with the covariance `spread` of a component."""
+    def coloured(self, noise: Tensor, known: Components, component: int) -> Tensor:
+        """Transforms standard noise (n, P) to the covariance `spread` of a component."""
 
     @abstractmethod
     def default_spread(self, columns: Tensor) -> Tensor:
@@ -96,31 +96,31 @@ class Covariance(ABC):
 
     @abstractmethod
     def shape(self, components: int, size: int) -> tuple[int, ...]:
-        """Of covariances, as scikit-learn has them."""
+        """The shape of covariances, as in scikit-learn."""
 
     def chunks(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """Rows as columns, (P, n) each, as many at a time as have CHUNK features."""
+        """Rows as columns, (P, n) each, in chunks of about CHUNK features."""
         return rows.mT.split(max(256, CHUNK // self.width(rows.shape[1])), 1)
 
     def ordered(self, natural: Parameters, order: Tensor) -> Parameters:
-        """λ with the components in another order."""
+        """Natural parameters with the components in another order."""
         return tuple(part[order] for part in natural)
 
     def distance(self, natural: Parameters) -> float:
-        """How far rows of a component are from zero, in its least deviation of any direction, columns counted in their
-        own root mean squares: of its square, digits are lost where a covariance is found from squares of rows."""
+        """The distance of a component's rows from zero in units of its smallest standard deviation, with columns scaled
+        by their root mean squares. A covariance computed from squares of rows loses the digits of its square."""
         square = -natural[2]
         scale = square.diagonal(dim1=-2, dim2=-1).rsqrt()
         own = -self.family.parts(natural)[2][1] * scale[..., :, None] * scale[..., None, :]
         least = (own if own.shape[-1] == 1 else torch.linalg.eigvalsh(own)).min().item()
         return least**-0.5 if least > 0 else math.inf
 
-    def free(self, known: Known, size: int) -> Tensor:
-        """Degrees of freedom of the t distribution that a new row has, (K,)."""
+    def free(self, known: Components, size: int) -> Tensor:
+        """Degrees of freedom of the predictive t distribution, (K,)."""
         return known.degrees
 
-    def log_density(self, columns: Tensor, known: Known, point: bool) -> Tensor:
-        r"""log p(x | component), (K, n): normal at the mode if `point`, else averaged over the belief, which is
+    def log_density(self, columns: Tensor, known: Components, point: bool) -> Tensor:
+        r"""log p(x | component), (K, n): normal at the mode if `point`, else averaged over the posterior, which is
 
         .. math::
             \mathrm{St}\left(x \mid m_0,\ \tfrac{\kappa + 1}{\kappa f} V^{-1},\ f\right), \quad f = \nu + 1 - P
@@ -139,7 +139,7 @@ class Covariance(ABC):
 
 @dataclass(frozen=True)
 class Full(Covariance):
-    """A matrix for each component."""
+    """One matrix per component."""
 
     family = NormalWishart()
 
@@ -169,17 +169,17 @@ class Full(Covariance):
         half = location.new_tensor(confidence / 2)
         return first, -half, -(spread + first[:, None] * location) / 2, location.new_tensor((degrees - P) / 2)
 
-    def known(self, natural: Parameters) -> Known:
+    def known(self, natural: Parameters) -> Components:
         location, confidence, (half, spread) = self.family.parts(natural)
-        return Known(location, confidence, 2 * half + location.shape[-1] + 1, 2 * natural[3], -2 * spread)
+        return Components(location, confidence, 2 * half + location.shape[-1] + 1, 2 * natural[3], -2 * spread)
 
-    def whitened(self, columns: Tensor, known: Known) -> tuple[Tensor, Tensor]:
+    def whitened(self, columns: Tensor, known: Components) -> tuple[Tensor, Tensor]:
         root = torch.linalg.cholesky(known.spread)
         white = torch.linalg.solve_triangular(root, columns - known.location[..., None], upper=False)
         volume = 2 * root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         return white.square().sum(1, keepdim=True), volume.expand(len(white))[:, None, None]
 
-    def coloured(self, noise: Tensor, known: Known, component: int) -> Tensor:
+    def coloured(self, noise: Tensor, known: Components, component: int) -> Tensor:
         return noise @ torch.linalg.cholesky(known.spread[component]).mT
 
     def default_spread(self, columns: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ class Full(Covariance):
     def shape(self, components: int, size: int) -> tuple[int, ...]:
         return components, size, size
 
-    def free(self, known: Known, size: int) -> Tensor:
+    def free(self, known: Components, size: int) -> Tensor:
         return known.degrees + 1 - size
 
 
@@ -212,12 +212,12 @@ class Tied(Full):
         square = -(spread + first.mT @ location.expand(count, -1)) / 2
         return first, -half, square, location.new_tensor((degrees - P - 1 + count) / 2)
 
-    def known(self, natural: Parameters) -> Known:
+    def known(self, natural: Parameters) -> Components:
         location, confidence, (half, spread) = self.family.parts(natural)
         degrees, count = 2 * half + location.shape[-1] + 1, 2 * natural[3]
-        return Known(location, confidence, degrees.expand(len(location)), count.expand(len(location)), -2 * spread)
+        return Components(location, confidence, degrees.expand(len(location)), count.expand(len(location)), -2 * spread)
 
-    def coloured(self, noise: Tensor, known: Known, component: int) -> Tensor:
+    def coloured(self, noise: Tensor, known: Components, component: int) -> Tensor:
         return noise @ torch.linalg.cholesky(known.spread).mT
 
     def shape(self, components: int, size: int) -> tuple[int, ...]:
@@ -229,7 +229,7 @@ class Tied(Full):
 
 @dataclass(frozen=True)
 class Diag(Covariance):
-    """A variance for each component and column: one-dimensional families in plates (K, P)."""
+    """One variance per component and column: one-dimensional families with plates (K, P)."""
 
     family = NormalWishart()
 
@@ -253,16 +253,16 @@ class Diag(Covariance):
         square = -(spread + confidence * location.square()) / 2
         return (confidence * location)[:, None], -half, square[:, None, None], torch.full_like(half, (degrees - 1) / 2)
 
-    def known(self, natural: Parameters) -> Known:
+    def known(self, natural: Parameters) -> Components:
         location, confidence, (half, spread) = self.family.parts(natural)
         count = 2 * natural[3][:, 0]
-        return Known(location[..., 0], confidence[:, 0], 2 * half[:, 0] + 2, count, -2 * spread[..., 0, 0])
+        return Components(location[..., 0], confidence[:, 0], 2 * half[:, 0] + 2, count, -2 * spread[..., 0, 0])
 
-    def whitened(self, columns: Tensor, known: Known) -> tuple[Tensor, Tensor]:
+    def whitened(self, columns: Tensor, known: Components) -> tuple[Tensor, Tensor]:
         squares = (columns - known.location[..., None]).square() / known.spread[..., None]
         return squares, known.spread.log()[..., None]
 
-    def coloured(self, noise: Tensor, known: Known, component: int) -> Tensor:
+    def coloured(self, noise: Tensor, known: Components, component: int) -> Tensor:
         return noise * known.spread[component].sqrt()
 
     def default_spread(self, columns: Tensor) -> Tensor:
@@ -274,7 +274,7 @@ class Diag(Covariance):
 
 @dataclass(frozen=True)
 class Spherical(Covariance):
-    """A variance for each component: columns are groups of one dimension that share it."""
+    """One variance per component: columns are one-dimensional groups that share it."""
 
     family = TiedNormalWishart()
 
@@ -299,15 +299,15 @@ class Spherical(Covariance):
         freedom = location.new_tensor((degrees - 2 + len(location)) / 2)
         return (confidence * location)[:, None], -half, square.view(1, 1), freedom
 
-    def known(self, natural: Parameters) -> Known:
+    def known(self, natural: Parameters) -> Components:
         location, confidence, (half, spread) = self.family.parts(natural)
-        return Known(location[..., 0], confidence[:, 0], 2 * half + 2, 2 * natural[3], -2 * spread[:, 0, 0])
+        return Components(location[..., 0], confidence[:, 0], 2 * half + 2, 2 * natural[3], -2 * spread[:, 0, 0])
 
-    def whitened(self, columns: Tensor, known: Known) -> tuple[Tensor, Tensor]:
+    def whitened(self, columns: Tensor, known: Components) -> tuple[Tensor, Tensor]:
         squares = (columns - known.location[..., None]).square().sum(1, keepdim=True) / known.spread[:, None, None]
         return squares, len(columns) * known.spread.log()[:, None, None]
 
-    def coloured(self, noise: Tensor, known: Known, component: int) -> Tensor:
+    def coloured(self, noise: Tensor, known: Components, component: int) -> Tensor:
         return noise * known.spread[component].sqrt()
 
     def default_spread(self, columns: Tensor) -> Tensor:
@@ -317,22 +317,22 @@ class Spherical(Covariance):
         return (components,)
 
 
-class Mixture(LatentVariableFactor):
-    r"""Rows that each come from one of K components, with a hidden indicator z for each row:
+class MixtureFactor(LatentVariableFactor):
+    r"""Rows that each come from one of K components, with a latent indicator z for each row:
 
     .. math::
         \sum_i \log \sum_k \exp\left(E[\log \pi_k] + E[\log N(x_i \mid m_k, \Lambda_k^{-1})]\right)
 
-    Messages are counts, and the statistics of rows weighted with q(z = k), which is the summands' share.
+    Messages are counts, and the statistics of rows weighted by the responsibilities q(z = k).
 
     Args:
-        weights, components: a Dirichlet node and one of the covariance's family, or `Point` of them.
+        weights, components: a Dirichlet node and a node of the covariance's family, or `Point` of them.
         rows: (n, P).
-        blur: rows are taken as x + e with e ~ N(0, blur I), in expectation of the logarithm: every covariance gets
-            at least that, and the value remains a bound.
+        blur: rows count as x + e with e ~ N(0, blur I), in expectation of the logarithm: every covariance is at least
+            blur I, and the value remains a bound.
 
-    Reference: Bishop, 2006, section 10.2; 002, sections 5.2 and 5.3.
-    Checked by: tests/equations/test_collapsed.py.
+    Reference: Bishop, 2006, section 10.2; Khan and Rue 2023, sections 5.2 and 5.3.
+    Checked by: tests/equations/test_latent_variable.py.
     """
 
     def __init__(
@@ -353,7 +353,7 @@ class Mixture(LatentVariableFactor):
         if self._wide:
             self.columns = rows.mT.split(max(256, CHUNK // (self.size * count)), 1)
 
-    def look(self) -> tuple[Tensor, Mapping[Node, Parameters]]:
+    def evaluate(self) -> tuple[Tensor, Mapping[Node, Parameters]]:
         weights, components = self.nodes
         coefficients = self.covariance.coefficients(components.mean)
         coefficients[:, 0] += weights.mean[0]
@@ -361,7 +361,7 @@ class Mixture(LatentVariableFactor):
         return total, {weights: (sums[:, 0],), components: self.covariance.message(sums, self.size)}
 
     def _by_features(self, coefficients: Tensor) -> tuple[Tensor, Tensor]:
-        """The bound, and weighted sums of features."""
+        """The bound, and the weighted sums of features."""
         total, sums = coefficients.new_zeros(()), torch.zeros_like(coefficients)
         for features in self._kept or self._features():
             shares = coefficients @ features  # (K, n)
@@ -370,7 +370,7 @@ class Mixture(LatentVariableFactor):
         return total, sums
 
     def _by_matrices(self, coefficients: Tensor) -> tuple[Tensor, Tensor]:
-        """The same without products of columns: many of them for few components take longer to make than to use."""
+        """The same without products of columns, which take too long for many columns and few components."""
         K, P, triangle = len(coefficients), self.size, _triangle(self.size, coefficients.device)
         matrices = coefficients[:, triangle.unpacked].view(K, P, P) / 2
         matrices.diagonal(dim1=-2, dim2=-1).mul_(2)
@@ -396,7 +396,7 @@ class Mixture(LatentVariableFactor):
 
 
 def _normalise(logits: Tensor) -> Tensor:
-    """Makes shares of logits, in their place; the sum of logarithms of what they were divided by."""
+    """Softmax over the first dimension, in place; returns the sum of the log normalisers."""
     top = logits.amax(0)
     norm = logits.sub_(top).exp_().sum(0)
     logits.div_(norm)
@@ -404,12 +404,12 @@ def _normalise(logits: Tensor) -> Tensor:
 
 
 class _Triangle(NamedTuple):
-    """Places in the upper triangle of a symmetric matrix, read row by row.
+    """Indices of the upper triangle of a symmetric matrix, row by row.
 
     Args:
-        packed: of its entries in the flat matrix, (P (P + 1)/2,).
-        unpacked: of the flat matrix's entries among the features, (P P,).
-        weight: of each in -x'Λx/2.
+        packed: indices of its entries in the flattened matrix, (P (P + 1)/2,).
+        unpacked: indices of the flattened matrix's entries among the features, (P P,).
+        weight: of each feature in -x'Λx/2.
     """
 
     packed: Tensor

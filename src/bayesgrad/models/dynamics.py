@@ -1,4 +1,4 @@
-r"""EM for linear Gaussian states: what their smoothed moments say of the matrices they move and are seen by.
+r"""EM for linear Gaussian state-space models: estimates of the matrices from smoothed moments.
 
 .. math::
     F &= \left(\sum_t E[x_t x_{t-1}^T]\right) \left(\sum_t E[x_{t-1} x_{t-1}^T]\right)^{-1}, \quad
@@ -6,10 +6,10 @@ r"""EM for linear Gaussian states: what their smoothed moments say of the matric
     H &= \left(\sum_t E[y_t x_t^T]\right) \left(\sum_t E[x_t x_t^T]\right)^{-1}, \quad
     R = \frac1n \sum_t E[(y_t - H x_t)(y_t - H x_t)^T]
 
-with F and H as they are where only the noise is learned. A part of a row that is missing is hidden, as states are, and
-expected given the other parts and the state; a row that is missing as a whole says nothing of H and R.
+with the current F and H if only the noise is learned. The missing part of a row is a latent variable, whose moments
+are computed given the other parts and the state; a row that is missing as a whole does not affect H and R.
 
-Reference: 002, section 5.2; Shumway and Stoffer, 1982.
+Reference: Khan and Rue 2023, section 5.2; Shumway and Stoffer, 1982.
 Checked by: tests/equations/test_dynamics.py.
 """
 
@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bayesgrad.inference.engine import Line, Result
-from bayesgrad.models.checks import is_number, require_whole, warn
-from bayesgrad.models.kalman import Beliefs, Chain
+from bayesgrad.inference.engine import ProgressLine, Result
+from bayesgrad.models.checks import is_number, require_positive_integer, warn
+from bayesgrad.models.kalman import Chain, StateMoments
 
 LEARNABLE = (
     "transition",
@@ -36,7 +36,7 @@ LEARNABLE = (
 
 
 class Matrices(NamedTuple):
-    """F, Q, m and P; H, and R where observations are Gaussian."""
+    """F, Q, m and P; H, and R if observations are Gaussian."""
 
     chain: Chain
     observation: Tensor
@@ -44,18 +44,18 @@ class Matrices(NamedTuple):
 
 
 class Smooth(NamedTuple):
-    """Beliefs about states, the covariances of x_t with x_{t+1}, and log p(y), (sequences,)."""
+    """The posterior of states, the covariances of x_t with x_{t+1}, and log p(y), (sequences,)."""
 
-    states: Beliefs
+    states: StateMoments
     pairs: Tensor
     log_likelihood: Tensor
 
 
 def chosen(learn: str | Iterable[str] | None, likelihood: Any = None) -> list[str]:
-    """Names of what is learned, checked; "all" are all that can be, None is nothing.
+    """The checked list of names to learn; "all" selects all that can be learned, None nothing.
 
     Args:
-        likelihood: of observations that are not Gaussian.
+        likelihood: that of observations that are not Gaussian, or None.
     """
     able = [name for name in LEARNABLE if likelihood is None or not name.startswith("observation")]
     if learn is None:
@@ -63,12 +63,12 @@ def chosen(learn: str | Iterable[str] | None, likelihood: Any = None) -> list[st
     one = isinstance(learn, str) or not isinstance(learn, Iterable)
     names: list[Any] = able if one and learn == "all" else [learn] if one else list(learn)
     if wrong := [name for name in names if not (isinstance(name, str) and name in able)]:
-        where = "" if likelihood is None else f" where likelihood is {likelihood!r}"
-        raise ValueError(f"learn must be of {', '.join(map(repr, able))}{where}, got {wrong[0]!r}.")
+        where = "" if likelihood is None else f" for likelihood {likelihood!r}"
+        raise ValueError(f"learn must contain only {', '.join(map(repr, able))}{where}, got {wrong[0]!r}.")
     return names
 
 
-def climb(
+def run_em(
     matrices: Matrices,
     smooth: Callable[[Matrices], Smooth],
     y: Tensor,
@@ -79,67 +79,67 @@ def climb(
     tolerance: float,
     progress: bool | None = None,
 ) -> tuple[Matrices, Result]:
-    """EM until the log-likelihood for each number that was observed settles; Ctrl-C ends it with what there is.
+    """EM until the log-likelihood per observed number converges; Ctrl-C stops it and keeps the current matrices.
 
     Args:
         smooth: the E-step.
-        y: (T, sequences, K), NaN where something is missing or a sequence has ended.
+        y: (T, sequences, K), NaN for missing numbers and after the end of a sequence.
         names: of `LEARNABLE`.
     """
-    require_whole(max_iter=steps)
+    require_positive_integer(max_iter=steps)
     if not (is_number(tolerance) and tolerance >= 0):
-        raise ValueError(f"tol must be a number of at least 0, got {tolerance!r}.")
+        raise ValueError(f"tol must be a non-negative number, got {tolerance!r}.")
     if y.isnan().all():
-        raise ValueError("y holds NaN only: there is nothing to learn from.")
+        raise ValueError("y contains only NaN: there is nothing to learn from.")
     there = torch.arange(len(y))[:, None] < torch.tensor(lengths)  # (T, sequences)
-    unit, shown = float((~y.isnan()).sum()), Line(progress, steps)
+    unit, progress_line = float((~y.isnan()).sum()), ProgressLine(progress, steps)
     found = smooth(matrices)
     elbos = [float(found.log_likelihood.sum())]
     converged = interrupted = False
     for count in range(steps):
         try:
-            moved = maximised(matrices, found, y, there, names)
+            moved = m_step(matrices, found, y, there, names)
             found = smooth(moved)
         except KeyboardInterrupt:
-            warn(f"the fit was interrupted in sweep {count + 1}: the matrices before it are kept.")
+            warn(f"interrupted in EM iteration {count + 1}: the matrices before this iteration are kept.")
             interrupted = True
             break
         matrices = moved
         elbos.append(float(found.log_likelihood.sum()))
-        shown.show(count + 1, elbos[-1])
+        progress_line.update(count + 1, elbos[-1])
         if abs(elbos[-1] - elbos[-2]) <= tolerance * unit and tolerance:
             converged = True
             break
-    shown.end()
+    progress_line.close()
     if tolerance and not (converged or interrupted):
         change = (elbos[-1] - elbos[-2]) / unit
         warn(
-            f"{steps} sweeps were not enough to settle within tol={tolerance:g}: the log-likelihood of a number still "
-            f"rises by {change:.1g}; take a larger max_iter."
+            f"not converged after max_iter={steps} EM iterations: the log-likelihood per observed number still "
+            f"increases by {change:.1g} (tol={tolerance:g})."
         )
     return matrices, Result(elbos, converged, interrupted)
 
 
-def maximised(matrices: Matrices, found: Smooth, y: Tensor, there: Tensor, names: Collection[str]) -> Matrices:
+def m_step(matrices: Matrices, found: Smooth, y: Tensor, there: Tensor, names: Collection[str]) -> Matrices:
     """The M-step.
 
     Raises:
-        ValueError: there is nothing to learn from, or noise that must be positive is zero.
+        ValueError: there are no data to learn from, or a covariance that must be positive definite is singular.
     """
     chain = _chain(matrices.chain, found, there, names)
     H, R = matrices.observation, matrices.noise
     if R is None or not {"observation", "observation_noise"} & set(names):
         return Matrices(chain, H, R)
-    yy, yx, xx, count = _seen(matrices, found.states, y, there)
+    yy, yx, xx, count = _observation_moments(matrices, found.states, y, there)
     if "observation" in names:
         H = _right_solve(yx, xx)
     if "observation_noise" in names:
-        R = _spread(yy, yx, xx, H) / count
+        R = _residual_covariance(yy, yx, xx, H) / count
         values = torch.linalg.eigvalsh(R)
         if not values[0] > 1e-14 * values[-1]:
             raise ValueError(
-                f"observation_noise has become singular, with a least eigenvalue of {values[0]:g}: the states explain "
-                "the observations fully; leave it out of learn, or take fewer states."
+                f"observation_noise became singular, with a smallest eigenvalue of {values[0]:g}, because the states "
+                "explain the observations fully: remove it from learn, or use fewer states."
             )
     return Matrices(chain, H, R)
 
@@ -150,16 +150,14 @@ def _chain(chain: Chain, found: Smooth, there: Tensor, names: Collection[str]) -
     if {"transition", "process_noise"} & set(names):
         count = moved.sum()
         if not count:
-            raise ValueError(
-                "all sequences have length 1, so there is no move to learn transition or process_noise from."
-            )
+            raise ValueError("all sequences have length 1, so transition and process_noise cannot be learned.")
         xx = _second(moved, states.mean[1:], states.mean[1:], states.covariance[1:])
         xz = _second(moved, states.mean[1:], states.mean[:-1], found.pairs.mT)
         zz = _second(moved, states.mean[:-1], states.mean[:-1], states.covariance[:-1])
         if "transition" in names:
             F = _right_solve(xz, zz)
         if "process_noise" in names:
-            Q = _spread(xx, xz, zz, F) / count
+            Q = _residual_covariance(xx, xz, zz, F) / count
     first = states.mean[0]  # (sequences, D)
     if "initial_mean" in names:
         mean = first.mean(0)
@@ -170,10 +168,12 @@ def _chain(chain: Chain, found: Smooth, there: Tensor, names: Collection[str]) -
     return Chain(F, Q, mean, covariance)
 
 
-def _seen(matrices: Matrices, states: Beliefs, y: Tensor, there: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sums of E[y y'], E[y x'] and E[x x'] over rows of which anything is known, and their number.
+def _observation_moments(
+    matrices: Matrices, states: StateMoments, y: Tensor, there: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sums of E[y y'], E[y x'] and E[x x'] over rows with any observed number, and the number of such rows.
 
-    Given x, what is missing is y = G x + g + noise of covariance E: the regression on what is known, by R.
+    Given x, the missing numbers are y = G x + g + noise of covariance E, the regression on the observed ones under R.
     """
     H, R = matrices.observation, matrices.noise
     assert R is not None
@@ -203,8 +203,8 @@ def _second(weights: Tensor, a: Tensor, b: Tensor, covariance: Tensor | None = N
     return total + (weights.flatten() @ full.flatten(0, 1).flatten(1)).view(full.shape[-2:])
 
 
-def _spread(aa: Tensor, ab: Tensor, bb: Tensor, M: Tensor) -> Tensor:
-    """Σ E[(a - M b)(a - M b)'], symmetric and without a negative eigenvalue by rounding."""
+def _residual_covariance(aa: Tensor, ab: Tensor, bb: Tensor, M: Tensor) -> Tensor:
+    """Σ E[(a - M b)(a - M b)'], symmetrised, with negative eigenvalues from rounding set to zero."""
     cross = M @ ab.mT
     found = aa - cross - cross.mT + M @ bb @ M.mT
     values, vectors = torch.linalg.eigh((found + found.mT) / 2)
@@ -212,7 +212,7 @@ def _spread(aa: Tensor, ab: Tensor, bb: Tensor, M: Tensor) -> Tensor:
 
 
 def _right_solve(a: Tensor, b: Tensor) -> Tensor:
-    """a b^-1 for a symmetric b; by the pseudo-inverse where it has none."""
+    """a b^-1 for a symmetric b; the pseudo-inverse if b is singular."""
     factor, info = torch.linalg.cholesky_ex(b)
     if info:
         return a @ torch.linalg.pinv(b, hermitian=True)

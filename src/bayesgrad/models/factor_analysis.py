@@ -1,4 +1,4 @@
-"""Factor analysis and probabilistic PCA, by EM or with beliefs about all parameters."""
+"""Factor analysis and probabilistic PCA, by EM or variational Bayes."""
 
 from __future__ import annotations
 
@@ -15,47 +15,48 @@ from torch import Tensor
 from bayesgrad.families import Gamma, Gaussian, Point
 from bayesgrad.inference import Factor, Node, Prior
 from bayesgrad.models.arrays import as_numpy, like
-from bayesgrad.models.checks import is_number, require_numbers, require_one_of, require_whole
-from bayesgrad.models.factors import Loadings, Relevance, Rows, Scores, as_rows, infer
+from bayesgrad.models.checks import is_number, require_numbers, require_one_of, require_positive_integer
+from bayesgrad.models.factors import Loadings, RelevancePrior, Rows, ScoresFactor, as_rows, infer
 from bayesgrad.models.latent import Latent
 
 METHODS = ("em", "vb")
 NOISES = ("diagonal", "isotropic")
 INITS = ("pca", "random")
 NORMAL = Gaussian()
-FLOOR = 1e-12  # of EM's noise, in units of a column's variance (of their mean, where all share one noise)
+FLOOR = 1e-12  # smallest noise of EM, relative to a column's variance (to their mean, if all share one noise)
 
 
 class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
-    r"""Rows that a few hidden scores explain, up to noise of each column by itself:
+    r"""Factor analysis and probabilistic PCA: a few latent scores explain the rows, up to independent noise:
 
     .. math::
         x = W z + m + e, \quad z \sim N(0, I_K), \quad e_d \sim N(0, 1/\tau_d)
 
-    The scores are collapsed (`models.factors.Scores`); W, m and τ are nodes. With `method="em"` these are `Point`: the
-    greatest likelihood, as in scikit-learn's `FactorAnalysis`, and with `noise="isotropic"` probabilistic PCA, for
-    which the start is the solution. With `method="vb"` rows of [W m] are Gaussian and precisions Gamma, and each
-    column of W has a precision alpha_k of its own, also Gamma, by which columns that explain nothing vanish: Bishop's
-    Bayesian PCA. A sweep moves [W m] and τ in turn, each with scores that fit, so that the bound never falls.
+    The bound is maximised over the scores (`factors.ScoresFactor`); W, m and τ are nodes. With `method="em"` these
+    are `Point`: maximum likelihood, as in scikit-learn's `FactorAnalysis`; with `noise="isotropic"` it is
+    probabilistic PCA, whose closed form is the start. With `method="vb"` rows of [W m] are Gaussian and precisions
+    Gamma, and each column of W has its own precision alpha_k, also Gamma, which switches off columns that explain
+    nothing: Bishop's Bayesian PCA. An iteration updates [W m] and τ in turn, with new scores before each, so that the
+    bound never decreases.
 
-    NaN in X is a number that was not observed. It is left out of the density, and counts for nothing.
+    NaN in X marks missing numbers. They are left out of the density.
 
     Args:
-        n_components: K; None: as many as columns (less one with `"vb"`).
+        n_components: K; None for the number of columns (minus one with `"vb"`).
         method: `"em"` or `"vb"`.
         noise: `"diagonal"`, a τ_d for each column, or `"isotropic"`, one for all.
-        init: `"pca"`, principal components of (for diagonal noise: standardised) columns, or `"random"`; starts after
-            the first are random.
-        relevance_prior, noise_prior: shape and rate of the Gamma of each alpha_k and τ_d, in units of the data; `"vb"`.
+        init: `"pca"`, principal components of the columns (standardised for diagonal noise), or `"random"`; starts
+            after the first are random.
+        relevance_prior, noise_prior: shape and rate of the Gamma priors of alpha_k and τ_d, in data units; `"vb"`.
         mean_precision: of m_d ~ N(mean of the column, 1/mean_precision); `"vb"`.
         n_init, max_iter, tol, random_state, progress, offset, decay, total_samples: see `Latent`.
 
     Attributes:
-        components_: W', (K, D). EM's are rotated so that W'diag(τ)W is diagonal, with the largest first, which the
-            likelihood does not see. With `"vb"` expectations.
+        components_: W', (K, D). EM rotates them so that W'diag(τ)W is diagonal, with the largest first; the likelihood
+            does not change. With `"vb"` expectations.
         noise_variance_: 1/E[τ], (D,), or a number.
         mean_: m, (D,).
-        relevance_: E[alpha], (K,), with `"vb"`: large where a column is off.
+        relevance_: E[alpha], (K,), with `"vb"`: large for columns that are switched off.
         elbo_, elbos_, n_iter_, converged_: see `Latent`.
 
     >>> rng = np.random.default_rng(0)
@@ -64,13 +65,13 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
     >>> model.components_.round(1).tolist(), model.transform(X[:2]).shape
     ([[2.9, 2.0, 1.0]], (2, 1))
 
-    Reference: 002, sections 5.2 and 5.3; Rubin and Thayer, 1982; Tipping and Bishop, 1999; Bishop, 1999.
+    Reference: Khan and Rue 2023, sections 5.2 and 5.3; Rubin and Thayer, 1982; Tipping and Bishop, 1999; Bishop, 1999.
     Checked by: tests/equations/test_factor_analysis.py and tests/contract/test_factor_analysis.py.
     """
 
     _schedule = "sequential"
-    _structure = ("n_components", "method", "noise")
-    batch_size = 1  # batches are what partial_fit is given
+    _fixed_settings = ("n_components", "method", "noise")
+    batch_size = 1  # not used: batches come from partial_fit
 
     def __init__(
         self,
@@ -120,22 +121,22 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
                 raise ValueError(f"n_components must be at most the number of columns, {D}, got {wanted}.")
             if wanted >= n and self.n_components is not None:
                 raise ValueError(
-                    f"n_components must be less than the number of rows, {n}, got {wanted}: give more rows."
+                    f"n_components must be less than the number of rows, {n}, got {wanted}: use more rows."
                 )
         return rows
 
     def _components(self) -> int:
         if self.n_components is not None:
             return self.n_components
-        rows, columns = self._shape  # centred rows leave one direction fewer than there are rows
+        rows, columns = self._shape  # n centred rows span at most n - 1 directions
         return max(1, min(columns - (self.method == "vb"), rows - 1))
 
     def _start(self, data: Rows, random: np.random.RandomState) -> list[Node]:
         pca, self._starts = self.init == "pca" and not self._starts, self._starts + 1
-        W, variance = self._guess(data, random, pca)
+        W, variance = self._initial_values(data, random, pca)
         n, loadings = len(data), torch.cat([W, torch.zeros_like(W[:, :1])], 1)
         tau = 1 / variance
-        # As heavy as n rows are whose scores have mean 0 and variance 1, so that streams weigh it right.
+        # The weight of n rows whose scores have mean 0 and variance 1, so that streams weight the start correctly.
         rows = NORMAL.of(loadings, n * tau[:, None, None] * torch.eye(loadings.shape[1]).to(W))
         if self.noise == "isotropic":
             precision = Gamma().of(tau.new_tensor(n * len(tau) / 2 + 1), n * len(tau) / 2 / tau.mean())
@@ -152,8 +153,8 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
             Node(Gamma(), alpha, name="relevance"),
         ]
 
-    def _guess(self, data: Rows, random: np.random.RandomState, pca: bool) -> tuple[Tensor, Tensor]:
-        """W (D, K) and the noise's variances (D,), in units of each column where each has noise of its own."""
+    def _initial_values(self, data: Rows, random: np.random.RandomState, pca: bool) -> tuple[Tensor, Tensor]:
+        """Initial W (D, K) and noise variances (D,), relative to each column's variance if noise is diagonal."""
         X, (n, D), K = data.values, data.values.shape, self._components()
         counts = n if data.observed is None else data.observed.sum(0).clamp(min=1)
         unit = X.square().sum(0) / counts
@@ -179,32 +180,33 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
         loadings, noise, relevance = nodes
         of = [Gamma().of(*map(self._centre.new_tensor, prior)) for prior in (self.noise_prior, self.relevance_prior)]
         return [
-            Relevance(loadings, relevance, torch.zeros_like(self._centre), self.mean_precision),
+            RelevancePrior(loadings, relevance, torch.zeros_like(self._centre), self.mean_precision),
             Prior(noise, of[0]),
             Prior(relevance, of[1]),
         ]
 
-    def _evidence(self, data: Rows, nodes: Sequence[Node], scale: float = 1.0) -> Scores:
-        return Scores(data, nodes[0], nodes[1], scale, floor=self._floor if self.method == "em" else 0.0)
+    def _data_factor(self, data: Rows, nodes: Sequence[Node], scale: float = 1.0) -> ScoresFactor:
+        return ScoresFactor(data, nodes[0], nodes[1], scale, floor=self._floor if self.method == "em" else 0.0)
 
-    def _between(self, nodes: Sequence[Node]) -> None:
-        """Turns W so that Σ_d E[w_d w_d'] is diagonal, and moves alpha to where it is then best.
+    def _after_iteration(self, nodes: Sequence[Node]) -> None:
+        """Rotates W so that Σ_d E[w_d w_d'] is diagonal, and updates alpha to its optimum.
 
-        The data do not see a rotation of W and z, but the bound at the best alpha has -Σ_k log(b + Σ_d E[W_dk²]/2),
-        and the product of a matrix' diagonal is least in its eigenbasis (Hadamard). Sweeps alone turn W slowly.
+        The data term is invariant to rotations of W and z, but the bound at the optimal alpha contains
+        -Σ_k log(b + Σ_d E[W_dk²]/2), which is highest in the eigenbasis (Hadamard's inequality). Iterations alone
+        rotate W slowly.
         """
         if self.method == "em":
             return
         loadings, _, relevance = nodes
         K, (shape, rate) = loadings.natural[0].shape[1] - 1, self.relevance_prior
-        squares, turned = torch.linalg.eigh(loadings.mean[1].sum(0)[:K, :K])
-        turn = torch.eye(K + 1).to(turned)
-        turn[:K, :K] = turned.flip(1)
-        loadings.natural = loadings.natural[0] @ turn, turn.mT @ loadings.natural[1] @ turn
+        squares, vectors = torch.linalg.eigh(loadings.mean[1].sum(0)[:K, :K])
+        rotation = torch.eye(K + 1).to(vectors)
+        rotation[:K, :K] = vectors.flip(1)
+        loadings.natural = loadings.natural[0] @ rotation, rotation.mT @ loadings.natural[1] @ rotation
         squares = squares.flip(0)
         relevance.natural = Gamma().of(torch.full_like(squares, shape + len(self._centre) / 2), rate + squares / 2)
 
-    def _publish(self, nodes: Sequence[Node]) -> None:
+    def _set_attributes(self, nodes: Sequence[Node]) -> None:
         kind = (lambda part: part) if self._tensors else (lambda part: part.cpu().numpy())
         known = Loadings.of(nodes[0], nodes[1])
         W, mean, variance = known.first[:, :-1], known.first[:, -1] + self._centre, 1 / known.precision
@@ -224,42 +226,42 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
     def _n_features_out(self) -> int:
         return len(self.components_)
 
-    # --- what it is for ---
+    # --- prediction ---
 
-    def _given(self, X: Any) -> Rows:
+    def _validated_rows(self, X: Any) -> Rows:
         check_is_fitted(self)
         X_ = validate_data(self, as_numpy(X), reset=False, dtype=np.float64, ensure_all_finite=False)
         return as_rows(X_, X, self._centre)[0]
 
     def _point(self) -> Loadings:
-        """The parameters as they are published, with means less the centre."""
+        """The published parameters, with means relative to the centre."""
         W, mean = (torch.as_tensor(part).to(self._centre) for part in (self.components_.T, self.mean_))
         variance = torch.as_tensor(self.noise_variance_, dtype=W.dtype, device=W.device).expand(len(W))
         return Loadings.at(torch.cat([W, (mean - self._centre)[:, None]], 1), 1 / variance)
 
     def transform(self, X: Any) -> Any:
-        """E[z | x] of each row, (n, K); what is NaN in X is taken as not observed."""
-        rows = self._given(X)
+        """E[z | x] of each row, (n, K); NaN in X marks missing numbers."""
+        rows = self._validated_rows(X)
         return like(X)(infer(rows, Loadings.of(self._nodes[0], self._nodes[1]))[0] @ self._rotation)
 
     def inverse_transform(self, Z: Any) -> Any:
-        """W z + m, (n, D): with the scores of rows that have gaps, what is expected in them."""
+        """W z + m, (n, D); for the scores of rows with missing numbers it imputes them."""
         check_is_fitted(self)
         loadings = self._point().first
         scores = torch.as_tensor(as_numpy(Z)).to(loadings)
         if scores.dim() != 2 or scores.shape[1] != loadings.shape[1] - 1:
             raise ValueError(
-                f"Z must have {loadings.shape[1] - 1} columns, as transform gives, got {tuple(scores.shape)}."
+                f"Z must have {loadings.shape[1] - 1} columns, the number of components, got {tuple(scores.shape)}."
             )
         return like(Z)(scores @ loadings[:, :-1].mT + loadings[:, -1] + self._centre)
 
     def score_samples(self, X: Any) -> Any:
-        """log N(x | mean_, get_covariance()) of what is observed of each row, (n,)."""
-        rows = self._given(X)
+        """log N(x | mean_, get_covariance()) of the observed part of each row, (n,)."""
+        rows = self._validated_rows(X)
         return like(X)(infer(rows, self._point())[-1])
 
     def score(self, X: Any, y: Any = None) -> float:
-        """The mean of `score_samples`. y is not used."""
+        """The mean of `score_samples`. y is ignored."""
         return float(self.score_samples(X).mean())
 
     def get_covariance(self) -> Any:
@@ -280,9 +282,9 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
         return like(self.mean_)(torch.diag(tau) - half.mT @ half)
 
     def sample(self, n_samples: int = 1) -> Any:
-        """Rows drawn from the model, (n, D), by `random_state`."""
+        """Samples from the model, (n, D), with `random_state`."""
         check_is_fitted(self)
-        require_whole(n_samples=n_samples)
+        require_positive_integer(n_samples=n_samples)
         random, known = check_random_state(self.random_state), self._point()
         D, K = known.first.shape[0], known.first.shape[1] - 1
         z, e = (torch.as_tensor(random.normal(size=(n_samples, size))).to(known.first) for size in (K, D))
@@ -292,7 +294,7 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
     def _check_settings(self) -> None:
         require_one_of(self, method=METHODS, noise=NOISES, init=INITS)
         if self.n_components is not None:
-            require_whole(n_components=self.n_components)
+            require_positive_integer(n_components=self.n_components)
         for name in ("relevance_prior", "noise_prior"):
             given = getattr(self, name)
             pair = require_numbers(name, given)
@@ -303,7 +305,7 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
 
 
 def _spectrum(X: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues of X'X, largest first, and its eigenvectors as rows, as many as there are rows or columns."""
+    """Eigenvalues of X'X, largest first, and its eigenvectors as rows, min(n, D) of them."""
     tall = len(X) >= X.shape[1]
     values, vectors = torch.linalg.eigh(X.mT @ X if tall else X @ X.mT)
     values, vectors = values.flip(0).clamp(min=0), vectors.flip(1)

@@ -1,4 +1,4 @@
-"""Rows that a few hidden numbers explain, as factors: what factor analysis is made of."""
+"""The factors of factor analysis: rows explained by a few latent scores."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from bayesgrad.inference import Factor, LatentVariableFactor, Node
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows of numbers some of which may be missing.
+    """Rows of numbers, some of which may be missing.
 
     Args:
-        values: (n, D), zero where nothing was observed.
-        observed: (n, D), one and zero; None where all of it is there.
+        values: (n, D), zero for missing numbers.
+        observed: (n, D), ones and zeros; None if nothing is missing.
     """
 
     values: Tensor
@@ -36,13 +36,13 @@ class Rows:
         return Rows(self.values[rows], None if self.observed is None else self.observed[rows])
 
     def left(self, scores: Tensor, loadings: Tensor) -> Tensor:
-        """What scores [z 1] leave of what was observed, (n, D)."""
+        """Residuals of the observed numbers given scores [z 1], (n, D)."""
         found = self.values - scores @ loadings.mT
         return found if self.observed is None else self.observed * found
 
     @cached_property
     def patterns(self) -> tuple[Tensor, Tensor]:
-        """Which columns are observed together, (U, D), each pattern once, and the pattern of each row, (n,)."""
+        """The distinct sets of observed columns, (U, D), and the index of each row's set, (n,)."""
         if self.observed is None:
             return torch.ones_like(self.values[:1]), self.values.new_zeros(len(self), dtype=torch.long)
         return torch.unique(self.observed, dim=0, return_inverse=True)
@@ -54,7 +54,7 @@ class Loadings:
 
     Args:
         first: E[w], (D, K + 1).
-        covariance: of w, (D, K + 1, K + 1); of points zero.
+        covariance: of w, (D, K + 1, K + 1); zero for points.
         log_precision, precision: E[log τ] and E[τ], (D,).
     """
 
@@ -76,21 +76,21 @@ class Loadings:
 
     @staticmethod
     def at(loadings: Tensor, precision: Tensor) -> Loadings:
-        """Parameters that are known: [W m] and τ."""
+        """ComponentParameters parameters [W m] and τ."""
         covariance = torch.zeros_like(loadings[:, :, None] * loadings[:, None, :])
         return Loadings(loadings, covariance, precision.log(), precision)
 
 
 def infer(rows: Rows, known: Loadings) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    r"""The best q(z_n) = N(A b_n, A) of each row, where A is the same for rows with the same columns observed.
+    r"""The optimal q(z_n) = N(A b_n, A) of each row; A is the same for rows with the same observed columns.
 
     .. math::
         A^{-1} = I + \sum_{d \in o} E[\tau_d] E[w_d w_d^T], \quad
         b_n = \sum_{d \in o} E[\tau_d] (x_{nd} E[w_d] - E[w_d m_d])
 
     Returns:
-        the means of z (n, K), the covariances A (U, K, K), the patterns (U, D), each row's pattern (n,), and what each
-        row adds to the bound (n,).
+        the means of z (n, K), the covariances A (U, K, K), the patterns (U, D), each row's pattern (n,), and each row's
+        contribution to the bound (n,).
     """
     patterns, place = rows.patterns
     K = known.first.shape[1] - 1
@@ -106,8 +106,8 @@ def infer(rows: Rows, known: Loadings) -> tuple[Tensor, Tensor, Tensor, Tensor, 
         lower = factor[place]
         half = solve_triangular(lower, push[..., None], upper=False)
         means = solve_triangular(lower.mT, half, upper=True)[..., 0]
-    # What is left of x, squared, and no difference of squares: those are large where little is left. What the scores'
-    # own covariance adds to it is what their prior takes: tr(A^-1 A) = K.
+    # Squared residuals rather than a difference of squares, which would cancel. The contribution of the scores'
+    # covariance and that of their prior are together tr(A^-1 A) = K.
     unsure = (patterns @ (known.precision[:, None, None] * known.covariance).flatten(1)).view_as(summed)
     constant = patterns @ (known.log_precision - LOG_2PI) / 2 - factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
     extended = torch.cat([means, torch.ones_like(means[:, :1])], 1)
@@ -116,19 +116,19 @@ def infer(rows: Rows, known: Loadings) -> tuple[Tensor, Tensor, Tensor, Tensor, 
     return means, covariance, patterns, place, constant[place] - left / 2
 
 
-class Scores(LatentVariableFactor):
-    r"""x_n = W z_n + m + e_n with z_n ~ N(0, I) and e_nd ~ N(0, 1/τ_d), the scores z_n at their best.
+class ScoresFactor(LatentVariableFactor):
+    r"""x_n = W z_n + m + e_n with z_n ~ N(0, I) and e_nd ~ N(0, 1/τ_d), maximised over the scores z_n.
 
-    Where nothing is missing, all that is needed of the data is the triangle R of [1 X] = Q R: a look costs D²K
-    whatever the number of rows (nDK where there are fewer rows than columns). Missing
-    numbers are left out of the density, exactly: a batch of K x K systems, one for each pattern of what is observed.
+    If nothing is missing, only the triangular factor R of [1 X] = Q R is needed: an evaluation costs D²K for any
+    number of rows (nDK if there are fewer rows than columns). Missing numbers are left out of the density: a batch of
+    K x K systems, one for each pattern of observed columns.
 
     Args:
-        rows: of the data.
-        loadings: rows of [W m], plates (D,), of a Gaussian.
-        noise: precisions τ, plates (D,), or () where all columns share one, of a Gamma.
-        floor: a variance that every x has about what was observed, one or (D,): noise does not vanish in columns that
-            are explained in full.
+        rows: the data.
+        loadings: rows of [W m], plates (D,), Gaussian.
+        noise: precisions τ, plates (D,), or () if all columns share one, Gamma.
+        floor: a variance that is added to every x, a number or (D,), so that the noise of fully explained columns does
+            not vanish.
 
     Reference: Rubin and Thayer, 1982, for EM; Bishop, 1999, for the expectations over W and τ.
     Checked by: tests/equations/test_factor_analysis.py.
@@ -140,11 +140,11 @@ class Scores(LatentVariableFactor):
         super().__init__(loadings, noise, scale=scale)
         self.rows, self.floor = rows, floor
         if rows.observed is None:
-            # X and a column of ones, up to a rotation of rows that nothing depends on: at most D + 1 of them.
+            # X and a column of ones, up to a rotation of rows, which does not matter: at most D + 1 rows.
             X = torch.cat([torch.ones_like(rows.values[:, :1]), rows.values], 1)
             self.turned = torch.linalg.qr(X, mode="r")[1] if len(X) > X.shape[1] else X
 
-    def look(self) -> tuple[Tensor, Mapping[Node, Parameters]]:
+    def evaluate(self) -> tuple[Tensor, Mapping[Node, Parameters]]:
         loadings, noise = self.nodes
         known = Loadings.of(loadings, noise)
         value, crossed, moments, residual, counts = (self._whole if self.rows.observed is None else self._parts)(known)
@@ -157,12 +157,12 @@ class Scores(LatentVariableFactor):
         return value, {loadings: row, noise: half}
 
     def _whole(self, known: Loadings) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The bound, Σ x [z 1]' (D, K + 1), Σ E[[z 1][z 1]'] (K + 1, K + 1), what is left of Σ x² at E[w], and n."""
+        """The bound, Σ x [z 1]' (D, K + 1), Σ E[[z 1][z 1]'] (K + 1, K + 1), squared residuals at E[w], and n."""
         n, (D, width) = len(self.rows), known.first.shape
         K, tau, (ones, X) = width - 1, known.precision, (self.turned[:, :1], self.turned[:, 1:])
         summed = torch.einsum("d,dij->ij", tau, known.second)
         factor = torch.linalg.cholesky(torch.eye(K).to(summed) + summed[:K, :K])
-        # A = L'^-1 L^-1, and one half of it at a time: A b by itself loses digits where columns have different units.
+        # A = L'^-1 L^-1, one factor at a time: A b loses precision if columns have different units.
         B = solve_triangular(factor, (tau[:, None] * known.first[:, :K]).mT, upper=False).mT  # (D, K)
         shift = solve_triangular(factor, summed[:K, K:], upper=False)[:, 0]
         other = solve_triangular(factor.mT, torch.eye(K).to(summed), upper=True)
@@ -178,7 +178,7 @@ class Scores(LatentVariableFactor):
         return value, X.mT @ extended, moments, residual, counts
 
     def _parts(self, known: Loadings) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The same over what is observed of each column; moments are (D, K + 1, K + 1)."""
+        """The same over the observed numbers of each column; moments are (D, K + 1, K + 1)."""
         z, A, patterns, place, values = infer(self.rows, known)
         extended = torch.cat([z, torch.ones_like(z[:, :1])], 1)
         U, width = len(patterns), extended.shape[1]
@@ -198,12 +198,12 @@ def _outer(rows: Tensor) -> Tensor:
     return rows[:, :, None] * rows[:, None, :]
 
 
-class Relevance(Factor):
-    r"""W_dk ~ N(0, 1/alpha_k), and m_d ~ N(m0_d, 1/β): columns that explain nothing are switched off by their alpha.
+class RelevancePrior(Factor):
+    r"""W_dk ~ N(0, 1/alpha_k) and m_d ~ N(m0_d, 1/β): alpha switches off columns that explain nothing.
 
     Args:
         loadings: rows of [W m].
-        relevance: alpha, plates (K,), of a Gamma.
+        relevance: alpha, plates (K,), Gamma.
         mean: m0, (D,).
         mean_precision: β.
 
@@ -239,24 +239,24 @@ class Relevance(Factor):
 
 
 def as_rows(X: Any, given: Any, centre: Tensor | None) -> tuple[Rows, Tensor]:
-    """Rows less `centre`, on the device of what was given; without one, less the mean of each column, and that mean.
+    """Rows minus `centre`, on the device of `given`, and the centre; None uses the mean of each column.
 
     Raises:
-        ValueError: a number is infinite, or, where there is no centre yet, a column has none at all.
+        ValueError: a number is infinite, or, without a centre, a column has no numbers.
     """
     infinite = np.isinf(X).any(1).sum()
     if infinite:
         raise ValueError(
-            f"X holds infinity in {infinite} of {len(X)} rows: remove them, or give NaN for what is missing."
+            f"X contains infinity in {infinite} of {len(X)} rows: remove them, or use NaN for missing numbers."
         )
-    X = np.require(X, requirements="W")  # torch warns of arrays that cannot be written to
+    X = np.require(X, requirements="W")  # torch warns about read-only arrays
     values = torch.as_tensor(X, device=given.device if isinstance(given, Tensor) else None)
     missing = torch.isnan(values)
     holed = bool(missing.any())
     if centre is None:
         empty = torch.nonzero(missing.all(0))
         if len(empty):
-            raise ValueError(f"column {empty[0].item()} of X holds no number at all, only NaN: remove it.")
+            raise ValueError(f"column {empty[0].item()} of X contains only NaN: remove it.")
         centre = values.nanmean(0)
     values = values - centre
     if not holed:

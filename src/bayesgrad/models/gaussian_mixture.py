@@ -1,4 +1,4 @@
-"""Mixtures of Gaussians by EM, by variational message passing, and from streams."""
+"""Gaussian mixtures by EM, variational message passing, and stochastic variational inference."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torch import Tensor
 from bayesgrad.families import Dirichlet, Family, Parameters, Point
 from bayesgrad.inference import Factor, LatentVariableFactor, Node, Prior
 from bayesgrad.models.arrays import as_finite, as_numpy, like, near_mean
-from bayesgrad.models.checks import is_number, require_numbers, require_one_of, require_whole, warn
-from bayesgrad.models.covariances import COVARIANCES, Covariance, Known, Mixture
+from bayesgrad.models.checks import is_number, require_numbers, require_one_of, require_positive_integer, warn
+from bayesgrad.models.covariances import COVARIANCES, Components, Covariance, MixtureFactor
 from bayesgrad.models.latent import Latent, random_rows
 
 METHODS = ("em", "vmp", "svi")
-FAR = 1e6  # deviations: its square times the precision of a float64 is 2e-4
+FAR = 1e6  # standard deviations: the square times the precision of a float64 is 2e-4
 STARTS = ("kmeans", "k-means++", "random", "random_from_data")
 PRIORS = (
     "weight_concentration_prior",
@@ -38,7 +38,7 @@ def _is_em(model: GaussianMixture) -> bool:
 
 
 class GaussianMixture(Latent):
-    r"""Rows from K Gaussians, with hidden indicators:
+    r"""Gaussian mixtures: rows from K Gaussians, with latent component indicators:
 
     .. math::
         p(x) = \sum_k \pi_k\, N(x \mid m_k, \Lambda_k^{-1}), \quad
@@ -47,58 +47,61 @@ class GaussianMixture(Latent):
 
     Args:
         n_components: K.
-        method: `"em"`: maximum likelihood, the parameters as `Point`s and no priors; `partial_fit` is online EM.
-            `"vmp"`: beliefs about all parameters, by sweeps. `"svi"`: the same beliefs, by passes over batches.
+        method: `"em"`: maximum likelihood, with `Point` parameters and no priors; `partial_fit` is online EM.
+            `"vmp"`: posteriors of all parameters, by variational message passing. `"svi"`: the same posteriors, by
+            passes over batches.
         covariance_type: `"full"`, `"tied"`, `"diag"` or `"spherical"`.
-        tol: a change of the bound for each row that ends the sweeps.
-        reg_covar: every row counts as N(x, reg_covar I), by which all covariances have at least that.
-        max_iter: sweeps or passes, at most.
-        n_init: starts, of which the one with the best bound is kept.
-        init_params: `"kmeans"`; `"k-means++"` and `"random_from_data"`, rows that the others go to the nearest of;
-            `"random"`, random shares. Of `"svi"` from some of the rows, of `partial_fit` from the first batch.
-        weight_concentration_prior: alpha_0 of each weight; None: 1/K.
-        mean_precision_prior: κ_0; None: 1.
-        mean_prior: m_0, (P,); None: the mean of X, in streams of the first batch.
-        degrees_of_freedom_prior: nu_0; None: P.
-        covariance_prior: W_0, shaped as the covariance of one component; None: that of X, or of the first batch.
-        batch_size, offset, decay: of `"svi"` and `partial_fit`: B, and steps of (t + offset)^-decay.
-        total_samples: N of `partial_fit`; None: the rows seen so far.
-        random_state: as in scikit-learn; a number by default.
-        progress: whether a line is kept up to date; None: in a terminal, after two seconds.
+        tol: stop when the change of the bound per row is below this.
+        reg_covar: every row counts as N(x, reg_covar I), so that all covariances are at least reg_covar I.
+        max_iter: maximum number of iterations or passes.
+        n_init: number of starts; the one with the highest bound is kept.
+        init_params: `"kmeans"`; `"k-means++"` and `"random_from_data"`, where each row belongs to the nearest of K
+            chosen rows; or `"random"`, random responsibilities. `"svi"` uses a subset of the rows, `partial_fit` the
+            first batch.
+        weight_concentration_prior: alpha_0 of each weight; None for 1/K.
+        mean_precision_prior: κ_0; None for 1.
+        mean_prior: m_0, (P,); None for the mean of X, in streams of the first batch.
+        degrees_of_freedom_prior: nu_0; None for P.
+        covariance_prior: W_0, with the shape of one component's covariance; None for that of X, or of the first batch.
+        batch_size, offset, decay: for `"svi"` and `partial_fit`: B, and steps of (t + offset)^-decay.
+        total_samples: N for `partial_fit`; None for the number of rows so far.
+        random_state: as in scikit-learn; an integer by default.
+        progress: whether to print a progress line; None prints one in a terminal, after two seconds.
 
     Attributes:
-        weights_: (K,), of beliefs the means.
+        weights_: (K,); posterior means unless `"em"`.
         means_: (K, P).
-        covariances_, precisions_, precisions_cholesky_: as in scikit-learn; of beliefs E[Λ]^-1, E[Λ] and its factor.
-        weight_concentration_, mean_precision_, degrees_of_freedom_: of beliefs alpha (K,), κ (K,) and nu (K,), of
-            `"tied"` a number.
-        weight_concentration_prior_, ..: the priors as they were used.
-        elbo_: the bound on the log evidence, with all constants; for `"em"` the log-likelihood (less what reg_covar
-            costs). After `partial_fit` as the last batch estimated it.
-        elbos_, n_iter_, converged_: at the start and after each sweep; sweeps; whether the bound settled.
+        covariances_, precisions_, precisions_cholesky_: as in scikit-learn; E[Λ]^-1, E[Λ] and its factor unless `"em"`.
+        weight_concentration_, mean_precision_, degrees_of_freedom_: alpha (K,), κ (K,) and nu (K,) of the posterior
+            (nu is a number for `"tied"`); not for `"em"`.
+        weight_concentration_prior_, ..: the priors that were used.
+        elbo_: the bound on the log evidence, with all constants; for `"em"` the log-likelihood (minus the effect of
+            reg_covar). After `partial_fit` the estimate from the last batch.
+        elbos_, n_iter_, converged_: the bound before the first iteration and after each; the number of iterations;
+            whether the bound converged.
         n_features_in_, feature_names_in_: as in scikit-learn.
 
-    Components are sorted by weight, the largest first, after `fit`, so that runs can be compared; a stream never
-    renames them. One that no row wants keeps its last shape in EM, with a weight of zero, and goes back to the prior
-    elsewhere. Rows are centred inside, so that data far from zero lose no digits.
+    `fit` sorts components by weight, the largest first, so that runs can be compared; a stream keeps their order. A
+    component without rows keeps its last shape in EM, with weight zero, and returns to the prior otherwise. Rows are
+    centred internally, so that data far from zero lose no precision.
 
-    Arrays are of NumPy, or tensors where X was one; computed in float64.
+    Results are NumPy arrays, or tensors if X is a tensor. Computations use float64.
 
     >>> from sklearn.datasets import load_iris
     >>> bounds = [GaussianMixture(k, method="vmp").fit(load_iris().data).elbo_ for k in (1, 2, 3)]
     >>> print(*[f"{bound:.1f}" for bound in bounds])
     -415.8 -325.6 -335.4
 
-    Reference: 002, sections 5.2 and 5.3; Bishop, 2006, section 10.2.
-    Differs from scikit-learn: the bound is complete and never falls, with reg_covar too, which scikit-learn adds in
-        the M-step only (the same with reg_covar=0). `score_samples` and `predict_proba` of beliefs are averaged over
-        them (t distributions), not taken at expected logarithms. Its variational `"diag"`, `"spherical"` and `"tied"`
-        treat W as a matrix of P degrees of freedom; here each is the conjugate belief.
+    Reference: Khan and Rue 2023, sections 5.2 and 5.3; Bishop, 2006, section 10.2.
+    Differs from scikit-learn: the bound is complete and never decreases, also with reg_covar, which scikit-learn adds
+        only in the M-step (with reg_covar=0 there is no difference). `score_samples` and `predict_proba` average over
+        posteriors (t distributions) instead of using expected logarithms. Its variational `"diag"`, `"spherical"` and
+        `"tied"` treat W as a matrix with P degrees of freedom; here each has the conjugate prior.
     Checked by: tests/equations/test_gaussian_mixture.py, tests/contract/test_gaussian_mixture.py.
     """
 
     n_features_in_: int
-    _structure = ("n_components", "method", "covariance_type")
+    _fixed_settings = ("n_components", "method", "covariance_type")
 
     def __init__(
         self,
@@ -137,7 +140,7 @@ class GaussianMixture(Latent):
         tags.estimator_type = "density_estimator"
         return tags
 
-    # --- reading ---
+    # --- validation ---
 
     def _read(self, X: Any, *, reset: bool) -> Tensor:
         if reset:
@@ -158,17 +161,17 @@ class GaussianMixture(Latent):
 
     def _check_settings(self) -> None:
         require_one_of(self, method=METHODS, covariance_type=COVARIANCES, init_params=STARTS)
-        require_whole(n_components=self.n_components)
+        require_positive_integer(n_components=self.n_components)
         if not (is_number(self.reg_covar) and self.reg_covar >= 0):
-            raise ValueError(f"reg_covar must be a number of at least 0, got {self.reg_covar!r}.")
+            raise ValueError(f"reg_covar must be a non-negative number, got {self.reg_covar!r}.")
         given = [name for name in PRIORS if getattr(self, name) is not None]
         if _is_em(self) and given:
-            raise ValueError(f"method='em' has no priors, but {given[0]} was given: use method='vmp', or None.")
+            raise ValueError(f"method='em' has no priors, but {given[0]} was set: use method='vmp', or None.")
 
     def _check_size(self, count: int) -> None:
         if count < self.n_components:
             raise ValueError(
-                f"n_components = {self.n_components} is more than the rows of X, n_samples = {count}: take fewer "
+                f"n_components={self.n_components} is larger than the number of rows, n_samples={count}: use fewer "
                 "components, or a larger (first) batch."
             )
 
@@ -207,7 +210,7 @@ class GaussianMixture(Latent):
         given = require_numbers("mean_prior", self.mean_prior).to(rows)
         if given.shape != rows[0].shape or not torch.isfinite(given).all():
             shape = tuple(given.shape)
-            raise ValueError(f"mean_prior must be {rows.shape[1]} finite numbers, one for each column, got {shape}.")
+            raise ValueError(f"mean_prior must be {rows.shape[1]} finite numbers, one per column, got shape {shape}.")
         return given - self._centre
 
     def _covariance_prior(self, rows: Tensor) -> Tensor:
@@ -219,16 +222,16 @@ class GaussianMixture(Latent):
             spread = spread + self.reg_covar * (torch.eye(size).to(rows) if spread.dim() == 2 else 1)
             if _positive(spread):
                 return spread
-            raise ValueError("the covariance of X is singular: give covariance_prior, or a larger reg_covar.")
+            raise ValueError("the covariance of X is singular: set covariance_prior, or a larger reg_covar.")
         spread = require_numbers("covariance_prior", self.covariance_prior).to(rows)
         shape = covariance.shape(1, size) if self.covariance_type == "tied" else covariance.shape(1, size)[1:]
         if spread.shape != shape:
             raise ValueError(f"covariance_prior must have shape {shape}, got {tuple(spread.shape)}.")
         if not _positive(spread):
-            raise ValueError("covariance_prior must be positive, as a matrix symmetric and positive definite.")
+            raise ValueError("covariance_prior must be positive, or a symmetric positive definite matrix.")
         return spread
 
-    # --- what Latent asks for ---
+    # --- the methods of Latent ---
 
     @property
     def _covariance(self) -> Covariance:
@@ -237,12 +240,14 @@ class GaussianMixture(Latent):
     def _kind(self, result: Tensor) -> Any:
         return result if self._tensors else result.cpu().numpy()
 
-    def _streams(self) -> bool:
+    def _uses_batches(self) -> bool:
         return self.method == "svi"
 
     def _start(self, data: Tensor, random: np.random.RandomState) -> list[Node]:
         some = max(10 * self.batch_size, 200 * self.n_components)
-        rows = data[random.choice(len(data), some, replace=False)] if self._streams() and some < len(data) else data
+        rows = (
+            data[random.choice(len(data), some, replace=False)] if self._uses_batches() and some < len(data) else data
+        )
         total = max(len(data), self.total_samples or 0)
         sums = self._sums(rows, self._shares(rows, random)) * (total / len(rows))
         covariance, families = self._covariance, [Dirichlet(), self._covariance.family]
@@ -255,7 +260,7 @@ class GaussianMixture(Latent):
         return [Node(f, n, name=name) for f, n, name in zip(families, found, ("weights", "components"))]
 
     def _shares(self, rows: Tensor, random: np.random.RandomState) -> Tensor:
-        """Of each row in each component, (K, n)."""
+        """Responsibilities of the components for each row, (K, n)."""
         K, count = self.n_components, len(rows)
         if self.init_params == "random":
             return random_rows(count, K, random).mT.to(rows)
@@ -281,38 +286,38 @@ class GaussianMixture(Latent):
         return total
 
     def _repaired(self, family: Family, sums: Tensor, size: int) -> Parameters:
-        """λ of components as they are, to which a mean row is added where a component has none, or no spread."""
+        """Natural parameters of components; a mean row is added to components without rows or without variance."""
         mean = sums.sum(0) / sums[:, 0].sum()
         sums = torch.where(sums[:, :1] > 0, sums, mean)
         for _ in range(2):
             natural = self._covariance.message(sums, size)
-            inside = family.inside(natural)
+            inside = family.in_domain(natural)
             if inside.all():
                 return natural
             lacking = ~inside.reshape(len(inside), -1).all(1) if inside.dim() else torch.ones_like(sums[:, 0]) > 0
             sums = sums + lacking[:, None] * mean
-        raise ValueError(f"the covariance of X is singular: take a larger reg_covar than {self.reg_covar:g}.")
+        raise ValueError(f"the covariance of X is singular: use a larger reg_covar than {self.reg_covar:g}.")
 
     def _priors(self, nodes: Sequence[Node]) -> list[Factor]:
         return [] if _is_em(self) else [Prior(node, natural) for node, natural in zip(nodes, self._priors_known)]
 
-    def _evidence(self, data: Tensor, nodes: Sequence[Node], scale: float = 1.0) -> LatentVariableFactor:
+    def _data_factor(self, data: Tensor, nodes: Sequence[Node], scale: float = 1.0) -> LatentVariableFactor:
         weights, components = nodes
-        return Mixture(weights, components, self._covariance, data, blur=self.reg_covar, scale=scale)
+        return MixtureFactor(weights, components, self._covariance, data, blur=self.reg_covar, scale=scale)
 
-    def _arrange(self, nodes: Sequence[Node]) -> None:
+    def _sort_components(self, nodes: Sequence[Node]) -> None:
         weights, components = nodes
         order = weights.natural[0].argsort(descending=True, stable=True)
         weights.natural = (weights.natural[0][order],)
         components.natural = self._covariance.ordered(components.natural, order)
 
-    def _publish(self, nodes: Sequence[Node]) -> None:
+    def _set_attributes(self, nodes: Sequence[Node]) -> None:
         distance = self._covariance.distance(nodes[1].natural)
         if not distance < FAR:
             warn(
-                f"rows of a component are {distance:.0e} of its least deviations from the mean of X: fewer than four "
-                "digits of its covariance are left. Remove what is that far off, fit groups one by one, or raise "
-                "reg_covar."
+                f"rows of a component are {distance:.0e} of its smallest standard deviations from the mean of X, so "
+                "fewer than four digits of its covariance are accurate: remove outliers, fit groups separately, or "
+                "increase reg_covar."
             )
         known, concentration = self._known(), self._concentration()
         count = known.weight if _is_em(self) else known.degrees
@@ -333,38 +338,38 @@ class GaussianMixture(Latent):
             self.weight_concentration_, self.mean_precision_ = self._kind(concentration), self._kind(known.confidence)
             self.degrees_of_freedom_ = self._kind(count)
 
-    def _known(self) -> Known:
+    def _known(self) -> Components:
         return self._covariance.known(self._nodes[1].natural)
 
     def _concentration(self) -> Tensor:
-        """What weights are proportional to."""
+        """Numbers that weights are proportional to."""
         return self._nodes[0].natural[0] + (0 if _is_em(self) else 1)
 
-    # --- predicting ---
+    # --- prediction ---
 
     def _log_joint(self, X: Any) -> Tensor:
         """log p(x, component), (K, n)."""
         check_is_fitted(self, "means_")
         rows = self._rows_of(X, reset=False)
         rows = rows - self._centre.to(rows)
-        known = Known(*[part.to(rows) for part in self._known()])
+        known = Components(*[part.to(rows) for part in self._known()])
         weights = self._concentration().to(rows)
         densities = [self._covariance.log_density(part, known, _is_em(self)) for part in self._covariance.chunks(rows)]
         return torch.cat(densities, 1) + (weights.log() - weights.sum().log())[:, None]
 
     def predict(self, X: Any) -> Any:
-        """The likeliest component of each row, (n,)."""
+        """The most probable component of each row, (n,)."""
         return like(X)(self._log_joint(X).argmax(0))
 
     def predict_proba(self, X: Any) -> Any:
-        """The probability of each component, (n, K), averaged over the belief."""
+        """The probability of each component, (n, K), averaged over the posterior."""
         return like(X)(self._log_joint(X).softmax(0).mT)
 
     def fit_predict(self, X: Any, y: Any = None) -> Any:
         return self.fit(X).predict(X)
 
     def score_samples(self, X: Any) -> Any:
-        """log p(x) of each row, (n,), averaged over the belief."""
+        """log p(x) of each row, (n,), averaged over the posterior."""
         return like(X)(self._log_joint(X).logsumexp(0))
 
     def score(self, X: Any, y: Any = None) -> float:
@@ -372,9 +377,9 @@ class GaussianMixture(Latent):
         return self._log_joint(X).logsumexp(0).mean().item()
 
     def sample(self, n_samples: int = 1) -> tuple[Any, Any]:
-        """New rows (n, P) and their components (n,), component by component; of beliefs averaged over them."""
+        """New rows (n, P) and their components (n,), grouped by component; averaged over the posterior."""
         check_is_fitted(self, "means_")
-        require_whole(n_samples=n_samples)
+        require_positive_integer(n_samples=n_samples)
         random, known, size = check_random_state(self.random_state), self._known(), self.n_features_in_
         counts = random.multinomial(n_samples, as_numpy(self.weights_) / as_numpy(self.weights_).sum())
         parts = []
@@ -400,17 +405,17 @@ class GaussianMixture(Latent):
 
     @available_if(_is_em)
     def bic(self, X: Any) -> float:
-        """Schwarz's criterion: -2 log-likelihood + parameters · log n; less is better. Of beliefs use `elbo_`."""
+        """Bayesian information criterion: -2 log-likelihood + parameters · log n; lower is better. See also `elbo_`."""
         return -2 * self.score(X) * len(X) + self._parameters() * math.log(len(X))
 
     @available_if(_is_em)
     def aic(self, X: Any) -> float:
-        """Akaike's criterion: -2 log-likelihood + 2 parameters; less is better."""
+        """Akaike information criterion: -2 log-likelihood + 2 parameters; lower is better."""
         return -2 * self.score(X) * len(X) + 2 * self._parameters()
 
 
 def _positive(spread: Tensor) -> bool:
-    """Whether a matrix is symmetric and positive definite, or numbers are positive."""
+    """Whether a matrix is symmetric and positive definite, or all numbers are positive."""
     if not torch.isfinite(spread).all():
         return False
     if spread.dim() < 2:

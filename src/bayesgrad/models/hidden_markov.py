@@ -1,4 +1,4 @@
-"""Hidden Markov models: EM, variational Bayes, streams."""
+"""Hidden Markov models by EM, variational Bayes, and from streams."""
 
 from __future__ import annotations
 
@@ -15,67 +15,67 @@ from torch import Tensor
 
 from bayesgrad.families import Dirichlet, Family, Parameters, Point
 from bayesgrad.inference import Factor, Linear, Node, Prior
-from bayesgrad.models import markov
+from bayesgrad.models import checks, markov
 from bayesgrad.models.arrays import as_numpy, near_mean
-from bayesgrad.models.chained import Chained, Sequences, log_shares, require_possible
-from bayesgrad.models.checks import is_number, require_covariance, require_numbers, require_one_of, require_whole, warn
+from bayesgrad.models.chained import MarkovChainFactor, Sequences, check_possible, log_shares
 from bayesgrad.models.covariances import COVARIANCES, Covariance
-from bayesgrad.models.emissions import Rows, Symbols, narrowed, pseudo, widened
+from bayesgrad.models.emissions import Rows, Symbols, pseudo_statistics, to_covariance_type, to_full_matrices
 from bayesgrad.models.gaussian_mixture import FAR
 from bayesgrad.models.kalman import Elements, scan
 from bayesgrad.models.latent import Latent
 from bayesgrad.models.sequences import SequenceInput
 
 EMISSIONS, METHODS, STARTS = ("gaussian", "categorical"), ("em", "vb"), ("kmeans", "random")
-SUBSET = 20_000  # rows that k-means looks at
+SUBSET = 20_000  # maximum number of rows for k-means
 
 
 class HiddenMarkov(Latent):
-    r"""Sequences that hidden states z_t show, of which each depends on the one before:
+    r"""Hidden Markov models: observations x_t depend on latent states z_t, which form a Markov chain:
 
     .. math::
         z_1 \sim \pi, \quad z_t \mid z_{t-1} = i \sim A_i, \quad x_t \mid z_t = k \sim N(m_k, \Lambda_k^{-1})
         \text{ or } \mathrm{Cat}(b_k)
 
-    π, A_i and b_k have Dirichlet beliefs, m_k and Λ_k Normal-Wishart ones. With `"vb"` a sweep moves all of them to
-    their best, given q(z), a chain; with `"em"` they are points, and a sweep is one of Baum and Welch. There is no loop
-    over time: see `models.markov`.
+    π, A_i and b_k have Dirichlet posteriors, m_k and Λ_k Normal-Wishart ones. With `"vb"` an iteration sets all of them
+    to their optimum given q(z), a chain. With `"em"` they are points, and an iteration is one of Baum and Welch. There
+    is no loop over time: see `models.markov`.
 
     Args:
         n_states: K.
         emissions: `"gaussian"`, or `"categorical"` for symbols 0, 1, 2, ...
-        method: `"em"` (greatest likelihood, or posterior density where there are priors), `"vb"`.
+        method: `"em"` (maximum likelihood, or maximum posterior density with priors), `"vb"`.
         covariance_type: `"full"`, `"tied"`, `"diag"` or `"spherical"`.
-        n_symbols: how many symbols there are; None: as many as the first data show.
-        startprob_prior, transmat_prior, emissionprob_prior: concentrations of the Dirichlet priors; None: 1 for
-            `"em"`, which is flat, and 1/K (of symbols 1/V) for `"vb"`.
-        means_prior, means_weight: the prior N(m | m_0, (κ_0 Λ)^-1) of means; None: the mean of X, and 0 for `"em"`,
-            1 for `"vb"`.
-        covars_prior, dof_prior: Ψ and nu of the prior W(Λ | nu, Ψ^-1): Ψ is a number, (D,) or (D, D). None: the
-            covariance of X for `"vb"`, and for `"em"` a millionth of the variances of X, which keeps states off single
-            points; nu = D, or for `"em"` what is flat.
+        n_symbols: number of symbols; None for the number in the first data.
+        startprob_prior, transmat_prior, emissionprob_prior: concentrations of the Dirichlet priors; None for 1 with
+            `"em"`, which is flat, and for 1/K (of symbols 1/V) with `"vb"`.
+        means_prior, means_weight: the prior N(m | m_0, (κ_0 Λ)^-1) of means; None for the mean of X, and for 0 with
+            `"em"`, 1 with `"vb"`.
+        covars_prior, dof_prior: Ψ and nu of the prior W(Λ | nu, Ψ^-1): Ψ is a number, (D,) or (D, D). None for the
+            covariance of X with `"vb"`, and with `"em"` for a millionth of the variances of X, which prevents states
+            that contain a single point; nu = D, or flat with `"em"`.
         init: `"kmeans"` or `"random"`: centres of K clusters, or K rows of X. Symbols start at random.
-        startprob_init, transmat_init, means_init, covars_init, emissionprob_init: a start of your own, in part or
-            whole. With `"em"` what starts at zero stays there: a left-to-right chain is such a `transmat_init`.
+        startprob_init, transmat_init, means_init, covars_init, emissionprob_init: initial values, any or all of them.
+            With `"em"` probabilities that start at zero stay zero: use this for a left-to-right chain.
         n_init, max_iter, tol, random_state, progress, total_samples, offset, decay: see `Latent`; `partial_fit` counts
+            sequences, tol is per observation.
             sequences, tol is for each observation.
 
     Attributes:
-        startprob_, transmat_, emissionprob_: π, A and b; of `"vb"` their expectations.
-        means_, covars_: m_k (K, D) and Λ_k^-1, shaped as scikit-learn's covariances_; of `"vb"` E[m_k] and E[Λ_k]^-1.
-        startprob_posterior_, transmat_posterior_, emissionprob_posterior_: concentrations, of `"vb"`.
-        means_weight_, dof_: κ_k and nu_k, of `"vb"`.
+        startprob_, transmat_, emissionprob_: π, A and b; with `"vb"` their expectations.
+        means_, covars_: m_k (K, D) and Λ_k^-1, in the shape of scikit-learn's covariances_; `"vb"`: E[m_k], E[Λ_k]^-1.
+        startprob_posterior_, transmat_posterior_, emissionprob_posterior_: concentrations, with `"vb"`.
+        means_weight_, dof_: κ_k and nu_k, with `"vb"`.
         elbo_, elbos_, n_iter_, converged_: see `Latent`.
 
-    X is (n, D), of symbols (n, 1) or (n,), with `lengths` of the sequences in it, one by default; or a list of
-    sequences. A row of NaN is an observation that is missing. Arrays are of NumPy, or tensors where X was one.
+    X is (n, D), for symbols (n, 1) or (n,), with the `lengths` of its sequences, one by default; or a list of
+    sequences. A row of NaN is a missing observation. Results are NumPy arrays, or tensors if X is a tensor.
 
     >>> X = np.array([[0.0], [0.2], [5.1], [4.9], [0.1], [5.0], [5.2], [0.0]])
     >>> model = HiddenMarkov(2, random_state=0, covars_prior=0.1).fit(X, lengths=[5, 3])
     >>> model.means_.round(2).ravel().tolist(), model.predict(X, lengths=[5, 3]).tolist()
     ([5.05, 0.08], [1, 1, 0, 0, 1, 0, 0, 1])
 
-    Reference: 002, sections 5.2 and 5.3; Rabiner, 1989; Foti et al., 2014, for streams.
+    Reference: Khan and Rue 2023, sections 5.2 and 5.3; Rabiner, 1989; Foti et al., 2014, for streams.
     Checked by: tests/equations/test_hidden_markov.py, tests/contract/test_hidden_markov.py.
     """
 
@@ -86,7 +86,7 @@ class HiddenMarkov(Latent):
     means_: Any
     covars_: Any
     batch_size = 1
-    _structure = ("n_states", "emissions", "method", "covariance_type")
+    _fixed_settings = ("n_states", "emissions", "method", "covariance_type")
 
     def __init__(
         self,
@@ -138,31 +138,31 @@ class HiddenMarkov(Latent):
     # --- learning ---
 
     def fit(self, X: Any, y: Any = None, lengths: Any = None) -> HiddenMarkov:
-        """Forgets what was known, and learns from X. y is not used.
+        """Fits X and discards previous fits. y is ignored.
 
         Raises:
-            ValueError: a setting or the data are none that the model can have.
+            ValueError: a setting or the data are not valid.
         """
         _unused(X, y)
         return super().fit(SequenceInput(X, lengths))
 
     def partial_fit(self, X: Any, y: Any = None, lengths: Any = None) -> HiddenMarkov:
-        """Moves what is known by a batch of sequences, and keeps none of it: online EM, or SVI. y is not used."""
+        """Updates the parameters with a batch of sequences, which is not stored: online EM, or SVI. y is ignored."""
         _unused(X, y)
         return super().partial_fit(SequenceInput(X, lengths))
 
     def _read(self, X: Any, *, reset: bool) -> Sequences:
         given: SequenceInput = X
-        require_one_of(self, emissions=EMISSIONS, method=METHODS, covariance_type=COVARIANCES, init=STARTS)
-        require_whole(n_states=self.n_states)
-        rows, lengths = given.joined(self._dims)
+        checks.require_one_of(self, emissions=EMISSIONS, method=METHODS, covariance_type=COVARIANCES, init=STARTS)
+        checks.require_positive_integer(n_states=self.n_states)
+        rows, lengths = given.concatenated(self._dims)
         rows = validate_data(self, rows, reset=reset, dtype=np.float64, ensure_all_finite="allow-nan")
         lengths = given.split(len(rows)) if lengths is None else lengths
         missing = np.isnan(rows)
         wrong = missing.any(1) & ~missing.all(1)
         if wrong.any():
             raise ValueError(
-                f"row {wrong.argmax()} of X is NaN in part: an observation is missing as a whole, or impute it first."
+                f"row {wrong.argmax()} of X is partly NaN: missing observations must be whole rows; impute it first."
             )
         values = torch.as_tensor(np.require(rows, requirements="W"))
         if reset:
@@ -184,33 +184,33 @@ class HiddenMarkov(Latent):
     def _symbols(self, values: Tensor) -> Tensor:
         known = values[~values.isnan()]
         if bool(((known < 0) | (known != known.floor())).any()):
-            raise ValueError(f"X must hold symbols 0, 1, 2, ..., got {known[(known < 0) | (known % 1 != 0)][0]:g}.")
+            raise ValueError(f"X must contain symbols 0, 1, 2, ..., got {known[(known < 0) | (known % 1 != 0)][0]:g}.")
         most = int(known.max()) if len(known) else 0
         if most >= self._count:
             raise ValueError(
-                f"X holds the symbol {most}, but the model knows 0 to {self._count - 1}: "
+                f"X contains the symbol {most}, but the model has symbols 0 to {self._count - 1}: "
                 f"fit it with n_symbols={most + 1} or more."
             )
         return torch.where(values.isnan(), self._count, values).long()
 
     def _begin(self, values: Tensor, lengths: Sequence[int]) -> None:
-        """What is taken from the first data: symbols, the centre of rows, priors."""
+        """Determines the number of symbols, the centre of rows and the priors from the first data."""
         known = values[~values[:, 0].isnan()]
         if not len(known):
-            raise ValueError("X holds no observation, only NaN.")
+            raise ValueError("X contains only NaN: there is nothing to learn from.")
         if len(known) < self.n_states:
             raise ValueError(
-                f"n_states={self.n_states} needs as many observations, got n_samples={len(known)}: take fewer states."
+                f"n_states={self.n_states} needs at least as many observations, got n_samples={len(known)}: use fewer."
             )
         if max(lengths) == 1 and self.n_states > 1:
-            raise ValueError("all sequences have length 1, so there is no move to learn from: use a mixture.")
+            raise ValueError("all sequences have length 1, so transitions cannot be learned: use a mixture.")
         K, vb = self.n_states, self.method == "vb"
         if self.emissions == "categorical":
             if values.shape[1] != 1:
-                raise ValueError(f"symbols come in one column, got {values.shape[1]}.")
+                raise ValueError(f"symbols must be one column, got {values.shape[1]}.")
             wanted = self.n_symbols
             if wanted is not None:
-                require_whole(n_symbols=wanted)
+                checks.require_positive_integer(n_symbols=wanted)
             self._count = int(known.max()) + 1 if wanted is None else int(wanted)
             shown = self._shares_prior("emissionprob_prior", (K, self._count))
         else:
@@ -224,7 +224,7 @@ class HiddenMarkov(Latent):
         value, least = getattr(self, name), 0 if self.method == "vb" else 1
         if value is None:
             value = 1 / shape[-1] if self.method == "vb" else 1.0
-        alpha = require_numbers(name, value)
+        alpha = checks.require_numbers(name, value)
         if alpha.dim() > len(shape) or any(a not in (1, b) for a, b in zip(alpha.shape[::-1], shape[::-1])):
             raise ValueError(f"{name} must be a number or of shape {shape}, got shape {tuple(alpha.shape)}.")
         if not (alpha.min() >= least and alpha.min() > 0 and torch.isfinite(alpha).all()):
@@ -233,7 +233,7 @@ class HiddenMarkov(Latent):
         return Dirichlet().of(alpha.expand(shape))
 
     def _rows_prior(self, known: Tensor) -> Parameters:
-        """λ of the Normal-Wishart prior of each state, about rows from which the centre has been subtracted."""
+        """Natural parameters of the Normal-Wishart prior of each state, for centred rows."""
         D, vb, mean = known.shape[1], self.method == "vb", known.mean(0)
         known = known - mean
         variance = known.square().mean(0)
@@ -241,32 +241,32 @@ class HiddenMarkov(Latent):
         weight = (1.0 if vb else 0.0) if self.means_weight is None else self.means_weight
         location = mean
         if self.means_prior is not None:
-            given = require_numbers("means_prior", self.means_prior)
+            given = checks.require_numbers("means_prior", self.means_prior)
             if given.shape != (D,) or not torch.isfinite(given).all():
                 raise ValueError(f"means_prior must be {D} finite numbers, got shape {tuple(given.shape)}.")
             location = given - self._centre
         spread = floor + known.mT @ known / len(known) if vb else floor
         if self.covars_prior is not None:
-            spread = require_numbers("covars_prior", self.covars_prior)
+            spread = checks.require_numbers("covars_prior", self.covars_prior)
             if spread.shape not in ((), (D,), (D, D)):
                 raise ValueError(f"covars_prior must be a number, ({D},) or ({D}, {D}), got {tuple(spread.shape)}.")
             spread = spread if spread.dim() == 2 else torch.diag(spread.expand(D))
-            spread = require_covariance("covars_prior", spread, D, definite=vb)
-        if not (is_number(weight) and (weight > 0 or (weight == 0 and not vb))):
+            spread = checks.require_covariance("covars_prior", spread, D, definite=vb)
+        if not (checks.is_number(weight) and (weight > 0 or (weight == 0 and not vb))):
             least = "greater than" if vb else "of at least"
             raise ValueError(f"means_weight must be a number {least} 0, got {self.means_weight!r}.")
         degrees = D if self.dof_prior is None else self.dof_prior
         least = D - 1 if self.covariance_type in ("full", "tied") else 0
-        if not (is_number(degrees) and degrees > least):
+        if not (checks.is_number(degrees) and degrees > least):
             raise ValueError(f"dof_prior must be a number greater than {least}, got {self.dof_prior!r}.")
-        spread = narrowed(self._covariance, spread)
+        spread = to_covariance_type(self._covariance, spread)
         found = self._covariance.prior(location, weight, degrees, spread, self.n_states)
         return found if vb or self.dof_prior is not None else (*found[:3], torch.zeros_like(found[3]))
 
-    # --- where it starts ---
+    # --- initial values ---
 
     def _start(self, data: Sequences, random: np.random.RandomState) -> list[Node]:
-        """The priors, and as many observations as there are that look like the start."""
+        """The prior plus as many pseudo-observations of the initial parameters as there are rows."""
         K, weight = self.n_states, len(data.layout.rows) / self.n_states
         even, random_rows = np.full(K, 1 / K), self.init == "random" or self._dims == 1
         startprob = self._given_shares("startprob_init", (K,), even)
@@ -284,14 +284,14 @@ class HiddenMarkov(Latent):
 
     def _given_shares(self, name: str, shape: tuple[int, ...], default: np.ndarray) -> Tensor:
         given = getattr(self, name)
-        shares = require_numbers(name, default if given is None else given)
+        shares = checks.require_numbers(name, default if given is None else given)
         if (
             shares.shape != shape
             or not (shares >= 0).all()
             or not torch.allclose(shares.sum(-1), torch.ones(()).double())
         ):
             found = f"shape {tuple(shares.shape)}, sums {shares.sum(-1).tolist()}"
-            raise ValueError(f"{name} must be of shape {shape}, not negative, with rows that sum to 1, got {found}.")
+            raise ValueError(f"{name} must have shape {shape} and non-negative rows that sum to 1, got {found}.")
         return shares
 
     def _start_rows(self, seen: Rows, random: np.random.RandomState, weight: float) -> Parameters:
@@ -301,7 +301,7 @@ class HiddenMarkov(Latent):
             known = known[random.choice(len(known), SUBSET, replace=False)]
         spread = torch.cov(known.mT, correction=0).view(D, D)
         if self.means_init is not None:
-            means = require_numbers("means_init", self.means_init)
+            means = checks.require_numbers("means_init", self.means_init)
             if means.shape != (K, D) or not torch.isfinite(means).all():
                 raise ValueError(f"means_init must be finite numbers of shape {(K, D)}, got {tuple(means.shape)}.")
             means = means - self._centre
@@ -309,7 +309,7 @@ class HiddenMarkov(Latent):
             means = known[random.choice(len(known), K, replace=False)]
         else:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of fewer distinct points than clusters
+                warnings.simplefilter("ignore")  # fewer distinct points than clusters
                 clusters: Any = KMeans(K, n_init=1, random_state=random)  # pyright: ignore[reportArgumentType]
                 found = clusters.fit(known.numpy())
             means = torch.as_tensor(found.cluster_centers_)
@@ -317,15 +317,15 @@ class HiddenMarkov(Latent):
         variance = known.var(0, correction=0)
         covars = (spread + torch.diag(1e-6 * torch.where(variance > 0, variance, 1))).expand(K, D, D)
         if self.covars_init is not None:
-            covars, shape = require_numbers("covars_init", self.covars_init), self._covariance.shape(K, D)
+            covars, shape = checks.require_numbers("covars_init", self.covars_init), self._covariance.shape(K, D)
             if covars.shape != shape:
                 raise ValueError(f"covars_init must be of shape {shape}, got {tuple(covars.shape)}.")
-            covars = widened(self._covariance, covars, K, D)
+            covars = to_full_matrices(self._covariance, covars, K, D)
             if torch.linalg.cholesky_ex(covars)[1].any():
                 raise ValueError("covars_init must be positive, or positive definite matrices.")
-        return pseudo(self._covariance, means, covars, weight)
+        return pseudo_statistics(self._covariance, means, covars, weight)
 
-    # --- what Latent asks ---
+    # --- the methods of Latent ---
 
     def _priors(self, nodes: Sequence[Node]) -> list[Factor]:
         if self.method == "vb":
@@ -333,14 +333,14 @@ class HiddenMarkov(Latent):
         pairs = [(node, natural) for node, natural in zip(nodes, self._prior) if any(part.any() for part in natural)]
         return [Linear(node, natural) for node, natural in pairs]
 
-    def _evidence(self, data: Sequences, nodes: Sequence[Node], scale: float = 1.0) -> Chained:
+    def _data_factor(self, data: Sequences, nodes: Sequence[Node], scale: float = 1.0) -> MarkovChainFactor:
         initial, moves, shown = nodes
-        return Chained(initial, moves, shown, data, scale=scale)
+        return MarkovChainFactor(initial, moves, shown, data, scale=scale)
 
-    def _units(self, data: Sequences) -> float:
+    def _num_units(self, data: Sequences) -> float:
         return len(data.layout.rows)
 
-    def _publish(self, nodes: Sequence[Node]) -> None:
+    def _set_attributes(self, nodes: Sequence[Node]) -> None:
         for name, node in zip(("startprob", "transmat", "emissionprob"), nodes[: 2 + (self._dims == 1)]):
             if self.method == "vb":
                 alpha = node.natural[0] + 1
@@ -352,9 +352,9 @@ class HiddenMarkov(Latent):
             return
         distance, known = self._covariance.distance(nodes[2].natural), self._covariance.known(nodes[2].natural)
         if not distance < FAR:
-            warn(
-                f"rows of a state are {distance:.0e} of its least deviations from the mean of X: fewer than four "
-                "digits of its covariance are left; raise covars_prior, or remove what is that far off."
+            checks.warn(
+                f"rows of a state are {distance:.0e} of its smallest standard deviations from the mean of X, so fewer "
+                "than four digits of its covariance are accurate: increase covars_prior, or remove outliers."
             )
         if self.method == "vb":
             self._set("means_weight_", known.confidence)
@@ -370,33 +370,33 @@ class HiddenMarkov(Latent):
     def _like(self, value: Tensor) -> Any:
         return value.to(self._device) if self._tensors else value.numpy()
 
-    # --- asking it ---
+    # --- prediction ---
 
-    def _asked(self, X: Any, lengths: Any) -> tuple[SequenceInput, Sequences, tuple[Tensor, Tensor, Tensor]]:
+    def _prepare(self, X: Any, lengths: Any) -> tuple[SequenceInput, Sequences, tuple[Tensor, Tensor, Tensor]]:
         check_is_fitted(self, "startprob_")
         given = SequenceInput(X, lengths)
         data = self._read(given, reset=False)
         with torch.no_grad():
-            return given, data, self._evidence(data, self._nodes).logs()
+            return given, data, self._data_factor(data, self._nodes).logs()
 
     def score(self, X: Any, y: Any = None, lengths: Any = None) -> float:
-        """log p(X), of all sequences; of `"vb"` a lower bound on what the beliefs predict. y is not used."""
+        """log p(X) of all sequences; with `"vb"` a lower bound on the log predictive density. y is ignored."""
         _unused(X, y)
-        _, data, logs = self._asked(X, lengths)
+        _, data, logs = self._prepare(X, lengths)
         return float(markov.smoothed(*logs, data.layout).log_weight.sum())
 
     def predict_proba(self, X: Any, lengths: Any = None) -> Any:
-        """P(z_t = k | X), (n, K), given what is before and after t."""
-        given, data, logs = self._asked(X, lengths)
+        """P(z_t = k | X), (n, K), given all observations."""
+        given, data, logs = self._prepare(X, lengths)
         found = markov.smoothed(*logs, data.layout)
-        require_possible(found.log_weight)
+        check_possible(found.log_weight)
         return given.like(data.layout.unpacked(found.shares).mT.contiguous(), data.layout.lengths, self._dims)
 
     def decode(self, X: Any, lengths: Any = None) -> tuple[float, Any]:
-        """The likeliest path of states (Viterbi), after the logarithm of its probability together with X."""
-        given, data, logs = self._asked(X, lengths)
+        """The joint log probability of X and the most probable path of states (Viterbi), and that path."""
+        given, data, logs = self._prepare(X, lengths)
         weight, states = markov.best(*logs, data.layout)
-        require_possible(weight)
+        check_possible(weight)
         return float(weight.sum()), given.like(data.layout.unpacked(states), data.layout.lengths, self._dims)
 
     def predict(self, X: Any, lengths: Any = None) -> Any:
@@ -404,9 +404,9 @@ class HiddenMarkov(Latent):
         return self.decode(X, lengths)[1]
 
     def sample(self, n_samples: int = 1, random_state: Any = None) -> tuple[Any, Any]:
-        """One sequence of the model, (n_samples, D), and its states; of `"vb"` at the expected parameters."""
+        """One sequence from the model, (n_samples, D), and its states; with `"vb"` at the expected parameters."""
         check_is_fitted(self, "startprob_")
-        require_whole(n_samples=n_samples)
+        checks.require_positive_integer(n_samples=n_samples)
         seed = check_random_state(self.random_state if random_state is None else random_state).randint(2**31 - 1)
         generator = torch.Generator().manual_seed(seed)
         uniform = torch.rand(n_samples, dtype=torch.float64, generator=generator)
@@ -422,14 +422,14 @@ class HiddenMarkov(Latent):
             rows = _drawn(_array(self.emissionprob_)[states], uniform)
         else:
             means, covars = _array(self.means_), _array(self.covars_)
-            root = torch.linalg.cholesky(widened(self._covariance, covars, *means.shape))
+            root = torch.linalg.cholesky(to_full_matrices(self._covariance, covars, *means.shape))
             noise = torch.randn(n_samples, means.shape[1], dtype=torch.float64, generator=generator)
             rows = means[states] + (root[states] @ noise[..., None])[..., 0]
         return self._like(rows), self._like(states)
 
 
 def _drawn(shares: Tensor, uniform: Tensor) -> Tensor:
-    """Outcomes of probabilities (..., K) by numbers in [0, 1), (..., n)."""
+    """Samples of outcomes with probabilities (..., K), from uniform numbers in [0, 1), (..., n)."""
     steps = shares.cumsum(-1)
     return torch.searchsorted(steps / steps[..., -1:], uniform.contiguous(), right=True)
 
@@ -440,4 +440,4 @@ def _array(value: Any) -> Tensor:
 
 def _unused(X: Any, y: Any) -> None:
     if isinstance(X, (np.ndarray, Tensor)) and np.ndim(y) == 1 and len(y) != len(X):
-        raise ValueError(f"y is not used, and has {len(y)} entries for {len(X)} rows: give lengths by name, lengths=.")
+        raise ValueError(f"y is ignored, but has {len(y)} entries for {len(X)} rows: pass lengths by keyword.")

@@ -1,11 +1,12 @@
 r"""Gaussian chains, x_t = F x_{t-1} + noise of covariance Q, with a site exp(h_t'x_t - x_t'J_t x_t/2) at each time.
 
-Everything is an associative product over time, taken by `scan` in log2(T) rounds of batched small matrices: linear in T
-and without a loop over it. Sites are given by their information (h, J), so that a missing observation is a zero, a site
-may say less than nothing, and Q may be singular. Tensors have time first, then any sequences, then the state; what
-sequences share has one entry for all.
+All results are associative products over time, computed by `scan` in log2(T) rounds of batched small matrices: linear
+in T and without a loop over it. Sites are given by their information (h, J), so that a missing observation is zero, a
+site may have a negative precision, and Q may be singular. Tensors have time first, then any sequences, then the state;
+parameters that sequences share have one entry.
 
-Reference: 002, section 5.1, for the belief as one conjugate step; Särkkä and García-Fernández, 2021, for the scan.
+Reference: Khan and Rue 2023, section 5.1, for the posterior as one conjugate step; Särkkä and García-Fernández, 2021,
+for the scan.
 Checked by: tests/equations/test_state_space.py.
 """
 
@@ -29,7 +30,7 @@ class Chain(NamedTuple):
     covariance: Tensor
 
 
-class Beliefs(NamedTuple):
+class StateMoments(NamedTuple):
     """Means (T, ..., D) and covariances (T, ..., D, D) of the states."""
 
     mean: Tensor
@@ -55,8 +56,8 @@ def scan(combine: Callable[[Elements, Elements], Elements], elements: Elements) 
     return tuple(found)
 
 
-def filtered(chain: Chain, h: Tensor, J: Tensor) -> Beliefs:
-    """Beliefs about x_t given the sites up to t.
+def filtered(chain: Chain, h: Tensor, J: Tensor) -> StateMoments:
+    """The posterior of x_t given the sites up to t.
 
     Args:
         h: (T, ..., D).
@@ -72,12 +73,12 @@ def filtered(chain: Chain, h: Tensor, J: Tensor) -> Beliefs:
     gain = torch.linalg.inv(_eye(J[0]) + covariance @ J[0])
     start = gain @ covariance
     first = _times(gain, mean.expand_as(h[0])) + _times(start, h[0])
-    return _chained(Beliefs(first, start), (A, b, C, eta, info))
+    return _chained(StateMoments(first, start), (A, b, C, eta, info))
 
 
-def observed(chain: Chain, H: Tensor, R: Tensor, y: Tensor) -> Beliefs:
-    """Beliefs about x_t given y up to t, where y_t = H x_t + N(0, R): `filtered` with the sites H'R^-1 y and H'R^-1 H,
-    by Kalman's gains, which lose no digits where R is small beside what was known before.
+def observed(chain: Chain, H: Tensor, R: Tensor, y: Tensor) -> StateMoments:
+    """The posterior of x_t given y up to t, where y_t = H x_t + N(0, R): `filtered` with the sites H'R^-1 y and
+    H'R^-1 H, by Kalman gains, which remain accurate if R is small compared with the predicted covariance.
 
     Args:
         H: (T, ..., K, D), or one for all times.
@@ -92,11 +93,11 @@ def observed(chain: Chain, H: Tensor, R: Tensor, y: Tensor) -> Beliefs:
     A, C, info = (part.expand(len(y), *part.shape[1:]) for part in moved)
     gain_0, start, _ = _corrected(covariance, H[0], R[0])
     first = mean + _times(gain_0, y[0] - _times(H[0], mean))
-    return _chained(Beliefs(first, start), (A, _times(gain, y), C, _times(pulled, y), info))
+    return _chained(StateMoments(first, start), (A, _times(gain, y), C, _times(pulled, y), info))
 
 
 def _corrected(covariance: Tensor, H: Tensor, R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gain of an observation, the covariance after it (Joseph's form), and the root of what was expected of it."""
+    """The Kalman gain, the covariance after the update (Joseph form), and the Cholesky factor of the innovation."""
     crossed = H @ covariance
     factor = torch.linalg.cholesky(crossed @ H.mT + R)
     gain = torch.cholesky_solve(crossed, factor).mT
@@ -104,17 +105,17 @@ def _corrected(covariance: Tensor, H: Tensor, R: Tensor) -> tuple[Tensor, Tensor
     return gain, rest @ covariance @ rest.mT + gain @ R @ gain.mT, factor
 
 
-def _chained(start: Beliefs, elements: Elements) -> Beliefs:
-    """The product over time, from what is known of the first state instead of the first element."""
+def _chained(start: StateMoments, elements: Elements) -> StateMoments:
+    """The product over time, with the distribution of the first state in place of the first element."""
     A, _, _, eta, info = elements
     first = torch.zeros_like(A[0]), *start, torch.zeros_like(eta[0]), torch.zeros_like(info[0])
     whole = [torch.cat([a[None].expand(1, *b.shape[1:]), b[1:]]) for a, b in zip(first, elements)]
     _, mean, covariance, _, _ = scan(_follow, tuple(whole))
-    return Beliefs(mean, (covariance + covariance.mT) / 2)
+    return StateMoments(mean, (covariance + covariance.mT) / 2)
 
 
 def _follow(i: Elements, j: Elements) -> Elements:
-    """Two stretches of a chain as one: the end given the start is N(A start + b, C), and (eta, J) tell of the start."""
+    """Combines two segments: the end given the start is N(A start + b, C); (eta, J) is the information on the start."""
     A_i, b_i, C_i, eta_i, J_i = i
     A_j, b_j, C_j, eta_j, J_j = j
     inner = torch.linalg.inv(_eye(C_i) + C_i @ J_j)
@@ -128,23 +129,23 @@ def _follow(i: Elements, j: Elements) -> Elements:
     )
 
 
-def predicted(chain: Chain, filtered: Beliefs) -> Beliefs:
-    """Beliefs about x_t given the sites before t."""
+def predicted(chain: Chain, filtered: StateMoments) -> StateMoments:
+    """The distribution of x_t given the sites before t."""
     F, Q, mean, covariance = chain
     ahead = _times(F, filtered.mean[:-1]), F @ filtered.covariance[:-1] @ F.mT + Q
     first = mean.expand_as(filtered.mean[:1]), covariance.expand_as(filtered.covariance[:1])
-    return Beliefs(torch.cat([first[0], ahead[0]]), torch.cat([first[1], ahead[1]]))
+    return StateMoments(torch.cat([first[0], ahead[0]]), torch.cat([first[1], ahead[1]]))
 
 
 class Backward(NamedTuple):
-    """x_t given x_{t+1} and the sites up to t: N(E x_{t+1} + g, L); of the last state E = 0."""
+    """x_t given x_{t+1} and the sites up to t: N(E x_{t+1} + g, L); E = 0 for the last state."""
 
     gain: Tensor
     mean: Tensor
     covariance: Tensor
 
 
-def backward(chain: Chain, filtered: Beliefs) -> Backward:
+def backward(chain: Chain, filtered: StateMoments) -> Backward:
     F, Q, *_ = chain
     mean, covariance = filtered.mean[:-1], filtered.covariance[:-1]
     ahead = F @ covariance @ F.mT + Q
@@ -158,8 +159,8 @@ def backward(chain: Chain, filtered: Beliefs) -> Backward:
     )
 
 
-def smoothed(back: Backward) -> tuple[Beliefs, Tensor]:
-    """Beliefs about each x_t given all sites, and the covariances of x_t with x_{t+1}, (T - 1, ..., D, D)."""
+def smoothed(back: Backward) -> tuple[StateMoments, Tensor]:
+    """The posterior of each x_t given all sites, and the covariances of x_t with x_{t+1}, (T - 1, ..., D, D)."""
 
     def before(later: Elements, earlier: Elements) -> Elements:
         E, g, L = earlier
@@ -167,11 +168,11 @@ def smoothed(back: Backward) -> tuple[Beliefs, Tensor]:
 
     _, mean, covariance = (part.flip(0) for part in scan(before, tuple(part.flip(0) for part in back)))
     covariance = (covariance + covariance.mT) / 2
-    return Beliefs(mean, covariance), back.gain[:-1] @ covariance[1:]
+    return StateMoments(mean, covariance), back.gain[:-1] @ covariance[1:]
 
 
 def sampled(back: Backward, noise: Tensor) -> Tensor:
-    """Whole paths given all sites, from standard normal noise (T, count, ..., D)."""
+    """Paths given all sites, from standard normal noise (T, count, ..., D)."""
     root = _root(back.covariance)[:, None]
     shift = back.mean[:, None] + _times(root, noise)
 
@@ -194,8 +195,8 @@ def simulated(chain: Chain, noise: Tensor) -> Tensor:
     return scan(after, (moves, shift))[1]
 
 
-def log_partition(ahead: Beliefs, filtered: Beliefs, h: Tensor, J: Tensor) -> Tensor:
-    r"""The logarithm of the sites' expectation under the prior, (...,); NaN where they are of no distribution.
+def log_partition(ahead: StateMoments, filtered: StateMoments, h: Tensor, J: Tensor) -> Tensor:
+    r"""The logarithm of the sites' expectation under the prior, (...,); NaN if the result is not a distribution.
 
     Each time adds log ∫ N(x; m, P) exp(h'x - x'Jx/2) = h'm - m'Jm/2 + e'Ve/2 - log|I + P J|/2, with e = h - J m and V
     the filtered covariance.
@@ -210,7 +211,7 @@ def log_partition(ahead: Beliefs, filtered: Beliefs, h: Tensor, J: Tensor) -> Te
 
 
 def _least(covariance: Tensor) -> Tensor:
-    """The least eigenvalue, of matrices with a unit diagonal; 0 where it is 0 but for rounding."""
+    """The smallest eigenvalue of matrices scaled to a unit diagonal; 0 if it is zero up to rounding."""
     scale = covariance.diagonal(dim1=-2, dim2=-1)
     if bool((scale < 0).any()):
         return scale.amin(-1)
@@ -232,7 +233,7 @@ def _root(covariance: Tensor) -> Tensor:
 
 
 def _solve(covariance: Tensor, other: Tensor) -> Tensor:
-    """covariance^-1 other; by the pseudo-inverse where a state is known for certain."""
+    """covariance^-1 other; the pseudo-inverse if the covariance is singular."""
     factor, info = torch.linalg.cholesky_ex(covariance)
     if not info.any():
         return torch.cholesky_solve(other, factor)

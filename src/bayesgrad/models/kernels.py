@@ -1,9 +1,9 @@
 r"""Covariance functions of Gaussian processes.
 
-A kernel is a frozen value with positive numbers, and a function of two sets of rows, (n, d) and (m, d), that gives
-(n, m). Kernels add and multiply, with one another and with numbers: `2.0 * RBF(0.5) + Linear()`. A length may be one
-number, or one for each column (automatic relevance determination). They are our own because the library asks for
-nothing but torch and numpy; `Function` makes a kernel of anything else that can be called, GPyTorch's included.
+A kernel is an immutable object with positive hyperparameters, and a function of two sets of rows, (n, d) and (m, d),
+that returns (n, m). Kernels add and multiply, with one another and with numbers: `2.0 * RBF(0.5) + Linear()`. A length
+may be one number, or one per column (automatic relevance determination). `Function` makes a kernel from any callable,
+for example a GPyTorch kernel.
 
 >>> (2.0 * RBF(1.0))(torch.zeros(1, 1), torch.tensor([[0.0], [1.0]]))
 tensor([[2.0000, 1.2131]])
@@ -26,7 +26,7 @@ from bayesgrad.models.tunable import Number, Tunable, like
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Kernel(Tunable):
-    """k(x, z)."""
+    """A covariance function k(x, z)."""
 
     @abstractmethod
     def __call__(self, x: Tensor, z: Tensor) -> Tensor:
@@ -51,9 +51,9 @@ class Kernel(Tunable):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Constant(Kernel):
-    """The same covariance for all."""
+    """A constant covariance."""
 
-    tuned = ("variance",)
+    hyperparameter_names = ("variance",)
     variance: Number = 1.0
 
     def __call__(self, x: Tensor, z: Tensor) -> Tensor:
@@ -67,15 +67,15 @@ class Constant(Kernel):
 class _Stationary(Kernel):
     """A function of r² = |(x - z)/length|²."""
 
-    tuned = ("length",)
+    hyperparameter_names = ("length",)
     length: Number = 1.0
 
     def __call__(self, x: Tensor, z: Tensor) -> Tensor:
         length = like(self.length, x)
         if length.dim() and len(length) != x.shape[1]:
-            raise ValueError(f"length must be one number or {x.shape[1]}, as there are columns, got {len(length)}.")
+            raise ValueError(f"length must be one number or {x.shape[1]}, one per column, got {len(length)}.")
         x, z = x / length, z / length
-        # Centred, so that what is subtracted below is not much larger than what is left of it.
+        # Centring reduces the cancellation below.
         centre = x.detach().mean(0)
         x, z = x - centre, z - centre
         square = x.square().sum(1)[:, None] + z.square().sum(1) - 2 * x @ z.mT
@@ -127,10 +127,10 @@ class Linear(Kernel):
     """variance x'z: linear functions through the origin; add a Constant for an intercept.
 
     Args:
-        variance: of the weights, one or one for each column.
+        variance: of the weights, a number or one per column.
     """
 
-    tuned = ("variance",)
+    hyperparameter_names = ("variance",)
     variance: Number = 1.0
 
     def __call__(self, x: Tensor, z: Tensor) -> Tensor:
@@ -142,9 +142,9 @@ class Linear(Kernel):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Sum(Kernel):
-    """Of two independent functions."""
+    """The sum of two kernels: the covariance of a sum of independent functions."""
 
-    tuned = ("left", "right")
+    hyperparameter_names = ("left", "right")
     left: Kernel
     right: Kernel
 
@@ -157,9 +157,9 @@ class Sum(Kernel):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Product(Kernel):
-    """Where both say so."""
+    """The product of two kernels."""
 
-    tuned = ("left", "right")
+    hyperparameter_names = ("left", "right")
     left: Kernel
     right: Kernel
 
@@ -172,7 +172,7 @@ class Product(Kernel):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Function(Kernel):
-    """Any function of two sets of rows, as it is: nothing of it is tuned.
+    """A kernel from any function of two sets of rows; it has no hyperparameters.
 
     >>> Function(lambda x, z: (1 + x @ z.T) ** 2)(torch.ones(1, 2), torch.ones(1, 2))
     tensor([[9.]])
@@ -192,6 +192,6 @@ def _kernel(value: Kernel | float) -> Kernel:
 
 
 def _root(square: Tensor) -> Tensor:
-    """√, with a derivative of 0 at 0, where the kernel's own has none."""
+    """√, with a derivative of 0 at 0, where the true derivative is infinite."""
     near = square <= 0
     return torch.where(near, 0, torch.where(near, 1, square).sqrt())

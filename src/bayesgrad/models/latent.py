@@ -1,4 +1,4 @@
-"""What estimators with hidden variables share: restarts, sweeps until the bound settles, streams."""
+"""The base class of estimators with latent variables: restarts, iterations until convergence, streams."""
 
 from __future__ import annotations
 
@@ -16,42 +16,49 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_random_state
 
 from bayesgrad.inference import Factor, LatentVariableFactor, Node, OutsideDomain, Result, elbo, run, step
-from bayesgrad.inference.engine import Line
-from bayesgrad.models.checks import all_or_nothing, is_number, require_same, require_tolerance, require_whole, warn
+from bayesgrad.inference.engine import ProgressLine
+from bayesgrad.models.checks import (
+    is_number,
+    require_non_negative,
+    require_positive_integer,
+    require_same,
+    restore_on_error,
+    warn,
+)
 
 
 class Latent(BaseEstimator, ABC):
-    r"""Nodes for the parameters, and a `LatentVariableFactor` for the data, whose hidden variables are always at their
-    optimum.
+    r"""Base class: nodes for the parameters, and a `LatentVariableFactor` for the data, which maximises the bound over
+    the latent variables.
 
-    `fit` repeats whole sweeps, steps with rho = 1, until the bound settles, from `n_init` starts, and keeps the best.
-    Where `_streams` says so, a sweep is a pass over shuffled batches, as `partial_fit` takes them: with steps of
+    `fit` repeats steps with rho = 1 until the bound converges, from `n_init` starts, and keeps the best result. If
+    `_uses_batches` is True, an iteration is a pass over shuffled batches, as in `partial_fit`, with steps of
 
     .. math::
         \rho_t = (t + \tau)^{-\kappa}, \quad t = 1, 2, \dots
 
-    and each batch counted N/B times. Ctrl-C ends a fit with the best parameters so far, and a warning.
+    and each batch counted N/B times. Ctrl-C ends a fit with a warning and the best parameters so far.
 
-    What follows is set by the constructors of those that inherit it.
+    The constructors of subclasses set the following.
 
     Args:
-        n_init: starts.
-        max_iter: sweeps, at most.
-        tol: a change of the bound, for each row (`_units`), that ends the sweeps.
+        n_init: number of starts.
+        max_iter: maximum number of iterations.
+        tol: stop when the change of the bound per row (`_num_units`) is below this.
         random_state: as in scikit-learn.
-        progress: whether a line is kept up to date; None: in a terminal, after two seconds.
-        batch_size, offset, decay: of streams: B, tau and kappa; a model with other words for the last two says so in
-            `_words`.
-        total_samples: N of `partial_fit`; None: the rows seen so far.
+        progress: whether to print a progress line; None prints one in a terminal, after two seconds.
+        batch_size, offset, decay: B, tau and kappa for streams; a subclass with other names for the last two sets
+            `_schedule_names`.
+        total_samples: N for `partial_fit`; None uses the number of rows so far.
 
     Attributes:
         elbo_: the bound on the log evidence of the data, with all constants; with `Point` parameters their
-            log-likelihood. After `partial_fit`, as the last batch before its step estimates it.
-        elbos_: at the start and after each sweep; after passes over batches with tol=0 at their end only; after
+            log-likelihood. After `partial_fit`, the estimate from the last batch before its step.
+        elbos_: before the first iteration and after each; after passes over batches with tol=0 only at the end; after
             `partial_fit`, of each batch.
-        n_iter_, converged_: sweeps, and whether the bound settled.
+        n_iter_, converged_: number of iterations, and whether the bound converged.
 
-    Reference: 002, sections 5.2 and 5.3; Hoffman et al., 2013; Cappé and Moulines, 2009, for online EM.
+    Reference: Khan and Rue 2023, sections 5.2 and 5.3; Hoffman et al., 2013; Cappé and Moulines, 2009, for online EM.
     Checked by: tests/contract/test_latent.py.
     """
 
@@ -64,64 +71,64 @@ class Latent(BaseEstimator, ABC):
     offset: float
     decay: float
     total_samples: float | None
-    _words: ClassVar[tuple[str, str]] = ("offset", "decay")
-    _structure: ClassVar[tuple[str, ...]] = ("n_components", "method")  # what a stream cannot change
-    _schedule = "parallel"  # "sequential" where nodes must see each other's moves for the bound to rise
+    _schedule_names: ClassVar[tuple[str, str]] = ("offset", "decay")
+    _fixed_settings: ClassVar[tuple[str, ...]] = ("n_components", "method")  # settings that a stream cannot change
+    _schedule = "parallel"  # "sequential" if the bound increases only when nodes are updated one after the other
 
-    # --- what a model says of itself ---
+    # --- defined by subclasses ---
 
     @abstractmethod
     def _read(self, X: Any, *, reset: bool) -> Any:
-        """Checked data, with a length and rows that can be indexed by an array; settings are checked here as well."""
+        """Validated data with a length, whose rows can be indexed by an array; also validates the settings."""
 
     @abstractmethod
     def _start(self, data: Any, random: np.random.RandomState) -> list[Node]:
-        """The parameters' nodes before the first sweep."""
+        """The initial nodes of the parameters."""
 
     @abstractmethod
     def _priors(self, nodes: Sequence[Node]) -> list[Factor]:
-        """Factors of the parameters alone."""
+        """Factors of the parameters only."""
 
     @abstractmethod
-    def _evidence(self, data: Any, nodes: Sequence[Node], scale: float = 1.0) -> LatentVariableFactor:
+    def _data_factor(self, data: Any, nodes: Sequence[Node], scale: float = 1.0) -> LatentVariableFactor:
         """The factor of the data."""
 
-    def _repeated(self, data: Any, nodes: Sequence[Node]) -> LatentVariableFactor:
-        """The factor of all data in sweeps, which look at it again and again."""
-        return self._evidence(data, nodes)
+    def _full_data_factor(self, data: Any, nodes: Sequence[Node]) -> LatentVariableFactor:
+        """The factor of all data for full iterations, which evaluate it repeatedly."""
+        return self._data_factor(data, nodes)
 
     @abstractmethod
-    def _publish(self, nodes: Sequence[Node]) -> None:
-        """Sets the attributes that people read."""
+    def _set_attributes(self, nodes: Sequence[Node]) -> None:
+        """Sets the fitted attributes."""
 
-    def _between(self, nodes: Sequence[Node]) -> None:
-        """Called after each sweep, for moves of several nodes at once that do not lower the bound."""
+    def _after_iteration(self, nodes: Sequence[Node]) -> None:
+        """Called after each iteration, for joint updates of several nodes that do not decrease the bound."""
 
-    def _arrange(self, nodes: Sequence[Node]) -> None:
-        """Called once at the end of a fit, to name what could be named otherwise; streams keep their names."""
+    def _sort_components(self, nodes: Sequence[Node]) -> None:
+        """Called once at the end of `fit`, to put exchangeable components in order; not called for streams."""
 
-    def _streams(self) -> bool:
-        """Whether `fit` goes through batches."""
+    def _uses_batches(self) -> bool:
+        """Whether `fit` uses batches."""
         return False
 
-    def _units(self, data: Any) -> float:
-        """What changes of the bound are counted for."""
+    def _num_units(self, data: Any) -> float:
+        """The number that changes of the bound are divided by."""
         return len(data)
 
     # --- fitting ---
 
     def fit(self, X: Any, y: Any = None) -> Any:
-        """Forgets what was known, and learns from X. y is not used."""
-        self._check_numbers()
-        with self._all_or_nothing():
+        """Fits X and discards previous fits. y is ignored."""
+        self._check_common_settings()
+        with self._restore_on_error():
             return self._fit(X)
 
     @contextlib.contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
-        """What fails leaves the estimator as it was."""
+    def _restore_on_error(self) -> Iterator[None]:
+        """Restores the estimator if the body raises."""
         naturals = [(node, node.natural) for node in getattr(self, "_nodes", ())]
         try:
-            with all_or_nothing(self):
+            with restore_on_error(self):
                 yield
         except BaseException:
             for node, natural in naturals:
@@ -138,7 +145,9 @@ class Latent(BaseEstimator, ABC):
         for _ in range(self.n_init):
             try:
                 nodes = self._start(data, random)
-                result = self._passes(data, nodes, random) if self._streams() else self._sweeps(data, nodes)
+                result = (
+                    self._iterate_batches(data, nodes, random) if self._uses_batches() else self._iterate(data, nodes)
+                )
             except (OutsideDomain, torch.linalg.LinAlgError) as error:
                 failure = error
                 continue
@@ -154,41 +163,44 @@ class Latent(BaseEstimator, ABC):
                 break
         if best is None:
             raise ValueError(
-                f"none of {self.n_init} starts led to a distribution: look for constant columns, rows that are all the "
-                "same and numbers of very different sizes, or take fewer components."
+                f"none of {self.n_init} starts led to a valid distribution: check for constant columns, identical rows "
+                "and numbers of very different sizes, or use fewer components."
             ) from failure
         self._nodes, result = best
-        self._begun = self._now()
-        self._arrange(self._nodes)
+        self._first_settings = self._current_settings()
+        self._sort_components(self._nodes)
         self._rows = len(data)
         self.elbos_, self.elbo_ = result.elbos, result.elbo
         self.n_iter_, self.converged_ = result.steps, result.converged
-        self._publish(self._nodes)
+        self._set_attributes(self._nodes)
         if interrupted:
-            warn(f"the fit was interrupted after {result.steps} sweeps: the best parameters so far are kept.")
+            warn(f"interrupted after {result.steps} iterations: the best parameters so far are kept.")
         elif not result.converged and self.tol:
             warn(
-                f"{self.max_iter} sweeps were not enough to settle within tol={self.tol:g}: take a larger max_iter.",
+                f"not converged after max_iter={self.max_iter} iterations (tol={self.tol:g}): increase max_iter.",
                 ConvergenceWarning,
             )
         return self
 
     def partial_fit(self, X: Any, y: Any = None) -> Any:
-        """Moves what is known by a batch, and keeps none of it; rows of a `fit` before count as batches that were seen.
+        """Updates the parameters with a batch, which is not stored; rows of a previous `fit` count as earlier batches.
 
-        y is not used.
+        y is ignored.
         """
-        self._check_numbers()
-        with self._all_or_nothing():
+        self._check_common_settings()
+        with self._restore_on_error():
             return self._partial_fit(X)
 
     def _partial_fit(self, X: Any) -> Any:
         first = not hasattr(self, "_nodes")
         if not first:
-            require_same(self._begun, self)
+            require_same(self._first_settings, self)
         data = self._read(X, reset=first)
         if first:
-            self._begun, self._nodes = self._now(), self._start(data, check_random_state(self.random_state))
+            self._first_settings, self._nodes = (
+                self._current_settings(),
+                self._start(data, check_random_state(self.random_state)),
+            )
             self._batches, self._rows = 0, 0
         if first or hasattr(self, "converged_"):
             self.elbos_ = []
@@ -197,84 +209,84 @@ class Latent(BaseEstimator, ABC):
         self._rows += len(data)
         self._batches += 1
         total = self._rows if self.total_samples is None else self.total_samples
-        factors = [*self._priors(self._nodes), self._evidence(data, self._nodes, total / len(data))]
+        factors = [*self._priors(self._nodes), self._data_factor(data, self._nodes, total / len(data))]
         try:
             bound = float(elbo(self._nodes, factors))
             step(self._nodes, factors, self._rho(self._batches), schedule=self._schedule)
         except (OutsideDomain, torch.linalg.LinAlgError) as error:
             raise ValueError(
-                "this batch leads to no distribution, and is not learned from: look for numbers of very different "
-                "sizes from those before, or for rows that are all the same."
+                "this batch leads to an invalid distribution and was ignored: check for numbers of very different "
+                "sizes from those before, or for identical rows."
             ) from error
         self.elbos_.append(bound)
         self.elbo_, self.n_iter_ = bound, self._batches
-        self._publish(self._nodes)
+        self._set_attributes(self._nodes)
         return self
 
-    def _now(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self._structure}
+    def _current_settings(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._fixed_settings}
 
-    def _sweeps(self, data: Any, nodes: list[Node]) -> Result:
-        factors = [*self._priors(nodes), self._repeated(data, nodes)]
+    def _iterate(self, data: Any, nodes: list[Node]) -> Result:
+        factors = [*self._priors(nodes), self._full_data_factor(data, nodes)]
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=r".*(were not enough: the bound|interrupted in step)")
+            warnings.filterwarnings("ignore", message=r".*(not converged after|interrupted in step)")
             return run(
                 nodes,
                 factors,
                 self.max_iter,
                 tolerance=self.tol,
                 schedule=self._schedule,
-                tune=lambda: self._between(nodes),
+                tune=lambda: self._after_iteration(nodes),
                 progress=self.progress,
-                unit=self._units(data),
+                unit=self._num_units(data),
                 interruptible=True,
             )
 
-    def _passes(self, data: Any, nodes: list[Node], random: np.random.RandomState) -> Result:
-        """Passes over batches; the bound of all data is looked at after each, with tol=0 only after the last."""
-        priors, whole = self._priors(nodes), self._evidence(data, nodes)
+    def _iterate_batches(self, data: Any, nodes: list[Node], random: np.random.RandomState) -> Result:
+        """Passes over batches; computes the bound of all data after each, with tol=0 only after the last."""
+        priors, whole = self._priors(nodes), self._data_factor(data, nodes)
         elbos = [float(elbo(nodes, [*priors, whole]))] if self.tol else []
-        shown, taken, stopped, settled = Line(self.progress, self.max_iter), 0, False, False
-        self._batches = 0  # where `partial_fit` goes on from
+        progress_line, taken, stopped, converged = ProgressLine(self.progress, self.max_iter), 0, False, False
+        self._batches = 0  # `partial_fit` continues from here
         before = [node.natural for node in nodes]
         try:
-            while taken < self.max_iter and not settled:
+            while taken < self.max_iter and not converged:
                 order = random.permutation(len(data))
                 for rows in np.array_split(order, max(1, round(len(data) / self.batch_size))):
                     before = [node.natural for node in nodes]
                     self._batches += 1
-                    factors = [*priors, self._evidence(data[rows], nodes, len(data) / len(rows))]
+                    factors = [*priors, self._data_factor(data[rows], nodes, len(data) / len(rows))]
                     step(nodes, factors, self._rho(self._batches), schedule=self._schedule)
                 taken += 1
                 if self.tol:
                     elbos.append(float(elbo(nodes, [*priors, whole])))
-                    settled = abs(elbos[-1] - elbos[-2]) <= self.tol * self._units(data)
-                shown.show(taken, elbos[-1] if elbos else None)
+                    converged = abs(elbos[-1] - elbos[-2]) <= self.tol * self._num_units(data)
+                progress_line.update(taken, elbos[-1] if elbos else None)
         except KeyboardInterrupt:
             stopped = True
             for node, natural in zip(nodes, before):
-                node.natural = natural  # none of a batch of which all nodes have not heard
-        shown.end()
+                node.natural = natural  # undo a batch that has not updated all nodes
+        progress_line.close()
         if stopped or not self.tol:
             elbos.append(float(elbo(nodes, [*priors, whole])))
-        return Result(elbos, settled, stopped, taken)
+        return Result(elbos, converged, stopped, taken)
 
     def _rho(self, count: int) -> float:
-        offset, decay = (getattr(self, name) for name in self._words)
+        offset, decay = (getattr(self, name) for name in self._schedule_names)
         return (count + offset) ** -decay
 
-    def _check_numbers(self) -> None:
-        require_whole(n_init=self.n_init, max_iter=self.max_iter, batch_size=self.batch_size)
-        require_tolerance(tol=self.tol)
-        (first, offset), (second, decay) = ((name, getattr(self, name)) for name in self._words)
+    def _check_common_settings(self) -> None:
+        require_positive_integer(n_init=self.n_init, max_iter=self.max_iter, batch_size=self.batch_size)
+        require_non_negative(tol=self.tol)
+        (first, offset), (second, decay) = ((name, getattr(self, name)) for name in self._schedule_names)
         if not (is_number(decay) and 0.5 < decay <= 1):
-            raise ValueError(f"{second} must be in (0.5, 1] for steps to settle, got {decay!r}.")
-        require_tolerance(**{first: offset})
+            raise ValueError(f"{second} must be in (0.5, 1] for convergence, got {decay!r}.")
+        require_non_negative(**{first: offset})
         if self.total_samples is not None and not (is_number(self.total_samples) and self.total_samples > 0):
-            raise ValueError(f"total_samples must be a positive number, or None, got {self.total_samples!r}.")
+            raise ValueError(f"total_samples must be a positive number or None, got {self.total_samples!r}.")
 
 
 def random_rows(count: int, columns: int, random: np.random.RandomState) -> torch.Tensor:
-    """Shares (count, columns) that sum to one, as scikit-learn's init_params="random" draws them."""
+    """Random rows (count, columns) that sum to one, as drawn by scikit-learn for init_params="random"."""
     drawn = random.uniform(size=(count, columns))
     return torch.as_tensor(drawn / drawn.sum(1, keepdims=True))

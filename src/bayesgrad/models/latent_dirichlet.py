@@ -17,8 +17,15 @@ from torch import Tensor
 from bayesgrad.families import Dirichlet
 from bayesgrad.inference import Factor, Node, Prior
 from bayesgrad.models.arrays import as_numpy, like
-from bayesgrad.models.checks import is_number, require_numbers, require_one_of, require_tolerance, require_whole, warn
-from bayesgrad.models.documents import Counts, Documents
+from bayesgrad.models.checks import (
+    is_number,
+    require_non_negative,
+    require_numbers,
+    require_one_of,
+    require_positive_integer,
+    warn,
+)
+from bayesgrad.models.documents import Counts, DocumentsFactor
 from bayesgrad.models.latent import Latent
 
 METHODS = ("svi", "batch")
@@ -26,45 +33,45 @@ DIRICHLET = Dirichlet()
 
 
 class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
-    r"""Documents as mixtures of topics, which are distributions over words (latent Dirichlet allocation):
+    r"""Latent Dirichlet allocation: documents as mixtures of topics, which are distributions over words:
 
     .. math::
         \beta_k \sim \mathrm{Dir}(\eta), \quad \theta_d \sim \mathrm{Dir}(\alpha), \quad
         w_{dn} \sim \sum_k \theta_{dk} \beta_k
 
-    and q(β_k) = Dir(λ_k), by variational message passing. What is hidden in a document, its shares and the topics of
-    its words, is at its best given λ whenever λ is moved (`documents.Documents`):
+    and q(β_k) = Dir(λ_k), by variational message passing. The latent variables of a document, its topic proportions
+    and the topics of its words, are optimised given λ before each update of λ (`documents.DocumentsFactor`):
 
     .. math::
         \lambda \leftarrow (1 - \rho)\, \lambda + \rho \left(\eta + \frac{N}{B} \sum_d n_{dw} \phi_{dwk}\right)
 
     Args:
-        n_components: topics, K.
+        n_components: number of topics, K.
         method: `"svi"`: passes over shuffled batches of documents, with rho = (t + learning_offset)^-learning_decay;
-            `"batch"`: sweeps over all documents with rho = 1, in which the bound never falls.
-        doc_topic_prior, topic_word_prior: alpha and η; None: 1/K.
-        learning_decay, learning_offset: of `"svi"` and of `partial_fit`.
-        batch_size: documents that `"svi"` takes at a time.
-        total_samples: documents in all, of `partial_fit`; None: those seen so far.
-        max_doc_update_iter: turns between a document's shares and its words' topics, at most.
-            The n-th sweep of `"batch"` takes 3n at most.
-        mean_change_tol: a mean change of a document's concentrations that ends them; 0 takes all, always.
-        max_iter: passes or sweeps, at most.
-        tol: a change of the bound, for each word, that ends them; 0 takes all, and `"svi"` then looks at the bound at
-            the end only.
-        n_init: starts, of which the one with the greatest bound is kept.
-        random_state: as in scikit-learn; topics start as they do there, and so do documents of `"svi"`.
-        progress: whether a line is kept up to date; None: in a terminal, after two seconds.
+            `"batch"`: iterations over all documents with rho = 1, in which the bound never decreases.
+        doc_topic_prior, topic_word_prior: alpha and η; None for 1/K.
+        learning_decay, learning_offset: for `"svi"` and `partial_fit`.
+        batch_size: number of documents per step of `"svi"`.
+        total_samples: total number of documents for `partial_fit`; None for the number so far.
+        max_doc_update_iter: maximum number of iterations within a document.
+            Iteration n of `"batch"` uses at most 3n.
+        mean_change_tol: stop them when the mean change of a document's concentrations is below this; 0 never stops.
+        max_iter: maximum number of passes or iterations.
+        tol: stop when the change of the bound per word is below this; 0 never stops, and `"svi"` then computes the
+            bound only at the end.
+        n_init: number of starts; the one with the highest bound is kept.
+        random_state: as in scikit-learn; topics, and documents of `"svi"`, have the same initial values as there.
+        progress: whether to print a progress line; None prints one in a terminal, after two seconds.
 
     Attributes:
-        components_: λ, the topics' concentrations, (K, V).
-        elbo_: the bound on log p(words), with all constants. Words count in their order.
+        components_: λ, the concentrations of the topics, (K, V).
+        elbo_: the bound on log p(words), with all constants, for words in order.
         elbos_, n_iter_, converged_: see `Latent`.
-        doc_topic_prior_, topic_word_prior_: the numbers that were used.
+        doc_topic_prior_, topic_word_prior_: the values that were used.
         n_features_in_, feature_names_in_: as in scikit-learn.
 
-    X is (D, V), how often each word is in each document: a dense array or tensor, or sparse, of SciPy or of torch.
-    Weights other than whole numbers are taken as counts. Results are of NumPy, or tensors where X was one; computed in
+    X is (D, V), the count of each word in each document: a dense array or tensor, or a sparse matrix of SciPy or
+    torch. Counts need not be integers. Results are NumPy arrays, or tensors if X is a tensor. Computations use
     float64.
 
     >>> documents = torch.tensor([[3, 2, 0, 0], [0, 0, 2, 4], [4, 3, 1, 0], [0, 1, 3, 2]])
@@ -74,11 +81,11 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
     >>> model.transform(documents).argmax(1).tolist()
     [0, 1, 0, 1]
 
-    Reference: 002, section 5.3; Blei, Ng and Jordan, 2003; Hoffman, Blei and Bach, 2010.
-    Differs from scikit-learn: `"svi"` shuffles; `score` and `perplexity` are of documents given what is known of the
-    topics, so that the topics' divergence from their prior, a cost of the data they were learned from, is no part of
-    them; in `"batch"` documents start with even shares, keep those of the last sweep where they were better, and take
-    few turns in the first sweeps.
+    Reference: Khan and Rue 2023, section 5.3; Blei, Ng and Jordan, 2003; Hoffman, Blei and Bach, 2010.
+    Differs from scikit-learn: `"svi"` shuffles. `score` and `perplexity` are those of documents given the posterior of
+    the topics; they do not include the divergence of the topics from their prior. In `"batch"` documents start with
+    equal proportions, keep those of the last iteration if they were better, and use few iterations within documents at
+    first.
     Checked by: tests/equations/test_latent_dirichlet.py, tests/contract/test_latent_dirichlet.py.
     """
 
@@ -86,8 +93,8 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
     n_features_in_: int
     doc_topic_prior_: float
     topic_word_prior_: float
-    _structure = ("n_components",)
-    _words: ClassVar[tuple[str, str]] = ("learning_offset", "learning_decay")
+    _fixed_settings = ("n_components",)
+    _schedule_names: ClassVar[tuple[str, str]] = ("learning_offset", "learning_decay")
 
     def __init__(
         self,
@@ -127,7 +134,7 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
     def _n_features_out(self) -> int:
         return len(self.components_)
 
-    # --- what `Latent` asks for ---
+    # --- the methods of `Latent` ---
 
     def _read(self, X: Any, *, reset: bool) -> Counts:
         if reset:
@@ -138,8 +145,8 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
 
     def _check_settings(self) -> None:
         require_one_of(self, method=METHODS)
-        require_whole(n_components=self.n_components, max_doc_update_iter=self.max_doc_update_iter)
-        require_tolerance(mean_change_tol=self.mean_change_tol)
+        require_positive_integer(n_components=self.n_components, max_doc_update_iter=self.max_doc_update_iter)
+        require_non_negative(mean_change_tol=self.mean_change_tol)
         for name in ("doc_topic_prior", "topic_word_prior"):
             value = self._prior(name)
             if not (is_number(value) and value > 0):
@@ -150,10 +157,10 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         return 1 / self.n_components if given is None else given
 
     def _counts(self, X: Any, *, reset: bool) -> Counts:
-        """Checked counts.
+        """Validated counts.
 
         Raises:
-            ValueError: they are none that documents can have.
+            ValueError: they are not valid counts of words.
         """
         sparse = isinstance(X, Tensor) and X.layout != torch.strided
         plain: Any = Counts.read(X).matrix if sparse else as_numpy(X)
@@ -162,19 +169,19 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         count = len(np.diff(matrix.indptr))
         if not np.isfinite(matrix.data).all():
             wrong = len(np.unique(matrix.nonzero()[0][~np.isfinite(matrix.data)]))
-            raise ValueError(f"X holds NaN or infinity in {wrong} of {count} documents: remove them first.")
+            raise ValueError(f"X contains NaN or infinity in {wrong} of {count} documents: remove them first.")
         if matrix.nnz and matrix.data.min() < 0:
-            raise ValueError(f"Negative values in data: X holds {matrix.data.min():g}, and no count is below zero.")
+            raise ValueError(f"Negative values in data: counts must not be negative, got {matrix.data.min():g}.")
         empty = np.flatnonzero(np.diff(matrix.indptr) == 0)
         if len(empty) == count:
-            raise ValueError("X holds no words: every count is zero.")
+            raise ValueError("X contains no words: every count is zero.")
         if len(empty):
             few = f"{len(empty)} of {count} documents have no words, the first in row {empty[0]}"
-            warn(f"{few}: their shares are the prior's, and they say nothing of the topics.")
+            warn(f"{few}: their proportions are those of the prior, and they do not affect the topics.")
         return Counts(matrix, X.device if isinstance(X, Tensor) else None)
 
     def _start(self, data: Counts, random: np.random.RandomState) -> list[Node]:
-        self._random = random  # documents start from the same stream
+        self._random = random  # initial values of documents come from the same stream
         drawn = random.gamma(100.0, 0.01, (self.n_components, self.n_features_in_))
         return [Node(DIRICHLET, DIRICHLET.of(torch.as_tensor(drawn, device=data.device)), name="topics")]
 
@@ -183,85 +190,85 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         like_one = torch.full_like(topics.natural[0][:1], self._prior("topic_word_prior"))
         return [Prior(topics, DIRICHLET.of(like_one))]
 
-    def _evidence(self, data: Counts, nodes: Sequence[Node], scale: float = 1.0) -> Documents:
-        # Sweeps see a document again and again: the same random start would lead it to the same bad maximum.
+    def _data_factor(self, data: Counts, nodes: Sequence[Node], scale: float = 1.0) -> DocumentsFactor:
+        # Iterations evaluate a document repeatedly: the same random start would lead to the same bad maximum.
         shape = len(data), self.n_components
         drawn = self._random.gamma(100.0, 0.01, shape) if self.method == "svi" else np.ones(shape)
         return self._documents(data, nodes[0], torch.as_tensor(drawn), scale)
 
-    def _repeated(self, data: Counts, nodes: Sequence[Node]) -> Documents:
-        factor = self._evidence(data, nodes)
-        factor.rising = True
+    def _full_data_factor(self, data: Counts, nodes: Sequence[Node]) -> DocumentsFactor:
+        factor = self._data_factor(data, nodes)
+        factor.ramp_up = True
         return factor
 
-    def _documents(self, data: Counts, topics: Node, start: Tensor, scale: float = 1.0) -> Documents:
-        turns, tolerance, prior = self.max_doc_update_iter, self.mean_change_tol, self._prior("doc_topic_prior")
-        return Documents(topics, data, prior, start, turns=turns, tolerance=tolerance, scale=scale)
+    def _documents(self, data: Counts, topics: Node, start: Tensor, scale: float = 1.0) -> DocumentsFactor:
+        max_iter, tolerance, prior = self.max_doc_update_iter, self.mean_change_tol, self._prior("doc_topic_prior")
+        return DocumentsFactor(topics, data, prior, start, max_iter=max_iter, tolerance=tolerance, scale=scale)
 
-    def _publish(self, nodes: Sequence[Node]) -> None:
-        (concentration,) = DIRICHLET.ordinary(nodes[0].natural)
+    def _set_attributes(self, nodes: Sequence[Node]) -> None:
+        (concentration,) = DIRICHLET.standard_parameters(nodes[0].natural)
         self.doc_topic_prior_ = float(self._prior("doc_topic_prior"))
         self.topic_word_prior_ = float(self._prior("topic_word_prior"))
         self.components_ = concentration if self._tensors else concentration.cpu().numpy()
 
-    def _streams(self) -> bool:
+    def _uses_batches(self) -> bool:
         return self.method == "svi"
 
-    def _units(self, data: Counts) -> float:
+    def _num_units(self, data: Counts) -> float:
         return data.words
 
-    # --- what is known of documents ---
+    # --- inference for documents ---
 
-    def _looked(self, X: Any, topics: Any = None) -> tuple[Counts, Documents]:
-        """The factor of new documents, at its best; each starts with even shares, so that none depends on others."""
+    def _inferred(self, X: Any, topics: Any = None) -> tuple[Counts, DocumentsFactor]:
+        """The factor of new documents, optimised; each starts with equal proportions, independently of the others."""
         if topics is None:
             check_is_fitted(self, "components_")
             counts, topics = self._counts(X, reset=False), self.components_
         else:
             self._check_settings()
-            counts = LatentDirichlet()._counts(X, reset=True)  # this one may know another vocabulary, or none
+            counts = LatentDirichlet()._counts(X, reset=True)  # this estimator may have another vocabulary, or none
         given, width = require_numbers("topics", topics), counts.matrix.shape[1]  # pyright: ignore
         if given.dim() != 2 or given.shape[1] != width:
-            raise ValueError(f"topics must be (K, {width}), as X has {width} columns, got shape {tuple(given.shape)}.")
+            raise ValueError(f"topics must be (K, {width}), with the columns of X, got shape {tuple(given.shape)}.")
         if not ((given > 0) & torch.isfinite(given)).all():
             raise ValueError(f"topics must be positive concentrations, got {given.min().item():g}.")
         node = Node(DIRICHLET, DIRICHLET.of(given.to(counts.device or "cpu")), name="topics")
         factor = self._documents(counts, node, torch.ones(len(counts), len(given), dtype=torch.float64))
-        factor.looked()
+        factor.evaluate_cached()
         return counts, factor
 
     def transform(self, X: Any, *, normalize: bool = True) -> Any:
-        """Shares of topics in each document, (D, K): their means.
+        """Mean topic proportions of each document, (D, K).
 
         Args:
-            normalize: False gives their concentrations instead.
+            normalize: False returns the concentrations instead.
         """
-        shares = self._looked(X)[1].shares
+        shares = self._inferred(X)[1].shares
         return like(X)(shares / shares.sum(1, keepdim=True) if normalize else shares)
 
     def bound(self, X: Any, topics: Any = None) -> Any:
-        """A bound on log p(words) of each document, (D,), given what is known of the topics.
+        """A bound on log p(words) of each document, (D,), given the posterior of the topics.
 
         Args:
-            topics: concentrations (K, V), also of another package; None: `components_`. A model that was not fitted
-                will do then: only its doc_topic_prior, max_doc_update_iter and mean_change_tol count.
+            topics: concentrations (K, V), for example of another package; None for `components_`. With topics, the
+                estimator need not be fitted: only doc_topic_prior, max_doc_update_iter and mean_change_tol are used.
         """
-        return like(X)(self._looked(X, topics)[1].bounds)
+        return like(X)(self._inferred(X, topics)[1].bounds)
 
     def score(self, X: Any, y: Any = None) -> float:
-        """The sum of `bound`: in nats, for all documents."""
+        """The sum of `bound` over documents, in nats."""
         return float(as_numpy(self.bound(X)).sum())
 
     def perplexity(self, X: Any) -> float:
-        """exp(-score for each word): how many words the next one is chosen from, as it were."""
-        counts, factor = self._looked(X)
+        """exp(-score per word)."""
+        counts, factor = self._inferred(X)
         return math.exp(-float(factor.bounds.sum()) / counts.words)
 
     def top_words(self, vocabulary: Sequence[str] | None = None, n: int = 10) -> list[list[Any]]:
-        """The n likeliest words of each topic.
+        """The n most probable words of each topic.
 
         Args:
-            vocabulary: the word of each column of X; None: `feature_names_in_`, or the columns' numbers.
+            vocabulary: the word of each column of X; None for `feature_names_in_`, or the column numbers.
         """
         check_is_fitted(self, "components_")
         if not 1 <= n <= self.n_features_in_:
@@ -269,18 +276,18 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         columns = getattr(self, "feature_names_in_", range(self.n_features_in_))
         words = list(columns if vocabulary is None else vocabulary)
         if len(words) != self.n_features_in_:
-            raise ValueError(f"vocabulary has {len(words)} words, X had {self.n_features_in_} columns.")
+            raise ValueError(f"vocabulary must have one word per column of X, {self.n_features_in_}, got {len(words)}.")
         order = np.argsort(-as_numpy(self.components_), axis=1, kind="stable")[:, :n]
         return [[words[place] for place in row] for row in order]
 
     def sample(self, n_samples: int = 1, length: int = 100, random_state: Any = None) -> tuple[Any, Any]:
-        """New documents from topics that are drawn once: counts (n_samples, V), sparse, and shares (n_samples, K).
+        """New documents from one sample of the topics: counts (n_samples, V), sparse, and proportions (n_samples, K).
 
         Args:
-            length: words in each.
+            length: number of words in each.
         """
         check_is_fitted(self, "components_")
-        require_whole(n_samples=n_samples, length=length)
+        require_positive_integer(n_samples=n_samples, length=length)
         random = check_random_state(self.random_state if random_state is None else random_state)
         generator = torch.Generator().manual_seed(int(random.randint(2**31 - 1)))
         alpha = torch.full((self.n_components,), self.doc_topic_prior_, dtype=torch.float64)

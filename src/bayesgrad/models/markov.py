@@ -1,18 +1,18 @@
-r"""Chains of hidden states z_t in 1..K: weights π_j of the first, A_ij of each move, b_j(t) of what is seen.
+r"""Markov chains of states z_t in 1..K: weights π_j of the first, A_ij of transitions, b_j(t) of observations.
 
 .. math::
     p(z) \propto \pi_{z_1} b_{z_1}(1) \prod_{t > 1} A_{z_{t-1} z_t} b_{z_t}(t)
 
-There is no loop over time. Sequences are cut into pieces of about √T/3 steps, and all pieces take a step at once: first
-those of their K x K products, which a scan over pieces joins into the messages at all cuts, then forward and backward
-from there. Weights are logarithms and need not sum to one: exp(E[log A]) of a belief about A does not.
+There is no loop over time. Sequences are cut into pieces of about √T/3 steps, and all pieces are processed at once:
+first their K x K products, which a scan over pieces combines into the messages at all cuts, then the forward and
+backward recursions from there. Weights are logarithms and need not be normalised: exp(E[log A]) is not.
 
-Sums are taken of plain numbers, which are rescaled now and then. That is exact to rounding as long as no weight of a
-move is very small, for then whatever underflows is dwarfed by a detour. Moves of weight below 1e-30, or impossible, are
-given that weight; how often they would be made bounds the error, and where that is not negligible all is done again
-with logarithms.
+Sums use plain numbers, which are rescaled every few steps. This is exact up to rounding as long as no transition
+weight is very small, because terms that underflow are then negligible. Transitions of weight below 1e-30 get that
+weight; the expected number of such transitions bounds the error, and if it is not negligible the computation is
+repeated with logarithms.
 
-Reference: Rabiner, 1989; Särkkä and García-Fernández, 2021, for products along time.
+Reference: Rabiner, 1989; Särkkä and García-Fernández, 2021, for scans over time.
 Checked by: tests/equations/test_markov.py: sums over all paths.
 """
 
@@ -29,21 +29,21 @@ from torch import Tensor
 
 from bayesgrad.models.kalman import Elements, scan
 
-RARE = 1e-30  # the least weight of a move in plain arithmetic
-FAINT = -200.0  # b below e^-200 of the best state's are 0: less than RARE^2 eps
-NEGLIGIBLE = 1e-13  # how many moves below RARE may be made
+RARE = 1e-30  # smallest transition weight in plain arithmetic
+FAINT = -200.0  # b below e^-200 of the largest is set to 0: less than RARE^2 eps
+NEGLIGIBLE = 1e-13  # acceptable expected number of transitions below RARE
 
 
 class Layout:
-    """Where the rows of sequences stand: pieces by falling length, and for each step a row of each that is so long.
+    """The layout of rows: pieces sorted by length, longest first, and for each step one row of each piece.
 
     Args:
         lengths: of the sequences.
-        size: the greatest length of a piece; None: what is fast.
+        size: maximum length of a piece; None chooses a fast one.
 
     Attributes:
-        rows: of each packed place its row in the data, (N,).
-        widths: how many pieces take each step.
+        rows: the row of the data at each packed position, (N,).
+        widths: number of pieces at each step.
     """
 
     def __init__(self, lengths: Sequence[int], size: int | None = None) -> None:
@@ -71,14 +71,14 @@ class Layout:
         self.order = torch.as_tensor(order)  # of packed pieces, their places in time
         self.rank = torch.as_tensor(np.argsort(order))  # of pieces in time, where they are packed
         self.cut = len(owner) > len(whole)
-        self._rooms: dict[str, Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
         self.shifted = bool((self.before == torch.arange(len(self.before))).all())
 
-    def room(self, name: str, states: int) -> Tensor:
-        """(K, N) to write to, the same at each call: new memory costs more than what is done with it."""
-        found = self._rooms.get(name)
+    def buffer(self, name: str, states: int) -> Tensor:
+        """A buffer (K, N), the same at each call, because allocating memory would take longer than the computation."""
+        found = self._buffers.get(name)
         if found is None or len(found) != states:
-            found = self._rooms[name] = torch.empty(states, len(self.rows), dtype=torch.float64)
+            found = self._buffers[name] = torch.empty(states, len(self.rows), dtype=torch.float64)
         return found
 
     def unpacked(self, values: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class Layout:
         return found
 
     def summed(self, values: Tensor, pieces: Tensor) -> Tensor:
-        """Of each sequence the sum of numbers for its places, (N,), and for its pieces."""
+        """Sums for each sequence of values at its positions, (N,), and of its pieces."""
         total = torch.zeros(len(self.lengths), dtype=values.dtype)
         if len(total) == 1:
             return total + values.sum() + pieces.sum()
@@ -97,13 +97,13 @@ class Layout:
 
 
 class Smoothed(NamedTuple):
-    """What is believed of the states.
+    """The posterior of the states.
 
     Args:
-        log_weight: log Σ_z p(z) of each sequence, its log-likelihood; -inf where no path can be.
+        log_weight: log Σ_z p(z) of each sequence, its log-likelihood; -inf if no path is possible.
         shares: P(z_t = k), (K, N), packed; overwritten when the layout is used again.
-        pairs: how often each move is expected, (K, K).
-        first: how often each state is expected to be a first one, (K,).
+        pairs: the expected number of each transition, (K, K).
+        first: the expected number of sequences that start in each state, (K,).
     """
 
     log_weight: Tensor
@@ -114,7 +114,7 @@ class Smoothed(NamedTuple):
 
 @dataclass(frozen=True)
 class Plain:
-    """Sums of numbers, rescaled every so many steps."""
+    """Plain arithmetic with rescaling every `every` steps."""
 
     every: int
     one: ClassVar[float] = 1.0
@@ -129,7 +129,7 @@ class Plain:
         return torch.mul(x, seen, out=out)
 
     def rescale_(self, x: Tensor, scale: Tensor, step: int) -> None:
-        """Makes columns of x sum to one, when it is time to; what they were is added to their scale."""
+        """Normalises columns of x, every few steps, and adds the logarithms of their sums to `scale`."""
         if step % self.every == 0:
             total = x.sum(0)
             x /= total
@@ -140,18 +140,18 @@ class Plain:
         return x.sum(0).log_().add_(scale)
 
     def messages(self, products: Tensor, scale: Tensor, begins: Tensor) -> tuple[Tensor, Tensor]:
-        """From the past and from the future of each piece, (pieces, K), up to a factor.
+        """Messages from the past and from the future of each piece, (pieces, K), up to a factor.
 
         Args:
             products: (pieces, K from, K to), each row with its scale, (pieces, K).
-            begins: which pieces begin a sequence: their rows are the same, so that nothing before them matters.
+            begins: which pieces begin a sequence: their rows are equal, so that they do not depend on earlier pieces.
         """
         return _halved(products * (scale - scale.amax(-1, keepdim=True)).exp()[..., None])
 
 
 @dataclass(frozen=True)
 class Logs:
-    """Logarithms, of sums (`torch.logsumexp`) or of the greatest term (`torch.amax`)."""
+    """Arithmetic of logarithms, with sums (`torch.logsumexp`) or maxima (`torch.amax`)."""
 
     reduce: Callable[..., Tensor]
     one: ClassVar[float] = 0.0
@@ -164,13 +164,13 @@ class Logs:
         return torch.add(x, seen, out=out)
 
     def rescale_(self, x: Tensor, scale: Tensor, step: int) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def total(self, x: Tensor, scale: Tensor) -> Tensor:
         return self.reduce(x, 0)
 
     def messages(self, products: Tensor, scale: Tensor, begins: Tensor) -> tuple[Tensor, Tensor]:
-        """Sequences that are impossible must not reach others: what is before a sequence and after it is cut off."""
+        """Impossible sequences must not affect others: messages are reset at the ends of sequences."""
         ends = torch.cat([begins[1:], begins[:1]])
 
         def join(left: Tensor, right: Tensor) -> Tensor:
@@ -194,12 +194,12 @@ Arithmetic = Plain | Logs
 
 
 def smoothed(start: Tensor, moves: Tensor, seen: Tensor, layout: Layout) -> Smoothed:
-    """The belief about states.
+    """The posterior of states.
 
     Args:
         start: log π, (K,).
-        moves: log A, (K, K), from rows to columns; -inf for what cannot be.
-        seen: log b, (K, N), packed; changed.
+        moves: log A, (K, K), from rows to columns; -inf for impossible transitions.
+        seen: log b, (K, N), packed; modified in place.
     """
     top = _begin_(start, seen, layout)
     found, odd = _plain(moves, seen, top, layout)
@@ -207,7 +207,7 @@ def smoothed(start: Tensor, moves: Tensor, seen: Tensor, layout: Layout) -> Smoo
 
 
 def _begin_(start: Tensor, seen: Tensor, layout: Layout) -> Tensor:
-    """Adds log π to the first places; the greatest of each column, -inf where nothing can be (made certain)."""
+    """Adds log π to the first positions; returns the maximum of each column, -inf if no state is possible."""
     count = len(layout.first)
     seen[:, :count] += torch.where(layout.first, start[:, None], 0)
     top = seen.amax(0)
@@ -218,8 +218,8 @@ def _begin_(start: Tensor, seen: Tensor, layout: Layout) -> Tensor:
 
 
 def _plain(moves: Tensor, seen: Tensor, top: Tensor, layout: Layout) -> tuple[Smoothed, float]:
-    """Also how many moves of less than RARE would be made."""
-    weights = torch.sub(seen, torch.where(torch.isneginf(top), 0, top), out=layout.room("weights", len(moves)))
+    """Also returns the expected number of transitions below RARE."""
+    weights = torch.sub(seen, torch.where(torch.isneginf(top), 0, top), out=layout.buffer("weights", len(moves)))
     weights = torch.threshold_(weights, FAINT, -math.inf).exp_()
     A = moves.exp()
     floored = A.clamp(min=RARE)
@@ -257,14 +257,14 @@ def _logarithmic(moves: Tensor, seen: Tensor, top: Tensor, layout: Layout) -> Sm
 
 
 def best(start: Tensor, moves: Tensor, seen: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Viterbi's path: the logarithm of its weight, of each sequence, and its states (N,), packed. See `smoothed`."""
+    """The Viterbi path: its log weight for each sequence, and its states (N,), packed. See `smoothed`."""
     top = _begin_(start, seen, layout)
     arithmetic, count = Logs(torch.amax), len(layout.first)
     entering, _ = _cuts(arithmetic, moves, seen, layout)
     alpha, _, total = _forward(arithmetic, moves, seen, entering, layout)
     earlier = torch.cat([entering, alpha[:, layout.before]], 1)
     pointers = _origins(earlier, moves)
-    paths = torch.empty_like(pointers)  # of each piece one path for each state that it may end with
+    paths = torch.empty_like(pointers)  # for each piece one path per final state
     now = torch.arange(len(moves))[:, None].repeat(1, count)
     for path, pointer in reversed(list(zip(paths.split(layout.widths, 1), pointers.split(layout.widths, 1)))):
         width = path.shape[1]
@@ -280,7 +280,7 @@ def best(start: Tensor, moves: Tensor, seen: Tensor, layout: Layout) -> tuple[Te
 
 
 def _origins(earlier: Tensor, moves: Tensor) -> Tensor:
-    """The state that each state is best reached from, (K, N). One by one: argmax along a short dimension is slow."""
+    """The best previous state of each state, (K, N). A loop, because argmax along a short dimension is slow."""
     height = earlier[0] + moves[0, :, None]
     found = torch.zeros_like(height, dtype=torch.int16)
     for i in range(1, len(moves)):
@@ -317,7 +317,7 @@ def _cuts(arithmetic: Arithmetic, moves: Tensor, weights: Tensor, layout: Layout
 
 
 def _halved(products: Tensor) -> tuple[Tensor, Tensor]:
-    """Messages to each of a chain of matrices from both sides, by those to products of pairs."""
+    """Messages from both sides to each of a chain of matrices, by recursion on products of pairs."""
     count = len(products)
     past, future = torch.ones_like(products[..., 0]), torch.ones_like(products[..., 0])
     if count == 1:
@@ -340,8 +340,8 @@ def _halved(products: Tensor) -> tuple[Tensor, Tensor]:
 def _forward(
     arithmetic: Arithmetic, moves: Tensor, weights: Tensor, entering: Tensor, layout: Layout
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Messages from the past, with what is seen at t and without, (K, N), and the logarithms of what pieces add."""
-    alpha, ahead, count = layout.room("alpha", len(moves)), layout.room("ahead", len(moves)), len(layout.first)
+    """Messages from the past, with and without the observation at t, (K, N), and the log weight added by each piece."""
+    alpha, ahead, count = layout.buffer("alpha", len(moves)), layout.buffer("ahead", len(moves)), len(layout.first)
     scale, onward = torch.zeros(count, dtype=weights.dtype), moves.mT.contiguous()
     seen, found, plain = (part.split(layout.widths, 1) for part in (weights, alpha, ahead))
     plain[0][:] = torch.where(layout.first, arithmetic.one, arithmetic.push(onward, entering))
@@ -354,8 +354,8 @@ def _forward(
 
 
 def _backward(arithmetic: Arithmetic, moves: Tensor, weights: Tensor, leaving: Tensor, layout: Layout) -> Tensor:
-    """Messages from the future, with what is seen at t, (K, N)."""
-    after, now, idle = layout.room("after", len(moves)), leaving.clone(), torch.zeros_like(leaving[0])
+    """Messages from the future, with the observation at t, (K, N)."""
+    after, now, idle = layout.buffer("after", len(moves)), leaving.clone(), torch.zeros_like(leaving[0])
     seen, found = weights.split(layout.widths, 1), after.split(layout.widths, 1)
     for step in range(len(layout.widths) - 1, -1, -1):
         width = layout.widths[step]

@@ -1,4 +1,4 @@
-"""How one of several labels comes from a linear predictor."""
+"""The multinomial likelihood of labels given linear predictors."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def quadrature(size: int) -> Expectation:
 class Multinomial:
     """P(y = c) = softmax(B z)_c, y in {0, ..., C-1}, for C - 1 contrasts z and an orthonormal B whose columns sum to 0.
 
-    A softmax does not see what all its logits have in common. With independent priors of one precision for the C
-    logits' weights, the C - 1 contrasts z = B'f have those same priors, and what is common stays as the prior has it.
+    Softmax is invariant to a constant added to all logits. With independent priors of equal precision for the weights
+    of the C logits, the C - 1 contrasts z = B'f have the same priors, and the common constant keeps its prior.
 
     Args:
         classes: C.
@@ -36,7 +36,7 @@ class Multinomial:
     classes: int = 3
 
     def basis(self, like: Tensor) -> Tensor:
-        """B, (C, C-1): Helmert's contrasts."""
+        """B, (C, C-1): the Helmert contrasts."""
         rows = torch.arange(self.classes, dtype=like.dtype, device=like.device)[:, None]
         columns = torch.arange(1, self.classes, dtype=like.dtype, device=like.device)
         contrasts = (rows < columns).to(like) - (rows == columns).to(like) * columns
@@ -58,7 +58,7 @@ class Multinomial:
         return value, first @ basis, basis.mT @ (pairs - torch.diag_embed(mean)) @ basis
 
     def information(self, z: Tensor) -> Tensor:
-        # Of equal probabilities: B'(I/C - 11'/C^2)B = I/C.
+        # For equal probabilities: B'(I/C - 11'/C^2)B = I/C.
         return torch.full_like(z[..., 0], 1 / self.classes)
 
     def mean(self, z: Tensor, variance: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class Multinomial:
 
 
 @dataclass(frozen=True, eq=False)
-class GivenLabels:
+class MultinomialLogLikelihood:
     """log p(y | z) as a function of z, with derivatives in closed form."""
 
     observation: Multinomial

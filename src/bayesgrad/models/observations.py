@@ -1,4 +1,4 @@
-"""How a number f, which a model believes to be Gaussian, makes what is observed of it: p(y | f)."""
+"""Observation models p(y | f) of a latent value f with a Gaussian posterior."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from bayesgrad.inference.expectation import Delta, Expectation, GaussHermite, Mo
 from bayesgrad.models.tunable import Number, Tunable, like
 
 QUADRATURE = GaussHermite(32, "reparameterised")
-FINE = GaussHermite(64)  # for predictions, which are taken once
+FINE = GaussHermite(64)  # for predictions
 
 
 class Prediction(NamedTuple):
-    """E[y], how uncertain E[y | f] is about it, and the mean variance of y given f; elementwise."""
+    """E[y], the variance of E[y | f], and the mean of Var[y | f]; elementwise."""
 
     mean: Tensor
     variance: Tensor
@@ -33,7 +33,7 @@ class Observation(Tunable):
     """p(y | f), elementwise.
 
     `classifies`: whether y is 0 or 1; `concave`: whether log p(y | f) is concave in f, so that no site has a negative
-    precision; `conjugate`: whether it is quadratic; `least_squares`: whether a linear regression is where to start.
+    precision; `conjugate`: whether it is quadratic; `least_squares`: whether a linear regression is a good start.
     """
 
     classifies: ClassVar[bool] = False
@@ -50,14 +50,14 @@ class Observation(Tunable):
         return expectation.scalar(lambda f: self.log_density(f, y), mean, variance)
 
     def sites(self, y: Tensor) -> Parameters:
-        """Natural parameters of the first sites: log p(y | f) to second order at `start`."""
+        """Natural parameters of the initial sites: log p(y | f) to second order at `start`."""
         at = self.start(y)
         _, first, second = self.expected(at, torch.zeros_like(at), y, Delta())
         return first - second * at, second / 2
 
     @abstractmethod
     def information(self, f: Tensor) -> Tensor:
-        """Fisher's information about f."""
+        """The Fisher information about f."""
 
     @abstractmethod
     def mean(self, f: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class Observation(Tunable):
         """Var[y | f]."""
 
     def predict(self, mean: Tensor, variance: Tensor) -> Prediction:
-        """For f ~ N(mean, variance)."""
+        """The prediction of y for f ~ N(mean, variance)."""
         at, weights = self._points(mean, variance)
         values = self.mean(at)
         first = (weights * values).sum(0)
@@ -86,22 +86,22 @@ class Observation(Tunable):
         return at[..., 0], weights.view(-1, *[1] * mean.dim())
 
     def start(self, y: Tensor) -> Tensor:
-        """Values of f that suit the targets: where the first sites are taken."""
+        """Values of f that match the targets, at which the initial sites are computed."""
         return torch.zeros_like(y)
 
     @abstractmethod
     def sample(self, f: Tensor, generator: torch.Generator) -> Tensor:
-        """y drawn given f."""
+        """Samples of y given f."""
 
     def check(self, y: Tensor) -> None:
-        """Raises a ValueError for targets that cannot be; NaN is passed over: whoever allows no gaps asks before."""
+        """Raises a ValueError for invalid targets; ignores NaN."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Gaussian(Observation):
-    """y = f + scale times normal noise."""
+    """y = f + scale times standard normal noise."""
 
-    tuned = ("scale",)
+    hyperparameter_names = ("scale",)
     conjugate = True
     least_squares = True
     scale: Number = 1.0
@@ -138,14 +138,14 @@ class Gaussian(Observation):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class StudentT(Observation):
-    """y = f + noise with heavy tails: few observations may be far off. Not concave: a site may say less than nothing.
+    """y = f + noise with heavy tails, for data with outliers. Not log-concave: a site may have a negative precision.
 
     Args:
         scale: of the noise.
-        dof: degrees of freedom; not tuned with the rest.
+        dof: degrees of freedom; fixed.
     """
 
-    tuned = ("scale",)
+    hyperparameter_names = ("scale",)
     concave = False
     least_squares = True
     scale: Number = 1.0
@@ -189,7 +189,7 @@ class StudentT(Observation):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Bernoulli(Observation):
-    """y is 1 with a probability that rises with f."""
+    """y is 1 with a probability that increases with f."""
 
     classifies = True
 
@@ -292,8 +292,8 @@ NAMES = {
 }
 
 
-def named(likelihood: str | Observation) -> Observation:
-    """The observation of that name, with default numbers."""
+def get_observation(likelihood: str | Observation) -> Observation:
+    """Returns an Observation unchanged; converts a name to one with default hyperparameters."""
     if isinstance(likelihood, Observation):
         return likelihood
     if not (isinstance(likelihood, str) and likelihood in NAMES):
@@ -312,8 +312,10 @@ class CallableLikelihood:
         return self.observation.log_density(f, self.y)
 
 
-def tuned(observation: Observation, names: list[str], mean: Tensor, variance: Tensor, y: Tensor) -> Observation:
-    """The numbers that maximise E[log p(y | f)], f ~ N(mean, variance)."""
+def fit_hyperparameters(
+    observation: Observation, names: list[str], mean: Tensor, variance: Tensor, y: Tensor
+) -> Observation:
+    """The observation model with the hyperparameters that maximise E[log p(y | f)] for f ~ N(mean, variance)."""
     at, _, weights = GaussHermite(16).points(mean[:, None], variance.sqrt()[:, None, None])
     at = at[..., 0]  # (16, n)
     start = [math.log(float(getattr(observation, name))) for name in names]

@@ -1,4 +1,4 @@
-"""Values made of positive numbers that data may choose: kernels, and how observations are made."""
+"""Objects with positive hyperparameters: kernels and observation models."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ Own = TypeVar("Own", bound="Tunable")
 
 @dataclass(frozen=True, eq=False)
 class Tunable:
-    """A frozen value whose fields named in `tuned` are positive numbers, one or several each, or such values again.
+    """An immutable object with positive hyperparameters: numbers, tensors, or nested objects of this kind.
 
-    `numbers()` and `replaced()` take it apart and put it together, so that an optimizer sees tensors by name and the
-    value itself stays what it was.
+    `hyperparameter_names` lists their fields. `hyperparameters()` returns them by name, and `with_hyperparameters()`
+    creates a copy with other values, so that an optimizer can work with a dict of tensors.
     """
 
-    tuned: ClassVar[tuple[str, ...]] = ()
+    hyperparameter_names: ClassVar[tuple[str, ...]] = ()
 
-    def numbers(self) -> dict[str, Tensor]:
-        """What can be chosen, by name: those of a part with the part's name in front."""
+    def hyperparameters(self) -> dict[str, Tensor]:
+        """The hyperparameters by name; those of a nested object have its name as a prefix."""
         found: dict[str, Tensor] = {}
-        for name in self.tuned:
+        for name in self.hyperparameter_names:
             value = getattr(self, name)
             if isinstance(value, Tunable):
-                found.update({f"{name}.{inner}": number for inner, number in value.numbers().items()})
+                found.update({f"{name}.{inner}": number for inner, number in value.hyperparameters().items()})
             else:
                 found[name] = torch.as_tensor(value, dtype=torch.float64)
         return found
 
-    def replaced(self: Own, numbers: Mapping[str, Tensor]) -> Own:
-        """The same with other numbers."""
+    def with_hyperparameters(self: Own, numbers: Mapping[str, Tensor]) -> Own:
+        """A copy with other hyperparameters."""
         changes = {}
-        for name in self.tuned:
+        for name in self.hyperparameter_names:
             value = getattr(self, name)
             if isinstance(value, Tunable):
                 inner = {key.removeprefix(f"{name}."): n for key, n in numbers.items() if key.startswith(f"{name}.")}
-                changes[name] = value.replaced(inner)
+                changes[name] = value.with_hyperparameters(inner)
             elif name in numbers:
                 changes[name] = numbers[name]
         return replace(self, **changes)
 
-    def plain(self: Own) -> Own:
-        """The same with numbers that have no graph: floats, and tensors where there are several."""
-        numbers = {name: number.detach() for name, number in self.numbers().items()}
-        return self.replaced({n: v if v.numel() > 1 else v.item() for n, v in numbers.items()})  # pyright: ignore
+    def detached(self: Own) -> Own:
+        """A copy with detached hyperparameters: floats, and tensors of several numbers."""
+        numbers = {name: number.detach() for name, number in self.hyperparameters().items()}
+        return self.with_hyperparameters({n: v if v.numel() > 1 else v.item() for n, v in numbers.items()})  # pyright: ignore
 
     def __post_init__(self) -> None:
-        for name in self.tuned:
+        for name in self.hyperparameter_names:
             value = getattr(self, name)
             if isinstance(value, Tunable):
                 continue
@@ -62,16 +62,16 @@ class Tunable:
                 raise ValueError(f"{name} of {type(self).__name__} must be positive, got {lowest:g}.")
 
     def __repr__(self) -> str:
-        parts = [f"{own.name}={_shown(getattr(self, own.name))}" for own in fields(self)]
+        parts = [f"{own.name}={_format(getattr(self, own.name))}" for own in fields(self)]
         return f"{type(self).__name__}({', '.join(parts)})"
 
 
 def like(number: Number, other: Tensor) -> Tensor:
-    """The number in the precision and on the device of another tensor."""
+    """The number as a tensor with the dtype and device of another tensor."""
     return torch.as_tensor(number, dtype=other.dtype, device=other.device)
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{[round(v, 6) for v in value.detach().flatten().tolist()]}" if value.dim() else f"{value.item():.6g}"
     return f"{value:.6g}" if isinstance(value, float) else repr(value)
