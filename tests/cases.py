@@ -448,7 +448,7 @@ def backward(model: nn.Module, index: int, optimizer: torch.optim.Optimizer | No
 
 def drawn(optimizer: Any) -> Any:
     """The context in which an optimizer wants its gradients taken, unless it is in it already."""
-    if not getattr(optimizer, "takes_draws", False) or getattr(optimizer, "_drawn_now", None):
+    if not getattr(optimizer, "takes_draws", False) or getattr(optimizer, "_active_draw", None):
         return nullcontext()
     return optimizer.sampled()
 

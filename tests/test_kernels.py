@@ -120,9 +120,9 @@ def test_without_a_compiler_there_is_one_warning_and_the_same_numbers(tmp_path: 
 
 
 def test_small_models_are_not_compiled_unless_asked() -> None:
-    assert not kernels.pays(torch.device("cpu"), 10_000)
-    assert kernels.pays(torch.device("cpu"), 10_000_000)
-    assert not kernels.pays(torch.device("mps"), 10_000_000)
+    assert not kernels.should_compile(torch.device("cpu"), 10_000)
+    assert kernels.should_compile(torch.device("cpu"), 10_000_000)
+    assert not kernels.should_compile(torch.device("mps"), 10_000_000)
 
 
 @pytest.mark.parametrize("lengths", [[256], [300, 70_000], [10_000] * 6, [257, 258, 259], [1 << 12] * 4])

@@ -26,7 +26,7 @@ class Belief:
         """One draw for each leading index of standard normal `noise` (..., *mean.shape)."""
         return self.mean + self.precision.sample(noise)
 
-    def parted(self, name: str, values: Tensor) -> dict[str, Tensor]:
+    def split(self, name: str, values: Tensor) -> dict[str, Tensor]:
         """Values in the shape of the mean (..., *mean.shape), by the names of parameters."""
         return {name: values}
 
@@ -41,14 +41,14 @@ class Joint(Belief):
 
     shapes: Mapping[str, torch.Size]
 
-    def parted(self, name: str, values: Tensor) -> dict[str, Tensor]:
+    def split(self, name: str, values: Tensor) -> dict[str, Tensor]:
         rows = self.mean.shape[:-1].numel()
         parts = values.split([shape.numel() // rows for shape in self.shapes.values()], -1)
         ahead = values.shape[: values.dim() - self.mean.dim()]
         return {own: part.reshape(*ahead, *shape) for (own, shape), part in zip(self.shapes.items(), parts)}
 
-    def joined(self, values: Mapping[str, Tensor]) -> Tensor:
-        """The inverse of `parted`."""
+    def join(self, values: Mapping[str, Tensor]) -> Tensor:
+        """The inverse of `split`."""
         parts = []
         for name, shape in self.shapes.items():
             ahead = values[name].shape[: values[name].dim() - len(shape)]

@@ -36,7 +36,7 @@ Place = tuple[int, ...]  # (*key, position of the first element)
 
 ROWS_PER_CALL = 4
 CHUNK = 1 << 17  # elements of one eager pass: its temporaries stay in the second-level cache
-WORTH_COMPILING = 1 << 18  # elements of a whole model below which eager steps cost less than compiling
+COMPILE_THRESHOLD = 1 << 18  # elements of a whole model below which eager steps cost less than compiling
 SMALLEST_PIECE = 64  # compiled kernels take no shorter row: sizes 0 and 1 would be specialised
 LARGEST_PIECE = 1 << 30  # keeps 32-bit indices valid on accelerators
 
@@ -49,9 +49,9 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def pays(device: torch.device, elements: int) -> bool:
+def should_compile(device: torch.device, elements: int) -> bool:
     """Whether compiling is worth its seconds for a model of so many elements on this device."""
-    return device.type in ("cpu", "cuda") and elements >= WORTH_COMPILING
+    return device.type in ("cpu", "cuda") and elements >= COMPILE_THRESHOLD
 
 
 def sqrt(x: Tensor) -> Tensor:

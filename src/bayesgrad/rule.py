@@ -65,11 +65,11 @@ class NaturalGradient(Rule):
     """
 
     heavy_ball: bool = False
-    natural: bool = False
+    natural_momentum: bool = False
 
     def slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         averages = ("momentum",) if momentum_of(group) else ()
-        return (*averages, "last_mean") if self.natural else averages
+        return (*averages, "last_mean") if self.natural_momentum else averages
 
     def averages(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("momentum",) if momentum_of(group) and not self.heavy_ball else ()
@@ -93,9 +93,9 @@ class NaturalGradient(Rule):
         if "radius" in n:
             step = step.clamp(-n["radius"], n["radius"])
         moved = mean - n["step_scale"] * step
-        if self.natural:
+        if self.natural_momentum:
             ratio = precision.variance() / memory["older_variance"]
-            moved = moved + n["natural"] * ratio * (mean - memory["last_mean"])
+            moved = moved + n["natural_momentum"] * ratio * (mean - memory["last_mean"])
             memory["last_mean"] = mean
         return moved
 

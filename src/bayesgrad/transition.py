@@ -79,12 +79,12 @@ class Forget(Transition):
     """
 
     retract: bool = False
-    natural: bool = False
+    natural_momentum: bool = False
     bounded: bool = False
 
     @property
     def slots(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return ("variance", "last_variance") if self.natural else ("variance",)
+        return ("variance", "last_variance") if self.natural_momentum else ("variance",)
 
     def scalars(self, *, keep: float, take: float) -> dict[str, float]:
         return {"take": take} if self.retract else {"keep": keep, "take": take}
@@ -102,9 +102,9 @@ class Forget(Transition):
             if self.bounded:
                 growth = torch.where(increment < 0, growth.clamp(min=0.5), growth)
             posterior = Diagonal(variance / growth)
-        if self.natural:
+        if self.natural_momentum:
             older = memory["older_variance"] = memory["last_variance"]
-            change = n["natural"] * (1 / variance - 1 / older) * posterior.covariance
+            change = n["natural_momentum"] * (1 / variance - 1 / older) * posterior.covariance
             posterior = Diagonal(posterior.covariance / (1 + change.clamp(min=-0.5)))
             memory["last_variance"] = variance
         memory["variance"] = posterior.storable()
@@ -167,7 +167,7 @@ class OrnsteinUhlenbeck(Transition):
         memory["variance"] = posterior.storable()
         return posterior
 
-    def steady_numbers(self, *, half: float = 0.0) -> dict[str, float]:
+    def steady_scalars(self, *, half: float = 0.0) -> dict[str, float]:
         # Where squares of gradients underflow in float32, the floor keeps the step bounded by lr, and finite.
         return {"half": half, "half_square": max(half * half, FLOOR)}
 
@@ -224,7 +224,7 @@ class OrnsteinUhlenbeckPair(Transition):
         memory["cross"], memory["momentum_variance"] = posterior.cross, posterior.momentum
         return posterior
 
-    def steady_numbers(self, *, eta: float, eta_p: float, count: float) -> dict[str, float]:
+    def steady_scalars(self, *, eta: float, eta_p: float, count: float) -> dict[str, float]:
         """Args: count: B, for which the information is B^2 times the moment."""
         return {
             "ratio": eta_p / (2 * eta * count),
@@ -244,7 +244,7 @@ class OrnsteinUhlenbeckPair(Transition):
 
 
 @dataclass(frozen=True)
-class Steady(Transition):
+class SteadyState(Transition):
     """The steady state of a filter under a moving average of the increments, `of.steady(<h>)`.
 
     Reference: 001, Algorithm 2.
@@ -260,7 +260,7 @@ class Steady(Transition):
 
     def scalars(self, *, beta: float, step: int, **dynamics: float) -> dict[str, float]:
         keep, take = average(beta, step) if self.debias else (beta, 1 - beta)
-        return {"keep": keep, "take": take} | self.of.steady_numbers(**dynamics)
+        return {"keep": keep, "take": take} | self.of.steady_scalars(**dynamics)
 
     def merge(self, memory: Memory, increment: Tensor, n: Scalars) -> Diagonal | Pair:
         memory["moment"] = n["keep"] * memory["moment"] + n["take"] * increment

@@ -12,7 +12,7 @@ import torch
 from bayesgrad.curvature import SquaredGradient
 from bayesgrad.optimizer import BeliefOptimizer
 from bayesgrad.rule import NaturalGradient
-from bayesgrad.transition import OrnsteinUhlenbeck, Static, Steady
+from bayesgrad.transition import OrnsteinUhlenbeck, Static, SteadyState
 
 DESIGN = Path(__file__).parents[2] / "docs" / "design.md"
 
@@ -31,7 +31,7 @@ class Adam(BeliefOptimizer):
     """The steady state of a random walk (sigma = inf), whose prior precision is eps."""
 
     curvature = SquaredGradient()
-    transition = Steady(OrnsteinUhlenbeck())
+    transition = SteadyState(OrnsteinUhlenbeck())
     rule = NaturalGradient()
 
     def __init__(self, params, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0):
@@ -45,7 +45,7 @@ class RMSprop(BeliefOptimizer):
     """Adam without momentum, whose average of squares starts from zero."""
 
     curvature = SquaredGradient()
-    transition = Steady(OrnsteinUhlenbeck(), debias=False)
+    transition = SteadyState(OrnsteinUhlenbeck(), debias=False)
     rule = NaturalGradient()
 
     def __init__(self, params, lr, alpha=0.99, eps=1e-8):

@@ -106,7 +106,7 @@ class Block:
         self,
         directions: Directions,
         axpy_coefficients: tuple[float, float, float, float] | None,
-        shown: Sequence[Mapping[Tensor, Tensor]] = (),
+        evidence: Sequence[Mapping[Tensor, Tensor]] = (),
     ) -> Iterator[list[Row]]:
         """The rows of the kernel, a call at a time: whatever is done to them between two calls is then in place.
 
@@ -114,7 +114,7 @@ class Block:
             directions: what stands in for the gradient of some parameters.
             axpy_coefficients: (keep, fresh, step_scale, shrink), where the step is p <- shrink p - step_scale m, with m
                 the direction or its momentum (the only slot): products are then subtracted here without being stored.
-            shown: what evidence there is beside the gradient, by parameter.
+            evidence: what evidence there is beside the gradient, by parameter.
         """
         rows = []
         for p, state in zip(self.large, self.flat):
@@ -128,14 +128,14 @@ class Block:
                 gradient.subtract_from(p, state[0].view_as(p) if state else None, *axpy_coefficients)
             else:
                 gradient = gradient_of(p) if gradient is None else dense(gradient)
-                more = [flat(_laid_out(values[p], p, values[p].dtype)) for values in shown]
+                more = [flat(_laid_out(values[p], p, values[p].dtype)) for values in evidence]
                 rows.append((flat(p), flat(_laid_out(gradient, p, p.dtype)), *more, *state))
         if rows:
             yield rows
         for pack in self.packs:
             if axpy_coefficients and pack.step_axpy(directions, *axpy_coefficients):
                 continue
-            yield [pack.gather(directions, shown)]
+            yield [pack.gather(directions, evidence)]
             pack.scatter()
 
 
@@ -160,10 +160,10 @@ class Pack:
         parts = storage.split([p.numel() for p in self.params])
         return [part.view(p.shape) for part, p in zip(parts, self.params)]
 
-    def gather(self, directions: Directions, shown: Sequence[Mapping[Tensor, Tensor]]) -> Row:
+    def gather(self, directions: Directions, evidence: Sequence[Mapping[Tensor, Tensor]]) -> Row:
         gradients = [dense(directions[p]) if p in directions else gradient_of(p) for p in self.params]
         torch._foreach_copy_(self.weights + self.gradients, self.params + gradients)
-        more = [torch.cat([values[p].to(self.weight.dtype).reshape(-1) for p in self.params]) for values in shown]
+        more = [torch.cat([values[p].to(self.weight.dtype).reshape(-1) for p in self.params]) for values in evidence]
         return (self.weight, self.gradient, *more, *self.state)
 
     def step_axpy(self, directions: Directions, keep: float, fresh: float, step_scale: float, shrink: float) -> bool:

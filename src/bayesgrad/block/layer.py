@@ -76,7 +76,7 @@ class Layer:
         dtype = compute_dtype(self.owner.dtype)
         return torch.cat([p.detach().to(dtype).reshape(groups, fan_out, -1) for p in self.members], -1)
 
-    def parted(self, matrix: Tensor) -> dict[Tensor, Tensor]:
+    def split(self, matrix: Tensor) -> dict[Tensor, Tensor]:
         """A matrix (groups, out, in) as one tensor for each parameter that has a gradient."""
         size = matrix.shape[-1] - (self.bias is not None)
         parts = {self.weight: matrix[..., :size], self.bias: matrix[..., size:]}
@@ -163,7 +163,7 @@ class LayerBatch:
         return torch.cat(inputs, 1), torch.cat(errors, 1)
 
 
-def explained(layer: Layer, uses: Sequence[LayerCall]) -> Tensor:
+def gradient_from_calls(layer: Layer, uses: Sequence[LayerCall]) -> Tensor:
     """The part of the weight's gradient that these uses explain."""
     total = torch.zeros(layer.owner.shape, dtype=compute_dtype(layer.owner.dtype), device=layer.owner.device)
     for use in uses:
@@ -187,21 +187,21 @@ def directions(blocks: Sequence[tuple[Layer, Precision, LayerBatch | None]]) -> 
     Each layer comes with the evidence of the passes that made its gradient, where there is some.
     """
     few = [
-        (layer, sheet)
-        for layer, precision, sheet in blocks
-        if isinstance(precision, Kronecker) and sheet is not None and _is_cheaper(layer, precision, sheet)
+        (layer, batch)
+        for layer, precision, batch in blocks
+        if isinstance(precision, Kronecker) and batch is not None and _is_cheaper(layer, precision, batch)
     ]
-    factors = proportions(few)
+    factors = gradient_factors(few)
     found: dict[Tensor, Tensor | Product] = {}
-    for layer, precision, sheet in blocks:
-        if layer in factors and isinstance(precision, Kronecker) and sheet is not None:
-            found |= _from_rows(layer, precision, sheet, factors[layer])
+    for layer, precision, batch in blocks:
+        if layer in factors and isinstance(precision, Kronecker) and batch is not None:
+            found |= _from_rows(layer, precision, batch, factors[layer])
         else:
-            found |= layer.parted(precision.solve(layer.matrix()))
+            found |= layer.split(precision.solve(layer.matrix()))
     return found
 
 
-def _is_cheaper(layer: Layer, precision: Kronecker, sheet: LayerBatch) -> bool:
+def _is_cheaper(layer: Layer, precision: Kronecker, batch: LayerBatch) -> bool:
     """Whether rows are few enough, by counting multiplications."""
     if layer.lookup or any(p.grad is None for p in layer.members):
         return False
@@ -212,11 +212,11 @@ def _is_cheaper(layer: Layer, precision: Kronecker, sheet: LayerBatch) -> bool:
         if factor is not None and factor.dim() == 3:
             per_row += size * size
             whole += fan_in * fan_out * size
-    return sheet.rows() * per_row < whole
+    return batch.rows() * per_row < whole
 
 
-def _from_rows(layer: Layer, precision: Kronecker, sheet: LayerBatch, factor: float) -> dict[Tensor, Tensor | Product]:
-    inputs, errors = _inputs_times(sheet, precision.right), _times(sheet.errors, precision.left)
+def _from_rows(layer: Layer, precision: Kronecker, batch: LayerBatch, factor: float) -> dict[Tensor, Tensor | Product]:
+    inputs, errors = _inputs_times(batch, precision.right), _times(batch.errors, precision.left)
     size = inputs.shape[-1] - (layer.bias is not None)
     found: dict[Tensor, Tensor | Product] = {}
     if layer.weight is not None:
@@ -230,11 +230,11 @@ def _from_rows(layer: Layer, precision: Kronecker, sheet: LayerBatch, factor: fl
     return found
 
 
-def _inputs_times(sheet: LayerBatch, factor: Tensor | None) -> Tensor:
+def _inputs_times(batch: LayerBatch, factor: Tensor | None) -> Tensor:
     """A times a factor; the column of ones is not written down where it need not be."""
-    if sheet.layer.bias is None or factor is None or factor.dim() == 2 or "inputs" in sheet.__dict__:
-        return _times(sheet.inputs, factor)
-    rows = sheet.features
+    if batch.layer.bias is None or factor is None or factor.dim() == 2 or "inputs" in batch.__dict__:
+        return _times(batch.inputs, factor)
+    rows = batch.features
     if len(factor) > 1:
         return torch.baddbmm(factor[:, -1:], rows, factor[:, :-1])
     return torch.addmm(factor[0, -1:], rows[0], factor[0, :-1])[None]
@@ -246,26 +246,26 @@ def _times(rows: Tensor, factor: Tensor | None) -> Tensor:
     return matmul(rows, factor) if factor.dim() == 3 else rows * factor[:, None]
 
 
-def proportions(blocks: Sequence[tuple[Layer, LayerBatch]]) -> dict[Layer, float]:
+def gradient_factors(blocks: Sequence[tuple[Layer, LayerBatch]]) -> dict[Layer, float]:
     """c for each layer whose gradient is c E'A up to rounding; the others are left out."""
-    found = {layer: projection for layer, sheet in blocks if (projection := _projection(layer, sheet)) is not None}
+    found = {layer: projection for layer, batch in blocks if (projection := _projection(layer, batch)) is not None}
     return {layer: factor for layer, (factor, excess) in zip(found, fitted(list(found.values()))) if excess <= 1}
 
 
-def likely_factor(layer: Layer, sheet: LayerBatch) -> float:
+def estimated_factor(layer: Layer, batch: LayerBatch) -> float:
     """The c that makes c E'A most like the gradient: what unscaling and clipping have done to it, 1 where unknown."""
     if layer.lookup:
-        made = explained(layer, list(sheet.uses)).flatten()
+        made = gradient_from_calls(layer, list(batch.uses)).flatten()
         seen = gradient_of(layer.owner).to(made).flatten()
         projection = Projection(seen, made, made.new_ones(2), torch.finfo(made.dtype).eps)
-    elif any(p.grad is None for p in layer.members) or (projection := _projection(layer, sheet)) is None:
+    elif any(p.grad is None for p in layer.members) or (projection := _projection(layer, batch)) is None:
         return 1.0
     ((factor, _),) = fitted([projection])
     return factor if math.isfinite(factor) else 1.0
 
 
-def _projection(layer: Layer, sheet: LayerBatch) -> Projection | None:
-    features, errors = sheet.features, sheet.errors
+def _projection(layer: Layer, batch: LayerBatch) -> Projection | None:
+    features, errors = batch.features, batch.errors
     gradients = [gradient_of(p) for p in layer.members]
     if features.dtype != errors.dtype or any(gradient.dtype != features.dtype for gradient in gradients):
         return None

@@ -51,7 +51,7 @@ class Relax:
 class Relaxed(SampledBlock):
     """Binary parameters of one group, dtype and device, drawn relaxed; `offsets` gives their slopes."""
 
-    reads = "natural"
+    state_key = "natural"
     kernel = Relax
 
     def __init__(self, group: dict[str, Any], params: list[Tensor], starts: list[int]) -> None:

@@ -52,7 +52,7 @@ class SampledBlock:
         starts: the position of each one's first element among all weights, which its noise is a function of.
     """
 
-    reads: ClassVar[str] = "variance"  # the state that a draw is made from
+    state_key: ClassVar[str] = "variance"  # the state that a draw is made from
     kernel: ClassVar[Callable[..., Any]] = Perturb
 
     def __init__(self, group: dict[str, Any], params: list[Tensor], starts: list[int]) -> None:

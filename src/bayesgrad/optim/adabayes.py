@@ -8,10 +8,10 @@ from typing import Any
 
 from bayesgrad.curvature import SquaredGradient
 from bayesgrad.optimizer.base import settings
-from bayesgrad.optimizer.constraints import COUNT, FLAG, OPTIONAL_COUNT, POSITIVE
+from bayesgrad.optimizer.constraints import BOOLEAN, COUNT, OPTIONAL_COUNT, POSITIVE
 from bayesgrad.optimizer.fisher import FisherOptimizer
 from bayesgrad.rule import NaturalGradient
-from bayesgrad.transition import OrnsteinUhlenbeck, Steady
+from bayesgrad.transition import OrnsteinUhlenbeck, SteadyState
 
 DEFAULT_SGD_LR = 0.1
 
@@ -81,7 +81,7 @@ class AdaBayes(_AdaBayesFamily):
     """
 
     transition = OrnsteinUhlenbeck()
-    accepts = {**_AdaBayesFamily.accepts, "batch_size": COUNT, "follow_lr": FLAG}
+    accepts = {**_AdaBayesFamily.accepts, "batch_size": COUNT, "follow_lr": BOOLEAN}
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class AdaBayes(_AdaBayesFamily):
     def gradient_scale(self, group: Mapping[str, Any]) -> float:
         return math.sqrt(self._unit(group)) * group["batch_size"]
 
-    def drawing(self, group: Mapping[str, Any]) -> list[float]:
+    def sampling_scalars(self, group: Mapping[str, Any]) -> list[float]:
         return [self._unit({**group, "lr": float(group["lr"]) or group["last_lr"] or 1.0})]
 
     def prior_variance(self, group: Mapping[str, Any]) -> float:
@@ -175,7 +175,7 @@ class AdaBayesFP(_AdaBayesFamily):
     Checked by: tests/equations/test_adabayes.py.
     """
 
-    transition = Steady(OrnsteinUhlenbeck())
+    transition = SteadyState(OrnsteinUhlenbeck())
     accepts = {**_AdaBayesFamily.accepts, "batch_size": OPTIONAL_COUNT}
 
     def __init__(

@@ -17,12 +17,12 @@ from bayesgrad.optimizer.base import settings
 from bayesgrad.optimizer.constraints import NONNEGATIVE, OPEN_FRACTION, POSITIVE
 from bayesgrad.precision import Diagonal, Pair, Precision
 from bayesgrad.rule import NaturalGradient
-from bayesgrad.transition import Steady
+from bayesgrad.transition import SteadyState
 
 
 @dataclass(frozen=True)
-class Peak(Steady):
-    """A `Steady` that never lets its normaliser fall: the largest average so far, as in AMSGrad."""
+class SteadyStateOfMaximum(SteadyState):
+    """A `SteadyState` that never lets its normaliser fall: the largest average so far, as in AMSGrad."""
 
     slots = ("moment", "peak")
 
@@ -91,7 +91,7 @@ class AdaBound(BeliefOptimizer):
     """
 
     curvature = SquaredGradient()
-    transition = Steady(debias=False)
+    transition = SteadyState(debias=False)
     rule = BoundedGradient()
     accepts = {**BeliefOptimizer.accepts, "final_lr": POSITIVE, "gamma": OPEN_FRACTION, "eps": NONNEGATIVE}
 
@@ -119,7 +119,7 @@ class AdaBound(BeliefOptimizer):
 
     def _check_loaded(self, saved: Mapping[str, Any]) -> None:
         super()._check_loaded(saved)
-        strange = set(Peak.slots).difference(self.transition.slots)
+        strange = set(SteadyStateOfMaximum.slots).difference(self.transition.slots)
         if any(strange & set(entry) for entry in saved["state"].values()):
             raise ValueError(f"the saved state has {sorted(strange)}: it is AMSBound's, not {type(self).__name__}'s.")
 
@@ -141,4 +141,4 @@ class AMSBound(AdaBound):
     Checked by: tests/equations/test_adabound.py, against the authors' package.
     """
 
-    transition = Peak(debias=False)
+    transition = SteadyStateOfMaximum(debias=False)

@@ -13,8 +13,8 @@ from bayesgrad.block.relaxed import Relaxed
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.optimizer.base import BeliefOptimizer, settings
 from bayesgrad.optimizer.binary import BinaryOptimizer
-from bayesgrad.optimizer.constraints import COUNT, NONNEGATIVE, POSITIVE, WHOLE, WHOLE_NUMBER
-from bayesgrad.optimizer.variational import WeightSampling, check_known
+from bayesgrad.optimizer.constraints import COUNT, INTEGER, NONNEGATIVE, POSITIVE, POSITIVE_INTEGER
+from bayesgrad.optimizer.variational import WeightSampling, check_prior
 from bayesgrad.posterior import BernoulliPosterior, Posterior
 from bayesgrad.posterior.network import parameters_of
 from bayesgrad.rule import NaturalGradient
@@ -128,16 +128,16 @@ class BayesBiNN(WeightSampling, BinaryOptimizer):
     transition = Static()
     rule = NaturalGradient()
     latent = "natural"
-    keeps = "slope"
-    draws = Relaxed
+    draw_evidence = "slope"
+    block_type = Relaxed
     accepts = {
         **BeliefOptimizer.accepts,
         "num_data": COUNT,
         "relaxation": POSITIVE,
         "eps": NONNEGATIVE,
         "natural_init": NONNEGATIVE,
-        "samples": WHOLE,
-        "seed": WHOLE_NUMBER,
+        "samples": POSITIVE_INTEGER,
+        "seed": INTEGER,
     }
 
     def __init__(
@@ -158,13 +158,13 @@ class BayesBiNN(WeightSampling, BinaryOptimizer):
     ) -> None:
         super().__init__(params, settings(locals()))
         if prior is not None:
-            self._take_prior(prior)
+            self._load_prior(prior)
         self._binarise()
 
-    def _take_prior(self, prior: Posterior) -> None:
+    def _load_prior(self, prior: Posterior) -> None:
         if not isinstance(prior, BernoulliPosterior):
             raise TypeError(f"prior must be a BernoulliPosterior, got {type(prior).__name__}: use one of BayesBiNN's.")
-        check_known(self.param_groups, prior.natural)
+        check_prior(self.param_groups, prior.natural)
         for group in self.param_groups:
             for name, p in zip(group["param_names"], group["params"]):
                 if name in prior.natural:
@@ -203,7 +203,7 @@ class BayesBiNN(WeightSampling, BinaryOptimizer):
         """As for any filter; the entropy's share of the natural gradient is lambda itself: a decay."""
         return {**super().scalars(group, step), "shrink": 1 - float(group["lr"]), "gradient_scale": group["num_data"]}
 
-    def drawing(self, group: Mapping[str, Any]) -> list[float]:
+    def sampling_scalars(self, group: Mapping[str, Any]) -> list[float]:
         return [1 / group["relaxation"], group["relaxation"], group["eps"]]
 
     def posterior(self, model: nn.Module, scale: float = 1.0) -> BernoulliPosterior:

@@ -96,7 +96,7 @@ class DenseFilter(PredictedMean, LayerwiseOptimizer):
 
     by_layer = False
     recorded = (layers.is_matrix, layers.is_norm)
-    listens = False
+    records_backward = False
     observes = True
     drift = OrnsteinUhlenbeck()
     accepts = {
@@ -253,7 +253,7 @@ class DenseFilter(PredictedMean, LayerwiseOptimizer):
             return {}
         order = self._in_model_order()
         entry = self.state[order[0]]
-        still = self._still(order, owners)
+        still = self._without_gradient(order, owners)
         U = self._columns().masked_fill_(still, 0.0).mT
         prior, latent = self._predicted()
         size, count = len(prior.covariance), len(U)
@@ -277,7 +277,7 @@ class DenseFilter(PredictedMean, LayerwiseOptimizer):
         pieces = change[:count].split([p.numel() for p in order])
         return {p: piece.view(p.shape).to(p.device) for p, piece in zip(order, pieces) if p in owners}
 
-    def _still(self, order: Sequence[Tensor], owners: Mapping[Tensor, Any]) -> Tensor:
+    def _without_gradient(self, order: Sequence[Tensor], owners: Mapping[Tensor, Any]) -> Tensor:
         """The weights that have no gradient, (weights,)."""
         missing = [p not in owners for p in order]
         if any(missing) and self.param_groups[0]["transition"] is not None:
@@ -318,7 +318,7 @@ class DenseFilter(PredictedMean, LayerwiseOptimizer):
 
     # --- what is believed ---
 
-    def _believed(self) -> Dense:
+    def _posterior_covariance(self) -> Dense:
         """The posterior covariance of weights and latent values; before the first step, the prior's."""
         order, size = self._in_model_order(), self._size()
         entry, group = self.state.get(order[0], {}), self.param_groups[0]
@@ -338,7 +338,7 @@ class DenseFilter(PredictedMean, LayerwiseOptimizer):
 
     def _predicted(self) -> tuple[Dense, Tensor]:
         """The covariance at the weights as they are, and the mean of latent values, (latent,)."""
-        order, believed = self._in_model_order(), self._believed()
+        order, believed = self._in_model_order(), self._posterior_covariance()
         entry, transition = self.state.get(order[0], {}), self.param_groups[0]["transition"]
         weights = sum(p.numel() for p in order)
         if "covariance" not in entry:
@@ -359,7 +359,7 @@ class DenseFilter(PredictedMean, LayerwiseOptimizer):
     def covariance(self) -> Tensor:
         """Sigma_post of the weights, a copy, in the order of `torch.nn.utils.parameters_to_vector`; float64."""
         weights = sum(p.numel() for p in self._in_model_order())
-        return self._believed().covariance[:weights, :weights].clone()
+        return self._posterior_covariance().covariance[:weights, :weights].clone()
 
     def _joint(self, names: Mapping[int, str], scale: float) -> list[tuple[str, Joint]]:
         order = self._in_model_order()

@@ -15,7 +15,7 @@ from bayesgrad.optimizer.constraints import NONNEGATIVE, POSITIVE, one_of
 from bayesgrad.optimizer.hessian_diagonal import HESSIAN, HessianDiagonal
 from bayesgrad.optimizer.unit_dropout import UnitDropout
 from bayesgrad.rule import NaturalGradient
-from bayesgrad.transition import FLOOR, MovingAverage, Steady
+from bayesgrad.transition import FLOOR, MovingAverage, SteadyState
 
 # What is left out: (lr, betas, eps).
 DEFAULTS = {
@@ -26,7 +26,7 @@ DEFAULTS = {
 
 
 @dataclass(frozen=True)
-class Fading(MovingAverage):
+class BiasedMovingAverage(MovingAverage):
     """s <- decay s + (1 - decay) h from a prior: `Forget`, kept as a precision because it may come to zero."""
 
     def scalars(self, *, decay: float, step: int) -> dict[str, float]:
@@ -143,8 +143,8 @@ class SpikeSlab(HessianDiagonal, UnitDropout):
 
     def parts(self, group: Mapping[str, Any]) -> Parts:
         if group["update"] == "newton":
-            return Parts(AbsoluteHessian(), Fading(), self.rule)
-        return Parts(SquaredGradient(), Steady(debias=group["update"] == "adam"), self.rule)
+            return Parts(AbsoluteHessian(), BiasedMovingAverage(), self.rule)
+        return Parts(SquaredGradient(), SteadyState(debias=group["update"] == "adam"), self.rule)
 
     def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         if group["update"] == "newton":
@@ -161,7 +161,7 @@ class SpikeSlab(HessianDiagonal, UnitDropout):
 
     # --- second derivatives ---
 
-    def wants_hessian(self, group: Mapping[str, Any]) -> bool:
+    def needs_hessian(self, group: Mapping[str, Any]) -> bool:
         return group["update"] == "newton"
 
     def hessian_factor(self, group: Mapping[str, Any], p: Tensor) -> float:

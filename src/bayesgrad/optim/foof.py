@@ -60,8 +60,8 @@ class FOOF(FactoredOptimizer):
     """
 
     layer_curvature = InputMoment()
-    rest = (None, Static())
-    fallback = "SGD at lr/(1 + damping)"
+    fallback_parts = (None, Static())
+    fallback_name = "SGD at lr/(1 + damping)"
 
     def __init__(
         self,
@@ -82,13 +82,13 @@ class FOOF(FactoredOptimizer):
     ) -> None:
         super().__init__(model, params, settings(locals()))
 
-    def compares(self) -> bool:
+    def checks_gradient(self) -> bool:
         return True
 
     def statistics(
         self, current: list[Layer], settings: Mapping[Layer, Mapping[str, Any]], passes: Mapping[Layer, LayerBatch]
     ) -> Mapping[Layer, LayerBatch]:
         due = [layer for layer in current if self.due(layer, settings[layer])]
-        if not passes and (names := [layer.names[0] for layer in self.touched(due)]):
+        if not passes and (names := [layer.names[0] for layer in self.with_nonzero_gradient(due)]):
             raise self.missing_observation(f"no inputs were seen for layers {names}", "run forward and backward passes")
         return {layer: passes[layer] for layer in due if layer in passes}

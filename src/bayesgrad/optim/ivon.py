@@ -9,7 +9,7 @@ from typing import Any
 from bayesgrad.curvature import Reparameterised, SquaredGradient
 from bayesgrad.optimizer import Parts
 from bayesgrad.optimizer.base import settings
-from bayesgrad.optimizer.constraints import FLAG, one_of
+from bayesgrad.optimizer.constraints import BOOLEAN, one_of
 from bayesgrad.optimizer.variational import SampledVariational, VariationalOptimizer
 from bayesgrad.posterior import Posterior
 from bayesgrad.rule import NaturalGradient
@@ -69,7 +69,7 @@ class IVON(SampledVariational):
 
     transition = Forget(retract=True)
     rule = NaturalGradient()
-    accepts = {**VariationalOptimizer.accepts, "rescale_lr": FLAG, "curvature": one_of("reparameterised", "gradsq")}
+    accepts = {**VariationalOptimizer.accepts, "rescale_lr": BOOLEAN, "curvature": one_of("reparameterised", "gradsq")}
 
     def __init__(
         self,
@@ -91,16 +91,18 @@ class IVON(SampledVariational):
         fused: bool | None = None,
     ) -> None:
         super().__init__(params, settings(locals(), kl_weight=1.0))
-        self._take_prior(prior)
+        self._load_prior(prior)
 
     @property
-    def keeps(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def draw_evidence(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return "squares" if self.param_groups[0]["curvature"] == "gradsq" else "offset"
 
     def parts(self, group: Mapping[str, Any]) -> Parts:
         natural = group["natural_momentum"] > 0
         curvature = SquaredGradient() if group["curvature"] == "gradsq" else Reparameterised()
-        return Parts(curvature, Forget(retract=True, natural=natural), NaturalGradient(natural=natural))
+        return Parts(
+            curvature, Forget(retract=True, natural_momentum=natural), NaturalGradient(natural_momentum=natural)
+        )
 
     def gradient_scale(self, group: Mapping[str, Any]) -> float:
         return math.sqrt(group["num_data"]) if group["curvature"] == "gradsq" else group["num_data"]

@@ -18,7 +18,7 @@ from bayesgrad.optimizer.kronecker import KroneckerOptimizer
 from bayesgrad.precision import Kronecker, Precision, Spectral
 from bayesgrad.precision.linalg import eigenvalues
 from bayesgrad.precision.projection import Factors
-from bayesgrad.transition import OrnsteinUhlenbeck, Steady
+from bayesgrad.transition import OrnsteinUhlenbeck, SteadyState
 
 FLOOR = 1e-4  # of a moment's eigenvalues, relative to the largest
 
@@ -85,8 +85,8 @@ class KroneckerFilter(KroneckerOptimizer):
     """
 
     factor = "covariance"
-    rest = (SquaredGradient(), OrnsteinUhlenbeck())
-    fallback = "AdaBayes with the same lr and prior"
+    fallback_parts = (SquaredGradient(), OrnsteinUhlenbeck())
+    fallback_name = "AdaBayes with the same lr and prior"
 
     def __init__(
         self,
@@ -145,14 +145,14 @@ class KroneckerFilter(KroneckerOptimizer):
         zeros.diagonal(dim1=1, dim2=2).fill_(math.sqrt(self.start(group)))
         return zeros
 
-    def merge(self, layer: Layer, entry: dict[str, Tensor], sheet: LayerBatch, group: Mapping[str, Any]) -> None:
+    def merge(self, layer: Layer, entry: dict[str, Tensor], batch: LayerBatch, group: Mapping[str, Any]) -> None:
         unit, steps = self._unit(group), int(entry.get("step", 0)) + 1 - int(entry["clock"][MERGED])
         if unit == 0:
             return
         drift = OrnsteinUhlenbeck().scalars(**self._drift(group, steps))
-        share = unit * steps * group["batch_size"] / (sheet.examples * group["losses_per_example"])
+        share = unit * steps * group["batch_size"] / (batch.examples * group["losses_per_example"])
         self._keep(
-            entry, self._factors(entry).propagate(**drift).observe(sheet.inputs, sheet.errors * math.sqrt(share))
+            entry, self._factors(entry).propagate(**drift).observe(batch.inputs, batch.errors * math.sqrt(share))
         )
 
     def invert(self, layer: Layer, entry: dict[str, Tensor], group: Mapping[str, Any]) -> None:
@@ -236,8 +236,8 @@ class KroneckerFilterFP(KroneckerOptimizer):
     Checked by: tests/equations/test_kronecker_filter.py.
     """
 
-    rest = (SquaredGradient(), Steady(OrnsteinUhlenbeck()))
-    fallback = "AdaBayesFP with the same lr and prior"
+    fallback_parts = (SquaredGradient(), SteadyState(OrnsteinUhlenbeck()))
+    fallback_name = "AdaBayesFP with the same lr and prior"
 
     def __init__(
         self,

@@ -13,15 +13,15 @@ from bayesgrad.block import Block
 from bayesgrad.curvature import SquaredGradient
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.optimizer.base import settings
-from bayesgrad.optimizer.constraints import COUNT, FLAG, FRACTION, NONNEGATIVE, POSITIVE, Constraint
+from bayesgrad.optimizer.constraints import BOOLEAN, COUNT, FRACTION, NONNEGATIVE, POSITIVE, Constraint
 from bayesgrad.optimizer.fisher import FisherOptimizer
 from bayesgrad.optimizer.predicted_mean import PredictedMean
 from bayesgrad.optimizer.update import Parts
 from bayesgrad.rule import PredictedStep
-from bayesgrad.transition import OrnsteinUhlenbeckPair, Steady
+from bayesgrad.transition import OrnsteinUhlenbeckPair, SteadyState
 
-START = 0.1  # SGD's learning rate at the start, where there is no prior
-MOST = 0.7  # correlation of weight and momentum at the start
+INITIAL_SGD_LR = 0.1  # SGD's learning rate at the start, where there is no prior
+MAX_CORRELATION = 0.7  # correlation of weight and momentum at the start
 
 
 class KalmanMomentum(PredictedMean, FisherOptimizer):
@@ -91,8 +91,8 @@ class KalmanMomentum(PredictedMean, FisherOptimizer):
         "momentum_decay": Constraint("in (0, 1]", lambda x: 0 < x <= 1),
         "weight_noise": NONNEGATIVE,
         "prior_std": POSITIVE,
-        "nesterov_decay": FLAG,
-        "steady_state": FLAG,
+        "nesterov_decay": BOOLEAN,
+        "steady_state": BOOLEAN,
         "beta2": FRACTION,
     }
 
@@ -155,8 +155,8 @@ class KalmanMomentum(PredictedMean, FisherOptimizer):
         return group["weight_noise"] * lr / (group["base_lr"] or lr or math.inf)
 
     def parts(self, group: Mapping[str, Any]) -> Parts:
-        transition = Steady(OrnsteinUhlenbeckPair()) if group["steady_state"] else self.transition
-        return Parts(self.read_by(group), transition, self.rule)
+        transition = SteadyState(OrnsteinUhlenbeckPair()) if group["steady_state"] else self.transition
+        return Parts(self.fisher_curvature(group), transition, self.rule)
 
     def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         lr, unit, eta_p = float(group["lr"]), self._unit(group), group["momentum_decay"]
@@ -177,7 +177,7 @@ class KalmanMomentum(PredictedMean, FisherOptimizer):
             return None
         return math.sqrt(self._unit(group)) * group["batch_size"]
 
-    def drawing(self, group: Mapping[str, Any]) -> list[float]:
+    def sampling_scalars(self, group: Mapping[str, Any]) -> list[float]:
         return [self._unit({**group, "lr": float(group["lr"]) or group["last_lr"] or 1.0})]
 
     def scalars(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
@@ -194,7 +194,7 @@ class KalmanMomentum(PredictedMean, FisherOptimizer):
 
     def prior_variance(self, group: Mapping[str, Any]) -> float:
         std = group["prior_std"]
-        return START / group["batch_size"] if math.isinf(std) else std**2
+        return INITIAL_SGD_LR / group["batch_size"] if math.isinf(std) else std**2
 
     def initial(self, slot: str, group: Mapping[str, Any], p: Tensor) -> float | Tensor:
         eta_p, eta = group["momentum_decay"], group["base_lr"]
@@ -202,7 +202,9 @@ class KalmanMomentum(PredictedMean, FisherOptimizer):
         if slot == "momentum_variance":
             return spread
         if slot == "cross":
-            return min(eta * (1 - eta_p) / (2 - eta_p), MOST * math.sqrt(spread * self.prior_variance(group)))
+            return min(
+                eta * (1 - eta_p) / (2 - eta_p), MAX_CORRELATION * math.sqrt(spread * self.prior_variance(group))
+            )
         return super().initial(slot, group, p)
 
     def _layout(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> list[list[Block]]:

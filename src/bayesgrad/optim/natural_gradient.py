@@ -81,7 +81,7 @@ class NaturalGradient(LayerwiseOptimizer):
 
     by_layer = False
     recorded = (layers.is_matrix, layers.is_norm)
-    listens = False
+    records_backward = False
     observes = True
     accepts = {
         **LayerwiseOptimizer.accepts,
@@ -120,7 +120,9 @@ class NaturalGradient(LayerwiseOptimizer):
 
     def _bind(self) -> None:
         super()._bind()
-        self._tried: set[Any] = set()  # shapes of batches for which examples were seen to be kept apart, or not
+        self._checked_shapes: set[Any] = (
+            set()
+        )  # shapes of batches for which examples were seen to be kept apart, or not
         self._unexplained: set[int] = set()
 
     def observe(self, outputs: Tensor, labels: Tensor | None = None) -> None:
@@ -141,10 +143,10 @@ class NaturalGradient(LayerwiseOptimizer):
         labels = labels if labels is not None else self.draw(outputs)
         residual = likelihoods.named(group["likelihood"]).residual(outputs, labels)
         shapes = tuple((call.name, call.input.shape) for call in trace.calls if call.input is not None)
-        columns, left = gather(trace, [residual], check=shapes not in self._tried)
-        if shapes not in self._tried and len(outputs) > 1:
+        columns, left = gather(trace, [residual], check=shapes not in self._checked_shapes)
+        if shapes not in self._checked_shapes and len(outputs) > 1:
             self._unexplained |= left
-            self._tried.add(shapes)
+            self._checked_shapes.add(shapes)
         self._observed.append(({key: c for key, c in columns.items() if key not in self._unexplained}, given))
         self._marked = self._mark()
 
@@ -188,13 +190,13 @@ class NaturalGradient(LayerwiseOptimizer):
             for p in self._in_model_order()
             if p in owners and (c := restored(self.state.get(p, {}), p.shape)) is not None
         }
-        heard = {p for module in self.recorder.layers.values() for p in module.parameters(recurse=False)}
+        recorded = {p for module in self.recorder.layers.values() for p in module.parameters(recurse=False)}
         seen = self._clock() is not None and self._unexplained
-        if not columns and not seen and any(bool(gradient_of(p).any()) for p in owners if p in heard):
+        if not columns and not seen and any(bool(gradient_of(p).any()) for p in owners if p in recorded):
             raise self.missing_observation(
                 "nothing was ever observed", "call observe(outputs), before loss.backward(), on outputs"
             )
-        self._warn_of({p for p in owners if p in heard and p not in columns and bool(gradient_of(p).any())})
+        self._warn_fallback({p for p in owners if p in recorded and p not in columns and bool(gradient_of(p).any())})
         if groups[0]["blocks"] == "full" and len({float(owners[p]["damping"]) for p in columns}) > 1:
             raise ValueError("blocks='full' has one damping for all groups: give them the same, or use blocks='layer'.")
         found: dict[Tensor, Tensor] = {}

@@ -8,7 +8,7 @@ from typing import Any
 from bayesgrad.curvature import AbsoluteHessian, ExpectedHessian
 from bayesgrad.optimizer import Parts
 from bayesgrad.optimizer.base import settings
-from bayesgrad.optimizer.constraints import FLAG
+from bayesgrad.optimizer.constraints import BOOLEAN
 from bayesgrad.optimizer.hessian_diagonal import HESSIAN, HessianDiagonal
 from bayesgrad.optimizer.variational import SampledVariational, VariationalOptimizer
 from bayesgrad.posterior import Posterior
@@ -90,11 +90,11 @@ class Newton(HessianDiagonal, VariationalOptimizer):
         fused: bool | None = None,
     ) -> None:
         super().__init__(params, settings(locals(), kl_weight=1.0))
-        self._take_prior(prior)
+        self._load_prior(prior)
 
     def parts(self, group: Mapping[str, Any]) -> Parts:
         natural = group["natural_momentum"] > 0
-        return Parts(self.curvature, Forget(natural=natural), NaturalGradient(natural=natural))
+        return Parts(self.curvature, Forget(natural_momentum=natural), NaturalGradient(natural_momentum=natural))
 
     def gradient_scale(self, group: Mapping[str, Any]) -> None:
         return None
@@ -151,8 +151,8 @@ class VON(HessianDiagonal, SampledVariational):
     curvature = ExpectedHessian()
     transition = Forget(retract=True)
     rule = NaturalGradient()
-    keeps = None
-    accepts = {**VariationalOptimizer.accepts, **HESSIAN, "improved": FLAG}
+    draw_evidence = None
+    accepts = {**VariationalOptimizer.accepts, **HESSIAN, "improved": BOOLEAN}
 
     def __init__(
         self,
@@ -174,16 +174,16 @@ class VON(HessianDiagonal, SampledVariational):
         fused: bool | None = None,
     ) -> None:
         super().__init__(params, settings(locals(), kl_weight=1.0))
-        self._take_prior(prior)
+        self._load_prior(prior)
 
     def parts(self, group: Mapping[str, Any]) -> Parts:
         natural, improved = group["natural_momentum"] > 0, group["improved"]
-        transition = Forget(retract=improved, natural=natural, bounded=not improved)
-        return Parts(self.curvature, transition, NaturalGradient(natural=natural))
+        transition = Forget(retract=improved, natural_momentum=natural, bounded=not improved)
+        return Parts(self.curvature, transition, NaturalGradient(natural_momentum=natural))
 
     def gradient_scale(self, group: Mapping[str, Any]) -> None:
         return None
 
     def _begin_observing(self) -> None:
-        if not self.__dict__.get("_drawn_now"):
+        if not self.__dict__.get("_active_draw"):
             raise RuntimeError("observe(loss) belongs inside of `with optimizer.sampled():`, before loss.backward().")

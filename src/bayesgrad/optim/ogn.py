@@ -24,7 +24,7 @@ from bayesgrad.posterior import Posterior
 from bayesgrad.rule import NaturalGradient
 from bayesgrad.transition import Forget
 
-FOREIGN = 1e3  # rounding errors beyond which a gradient is not of the layers' making
+MAX_EXCESS = 1e3  # rounding errors beyond which a gradient is not of the layers' making
 
 
 class GaussNewton(VariationalOptimizer, LayerwiseOptimizer):
@@ -36,7 +36,7 @@ class GaussNewton(VariationalOptimizer, LayerwiseOptimizer):
     by_layer = False
     recorded = (layers.is_matrix, layers.normalises)
     observes = True
-    fallback = "the squares of their mean gradients, times the batch size"
+    fallback_name = "the squares of their mean gradients, times the batch size"
     accepts = {
         **LayerwiseOptimizer.accepts,
         **VariationalOptimizer.accepts,
@@ -65,11 +65,11 @@ class GaussNewton(VariationalOptimizer, LayerwiseOptimizer):
         fused: bool | None = None,
     ) -> None:
         super().__init__(model, params, settings(locals()))
-        self._take_prior(prior)
+        self._load_prior(prior)
 
     def parts(self, group: Mapping[str, Any]) -> Parts:
         natural = group["natural_momentum"] > 0
-        return Parts(self.curvature, Forget(natural=natural), NaturalGradient(natural=natural))
+        return Parts(self.curvature, Forget(natural_momentum=natural), NaturalGradient(natural_momentum=natural))
 
     def gradient_scale(self, group: Mapping[str, Any]) -> None:
         return None
@@ -98,7 +98,7 @@ class GaussNewton(VariationalOptimizer, LayerwiseOptimizer):
         self._marked = self._mark()
 
     def evidence(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> dict[str, Mapping[Tensor, Tensor]]:
-        aside: list[dict[Tensor, Tensor]] = self.__dict__.pop("_aside", [])
+        aside: list[dict[Tensor, Tensor]] = self.__dict__.pop("_stored_draws", [])
         params = [p for some in active for p in some]
         if aside:
             every = {p: [squares[p] for squares in aside if p in squares] for p in params}
@@ -121,7 +121,7 @@ class GaussNewton(VariationalOptimizer, LayerwiseOptimizer):
             for p in known
             if p not in odd
         }
-        self._warn_of({p for p in params if p not in shown and bool(gradient_of(p).any())} | odd)
+        self._warn_fallback({p for p in params if p not in shown and bool(gradient_of(p).any())} | odd)
         for p in params:
             if p not in found:
                 found[p] = gradient_of(p).to(compute_dtype(p.dtype)).square() * count
@@ -138,13 +138,13 @@ class GaussNewton(VariationalOptimizer, LayerwiseOptimizer):
         if not params:
             return {}, set()
         untouched = all(gradient_of(p)._version == 0 for p in params)
-        made: dict[Tensor, bool] = self.__dict__.setdefault("_made_here", {})
+        made: dict[Tensor, bool] = self.__dict__.setdefault("_explained", {})
         good = [p for p in params if made.get(p, True)]
         some = (good[:1] or params) if untouched and all(p in made for p in params) else params
         table = fitted([shown[p].projection(gradient_of(p)) for p in some])
         factors = {p: factor for p, (factor, _) in zip(some, table)}
         if untouched:
-            made |= {p: excess <= FOREIGN for p, (_, excess) in zip(some, table)}
+            made |= {p: excess <= MAX_EXCESS for p, (_, excess) in zip(some, table)}
             common = next((factors[p] for p in some if made[p]), 1.0)
             factors = dict.fromkeys(params, common)
         return factors, {p for p in params if not made.get(p, True)}
@@ -162,7 +162,7 @@ class GaussNewton(VariationalOptimizer, LayerwiseOptimizer):
                 for p, examples in examples_of([uses]).items():
                     squares = examples.squares() / total
                     found[p] = found[p] + squares if p in found else squares
-        self._warn_of({p for p in params if p not in found and bool(gradient_of(p).any())})
+        self._warn_fallback({p for p in params if p not in found and bool(gradient_of(p).any())})
         return {p: found[p] if p in found else gradient_of(p).square() * count for p in params}
 
 
@@ -236,8 +236,8 @@ class VOGN(SampledVariational, GaussNewton):
     Checked by: tests/equations/test_vogn.py.
     """
 
-    keeps = None
+    draw_evidence = None
 
-    def _set_aside(self, samples: int) -> None:
+    def _store_draw(self, samples: int) -> None:
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        self.__dict__.setdefault("_aside", []).append(self._squares(self.param_groups[0], params))
+        self.__dict__.setdefault("_stored_draws", []).append(self._squares(self.param_groups[0], params))

@@ -18,7 +18,7 @@ from bayesgrad.optimizer.constraints import (
     FRACTION,
     FRACTIONS,
     NONNEGATIVE,
-    OPTIONAL_FLAG,
+    OPTIONAL_BOOLEAN,
     POSITIVE,
     Constraint,
     one_of,
@@ -67,7 +67,7 @@ class BeliefOptimizer(torch.optim.Optimizer):
         "betas": FRACTIONS,
         "damping": NONNEGATIVE,
         "nonfinite": one_of(*NONFINITE),
-        "fused": OPTIONAL_FLAG,
+        "fused": OPTIONAL_BOOLEAN,
         "base_lr": NONNEGATIVE,
         "last_lr": NONNEGATIVE,
     }
@@ -145,26 +145,26 @@ class BeliefOptimizer(torch.optim.Optimizer):
                 for params in active
                 for preconditioned in (False, True)
             ]
-        shown = self.evidence(groups, active)
+        evidence = self.evidence(groups, active)
         layout = self._layout(groups, active)
         elements = sum(block.elements for blocks in layout for block in blocks)
         for group, blocks in zip(groups, layout):
             for block in blocks:
                 block.step += 1
                 scalars = self.scalars(group, int(block.step))
-                update = self.update(group, tuple(scalars), block.slots, tuple(shown))
-                fused = kernels.pays(block.device, elements) if group["fused"] is None else group["fused"]
+                update = self.update(group, tuple(scalars), block.slots, tuple(evidence))
+                fused = kernels.should_compile(block.device, elements) if group["fused"] is None else group["fused"]
                 plain = group.get("preconditioned") and block.slots in ((), ("momentum",))
                 axpy_coefficients = self.rule.axpy_coefficients(scalars) if plain else None
-                for rows in block.rows(directions or {}, axpy_coefficients, list(shown.values())):
+                for rows in block.rows(directions or {}, axpy_coefficients, list(evidence.values())):
                     kernels.run(update, list(scalars.values()), rows, fused)
         return loss
 
     def update(
-        self, group: Mapping[str, Any], names: tuple[str, ...], slots: tuple[str, ...], shown: tuple[str, ...]
+        self, group: Mapping[str, Any], names: tuple[str, ...], slots: tuple[str, ...], evidence: tuple[str, ...]
     ) -> Update:
         """The elementwise step of a group, for scalars, state and evidence of these names."""
-        return Update(self.parts(group), names, slots, shown)
+        return Update(self.parts(group), names, slots, evidence)
 
     def directions(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> Directions | None:
         """For parameters whose belief does not factorise over elements: the gradient, solved by its precision.

@@ -14,7 +14,7 @@ from bayesgrad.optimizer.update import Update
 
 
 @dataclass(frozen=True)
-class Signs(Update):
+class SignUpdate(Update):
     """An `Update` of the first slot instead of the weight, which becomes its sign; sign(0) = 1.
 
     The gradient by the weight stands in for that by the latent value, times the slope between the two where the
@@ -24,13 +24,13 @@ class Signs(Update):
     def __call__(self, scalars: Iterable[Any], weight: Tensor, gradient: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
         scalars = list(scalars)
         n = dict(zip(self.names, scalars))
-        shown, state = dict(zip(self.shown, more)), more[len(self.shown) :]
+        evidence, state = dict(zip(self.evidence, more)), more[len(self.evidence) :]
         latent = state[0]
         gradient = gradient.to(latent.dtype)
-        if "product" in shown:
-            gradient = shown["product"].to(latent.dtype)
-        elif "slope" in shown:
-            gradient = gradient * shown["slope"].to(latent.dtype)
+        if "product" in evidence:
+            gradient = evidence["product"].to(latent.dtype)
+        elif "slope" in evidence:
+            gradient = gradient * evidence["slope"].to(latent.dtype)
         if "gradient_scale" in n:
             largest = torch.finfo(latent.dtype).max / 4  # an infinite belief would never change again
             gradient = (gradient * n["gradient_scale"]).clamp(-largest, largest)
@@ -72,9 +72,9 @@ class BinaryOptimizer(BeliefOptimizer):
             self._binarise()
 
     def update(
-        self, group: Mapping[str, Any], names: tuple[str, ...], slots: tuple[str, ...], shown: tuple[str, ...]
-    ) -> Signs:
-        return Signs(self.parts(group), names, slots, shown)
+        self, group: Mapping[str, Any], names: tuple[str, ...], slots: tuple[str, ...], evidence: tuple[str, ...]
+    ) -> SignUpdate:
+        return SignUpdate(self.parts(group), names, slots, evidence)
 
     def slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return (self.latent, *super().slots(group))

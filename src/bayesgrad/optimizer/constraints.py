@@ -24,10 +24,10 @@ OPEN_FRACTION = Constraint("in (0, 1)", lambda x: 0 < x < 1)
 FRACTIONS = Constraint("two numbers in [0, 1)", lambda x: len(x) == 2 and all(0 <= b < 1 for b in x))
 COUNT = Constraint("a number >= 1", lambda x: 1 <= x < math.inf)
 OPTIONAL_COUNT = Constraint("None or a number >= 1", lambda x: x is None or 1 <= x < math.inf)
-WHOLE = Constraint("a whole number >= 1", lambda x: x == int(x) and x >= 1)
-WHOLE_NUMBER = Constraint("a whole number", lambda x: x == int(x))
-FLAG = Constraint("True or False", lambda x: x is True or x is False)
-OPTIONAL_FLAG = Constraint("None, True or False", lambda x: x is None or x is True or x is False)
+POSITIVE_INTEGER = Constraint("a whole number >= 1", lambda x: x == int(x) and x >= 1)
+INTEGER = Constraint("a whole number", lambda x: x == int(x))
+BOOLEAN = Constraint("True or False", lambda x: x is True or x is False)
+OPTIONAL_BOOLEAN = Constraint("None, True or False", lambda x: x is None or x is True or x is False)
 
 
 def one_of(*choices: Any) -> Constraint:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bayesgrad.block import Directions, gradient_of
-from bayesgrad.block.layer import Layer, LayerBatch, directions, explained
+from bayesgrad.block.layer import Layer, LayerBatch, directions, gradient_from_calls
 from bayesgrad.curvature.factors import LayerCurvature, defer, flush
 from bayesgrad.curvature.gradients import average
 from bayesgrad.kernels import compute_dtype
@@ -21,7 +21,7 @@ from bayesgrad.precision import Kronecker, Precision
 from bayesgrad.precision.linalg import diagonal_inverse, inverse
 
 MERGES, MERGED, INVERTED = range(3)  # of `clock`: how many merges, and the steps of the last merge and inversion
-OF_LAYER = ("spectrum", "damped", "clock", "traces")
+LAYER_KEYS = ("spectrum", "damped", "clock", "traces")
 
 
 class FactoredOptimizer(LayerwiseOptimizer):
@@ -36,25 +36,27 @@ class FactoredOptimizer(LayerwiseOptimizer):
 
     def _bind(self) -> None:
         super()._bind()
-        for layer in self.layers if self.compares() else ():
+        for layer in self.layers if self.checks_gradient() else ():
             if layer.weight is not None:
                 hook = _FirstPass(self, layer)
                 hook.handle = layer.weight.register_post_accumulate_grad_hook(hook)
 
-    def compares(self) -> bool:
+    def checks_gradient(self) -> bool:
         """Whether backward passes are the evidence: they must then explain the gradient."""
         return False
 
     def directions(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> Directions:
-        self._follow_thawing()
+        self._update_trainable()
         owners = {p: group for group, params in zip(groups, active) for p in params}
         current = [layer for layer in self.layers if any(p in owners for p in layer.members)]
         settings = {layer: next(owners[p] for p in layer.members if p in owners) for layer in current}
-        passes = self.sheets(self.backward_passes())
+        passes = self.layer_batches(self.backward_passes())
         fresh = self.statistics(current, settings, passes)
         known = [layer for layer in current if layer in fresh or "clock" in self.state.get(layer.owner, {})]
-        known = [layer for layer in known if layer.weight not in self._strangers]
-        self._warn_of({p for layer in self.touched(set(current) - set(known)) for p in layer.members})
+        known = [layer for layer in known if layer.weight not in self._read_elsewhere]
+        self._warn_fallback(
+            {p for layer in self.with_nonzero_gradient(set(current) - set(known)) for p in layer.members}
+        )
         for layer in known:
             self._refresh(layer, fresh.get(layer), settings[layer])
         return directions([(layer, self.precision(layer, settings[layer]), passes.get(layer)) for layer in known])
@@ -71,13 +73,13 @@ class FactoredOptimizer(LayerwiseOptimizer):
         clock = entry.get("clock")
         return clock is None or int(entry.get("step", 0)) + 1 - int(clock[MERGED]) >= group["stats_every"]
 
-    def _refresh(self, layer: Layer, sheet: LayerBatch | None, group: Mapping[str, Any]) -> None:
+    def _refresh(self, layer: Layer, batch: LayerBatch | None, group: Mapping[str, Any]) -> None:
         entry = self.state[layer.owner]
         self._initialise_factors(layer, group)
         clock, step = entry["clock"], int(entry.get("step", 0)) + 1
-        if sheet is not None:
+        if batch is not None:
             clock[MERGES] += 1
-            self.merge(layer, entry, sheet, group)
+            self.merge(layer, entry, batch, group)
             clock[MERGED] = step
         last, setting = int(clock[INVERTED]), self.setting(group)
         due = clock[MERGED] > last and step >= last + min(max(1, last // 4), group["update_every"])
@@ -88,10 +90,10 @@ class FactoredOptimizer(LayerwiseOptimizer):
             self.invert(layer, entry, group)
             clock[INVERTED] = step
 
-    def merge(self, layer: Layer, entry: dict[str, Tensor], sheet: LayerBatch, group: Mapping[str, Any]) -> None:
+    def merge(self, layer: Layer, entry: dict[str, Tensor], batch: LayerBatch, group: Mapping[str, Any]) -> None:
         """Takes new evidence into the factors; `clock` has counted it, and has the step of the last one."""
         keep, take = average(group["ema"], int(entry["clock"][MERGES]))
-        for side, moment in self.layer_curvature.read(sheet, group).items():
+        for side, moment in self.layer_curvature.read(batch, group).items():
             defer(entry, side, moment, keep, take)
 
     def setting(self, group: Mapping[str, Any]) -> float:
@@ -171,7 +173,7 @@ class FactoredOptimizer(LayerwiseOptimizer):
 
 def _factors(entry: Mapping[str, Tensor]) -> list[str]:
     """What belongs to the layer and not to its parameters' elements."""
-    return [key for key in entry if key.startswith(("input_", "error_")) or key in OF_LAYER]
+    return [key for key in entry if key.startswith(("input_", "error_")) or key in LAYER_KEYS]
 
 
 def store(entry: dict[str, Tensor], name: str, value: Tensor) -> None:
@@ -199,7 +201,7 @@ class _FirstPass:
         if not uses or not all(recorder.begun.get(name, True) for name in self.layer.names):
             return
         self.handle.remove()
-        made, gradient = explained(self.layer, uses), gradient_of(weight).detach()
+        made, gradient = gradient_from_calls(self.layer, uses), gradient_of(weight).detach()
         # Half precision is off by less than that; another reader of the weight by more.
         if bool((made.to(gradient) - gradient).norm() > 0.1 * gradient.norm()):
-            optimizer._strangers.add(weight)
+            optimizer._read_elsewhere.add(weight)

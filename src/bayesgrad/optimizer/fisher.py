@@ -14,7 +14,7 @@ from bayesgrad.curvature import CentredGradient, Curvature, SquaredGradient
 from bayesgrad.curvature.fisher import check_outputs
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.optimizer.base import BeliefOptimizer
-from bayesgrad.optimizer.constraints import FLAG, WHOLE, WHOLE_NUMBER, one_of
+from bayesgrad.optimizer.constraints import BOOLEAN, INTEGER, POSITIVE_INTEGER, one_of
 from bayesgrad.optimizer.update import Parts
 from bayesgrad.optimizer.variational import Noise, WeightSampling
 
@@ -33,21 +33,21 @@ class FisherOptimizer(WeightSampling):
     Checked by: tests/contract/test_evidence.py.
     """
 
-    keeps: ClassVar[str | None] = None
+    draw_evidence: ClassVar[str | None] = None
     accepts = {
         **BeliefOptimizer.accepts,
         "fisher": one_of("empirical", "centered", "sampled"),
         "likelihood": one_of("categorical", "bernoulli", "gaussian"),
-        "sample_weights": FLAG,
-        "samples": WHOLE,
-        "seed": WHOLE_NUMBER,
+        "sample_weights": BOOLEAN,
+        "samples": POSITIVE_INTEGER,
+        "seed": INTEGER,
     }
 
-    def read_by(self, group: Mapping[str, Any]) -> Curvature:
+    def fisher_curvature(self, group: Mapping[str, Any]) -> Curvature:
         return CentredGradient() if group["fisher"] == "centered" else SquaredGradient()
 
     def parts(self, group: Mapping[str, Any]) -> Parts:
-        return Parts(self.read_by(group), self.transition, self.rule)
+        return Parts(self.fisher_curvature(group), self.transition, self.rule)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch.optim; labels are drawn for all groups or for none, and so are weights."""
@@ -61,8 +61,8 @@ class FisherOptimizer(WeightSampling):
 
     # --- labels drawn from the model ---
 
-    def _forget(self) -> None:
-        super()._forget()
+    def _reset_draws(self) -> None:
+        super()._reset_draws()
         self._observed: dict[Tensor, Tensor] = {}  # gradients at drawn labels
         self._losses = 0  # how many losses these are of
         self._marked: list[tuple[int, int]] = []
@@ -98,9 +98,9 @@ class FisherOptimizer(WeightSampling):
         self._marked = self._mark()
 
     def evidence(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> dict[str, Mapping[Tensor, Tensor]]:
-        shown = super().evidence(groups, active) if self.takes_draws else {}
+        evidence = super().evidence(groups, active) if self.takes_draws else {}
         if groups[0]["fisher"] != "sampled":
-            return shown
+            return evidence
         owners = {p: group for group, params in zip(groups, active) for p in params}
         missing = [p for p in owners if p not in self._observed]
         if missing:
@@ -111,7 +111,7 @@ class FisherOptimizer(WeightSampling):
         # Times B^2 it is the information of a batch of B losses, estimated from those that were observed.
         count = {p: self._losses * (group.get("batch_size") or self._losses) for p, group in owners.items()}
         squares = {p: self._observed[p].to(compute_dtype(p.dtype)).square() / count[p] for p in owners}
-        return {**shown, "squares": squares}
+        return {**evidence, "squares": squares}
 
     def _skips(self, active: list[list[Tensor]]) -> bool:
         if super()._skips(active):
@@ -145,7 +145,7 @@ class FisherOptimizer(WeightSampling):
             yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch.optim; forgets what draws have shown, and what was observed for a step that was not taken."""
+        """As in torch.optim; forgets what draws have evidence, and what was observed for a step that was not taken."""
         kept = (self._observed, self._losses, self._marked)
         stale = bool(self._observed) and self._marked != self._mark()
         if self.takes_draws:

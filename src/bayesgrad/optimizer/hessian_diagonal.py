@@ -1,4 +1,4 @@
-"""Filters that are shown the second derivatives of the loss."""
+"""Filters that are evidence the second derivatives of the loss."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from bayesgrad import noise
 from bayesgrad.curvature import hessian
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.optimizer.base import BeliefOptimizer
-from bayesgrad.optimizer.constraints import WHOLE, Constraint, one_of
+from bayesgrad.optimizer.constraints import POSITIVE_INTEGER, Constraint, one_of
 
-FEW = 1000  # weights up to which "auto" is "exact"
-HESSIAN: Mapping[str, Constraint] = {"hessian": one_of("auto", "exact", "hutchinson"), "probes": WHOLE}
+EXACT_LIMIT = 1000  # weights up to which "auto" is "exact"
+HESSIAN: Mapping[str, Constraint] = {"hessian": one_of("auto", "exact", "hutchinson"), "probes": POSITIVE_INTEGER}
 
 
 class HessianDiagonal(BeliefOptimizer):
@@ -29,17 +29,17 @@ class HessianDiagonal(BeliefOptimizer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._unsee()
+        self._reset_hessians()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._unsee()
+        self._reset_hessians()
 
-    def _unsee(self) -> None:
+    def _reset_hessians(self) -> None:
         """Drops what has been observed since the last step."""
         self._hessians: dict[Tensor, Tensor] = {}
 
-    def wants_hessian(self, group: Mapping[str, Any]) -> bool:
+    def needs_hessian(self, group: Mapping[str, Any]) -> bool:
         return True
 
     def hessian_factor(self, group: Mapping[str, Any], p: Tensor) -> float:
@@ -67,7 +67,7 @@ class HessianDiagonal(BeliefOptimizer):
         wanted, start = [], 0
         for group in self.param_groups:
             for p in group["params"]:
-                if self.wants_hessian(group) and p.requires_grad and p.numel():
+                if self.needs_hessian(group) and p.requires_grad and p.numel():
                     wanted.append((group, p, start))
                 start += p.numel()
         if not wanted:
@@ -76,7 +76,7 @@ class HessianDiagonal(BeliefOptimizer):
         gradients = hessian.gradients_of(loss, params)
         self._begin_observing()
         first = self.param_groups[0]
-        few = sum(p.numel() for p in params) <= FEW
+        few = sum(p.numel() for p in params) <= EXACT_LIMIT
         if first["hessian"] == "exact" or (first["hessian"] == "auto" and few):
             found = [hessian.exact(gradient, p) for gradient, p in zip(gradients, params)]
         else:
@@ -92,7 +92,7 @@ class HessianDiagonal(BeliefOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch.optim; forgets what was observed."""
         super().zero_grad(set_to_none)
-        self._unsee()
+        self._reset_hessians()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """As for any filter; a closure calls `observe(loss)` before `loss.backward()`.
@@ -100,24 +100,26 @@ class HessianDiagonal(BeliefOptimizer):
         Args:
             closure: re-evaluates the model, observes, calls backward and returns the loss.
         """
-        self._aside: dict[Tensor, Tensor] = {}
+        self._stored_draws: dict[Tensor, Tensor] = {}
         loss = super().step(closure)
-        self._unsee()
+        self._reset_hessians()
         return loss
 
-    def _set_aside(self, samples: int) -> None:
-        """Keeps what one of several draws of a closure has shown."""
+    def _store_draw(self, samples: int) -> None:
+        """Keeps what one of several draws of a closure has evidence."""
         for p, diagonal in self._hessians.items():
-            self._aside[p] = self._aside[p] + diagonal / samples if p in self._aside else diagonal / samples
+            self._stored_draws[p] = (
+                self._stored_draws[p] + diagonal / samples if p in self._stored_draws else diagonal / samples
+            )
 
     def _diagonals(self) -> dict[Tensor, Tensor]:
-        return self._aside or self._hessians
+        return self._stored_draws or self._hessians
 
     def evidence(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> dict[str, Mapping[Tensor, Tensor]]:
-        shown = super().evidence(groups, active)
-        wanting = [p for group, some in zip(groups, active) if self.wants_hessian(group) for p in some]
+        evidence = super().evidence(groups, active)
+        wanting = [p for group, some in zip(groups, active) if self.needs_hessian(group) for p in some]
         if not wanting:
-            return shown
+            return evidence
         known = self._diagonals()
         if any(p.numel() and p not in known for p in wanting):
             raise RuntimeError(
@@ -125,7 +127,7 @@ class HessianDiagonal(BeliefOptimizer):
                 "before loss.backward(), where the loss is computed."
             )
         none = {p: torch.zeros_like(p) for some in active for p in some if p not in known}
-        return {**shown, "hessian": {p: known.get(p, none.get(p, p)) for some in active for p in some}}
+        return {**evidence, "hessian": {p: known.get(p, none.get(p, p)) for some in active for p in some}}
 
     def _skips(self, active: list[list[Tensor]]) -> bool:
         if super()._skips(active):

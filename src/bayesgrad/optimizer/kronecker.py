@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bayesgrad.belief import Joint
-from bayesgrad.block.layer import Layer, LayerBatch, likely_factor
+from bayesgrad.block.layer import Layer, LayerBatch, estimated_factor
 from bayesgrad.curvature.factors import KroneckerFisher
 from bayesgrad.curvature.gradients import average
 from bayesgrad.optimizer.constraints import COUNT, POSITIVE, one_of
@@ -39,7 +39,7 @@ class KroneckerOptimizer(SampledLabels):
         "fisher": one_of("sampled", "centered", "empirical"),
     }
 
-    def compares(self) -> bool:
+    def checks_gradient(self) -> bool:
         return any(group["fisher"] != "sampled" for group in self.param_groups)
 
     def setting(self, group: Mapping[str, Any]) -> float:
@@ -62,31 +62,31 @@ class KroneckerOptimizer(SampledLabels):
     ) -> Mapping[Layer, LayerBatch]:
         sampled = [layer for layer in current if settings[layer]["fisher"] == "sampled"]
         found = dict(super().statistics(sampled, {layer: settings[layer] for layer in sampled}, passes))
-        heard = [layer for layer in current if layer not in sampled and self.due(layer, settings[layer])]
-        if not passes and (names := [layer.names[0] for layer in self.touched(heard)]):
+        from_backward = [layer for layer in current if layer not in sampled and self.due(layer, settings[layer])]
+        if not passes and (names := [layer.names[0] for layer in self.with_nonzero_gradient(from_backward)]):
             raise self.missing_observation(f"no inputs were seen for layers {names}", "run forward and backward passes")
-        for layer in heard:
+        for layer in from_backward:
             if layer in passes:
-                scale = settings[layer]["batch_size"] * likely_factor(layer, passes[layer])
+                scale = settings[layer]["batch_size"] * estimated_factor(layer, passes[layer])
                 found[layer] = passes[layer].with_errors(passes[layer].errors * scale)
         if not found:
             return {}
-        finite = torch.stack([sheet.is_finite().cpu() for sheet in found.values()]).tolist()
-        found = {layer: sheet for (layer, sheet), good in zip(found.items(), finite) if good}
-        for layer, sheet in found.items():
+        finite = torch.stack([batch.is_finite().cpu() for batch in found.values()]).tolist()
+        found = {layer: batch for (layer, batch), good in zip(found.items(), finite) if good}
+        for layer, batch in found.items():
             if settings[layer]["fisher"] == "centered":
-                found[layer] = self._centred(layer, sheet)
+                found[layer] = self._centred(layer, batch)
         return found
 
-    def _centred(self, layer: Layer, sheet: LayerBatch) -> LayerBatch:
+    def _centred(self, layer: Layer, batch: LayerBatch) -> LayerBatch:
         """The errors minus their mean over earlier batches; the first batch as it is."""
         entry = self.state[layer.owner]
-        here = sheet.errors.mean(1)  # (groups, out)
+        here = batch.errors.mean(1)  # (groups, out)
         mean = entry.get("error_mean")
         if mean is None or mean.shape != here.shape:
             entry["error_mean"] = here
-            return sheet
-        centred = sheet.with_errors(sheet.errors - mean[:, None].to(here))
+            return batch
+        centred = batch.with_errors(batch.errors - mean[:, None].to(here))
         keep, take = average(MEAN_DECAY, 1 + int(entry["clock"][MERGES]) if "clock" in entry else 1)
         entry["error_mean"] = keep * mean.to(here) + take * here
         return centred
@@ -101,7 +101,7 @@ class KroneckerOptimizer(SampledLabels):
         groups = {p: group for group in self.param_groups for p in group["params"]}
         found = []
         for layer in self.layers:
-            known = "damped" in self.state.get(layer.owner, {}) and layer.weight not in self._strangers
+            known = "damped" in self.state.get(layer.owner, {}) and layer.weight not in self._read_elsewhere
             if known and all(id(p) in names for p in layer.members):
                 group = groups[layer.owner]
                 then = {**group, "lr": group["last_lr"] or 1.0, "base_lr": group["base_lr"] or 1.0}

@@ -15,7 +15,7 @@ from bayesgrad.block.layer import Layer, LayerBatch
 from bayesgrad.curvature import Curvature, SquaredGradient, layers
 from bayesgrad.curvature.recorder import LayerCall, LayerRecorder
 from bayesgrad.optimizer.base import BeliefOptimizer, Parts
-from bayesgrad.optimizer.constraints import COUNT, FRACTION, WHOLE, WHOLE_NUMBER, one_of
+from bayesgrad.optimizer.constraints import COUNT, FRACTION, INTEGER, POSITIVE_INTEGER, one_of
 from bayesgrad.posterior.network import parameters_of, unwrapped
 from bayesgrad.rule import NaturalGradient
 from bayesgrad.transition import MovingAverage, Static, Transition
@@ -37,22 +37,22 @@ class LayerwiseOptimizer(BeliefOptimizer):
     transition = Static()
     by_layer: ClassVar[bool] = True  # a matrix for each layer; otherwise one belief about all that is recorded
     recorded: ClassVar[tuple[Callable[[nn.Module], bool], ...]] = (layers.is_matrix,)  # the kinds of layers
-    listens: ClassVar[bool] = True  # to backward passes
+    records_backward: ClassVar[bool] = True  # to backward passes
     observes: ClassVar[bool] = False  # through observe()
-    rest: ClassVar[tuple[Curvature | None, Transition]] = (
+    fallback_parts: ClassVar[tuple[Curvature | None, Transition]] = (
         SquaredGradient(),
         MovingAverage(),
     )  # of what is not modelled
-    fallback: ClassVar[str] = "a diagonal of squared gradients with the same damping"  # the same in words
+    fallback_name: ClassVar[str] = "a diagonal of squared gradients with the same damping"  # the same in words
     accepts = {
         **BeliefOptimizer.accepts,
         "ema": FRACTION,
-        "update_every": WHOLE,
-        "stats_every": WHOLE,
+        "update_every": POSITIVE_INTEGER,
+        "stats_every": POSITIVE_INTEGER,
         "max_factor": COUNT,
         "losses_per_example": COUNT,
         "likelihood": one_of("categorical", "bernoulli", "gaussian"),
-        "seed": WHOLE_NUMBER,
+        "seed": INTEGER,
     }
 
     def __init__(self, model: nn.Module, params: Any, defaults: dict[str, Any]) -> None:
@@ -60,24 +60,24 @@ class LayerwiseOptimizer(BeliefOptimizer):
         self._check_model()
         super().__init__(named_groups(self.model, params), defaults)
         self._bind()
-        self._warn_of(set(self._unmodelled()))
+        self._warn_fallback(set(self._unmodelled()))
 
     def _check_model(self) -> None:
         """Raises where the rule cannot look at this model at all."""
 
     def _bind(self) -> None:
-        """Looks for layers and listens to them."""
+        """Looks for layers and records_backward to them."""
         if "recorder" in self.__dict__:
             self.recorder.close()
         mine = {id(p) for group in self.param_groups for p in group["params"]}
         self.layers = self._find_layers(mine)
-        heard = {name: module for name, module in self.model.named_modules() if self._is_recorded(module, mine)}
+        recorded = {name: module for name, module in self.model.named_modules() if self._is_recorded(module, mine)}
         self.recorder = LayerRecorder(
-            self.model, heard, keeps=self.listens, notes=self.observes, remembers=self.remembers
+            self.model, recorded, keeps=self.records_backward, notes=self.observes, remembers=self.remembers
         )
         self._observed: list[Any] = []
         self._marked: list[tuple[int, int]] = []
-        self._strangers: set[Tensor] = set()  # weights that something other than their layers reads
+        self._read_elsewhere: set[Tensor] = set()  # weights that something other than their layers reads
         self._trained = self._flags()
         self._warned: set[Tensor] = self.__dict__.get("_warned", set())
 
@@ -89,12 +89,12 @@ class LayerwiseOptimizer(BeliefOptimizer):
     def _flags(self) -> list[bool]:
         return [p.requires_grad for group in self.param_groups for p in group["params"]]
 
-    def _follow_thawing(self) -> None:
+    def _update_trainable(self) -> None:
         """Looks for layers anew where some were frozen or thawed."""
         if self._trained != self._flags():
             self._trained = self._flags()
             self.layers = self._find_layers({id(p) for group in self.param_groups for p in group["params"]})
-            self._warn_of(set(self._unmodelled()))
+            self._warn_fallback(set(self._unmodelled()))
 
     def _is_recorded(self, module: nn.Module, mine: set[int]) -> bool:
         known = any(is_known(module) for is_known in self.recorded)
@@ -129,14 +129,14 @@ class LayerwiseOptimizer(BeliefOptimizer):
             modelled = {p for module in self.recorder.layers.values() for p in module.parameters(recurse=False)}
         return [p for group in self.param_groups for p in group["params"] if p not in modelled and p.requires_grad]
 
-    def _warn_of(self, params: set[Tensor]) -> None:
+    def _warn_fallback(self, params: set[Tensor]) -> None:
         """Names those parameters that take the fallback, once each."""
         new = params - self._warned
         self._warned |= new
         names = [n for group in self.param_groups for n, p in zip(group["param_names"], group["params"]) if p in new]
         if names:
             warnings.warn(
-                f"{type(self).__name__} has no model of {', '.join(names)}: they are trained by {self.fallback}.",
+                f"{type(self).__name__} has no model of {', '.join(names)}: they are trained by {self.fallback_name}.",
                 UserWarning,
                 stacklevel=4,
             )
@@ -160,7 +160,7 @@ class LayerwiseOptimizer(BeliefOptimizer):
             self.recorder.clear()
         return skips
 
-    def sheets(self, uses: Sequence[Sequence[LayerCall]]) -> dict[Layer, LayerBatch]:
+    def layer_batches(self, uses: Sequence[Sequence[LayerCall]]) -> dict[Layer, LayerBatch]:
         """The evidence for each layer in some passes; layers without any are left out."""
         by_weight = {id(layer.module._parameters.get("weight")): layer for layer in self.layers}
         found: dict[Layer, list[list[LayerCall]]] = {}
@@ -188,7 +188,7 @@ class LayerwiseOptimizer(BeliefOptimizer):
         group["draws"] += 1
         return likelihoods.draw(likelihoods.named(group["likelihood"]), outputs, group["seed"], group["draws"] - 1)
 
-    def touched(self, layers: Iterable[Layer]) -> list[Layer]:
+    def with_nonzero_gradient(self, layers: Iterable[Layer]) -> list[Layer]:
         """Those that have a gradient other than zero."""
         return [layer for layer in layers if any(bool(p.grad.any()) for p in layer.members if p.grad is not None)]
 
@@ -218,7 +218,7 @@ class LayerwiseOptimizer(BeliefOptimizer):
         return (
             Parts(None, self.transition, self.rule)
             if group.get("preconditioned", True)
-            else Parts(*self.rest, self.rule)
+            else Parts(*self.fallback_parts, self.rule)
         )
 
     def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:

@@ -38,11 +38,11 @@ class PredictedMean(BeliefOptimizer):
         To evaluate or to save the weights of a model. Steps and checkpoints of the optimizer are refused inside: they
         are about the weights outside.
         """
-        if self._is_shown():
+        if self._in_posterior_mean():
             raise RuntimeError("posterior_mean() is already active: leave the context before entering it again.")
         means = self._posterior_means()
         saved = {p: p.detach().clone() for p in means}
-        self._shows = True
+        self._showing_mean = True
         try:
             with torch.no_grad():
                 for p, mean in means.items():
@@ -52,13 +52,13 @@ class PredictedMean(BeliefOptimizer):
             with torch.no_grad():
                 for p, value in saved.items():
                     p.copy_(value)
-            self._shows = False
+            self._showing_mean = False
 
-    def _is_shown(self) -> bool:
-        return self.__dict__.get("_shows", False)
+    def _in_posterior_mean(self) -> bool:
+        return self.__dict__.get("_showing_mean", False)
 
     def _refuse_inside(self, what: str) -> None:
-        if self._is_shown():
+        if self._in_posterior_mean():
             raise RuntimeError(f"{what} is about the weights outside of posterior_mean(): leave the context first.")
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -82,5 +82,5 @@ class PredictedMean(BeliefOptimizer):
 
     def posterior(self, model: nn.Module, scale: float = 1.0) -> Posterior:
         """As for any filter, around the posterior mean."""
-        with nullcontext() if self._is_shown() else self.posterior_mean():
+        with nullcontext() if self._in_posterior_mean() else self.posterior_mean():
             return super().posterior(model, scale)

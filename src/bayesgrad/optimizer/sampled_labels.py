@@ -34,7 +34,7 @@ class SampledLabels(FactoredOptimizer):
         residual = likelihoods.named(self.param_groups[0]["likelihood"]).residual(outputs, labels)
         self._observed.append(trace.uses(residual))
         strangers = trace.strangers()
-        self._strangers |= {
+        self._read_elsewhere |= {
             layer.weight for layer in self.layers if layer.weight is not None and id(layer.weight) in strangers
         }
         self._marked = self._mark()
@@ -42,14 +42,14 @@ class SampledLabels(FactoredOptimizer):
     def statistics(
         self, current: list[Layer], settings: Mapping[Layer, Mapping[str, Any]], passes: Mapping[Layer, LayerBatch]
     ) -> Mapping[Layer, LayerBatch]:
-        observed = self.sheets(self._observed)
+        observed = self.layer_batches(self._observed)
         self._observed = []
         ever = any("clock" in self.state.get(layer.owner, {}) for layer in current)
-        if not observed and not ever and (names := [layer.names[0] for layer in self.touched(current)]):
+        if not observed and not ever and (names := [layer.names[0] for layer in self.with_nonzero_gradient(current)]):
             raise self.missing_observation(
                 f"nothing was ever observed of layers {names}",
                 "call observe(outputs), before loss.backward(), on outputs",
             )
         return {
-            layer: sheet for layer, sheet in observed.items() if layer in settings and self.due(layer, settings[layer])
+            layer: batch for layer, batch in observed.items() if layer in settings and self.due(layer, settings[layer])
         }

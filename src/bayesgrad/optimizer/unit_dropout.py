@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bayesgrad import kernels, noise
 from bayesgrad.block import gradient_of
 from bayesgrad.optimizer.base import BeliefOptimizer
-from bayesgrad.optimizer.constraints import FLAG, WHOLE, WHOLE_NUMBER, Constraint
+from bayesgrad.optimizer.constraints import BOOLEAN, INTEGER, POSITIVE_INTEGER, Constraint
 from bayesgrad.optimizer.layerwise import model_of, named_groups
 from bayesgrad.optimizer.variational import Mark, WeightSampling, _mark, _same
 from bayesgrad.posterior import DropoutPosterior, Posterior
@@ -50,9 +50,9 @@ class UnitDropout(BeliefOptimizer):
     accepts = {
         **BeliefOptimizer.accepts,
         "keep": KEEP,
-        "drop_inputs": FLAG,
-        "samples": WHOLE,
-        "seed": WHOLE_NUMBER,
+        "drop_inputs": BOOLEAN,
+        "samples": POSITIVE_INTEGER,
+        "seed": INTEGER,
     }
 
     def __init__(self, model: nn.Module, params: Any, defaults: dict[str, Any]) -> None:
@@ -81,11 +81,11 @@ class UnitDropout(BeliefOptimizer):
             self._first = p if self._first is None else self._first
             start += units.count(p.shape)
         self._key: noise.Key | None = None  # of the present draw, in training
-        self._forget()
+        self._reset_draws()
 
-    def _forget(self) -> None:
+    def _reset_draws(self) -> None:
         """Drops what draws have shown since the last step."""
-        self._shown: set[Tensor] = set()  # whose gradients are from draws
+        self._sampled_params: set[Tensor] = set()  # whose gradients are from draws
         self._before: dict[Tensor, Mark] = {}  # gradients at the beginning of the present context
 
     def keep_of(self, group: Mapping[str, Any], p: Tensor) -> float | None:
@@ -116,7 +116,7 @@ class UnitDropout(BeliefOptimizer):
         Args:
             masks: a value for each unit to use in place of drawn ones, by weight, or a function of the weight.
         """
-        if self.__dict__.get("_drawn_now"):
+        if self.__dict__.get("_active_draw"):
             raise RuntimeError("sampled() is already active: one context is one draw, leave it before the next.")
         training = torch.is_grad_enabled()
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
@@ -125,7 +125,7 @@ class UnitDropout(BeliefOptimizer):
         key = self._next_key(training)
         self._key = key if training else None
         saved: list[tuple[Tensor, Tensor]] = []
-        self._drawn_now = True
+        self._active_draw = True
         finished = False
         try:
             with ExitStack() as hooks:
@@ -146,9 +146,11 @@ class UnitDropout(BeliefOptimizer):
             with torch.no_grad():
                 for p, mean in saved:
                     p.copy_(mean)
-            self._drawn_now, self._key = False, None
+            self._active_draw, self._key = False, None
             if training and finished:
-                self._shown |= {p for p in params if p.grad is not None and not _same(_mark(p), self._before.get(p))}
+                self._sampled_params |= {
+                    p for p in params if p.grad is not None and not _same(_mark(p), self._before.get(p))
+                }
             self._before = {}
 
     def _buffer(self, p: Tensor) -> Tensor:
@@ -179,12 +181,12 @@ class UnitDropout(BeliefOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch.optim; forgets what draws have shown."""
         super().zero_grad(set_to_none)
-        self._forget()
+        self._reset_draws()
         if self._key is not None:
             self._before = {p: _mark(p) for group in self.param_groups for p in group["params"]}
 
     def evidence(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> dict[str, Mapping[Tensor, Tensor]]:
-        missing = next((p for some in active for p in some if p not in self._shown), None)
+        missing = next((p for some in active for p in some if p not in self._sampled_params), None)
         if missing is not None:
             raise RuntimeError(
                 f"a gradient of shape {tuple(missing.shape)} was not taken at sampled weights: run forward and "
@@ -200,7 +202,7 @@ class UnitDropout(BeliefOptimizer):
         """
         loss = None if closure is None else self._average_draws(closure)
         super().step()
-        self._forget()
+        self._reset_draws()
         return loss
 
     def _average_draws(self, closure: Callable[[], Any]) -> Any:
@@ -213,16 +215,16 @@ class UnitDropout(BeliefOptimizer):
                 losses.append(closure())
             if samples == 1:
                 return losses[0]
-            self._set_aside(samples)
+            self._store_draw(samples)
             for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
                 totals[p] = totals[p] + gradient_of(p) if p in totals else gradient_of(p).clone()
-        self._forget()
-        self._shown = set(totals)
+        self._reset_draws()
+        self._sampled_params = set(totals)
         for p, total in totals.items():
             p.grad = total / samples
         return sum(losses[1:], losses[0]) / samples if losses[0] is not None else None
 
-    def _set_aside(self, samples: int) -> None:
+    def _store_draw(self, samples: int) -> None:
         """Keeps what one of several draws of a closure has shown beside gradients."""
 
     # --- what is believed ---
@@ -274,7 +276,7 @@ class UnitDropout(BeliefOptimizer):
         super().__setstate__(state)
         if "model" in state:  # torch's load_state_dict comes here too, without one
             self._bind()
-        self._forget()
+        self._reset_draws()
 
 
 def _through(factor: Tensor) -> Callable[[Tensor], Tensor]:

@@ -32,33 +32,33 @@ class Update:
         parts: what to do.
         names: of the scalars, in order.
         slots: of the state, in order.
-        shown: names of what evidence there is beside the gradient, in order.
+        evidence: names of what evidence there is beside the gradient, in order.
     """
 
     parts: Parts
     names: tuple[str, ...]
     slots: tuple[str, ...]
-    shown: tuple[str, ...] = ()
+    evidence: tuple[str, ...] = ()
 
     @property
     def writes(self) -> tuple[int, ...]:
-        first = 2 + len(self.shown)
+        first = 2 + len(self.evidence)
         return (0, *range(first, first + len(self.slots)))
 
     def __call__(self, scalars: Iterable[Any], weight: Tensor, gradient: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
         curvature, transition, rule = self.parts
         n = dict(zip(self.names, scalars))
-        memory = dict(zip(self.slots, more[len(self.shown) :]))
+        memory = dict(zip(self.slots, more[len(self.evidence) :]))
         dtype = kernels.compute_dtype(weight.dtype)
         weight, gradient = weight.to(dtype), gradient.to(dtype)
-        shown = {name: values.to(dtype) for name, values in zip(self.shown, more)}
+        evidence = {name: values.to(dtype) for name, values in zip(self.evidence, more)}
         if "l2" in n:
             gradient = gradient + n["l2"] * weight
         gradient = transition.clip(gradient)
         if curvature is None:  # nothing is learnt of the curvature: every weight stays equally certain
             precision = Scalar(torch.ones((), dtype=dtype, device=weight.device), tuple(weight.shape))
         else:
-            increment = curvature.read(Evidence(gradient, **shown), memory, n)
+            increment = curvature.read(Evidence(gradient, **evidence), memory, n)
             if "prior" in n:  # a Gaussian prior: its precision in the same units, and its pull on the mean
                 strength = n["prior"] * memory["prior_precision"] if "prior_precision" in memory else n["prior"]
                 increment = increment + strength

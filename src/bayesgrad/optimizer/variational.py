@@ -15,12 +15,12 @@ from bayesgrad import kernels, noise
 from bayesgrad.block import gradient_of
 from bayesgrad.block.sampled import SampledBlock
 from bayesgrad.optimizer.base import BeliefOptimizer
-from bayesgrad.optimizer.constraints import COUNT, FRACTION, NONNEGATIVE, POSITIVE, WHOLE, WHOLE_NUMBER
+from bayesgrad.optimizer.constraints import COUNT, FRACTION, INTEGER, NONNEGATIVE, POSITIVE, POSITIVE_INTEGER
 from bayesgrad.posterior import GaussianPosterior, Posterior
 from bayesgrad.precision import Diagonal
 
 PRIOR = ("prior_precision", "prior_mean")
-LATER = 1000  # steps after which a Hessian that has not moved is worth a word
+CHECK_AT_STEP = 1000  # steps after which a Hessian that has not moved is worth a word
 _NOTHING = torch.empty(0, 0, 0)
 Mark = tuple[Tensor, int] | None
 Noise = Mapping[Any, Tensor] | Callable[[Tensor], Tensor]
@@ -46,18 +46,18 @@ class VariationalOptimizer(BeliefOptimizer):
         "kl_weight": POSITIVE,
         "clip_radius": POSITIVE,
         "natural_momentum": FRACTION,
-        "samples": WHOLE,
-        "seed": WHOLE_NUMBER,
+        "samples": POSITIVE_INTEGER,
+        "seed": INTEGER,
     }
 
-    def _take_prior(self, prior: Posterior | None) -> None:
+    def _load_prior(self, prior: Posterior | None) -> None:
         """Reads the prior of each parameter into the state."""
         if prior is None:
             return
         if not isinstance(prior, GaussianPosterior):
             raise TypeError(f"prior must be a Gaussian posterior, got {type(prior).__name__}.")
         means, variances = prior.mean, prior.variance()
-        check_known(self.param_groups, means)
+        check_prior(self.param_groups, means)
         for group in self.param_groups:
             for name, p in zip(group["param_names"], group["params"]):
                 mean = torch.zeros_like(p, dtype=kernels.compute_dtype(p.dtype))
@@ -99,7 +99,9 @@ class VariationalOptimizer(BeliefOptimizer):
         if math.isfinite(group.get("clip_radius", math.inf)):
             n["radius"] = group["clip_radius"]
         if group["natural_momentum"]:
-            n["natural"] = group["natural_momentum"] if group["lr"] > 0 else 0.0  # where lr is 0, nothing moves
+            n["natural_momentum"] = (
+                group["natural_momentum"] if group["lr"] > 0 else 0.0
+            )  # where lr is 0, nothing moves
         return n
 
     def prior_variance(self, group: Mapping[str, Any]) -> float:
@@ -128,38 +130,38 @@ class WeightSampling(BeliefOptimizer):
 
     A named optimizer says in `keeps` what it wants to know of a draw at the step: nothing, where gradients were taken
     (`offset`), the drawn weight's derivative by the mean (`slope`), or the squares of gradients. `draws` is how weights
-    are drawn, and `drawing` the scalars that takes.
+    are drawn, and `sampling_scalars` the scalars that takes.
     """
 
-    keeps: ClassVar[str | None] = "offset"
-    draws: ClassVar[type[SampledBlock]] = SampledBlock
+    draw_evidence: ClassVar[str | None] = "offset"
+    block_type: ClassVar[type[SampledBlock]] = SampledBlock
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._forget()
+        self._reset_draws()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._forget()
+        self._reset_draws()
 
-    def _forget(self) -> None:
+    def _reset_draws(self) -> None:
         """Drops what draws have shown since the last step."""
         self._offsets: dict[Tensor, Tensor] = {}  # of the one draw that a gradient is from
         self._sums: dict[Tensor, Tensor] = {}  # over several draws
         self._seen: dict[Tensor, Tensor | None] = {}  # gradients these sums belong to
-        self._shown: set[Tensor] = set()  # whose gradients are from draws
+        self._sampled_params: set[Tensor] = set()  # whose gradients are from draws
         self._count = 0  # of draws
         self._fresh: set[Tensor] = set()  # whose gradients begin within the present context
         self._before: dict[Tensor, Mark] = {}  # gradients at its beginning
 
-    # --- drawing ---
+    # --- sampling_scalars ---
 
     @property
     def takes_draws(self) -> bool:
         """Whether gradients are to be taken inside `sampled()`."""
         return True
 
-    def drawing(self, group: Mapping[str, Any]) -> list[float]:
+    def sampling_scalars(self, group: Mapping[str, Any]) -> list[float]:
         """The scalars that the kernel of a draw asks for; for optimizers that draw weights."""
         raise RuntimeError(f"{type(self).__name__} has no belief to draw weights from.")
 
@@ -181,7 +183,7 @@ class WeightSampling(BeliefOptimizer):
             noise: variates to use in place of drawn ones (standard normal for a Gaussian belief, uniform in (0, 1) for
                 binary weights), by parameter, or a function of the parameter.
         """
-        if self.__dict__.get("_drawn_now"):
+        if self.__dict__.get("_active_draw"):
             raise RuntimeError("sampled() is already active: one context is one draw, leave it before the next.")
         training = torch.is_grad_enabled()
         drawn = self._layout_of_draws()
@@ -192,20 +194,20 @@ class WeightSampling(BeliefOptimizer):
             self._offsets = {p: offset.clone() for p, offset in self._offsets.items()}
         key = self._next_key(training)
         finished = False
-        self._drawn_now = []
+        self._active_draw = []
         try:
             with torch.no_grad():
                 for part in drawn:
-                    spreads = [self.state[p][self.draws.reads] for p in part.params]
-                    self._drawn_now.append(part)
-                    part.perturb(spreads, self.drawing(part.group), key, noise, _fused(part, elements))
+                    spreads = [self.state[p][self.block_type.state_key] for p in part.params]
+                    self._active_draw.append(part)
+                    part.perturb(spreads, self.sampling_scalars(part.group), key, noise, _fused(part, elements))
             yield
             finished = True
         finally:
             with torch.no_grad():
-                for part in self._drawn_now:
-                    part.restore(self.keeps is not None and training and finished, _fused(part, elements))
-            self._drawn_now = []
+                for part in self._active_draw:
+                    part.restore(self.draw_evidence is not None and training and finished, _fused(part, elements))
+            self._active_draw = []
             if training and finished:
                 self._collect(drawn)
             self._before = {}
@@ -225,14 +227,14 @@ class WeightSampling(BeliefOptimizer):
             for group, params in wanted:
                 for kind in dict.fromkeys((p.dtype, p.device) for p in params):
                     some = [p for p in params if (p.dtype, p.device) == kind]
-                    parts.append(self.draws(group, some, [starts[p] for p in some]))
+                    parts.append(self.block_type(group, some, [starts[p] for p in some]))
             # Orders differ where a group has several kinds: compare like with like the next time.
             self._drawn = parts if [p for part in parts for p in part.params] == every else []
         owners = {p: group for group, params in wanted for p in params}
         for part in parts:
             part.group = owners[part.params[0]]  # loading a state replaces groups
         for group, params in wanted:
-            if any(self.state.get(p, {}).get(self.draws.reads, _NOTHING).shape != p.shape for p in params):
+            if any(self.state.get(p, {}).get(self.block_type.state_key, _NOTHING).shape != p.shape for p in params):
                 with torch.no_grad():
                     self._initialise(group, params, self.slots(group))
         return parts
@@ -242,15 +244,15 @@ class WeightSampling(BeliefOptimizer):
         if training:
             first["draws"] += 1
             return noise.key(first["seed"], first["draws"])
-        self._looks = self.__dict__.get("_looks", 0) + 1
-        return noise.key(first["seed"], first["draws"], self._looks)
+        self._draws_without_grad = self.__dict__.get("_draws_without_grad", 0) + 1
+        return noise.key(first["seed"], first["draws"], self._draws_without_grad)
 
     # --- what draws show ---
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch.optim; forgets what draws have shown."""
         super().zero_grad(set_to_none)
-        self._forget()
+        self._reset_draws()
         every = [p for group in self.param_groups for p in group["params"]]
         self._fresh = set(every)
         self._zeroed = self._before = {p: _mark(p) for p in every}
@@ -264,7 +266,7 @@ class WeightSampling(BeliefOptimizer):
         for p in params:
             if p in self._fresh:
                 continue
-            if self.keeps is not None:
+            if self.draw_evidence is not None:
                 self._fold(p)
                 self._seen[p] = gradient_of(p).clone()
 
@@ -276,7 +278,7 @@ class WeightSampling(BeliefOptimizer):
 
     def _contribution(self, gradient: Tensor, offset: Tensor) -> Tensor:
         gradient = gradient.to(kernels.compute_dtype(gradient.dtype))
-        return gradient.square() if self.keeps == "squares" else gradient * offset
+        return gradient.square() if self.draw_evidence == "squares" else gradient * offset
 
     def _collect(self, drawn: list[SampledBlock]) -> None:
         self._count += 1
@@ -284,8 +286,8 @@ class WeightSampling(BeliefOptimizer):
             for p, offset in part.offsets():
                 if p.grad is None or _same(_mark(p), self._before[p]):
                     continue
-                self._shown.add(p)
-                if self.keeps is None:
+                self._sampled_params.add(p)
+                if self.draw_evidence is None:
                     continue
                 if p in self._fresh:
                     self._offsets[p] = offset
@@ -298,16 +300,16 @@ class WeightSampling(BeliefOptimizer):
 
     def evidence(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> dict[str, Mapping[Tensor, Tensor]]:
         params = [p for some in active for p in some]
-        missing = [p for p in params if p not in self._shown]
+        missing = [p for p in params if p not in self._sampled_params]
         if missing:
             raise RuntimeError(
                 f"a gradient of shape {tuple(missing[0].shape)} was not taken at sampled weights: run forward and "
                 f"backward passes inside `with optimizer.sampled():`, then call {type(self).__name__}.step()."
             )
-        if self.keeps is None:
+        if self.draw_evidence is None:
             return super().evidence(groups, active)
         if not self._sums:
-            return {} if self.keeps == "squares" else {self.keeps: self._offsets}
+            return {} if self.draw_evidence == "squares" else {self.draw_evidence: self._offsets}
         sums = {}
         for p in params:
             if p in self._offsets:
@@ -316,8 +318,8 @@ class WeightSampling(BeliefOptimizer):
             seen, now = self._seen[p], gradient_of(p)
             # Whatever was done to the gradient since (clipping, unscaling) is done to the sum.
             factor = 1.0 if seen is None else torch.where(now == seen, 1.0, now / seen).nan_to_num(0.0, 0.0, 0.0)
-            sums[p] = self._sums[p] * (self._count * factor * factor if self.keeps == "squares" else factor)
-        return {"squares" if self.keeps == "squares" else "product": sums}
+            sums[p] = self._sums[p] * (self._count * factor * factor if self.draw_evidence == "squares" else factor)
+        return {"squares" if self.draw_evidence == "squares" else "product": sums}
 
     # --- steps ---
 
@@ -329,8 +331,8 @@ class WeightSampling(BeliefOptimizer):
         """
         loss = None if closure is None else self._average_draws(closure)
         super().step()
-        self._forget()
-        self._warn_of_rest()
+        self._reset_draws()
+        self._warn_if_unchanged()
         return loss
 
     def _average_draws(self, closure: Callable[[], Any]) -> Any:
@@ -342,35 +344,35 @@ class WeightSampling(BeliefOptimizer):
                 losses.append(closure())
             if samples == 1:
                 return losses[0]
-            self._set_aside(samples)
+            self._store_draw(samples)
             for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
                 totals[p] = totals[p] + gradient_of(p) if p in totals else gradient_of(p).clone()
-                if self.keeps is not None and p in self._offsets:
+                if self.draw_evidence is not None and p in self._offsets:
                     part = self._contribution(gradient_of(p), self._offsets[p])
                     sums[p] = sums[p] + part if p in sums else part
-        self._forget()
+        self._reset_draws()
         self._count = 1
-        self._shown = set(totals)
+        self._sampled_params = set(totals)
         for p, total in totals.items():
             p.grad = total / samples
         self._sums = {p: value / samples for p, value in sums.items()}
         self._seen = dict.fromkeys(sums)
         return sum(losses[1:], losses[0]) / samples if losses[0] is not None else None
 
-    def _set_aside(self, samples: int) -> None:
+    def _store_draw(self, samples: int) -> None:
         """Keeps what one of several draws of a closure has shown to the layers."""
 
-    def _warn_of_rest(self) -> None:
+    def _warn_if_unchanged(self) -> None:
         """Once, after many steps: a Hessian that is still where it began says nothing."""
         for group in (group for group in self.param_groups if "hess_init" in group):
             moved = [
                 float((entry["variance"] / self.initial("variance", group, p) - 1).abs().mean())
                 for p in group["params"]
-                if (entry := self.state.get(p)) and "variance" in entry and int(entry["step"]) == LATER
+                if (entry := self.state.get(p)) and "variance" in entry and int(entry["step"]) == CHECK_AT_STEP
             ]
             if moved and max(moved) < 0.01:
                 warnings.warn(
-                    f"after {LATER} steps the Hessian has moved by {max(moved):.1%} of hess_init="
+                    f"after {CHECK_AT_STEP} steps the Hessian has moved by {max(moved):.1%} of hess_init="
                     f"{group['hess_init']:g}: the variances are still the initial ones. "
                     f"Lower betas[1]={group['betas'][1]:g} or hess_init.",
                     UserWarning,
@@ -381,11 +383,11 @@ class WeightSampling(BeliefOptimizer):
 class SampledVariational(WeightSampling, VariationalOptimizer):
     """A variational filter whose gradients are taken at weights drawn from its Gaussian."""
 
-    def drawing(self, group: Mapping[str, Any]) -> list[float]:
+    def sampling_scalars(self, group: Mapping[str, Any]) -> list[float]:
         return [self._scale(group)]
 
 
-def check_known(groups: list[dict[str, Any]], prior: Mapping[str, Tensor]) -> None:
+def check_prior(groups: list[dict[str, Any]], prior: Mapping[str, Tensor]) -> None:
     """Refuses a prior that is about other parameters.
 
     Raises:
@@ -415,4 +417,4 @@ def _same(a: Mark, b: Mark) -> bool:
 
 def _fused(part: SampledBlock, elements: int) -> bool:
     wanted = part.group["fused"]
-    return kernels.pays(part.device, elements) if wanted is None else wanted
+    return kernels.should_compile(part.device, elements) if wanted is None else wanted
