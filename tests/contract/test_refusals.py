@@ -37,7 +37,7 @@ def test_sparse_gradients_are_refused_before_anything_changes(case: Case) -> Non
     with drawn(optimizer):
         (model[0](torch.ones(1, 2)).sum() + model[1](torch.tensor([1])).sum()).backward()
     with pytest.raises(
-        RuntimeError, match=r"takes no sparse gradients, but parameter '1.weight' has one: .*sparse=False"
+        RuntimeError, match=r"needs dense gradients, but that of parameter '1.weight' is sparse: .*sparse=False"
     ):
         optimizer.step()
     assert same(before, weights(model))

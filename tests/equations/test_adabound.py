@@ -36,7 +36,7 @@ def test_equals_the_authors_package(ours: type, amsbound: bool, weight_decay: fl
 
 def test_holds_no_posterior() -> None:
     model = torch.nn.Linear(2, 2)
-    with pytest.raises(TypeError, match="AdaBound holds no belief"):
+    with pytest.raises(TypeError, match="AdaBound has no posterior"):
         AdaBound(model.parameters()).posterior(model)
 
 

@@ -431,7 +431,7 @@ def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match=r"'w' has shape \(3,\) in the prior and \(2,\) in the model"):
         BayesBiNN([("w", weight)], num_data=1, prior=BernoulliPosterior({"w": torch.zeros(3)}))
     model = nn.Linear(2, 2)
-    with pytest.raises(TypeError, match="STE holds no belief"):
+    with pytest.raises(TypeError, match="STE has no posterior"):
         STE(model.parameters()).posterior(model)
 
 
