@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from bayesgrad.optim import IVON, VOGN
 from cases import batch, same, small_model, states, train, weights
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* has no model of")
+pytestmark = pytest.mark.filterwarnings("ignore:.* does not support")
 MAKERS = {
     "IVON": lambda model, **options: IVON(model.named_parameters(), 0.1, num_data=1000, **options),
     "VOGN": lambda model, **options: VOGN(model, 0.1, num_data=1000, **options),

@@ -293,7 +293,7 @@ def test_weights_are_back_whatever_happens() -> None:
         nn.functional.cross_entropy(model(data()[0]), torch.full((7,), 2)).backward()
     assert same(before, weights(model))
     assert all(not p._backward_hooks for p in model.parameters())
-    with pytest.raises(ValueError, match="a mask has shape"), optimizer.sampled(lambda p: torch.ones(3)):
+    with pytest.raises(ValueError, match=r"the mask of .* must have shape"), optimizer.sampled(lambda p: torch.ones(3)):
         pass
     assert same(before, weights(model))
     with optimizer.sampled():
@@ -401,7 +401,7 @@ def test_gradients_outside_of_the_context_are_refused() -> None:
     optimizer = SpikeSlab(model)
     loss_of(model).backward()
     before = weights(model)
-    with pytest.raises(RuntimeError, match="was not taken at sampled weights"):
+    with pytest.raises(RuntimeError, match="was not computed at sampled weights"):
         optimizer.step()
     assert same(before, weights(model))
     with optimizer.sampled():

@@ -253,8 +253,8 @@ def test_warns_where_the_hessian_has_not_moved() -> None:
             with optimizer.sampled():
                 weight.grad = torch.full((3,), 1e-4)
             optimizer.step()
-    assert [str(w.message) for w in caught if "Hessian has moved" in str(w.message)] != []
-    assert sum("Hessian has moved" in str(w.message) for w in caught) == 1
+    assert [str(w.message) for w in caught if "Hessian has changed" in str(w.message)] != []
+    assert sum("Hessian has changed" in str(w.message) for w in caught) == 1
 
 
 def test_a_prior_from_an_earlier_task_pulls_and_holds() -> None:

@@ -214,7 +214,7 @@ def test_evidence_that_is_not_finite_leaves_factors_alone(rule: type) -> None:
 def test_fallback_is_adabayes_with_the_same_prior(rule: type) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3)).to(D)
-    with pytest.warns(UserWarning, match=rf"{rule.__name__} has no model of 1.weight, 1.bias: .* by AdaBayes"):
+    with pytest.warns(UserWarning, match=rf"{rule.__name__} does not support 1.weight, 1.bias: .* by AdaBayes"):
         optimizer = rule(model, 0.01, batch_size=6, prior_std=0.2)
     twin = copy.deepcopy(model[1])
     if rule is KroneckerFilter:

@@ -446,7 +446,7 @@ def test_what_cannot_be_observed_is_one_clear_error() -> None:
         loss_of(model).backward()
     with pytest.raises(RuntimeError, match=r"^VON needs second derivatives: call optimizer.observe\(loss\)"):
         von.step()
-    with pytest.raises(RuntimeError, match=r"^observe\(loss\) belongs inside of `with optimizer.sampled"):
+    with pytest.raises(RuntimeError, match=r"^call observe\(loss\) inside `with optimizer.sampled"):
         von.observe(loss_of(model))
     with pytest.raises(TypeError, match=r"^loss must be a tensor, got float\.$"):
         optimizer.observe(0.5)

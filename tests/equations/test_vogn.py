@@ -304,10 +304,10 @@ def test_what_layers_do_not_explain_takes_the_fallback_and_is_named() -> None:
             return self.layer(x) * self.raw + F.linear(x, self.layer.weight)
 
     model = Model().double()
-    with pytest.warns(UserWarning, match="has no model of raw: they are trained by the squares of their mean"):
+    with pytest.warns(UserWarning, match="does not support raw: they are trained by the squares of their mean"):
         optimizer = OGN(model, num_data=10)
     F.cross_entropy(model(torch.randn(6, 3, **F64)), torch.zeros(6, dtype=torch.long)).backward()
-    with pytest.warns(UserWarning, match=r"has no model of layer\.weight"):  # it is used twice, and seen once
+    with pytest.warns(UserWarning, match=r"does not support layer\.weight"):  # it is used twice, and seen once
         found = squares(optimizer, model)
     for name in ("raw", "layer.weight"):
         p = dict(model.named_parameters())[name]

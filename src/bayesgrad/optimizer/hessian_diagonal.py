@@ -1,4 +1,4 @@
-"""Filters that are evidence the second derivatives of the loss."""
+"""Optimizers whose curvature is the diagonal of the Hessian."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ HESSIAN: Mapping[str, Constraint] = {"hessian": one_of("auto", "exact", "hutchin
 
 
 class HessianDiagonal(BeliefOptimizer):
-    """A filter whose curvature is the diagonal of the loss's Hessian, taken by `observe(loss)`.
+    """A mixin for optimizers whose curvature is the diagonal of the loss's Hessian, computed by `observe(loss)`.
 
-    To stand before the class that says where gradients are taken: `class VON(HessianDiagonal, SampledVariational)`.
-    `hessian`, `probes`, `seed` and the number of `draws` are those of the first param group.
+    It must be the first base class: `class VON(HessianDiagonal, SampledVariational)`. `hessian`, `probes`, `seed` and
+    the number of `draws` are those of the first param group.
     """
 
     accepts = {**BeliefOptimizer.accepts, **HESSIAN}
@@ -36,33 +36,34 @@ class HessianDiagonal(BeliefOptimizer):
         self._reset_hessians()
 
     def _reset_hessians(self) -> None:
-        """Drops what has been observed since the last step."""
+        """Discards what was observed since the last step."""
         self._hessians: dict[Tensor, Tensor] = {}
 
     def needs_hessian(self, group: Mapping[str, Any]) -> bool:
+        """Whether the parameters of this group need second derivatives."""
         return True
 
     def hessian_factor(self, group: Mapping[str, Any], p: Tensor) -> float:
-        """What multiplies second derivatives."""
+        """The factor of second derivatives."""
         return 1.0
 
     def _begin_observing(self) -> None:
-        """Counts a draw of probes, or raises where observations have no place."""
+        """Counts a draw of probes; raises if observe() is called in the wrong place."""
         if not self._hessians:
             self.param_groups[0]["draws"] += 1
 
     def observe(self, loss: Tensor) -> None:
-        """Takes the diagonal of the Hessian from the graph of a loss, which is left as it is, like all `.grad`.
+        """Computes the diagonal of the Hessian from the graph of a loss; neither the graph nor `.grad` is changed.
 
-        To be called after `zero_grad()` and before `loss.backward()`, with what is to be differentiated but for a
-        factor that is taken out again: the loss of a micro-batch divided by their number, because Hessians add up like
-        gradients; but the loss before `GradScaler.scale`. Clipping gradients shortens the step and leaves the Hessian
-        alone. What was observed of a parameter that has no gradient is of a pass that was given up, and begins anew.
+        Call it after `zero_grad()` and before `loss.backward()`. With micro-batches, pass the loss divided by their
+        number, because Hessians add up like gradients. With a `GradScaler`, pass the loss before `scale`. Clipping
+        gradients does not change the Hessian. If a parameter has no gradient yet, an earlier observation of it belongs
+        to an abandoned pass and is replaced.
 
-        Probes are a function of seed, step (or draw) and position: the micro-batches of a step share theirs.
+        Probes are a function of seed, step (or draw) and position: the micro-batches of a step share them.
 
         Args:
-            loss: a single number.
+            loss: a tensor with one element.
         """
         wanted, start = [], 0
         for group in self.param_groups:
@@ -90,12 +91,12 @@ class HessianDiagonal(BeliefOptimizer):
     # --- steps ---
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch.optim; forgets what was observed."""
+        """As in torch.optim; discards what was observed."""
         super().zero_grad(set_to_none)
         self._reset_hessians()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As for any filter; a closure calls `observe(loss)` before `loss.backward()`.
+        """As `BeliefOptimizer.step`; the closure must call `observe(loss)` before `loss.backward()`.
 
         Args:
             closure: re-evaluates the model, observes, calls backward and returns the loss.
@@ -106,7 +107,7 @@ class HessianDiagonal(BeliefOptimizer):
         return loss
 
     def _store_draw(self, samples: int) -> None:
-        """Keeps what one of several draws of a closure has evidence."""
+        """Stores the Hessian of one of several draws of a closure."""
         for p, diagonal in self._hessians.items():
             self._stored_draws[p] = (
                 self._stored_draws[p] + diagonal / samples if p in self._stored_draws else diagonal / samples

@@ -1,4 +1,4 @@
-"""Filters that believe in a matrix normal for each layer: a covariance of its inputs' side, and of its errors'."""
+"""Base class of filters with a matrix normal belief about each layer: an input covariance and an error covariance."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from bayesgrad.optimizer.sampled_labels import SampledLabels
 from bayesgrad.precision import Precision
 from bayesgrad.rule import NaturalGradient
 
-DEFAULT_SGD_LR = 0.1  # where beliefs without a prior start, as AdaBayes does
-MEAN_DECAY = 0.99  # of the errors' mean, as CentredGradient's
+DEFAULT_SGD_LR = 0.1  # initial learning rate for prior_std = inf, as in AdaBayes
+MEAN_DECAY = 0.99  # decay of the average of errors, as in CentredGradient
 
 
 class KroneckerOptimizer(SampledLabels):
-    """What the Kronecker filters share: evidence about layers, and beliefs about them.
+    """What the Kronecker filters share: the options `fisher` and `prior_std`, and joint posteriors of layers.
 
-    Evidence that is not finite, or whose squares are not, leaves a layer's factors as they are.
+    Inputs and errors that are not finite, or whose squares are not, do not change a layer's factors.
     """
 
     layer_curvature = KroneckerFisher()
@@ -46,14 +46,14 @@ class KroneckerOptimizer(SampledLabels):
         return 0.0
 
     def start(self, group: Mapping[str, Any]) -> float:
-        """The variance before any evidence."""
+        """The variance before the first gradient."""
         prior = group["prior_std"] ** 2
         return prior if math.isfinite(prior) else DEFAULT_SGD_LR / group["batch_size"]
 
     # --- evidence ---
 
     def observe(self, outputs: Tensor, labels: Tensor | None = None) -> None:
-        """As in `KFAC`; with other evidence than "sampled" it does nothing."""
+        """As in `KFAC`; does nothing unless `fisher="sampled"`."""
         if any(group["fisher"] == "sampled" for group in self.param_groups):
             super().observe(outputs, labels)
 
@@ -64,7 +64,9 @@ class KroneckerOptimizer(SampledLabels):
         found = dict(super().statistics(sampled, {layer: settings[layer] for layer in sampled}, passes))
         from_backward = [layer for layer in current if layer not in sampled and self.due(layer, settings[layer])]
         if not passes and (names := [layer.names[0] for layer in self.with_nonzero_gradient(from_backward)]):
-            raise self.missing_observation(f"no inputs were seen for layers {names}", "run forward and backward passes")
+            raise self.missing_observation(
+                f"no inputs were recorded for layers {names}", "run forward and backward passes"
+            )
         for layer in from_backward:
             if layer in passes:
                 scale = settings[layer]["batch_size"] * estimated_factor(layer, passes[layer])
@@ -79,7 +81,7 @@ class KroneckerOptimizer(SampledLabels):
         return found
 
     def _centred(self, layer: Layer, batch: LayerBatch) -> LayerBatch:
-        """The errors minus their mean over earlier batches; the first batch as it is."""
+        """The errors minus their mean over earlier batches; the first batch is not centred."""
         entry = self.state[layer.owner]
         here = batch.errors.mean(1)  # (groups, out)
         mean = entry.get("error_mean")
@@ -91,11 +93,11 @@ class KroneckerOptimizer(SampledLabels):
         entry["error_mean"] = keep * mean.to(here) + take * here
         return centred
 
-    # --- what is believed ---
+    # --- posterior ---
 
     @abstractmethod
     def covariance(self, layer: Layer, group: Mapping[str, Any]) -> Precision:
-        """The belief about [W b], whose covariance the mean's last step was made with."""
+        """The belief about [W b], with the covariance that the last step used."""
 
     def _joint(self, names: Mapping[int, str], scale: float) -> list[tuple[str, Joint]]:
         groups = {p: group for group in self.param_groups for p in group["params"]}

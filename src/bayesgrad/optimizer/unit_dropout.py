@@ -1,4 +1,4 @@
-"""Filters whose gradients are taken with some of the units dropped."""
+"""Optimizers whose gradients are computed with dropped units."""
 
 from __future__ import annotations
 
@@ -28,23 +28,24 @@ KEEP = Constraint(
 
 
 class Place(NamedTuple):
-    """Where the mask of a weight is."""
+    """The units that the mask of a weight drops."""
 
     layer: str
     units: Units
-    start: int  # position of its first unit among those of all layers, which its masks are a function of
+    start: int  # position of the first unit among the units of all layers, which determines the mask
 
 
 class UnitDropout(BeliefOptimizer):
-    """A filter over the layers of a model whose gradients are taken with dropped units, in a `sampled()` context.
+    """Base class of optimizers whose gradients are computed with dropped units, in a `sampled()` context.
 
-    Within the context, weights that leave a dropped unit are zero and gradients are those through the mask, divided by
-    the probability to keep: `.grad` is z grad/keep, whose mean is the gradient with the unit there.
+    Inside the context, the weights that multiply a dropped unit are zero. Gradients are multiplied by the mask z and
+    divided by the probability to keep a unit: `.grad` is z grad/keep, whose expectation is that of the gradient given
+    that the unit is kept.
 
     Args:
-        model: whose Linear layers and convolutions read units.
-        params: parameters, named parameters or groups of the model; None for all.
-        defaults: hyper-parameters, among them `keep`, `drop_inputs`, `samples` and `seed`.
+        model: a network with Linear layers or convolutions, whose inputs are the units.
+        params: parameters, named parameters or param groups of the model; None for all.
+        defaults: hyperparameters, among them `keep`, `drop_inputs`, `samples` and `seed`.
     """
 
     accepts = {
@@ -61,9 +62,9 @@ class UnitDropout(BeliefOptimizer):
         super().__init__(named_groups(self.model, params), defaults)
 
     def _bind(self) -> None:
-        """Looks for layers that read units; a weight that anything else holds too is never masked."""
+        """Finds the weights to mask; a weight that is shared with a module of another type is never masked."""
         self._places: dict[Tensor, Place] = {}
-        self._first = None  # whose inputs are the data
+        self._first = None  # the weight whose inputs are the data
         holders: dict[Tensor, list[tuple[str, nn.Module]]] = {}
         for name, module in self.model.named_modules():
             for p in module._parameters.values():
@@ -80,16 +81,16 @@ class UnitDropout(BeliefOptimizer):
             self._places[p] = Place(name.replace("_orig_mod.", "").removesuffix("_orig_mod"), units, start)
             self._first = p if self._first is None else self._first
             start += units.count(p.shape)
-        self._key: noise.Key | None = None  # of the present draw, in training
+        self._key: noise.Key | None = None  # key of the current draw in training
         self._reset_draws()
 
     def _reset_draws(self) -> None:
-        """Drops what draws have shown since the last step."""
-        self._sampled_params: set[Tensor] = set()  # whose gradients are from draws
-        self._before: dict[Tensor, Mark] = {}  # gradients at the beginning of the present context
+        """Discards the record of draws since the last step."""
+        self._sampled_params: set[Tensor] = set()  # parameters whose gradients were computed in sampled()
+        self._before: dict[Tensor, Mark] = {}  # gradients at the beginning of the current context
 
     def keep_of(self, group: Mapping[str, Any], p: Tensor) -> float | None:
-        """The probability to keep each unit that leaves by this weight; None where nothing is ever dropped."""
+        """The probability to keep each unit that this weight multiplies; None if units are never dropped."""
         place, keep = self._places.get(p), group["keep"]
         if place is None:
             return None
@@ -97,27 +98,27 @@ class UnitDropout(BeliefOptimizer):
             return keep.get(place.layer)
         return None if p is self._first and not group["drop_inputs"] else keep
 
-    # --- drawing ---
+    # --- sampling ---
 
     @property
     def takes_draws(self) -> bool:
-        """Whether gradients are to be taken inside `sampled()`."""
+        """Whether gradients must be computed inside `sampled()`."""
         return True
 
     @contextmanager
     def sampled(self, masks: Masks | None = None) -> Iterator[None]:
-        """Within the context the weights are one draw z m; afterwards they are m, bit for bit.
+        """A context in which weights are z m for one draw of masks z; afterwards they are m again, bit for bit.
 
-        Run forward and backward passes inside; `zero_grad` may stand inside or outside, clipping and unscaling come
-        between the context and `step()`. Micro-batches looped inside hold the draw; a context inside the loop draws
-        anew. Scale losses as for any accumulation: by the number of micro-batches and draws. Parameters that do not
-        require gradients are not masked. Under `torch.no_grad()` a draw leaves no trace in training.
+        Run forward and backward passes inside. Call `zero_grad` inside or before it; clip and unscale gradients between
+        the context and `step()`. Micro-batches inside one context share the draw; a context for each draws new masks.
+        Divide losses by the number of micro-batches and draws, as for any gradient accumulation. Parameters that do not
+        require gradients are not masked. Draws under `torch.no_grad()` do not affect training.
 
         Args:
-            masks: a value for each unit to use in place of drawn ones, by weight, or a function of the weight.
+            masks: values for the units in place of drawn ones, as a dict by weight or as a function of the weight.
         """
         if self.__dict__.get("_active_draw"):
-            raise RuntimeError("sampled() is already active: one context is one draw, leave it before the next.")
+            raise RuntimeError("sampled() is already active: leave the context before entering it again.")
         training = torch.is_grad_enabled()
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         if training:
@@ -154,7 +155,7 @@ class UnitDropout(BeliefOptimizer):
             self._before = {}
 
     def _buffer(self, p: Tensor) -> Tensor:
-        """Where a weight is kept during a draw: the same memory each time, as new memory costs more than copying."""
+        """A buffer for the weight during a draw; reused, because an allocation costs more than the copy."""
         buffers: dict[Tensor, Tensor] = self.__dict__.setdefault("_buffers", {})
         old = buffers.get(p)
         if old is None or (old.shape, old.dtype, old.device) != (p.shape, p.dtype, p.device):
@@ -162,13 +163,13 @@ class UnitDropout(BeliefOptimizer):
         return old
 
     def _mask(self, p: Tensor, keep: float, key: noise.Key, masks: Masks | None) -> Tensor:
-        """z as a factor of the weight, in the dtype of the state."""
+        """z in the shape of the weight and the dtype of the state."""
         place, dtype = self._places[p], kernels.compute_dtype(p.dtype)
         count = place.units.count(p.shape)
         if masks is not None:
             z = masks(p) if callable(masks) else masks[p]
             if z.shape != (count,):
-                raise ValueError(f"a mask has shape {tuple(z.shape)}, but {place.layer!r} reads {count} units.")
+                raise ValueError(f"the mask of {place.layer!r} must have shape {(count,)}, got {tuple(z.shape)}.")
         else:
             position = torch.arange(count, dtype=torch.int32, device=p.device) + noise.signed(place.start)
             z = noise.fraction(noise.bits(position, *key)[0]) <= keep
@@ -176,10 +177,10 @@ class UnitDropout(BeliefOptimizer):
 
     _next_key = WeightSampling._next_key
 
-    # --- what draws show ---
+    # --- gradients of draws ---
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch.optim; forgets what draws have shown."""
+        """As in torch.optim; discards the record of draws."""
         super().zero_grad(set_to_none)
         self._reset_draws()
         if self._key is not None:
@@ -189,13 +190,13 @@ class UnitDropout(BeliefOptimizer):
         missing = next((p for some in active for p in some if p not in self._sampled_params), None)
         if missing is not None:
             raise RuntimeError(
-                f"a gradient of shape {tuple(missing.shape)} was not taken at sampled weights: run forward and "
+                f"a gradient of shape {tuple(missing.shape)} was not computed at sampled weights: run forward and "
                 f"backward passes inside `with optimizer.sampled():`, then call {type(self).__name__}.step()."
             )
         return {}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As `BeliefOptimizer.step`. A closure is called inside of `samples` draws, whose gradients are averaged.
+        """As `BeliefOptimizer.step`; a closure is called for each of `samples` draws, and the gradients are averaged.
 
         Args:
             closure: re-evaluates the model, calls backward and returns the loss.
@@ -225,19 +226,19 @@ class UnitDropout(BeliefOptimizer):
         return sum(losses[1:], losses[0]) / samples if losses[0] is not None else None
 
     def _store_draw(self, samples: int) -> None:
-        """Keeps what one of several draws of a closure has shown beside gradients."""
+        """Stores what one of several draws of a closure gives beside gradients."""
 
-    # --- what is believed ---
+    # --- posterior ---
 
     def posterior(self, model: nn.Module, scale: float = 1.0) -> Posterior:
-        """The belief about the model's weights as a `DropoutPosterior`, a copy.
+        """A copy of the belief about the model's weights, as a `DropoutPosterior`.
 
         Args:
-            model: the model that was optimised. Its other parameters are held fixed.
+            model: the model that was optimised. Its other parameters are constants.
             scale: must be 1: the variance is that of the masks, keep (1 - keep) m^2.
         """
         if scale != 1:
-            raise ValueError(f"scale must be 1: the masks' probabilities are the belief's only spread, got {scale!r}.")
+            raise ValueError(f"scale must be 1, got {scale!r}: the variance is that of the masks, which has no scale.")
         names = {id(p): name for name, p in parameters_of(model).items()}
         slab, keeps, units = {}, {}, {}
         for index, group in enumerate(self.param_groups):
@@ -256,7 +257,7 @@ class UnitDropout(BeliefOptimizer):
     # --- groups and checkpoints ---
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group of parameters of the model."""
+        """Adds a param group of the model's parameters."""
         (group,) = named_groups(self.model, [param_group])
         super().add_param_group(group)
         self.param_groups[-1].setdefault("draws", 0)
@@ -267,18 +268,18 @@ class UnitDropout(BeliefOptimizer):
             known = {place.layer for place in self._places.values()}
             odd = next((name for name in group["keep"] if name not in known), None)
             if odd is not None:
-                raise ValueError(f"keep names {odd!r}, which is none of the layers {sorted(known)}.")
+                raise ValueError(f"keys of keep must be among the layers {sorted(known)}, got {odd!r}.")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "model": self.model}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "model" in state:  # torch's load_state_dict comes here too, without one
+        if "model" in state:  # torch's load_state_dict calls this without a model
             self._bind()
         self._reset_draws()
 
 
 def _through(factor: Tensor) -> Callable[[Tensor], Tensor]:
-    """The hook of a weight that was multiplied by a mask."""
+    """A hook that multiplies the gradient of a masked weight by `factor`."""
     return lambda gradient: (gradient * factor).to(gradient.dtype)
