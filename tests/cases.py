@@ -1,4 +1,4 @@
-"""The table of optimizers: whatever is listed here goes through every test of tests/contract."""
+"""The table of optimizers; the tests in tests/contract run on every entry."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Case:
 
     Args:
         make: the class.
-        options: beyond params; what is left out has its default.
-        slots: the state tensors it keeps beside `step`.
-        bad: arguments that must be refused, with the words the message must contain.
-        layers: whether it takes the model and looks at its layers.
+        options: arguments beside params; omitted ones have their defaults.
+        slots: the state tensors beside `step`.
+        bad: invalid arguments, with the error message that they must raise.
+        layers: whether it takes the model and uses its layers.
         binary: whether weights are -1 or 1.
-        decays: whether it has weight decay; where it has a prior instead, tests of decay leave that as it is.
+        decays: whether it has weight decay. Optimizers with a prior have none; tests of decay do not change the prior.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Case:
         return self.make(target, **{**self.options, **options})
 
     def of(self, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-        """For all parameters of a model, without a warning of those that have a fallback, or of temperatures."""
+        """The optimizer for all parameters of a model; warnings about fallbacks and temperatures are ignored."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".* does not support |lr=.* (samples at temperature|is not small)")
             return self(model if self.layers else model.named_parameters(), **options)
@@ -411,7 +411,7 @@ layerwise_case = pytest.mark.parametrize("case", LAYERWISE, ids=lambda case: cas
 
 
 def small_model(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
-    """Large and small tensors, a scalar and a single element: every path of the layout."""
+    """A model with large and small tensors, a scalar and a single element: every case of the memory layout."""
     generator = torch.Generator().manual_seed(seed)
 
     class Model(nn.Module):
@@ -451,14 +451,14 @@ def backward(model: nn.Module, index: int, optimizer: torch.optim.Optimizer | No
 
 
 def drawn(optimizer: Any) -> Any:
-    """The context in which an optimizer wants its gradients taken, unless it is in it already."""
+    """The context in which gradients must be computed, unless it is already active."""
     if not getattr(optimizer, "takes_draws", False) or getattr(optimizer, "_active_draw", None):
         return nullcontext()
     return optimizer.sampled()
 
 
 def still(optimizer: Any) -> Any:
-    """As `drawn`, with noise that does not depend on how parameters are grouped."""
+    """As `drawn`, with noise that does not depend on param groups."""
     if not getattr(optimizer, "takes_draws", False):
         return nullcontext()
     return optimizer.sampled(noise=lambda p: torch.full_like(p, 0.5))
@@ -470,7 +470,7 @@ def observe(
     labels: torch.Tensor | None,
     loss: torch.Tensor | None = None,
 ) -> None:
-    """Shows outputs or loss to an optimizer that looks at them; with labels, there is nothing random about outputs."""
+    """Calls observe() with the outputs or the loss, if the optimizer has it; with labels, nothing is random."""
     if isinstance(optimizer, HessianDiagonal):
         optimizer.observe(loss)
     elif isinstance(optimizer, FisherOptimizer) or (hasattr(optimizer, "recorder") and hasattr(optimizer, "observe")):
@@ -485,7 +485,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
 
 
 def push(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    """Steps with random gradients, which no other library has a part in."""
+    """Takes steps with random gradients, which do not depend on the rounding of matrix products."""
     for index in steps:
         optimizer.zero_grad()
         if hasattr(optimizer, "recorder") or hasattr(optimizer, "observe"):
@@ -508,5 +508,5 @@ def states(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    """Equal to the bit."""
+    """Whether tensors are equal bit for bit."""
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)

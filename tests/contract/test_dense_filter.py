@@ -1,4 +1,4 @@
-"""What the table of optimizers asks of all others, for the filter that is too large for its model."""
+"""The contract of DenseFilter, whose state is too large for the model of the common table."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_state_dict_is_a_snapshot_that_can_be_returned_to(name: str) -> None:
 
 
 def test_groups_have_their_own_lr_prior_and_decay() -> None:
-    """What a group says of its weights is what the whole would say of them; checkpoints are by name."""
+    """Options of a group give the same results as the same options for all weights; checkpoints match names."""
     model = network(D)
     slow, fast = list(model[0].parameters()), list(model[2].parameters())
     groups = [{"params": fast, "lr": 0.2, "prior_std": 0.3, "weight_decay": 0.1}, {"params": slow}]
@@ -147,7 +147,7 @@ def test_groups_have_their_own_lr_prior_and_decay() -> None:
 
 
 def test_a_schedule_scales_the_drift_of_the_step_it_stands_at() -> None:
-    """The covariance is spread by the lr that also moved the mean, even if a scheduler has stepped since."""
+    """The covariance is propagated with the lr that also moved the mean, even if a scheduler has stepped since."""
     model = network(D)
     optimizer = DenseFilter(model, 0.2, batch_size=8)
     scheduler = lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -224,7 +224,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "A of transition must be a square matrix, got shape (43, ",
     ),
     "shapes": ({"transition": (eye(43), eye(86))}, "must have the same shape, got (43, 43) and (86, 86)."),
-    "size": ({"transition": (eye(44), eye(44))}, "must have 43 rows, one for each weight, or a multiple of that with "),
+    "size": ({"transition": (eye(44), eye(44))}, "must have 43 rows, one for each weight, or a multiple of that for "),
     "finite": (
         {"transition": (eye(43) / 0, eye(43))},
         "A of transition must be finite, got 1849 entries that are not.",

@@ -1,4 +1,4 @@
-"""Filters over single weights: information from labels drawn from the model, and gradients at drawn weights."""
+"""Elementwise filters with Fisher estimates from sampled labels, and with gradients at sampled weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def problem(seed: int = 0) -> tuple[nn.Module, torch.Tensor, torch.Tensor, torch
 
 
 def increments(name: str, shown: list[int]) -> dict[str, torch.Tensor]:
-    """What one step of a filter that starts from the prior makes of labels observed on so many examples at a time."""
+    """The increments of the precision after one step, for labels observed on `size` examples at a time."""
     model, x, y, other = problem()
     optimizer = MAKERS[name](model.parameters(), fisher="sampled")
     start = 0
@@ -49,7 +49,7 @@ def test_the_information_is_the_square_of_the_gradient_at_the_labels_observed(na
     found = increments(name, [8])
     F.cross_entropy(model(x), other, reduction="sum").backward()
     for n, p in model.named_parameters():
-        if name == "AdaBayesFP":  # which averages squares of the mean's gradient
+        if name == "AdaBayesFP":  # which averages squares of the mean gradient
             expected = (p.grad / 8) ** 2
         else:
             plain = MAKERS[name]([q := nn.Parameter(torch.zeros_like(p))])

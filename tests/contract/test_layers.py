@@ -1,4 +1,4 @@
-"""What optimizers that look at layers promise beyond the contract of all: evidence, names, fallbacks, errors."""
+"""The contract of optimizers that use layers: recorded inputs and errors, names, fallbacks, error messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ every_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name
 
 
 def network(seed: int = 0) -> nn.Sequential:
-    """Wide enough for the activation side to be the cheaper one."""
+    """A network wide enough that preconditioning inputs and errors is cheaper than preconditioning the gradient."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 40), nn.ReLU(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3)).double()
 
@@ -32,7 +32,7 @@ def data(index: int = 0, n: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def passes(model: Callable, optimizer: torch.optim.Optimizer, index: int, change: Callable | None = None) -> None:
-    """A forward and backward pass; the loss may be changed before it is differentiated."""
+    """A forward and backward pass; the loss can be modified before backward()."""
     x, y = data(index)
     outputs = model(x)
     observe(optimizer, outputs, y)
@@ -42,7 +42,7 @@ def passes(model: Callable, optimizer: torch.optim.Optimizer, index: int, change
 
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The layers whose direction was computed from activations, as they come."""
+    """Records the layers whose direction is computed from inputs and errors."""
     used: list[str] = []
     original = layer_block._from_rows
 
@@ -318,7 +318,7 @@ def test_labels_depend_on_seed_and_draw_alone() -> None:
 
 @every_rule
 def test_weight_and_bias_may_be_in_different_groups(rule: type) -> None:
-    """The layer is one block; lr and weight decay are each parameter's own."""
+    """The layer is one block; each parameter has its own lr and weight decay."""
     model, plain = network(), network()
     named = dict(model.named_parameters())
     some = [{"params": [p for n, p in named.items() if n.endswith("weight")], "lr": 0.1, "weight_decay": 0.5}]
@@ -386,7 +386,7 @@ def test_the_fallback_of_foof_is_sgd_with_damped_rate() -> None:
 
 
 def test_everything_is_trained_and_named_once() -> None:
-    """Attention's parameters, LayerNorm, BatchNorm in train mode, raw ones: nothing is left out, nothing twice."""
+    """Attention, LayerNorm, BatchNorm in training mode, raw parameters: each is trained, and warned about once."""
     torch.manual_seed(0)
     attention = nn.Sequential(nn.Embedding(7, 8), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0))
     resnet = nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 8))
@@ -468,7 +468,7 @@ def test_state_of_another_model_is_refused_and_nothing_is_lost(case: Case) -> No
         ),
         (spoilt(lambda s: s["state"][0].pop("input_moment")), "layer '0' lacks input_moment"),
         (spoilt(lambda s: s["state"][2].update(input_moment=torch.zeros(1, 2, 2))), r"layer '2' has shape \(1, 2, 2\)"),
-        ({"state": {}}, "lacks 'state' or 'param_groups'"),
+        ({"state": {}}, "must have 'state' and 'param_groups'"),
         ([], "no state of"),
     ):
         with pytest.raises(ValueError, match=message):

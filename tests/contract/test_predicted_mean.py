@@ -1,4 +1,4 @@
-"""Filters that look ahead: the posterior mean is shown, and weights come back bit for bit."""
+"""Optimizers with a predicted mean: posterior_mean() sets the weights and restores them bit for bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cases import same, weights
 
 
 class Ahead(PredictedMean):
-    """Whose posterior means are the weights plus one; scalars are left as they are."""
+    """An optimizer whose posterior means are the weights plus one; scalars have none."""
 
     curvature = SquaredGradient()
     transition = OrnsteinUhlenbeck()

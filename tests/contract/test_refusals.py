@@ -1,4 +1,4 @@
-"""Bad input gets one sentence, and nothing changes."""
+"""Invalid arguments and gradients raise an error of one sentence and change nothing."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_empty_gradients_and_large_ones_are_finite(case: Case) -> None:
     with drawn(optimizer):
         empty.grad = torch.zeros(0, 3)
     optimizer.step()
-    model = small_model()  # large but finite gradients are not mistaken for infinite ones
+    model = small_model()  # large but finite gradients are accepted
     optimizer = case(model.parameters(), nonfinite="raise")
     with drawn(optimizer):
         for p in model.parameters():

@@ -1,4 +1,4 @@
-"""State: kept, copied, saved, restored bit for bit, and refused where it does not fit."""
+"""State: copied, saved, restored bit for bit, and rejected if it does not fit."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def test_equals_the_authors_package(ours: type, amsbound: bool, weight_decay: fl
             optimizer.param_groups[0]["lr"] = 1e-2 * (0.1 if step >= 100 else 1.0)
             weight.grad = scales * (noise + weight.detach())
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the package calls overloads that torch has deprecated
+                warnings.simplefilter("ignore")  # the package calls deprecated torch overloads
                 optimizer.step()
         torch.testing.assert_close(weights[0], weights[1], rtol=1e-10, atol=1e-12)
 
@@ -41,7 +41,7 @@ def test_holds_no_posterior() -> None:
 
 
 def test_states_of_the_two_are_told_apart() -> None:
-    """AMSBound keeps all that AdaBound does, and the peak; what is refused leaves everything as it was."""
+    """A state of AMSBound has one more slot; a state that does not fit raises and changes nothing."""
 
     def trained(make: type, gradient: float) -> tuple[torch.optim.Optimizer, torch.nn.Parameter]:
         weight = torch.nn.Parameter(torch.ones(2))

@@ -1,4 +1,4 @@
-"""Known optimizers, declared out of the same parts: the paper's point, made in code."""
+"""SGD, Adam, RMSprop and others, declared with curvature, transition and rule, against torch's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DESIGN = Path(__file__).parents[2] / "docs" / "design.md"
 
 
 class SGD(BeliefOptimizer):
-    """A belief that never changes: every weight equally certain."""
+    """A belief that never changes: every weight has the same precision."""
 
     transition = Static()
     rule = NaturalGradient(heavy_ball=True)
@@ -28,7 +28,7 @@ class SGD(BeliefOptimizer):
 
 
 class Adam(BeliefOptimizer):
-    """The steady state of a random walk (sigma = inf), whose prior precision is eps."""
+    """The steady state of a random walk (sigma = inf), with prior precision eps."""
 
     curvature = SquaredGradient()
     transition = SteadyState(OrnsteinUhlenbeck())
@@ -42,7 +42,7 @@ class Adam(BeliefOptimizer):
 
 
 class RMSprop(BeliefOptimizer):
-    """Adam without momentum, whose average of squares starts from zero."""
+    """Adam without momentum, and without debiasing of the average of squares."""
 
     curvature = SquaredGradient()
     transition = SteadyState(OrnsteinUhlenbeck(), debias=False)
@@ -85,7 +85,7 @@ def test_equals_torch_optim(name: str) -> None:
 
 
 class Recursive(BeliefOptimizer):
-    """No dynamics at all: certainty adds up."""
+    """No drift: precisions add up."""
 
     curvature = SquaredGradient()
     transition = Static()
@@ -113,7 +113,7 @@ def test_without_dynamics_precision_is_the_sum_of_squared_gradients() -> None:
 
 
 def test_the_design_page_builds_the_fading_memory_filter() -> None:
-    """001, Eq. 28-31: forgetting instead of process noise gives lambda/<g^2>, a mean-square normaliser."""
+    """Aitchison 2020, Eq. 28-31: forgetting instead of process noise gives lambda/<g^2>, a mean-square normaliser."""
     (source,) = re.findall(r"```python\n(.*?)```", DESIGN.read_text(), re.DOTALL)
     assert len([line for line in source.splitlines() if line.strip() and "import" not in line]) <= 20
     page: dict = {}
