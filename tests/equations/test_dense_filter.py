@@ -259,7 +259,7 @@ def test_weights_with_momentum_of_their_own_follow_the_scalar_equations() -> Non
 
 
 def test_a_single_weight_on_a_random_walk_is_that_of_adabayes() -> None:
-    """AdaBayes without the SGD limit, one example at a time; it propagates before its first gradient, so does this prior."""
+    """AdaBayes without the SGD limit, one example at a time; it propagates before its first gradient."""
     mine, other = (nn.Linear(1, 1, bias=False).to(D) for _ in range(2))
     other.load_state_dict(mine.state_dict())
     first = torch.tensor([[0.1 + 0.02**2]], dtype=D)

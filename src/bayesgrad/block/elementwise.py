@@ -86,7 +86,7 @@ class Block:
         longest = max((sum(p.numel() for p in part) for part in parts), default=0)
         buffers = [torch.empty(longest, dtype=dtype, device=self.device) for _ in range(2)]
         self.packs = [Pack(part, state, slots, *buffers) for part in parts]
-        self.layout = [_layout(p) for p in self.params]
+        self.layout = [layout_of(p) for p in self.params]
         self.kept = [[state[p][slot] for slot in ("step", *slots)] for p in self.params]
         self.flat = [[flat(state[p][slot]) for slot in slots] for p in self.large]
 
@@ -96,7 +96,7 @@ class Block:
             return False
         for p, mine, layout, kept in zip(params, self.params, self.layout, self.kept):
             entry = state.get(p, {})
-            if p is not mine or _layout(p) != layout:
+            if p is not mine or layout_of(p) != layout:
                 return False
             if not all(map(is_, map(entry.get, ("step", *self.slots)), kept)):
                 return False
@@ -208,7 +208,8 @@ def _parts(params: list[Tensor]) -> Iterator[list[Tensor]]:
         yield part
 
 
-def _layout(p: Tensor) -> tuple:
+def layout_of(p: Tensor) -> tuple:
+    """What must not change for a block to remain valid."""
     return p.dtype, p.device, p.shape, p.stride()
 
 

@@ -184,9 +184,10 @@ def _with_ones(rows: Tensor) -> Tensor:
 
 
 def directions(blocks: Sequence[tuple[Layer, Precision, LayerBatch | None]]) -> dict[Tensor, Tensor | Product]:
-    """The gradients of layers solved by their precisions, for each parameter.
+    """The preconditioned gradients of layers, for each parameter.
 
-    Each layer comes with the evidence of the passes that made its gradient, where there is some.
+    Args:
+        blocks: layers with their precisions, and the inputs and errors of the backward passes, if recorded.
     """
     few = [
         (layer, batch)

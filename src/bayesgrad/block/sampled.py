@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bayesgrad import kernels, noise
-from bayesgrad.block.elementwise import SMALL, flat, is_dense
+from bayesgrad.block.elementwise import SMALL, flat, is_dense, layout_of
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class SampledBlock:
         self.group, self.params = group, params
         self.device, self.dtype = params[0].device, params[0].dtype
         self.elements = sum(p.numel() for p in params)
-        self.layout = [_layout(p) for p in params]
+        self.layout = [layout_of(p) for p in params]
         self.large = [i for i, p in enumerate(params) if p.numel() > SMALL and is_dense(p)]
         chosen = set(self.large)
         self.small = [i for i in range(len(params)) if i not in chosen]
@@ -82,7 +82,7 @@ class SampledBlock:
 
     def fits(self) -> bool:
         """Whether dtype, device, shape and strides of all parameters are still the same."""
-        return all(_layout(p) == layout for p, layout in zip(self.params, self.layout))
+        return all(layout_of(p) == layout for p, layout in zip(self.params, self.layout))
 
     def perturb(
         self,
@@ -172,10 +172,6 @@ class SampledBlock:
 def _order(p: Tensor, start: int) -> Tensor:
     """The positions of a parameter's elements, in memory order."""
     return flat(torch.empty_like(p, dtype=torch.int32).copy_(noise.positions(start, p).view(p.shape)))
-
-
-def _layout(p: Tensor) -> tuple:
-    return p.dtype, p.device, p.shape, p.stride()
 
 
 def _like(values: Tensor, p: Tensor) -> Tensor:

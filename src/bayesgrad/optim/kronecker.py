@@ -233,7 +233,7 @@ class KroneckerFilterFP(KroneckerOptimizer):
 
     Defaults were chosen on scikit-learn's digits with small MLPs.
 
-    Reference: Aitchison 2018, section 2.4, whose steady state this is; Aitchison 2020, Eq. 21, for the prior.
+    Reference: the steady state of Aitchison 2018, section 2.4; Aitchison 2020, Eq. 21, for the prior.
     Checked by: tests/equations/test_kronecker_filter.py.
     """
 

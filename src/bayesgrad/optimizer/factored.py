@@ -162,7 +162,10 @@ class FactoredOptimizer(LayerwiseOptimizer):
                 kept = f"{side}_{self.factor}"
                 moment = entry.get(kept)
                 if moment is None:
-                    raise ValueError(f"the saved state of layer {name!r} lacks {kept}: it is not mine, or cut short.")
+                    raise ValueError(
+                        f"the saved state of layer {name!r} lacks {kept}: it is not a state of {type(self).__name__}, or "
+                        "it is truncated."
+                    )
                 if moment.shape != shape:
                     raise ValueError(
                         f"{kept} of layer {name!r} has shape {tuple(moment.shape)} in the saved state, "
@@ -170,6 +173,7 @@ class FactoredOptimizer(LayerwiseOptimizer):
                     )
 
     def _mine(self, saved_group: Mapping[str, Any]) -> list[Tensor]:
+        """The parameters of this optimizer with the names of a saved group."""
         named = {n: p for group in self.param_groups for n, p in zip(group["param_names"], group["params"])}
         return [named[name] for name in saved_group["param_names"]]
 
