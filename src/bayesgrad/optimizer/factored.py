@@ -163,8 +163,8 @@ class FactoredOptimizer(LayerwiseOptimizer):
                 moment = entry.get(kept)
                 if moment is None:
                     raise ValueError(
-                        f"the saved state of layer {name!r} lacks {kept}: it is not a state of {type(self).__name__}, or "
-                        "it is truncated."
+                        f"the saved state of layer {name!r} lacks {kept}: it is not a state of {type(self).__name__}, "
+                        "or it is truncated."
                     )
                 if moment.shape != shape:
                     raise ValueError(
