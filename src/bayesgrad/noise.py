@@ -31,7 +31,7 @@ def signed(x: int) -> int:
     return (x + 2**31) % 2**32 - 2**31
 
 
-def folded(seed: int) -> int:
+def seed32(seed: int) -> int:
     """A seed in [0, 2^32), of which torch's CPU generator uses 32 bits; larger or negative seeds are hashed."""
     return int(seed) if 0 <= seed < 2**32 else key(seed)[0] % 2**32
 
@@ -39,7 +39,7 @@ def folded(seed: int) -> int:
 def generator_of(seed: int, draw: int) -> torch.Generator:
     """A torch CPU generator that is a function of (seed, draw), for torch's own random functions."""
     # Consecutive seeds of the Mersenne twister are independent streams; the odd factor separates user seeds.
-    return torch.Generator("cpu").manual_seed((folded(seed) * 0x9E3779B97F4A7C15 + draw) % 2**63)
+    return torch.Generator("cpu").manual_seed((seed32(seed) * 0x9E3779B97F4A7C15 + draw) % 2**63)
 
 
 def positions(start: Any, like: Tensor) -> Tensor:

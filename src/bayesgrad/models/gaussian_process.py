@@ -36,7 +36,7 @@ from bayesgrad.models.kernels import RBF, Kernel
 from bayesgrad.models.observations import QUADRATURE, Observation, named
 from bayesgrad.models.process import Induced, Sited, Tilted, expected_value, features, mode
 from bayesgrad.models.tunable import Tunable
-from bayesgrad.noise import folded
+from bayesgrad.noise import seed32
 
 NORMAL = Gaussian()
 LIMIT = math.log(1e5)  # numbers are looked for in 1e-5 to 1e5
@@ -301,7 +301,7 @@ class GaussianProcess(BaseEstimator):
             raise ValueError(f"batch_size must be a whole number from 1 to {total}, got {size!r}.")
         logs = _logs(kernel, seen, self._device) if self.optimise else {}
         adam = torch.optim.Adam(list(logs.values()), self.lr) if logs else None
-        generator = torch.Generator().manual_seed(folded(self.seed))
+        generator = torch.Generator().manual_seed(seed32(self.seed))
         order, at = torch.randperm(total, generator=generator), 0
         for _ in range(self.steps):
             if at + size > total:
@@ -331,7 +331,7 @@ class GaussianProcess(BaseEstimator):
         if not 1 <= count <= len(self.X_):
             raise ValueError(f"inducing must be in 1 to {len(self.X_)}, the number of rows, got {count}.")
         # Those that leave the least variance to the others, one after the other (pivoted Cholesky).
-        generator = torch.Generator().manual_seed(folded(self.seed))
+        generator = torch.Generator().manual_seed(seed32(self.seed))
         pool = self.X_[torch.randperm(len(self.X_), generator=generator)[: max(5000, 2 * count)]]
         with torch.no_grad():
             rest, columns, chosen = kernel.diagonal(pool).clone(), pool.new_zeros(len(pool), count), []
@@ -423,7 +423,7 @@ class GaussianProcess(BaseEstimator):
     def sample(self, X: Any, count: int = 1, seed: int | None = None) -> Any:
         """Functions drawn from the belief, at these rows: (count, n), of several classes (count, n, C)."""
         checks.require_whole(count=count)
-        rows, generator = self._new(X), torch.Generator().manual_seed(folded(self.seed if seed is None else seed))
+        rows, generator = self._new(X), torch.Generator().manual_seed(seed32(self.seed if seed is None else seed))
         drawn = []
         for own in self._each():
             mean, covariance = own._latent(rows, full=True)

@@ -46,7 +46,7 @@ from bayesgrad.models.observations import (
     StudentT,
     tuned,
 )
-from bayesgrad.noise import folded
+from bayesgrad.noise import seed32
 
 NORMAL = GaussianFamily()
 NAMED: dict[str, type[Observation] | type[Multinomial]] = {
@@ -445,7 +445,7 @@ class GLM(BaseEstimator):
         """Draws of coefficients and intercept, (n_samples, ...) of what `coef_` and `intercept_` are."""
         check_is_fitted(self, "coef_")
         checks.require_whole(n_samples=n_samples)
-        generator = torch.Generator().manual_seed(folded(self.random_state if random_state is None else random_state))
+        generator = torch.Generator().manual_seed(seed32(self.random_state if random_state is None else random_state))
         outputs, features = self._outputs(), self.n_features_in_
         drawn = NORMAL.sample(self._natural, n_samples, generator).view(n_samples, outputs, -1)
         if isinstance(self._observation, Multinomial):

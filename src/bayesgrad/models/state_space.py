@@ -27,7 +27,7 @@ from bayesgrad.models.checks import (
 )
 from bayesgrad.models.kalman import Beliefs, Chain
 from bayesgrad.models.observations import QUADRATURE, Observation, named
-from bayesgrad.noise import folded
+from bayesgrad.noise import seed32
 
 
 class States(NamedTuple):
@@ -210,7 +210,7 @@ class LinearStateSpace:
         require_whole(length=length, count=count)
         noise = _noise((length, count, len(self.chain.mean)), self.chain.mean, seed)
         states = kalman.simulated(self.chain, noise).transpose(0, 1)
-        clean, generator = states @ self.observation.mT, torch.Generator().manual_seed(folded(seed) + 1)
+        clean, generator = states @ self.observation.mT, torch.Generator().manual_seed(seed32(seed) + 1)
         if self.observation_noise is None:
             return states, self._sees.sample(clean, generator)
         noise = torch.randn(clean.shape, dtype=clean.dtype, generator=generator).to(clean)
@@ -435,4 +435,4 @@ def _rows(y: Any, parts: int) -> Tensor:
 
 def _noise(shape: tuple[int, ...], like: Tensor, seed: int) -> Tensor:
     require_seed(seed=seed)
-    return torch.randn(shape, dtype=like.dtype, generator=torch.Generator().manual_seed(folded(seed))).to(like.device)
+    return torch.randn(shape, dtype=like.dtype, generator=torch.Generator().manual_seed(seed32(seed))).to(like.device)
