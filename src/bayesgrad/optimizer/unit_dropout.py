@@ -27,7 +27,7 @@ KEEP = Constraint(
 )
 
 
-class Place(NamedTuple):
+class MaskedUnits(NamedTuple):
     """The units that the mask of a weight drops."""
 
     layer: str
@@ -63,7 +63,7 @@ class UnitDropout(BeliefOptimizer):
 
     def _bind(self) -> None:
         """Finds the weights to mask; a weight that is shared with a module of another type is never masked."""
-        self._places: dict[Tensor, Place] = {}
+        self._masked_units: dict[Tensor, MaskedUnits] = {}
         self._first = None  # the weight whose inputs are the data
         holders: dict[Tensor, list[tuple[str, nn.Module]]] = {}
         for name, module in self.model.named_modules():
@@ -78,7 +78,7 @@ class UnitDropout(BeliefOptimizer):
                 continue
             if any(units_of(other) != units or other._parameters.get("weight") is not p for _, other in uses):
                 continue
-            self._places[p] = Place(name.replace("_orig_mod.", "").removesuffix("_orig_mod"), units, start)
+            self._masked_units[p] = MaskedUnits(name.replace("_orig_mod.", "").removesuffix("_orig_mod"), units, start)
             self._first = p if self._first is None else self._first
             start += units.count(p.shape)
         self._key: noise.Key | None = None  # key of the current draw in training
@@ -91,11 +91,11 @@ class UnitDropout(BeliefOptimizer):
 
     def keep_of(self, group: Mapping[str, Any], p: Tensor) -> float | None:
         """The probability to keep each unit that this weight multiplies; None if units are never dropped."""
-        place, keep = self._places.get(p), group["keep"]
-        if place is None:
+        masked, keep = self._masked_units.get(p), group["keep"]
+        if masked is None:
             return None
         if isinstance(keep, Mapping):
-            return keep.get(place.layer)
+            return keep.get(masked.layer)
         return None if p is self._first and not group["drop_inputs"] else keep
 
     # --- sampling ---
@@ -164,16 +164,16 @@ class UnitDropout(BeliefOptimizer):
 
     def _mask(self, p: Tensor, keep: float, key: noise.Key, masks: Masks | None) -> Tensor:
         """z in the shape of the weight and the dtype of the state."""
-        place, dtype = self._places[p], kernels.compute_dtype(p.dtype)
-        count = place.units.count(p.shape)
+        masked, dtype = self._masked_units[p], kernels.compute_dtype(p.dtype)
+        count = masked.units.count(p.shape)
         if masks is not None:
             z = masks(p) if callable(masks) else masks[p]
             if z.shape != (count,):
-                raise ValueError(f"the mask of {place.layer!r} must have shape {(count,)}, got {tuple(z.shape)}.")
+                raise ValueError(f"the mask of {masked.layer!r} must have shape {(count,)}, got {tuple(z.shape)}.")
         else:
-            position = torch.arange(count, dtype=torch.int32, device=p.device) + noise.signed(place.start)
+            position = torch.arange(count, dtype=torch.int32, device=p.device) + noise.signed(masked.start)
             z = noise.fraction(noise.bits(position, *key)[0]) <= keep
-        return place.units.spread(z.to(p.device, dtype), p.shape)
+        return masked.units.spread(z.to(p.device, dtype), p.shape)
 
     _next_key = WeightSampling._next_key
 
@@ -248,10 +248,10 @@ class UnitDropout(BeliefOptimizer):
                 slab[names[id(p)]] = p.detach().clone()
                 keep = self.keep_of(group, p)
                 if keep is not None and p.requires_grad:
-                    place, like = self._places[p], kernels.compute_dtype(p.dtype)
-                    count = place.units.count(p.shape)
+                    masked, like = self._masked_units[p], kernels.compute_dtype(p.dtype)
+                    count = masked.units.count(p.shape)
                     keeps[names[id(p)]] = torch.full((count,), keep, dtype=like, device=p.device)
-                    units[names[id(p)]] = place.units
+                    units[names[id(p)]] = masked.units
         return DropoutPosterior(slab, keeps, units, model)
 
     # --- groups and checkpoints ---
@@ -265,7 +265,7 @@ class UnitDropout(BeliefOptimizer):
     def _check(self, group: Mapping[str, Any]) -> None:
         super()._check(group)
         if isinstance(group["keep"], Mapping):
-            known = {place.layer for place in self._places.values()}
+            known = {masked.layer for masked in self._masked_units.values()}
             odd = next((name for name in group["keep"] if name not in known), None)
             if odd is not None:
                 raise ValueError(f"keys of keep must be among the layers {sorted(known)}, got {odd!r}.")
