@@ -77,7 +77,7 @@ def test_what_is_about_the_weights_outside_is_refused_inside() -> None:
         r"state_dict\(\)": optimizer.state_dict,
         r"load_state_dict\(\)": lambda: optimizer.load_state_dict(saved),
         "a copy": lambda: copy.deepcopy(optimizer),
-        "a copy is": lambda: pickle.dumps(optimizer),
+        "a copy needs": lambda: pickle.dumps(optimizer),
     }
     for what, attempt in attempts.items():
         with optimizer.posterior_mean():

@@ -233,7 +233,7 @@ def test_gradients_at_the_mean_are_refused(make) -> None:
     model = small_model()
     optimizer, before = make(model), weights(model)
     loss(model).backward()
-    with pytest.raises(RuntimeError, match=r"not taken at sampled weights: run forward and backward passes inside"):
+    with pytest.raises(RuntimeError, match=r"not computed at sampled weights: run forward and backward passes inside"):
         optimizer.step()
     assert same(before, weights(model))
 

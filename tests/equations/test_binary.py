@@ -358,7 +358,7 @@ def test_exceptions_and_frozen_parameters_leave_weights_alone() -> None:
     assert all(torch.equal(a, b) for a, b in zip(held, model.parameters()))
     assert set(optimizer.posterior(model).natural) == {"0.weight", "0.bias", "2.weight"}
     F.cross_entropy(model(examples()[0].float()), examples()[1]).backward()
-    with pytest.raises(RuntimeError, match=r"not taken at sampled weights: .*BayesBiNN.step\(\)"):
+    with pytest.raises(RuntimeError, match=r"not computed at sampled weights: .*BayesBiNN.step\(\)"):
         optimizer.step()
 
     model[2].bias.requires_grad_(True)  # binary from its first draw on

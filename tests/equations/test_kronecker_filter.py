@@ -71,7 +71,7 @@ def power(C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def test_steady_state_over_steps(prior: float, how: str) -> None:
     """Moments, s_ij, averaged steps and decay; given labels are the empirical errors."""
     model, B, lr, ema, decay = network(), 6, 0.01, 0.8, 0.5
-    options = {"batch_size": B, "prior_std": prior, "ema": ema, "weight_decay": decay, "evidence": how}
+    options = {"batch_size": B, "prior_std": prior, "ema": ema, "weight_decay": decay, "fisher": how}
     optimizer = KroneckerFilterFP(model, lr, update_every=1, **options)
     moments = [[0.0, 0.0], [0.0, 0.0]]
     momentum = [0.0, 0.0]
@@ -264,9 +264,9 @@ def test_posterior_is_the_matrix_normal_that_moved_the_mean(rule: type, prior: f
     covariance = torch.linalg.inv(belief.precision.to_dense())
     gradient = 6 * joined(model[2], True)
     close(before - joined(model[2]), (covariance @ gradient.flatten()).view_as(gradient), 1e-8)
-    close(belief.joined(posterior.variance()).flatten(), covariance.diagonal(), 1e-9)
-    close(belief.joined(posterior.mean)[0], joined(model[2]))
-    draws = belief.joined(posterior.sample(4000)).flatten(1)
+    close(belief.join(posterior.variance()).flatten(), covariance.diagonal(), 1e-9)
+    close(belief.join(posterior.mean)[0], joined(model[2]))
+    draws = belief.join(posterior.sample(4000)).flatten(1)
     white = torch.linalg.solve_triangular(
         torch.linalg.cholesky(covariance), (draws - belief.mean.flatten()).T, upper=False
     )
@@ -313,7 +313,7 @@ def test_sides_that_are_too_large() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fixed = KroneckerFilterFP(model, batch_size=5, max_factor=8)
-    with pytest.warns(UserWarning, match=r"no model of 0.weight, 2.weight, 2.bias"):
+    with pytest.warns(UserWarning, match=r"does not support 0.weight, 2.weight, 2.bias"):
         filtered = KroneckerFilter(model, batch_size=5, max_factor=8)
     for optimizer in (fixed, filtered):
         optimizer.zero_grad()
