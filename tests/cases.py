@@ -1,4 +1,4 @@
-"""The table of optimizers: whatever is listed here goes through every test of tests/contract."""
+"""The table of optimizers; the tests in tests/contract run on every entry."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Case:
 
     Args:
         make: the class.
-        options: beyond params; what is left out has its default.
-        slots: the state tensors it keeps beside `step`.
-        bad: arguments that must be refused, with the words the message must contain.
-        layers: whether it takes the model and looks at its layers.
+        options: arguments beside params; omitted ones have their defaults.
+        slots: the state tensors beside `step`.
+        bad: invalid arguments, with the error message that they must raise.
+        layers: whether it takes the model and uses its layers.
         binary: whether weights are -1 or 1.
-        decays: whether it has weight decay; where it has a prior instead, tests of decay leave that as it is.
+        decays: whether it has weight decay. Optimizers with a prior have none; tests of decay do not change the prior.
     """
 
     name: str
@@ -46,9 +46,9 @@ class Case:
         return self.make(target, **{**self.options, **options})
 
     def of(self, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-        """For all parameters of a model, without a warning of those that have a fallback, or of temperatures."""
+        """The optimizer for all parameters of a model; warnings about fallbacks and temperatures are ignored."""
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".* has no model of |lr=.* (samples at temperature|is not small)")
+            warnings.filterwarnings("ignore", ".* does not support |lr=.* (samples at temperature|is not small)")
             return self(model if self.layers else model.named_parameters(), **options)
 
 
@@ -64,8 +64,8 @@ EVIDENT = (
     ({"fisher": "fisher"}, "fisher must be 'empirical' or 'centered' or 'sampled', got 'fisher'."),
     ({"likelihood": "poisson"}, "likelihood must be 'categorical' or 'bernoulli' or 'gaussian', got 'poisson'."),
     ({"sample_weights": 1}, "sample_weights must be True or False, got 1."),
-    ({"samples": 0}, "samples must be a whole number >= 1, got 0."),
-    ({"seed": 0.5}, "seed must be a whole number, got 0.5."),
+    ({"samples": 0}, "samples must be an integer >= 1, got 0."),
+    ({"seed": 0.5}, "seed must be an integer, got 0.5."),
 )
 ADABAYES = (
     *COMMON,
@@ -98,11 +98,12 @@ KALMAN = (
     ({"beta2": 1.0}, "beta2 must be in [0, 1), got 1.0."),
     (
         {"fisher": "centered"},
-        "fisher='centered' needs a finite prior_std: a gradient that hardly varies bounds no step.",
+        "fisher='centered' needs a finite prior_std, got inf: the step for a gradient of zero variance would be "
+        "unbounded.",
     ),
     (
         {"steady_state": True, "weight_noise": 0.1},
-        "steady_state=True has a closed form for prior_std=inf and weight_noise=0 only, and no sample_weights: "
+        "steady_state=True needs prior_std=inf, weight_noise=0 and sample_weights=False, "
         "got prior_std=inf, weight_noise=0.1, sample_weights=False.",
     ),
 )
@@ -123,9 +124,9 @@ BAYESBINN = (
     ({"relaxation": 0.0}, "relaxation must be a positive number, got 0.0."),
     ({"eps": -1.0}, "eps must be a finite number >= 0, got -1.0."),
     ({"natural_init": -1}, "natural_init must be a finite number >= 0, got -1."),
-    ({"samples": 0}, "samples must be a whole number >= 1, got 0."),
-    ({"seed": 0.5}, "seed must be a whole number, got 0.5."),
-    ({"lr": 1.5}, "lr must be at most 1, got 1.5: it is the fraction of the belief that a step replaces."),
+    ({"samples": 0}, "samples must be an integer >= 1, got 0."),
+    ({"seed": 0.5}, "seed must be an integer, got 0.5."),
+    ({"lr": 1.5}, "lr must be at most 1, got 1.5: it is the fraction of lambda that a step replaces."),
 )
 
 LAYERS = (
@@ -136,24 +137,24 @@ FOOF = (
     *LAYERS,
     ({"damping": -1}, "damping must be a finite number >= 0, got -1."),
     ({"ema": 1.0}, "ema must be in [0, 1), got 1.0."),
-    ({"update_every": 0}, "update_every must be a whole number >= 1, got 0."),
-    ({"stats_every": 1.5}, "stats_every must be a whole number >= 1, got 1.5."),
+    ({"update_every": 0}, "update_every must be an integer >= 1, got 0."),
+    ({"stats_every": 1.5}, "stats_every must be an integer >= 1, got 1.5."),
     ({"max_factor": 0}, "max_factor must be a number >= 1, got 0."),
 )
 KFAC = (
     *FOOF,
     ({"likelihood": "poisson"}, "likelihood must be 'categorical' or 'bernoulli' or 'gaussian', got 'poisson'."),
     ({"sharing": "flatten"}, "sharing must be 'expand' or 'reduce', got 'flatten'."),
-    ({"seed": 0.5}, "seed must be a whole number, got 0.5."),
+    ({"seed": 0.5}, "seed must be an integer, got 0.5."),
 )
 KRONECKER = (
     *LAYERS,
     ({"batch_size": 0}, "batch_size must be a number >= 1, got 0."),
     ({"prior_std": 0.0}, "prior_std must be a positive number, got 0.0."),
     ({"fisher": "true"}, "fisher must be 'sampled' or 'centered' or 'empirical', got 'true'."),
-    ({"update_every": 0}, "update_every must be a whole number >= 1, got 0."),
+    ({"update_every": 0}, "update_every must be an integer >= 1, got 0."),
     ({"likelihood": "poisson"}, "likelihood must be 'categorical' or 'bernoulli' or 'gaussian', got 'poisson'."),
-    ({"seed": 0.5}, "seed must be a whole number, got 0.5."),
+    ({"seed": 0.5}, "seed must be an integer, got 0.5."),
 )
 NATURAL = (
     *LAYERS,
@@ -168,9 +169,9 @@ VARIATIONAL = (
     ({"prior_precision": -1.0}, "prior_precision must be a finite number >= 0, got -1.0."),
     ({"hess_init": 0.0}, "hess_init must be a positive number, got 0.0."),
     ({"betas": (0.9, 1.0)}, "betas must be two numbers in [0, 1), got (0.9, 1.0)."),
-    ({"samples": 0}, "samples must be a whole number >= 1, got 0."),
+    ({"samples": 0}, "samples must be an integer >= 1, got 0."),
     ({"natural_momentum": 1.0}, "natural_momentum must be in [0, 1), got 1.0."),
-    ({"seed": 0.5}, "seed must be a whole number, got 0.5."),
+    ({"seed": 0.5}, "seed must be an integer, got 0.5."),
 )
 IVON = (
     *VARIATIONAL,
@@ -185,7 +186,7 @@ GAUSS_NEWTON = (
 )
 SECOND_ORDER = (
     ({"hessian": "fisher"}, "hessian must be 'auto' or 'exact' or 'hutchinson', got 'fisher'."),
-    ({"probes": 0}, "probes must be a whole number >= 1, got 0."),
+    ({"probes": 0}, "probes must be an integer >= 1, got 0."),
 )
 NEWTON = (*(bad for bad in VARIATIONAL if "samples" not in bad[0]), *SECOND_ORDER)
 VON = (*VARIATIONAL, *SECOND_ORDER, ({"improved": 1}, "improved must be True or False, got 1."))
@@ -194,13 +195,16 @@ SPIKE_SLAB = (
     *COMMON,
     ({"keep": 0.0}, "keep must be in (0, 1], or a dict from names of layers to such numbers, got 0.0."),
     ({"keep": {"": 1.5}}, "keep must be in (0, 1], or a dict from names of layers to such numbers, got {'': 1.5}."),
-    ({"keep": {"hidden": 0.5}}, "keep names 'hidden', which is none of the layers ['']."),
+    ({"keep": {"hidden": 0.5}}, "keys of keep must be among the layers [''], got 'hidden'."),
     ({"update": "sgd"}, "update must be 'adam' or 'rmsprop' or 'newton', got 'sgd'."),
     ({"drop_inputs": 1}, "drop_inputs must be True or False, got 1."),
     ({"eps": -1e-8}, "eps must be a finite number >= 0, got -1e-08."),
-    ({"samples": 0}, "samples must be a whole number >= 1, got 0."),
-    ({"seed": 0.5}, "seed must be a whole number, got 0.5."),
-    ({"update": "newton", "lr": 2.0}, "lr of update='newton' must be at most 1, got 2.0: it is a moving average's."),
+    ({"samples": 0}, "samples must be an integer >= 1, got 0."),
+    ({"seed": 0.5}, "seed must be an integer, got 0.5."),
+    (
+        {"update": "newton", "lr": 2.0},
+        "lr must be at most 1 with update='newton', got 2.0: 1 - lr is the decay of an average.",
+    ),
 )
 
 SAMPLER = (
@@ -211,9 +215,9 @@ SAMPLER = (
     ({"correction": "levy"}, "correction must be None or 'flat' or 'jeffreys', got 'levy'."),
     ({"fisher": "true"}, "fisher must be 'exact' or 'sampled', got 'true'."),
     ({"ema": 1.0}, "ema must be in [0, 1), got 1.0."),
-    ({"update_every": 0}, "update_every must be a whole number >= 1, got 0."),
+    ({"update_every": 0}, "update_every must be an integer >= 1, got 0."),
     ({"probes": 0.5}, "probes must be None or a whole number >= 1, got 0.5."),
-    ({"seed": 0.5}, "seed must be a whole number, got 0.5."),
+    ({"seed": 0.5}, "seed must be an integer, got 0.5."),
     (
         {"metric": "manifold"},
         "metric must be one of 'identity', 'diagonal', 'kronecker', 'fisher', 'empirical', or a function, "
@@ -407,7 +411,7 @@ layerwise_case = pytest.mark.parametrize("case", LAYERWISE, ids=lambda case: cas
 
 
 def small_model(dtype: torch.dtype = torch.float32, seed: int = 0, width: int = 1000) -> nn.Module:
-    """Large and small tensors, a scalar and a single element: every path of the layout."""
+    """A model with large and small tensors, a scalar and a single element: every case of the memory layout."""
     generator = torch.Generator().manual_seed(seed)
 
     class Model(nn.Module):
@@ -447,14 +451,14 @@ def backward(model: nn.Module, index: int, optimizer: torch.optim.Optimizer | No
 
 
 def drawn(optimizer: Any) -> Any:
-    """The context in which an optimizer wants its gradients taken, unless it is in it already."""
-    if not getattr(optimizer, "takes_draws", False) or getattr(optimizer, "_drawn_now", None):
+    """The context in which gradients must be computed, unless it is already active."""
+    if not getattr(optimizer, "takes_draws", False) or getattr(optimizer, "_active_draw", None):
         return nullcontext()
     return optimizer.sampled()
 
 
 def still(optimizer: Any) -> Any:
-    """As `drawn`, with noise that does not depend on how parameters are grouped."""
+    """As `drawn`, with noise that does not depend on param groups."""
     if not getattr(optimizer, "takes_draws", False):
         return nullcontext()
     return optimizer.sampled(noise=lambda p: torch.full_like(p, 0.5))
@@ -466,7 +470,7 @@ def observe(
     labels: torch.Tensor | None,
     loss: torch.Tensor | None = None,
 ) -> None:
-    """Shows outputs or loss to an optimizer that looks at them; with labels, there is nothing random about outputs."""
+    """Calls observe() with the outputs or the loss, if the optimizer has it; with labels, nothing is random."""
     if isinstance(optimizer, HessianDiagonal):
         optimizer.observe(loss)
     elif isinstance(optimizer, FisherOptimizer) or (hasattr(optimizer, "recorder") and hasattr(optimizer, "observe")):
@@ -481,7 +485,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
 
 
 def push(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    """Steps with random gradients, which no other library has a part in."""
+    """Takes steps with random gradients, which do not depend on the rounding of matrix products."""
     for index in steps:
         optimizer.zero_grad()
         if hasattr(optimizer, "recorder") or hasattr(optimizer, "observe"):
@@ -504,5 +508,5 @@ def states(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    """Equal to the bit."""
+    """Whether tensors are equal bit for bit."""
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)

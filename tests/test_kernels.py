@@ -1,4 +1,4 @@
-"""Compiled and eager steps: the same bits, one compilation, and a way on without a compiler."""
+"""Compiled and eager steps give the same bits, compile once, and run without a compiler."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_one_compilation_serves_every_model_and_learning_rate(monkeypatch) -> No
 
 @pytest.mark.compiled
 def test_many_kernels_do_not_run_into_the_recompilation_limit() -> None:
-    """Ten rules from one code path: torch.compile would give up on the ninth."""
+    """Ten functions share one code path; torch.compile's limit is eight recompilations of one code object."""
     rows = [tuple(torch.ones(5000) for _ in range(2)) for _ in range(4)]
     for i in range(10):
 
@@ -128,9 +128,9 @@ def test_without_a_compiler_there_is_one_warning_and_the_same_numbers(tmp_path: 
 
 
 def test_small_models_are_not_compiled_unless_asked() -> None:
-    assert not kernels.pays(torch.device("cpu"), 10_000)
-    assert kernels.pays(torch.device("cpu"), 10_000_000)
-    assert not kernels.pays(torch.device("mps"), 10_000_000)
+    assert not kernels.should_compile(torch.device("cpu"), 10_000)
+    assert kernels.should_compile(torch.device("cpu"), 10_000_000)
+    assert not kernels.should_compile(torch.device("mps"), 10_000_000)
 
 
 @pytest.mark.parametrize("lengths", [[256], [300, 70_000], [10_000] * 6, [257, 258, 259], [1 << 12] * 4])

@@ -1,21 +1,23 @@
-"""The one place that compiles: elementwise maths written once, run fused.
+"""Runs elementwise functions on flat tensors, compiled or eagerly, with the same results.
 
-An elementwise rule is a pure function
+An elementwise update is a pure function
 
     function(scalars, weight, gradient, *state) -> (weight, *state)
 
-of equally long flat tensors and of a sequence of scalars. `run` applies it in place to any number of such
-rows. A function with other outputs says in `writes` which tensors of the row they replace, and one that looks at
-positions takes, after the scalars, a place: the words of a key and the position of the row's first element.
-Where compilation pays, `torch.compile` turns it into one pass over memory; elsewhere the same function runs
-eagerly in chunks that stay in the cache. Both give the same numbers.
+of flat tensors of equal length and a sequence of scalars. A tuple of such tensors is a row; `run` applies the function
+to any number of rows in place. A function with other outputs has an attribute `writes`: the indices of the tensors in
+the row that its outputs replace. A function that needs positions (for noise) takes a place after the scalars: the two
+integers of a noise key and the position of the row's first element.
 
-What keeps it fast, all of it measured:
+For large models `torch.compile` turns the function into one pass over memory. For small ones it runs eagerly, in
+chunks that fit the cache.
 
-- four rows to a call amortise the cost of calling; fewer rows are cut into four pieces;
-- sizes are symbolic, so one compilation serves every model, and scalars arrive in one vector of the rule's own
-  dtype, so a learning rate that changes every step neither recompiles nor converts inside the loop;
-- compilation happens on dummies, so one that fails has touched no state; the compiled graph is then called without
+Why it is fast (all measured):
+
+- Each compiled call has four rows, which amortises the cost of a call. Fewer rows are cut into four pieces.
+- Sizes are symbolic, so one compilation serves every model. Scalars are passed in one vector of the compute dtype, so
+  a learning rate that changes at every step needs no recompilation and no conversion inside the loop.
+- Compilation uses dummy tensors, so a failure changes no state. The compiled graph is then called without
   torch.compile's checks of its inputs, because rows are flat, distinct and checked here.
 """
 
@@ -35,9 +37,9 @@ Row = tuple[Tensor, ...]  # (weight, gradient, *state), each (n,)
 Place = tuple[int, ...]  # (*key, position of the first element)
 
 ROWS_PER_CALL = 4
-CHUNK = 1 << 17  # elements of one eager pass: its temporaries stay in the second-level cache
-WORTH_COMPILING = 1 << 18  # elements of a whole model below which eager steps cost less than compiling
-SMALLEST_PIECE = 64  # compiled kernels take no shorter row: sizes 0 and 1 would be specialised
+CHUNK = 1 << 17  # elements of one eager pass: its temporaries fit the second-level cache
+COMPILE_THRESHOLD = 1 << 18  # elements of a whole model below which eager steps are cheaper than compilation
+SMALLEST_PIECE = 64  # the shortest row of a compiled kernel: sizes 0 and 1 would be specialised
 LARGEST_PIECE = 1 << 30  # keeps 32-bit indices valid on accelerators
 
 _compiled: dict[Hashable, Callable | None] = {}
@@ -45,26 +47,27 @@ _unusable: set[str] = set()  # device types whose compiler has failed once
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which state is kept and a rule computed: float32 for half-precision weights."""
+    """The dtype of the state and of the computation: float32 for half-precision weights."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def pays(device: torch.device, elements: int) -> bool:
-    """Whether compiling is worth its seconds for a model of so many elements on this device."""
-    return device.type in ("cpu", "cuda") and elements >= WORTH_COMPILING
+def should_compile(device: torch.device, elements: int) -> bool:
+    """Whether to compile the step of a model with this number of elements on this device."""
+    return device.type in ("cpu", "cuda") and elements >= COMPILE_THRESHOLD
 
 
 def sqrt(x: Tensor) -> Tensor:
-    """The square root, with the same last bit in eager and compiled mode (torch.sqrt has not, on the CPU)."""
+    """The square root, bit for bit the same in eager and compiled mode (unlike torch.sqrt on the CPU)."""
     if x.dtype == torch.float64:
         return x * x.rsqrt()
     return x.sqrt() if torch.compiler.is_compiling() else x.double().sqrt().to(x.dtype)
 
 
 def exp(x: Tensor) -> Tensor:
-    """e^x for x <= 0, at least the smallest normal number; the same last bit in eager and compiled mode.
+    """e^x for x <= 0, at least the smallest normal number; bit for bit the same in eager and compiled mode.
 
-    x = k log 2 + r; a polynomial in r, and k into the exponent's bits. (torch.exp and torch.tanh differ between modes.)
+    x = k log 2 + r: a polynomial in r, and k added to the exponent bits. (torch.exp and torch.tanh differ between
+    modes.)
     """
     wide = x.dtype == torch.float64
     whole, bits, bias = (torch.int64, 52, 1023) if wide else (torch.int32, 23, 127)
@@ -78,13 +81,13 @@ def exp(x: Tensor) -> Tensor:
 
 
 def sech_square(x: Tensor) -> Tensor:
-    """1 - tanh(x)^2, without the cancellation."""
+    """1 - tanh(x)^2, without cancellation."""
     t = exp(-2 * x.abs())
     return 4 * t / ((1 + t) * (1 + t))
 
 
 def tanh(x: Tensor) -> Tensor:
-    """The hyperbolic tangent, with the same last bit in eager and compiled mode."""
+    """The hyperbolic tangent, bit for bit the same in eager and compiled mode."""
     t = exp(-2 * x.abs())
     y = (1 - t) / (1 + t)
     return torch.where(x < 0, -y, y)
@@ -93,10 +96,14 @@ def tanh(x: Tensor) -> Tensor:
 def run(
     function: Callable, scalars: Sequence[float], rows: list[Row], fused: bool, places: list[Place] | None = None
 ) -> None:
-    """Applies `function` to each row in place: what it returns goes to the weight and the state.
+    """Applies `function` to each row in place: its results replace weight and state.
 
     Args:
-        places: one for each row, where the function looks at positions.
+        function: an elementwise function, hashable.
+        scalars: its scalars.
+        rows: tuples of flat tensors.
+        fused: whether to compile it.
+        places: a place for each row, if the function needs positions.
     """
     if not rows:
         return
@@ -109,7 +116,7 @@ def run(
 
 def _write(function: Callable, row: Row, values: Sequence[Tensor]) -> None:
     targets = getattr(function, "writes", (0, *range(2, len(row))))
-    # What is an input itself would have changed by the time it is written, if it is written to before.
+    # A result that is itself an input must be cloned if that input is overwritten before the result is copied.
     values = [
         value.clone() if any(value is row[earlier] for earlier in targets[:i]) else value
         for i, value in enumerate(values)
@@ -127,14 +134,14 @@ def _run_eager(function: Callable, scalars: Sequence[float], row: Row, place: Pl
 
 
 def _wrapped(position: int) -> int:
-    """As an int32."""
+    """A position modulo 2^32, as an int32."""
     return (position + 2**31) % 2**32 - 2**31
 
 
 def _run_positional(
     function: Callable, scalars: Sequence[float], work: list[tuple[Row, Place]]
 ) -> list[tuple[Row, Place]]:
-    """As `_run_compiled`, a row at a time because each has a place of its own."""
+    """As `_run_compiled`, one row at a time because each has its own place."""
     left = []
     for row, place in work:
         weight = row[0]
@@ -152,7 +159,7 @@ def _run_positional(
 
 
 def _run_compiled(function: Callable, scalars: Sequence[float], rows: list[Row]) -> list[tuple[Row, Place]]:
-    """Runs what can be run compiled and returns the rows that are left for eager mode."""
+    """Runs the rows that can be compiled and returns the others."""
     left = [row for row in rows if row[0].numel() < ROWS_PER_CALL * SMALLEST_PIECE]
     rows = [row for row in rows if row[0].numel() >= ROWS_PER_CALL * SMALLEST_PIECE]
     if not rows:
@@ -169,7 +176,7 @@ def _run_compiled(function: Callable, scalars: Sequence[float], rows: list[Row])
 
 
 def _bundles(rows: list[Row]) -> list[list[Row]]:
-    """Groups rows by four, cutting the longest of the last group until it has four."""
+    """Groups of four rows; the longest rows of the last group are cut until it has four."""
     rows = [piece for row in rows for piece in _cut(row, -(-row[0].numel() // LARGEST_PIECE))]
     bundles = [rows[i : i + ROWS_PER_CALL] for i in range(0, len(rows), ROWS_PER_CALL)]
     last = bundles[-1]
@@ -190,10 +197,10 @@ def _cut(row: Row, pieces: int) -> list[Row]:
 def _kernel(
     function: Callable, counts: tuple[int, int], dtypes: tuple[torch.dtype, ...], device: torch.device
 ) -> Callable | None:
-    """The compiled form of `function` for rows of these dtypes, or None where there is none to be had.
+    """The compiled `function` for rows of these dtypes, or None if compilation is not available on this device.
 
     Args:
-        counts: of scalars, and of words of a place: none for a function that does not look at positions.
+        counts: the number of scalars, and the number of integers of a place (0 if the function needs no positions).
     """
     if device.type in _unusable:
         return None
@@ -201,9 +208,9 @@ def _kernel(
     if key not in _compiled:
         try:
             with warnings.catch_warnings(), torch.no_grad():
-                warnings.simplefilter("ignore")  # importing the compiler warns of deprecations that are not the user's
+                warnings.simplefilter("ignore")  # deprecation warnings of the compiler itself
                 _compiled[key] = _compile(function, counts, dtypes, device)
-        except Exception as error:  # the compiler's own failures come in many types; none may stop training
+        except Exception as error:  # compiler failures have many types; none may stop training
             _unusable.add(device.type)
             reason = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
             warnings.warn(
@@ -219,13 +226,11 @@ def _kernel(
 def _compile(
     function: Callable, counts: tuple[int, int], dtypes: tuple[torch.dtype, ...], device: torch.device
 ) -> Callable:
-    """Traces and compiles a call on four rows, and returns what calls the result without looking at its inputs.
+    """Compiles a call with four rows (one row, if it has a place) and returns a function that calls the graph.
 
-    One row, where it has a place.
-
-    torch.compile checks at every call that its inputs are like those it saw; here they are by construction, and the
-    checks would cost as much as a step of a small model. So the backend keeps the compiled graph, which is then called
-    directly: with the tensors and the sizes in the order in which the graph asks for them.
+    torch.compile checks at every call that its inputs have the dtypes and layouts it was compiled for. This holds by
+    construction here, and the checks would cost as much as a step of a small model. So the backend stores the compiled
+    graph, which is then called directly, with tensors and sizes in the order of the graph's inputs.
     """
     from torch._inductor.compile_fx import compile_fx
 
@@ -233,7 +238,7 @@ def _compile(
     vector = torch.ones(counts[0], dtype=compute_dtype(dtypes[0]), device=device)
     place = [torch.ones(counts[1], dtype=torch.int32, device=device)] if counts[1] else []
     count, placed = (1, 1) if place else (ROWS_PER_CALL, 0)
-    # Sizes must differ, or they would share a symbol; and be large, or the loops would not be parallel.
+    # Equal sizes would share a symbol; small ones would compile to loops that are not parallel.
     sizes = [(1 << 16) + 16 * i + 8 for i in range(count)]
     dummies = [torch.ones(size, dtype=dtype, device=device) for size in sizes for dtype in dtypes]
     graphs: list[tuple[Callable, list[Callable[[Sequence[Tensor]], Any]]]] = []
@@ -243,8 +248,8 @@ def _compile(
         here, tensors = [words.unbind() for words in tensors[:placed]], tensors[placed:]
         for i in range(count):
             row = tensors[i * width : (i + 1) * width]
-            # A tensor of the row that is handed on becomes a value of its own, or it would be copied after it has been
-            # written to; a clone would be optimised away.
+            # An input that is returned unchanged must become a new value, or it would be copied after it is
+            # overwritten; a clone would be optimised away.
             values = [x.neg().neg() if any(x is y for y in row) else x for x in function(scalars, *here, *row)]
             _write(function, row, values)
 
@@ -255,10 +260,10 @@ def _compile(
         graphs.append((compiled, [where[x.data_ptr()] if isinstance(x, Tensor) else length[int(x)] for x in inputs]))
         return compiled
 
-    # Recompilations are counted per code object: a copy of its own keeps each kernel's count apart.
+    # torch counts recompilations per code object, so each kernel has its own copy.
     code = bundle.__code__.replace(co_name="step")
     isolated = types.FunctionType(code, bundle.__globals__, "step", None, bundle.__closure__)
-    with torch._dynamo.config.patch(specialize_float=True):  # constants of a module are no inputs of the graph
+    with torch._dynamo.config.patch(specialize_float=True):  # module constants are not inputs of the graph
         torch.compile(isolated, dynamic=True, fullgraph=True, backend=backend)(vector, *place, *dummies)
     ((compiled, arguments),) = graphs
 

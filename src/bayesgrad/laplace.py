@@ -16,7 +16,7 @@ from bayesgrad.curvature import layers
 from bayesgrad.curvature.accumulators import STRUCTURES
 from bayesgrad.curvature.fisher import FISHERS, captures, check_outputs, refuse_mixing
 from bayesgrad.kernels import compute_dtype
-from bayesgrad.noise import folded
+from bayesgrad.noise import seed32
 from bayesgrad.posterior.hessian import check_prior
 from bayesgrad.posterior.laplace import Fit, LaplacePosterior
 from bayesgrad.posterior.network import only, parameters_of, unwrapped
@@ -108,7 +108,7 @@ def laplace(
     check_prior(prior_precision, noise, chosen, temperature)
     _refuse_modes(network)
     _refuse_unusable(parameters_of(network))
-    generator, other = (torch.Generator().manual_seed(folded(seed or 0) + i) for i in range(2))
+    generator, other = (torch.Generator().manual_seed(seed32(seed or 0) + i) for i in range(2))
     pool = Pool(subsample, other) if subsample else None
     sums = STRUCTURES[structure](network, chosen, structure, bias)
     device = next(iter(chosen.values())).device

@@ -1,9 +1,9 @@
-"""Noise that is a pure function of (seed, draw, position), not of a generator's history.
+"""Noise as a pure function of (seed, draw, position), independent of any generator's state.
 
-A run that is resumed, a replica, and a step that is compiled or not draw the same numbers by construction. Positions
-are hashed to two 32-bit integers, which Box and Muller's transformation turns into a normal variate: in arithmetic that
-is the same to the last bit in eager and compiled mode, and with short polynomials for the logarithm and the sine,
-because the drawing of noise would otherwise cost as much as the rest of a step.
+So resumed runs, replicas, and compiled and eager steps have the same noise. Each position is hashed to two 32-bit
+integers, which the Box-Muller transform turns into a normal number. The arithmetic is bit for bit the same in eager and
+compiled mode. Logarithm and sine are short polynomials; with torch's functions, sampling would cost as much as the rest
+of a step.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from torch import Tensor
 
 Key = tuple[int, int]
 
-# Floats are literals inside of functions: torch.compile would take global ones for inputs.
+# Floats are literals inside functions: torch.compile would treat global ones as inputs.
 
 
 def key(*words: int) -> Key:
-    """Two 32-bit integers from any number of whole numbers; different words, even by one bit, are unrelated keys."""
+    """Two 32-bit integers, a hash of any number of integers."""
     text = ",".join(str(int(word)) for word in words).encode()
     digest = hashlib.blake2b(text, digest_size=8).digest()
     return int.from_bytes(digest[:4], "little", signed=True), int.from_bytes(digest[4:], "little", signed=True)
 
 
 def signed(x: int) -> int:
-    """A whole number modulo 2^32, as an int32."""
+    """An integer modulo 2^32, as an int32."""
     return (x + 2**31) % 2**32 - 2**31
 
 
-def folded(seed: int) -> int:
-    """A seed in the 32 bits that torch's generators of the CPU look at; one that has more, or a sign, is hashed."""
+def seed32(seed: int) -> int:
+    """A seed in [0, 2^32), of which torch's CPU generator uses 32 bits; larger or negative seeds are hashed."""
     return int(seed) if 0 <= seed < 2**32 else key(seed)[0] % 2**32
 
 
 def generator_of(seed: int, draw: int) -> torch.Generator:
-    """Torch's generator of the CPU, for what is drawn by torch itself: a function of (seed, draw)."""
-    # Consecutive seeds of the Mersenne twister are independent streams; the odd factor keeps users' seeds apart.
-    return torch.Generator("cpu").manual_seed((folded(seed) * 0x9E3779B97F4A7C15 + draw) % 2**63)
+    """A torch CPU generator that is a function of (seed, draw), for torch's own random functions."""
+    # Consecutive seeds of the Mersenne twister are independent streams; the odd factor separates user seeds.
+    return torch.Generator("cpu").manual_seed((seed32(seed) * 0x9E3779B97F4A7C15 + draw) % 2**63)
 
 
 def positions(start: Any, like: Tensor) -> Tensor:
@@ -52,25 +52,25 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """A bijection of 32-bit integers: any bit of the input changes each bit of the output half of the time."""
+    """A bijection of 32-bit integers: a change of one input bit flips each output bit with probability 1/2."""
     x = (x ^ _shifted(x, 16)) * signed(0x7FEB352D)
     x = (x ^ _shifted(x, 15)) * signed(0x846CA68B)
     return x ^ _shifted(x, 16)
 
 
 def bits(position: Tensor, first: Any, second: Any) -> tuple[Tensor, Tensor]:
-    """Two hashes of each position under a key; they are int32."""
+    """Two int32 hashes of each position under a key."""
     one = _mixed(_mixed(position ^ first) + second)
     return one, _mixed(one ^ signed(0x9E3779B9))
 
 
 def fraction(hashed: Tensor) -> Tensor:
-    """Uniform in (0, 1), symmetric about one half, float32: 23 bits and a half are exact."""
+    """Uniform in (0, 1), symmetric about 1/2, float32; (23-bit integer + 1/2) 2^-23 is exact."""
     return (_shifted(hashed, 9).to(torch.float32) + 0.5) * 2.0**-23
 
 
 def log(u: Tensor) -> Tensor:
-    """The natural logarithm of a positive, normal float32, to 1e-7 of its value."""
+    """The natural logarithm of a positive, normal float32, with relative error 1e-7."""
     whole = u.view(torch.int32)
     exponent = (whole - 0x3F3504F3) >> 23  # such that the mantissa is in [sqrt(1/2), sqrt(2))
     x = (whole - (exponent << 23)).view(torch.float32) - 1
@@ -87,7 +87,7 @@ def log(u: Tensor) -> Tensor:
 
 
 def quarter_sine(y: Tensor) -> Tensor:
-    """sin(pi y/2) for |y| <= 1, to 3e-7; least squares at Chebyshev points."""
+    """sin(pi y/2) for |y| <= 1, with error 3e-7; least squares at Chebyshev points."""
     square = y * y
     p = square * 1.50817160e-4 - 4.67222026e-3
     p = p * square + 7.96884748e-2
@@ -96,7 +96,7 @@ def quarter_sine(y: Tensor) -> Tensor:
 
 
 def normal_parts(position: Tensor, first: Any, second: Any) -> tuple[Tensor, Tensor]:
-    """(r^2, c), float32, such that sqrt(r^2) c is standard normal: a scale can go under the same root."""
+    """(r^2, c), float32, such that sqrt(r^2) c is standard normal; a variance can be multiplied under the same root."""
     one, two = bits(position, first, second)
     y = 1 - (two.to(torch.float32) * 2.0**-30).abs()  # two is uniform, so the angle pi y/2 is uniform in half a turn
     return -2 * log(fraction(one)), quarter_sine(y)

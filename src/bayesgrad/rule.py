@@ -1,4 +1,15 @@
-"""How the mean moves, once the belief's precision is known."""
+"""Rules: how the mean moves, given the precision.
+
+The third part of an optimizer, after the curvature and the transition; `bayesgrad.transition` explains all three. A
+rule receives the mean (the parameter), the gradient of the mean loss and the new precision, and returns the new mean:
+
+    >>> from bayesgrad.precision import Diagonal
+    >>> mean, gradient = torch.tensor([1.0]), torch.tensor([0.5])
+    >>> NaturalGradient().move(mean, gradient, Diagonal(torch.tensor([2.0])), {}, {"step_scale": 0.1})
+    tensor([0.9000])
+
+This is w - step_scale v g for v = 2. A moving average of the gradient (momentum) is part of the rule's state.
+"""
 
 from __future__ import annotations
 
@@ -14,34 +25,35 @@ from bayesgrad.precision import Pair, Precision
 
 
 class Rule(ABC):
-    """Base of all rules."""
+    """Base class of all rules."""
 
     def slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """What the rule remembers under the hyper-parameters of `group`."""
+        """The names of the rule's state tensors, which may depend on the hyperparameters of `group`."""
         return ()
 
     def averages(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """Those of its slots that average the gradient: missing late in a run, they start at the gradient."""
+        """Those slots that average the gradient: if one is added late in a run, it starts at the current gradient."""
         return ()
 
     @abstractmethod
     def scalars(self, group: Mapping[str, Any], step: int, step_scale: float) -> dict[str, float]:
-        """The scalars that `move` asks for; `step_scale` multiplies the whole step."""
+        """The scalars `n` that `move` reads; `step_scale` multiplies the whole step."""
 
     def axpy_coefficients(self, n: Scalars) -> tuple[float, float, float, float] | None:
-        """(keep, fresh, step_scale, shrink), where a solved gradient d takes the mean to shrink mean - step_scale m.
+        """(keep, fresh, step_scale, shrink), if the step is mean <- shrink mean - step_scale m.
 
-        m is the momentum, keep m + fresh d, or d itself where there is none.
+        For a preconditioned gradient d, m is the momentum, m <- keep m + fresh d, or d itself without momentum. None
+        if the step has another form.
         """
         return None
 
     @abstractmethod
     def move(self, mean: Tensor, gradient: Tensor, precision: Precision, memory: Memory, n: Scalars) -> Tensor:
-        """The new mean; replaces its slots in `memory`."""
+        """The new mean. Replaces the rule's slots in `memory`."""
 
 
 def momentum_of(group: Mapping[str, Any]) -> float:
-    """The decay of the gradient's average, under the name that schedulers know it by."""
+    """The decay of the gradient's average: `betas[0]` or `momentum`, the names that torch's schedulers change."""
     return group["betas"][0] if "betas" in group else group.get("momentum", 0.0)
 
 
@@ -49,27 +61,28 @@ def momentum_of(group: Mapping[str, Any]) -> float:
 class NaturalGradient(Rule):
     """w <- w - step_scale P^-1 <g>, where <g> is a debiased moving average of the gradient.
 
-    With `heavy_ball`, the buffer b <- momentum b + P^-1 g of torch.optim.SGD instead: w <- w - step_scale b.
-
-    Where there is a prior, its pull joins <g>; a `radius` bounds each coordinate of the step before the step_scale.
-
-    With `natural`, w <- w - step_scale P'^-1 <g> + natural (P_old/P') (w - w_old): the exact image of momentum in the
-    natural parameters of a Gaussian, together with the transition's; P' is the new precision, P_old the last but one.
-
-    Reference: 001, Eq. 19b; 002, appendix F.
-    Differs from the paper: whose Eq. 81 counts the momentum of the precision twice.
+    If the optimizer has a prior, the gradient of its penalty is added to <g>. A scalar `radius` bounds each coordinate
+    of P^-1 <g>.
 
     Args:
-        heavy_ball: which of the two momenta.
-        natural: whether there is one of natural parameters.
+        heavy_ball: use the buffer b <- momentum b + P^-1 g of torch.optim.SGD, w <- w - step_scale b, in place of the
+            moving average.
+        natural_momentum: w <- w - step_scale P'^-1 <g> + gamma (P_old/P') (w - w_old), with P' the new precision and
+            P_old the last but one. Together with the same option of `Forget`, this is exactly momentum of the natural
+            parameters of a Gaussian.
+
+    Reference: Aitchison 2020, Eq. 19b; Khan and Rue 2023, appendix F, Eq. 79-81.
+    Differs from the paper: Eq. 81 of Khan and Rue counts the momentum of the precision twice.
+    Checked by: tests/equations/test_declarations.py; the momentum by
+    tests/equations/test_ivon.py::test_natural_momentum_is_momentum_of_natural_parameters.
     """
 
     heavy_ball: bool = False
-    natural: bool = False
+    natural_momentum: bool = False
 
     def slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         averages = ("momentum",) if momentum_of(group) else ()
-        return (*averages, "last_mean") if self.natural else averages
+        return (*averages, "last_mean") if self.natural_momentum else averages
 
     def averages(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("momentum",) if momentum_of(group) and not self.heavy_ball else ()
@@ -93,34 +106,35 @@ class NaturalGradient(Rule):
         if "radius" in n:
             step = step.clamp(-n["radius"], n["radius"])
         moved = mean - n["step_scale"] * step
-        if self.natural:
+        if self.natural_momentum:
             ratio = precision.variance() / memory["older_variance"]
-            moved = moved + n["natural"] * ratio * (mean - memory["last_mean"])
+            moved = moved + n["natural_momentum"] * ratio * (mean - memory["last_mean"])
             memory["last_mean"] = mean
         return moved
 
 
 @dataclass(frozen=True)
 class PredictedStep(Rule):
-    """The mean of weight and momentum moves, and on to where the next gradient is to be taken.
+    """Updates weight and momentum, then predicts the weight at the next step, where the next gradient is taken.
 
-    m = w - step_scale a g, p <- keep p - pull b g, w <- ahead m + eta p, with a, b the weight's variance and
-    its covariance with the momentum. That gradients are taken at w, ahead of the belief's mean m,
-    is Nesterov's acceleration.
+    m = w - step_scale a g, p <- keep p - pull b g, w <- ahead m + eta p, with a the variance of the weight and b its
+    covariance with the momentum. Gradients are taken at w, ahead of the posterior mean m: this is Nesterov's
+    acceleration.
 
-    Reference: 000, Eq. 15-18.
+    Reference: Aitchison 2018, Eq. 15-18.
+    Checked by: tests/equations/test_momentum_filter.py.
     """
 
     def slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("momentum",)
 
     def scalars(self, group: Mapping[str, Any], step: int, step_scale: float) -> dict[str, float]:
-        """The declaration adds momentum (what is kept of it), pull, ahead and eta."""
+        """The optimizer adds `momentum` (keep), `pull`, `ahead` and `eta`."""
         return {"step_scale": step_scale}
 
     def move(self, mean: Tensor, gradient: Tensor, precision: Precision, memory: Memory, n: Scalars) -> Tensor:
         if not isinstance(precision, Pair):
-            raise TypeError(f"a rule with momentum asks for a Pair, got {type(precision).__name__}.")
+            raise TypeError(f"PredictedStep needs a precision of type Pair, got {type(precision).__name__}.")
         posterior = mean - n["step_scale"] * (precision.weight * gradient)
         memory["momentum"] = n["momentum"] * memory["momentum"] - n["pull"] * (precision.cross * gradient)
         return n["ahead"] * posterior + n["eta"] * memory["momentum"]
@@ -133,14 +147,13 @@ class Langevin(Rule):
     .. math::
         w \leftarrow w - \epsilon P^{-1} (g + \lambda w) + \epsilon\tau\, c + \sqrt{2\epsilon\tau}\, P^{-1/2} \xi
 
-    with the gradient g of the mean loss, the prior's pull lambda = delta/N, the temperature over the number of data
-    tau = T/N, standard normal xi, and the correction c for a metric that is not the same everywhere. Without
-    `injected`, gradients are noisy enough by themselves and there is no xi.
-
-    Reference: 003, Eq. 2, 5, 6, 7 and 11, with the signs put right.
+    with the gradient g of the mean loss, lambda = delta/N for the prior precision delta, tau = T/N for the temperature
+    T and the number of data N, standard normal xi, and the correction c for a metric that depends on w.
 
     Args:
-        injected: whether noise is added.
+        injected: whether the noise xi is added. If False, the noise of minibatch gradients takes its place.
+
+    Reference: Smith et al. 2018, Eq. 2, 5, 6, 7 and 11, with corrected signs.
     """
 
     injected: bool = True
@@ -160,7 +173,7 @@ class Langevin(Rule):
         noise: Tensor | None,
         n: Scalars,
     ) -> Tensor:
-        """What a step subtracts from the weights, for lr, heat (T/N) and pull (a number, or one for each weight)."""
+        """What a step subtracts from the weights. `n` has lr, heat (T/N) and pull (lambda; a number or a tensor)."""
         change = n["lr"] * precision.solve(gradient + n["pull"] * mean)
         if correction is not None:
             change = change - n["lr"] * n["heat"] * correction

@@ -1,7 +1,34 @@
-"""How old belief and new evidence meet.
+"""Transitions: how the precision of each weight changes in one step.
 
-A transition is predict and update in one verb, `merge`, because the rules that stay positive by construction need
-both at once. What it remembers is in its slots of `memory`; what it returns is the precision that moves the mean.
+An optimizer of this package is made of three parts. Take AdaBayes:
+
+| part | question | in AdaBayes |
+|---|---|---|
+| curvature | How much information does this batch add? | `SquaredGradient`: h = (B g)^2 |
+| transition | How do old precision and new information combine? | `OrnsteinUhlenbeck`: v <- r v + q, 1/v <- 1/v + h |
+| rule | How does the mean move, given the precision? | `NaturalGradient`: w <- w - v B g |
+
+The curvature returns an increment h for each weight. The transition turns the old state and h into the new precision
+P = 1/v. The rule then moves the mean with that precision. Replacing only the transition gives other optimizers:
+
+| transition | precision | with `SquaredGradient` and `NaturalGradient` |
+|---|---|---|
+| `Static` | P <- P + h | a step size that falls as 1/t |
+| `Forget` | P <- keep P + take h | division by the mean square of the gradient |
+| `OrnsteinUhlenbeck` | v <- r v + q, then P <- 1/v + h | AdaBayes |
+| `SteadyState(OrnsteinUhlenbeck())` | P = k + sqrt(k^2 + <h>) | AdaBayesFP; for k = 0, Adam |
+
+A Kalman filter has two steps, predict and update. A transition does both in one method, `merge`. (The forms that keep
+P positive by construction cannot be split into two.) `merge` reads and replaces the tensors in `memory` that are named
+in `slots`, and returns the precision:
+
+    >>> memory = {"variance": torch.tensor([2.0])}  # precision 0.5
+    >>> precision = Static().merge(memory, torch.tensor([1.5]), {})
+    >>> precision.variance(), memory["variance"]
+    (tensor([0.5000]), tensor([0.5000]))
+
+All methods are elementwise and run inside one compiled kernel. They take hyperparameters as the scalars `n`, which the
+method `scalars` computes once per step.
 """
 
 from __future__ import annotations
@@ -22,36 +49,48 @@ FLOOR = torch.finfo(torch.float32).tiny
 
 
 class Transition(ABC):
-    """Base of all transitions. `dynamics` are the quantities a declaration hands to `scalars`."""
+    """Base class of all transitions.
+
+    `slots` names the state tensors of a weight. An optimizer passes its `dynamics(group, step)` to `scalars`.
+    """
 
     slots: tuple[str, ...] = ("variance",)
 
     def scalars(self, *args: Any, **dynamics: Any) -> dict[str, float]:
-        """The scalars that the methods below ask for."""
+        """The scalars `n` that the other methods read, from the optimizer's `dynamics`."""
         return {}
 
     @abstractmethod
     def merge(self, memory: Memory, increment: Tensor, n: Scalars) -> Diagonal | Pair:
-        """The posterior precision; replaces its slots in `memory`."""
+        """Combines the old state with a new increment.
+
+        Args:
+            memory: state tensors by slot; replaced by the new ones.
+            increment: h, the information of this batch, in the shape of the weights.
+            n: scalars.
+
+        Returns:
+            The new precision.
+        """
 
     def current_precision(self, memory: Memory, n: Scalars) -> Diagonal:
-        """The precision of weights that `memory` holds now."""
+        """The precision of the weights according to the state in `memory`, without an update."""
         return Diagonal(memory["variance"])
 
     def clip(self, gradient: Tensor) -> Tensor:
-        """The gradient as far as it can be made use of."""
+        """The gradient, clipped where its square would overflow if the transition averages squares."""
         return gradient
 
     def drift(self, mean: Tensor, n: Scalars) -> Tensor:
-        """The mean's own motion: decoupled weight decay."""
+        """The mean after decoupled weight decay."""
         return n["shrink"] * mean if "shrink" in n else mean
 
 
 @dataclass(frozen=True)
 class Static(Transition):
-    """P <- P + h: the weights do not move by themselves, so certainty only grows.
+    """P <- P + h: the optimal weights are constant, so the precision only grows.
 
-    Reference: 000, section 2.1, in the limit of no process noise (a step size that falls as 1/t).
+    Reference: Aitchison 2018, section 2.1, in the limit of no process noise (a step size that falls as 1/t).
     """
 
     def merge(self, memory: Memory, increment: Tensor, n: Scalars) -> Diagonal:
@@ -62,29 +101,31 @@ class Static(Transition):
 
 @dataclass(frozen=True)
 class Forget(Transition):
-    """P <- keep P + take h: old evidence fades.
+    """P <- keep P + take h: the weight of old increments decays exponentially.
 
-    With take = 1 this is the fading-memory filter, with take = 1 - keep the moving average of the Bayesian learning
-    rule. Its steady state is P = take/(1-keep) <h>: a mean-square normaliser.
+    With take = 1 this is the fading-memory filter. With take = 1 - keep it is the moving average of the Bayesian
+    learning rule. Its steady state is P = take/(1-keep) <h>: a mean-square normaliser.
 
-    With `retract`, P <- P (1 + x + x^2/2), x = take (h - P)/P, for take = 1 - keep: the same to second order, and at
-    least P/2 for any h, so that increments may be negative. With `bounded` the first form, but at least P/2 where h is
-    negative.
+    Args:
+        retract: P <- P (1 + x + x^2/2), x = take (h - P)/P, for take = 1 - keep. This agrees with the form above to
+            second order and is at least P/2 for any h, so increments may be negative.
+        bounded: the form above, but at least P/2 where h is negative.
+        natural_momentum: add gamma (P - P_old) to the new P: momentum of the natural parameter of a Gaussian. The
+            result is at least half of what it is without momentum.
 
-    With `natural`, P <- ... + natural (P - P_old), momentum of the natural parameter; at least half of what it were
-    without.
-
-    Reference: 001, Eq. 28-31; 002, Eq. 12 and appendix F; Lin et al., 2020, for the retraction.
-    Checked by: tests/equations/test_declarations.py, test_ivon.py, test_vogn.py, test_newton.py.
+    Reference: Aitchison 2020, Eq. 28-31; Khan and Rue 2023, Eq. 12, and appendix F, Eq. 79-81, for the momentum; Lin
+    et al., 2020, for the retraction.
+    Checked by: tests/equations/test_declarations.py, test_ivon.py, test_vogn.py, test_newton.py; the momentum by
+    tests/equations/test_ivon.py::test_natural_momentum_is_momentum_of_natural_parameters.
     """
 
     retract: bool = False
-    natural: bool = False
+    natural_momentum: bool = False
     bounded: bool = False
 
     @property
     def slots(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return ("variance", "last_variance") if self.natural else ("variance",)
+        return ("variance", "last_variance") if self.natural_momentum else ("variance",)
 
     def scalars(self, *, keep: float, take: float) -> dict[str, float]:
         return {"take": take} if self.retract else {"keep": keep, "take": take}
@@ -102,9 +143,9 @@ class Forget(Transition):
             if self.bounded:
                 growth = torch.where(increment < 0, growth.clamp(min=0.5), growth)
             posterior = Diagonal(variance / growth)
-        if self.natural:
+        if self.natural_momentum:
             older = memory["older_variance"] = memory["last_variance"]
-            change = n["natural"] * (1 / variance - 1 / older) * posterior.covariance
+            change = n["natural_momentum"] * (1 / variance - 1 / older) * posterior.covariance
             posterior = Diagonal(posterior.covariance / (1 + change.clamp(min=-0.5)))
             memory["last_variance"] = variance
         memory["variance"] = posterior.storable()
@@ -113,9 +154,10 @@ class Forget(Transition):
 
 @dataclass(frozen=True)
 class MovingAverage(Transition):
-    """P = <h>, a debiased moving average of the increments, kept as a precision because it may be zero.
+    """P = <h>, a debiased moving average of the increments.
 
-    The same as `Forget` with take = 1 - keep from no prior at all; whatever damping is added makes it invertible.
+    This is `Forget` with take = 1 - keep and without a prior. The state is the precision, not the variance, because
+    the precision may be zero. The optimizer's damping makes it invertible.
 
     Checked by: tests/equations/test_kfac.py.
     """
@@ -139,7 +181,7 @@ class MovingAverage(Transition):
 
 @dataclass(frozen=True)
 class OrnsteinUhlenbeck(Transition):
-    """v <- r v + q, then 1/v <- 1/v + h: the optimum of each weight drifts while the others are trained.
+    """v <- r v + q, then 1/v <- 1/v + h: the optimum of each weight drifts while the other weights are trained.
 
     For process noise eta^2 per step and stationary variance sigma^2 the exact discretisation has
     r = exp(-eta^2/sigma^2) and q = sigma^2 (1 - r), which leaves sigma^2 invariant for any eta; sigma = inf gives
@@ -149,9 +191,9 @@ class OrnsteinUhlenbeck(Transition):
     root-mean-square normaliser. `steady` returns it in units in which the mean moves by lr v g (see AdaBayesFP):
     1/v = k + sqrt(k^2 + <h>), with k = eta/(2 sigma^2).
 
-    Reference: 001, Eq. 17b, 18a and 21.
-    Differs from the paper: whose first-order step r = (1 - eta^2/(2 sigma^2))^2, q = eta^2 needs a bound on eta.
-    Checked by: tests/equations/test_adabayes.py, against the root of its own quadratic.
+    Reference: Aitchison 2020, Eq. 17b, 18a and 21.
+    Differs from the paper: the paper's first-order step r = (1 - eta^2/(2 sigma^2))^2, q = eta^2 needs a bound on eta.
+    Checked by: tests/equations/test_adabayes.py, against the root of its fixed-point equation.
     """
 
     def scalars(self, *, process: float, stationary: float) -> dict[str, float]:
@@ -167,32 +209,34 @@ class OrnsteinUhlenbeck(Transition):
         memory["variance"] = posterior.storable()
         return posterior
 
-    def steady_numbers(self, *, half: float = 0.0) -> dict[str, float]:
+    def steady_scalars(self, *, half: float = 0.0) -> dict[str, float]:
+        """Args: half: k."""
         # Where squares of gradients underflow in float32, the floor keeps the step bounded by lr, and finite.
         return {"half": half, "half_square": max(half * half, FLOOR)}
 
     def steady(self, moment: Tensor, n: Scalars) -> Diagonal:
+        """The precision k + sqrt(k^2 + moment)."""
         return Diagonal(1 / (n["half"] + sqrt(n["half_square"] + moment)))
 
 
 @dataclass(frozen=True)
 class OrnsteinUhlenbeckPair(Transition):
-    r"""Each weight's optimum drifts, driven by a momentum that itself drifts.
+    r"""The optimum of each weight drifts, driven by a momentum that itself drifts.
 
     .. math::
         p &\leftarrow (1 - \eta_p)\, p + \eta_p\, \xi_p, \quad
         w \leftarrow c_w w + \eta\, p_{old} + \eta_w\, \xi_w, \quad
         c_w = 1 - (\eta^2 + \eta_w^2)/(2\sigma^2)
 
-    and the covariance of the two accordingly; then evidence about w is added. The stationary variance of w is sigma^2
-    as far as (eta^2 + eta_w^2)/(2 sigma^2) is small beside eta_p.
+    The covariance of the two follows from these equations; then the information h about w is added. The stationary
+    variance of w is sigma^2 if (eta^2 + eta_w^2)/(2 sigma^2) is small compared with eta_p.
 
     Its steady state, for sigma = inf, eta_w = 0 and small steps, is with s = <h>, r = eta_p/(eta sqrt(s)) and
     phi = sqrt(1 + r/2) - sqrt(r/2): S_wp = eta_p/sqrt(s) phi^2, S_ww = sqrt(2 eta eta_p)/s^(3/4) phi and
     S_pp = S_wp (eta_p + s S_ww)/eta.
 
-    Reference: 000, Eq. 15-20.
-    Differs from the paper: whose Eq. 21 is this steady state for r << 1 only.
+    Reference: Aitchison 2018, Eq. 15-20.
+    Differs from the paper: Eq. 21 is this steady state for r << 1 only.
     Checked by: tests/equations/test_momentum_filter.py, against the 2x2 matrix filter and its Riccati equation.
     """
 
@@ -224,8 +268,8 @@ class OrnsteinUhlenbeckPair(Transition):
         memory["cross"], memory["momentum_variance"] = posterior.cross, posterior.momentum
         return posterior
 
-    def steady_numbers(self, *, eta: float, eta_p: float, count: float) -> dict[str, float]:
-        """Args: count: B, for which the information is B^2 times the moment."""
+    def steady_scalars(self, *, eta: float, eta_p: float, count: float) -> dict[str, float]:
+        """Args: count: B; the information of a batch is B^2 times the moment."""
         return {
             "ratio": eta_p / (2 * eta * count),
             "weight_scale": math.sqrt(2 * eta * eta_p / count**3),
@@ -236,7 +280,8 @@ class OrnsteinUhlenbeckPair(Transition):
         }
 
     def steady(self, moment: Tensor, n: Scalars) -> Pair:
-        inverse = 1 / sqrt(moment + n["floor"])  # a number over a tensor is rounded twice in eager mode only
+        """The steady-state covariance for <h> = B^2 moment."""
+        inverse = 1 / sqrt(moment + n["floor"])  # scalar/tensor is rounded twice, but only in eager mode
         half = n["ratio"] * inverse
         phi = 1 / (sqrt(1 + half) + sqrt(half))
         weight, cross = n["weight_scale"] * (phi * (inverse * sqrt(inverse))), n["cross_scale"] * (phi * phi * inverse)
@@ -244,14 +289,14 @@ class OrnsteinUhlenbeckPair(Transition):
 
 
 @dataclass(frozen=True)
-class Steady(Transition):
-    """The steady state of a filter under a moving average of the increments, `of.steady(<h>)`.
-
-    Reference: 001, Algorithm 2.
+class SteadyState(Transition):
+    """The steady state of another transition, `of.steady(<h>)`, for a moving average <h> of the increments.
 
     Args:
-        of: the filter whose fixed point is taken.
-        debias: whether the average starts unbiased, as Adam's does and RMSprop's does not.
+        of: the transition whose fixed point is used.
+        debias: whether the average is debiased, as in Adam; RMSprop does not debias.
+
+    Reference: Aitchison 2020, Algorithm 2.
     """
 
     of: OrnsteinUhlenbeck | OrnsteinUhlenbeckPair = OrnsteinUhlenbeck()
@@ -260,7 +305,7 @@ class Steady(Transition):
 
     def scalars(self, *, beta: float, step: int, **dynamics: float) -> dict[str, float]:
         keep, take = average(beta, step) if self.debias else (beta, 1 - beta)
-        return {"keep": keep, "take": take} | self.of.steady_numbers(**dynamics)
+        return {"keep": keep, "take": take} | self.of.steady_scalars(**dynamics)
 
     def merge(self, memory: Memory, increment: Tensor, n: Scalars) -> Diagonal | Pair:
         memory["moment"] = n["keep"] * memory["moment"] + n["take"] * increment
@@ -274,10 +319,11 @@ class Steady(Transition):
         return steady.of_weights() if isinstance(steady, Pair) else steady
 
     def steady_state(self, memory: Memory, n: Scalars) -> Diagonal | Pair:
+        """The precision for the average in `memory`."""
         return self.of.steady(memory["moment"], n)
 
 
 def _capped(gradient: Tensor) -> Tensor:
-    """Where squares would overflow: an average that is infinite once would stay so."""
+    """The gradient, clipped to where its square is finite: a moving average that is infinite once stays infinite."""
     largest = math.sqrt(torch.finfo(gradient.dtype).max) / 4
     return gradient.clamp(-largest, largest)

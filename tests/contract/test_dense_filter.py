@@ -1,4 +1,4 @@
-"""What the table of optimizers asks of all others, for the filter that is too large for its model."""
+"""The contract of DenseFilter, whose state is too large for the model of the common table."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_state_dict_is_a_snapshot_that_can_be_returned_to(name: str) -> None:
 
 
 def test_groups_have_their_own_lr_prior_and_decay() -> None:
-    """What a group says of its weights is what the whole would say of them; checkpoints are by name."""
+    """Options of a group give the same results as the same options for all weights; checkpoints match names."""
     model = network(D)
     slow, fast = list(model[0].parameters()), list(model[2].parameters())
     groups = [{"params": fast, "lr": 0.2, "prior_std": 0.3, "weight_decay": 0.1}, {"params": slow}]
@@ -147,7 +147,7 @@ def test_groups_have_their_own_lr_prior_and_decay() -> None:
 
 
 def test_a_schedule_scales_the_drift_of_the_step_it_stands_at() -> None:
-    """The covariance is spread by the lr that also moved the mean, even if a scheduler has stepped since."""
+    """The covariance is propagated with the lr that also moved the mean, even if a scheduler has stepped since."""
     model = network(D)
     optimizer = DenseFilter(model, 0.2, batch_size=8)
     scheduler = lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -224,7 +224,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "A of transition must be a square matrix, got shape (43, ",
     ),
     "shapes": ({"transition": (eye(43), eye(86))}, "must have the same shape, got (43, 43) and (86, 86)."),
-    "size": ({"transition": (eye(44), eye(44))}, "must have 43 rows, one for each weight, or a multiple of that with "),
+    "size": ({"transition": (eye(44), eye(44))}, "must have 43 rows, one for each weight, or a multiple of that for "),
     "finite": (
         {"transition": (eye(43) / 0, eye(43))},
         "A of transition must be finite, got 1849 entries that are not.",
@@ -248,7 +248,7 @@ def test_bad_arguments_are_refused_in_one_sentence(name: str) -> None:
 
 
 def test_large_models_are_refused() -> None:
-    message = "keeps the covariance of every pair of 10100 values, and takes at most 10000: pass params= of a part"
+    message = "stores a covariance matrix of at most 10000 values, got 10100: pass some of the parameters as params="
     model = nn.Sequential(nn.Linear(100, 100, bias=False), nn.Linear(100, 1, bias=False))
     with pytest.raises(ValueError, match=message):
         DenseFilter(model, batch_size=8)
@@ -259,9 +259,9 @@ def test_steps_without_evidence_are_refused() -> None:
     model = network()
     optimizer = built(model, "random walk")
     F.cross_entropy(model(torch.ones(2, 4)), torch.tensor([0, 1])).backward()
-    with pytest.raises(RuntimeError, match="nothing was observed since the last step: call observe"):
+    with pytest.raises(RuntimeError, match=r"observe\(\) was not called since the last step: call observe"):
         optimizer.step()
-    with pytest.raises(ValueError, match="fisher='exact' is about all labels and takes none"):
+    with pytest.raises(ValueError, match="fisher='exact' sums over all labels"):
         optimizer.observe(model(torch.ones(2, 4)), torch.tensor([0, 1]))
     empirical = built(model, "centered")
     with pytest.raises(ValueError, match=r"fisher='centered' needs labels: call observe\(outputs, labels\)"):
@@ -286,7 +286,7 @@ def test_what_moves_together_has_gradients_together() -> None:
     model = network()
     optimizer = built(model, "momentum")
     model[2].bias.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"moves all weights together, but 2.bias has no gradient: leave it out"):
+    with pytest.raises(ValueError, match=r"needs a gradient of every parameter, but 2.bias has none: pass params="):
         train(model, optimizer, range(1))
 
 
@@ -296,7 +296,7 @@ def test_no_weights_are_added_to_a_belief() -> None:
     optimizer.add_param_group({"params": [model[2].weight]})
     train(model, optimizer, range(1))
     assert optimizer.covariance().shape == (40, 40)
-    with pytest.raises(ValueError, match="takes no more of them: build the optimizer anew"):
+    with pytest.raises(ValueError, match="parameters cannot be added after the first step"):
         optimizer.add_param_group({"params": [model[2].bias]})
 
 
@@ -315,7 +315,7 @@ def test_loading_what_does_not_fit_says_so_and_loses_nothing() -> None:
         with pytest.raises(ValueError, match=message):
             optimizer.load_state_dict(bad)
         assert same(known, states(optimizer))
-    with pytest.raises(ValueError, match="is of other parameters than this DenseFilter"):
+    with pytest.raises(ValueError, match="must have the parameters of this DenseFilter, but they differ"):
         DenseFilter(nn.Linear(4, 3), batch_size=8).load_state_dict(good)
 
 

@@ -98,7 +98,7 @@ def test_an_interruption_of_a_later_start_keeps_an_earlier_one(monkeypatch: pyte
 
 
 def test_interrupted_passes_keep_whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four batches in a pass, one evaluation of all rows before the first and after each: the ninth look is at the third
+    """Four batches in a pass, one evaluation of all rows before the first and after each: the ninth is at the third
     batch of the second pass, after which the bound is looked at once more."""
     with pytest.warns(ConvergenceWarning, match="not converged after max_iter=1 iterations"):
         one = model("svi", max_iter=1, tol=1e-12).fit(X)

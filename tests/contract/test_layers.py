@@ -1,4 +1,4 @@
-"""What optimizers that look at layers promise beyond the contract of all: evidence, names, fallbacks, errors."""
+"""The contract of optimizers that use layers: recorded inputs and errors, names, fallbacks, error messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ every_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name
 
 
 def network(seed: int = 0) -> nn.Sequential:
-    """Wide enough for the activation side to be the cheaper one."""
+    """A network wide enough that preconditioning inputs and errors is cheaper than preconditioning the gradient."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 40), nn.ReLU(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3)).double()
 
@@ -32,7 +32,7 @@ def data(index: int = 0, n: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def passes(model: Callable, optimizer: torch.optim.Optimizer, index: int, change: Callable | None = None) -> None:
-    """A forward and backward pass; the loss may be changed before it is differentiated."""
+    """A forward and backward pass; the loss can be modified before backward()."""
     x, y = data(index)
     outputs = model(x)
     observe(optimizer, outputs, y)
@@ -42,7 +42,7 @@ def passes(model: Callable, optimizer: torch.optim.Optimizer, index: int, change
 
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The layers whose direction was computed from activations, as they come."""
+    """Records the layers whose direction is computed from inputs and errors."""
     used: list[str] = []
     original = layer_block._from_rows
 
@@ -318,7 +318,7 @@ def test_labels_depend_on_seed_and_draw_alone() -> None:
 
 @every_rule
 def test_weight_and_bias_may_be_in_different_groups(rule: type) -> None:
-    """The layer is one block; lr and weight decay are each parameter's own."""
+    """The layer is one block; each parameter has its own lr and weight decay."""
     model, plain = network(), network()
     named = dict(model.named_parameters())
     some = [{"params": [p for n, p in named.items() if n.endswith("weight")], "lr": 0.1, "weight_decay": 0.5}]
@@ -354,7 +354,7 @@ def test_frozen_layers_stay_and_may_be_thawed(case: Case) -> None:
 def test_fallback_is_a_damped_diagonal_of_squared_gradients(rule: type) -> None:
     model = nn.Sequential(nn.Linear(6, 5), nn.RReLU(0.1, 0.1), nn.Linear(5, 3)).double()
     model.register_parameter("scale", nn.Parameter(torch.tensor([0.5, 2.0]).double()))
-    with pytest.warns(UserWarning, match=f"{rule.__name__} has no model of scale: they are trained by a diagonal"):
+    with pytest.warns(UserWarning, match=f"{rule.__name__} does not support scale: they are trained by a diagonal"):
         optimizer = rule(model, lr=0.1, damping=0.2, ema=0.9)
     moment, w = torch.zeros(2).double(), model.scale.detach().clone()
     for step, g in enumerate(([0.3, -1.0], [0.1, 2.0], [0.0, 1.0]), 1):
@@ -369,7 +369,9 @@ def test_fallback_is_a_damped_diagonal_of_squared_gradients(rule: type) -> None:
 
 def test_the_fallback_of_foof_is_sgd_with_damped_rate() -> None:
     model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3)).double()
-    with pytest.warns(UserWarning, match=r"FOOF has no model of 1.weight, 1.bias: they are trained by SGD at lr/\(1"):
+    with pytest.warns(
+        UserWarning, match=r"FOOF does not support 1.weight, 1.bias: they are trained by SGD with learning rate lr/\(1"
+    ):
         optimizer = FOOF(model, lr=0.1, damping=1.5, momentum=0.9)
     twin = copy.deepcopy(model[1])
     sgd = torch.optim.SGD(twin.parameters(), lr=0.1 / 2.5, momentum=0.9)
@@ -384,7 +386,7 @@ def test_the_fallback_of_foof_is_sgd_with_damped_rate() -> None:
 
 
 def test_everything_is_trained_and_named_once() -> None:
-    """Attention's parameters, LayerNorm, BatchNorm in train mode, raw ones: nothing is left out, nothing twice."""
+    """Attention, LayerNorm, BatchNorm in training mode, raw parameters: each is trained, and warned about once."""
     torch.manual_seed(0)
     attention = nn.Sequential(nn.Embedding(7, 8), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0))
     resnet = nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 8))
@@ -410,8 +412,8 @@ def test_everything_is_trained_and_named_once() -> None:
                 optimizer.step()
                 unmoved = [name for name, p in model.named_parameters() if torch.equal(before[name], p)]
                 assert not [name for name in unmoved if dict(model.named_parameters())[name].grad.any()], rule
-        named = " ".join(str(w.message) for w in caught if "has no model of" in str(w.message))
-        assert named.count("has no model of") == 1
+        named = " ".join(str(w.message) for w in caught if "does not support" in str(w.message))
+        assert named.count("does not support") == 1
         assert expected <= set(named.replace(",", "").replace(":", "").split())
         assert "linear1" not in named
 
@@ -466,8 +468,8 @@ def test_state_of_another_model_is_refused_and_nothing_is_lost(case: Case) -> No
         ),
         (spoilt(lambda s: s["state"][0].pop("input_moment")), "layer '0' lacks input_moment"),
         (spoilt(lambda s: s["state"][2].update(input_moment=torch.zeros(1, 2, 2))), r"layer '2' has shape \(1, 2, 2\)"),
-        ({"state": {}}, "lacks 'state' or 'param_groups'"),
-        ([], "no state of"),
+        ({"state": {}}, "must have 'state' and 'param_groups'"),
+        ([], "must be a dict, got list"),
     ):
         with pytest.raises(ValueError, match=message):
             optimizer.load_state_dict(bad)
@@ -485,7 +487,7 @@ def test_step_before_any_pass_is_one_clear_error(rule: type) -> None:
         p.grad = torch.ones_like(p)
     before = weights(model)
     with pytest.raises(
-        RuntimeError, match=f"(no inputs were seen for layers|nothing was ever observed).*{rule.__name__}"
+        RuntimeError, match=f"(no inputs were recorded for layers|observe\\(\\) was never called).*{rule.__name__}"
     ):
         optimizer.step()
     assert same(before, weights(model))
@@ -513,7 +515,7 @@ def test_several_processes_are_refused(rule: type, monkeypatch: pytest.MonkeyPat
     passes(model, optimizer, 0)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(RuntimeError, match=f"{rule.__name__} is not made for 2 processes yet"):
+    with pytest.raises(RuntimeError, match=f"{rule.__name__} supports one process, got 2"):
         optimizer.step()
 
 
@@ -521,7 +523,7 @@ def test_several_processes_are_refused(rule: type, monkeypatch: pytest.MonkeyPat
 def test_parameters_and_models_are_not_confused(rule: type) -> None:
     with pytest.raises(TypeError, match=f"{rule.__name__} takes the model, not its parameters"):
         rule(network().parameters())
-    with pytest.raises(ValueError, match=r"a parameter of shape \(2,\) in params= is not in the model"):
+    with pytest.raises(ValueError, match=r"params must be parameters of the model, got one of shape \(2,\)"):
         rule(network(), params=[nn.Parameter(torch.zeros(2))])
 
 

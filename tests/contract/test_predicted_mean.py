@@ -1,4 +1,4 @@
-"""Filters that look ahead: the posterior mean is shown, and weights come back bit for bit."""
+"""Optimizers with a predicted mean: posterior_mean() sets the weights and restores them bit for bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cases import same, weights
 
 
 class Ahead(PredictedMean):
-    """Whose posterior means are the weights plus one; scalars are left as they are."""
+    """An optimizer whose posterior means are the weights plus one; scalars have none."""
 
     curvature = SquaredGradient()
     transition = OrnsteinUhlenbeck()
@@ -77,7 +77,7 @@ def test_what_is_about_the_weights_outside_is_refused_inside() -> None:
         r"state_dict\(\)": optimizer.state_dict,
         r"load_state_dict\(\)": lambda: optimizer.load_state_dict(saved),
         "a copy": lambda: copy.deepcopy(optimizer),
-        "a copy is": lambda: pickle.dumps(optimizer),
+        "a copy needs": lambda: pickle.dumps(optimizer),
     }
     for what, attempt in attempts.items():
         with optimizer.posterior_mean():

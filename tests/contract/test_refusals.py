@@ -1,4 +1,4 @@
-"""Bad input gets one sentence, and nothing changes."""
+"""Invalid arguments and gradients raise an error of one sentence and change nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_sparse_gradients_are_refused_before_anything_changes(case: Case) -> Non
     with drawn(optimizer):
         (model[0](torch.ones(1, 2)).sum() + model[1](torch.tensor([1])).sum()).backward()
     with pytest.raises(
-        RuntimeError, match=r"takes no sparse gradients, but parameter '1.weight' has one: .*sparse=False"
+        RuntimeError, match=r"needs dense gradients, but that of parameter '1.weight' is sparse: .*sparse=False"
     ):
         optimizer.step()
     assert same(before, weights(model))
@@ -72,7 +72,7 @@ def test_empty_gradients_and_large_ones_are_finite(case: Case) -> None:
     with drawn(optimizer):
         empty.grad = torch.zeros(0, 3)
     optimizer.step()
-    model = small_model()  # large but finite gradients are not mistaken for infinite ones
+    model = small_model()  # large but finite gradients are accepted
     optimizer = case(model.parameters(), nonfinite="raise")
     with drawn(optimizer):
         for p in model.parameters():

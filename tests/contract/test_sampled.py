@@ -1,4 +1,4 @@
-"""What users of variational optimizers ask for: one test for each sentence of the contract of `sampled()`."""
+"""The contract of `sampled()`: one test for each sentence of its documentation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from bayesgrad.optim import IVON, VOGN
 from cases import batch, same, small_model, states, train, weights
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* has no model of")
+pytestmark = pytest.mark.filterwarnings("ignore:.* does not support")
 MAKERS = {
     "IVON": lambda model, **options: IVON(model.named_parameters(), 0.1, num_data=1000, **options),
     "VOGN": lambda model, **options: VOGN(model, 0.1, num_data=1000, **options),
@@ -115,7 +115,7 @@ def test_clipping_and_unscaling_act_on_mean_and_hessian_alike(how: str, draws: i
     else:
         for p in model.parameters():
             p.grad.div_(scale)
-    # By hand: the evidence of the draws times whatever the gradient was multiplied by, elementwise.
+    # By hand: the sum over draws, times the factor that each element of the gradient was multiplied by.
     evidence = reference.evidence([], [list(other.parameters())])
     for p, q in zip(model.parameters(), other.parameters()):
         factor = torch.where(q.grad == 0, 0.0, p.grad / q.grad)
@@ -233,7 +233,7 @@ def test_gradients_at_the_mean_are_refused(make) -> None:
     model = small_model()
     optimizer, before = make(model), weights(model)
     loss(model).backward()
-    with pytest.raises(RuntimeError, match=r"not taken at sampled weights: run forward and backward passes inside"):
+    with pytest.raises(RuntimeError, match=r"not computed at sampled weights: run forward and backward passes inside"):
         optimizer.step()
     assert same(before, weights(model))
 
@@ -286,7 +286,7 @@ def test_several_groups_and_dtypes_draw_by_their_own_settings() -> None:
         after = weights(model)
     for name, expected in (("0.weight", 1 / (1000 * 100 + 1)), ("1.weight", 1 / (10 * 1 + 1))):
         change = (after[name] - before[name]).double()
-        error = (2 / change.numel()) ** 0.5  # relative, of a variance from so many normal numbers
+        error = (2 / change.numel()) ** 0.5  # relative standard error of a variance estimate
         assert change.var().item() == pytest.approx(expected, rel=5 * error)
     assert after["1.weight"].dtype == torch.float64
 

@@ -150,7 +150,7 @@ def test_refusals_of_samplers() -> None:
     normed = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
     with pytest.raises(ValueError, match="is in none: leave it out by params=, or take another metric"):
         run(normed, Langevin(normed, num_data=20, metric="kronecker", damping=0.1, correction="flat"), 1)
-    with pytest.raises(TypeError, match="holds no belief about its weights: it has no posterior"):
+    with pytest.raises(TypeError, match="has no posterior: it does not estimate the variance"):
         sampler.posterior(model)
 
 

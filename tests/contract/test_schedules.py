@@ -1,4 +1,4 @@
-"""Learning rates that change, down to zero and back."""
+"""Learning rates that change, also to zero and back."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_lr_zero_changes_no_weight_and_no_belief(case: Case) -> None:
     optimizer.param_groups[0]["lr"] = 0.0
     train(model, optimizer, range(4, 6))
     assert same(before, weights(model))
-    if not isinstance(optimizer, VariationalOptimizer):  # which learn the curvature where the mean rests
+    if not isinstance(optimizer, VariationalOptimizer):  # which update the curvature while the mean is constant
         for old, entry in zip(variances, believed):
             torch.testing.assert_close(entry["variance"], old, rtol=1e-6, atol=0)
     assert all(bool(torch.isfinite(value).all()) for value in states(optimizer).values())
@@ -107,18 +107,18 @@ def test_an_optimizer_built_with_lr_zero_takes_its_ratios_from_the_first_lr(case
 
 @elementwise_case
 def test_steps_at_lr_zero_before_the_first_positive_lr_keep_the_prior(case: Case) -> None:
-    """Only what has been averaged so far may differ, so it is the same gradient every time."""
+    """The averages may differ, so the gradient is the same at every step."""
     model, other = small_model(), small_model()
     optimizer, late = case.of(model, lr=0.01), case.of(other, lr=0.0)
     for p, q in zip(model.parameters(), other.parameters()):
         p.grad, q.grad = torch.full_like(p, 1e-3), torch.full_like(q, 1e-3)
     if "gradient_mean" in case.slots or getattr(optimizer, "takes_draws", False):
-        return  # a second equal gradient is another evidence than a first one
+        return  # the information of a second equal gradient differs from that of the first
     late.step()
     late.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"] = 0.01
     late.step()
     optimizer.step()
-    if "Bound" not in case.name:  # whose band depends on the number of steps
+    if "Bound" not in case.name:  # whose range depends on the number of steps
         for p, q in zip(model.parameters(), other.parameters()):
             torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
     assert all(bool(torch.isfinite(q).all()) for q in other.parameters())

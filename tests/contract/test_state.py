@@ -1,4 +1,4 @@
-"""State: kept, copied, saved, restored bit for bit, and refused where it does not fit."""
+"""State: copied, saved, restored bit for bit, and rejected if it does not fit."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_loading_what_does_not_fit_says_so_and_loses_nothing(case: Case) -> None
             rf"{slot} of parameter 0 of group 0 has shape",
         ),
         (spoilt(lambda s: s["state"][1].pop(slot)), rf"parameter 1 of group 0 lacks \['{slot}'\]"),
-        (spoilt(lambda s: s.pop("state")), "lacks 'state' or 'param_groups'"),
+        (spoilt(lambda s: s.pop("state")), "must have 'state' and 'param_groups'"),
         (spoilt(lambda s: s["param_groups"][0]["params"].pop()), r"param groups of \[7\] parameters"),
         (spoilt(lambda s: s["param_groups"][0].pop("lr")), r"lacks \['lr'\]"),
         (spoilt(lambda s: s["param_groups"][0].update(lr=-1.0)), "lr must be a finite number >= 0, got -1.0"),
@@ -160,9 +160,9 @@ def test_loading_what_does_not_fit_says_so_and_loses_nothing(case: Case) -> None
         (spoilt(lambda s: s["state"][0].update(step=torch.zeros(2))), "step in the saved state of parameter 0"),
         (spoilt(lambda s: s["state"][0].update(extra="x")), "extra in the saved state of parameter 0"),
         (spoilt(lambda s: s["param_groups"][0].update(last_lr="x")), "last_lr must be a finite number >= 0, got 'x'"),
-        (spoilt(lambda s: s.update(param_groups=[3])), "lacks 'state' or 'param_groups'"),
-        (spoilt(lambda s: s.update(state=[])), "lacks 'state' or 'param_groups'"),
-        (None, "but a NoneType"),
+        (spoilt(lambda s: s.update(param_groups=[3])), "must have 'state' and 'param_groups'"),
+        (spoilt(lambda s: s.update(state=[])), "must have 'state' and 'param_groups'"),
+        (None, "must be a dict, got NoneType"),
     ]
     for bad, message in attempts:
         with pytest.raises(ValueError, match=message):

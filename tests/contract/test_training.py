@@ -121,7 +121,7 @@ def test_parameters_without_gradient_are_left_alone(case: Case) -> None:
         optimizer.zero_grad()
         with still(optimizer):
             backward(model, index)
-        # Different parameters take part in each step, so that their counters come apart.
+        # Different parameters have gradients at each step, so their step counters differ.
         absent = [name for i, (name, _) in enumerate(model.named_parameters()) if (i + index) % 3 == 0]
         for name, p in model.named_parameters():
             if name in absent:
@@ -233,7 +233,7 @@ def test_grad_scaler_unscales_and_skips_overflows(case: Case) -> None:
             before, known = weights(model), states(optimizer)
             scaler.step(optimizer)
             with drawn(plain):
-                pass  # a skipped step has used up its draw
+                pass  # a skipped step also counts its draw
             assert same(before, weights(model))
             assert same(known, states(optimizer))
             plain.param_groups[0]["draws"] = optimizer.param_groups[0].get("draws", 0)  # a draw is a draw
@@ -326,7 +326,7 @@ def test_a_step_counts_as_a_change_for_autograd(case: Case) -> None:
 
 @every_case
 def test_trains_a_small_network_on_digits_with_its_defaults(case: Case) -> None:
-    """Fifteen epochs reach the 90 % that a default must reach; weight decay, where a case has one, is left out."""
+    """Fifteen epochs with default options reach 90 %; weight decay is zero."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -335,7 +335,7 @@ def test_trains_a_small_network_on_digits_with_its_defaults(case: Case) -> None:
     order = torch.randperm(len(x))
     x, y = x[order], y[order]
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    if case.binary:  # which need normalisation, and more weights for as many bits
+    if case.binary:  # which need normalisation and more weights
         normal = [nn.BatchNorm1d(width, affine=False) for width in (256, 10)]
         model = nn.Sequential(nn.Linear(64, 256), normal[0], nn.ReLU(), nn.Linear(256, 10), normal[1])
     optimizer = case.of(model, weight_decay=0.0)

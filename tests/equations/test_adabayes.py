@@ -40,7 +40,7 @@ def run(optimizer: torch.optim.Optimizer, weight: torch.nn.Parameter, sequence: 
 
 
 def variance(optimizer, weight: torch.nn.Parameter) -> np.ndarray:
-    """sigma_post^2 as a user gets it."""
+    """sigma_post^2 of the optimizer's posterior."""
     model = torch.nn.Module()
     model.register_parameter("w", weight)
     return optimizer.posterior(model).variance()["w"].numpy()
@@ -162,7 +162,7 @@ def test_adabayes_settles_at_the_root_of_its_own_transition(sgd_lr: float) -> No
 
 
 def test_the_fixed_point_for_infinite_sigma_has_its_closed_form() -> None:
-    """000: sigma_post^2 = eta/|e| (sqrt(1 + x^2/4) - x/2), x = eta |e|; Adam's eta/|e| is 5.1 % too large at 0.1."""
+    """sigma_post^2 = eta/|e| (sqrt(1 + x^2/4) - x/2), x = eta |e|; Adam's eta/|e| is 5.1 % too large at x = 0.1."""
     e = np.array([1.0, 10.0, 100.0, 1e3, 1e4])
     x = ETA * e
     np.testing.assert_allclose(root(ETA, math.inf, e**2), ETA / e * (np.sqrt(1 + x**2 / 4) - x / 2), rtol=1e-10)
@@ -170,11 +170,11 @@ def test_the_fixed_point_for_infinite_sigma_has_its_closed_form() -> None:
 
 
 def test_equation_21_is_the_fixed_point_to_first_order() -> None:
-    """Its error is that of Adam's rate, sqrt(1 + x^2/4) + x/2 - 1 at x = eta rms, and of order eta^2/sigma^2 below.
+    """Its relative error is at most that of Adam, sqrt(1 + x^2/4) + x/2 - 1 at x = eta rms, up to order eta^2/sigma^2.
 
-    With p = eta/(sigma^2 rms), N(y) = exp(asinh(y/2)) and r = exp(-eta^2/sigma^2), the ratio is N(x + p)/N(p), but for
-    a factor between r^1/2 and r^-1/2. It falls with p, from Adam's N(x), at a rate of its logarithm that
-    (1 - (1 + (x + p)^2/4)^-1/2)/2 bounds, and never below one.
+    With p = eta/(sigma^2 rms), N(y) = exp(asinh(y/2)) and r = exp(-eta^2/sigma^2), the ratio is N(x + p)/N(p), times a
+    factor between r^1/2 and r^-1/2. It decreases in p from Adam's N(x), never below one. The slope of its logarithm is
+    bounded by (1 - (1 + (x + p)^2/4)^-1/2)/2.
     """
     square = 10.0 ** np.arange(-6, 13)
     x = ETA * np.sqrt(square)
@@ -190,7 +190,7 @@ def test_equation_21_is_the_fixed_point_to_first_order() -> None:
 
 
 def test_sigma_is_stationary_for_any_learning_rate_without_evidence() -> None:
-    """The exact step keeps sigma^2 where the printed one, for eta^2 > 2 sigma^2, diverges."""
+    """The exact step leaves sigma^2 invariant; the printed one diverges for eta^2 > 2 sigma^2."""
     for lr in (1e-3, 0.1, 10.0):
         weight = parameter(np.zeros(1))
         optimizer = AdaBayes([weight], lr=lr, batch_size=BATCH)
@@ -244,7 +244,7 @@ def test_adabayes_becomes_sgd_for_weak_gradients() -> None:
 
 @pytest.mark.parametrize(("square", "ratio"), [(1e-4, 598.0), (1.0, 1130.0), (1e4, 10.6)])
 def test_algorithm_1_as_printed_fails(square: float, ratio: float) -> None:
-    """The box prints sigma_post^2 = 1/(sigma_prior^2 + g^2): learning rates up to a thousand times too large."""
+    """It prints sigma_post^2 = 1/(sigma_prior^2 + g^2), which gives learning rates up to a thousand times too large."""
     printed = SIGMA2
     for _ in range(10_000):
         prior = (1 - ETA**2 / (2 * SIGMA2)) ** 2 * printed + ETA**2
@@ -267,7 +267,7 @@ def test_algorithm_2_as_printed_fails() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_without_momentum_no_step_exceeds_half_the_prior_deviation(dtype: torch.dtype) -> None:
-    """v G = G/(1/v_pr + G^2) <= sqrt(v_pr)/2, attained at G = 1/sqrt(v_pr), even for a gradient out of nowhere."""
+    """v G = G/(1/v_pr + G^2) <= sqrt(v_pr)/2, attained at G = 1/sqrt(v_pr), even for a sudden large gradient."""
     magnitudes = torch.logspace(-30, 30, 601, dtype=torch.float64)
     for lr, batch_size in ((ETA, BATCH), (1e-6, 10_000), (1.0, 1)):
         weight = torch.nn.Parameter(torch.zeros(601, dtype=dtype))
@@ -286,7 +286,7 @@ def test_without_momentum_no_step_exceeds_half_the_prior_deviation(dtype: torch.
 
 
 def test_the_papers_filter_hardly_reacts_to_a_step_decay() -> None:
-    """lr falls tenfold: following, sigma_post^2 is at once where it belongs; not following, it takes its time."""
+    """lr falls tenfold: with follow_lr, sigma_post^2 is at its new value at once; without, after many steps."""
     square = 1e2
     values = {}
     for follow in (True, False):
@@ -327,7 +327,7 @@ def test_the_posterior_says_what_it_needs() -> None:
         optimizer.posterior(model, scale=0.0)
     untouched = optimizer.posterior(model, scale=2.0).variance()["weight"]
     torch.testing.assert_close(untouched, torch.full((2, 2), 2 * 0.1 / 4))
-    for make in (AdaBayes, AdaBayesFP):  # the prior, whatever the learning rates are yet to be
+    for make in (AdaBayes, AdaBayesFP):  # the prior does not depend on later learning rates
         for options in ({"lr": 0.0}, {"sgd_lr": math.inf}, {"lr": 0.0, "sgd_lr": math.inf}):
             prior = make(model.parameters(), batch_size=4, **options).posterior(model).variance()["weight"]
             torch.testing.assert_close(prior, torch.full((2, 2), 0.1 / 4))

@@ -29,19 +29,19 @@ def test_equals_the_authors_package(ours: type, amsbound: bool, weight_decay: fl
             optimizer.param_groups[0]["lr"] = 1e-2 * (0.1 if step >= 100 else 1.0)
             weight.grad = scales * (noise + weight.detach())
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the package calls overloads that torch has deprecated
+                warnings.simplefilter("ignore")  # the package calls deprecated torch overloads
                 optimizer.step()
         torch.testing.assert_close(weights[0], weights[1], rtol=1e-10, atol=1e-12)
 
 
 def test_holds_no_posterior() -> None:
     model = torch.nn.Linear(2, 2)
-    with pytest.raises(TypeError, match="AdaBound holds no belief"):
+    with pytest.raises(TypeError, match="AdaBound has no posterior"):
         AdaBound(model.parameters()).posterior(model)
 
 
 def test_states_of_the_two_are_told_apart() -> None:
-    """AMSBound keeps all that AdaBound does, and the peak; what is refused leaves everything as it was."""
+    """A state of AMSBound has one more slot; a state that does not fit raises and changes nothing."""
 
     def trained(make: type, gradient: float) -> tuple[torch.optim.Optimizer, torch.nn.Parameter]:
         weight = torch.nn.Parameter(torch.ones(2))
@@ -51,8 +51,8 @@ def test_states_of_the_two_are_told_apart() -> None:
         return optimizer, weight
 
     for make, other, message in (
-        (AdaBound, AMSBound, r"the saved state has \['peak'\]: it is AMSBound's, not AdaBound's"),
-        (AMSBound, AdaBound, r"lacks \['peak'\]: it is not AMSBound's"),
+        (AdaBound, AMSBound, r"the saved state has \['peak'\]: it is a state of AMSBound, not of AdaBound"),
+        (AMSBound, AdaBound, r"lacks \['peak'\]: it is not a state of AMSBound"),
     ):
         (optimizer, weight), (given, _) = trained(make, 1.0), trained(other, 3.0)
         before = {name: value.clone() for name, value in optimizer.state[weight].items()}

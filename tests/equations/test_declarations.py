@@ -1,4 +1,4 @@
-"""Known optimizers, declared out of the same parts: the paper's point, made in code."""
+"""SGD, Adam, RMSprop and others, declared with curvature, transition and rule, against torch's."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from bayesgrad.curvature import SquaredGradient
 from bayesgrad.optimizer import BeliefOptimizer
 from bayesgrad.rule import NaturalGradient
-from bayesgrad.transition import OrnsteinUhlenbeck, Static, Steady
+from bayesgrad.transition import OrnsteinUhlenbeck, Static, SteadyState
 
 DESIGN = Path(__file__).parents[2] / "docs" / "design.md"
 
 
 class SGD(BeliefOptimizer):
-    """A belief that never changes: every weight equally certain."""
+    """A belief that never changes: every weight has the same precision."""
 
     transition = Static()
     rule = NaturalGradient(heavy_ball=True)
@@ -28,10 +28,10 @@ class SGD(BeliefOptimizer):
 
 
 class Adam(BeliefOptimizer):
-    """The steady state of a random walk (sigma = inf), whose prior precision is eps."""
+    """The steady state of a random walk (sigma = inf), with prior precision eps."""
 
     curvature = SquaredGradient()
-    transition = Steady(OrnsteinUhlenbeck())
+    transition = SteadyState(OrnsteinUhlenbeck())
     rule = NaturalGradient()
 
     def __init__(self, params, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0):
@@ -42,10 +42,10 @@ class Adam(BeliefOptimizer):
 
 
 class RMSprop(BeliefOptimizer):
-    """Adam without momentum, whose average of squares starts from zero."""
+    """Adam without momentum, and without debiasing of the average of squares."""
 
     curvature = SquaredGradient()
-    transition = Steady(OrnsteinUhlenbeck(), debias=False)
+    transition = SteadyState(OrnsteinUhlenbeck(), debias=False)
     rule = NaturalGradient()
 
     def __init__(self, params, lr, alpha=0.99, eps=1e-8):
@@ -85,7 +85,7 @@ def test_equals_torch_optim(name: str) -> None:
 
 
 class Recursive(BeliefOptimizer):
-    """No dynamics at all: certainty adds up."""
+    """No drift: precisions add up."""
 
     curvature = SquaredGradient()
     transition = Static()

@@ -1,4 +1,4 @@
-"""The generic filter against its equations, closed forms, filterpy's Kalman filter and the scalar filters."""
+"""DenseFilter against its equations, closed forms, filterpy's Kalman filter and the scalar filters."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def labelled(n: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def jacobians(model: nn.Module, x: Tensor) -> Tensor:
-    """Of each example's outputs by all weights, (N, outputs, weights)."""
+    """Jacobians of each example's outputs with respect to all weights, (N, outputs, weights)."""
     params = {name: p.detach() for name, p in model.named_parameters()}
 
     def outputs(params: dict[str, Tensor], example: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def per_example(model: nn.Module, x: Tensor, y: Tensor) -> np.ndarray:
 
 
 def test_rank_one_steps_in_numpy() -> None:
-    """The corrected equations word by word, with the exact Ornstein-Uhlenbeck step and decoupled decay."""
+    """The corrected equations, transcribed, with the exact Ornstein-Uhlenbeck step and decoupled decay."""
     torch.manual_seed(0)
     model = nn.Linear(3, 1).to(D)
     lr, sigma, decay = 0.3, 0.7, 0.1
@@ -126,7 +126,7 @@ def test_rank_one_steps_in_numpy() -> None:
 @pytest.mark.parametrize("prior_std", [0.5, math.inf])
 @pytest.mark.parametrize("size", [2, 40], ids=["fewer columns than weights", "more columns than weights"])
 def test_batches_in_the_information_form(size: int, prior_std: float) -> None:
-    """1/S_post = 1/S_prior + sum_j J_j'(diag p - p p')J_j, by inverses that the filter never takes."""
+    """1/S_post = 1/S_prior + sum_j J_j'(diag p - p p')J_j, by matrix inverses, which the filter does not use."""
     model = mlp()
     optimizer = DenseFilter(model, 0.05, batch_size=size, prior_std=prior_std)
     variance = 0.1 / size if math.isinf(prior_std) else prior_std**2
@@ -174,7 +174,7 @@ def test_linear_regression_without_drift_is_conjugate(batch: int) -> None:
 
 
 def drifts(kind: str) -> tuple[dict, np.ndarray, np.ndarray, np.ndarray, int]:
-    """Options of the filter, and filterpy's F, Q and first P; eight weights, latent values behind them or not."""
+    """Options of the filter, and filterpy's F, Q and first P; eight weights, with or without latent values."""
     lr, sigma, eye = 0.3, 0.8, np.eye(8)
     if kind == "random walk":
         return {"lr": lr}, eye, lr**2 * eye, 0.1 / 5 * eye, 8
@@ -219,7 +219,7 @@ def test_linear_models_with_gaussian_noise_are_filtered_as_by_filterpy(kind: str
 
 
 def test_weights_with_momentum_of_their_own_follow_the_scalar_equations() -> None:
-    """Three weights, each of which sees one example of the batch and nothing else."""
+    """Three weights, each with the gradient of one example of the batch only."""
     torch.manual_seed(0)
     model = nn.Linear(3, 1, bias=False).to(D)
     eta, eta_p, eta_w, sigma = 0.1, 0.2, 0.03, 0.9
@@ -259,7 +259,7 @@ def test_weights_with_momentum_of_their_own_follow_the_scalar_equations() -> Non
 
 
 def test_a_single_weight_on_a_random_walk_is_that_of_adabayes() -> None:
-    """AdaBayes without the SGD limit, one example at a time; it spreads before its first gradient, as told here."""
+    """AdaBayes without the SGD limit, one example at a time; it propagates before its first gradient."""
     mine, other = (nn.Linear(1, 1, bias=False).to(D) for _ in range(2))
     other.load_state_dict(mine.state_dict())
     first = torch.tensor([[0.1 + 0.02**2]], dtype=D)
@@ -283,7 +283,7 @@ def test_a_single_weight_on_a_random_walk_is_that_of_adabayes() -> None:
 
 
 def information(model: nn.Module, x: Tensor, y: Tensor | None, fisher: str, batch_size: int = 6) -> np.ndarray:
-    """U U' as a step takes it, from the covariances before and after."""
+    """U U' of a step, from the covariances before and after."""
     optimizer = DenseFilter(model, 0.0, batch_size=batch_size, prior_std=1.0, fisher=fisher, seed=3)
     optimizer.observe(model(x), y)
     for p in model.parameters():
@@ -314,7 +314,7 @@ def test_columns_against_explicit_gradients(build) -> None:
 
 
 def test_what_was_observed_stands_for_batch_size_losses() -> None:
-    """Twice as many losses as examples seen are twice the information; `losses_per_example` counts tokens."""
+    """batch_size twice the observed examples doubles the information; `losses_per_example` counts tokens."""
     model = mlp()
     x, _ = labelled(6, 0)
     whole = information(model, x, None, "exact")
@@ -350,10 +350,10 @@ def test_two_observations_are_one_batch(fisher: str) -> None:
 
 @pytest.mark.parametrize("frozen", [True, False])
 def test_a_parameter_without_gradient_is_left_alone_and_the_others_are_filtered_alone(frozen: bool) -> None:
-    """The covariance of the others is that of a filter of them alone, started from the belief about them."""
+    """The covariance of the others is that of a filter of only these, started from their belief."""
     model = mlp()
     optimizer = DenseFilter(model, 0.1, batch_size=6, prior_std=0.5)
-    some = np.r_[0:15]  # the first layer; the second is frozen later, or its gradients are taken away
+    some = np.r_[0:15]  # the first layer; the second is frozen later, or its gradients are removed
     r = math.exp(-(0.1**2) / 0.5**2)
     S = np.empty(0)
     for t in range(5):
@@ -402,7 +402,9 @@ def test_evidence_that_is_not_finite_leaves_the_belief_as_it_was() -> None:
                 optimizer.observe(outputs)
             F.cross_entropy(outputs, y).backward()
             if t == 1 and option == "raise":
-                with pytest.raises(FloatingPointError, match="in what was observed are not all finite; nothing was"):
+                with pytest.raises(
+                    FloatingPointError, match="found per-example gradients that are not finite; nothing was"
+                ):
                     optimizer.step()
             else:
                 optimizer.step()

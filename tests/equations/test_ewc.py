@@ -381,7 +381,9 @@ def test_what_cannot_be_is_one_clear_error() -> None:
     with pytest.raises(TypeError):
         EWC(posterior) + 1  # pyright: ignore[reportOperatorIssue]
     for options in ({}, {"prior_precision": 2.0}):
-        with pytest.raises(ValueError, match="the prior says nothing of any parameter, 'v' for one"):
+        with pytest.raises(
+            ValueError, match="the prior must contain parameters of the optimizer, such as 'v', got none"
+        ):
             IVON([("v", nn.Parameter(torch.zeros(2)))], num_data=1, prior=posterior, **options)
     assert bayesgrad.EWC is EWC
 

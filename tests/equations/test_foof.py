@@ -25,7 +25,7 @@ def joint(layer: nn.Module) -> torch.Tensor:
 
 
 def update(layer: nn.Module, before: dict[str, torch.Tensor]) -> torch.Tensor:
-    """How [W b] has moved."""
+    """The change of [W b]."""
     moved = (layer.weight.detach() - before["weight"]).flatten(1)
     return moved if layer.bias is None else torch.cat([moved, (layer.bias.detach() - before["bias"])[:, None]], 1)
 
@@ -99,7 +99,7 @@ CONVOLUTIONS = {
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_convolutions_sum_over_places(name: str) -> None:
-    """Ridge over all (example, place) pairs, each group by itself; patches from F.unfold."""
+    """Ridge regression over all (example, position) pairs, for each group; patches from F.unfold."""
     torch.manual_seed(0)
     conv = CONVOLUTIONS[name]().to(D)
     x = torch.randn(5, conv.in_channels, 7, 6, dtype=D)
@@ -143,7 +143,7 @@ def test_sides_above_the_limit_are_diagonal() -> None:
 
 
 def test_strong_damping_is_sgd() -> None:
-    """damping times the step tends to the gradient's."""
+    """damping times the step converges to the gradient step."""
     torch.manual_seed(0)
     layer, x = nn.Linear(6, 3).to(D), torch.randn(10, 6, dtype=D)
     before = copied(layer)
@@ -188,7 +188,7 @@ def test_large_moments_are_computed_in_strips_of_the_lower_triangle() -> None:
 
 
 def test_rows_that_wait_are_part_of_the_average_and_of_the_state() -> None:
-    """Few rows are merged four batches at a time: the same average, and a checkpoint in between loses nothing."""
+    """Few rows are merged four batches at a time: the average is the same, also after a checkpoint in between."""
     torch.manual_seed(0)
     layer, other = nn.Linear(40, 3, bias=False).to(D), nn.Linear(40, 3, bias=False).to(D)
     optimizer = FOOF(layer, ema=0.7, update_every=6)

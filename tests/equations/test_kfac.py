@@ -134,7 +134,7 @@ def test_positions_are_expanded_or_reduced(sharing: str) -> None:
 
 
 def test_the_trace_of_an_expanded_block_is_near_the_exact_one() -> None:
-    """tr(A) tr(E) is the trace of the Fisher block where errors and inputs are independent over places."""
+    """tr(A) tr(E) is the trace of the Fisher block if errors and inputs are independent over positions."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(4 * 36, 10)).to(D)
     x = torch.randn(200, 1, 8, 8, dtype=D)

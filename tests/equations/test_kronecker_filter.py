@@ -1,4 +1,4 @@
-"""Kronecker filters against transcriptions, their steady state, and AdaBayes where they meet."""
+"""Kronecker filters against transcriptions, their steady state, and AdaBayes for single weights."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def joined(layer: nn.Module, gradient: bool = False) -> torch.Tensor:
 
 
 def evidence(model: nn.Sequential, x: torch.Tensor, y: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Inputs with a one, and errors of single examples, of both layers."""
+    """Inputs with an appended one, and per-example errors, of both layers."""
     hidden, outputs = torch.tanh(model[0](x)).detach(), model(x).detach()
     e = outputs.softmax(1) - F.one_hot(y, 3)
     ones = torch.ones(len(x), 1, dtype=D)
@@ -49,7 +49,7 @@ def evidence(model: nn.Sequential, x: torch.Tensor, y: torch.Tensor) -> list[tup
 
 
 def steps(model: nn.Sequential, optimizer: torch.optim.Optimizer, indices: range, n: int = 6):
-    """Yields the evidence of each step before it is taken."""
+    """Yields the inputs and errors of each step before the step."""
     for index in indices:
         x, y = data(index, n)
         optimizer.zero_grad()
@@ -71,7 +71,7 @@ def power(C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def test_steady_state_over_steps(prior: float, how: str) -> None:
     """Moments, s_ij, averaged steps and decay; given labels are the empirical errors."""
     model, B, lr, ema, decay = network(), 6, 0.01, 0.8, 0.5
-    options = {"batch_size": B, "prior_std": prior, "ema": ema, "weight_decay": decay, "evidence": how}
+    options = {"batch_size": B, "prior_std": prior, "ema": ema, "weight_decay": decay, "fisher": how}
     optimizer = KroneckerFilterFP(model, lr, update_every=1, **options)
     moments = [[0.0, 0.0], [0.0, 0.0]]
     momentum = [0.0, 0.0]
@@ -98,7 +98,7 @@ def test_steady_state_over_steps(prior: float, how: str) -> None:
 
 @pytest.mark.parametrize("prior", [math.inf, 0.02], ids=["random walk", "prior"])
 def test_the_formula_is_the_fixed_point_of_the_exact_filter(prior: float) -> None:
-    """Each direction of the eigenbasis is a scalar filter that sees B c_x c_d per step; first order in its root."""
+    """Each eigendirection is a scalar filter with information B c_x c_d per step; to first order in its root."""
     eta, B = 1e-3, 100
     information = B * torch.logspace(-6, 2, 30, dtype=D)
     scalars = OrnsteinUhlenbeck().scalars(process=eta**2, stationary=prior**2)
@@ -117,7 +117,7 @@ def test_the_formula_is_the_fixed_point_of_the_exact_filter(prior: float) -> Non
 
 @pytest.mark.parametrize("prior", [math.inf, 0.3], ids=["whitening", "prior"])
 def test_equals_adabayes_fp_on_a_single_weight_with_constant_input(prior: float) -> None:
-    """Without momentum, which AdaBayesFP has on the gradient and this on the step."""
+    """Without momentum: AdaBayesFP averages the gradient, this filter the step."""
     model, twin = nn.Linear(1, 1, bias=False).to(D), nn.Linear(1, 1, bias=False).to(D)
     twin.load_state_dict(model.state_dict())
     options = {"fisher": "empirical", "likelihood": "gaussian", "ema": 0.999, "update_every": 1, "weight_decay": 0.1}
@@ -136,7 +136,7 @@ def test_equals_adabayes_fp_on_a_single_weight_with_constant_input(prior: float)
 
 @pytest.mark.parametrize("prior", [math.inf, 0.3], ids=["random walk", "prior"])
 def test_filter_over_steps(prior: float) -> None:
-    """Drift, one example, the mean: with factors that are tested by themselves."""
+    """Drift, update by one example, and mean; the projection is tested elsewhere."""
     model, B, lr = network(), 4, 0.01
     optimizer = KroneckerFilter(model, lr, batch_size=B, prior_std=prior, update_every=1, weight_decay=0.1)
     start = 0.1 / B if math.isinf(prior) else prior**2
@@ -214,7 +214,7 @@ def test_evidence_that_is_not_finite_leaves_factors_alone(rule: type) -> None:
 def test_fallback_is_adabayes_with_the_same_prior(rule: type) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3)).to(D)
-    with pytest.warns(UserWarning, match=rf"{rule.__name__} has no model of 1.weight, 1.bias: .* by AdaBayes"):
+    with pytest.warns(UserWarning, match=rf"{rule.__name__} does not support 1.weight, 1.bias: .* by AdaBayes"):
         optimizer = rule(model, 0.01, batch_size=6, prior_std=0.2)
     twin = copy.deepcopy(model[1])
     if rule is KroneckerFilter:
@@ -240,7 +240,7 @@ def test_fallback_is_adabayes_with_the_same_prior(rule: type) -> None:
     close(variance, other.posterior(twin).variance()["bias"])
 
 
-# --- what is believed ---
+# --- posterior ---
 
 
 def trained(rule: type, prior: float, **options) -> tuple[nn.Sequential, torch.optim.Optimizer]:
@@ -254,7 +254,7 @@ def trained(rule: type, prior: float, **options) -> tuple[nn.Sequential, torch.o
 @pytest.mark.parametrize("prior", [math.inf, 0.3], ids=["random walk", "prior"])
 @pytest.mark.parametrize("rule", [KroneckerFilter, KroneckerFilterFP])
 def test_posterior_is_the_matrix_normal_that_moved_the_mean(rule: type, prior: float, tmp_path) -> None:
-    """Without momentum, the step is the covariance times B g; draws have it; saving keeps it to the bit."""
+    """Without momentum, the step is the covariance times B g; also of samples; saving keeps it bit for bit."""
     model, optimizer = trained(rule, prior, momentum=0.0, stats_every=100)
     before = joined(model[2])
     for _ in steps(model, optimizer, range(7, 8)):
@@ -264,9 +264,9 @@ def test_posterior_is_the_matrix_normal_that_moved_the_mean(rule: type, prior: f
     covariance = torch.linalg.inv(belief.precision.to_dense())
     gradient = 6 * joined(model[2], True)
     close(before - joined(model[2]), (covariance @ gradient.flatten()).view_as(gradient), 1e-8)
-    close(belief.joined(posterior.variance()).flatten(), covariance.diagonal(), 1e-9)
-    close(belief.joined(posterior.mean)[0], joined(model[2]))
-    draws = belief.joined(posterior.sample(4000)).flatten(1)
+    close(belief.join(posterior.variance()).flatten(), covariance.diagonal(), 1e-9)
+    close(belief.join(posterior.mean)[0], joined(model[2]))
+    draws = belief.join(posterior.sample(4000)).flatten(1)
     white = torch.linalg.solve_triangular(
         torch.linalg.cholesky(covariance), (draws - belief.mean.flatten()).T, upper=False
     )
@@ -307,13 +307,13 @@ def test_layers_that_were_never_seen_have_the_prior() -> None:
 
 
 def test_sides_that_are_too_large() -> None:
-    """The steady state takes a diagonal, the filter its fallback; an embedding is one of the two by itself."""
+    """Large sides and embeddings: the steady state uses a diagonal, the filter its fallback."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(8, 3)).to(D)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fixed = KroneckerFilterFP(model, batch_size=5, max_factor=8)
-    with pytest.warns(UserWarning, match=r"no model of 0.weight, 2.weight, 2.bias"):
+    with pytest.warns(UserWarning, match=r"does not support 0.weight, 2.weight, 2.bias"):
         filtered = KroneckerFilter(model, batch_size=5, max_factor=8)
     for optimizer in (fixed, filtered):
         optimizer.zero_grad()

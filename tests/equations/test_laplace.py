@@ -91,9 +91,9 @@ def dense(posterior: LaplacePosterior) -> Tensor:
     for name, belief in posterior.beliefs.items():
         where = {
             own: starts[own] + torch.arange(m.numel()).view(m.shape)
-            for own, m in belief.parted(name, belief.mean).items()
+            for own, m in belief.split(name, belief.mean).items()
         }
-        index = (belief.joined(where) if isinstance(belief, Joint) else where[name]).flatten()
+        index = (belief.join(where) if isinstance(belief, Joint) else where[name]).flatten()
         total[index[:, None], index] = belief.precision.to_dense()
     return total
 

@@ -16,8 +16,8 @@ from bayesgrad.transition import OrnsteinUhlenbeckPair
 INF = float("inf")
 
 
-class KroneckerOptimizer:
-    """One weight and its momentum: 000, Eq. 15-18, with matrices."""
+class MatrixFilter:
+    """The filter of one weight and its momentum with 2x2 matrices: Aitchison 2018, Eq. 15-18."""
 
     def __init__(self, x: float, eta: float, eta_p: float, eta_w: float, sigma: float, start: float) -> None:
         self.c = 1 - (eta**2 + eta_w**2) / (2 * sigma**2)
@@ -61,7 +61,7 @@ def test_equals_the_matrix_filter(sigma: float, eta_w: float, decay: float) -> N
         weight_decay=decay,
     )
     start = 0.1 / count if math.isinf(sigma) else sigma**2
-    oracles = [KroneckerOptimizer(x, eta, eta_p, eta_w, sigma, start) for x in p.tolist()]
+    oracles = [MatrixFilter(x, eta, eta_p, eta_w, sigma, start) for x in p.tolist()]
     rng = np.random.default_rng(0)
     for _ in range(300):
         gradient = rng.normal(size=2) * [1, 100]
@@ -117,7 +117,7 @@ def closed_form(eta: float, eta_p: float, s: float) -> tuple[float, float, float
 
 
 def stationary(eta: float, eta_p: float, rms: float, **options: float) -> np.ndarray:
-    """The covariance of the optimizer after many steps at gradients of one size."""
+    """The covariance of the optimizer after many steps with gradients of constant magnitude."""
     p = weight(0.0)
     optimizer = KalmanMomentum([p], lr=eta, batch_size=1, momentum_decay=eta_p, fused=False, **options)
     p.grad = torch.full((1,), rms, dtype=torch.float64)
@@ -148,7 +148,7 @@ def test_closed_form_holds_to_two_per_cent_where_steps_are_small(eta_p: float, r
 
 
 def test_the_printed_equation_fails_at_the_usual_decay() -> None:
-    """Eq. 21 prints S_wp = eta_p/rms: with eta_p = 0.1 at best twice the truth, whatever the gradients' size."""
+    """Eq. 21 prints S_wp = eta_p/rms: for eta_p = 0.1 about twice the exact value or more, for any gradients."""
     eta, eta_p = 1e-3, 0.1
     ratios = [riccati(eta, eta_p, rms**2)[0, 1] / (eta_p / rms) for rms in np.logspace(-1, 6, 57)]
     assert 0.5 < max(ratios) < 0.56
@@ -183,13 +183,13 @@ def test_strong_data_is_adam_and_weak_data_is_rmsprop() -> None:
     for eta_p, rms, share in ((0.1, 1.0, 0.0047), (0.1, 1e3, 1.7), (1e-3, 1e3, 22.0)):
         cov = riccati(1e-3, eta_p, rms**2)
         assert 1e-3 * cov[0, 1] / (eta_p * cov[0, 0]) == pytest.approx(share, rel=0.05)
-    # RMSprop: without momentum to speak of, the step is lr g/rms.
+    # RMSprop: nearly without momentum, the step is lr g/rms.
     found = stationary(1e-3, 0.1, 10.0)
     assert found[0, 0] * 10.0 == pytest.approx(1e-3, rel=0.12)
 
 
 def test_nothing_but_the_scale_of_weights_depends_on_eta() -> None:
-    """Only eta rms and eta_p matter: weights measured in units of eta are the same."""
+    """Weights in units of eta depend on eta rms and eta_p only."""
     a, b = stationary(1e-2, 0.1, 10.0), stationary(1e-3, 0.1, 100.0)
     np.testing.assert_allclose(a, b * np.array([[100.0, 10.0], [10.0, 1.0]]), rtol=1e-9)
 

@@ -49,7 +49,7 @@ def test_independent_batch_against_a_dense_solve(build, blocks: str) -> None:
         x, y = data(6, t)
         outputs = model(observed)
         optimizer.observe(outputs)
-        if t % 2 == 0:  # labels of draw t/2, as the optimizer makes them
+        if t % 2 == 0:  # the labels of the optimizer's draw t/2
             draw = torch.Generator().manual_seed((5 * 0x9E3779B97F4A7C15 + t // 2) % 2**63)
             fisher = SubsampledFisher(model, observed, labels=_labels(outputs, draw)).dense()
         if blocks == "layer":
@@ -74,7 +74,7 @@ def _labels(outputs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 @pytest.mark.parametrize("ratio", [7e2, 7e4, 7e6])
 def test_same_batch_and_labels_take_the_stable_form(ratio: float) -> None:
-    """In float32, where the general form would be off by 5e-8 lambda_max/damping, against float64."""
+    """In float32, where the general form has an error of 5e-8 lambda_max/damping, against float64."""
     model, exact = mlp(torch.float32), mlp()
     exact.load_state_dict({name: p.to(D) for name, p in model.state_dict().items()})
     x, y = data(12, dtype=torch.float32)
@@ -89,7 +89,7 @@ def test_same_batch_and_labels_take_the_stable_form(ratio: float) -> None:
     expected = fisher.solve(gradient(exact), damping)
     with torch.no_grad():
         for p in model.parameters():
-            p.zero_()  # so that the step is not rounded to the weights
+            p.zero_()  # so that adding the step to the weights does not round it
     optimizer.step()
     error = (flat(model).to(D) + expected).norm() / expected.norm()
     assert error < 2e-4, before
@@ -143,7 +143,7 @@ def test_without_momentum_the_quadratic_model_takes_the_whole_step() -> None:
 
 @pytest.mark.parametrize(("lr", "grows"), [(0.05, False), (60.0, True)])
 def test_damping_adapts_to_how_well_the_model_predicts(lr: float, grows: bool) -> None:
-    """Small steps are predicted by the gradient; far too large ones raise the loss."""
+    """The model predicts small steps well; much too large steps increase the loss."""
     model = mlp()
     optimizer = NaturalGradient(model, lr=lr, damping=0.05, adapt_damping=True)
     x, y = data(30)
@@ -173,7 +173,7 @@ def test_damping_adapts_to_how_well_the_model_predicts(lr: float, grows: bool) -
 
 @pytest.mark.parametrize("labelled", [False, True])
 def test_terms_divide_the_fisher(labelled: bool) -> None:
-    """The Fisher of T losses of an example is that of their sum; the gradient of their mean asks for it over T."""
+    """With T losses per example the Fisher matrix is that of their sum; for the mean loss it is divided by T."""
     torch.manual_seed(0)
     model = nn.Linear(4, 3).to(D)
     x, y = torch.randn(6, 5, 4, dtype=D), torch.randint(0, 3, (6, 5))

@@ -113,7 +113,7 @@ def test_steps_are_those_of_a_transcription(rule: str) -> None:
             m[name] = m[name] - lr * (average[name] / (1 - b1**t) + delta * m[name]) / s[name]
             torch.testing.assert_close(p.detach(), m[name], rtol=1e-10, atol=1e-12)
             torch.testing.assert_close(precision_of(optimizer, p), s[name], rtol=1e-10, atol=0)
-    assert rule == "newton" or negative > 0  # else this shows nothing of what keeps precisions positive
+    assert rule == "newton" or negative > 0  # else the lower bound of the precision is not tested
 
 
 @pytest.mark.parametrize("h", [-1e6, -3.0, -0.5, 0.0, 1e6])
@@ -163,7 +163,7 @@ def test_ridge_regression_is_exact_after_one_step(make: type) -> None:
 
 
 def test_with_the_hessian_at_rest_it_is_sgd_at_a_rate_for_each_weight() -> None:
-    """On a quadratic with h = hess_init from the start: torch's SGD on weights times the root of h."""
+    """On a quadratic with h = hess_init: torch's SGD on weights multiplied by the root of h."""
     curvature = torch.tensor([0.5, 2.0, 8.0], dtype=D)
     for h in curvature:
         weight, other = (nn.Parameter(torch.ones(4, dtype=D)) for _ in range(2))
@@ -222,7 +222,7 @@ def test_exact_diagonals_are_those_of_torch_func_and_leave_graph_and_gradients_a
     loss.backward()
     loss_of(other).backward()
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), other.parameters()))
-    big = nn.Linear(40, 30).to(D)  # more than a batch of rows, and more than "auto" takes exactly
+    big = nn.Linear(40, 30).to(D)  # more than one chunk of rows, and more than the limit of "auto"
     values = {}
     for how in ("auto", "hutchinson", "exact"):
         optimizer = Newton(big.parameters(), num_data=10, hessian=how)
@@ -352,7 +352,7 @@ def test_an_average_that_was_interrupted_leaves_nothing_behind() -> None:
 
 
 def test_a_scaled_loss_is_unscaled_for_the_gradient_and_clipping_shortens_the_step() -> None:
-    """What is observed is the loss itself: belief and step are those without a scaler; clipping leaves the belief."""
+    """observe() gets the unscaled loss: state and step are those without a scaler; clipping keeps the state."""
     nets = [network() for _ in range(3)]
     plain, scaled, clipped = (
         Newton(net.parameters(), num_data=10, betas=(0.0, 0.9), prior_precision=0.0) for net in nets
@@ -412,7 +412,7 @@ def test_resumes_bit_for_bit(make: type) -> None:
 
 
 def test_posteriors_are_priors_of_the_next_task() -> None:
-    """Of a linear regression in two halves: the exact posterior of the whole."""
+    """Linear regression on two halves of the data gives the exact posterior of the whole."""
     torch.manual_seed(0)
     q, _ = torch.linalg.qr(torch.randn(30, 4, dtype=D))
     x, y = q * torch.arange(1, 5, dtype=D), torch.randn(30, dtype=D)
@@ -446,7 +446,7 @@ def test_what_cannot_be_observed_is_one_clear_error() -> None:
         loss_of(model).backward()
     with pytest.raises(RuntimeError, match=r"^VON needs second derivatives: call optimizer.observe\(loss\)"):
         von.step()
-    with pytest.raises(RuntimeError, match=r"^observe\(loss\) belongs inside of `with optimizer.sampled"):
+    with pytest.raises(RuntimeError, match=r"^call observe\(loss\) inside `with optimizer.sampled"):
         von.observe(loss_of(model))
     with pytest.raises(TypeError, match=r"^loss must be a tensor, got float\.$"):
         optimizer.observe(0.5)
@@ -483,7 +483,7 @@ def test_losses_that_are_linear_or_leave_weights_out_have_no_curvature() -> None
 
 
 def test_hessians_that_are_not_finite_are_refused_or_skipped() -> None:
-    """Of |w|^1.5 at 0 the gradient is 0, the second derivative infinite."""
+    """The gradient of |w|^1.5 at 0 is 0, its second derivative is infinite."""
     for option in ("raise", "skip"):
         weight = nn.Parameter(torch.tensor([0.0, 1.0], dtype=D))
         optimizer = Newton([weight], num_data=1, nonfinite=option)

@@ -55,7 +55,7 @@ MODELS = {"mlp": mlp, "conv": conv, "sequence": Sequence}
 
 
 def per_example(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
-    """(N, *shape) gradients of single losses."""
+    """Per-example gradients, (N, *shape)."""
 
     def loss(params: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(functional_call(model, params, (x[None],)), y[None])
@@ -179,7 +179,7 @@ def test_whatever_happens_to_gradients_happens_to_squares(how: str) -> None:
             (loss(model) / 2).backward()
     if how == "scaler":
         for p in model.parameters():
-            p.grad.data.div_(1024)  # as unscale_ does, without a trace
+            p.grad.data.div_(1024)  # as unscale_ does, without changing the version counter
     if how == "norm":
         total = nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
         factor = 1e-2 / (float(total) + 1e-6)
@@ -305,10 +305,10 @@ def test_what_layers_do_not_explain_takes_the_fallback_and_is_named() -> None:
             return self.layer(x) * self.raw + F.linear(x, self.layer.weight)
 
     model = Model().double()
-    with pytest.warns(UserWarning, match="has no model of raw: they are trained by the squares of their mean"):
+    with pytest.warns(UserWarning, match="does not support raw: they are trained by the squares of their mean"):
         optimizer = OGN(model, num_data=10)
     F.cross_entropy(model(torch.randn(6, 3, **F64)), torch.zeros(6, dtype=torch.long)).backward()
-    with pytest.warns(UserWarning, match=r"has no model of layer\.weight"):  # it is used twice, and seen once
+    with pytest.warns(UserWarning, match=r"does not support layer\.weight"):  # it is used twice and recorded once
         found = squares(optimizer, model)
     for name in ("raw", "layer.weight"):
         p = dict(model.named_parameters())[name]

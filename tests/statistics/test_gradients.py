@@ -1,4 +1,4 @@
-"""Claims about random gradients, against closed forms with their error bars."""
+"""Averages over random gradients against closed forms, with standard errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_first_centred_square_is_the_square() -> None:
 
 @pytest.mark.parametrize(("product", "ratio"), [(1e-2, 1.002), (0.1, 1.022), (1.0, 1.118)])
 def test_the_mean_variance_under_gaussian_gradients(product: float, ratio: float) -> None:
-    """Time-mean of sigma_post^2 over Eq. 21, at eta*rms: tabulated values, here within five standard errors."""
+    """The time average of sigma_post^2 over Eq. 21 at eta*rms: tabulated values, within five standard errors."""
     lr, batch_size, chains = 1e-3, 128, 4000
     rms = product / lr
     weight = torch.nn.Parameter(torch.zeros(chains, dtype=torch.float64))
@@ -54,7 +54,7 @@ def test_the_mean_variance_under_gaussian_gradients(product: float, ratio: float
     predicted = 1 / (1 / (2 * sigma2) + math.sqrt(1 / (4 * sigma2**2) + rms**2 / lr**2))
     chain_means = torch.stack(records).mean(0) / predicted
     error = chain_means.std().item() / math.sqrt(chains)
-    rounding = 5e-4  # the tabulated figure has three decimals
+    rounding = 5e-4  # the tabulated value has three decimals
     assert abs(chain_means.mean().item() - ratio) < 5 * error + rounding
 
 

@@ -1,4 +1,4 @@
-"""What a belief factorises over: single weights, one layer's matrix, or the whole network."""
+"""Blocks of weights: elementwise blocks, the matrix of one layer, and weights that are sampled together."""
 
 from bayesgrad.block.elementwise import Block, Directions, Product, gradient_of
 

@@ -1,9 +1,9 @@
-"""What a belief factorises over, and how its tensors reach the kernels.
+"""Elementwise blocks: parameters that one kernel call updates together.
 
-Beliefs over independent weights do not care how weights are grouped, so an elementwise block is whatever can be
-computed together: tensors of one dtype and device that have seen equally many steps. Large tensors are handed over
-as they are; small ones would each cost a call, so their state lives in one flat storage per slot, and weights and
-gradients are gathered and scattered around the call.
+An elementwise update does not depend on how weights are grouped. So a block holds all parameters of one dtype, one
+device and one step count. Large tensors are passed to the kernel as they are. A call for each small tensor would be
+slow, so the state of small tensors is in one flat tensor per slot, and their weights and gradients are copied into flat
+buffers before the call and back after it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """A direction factor * left.T @ right, (rows, out) and (rows, in), that is not yet multiplied out."""
+    """A direction factor * left.T @ right as its two factors, left (rows, out) and right (rows, in)."""
 
     left: Tensor
     right: Tensor
@@ -59,12 +59,12 @@ def dense(direction: Tensor | Product) -> Tensor:
 
 
 class Block:
-    """Parameters that are updated together, their shared step counter, and their state by slot.
+    """Parameters that are updated together, with a shared step counter and their state by slot.
 
     Args:
-        params: of one dtype and device, all with a gradient.
-        state: the optimizer's state; its tensors are replaced by ones laid out for the kernels, same values.
-        slots: the names of the state tensors, in the order the kernel takes them.
+        params: parameters of one dtype and device, all with a gradient.
+        state: the optimizer's state. Its tensors are replaced by tensors with the same values in the kernel's layout.
+        slots: the names of the state tensors, in the order of the kernel's arguments.
     """
 
     def __init__(self, params: Sequence[Tensor], state: dict[Any, State], slots: tuple[str, ...]) -> None:
@@ -86,17 +86,17 @@ class Block:
         longest = max((sum(p.numel() for p in part) for part in parts), default=0)
         buffers = [torch.empty(longest, dtype=dtype, device=self.device) for _ in range(2)]
         self.packs = [Pack(part, state, slots, *buffers) for part in parts]
-        self.layout = [_layout(p) for p in self.params]
+        self.layout = [layout_of(p) for p in self.params]
         self.kept = [[state[p][slot] for slot in ("step", *slots)] for p in self.params]
         self.flat = [[flat(state[p][slot]) for slot in slots] for p in self.large]
 
     def holds(self, params: Sequence[Tensor], state: dict[Any, State]) -> bool:
-        """Whether this is still the layout for these parameters: no tensor of theirs or of their state was replaced."""
+        """Whether the block is still valid: no parameter and no tensor of the state was replaced."""
         if len(params) != len(self.params):
             return False
         for p, mine, layout, kept in zip(params, self.params, self.layout, self.kept):
             entry = state.get(p, {})
-            if p is not mine or _layout(p) != layout:
+            if p is not mine or layout_of(p) != layout:
                 return False
             if not all(map(is_, map(entry.get, ("step", *self.slots)), kept)):
                 return False
@@ -106,15 +106,15 @@ class Block:
         self,
         directions: Directions,
         axpy_coefficients: tuple[float, float, float, float] | None,
-        shown: Sequence[Mapping[Tensor, Tensor]] = (),
+        evidence: Sequence[Mapping[Tensor, Tensor]] = (),
     ) -> Iterator[list[Row]]:
-        """The rows of the kernel, a call at a time: whatever is done to them between two calls is then in place.
+        """Yields the rows of one kernel call at a time; the caller updates them in place before the next.
 
         Args:
-            directions: what stands in for the gradient of some parameters.
-            axpy_coefficients: (keep, fresh, step_scale, shrink), where the step is p <- shrink p - step_scale m, with m
-                the direction or its momentum (the only slot): products are then subtracted here without being stored.
-            shown: what evidence there is beside the gradient, by parameter.
+            directions: replace the gradients of some parameters.
+            axpy_coefficients: (keep, fresh, step_scale, shrink), if the step is p <- shrink p - step_scale m, with m
+                the direction or its momentum (the only slot). A `Product` is then applied here and never stored.
+            evidence: further inputs of the kernel, each a tensor per parameter.
         """
         rows = []
         for p, state in zip(self.large, self.flat):
@@ -128,19 +128,19 @@ class Block:
                 gradient.subtract_from(p, state[0].view_as(p) if state else None, *axpy_coefficients)
             else:
                 gradient = gradient_of(p) if gradient is None else dense(gradient)
-                more = [flat(_laid_out(values[p], p, values[p].dtype)) for values in shown]
+                more = [flat(_laid_out(values[p], p, values[p].dtype)) for values in evidence]
                 rows.append((flat(p), flat(_laid_out(gradient, p, p.dtype)), *more, *state))
         if rows:
             yield rows
         for pack in self.packs:
             if axpy_coefficients and pack.step_axpy(directions, *axpy_coefficients):
                 continue
-            yield [pack.gather(directions, shown)]
+            yield [pack.gather(directions, evidence)]
             pack.scatter()
 
 
 class Pack:
-    """Small tensors in one row; `weight` and `gradient` are buffers that packs share, one after the other."""
+    """Small tensors in one row; `weight` and `gradient` are buffers that all packs of a block share."""
 
     def __init__(
         self, params: list[Tensor], state: dict[Any, State], slots: tuple[str, ...], weight: Tensor, gradient: Tensor
@@ -160,14 +160,14 @@ class Pack:
         parts = storage.split([p.numel() for p in self.params])
         return [part.view(p.shape) for part, p in zip(parts, self.params)]
 
-    def gather(self, directions: Directions, shown: Sequence[Mapping[Tensor, Tensor]]) -> Row:
+    def gather(self, directions: Directions, evidence: Sequence[Mapping[Tensor, Tensor]]) -> Row:
         gradients = [dense(directions[p]) if p in directions else gradient_of(p) for p in self.params]
         torch._foreach_copy_(self.weights + self.gradients, self.params + gradients)
-        more = [torch.cat([values[p].to(self.weight.dtype).reshape(-1) for p in self.params]) for values in shown]
+        more = [torch.cat([values[p].to(self.weight.dtype).reshape(-1) for p in self.params]) for values in evidence]
         return (self.weight, self.gradient, *more, *self.state)
 
     def step_axpy(self, directions: Directions, keep: float, fresh: float, step_scale: float, shrink: float) -> bool:
-        """Takes the step of `Product.subtract_from` where all directions are at hand; a call of a kernel costs more."""
+        """The step of `Product.subtract_from` for all parameters, without a kernel; False if it does not apply."""
         steps = [dense(directions[p]) for p in self.params if p in directions]
         if len(steps) < len(self.params) or any(d.dtype != p.dtype for d, p in zip(steps, self.params)):
             return False
@@ -185,6 +185,16 @@ class Pack:
         torch._foreach_copy_(self.params, self.weights)
 
 
+def blocks_fit(blocks: list[Block], params: list[Tensor], state: dict[Any, State], slots: tuple[str, ...]) -> bool:
+    """Whether these blocks are still valid and hold exactly these parameters."""
+    if len(blocks) == 1:  # the usual case keeps the order of the parameters
+        return blocks[0].slots == slots and blocks[0].holds(params, state)
+    mine = {id(p) for block in blocks for p in block.params}
+    return mine == {id(p) for p in params} and all(
+        block.slots == slots and block.holds(block.params, state) for block in blocks
+    )
+
+
 def _parts(params: list[Tensor]) -> Iterator[list[Tensor]]:
     part: list[Tensor] = []
     size = 0
@@ -198,17 +208,18 @@ def _parts(params: list[Tensor]) -> Iterator[list[Tensor]]:
         yield part
 
 
-def _layout(p: Tensor) -> tuple:
+def layout_of(p: Tensor) -> tuple:
+    """What must not change for a block to remain valid."""
     return p.dtype, p.device, p.shape, p.stride()
 
 
 def gradient_of(p: Tensor) -> Tensor:
-    """`p.grad`, of a parameter that is known to have one."""
+    """`p.grad` of a parameter that has one, as type Tensor."""
     return p.grad  # pyright: ignore[reportReturnType]
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill a stretch of memory without gaps or overlap, in whatever order of dimensions."""
+    """Whether the elements fill a memory range without gaps or overlap, for any order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
         if size != 1 and stride != expected:
@@ -223,6 +234,6 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def _laid_out(values: Tensor, p: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values in the layout of the parameter, and in a dtype: nearly always the very tensor, else a copy."""
+    """Values with the strides of the parameter and the given dtype; a copy only if they differ."""
     alike = values.stride() == p.stride() and values.dtype == dtype
     return values if alike else torch.empty_like(p, dtype=dtype).copy_(values)

@@ -1,9 +1,9 @@
-"""One layer's matrix [W b] as a block: its evidence, and its gradient solved by a Kronecker-factored precision.
+"""The matrix [W b] of one layer: its inputs and errors, and its gradient preconditioned by Kronecker factors.
 
-The gradient of a mean loss is E'A, with a row of inputs A (a one appended for the bias) and of errors E for each
-example and position. L E'A R can be computed from the gradient, or as (E L)'(A R), which is cheaper where rows are
-fewer than outputs. The second is what the first is only if nobody has touched `.grad` since (clipping, unscaling,
-penalties), so both are compared first (`curvature.probe`); a common factor is allowed for.
+The gradient of the mean loss is E'A, with a row of inputs A (a one appended for the bias) and a row of errors E for
+each example and position. L E'A R can be computed from the gradient, or as (E L)'(A R), which is cheaper if rows are
+fewer than outputs. Both agree only if `.grad` was not changed since the backward pass (clipping, unscaling, penalties).
+So `curvature.probe` first compares E'A with `.grad`, and allows for a common factor.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ class Layer:
     """The parameters of a layer that multiplies by a matrix; several modules may share them.
 
     Args:
-        names: of the modules.
-        weight, bias: those that are trained; at least one is there.
+        names: names of the modules.
+        module: the first of them.
+        weight, bias: the trained parameters; at least one is not None.
     """
 
     names: tuple[str, ...]
@@ -41,7 +42,7 @@ class Layer:
 
     @cached_property
     def owner(self) -> nn.Parameter:
-        """The parameter whose state holds the layer's factors."""
+        """The parameter whose state has the layer's factors."""
         return self.weight if self.weight is not None else self.bias  # pyright: ignore[reportReturnType]
 
     @cached_property
@@ -50,7 +51,7 @@ class Layer:
 
     @cached_property
     def lookup(self) -> bool:
-        """An Embedding, whose weight (rows, features) is the transpose of a Linear's: inputs are on its left."""
+        """Whether this is an Embedding, whose weight (rows, features) is the transpose of that of a Linear layer."""
         return layers.is_lookup(self.module)
 
     @cached_property
@@ -61,7 +62,7 @@ class Layer:
         return groups, rows // groups, size + (self.bias is not None)
 
     def matrix(self) -> Tensor:
-        """The gradient of [W b], (groups, out, in), zero where a parameter has none."""
+        """The gradient of [W b], (groups, out, in), with zeros for a parameter without a gradient."""
         groups, fan_out, _ = self.shape
         dtype = compute_dtype(self.owner.dtype)
         parts = []
@@ -71,23 +72,24 @@ class Layer:
         return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
     def values(self) -> Tensor:
-        """[W b] itself, (groups, out, in), as a copy."""
+        """A copy of [W b], (groups, out, in)."""
         groups, fan_out, _ = self.shape
         dtype = compute_dtype(self.owner.dtype)
         return torch.cat([p.detach().to(dtype).reshape(groups, fan_out, -1) for p in self.members], -1)
 
-    def parted(self, matrix: Tensor) -> dict[Tensor, Tensor]:
-        """A matrix (groups, out, in) as one tensor for each parameter that has a gradient."""
+    def split(self, matrix: Tensor) -> dict[Tensor, Tensor]:
+        """Splits a matrix (groups, out, in) into a tensor for each parameter that has a gradient."""
         size = matrix.shape[-1] - (self.bias is not None)
         parts = {self.weight: matrix[..., :size], self.bias: matrix[..., size:]}
         return {p: parts[p].reshape(p.shape) for p in self.members if p.grad is not None}
 
 
 class LayerBatch:
-    """The evidence about one layer: rows of inputs and errors, over examples, positions, calls and passes.
+    """The rows of inputs and errors of one layer, over examples, positions, calls and passes.
 
     Args:
-        passes: the uses of each pass; examples are counted once for each.
+        layer: the layer.
+        passes: the recorded calls of each pass; the examples of a pass are counted once.
     """
 
     def __init__(self, layer: Layer, passes: Sequence[Sequence[LayerCall]]) -> None:
@@ -101,12 +103,12 @@ class LayerBatch:
 
     @cached_property
     def indices(self) -> Tensor:
-        """Of an Embedding, (rows,)."""
+        """The indices of an Embedding's inputs, (rows,)."""
         return torch.cat([use.input.flatten() for use in self.uses])
 
     @cached_property
     def features(self) -> Tensor:
-        """What the weight is multiplied by, (groups, rows, in)."""
+        """The inputs without the column of ones, (groups, rows, in)."""
         if self.layer.weight is None:
             return self.errors[..., :0]
         parts = [layers.inputs_of(use.module, use.input).flatten(1, 2) for use in self.uses]
@@ -124,13 +126,13 @@ class LayerBatch:
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def with_errors(self, errors: Tensor) -> LayerBatch:
-        """The same evidence with other errors, in the shape of `errors`."""
+        """A copy with other errors, in the shape of `errors`."""
         other = LayerBatch(self.layer, self.passes)
         other.__dict__ |= {**self.__dict__, "errors": errors}
         return other
 
     def is_finite(self) -> Tensor:
-        """Whether inputs, errors and their squares are, as a tensor."""
+        """Whether inputs, errors and their squares are finite, as a tensor."""
         rows = [self.errors] if self.layer.lookup else [self.inputs, self.errors]
         return torch.stack([torch.linalg.vector_norm(part) for part in rows]).isfinite().all()
 
@@ -140,20 +142,20 @@ class LayerBatch:
         return layers.errors_of(use.module, use.error).flatten(1, 2)
 
     def rows(self) -> int:
-        """How many there are, without writing them down."""
+        """The number of rows, without forming them."""
         if isinstance(self.layer.module, layers.CONVOLUTIONS):
             rank = len(self.layer.module.kernel_size)
             return sum(len(use.error) * use.error.shape[-rank:].numel() for use in self.uses)
         return sum(use.error.numel() // use.error.shape[-1] for use in self.uses)
 
     def reduced(self) -> tuple[Tensor, Tensor]:
-        """One row for each example: inputs averaged over its positions, errors added up."""
+        """One row for each example: the mean of inputs and the sum of errors over its positions."""
         inputs, errors = [], []
         for uses in self.passes:
             if len({layers.examples_in(use.module, use.input) for use in uses}) > 1:
                 raise ValueError(
                     f"layer {self.layer.names[0]!r} was called with different numbers of examples in one pass: "
-                    "sharing='reduce' cannot tell whose positions they are, use 'expand'."
+                    "sharing='reduce' needs the same number in all calls, use 'expand'."
                 )
             a = torch.cat([layers.inputs_of(use.module, use.input) for use in uses], 2).mean(2)
             e = torch.cat([layers.errors_of(use.module, use.error) for use in uses], 2).sum(2)
@@ -163,8 +165,8 @@ class LayerBatch:
         return torch.cat(inputs, 1), torch.cat(errors, 1)
 
 
-def explained(layer: Layer, uses: Sequence[LayerCall]) -> Tensor:
-    """The part of the weight's gradient that these uses explain."""
+def gradient_from_calls(layer: Layer, uses: Sequence[LayerCall]) -> Tensor:
+    """The gradient of the weight that follows from these calls."""
     total = torch.zeros(layer.owner.shape, dtype=compute_dtype(layer.owner.dtype), device=layer.owner.device)
     for use in uses:
         for p, columns in layers.columns_of(use.module, use.input, use.error):
@@ -182,27 +184,28 @@ def _with_ones(rows: Tensor) -> Tensor:
 
 
 def directions(blocks: Sequence[tuple[Layer, Precision, LayerBatch | None]]) -> dict[Tensor, Tensor | Product]:
-    """The gradients of layers solved by their precisions, for each parameter.
+    """The preconditioned gradients of layers, for each parameter.
 
-    Each layer comes with the evidence of the passes that made its gradient, where there is some.
+    Args:
+        blocks: layers with their precisions, and the inputs and errors of the backward passes, if recorded.
     """
     few = [
-        (layer, sheet)
-        for layer, precision, sheet in blocks
-        if isinstance(precision, Kronecker) and sheet is not None and _is_cheaper(layer, precision, sheet)
+        (layer, batch)
+        for layer, precision, batch in blocks
+        if isinstance(precision, Kronecker) and batch is not None and _is_cheaper(layer, precision, batch)
     ]
-    factors = proportions(few)
+    factors = gradient_factors(few)
     found: dict[Tensor, Tensor | Product] = {}
-    for layer, precision, sheet in blocks:
-        if layer in factors and isinstance(precision, Kronecker) and sheet is not None:
-            found |= _from_rows(layer, precision, sheet, factors[layer])
+    for layer, precision, batch in blocks:
+        if layer in factors and isinstance(precision, Kronecker) and batch is not None:
+            found |= _from_rows(layer, precision, batch, factors[layer])
         else:
-            found |= layer.parted(precision.solve(layer.matrix()))
+            found |= layer.split(precision.solve(layer.matrix()))
     return found
 
 
-def _is_cheaper(layer: Layer, precision: Kronecker, sheet: LayerBatch) -> bool:
-    """Whether rows are few enough, by counting multiplications."""
+def _is_cheaper(layer: Layer, precision: Kronecker, batch: LayerBatch) -> bool:
+    """Whether (E L)'(A R) needs fewer multiplications than L G R."""
     if layer.lookup or any(p.grad is None for p in layer.members):
         return False
     _, fan_out, fan_in = layer.shape
@@ -212,11 +215,11 @@ def _is_cheaper(layer: Layer, precision: Kronecker, sheet: LayerBatch) -> bool:
         if factor is not None and factor.dim() == 3:
             per_row += size * size
             whole += fan_in * fan_out * size
-    return sheet.rows() * per_row < whole
+    return batch.rows() * per_row < whole
 
 
-def _from_rows(layer: Layer, precision: Kronecker, sheet: LayerBatch, factor: float) -> dict[Tensor, Tensor | Product]:
-    inputs, errors = _inputs_times(sheet, precision.right), _times(sheet.errors, precision.left)
+def _from_rows(layer: Layer, precision: Kronecker, batch: LayerBatch, factor: float) -> dict[Tensor, Tensor | Product]:
+    inputs, errors = _inputs_times(batch, precision.right), _times(batch.errors, precision.left)
     size = inputs.shape[-1] - (layer.bias is not None)
     found: dict[Tensor, Tensor | Product] = {}
     if layer.weight is not None:
@@ -230,11 +233,11 @@ def _from_rows(layer: Layer, precision: Kronecker, sheet: LayerBatch, factor: fl
     return found
 
 
-def _inputs_times(sheet: LayerBatch, factor: Tensor | None) -> Tensor:
-    """A times a factor; the column of ones is not written down where it need not be."""
-    if sheet.layer.bias is None or factor is None or factor.dim() == 2 or "inputs" in sheet.__dict__:
-        return _times(sheet.inputs, factor)
-    rows = sheet.features
+def _inputs_times(batch: LayerBatch, factor: Tensor | None) -> Tensor:
+    """A times a factor, without forming the column of ones where possible."""
+    if batch.layer.bias is None or factor is None or factor.dim() == 2 or "inputs" in batch.__dict__:
+        return _times(batch.inputs, factor)
+    rows = batch.features
     if len(factor) > 1:
         return torch.baddbmm(factor[:, -1:], rows, factor[:, :-1])
     return torch.addmm(factor[0, -1:], rows[0], factor[0, :-1])[None]
@@ -246,26 +249,26 @@ def _times(rows: Tensor, factor: Tensor | None) -> Tensor:
     return matmul(rows, factor) if factor.dim() == 3 else rows * factor[:, None]
 
 
-def proportions(blocks: Sequence[tuple[Layer, LayerBatch]]) -> dict[Layer, float]:
-    """c for each layer whose gradient is c E'A up to rounding; the others are left out."""
-    found = {layer: projection for layer, sheet in blocks if (projection := _projection(layer, sheet)) is not None}
+def gradient_factors(blocks: Sequence[tuple[Layer, LayerBatch]]) -> dict[Layer, float]:
+    """c for each layer whose gradient is c E'A up to rounding; other layers are omitted."""
+    found = {layer: projection for layer, batch in blocks if (projection := _projection(layer, batch)) is not None}
     return {layer: factor for layer, (factor, excess) in zip(found, fitted(list(found.values()))) if excess <= 1}
 
 
-def likely_factor(layer: Layer, sheet: LayerBatch) -> float:
-    """The c that makes c E'A most like the gradient: what unscaling and clipping have done to it, 1 where unknown."""
+def estimated_factor(layer: Layer, batch: LayerBatch) -> float:
+    """The c for which c E'A is closest to the gradient (the effect of unscaling and clipping); 1 if unknown."""
     if layer.lookup:
-        made = explained(layer, list(sheet.uses)).flatten()
+        made = gradient_from_calls(layer, list(batch.uses)).flatten()
         seen = gradient_of(layer.owner).to(made).flatten()
         projection = Projection(seen, made, made.new_ones(2), torch.finfo(made.dtype).eps)
-    elif any(p.grad is None for p in layer.members) or (projection := _projection(layer, sheet)) is None:
+    elif any(p.grad is None for p in layer.members) or (projection := _projection(layer, batch)) is None:
         return 1.0
     ((factor, _),) = fitted([projection])
     return factor if math.isfinite(factor) else 1.0
 
 
-def _projection(layer: Layer, sheet: LayerBatch) -> Projection | None:
-    features, errors = sheet.features, sheet.errors
+def _projection(layer: Layer, batch: LayerBatch) -> Projection | None:
+    features, errors = batch.features, batch.errors
     gradients = [gradient_of(p) for p in layer.members]
     if features.dtype != errors.dtype or any(gradient.dtype != features.dtype for gradient in gradients):
         return None

@@ -18,7 +18,7 @@ from bayesgrad.curvature import layers
 from bayesgrad.curvature.per_example import CHUNK, PerExampleGradients, StoredGradients, added, joined
 from bayesgrad.curvature.recorder import LayerCall, LayerRecorder, Trace
 from bayesgrad.kernels import compute_dtype
-from bayesgrad.noise import folded
+from bayesgrad.noise import seed32
 from bayesgrad.posterior.network import parameters_of, unwrapped
 from bayesgrad.precision import LowRank
 
@@ -125,7 +125,7 @@ class SubsampledFisher:
             need = "needs labels=" if labels is None else "takes no labels"
             raise ValueError(f"fisher={fisher!r} {need}.")
         kind = likelihoods.named(likelihood)
-        generator = torch.Generator().manual_seed(folded(seed or 0))
+        generator = torch.Generator().manual_seed(seed32(seed or 0))
         (seen,) = captures(model, inputs, kind, fisher, labels, generator)
         self._parameters = {name: p for name, p in parameters_of(unwrapped(model)).items() if p.requires_grad}
         self.names = list(self._parameters)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, jacrev, vmap
 
-from bayesgrad.noise import folded, generator_of
+from bayesgrad.noise import generator_of, seed32
 
 HESSIANS = ("exact", "gauss-newton", "reparameterised")
 
@@ -272,7 +272,7 @@ def _hermite(n: int) -> tuple[Tensor, Tensor]:
 
 @lru_cache
 def _sobol(samples: int, size: int, seed: int) -> Tensor:
-    engine = torch.quasirandom.SobolEngine(size, scramble=True, seed=folded(seed))
+    engine = torch.quasirandom.SobolEngine(size, scramble=True, seed=seed32(seed))
     half = torch.special.ndtri(engine.draw(samples // 2, dtype=torch.float64).clamp(1e-12, 1 - 1e-12))
     factor = torch.linalg.cholesky(half.mT @ half / len(half))
     half = torch.linalg.solve_triangular(factor, half.mT, upper=False).mT

@@ -33,7 +33,7 @@ from bayesgrad.models import checks, process
 from bayesgrad.models.arrays import as_finite, as_numpy
 from bayesgrad.models.kernels import RBF, Kernel
 from bayesgrad.models.observations import QUADRATURE, Observation, get_observation
-from bayesgrad.noise import folded
+from bayesgrad.noise import seed32
 
 NORMAL = Gaussian()
 
@@ -312,7 +312,7 @@ class GaussianProcess(BaseEstimator):
             raise ValueError(f"batch_size must be an integer from 1 to {total}, got {size!r}.")
         logs = process.log_hyperparameters(kernel, observation, self._device) if self.optimizer is not None else {}
         adam = torch.optim.Adam(list(logs.values()), self.learning_rate) if logs else None
-        generator = torch.Generator().manual_seed(folded(self.random_state))
+        generator = torch.Generator().manual_seed(seed32(self.random_state))
         order, at = torch.randperm(total, generator=generator), 0
         for _ in range(self.max_iter):
             if at + size > total:
@@ -341,7 +341,7 @@ class GaussianProcess(BaseEstimator):
         count = int(wanted)
         if not 1 <= count <= len(self.X_):
             raise ValueError(f"inducing must be between 1 and the number of rows, {len(self.X_)}, got {count}.")
-        generator = torch.Generator().manual_seed(folded(self.random_state))
+        generator = torch.Generator().manual_seed(seed32(self.random_state))
         pool = self.X_[torch.randperm(len(self.X_), generator=generator)[: max(5000, 2 * count)]]
         return pool[process.pivots(kernel, pool, count)]
 
@@ -424,7 +424,7 @@ class GaussianProcess(BaseEstimator):
         """Samples of f from the posterior at these rows: (n_samples, n), with several classes (n_samples, n, C)."""
         checks.require_positive_integer(n_samples=n_samples)
         seed = self.random_state if random_state is None else random_state
-        rows, generator = self._validated(X), torch.Generator().manual_seed(folded(seed))
+        rows, generator = self._validated(X), torch.Generator().manual_seed(seed32(seed))
         drawn = []
         for own in self._each():
             mean, covariance = own._latent(rows, full=True)

@@ -37,7 +37,7 @@ from bayesgrad.models import checks
 from bayesgrad.models.arrays import as_finite, as_numpy, like
 from bayesgrad.models.multinomial import Multinomial, MultinomialLogLikelihood, quadrature
 from bayesgrad.models.observations import NAMES, CallableLikelihood, Observation, fit_hyperparameters
-from bayesgrad.noise import folded
+from bayesgrad.noise import seed32
 
 NORMAL = GaussianFamily()
 LIKELIHOODS: dict[str, type[Observation] | type[Multinomial]] = {
@@ -433,7 +433,7 @@ class GLM(BaseEstimator):
         """Posterior samples of coefficients and intercept, (n_samples, ...) in the shapes of `coef_`, `intercept_`."""
         check_is_fitted(self, "coef_")
         checks.require_positive_integer(n_samples=n_samples)
-        generator = torch.Generator().manual_seed(folded(self.random_state if random_state is None else random_state))
+        generator = torch.Generator().manual_seed(seed32(self.random_state if random_state is None else random_state))
         outputs, features = self._outputs(), self.n_features_in_
         drawn = NORMAL.sample(self._natural, n_samples, generator).view(n_samples, outputs, -1)
         if isinstance(self._observation, Multinomial):

@@ -27,7 +27,7 @@ from bayesgrad.models.checks import (
 )
 from bayesgrad.models.kalman import Chain, StateMoments
 from bayesgrad.models.observations import QUADRATURE, Observation, get_observation
-from bayesgrad.noise import folded
+from bayesgrad.noise import seed32
 
 
 class States(NamedTuple):
@@ -212,7 +212,7 @@ class LinearStateSpace:
         require_positive_integer(length=length, n_samples=n_samples)
         noise = _noise((length, n_samples, len(self.chain.mean)), self.chain.mean, random_state)
         states = kalman.simulated(self.chain, noise).transpose(0, 1)
-        clean, generator = states @ self.observation.mT, torch.Generator().manual_seed(folded(random_state) + 1)
+        clean, generator = states @ self.observation.mT, torch.Generator().manual_seed(seed32(random_state) + 1)
         if self.observation_noise is None:
             return states, self._observation_model.sample(clean, generator)
         noise = torch.randn(clean.shape, dtype=clean.dtype, generator=generator).to(clean)
@@ -437,6 +437,6 @@ def _rows(y: Any, parts: int) -> Tensor:
 
 def _noise(shape: tuple[int, ...], like: Tensor, random_state: int) -> Tensor:
     require_integer(random_state=random_state)
-    return torch.randn(shape, dtype=like.dtype, generator=torch.Generator().manual_seed(folded(random_state))).to(
+    return torch.randn(shape, dtype=like.dtype, generator=torch.Generator().manual_seed(seed32(random_state))).to(
         like.device
     )

@@ -1,4 +1,4 @@
-"""Optimizers: each a declaration of parts over the one step of `bayesgrad.optimizer`."""
+"""Optimizers. Each declares its curvature, transition and rule; `bayesgrad.optimizer` has the common `step()`."""
 
 from bayesgrad.optim.adabayes import AdaBayes, AdaBayesFP
 from bayesgrad.optim.adabound import AdaBound, AMSBound

@@ -8,16 +8,16 @@ from typing import Any
 
 from bayesgrad.curvature import SquaredGradient
 from bayesgrad.optimizer.base import settings
-from bayesgrad.optimizer.constraints import COUNT, FLAG, OPTIONAL_COUNT, POSITIVE
+from bayesgrad.optimizer.constraints import BOOLEAN, COUNT, OPTIONAL_COUNT, POSITIVE
 from bayesgrad.optimizer.fisher import FisherOptimizer
 from bayesgrad.rule import NaturalGradient
-from bayesgrad.transition import OrnsteinUhlenbeck, Steady
+from bayesgrad.transition import OrnsteinUhlenbeck, SteadyState
 
 DEFAULT_SGD_LR = 0.1
 
 
 class _AdaBayesFamily(FisherOptimizer):
-    """What the two share: the kinds of evidence, and sgd_lr, which keeps its ratio to lr."""
+    """What AdaBayes and AdaBayesFP share: the options `fisher` and `sgd_lr`."""
 
     curvature = SquaredGradient()
     rule = NaturalGradient()
@@ -26,11 +26,14 @@ class _AdaBayesFamily(FisherOptimizer):
     def _check(self, group: Mapping[str, Any]) -> None:
         super()._check(group)
         if group["fisher"] == "centered" and math.isinf(group["sgd_lr"]):
-            raise ValueError("fisher='centered' needs a finite sgd_lr: a gradient that hardly varies bounds no step.")
+            raise ValueError(
+                "fisher='centered' needs a finite sgd_lr, got inf: the step for a gradient of zero variance would be "
+                "unbounded."
+            )
 
 
 class AdaBayes(_AdaBayesFamily):
-    r"""Bayesian filtering of each weight: SGD where gradients say little, Adam where they say much.
+    r"""Bayesian filtering of each weight: SGD for weights with weak gradients, Adam for those with strong ones.
 
     .. math::
         \sigma^2_{prior} &= r\,\sigma^2_{post} + \sigma^2 (1 - r), \quad r = e^{-\eta^2/\sigma^2} \\
@@ -40,29 +43,30 @@ class AdaBayes(_AdaBayesFamily):
     with g the gradient of the mean loss (`.grad`), <g> its debiased moving average, eta = `lr`, lambda =
     `weight_decay`, B = `batch_size` and sigma^2 = `sgd_lr`/B.
 
-    For weak gradients the step is that of SGD with learning rate `sgd_lr`, for stronger ones at most that of Adam with
-    `lr`: the same while lr B rms(g) is small, less beyond. Without momentum no step exceeds sqrt(sigma^2_prior)/2.
+    For weak gradients the step is that of SGD with learning rate `sgd_lr`. For strong gradients it is that of Adam with
+    `lr` if lr B rms(g) is small, and smaller otherwise. Without momentum no step exceeds sqrt(sigma^2_prior)/2.
 
     Args:
         params: parameters, named parameters or param groups.
-        lr: eta, Adam's learning rate; zero changes neither weights nor belief.
-        batch_size: B, the number of losses that a gradient is the mean of, over all micro-batches (and tokens).
-        sgd_lr: SGD's learning rate (with averaged gradients: ten times the one you would give torch.optim.SGD with
-            momentum 0.9). It keeps its ratio to the initial lr under a schedule. `inf` removes the SGD limit, and the
-            filter then starts where sgd_lr = 0.1 would.
+        lr: eta, Adam's learning rate; lr = 0 changes neither weights nor state.
+        batch_size: B, the number of losses whose mean is differentiated, over all micro-batches (and tokens).
+        sgd_lr: SGD's learning rate for averaged gradients: ten times the learning rate of torch.optim.SGD with
+            momentum 0.9. Under a schedule of lr, sgd_lr/lr is constant. `inf` removes the SGD limit; the initial
+            variance is then that of sgd_lr = 0.1.
         momentum: decay of the gradient's moving average.
         weight_decay: decoupled, as in AdamW.
-        fisher: what the information is read off: the gradient's square (`"empirical"`), its variance (`"centered"`)
-            or its square at labels drawn from the model (`"sampled"`), which takes `observe(outputs)` in every step.
-        likelihood: of the outputs, for drawn labels.
-        sample_weights: take gradients at weights drawn from the belief, inside `with optimizer.sampled():`.
-        samples: draws of `step(closure)`, with sample_weights.
-        seed: of all draws.
+        fisher: the estimate of the Fisher information: the square of the gradient (`"empirical"`), its variance
+            (`"centered"`), or its square for labels sampled from the model (`"sampled"`), which needs
+            `observe(outputs)` in every step.
+        likelihood: the likelihood from which labels are sampled: "categorical", "bernoulli" or "gaussian".
+        sample_weights: compute gradients at weights sampled from the belief, inside `with optimizer.sampled():`.
+        samples: number of weight samples that `step(closure)` averages over, with sample_weights.
+        seed: seed of sampled weights and labels.
         follow_lr: when lr changes by a factor, multiply sigma^2_post by it. `False` is the paper's filter, which needs
-            thousands of steps to follow a change of lr. Not to be changed during a run.
-        nonfinite: what to do about a gradient with infinite or NaN entries: `"ignore"` it as torch.optim does,
-            `"raise"`, or `"skip"` the step. The last two change nothing at all in that case.
-        fused: compile the step (`True`), run it eagerly (`False`), or whichever pays (`None`).
+            thousands of steps to adapt to a new lr. Do not change this option during a run.
+        nonfinite: what to do if a gradient has infinite or NaN entries: `"ignore"` them as torch.optim does,
+            `"raise"`, or `"skip"` the step. The last two then change neither weights nor state.
+        fused: compile the step (`True`), run it eagerly (`False`), or compile it for large models only (`None`).
 
     Example:
         >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
@@ -74,14 +78,14 @@ class AdaBayes(_AdaBayesFamily):
 
     The defaults are the paper's, which were chosen for a ResNet-34 on CIFAR-10; a small MLP on digits trains with them.
 
-    Reference: 001, Eq. 17-19 and Algorithm 1.
-    Differs from the paper: the algorithm box prints 1/(sigma^2_prior + g^2) for sigma^2_post, which loses a reciprocal;
-    the Ornstein-Uhlenbeck step is exact, not first order, so sigma^2 is invariant for any lr; follow_lr.
+    Reference: Aitchison 2020, Eq. 17-19 and Algorithm 1.
+    Differs from the paper: Algorithm 1 prints 1/(sigma^2_prior + g^2) for sigma^2_post, without the reciprocal of
+    sigma^2_prior; the Ornstein-Uhlenbeck step is exact, not first order, so sigma^2 is invariant for any lr; follow_lr.
     Checked by: tests/equations/test_adabayes.py.
     """
 
     transition = OrnsteinUhlenbeck()
-    accepts = {**_AdaBayesFamily.accepts, "batch_size": COUNT, "follow_lr": FLAG}
+    accepts = {**_AdaBayesFamily.accepts, "batch_size": COUNT, "follow_lr": BOOLEAN}
 
     def __init__(
         self,
@@ -103,9 +107,9 @@ class AdaBayes(_AdaBayesFamily):
     ) -> None:
         super().__init__(params, settings(locals()))
 
-    # The state holds u = sigma^2_post / unit. Following lr is a choice of unit, lr/base_lr: in this unit process noise
-    # and information scale with it and the stationary variance does not, so a change of lr, even to zero and back,
-    # needs no touching of the state.
+    # The state is u = sigma^2_post / unit. With follow_lr, unit = lr/base_lr: process noise and information are
+    # proportional to it and the stationary variance is constant, so the state need not be rescaled when lr changes,
+    # even to zero and back.
 
     def _unit(self, group: Mapping[str, Any]) -> float:
         relative = float(group["lr"]) / (group["base_lr"] or float(group["lr"]) or math.inf)
@@ -124,7 +128,7 @@ class AdaBayes(_AdaBayesFamily):
     def gradient_scale(self, group: Mapping[str, Any]) -> float:
         return math.sqrt(self._unit(group)) * group["batch_size"]
 
-    def drawing(self, group: Mapping[str, Any]) -> list[float]:
+    def sampling_scalars(self, group: Mapping[str, Any]) -> list[float]:
         return [self._unit({**group, "lr": float(group["lr"]) or group["last_lr"] or 1.0})]
 
     def prior_variance(self, group: Mapping[str, Any]) -> float:
@@ -146,19 +150,19 @@ class AdaBayesFP(_AdaBayesFamily):
 
     Args:
         params: parameters, named parameters or param groups.
-        lr: eta, Adam's learning rate; zero leaves the weights alone.
-        sgd_lr: SGD's learning rate (with averaged gradients: ten times the one you would give torch.optim.SGD with
-            momentum 0.9). It keeps its ratio to the initial lr under a schedule. `inf` gives AdamW with eps = 0.
+        lr: eta, Adam's learning rate; lr = 0 does not change the weights.
+        sgd_lr: SGD's learning rate for averaged gradients: ten times the learning rate of torch.optim.SGD with
+            momentum 0.9. Under a schedule of lr, sgd_lr/lr is constant. `inf` gives AdamW with eps = 0.
         betas: decays of the moving averages of gradient and squared gradient.
         weight_decay: decoupled, as in AdamW.
         batch_size: B, needed for `posterior()` only: sigma^2_post = eta / (B (k + sqrt(k^2 + s))).
-        fisher: what to normalise by: the gradient's square (`"empirical"`), its variance (`"centered"`) or its square
-            at labels drawn from the model (`"sampled"`), which takes `observe(outputs)` in every step.
-        likelihood: of the outputs, for drawn labels.
-        seed: of drawn labels.
-        nonfinite: what to do about a gradient with infinite or NaN entries: `"ignore"` it as torch.optim does,
-            `"raise"`, or `"skip"` the step. The last two change nothing at all in that case.
-        fused: compile the step (`True`), run it eagerly (`False`), or whichever pays (`None`).
+        fisher: what s averages: the square of the gradient (`"empirical"`), its variance (`"centered"`), or its square
+            for labels sampled from the model (`"sampled"`), which needs `observe(outputs)` in every step.
+        likelihood: the likelihood from which labels are sampled: "categorical", "bernoulli" or "gaussian".
+        seed: seed of the sampled labels.
+        nonfinite: what to do if a gradient has infinite or NaN entries: `"ignore"` them as torch.optim does,
+            `"raise"`, or `"skip"` the step. The last two then change neither weights nor state.
+        fused: compile the step (`True`), run it eagerly (`False`), or compile it for large models only (`None`).
 
     Example:
         >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
@@ -170,12 +174,12 @@ class AdaBayesFP(_AdaBayesFamily):
 
     The defaults are the paper's, which were chosen for a ResNet-34 on CIFAR-10; a small MLP on digits trains with them.
 
-    Reference: 001, Eq. 21 and Algorithm 2.
+    Reference: Aitchison 2020, Eq. 21 and Algorithm 2.
     Differs from the paper: line 11 of the algorithm prints the inverse of what it assigns.
     Checked by: tests/equations/test_adabayes.py.
     """
 
-    transition = Steady(OrnsteinUhlenbeck())
+    transition = SteadyState(OrnsteinUhlenbeck())
     accepts = {**_AdaBayesFamily.accepts, "batch_size": OPTIONAL_COUNT}
 
     def __init__(

@@ -1,4 +1,4 @@
-"""AdaBound and AMSBound: Adam whose learning rates are clipped to a band that closes in on SGD's."""
+"""AdaBound and AMSBound: Adam with learning rates clipped to a range that shrinks to SGD's learning rate."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from bayesgrad.optimizer.base import settings
 from bayesgrad.optimizer.constraints import NONNEGATIVE, OPEN_FRACTION, POSITIVE
 from bayesgrad.precision import Diagonal, Pair, Precision
 from bayesgrad.rule import NaturalGradient
-from bayesgrad.transition import Steady
+from bayesgrad.transition import SteadyState
 
 
 @dataclass(frozen=True)
-class Peak(Steady):
-    """A `Steady` that never lets its normaliser fall: the largest average so far, as in AMSGrad."""
+class SteadyStateOfMaximum(SteadyState):
+    """The `SteadyState` for the largest average so far, so the normaliser never decreases, as in AMSGrad."""
 
     slots = ("moment", "peak")
 
@@ -33,9 +33,9 @@ class Peak(Steady):
 
 @dataclass(frozen=True)
 class BoundedGradient(NaturalGradient):
-    """w <- w - clip(step_scale P^-1, lower, upper) m: the learning rate of each weight stays in a band.
+    """w <- w - clip(step_scale P^-1, lower, upper) m: the learning rate of each weight stays in a range.
 
-    m is the biased average; its correction is in the step_scale, inside the clip, as in the original.
+    m is the biased average of the gradient. Its bias correction is in step_scale, inside the clip, as in the original.
     """
 
     def scalars(self, group: Mapping[str, Any], step: int, step_scale: float) -> dict[str, float]:
@@ -59,7 +59,7 @@ class BoundedGradient(NaturalGradient):
 
 
 class AdaBound(BeliefOptimizer):
-    r"""Adam with learning rates clipped to a band around `final_lr` that narrows with time.
+    r"""Adam with learning rates clipped to a range around `final_lr` that shrinks with time.
 
     .. math::
         w \leftarrow w - \mathrm{clip}\left(\frac{\eta \sqrt{1-\beta_2^t}}{(1-\beta_1^t)(\sqrt{s} + \epsilon)},
@@ -70,11 +70,12 @@ class AdaBound(BeliefOptimizer):
     Args:
         params: parameters, named parameters or param groups.
         lr: eta, Adam's learning rate at the start.
-        final_lr: eta^*, SGD's learning rate at the end. It keeps its ratio to the initial lr under a schedule.
+        final_lr: eta^*, SGD's learning rate at the end. Under a schedule of lr, final_lr/lr is constant.
         betas: decays of the moving averages.
-        gamma: how fast the band closes.
+        gamma: how fast the range shrinks.
         eps: added to the root mean square.
         weight_decay: L2 penalty in the gradient, as in the original; not decoupled.
+        nonfinite, fused: as in `AdaBayes`.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
@@ -84,14 +85,15 @@ class AdaBound(BeliefOptimizer):
         >>> round(1 - weight.item(), 6)
         0.001
 
-    The defaults are those of the original. A baseline of paper 001; it holds no belief and so has no posterior.
+    The defaults are those of the original. A baseline in Aitchison 2020. It estimates no variance of the weights, so it
+    has no posterior.
 
     Reference: Luo et al., Adaptive gradient methods with dynamic bound of learning rate, 2019.
     Checked by: tests/equations/test_adabound.py, against the authors' package.
     """
 
     curvature = SquaredGradient()
-    transition = Steady(debias=False)
+    transition = SteadyState(debias=False)
     rule = BoundedGradient()
     accepts = {**BeliefOptimizer.accepts, "final_lr": POSITIVE, "gamma": OPEN_FRACTION, "eps": NONNEGATIVE}
 
@@ -119,13 +121,15 @@ class AdaBound(BeliefOptimizer):
 
     def _check_loaded(self, saved: Mapping[str, Any]) -> None:
         super()._check_loaded(saved)
-        strange = set(Peak.slots).difference(self.transition.slots)
+        strange = set(SteadyStateOfMaximum.slots).difference(self.transition.slots)
         if any(strange & set(entry) for entry in saved["state"].values()):
-            raise ValueError(f"the saved state has {sorted(strange)}: it is AMSBound's, not {type(self).__name__}'s.")
+            raise ValueError(
+                f"the saved state has {sorted(strange)}: it is a state of AMSBound, not of {type(self).__name__}."
+            )
 
 
 class AMSBound(AdaBound):
-    r"""AdaBound with the largest average of squared gradients so far in place of the latest.
+    r"""AdaBound with the largest average of squared gradients so far in place of the current one.
 
     Args: as `AdaBound`.
 
@@ -141,4 +145,4 @@ class AMSBound(AdaBound):
     Checked by: tests/equations/test_adabound.py, against the authors' package.
     """
 
-    transition = Peak(debias=False)
+    transition = SteadyStateOfMaximum(debias=False)

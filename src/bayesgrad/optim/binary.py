@@ -1,4 +1,4 @@
-"""STE and BayesBiNN: networks whose weights are -1 or 1."""
+"""STE and BayesBiNN: optimizers for networks with weights -1 or 1."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from bayesgrad.block.relaxed import Relaxed
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.optimizer.base import BeliefOptimizer, settings
 from bayesgrad.optimizer.binary import BinaryOptimizer
-from bayesgrad.optimizer.constraints import COUNT, NONNEGATIVE, POSITIVE, WHOLE, WHOLE_NUMBER
-from bayesgrad.optimizer.variational import WeightSampling, check_known
+from bayesgrad.optimizer.constraints import COUNT, INTEGER, NONNEGATIVE, POSITIVE, POSITIVE_INTEGER
+from bayesgrad.optimizer.variational import WeightSampling, check_prior
 from bayesgrad.posterior import BernoulliPosterior, Posterior
 from bayesgrad.posterior.network import parameters_of
 from bayesgrad.rule import NaturalGradient
@@ -22,16 +22,16 @@ from bayesgrad.transition import Static
 
 
 class STE(BinaryOptimizer):
-    r"""The straight-through estimator: gradients at binary weights move latent ones, whose signs the weights are.
+    r"""The straight-through estimator: gradients at binary weights update latent weights; the weights are their signs.
 
     .. math::
         w = \mathrm{sign}(\theta), \quad
         \theta \leftarrow (1 - \eta\lambda)\, \theta - \eta\, \langle \nabla \bar\ell(w) \rangle
 
     with the mean loss of a batch, eta = `lr`, lambda = `weight_decay`, and <> a debiased moving average with decay
-    `momentum`. The latent weights begin at the parameters as they are given, and every parameter becomes its sign at
-    once (sign(0) = 1): leave out what is to stay real, and load weights before building the optimizer. The training
-    loop is the usual one.
+    `momentum`. The constructor copies the parameters to the latent weights and replaces each parameter by its sign
+    (sign(0) = 1). So pass only the parameters that are to be binary, and load weights before building the optimizer.
+    The training loop is that of any torch optimizer.
 
         >>> weight = torch.nn.Parameter(torch.tensor([0.3, -0.2]))
         >>> optimizer = STE([weight], lr=0.1)
@@ -43,17 +43,16 @@ class STE(BinaryOptimizer):
         (tensor([-1., -1.]), tensor([-0.2000, -0.3000]))
 
     Args:
-        params: parameters, named parameters or param groups. All of them become binary, but for those that do not
-            require gradients.
-        lr: eta, in units of the latent weights. Chosen on digits, with BatchNorm; without, try a tenth.
+        params: parameters, named parameters or param groups. All that require gradients become binary.
+        lr: eta, in units of the latent weights. Chosen on digits, with BatchNorm; without it, try a tenth.
         momentum: decay of the gradient's average.
-        weight_decay: lambda, of the latent weights: without it they may grow until no gradient turns their sign.
-        nonfinite: what to do about a gradient with infinite or NaN entries: `"ignore"`, `"raise"`, or `"skip"`.
-        fused: compile the step (`True`), run it eagerly (`False`), or whichever pays (`None`).
+        weight_decay: lambda, of the latent weights. Without it they may grow until no gradient changes their sign.
+        nonfinite: what to do if a gradient has infinite or NaN entries: `"ignore"`, `"raise"`, or `"skip"`.
+        fused: compile the step (`True`), run it eagerly (`False`), or compile it for large models only (`None`).
 
-    Reference: 002, Eq. 48; Bengio et al., 2013.
-    Differs from the paper: the gradient is of the mean loss, and averaged.
-    Checked by: tests/equations/test_binary.py, also as the limit of BayesBiNN without noise.
+    Reference: Khan and Rue 2023, Eq. 48; Bengio et al., 2013.
+    Differs from the paper: the gradient is that of the mean loss, and a moving average of it is used.
+    Checked by: tests/equations/test_binary.py, also as the noise-free limit of BayesBiNN.
     """
 
     transition = Static()
@@ -75,20 +74,21 @@ class STE(BinaryOptimizer):
 
 
 class BayesBiNN(WeightSampling, BinaryOptimizer):
-    r"""The Bayesian learning rule for binary weights: a belief about each sign, from gradients at relaxed draws.
+    r"""The Bayesian learning rule for binary weights: a Bernoulli belief about each sign, from relaxed samples.
 
     .. math::
         \tilde w &= \tanh((\lambda + \tfrac12 \log\tfrac{u}{1-u})/\tau), \quad u \sim U(0, 1), \quad
         s = \frac{1 - \tilde w^2 + \epsilon}{\tau (1 - \tanh^2 \lambda) + \epsilon} \\
         \lambda &\leftarrow (1-\rho)\, \lambda - \rho\, \langle N s\, \nabla \bar\ell(\tilde w) - \lambda_0 \rangle
 
-    with the mean loss of a batch, rho = `lr`, N = `num_data`, tau = `relaxation`, epsilon = `eps`, and lambda_0 of the
-    prior, zero if there is none. <> is a debiased moving average of the whole bracket, the natural gradient but for the
-    term in lambda, with decay `momentum`. A weight is 1 with probability 1/(1 + exp(-2 lambda)).
+    with the mean loss of a batch, rho = `lr`, N = `num_data`, tau = `relaxation`, epsilon = `eps`, and lambda_0 the
+    natural parameter of the prior, zero without a prior. <> is a debiased moving average of the whole bracket (the
+    natural gradient without the term in lambda) with decay `momentum`. A weight is 1 with probability
+    1/(1 + exp(-2 lambda)).
 
-    Outside of `sampled()` the parameters hold sign(lambda), the most probable weights (sign(0) = 1), from construction
-    on. lambda begins at `natural_init` times the given weights over their root mean square in each tensor; with a
-    prior, at lambda_0. Gradients are taken inside of `sampled()`:
+    Outside `sampled()` the parameters are sign(lambda), the most probable weights (sign(0) = 1), also directly after
+    construction. The initial lambda is `natural_init` times the given weights divided by their root mean square in each
+    tensor; with a prior, it is lambda_0. Compute gradients inside `sampled()`:
 
         >>> weight = torch.nn.Parameter(torch.tensor([0.3, -0.2]))
         >>> optimizer = BayesBiNN([weight], num_data=100)
@@ -100,44 +100,45 @@ class BayesBiNN(WeightSampling, BinaryOptimizer):
         tensor([1., 1.])
 
     Args:
-        params: parameters, named parameters or param groups. All of them become binary, but for those that do not
-            require gradients: leave out what is to stay real, and load weights before building the optimizer.
-        lr: rho, at most 1: the fraction of the belief that is replaced in a step. Chosen on digits, with BatchNorm.
+        params: parameters, named parameters or param groups. All that require gradients become binary, so pass only
+            those. Load weights before building the optimizer.
+        lr: rho, at most 1: the fraction of lambda that is replaced in a step. Chosen on digits, with BatchNorm.
         num_data: N, the number of training examples.
-        relaxation: tau. Small values draw weights close to -1 and 1 and have slopes s of larger variance, until s is
-            eps/eps = 1 for nearly every weight and what is left is STE at random signs. Chosen on digits.
-        eps: keeps s bounded, and weights whose sign is certain alive.
+        relaxation: tau. For small values the sampled weights are close to -1 and 1 and the slopes s have a larger
+            variance; for very small ones s = eps/eps = 1 for nearly every weight, which is STE at random signs. Chosen
+            on digits.
+        eps: bounds s, and keeps it above zero for weights whose sign is certain.
         momentum: decay of the natural gradient's average.
-        natural_init: size of lambda at the start.
-        samples: draws that `step(closure)` averages.
-        prior: a `BernoulliPosterior` of an earlier task to be the prior of this one; parameters must be named. Those
-            that it does not name have the uniform prior.
-        seed: draws are a function of it, of how many there were, and of a weight's position.
-        nonfinite: what to do about a gradient with infinite or NaN entries: `"ignore"`, `"raise"`, or `"skip"`.
-        fused: compile the step (`True`), run it eagerly (`False`), or whichever pays (`None`).
+        natural_init: root mean square of the initial lambda.
+        samples: number of weight samples that `step(closure)` averages over.
+        prior: the `BernoulliPosterior` of an earlier task, used as the prior of this one; parameters must be named.
+            Parameters that it does not contain have the uniform prior.
+        seed: noise is a function of the seed, the number of earlier draws and the position of a weight.
+        nonfinite: what to do if a gradient has infinite or NaN entries: `"ignore"`, `"raise"`, or `"skip"`.
+        fused: compile the step (`True`), run it eagerly (`False`), or compile it for large models only (`None`).
 
-    The stationary belief, lambda - lambda_0 = -N times the gradient of the expected loss by the mean tanh(lambda),
-    minimises N E[loss] + KL(q, prior), up to the bias of the relaxation.
+    In the stationary state, lambda - lambda_0 is -N times the gradient of the expected loss with respect to the mean
+    tanh(lambda). This minimises N E[loss] + KL(q, prior), except for the bias of the relaxation.
 
-    Reference: 002, Eq. 49-52; Meng et al., 2020.
-    Differs from the paper: Eq. 49 and 52 need N/M before the sum over a minibatch of M, which N times the mean is; and
-        Eq. 53 a minus.
+    Reference: Khan and Rue 2023, Eq. 49-52; Meng et al., 2020.
+    Differs from the paper: Eq. 49 and 52 lack the factor N/M of the sum over a minibatch of M, which N times the mean
+    has; Eq. 53 lacks a minus sign.
     Checked by: tests/equations/test_binary.py, by enumeration of all weights and by automatic differentiation.
     """
 
     transition = Static()
     rule = NaturalGradient()
     latent = "natural"
-    keeps = "slope"
-    draws = Relaxed
+    draw_evidence = "slope"
+    block_type = Relaxed
     accepts = {
         **BeliefOptimizer.accepts,
         "num_data": COUNT,
         "relaxation": POSITIVE,
         "eps": NONNEGATIVE,
         "natural_init": NONNEGATIVE,
-        "samples": WHOLE,
-        "seed": WHOLE_NUMBER,
+        "samples": POSITIVE_INTEGER,
+        "seed": INTEGER,
     }
 
     def __init__(
@@ -158,13 +159,15 @@ class BayesBiNN(WeightSampling, BinaryOptimizer):
     ) -> None:
         super().__init__(params, settings(locals()))
         if prior is not None:
-            self._take_prior(prior)
+            self._load_prior(prior)
         self._binarise()
 
-    def _take_prior(self, prior: Posterior) -> None:
+    def _load_prior(self, prior: Posterior) -> None:
         if not isinstance(prior, BernoulliPosterior):
-            raise TypeError(f"prior must be a BernoulliPosterior, got {type(prior).__name__}: use one of BayesBiNN's.")
-        check_known(self.param_groups, prior.natural)
+            raise TypeError(
+                f"prior must be a BernoulliPosterior (as from BayesBiNN.posterior), got {type(prior).__name__}."
+            )
+        check_prior(self.param_groups, prior.natural)
         for group in self.param_groups:
             for name, p in zip(group["param_names"], group["params"]):
                 if name in prior.natural:
@@ -176,11 +179,11 @@ class BayesBiNN(WeightSampling, BinaryOptimizer):
         super()._check(group)
         if group["lr"] > 1:
             raise ValueError(
-                f"lr must be at most 1, got {group['lr']!r}: it is the fraction of the belief that a step replaces."
+                f"lr must be at most 1, got {group['lr']!r}: it is the fraction of lambda that a step replaces."
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group of parameters; they become binary, and have the uniform prior."""
+        """Adds a param group; its parameters become binary and have the uniform prior."""
         super().add_param_group(param_group)
         self.param_groups[-1].setdefault("informed", False)
 
@@ -200,19 +203,19 @@ class BayesBiNN(WeightSampling, BinaryOptimizer):
         return group["natural_init"] * torch.where(size > 0, weights / size, weights)
 
     def scalars(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
-        """As for any filter; the entropy's share of the natural gradient is lambda itself: a decay."""
+        """As in `BeliefOptimizer`; the natural gradient of the entropy is lambda, which acts as a decay."""
         return {**super().scalars(group, step), "shrink": 1 - float(group["lr"]), "gradient_scale": group["num_data"]}
 
-    def drawing(self, group: Mapping[str, Any]) -> list[float]:
+    def sampling_scalars(self, group: Mapping[str, Any]) -> list[float]:
         return [1 / group["relaxation"], group["relaxation"], group["eps"]]
 
     def posterior(self, model: nn.Module, scale: float = 1.0) -> BernoulliPosterior:
-        """The belief about the model's weights, a copy; its draws are -1 or 1.
+        """A copy of the belief about the model's weights; its samples are -1 or 1.
 
         Args:
-            model: the model whose parameters were given to the optimizer. Its other parameters, and frozen ones that
-                were never updated, are held fixed.
-            scale: divides lambda: a larger one makes every weight less certain. Choose it on held-out likelihood.
+            model: the model whose parameters were given to the optimizer. Its other parameters, and frozen parameters
+                that were never updated, are constants.
+            scale: divides lambda: a larger scale makes every weight less certain. Choose it by held-out likelihood.
         """
         if not POSITIVE.holds(scale) or math.isinf(scale):
             raise ValueError(f"scale must be a finite positive number, got {scale!r}.")

@@ -1,4 +1,4 @@
-"""The generic filter: every weight's covariance with every other, for small models."""
+"""DenseFilter: the Kalman filter with the full covariance of all weights, for small models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LIMIT = 10_000  # entries of the state: their covariance has 0.8 GB, a step take
 
 
 class DenseFilter(PredictedMean, LayerwiseOptimizer):
-    r"""Bayesian filtering of all weights together; on a linear model with Gaussian noise, the Kalman filter.
+    r"""Bayesian filtering with the full covariance of all weights; on linear-Gaussian models, the Kalman filter.
 
     .. math::
         \Sigma_{post} &= \Sigma_{prior} - \Sigma_{prior} U (I + U^T \Sigma_{prior} U)^{-1} U^T \Sigma_{prior} \\
@@ -38,45 +38,46 @@ class DenseFilter(PredictedMean, LayerwiseOptimizer):
 
     with the gradient of the mean loss (`.grad`), B = `batch_size`, lambda = `weight_decay` and U U' the Fisher
     information of the batch, one column for each example (and output), from `observe(outputs)` before
-    `loss.backward()`. Parameters hold mu_prior, where the next gradient is to be taken; mu_post is shown by `with
-    optimizer.posterior_mean():`, Sigma_post by `covariance()`.
+    `loss.backward()`. The parameters are mu_prior, where the next gradient is taken. Inside `with
+    optimizer.posterior_mean():` they are mu_post; `covariance()` returns Sigma_post.
 
-    By default each weight's optimum drifts by itself, with eta = `lr` and sigma = `prior_std`: I - A = sqrt(r) I and
-    Q = sigma^2 (1 - r) I with r = exp(-eta^2/sigma^2), or a random walk, A = 0 and Q = eta^2 I, for sigma = inf. A
-    schedule of lr scales Q; lr = 0 is no drift at all: certainty grows, and steps fall as 1/t.
+    By default the optimum of each weight drifts independently, with eta = `lr` and sigma = `prior_std`: I - A =
+    sqrt(r) I and Q = sigma^2 (1 - r) I with r = exp(-eta^2/sigma^2). For sigma = inf it is a random walk, A = 0 and
+    Q = eta^2 I. A schedule of lr scales Q. With lr = 0 there is no drift: the precision only grows, and steps decrease
+    as 1/t.
 
-    Any other drift is given as `transition=(A, Q)`, and is taken as it is whatever lr is. Matrices of size k n for n
-    weights have latent values behind the weights (momentum) that no gradient sees; they start at zero.
+    Any other drift is given by `transition=(A, Q)`, which does not depend on lr. For n weights, matrices of size k n
+    describe (k - 1) n latent values (such as momentum) after the weights. They have no gradient and start at zero.
 
-    The state is in float64 whichever dtype weights have: Sigma_post is a difference, of which float32 loses the sign
-    where a batch is 1e6 times as certain as the belief (float64: 1e13).
+    The state is float64 for weights of any dtype. Sigma_post is a difference, which in float32 loses its sign if the
+    precision of a batch is 1e6 times that of the prior (float64: 1e13).
 
     Args:
         model: the network; BatchNorm must be in evaluation mode.
         lr: eta, the drift of a weight's optimum in one step.
-        params: groups or parameters of the model; None for all. Groups may have their own lr, prior_std and
-            weight_decay; all else is that of the first.
-        batch_size: B, the number of losses that a gradient is the mean of, over all micro-batches (and tokens). The
-            Fisher of what was observed is scaled to as many. A last batch that is smaller should be dropped.
-        prior_std: sigma, also of the belief before the first gradient. With `inf` that has the variance 0.1/B, which
-            bounds the first step by that of SGD with learning rate 0.1.
+        params: parameters or param groups of the model; None for all. Groups may have their own lr, prior_std and
+            weight_decay; other options are those of the first group.
+        batch_size: B, the number of losses whose mean is differentiated, over all micro-batches (and tokens). The
+            Fisher information of the observed outputs is scaled to B losses. Drop a smaller last batch.
+        prior_std: sigma, also the standard deviation before the first gradient. With `inf` the initial variance is
+            0.1/B, so the first step is at most that of SGD with learning rate 0.1.
         transition: (A, Q) in the order of `torch.nn.utils.parameters_to_vector`, Q symmetric and positive
             semi-definite. Every parameter must then have a gradient in every step.
         prior_covariance: the covariance before the first gradient, of the size of Q; None for prior_std^2 for each
-            weight, and zero for latent values.
+            weight and zero for latent values.
         likelihood: "categorical", "bernoulli" or "gaussian"; the loss must be its mean negative log-likelihood, for
             "gaussian" half the squared error.
-        fisher: whose gradients the columns of U are: "exact", all labels as the model predicts them (Gauss-Newton);
-            "sampled", a label drawn for each example; "empirical", the labels given to `observe(outputs, labels)`;
-            "centered", the same minus their mean over the batch, times sqrt(N/(N-1)), so that U U' estimates N times
-            the gradients' covariance without bias.
-        weight_decay: decoupled, after the propagation.
-        seed: of the drawn labels.
-        losses_per_example: how many losses of each example the gradient's mean runs over, as in `NaturalGradient`.
-        nonfinite: as in `AdaBayes`; looks at what was observed as well. With "ignore", gradients that are not finite
-            reach all weights, but the covariance is left as it was.
+        fisher: which gradients are the columns of U: "exact", those of all labels, weighted by the model's predictions
+            (Gauss-Newton); "sampled", of one sampled label per example; "empirical", of the labels given to
+            `observe(outputs, labels)`; "centered", the same minus their mean over the batch, times sqrt(N/(N-1)), so
+            that U U' is an unbiased estimate of N times the covariance of the gradients.
+        weight_decay: decoupled, applied after the prediction.
+        seed: seed of the sampled labels.
+        losses_per_example: the number of losses per example in the mean loss, as in `NaturalGradient`.
+        nonfinite: as in `AdaBayes`; also checks the observed gradients. With "ignore", gradients that are not finite
+            change all weights, but not the covariance.
 
-    A parameter without a gradient keeps its mean, its variance, and its covariance with others of its kind.
+    A parameter without a gradient keeps its mean, its variance, and its covariance with other such parameters.
 
     Example:
         >>> model = torch.nn.Linear(3, 2)
@@ -88,15 +89,15 @@ class DenseFilter(PredictedMean, LayerwiseOptimizer):
         >>> optimizer.covariance().shape
         torch.Size([8, 8])
 
-    Reference: 000, Eq. 1-7.
-    Differs from the paper: the denominator of Eq. 7 is a number, or the matrix above for several columns; the default
-    drift is discretised exactly.
+    Reference: Aitchison 2018, Eq. 1-7.
+    Differs from the paper: the denominator of Eq. 7 is a number for one column of U, and the matrix above for several;
+    the default drift is discretised exactly.
     Checked by: tests/equations/test_dense_filter.py, against filterpy and closed forms.
     """
 
     by_layer = False
     recorded = (layers.is_matrix, layers.is_norm)
-    listens = False
+    records_backward = False
     observes = True
     drift = OrnsteinUhlenbeck()
     accepts = {
@@ -138,33 +139,33 @@ class DenseFilter(PredictedMean, LayerwiseOptimizer):
         super().__init__(model, params, settings(locals()))
         self._size()
 
-    # --- what is modelled ---
+    # --- parameters ---
 
     def _check_model(self) -> None:
         refuse_mixing(self.model)
 
     def _unmodelled(self) -> list[Tensor]:
-        return []  # what no layer explains is differentiated one example at a time
+        return []  # gradients outside of the known layers are computed one example at a time
 
     def step_scale(self, group: Mapping[str, Any]) -> float:
-        """The direction is the whole step, and is followed by the decay."""
+        """The direction is the whole step; the weight decay follows it."""
         return 1 - float(group["lr"]) * group["weight_decay"]
 
     def _size(self, group: Mapping[str, Any] | None = None) -> int:
-        """How many entries the state of the filter has: the weights, and the latent values behind them."""
+        """The number of weights and latent values."""
         group = self.param_groups[0] if group is None else group
         size = weights = sum(p.numel() for p in self._in_model_order())
         if group["transition"] is not None:
             size = len(group["transition"][0])
             if size % weights:
                 raise ValueError(
-                    f"A and Q of transition must have {weights} rows, one for each weight, or a multiple of that with "
-                    f"latent values behind the weights; got {size}."
+                    f"A and Q of transition must have {weights} rows, one for each weight, or a multiple of that for "
+                    f"latent values; got {size}."
                 )
         if size > LIMIT:
             raise ValueError(
-                f"{type(self).__name__} keeps the covariance of every pair of {size} values, and takes at most "
-                f"{LIMIT}: pass params= of a part of the model, or use NaturalGradient or KFAC."
+                f"{type(self).__name__} stores a covariance matrix of at most {LIMIT} values, got {size}: pass some of "
+                "the parameters as params=, or use NaturalGradient or KFAC."
             )
         given = group["prior_covariance"]
         if given is not None and len(given) != size:
@@ -172,9 +173,11 @@ class DenseFilter(PredictedMean, LayerwiseOptimizer):
         return size
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group of parameters of the model, before the first step."""
+        """Adds a param group of the model's parameters, before the first step."""
         if any("covariance" in entry for entry in self.state.values()):
-            raise ValueError("a belief about all weights together takes no more of them: build the optimizer anew.")
+            raise ValueError(
+                "parameters cannot be added after the first step of a joint covariance: build a new optimizer."
+            )
         super().add_param_group(param_group)
         if "recorder" in self.__dict__:
             self._size()
@@ -182,13 +185,14 @@ class DenseFilter(PredictedMean, LayerwiseOptimizer):
     # --- evidence ---
 
     def observe(self, outputs: Tensor, labels: Tensor | None = None) -> None:
-        """Takes the Fisher information of this batch, for the next step.
+        """Computes the Fisher information of this batch for the next step.
 
-        Several calls before a step add up to one batch. Forgotten by `zero_grad()` if gradients have come since.
+        Several calls before a step act like one call with a larger batch. `zero_grad()` discards the result if
+        gradients were computed since.
 
         Args:
-            outputs: of the model, with their graph; which is left as it is, and so is `.grad`.
-            labels: for fisher="empirical" and "centered"; for "sampled" in place of drawn ones.
+            outputs: outputs of the model with their graph; neither the graph nor `.grad` is changed.
+            labels: for fisher="empirical" and "centered"; for "sampled" they replace the sampled labels.
         """
         refuse_mixing(self.model)
         check_outputs(outputs)
@@ -197,7 +201,7 @@ class DenseFilter(PredictedMean, LayerwiseOptimizer):
         if labels is None and fisher in ("empirical", "centered"):
             raise ValueError(f"fisher={fisher!r} needs labels: call observe(outputs, labels).")
         if labels is not None and fisher == "exact":
-            raise ValueError("fisher='exact' is about all labels and takes none: call observe(outputs).")
+            raise ValueError("fisher='exact' sums over all labels: call observe(outputs) without labels.")
         trace = self.recorder.trace(outputs)
         if fisher == "exact":
             directions = list(kind.roots(outputs))
@@ -216,11 +220,12 @@ class DenseFilter(PredictedMean, LayerwiseOptimizer):
         self._marked = self._mark()
 
     def _columns(self) -> Tensor:
-        """U', (columns, weights), of all that was observed since the last step."""
+        """U', (columns, weights), from all calls of observe() since the last step."""
         group = self.param_groups[0]
         if not self._observed:
             raise self.missing_observation(
-                "nothing was observed since the last step", "call observe(outputs), before loss.backward(), on outputs"
+                "observe() was not called since the last step",
+                "call observe(outputs), before loss.backward(), on outputs",
             )
         parts, counts = zip(*self._observed)
         self._observed = []
@@ -239,7 +244,7 @@ class DenseFilter(PredictedMean, LayerwiseOptimizer):
             return False
         if option == "raise":
             raise FloatingPointError(
-                "the gradients of single examples in what was observed are not all finite; nothing was changed. "
+                "observe() found per-example gradients that are not finite; nothing was changed. "
                 "Lower lr, or pass nonfinite='skip'."
             )
         self._observed = []
@@ -253,7 +258,7 @@ class DenseFilter(PredictedMean, LayerwiseOptimizer):
             return {}
         order = self._in_model_order()
         entry = self.state[order[0]]
-        still = self._still(order, owners)
+        still = self._without_gradient(order, owners)
         U = self._columns().masked_fill_(still, 0.0).mT
         prior, latent = self._predicted()
         size, count = len(prior.covariance), len(U)
@@ -272,25 +277,25 @@ class DenseFilter(PredictedMean, LayerwiseOptimizer):
             step[:count].masked_fill_(still, 0.0)
             entry.update(covariance=belief.covariance, mean=state - step)
             change = self._drifted(entry, state, step, owners)
-        else:  # weights take what came, as in torch.optim
+        else:  # gradients that are not finite change the weights, as in torch.optim
             change = prior.solve(gradient)
         pieces = change[:count].split([p.numel() for p in order])
         return {p: piece.view(p.shape).to(p.device) for p, piece in zip(order, pieces) if p in owners}
 
-    def _still(self, order: Sequence[Tensor], owners: Mapping[Tensor, Any]) -> Tensor:
-        """The weights that have no gradient, (weights,)."""
+    def _without_gradient(self, order: Sequence[Tensor], owners: Mapping[Tensor, Any]) -> Tensor:
+        """A mask of the weights without a gradient, (weights,)."""
         missing = [p not in owners for p in order]
         if any(missing) and self.param_groups[0]["transition"] is not None:
             names = {p: n for group in self.param_groups for n, p in zip(group["param_names"], group["params"])}
             raise ValueError(
-                f"transition=(A, Q) moves all weights together, but {names[order[missing.index(True)]]} has no "
-                "gradient: leave it out by params=."
+                f"transition=(A, Q) needs a gradient of every parameter, but {names[order[missing.index(True)]]} has "
+                "none: pass params= without it."
             )
         sizes = torch.tensor([p.numel() for p in order])
         return torch.tensor(missing).repeat_interleave(sizes).to(order[0].device)
 
     def _updated(self, prior: Dense, U: Tensor, still: Tensor) -> Dense:
-        """The posterior; where gradients are missing, with a gain of zero (a Schmidt-Kalman filter)."""
+        """The posterior; weights without a gradient have a Kalman gain of zero (Schmidt-Kalman filter)."""
         belief = prior.add(Matrix(U))
         if bool(still.any()):
             kept = still.nonzero()[:, 0]
@@ -300,11 +305,11 @@ class DenseFilter(PredictedMean, LayerwiseOptimizer):
     def _drifted(
         self, entry: dict[str, Tensor], state: Tensor, step: Tensor, owners: Mapping[Tensor, Mapping[str, Any]]
     ) -> Tensor:
-        """state - (I - A)(state - step): what takes the predicted mean to the next one."""
+        """state - (I - A)(state - step): the difference between this predicted mean and the next one."""
         transition = self.param_groups[0]["transition"]
         if transition is not None:
             return step + transition[0].to(state) @ (state - step)
-        retain, noise = [], []  # as of this step: the covariance follows at the next one, under another lr perhaps
+        retain, noise = [], []  # stored with the lr of this step; the covariance is propagated at the next step
         for p in self._in_model_order():
             n = {"retain": 1.0, "noise": 0.0}
             if p in owners:
@@ -316,9 +321,9 @@ class DenseFilter(PredictedMean, LayerwiseOptimizer):
         root = entry["retain"].sqrt()
         return root * step + (1 - root) * state
 
-    # --- what is believed ---
+    # --- posterior ---
 
-    def _believed(self) -> Dense:
+    def _posterior_covariance(self) -> Dense:
         """The posterior covariance of weights and latent values; before the first step, the prior's."""
         order, size = self._in_model_order(), self._size()
         entry, group = self.state.get(order[0], {}), self.param_groups[0]
@@ -337,8 +342,8 @@ class DenseFilter(PredictedMean, LayerwiseOptimizer):
         return Dense(torch.diag(variances), (size,))
 
     def _predicted(self) -> tuple[Dense, Tensor]:
-        """The covariance at the weights as they are, and the mean of latent values, (latent,)."""
-        order, believed = self._in_model_order(), self._believed()
+        """The predicted covariance, and the predicted mean of latent values, (latent,)."""
+        order, believed = self._in_model_order(), self._posterior_covariance()
         entry, transition = self.state.get(order[0], {}), self.param_groups[0]["transition"]
         weights = sum(p.numel() for p in order)
         if "covariance" not in entry:
@@ -357,14 +362,14 @@ class DenseFilter(PredictedMean, LayerwiseOptimizer):
         return {p: piece.view(p.shape) for p, piece in zip(order, mean[: sum(sizes)].split(sizes))}
 
     def covariance(self) -> Tensor:
-        """Sigma_post of the weights, a copy, in the order of `torch.nn.utils.parameters_to_vector`; float64."""
+        """A copy of Sigma_post of the weights, in the order of `torch.nn.utils.parameters_to_vector`; float64."""
         weights = sum(p.numel() for p in self._in_model_order())
-        return self._believed().covariance[:weights, :weights].clone()
+        return self._posterior_covariance().covariance[:weights, :weights].clone()
 
     def _joint(self, names: Mapping[int, str], scale: float) -> list[tuple[str, Joint]]:
         order = self._in_model_order()
         if any(id(p) not in names for p in order):
-            return []  # refused by name
+            return []  # posterior() raises an error that names the parameter
         mean = torch.cat([p.detach().double().flatten() for p in order])
         belief = Dense(scale * self.covariance(), tuple(mean.shape))
         return [(names[id(order[0])], Joint(mean, belief, {names[id(p)]: p.shape for p in order}))]
@@ -383,7 +388,9 @@ class DenseFilter(PredictedMean, LayerwiseOptimizer):
             shapes |= {"retain": (size,), "noise": (size,)}
         lost = sorted(set(shapes) - set(entry))
         if 0 < len(lost) < len(shapes):
-            raise ValueError(f"the saved state lacks {lost}: it is not {type(self).__name__}'s, or cut short.")
+            raise ValueError(
+                f"the saved state lacks {lost}: it is not a state of {type(self).__name__}, or it is truncated."
+            )
         for name, shape in shapes.items():
             if name in entry and entry[name].shape != shape:
                 raise ValueError(

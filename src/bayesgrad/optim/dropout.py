@@ -1,4 +1,4 @@
-"""Dropout as a learning rule: spike and slab over the weights that leave each unit."""
+"""SpikeSlab: dropout as variational inference with a spike-and-slab distribution over the weights of each unit."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from bayesgrad.optimizer.constraints import NONNEGATIVE, POSITIVE, one_of
 from bayesgrad.optimizer.hessian_diagonal import HESSIAN, HessianDiagonal
 from bayesgrad.optimizer.unit_dropout import UnitDropout
 from bayesgrad.rule import NaturalGradient
-from bayesgrad.transition import FLOOR, MovingAverage, Steady
+from bayesgrad.transition import FLOOR, MovingAverage, SteadyState
 
-# What is left out: (lr, betas, eps).
+# Default (lr, betas, eps) of each update.
 DEFAULTS = {
     "adam": (1e-3, (0.9, 0.999), 1e-8),
     "rmsprop": (1e-3, (0.0, 0.99), 1e-8),
@@ -26,15 +26,15 @@ DEFAULTS = {
 
 
 @dataclass(frozen=True)
-class Fading(MovingAverage):
-    """s <- decay s + (1 - decay) h from a prior: `Forget`, kept as a precision because it may come to zero."""
+class BiasedMovingAverage(MovingAverage):
+    """s <- decay s + (1 - decay) h, starting from a prior: `Forget` with the precision as state, as it may be zero."""
 
     def scalars(self, *, decay: float, step: int) -> dict[str, float]:
         return {"keep": decay, "take": 1 - decay, "floor": FLOOR}
 
 
 class SpikeSlab(HessianDiagonal, UnitDropout):
-    r"""Dropout, as the Bayesian learning rule for a belief that whole units may not be there.
+    r"""Dropout as the Bayesian learning rule for a distribution in which whole units may be absent.
 
     .. math::
         q(\theta_j) = \pi_1 N(\theta_j | m_j, S_j^{-1}) + (1-\pi_1) N(\theta_j | 0, s_0^{-1} I), \quad
@@ -54,10 +54,10 @@ class SpikeSlab(HessianDiagonal, UnitDropout):
     =========== ========================================== =====================================
 
     where pi_1 = `keep`, eta = `lr` and <> are debiased moving averages with decays `betas`. Because of the factor z,
-    E[g] is exactly the gradient with unit j there; activations are not rescaled, so that predictions by a single
-    network use pi_1 m, `posterior(model).predict(x, method="mean")`.
+    E[g] is exactly the expected gradient given that unit j is kept. Activations are not rescaled, so predictions by a
+    single network use pi_1 m: `posterior(model).predict(x, method="mean")`.
 
-    Gradients are taken inside of `sampled()`; there `.grad` becomes g. Clipping acts on g.
+    Compute gradients inside `sampled()`; there `.grad` becomes g. Clipping acts on g.
 
         >>> model = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
         >>> optimizer = SpikeSlab(model, keep=0.8)
@@ -68,36 +68,36 @@ class SpikeSlab(HessianDiagonal, UnitDropout):
         >>> sorted(optimizer.posterior(model).keep)
         ['2.weight']
 
-    Units are the inputs of Linear layers and the input channels of convolutions, whose weights have a mask for each;
-    biases and whatever else is in the model are trained without one. So are weights that are shared with a layer of
-    another kind.
+    Units are the inputs of Linear layers and the input channels of convolutions. Biases and all other parameters are
+    trained without masks, and so are weights that are shared with a layer of another type.
 
     Args:
         model: the network.
-        lr: eta. None is 1e-3, for `"newton"` 0.05; at most 1 there, where it is the rate of both updates.
-        params: parameters, named parameters or groups of the model; None for all.
-        keep: pi_1 of all layers but the first, or a dict from names of layers to it: others then drop nothing.
-        drop_inputs: whether units of the first layer, in the order of `model.modules()`, are dropped: they are data.
-            Name layers in `keep` where the data enter elsewhere too.
-        update: see above.
-        betas: None is (0.9, 0.999), for `"rmsprop"` (0, 0.99), for `"newton"` (0.9, 0), which has no second one.
-        eps: added to s. None is 1e-8, for `"newton"` 0.01: where the loss is flat, s comes to nothing.
-        hess_init: s at the start, of `"newton"`.
-        hessian: how `observe(loss)` finds the Hessian's diagonal: `"hutchinson"`, v * (H v) for random signs v, or
-            `"exact"`, by a backward pass for each weight; `"auto"` is exact for up to 1000 weights.
-        probes: how many v are averaged.
+        lr: eta. None is 1e-3, for `"newton"` 0.05. At most 1 for `"newton"`, where it is the rate of both updates.
+        params: parameters, named parameters or param groups of the model; None for all.
+        keep: pi_1, the probability to keep a unit, for all layers but the first; or a dict from names of layers to
+            probabilities, where other layers drop nothing.
+        drop_inputs: whether to drop units of the first layer in the order of `model.modules()`, which are the data. If
+            data enter at other layers too, name the layers in `keep`.
+        update: see the table.
+        betas: None is (0.9, 0.999), for `"rmsprop"` (0, 0.99), for `"newton"` (0.9, 0), whose second is not used.
+        eps: added to s. None is 1e-8, for `"newton"` 0.01, because s may be zero where the loss is flat.
+        hess_init: the initial s of `"newton"`.
+        hessian: how `observe(loss)` computes the diagonal of the Hessian: `"hutchinson"`, v * (H v) for random signs v,
+            or `"exact"`, with a backward pass for each weight; `"auto"` is exact for up to 1000 weights.
+        probes: the number of vectors v to average over.
         weight_decay: decoupled, as in AdamW.
-        samples: draws that `step(closure)` averages.
-        seed: masks are a function of it, of how many draws there were, and of a unit's position.
-        nonfinite: what to do about a gradient with infinite or NaN entries: `"ignore"`, `"raise"`, or `"skip"`.
-        fused: compile the step (`True`), run it eagerly (`False`), or whichever pays (`None`).
+        samples: number of weight samples that `step(closure)` averages over.
+        seed: masks are a function of the seed, the number of earlier draws and the position of a unit.
+        nonfinite: what to do if a gradient has infinite or NaN entries: `"ignore"`, `"raise"`, or `"skip"`.
+        fused: compile the step (`True`), run it eagerly (`False`), or compile it for large models only (`None`).
 
-    With the defaults a small MLP on digits trains to 96 %, with `"newton"` to 97 %; rates were chosen on it.
+    With the defaults a small MLP on digits reaches 96 %, with `"newton"` 97 %; learning rates were chosen on it.
 
-    Reference: 002, section 4.3, Eq. 39-43, and appendix G.
-    Differs from the paper: gradient and Hessian are those through the mask, z and z z^T times the ones at the dropped
-    weights, without which (1/pi_1) E[g] is biased; s_0 is large. |h| is of the batch's
-    Hessian, not the sum of absolute values of each example's (Eq. 36).
+    Reference: Khan and Rue 2023, section 4.3, Eq. 39-43, and appendix G.
+    Differs from the paper: gradient and Hessian are multiplied by z and z z^T, without which (1/pi_1) E[g] is biased;
+    s_0 is large. |h| is the absolute value of the batch's Hessian, not the sum over examples of absolute values
+    (Eq. 36).
     Checked by: tests/equations/test_dropout.py.
     """
 
@@ -139,12 +139,14 @@ class SpikeSlab(HessianDiagonal, UnitDropout):
     def _check(self, group: Mapping[str, Any]) -> None:
         super()._check(group)
         if group["update"] == "newton" and float(group["lr"]) > 1:
-            raise ValueError(f"lr of update='newton' must be at most 1, got {group['lr']!r}: it is a moving average's.")
+            raise ValueError(
+                f"lr must be at most 1 with update='newton', got {group['lr']!r}: 1 - lr is the decay of an average."
+            )
 
     def parts(self, group: Mapping[str, Any]) -> Parts:
         if group["update"] == "newton":
-            return Parts(AbsoluteHessian(), Fading(), self.rule)
-        return Parts(SquaredGradient(), Steady(debias=group["update"] == "adam"), self.rule)
+            return Parts(AbsoluteHessian(), BiasedMovingAverage(), self.rule)
+        return Parts(SquaredGradient(), SteadyState(debias=group["update"] == "adam"), self.rule)
 
     def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         if group["update"] == "newton":
@@ -161,13 +163,13 @@ class SpikeSlab(HessianDiagonal, UnitDropout):
 
     # --- second derivatives ---
 
-    def wants_hessian(self, group: Mapping[str, Any]) -> bool:
+    def needs_hessian(self, group: Mapping[str, Any]) -> bool:
         return group["update"] == "newton"
 
     def hessian_factor(self, group: Mapping[str, Any], p: Tensor) -> float:
-        # Both derivatives went through the mask and were divided by keep; one of the two divisions is enough.
+        # The mask's hook divided by keep for each of the two derivatives; h needs only one division.
         return self.keep_of(group, p) or 1.0
 
     def _begin_observing(self) -> None:
         if self._key is None:
-            raise RuntimeError("observe(loss) belongs inside of `with optimizer.sampled():`, before loss.backward().")
+            raise RuntimeError("call observe(loss) inside `with optimizer.sampled():`, before loss.backward().")

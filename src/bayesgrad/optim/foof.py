@@ -1,4 +1,4 @@
-"""FOOF: gradient descent on the outputs of neurons."""
+"""FOOF: gradient descent on the outputs of layers."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from bayesgrad.transition import Static
 
 
 class FOOF(FactoredOptimizer):
-    r"""Moves each layer's weights so that its *outputs* move along their gradients.
+    r"""Gradient descent on neurons: updates the weights of each layer so that its *outputs* follow their gradients.
 
     .. math::
         A &= \langle \tfrac1N \textstyle\sum_j \sum_t a_{jt} a_{jt}^T \rangle \\
         W &\leftarrow (1 - \eta\lambda_w)\, W - \eta\, \nabla_W (A + \lambda I)^{-1}
 
     with a the inputs of a layer (a one appended for the bias) for example j at position t, <> a debiased moving average
-    with decay `ema`, eta = `lr`, lambda = `damping` and lambda_w = `weight_decay`. It is ridge regression of the
-    errors at the layer's outputs on its inputs: no second derivatives, one factor, no labels to sample.
+    with decay `ema`, eta = `lr`, lambda = `damping` and lambda_w = `weight_decay`. This is ridge regression of the
+    errors at the layer's outputs on its inputs. It needs no second derivatives, one factor, and no sampled labels.
 
-    An example is one index of the first dimension, with one loss. Where it has T of them and the gradient is of their
-    mean
-    (tokens of a sequence), A is divided by `losses_per_example` = T.
+    An example is one index of the first dimension, with one loss. If an example has T losses (tokens of a sequence) and
+    the loss is the mean over all of them, A is divided by `losses_per_example` = T.
 
     Args:
-        model: the network; the training loop stays as it is.
+        model: the network; the training loop is that of any torch optimizer.
         lr: eta.
-        params: groups or parameters of the model; None for all.
-        damping: lambda, in units of squared inputs, summed over positions.
+        params: parameters or param groups of the model; None for all.
+        damping: lambda, in units of squared inputs summed over positions.
         ema: decay of the average of A.
         update_every: steps between inversions (early in a run, whenever the number of steps has grown by a quarter).
         stats_every: steps between updates of A.
-        losses_per_example: the number of losses in one example that the mean loss runs over: 1, or the number of tokens
-            where the loss is a mean over tokens.
-        momentum: of torch.optim.SGD, on the preconditioned gradient.
+        losses_per_example: the number of losses per example in the mean loss: 1, or the number of tokens per sequence
+            if the loss is a mean over tokens.
+        momentum: as in torch.optim.SGD, of the preconditioned gradient.
         weight_decay: decoupled.
-        max_factor: larger sides are taken to be diagonal.
+        max_factor: a factor with more rows than this is approximated by its diagonal.
         nonfinite, fused: as in `AdaBayes`.
 
-    What it cannot model (normalisation layers, attention's and raw parameters) is trained by SGD at lr/(1 + damping).
+    Other parameters (of normalisation layers and attention, and raw parameters) are trained by SGD with learning rate
+    lr/(1 + damping).
 
     Example:
         >>> model = torch.nn.Linear(3, 1)
@@ -54,14 +54,15 @@ class FOOF(FactoredOptimizer):
 
     Defaults were chosen on scikit-learn's digits and MNIST with small MLPs.
 
-    Reference: 004, Eq. 4 and section 2.1.
-    Differs from the paper: whose sum over examples and mean gradient make lambda depend on the batch size; biases.
+    Reference: Benzing 2021, Eq. 4 and section 2.1.
+    Differs from the paper: A is a mean over examples. The paper has a sum, with which lambda depends on the batch size.
+    Biases are included.
     Checked by: tests/equations/test_foof.py.
     """
 
     layer_curvature = InputMoment()
-    rest = (None, Static())
-    fallback = "SGD at lr/(1 + damping)"
+    fallback_parts = (None, Static())
+    fallback_name = "SGD with learning rate lr/(1 + damping)"
 
     def __init__(
         self,
@@ -82,13 +83,15 @@ class FOOF(FactoredOptimizer):
     ) -> None:
         super().__init__(model, params, settings(locals()))
 
-    def compares(self) -> bool:
+    def checks_gradient(self) -> bool:
         return True
 
     def statistics(
         self, current: list[Layer], settings: Mapping[Layer, Mapping[str, Any]], passes: Mapping[Layer, LayerBatch]
     ) -> Mapping[Layer, LayerBatch]:
         due = [layer for layer in current if self.due(layer, settings[layer])]
-        if not passes and (names := [layer.names[0] for layer in self.touched(due)]):
-            raise self.missing_observation(f"no inputs were seen for layers {names}", "run forward and backward passes")
+        if not passes and (names := [layer.names[0] for layer in self.with_nonzero_gradient(due)]):
+            raise self.missing_observation(
+                f"no inputs were recorded for layers {names}", "run forward and backward passes"
+            )
         return {layer: passes[layer] for layer in due if layer in passes}

@@ -1,4 +1,4 @@
-"""IVON: variational training at the cost of Adam."""
+"""IVON: variational inference at the cost of Adam."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from bayesgrad.curvature import Reparameterised, SquaredGradient
 from bayesgrad.optimizer import Parts
 from bayesgrad.optimizer.base import settings
-from bayesgrad.optimizer.constraints import FLAG, one_of
+from bayesgrad.optimizer.constraints import BOOLEAN, one_of
 from bayesgrad.optimizer.variational import SampledVariational, VariationalOptimizer
 from bayesgrad.posterior import Posterior
 from bayesgrad.rule import NaturalGradient
@@ -17,7 +17,7 @@ from bayesgrad.transition import Forget
 
 
 class IVON(SampledVariational):
-    r"""The improved variational online Newton rule: beliefs about weights, from gradients at weights drawn from them.
+    r"""The improved variational online Newton method: a Gaussian posterior from gradients at sampled weights.
 
     .. math::
         \theta &= m + \sigma \epsilon, \quad \sigma^2 = 1/(N (h + \delta/N)), \quad
@@ -26,10 +26,11 @@ class IVON(SampledVariational):
         m &\leftarrow m - \eta\, (\langle \hat g \rangle + \tfrac{\delta}{N} m)/(h + \tfrac{\delta}{N})
 
     with the mean loss l of a batch, N = `num_data`, delta = `prior_precision`, <> a debiased moving average with decay
-    beta_1, and eta = `lr`, times (`hess_init` + delta/N) with `rescale_lr`. h begins at `hess_init` and is unbiased for
-    the expected Hessian, with no second derivative computed; the last term keeps h + delta/N positive whatever comes.
+    beta_1, and eta = `lr`, times (`hess_init` + delta/N) with `rescale_lr`. h starts at `hess_init`. The estimate of
+    the expected Hessian is unbiased and needs no second derivatives. The last term keeps h + delta/N positive for any
+    gradients.
 
-    Gradients are taken inside of `sampled()`:
+    Compute gradients inside `sampled()`:
 
         >>> import torch
         >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -41,35 +42,37 @@ class IVON(SampledVariational):
 
     Args:
         params: parameters, named parameters or param groups.
-        lr: eta. With `rescale_lr`, about what suits SGD with momentum, because the first steps are lr <g>.
-        num_data: N, the number of training examples (of losses that the mean is over: tokens, for a language model).
+        lr: eta. With `rescale_lr`, use about the learning rate of SGD with momentum: the first steps are lr <g>.
+        num_data: N, the number of training examples (for a language model with a mean loss over tokens, of tokens).
         prior_precision: delta, of the prior N(0, 1/delta); prior_precision/num_data is the usual weight decay.
-        hess_init: h at the start. The variance then is 1/(N (hess_init + delta/N)): too small a value begins with too
-            much noise.
-        betas: decays of the averages of gradient and Hessian. 1/(1-beta_2) steps are what h needs to move: see below.
-        samples: draws that `step(closure)` averages.
+        hess_init: the initial h. The initial variance is 1/(N (hess_init + delta/N)), so a small value means much
+            noise at the start.
+        betas: decays of the averages of gradient and Hessian. h changes over about 1/(1-beta_2) steps: see below.
+        samples: number of weight samples that `step(closure)` averages over.
         rescale_lr: multiply lr by (hess_init + delta/N).
-        clip_radius: bounds each coordinate of the step, before lr.
-        curvature: `"reparameterised"` as above, or `"gradsq"`, h^ = N g^2, which never is negative and is no Hessian.
-        natural_momentum: gamma of momentum in the belief's natural parameters (paper 002, appendix F), in place of or
-            beside beta_1.
-        prior: a posterior of an earlier task to be the prior of this one, in place of prior_precision, which is left
-            to parameters that it does not name.
-        seed: draws are a function of it, of how many there were, and of a weight's position.
-        nonfinite: what to do about a gradient with infinite or NaN entries: `"ignore"`, `"raise"`, or `"skip"`.
-        fused: compile the step (`True`), run it eagerly (`False`), or whichever pays (`None`).
+        clip_radius: bound of each coordinate of the step, before it is multiplied by lr.
+        curvature: `"reparameterised"` as above, or `"gradsq"`, h^ = N g^2, which is never negative but is not the
+            Hessian.
+        natural_momentum: gamma, momentum of the natural parameters of the Gaussian (Khan and Rue 2023, appendix F,
+            Eq. 79-81), in place of or in addition to beta_1. Checked by tests/equations/test_ivon.py,
+            test_natural_momentum_is_momentum_of_natural_parameters.
+        prior: the posterior of an earlier task, used as the prior of this one. Parameters that it does not contain
+            have the prior N(0, 1/prior_precision).
+        seed: noise is a function of the seed, the number of earlier draws and the position of a weight.
+        nonfinite: what to do if a gradient has infinite or NaN entries: `"ignore"`, `"raise"`, or `"skip"`.
+        fused: compile the step (`True`), run it eagerly (`False`), or compile it for large models only (`None`).
 
-    Presets: for 10^4 steps or more the defaults with hess_init from 0.1 to 1; for 10^3 to 10^4 steps (a small data set,
-    a few epochs) betas = (0.9, 0.9995) and hess_init = 0.1; for fine-tuning, hess_init = 1e-3 and lr = 0.03. A warning
-    comes where h has not moved after a thousand steps. See docs/choosing.md.
+    Presets: for 10^4 steps or more, the defaults with hess_init from 0.1 to 1; for 10^3 to 10^4 steps (a small data
+    set, a few epochs), betas = (0.9, 0.9995) and hess_init = 0.1; for fine-tuning, hess_init = 1e-3 and lr = 0.03. A
+    warning is given if h has not changed after a thousand steps. See docs/choosing.md.
 
-    Reference: 002, Eq. 11-12 and section 4.4; Lin et al., 2020; Shen et al., 2024.
+    Reference: Khan and Rue 2023, Eq. 11-12 and section 4.4; Lin et al., 2020; Shen et al., 2024.
     Checked by: tests/equations/test_ivon.py, against ivon-opt and a closed form.
     """
 
     transition = Forget(retract=True)
     rule = NaturalGradient()
-    accepts = {**VariationalOptimizer.accepts, "rescale_lr": FLAG, "curvature": one_of("reparameterised", "gradsq")}
+    accepts = {**VariationalOptimizer.accepts, "rescale_lr": BOOLEAN, "curvature": one_of("reparameterised", "gradsq")}
 
     def __init__(
         self,
@@ -91,16 +94,18 @@ class IVON(SampledVariational):
         fused: bool | None = None,
     ) -> None:
         super().__init__(params, settings(locals(), kl_weight=1.0))
-        self._take_prior(prior)
+        self._load_prior(prior)
 
     @property
-    def keeps(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def draw_evidence(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return "squares" if self.param_groups[0]["curvature"] == "gradsq" else "offset"
 
     def parts(self, group: Mapping[str, Any]) -> Parts:
         natural = group["natural_momentum"] > 0
         curvature = SquaredGradient() if group["curvature"] == "gradsq" else Reparameterised()
-        return Parts(curvature, Forget(retract=True, natural=natural), NaturalGradient(natural=natural))
+        return Parts(
+            curvature, Forget(retract=True, natural_momentum=natural), NaturalGradient(natural_momentum=natural)
+        )
 
     def gradient_scale(self, group: Mapping[str, Any]) -> float:
         return math.sqrt(group["num_data"]) if group["curvature"] == "gradsq" else group["num_data"]

@@ -1,4 +1,4 @@
-"""KFAC: natural gradients with a Kronecker-factored Fisher for each layer."""
+"""KFAC: natural gradients with a Kronecker-factored Fisher matrix for each layer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bayesgrad.precision.linalg import unusable
 
 
 class KFAC(SampledLabels):
-    r"""Natural gradients, with the Fisher of each layer taken to be a Kronecker product.
+    r"""Natural gradients with the Fisher matrix of each layer approximated by a Kronecker product.
 
     .. math::
         A &= \langle \tfrac1N \textstyle\sum_j \sum_t a_{jt} a_{jt}^T \rangle, \quad
@@ -28,37 +28,35 @@ class KFAC(SampledLabels):
         W &\leftarrow (1 - \eta\lambda_w)\, W - \eta\, (E + \tfrac{\sqrt\lambda}{\pi} I)^{-1} \nabla_W
         (A + \pi\sqrt\lambda I)^{-1}, \quad \pi^2 = \frac{\mathrm{tr} A/d_A}{\mathrm{tr} E/d_E}
 
-    with a the inputs of a layer (a one appended for the bias) and e the errors at its outputs for labels drawn from the
+    with a the inputs of a layer (a one appended for the bias), e the errors at its outputs for labels sampled from the
     model, <> a debiased moving average with decay `ema`, eta = `lr`, lambda = `damping`, lambda_w = `weight_decay`.
 
-    The errors come from `observe(outputs)`, called on the outputs of a forward pass before `loss.backward()`, of the
-    same batch or another. It costs a backward pass without weight gradients, when statistics are due, and nothing
-    otherwise.
+    `observe(outputs)` computes the errors. Call it before `loss.backward()`, with the outputs of the same batch or of
+    another. When statistics are due, it costs a backward pass without weight gradients; otherwise it does nothing.
 
     For large damping this is FOOF: (sqrt(lambda)/pi) times the step tends to FOOF's with damping pi sqrt(lambda).
 
     Args:
         model: the network.
         lr: eta.
-        params: groups or parameters of the model; None for all.
-        damping: lambda, in units of the Fisher.
-        likelihood: "categorical", "bernoulli" or "gaussian".
+        params: parameters or param groups of the model; None for all.
+        damping: lambda, in units of the Fisher matrix.
+        likelihood: "categorical", "bernoulli" or "gaussian", from which labels are sampled.
         ema: decay of the averages.
         update_every: steps between inversions (early in a run, whenever the number of steps has grown by a quarter).
         stats_every: steps between updates of A and E; observe() does nothing in between.
-        losses_per_example: the number of losses in one example that the mean loss runs over: 1, or the number of tokens
-            where the loss is a mean over tokens.
-        momentum: of torch.optim.SGD, on the preconditioned gradient.
+        losses_per_example: the number of losses per example in the mean loss: 1, or the number of tokens per sequence
+            if the loss is a mean over tokens.
+        momentum: as in torch.optim.SGD, of the preconditioned gradient.
         weight_decay: decoupled.
-        sharing: what to do about positions: "expand" as above, or "reduce", which averages inputs and adds up errors
-            first.
-        exact_damping: add lambda to the product A ⊗ E, which takes eigendecompositions, in place of damping the
-            factors.
-        max_factor: larger sides are taken to be diagonal.
-        seed: of the drawn labels.
+        sharing: how positions are treated: "expand" as above, or "reduce", which first averages inputs and sums errors
+            over the positions of an example.
+        exact_damping: add lambda to the product A ⊗ E in place of damping the factors; this needs eigendecompositions.
+        max_factor: a factor with more rows than this is approximated by its diagonal.
+        seed: seed of the sampled labels.
         nonfinite, fused: as in `AdaBayes`.
 
-    What it cannot model gets a diagonal: w <- w - lr g/(<g^2> + damping), with the same average.
+    Other parameters use a diagonal: w <- w - lr g/(<g^2> + damping), with the same average.
 
     Example:
         >>> model = torch.nn.Linear(3, 2)
@@ -70,7 +68,7 @@ class KFAC(SampledLabels):
 
     Defaults were chosen on scikit-learn's digits and MNIST with small MLPs.
 
-    Reference: 004, Eq. 3; Martens and Grosse, 2015.
+    Reference: Benzing 2021, Eq. 3; Martens and Grosse, 2015.
     Differs from the paper: factors are means, not sums; pi is a ratio of traces over dimensions; E is averaged over
     positions where A is summed.
     Checked by: tests/equations/test_kfac.py.
@@ -125,7 +123,7 @@ class KFAC(SampledLabels):
             moment = symmetric(entry[f"{side}_moment"])
             if not bool(torch.isfinite(moment).all()):
                 raise unusable(moment, group["damping"], f"the {side} factor of layer {layer.names[0]!r}")
-            if moment.dim() == 2:  # a diagonal is in its basis
+            if moment.dim() == 2:  # a diagonal needs no eigenvectors
                 spectra[side] = moment
             else:
                 values, vectors = torch.linalg.eigh(moment)

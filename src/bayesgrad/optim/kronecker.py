@@ -1,4 +1,4 @@
-"""Kronecker-factored filtering: a matrix normal for each layer, updated by each batch, or at its steady state."""
+"""KroneckerFilter and KroneckerFilterFP: a matrix normal belief about each layer, filtered or at its steady state."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from bayesgrad.optimizer.kronecker import KroneckerOptimizer
 from bayesgrad.precision import Kronecker, Precision, Spectral
 from bayesgrad.precision.linalg import eigenvalues
 from bayesgrad.precision.projection import Factors
-from bayesgrad.transition import OrnsteinUhlenbeck, Steady
+from bayesgrad.transition import OrnsteinUhlenbeck, SteadyState
 
 FLOOR = 1e-4  # of a moment's eigenvalues, relative to the largest
 
 
 class KroneckerFilter(KroneckerOptimizer):
-    r"""Kalman filtering of each layer's weights, whose covariance is kept a Kronecker product.
+    r"""Kalman filtering of the weights of each layer, with a Kronecker product as their covariance.
 
     .. math::
         \Sigma &= \Sigma_x \otimes \Sigma_\delta, \quad
@@ -33,40 +33,41 @@ class KroneckerFilter(KroneckerOptimizer):
         (x_b \otimes \delta_b)^T)^{-1}\right] \\
         W &\leftarrow (1 - \eta\lambda)\, W - \langle \Sigma_\delta\, B g\, \Sigma_x \rangle
 
-    with x the inputs of a layer (a one appended for the bias), delta the errors at its outputs, of single examples, g
+    with x the inputs of a layer (a one appended for the bias), delta the errors at its outputs for single examples, g
     the gradient of the mean loss (`.grad`), <> a debiased moving average, eta = `lr`, sigma = `prior_std`, B =
-    `batch_size`, lambda = `weight_decay`, and Pi the projection to the nearest Kronecker product, by KL(exact || kept).
+    `batch_size`, lambda = `weight_decay`, and Pi the projection to the Kronecker product with the smallest
+    KL(exact || product).
 
-    The projection is exact for one example. Those of a batch are taken together, in chunks of as many as the layer's
-    smaller side has units, which is right to first order and leaves both factors positive definite for any gradients.
-    Where data say much, the belief tends to `KroneckerFilterFP`'s.
+    The projection is exact for one example. The examples of a batch are processed in chunks, whose size is that of the
+    layer's smaller side. This is correct to first order and keeps both factors positive definite for any gradients. For
+    strong data the belief converges to that of `KroneckerFilterFP`.
 
     Args:
         model: the network.
-        lr: eta, how far optimal weights drift in a step; zero changes neither weights nor belief. When lr changes by a
-            factor, so does the belief's covariance, at once.
-        params: groups or parameters of the model; None for all.
-        batch_size: B, the number of losses that a gradient is the mean of, over all micro-batches (and tokens).
-        prior_std: sigma, the standard deviation of weights before any evidence. `inf` lets them drift without bound,
-            and the filter then starts where SGD with learning rate 0.1 would.
-        momentum: decay of the moving average of the step. (It is the step of an averaged gradient, as long as the
-            covariance stays as it is.)
+        lr: eta, the drift of the optimal weights in one step; lr = 0 changes neither weights nor state. When lr changes
+            by a factor, the covariance is multiplied by it at once.
+        params: parameters or param groups of the model; None for all.
+        batch_size: B, the number of losses whose mean is differentiated, over all micro-batches (and tokens).
+        prior_std: sigma, the standard deviation of weights before the first gradient. With `inf` the drift is a random
+            walk, and the initial covariance is that for which the first step is SGD with learning rate 0.1.
+        momentum: decay of the moving average of the step. (While the covariance is constant, this is the step for an
+            averaged gradient.)
         weight_decay: decoupled.
-        likelihood: "categorical", "bernoulli" or "gaussian", from which labels are drawn.
-        fisher: where delta comes from. "sampled": labels drawn from the model, by `observe(outputs)` before
-            `loss.backward()`; "empirical": the errors of the backward passes; "centered": the same, minus their mean
-            over earlier batches (which centres gradients only as far as errors do not depend on inputs).
-        update_every: steps between measurements of the traces that drift needs, which are extrapolated in between
+        likelihood: "categorical", "bernoulli" or "gaussian", from which labels are sampled.
+        fisher: how delta is computed. "sampled": for labels sampled from the model, by `observe(outputs)` before
+            `loss.backward()`; "empirical": from the backward passes of the loss; "centered": the same, minus their mean
+            over earlier batches (this centres the gradients only if errors do not depend on inputs).
+        update_every: steps between computations of the traces that the drift needs; they are extrapolated in between
             (early in a run, whenever the number of steps has grown by a quarter).
-        stats_every: steps between updates of the belief; what is seen then counts for all of them.
-        losses_per_example: the number of losses in one example that the mean loss runs over: 1, or the number of tokens
-            where the loss is a mean over tokens.
-        max_factor: layers with a larger side take the fallback.
-        seed: of the drawn labels.
+        stats_every: steps between updates of the covariance; the batch of that step stands for all of them.
+        losses_per_example: the number of losses per example in the mean loss: 1, or the number of tokens per sequence
+            if the loss is a mean over tokens.
+        max_factor: layers with a larger side are trained by AdaBayes.
+        seed: seed of the sampled labels.
         nonfinite, fused: as in `AdaBayes`.
 
-    What it cannot model (and Embedding, whose inputs' side is too large to have a covariance) is filtered by AdaBayes
-    with the same lr and prior.
+    Other parameters, and those of Embedding layers (whose input side is too large for a covariance), are trained by
+    AdaBayes with the same lr and prior.
 
     Example:
         >>> model = torch.nn.Linear(3, 2)
@@ -78,15 +79,15 @@ class KroneckerFilter(KroneckerOptimizer):
 
     Defaults were chosen on scikit-learn's digits with small MLPs.
 
-    Reference: 000, Eq. 24, 28 and section 4.3.
-    Differs from the paper: whose Eq. 24 lacks factors 1/n_in and 1/n_out and is of first order; batches; the
-    Ornstein-Uhlenbeck step is exact in time, and positive for any lr.
+    Reference: Aitchison 2018, Eq. 24, 28 and section 4.3.
+    Differs from the paper: its Eq. 24 lacks factors 1/n_in and 1/n_out and is of first order; batches of several
+    examples; the Ornstein-Uhlenbeck step is exact in time, so the covariance is positive for any lr.
     Checked by: tests/equations/test_kronecker_filter.py.
     """
 
     factor = "covariance"
-    rest = (SquaredGradient(), OrnsteinUhlenbeck())
-    fallback = "AdaBayes with the same lr and prior"
+    fallback_parts = (SquaredGradient(), OrnsteinUhlenbeck())
+    fallback_name = "AdaBayes with the same lr and prior"
 
     def __init__(
         self,
@@ -118,7 +119,7 @@ class KroneckerFilter(KroneckerOptimizer):
             if not layer.lookup and max(layer.shape[1:]) <= limit[layer.owner]
         ]
 
-    # As in AdaBayes, the state holds the covariance in units of lr/base_lr: a change of lr needs no touching of it.
+    # As in AdaBayes, the state is the covariance in units of lr/base_lr, so it need not be rescaled when lr changes.
 
     def _unit(self, group: Mapping[str, Any]) -> float:
         return float(group["lr"]) / (group["base_lr"] or math.inf)
@@ -145,14 +146,14 @@ class KroneckerFilter(KroneckerOptimizer):
         zeros.diagonal(dim1=1, dim2=2).fill_(math.sqrt(self.start(group)))
         return zeros
 
-    def merge(self, layer: Layer, entry: dict[str, Tensor], sheet: LayerBatch, group: Mapping[str, Any]) -> None:
+    def merge(self, layer: Layer, entry: dict[str, Tensor], batch: LayerBatch, group: Mapping[str, Any]) -> None:
         unit, steps = self._unit(group), int(entry.get("step", 0)) + 1 - int(entry["clock"][MERGED])
         if unit == 0:
             return
         drift = OrnsteinUhlenbeck().scalars(**self._drift(group, steps))
-        share = unit * steps * group["batch_size"] / (sheet.examples * group["losses_per_example"])
+        share = unit * steps * group["batch_size"] / (batch.examples * group["losses_per_example"])
         self._keep(
-            entry, self._factors(entry).propagate(**drift).observe(sheet.inputs, sheet.errors * math.sqrt(share))
+            entry, self._factors(entry).propagate(**drift).observe(batch.inputs, batch.errors * math.sqrt(share))
         )
 
     def invert(self, layer: Layer, entry: dict[str, Tensor], group: Mapping[str, Any]) -> None:
@@ -177,7 +178,7 @@ class KroneckerFilter(KroneckerOptimizer):
 
 
 class KroneckerFilterFP(KroneckerOptimizer):
-    r"""The Kronecker filter at its steady state: whitened gradients, and SGD where data say little.
+    r"""The Kronecker filter at its steady state: whitened gradients for strong data, SGD for weak data.
 
     .. math::
         C_x &= \langle x x^T \rangle = U_x\, \mathrm{diag}(c_x)\, U_x^T, \quad
@@ -185,42 +186,42 @@ class KroneckerFilterFP(KroneckerOptimizer):
         s_{ij} &= \left(\tfrac1{2\sigma^2} + \sqrt{\tfrac1{4\sigma^4} + B\, c_{\delta i} c_{xj} / \eta^2}\right)^{-1} \\
         W &\leftarrow (1 - \eta\lambda)\, W - \langle U_\delta (s \circ U_\delta^T B g\, U_x)\, U_x^T \rangle
 
-    with x the inputs of a layer (a one appended for the bias), delta the errors at its outputs, of single examples, g
+    with x the inputs of a layer (a one appended for the bias), delta the errors at its outputs for single examples, g
     the gradient of the mean loss (`.grad`), eta = `lr`, sigma = `prior_std`, B = `batch_size`, lambda = `weight_decay`.
-    For sigma = inf the step is eta sqrt(B) C_delta^-1/2 g C_x^-1/2, in which all directions of pure noise move equally
-    far; where data say little, it is that of SGD with learning rate B sigma^2.
+    For sigma = inf the step is eta sqrt(B) C_delta^-1/2 g C_x^-1/2: gradients of pure noise move the weights equally
+    far in all directions. For weak data it is that of SGD with learning rate B sigma^2.
 
-    It is the fixed point of the exact filter in the eigenbasis, to first order in eta sqrt(B c c'), and that of
-    `KroneckerFilter` for sigma = inf; for finite sigma no Kronecker product could be it.
+    This is the fixed point of the exact filter in the eigenbasis, to first order in eta sqrt(B c c'). For sigma = inf
+    it is also the fixed point of `KroneckerFilter`; for finite sigma the fixed point is not a Kronecker product.
 
     Args:
         model: the network.
         lr: eta, Adam's learning rate.
-        params: groups or parameters of the model; None for all.
-        batch_size: B, the number of losses that a gradient is the mean of, over all micro-batches (and tokens).
-        prior_std: sigma, the standard deviation of weights before any evidence; a finite one takes four products with
-            eigenvectors in place of two with the roots of the moments.
-        momentum: decay of the moving average of the step. (It is the step of an averaged gradient, as long as the
-            factors stay as they are.)
+        params: parameters or param groups of the model; None for all.
+        batch_size: B, the number of losses whose mean is differentiated, over all micro-batches (and tokens).
+        prior_std: sigma, the standard deviation of weights before the first gradient. A finite value costs four
+            products with eigenvectors per step, `inf` two products with inverse square roots.
+        momentum: decay of the moving average of the step. (While the factors are constant, this is the step for an
+            averaged gradient.)
         weight_decay: decoupled.
-        likelihood: "categorical", "bernoulli" or "gaussian", from which labels are drawn.
-        fisher: where delta comes from. "sampled": labels drawn from the model, by `observe(outputs)` before
-            `loss.backward()`; "empirical": the errors of the backward passes; "centered": the same, minus their mean
-            over earlier batches (which centres gradients only as far as errors do not depend on inputs).
+        likelihood: "categorical", "bernoulli" or "gaussian", from which labels are sampled.
+        fisher: how delta is computed. "sampled": for labels sampled from the model, by `observe(outputs)` before
+            `loss.backward()`; "empirical": from the backward passes of the loss; "centered": the same, minus their mean
+            over earlier batches (this centres the gradients only if errors do not depend on inputs).
         ema: decay of the moments' averages.
         update_every: steps between eigendecompositions (early in a run, whenever the number of steps has grown by a
             quarter).
         stats_every: steps between updates of the moments; observe() does nothing in between.
-        losses_per_example: the number of losses in one example that the mean loss runs over: 1, or the number of tokens
-            where the loss is a mean over tokens.
-        max_factor: larger sides are taken to be diagonal.
-        seed: of the drawn labels.
+        losses_per_example: the number of losses per example in the mean loss: 1, or the number of tokens per sequence
+            if the loss is a mean over tokens.
+        max_factor: a factor with more rows than this is approximated by its diagonal.
+        seed: seed of the sampled labels.
         nonfinite, fused: as in `AdaBayes`.
 
-    Where sigma = inf, eigenvalues count for at least 1e-4 of the largest, so that a direction in which nothing was seen
-    moves at most a hundred times as far as the one in which most was.
+    For sigma = inf, eigenvalues are clamped to at least 1e-4 of the largest, so the factor of a direction without data
+    is at most a hundred times that of the direction with the largest eigenvalue.
 
-    What it cannot model takes the diagonal of the same steady state, AdaBayesFP, with squared gradients.
+    Other parameters are trained by AdaBayesFP, the diagonal of the same steady state, with squared gradients.
 
     Example:
         >>> model = torch.nn.Linear(3, 2)
@@ -232,12 +233,12 @@ class KroneckerFilterFP(KroneckerOptimizer):
 
     Defaults were chosen on scikit-learn's digits with small MLPs.
 
-    Reference: 000, section 2.4, whose steady state this is; 001, Eq. 21, for the prior.
+    Reference: the steady state of Aitchison 2018, section 2.4; Aitchison 2020, Eq. 21, for the prior.
     Checked by: tests/equations/test_kronecker_filter.py.
     """
 
-    rest = (SquaredGradient(), Steady(OrnsteinUhlenbeck()))
-    fallback = "AdaBayesFP with the same lr and prior"
+    fallback_parts = (SquaredGradient(), SteadyState(OrnsteinUhlenbeck()))
+    fallback_name = "AdaBayesFP with the same lr and prior"
 
     def __init__(
         self,
@@ -263,7 +264,7 @@ class KroneckerFilterFP(KroneckerOptimizer):
         super().__init__(model, params, settings(locals()))
 
     def setting(self, group: Mapping[str, Any]) -> float:
-        """Whether there is a prior."""
+        """1 with a finite prior_std, else 0."""
         return float(math.isfinite(group["prior_std"]))
 
     def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
@@ -289,7 +290,7 @@ class KroneckerFilterFP(KroneckerOptimizer):
                     store(entry, f"{side}_basis", vectors)
                 continue
             largest = values.amax(1, keepdim=True)
-            root = torch.where(largest > 0, values.maximum(FLOOR * largest).rsqrt(), 0.0)  # nothing seen, nothing moved
+            root = torch.where(largest > 0, values.maximum(FLOOR * largest).rsqrt(), 0.0)  # zero without data
             store(entry, f"{side}_root", root if vectors is None else (vectors * root[:, None]) @ vectors.mT)
 
     def precision(self, layer: Layer, group: Mapping[str, Any]) -> Precision:
@@ -297,7 +298,7 @@ class KroneckerFilterFP(KroneckerOptimizer):
         left, right = ("input", "error") if layer.lookup else ("error", "input")
         if not self.setting(group):
             return Kronecker(entry[f"{left}_root"], entry[f"{right}_root"], layer.shape)
-        # At lr = 0 nothing moves, but the average of directions goes on.
+        # At lr = 0 the weights are constant, but the average of directions is still updated.
         lr = float(group["lr"]) or group["last_lr"] or 1.0
         half = lr / (2 * group["prior_std"] ** 2)
         information = entry[f"{left}_values"][..., :, None] * entry[f"{right}_values"][..., None, :]

@@ -1,4 +1,4 @@
-"""KalmanMomentum: filtering each weight together with its momentum."""
+"""KalmanMomentum: a Kalman filter of each weight and its momentum."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from bayesgrad.block import Block
 from bayesgrad.curvature import SquaredGradient
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.optimizer.base import settings
-from bayesgrad.optimizer.constraints import COUNT, FLAG, FRACTION, NONNEGATIVE, POSITIVE, Constraint
+from bayesgrad.optimizer.constraints import BOOLEAN, COUNT, FRACTION, NONNEGATIVE, POSITIVE, Constraint
 from bayesgrad.optimizer.fisher import FisherOptimizer
 from bayesgrad.optimizer.predicted_mean import PredictedMean
 from bayesgrad.optimizer.update import Parts
 from bayesgrad.rule import PredictedStep
-from bayesgrad.transition import OrnsteinUhlenbeckPair, Steady
+from bayesgrad.transition import OrnsteinUhlenbeckPair, SteadyState
 
-START = 0.1  # SGD's learning rate at the start, where there is no prior
-MOST = 0.7  # correlation of weight and momentum at the start
+INITIAL_SGD_LR = 0.1  # SGD's learning rate that gives the first step if prior_std = inf
+MAX_CORRELATION = 0.7  # bound of the initial correlation of weight and momentum
 
 
 class KalmanMomentum(PredictedMean, FisherOptimizer):
-    r"""The Kalman filter of weights that are driven by a momentum: Adam, RMSprop, or what lies between.
+    r"""The Kalman filter of weights that are driven by a momentum: between Adam and RMSprop.
 
     .. math::
         S_{prior} &= \begin{pmatrix} c_w & \eta \\ 0 & 1-\eta_p \end{pmatrix} S
@@ -38,33 +38,35 @@ class KalmanMomentum(PredictedMean, FisherOptimizer):
     with g the gradient of the mean loss (`.grad`) at w, B = `batch_size`, eta = `lr`, eta_p = `momentum_decay`,
     eta_w = `weight_noise`, lambda = `weight_decay` and c_w = 1 - (eta^2 + eta_w^2)/(2 sigma^2), sigma = `prior_std`.
 
-    The parameters hold w, the *predicted* mean, where the next gradient is to be taken: Nesterov's acceleration arises
-    by itself. `with optimizer.posterior_mean():` shows m, for evaluation.
+    The parameters are w, the *predicted* mean, where the next gradient is taken; this is Nesterov's acceleration.
+    Inside `with optimizer.posterior_mean():` they are m, for evaluation.
 
-    How much of a step goes through the momentum depends on r = eta_p/(eta B rms(g)): for r << 1 nearly all of it
-    (Adam with beta_1 = 1 - eta_p), for r >> 1 nearly none (RMSprop). In both limits the displacement per step is that
-    of Adam with learning rate eta, as long as eta B rms(g) is below about 1/eta_p.
+    The part of a step that goes through the momentum depends on r = eta_p/(eta B rms(g)): nearly all for r << 1 (Adam
+    with beta_1 = 1 - eta_p), nearly none for r >> 1 (RMSprop). In both limits the displacement per step is that of Adam
+    with learning rate eta, if eta B rms(g) is below about 1/eta_p.
 
     Args:
         params: parameters, named parameters or param groups.
-        lr: eta; zero changes nothing. When it changes by a factor, variances of weights are multiplied by it.
-        batch_size: B, the number of losses that a gradient is the mean of, over all micro-batches (and tokens).
+        lr: eta; lr = 0 changes nothing. When lr changes by a factor, variances of weights are multiplied by it.
+        batch_size: B, the number of losses whose mean is differentiated, over all micro-batches (and tokens).
         momentum_decay: eta_p, in (0, 1].
-        weight_noise: eta_w, noise that acts on weights directly and blends towards RMSprop. It keeps its ratio to the
-            initial lr under a schedule.
-        prior_std: sigma; with `inf` the filter starts where SGD's learning rate is 0.1.
+        weight_noise: eta_w, the standard deviation of noise that acts on weights directly; larger values are closer to
+            RMSprop. Under a schedule of lr, weight_noise/lr is constant.
+        prior_std: sigma; with `inf` the initial variance is that for which the first step is SGD with learning rate
+            0.1.
         weight_decay: decoupled, as in AdamW.
-        nesterov_decay: decay weights before the gradient is taken, as part of the prediction; else after it.
-        fisher: what the information is read off: the gradient's square (`"empirical"`), its variance (`"centered"`)
-            or its square at labels drawn from the model (`"sampled"`), which takes `observe(outputs)` in every step.
-        steady_state: use the filter's steady state under a running mean of the information, in closed form: two state
-            tensors in place of four. For prior_std = inf and weight_noise = 0, and good to a few per cent where
-            eta_p <= 0.1 and B^2 <g^2> S_ww <= 0.1.
-        beta2: decay of that running mean.
-        likelihood: of the outputs, for drawn labels.
-        sample_weights: take gradients at weights drawn from the belief, inside `with optimizer.sampled():`.
-        samples: draws of `step(closure)`, with sample_weights.
-        seed: of all draws.
+        nesterov_decay: apply the weight decay before the gradient is computed, as part of the prediction; else after.
+        fisher: the estimate of the Fisher information: the square of the gradient (`"empirical"`), its variance
+            (`"centered"`), or its square for labels sampled from the model (`"sampled"`), which needs
+            `observe(outputs)` in every step.
+        steady_state: use the steady state of the filter for a moving average of the information, in closed form: two
+            state tensors in place of four. Requires prior_std = inf and weight_noise = 0. The error is a few per cent
+            if eta_p <= 0.1 and B^2 <g^2> S_ww <= 0.1.
+        beta2: decay of that moving average.
+        likelihood: the likelihood from which labels are sampled: "categorical", "bernoulli" or "gaussian".
+        sample_weights: compute gradients at weights sampled from the belief, inside `with optimizer.sampled():`.
+        samples: number of weight samples that `step(closure)` averages over, with sample_weights.
+        seed: seed of sampled weights and labels.
         nonfinite, fused: as in `AdaBayes`.
 
     Example:
@@ -75,10 +77,11 @@ class KalmanMomentum(PredictedMean, FisherOptimizer):
         >>> round((1 - weight.item()) / 1e-6, 1)  # a weak gradient at the start: SGD's learning rate
         0.1
 
-    Defaults: lr and momentum_decay are those of Adam; a small MLP on digits trains with them.
+    The defaults of lr and momentum_decay are those of Adam; a small MLP on digits trains with them.
 
-    Reference: 000, Eq. 15-21 and section 2.2.
-    Differs from the paper: Eq. 21 holds for r << 1 only, and the closed form here for any r; variances follow lr.
+    Reference: Aitchison 2018, Eq. 15-21 and section 2.2.
+    Differs from the paper: Eq. 21 holds for r << 1 only, the closed form here for any r; variances are rescaled with
+    lr.
     Checked by: tests/equations/test_momentum_filter.py.
     """
 
@@ -91,8 +94,8 @@ class KalmanMomentum(PredictedMean, FisherOptimizer):
         "momentum_decay": Constraint("in (0, 1]", lambda x: 0 < x <= 1),
         "weight_noise": NONNEGATIVE,
         "prior_std": POSITIVE,
-        "nesterov_decay": FLAG,
-        "steady_state": FLAG,
+        "nesterov_decay": BOOLEAN,
+        "steady_state": BOOLEAN,
         "beta2": FRACTION,
     }
 
@@ -124,11 +127,12 @@ class KalmanMomentum(PredictedMean, FisherOptimizer):
         lr, std = float(group["lr"]), group["prior_std"]
         if group["fisher"] == "centered" and math.isinf(std):
             raise ValueError(
-                "fisher='centered' needs a finite prior_std: a gradient that hardly varies bounds no step."
+                "fisher='centered' needs a finite prior_std, got inf: the step for a gradient of zero variance would "
+                "be unbounded."
             )
         if group["steady_state"] and (not math.isinf(std) or group["weight_noise"] or group["sample_weights"]):
             raise ValueError(
-                "steady_state=True has a closed form for prior_std=inf and weight_noise=0 only, and no sample_weights: "
+                "steady_state=True needs prior_std=inf, weight_noise=0 and sample_weights=False, "
                 f"got prior_std={std!r}, weight_noise={group['weight_noise']!r}, "
                 f"sample_weights={group['sample_weights']!r}."
             )
@@ -138,8 +142,8 @@ class KalmanMomentum(PredictedMean, FisherOptimizer):
                 "distance that a weight's optimum moves in a single step."
             )
 
-    # The state holds variances of weights divided by unit = lr/base_lr, and covariances divided by its root: a change
-    # of lr, even to zero and back, then needs no touching of it. (See AdaBayes.)
+    # The state is the variance of weights divided by unit = lr/base_lr, and covariances divided by sqrt(unit). So it
+    # need not be rescaled when lr changes, even to zero and back. (See AdaBayes.)
 
     def _unit(self, group: Mapping[str, Any]) -> float:
         lr = float(group["lr"])
@@ -155,8 +159,8 @@ class KalmanMomentum(PredictedMean, FisherOptimizer):
         return group["weight_noise"] * lr / (group["base_lr"] or lr or math.inf)
 
     def parts(self, group: Mapping[str, Any]) -> Parts:
-        transition = Steady(OrnsteinUhlenbeckPair()) if group["steady_state"] else self.transition
-        return Parts(self.read_by(group), transition, self.rule)
+        transition = SteadyState(OrnsteinUhlenbeckPair()) if group["steady_state"] else self.transition
+        return Parts(self.fisher_curvature(group), transition, self.rule)
 
     def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         lr, unit, eta_p = float(group["lr"]), self._unit(group), group["momentum_decay"]
@@ -173,11 +177,11 @@ class KalmanMomentum(PredictedMean, FisherOptimizer):
         return (self._unit(group) if group["lr"] else 0.0) * group["batch_size"]
 
     def gradient_scale(self, group: Mapping[str, Any]) -> float | None:
-        if group["steady_state"]:  # which averages squares of the mean's gradient, as they are
+        if group["steady_state"]:  # which averages squares of the mean gradient without a factor
             return None
         return math.sqrt(self._unit(group)) * group["batch_size"]
 
-    def drawing(self, group: Mapping[str, Any]) -> list[float]:
+    def sampling_scalars(self, group: Mapping[str, Any]) -> list[float]:
         return [self._unit({**group, "lr": float(group["lr"]) or group["last_lr"] or 1.0})]
 
     def scalars(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
@@ -194,7 +198,7 @@ class KalmanMomentum(PredictedMean, FisherOptimizer):
 
     def prior_variance(self, group: Mapping[str, Any]) -> float:
         std = group["prior_std"]
-        return START / group["batch_size"] if math.isinf(std) else std**2
+        return INITIAL_SGD_LR / group["batch_size"] if math.isinf(std) else std**2
 
     def initial(self, slot: str, group: Mapping[str, Any], p: Tensor) -> float | Tensor:
         eta_p, eta = group["momentum_decay"], group["base_lr"]
@@ -202,13 +206,17 @@ class KalmanMomentum(PredictedMean, FisherOptimizer):
         if slot == "momentum_variance":
             return spread
         if slot == "cross":
-            return min(eta * (1 - eta_p) / (2 - eta_p), MOST * math.sqrt(spread * self.prior_variance(group)))
+            return min(
+                eta * (1 - eta_p) / (2 - eta_p), MAX_CORRELATION * math.sqrt(spread * self.prior_variance(group))
+            )
         return super().initial(slot, group, p)
 
     def _layout(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> list[list[Block]]:
         layout = super()._layout(groups, active)
         for group, params in zip(groups, active):
-            if params and group["lr"] > 0:  # how far ahead each of them will be; one without gradient stays as it is
+            if (
+                params and group["lr"] > 0
+            ):  # coefficients of the prediction; parameters without a gradient are not predicted
                 n = self.scalars(group, 1)
                 ahead = torch.tensor([n["ahead"], n["eta"]], dtype=torch.float64)
                 for p in params:

@@ -1,4 +1,4 @@
-"""Exact natural gradients for a Fisher matrix of a few data points."""
+"""NaturalGradient: exact natural gradients for the Fisher matrix of a batch."""
 
 from __future__ import annotations
 
@@ -22,47 +22,51 @@ from bayesgrad.optimizer.factored import MERGED, MERGES
 from bayesgrad.optimizer.layerwise import LayerwiseOptimizer
 from bayesgrad.precision.linalg import cholesky
 
-ADAPT_EVERY = 5  # steps between changes of the damping, as in Martens and Grosse
+ADAPT_EVERY = 5  # steps between changes of the damping, as in Martens and Grosse, 2015, section 6.5
 ADAPT_FACTOR = (19 / 20) ** ADAPT_EVERY
 
 
 class NaturalGradient(LayerwiseOptimizer):
-    r"""The exact damped natural gradient of a subsampled Fisher, by Woodbury's identity.
+    r"""The exact damped natural gradient for the Fisher matrix of a batch, by the Woodbury identity.
 
     .. math::
         W \leftarrow (1 - \eta\lambda_w)\, W - \eta\, (F + \lambda I)^{-1} \nabla, \quad
         F = \frac1N \sum_j g_j g_j^T = G G^T, \quad
         (F + \lambda I)^{-1} \nabla = \frac1\lambda \left(\nabla - G (\lambda I + G^T G)^{-1} G^T \nabla\right)
 
-    with g_j the gradient of example j's loss at a label drawn from the model, eta = `lr`, lambda = `damping` and
-    lambda_w = `weight_decay`. G is never formed: inputs and errors of each layer are kept, and refreshed by
-    `observe(outputs)`, called on the outputs of a forward pass before `loss.backward()`. An independent batch makes
-    the step less biased; the same batch saves a forward pass. With the same batch and its own labels,
-    `observe(outputs, labels)`, the gradient is in the span of G, and the step is G (λI + G'G)^-1 c, which has no
+    with g_j the gradient of example j's loss for a label sampled from the model, eta = `lr`, lambda = `damping` and
+    lambda_w = `weight_decay`. G is never formed: the state has the inputs and errors of each layer, which
+    `observe(outputs)` replaces. Call it before `loss.backward()`. The outputs of an independent batch make the step
+    less biased; those of the same batch save a forward pass. With the same batch and its own labels,
+    `observe(outputs, labels)`, the gradient is in the span of G, and the step is G (λI + G'G)^-1 c, which is free of
     cancellation.
 
     Args:
         model: the network; BatchNorm must be in evaluation mode.
         lr: eta.
-        params: groups or parameters of the model; None for all.
-        damping: lambda, positive, in units of the Fisher.
-        likelihood: "categorical", "bernoulli" or "gaussian".
-        blocks: "full" for the Fisher of the whole network, "layer" for its diagonal blocks, one for each module.
-        ema: decay of the fallback's average.
-        update_every: steps between refreshes of the Fisher; observe() does nothing in between.
-        losses_per_example: the number of losses in one example that the mean loss runs over: 1, or the number of tokens
-            where the loss is a mean over tokens.
-        momentum: of torch.optim.SGD, on the preconditioned gradient.
+        params: parameters or param groups of the model; None for all.
+        damping: lambda, positive, in units of the Fisher matrix.
+        likelihood: "categorical", "bernoulli" or "gaussian", from which labels are sampled.
+        blocks: "full" for the Fisher matrix of the whole network, "layer" for its diagonal blocks, one for each module.
+        ema: decay of the average of squared gradients, for parameters outside of known layers.
+        update_every: steps between updates of the Fisher matrix; observe() does nothing in between.
+        losses_per_example: the number of losses per example in the mean loss: 1, or the number of tokens per sequence
+            if the loss is a mean over tokens.
+        momentum: as in torch.optim.SGD, of the preconditioned gradient.
         weight_decay: decoupled.
-        step_size: "lr", or "quadratic": the natural gradient (and the momentum) times what minimises the damped
-            quadratic
-            model, and lr times that.
-        adapt_damping: Levenberg-Marquardt: every five steps, compare the loss with the model's prediction and change
-            damping. Needs `step(closure)`.
-        seed: of the drawn labels.
+        step_size: "lr", or "quadratic": scale the natural gradient (and the momentum) to the minimum of the damped
+            quadratic model of the loss, and multiply the result by lr. Described by Martens and Grosse, 2015, sections
+            6.4 and 7; tried by Benzing 2021, footnote 2, without notable gains. Checked by
+            tests/equations/test_natural_gradient.py, test_the_quadratic_model_chooses_step_and_momentum.
+        adapt_damping: Levenberg-Marquardt: every five steps, compare the change of the loss with the change that the
+            quadratic model predicts, and adapt damping. Needs `step(closure)`. Described by Martens and Grosse, 2015,
+            section 6.5; tried by Benzing 2021, footnote 2. Checked by tests/equations/test_natural_gradient.py,
+            test_damping_adapts_to_how_well_the_model_predicts.
+        seed: seed of the sampled labels.
         nonfinite, fused: as in `AdaBayes`.
 
-    Parameters that no layer explains (attention's, LSTM's, raw ones) get a diagonal: w <- w - lr g/(<g^2> + damping).
+    Parameters outside of known layers (attention, LSTM, raw parameters) use a diagonal,
+    w <- w - lr g/(<g^2> + damping).
 
     Example:
         >>> model = torch.nn.Linear(3, 2)
@@ -74,14 +78,14 @@ class NaturalGradient(LayerwiseOptimizer):
 
     Defaults were chosen on scikit-learn's digits and MNIST with small MLPs.
 
-    Reference: 004, Eq. 17-21, appendix E.5 and footnote 2.
+    Reference: Benzing 2021, Eq. 17-21, appendix E.5 and footnote 2.
     Differs from the paper: Eq. 19-21 lack factors of the batch size.
     Checked by: tests/equations/test_natural_gradient.py.
     """
 
     by_layer = False
     recorded = (layers.is_matrix, layers.is_norm)
-    listens = False
+    records_backward = False
     observes = True
     accepts = {
         **LayerwiseOptimizer.accepts,
@@ -113,22 +117,22 @@ class NaturalGradient(LayerwiseOptimizer):
     ) -> None:
         super().__init__(model, params, settings(locals()))
 
-    # --- what is modelled ---
+    # --- observations ---
 
     def _check_model(self) -> None:
         refuse_mixing(self.model)
 
     def _bind(self) -> None:
         super()._bind()
-        self._tried: set[Any] = set()  # shapes of batches for which examples were seen to be kept apart, or not
+        self._checked_shapes: set[Any] = set()  # input shapes for which gradients were found to be per example
         self._unexplained: set[int] = set()
 
     def observe(self, outputs: Tensor, labels: Tensor | None = None) -> None:
-        """Takes the Fisher of this batch from the next step on, if a refresh is due.
+        """Computes the Fisher matrix of this batch for the following steps, if an update is due.
 
         Args:
-            outputs: of the model, with their graph; which is left as it is, and so is `.grad`.
-            labels: to be used in place of drawn ones (the empirical Fisher).
+            outputs: outputs of the model with their graph; neither the graph nor `.grad` is changed.
+            labels: replace the sampled labels (the empirical Fisher matrix).
         """
         refuse_mixing(self.model)
         check_outputs(outputs)
@@ -141,15 +145,15 @@ class NaturalGradient(LayerwiseOptimizer):
         labels = labels if labels is not None else self.draw(outputs)
         residual = likelihoods.named(group["likelihood"]).residual(outputs, labels)
         shapes = tuple((call.name, call.input.shape) for call in trace.calls if call.input is not None)
-        columns, left = gather(trace, [residual], check=shapes not in self._tried)
-        if shapes not in self._tried and len(outputs) > 1:
+        columns, left = gather(trace, [residual], check=shapes not in self._checked_shapes)
+        if shapes not in self._checked_shapes and len(outputs) > 1:
             self._unexplained |= left
-            self._tried.add(shapes)
+            self._checked_shapes.add(shapes)
         self._observed.append(({key: c for key, c in columns.items() if key not in self._unexplained}, given))
         self._marked = self._mark()
 
     def _owner(self) -> Tensor:
-        """The parameter whose state holds what concerns the network as a whole."""
+        """The parameter whose state has the tensors of the whole network."""
         return self._in_model_order()[0]
 
     def _clock(self) -> Tensor | None:
@@ -163,14 +167,14 @@ class NaturalGradient(LayerwiseOptimizer):
                 columns = restored(saved["state"].get(key, {}), named[name].shape)
                 if columns is not None and not columns.fits():
                     raise ValueError(
-                        f"the gradients of {name} in the saved state are of another shape than "
-                        f"{tuple(named[name].shape)}: load it into the model it came from."
+                        f"the per-example gradients of {name} in the saved state must fit its shape "
+                        f"{tuple(named[name].shape)}, but do not: load the state into the model it came from."
                     )
 
     # --- the step ---
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As `BeliefOptimizer.step`; with `adapt_damping`, evaluates the closure once more every five steps."""
+        """As `BeliefOptimizer.step`; with `adapt_damping`, calls the closure once more every five steps."""
         adapts = any(group["adapt_damping"] for group in self.param_groups)
         if adapts and closure is None:
             raise ValueError("adapt_damping=True compares losses before and after a step: use step(closure).")
@@ -188,15 +192,15 @@ class NaturalGradient(LayerwiseOptimizer):
             for p in self._in_model_order()
             if p in owners and (c := restored(self.state.get(p, {}), p.shape)) is not None
         }
-        heard = {p for module in self.recorder.layers.values() for p in module.parameters(recurse=False)}
+        recorded = {p for module in self.recorder.layers.values() for p in module.parameters(recurse=False)}
         seen = self._clock() is not None and self._unexplained
-        if not columns and not seen and any(bool(gradient_of(p).any()) for p in owners if p in heard):
+        if not columns and not seen and any(bool(gradient_of(p).any()) for p in owners if p in recorded):
             raise self.missing_observation(
-                "nothing was ever observed", "call observe(outputs), before loss.backward(), on outputs"
+                "observe() was never called", "call observe(outputs), before loss.backward(), on outputs"
             )
-        self._warn_of({p for p in owners if p in heard and p not in columns and bool(gradient_of(p).any())})
+        self._warn_fallback({p for p in owners if p in recorded and p not in columns and bool(gradient_of(p).any())})
         if groups[0]["blocks"] == "full" and len({float(owners[p]["damping"]) for p in columns}) > 1:
-            raise ValueError("blocks='full' has one damping for all groups: give them the same, or use blocks='layer'.")
+            raise ValueError("blocks='full' needs the same damping in all groups: set it, or use blocks='layer'.")
         found: dict[Tensor, Tensor] = {}
         for block in self._blocks_of(columns, groups[0]):
             own = {p: columns[p] for p in block}
@@ -208,7 +212,7 @@ class NaturalGradient(LayerwiseOptimizer):
         return found
 
     def _merge(self) -> bool:
-        """Replaces the Fisher by what was observed; True where that was with labels of the same batch, perhaps."""
+        """Replaces the Fisher matrix by the observed one; True if labels were given, perhaps those of this batch."""
         if not self._observed:
             return False
         observed, self._observed = self._observed, []
@@ -242,7 +246,7 @@ class NaturalGradient(LayerwiseOptimizer):
     def _solved(
         self, columns: Mapping[Tensor, PerExampleGradients], group: Mapping[str, Any], fresh: bool
     ) -> dict[Tensor, Tensor]:
-        """The gradient of one block, solved."""
+        """The preconditioned gradient of one block."""
         params = list(columns)
         count, damping = columns[params[0]].count, float(group["damping"])
         scale = 1 / math.sqrt(count * group["losses_per_example"])
@@ -261,7 +265,7 @@ class NaturalGradient(LayerwiseOptimizer):
         }
 
     def _dual(self, columns: Mapping[Tensor, PerExampleGradients], damping: float, weight: float) -> Tensor:
-        """The Cholesky factor of λI + G'G, kept in the state of the block's first parameter."""
+        """The Cholesky factor of λI + G'G, cached in the state of the block's first parameter."""
         owner = next(iter(columns))
         entry, device = self.state[owner], owner.device
         order = self._in_model_order()
@@ -282,7 +286,7 @@ class NaturalGradient(LayerwiseOptimizer):
     def _fisher_products(
         self, vectors: list[dict[Tensor, Tensor]], columns: Mapping[Tensor, PerExampleGradients]
     ) -> Tensor:
-        """v'F u for all pairs of some vectors, in float64."""
+        """v'F u for all pairs of vectors, in float64."""
         count = next(iter(columns.values())).count
         blocks = self._blocks_of(columns, self.param_groups[0])
         total = torch.zeros(len(vectors), len(vectors), dtype=torch.float64)
@@ -318,7 +322,7 @@ class NaturalGradient(LayerwiseOptimizer):
     def _predict(
         self, found: Mapping[Tensor, Tensor], columns: Mapping[Tensor, PerExampleGradients], owners: Mapping
     ) -> None:
-        """The change of the loss that the undamped quadratic model expects of the coming step."""
+        """Stores the change of the loss that the undamped quadratic model predicts for this step."""
         steps = {}
         for p, d in found.items():
             group = owners[p]
@@ -331,7 +335,7 @@ class NaturalGradient(LayerwiseOptimizer):
             self._model_change = (linear + self._fisher_products([steps], columns)[0, 0] / 2).item()
 
     def _adapt(self, closure: Callable[[], Any], before: float) -> None:
-        """Levenberg-Marquardt: less damping where the model is good, more where it is not."""
+        """Levenberg-Marquardt: decreases damping if the quadratic model predicted the loss well, else increases it."""
         params = [p for group in self.param_groups for p in group["params"]]
         gradients = [None if p.grad is None else p.grad.clone() for p in params]
         draws = self.param_groups[0]["draws"]
@@ -340,7 +344,7 @@ class NaturalGradient(LayerwiseOptimizer):
         after = float(loss.detach() if isinstance(loss, Tensor) else loss)
         for p, gradient in zip(params, gradients):
             p.grad = gradient
-        self._observed = []  # that pass was for the loss alone
+        self._observed = []  # discard what this evaluation observed
         self.param_groups[0]["draws"] = draws
         ratio = (after - before) / self._model_change if self._model_change else 0.0
         change = ADAPT_FACTOR if ratio > 0.75 else 1 / ADAPT_FACTOR if ratio < 0.25 else 1.0
@@ -357,7 +361,7 @@ def _dot(a: Mapping[Tensor, Tensor], b: Mapping[Tensor, Tensor]) -> Tensor:
 
 
 def _common_factor(columns: Mapping[Tensor, PerExampleGradients]) -> float | None:
-    """c, where every gradient is c times the sum of the columns up to rounding, else None."""
+    """c, if every gradient is c times the sum of the per-example gradients up to rounding; else None."""
     if any(gradient_of(p).dtype != _kind(own) for p, own in columns.items()):
         return None
     return common([Examples([own]).projection(gradient_of(p)) for p, own in columns.items()])

@@ -1,4 +1,4 @@
-"""Newton and VON: online Newton's method, at the mean and at weights that are drawn from the belief."""
+"""Newton and VON: online Newton's method, at the mean and at weights sampled from the belief."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from bayesgrad.curvature import AbsoluteHessian, ExpectedHessian
 from bayesgrad.optimizer import Parts
 from bayesgrad.optimizer.base import settings
-from bayesgrad.optimizer.constraints import FLAG
+from bayesgrad.optimizer.constraints import BOOLEAN
 from bayesgrad.optimizer.hessian_diagonal import HESSIAN, HessianDiagonal
 from bayesgrad.optimizer.variational import SampledVariational, VariationalOptimizer
 from bayesgrad.posterior import Posterior
@@ -25,8 +25,8 @@ class Newton(HessianDiagonal, VariationalOptimizer):
         \quad \sigma^2 = 1/(N (h + \tfrac{\delta}{N}))
 
     with the mean loss l of a batch, N = `num_data`, delta = `prior_precision`, eta = `lr`, <> a debiased moving average
-    with decay beta_1, and h = `hess_init` at the start. The precision of the paper is s = N h + delta. The Hessian is
-    taken from the loss, before the backward pass:
+    with decay beta_1, and the initial h = `hess_init`. The precision of the paper is s = N h + delta. `observe(loss)`
+    computes the Hessian, before the backward pass:
 
         >>> weight = torch.nn.Parameter(torch.zeros(2))
         >>> optimizer = Newton([weight], lr=1.0, num_data=1, prior_precision=0.0, betas=(0.0, 0.0))
@@ -38,32 +38,34 @@ class Newton(HessianDiagonal, VariationalOptimizer):
         >>> weight.data
         tensor([3., 3.])
 
-    `observe` costs about two backward passes with `"hutchinson"`, one for each weight with `"exact"`. It needs the loss
-    itself: without the factor of a `GradScaler`, with that of accumulation. Clipping shortens the step only.
+    `observe` costs about two backward passes with `"hutchinson"`, and one for each weight with `"exact"`. Pass the loss
+    before `GradScaler.scale`, but divided by the number of micro-batches. Clipping gradients does not change the
+    Hessian.
 
     Args:
         params: parameters, named parameters or param groups.
         lr: eta, in units of a Newton step.
-        num_data: N, the number of training examples (of losses that the mean is over). 1, for a loss that is a sum.
-        prior_precision: delta, of the prior N(0, 1/delta); delta/N is what bounds steps where the loss is flat.
-        hess_init: h at the start.
-        betas: decays of the averages of gradient and Hessian; (0, 0) is Newton's method without a memory.
-        hessian: how `observe(loss)` finds the diagonal: `"exact"`, by a backward pass for each weight, `"hutchinson"`,
-            the mean of v * (H v) over random signs v, or `"auto"`, exact for up to 1000 weights.
-        probes: how many v are averaged.
-        natural_momentum: gamma of momentum in the belief's natural parameters (paper 002, appendix F), in place of or
-            beside beta_1.
-        prior: a posterior of an earlier task to be the prior of this one, in place of prior_precision, which is left
-            to parameters that it does not name.
-        seed: probes are a function of it, of how many steps there were, and of a weight's position.
-        nonfinite: what to do about a gradient or Hessian with infinite or NaN entries: `"ignore"`, `"raise"`, `"skip"`.
-        fused: compile the step (`True`), run it eagerly (`False`), or whichever pays (`None`).
+        num_data: N, the number of training examples (of losses in the mean loss). 1 if the loss is a sum.
+        prior_precision: delta, of the prior N(0, 1/delta); delta/N bounds steps where the loss is flat.
+        hess_init: the initial h.
+        betas: decays of the averages of gradient and Hessian; (0, 0) is Newton's method without averages.
+        hessian: how `observe(loss)` computes the diagonal: `"exact"`, with a backward pass for each weight,
+            `"hutchinson"`, the mean of v * (H v) over random signs v, or `"auto"`, exact for up to 1000 weights.
+        probes: the number of vectors v to average over.
+        natural_momentum: gamma, momentum of the natural parameters of the Gaussian (Khan and Rue 2023, appendix F,
+            Eq. 79-81), in place of or in addition to beta_1. Checked by tests/equations/test_ivon.py,
+            test_natural_momentum_is_momentum_of_natural_parameters.
+        prior: the posterior of an earlier task, used as the prior of this one. Parameters that it does not contain
+            have the prior N(0, 1/prior_precision).
+        seed: probes are a function of the seed, the number of earlier steps and the position of a weight.
+        nonfinite: what to do if a gradient or Hessian has infinite or NaN entries: `"ignore"`, `"raise"`, `"skip"`.
+        fused: compile the step (`True`), run it eagerly (`False`), or compile it for large models only (`None`).
 
-    With the defaults a small MLP on digits trains to 97 %; they were chosen on it, with `"hutchinson"`.
+    With the defaults a small MLP on digits reaches 97 %; they were chosen on it, with `"hutchinson"`.
 
-    Reference: 002, Eq. 36, 37 and 44.
-    Differs from the paper: |h| is of the batch's Hessian, not the sum of absolute values of each example's. With
-    `"hutchinson"` the absolute value is of a noisy estimate, and h is too large rather than too small for it.
+    Reference: Khan and Rue 2023, Eq. 36, 37 and 44.
+    Differs from the paper: |h| is the absolute value of the batch's Hessian, not the sum over examples of absolute
+    values. With `"hutchinson"` it is the absolute value of a noisy estimate, which overestimates |h|.
     Checked by: tests/equations/test_newton.py.
     """
 
@@ -90,18 +92,18 @@ class Newton(HessianDiagonal, VariationalOptimizer):
         fused: bool | None = None,
     ) -> None:
         super().__init__(params, settings(locals(), kl_weight=1.0))
-        self._take_prior(prior)
+        self._load_prior(prior)
 
     def parts(self, group: Mapping[str, Any]) -> Parts:
         natural = group["natural_momentum"] > 0
-        return Parts(self.curvature, Forget(natural=natural), NaturalGradient(natural=natural))
+        return Parts(self.curvature, Forget(natural_momentum=natural), NaturalGradient(natural_momentum=natural))
 
     def gradient_scale(self, group: Mapping[str, Any]) -> None:
         return None
 
 
 class VON(HessianDiagonal, SampledVariational):
-    r"""Variational online Newton: gradients and Hessians at weights drawn from the belief.
+    r"""Variational online Newton: gradients and Hessians at weights sampled from the belief.
 
     .. math::
         \theta &= m + \sigma \epsilon, \quad \sigma^2 = 1/(N (h + \tfrac{\delta}{N})), \quad
@@ -109,11 +111,11 @@ class VON(HessianDiagonal, SampledVariational):
         h &\leftarrow \beta_2 h + (1-\beta_2) \hat h + \tfrac12 (1-\beta_2)^2 (h - \hat h)^2/(h + \tfrac{\delta}{N}) \\
         m &\leftarrow m - \eta\, (\langle \nabla \bar\ell(\theta) \rangle + \tfrac{\delta}{N} m)/(h + \tfrac{\delta}{N})
 
-    in the notation of `Newton`. Its fixed point is the Gaussian that is best, with a diagonal covariance. The last term
-    of h keeps h + delta/N positive, at least half of what it was; with `improved=False` there is none, and where
-    the observed Hessian is negative, the prior's part included, h + delta/N is at least half of what it was.
+    in the notation of `Newton`. Its fixed point is the optimal Gaussian with a diagonal covariance. The last term of h
+    keeps h + delta/N positive: it never falls below half of its last value. With `improved=False` there is no such
+    term, and this lower bound is applied where the observed Hessian plus delta/N is negative.
 
-    Passes run inside `sampled()`; the Hessians of several draws add up like gradients:
+    Run forward and backward passes inside `sampled()`; the Hessians of several draws add up like gradients:
 
         >>> weight = torch.nn.Parameter(torch.zeros(2))
         >>> optimizer = VON([weight], num_data=100)
@@ -127,32 +129,35 @@ class VON(HessianDiagonal, SampledVariational):
     Args:
         params: parameters, named parameters or param groups.
         lr: eta, in units of a Newton step.
-        num_data: N, the number of training examples (of losses that the mean is over).
+        num_data: N, the number of training examples (of losses in the mean loss).
         prior_precision: delta, of the prior N(0, 1/delta).
-        hess_init: h at the start: too small a value begins with too much noise.
+        hess_init: the initial h; a small value means much noise at the start.
         betas: decays of the averages of gradient and Hessian.
-        improved: which of the two forms.
+        improved: use the last term of h.
         hessian, probes: as for `Newton`.
-        samples: draws that `step(closure)` averages.
-        natural_momentum: gamma of momentum in the belief's natural parameters (paper 002, appendix F).
-        prior: a posterior of an earlier task to be the prior of this one, in place of prior_precision, which is left
-            to parameters that it does not name.
-        seed: draws and probes are a function of it, of how many draws there were, and of a weight's position.
-        nonfinite: what to do about a gradient or Hessian with infinite or NaN entries: `"ignore"`, `"raise"`, `"skip"`.
-        fused: compile the step (`True`), run it eagerly (`False`), or whichever pays (`None`).
+        samples: number of weight samples that `step(closure)` averages over.
+        natural_momentum: gamma, momentum of the natural parameters of the Gaussian (Khan and Rue 2023, appendix F,
+            Eq. 79-81), in place of or in addition to beta_1. Checked by tests/equations/test_ivon.py,
+            test_natural_momentum_is_momentum_of_natural_parameters.
+        prior: the posterior of an earlier task, used as the prior of this one. Parameters that it does not contain
+            have the prior N(0, 1/prior_precision).
+        seed: noise and probes are functions of the seed, the number of earlier draws and the position of a weight.
+        nonfinite: what to do if a gradient or Hessian has infinite or NaN entries: `"ignore"`, `"raise"`, `"skip"`.
+        fused: compile the step (`True`), run it eagerly (`False`), or compile it for large models only (`None`).
 
-    With the defaults a small MLP on digits trains to 97 %; they were chosen on it, with `"hutchinson"`.
+    With the defaults a small MLP on digits reaches 97 %; they were chosen on it, with `"hutchinson"`.
 
-    Reference: 002, Eq. 46, Eq. 12 for beta_1 = 0; Khan et al., 2018; Lin et al., 2020, for the improved form.
-    Differs from the paper: whose form, `improved=False`, need not stay positive.
+    Reference: Khan and Rue 2023, Eq. 46, Eq. 12 for beta_1 = 0; Khan et al., 2018; Lin et al., 2020, for the improved
+    form.
+    Differs from the paper: h of the paper's form, `improved=False` without the bound, can become negative.
     Checked by: tests/equations/test_newton.py, against the exact optimum of a logistic regression.
     """
 
     curvature = ExpectedHessian()
     transition = Forget(retract=True)
     rule = NaturalGradient()
-    keeps = None
-    accepts = {**VariationalOptimizer.accepts, **HESSIAN, "improved": FLAG}
+    draw_evidence = None
+    accepts = {**VariationalOptimizer.accepts, **HESSIAN, "improved": BOOLEAN}
 
     def __init__(
         self,
@@ -174,16 +179,16 @@ class VON(HessianDiagonal, SampledVariational):
         fused: bool | None = None,
     ) -> None:
         super().__init__(params, settings(locals(), kl_weight=1.0))
-        self._take_prior(prior)
+        self._load_prior(prior)
 
     def parts(self, group: Mapping[str, Any]) -> Parts:
         natural, improved = group["natural_momentum"] > 0, group["improved"]
-        transition = Forget(retract=improved, natural=natural, bounded=not improved)
-        return Parts(self.curvature, transition, NaturalGradient(natural=natural))
+        transition = Forget(retract=improved, natural_momentum=natural, bounded=not improved)
+        return Parts(self.curvature, transition, NaturalGradient(natural_momentum=natural))
 
     def gradient_scale(self, group: Mapping[str, Any]) -> None:
         return None
 
     def _begin_observing(self) -> None:
-        if not self.__dict__.get("_drawn_now"):
-            raise RuntimeError("observe(loss) belongs inside of `with optimizer.sampled():`, before loss.backward().")
+        if not self.__dict__.get("_active_draw"):
+            raise RuntimeError("call observe(loss) inside `with optimizer.sampled():`, before loss.backward().")

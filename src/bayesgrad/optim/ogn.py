@@ -1,4 +1,4 @@
-"""OGN and VOGN: online Gauss-Newton, at the mean and at weights that are drawn from the belief."""
+"""OGN and VOGN: online Gauss-Newton, at the mean and at weights sampled from the belief."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from bayesgrad.posterior import Posterior
 from bayesgrad.rule import NaturalGradient
 from bayesgrad.transition import Forget
 
-FOREIGN = 1e3  # rounding errors beyond which a gradient is not of the layers' making
+MAX_EXCESS = 1e3  # in rounding errors; a larger difference means that a gradient has other terms than the layers'
 
 
 class GaussNewton(VariationalOptimizer, LayerwiseOptimizer):
-    """What OGN and VOGN share: squares of per-example gradients, from the layers' inputs and errors."""
+    """What OGN and VOGN share: squares of per-example gradients, from the inputs and errors of layers."""
 
     curvature = PerExampleSquare()
     transition = Forget()
@@ -36,7 +36,7 @@ class GaussNewton(VariationalOptimizer, LayerwiseOptimizer):
     by_layer = False
     recorded = (layers.is_matrix, layers.normalises)
     observes = True
-    fallback = "the squares of their mean gradients, times the batch size"
+    fallback_name = "the squares of their mean gradients, times the batch size"
     accepts = {
         **LayerwiseOptimizer.accepts,
         **VariationalOptimizer.accepts,
@@ -65,11 +65,11 @@ class GaussNewton(VariationalOptimizer, LayerwiseOptimizer):
         fused: bool | None = None,
     ) -> None:
         super().__init__(model, params, settings(locals()))
-        self._take_prior(prior)
+        self._load_prior(prior)
 
     def parts(self, group: Mapping[str, Any]) -> Parts:
         natural = group["natural_momentum"] > 0
-        return Parts(self.curvature, Forget(natural=natural), NaturalGradient(natural=natural))
+        return Parts(self.curvature, Forget(natural_momentum=natural), NaturalGradient(natural_momentum=natural))
 
     def gradient_scale(self, group: Mapping[str, Any]) -> None:
         return None
@@ -77,11 +77,11 @@ class GaussNewton(VariationalOptimizer, LayerwiseOptimizer):
     # --- evidence ---
 
     def observe(self, outputs: Tensor, labels: Tensor | None = None) -> None:
-        """Takes the squares of this batch from the model's own predictions, with `fisher="sampled"` or `"exact"`.
+        """Computes the squares of this batch from the model's predictions, with `fisher="sampled"` or `"exact"`.
 
         Args:
-            outputs: of the model, with their graph; which is left as it is, and so is `.grad`.
-            labels: to be used in place of drawn ones.
+            outputs: outputs of the model with their graph; neither the graph nor `.grad` is changed.
+            labels: replace the sampled labels.
         """
         group = self.param_groups[0]
         if group["fisher"] == "empirical":
@@ -98,7 +98,7 @@ class GaussNewton(VariationalOptimizer, LayerwiseOptimizer):
         self._marked = self._mark()
 
     def evidence(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> dict[str, Mapping[Tensor, Tensor]]:
-        aside: list[dict[Tensor, Tensor]] = self.__dict__.pop("_aside", [])
+        aside: list[dict[Tensor, Tensor]] = self.__dict__.pop("_stored_draws", [])
         params = [p for some in active for p in some]
         if aside:
             every = {p: [squares[p] for squares in aside if p in squares] for p in params}
@@ -110,7 +110,7 @@ class GaussNewton(VariationalOptimizer, LayerwiseOptimizer):
         passes = self.backward_passes()
         shown = examples_of(passes) if passes else {}
         if not shown and any(bool(gradient_of(p).any()) for p in params):
-            raise self.missing_observation("no backward pass was seen", "call loss.backward() on outputs")
+            raise self.missing_observation("no backward pass was recorded", "call loss.backward() on outputs")
         count = max((examples.count for examples in shown.values()), default=1) * group["losses_per_example"]
         if group["fisher"] != "empirical":
             return self._observed_squares(group, params, count)
@@ -121,7 +121,7 @@ class GaussNewton(VariationalOptimizer, LayerwiseOptimizer):
             for p in known
             if p not in odd
         }
-        self._warn_of({p for p in params if p not in shown and bool(gradient_of(p).any())} | odd)
+        self._warn_fallback({p for p in params if p not in shown and bool(gradient_of(p).any())} | odd)
         for p in params:
             if p not in found:
                 found[p] = gradient_of(p).to(compute_dtype(p.dtype)).square() * count
@@ -130,21 +130,21 @@ class GaussNewton(VariationalOptimizer, LayerwiseOptimizer):
     def _factors(
         self, params: list[Tensor], shown: Mapping[Tensor, Examples]
     ) -> tuple[dict[Tensor, float], set[Tensor]]:
-        """What gradients have been multiplied by since the backward pass, and those that are not of the layers' making.
+        """The factors by which gradients were multiplied since the backward pass; parameters with other gradients.
 
-        Where nobody has written into any of them, only a common factor is possible (unscaling): of parameters that have
-        been looked at before, one is enough.
+        If no gradient was modified in place, all have the same factor (unscaling), so one parameter is enough if all
+        were checked before.
         """
         if not params:
             return {}, set()
         untouched = all(gradient_of(p)._version == 0 for p in params)
-        made: dict[Tensor, bool] = self.__dict__.setdefault("_made_here", {})
+        made: dict[Tensor, bool] = self.__dict__.setdefault("_explained", {})
         good = [p for p in params if made.get(p, True)]
         some = (good[:1] or params) if untouched and all(p in made for p in params) else params
         table = fitted([shown[p].projection(gradient_of(p)) for p in some])
         factors = {p: factor for p, (factor, _) in zip(some, table)}
         if untouched:
-            made |= {p: excess <= FOREIGN for p, (_, excess) in zip(some, table)}
+            made |= {p: excess <= MAX_EXCESS for p, (_, excess) in zip(some, table)}
             common = next((factors[p] for p in some if made[p]), 1.0)
             factors = dict.fromkeys(params, common)
         return factors, {p for p in params if not made.get(p, True)}
@@ -153,7 +153,7 @@ class GaussNewton(VariationalOptimizer, LayerwiseOptimizer):
         observed, self._observed = self._observed, []
         if not observed:
             raise self.missing_observation(
-                "nothing was observed", "call observe(outputs), before loss.backward(), on outputs"
+                "observe() was not called", "call observe(outputs), before loss.backward(), on outputs"
             )
         total = sum(number for _, number in observed) * group["losses_per_example"]
         found: dict[Tensor, Tensor] = {}
@@ -162,12 +162,12 @@ class GaussNewton(VariationalOptimizer, LayerwiseOptimizer):
                 for p, examples in examples_of([uses]).items():
                     squares = examples.squares() / total
                     found[p] = found[p] + squares if p in found else squares
-        self._warn_of({p for p in params if p not in found and bool(gradient_of(p).any())})
+        self._warn_fallback({p for p in params if p not in found and bool(gradient_of(p).any())})
         return {p: found[p] if p in found else gradient_of(p).square() * count for p in params}
 
 
 class OGN(GaussNewton):
-    r"""Online Gauss-Newton: per-example squares as curvature, and at last a Laplace posterior.
+    r"""Online Gauss-Newton with squared per-example gradients; at convergence the belief is a Laplace approximation.
 
     .. math::
         h &\leftarrow \beta_2 h + (1-\beta_2)\, \tfrac1B \textstyle\sum_i (\nabla \ell_i(m))^2 \\
@@ -175,8 +175,8 @@ class OGN(GaussNewton):
         \quad \sigma^2 = \tau/(N (h + \tfrac{\tau\delta}{N}))
 
     with N = `num_data`, delta = `prior_precision`, tau = `kl_weight`, <> a debiased moving average with decay beta_1.
-    Squares are of per-example gradients: one matrix product more for each layer. At convergence the posterior is the
-    diagonal Laplace approximation with the empirical Fisher.
+    The squares of per-example gradients cost one more matrix product for each layer. At convergence the posterior is
+    the diagonal Laplace approximation with the empirical Fisher matrix.
 
         >>> model = nn.Linear(3, 2)
         >>> optimizer = OGN(model, num_data=100)
@@ -184,43 +184,44 @@ class OGN(GaussNewton):
         >>> optimizer.step()
 
     Args:
-        model: whose forward pass is run; train-mode BatchNorm is accepted, its statistics are taken for constants.
+        model: the network. BatchNorm in training mode is allowed; its batch statistics are treated as constants.
         lr: eta, in units of a Newton step. Chosen on digits and Fashion-MNIST with a small MLP.
-        params: parameters, named parameters or groups of the model; None for all.
+        params: parameters, named parameters or param groups of the model; None for all.
         num_data: N, the number of training examples (times `losses_per_example`).
         prior_precision: delta, of the prior N(0, 1/delta).
-        hess_init: h at the start.
+        hess_init: the initial h.
         betas: decays of the averages of gradient and squares.
-        kl_weight: tau, of the divergence from the prior.
-        samples: draws that `step(closure)` averages, where gradients are taken at draws.
-        fisher: whose gradients are squared: those of the loss (`"empirical"`), or of labels that the model predicts,
-            `"sampled"` or `"exact"` (OGGN). The latter two need `observe(outputs)` before `loss.backward()`.
-        likelihood: how `observe` reads the outputs.
-        losses_per_example: losses in an example (the length of a sequence whose every token has a loss).
-        natural_momentum: gamma of momentum in the belief's natural parameters (paper 002, appendix F).
-        prior: a posterior of an earlier task to be the prior of this one, in place of prior_precision, which is left
-            to parameters that it does not name.
-        seed: of draws and of sampled labels.
-        nonfinite: what to do about a gradient with infinite or NaN entries: `"ignore"`, `"raise"`, or `"skip"`.
-        fused: compile the step (`True`), run it eagerly (`False`), or whichever pays (`None`).
+        kl_weight: tau, the weight of KL(q, prior).
+        samples: number of weight samples that `step(closure)` averages over; VOGN only.
+        fisher: which gradients are squared: those of the loss (`"empirical"`), or those for labels that the model
+            predicts, `"sampled"` or `"exact"` (OGGN). The latter two need `observe(outputs)` before `loss.backward()`.
+        likelihood: the likelihood of the outputs, for `observe`: "categorical", "bernoulli" or "gaussian".
+        losses_per_example: the number of losses per example (the length of a sequence with a loss for each token).
+        natural_momentum: gamma, momentum of the natural parameters of the Gaussian (Khan and Rue 2023, appendix F,
+            Eq. 79-81), in place of or in addition to beta_1. Checked by tests/equations/test_ivon.py,
+            test_natural_momentum_is_momentum_of_natural_parameters.
+        prior: the posterior of an earlier task, used as the prior of this one. Parameters that it does not contain
+            have the prior N(0, 1/prior_precision).
+        seed: seed of sampled weights and labels.
+        nonfinite: what to do if a gradient has infinite or NaN entries: `"ignore"`, `"raise"`, or `"skip"`.
+        fused: compile the step (`True`), run it eagerly (`False`), or compile it for large models only (`None`).
 
-    What the model's layers do not explain is trained by the squares of mean gradients, times the batch size, and a
-    warning names it.
+    Parameters outside of known layers use the squares of mean gradients, times the batch size; a warning names them.
 
-    Reference: 002, section 4.4, Eq. 47-48 at the mean.
+    Reference: Khan and Rue 2023, section 4.4, Eq. 47-48 at the mean.
     Checked by: tests/equations/test_vogn.py, squares against BackPACK.
     """
 
 
 class VOGN(SampledVariational, GaussNewton):
-    r"""Variational online Gauss-Newton: OGN whose gradients and squares are taken at weights drawn from the belief.
+    r"""Variational online Gauss-Newton: OGN with gradients and squares at weights sampled from the belief.
 
     .. math::
         \theta &= m + \epsilon \sigma, \quad \sigma^2 = \tau/(N (h + \tfrac{\tau\delta}{N})) \\
         h &\leftarrow \beta_2 h + (1-\beta_2)\, \tfrac1B \textstyle\sum_i (\nabla \ell_i(\theta))^2 \\
         m &\leftarrow m - \eta\, (\langle \bar g(\theta) \rangle + \tfrac{\tau\delta}{N} m)/(h + \tfrac{\tau\delta}{N})
 
-    Its arguments are those of `OGN`; with `fisher="sampled"` or `"exact"` it is VOGGN. Passes run inside `sampled()`:
+    Its arguments are those of `OGN`; with `fisher="sampled"` or `"exact"` it is VOGGN. Run passes inside `sampled()`:
 
         >>> model = nn.Linear(3, 2)
         >>> optimizer = VOGN(model, num_data=100)
@@ -229,15 +230,15 @@ class VOGN(SampledVariational, GaussNewton):
         ...     nn.functional.cross_entropy(model(torch.randn(8, 3)), torch.zeros(8, dtype=torch.long)).backward()
         >>> optimizer.step()
 
-    Its fixed point is not quite the best Gaussian, because squares stand in for the Hessian.
+    Its fixed point differs slightly from the optimal Gaussian, because squares replace the Hessian.
 
-    Reference: 002, section 4.4, Eq. 47-48.
-    Differs from the paper: the noise has variance 1/s, not s, as the text prints.
+    Reference: Khan and Rue 2023, section 4.4, Eq. 47-48.
+    Differs from the paper: the noise has variance 1/s; the text prints s.
     Checked by: tests/equations/test_vogn.py.
     """
 
-    keeps = None
+    draw_evidence = None
 
-    def _set_aside(self, samples: int) -> None:
+    def _store_draw(self, samples: int) -> None:
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        self.__dict__.setdefault("_aside", []).append(self._squares(self.param_groups[0], params))
+        self.__dict__.setdefault("_stored_draws", []).append(self._squares(self.param_groups[0], params))

@@ -1,4 +1,4 @@
-"""Every optimizer of this package is a `BeliefOptimizer`; those that look at layers are a `LayerwiseOptimizer`."""
+"""Base classes of the optimizers: `BeliefOptimizer`, and `LayerwiseOptimizer` for those that need a model's layers."""
 
 from bayesgrad.optimizer.base import BeliefOptimizer, Parts
 

@@ -1,4 +1,36 @@
-"""Every optimizer of this package is a `BeliefOptimizer`: parts that say what is believed, and the one `step()`."""
+"""`BeliefOptimizer`, the base class of all optimizers here.
+
+An optimizer keeps a belief about each weight: a Gaussian whose mean is the parameter and whose precision is in the
+optimizer's state. Each step updates both from the gradient. A subclass does not write `step()`. It declares three
+parts, and what its hyperparameters mean to them:
+
+    >>> from bayesgrad.curvature import SquaredGradient
+    >>> from bayesgrad.rule import NaturalGradient
+    >>> from bayesgrad.transition import OrnsteinUhlenbeck, SteadyState
+    >>> class Adam(BeliefOptimizer):
+    ...     curvature = SquaredGradient()  # information of a batch: h = g^2
+    ...     transition = SteadyState(OrnsteinUhlenbeck())  # precision: P = sqrt(<h>)
+    ...     rule = NaturalGradient()  # mean: w <- w - lr P^-1 <g>
+    ...
+    ...     def dynamics(self, group, step):  # arguments of transition.scalars()
+    ...         return {"beta": group["betas"][1], "step": step}
+
+    >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
+    >>> optimizer = Adam([weight], {"lr": 0.1, "betas": (0.9, 0.999)})
+    >>> weight.grad = torch.tensor([5.0])
+    >>> optimizer.step()
+    >>> weight.data
+    tensor([0.9000])
+
+The parts are described in `bayesgrad.curvature`, `bayesgrad.transition` and `bayesgrad.rule`. `step()` does this:
+
+1. `_check` validates the param groups, and `_skips` handles gradients that are not finite.
+2. `directions` preconditions the gradients of parameters whose precision is a matrix (KFAC, FOOF); others: None.
+3. `evidence` collects what the curvature needs beside `.grad`, such as per-example squares (OGN) or Hessians (Newton).
+4. `_layout` groups parameters into blocks that one kernel call updates.
+5. For each block, `scalars` computes the hyperparameters of this step, and `kernels.run` applies `update`, the three
+   parts as one elementwise function, in place.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +45,14 @@ from torch import Tensor, nn
 from bayesgrad import kernels
 from bayesgrad.belief import Belief, Joint
 from bayesgrad.block import Block, Directions, gradient_of
+from bayesgrad.block.elementwise import blocks_fit
 from bayesgrad.curvature import Curvature
+from bayesgrad.optimizer.checkpoint import check_saved, copied, unshared
 from bayesgrad.optimizer.constraints import (
     FRACTION,
     FRACTIONS,
     NONNEGATIVE,
-    OPTIONAL_FLAG,
+    OPTIONAL_BOOLEAN,
     POSITIVE,
     Constraint,
     one_of,
@@ -36,25 +70,25 @@ ON_CPU = ("step", "clock", "damped", "traces", "input_waits", "error_waits", "du
 
 
 class BeliefOptimizer(torch.optim.Optimizer):
-    """A belief about each weight, updated by each gradient: the base of all optimizers here.
+    """A torch optimizer that keeps a Gaussian belief about each weight and updates it with each gradient.
 
-    A named optimizer is a declaration. It names its parts as class attributes and says, in a few one-line methods,
-    what its hyper-parameters mean to them:
+    A subclass sets `curvature`, `transition` and `rule` as class attributes, and overrides a few one-line methods:
 
     | method | meaning | default |
     |---|---|---|
-    | `parts(group)` | the parts, where an option changes them | the class attributes |
-    | `dynamics(group, step)` | what the transition's `scalars` asks for | nothing |
-    | `step_scale(group)` | what multiplies the step | lr |
-    | `gradient_scale(group)` | what multiplies the gradient before it is squared | 1, as None |
-    | `prior_variance(group)` | the variance before any evidence, in the units of the state | 1 |
+    | `parts(group)` | the three parts, if an option changes them | the class attributes |
+    | `dynamics(group, step)` | arguments of the transition's `scalars` | none |
+    | `step_scale(group)` | factor of the step | lr |
+    | `gradient_scale(group)` | factor of the gradient before it is squared | None, for 1 |
+    | `prior_variance(group)` | variance before the first gradient, in the units of the state | 1 |
 
-    State is in `state[p]`: a `step` counter and one tensor for each slot of the parts. Hyper-parameters are in the
-    param groups, where schedulers find them; `base_lr` there is the lr the group began with.
+    State is in `state[p]`: a `step` counter and one tensor for each slot of the parts. Hyperparameters are in the
+    param groups, where schedulers find them. There, `base_lr` is the initial lr of the group and `last_lr` the last
+    positive one. `accepts` maps the name of a hyperparameter to the values that it may have.
 
     Args:
         params: as for any torch optimizer.
-        defaults: hyper-parameters; `weight_decay`, `nonfinite` and `fused` may be left out.
+        defaults: hyperparameters; `weight_decay`, `nonfinite` and `fused` may be omitted.
     """
 
     curvature: ClassVar[Curvature | None] = None
@@ -67,7 +101,7 @@ class BeliefOptimizer(torch.optim.Optimizer):
         "betas": FRACTIONS,
         "damping": NONNEGATIVE,
         "nonfinite": one_of(*NONFINITE),
-        "fused": OPTIONAL_FLAG,
+        "fused": OPTIONAL_BOOLEAN,
         "base_lr": NONNEGATIVE,
         "last_lr": NONNEGATIVE,
     }
@@ -91,7 +125,7 @@ class BeliefOptimizer(torch.optim.Optimizer):
         return 1.0
 
     def scalars(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
-        """All scalars of one step. Kernels never combine two of them, so that both ways of running round alike."""
+        """All scalars of one step. Kernels never combine two scalars, so eager and compiled steps round alike."""
         curvature, transition, rule = self.parts(group)
         n = rule.scalars(group, step, self.step_scale(group))
         if curvature is not None:
@@ -105,6 +139,7 @@ class BeliefOptimizer(torch.optim.Optimizer):
         return n
 
     def slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """The names of the state tensors of a parameter in this group."""
         curvature, transition, rule = self.parts(group)
         learnt = () if curvature is None else (*curvature.slots, *transition.slots)
         return (*learnt, *rule.slots(group))
@@ -113,13 +148,13 @@ class BeliefOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates every belief by the gradients in `.grad`, which are left as they are.
+        """Updates weights and state from the gradients in `.grad`, which do not change.
 
         Args:
             closure: re-evaluates the model, calls backward and returns the loss.
 
         Returns:
-            What the closure returned.
+            The return value of the closure.
         """
         loss = None
         if closure is not None:
@@ -136,7 +171,7 @@ class BeliefOptimizer(torch.optim.Optimizer):
                 now["base_lr"] = group["base_lr"] = group["base_lr"] or now["lr"]
                 now["last_lr"] = group["last_lr"] = now["lr"]
         directions = self.directions(groups, active)
-        if directions is not None:  # what is solved and what is not take different steps
+        if directions is not None:  # parameters with and without a preconditioned gradient take different steps
             groups = [
                 {**group, "preconditioned": preconditioned} for group in groups for preconditioned in (False, True)
             ]
@@ -145,47 +180,48 @@ class BeliefOptimizer(torch.optim.Optimizer):
                 for params in active
                 for preconditioned in (False, True)
             ]
-        shown = self.evidence(groups, active)
+        evidence = self.evidence(groups, active)
         layout = self._layout(groups, active)
         elements = sum(block.elements for blocks in layout for block in blocks)
         for group, blocks in zip(groups, layout):
             for block in blocks:
                 block.step += 1
                 scalars = self.scalars(group, int(block.step))
-                update = self.update(group, tuple(scalars), block.slots, tuple(shown))
-                fused = kernels.pays(block.device, elements) if group["fused"] is None else group["fused"]
+                update = self.update(group, tuple(scalars), block.slots, tuple(evidence))
+                fused = kernels.should_compile(block.device, elements) if group["fused"] is None else group["fused"]
                 plain = group.get("preconditioned") and block.slots in ((), ("momentum",))
                 axpy_coefficients = self.rule.axpy_coefficients(scalars) if plain else None
-                for rows in block.rows(directions or {}, axpy_coefficients, list(shown.values())):
+                for rows in block.rows(directions or {}, axpy_coefficients, list(evidence.values())):
                     kernels.run(update, list(scalars.values()), rows, fused)
         return loss
 
     def update(
-        self, group: Mapping[str, Any], names: tuple[str, ...], slots: tuple[str, ...], shown: tuple[str, ...]
+        self, group: Mapping[str, Any], names: tuple[str, ...], slots: tuple[str, ...], evidence: tuple[str, ...]
     ) -> Update:
-        """The elementwise step of a group, for scalars, state and evidence of these names."""
-        return Update(self.parts(group), names, slots, shown)
+        """The elementwise step of a group, for scalars, state tensors and evidence with these names."""
+        return Update(self.parts(group), names, slots, evidence)
 
     def directions(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> Directions | None:
-        """For parameters whose belief does not factorise over elements: the gradient, solved by its precision.
+        """Preconditioned gradients of the parameters whose precision is a matrix.
 
-        Their elementwise step takes the direction for the gradient, in a group whose `preconditioned` is True; all
-        others are in a group whose `preconditioned` is False. None where beliefs always factorise.
+        The elementwise step of such a parameter uses its direction in place of its gradient, in a group with
+        `preconditioned` = True. All other parameters are in a group with `preconditioned` = False. None if the
+        precision of all parameters is elementwise.
         """
         return None
 
     def evidence(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> dict[str, Mapping[Tensor, Tensor]]:
-        """What a curvature asks for beside gradients, by name: a tensor for each parameter that has a gradient."""
+        """What the curvature needs beside gradients: name -> parameter -> tensor, for parameters with a gradient."""
         return {}
 
     def _layout(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> list[list[Block]]:
-        """The blocks of each group, kept from step to step for as long as they fit."""
+        """The blocks of each group; reused from step to step until parameters or state tensors are replaced."""
         kept: list[list[Block]] = self.__dict__.get("_blocks", [])
         layout = []
         for index, (group, params) in enumerate(zip(groups, active)):
             slots = self.slots(group)
             blocks = kept[index] if index < len(kept) else []
-            if not self._fits(blocks, params, slots):
+            if not blocks_fit(blocks, params, self.state, slots):
                 self._initialise(group, params, slots)
                 keys = [(p.dtype, p.device, float(self.state[p]["step"])) for p in params]
                 blocks = [
@@ -196,20 +232,12 @@ class BeliefOptimizer(torch.optim.Optimizer):
         self._blocks = layout
         return layout
 
-    def _fits(self, blocks: list[Block], params: list[Tensor], slots: tuple[str, ...]) -> bool:
-        if len(blocks) == 1:  # the usual case keeps the order of the parameters
-            return blocks[0].slots == slots and blocks[0].holds(params, self.state)
-        mine = {id(p) for block in blocks for p in block.params}
-        return mine == {id(p) for p in params} and all(
-            block.slots == slots and block.holds(block.params, self.state) for block in blocks
-        )
-
     def _initialise(self, group: Mapping[str, Any], params: list[Tensor], slots: tuple[str, ...]) -> None:
+        """Creates missing state tensors."""
         curvature, _, rule = self.parts(group)
         averages = {*(curvature.slots if curvature else ()), *rule.averages(group)}
-        averages = (
-            set() if group.get("preconditioned") else averages
-        )  # of directions, which are not in the gradient's units
+        if group.get("preconditioned"):  # averages of directions, which are not in the units of the gradient
+            averages = set()
         for p in params:
             entry = self.state[p]
             if "step" not in entry:
@@ -229,30 +257,30 @@ class BeliefOptimizer(torch.optim.Optimizer):
                     )
 
     def initial(self, slot: str, group: Mapping[str, Any], p: Tensor) -> float | Tensor:
-        """What a slot starts from."""
+        """The initial value of a state tensor."""
         if slot == "last_mean":
             return p
         return self.prior_variance(group) if slot in ("variance", "last_variance") else 0.0
 
     def _mark(self) -> list[tuple[int, int]]:
-        """Tells whether gradients have changed in between."""
+        """Identity and version of all gradients: two equal results mean that no gradient changed in between."""
         every = (p for group in self.param_groups for p in group["params"])
         return [(id(p.grad), p.grad._version) for p in every if p.grad is not None]
 
     # --- bad gradients ---
 
     def _skips(self, active: list[list[Tensor]]) -> bool:
-        """Whether this step is to be skipped; raises where that is wanted. Nothing has been changed so far."""
+        """Whether to skip this step because of a gradient that is not finite; called before anything changes."""
         for index, (group, params) in enumerate(zip(self.param_groups, active)):
             for p in params:
                 if gradient_of(p).layout is not torch.strided:
                     raise RuntimeError(
-                        f"{type(self).__name__} takes no sparse gradients, but {self._name(index, p)} has one: "
+                        f"{type(self).__name__} needs dense gradients, but that of {self._name(index, p)} is sparse: "
                         "build the embedding with sparse=False."
                     )
             if group["nonfinite"] == "ignore" or not params:
                 continue
-            # The largest magnitude is infinite or NaN exactly where an entry is; a sum could overflow by itself.
+            # The largest magnitude is finite if and only if all entries are; a finite sum could overflow.
             gradients = [gradient_of(p) for p in params if p.numel()]
             norms = torch._foreach_norm(gradients, math.inf) if gradients else []
             if not norms or bool(torch.stack([norm.isfinite().to(norms[0].device) for norm in norms]).all()):
@@ -278,7 +306,7 @@ class BeliefOptimizer(torch.optim.Optimizer):
     # --- groups and checkpoints ---
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a param group, as in torch.optim; hyper-parameters it does not name are the defaults."""
+        """Adds a param group, as in torch.optim; omitted hyperparameters have their default values."""
         self._check({**self.defaults, **param_group})
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -304,15 +332,15 @@ class BeliefOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"{name} must be {words}, got {group[name]!r}.")
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch.optim, but a snapshot: later steps leave it alone."""
+        """As in torch.optim, but with copies of all tensors: later steps do not change it."""
         saved = super().state_dict()
-        saved["state"] = {key: _copied(entry) for key, entry in saved["state"].items()}
-        saved["param_groups"] = [_copied(group) for group in saved["param_groups"]]
+        saved["state"] = {key: copied(entry) for key, entry in saved["state"].items()}
+        saved["param_groups"] = [copied(group) for group in saved["param_groups"]]
         return saved
 
     def __getstate__(self) -> dict[str, Any]:
         kept = super().__getstate__()
-        state = defaultdict(dict, {p: _unshared(entry) for p, entry in kept["state"].items()})
+        state = defaultdict(dict, {p: unshared(entry) for p, entry in kept["state"].items()})
         return {**kept, "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -322,7 +350,7 @@ class BeliefOptimizer(torch.optim.Optimizer):
         """
         loaded: dict[str, Any] = {}
         if not isinstance(state_dict, dict):
-            raise ValueError(f"this is no state of {type(self).__name__} but a {type(state_dict).__name__}.")
+            raise ValueError(f"the state of {type(self).__name__} must be a dict, got {type(state_dict).__name__}.")
 
         def check(_: Any, given: dict[str, Any]) -> None:
             self._check_loaded(given)
@@ -345,54 +373,26 @@ class BeliefOptimizer(torch.optim.Optimizer):
                     yield p, saved["state"][key]
 
     def _check_loaded(self, saved: Mapping[str, Any]) -> None:
-        name = type(self).__name__
-        groups = saved.get("param_groups")
-        whole = isinstance(groups, list) and all(isinstance(group, Mapping) for group in groups)
-        if not whole or not isinstance(saved.get("state"), Mapping):
-            raise ValueError(f"this is no state of {name}: it lacks 'state' or 'param_groups'; was the file cut short?")
-        sizes = [len(group["params"]) for group in self.param_groups]
-        given = [len(group.get("params", ())) for group in saved["param_groups"]]
-        if sizes != given:
-            raise ValueError(f"the saved state has param groups of {given} parameters, this {name} of {sizes}.")
-        for index, (group, given_group) in enumerate(zip(self.param_groups, saved["param_groups"])):
-            missing = sorted({*self.defaults, "base_lr", "last_lr"} - set(given_group))
-            if missing:
-                raise ValueError(f"group {index} of the saved state lacks {missing}: it is not {name}'s, or cut short.")
-            self._check(given_group)
-            for position, (p, key) in enumerate(zip(group["params"], given_group["params"])):
-                where = f"parameter {position} of group {index}"
-                entry = saved["state"].get(key, {})
-                slots = self._slots_of(p, given_group)
-                odd = next((k for k, value in entry.items() if not isinstance(value, Tensor)), None)
-                if odd is not None or ("step" in entry and entry["step"].numel() != 1):
-                    raise ValueError(f"{odd or 'step'} in the saved state of {where} is no tensor of its kind.")
-                if entry and not {"step", *slots} <= set(entry) and not self._is_partial(entry):
-                    lost = sorted({"step", *slots} - set(entry))
-                    raise ValueError(f"the saved state of {where} lacks {lost}: it is not {name}'s, or cut short.")
-                for slot in slots:
-                    if slot in entry and entry[slot].shape != p.shape:
-                        raise ValueError(
-                            f"{slot} of {where} has shape {tuple(entry[slot].shape)} in the saved state, "
-                            f"but the parameter has {tuple(p.shape)}: load it into the model it came from."
-                        )
+        """Raises ValueError if `saved` is not a state of this optimizer."""
+        check_saved(self, saved)
 
     def _is_partial(self, entry: Mapping[str, Tensor]) -> bool:
-        """Whether this is the state of a parameter that has not taken a step, and is whole all the same."""
+        """Whether an entry without all slots is valid: that of a parameter that has not taken a step."""
         return False
 
     def _slots_of(self, p: Tensor, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """The elementwise state that a parameter has at least."""
+        """The state tensors that a parameter must have after its first step."""
         return self.slots(group)
 
-    # --- what is believed ---
+    # --- posterior ---
 
     def posterior(self, model: nn.Module, scale: float = 1.0) -> Posterior:
-        """The belief about the model's weights as a `Posterior`, a copy.
+        """A copy of the belief about the model's weights, as a `Posterior`.
 
         Args:
-            model: the model whose parameters were given to the optimizer. Its other parameters, and frozen ones that
-                were never updated, are held fixed.
-            scale: multiplies every variance. Choose it on held-out likelihood; see docs/choosing.md for why.
+            model: the model whose parameters were given to the optimizer. Its other parameters, and frozen parameters
+                that were never updated, are constants.
+            scale: multiplies every variance. Choose it by held-out likelihood; docs/choosing.md says why.
         """
         if not POSITIVE.holds(scale) or math.isinf(scale):
             raise ValueError(f"scale must be a finite positive number, got {scale!r}.")
@@ -412,23 +412,23 @@ class BeliefOptimizer(torch.optim.Optimizer):
         return GaussianPosterior(beliefs, model)
 
     def _joint(self, names: Mapping[int, str], scale: float) -> Iterable[tuple[str, Joint]]:
-        """Beliefs about several parameters at once, by the name of one of them; `names` has all by id."""
+        """Joint beliefs about several parameters, by the name of one of them; `names` maps ids to names."""
         return ()
 
     def _variance(self, group: Mapping[str, Any], p: Tensor) -> Tensor:
-        """sigma_post^2 of each weight, as of the last step.
+        """sigma_post^2 of each weight after the last step.
 
         The mean moves by step_scale P^-1 g for the mean gradient g, and by sigma_post^2 (B g), so
         sigma_post^2 = step_scale P^-1 / B.
         """
         curvature, transition, _ = self.parts(group)
         if curvature is None or "batch_size" not in group:
-            raise TypeError(f"{type(self).__name__} holds no belief about its weights: it has no posterior.")
+            raise TypeError(f"{type(self).__name__} has no posterior: it does not estimate the variance of weights.")
         if group["batch_size"] is None:
             raise ValueError(
                 f"a posterior needs the number of examples in a gradient: pass batch_size= to {type(self).__name__}."
             )
-        # Before the first step at a positive lr any unit will do: the belief is the prior, which does not depend on it.
+        # Before the first step with lr > 0 the belief is the prior, which does not depend on this choice of lr.
         then = {**group, "lr": group["last_lr"] or 1.0, "base_lr": group["base_lr"] or 1.0}
         step_scale = self.step_scale(then) / group["batch_size"]
         entry = self.state.get(p)
@@ -439,24 +439,12 @@ class BeliefOptimizer(torch.optim.Optimizer):
 
 
 def settings(arguments: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    """The hyper-parameters among the arguments of a declaration, `locals()` at its beginning."""
+    """The hyperparameters among the arguments of a constructor, given as its `locals()`."""
     others = ("self", "__class__", "params", "model", "prior")
     return {name: value for name, value in arguments.items() if name not in others} | more
 
 
 def _rate(group: Mapping[str, Any]) -> float:
-    """The learning rate, zero where a schedule has come to zero but for rounding."""
+    """The learning rate; zero if a schedule ended at zero minus a rounding error."""
     lr = float(group["lr"])
     return 0.0 if -1e-9 * group["base_lr"] < lr < 0 else lr
-
-
-def _copied(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()}
-
-
-def _unshared(entry: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors that are views into a larger storage, copied: pickling them would store all of it each time."""
-    return {
-        name: value.clone() if value.untyped_storage().nbytes() > value.numel() * value.element_size() else value
-        for name, value in entry.items()
-    }

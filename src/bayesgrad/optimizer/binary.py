@@ -1,4 +1,4 @@
-"""Filters of binary weights: what is updated is latent, and the weight is its sign."""
+"""Optimizers of binary weights: a latent value is updated, and the weight is its sign."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from bayesgrad.optimizer.update import Update
 
 
 @dataclass(frozen=True)
-class Signs(Update):
-    """An `Update` of the first slot instead of the weight, which becomes its sign; sign(0) = 1.
+class SignUpdate(Update):
+    """An `Update` of the first slot, the latent value; the weight is set to its sign, sign(0) = 1.
 
-    The gradient by the weight stands in for that by the latent value, times the slope between the two where the
-    evidence has one, and times the number `information`. A slot `prior_natural` pulls.
+    The gradient with respect to the weight replaces that with respect to the latent value. It is multiplied by the
+    slope between the two, if the evidence has one, and by the scalar `gradient_scale`. A slot `prior_natural` is
+    subtracted from it.
     """
 
     def __call__(self, scalars: Iterable[Any], weight: Tensor, gradient: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
         scalars = list(scalars)
         n = dict(zip(self.names, scalars))
-        shown, state = dict(zip(self.shown, more)), more[len(self.shown) :]
+        evidence, state = dict(zip(self.evidence, more)), more[len(self.evidence) :]
         latent = state[0]
         gradient = gradient.to(latent.dtype)
-        if "product" in shown:
-            gradient = shown["product"].to(latent.dtype)
-        elif "slope" in shown:
-            gradient = gradient * shown["slope"].to(latent.dtype)
+        if "product" in evidence:
+            gradient = evidence["product"].to(latent.dtype)
+        elif "slope" in evidence:
+            gradient = gradient * evidence["slope"].to(latent.dtype)
         if "gradient_scale" in n:
-            largest = torch.finfo(latent.dtype).max / 4  # an infinite belief would never change again
+            largest = torch.finfo(latent.dtype).max / 4  # an infinite latent value would never change again
             gradient = (gradient * n["gradient_scale"]).clamp(-largest, largest)
         if "prior_natural" in self.slots:
             gradient = gradient - state[self.slots.index("prior_natural")]
@@ -47,16 +48,16 @@ def signs(latent: Tensor) -> Tensor:
 
 
 class BinaryOptimizer(BeliefOptimizer):
-    """A filter whose parameters are all binary: -1 or 1 from its construction on.
+    """An optimizer whose parameters are all binary: its constructor sets them to -1 or 1.
 
-    Parameters that do not require gradients are left as they are, until they do.
+    Parameters that do not require gradients are not changed until they do.
     """
 
-    latent: ClassVar[str]  # the slot whose sign a weight is
+    latent: ClassVar[str]  # the slot whose sign is the weight
     _built = True
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        self._built = False  # a constructor that fails halfway leaves every weight as it was
+        self._built = False  # a constructor that raises changes no weights
         super().__init__(params, defaults)
         self._built = True
 
@@ -66,15 +67,15 @@ class BinaryOptimizer(BeliefOptimizer):
             self._initialise(group, new, self.slots(group))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group of parameters, as in torch.optim; they become binary."""
+        """Adds a param group, as in torch.optim; its parameters become binary."""
         super().add_param_group(param_group)
         if self._built:
             self._binarise()
 
     def update(
-        self, group: Mapping[str, Any], names: tuple[str, ...], slots: tuple[str, ...], shown: tuple[str, ...]
-    ) -> Signs:
-        return Signs(self.parts(group), names, slots, shown)
+        self, group: Mapping[str, Any], names: tuple[str, ...], slots: tuple[str, ...], evidence: tuple[str, ...]
+    ) -> SignUpdate:
+        return SignUpdate(self.parts(group), names, slots, evidence)
 
     def slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return (self.latent, *super().slots(group))
@@ -90,7 +91,7 @@ class BinaryOptimizer(BeliefOptimizer):
         return p if slot == self.latent else super().initial(slot, group, p)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As `BeliefOptimizer.load_state_dict`; weights become the signs of what was loaded."""
+        """As `BeliefOptimizer.load_state_dict`; weights are set to the signs of the loaded latent values."""
         super().load_state_dict(state_dict)
         with torch.no_grad():
             for p, entry in self.state.items():

@@ -1,4 +1,4 @@
-"""What hyper-parameters may be."""
+"""Constraints of hyperparameters: which values are valid."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Constraint(NamedTuple):
-    """What a hyper-parameter may be, in words and as a test."""
+    """The valid values of a hyperparameter, as words for the error message and as a predicate."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -24,19 +24,19 @@ OPEN_FRACTION = Constraint("in (0, 1)", lambda x: 0 < x < 1)
 FRACTIONS = Constraint("two numbers in [0, 1)", lambda x: len(x) == 2 and all(0 <= b < 1 for b in x))
 COUNT = Constraint("a number >= 1", lambda x: 1 <= x < math.inf)
 OPTIONAL_COUNT = Constraint("None or a number >= 1", lambda x: x is None or 1 <= x < math.inf)
-WHOLE = Constraint("a whole number >= 1", lambda x: x == int(x) and x >= 1)
-WHOLE_NUMBER = Constraint("a whole number", lambda x: x == int(x))
-FLAG = Constraint("True or False", lambda x: x is True or x is False)
-OPTIONAL_FLAG = Constraint("None, True or False", lambda x: x is None or x is True or x is False)
+POSITIVE_INTEGER = Constraint("an integer >= 1", lambda x: x == int(x) and x >= 1)
+INTEGER = Constraint("an integer", lambda x: x == int(x))
+BOOLEAN = Constraint("True or False", lambda x: x is True or x is False)
+OPTIONAL_BOOLEAN = Constraint("None, True or False", lambda x: x is None or x is True or x is False)
 
 
 def one_of(*choices: Any) -> Constraint:
-    """One of a few values."""
+    """The constraint to be one of these values."""
     return Constraint(" or ".join(map(repr, choices)), lambda x: x in choices)
 
 
 def square_matrix(matrix: Any, name: str) -> Tensor:
-    """A square matrix of finite numbers, in float64."""
+    """A float64 copy of `matrix`; raises unless it is square, floating-point and finite."""
     if not isinstance(matrix, Tensor) or not matrix.is_floating_point():
         kind = matrix.dtype if isinstance(matrix, Tensor) else type(matrix).__name__
         raise TypeError(f"{name} must be a tensor of floating-point numbers, got {kind}.")
@@ -48,7 +48,7 @@ def square_matrix(matrix: Any, name: str) -> Tensor:
 
 
 def covariance_matrix(matrix: Any, name: str) -> Tensor:
-    """A symmetric and positive semi-definite matrix, but for rounding."""
+    """A float64 copy of `matrix`; raises unless it is symmetric and positive semi-definite up to rounding."""
     checked = square_matrix(matrix, name)
     tolerance = 100 * torch.finfo(matrix.dtype).eps * float(checked.abs().max())
     gap = float((checked - checked.mT).abs().max())

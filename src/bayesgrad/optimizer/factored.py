@@ -1,4 +1,4 @@
-"""Filters with a Kronecker-factored precision for each layer, refreshed now and then."""
+"""Optimizers with a Kronecker-factored precision for each layer, which is updated every few steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bayesgrad.block import Directions, gradient_of
-from bayesgrad.block.layer import Layer, LayerBatch, directions, explained
+from bayesgrad.block.layer import Layer, LayerBatch, directions, gradient_from_calls
 from bayesgrad.curvature.factors import LayerCurvature, defer, flush
 from bayesgrad.curvature.gradients import average
 from bayesgrad.kernels import compute_dtype
@@ -20,41 +20,46 @@ from bayesgrad.optimizer.layerwise import LayerwiseOptimizer
 from bayesgrad.precision import Kronecker, Precision
 from bayesgrad.precision.linalg import diagonal_inverse, inverse
 
-MERGES, MERGED, INVERTED = range(3)  # of `clock`: how many merges, and the steps of the last merge and inversion
-OF_LAYER = ("spectrum", "damped", "clock", "traces")
+MERGES, MERGED, INVERTED = range(
+    3
+)  # indices of `clock`: number of merges, step of the last merge, of the last inversion
+LAYER_KEYS = ("spectrum", "damped", "clock", "traces")
 
 
 class FactoredOptimizer(LayerwiseOptimizer):
-    """Moving averages of a layer's second moments, and their inverses.
+    """Base class of optimizers that keep moving averages of each layer's second moments, and their inverses.
 
-    The moments are averaged at every `stats_every`-th step and inverted at every `update_every`-th; early on, when
-    averages still move fast and a stale inverse diverges, whenever the number of steps has grown by a quarter.
+    The averages are updated every `stats_every` steps and inverted every `update_every` steps. Early in a run the
+    averages change fast and training with an old inverse diverges, so they are inverted whenever the number of steps
+    has grown by a quarter.
     """
 
     layer_curvature: ClassVar[LayerCurvature]
-    factor: ClassVar[str] = "moment"  # what is kept of each side
+    factor: ClassVar[str] = "moment"  # the name of each side's matrix in the state
 
     def _bind(self) -> None:
         super()._bind()
-        for layer in self.layers if self.compares() else ():
+        for layer in self.layers if self.checks_gradient() else ():
             if layer.weight is not None:
                 hook = _FirstPass(self, layer)
                 hook.handle = layer.weight.register_post_accumulate_grad_hook(hook)
 
-    def compares(self) -> bool:
-        """Whether backward passes are the evidence: they must then explain the gradient."""
+    def checks_gradient(self) -> bool:
+        """Whether statistics come from backward passes, which must then account for the gradient."""
         return False
 
     def directions(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> Directions:
-        self._follow_thawing()
+        self._update_trainable()
         owners = {p: group for group, params in zip(groups, active) for p in params}
         current = [layer for layer in self.layers if any(p in owners for p in layer.members)]
         settings = {layer: next(owners[p] for p in layer.members if p in owners) for layer in current}
-        passes = self.sheets(self.backward_passes())
+        passes = self.layer_batches(self.backward_passes())
         fresh = self.statistics(current, settings, passes)
         known = [layer for layer in current if layer in fresh or "clock" in self.state.get(layer.owner, {})]
-        known = [layer for layer in known if layer.weight not in self._strangers]
-        self._warn_of({p for layer in self.touched(set(current) - set(known)) for p in layer.members})
+        known = [layer for layer in known if layer.weight not in self._read_elsewhere]
+        self._warn_fallback(
+            {p for layer in self.with_nonzero_gradient(set(current) - set(known)) for p in layer.members}
+        )
         for layer in known:
             self._refresh(layer, fresh.get(layer), settings[layer])
         return directions([(layer, self.precision(layer, settings[layer]), passes.get(layer)) for layer in known])
@@ -63,21 +68,21 @@ class FactoredOptimizer(LayerwiseOptimizer):
     def statistics(
         self, current: list[Layer], settings: Mapping[Layer, Mapping[str, Any]], passes: Mapping[Layer, LayerBatch]
     ) -> Mapping[Layer, LayerBatch]:
-        """The evidence that is to be merged in this step. A layer of which nothing was ever seen takes the fallback."""
+        """The data to merge in this step, by layer. A layer that never had any is trained by the fallback."""
 
     def due(self, layer: Layer, group: Mapping[str, Any]) -> bool:
-        """Whether statistics are due in the coming step."""
+        """Whether statistics are due in the next step."""
         entry = self.state.get(layer.owner, {})
         clock = entry.get("clock")
         return clock is None or int(entry.get("step", 0)) + 1 - int(clock[MERGED]) >= group["stats_every"]
 
-    def _refresh(self, layer: Layer, sheet: LayerBatch | None, group: Mapping[str, Any]) -> None:
+    def _refresh(self, layer: Layer, batch: LayerBatch | None, group: Mapping[str, Any]) -> None:
         entry = self.state[layer.owner]
         self._initialise_factors(layer, group)
         clock, step = entry["clock"], int(entry.get("step", 0)) + 1
-        if sheet is not None:
+        if batch is not None:
             clock[MERGES] += 1
-            self.merge(layer, entry, sheet, group)
+            self.merge(layer, entry, batch, group)
             clock[MERGED] = step
         last, setting = int(clock[INVERTED]), self.setting(group)
         due = clock[MERGED] > last and step >= last + min(max(1, last // 4), group["update_every"])
@@ -88,14 +93,14 @@ class FactoredOptimizer(LayerwiseOptimizer):
             self.invert(layer, entry, group)
             clock[INVERTED] = step
 
-    def merge(self, layer: Layer, entry: dict[str, Tensor], sheet: LayerBatch, group: Mapping[str, Any]) -> None:
-        """Takes new evidence into the factors; `clock` has counted it, and has the step of the last one."""
+    def merge(self, layer: Layer, entry: dict[str, Tensor], batch: LayerBatch, group: Mapping[str, Any]) -> None:
+        """Updates the factors; `clock` already counts this merge but has the step of the last one."""
         keep, take = average(group["ema"], int(entry["clock"][MERGES]))
-        for side, moment in self.layer_curvature.read(sheet, group).items():
+        for side, moment in self.layer_curvature.read(batch, group).items():
             defer(entry, side, moment, keep, take)
 
     def setting(self, group: Mapping[str, Any]) -> float:
-        """What inverses depend on beside the moments."""
+        """The hyperparameter that inverses depend on: they are computed anew when it changes."""
         return float(group["damping"])
 
     def _initialise_factors(self, layer: Layer, group: Mapping[str, Any]) -> None:
@@ -105,7 +110,7 @@ class FactoredOptimizer(LayerwiseOptimizer):
             name = f"{side}_{self.factor}"
             if name in entry and entry[name].shape != shape:
                 for key in _factors(entry):
-                    del entry[key]  # another part of the layer is trained now: what was known is of no use
+                    del entry[key]  # another part of the layer is trained now, so the old factors do not fit
             if name not in entry:
                 entry[name] = self.initial_factor(torch.zeros(shape, **like), group)
             elif entry[name].dtype != like["dtype"]:  # the model was cast
@@ -114,7 +119,7 @@ class FactoredOptimizer(LayerwiseOptimizer):
         entry.setdefault("clock", torch.zeros(3, dtype=torch.int64))
 
     def initial_factor(self, zeros: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """What a factor starts from."""
+        """The initial value of a factor."""
         return zeros
 
     def _factor_shapes(self, layer: Layer, group: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -157,7 +162,10 @@ class FactoredOptimizer(LayerwiseOptimizer):
                 kept = f"{side}_{self.factor}"
                 moment = entry.get(kept)
                 if moment is None:
-                    raise ValueError(f"the saved state of layer {name!r} lacks {kept}: it is not mine, or cut short.")
+                    raise ValueError(
+                        f"the saved state of layer {name!r} lacks {kept}: it is not a state of {type(self).__name__}, "
+                        "or it is truncated."
+                    )
                 if moment.shape != shape:
                     raise ValueError(
                         f"{kept} of layer {name!r} has shape {tuple(moment.shape)} in the saved state, "
@@ -165,17 +173,18 @@ class FactoredOptimizer(LayerwiseOptimizer):
                     )
 
     def _mine(self, saved_group: Mapping[str, Any]) -> list[Tensor]:
+        """The parameters of this optimizer with the names of a saved group."""
         named = {n: p for group in self.param_groups for n, p in zip(group["param_names"], group["params"])}
         return [named[name] for name in saved_group["param_names"]]
 
 
 def _factors(entry: Mapping[str, Tensor]) -> list[str]:
-    """What belongs to the layer and not to its parameters' elements."""
-    return [key for key in entry if key.startswith(("input_", "error_")) or key in OF_LAYER]
+    """The names of the state tensors that belong to the layer, not to the elements of its parameters."""
+    return [key for key in entry if key.startswith(("input_", "error_")) or key in LAYER_KEYS]
 
 
 def store(entry: dict[str, Tensor], name: str, value: Tensor) -> None:
-    """Into the tensor that is there, if it fits."""
+    """Stores a value in the state; copies it into the existing tensor if shape and dtype are the same."""
     if name in entry and entry[name].shape == value.shape and entry[name].dtype == value.dtype:
         entry[name].copy_(value)
     else:
@@ -183,7 +192,7 @@ def store(entry: dict[str, Tensor], name: str, value: Tensor) -> None:
 
 
 class _FirstPass:
-    """Compares a weight's first gradient with what its layers explain of it, before anybody can change it."""
+    """A hook that compares a weight's first gradient with the one that follows from the recorded layer calls."""
 
     def __init__(self, optimizer: FactoredOptimizer, layer: Layer) -> None:
         self.optimizer, self.layer = weakref.ref(optimizer), layer
@@ -199,7 +208,7 @@ class _FirstPass:
         if not uses or not all(recorder.begun.get(name, True) for name in self.layer.names):
             return
         self.handle.remove()
-        made, gradient = explained(self.layer, uses), gradient_of(weight).detach()
-        # Half precision is off by less than that; another reader of the weight by more.
+        made, gradient = gradient_from_calls(self.layer, uses), gradient_of(weight).detach()
+        # The difference is smaller in half precision, and larger if something else uses the weight.
         if bool((made.to(gradient) - gradient).norm() > 0.1 * gradient.norm()):
-            optimizer._strangers.add(weight)
+            optimizer._read_elsewhere.add(weight)

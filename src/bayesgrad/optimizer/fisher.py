@@ -1,4 +1,4 @@
-"""Filters over single weights: what their information is read off, and where gradients are taken."""
+"""Elementwise filters with a choice of Fisher estimate, and optionally gradients at sampled weights."""
 
 from __future__ import annotations
 
@@ -14,75 +14,80 @@ from bayesgrad.curvature import CentredGradient, Curvature, SquaredGradient
 from bayesgrad.curvature.fisher import check_outputs
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.optimizer.base import BeliefOptimizer
-from bayesgrad.optimizer.constraints import FLAG, WHOLE, WHOLE_NUMBER, one_of
+from bayesgrad.optimizer.constraints import BOOLEAN, INTEGER, POSITIVE_INTEGER, one_of
 from bayesgrad.optimizer.update import Parts
 from bayesgrad.optimizer.variational import Noise, WeightSampling
 
 
 class FisherOptimizer(WeightSampling):
-    """A filter that adds an estimate of the Fisher information of a batch to each weight's precision.
+    """Base class of filters that add an estimate of the Fisher information of a batch to each weight's precision.
 
-    `fisher` says which: the squared gradient of the summed loss (`"empirical"`), the variance of that gradient over
-    time (`"centered"`), or the square of what the gradient would be at labels drawn from the model (`"sampled"`), which
-    `observe(outputs)` computes by a backward pass of its own.
+    `fisher` selects the estimate: the squared gradient of the summed loss (`"empirical"`), the variance of that
+    gradient over time (`"centered"`), or its square for labels sampled from the model (`"sampled"`), which
+    `observe(outputs)` computes with a backward pass of its own.
 
-    With `sample_weights`, gradients are taken at weights drawn from the belief, inside `with optimizer.sampled():`:
-    statistical linearisation.
+    With `sample_weights`, gradients are computed at weights sampled from the belief, inside
+    `with optimizer.sampled():` (statistical linearisation).
 
-    Reference: 000, sections 2.2.2 and 2.2.8.
+    Reference: Aitchison 2018, sections 2.2.2 and 2.2.8.
     Checked by: tests/contract/test_evidence.py.
     """
 
-    keeps: ClassVar[str | None] = None
+    draw_evidence: ClassVar[str | None] = None
     accepts = {
         **BeliefOptimizer.accepts,
         "fisher": one_of("empirical", "centered", "sampled"),
         "likelihood": one_of("categorical", "bernoulli", "gaussian"),
-        "sample_weights": FLAG,
-        "samples": WHOLE,
-        "seed": WHOLE_NUMBER,
+        "sample_weights": BOOLEAN,
+        "samples": POSITIVE_INTEGER,
+        "seed": INTEGER,
     }
 
-    def read_by(self, group: Mapping[str, Any]) -> Curvature:
+    def fisher_curvature(self, group: Mapping[str, Any]) -> Curvature:
+        """The curvature for the group's `fisher`."""
         return CentredGradient() if group["fisher"] == "centered" else SquaredGradient()
 
     def parts(self, group: Mapping[str, Any]) -> Parts:
-        return Parts(self.read_by(group), self.transition, self.rule)
+        return Parts(self.fisher_curvature(group), self.transition, self.rule)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch.optim; labels are drawn for all groups or for none, and so are weights."""
+        """As in torch.optim; `fisher` and `sample_weights` must be the same in all groups."""
         given = {**self.defaults, **param_group}
         self._check(given)
         for other in self.param_groups[:1]:
             for name in ("fisher", "sample_weights"):
                 if given.get(name) != other.get(name):
-                    raise ValueError(f"{name} is {other[name]!r} in another group: all groups must have the same.")
+                    raise ValueError(
+                        f"{name} must be the same in all groups, got {given.get(name)!r} beside {other[name]!r}."
+                    )
         super().add_param_group(param_group)
 
-    # --- labels drawn from the model ---
+    # --- sampled labels ---
 
-    def _forget(self) -> None:
-        super()._forget()
-        self._observed: dict[Tensor, Tensor] = {}  # gradients at drawn labels
-        self._losses = 0  # how many losses these are of
+    def _reset_draws(self) -> None:
+        super()._reset_draws()
+        self._observed: dict[Tensor, Tensor] = {}  # gradients for sampled labels
+        self._losses = 0  # the number of losses in their sum
         self._marked: list[tuple[int, int]] = []
 
     def observe(self, outputs: Tensor, labels: Tensor | None = None) -> None:
-        """Draws labels from the outputs and keeps the gradient of the summed loss they give, until the next step.
+        """Samples labels from the outputs and stores the gradient of their summed loss until the next step.
 
-        Does nothing unless `fisher="sampled"`. Before `loss.backward()`, on the same outputs or on others; several
-        calls act like one on a larger batch.
+        Does nothing unless `fisher="sampled"`. Call it before `loss.backward()`, with the same outputs or with those of
+        another batch. Several calls act like one call with a larger batch.
 
         Args:
-            outputs: of the model, with their graph; which is left as it is, and so is `.grad`.
-            labels: to be used in place of drawn ones.
+            outputs: outputs of the model with their graph; neither the graph nor `.grad` is changed.
+            labels: replace the sampled labels.
         """
         group = self.param_groups[0]
         if group["fisher"] != "sampled":
             return
         check_outputs(outputs)
         if outputs.grad_fn is None:
-            raise RuntimeError("these outputs have no graph: compute them by the model, with gradients enabled.")
+            raise RuntimeError(
+                "outputs must have a graph, got none: compute them with the model and with gradients enabled."
+            )
         likelihood = likelihoods.named(group["likelihood"])
         if labels is None:
             labels = likelihoods.draw(likelihood, outputs, group["seed"], group["draws"])
@@ -98,20 +103,20 @@ class FisherOptimizer(WeightSampling):
         self._marked = self._mark()
 
     def evidence(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> dict[str, Mapping[Tensor, Tensor]]:
-        shown = super().evidence(groups, active) if self.takes_draws else {}
+        evidence = super().evidence(groups, active) if self.takes_draws else {}
         if groups[0]["fisher"] != "sampled":
-            return shown
+            return evidence
         owners = {p: group for group, params in zip(groups, active) for p in params}
         missing = [p for p in owners if p not in self._observed]
         if missing:
             raise RuntimeError(
-                f"nothing was observed of a parameter of shape {tuple(missing[0].shape)}: with fisher='sampled', call "
-                "observe(outputs), before loss.backward(), on outputs of the model in every step."
+                f"observe() found no gradient of a parameter of shape {tuple(missing[0].shape)}: with "
+                "fisher='sampled', call observe(outputs) before loss.backward() in every step."
             )
-        # Times B^2 it is the information of a batch of B losses, estimated from those that were observed.
+        # B^2 times this estimates the information of a batch of B losses.
         count = {p: self._losses * (group.get("batch_size") or self._losses) for p, group in owners.items()}
         squares = {p: self._observed[p].to(compute_dtype(p.dtype)).square() / count[p] for p in owners}
-        return {**shown, "squares": squares}
+        return {**evidence, "squares": squares}
 
     def _skips(self, active: list[list[Tensor]]) -> bool:
         if super()._skips(active):
@@ -122,30 +127,29 @@ class FisherOptimizer(WeightSampling):
         if wants == "skip":
             return True
         raise FloatingPointError(
-            "gradients at the labels that were drawn are not finite; nothing was changed. Lower lr, or pass "
-            "nonfinite='skip'."
+            "gradients for the sampled labels are not finite; nothing was changed. Lower lr, or pass nonfinite='skip'."
         )
 
-    # --- weights drawn from the belief ---
+    # --- sampled weights ---
 
     @property
     def takes_draws(self) -> bool:
-        """Whether gradients are to be taken inside `sampled()`."""
+        """Whether gradients must be computed inside `sampled()`."""
         return self.param_groups[0].get("sample_weights", False)
 
     @contextmanager
     def sampled(self, noise: Noise | None = None) -> Iterator[None]:
-        """Inside the context, weights are one sample of the belief, for `sample_weights=True`; see `IVON.sampled`."""
+        """A context in which weights are a sample of the belief, for `sample_weights=True`; see `IVON.sampled`."""
         if not self.takes_draws:
             raise RuntimeError(
-                f"this {type(self).__name__} takes gradients at the mean: build it with sample_weights=True, or sample "
-                "posterior(model)."
+                f"sampled() needs sample_weights=True, but this {type(self).__name__} computes gradients at the mean: "
+                "set the option, or sample posterior(model)."
             )
         with super().sampled(noise):
             yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch.optim; forgets what draws have shown, and what was observed for a step that was not taken."""
+        """As in torch.optim; discards the data of draws, and what was observed for a step that was not taken."""
         kept = (self._observed, self._losses, self._marked)
         stale = bool(self._observed) and self._marked != self._mark()
         if self.takes_draws:
@@ -158,7 +162,7 @@ class FisherOptimizer(WeightSampling):
             self._observed, self._losses, self._marked = *kept[:2], self._mark()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As for any filter; with `sample_weights`, a closure is called inside of `samples` draws."""
+        """As `BeliefOptimizer.step`; with `sample_weights`, the closure is called once for each of `samples` draws."""
         if self.takes_draws:
             return super().step(closure)
         loss = BeliefOptimizer.step(self, closure)

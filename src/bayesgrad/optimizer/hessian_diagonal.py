@@ -1,4 +1,4 @@
-"""Filters that are shown the second derivatives of the loss."""
+"""Optimizers whose curvature is the diagonal of the Hessian."""
 
 from __future__ import annotations
 
@@ -12,62 +12,63 @@ from bayesgrad import noise
 from bayesgrad.curvature import hessian
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.optimizer.base import BeliefOptimizer
-from bayesgrad.optimizer.constraints import WHOLE, Constraint, one_of
+from bayesgrad.optimizer.constraints import POSITIVE_INTEGER, Constraint, one_of
 
-FEW = 1000  # weights up to which "auto" is "exact"
-HESSIAN: Mapping[str, Constraint] = {"hessian": one_of("auto", "exact", "hutchinson"), "probes": WHOLE}
+EXACT_LIMIT = 1000  # weights up to which "auto" is "exact"
+HESSIAN: Mapping[str, Constraint] = {"hessian": one_of("auto", "exact", "hutchinson"), "probes": POSITIVE_INTEGER}
 
 
 class HessianDiagonal(BeliefOptimizer):
-    """A filter whose curvature is the diagonal of the loss's Hessian, taken by `observe(loss)`.
+    """A mixin for optimizers whose curvature is the diagonal of the loss's Hessian, computed by `observe(loss)`.
 
-    To stand before the class that says where gradients are taken: `class VON(HessianDiagonal, SampledVariational)`.
-    `hessian`, `probes`, `seed` and the number of `draws` are those of the first param group.
+    It must be the first base class: `class VON(HessianDiagonal, SampledVariational)`. `hessian`, `probes`, `seed` and
+    the number of `draws` are those of the first param group.
     """
 
     accepts = {**BeliefOptimizer.accepts, **HESSIAN}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._unsee()
+        self._reset_hessians()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._unsee()
+        self._reset_hessians()
 
-    def _unsee(self) -> None:
-        """Drops what has been observed since the last step."""
+    def _reset_hessians(self) -> None:
+        """Discards what was observed since the last step."""
         self._hessians: dict[Tensor, Tensor] = {}
 
-    def wants_hessian(self, group: Mapping[str, Any]) -> bool:
+    def needs_hessian(self, group: Mapping[str, Any]) -> bool:
+        """Whether the parameters of this group need second derivatives."""
         return True
 
     def hessian_factor(self, group: Mapping[str, Any], p: Tensor) -> float:
-        """What multiplies second derivatives."""
+        """The factor of second derivatives."""
         return 1.0
 
     def _begin_observing(self) -> None:
-        """Counts a draw of probes, or raises where observations have no place."""
+        """Counts a draw of probes; raises if observe() is called in the wrong place."""
         if not self._hessians:
             self.param_groups[0]["draws"] += 1
 
     def observe(self, loss: Tensor) -> None:
-        """Takes the diagonal of the Hessian from the graph of a loss, which is left as it is, like all `.grad`.
+        """Computes the diagonal of the Hessian from the graph of a loss; neither the graph nor `.grad` is changed.
 
-        To be called after `zero_grad()` and before `loss.backward()`, with what is to be differentiated but for a
-        factor that is taken out again: the loss of a micro-batch divided by their number, because Hessians add up like
-        gradients; but the loss before `GradScaler.scale`. Clipping gradients shortens the step and leaves the Hessian
-        alone. What was observed of a parameter that has no gradient is of a pass that was given up, and begins anew.
+        Call it after `zero_grad()` and before `loss.backward()`. With micro-batches, pass the loss divided by their
+        number, because Hessians add up like gradients. With a `GradScaler`, pass the loss before `scale`. Clipping
+        gradients does not change the Hessian. If a parameter has no gradient yet, an earlier observation of it belongs
+        to an abandoned pass and is replaced.
 
-        Probes are a function of seed, step (or draw) and position: the micro-batches of a step share theirs.
+        Probes are a function of seed, step (or draw) and position: the micro-batches of a step share them.
 
         Args:
-            loss: a single number.
+            loss: a tensor with one element.
         """
         wanted, start = [], 0
         for group in self.param_groups:
             for p in group["params"]:
-                if self.wants_hessian(group) and p.requires_grad and p.numel():
+                if self.needs_hessian(group) and p.requires_grad and p.numel():
                     wanted.append((group, p, start))
                 start += p.numel()
         if not wanted:
@@ -76,7 +77,7 @@ class HessianDiagonal(BeliefOptimizer):
         gradients = hessian.gradients_of(loss, params)
         self._begin_observing()
         first = self.param_groups[0]
-        few = sum(p.numel() for p in params) <= FEW
+        few = sum(p.numel() for p in params) <= EXACT_LIMIT
         if first["hessian"] == "exact" or (first["hessian"] == "auto" and few):
             found = [hessian.exact(gradient, p) for gradient, p in zip(gradients, params)]
         else:
@@ -90,34 +91,36 @@ class HessianDiagonal(BeliefOptimizer):
     # --- steps ---
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch.optim; forgets what was observed."""
+        """As in torch.optim; discards what was observed."""
         super().zero_grad(set_to_none)
-        self._unsee()
+        self._reset_hessians()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As for any filter; a closure calls `observe(loss)` before `loss.backward()`.
+        """As `BeliefOptimizer.step`; the closure must call `observe(loss)` before `loss.backward()`.
 
         Args:
             closure: re-evaluates the model, observes, calls backward and returns the loss.
         """
-        self._aside: dict[Tensor, Tensor] = {}
+        self._stored_draws: dict[Tensor, Tensor] = {}
         loss = super().step(closure)
-        self._unsee()
+        self._reset_hessians()
         return loss
 
-    def _set_aside(self, samples: int) -> None:
-        """Keeps what one of several draws of a closure has shown."""
+    def _store_draw(self, samples: int) -> None:
+        """Stores the Hessian of one of several draws of a closure."""
         for p, diagonal in self._hessians.items():
-            self._aside[p] = self._aside[p] + diagonal / samples if p in self._aside else diagonal / samples
+            self._stored_draws[p] = (
+                self._stored_draws[p] + diagonal / samples if p in self._stored_draws else diagonal / samples
+            )
 
     def _diagonals(self) -> dict[Tensor, Tensor]:
-        return self._aside or self._hessians
+        return self._stored_draws or self._hessians
 
     def evidence(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> dict[str, Mapping[Tensor, Tensor]]:
-        shown = super().evidence(groups, active)
-        wanting = [p for group, some in zip(groups, active) if self.wants_hessian(group) for p in some]
+        evidence = super().evidence(groups, active)
+        wanting = [p for group, some in zip(groups, active) if self.needs_hessian(group) for p in some]
         if not wanting:
-            return shown
+            return evidence
         known = self._diagonals()
         if any(p.numel() and p not in known for p in wanting):
             raise RuntimeError(
@@ -125,7 +128,7 @@ class HessianDiagonal(BeliefOptimizer):
                 "before loss.backward(), where the loss is computed."
             )
         none = {p: torch.zeros_like(p) for some in active for p in some if p not in known}
-        return {**shown, "hessian": {p: known.get(p, none.get(p, p)) for some in active for p in some}}
+        return {**evidence, "hessian": {p: known.get(p, none.get(p, p)) for some in active for p in some}}
 
     def _skips(self, active: list[list[Tensor]]) -> bool:
         if super()._skips(active):

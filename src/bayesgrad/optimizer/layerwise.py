@@ -1,4 +1,4 @@
-"""Filters that look at a model's layers: what each of them saw and what came back to it."""
+"""Optimizers that record the inputs of a model's layers and the errors at their outputs."""
 
 from __future__ import annotations
 
@@ -15,44 +15,46 @@ from bayesgrad.block.layer import Layer, LayerBatch
 from bayesgrad.curvature import Curvature, SquaredGradient, layers
 from bayesgrad.curvature.recorder import LayerCall, LayerRecorder
 from bayesgrad.optimizer.base import BeliefOptimizer, Parts
-from bayesgrad.optimizer.constraints import COUNT, FRACTION, WHOLE, WHOLE_NUMBER, one_of
+from bayesgrad.optimizer.constraints import COUNT, FRACTION, INTEGER, POSITIVE_INTEGER, one_of
 from bayesgrad.posterior.network import parameters_of, unwrapped
 from bayesgrad.rule import NaturalGradient
 from bayesgrad.transition import MovingAverage, Static, Transition
 
 
 class LayerwiseOptimizer(BeliefOptimizer):
-    """A filter over the layers of a model, in an unchanged training loop.
+    """Base class of optimizers that take the model, and use the inputs and errors of its layers.
 
-    Parameters are known by their names in the model. Those of layers that the rule models get a direction from
-    `preconditioned_layers`; all others take the fallback, the step of a group whose `preconditioned` is False.
+    `directions` returns the preconditioned gradients of parameters in known layers. All other parameters are trained
+    by the fallback, an elementwise update with `fallback_parts`. Parameters are identified by their names in the model.
 
     Args:
-        model: whose forward pass will be run; compile it later, if at all.
-        params: parameters, named parameters or groups of the model; None for all.
-        defaults: hyper-parameters.
+        model: the network. To use torch.compile, compile the model after building the optimizer.
+        params: parameters, named parameters or param groups of the model; None for all.
+        defaults: hyperparameters.
     """
 
     rule = NaturalGradient(heavy_ball=True)
     transition = Static()
-    by_layer: ClassVar[bool] = True  # a matrix for each layer; otherwise one belief about all that is recorded
-    recorded: ClassVar[tuple[Callable[[nn.Module], bool], ...]] = (layers.is_matrix,)  # the kinds of layers
-    listens: ClassVar[bool] = True  # to backward passes
-    observes: ClassVar[bool] = False  # through observe()
-    rest: ClassVar[tuple[Curvature | None, Transition]] = (
+    by_layer: ClassVar[bool] = True  # a precision matrix for each layer; if False, one for all recorded layers
+    recorded: ClassVar[tuple[Callable[[nn.Module], bool], ...]] = (
+        layers.is_matrix,
+    )  # predicates of the layers to record
+    records_backward: ClassVar[bool] = True  # whether inputs and errors are recorded in backward passes
+    observes: ClassVar[bool] = False  # whether observe() is used
+    fallback_parts: ClassVar[tuple[Curvature | None, Transition]] = (
         SquaredGradient(),
         MovingAverage(),
-    )  # of what is not modelled
-    fallback: ClassVar[str] = "a diagonal of squared gradients with the same damping"  # the same in words
+    )  # curvature and transition of parameters outside of known layers
+    fallback_name: ClassVar[str] = "a diagonal of squared gradients with the same damping"  # for the warning
     accepts = {
         **BeliefOptimizer.accepts,
         "ema": FRACTION,
-        "update_every": WHOLE,
-        "stats_every": WHOLE,
+        "update_every": POSITIVE_INTEGER,
+        "stats_every": POSITIVE_INTEGER,
         "max_factor": COUNT,
         "losses_per_example": COUNT,
         "likelihood": one_of("categorical", "bernoulli", "gaussian"),
-        "seed": WHOLE_NUMBER,
+        "seed": INTEGER,
     }
 
     def __init__(self, model: nn.Module, params: Any, defaults: dict[str, Any]) -> None:
@@ -60,48 +62,48 @@ class LayerwiseOptimizer(BeliefOptimizer):
         self._check_model()
         super().__init__(named_groups(self.model, params), defaults)
         self._bind()
-        self._warn_of(set(self._unmodelled()))
+        self._warn_fallback(set(self._unmodelled()))
 
     def _check_model(self) -> None:
-        """Raises where the rule cannot look at this model at all."""
+        """Raises if the optimizer does not support this model."""
 
     def _bind(self) -> None:
-        """Looks for layers and listens to them."""
+        """Finds the layers of the model and starts to record them."""
         if "recorder" in self.__dict__:
             self.recorder.close()
         mine = {id(p) for group in self.param_groups for p in group["params"]}
         self.layers = self._find_layers(mine)
-        heard = {name: module for name, module in self.model.named_modules() if self._is_recorded(module, mine)}
+        recorded = {name: module for name, module in self.model.named_modules() if self._is_recorded(module, mine)}
         self.recorder = LayerRecorder(
-            self.model, heard, keeps=self.listens, notes=self.observes, remembers=self.remembers
+            self.model, recorded, keeps=self.records_backward, notes=self.observes, remembers=self.remembers
         )
         self._observed: list[Any] = []
         self._marked: list[tuple[int, int]] = []
-        self._strangers: set[Tensor] = set()  # weights that something other than their layers reads
+        self._read_elsewhere: set[Tensor] = set()  # weights that are used outside of their layers
         self._trained = self._flags()
         self._warned: set[Tensor] = self.__dict__.get("_warned", set())
 
     @property
     def remembers(self) -> bool:
-        """Whether the inputs of observed outputs are asked for."""
+        """Whether the recorder keeps the arguments of the model's last call."""
         return False
 
     def _flags(self) -> list[bool]:
         return [p.requires_grad for group in self.param_groups for p in group["params"]]
 
-    def _follow_thawing(self) -> None:
-        """Looks for layers anew where some were frozen or thawed."""
+    def _update_trainable(self) -> None:
+        """Finds the layers again if `requires_grad` of a parameter has changed."""
         if self._trained != self._flags():
             self._trained = self._flags()
             self.layers = self._find_layers({id(p) for group in self.param_groups for p in group["params"]})
-            self._warn_of(set(self._unmodelled()))
+            self._warn_fallback(set(self._unmodelled()))
 
     def _is_recorded(self, module: nn.Module, mine: set[int]) -> bool:
         known = any(is_known(module) for is_known in self.recorded)
         return known and any(id(p) in mine for p in layers.own_parameters(module).values())
 
     def _find_layers(self, mine: set[int]) -> list[Layer]:
-        """Layers that multiply by a matrix; one that is shared must mean the same everywhere."""
+        """Layers that multiply by a matrix; a weight that modules of different types share is excluded."""
         found: dict[int, list[tuple[str, nn.Module]]] = {}
         for name, module in self.model.named_modules():
             if layers.is_matrix(module):
@@ -116,27 +118,27 @@ class LayerwiseOptimizer(BeliefOptimizer):
                 p if (p := own.get(k)) is not None and id(p) in mine and p.requires_grad else None
                 for k in ("weight", "bias")
             )
-            bias = bias if biases[id(bias)] == 1 else None  # one that several layers share belongs to none
+            bias = bias if biases[id(bias)] == 1 else None  # a bias that several layers share belongs to none
             if len(kinds) == 1 and (weight is not None or bias is not None):
                 result.append(Layer(names, modules[0], weight, bias))
         return result
 
     def _unmodelled(self) -> list[Tensor]:
-        """The parameters that are known from the start to take the fallback."""
+        """The parameters outside of known layers."""
         if self.by_layer:
             modelled = {p for layer in self.layers for p in layer.members}
         else:
             modelled = {p for module in self.recorder.layers.values() for p in module.parameters(recurse=False)}
         return [p for group in self.param_groups for p in group["params"] if p not in modelled and p.requires_grad]
 
-    def _warn_of(self, params: set[Tensor]) -> None:
-        """Names those parameters that take the fallback, once each."""
+    def _warn_fallback(self, params: set[Tensor]) -> None:
+        """Warns once for each parameter that is trained by the fallback."""
         new = params - self._warned
         self._warned |= new
         names = [n for group in self.param_groups for n, p in zip(group["param_names"], group["params"]) if p in new]
         if names:
             warnings.warn(
-                f"{type(self).__name__} has no model of {', '.join(names)}: they are trained by {self.fallback}.",
+                f"{type(self).__name__} does not support {', '.join(names)}: they are trained by {self.fallback_name}.",
                 UserWarning,
                 stacklevel=4,
             )
@@ -144,9 +146,9 @@ class LayerwiseOptimizer(BeliefOptimizer):
     # --- evidence ---
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch.optim; forgets the passes whose gradients these were.
+        """As in torch.optim; discards the recorded passes.
 
-        What was observed is kept, unless gradients have come since and no step was taken: it was of a skipped step.
+        Observations are kept, unless gradients were computed since: they then belong to a step that was not taken.
         """
         if self._observed and self._marked != self._mark():
             self._observed = []
@@ -160,8 +162,8 @@ class LayerwiseOptimizer(BeliefOptimizer):
             self.recorder.clear()
         return skips
 
-    def sheets(self, uses: Sequence[Sequence[LayerCall]]) -> dict[Layer, LayerBatch]:
-        """The evidence for each layer in some passes; layers without any are left out."""
+    def layer_batches(self, uses: Sequence[Sequence[LayerCall]]) -> dict[Layer, LayerBatch]:
+        """The inputs and errors of each layer in these passes; layers without calls are omitted."""
         by_weight = {id(layer.module._parameters.get("weight")): layer for layer in self.layers}
         found: dict[Layer, list[list[LayerCall]]] = {}
         for one_pass in uses:
@@ -175,7 +177,7 @@ class LayerwiseOptimizer(BeliefOptimizer):
         return {layer: LayerBatch(layer, passes) for layer, passes in found.items()}
 
     def backward_passes(self) -> list[list[LayerCall]]:
-        """What came back since the gradients were begun, pass by pass."""
+        """The calls recorded since `zero_grad()`, as a list for each backward pass."""
         passes: dict[tuple[int, int], list[LayerCall]] = {}
         for uses in self.recorder.uses.values():
             for use in uses:
@@ -183,32 +185,32 @@ class LayerwiseOptimizer(BeliefOptimizer):
         return list(passes.values())
 
     def draw(self, outputs: Tensor) -> Tensor:
-        """Labels from the model's own predictions."""
+        """Labels sampled from the model's predictions."""
         group = self.param_groups[0]
         group["draws"] += 1
         return likelihoods.draw(likelihoods.named(group["likelihood"]), outputs, group["seed"], group["draws"] - 1)
 
-    def touched(self, layers: Iterable[Layer]) -> list[Layer]:
-        """Those that have a gradient other than zero."""
+    def with_nonzero_gradient(self, layers: Iterable[Layer]) -> list[Layer]:
+        """Those layers that have a nonzero gradient."""
         return [layer for layer in layers if any(bool(p.grad.any()) for p in layer.members if p.grad is not None)]
 
     def missing_observation(self, what: str, do: str) -> RuntimeError:
-        """The error of a step that nothing was shown for."""
+        """The error of a step without recorded passes or observations."""
         own = type(self).__name__
         return RuntimeError(
-            f"{what}: {do} of the model that was given to {own} before step(); "
-            f"if the model is compiled, build {own} before torch.compile, if layers were replaced or pruned, "
-            f"build it anew."
+            f"{what}: {do} of the model that was given to {own} before step(). "
+            f"If the model is compiled, build {own} before torch.compile; if layers were replaced or pruned, build a "
+            f"new {own}."
         )
 
     def step(self, closure: Any = None) -> Any:
-        """As `BeliefOptimizer.step`; the passes since the last one are used up."""
+        """As `BeliefOptimizer.step`; then discards the recorded passes."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             size = torch.distributed.get_world_size()
             if size > 1:
                 raise RuntimeError(
-                    f"{type(self).__name__} is not made for {size} processes yet: each would see only its own layers' "
-                    "inputs. Train in one process."
+                    f"{type(self).__name__} supports one process, got {size}: each would record only the inputs of its "
+                    "own batch. Train in one process."
                 )
         loss = super().step(closure)
         self.recorder.clear()
@@ -218,20 +220,20 @@ class LayerwiseOptimizer(BeliefOptimizer):
         return (
             Parts(None, self.transition, self.rule)
             if group.get("preconditioned", True)
-            else Parts(*self.rest, self.rule)
+            else Parts(*self.fallback_parts, self.rule)
         )
 
     def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         return {"decay": group["ema"], "step": step}
 
     def scalars(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
-        """A direction that is solved has had its damping."""
+        """Preconditioned gradients are already damped."""
         return super().scalars({**group, "damping": 0.0} if group.get("preconditioned") else group, step)
 
     # --- copies and checkpoints ---
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group of parameters of the model."""
+        """Adds a param group of the model's parameters."""
         (group,) = named_groups(self.model, [param_group])
         super().add_param_group(group)
         self.param_groups[-1].setdefault("draws", 0)
@@ -246,7 +248,7 @@ class LayerwiseOptimizer(BeliefOptimizer):
         self._bind()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores a run bit for bit, by the names of parameters, or raises and changes nothing."""
+        """Restores a run bit for bit, matching parameters by name; raises without changes if the state does not fit."""
         super().load_state_dict(self._in_my_order(state_dict))
         self._observed.clear()
 
@@ -260,7 +262,9 @@ class LayerwiseOptimizer(BeliefOptimizer):
         if [sorted(names) for names in mine] != [sorted(names) for names in given]:
             odd = sorted({n for names in mine for n in names} ^ {n for names in given for n in names})
             where = f"; see {', '.join(odd[:3])}" if odd else ""
-            raise ValueError(f"the saved state is of other parameters than this {type(self).__name__}'s{where}.")
+            raise ValueError(
+                f"the saved state must have the parameters of this {type(self).__name__}, but they differ{where}."
+            )
         ordered = []
         for group, names, own in zip(groups, given, mine):
             keys = dict(zip(names, group["params"]))
@@ -274,10 +278,10 @@ class LayerwiseOptimizer(BeliefOptimizer):
         covered = not self.by_layer or any(p is q for layer in self.layers for q in layer.members)
         return self.slots({**group, "preconditioned": covered})
 
-    # --- the network as a whole ---
+    # --- the whole network ---
 
     def _in_model_order(self) -> list[Tensor]:
-        """The parameters in the order of the model, whatever groups they are in."""
+        """The parameters of all groups in the order of the model."""
         mine = {p for group in self.param_groups for p in group["params"]}
         return [p for p in self.model.parameters() if p in mine]
 
@@ -286,22 +290,22 @@ class LayerwiseOptimizer(BeliefOptimizer):
 
 
 def _plain(name: str) -> str:
-    """A parameter's name without what wrappers put before it."""
+    """A parameter's name without the prefixes of torch.compile and DataParallel."""
     return name.replace("_orig_mod.", "").removeprefix("module.")
 
 
 def model_of(optimizer: BeliefOptimizer, model: Any) -> nn.Module:
-    """The model that an optimizer was given, without what is wrapped around it."""
+    """The given model without wrappers; raises TypeError if it is not a module."""
     if not isinstance(model, nn.Module):
         name = type(optimizer).__name__
         raise TypeError(
-            f"{name} takes the model, not its parameters: {name}(model, params=...), got {type(model).__name__}."
+            f"{name} takes the model, not its parameters, got {type(model).__name__}: use {name}(model, params=...)."
         )
     return unwrapped(model)
 
 
 def named_groups(model: nn.Module, params: Any) -> list[dict[str, Any]]:
-    """Groups of (name, parameter) pairs of a model, whatever was given; None is all of them."""
+    """Param groups of (name, parameter) pairs, from parameters, named parameters or groups; None for all."""
     names = {id(p): name for name, p in parameters_of(model).items()}
     given: list[Any] = list(parameters_of(model).values()) if params is None else list(params)
     if not given:
@@ -314,6 +318,8 @@ def named_groups(model: nn.Module, params: Any) -> list[dict[str, Any]]:
         members = [p[1] if isinstance(p, tuple) else p for p in members]
         for p in members:
             if id(p) not in names:
-                raise ValueError(f"a parameter of shape {tuple(p.shape)} in params= is not in the model.")
+                raise ValueError(
+                    f"params must be parameters of the model, got one of shape {tuple(p.shape)} that is not."
+                )
         named.append({**group, "params": [(names[id(p)], p) for p in members]})
     return named

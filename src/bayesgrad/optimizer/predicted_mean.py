@@ -1,4 +1,4 @@
-"""Filters whose parameters are one step ahead of what is believed."""
+"""Optimizers whose parameters are the predicted mean of the next step."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from bayesgrad.posterior import Posterior
 
 
 class PredictedMean(BeliefOptimizer):
-    """A filter whose parameters hold the predicted mean, where the next gradient is to be taken.
+    """A mixin for filters whose parameters are the predicted mean, where the next gradient is computed.
 
-    At the end of a step the next propagation is applied at once, so that a training loop needs nothing new. What is
-    believed after the evidence so far, the posterior mean, is shown by `with optimizer.posterior_mean():`.
+    A step updates the mean and then predicts the next one, so the training loop is that of any torch optimizer. Inside
+    `with optimizer.posterior_mean():` the parameters are the posterior mean.
 
-    To stand before the class it extends: `class DenseFilter(PredictedMean, LayerwiseOptimizer)`. All it asks for is
+    It must be the first base class: `class DenseFilter(PredictedMean, LayerwiseOptimizer)`. A subclass defines
     `_posterior_means`.
 
-    Reference: 000, section 2.1: the gradient is taken at the prior mean.
-    Checked by: tests/contract/test_looking_ahead.py.
+    Reference: Aitchison 2018, section 2.1: the gradient is computed at the prior mean.
+    Checked by: tests/contract/test_predicted_mean.py.
     """
 
     @abstractmethod
     def _posterior_means(self) -> dict[Tensor, Tensor]:
-        """Parameter -> posterior mean; parameters that are left out are shown as they are."""
+        """Parameter -> posterior mean; omitted parameters do not change inside `posterior_mean()`."""
 
     @contextmanager
     def posterior_mean(self) -> Iterator[None]:
-        """Within, weights are their posterior means; afterwards they are what they were, bit for bit.
+        """A context in which weights are their posterior means; afterwards they are restored bit for bit.
 
-        To evaluate or to save the weights of a model. Steps and checkpoints of the optimizer are refused inside: they
-        are about the weights outside.
+        Use it to evaluate the model or to save its weights. Steps and checkpoints of the optimizer raise inside the
+        context, because they need the predicted mean.
         """
-        if self._is_shown():
+        if self._in_posterior_mean():
             raise RuntimeError("posterior_mean() is already active: leave the context before entering it again.")
         means = self._posterior_means()
         saved = {p: p.detach().clone() for p in means}
-        self._shows = True
+        self._showing_mean = True
         try:
             with torch.no_grad():
                 for p, mean in means.items():
@@ -52,27 +52,27 @@ class PredictedMean(BeliefOptimizer):
             with torch.no_grad():
                 for p, value in saved.items():
                     p.copy_(value)
-            self._shows = False
+            self._showing_mean = False
 
-    def _is_shown(self) -> bool:
-        return self.__dict__.get("_shows", False)
+    def _in_posterior_mean(self) -> bool:
+        return self.__dict__.get("_showing_mean", False)
 
     def _refuse_inside(self, what: str) -> None:
-        if self._is_shown():
-            raise RuntimeError(f"{what} is about the weights outside of posterior_mean(): leave the context first.")
+        if self._in_posterior_mean():
+            raise RuntimeError(f"{what} needs the weights outside of posterior_mean(): leave the context first.")
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As for any filter; at the end weights are propagated to where the next gradient is to be taken."""
+        """As `BeliefOptimizer.step`; then predicts the weights at which the next gradient is computed."""
         self._refuse_inside("step()")
         return super().step(closure)
 
     def state_dict(self) -> dict[str, Any]:
-        """As for any filter; to be saved with the weights outside of `posterior_mean()`."""
+        """As in `BeliefOptimizer`; save it together with the weights outside of `posterior_mean()`."""
         self._refuse_inside("state_dict()")
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As for any filter."""
+        """As in `BeliefOptimizer`."""
         self._refuse_inside("load_state_dict()")
         super().load_state_dict(state_dict)
 
@@ -81,6 +81,6 @@ class PredictedMean(BeliefOptimizer):
         return super().__getstate__()
 
     def posterior(self, model: nn.Module, scale: float = 1.0) -> Posterior:
-        """As for any filter, around the posterior mean."""
-        with nullcontext() if self._is_shown() else self.posterior_mean():
+        """As in `BeliefOptimizer`, with the posterior mean as its mean."""
+        with nullcontext() if self._in_posterior_mean() else self.posterior_mean():
             return super().posterior(model, scale)

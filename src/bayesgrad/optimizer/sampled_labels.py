@@ -1,4 +1,4 @@
-"""Filters with Kronecker factors that ask for labels drawn from the model."""
+"""Optimizers with Kronecker factors that use labels sampled from the model."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from bayesgrad.optimizer.factored import FactoredOptimizer
 
 
 class SampledLabels(FactoredOptimizer):
-    """Moments of a layer's inputs and of the errors at its outputs, from outputs that are shown to it."""
+    """Base class: second moments of layer inputs and of errors for sampled labels, computed by `observe(outputs)`."""
 
     observes = True
 
     def observe(self, outputs: Tensor, labels: Tensor | None = None) -> None:
-        """Draws a label for each output and keeps the errors it brings back to the layers, until the next step.
+        """Samples a label for each output and stores the errors at the layers' outputs until the next step.
 
         Args:
-            outputs: of the model, with their graph; which is left as it is, and so is `.grad`.
-            labels: to be used in place of drawn ones (the empirical Fisher).
+            outputs: outputs of the model with their graph; neither the graph nor `.grad` is changed.
+            labels: replace the sampled labels (the empirical Fisher matrix).
         """
         check_outputs(outputs)
         groups = {p: group for group in self.param_groups for p in group["params"]}
@@ -34,7 +34,7 @@ class SampledLabels(FactoredOptimizer):
         residual = likelihoods.named(self.param_groups[0]["likelihood"]).residual(outputs, labels)
         self._observed.append(trace.uses(residual))
         strangers = trace.strangers()
-        self._strangers |= {
+        self._read_elsewhere |= {
             layer.weight for layer in self.layers if layer.weight is not None and id(layer.weight) in strangers
         }
         self._marked = self._mark()
@@ -42,14 +42,14 @@ class SampledLabels(FactoredOptimizer):
     def statistics(
         self, current: list[Layer], settings: Mapping[Layer, Mapping[str, Any]], passes: Mapping[Layer, LayerBatch]
     ) -> Mapping[Layer, LayerBatch]:
-        observed = self.sheets(self._observed)
+        observed = self.layer_batches(self._observed)
         self._observed = []
         ever = any("clock" in self.state.get(layer.owner, {}) for layer in current)
-        if not observed and not ever and (names := [layer.names[0] for layer in self.touched(current)]):
+        if not observed and not ever and (names := [layer.names[0] for layer in self.with_nonzero_gradient(current)]):
             raise self.missing_observation(
-                f"nothing was ever observed of layers {names}",
+                f"observe() was never called for layers {names}",
                 "call observe(outputs), before loss.backward(), on outputs",
             )
         return {
-            layer: sheet for layer, sheet in observed.items() if layer in settings and self.due(layer, settings[layer])
+            layer: batch for layer, batch in observed.items() if layer in settings and self.due(layer, settings[layer])
         }

@@ -1,4 +1,4 @@
-"""Filters whose gradients are taken with some of the units dropped."""
+"""Optimizers whose gradients are computed with dropped units."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bayesgrad import kernels, noise
 from bayesgrad.block import gradient_of
 from bayesgrad.optimizer.base import BeliefOptimizer
-from bayesgrad.optimizer.constraints import FLAG, WHOLE, WHOLE_NUMBER, Constraint
+from bayesgrad.optimizer.constraints import BOOLEAN, INTEGER, POSITIVE_INTEGER, Constraint
 from bayesgrad.optimizer.layerwise import model_of, named_groups
 from bayesgrad.optimizer.variational import Mark, WeightSampling, _mark, _same
 from bayesgrad.posterior import DropoutPosterior, Posterior
@@ -27,32 +27,33 @@ KEEP = Constraint(
 )
 
 
-class Place(NamedTuple):
-    """Where the mask of a weight is."""
+class MaskedUnits(NamedTuple):
+    """The units that the mask of a weight drops."""
 
     layer: str
     units: Units
-    start: int  # position of its first unit among those of all layers, which its masks are a function of
+    start: int  # position of the first unit among the units of all layers, which determines the mask
 
 
 class UnitDropout(BeliefOptimizer):
-    """A filter over the layers of a model whose gradients are taken with dropped units, in a `sampled()` context.
+    """Base class of optimizers whose gradients are computed with dropped units, in a `sampled()` context.
 
-    Within the context, weights that leave a dropped unit are zero and gradients are those through the mask, divided by
-    the probability to keep: `.grad` is z grad/keep, whose mean is the gradient with the unit there.
+    Inside the context, the weights that multiply a dropped unit are zero. Gradients are multiplied by the mask z and
+    divided by the probability to keep a unit: `.grad` is z grad/keep, whose expectation is that of the gradient given
+    that the unit is kept.
 
     Args:
-        model: whose Linear layers and convolutions read units.
-        params: parameters, named parameters or groups of the model; None for all.
-        defaults: hyper-parameters, among them `keep`, `drop_inputs`, `samples` and `seed`.
+        model: a network with Linear layers or convolutions, whose inputs are the units.
+        params: parameters, named parameters or param groups of the model; None for all.
+        defaults: hyperparameters, among them `keep`, `drop_inputs`, `samples` and `seed`.
     """
 
     accepts = {
         **BeliefOptimizer.accepts,
         "keep": KEEP,
-        "drop_inputs": FLAG,
-        "samples": WHOLE,
-        "seed": WHOLE_NUMBER,
+        "drop_inputs": BOOLEAN,
+        "samples": POSITIVE_INTEGER,
+        "seed": INTEGER,
     }
 
     def __init__(self, model: nn.Module, params: Any, defaults: dict[str, Any]) -> None:
@@ -61,9 +62,9 @@ class UnitDropout(BeliefOptimizer):
         super().__init__(named_groups(self.model, params), defaults)
 
     def _bind(self) -> None:
-        """Looks for layers that read units; a weight that anything else holds too is never masked."""
-        self._places: dict[Tensor, Place] = {}
-        self._first = None  # whose inputs are the data
+        """Finds the weights to mask; a weight that is shared with a module of another type is never masked."""
+        self._masked_units: dict[Tensor, MaskedUnits] = {}
+        self._first = None  # the weight whose inputs are the data
         holders: dict[Tensor, list[tuple[str, nn.Module]]] = {}
         for name, module in self.model.named_modules():
             for p in module._parameters.values():
@@ -77,47 +78,47 @@ class UnitDropout(BeliefOptimizer):
                 continue
             if any(units_of(other) != units or other._parameters.get("weight") is not p for _, other in uses):
                 continue
-            self._places[p] = Place(name.replace("_orig_mod.", "").removesuffix("_orig_mod"), units, start)
+            self._masked_units[p] = MaskedUnits(name.replace("_orig_mod.", "").removesuffix("_orig_mod"), units, start)
             self._first = p if self._first is None else self._first
             start += units.count(p.shape)
-        self._key: noise.Key | None = None  # of the present draw, in training
-        self._forget()
+        self._key: noise.Key | None = None  # key of the current draw in training
+        self._reset_draws()
 
-    def _forget(self) -> None:
-        """Drops what draws have shown since the last step."""
-        self._shown: set[Tensor] = set()  # whose gradients are from draws
-        self._before: dict[Tensor, Mark] = {}  # gradients at the beginning of the present context
+    def _reset_draws(self) -> None:
+        """Discards the record of draws since the last step."""
+        self._sampled_params: set[Tensor] = set()  # parameters whose gradients were computed in sampled()
+        self._before: dict[Tensor, Mark] = {}  # gradients at the beginning of the current context
 
     def keep_of(self, group: Mapping[str, Any], p: Tensor) -> float | None:
-        """The probability to keep each unit that leaves by this weight; None where nothing is ever dropped."""
-        place, keep = self._places.get(p), group["keep"]
-        if place is None:
+        """The probability to keep each unit that this weight multiplies; None if units are never dropped."""
+        masked, keep = self._masked_units.get(p), group["keep"]
+        if masked is None:
             return None
         if isinstance(keep, Mapping):
-            return keep.get(place.layer)
+            return keep.get(masked.layer)
         return None if p is self._first and not group["drop_inputs"] else keep
 
-    # --- drawing ---
+    # --- sampling ---
 
     @property
     def takes_draws(self) -> bool:
-        """Whether gradients are to be taken inside `sampled()`."""
+        """Whether gradients must be computed inside `sampled()`."""
         return True
 
     @contextmanager
     def sampled(self, masks: Masks | None = None) -> Iterator[None]:
-        """Within the context the weights are one draw z m; afterwards they are m, bit for bit.
+        """A context in which weights are z m for one draw of masks z; afterwards they are m again, bit for bit.
 
-        Run forward and backward passes inside; `zero_grad` may stand inside or outside, clipping and unscaling come
-        between the context and `step()`. Micro-batches looped inside hold the draw; a context inside the loop draws
-        anew. Scale losses as for any accumulation: by the number of micro-batches and draws. Parameters that do not
-        require gradients are not masked. Under `torch.no_grad()` a draw leaves no trace in training.
+        Run forward and backward passes inside. Call `zero_grad` inside or before it; clip and unscale gradients between
+        the context and `step()`. Micro-batches inside one context share the draw; a context for each draws new masks.
+        Divide losses by the number of micro-batches and draws, as for any gradient accumulation. Parameters that do not
+        require gradients are not masked. Draws under `torch.no_grad()` do not affect training.
 
         Args:
-            masks: a value for each unit to use in place of drawn ones, by weight, or a function of the weight.
+            masks: values for the units in place of drawn ones, as a dict by weight or as a function of the weight.
         """
-        if self.__dict__.get("_drawn_now"):
-            raise RuntimeError("sampled() is already active: one context is one draw, leave it before the next.")
+        if self.__dict__.get("_active_draw"):
+            raise RuntimeError("sampled() is already active: leave the context before entering it again.")
         training = torch.is_grad_enabled()
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         if training:
@@ -125,7 +126,7 @@ class UnitDropout(BeliefOptimizer):
         key = self._next_key(training)
         self._key = key if training else None
         saved: list[tuple[Tensor, Tensor]] = []
-        self._drawn_now = True
+        self._active_draw = True
         finished = False
         try:
             with ExitStack() as hooks:
@@ -146,13 +147,15 @@ class UnitDropout(BeliefOptimizer):
             with torch.no_grad():
                 for p, mean in saved:
                     p.copy_(mean)
-            self._drawn_now, self._key = False, None
+            self._active_draw, self._key = False, None
             if training and finished:
-                self._shown |= {p for p in params if p.grad is not None and not _same(_mark(p), self._before.get(p))}
+                self._sampled_params |= {
+                    p for p in params if p.grad is not None and not _same(_mark(p), self._before.get(p))
+                }
             self._before = {}
 
     def _buffer(self, p: Tensor) -> Tensor:
-        """Where a weight is kept during a draw: the same memory each time, as new memory costs more than copying."""
+        """A buffer for the weight during a draw; reused, because an allocation costs more than the copy."""
         buffers: dict[Tensor, Tensor] = self.__dict__.setdefault("_buffers", {})
         old = buffers.get(p)
         if old is None or (old.shape, old.dtype, old.device) != (p.shape, p.dtype, p.device):
@@ -160,47 +163,47 @@ class UnitDropout(BeliefOptimizer):
         return old
 
     def _mask(self, p: Tensor, keep: float, key: noise.Key, masks: Masks | None) -> Tensor:
-        """z as a factor of the weight, in the dtype of the state."""
-        place, dtype = self._places[p], kernels.compute_dtype(p.dtype)
-        count = place.units.count(p.shape)
+        """z in the shape of the weight and the dtype of the state."""
+        masked, dtype = self._masked_units[p], kernels.compute_dtype(p.dtype)
+        count = masked.units.count(p.shape)
         if masks is not None:
             z = masks(p) if callable(masks) else masks[p]
             if z.shape != (count,):
-                raise ValueError(f"a mask has shape {tuple(z.shape)}, but {place.layer!r} reads {count} units.")
+                raise ValueError(f"the mask of {masked.layer!r} must have shape {(count,)}, got {tuple(z.shape)}.")
         else:
-            position = torch.arange(count, dtype=torch.int32, device=p.device) + noise.signed(place.start)
+            position = torch.arange(count, dtype=torch.int32, device=p.device) + noise.signed(masked.start)
             z = noise.fraction(noise.bits(position, *key)[0]) <= keep
-        return place.units.spread(z.to(p.device, dtype), p.shape)
+        return masked.units.spread(z.to(p.device, dtype), p.shape)
 
     _next_key = WeightSampling._next_key
 
-    # --- what draws show ---
+    # --- gradients of draws ---
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch.optim; forgets what draws have shown."""
+        """As in torch.optim; discards the record of draws."""
         super().zero_grad(set_to_none)
-        self._forget()
+        self._reset_draws()
         if self._key is not None:
             self._before = {p: _mark(p) for group in self.param_groups for p in group["params"]}
 
     def evidence(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> dict[str, Mapping[Tensor, Tensor]]:
-        missing = next((p for some in active for p in some if p not in self._shown), None)
+        missing = next((p for some in active for p in some if p not in self._sampled_params), None)
         if missing is not None:
             raise RuntimeError(
-                f"a gradient of shape {tuple(missing.shape)} was not taken at sampled weights: run forward and "
+                f"a gradient of shape {tuple(missing.shape)} was not computed at sampled weights: run forward and "
                 f"backward passes inside `with optimizer.sampled():`, then call {type(self).__name__}.step()."
             )
         return {}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As `BeliefOptimizer.step`. A closure is called inside of `samples` draws, whose gradients are averaged.
+        """As `BeliefOptimizer.step`; a closure is called for each of `samples` draws, and the gradients are averaged.
 
         Args:
             closure: re-evaluates the model, calls backward and returns the loss.
         """
         loss = None if closure is None else self._average_draws(closure)
         super().step()
-        self._forget()
+        self._reset_draws()
         return loss
 
     def _average_draws(self, closure: Callable[[], Any]) -> Any:
@@ -213,29 +216,29 @@ class UnitDropout(BeliefOptimizer):
                 losses.append(closure())
             if samples == 1:
                 return losses[0]
-            self._set_aside(samples)
+            self._store_draw(samples)
             for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
                 totals[p] = totals[p] + gradient_of(p) if p in totals else gradient_of(p).clone()
-        self._forget()
-        self._shown = set(totals)
+        self._reset_draws()
+        self._sampled_params = set(totals)
         for p, total in totals.items():
             p.grad = total / samples
         return sum(losses[1:], losses[0]) / samples if losses[0] is not None else None
 
-    def _set_aside(self, samples: int) -> None:
-        """Keeps what one of several draws of a closure has shown beside gradients."""
+    def _store_draw(self, samples: int) -> None:
+        """Stores what one of several draws of a closure gives beside gradients."""
 
-    # --- what is believed ---
+    # --- posterior ---
 
     def posterior(self, model: nn.Module, scale: float = 1.0) -> Posterior:
-        """The belief about the model's weights as a `DropoutPosterior`, a copy.
+        """A copy of the belief about the model's weights, as a `DropoutPosterior`.
 
         Args:
-            model: the model that was optimised. Its other parameters are held fixed.
+            model: the model that was optimised. Its other parameters are constants.
             scale: must be 1: the variance is that of the masks, keep (1 - keep) m^2.
         """
         if scale != 1:
-            raise ValueError(f"scale must be 1: the masks' probabilities are the belief's only spread, got {scale!r}.")
+            raise ValueError(f"scale must be 1, got {scale!r}: the variance is that of the masks, which has no scale.")
         names = {id(p): name for name, p in parameters_of(model).items()}
         slab, keeps, units = {}, {}, {}
         for index, group in enumerate(self.param_groups):
@@ -245,16 +248,16 @@ class UnitDropout(BeliefOptimizer):
                 slab[names[id(p)]] = p.detach().clone()
                 keep = self.keep_of(group, p)
                 if keep is not None and p.requires_grad:
-                    place, like = self._places[p], kernels.compute_dtype(p.dtype)
-                    count = place.units.count(p.shape)
+                    masked, like = self._masked_units[p], kernels.compute_dtype(p.dtype)
+                    count = masked.units.count(p.shape)
                     keeps[names[id(p)]] = torch.full((count,), keep, dtype=like, device=p.device)
-                    units[names[id(p)]] = place.units
+                    units[names[id(p)]] = masked.units
         return DropoutPosterior(slab, keeps, units, model)
 
     # --- groups and checkpoints ---
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group of parameters of the model."""
+        """Adds a param group of the model's parameters."""
         (group,) = named_groups(self.model, [param_group])
         super().add_param_group(group)
         self.param_groups[-1].setdefault("draws", 0)
@@ -262,21 +265,21 @@ class UnitDropout(BeliefOptimizer):
     def _check(self, group: Mapping[str, Any]) -> None:
         super()._check(group)
         if isinstance(group["keep"], Mapping):
-            known = {place.layer for place in self._places.values()}
+            known = {masked.layer for masked in self._masked_units.values()}
             odd = next((name for name in group["keep"] if name not in known), None)
             if odd is not None:
-                raise ValueError(f"keep names {odd!r}, which is none of the layers {sorted(known)}.")
+                raise ValueError(f"keys of keep must be among the layers {sorted(known)}, got {odd!r}.")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "model": self.model}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "model" in state:  # torch's load_state_dict comes here too, without one
+        if "model" in state:  # torch's load_state_dict calls this without a model
             self._bind()
-        self._forget()
+        self._reset_draws()
 
 
 def _through(factor: Tensor) -> Callable[[Tensor], Tensor]:
-    """The hook of a weight that was multiplied by a mask."""
+    """A hook that multiplies the gradient of a masked weight by `factor`."""
     return lambda gradient: (gradient * factor).to(gradient.dtype)

@@ -1,4 +1,4 @@
-"""The elementwise step that parts make together."""
+"""The elementwise step: curvature, transition and rule as one function."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bayesgrad.transition import Transition
 
 
 class Parts(NamedTuple):
-    """What a filter is made of."""
+    """The three parts of an optimizer; see `bayesgrad.transition`."""
 
     curvature: Curvature | None
     transition: Transition
@@ -26,40 +26,40 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class Update:
-    """The elementwise step that some parts make together, as a function for `kernels.run`.
+    """The elementwise step of three parts, as a function for `kernels.run`.
 
     Args:
-        parts: what to do.
-        names: of the scalars, in order.
-        slots: of the state, in order.
-        shown: names of what evidence there is beside the gradient, in order.
+        parts: curvature, transition and rule.
+        names: the names of the scalars, in order.
+        slots: the names of the state tensors, in order.
+        evidence: the names of the curvature's inputs beside the gradient, in order.
     """
 
     parts: Parts
     names: tuple[str, ...]
     slots: tuple[str, ...]
-    shown: tuple[str, ...] = ()
+    evidence: tuple[str, ...] = ()
 
     @property
     def writes(self) -> tuple[int, ...]:
-        first = 2 + len(self.shown)
+        first = 2 + len(self.evidence)
         return (0, *range(first, first + len(self.slots)))
 
     def __call__(self, scalars: Iterable[Any], weight: Tensor, gradient: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
         curvature, transition, rule = self.parts
         n = dict(zip(self.names, scalars))
-        memory = dict(zip(self.slots, more[len(self.shown) :]))
+        memory = dict(zip(self.slots, more[len(self.evidence) :]))
         dtype = kernels.compute_dtype(weight.dtype)
         weight, gradient = weight.to(dtype), gradient.to(dtype)
-        shown = {name: values.to(dtype) for name, values in zip(self.shown, more)}
+        evidence = {name: values.to(dtype) for name, values in zip(self.evidence, more)}
         if "l2" in n:
             gradient = gradient + n["l2"] * weight
         gradient = transition.clip(gradient)
-        if curvature is None:  # nothing is learnt of the curvature: every weight stays equally certain
+        if curvature is None:  # without curvature, the precision of every weight is 1
             precision = Scalar(torch.ones((), dtype=dtype, device=weight.device), tuple(weight.shape))
         else:
-            increment = curvature.read(Evidence(gradient, **shown), memory, n)
-            if "prior" in n:  # a Gaussian prior: its precision in the same units, and its pull on the mean
+            increment = curvature.read(Evidence(gradient, **evidence), memory, n)
+            if "prior" in n:  # a Gaussian prior: its precision in the same units, and its gradient
                 strength = n["prior"] * memory["prior_precision"] if "prior_precision" in memory else n["prior"]
                 increment = increment + strength
                 n["pull"] = strength * (weight - memory["prior_mean"] if "prior_mean" in memory else weight)

@@ -68,7 +68,7 @@ class GaussianPosterior(Posterior):
     def _parted(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Values of each belief by the names of parameters."""
         return {
-            own: part for name, some in values.items() for own, part in self.beliefs[name].parted(name, some).items()
+            own: part for name, some in values.items() for own, part in self.beliefs[name].split(name, some).items()
         }
 
     def _shapes(self) -> dict[str, torch.Size]:
@@ -96,7 +96,7 @@ class GaussianPosterior(Posterior):
         yield from super()._weighed(jacobian, variance)
         for name, belief in self.beliefs.items():
             if isinstance(belief, Joint):
-                columns = belief.joined(jacobian).to(belief.mean)  # (outputs, *mean.shape)
+                columns = belief.join(jacobian).to(belief.mean)  # (outputs, *mean.shape)
                 if isinstance(belief.precision, LowRank | Rescaled):
                     solved = torch.stack([belief.precision.solve(row) for row in columns])
                 else:

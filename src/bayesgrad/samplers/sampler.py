@@ -59,7 +59,7 @@ class Sampler(LayerwiseOptimizer):
     rule: ClassVar[LangevinRule] = LangevinRule()  # pyright: ignore[reportIncompatibleVariableOverride]
     by_layer = False
     recorded = (layers.is_matrix, layers.is_norm)
-    listens = False
+    records_backward = False
     observes = True
     accepts = {
         **LayerwiseOptimizer.accepts,
