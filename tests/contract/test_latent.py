@@ -98,8 +98,8 @@ def test_an_interruption_of_a_later_start_keeps_an_earlier_one(monkeypatch: pyte
 
 
 def test_interrupted_passes_keep_whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four batches in a pass, one evaluation of all rows before the first and after each: the ninth look is at the third
-    batch of the second pass, after which the bound is looked at once more."""
+    """Four batches a pass, one evaluation of all rows before the first and after each: the ninth is that of the third
+    batch of the second pass, after which the bound is computed once more."""
     with pytest.warns(ConvergenceWarning, match="not converged after max_iter=1 iterations"):
         one = model("svi", max_iter=1, tol=1e-12).fit(X)
     interrupt_after(monkeypatch, 9)
