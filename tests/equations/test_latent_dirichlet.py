@@ -260,7 +260,7 @@ def test_extreme_priors(prior: float) -> None:
     assert np.isclose(model.components_.sum() - prior * model.components_.size, X.sum(), rtol=1e-6)
 
 
-def test_sweeps_take_few_turns_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_iterations_use_few_document_iterations_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluation n uses 3n iterations (before the seventh nothing jumps ahead), unless the tolerance is 0; so do
     full iterations, but not streams and predictions."""
     X, topics = corpus(), np.random.default_rng(1).gamma(2.0, 1.0, (3, 15))
@@ -281,4 +281,4 @@ def test_sweeps_take_few_turns_at_first(monkeypatch: pytest.MonkeyPatch) -> None
     model.transform(X)
     LatentDirichlet(2, batch_size=6, max_iter=1, tol=0, random_state=0).fit(X)
     assert [factor.ramp_up for factor in seen] == [True, False, False, False, False, False]
-    assert seen[0].looks == 6
+    assert seen[0].evaluations == 6
