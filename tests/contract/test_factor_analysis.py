@@ -1,4 +1,4 @@
-"""Manners of factor analysis: scikit-learn's checks, both kinds of arrays, streams, refusals."""
+"""FactorAnalysis: scikit-learn's estimator checks, NumPy and torch inputs, streams, invalid inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Manners of Gaussian mixtures: scikit-learn's checks, both kinds of arrays, refusals."""
+"""GaussianMixture: scikit-learn's estimator checks, NumPy and torch inputs, invalid inputs."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ REFUSED: list[tuple[dict[str, Any], np.ndarray, str]] = [
     (dict(method="vmp", weight_concentration_prior=0.0), X, "weight_concentration_prior must be a number greater"),
     (dict(method="vmp", mean_precision_prior=-1), X, "mean_precision_prior must be a number greater than 0, got -1"),
     (dict(method="vmp", degrees_of_freedom_prior=2), X, "degrees_of_freedom_prior must be a number greater than 2"),
-    (dict(method="vmp", mean_prior=np.zeros(2)), X, r"mean_prior must be 3 finite numbers, .* got \(2,\)"),
+    (dict(method="vmp", mean_prior=np.zeros(2)), X, r"mean_prior must be 3 finite numbers, .* got shape \(2,\)"),
     (dict(method="vmp", covariance_prior=np.eye(2)), X, r"covariance_prior must have shape \(3, 3\), got \(2, 2\)"),
     (dict(method="vmp", covariance_prior=-np.eye(3)), X, "covariance_prior must be positive"),
     (dict(method="vmp", covariance_type="diag", covariance_prior=np.zeros(3)), X, "covariance_prior must be positive"),

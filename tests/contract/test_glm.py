@@ -1,4 +1,4 @@
-"""Manners of the estimator: scikit-learn's checks, both kinds of arrays, streams, refusals."""
+"""GLM: scikit-learn's estimator checks, NumPy and torch inputs, streams, invalid inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Manners of the estimator: scikit-learn's checks, kinds of sequences, streams, refusals."""
+"""HiddenMarkov: scikit-learn's estimator checks, kinds of sequences, streams, invalid inputs."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_missing_observations_are_summed_over() -> None:
 
 
 def test_draws_have_the_models_frequencies() -> None:
-    """Moves and symbols of 20,000 steps within five standard errors, and none that cannot be."""
+    """Transitions and symbols of 20,000 steps within five standard errors, and no impossible ones."""
     model = HiddenMarkov(3, emissions="categorical", max_iter=1, tol=0)
     model.set_params(transmat_init=[[0.8, 0.2, 0.0], [0.0, 0.7, 0.3], [0.5, 0.0, 0.5]], random_state=1)
     model.fit(SYMBOLS)
@@ -268,7 +268,7 @@ def test_refusals_of_predictions() -> None:
 
 
 def test_unseen_symbols() -> None:
-    """What EM has never seen is impossible; variational Bayes knows better."""
+    """Symbols that EM has not observed have probability 0; with variational Bayes they do not."""
     seen = np.array([0, 1, 0, 0, 1, 1])
     em = HiddenMarkov(2, emissions="categorical", n_symbols=3, random_state=0).fit(seen)
     assert em.score([0, 2]) == -np.inf

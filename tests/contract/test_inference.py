@@ -150,7 +150,7 @@ def test_families_that_cannot_bend_go_straight() -> None:
 
 
 def test_losses_with_branches_are_minimised() -> None:
-    """They look at numbers, which vmap does not let them: rows are then taken one by one."""
+    """Functions with data-dependent control flow, which vmap does not support: rows are evaluated one by one."""
 
     def loss(theta: Tensor) -> Tensor:
         return (theta - 1).square().sum() if theta[0] > 0 else (theta - 2).square().sum()

@@ -58,7 +58,7 @@ def test_what_a_fit_says_of_itself(method: str) -> None:
         short = model(method, max_iter=2, tol=1e-9).fit(X)
     assert not short.converged_
     assert short.n_iter_ == 2
-    assert model(method, max_iter=2, tol=0).fit(X).n_iter_ == 2  # asked for, so nothing is said
+    assert model(method, max_iter=2, tol=0).fit(X).n_iter_ == 2  # tol=0: no warning
 
 
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, evaluations: int) -> None:
@@ -98,8 +98,8 @@ def test_an_interruption_of_a_later_start_keeps_an_earlier_one(monkeypatch: pyte
 
 
 def test_interrupted_passes_keep_whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four batches in a pass, one evaluation of all rows before the first and after each: the ninth is at the third
-    batch of the second pass, after which the bound is looked at once more."""
+    """Four batches a pass, one evaluation of all rows before the first and after each: the ninth is that of the third
+    batch of the second pass, after which the bound is computed once more."""
     with pytest.warns(ConvergenceWarning, match="not converged after max_iter=1 iterations"):
         one = model("svi", max_iter=1, tol=1e-12).fit(X)
     interrupt_after(monkeypatch, 9)
@@ -194,7 +194,7 @@ def test_steps_of_streams() -> None:
 
 
 def test_starts_that_lead_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that fails is passed over; if all do, the error says so."""
+    """A start that fails is skipped; if all fail, fit raises."""
     tries, start = [0], GaussianMixture._start
 
     def sometimes(self: GaussianMixture, data: Any, random: Any) -> Any:
@@ -227,8 +227,8 @@ REFUSED = [
     (dict(offset="late"), "offset must be a non-negative number, got 'late'"),
     (dict(decay=None), r"decay must be in \(0.5, 1\] for convergence, got None"),
     (dict(batch_size=0), "batch_size must be a positive integer, got 0"),
-    (dict(total_samples=0), "total_samples must be a positive number, or None, got 0"),
-    (dict(total_samples=np.inf), "total_samples must be a positive number, or None, got inf"),
+    (dict(total_samples=0), "total_samples must be a positive number or None, got 0"),
+    (dict(total_samples=np.inf), "total_samples must be a positive number or None, got inf"),
 ]
 
 
@@ -266,7 +266,7 @@ def test_a_fit_that_fails_leaves_what_was_known(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("method", ["em", "vmp"])
 def test_a_batch_after_a_fit_counts_for_what_it_is(method: str) -> None:
-    """One row of as many as the fit had moves little, and the bounds begin anew."""
+    """One row of as many as the fit had moves little, and `elbos_` starts again."""
     known = model(method).fit(X)
     weights, score = known.weights_.copy(), known.score(X)
     known.partial_fit(X[:1])
@@ -303,7 +303,7 @@ def test_a_stream_keeps_its_structure(stream: Any, rows: np.ndarray, change: dic
 
 @pytest.mark.parametrize("estimator", [GaussianMixture(2), LatentDirichlet(2, random_state=0), FactorAnalysis(1)])
 def test_half_precision_is_read(estimator: Any) -> None:
-    """bfloat16, which NumPy does not know, holds these counts exactly."""
+    """bfloat16, which NumPy does not support, represents these counts exactly."""
     rows = torch.as_tensor(COUNTS)
     half, whole = (clone(estimator).fit(rows.to(dtype)) for dtype in (torch.bfloat16, torch.float64))
     assert half.elbo_ == whole.elbo_
@@ -330,7 +330,7 @@ def test_draws_are_whole_numbers(estimator: Any, rows: np.ndarray, wanted: Any) 
 
 
 def test_warnings_point_at_the_line_that_asked() -> None:
-    """Whether it is fit or partial_fit, and however deep inside what is warned of was found."""
+    """For fit and partial_fit, at any depth of the call stack."""
     some = np.concatenate([COUNTS, np.zeros((1, 6), dtype=int)])
     line = LinearStateSpace(np.eye(1), np.eye(1), np.eye(1), np.eye(1))
     for ask, kind in (

@@ -1,4 +1,4 @@
-"""Manners of LatentDirichlet: scikit-learn's checks, kinds of arrays, streams, interruptions, refusals."""
+"""LatentDirichlet: scikit-learn's estimator checks, array types, streams, interruptions, invalid inputs."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ REFUSED = [
     (LatentDirichlet(learning_decay=0.5), X, r"learning_decay must be in \(0.5, 1\] for convergence, got 0.5"),
     (LatentDirichlet(learning_offset=-1), X, "learning_offset must be a non-negative number, got -1"),
     (LatentDirichlet(batch_size=0), X, "batch_size must be a positive integer, got 0"),
-    (LatentDirichlet(total_samples=0), X, "total_samples must be a positive number, or None, got 0"),
+    (LatentDirichlet(total_samples=0), X, "total_samples must be a positive number or None, got 0"),
     (LatentDirichlet(max_doc_update_iter=0), X, "max_doc_update_iter must be a positive integer, got 0"),
     (LatentDirichlet(mean_change_tol=-1), X, "mean_change_tol must be a non-negative number, got -1"),
     (LatentDirichlet(mean_change_tol="no"), X, "mean_change_tol must be a non-negative number, got 'no'"),

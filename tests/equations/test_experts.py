@@ -36,7 +36,7 @@ def test_the_example_on_the_page_finds_its_pieces(page: dict) -> None:
     assert page["result"].converged
     mean, covariance = page["lines"].moments
     slopes, order = mean[:, 0].sort()
-    deviations = covariance[order, 0, 0].sqrt()  # of beliefs, which mean fields make too sure rather than too unsure
+    deviations = covariance[order, 0, 0].sqrt()  # mean-field posteriors underestimate them
     assert bool(((slopes - torch.tensor([-2.0, 0.0, 2.0], dtype=D)).abs() < 3 * deviations).all())
     assert float(deviations.max()) < 0.05
 

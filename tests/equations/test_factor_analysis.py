@@ -27,7 +27,7 @@ def data(n: int = 80, D: int = 6, K: int = 2, seed: int = 0, holes: float = 0.0)
 
 
 def log_likelihood(X: np.ndarray, mean: np.ndarray, covariance: np.ndarray) -> float:
-    """Of what is observed of each row, by the marginals of one Gaussian."""
+    """The log density of the observed part of each row, by marginals of one Gaussian."""
     total = 0.0
     for x in X:
         seen = ~np.isnan(x)
@@ -39,7 +39,7 @@ def log_likelihood(X: np.ndarray, mean: np.ndarray, covariance: np.ndarray) -> f
 
 
 def expected(X: np.ndarray, W: np.ndarray, m: np.ndarray, psi: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """E[z z'] for each row extended by a one, and E[z]; row by row, with what is observed of it."""
+    """E[z z'] for each row extended by a one, and E[z]; row by row, from its observed part."""
     K = W.shape[1]
     firsts, seconds = [], []
     for x in X:
@@ -169,7 +169,7 @@ def vb_bound(X, q, prior, isotropic):
     """The bound of mean-field factor analysis, term by term and row by row.
 
     q: means (D, K + 1) and covariances (D, K + 1, K + 1) of rows of [W m], shape and rate of the noise (D,) and of the
-    relevances (K,). Scores are at their best.
+    relevances (K,). Scores are optimal.
     """
     M, C, a, b, shape, rate = q
     D, K = X.shape[1], M.shape[1] - 1
@@ -262,7 +262,7 @@ def test_turning_columns_between_sweeps_saves_sweeps_and_changes_no_optimum() ->
 
 @pytest.mark.parametrize("point", [True, False])
 def test_nodes_for_scores_say_the_same(point: bool) -> None:
-    """A local node that has moved with rho = 1 gives the bound and the messages of the collapsed factor."""
+    """A local node that has moved with rho = 1 gives the bound and the messages of the latent-variable factor."""
     X = torch.as_tensor(data(n=12, D=4))
     X = X - X.mean(0)
     model = FactorAnalysis(2, method="em" if point else "vb", max_iter=2, tol=0).fit(X)
@@ -361,7 +361,7 @@ def test_what_is_missing_is_filled_by_its_expectation() -> None:
 @pytest.mark.parametrize("method", ["em", "vb"])
 @pytest.mark.parametrize("noise", ["diagonal", "isotropic"])
 def test_fewer_rows_than_columns(method: str, noise: str) -> None:
-    """By default as many components as centred rows can tell apart."""
+    """By default the number of components is the rank of the centred rows."""
     rows = np.random.default_rng(0).normal(size=(6, 9))
     found = FactorAnalysis(method=method, noise=noise, max_iter=30, tol=0).fit(rows)
     assert found.components_.shape == (5, 9)

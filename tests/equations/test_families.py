@@ -37,8 +37,8 @@ class Case:
     """A family and natural parameters of three independent variables.
 
     Args:
-        outcome: from what is drawn to what torch's distribution is of.
-        gauge: natural parameters without what is arbitrary about them.
+        outcome: maps samples to values of torch's distribution.
+        gauge: removes the arbitrary constant of natural parameters.
         entropy, divergence: written out, where torch has none.
     """
 

@@ -1,4 +1,4 @@
-"""Exponential families where numbers are very small or very large, and what they refuse."""
+"""Exponential families with very small or very large parameters, and invalid inputs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_gap_keeps_its_digits_where_it_is_small() -> None:
 @settings(max_examples=40, deadline=None)
 @given(shape=magnitude, rate=magnitude)
 def test_gamma_from_its_expectations(shape: float, rate: float) -> None:
-    """To what the expectations themselves know: E[log x] has 16 digits, log E[x] - E[log x] has fewer."""
+    """To the precision of the expectations: E[log x] has 16 digits, log E[x] - E[log x] has fewer."""
     mean = Gamma().mean(Gamma().of(tensor(shape), tensor(rate)))
     found = Gamma().natural(mean)
     again = Gamma().mean(found)

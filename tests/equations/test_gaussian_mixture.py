@@ -96,7 +96,7 @@ def em(rows: np.ndarray, shares: np.ndarray, blur: float, sweeps: int) -> tuple[
 
 
 def test_blurred_rows_are_a_bound_that_rises() -> None:
-    """reg_covar adds to covariances as scikit-learn's does; the bound knows of it, and is below the likelihood."""
+    """reg_covar adds to covariances as scikit-learn's does; the bound includes it, and is below the likelihood."""
     shares = np.random.RandomState(0).uniform(size=(len(X), 3))
     bounds, covariances = em(X, shares / shares.sum(1, keepdims=True), 0.05, 12)
     model = GaussianMixture(3, init_params="random", reg_covar=0.05, tol=0, max_iter=12).fit(X)
@@ -272,7 +272,7 @@ def test_normal_gamma_mean_field() -> None:
 
 
 def test_vmp_goes_to_em_with_weak_priors() -> None:
-    """The more rows, the less the priors say: covariances and means within O(1/n) of EM's."""
+    """With more rows the priors matter less: covariances and means within O(1/n) of EM's."""
     gaps = []
     for count in (600, 6000):
         rows = blobs(count)
@@ -323,7 +323,7 @@ def test_a_row_too_far_off_is_told(kind: str, seed: int) -> None:
     latter seems wide along the line to that row, and is not across it."""
     rows = np.random.default_rng(seed).normal(size=(100, 2))
     rows[0] = 1e6
-    with pytest.warns(UserWarning, match="digits of its covariance are left. Remove what is that far off"):
+    with pytest.warns(UserWarning, match="digits of its covariance are accurate: remove outliers"):
         GaussianMixture(2, covariance_type=kind, max_iter=20, tol=0).fit(rows)
     rows[0] = 1e2
     near(GaussianMixture(2, covariance_type=kind).fit(rows).covariances_[1].max(), 1e-6, atol=1e-10)

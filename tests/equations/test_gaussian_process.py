@@ -196,7 +196,7 @@ def test_sites_are_the_variational_optimum(likelihood: str) -> None:
     found = model.latent(X)
     assert_close(found[0], mean.numpy(), rtol=0, atol=2e-6)
     assert_close(found[1], covariance.diagonal().numpy(), rtol=0, atol=2e-6)
-    if likelihood == "student-t":  # the outliers say less than nothing
+    if likelihood == "student-t":  # the sites of outliers have negative precisions
         assert (model.sites_[1] > 0).any()
     new = torch.tensor([[0.3]]).double()
     gain = torch.linalg.solve(K, kernel(rows, new))[:, 0]
@@ -315,7 +315,7 @@ def test_inducing_classification_in_batches() -> None:
     assert_close(tuned.elbo_, dense.elbo_, rtol=0.03, atol=0)
 
 
-# --- manners ---
+# --- the estimator interface ---
 
 
 def test_labels_come_back_as_they_were() -> None:

@@ -188,7 +188,7 @@ def test_classes_are_exchangeable() -> None:
 
 
 def test_multinomial_covariance_is_of_all_weights() -> None:
-    """Without data that speak it is the prior; draws have the covariance that is stated."""
+    """Where the data are uninformative it is the prior; samples have the stated covariance."""
     rows, y = standardised(load_iris)
     strong = GLM("multinomial", prior_precision=np.array([1e9, 1e9, 2e9, 3e9]), fit_intercept=False).fit(rows, y)
     assert_allclose(strong.coef_covariance_.diagonal(), np.tile([1e-9, 1e-9, 5e-10, 1e-9 / 3], 3), rtol=1e-4)

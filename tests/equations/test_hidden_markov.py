@@ -134,7 +134,7 @@ def explicit(nodes: list[Node], data: Sequences) -> tuple[Node, Expected]:
     """A node over all 16 paths, and E[log p(x, z | θ)] as a function of its probabilities and the others' means."""
     paths = torch.tensor(list(itertools.product(range(2), repeat=4)))
     node = Node(Categorical(), (torch.linspace(0, 1, 16).double(),), name="paths")
-    values = data.seen.rows if isinstance(data.seen, Rows) else data.seen.symbols
+    values = data.emissions.rows if isinstance(data.emissions, Rows) else data.emissions.symbols
     order = torch.argsort(data.layout.rows)
     values = values[order]
 
@@ -142,7 +142,7 @@ def explicit(nodes: list[Node], data: Sequences) -> tuple[Node, Expected]:
         logs = initial[0][paths[:, 0]] + sum(moves[0][paths[:, t], paths[:, t + 1]] for t in range(3))
         for t in range(4):
             k = paths[:, t]
-            if isinstance(data.seen, Symbols):
+            if isinstance(data.emissions, Symbols):
                 logs = logs + shown[0][k, values[t]]
             else:
                 x, (push, square, precision, volume) = values[t], shown

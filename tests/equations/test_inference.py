@@ -269,7 +269,7 @@ def double_well(theta: Tensor) -> Tensor:
 
 
 def test_steps_never_leave_the_domain() -> None:
-    """At the top between two wells the Hessian says a negative precision."""
+    """Between two wells the Hessian gives a negative precision."""
     for domain in ("backtrack", "retract", "search"):
         node = gaussian(1, precision=50.0, mean=0.05)
         factor = LogDensity(node, double_well, GaussHermite(20))
@@ -301,7 +301,7 @@ def test_retraction_agrees_to_second_order() -> None:
 
 
 def test_scales_count_examples() -> None:
-    """A batch of one tenth with scale 10 is ten copies of it; a node's own scale divides what it hears."""
+    """A batch of one tenth with scale 10 is ten copies of it; a node's own scale divides its messages."""
     X, y = diabetes()
     one, ten = gaussian(10), gaussian(10)
     scaled = linear_gaussian(one, X[:20], y[:20])
@@ -420,7 +420,7 @@ def test_exact_online_step_is_the_proximal_point() -> None:
     assert_close(-2 * node.natural[1], precision, rtol=1e-10, atol=0)
 
 
-# --- what is refused ---
+# --- invalid inputs ---
 
 
 def test_refusals() -> None:

@@ -82,7 +82,7 @@ def test_the_factor_is_its_transcription(dense: bool, chunk: int, monkeypatch) -
 
 @pytest.mark.parametrize("dense", [True, False])
 def test_documents_that_settle_early_leave_their_chunk(dense: bool, monkeypatch) -> None:
-    """Whatever else is in a chunk, and however often chunks are made anew."""
+    """Independently of the other documents in a chunk and of how often chunks are rebuilt."""
     monkeypatch.setattr(documents, "DENSE", 0.0 if dense else 2.0)
     monkeypatch.setattr(documents, "ROUNDS", (6, 9, 15, 30))
     random = np.random.default_rng(2)
@@ -155,7 +155,7 @@ def test_one_topic_has_an_exact_evidence() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_bound_never_falls(seed: int) -> None:
-    """Not even where documents take one iteration only, so that a search from anew may end lower than the last one."""
+    """Also with one iteration per document, after which a new start may be lower than the last result."""
     random = np.random.default_rng(seed)
     X = corpus(20, 12, int(random.integers(2, 40)), seed)
     model = LatentDirichlet(
@@ -260,9 +260,9 @@ def test_extreme_priors(prior: float) -> None:
     assert np.isclose(model.components_.sum() - prior * model.components_.size, X.sum(), rtol=1e-6)
 
 
-def test_sweeps_take_few_turns_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_iterations_use_few_document_iterations_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluation n uses 3n iterations (before the seventh nothing jumps ahead), unless the tolerance is 0; so do
-    sweeps, and neither streams nor what is said of documents."""
+    full iterations, but not streams and predictions."""
     X, topics = corpus(), np.random.default_rng(1).gamma(2.0, 1.0, (3, 15))
     start = torch.ones(len(X), 3, dtype=torch.float64)
     early = DocumentsFactor(node(topics), kept(X), ALPHA, start, tolerance=1e-300, ramp_up=True)
@@ -281,4 +281,4 @@ def test_sweeps_take_few_turns_at_first(monkeypatch: pytest.MonkeyPatch) -> None
     model.transform(X)
     LatentDirichlet(2, batch_size=6, max_iter=1, tol=0, random_state=0).fit(X)
     assert [factor.ramp_up for factor in seen] == [True, False, False, False, False, False]
-    assert seen[0].looks == 6
+    assert seen[0].evaluations == 6

@@ -1,4 +1,4 @@
-"""Factors whose hidden variables are at their best, against the same variables as nodes of their own."""
+"""Latent-variable factors against models with the latent variables as nodes."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_wide_rows_are_read_by_matrices(kind: str, points: bool, monkeypatch: py
 
 
 class Counted(LatentVariableFactor):
-    """How often it was looked at."""
+    """The number of evaluations."""
 
     looks = 0
 

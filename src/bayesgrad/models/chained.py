@@ -21,7 +21,7 @@ class Sequences(NamedTuple):
     """Validated data: the layout of rows, and their observations."""
 
     layout: markov.Layout
-    seen: Rows | Symbols
+    emissions: Rows | Symbols
 
     def __len__(self) -> int:
         return len(self.layout.lengths)
@@ -32,27 +32,29 @@ class MarkovChainFactor(LatentVariableFactor):
 
     Args:
         initial: node of π, a Dirichlet of K.
-        moves: node of the rows of A, K Dirichlets of K.
-        shown: node of the emission parameters.
+        transitions: node of the rows of A, K Dirichlets of K.
+        emission: node of the emission parameters.
     """
 
-    def __init__(self, initial: Node, moves: Node, shown: Node, data: Sequences, *, scale: float = 1.0) -> None:
-        super().__init__(initial, moves, shown, scale=scale)
+    def __init__(
+        self, initial: Node, transitions: Node, emission: Node, data: Sequences, *, scale: float = 1.0
+    ) -> None:
+        super().__init__(initial, transitions, emission, scale=scale)
         self.data = data
 
     def logs(self) -> tuple[Tensor, Tensor, Tensor]:
         """Expected log π, log A and log p(x | k), (K, N)."""
-        initial, moves, shown = self.nodes
-        given = (log_shares(shown),) if isinstance(self.data.seen, Symbols) else shown.mean
-        out = self.data.layout.buffer("seen", len(moves.natural[0]))
-        return log_shares(initial), log_shares(moves), self.data.seen.logs(given, out)
+        initial, transitions, emission = self.nodes
+        given = (log_shares(emission),) if isinstance(self.data.emissions, Symbols) else emission.mean
+        out = self.data.layout.buffer("emissions", len(transitions.natural[0]))
+        return log_shares(initial), log_shares(transitions), self.data.emissions.logs(given, out)
 
     def evaluate(self) -> tuple[Tensor, Mapping[Node, Parameters]]:
-        initial, moves, shown = self.nodes
+        initial, transitions, emission = self.nodes
         found = markov.smoothed(*self.logs(), self.data.layout)
         check_possible(found.log_weight)
-        messages = (found.first,), (found.pairs,), self.data.seen.message(found.shares)
-        return found.log_weight.sum(), dict(zip((initial, moves, shown), messages))
+        messages = (found.first,), (found.pairs,), self.data.emissions.message(found.shares)
+        return found.log_weight.sum(), dict(zip((initial, transitions, emission), messages))
 
 
 def log_shares(node: Node) -> Tensor:

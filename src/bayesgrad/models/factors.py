@@ -76,7 +76,7 @@ class Loadings:
 
     @staticmethod
     def at(loadings: Tensor, precision: Tensor) -> Loadings:
-        """ComponentParameters parameters [W m] and τ."""
+        """Known parameters [W m] and τ."""
         covariance = torch.zeros_like(loadings[:, :, None] * loadings[:, None, :])
         return Loadings(loadings, covariance, precision.log(), precision)
 

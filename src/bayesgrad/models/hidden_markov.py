@@ -143,12 +143,12 @@ class HiddenMarkov(Latent):
         Raises:
             ValueError: a setting or the data are not valid.
         """
-        _unused(X, y)
+        _check_ignored_y(X, y)
         return super().fit(SequenceInput(X, lengths))
 
     def partial_fit(self, X: Any, y: Any = None, lengths: Any = None) -> HiddenMarkov:
         """Updates the parameters with a batch of sequences, which is not stored: online EM, or SVI. y is ignored."""
-        _unused(X, y)
+        _check_ignored_y(X, y)
         return super().partial_fit(SequenceInput(X, lengths))
 
     def _read(self, X: Any, *, reset: bool) -> Sequences:
@@ -166,7 +166,7 @@ class HiddenMarkov(Latent):
             )
         values = torch.as_tensor(np.require(rows, requirements="W"))
         if reset:
-            self._begin(values, lengths)
+            self._prepare_first(values, lengths)
             self._tensors, self._device = given.kind(self._dims)
         layout = markov.Layout(lengths)
         if self.emissions == "categorical":
@@ -193,7 +193,7 @@ class HiddenMarkov(Latent):
             )
         return torch.where(values.isnan(), self._count, values).long()
 
-    def _begin(self, values: Tensor, lengths: Sequence[int]) -> None:
+    def _prepare_first(self, values: Tensor, lengths: Sequence[int]) -> None:
         """Determines the number of symbols, the centre of rows and the priors from the first data."""
         known = values[~values[:, 0].isnan()]
         if not len(known):
@@ -212,15 +212,19 @@ class HiddenMarkov(Latent):
             if wanted is not None:
                 checks.require_positive_integer(n_symbols=wanted)
             self._count = int(known.max()) + 1 if wanted is None else int(wanted)
-            shown = self._shares_prior("emissionprob_prior", (K, self._count))
+            emission = self._dirichlet_prior("emissionprob_prior", (K, self._count))
         else:
             self._centre = near_mean(known)
-            shown = self._rows_prior(known - self._centre)
-        self._prior = [self._shares_prior("startprob_prior", (K,)), self._shares_prior("transmat_prior", (K, K)), shown]
+            emission = self._rows_prior(known - self._centre)
+        self._prior = [
+            self._dirichlet_prior("startprob_prior", (K,)),
+            self._dirichlet_prior("transmat_prior", (K, K)),
+            emission,
+        ]
         families: list[Family] = [Dirichlet(), Dirichlet(), Dirichlet() if self._dims == 1 else self._covariance.family]
         self._families = families if vb else [Point(family) for family in families]
 
-    def _shares_prior(self, name: str, shape: tuple[int, ...]) -> Parameters:
+    def _dirichlet_prior(self, name: str, shape: tuple[int, ...]) -> Parameters:
         value, least = getattr(self, name), 0 if self.method == "vb" else 1
         if value is None:
             value = 1 / shape[-1] if self.method == "vb" else 1.0
@@ -269,20 +273,22 @@ class HiddenMarkov(Latent):
         """The prior plus as many pseudo-observations of the initial parameters as there are rows."""
         K, weight = self.n_states, len(data.layout.rows) / self.n_states
         even, random_rows = np.full(K, 1 / K), self.init == "random" or self._dims == 1
-        startprob = self._given_shares("startprob_init", (K,), even)
-        moves = random.dirichlet(np.full(K, 2.0), size=K) if random_rows else (np.eye(K) + 1 / K) / 2
-        transmat = self._given_shares("transmat_init", (K, K), moves)
-        if isinstance(data.seen, Symbols):
-            shown = random.dirichlet(np.full(self._count, 2.0), size=K)
-            messages: Parameters = (weight * self._given_shares("emissionprob_init", (K, self._count), shown),)
+        startprob = self._initial_probabilities("startprob_init", (K,), even)
+        transitions = random.dirichlet(np.full(K, 2.0), size=K) if random_rows else (np.eye(K) + 1 / K) / 2
+        transmat = self._initial_probabilities("transmat_init", (K, K), transitions)
+        if isinstance(data.emissions, Symbols):
+            emission = random.dirichlet(np.full(self._count, 2.0), size=K)
+            messages: Parameters = (
+                weight * self._initial_probabilities("emissionprob_init", (K, self._count), emission),
+            )
         else:
-            messages = self._start_rows(data.seen, random, weight)
+            messages = self._initial_rows(data.emissions, random, weight)
         added = (len(data) * startprob,), (weight * transmat,), messages
         naturals = [tuple(a + b for a, b in zip(prior, own)) for prior, own in zip(self._prior, added)]
         names = "startprob", "transmat", "emissions"
         return [Node(family, own, name=name) for family, own, name in zip(self._families, naturals, names)]
 
-    def _given_shares(self, name: str, shape: tuple[int, ...], default: np.ndarray) -> Tensor:
+    def _initial_probabilities(self, name: str, shape: tuple[int, ...], default: np.ndarray) -> Tensor:
         given = getattr(self, name)
         shares = checks.require_numbers(name, default if given is None else given)
         if (
@@ -294,7 +300,7 @@ class HiddenMarkov(Latent):
             raise ValueError(f"{name} must have shape {shape} and non-negative rows that sum to 1, got {found}.")
         return shares
 
-    def _start_rows(self, seen: Rows, random: np.random.RandomState, weight: float) -> Parameters:
+    def _initial_rows(self, seen: Rows, random: np.random.RandomState, weight: float) -> Parameters:
         known = seen.rows[~seen.rows[:, 0].isnan()]
         K, D = self.n_states, known.shape[1]
         if len(known) > SUBSET:
@@ -334,8 +340,8 @@ class HiddenMarkov(Latent):
         return [Linear(node, natural) for node, natural in pairs]
 
     def _data_factor(self, data: Sequences, nodes: Sequence[Node], scale: float = 1.0) -> MarkovChainFactor:
-        initial, moves, shown = nodes
-        return MarkovChainFactor(initial, moves, shown, data, scale=scale)
+        initial, transitions, emission = nodes
+        return MarkovChainFactor(initial, transitions, emission, data, scale=scale)
 
     def _num_units(self, data: Sequences) -> float:
         return len(data.layout.rows)
@@ -381,7 +387,7 @@ class HiddenMarkov(Latent):
 
     def score(self, X: Any, y: Any = None, lengths: Any = None) -> float:
         """log p(X) of all sequences; with `"vb"` a lower bound on the log predictive density. y is ignored."""
-        _unused(X, y)
+        _check_ignored_y(X, y)
         _, data, logs = self._prepare(X, lengths)
         return float(markov.smoothed(*logs, data.layout).log_weight.sum())
 
@@ -438,6 +444,6 @@ def _array(value: Any) -> Tensor:
     return torch.as_tensor(np.array(as_numpy(value), dtype=np.float64))
 
 
-def _unused(X: Any, y: Any) -> None:
+def _check_ignored_y(X: Any, y: Any) -> None:
     if isinstance(X, (np.ndarray, Tensor)) and np.ndim(y) == 1 and len(y) != len(X):
         raise ValueError(f"y is ignored, but has {len(y)} entries for {len(X)} rows: pass lengths by keyword.")

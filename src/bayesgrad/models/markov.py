@@ -125,8 +125,8 @@ class Plain:
             return torch.mm(matrix, x, out=out)
         return torch.mm(matrix, x.flatten(1), out=None if out is None else out.flatten(1)).view(x.shape)
 
-    def weigh(self, x: Tensor, seen: Tensor, out: Tensor | None = None) -> Tensor:
-        return torch.mul(x, seen, out=out)
+    def weigh(self, x: Tensor, emissions: Tensor, out: Tensor | None = None) -> Tensor:
+        return torch.mul(x, emissions, out=out)
 
     def rescale_(self, x: Tensor, scale: Tensor, step: int) -> None:
         """Normalises columns of x, every few steps, and adds the logarithms of their sums to `scale`."""
@@ -160,8 +160,8 @@ class Logs:
         found = self.reduce(matrix.view(*matrix.shape, *[1] * (x.dim() - 1)) + x, 1)
         return found if out is None else out.copy_(found)
 
-    def weigh(self, x: Tensor, seen: Tensor, out: Tensor | None = None) -> Tensor:
-        return torch.add(x, seen, out=out)
+    def weigh(self, x: Tensor, emissions: Tensor, out: Tensor | None = None) -> Tensor:
+        return torch.add(x, emissions, out=out)
 
     def rescale_(self, x: Tensor, scale: Tensor, step: int) -> None:
         """Does nothing."""
@@ -193,35 +193,37 @@ class Logs:
 Arithmetic = Plain | Logs
 
 
-def smoothed(start: Tensor, moves: Tensor, seen: Tensor, layout: Layout) -> Smoothed:
+def smoothed(initial: Tensor, transitions: Tensor, emissions: Tensor, layout: Layout) -> Smoothed:
     """The posterior of states.
 
     Args:
-        start: log π, (K,).
-        moves: log A, (K, K), from rows to columns; -inf for impossible transitions.
-        seen: log b, (K, N), packed; modified in place.
+        initial: log π, (K,).
+        transitions: log A, (K, K), from rows to columns; -inf for impossible transitions.
+        emissions: log b, (K, N), packed; modified in place.
     """
-    top = _begin_(start, seen, layout)
-    found, odd = _plain(moves, seen, top, layout)
-    return found if odd <= NEGLIGIBLE else _logarithmic(moves, seen, top, layout)
+    top = _begin_(initial, emissions, layout)
+    found, odd = _plain(transitions, emissions, top, layout)
+    return found if odd <= NEGLIGIBLE else _logarithmic(transitions, emissions, top, layout)
 
 
-def _begin_(start: Tensor, seen: Tensor, layout: Layout) -> Tensor:
+def _begin_(initial: Tensor, emissions: Tensor, layout: Layout) -> Tensor:
     """Adds log π to the first positions; returns the maximum of each column, -inf if no state is possible."""
     count = len(layout.first)
-    seen[:, :count] += torch.where(layout.first, start[:, None], 0)
-    top = seen.amax(0)
+    emissions[:, :count] += torch.where(layout.first, initial[:, None], 0)
+    top = emissions.amax(0)
     never = torch.isneginf(top)
     if never.any():
-        seen[:, never] = 0
+        emissions[:, never] = 0
     return top
 
 
-def _plain(moves: Tensor, seen: Tensor, top: Tensor, layout: Layout) -> tuple[Smoothed, float]:
+def _plain(transitions: Tensor, emissions: Tensor, top: Tensor, layout: Layout) -> tuple[Smoothed, float]:
     """Also returns the expected number of transitions below RARE."""
-    weights = torch.sub(seen, torch.where(torch.isneginf(top), 0, top), out=layout.buffer("weights", len(moves)))
+    weights = torch.sub(
+        emissions, torch.where(torch.isneginf(top), 0, top), out=layout.buffer("weights", len(transitions))
+    )
     weights = torch.threshold_(weights, FAINT, -math.inf).exp_()
-    A = moves.exp()
+    A = transitions.exp()
     floored = A.clamp(min=RARE)
     every = int(100 / max(1, -math.log10(float(floored.min()))))
     arithmetic = Plain(min(every, 32))
@@ -242,30 +244,30 @@ def _plain(moves: Tensor, seen: Tensor, top: Tensor, layout: Layout) -> tuple[Sm
     return Smoothed(layout.summed(top, total), shares, A * pairs, first), float(odd)
 
 
-def _logarithmic(moves: Tensor, seen: Tensor, top: Tensor, layout: Layout) -> Smoothed:
+def _logarithmic(transitions: Tensor, emissions: Tensor, top: Tensor, layout: Layout) -> Smoothed:
     arithmetic = Logs(torch.logsumexp)
-    entering, leaving = _cuts(arithmetic, moves, seen, layout)
-    alpha, ahead, total = _forward(arithmetic, moves, seen, entering, layout)
-    after = _backward(arithmetic, moves, seen, leaving, layout)
+    entering, leaving = _cuts(arithmetic, transitions, emissions, layout)
+    alpha, ahead, total = _forward(arithmetic, transitions, emissions, entering, layout)
+    after = _backward(arithmetic, transitions, emissions, leaving, layout)
     after -= torch.logsumexp(ahead + after, 0)
     shares = (ahead + after).exp_()
     count = len(layout.first)
     earlier = torch.cat([torch.where(layout.first, -math.inf, entering), alpha[:, layout.before]], 1)
-    pairs = torch.stack([(earlier[i] + after + moves[i, :, None]).exp_().sum(1) for i in range(len(moves))])
+    pairs = torch.stack([(earlier[i] + after + transitions[i, :, None]).exp_().sum(1) for i in range(len(transitions))])
     first = shares[:, :count] @ layout.first.to(shares)
     return Smoothed(layout.summed(torch.where(torch.isneginf(top), top, 0), total), shares, pairs, first)
 
 
-def best(start: Tensor, moves: Tensor, seen: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+def best(initial: Tensor, transitions: Tensor, emissions: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """The Viterbi path: its log weight for each sequence, and its states (N,), packed. See `smoothed`."""
-    top = _begin_(start, seen, layout)
+    top = _begin_(initial, emissions, layout)
     arithmetic, count = Logs(torch.amax), len(layout.first)
-    entering, _ = _cuts(arithmetic, moves, seen, layout)
-    alpha, _, total = _forward(arithmetic, moves, seen, entering, layout)
+    entering, _ = _cuts(arithmetic, transitions, emissions, layout)
+    alpha, _, total = _forward(arithmetic, transitions, emissions, entering, layout)
     earlier = torch.cat([entering, alpha[:, layout.before]], 1)
-    pointers = _origins(earlier, moves)
+    pointers = _origins(earlier, transitions)
     paths = torch.empty_like(pointers)  # for each piece one path per final state
-    now = torch.arange(len(moves))[:, None].repeat(1, count)
+    now = torch.arange(len(transitions))[:, None].repeat(1, count)
     for path, pointer in reversed(list(zip(paths.split(layout.widths, 1), pointers.split(layout.widths, 1)))):
         width = path.shape[1]
         path[:] = now[:, :width]
@@ -279,34 +281,38 @@ def best(start: Tensor, moves: Tensor, seen: Tensor, layout: Layout) -> tuple[Te
     return layout.summed(torch.where(torch.isneginf(top), top, 0), total), states
 
 
-def _origins(earlier: Tensor, moves: Tensor) -> Tensor:
+def _origins(earlier: Tensor, transitions: Tensor) -> Tensor:
     """The best previous state of each state, (K, N). A loop, because argmax along a short dimension is slow."""
-    height = earlier[0] + moves[0, :, None]
+    height = earlier[0] + transitions[0, :, None]
     found = torch.zeros_like(height, dtype=torch.int16)
-    for i in range(1, len(moves)):
-        other = earlier[i] + moves[i, :, None]
+    for i in range(1, len(transitions)):
+        other = earlier[i] + transitions[i, :, None]
         found.masked_fill_(other > height, i)
         torch.maximum(height, other, out=height)
     return found
 
 
-def _cuts(arithmetic: Arithmetic, moves: Tensor, weights: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+def _cuts(arithmetic: Arithmetic, transitions: Tensor, weights: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """Messages at the cuts between pieces, from the past and from the future, (K, pieces)."""
-    K, count = len(moves), len(layout.first)
+    K, count = len(transitions), len(layout.first)
     if not layout.cut:
-        neutral = torch.full((K, count), arithmetic.one, dtype=moves.dtype)
+        neutral = torch.full((K, count), arithmetic.one, dtype=transitions.dtype)
         return neutral, neutral
-    seen = weights[:, None].split(layout.widths, -1)
-    x = torch.where(layout.first, arithmetic.one, moves.mT[:, :, None])  # (K to, K from, pieces)
-    x = arithmetic.weigh(x, seen[0]).contiguous()
-    spare, scale, onward = torch.empty_like(x), torch.zeros(K, count, dtype=moves.dtype), moves.mT.contiguous()
+    emissions = weights[:, None].split(layout.widths, -1)
+    x = torch.where(layout.first, arithmetic.one, transitions.mT[:, :, None])  # (K to, K from, pieces)
+    x = arithmetic.weigh(x, emissions[0]).contiguous()
+    spare, scale, onward = (
+        torch.empty_like(x),
+        torch.zeros(K, count, dtype=transitions.dtype),
+        transitions.mT.contiguous(),
+    )
     for step, width in enumerate(layout.widths[1:], 1):
         if width == count:
             x, spare = arithmetic.push(onward, x, out=spare), x
             part = x
         else:
             part = arithmetic.push(onward, x[..., :width])
-        arithmetic.weigh(part, seen[step], out=part)
+        arithmetic.weigh(part, emissions[step], out=part)
         arithmetic.rescale_(part, scale[:, :width], step)
         if width < count:
             x[..., :width] = part
@@ -338,30 +344,34 @@ def _halved(products: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _forward(
-    arithmetic: Arithmetic, moves: Tensor, weights: Tensor, entering: Tensor, layout: Layout
+    arithmetic: Arithmetic, transitions: Tensor, weights: Tensor, entering: Tensor, layout: Layout
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Messages from the past, with and without the observation at t, (K, N), and the log weight added by each piece."""
-    alpha, ahead, count = layout.buffer("alpha", len(moves)), layout.buffer("ahead", len(moves)), len(layout.first)
-    scale, onward = torch.zeros(count, dtype=weights.dtype), moves.mT.contiguous()
-    seen, found, plain = (part.split(layout.widths, 1) for part in (weights, alpha, ahead))
+    alpha, ahead, count = (
+        layout.buffer("alpha", len(transitions)),
+        layout.buffer("ahead", len(transitions)),
+        len(layout.first),
+    )
+    scale, onward = torch.zeros(count, dtype=weights.dtype), transitions.mT.contiguous()
+    emissions, found, plain = (part.split(layout.widths, 1) for part in (weights, alpha, ahead))
     plain[0][:] = torch.where(layout.first, arithmetic.one, arithmetic.push(onward, entering))
-    now = arithmetic.weigh(plain[0], seen[0], out=found[0])
+    now = arithmetic.weigh(plain[0], emissions[0], out=found[0])
     for step, width in enumerate(layout.widths[1:], 1):
         arithmetic.push(onward, now if now.shape[1] == width else now[:, :width], out=plain[step])
-        now = arithmetic.weigh(plain[step], seen[step], out=found[step])
+        now = arithmetic.weigh(plain[step], emissions[step], out=found[step])
         arithmetic.rescale_(now, scale[:width], step)
     return alpha, ahead, arithmetic.total(alpha[:, layout.last], scale)
 
 
-def _backward(arithmetic: Arithmetic, moves: Tensor, weights: Tensor, leaving: Tensor, layout: Layout) -> Tensor:
+def _backward(arithmetic: Arithmetic, transitions: Tensor, weights: Tensor, leaving: Tensor, layout: Layout) -> Tensor:
     """Messages from the future, with the observation at t, (K, N)."""
-    after, now, idle = layout.buffer("after", len(moves)), leaving.clone(), torch.zeros_like(leaving[0])
-    seen, found = weights.split(layout.widths, 1), after.split(layout.widths, 1)
+    after, now, idle = layout.buffer("after", len(transitions)), leaving.clone(), torch.zeros_like(leaving[0])
+    emissions, found = weights.split(layout.widths, 1), after.split(layout.widths, 1)
     for step in range(len(layout.widths) - 1, -1, -1):
         width = layout.widths[step]
         part = now if width == now.shape[1] else now[:, :width]
-        arithmetic.weigh(part, seen[step], out=found[step])
+        arithmetic.weigh(part, emissions[step], out=found[step])
         if step:
-            arithmetic.push(moves, found[step], out=part)
+            arithmetic.push(transitions, found[step], out=part)
             arithmetic.rescale_(part, idle[:width], step)
     return after
