@@ -35,7 +35,7 @@ def laplace(
     fisher: str = "exact",
     bias: str = "joint",
     prior_precision: float | Mapping[str, float] = 1.0,
-    noise: float = 1.0,
+    noise_scale: float = 1.0,
     temperature: float = 1.0,
     num_data: float | None = None,
     subsample: int | None = None,
@@ -72,7 +72,7 @@ def laplace(
             labels).
         bias: whether `"kron"` and `"input"` have one block for weight and bias or two.
         prior_precision: of zero-mean weights; one for all, or one for each parameter by name.
-        noise: the variance of Gaussian data.
+        noise_scale: the standard deviation of Gaussian data.
         temperature: T, for the Gaussian of exp(-loss/T), with data and prior in the loss: the covariance times T.
         num_data: N, where the loader does not go through all data once.
         subsample: so many examples, drawn at random, make up H; the loss is still that of all.
@@ -105,7 +105,7 @@ def laplace(
             raise ValueError(f"{name} must be None or a number >= 1, got {value!r}.")
     network = unwrapped(model)
     chosen = _chosen(network, params)
-    check_prior(prior_precision, noise, chosen, temperature)
+    check_prior(prior_precision, noise_scale, chosen, temperature)
     _refuse_modes(network)
     _refuse_unusable(parameters_of(network))
     generator, other = (torch.Generator().manual_seed(folded(seed or 0) + i) for i in range(2))
@@ -155,7 +155,7 @@ def laplace(
         fit,
         likelihood=likelihood,
         prior_precision=prior_precision,
-        noise=noise,
+        noise_scale=noise_scale,
         temperature=temperature,
         model=model,
         seed=seed or 0,

@@ -1,11 +1,12 @@
-"""What a network's outputs say of the data: predictions, labels drawn from them, and the loss's first two derivatives.
+"""Likelihoods: how the outputs of a network predict labels.
 
-A likelihood is named by a string wherever one is asked for: `"categorical"` (logits over classes in the last
-dimension), `"bernoulli"` (one logit for each label), `"gaussian"` (the outputs are means, the noise has variance 1) or
+A likelihood computes predictions, samples labels, and gives the loss with its first three derivatives by the outputs.
+Its name is a string: `"categorical"` (logits over classes in the last dimension), `"bernoulli"` (one logit for each
+label), `"gaussian"` (the outputs are means; the noise has standard deviation 1 unless `noise_scale` is given) or
 `"poisson"` (the outputs are logarithms of rates).
 
-The loss of an example is its negative log-likelihood, summed over whatever follows the first dimension of the outputs.
-For `"gaussian"` that is half the squared error, without the constant that depends on the noise alone.
+The loss of an example is its negative log-likelihood, summed over all dimensions of the outputs after the first. For
+`"gaussian"` it is half the squared error, without the constant that depends on the noise alone.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from bayesgrad.noise import generator_of
 class Moments(NamedTuple):
     """A predicted mean and how far beliefs about the weights spread around it (noise excluded).
 
-    They are those of the network's outputs f; a new label has the variance `variance + noise`.
+    They are those of the network's outputs f; a new label has the variance `variance + noise_scale**2`.
     """
 
     mean: Tensor
@@ -40,7 +41,7 @@ class Decomposed(NamedTuple):
     |---|---|---|---|
     | categorical | the expected entropy, E H(p) | the mutual information of label and weights | H(E p), in nats |
     | bernoulli | the same for each output | | |
-    | gaussian | the noise | Var f | the variance of a new label |
+    | gaussian | the noise variance | Var f | the variance of a new label |
     | poisson | the expected rate | the rate's variance | the variance of a new count |
 
     Args:
@@ -77,18 +78,18 @@ class Likelihood(ABC):
         """The prediction for Gaussian outputs f with independent marginals N(mean, variance)."""
 
     @abstractmethod
-    def log_density(self, mean: Tensor, variance: Tensor, labels: Tensor, noise: float) -> Tensor:
+    def log_density(self, mean: Tensor, variance: Tensor, labels: Tensor, noise_scale: float) -> Tensor:
         """log p(labels) of each example, (N,), for Gaussian outputs with independent marginals N(mean, variance)."""
 
     @abstractmethod
-    def within(self, value: Tensor, noise: float) -> Tensor:
+    def within(self, value: Tensor, noise_scale: float) -> Tensor:
         """How uncertain labels are, given link(f): their entropy, or their variance."""
 
     def split(self, mean: Tensor, variance: Tensor, within: Tensor) -> Decomposed:
         """The prediction and its parts, given mean and variance of link(f), and the mean of `within`, over weights."""
         return Decomposed(self.averaged(mean, variance), within, variance)
 
-    def decomposed(self, mean: Tensor, variance: Tensor, noise: float) -> Decomposed:
+    def decomposed(self, mean: Tensor, variance: Tensor, noise_scale: float) -> Decomposed:
         """The same for Gaussian outputs f with marginals N(mean, variance), where that is exact."""
         raise NotImplementedError
 
@@ -104,8 +105,8 @@ class Likelihood(ABC):
             ValueError: labels or outputs are none that this likelihood can have.
         """
 
-    def log_likelihood(self, outputs: Tensor, labels: Tensor, noise: float) -> Tensor:
-        """log p(labels | outputs) of each example, (N,); `noise` is the variance of Gaussian data."""
+    def log_likelihood(self, outputs: Tensor, labels: Tensor, noise_scale: float) -> Tensor:
+        """log p(labels | outputs) of each example, (N,); `noise_scale` is the standard deviation of Gaussian data."""
         return -self.loss(outputs, labels)
 
     @abstractmethod
@@ -144,10 +145,10 @@ class Categorical(Likelihood):
     def expected(self, mean: Tensor, variance: Tensor) -> Tensor:
         return (mean / (1 + math.pi / 8 * variance).sqrt()).softmax(-1)
 
-    def log_density(self, mean: Tensor, variance: Tensor, labels: Tensor, noise: float) -> Tensor:
+    def log_density(self, mean: Tensor, variance: Tensor, labels: Tensor, noise_scale: float) -> Tensor:
         return -self.loss(mean / (1 + math.pi / 8 * variance).sqrt(), labels)
 
-    def within(self, value: Tensor, noise: float) -> Tensor:
+    def within(self, value: Tensor, noise_scale: float) -> Tensor:
         return torch.special.entr(value).sum(-1)
 
     def split(self, mean: Tensor, variance: Tensor, within: Tensor) -> Decomposed:
@@ -243,7 +244,7 @@ class Bernoulli(Categorical):
     def expected(self, mean: Tensor, variance: Tensor) -> Tensor:
         return (mean / (1 + math.pi / 8 * variance).sqrt()).sigmoid()
 
-    def within(self, value: Tensor, noise: float) -> Tensor:
+    def within(self, value: Tensor, noise_scale: float) -> Tensor:
         return torch.special.entr(value) + torch.special.entr(1 - value)
 
 
@@ -261,21 +262,22 @@ class Gaussian(Likelihood):
     def expected(self, mean: Tensor, variance: Tensor) -> Moments:
         return Moments(mean, variance)
 
-    def log_density(self, mean: Tensor, variance: Tensor, labels: Tensor, noise: float) -> Tensor:
-        spread = variance + noise
+    def log_density(self, mean: Tensor, variance: Tensor, labels: Tensor, noise_scale: float) -> Tensor:
+        spread = variance + noise_scale**2
         each = (mean - _real(labels, mean)).square() / spread + (2 * math.pi * spread).log()
         return -each.reshape(len(mean), -1).sum(1) / 2
 
-    def within(self, value: Tensor, noise: float) -> Tensor:
-        return torch.full_like(value, noise)
+    def within(self, value: Tensor, noise_scale: float) -> Tensor:
+        return torch.full_like(value, noise_scale**2)
 
-    def decomposed(self, mean: Tensor, variance: Tensor, noise: float) -> Decomposed:
-        return self.split(mean, variance, self.within(mean, noise))
+    def decomposed(self, mean: Tensor, variance: Tensor, noise_scale: float) -> Decomposed:
+        return self.split(mean, variance, self.within(mean, noise_scale))
 
     def sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         return outputs.detach() + torch.randn(outputs.shape, dtype=torch.float64, generator=generator).to(outputs)
 
-    def log_likelihood(self, outputs: Tensor, labels: Tensor, noise: float) -> Tensor:
+    def log_likelihood(self, outputs: Tensor, labels: Tensor, noise_scale: float) -> Tensor:
+        noise = noise_scale**2
         return -self.loss(outputs, labels) / noise - outputs[0].numel() / 2 * math.log(2 * math.pi * noise)
 
     def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
@@ -308,7 +310,7 @@ class Poisson(Likelihood):
     def expected(self, mean: Tensor, variance: Tensor) -> Tensor:
         return (mean + variance / 2).exp()
 
-    def log_density(self, mean: Tensor, variance: Tensor, labels: Tensor, noise: float) -> Tensor:
+    def log_density(self, mean: Tensor, variance: Tensor, labels: Tensor, noise_scale: float) -> Tensor:
         """By a quadrature over each log-rate."""
         nodes = torch.linspace(-6, 6, 65, dtype=mean.dtype, device=mean.device)
         f = mean[..., None] + variance[..., None].sqrt() * nodes
@@ -317,10 +319,10 @@ class Poisson(Likelihood):
         each = (y * f - f.exp() - (y + 1).lgamma() + log_weights).logsumexp(-1)
         return each.reshape(len(mean), -1).sum(1)
 
-    def within(self, value: Tensor, noise: float) -> Tensor:
+    def within(self, value: Tensor, noise_scale: float) -> Tensor:
         return value
 
-    def decomposed(self, mean: Tensor, variance: Tensor, noise: float) -> Decomposed:
+    def decomposed(self, mean: Tensor, variance: Tensor, noise_scale: float) -> Decomposed:
         rate = self.expected(mean, variance)
         return self.split(rate, variance.expm1() * rate.square(), rate)
 
@@ -351,11 +353,11 @@ class Averages:
     """Mean and variance of link(f), and the mean of what labels spread around it, over outputs f one by one.
 
     Args:
-        noise: of Gaussian data.
+        noise_scale: the standard deviation of Gaussian data.
     """
 
     reading: Likelihood
-    noise: float = 1.0
+    noise_scale: float = 1.0
     count: int = 0
     mean: Tensor | Any = 0
     squares: Tensor | Any = 0
@@ -367,7 +369,7 @@ class Averages:
         deviation = value - self.mean
         self.mean = self.mean + deviation / self.count
         self.squares = self.squares + deviation * (value - self.mean)
-        within = self.reading.within(value, self.noise)
+        within = self.reading.within(value, self.noise_scale)
         self.within = self.within + (within - self.within) / self.count
 
     def prediction(self) -> Tensor | Moments:

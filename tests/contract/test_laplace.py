@@ -19,7 +19,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "negative prior": (dict(prior_precision=-1.0), "prior_precision must be a finite positive number, got -1.0"),
     "no prior": (dict(prior_precision=0), "prior_precision must be a finite positive number, got 0"),
     "prior's names": (dict(prior_precision={"0.weight": 1.0}), "prior_precision by name must name"),
-    "noise": (dict(noise=float("nan")), "noise must be a finite positive number, got nan"),
+    "noise_scale": (dict(noise_scale=float("nan")), "noise_scale must be a finite positive number, got nan"),
     "structure": (dict(structure="lowrank"), "structure must be one of 'diag', 'kron', .*, got 'lowrank'"),
     "fisher": (dict(fisher="true"), "fisher must be one of .*, got 'true'"),
     "bias": (dict(bias="none"), "bias must be 'joint' or 'separate', got 'none'"),
@@ -93,7 +93,7 @@ def test_models_that_have_no_posterior() -> None:
     with pytest.raises(ValueError, match=r"0.weight has entries that are not finite"):
         fitted(broken, "diag")
     posterior = fitted(mlp(), "full")
-    with pytest.raises(ValueError, match="a categorical likelihood has no noise to find"):
-        posterior.tune_prior(noise=True)
+    with pytest.raises(ValueError, match="a categorical likelihood has no noise to tune"):
+        posterior.tune_prior(noise_scale=True)
     with pytest.raises(ValueError, match="per must be one of 'model', 'layer', 'parameter', got 'weight'"):
         posterior.tune_prior("weight")

@@ -44,7 +44,7 @@ def test_the_linear_gaussian_case() -> None:
     assert bound.value == bound.log_likelihood - bound.divergence
     variance = 1 / dense(exact).diagonal()
     diagonal = GaussianPosterior({"weight": Belief(weight[None], Diagonal(variance[None]))}, model)
-    given = {"prior_precision": PRIOR, "likelihood": "gaussian", "noise": NOISE}
+    given = {"prior_precision": PRIOR, "likelihood": "gaussian", "noise_scale": NOISE**0.5}
     bound = diagonal.elbo(loader, samples=200, **given)
     fit = expected_fit(torch.diag(variance), weight, X, Y)
     assert abs(bound.log_likelihood - fit) < 5 * bound.error

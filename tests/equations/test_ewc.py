@@ -148,7 +148,7 @@ def test_second_derivative_and_the_prior(structure: str) -> None:
 def test_noise_counts() -> None:
     model, (x, _) = mlp(), data()
     loader = [(x, torch.zeros(N, OUT, dtype=D))]
-    ewcs = [EWC(laplace(model, loader, likelihood="gaussian", structure="kron", noise=s)) for s in (1.0, 0.25)]
+    ewcs = [EWC(laplace(model, loader, likelihood="gaussian", structure="kron", noise_scale=s)) for s in (1.0, 0.5)]
     moved(model)
     close(ewcs[1](model), 4 * ewcs[0](model), rtol=1e-10, atol=0)
 

@@ -39,7 +39,7 @@ def regression(
     model = nn.Linear(4, outputs, bias=False, dtype=D)
     with torch.no_grad():
         model.weight.copy_(torch.linalg.solve(X.T @ X / noise + 0.5 * torch.eye(4, dtype=D), X.T @ Y / noise).T)
-    options = {"structure": "full", "prior_precision": 0.5, "noise": noise, **options}
+    options = {"structure": "full", "prior_precision": 0.5, "noise_scale": noise**0.5, **options}
     return bayesgrad.laplace(model, [(X, Y)], likelihood="gaussian", **options), (X, Y), x
 
 

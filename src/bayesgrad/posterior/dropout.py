@@ -166,7 +166,7 @@ class MCDropout(Posterior):
 
     def _average(self, network: Network, reading: Likelihood, samples: int, seed: int | None) -> Averages:
         network = replace(network, chunk=None)  # masks belong to a whole batch
-        found = Averages(reading, self.noise)
+        found = Averages(reading, self.noise_scale)
         for generator in self._generators(samples, self.seed if seed is None else seed):
             with dropping(network.model, generator.initial_seed()):
                 found.add(network({}))

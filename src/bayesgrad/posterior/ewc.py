@@ -309,10 +309,10 @@ def _forms(posterior: Posterior, prior: bool | None) -> tuple[dict[str, Tensor],
     """The posterior's mean and quadratic forms."""
     mean = posterior.mean if isinstance(posterior, GaussianPosterior) else {}
     if isinstance(posterior, LaplacePosterior):
-        scale = float(posterior.noise) ** -posterior.fit.power
+        scale = (float(posterior.noise_scale) ** 2) ** -posterior.fit.power
         forms = [quadratic(hessian).times(scale) for hessian in posterior.hessians]
         if prior:
-            for name, value in check_prior(posterior.prior_precision, posterior.noise, mean).items():
+            for name, value in check_prior(posterior.prior_precision, posterior.noise_scale, mean).items():
                 forms = _merged(
                     forms, [DiagonalQuadratic({name: mean[name].shape}, torch.full_like(mean[name], value))]
                 )

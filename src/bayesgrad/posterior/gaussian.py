@@ -110,7 +110,7 @@ class GaussianPosterior(Posterior):
         *,
         prior_precision: float | Mapping[str, float],
         likelihood: str | None = None,
-        noise: float | None = None,
+        noise_scale: float | None = None,
         num_data: float | None = None,
         samples: int = 32,
         model: nn.Module | None = None,
@@ -127,7 +127,7 @@ class GaussianPosterior(Posterior):
             loader: batches (inputs, labels), gone through once for each draw.
             prior_precision: δ; one for all, or one for each parameter by name.
             likelihood: of the labels; None is the one that the posterior was made with, or else categorical.
-            noise: the variance of Gaussian data; None is the posterior's own, or else 1.
+            noise_scale: the standard deviation of Gaussian data; None uses the posterior's own.
             num_data: N, where the loader does not go through all data once.
             samples: how many draws the expectation is taken over.
             model, seed: as in `predict`.
@@ -136,8 +136,8 @@ class GaussianPosterior(Posterior):
         Checked by: tests/equations/test_elbo.py, in the linear-Gaussian case and by quadrature.
         """
         reading = likelihoods.named(self.likelihood if likelihood is None else likelihood)
-        noise = self.noise if noise is None else noise
-        divergence = self.divergence(prior_precision, noise)
+        noise_scale = self.noise_scale if noise_scale is None else noise_scale
+        divergence = self.divergence(prior_precision, noise_scale)
         if samples < 1:
             raise ValueError(f"samples must be at least 1, got {samples}.")
         network = unwrapped(self._model(model))
@@ -148,7 +148,7 @@ class GaussianPosterior(Posterior):
                 cast, total, count = self._cast(weights, network), 0.0, 0
                 for x, y in loader:
                     outputs = Network(network, x if isinstance(x, tuple) else (x,))(cast)
-                    total += float(reading.log_likelihood(outputs, y, noise).double().sum())
+                    total += float(reading.log_likelihood(outputs, y, noise_scale).double().sum())
                     count += len(outputs)
                 counts.add(count)
                 values.append(total)
@@ -163,10 +163,10 @@ class GaussianPosterior(Posterior):
         error = float(each.std() / samples**0.5) if samples > 1 else math.nan
         return Bound(expected - divergence, error, expected, divergence)
 
-    def divergence(self, prior_precision: float | Mapping[str, float], noise: float = 1.0) -> float:
+    def divergence(self, prior_precision: float | Mapping[str, float], noise_scale: float = 1.0) -> float:
         """KL(q | N(0, I/δ)) = (δ (tr Σ + |m|²) - n - n log δ - log |Σ|)/2."""
         mean, variance = self.mean, self.variance()
-        prior = check_prior(prior_precision, noise, mean)
+        prior = check_prior(prior_precision, noise_scale, mean)
         total = sum(float(belief.precision.logdet()) for belief in self.beliefs.values())
         for name, delta in prior.items():
             second = float(variance[name].double().sum() + mean[name].double().square().sum())

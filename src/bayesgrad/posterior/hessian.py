@@ -215,7 +215,9 @@ class Times:
         return self.directions.weighed(factor).mul_(self.factor**2)
 
 
-def check_prior(prior_precision: Any, noise: Any, names: Mapping[str, Any], temperature: Any = 1.0) -> dict[str, float]:
+def check_prior(
+    prior_precision: Any, noise_scale: Any, names: Mapping[str, Any], temperature: Any = 1.0
+) -> dict[str, float]:
     """The prior precision of each parameter.
 
     Raises:
@@ -227,7 +229,7 @@ def check_prior(prior_precision: Any, noise: Any, names: Mapping[str, Any], temp
     prior = by_name(prior_precision, names, lambda value: value)
     for what, value in [
         *[("prior_precision", value) for value in prior.values()],
-        ("noise", noise),
+        ("noise_scale", noise_scale),
         ("temperature", temperature),
     ]:
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:

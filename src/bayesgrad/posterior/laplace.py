@@ -27,17 +27,17 @@ class Fit:
     Args:
         loss: the negative log-likelihood, at unit noise and without its constant.
         outputs: how many numbers were predicted.
-        power: of 1/noise that the Hessian is in proportion to; 0 where there is no noise to speak of.
+        power: the Hessian is proportional to noise_variance^-power; 0 for a likelihood without noise.
     """
 
     loss: float
     outputs: float
     power: int = 0
 
-    def log_likelihood(self, noise: Tensor) -> Tensor:
+    def log_likelihood(self, noise_variance: Tensor) -> Tensor:
         if not self.power:
-            return -self.loss + 0 * noise
-        return -self.loss / noise - self.outputs / 2 * (2 * math.pi * noise).log()
+            return -self.loss + 0 * noise_variance
+        return -self.loss / noise_variance - self.outputs / 2 * (2 * math.pi * noise_variance).log()
 
 
 class LaplacePosterior(GaussianPosterior):
@@ -47,7 +47,8 @@ class LaplacePosterior(GaussianPosterior):
         \log p(D) \approx \log p(D | w) - \tfrac{\delta}{2} |w|^2 - \tfrac12 \log |s H + \delta I|
         + \tfrac{n}{2} \log \delta
 
-    with n weights w, prior precision δ = `prior_precision`, and s a power of 1/`noise`. Made by `bayesgrad.laplace`.
+    with n weights w, prior precision δ = `prior_precision`, and s a power of 1/`noise_scale`. `bayesgrad.laplace`
+    creates it.
 
     A `temperature` T makes it the Gaussian of exp(-loss/T), where the loss is that of all data and the prior's: the
     covariance is T (s H + δ I)^-1. The evidence is that of T = 1.
@@ -58,7 +59,7 @@ class LaplacePosterior(GaussianPosterior):
         fit: of the trained network.
         likelihood: what `predict` takes for granted.
         prior_precision: a number, or one for each parameter by name.
-        noise: variance of the data, for the Gaussian likelihood.
+        noise_scale: the standard deviation of the data, for the Gaussian likelihood.
         temperature: T.
         model, seed: see `Posterior`.
 
@@ -76,7 +77,7 @@ class LaplacePosterior(GaussianPosterior):
         *,
         likelihood: str,
         prior_precision: float | Mapping[str, float] = 1.0,
-        noise: float = 1.0,
+        noise_scale: float = 1.0,
         temperature: float = 1.0,
         model: nn.Module | None = None,
         seed: int = 0,
@@ -84,22 +85,23 @@ class LaplacePosterior(GaussianPosterior):
         super().__init__({}, model, seed=seed)
         self.hessians, self.fit, self.likelihood = list(hessians), fit, likelihood
         self._weights = dict(mean)
-        self.set_prior(prior_precision, noise, temperature)
+        self.set_prior(prior_precision, noise_scale, temperature)
 
     def set_prior(
         self,
         prior_precision: float | Mapping[str, float],
-        noise: float | None = None,
+        noise_scale: float | None = None,
         temperature: float | None = None,
     ) -> LaplacePosterior:
         """The same data under another prior, and perhaps other noise; the weights stay as they are."""
-        noise = self.noise if noise is None else noise
+        noise_scale = self.noise_scale if noise_scale is None else noise_scale
         temperature = self.temperature if temperature is None else temperature
-        prior = check_prior(prior_precision, noise, self._weights, temperature)
+        prior = check_prior(prior_precision, noise_scale, self._weights, temperature)
         prior = {name: value / temperature for name, value in prior.items()}
-        scale = float(noise) ** -self.fit.power / temperature
+        scale = (float(noise_scale) ** 2) ** -self.fit.power / temperature
         beliefs = {next(iter(h.shapes)): h.belief(self._weights, prior, scale) for h in self.hessians}
-        self.prior_precision, self.noise, self.temperature, self.beliefs = prior_precision, noise, temperature, beliefs
+        self.prior_precision, self.noise_scale, self.temperature = prior_precision, noise_scale, temperature
+        self.beliefs = beliefs
         self._linearisations = [h.linearised(prior, scale) for h in self.hessians]
         return self
 
@@ -117,22 +119,23 @@ class LaplacePosterior(GaussianPosterior):
         centre = network(mean)
         return centre, (spread if together else spread.diagonal(dim1=1, dim2=2).reshape(centre.shape)).to(centre.dtype)
 
-    def log_marginal_likelihood(self, prior_precision: Any = None, noise: Any = None) -> Tensor:
+    def log_marginal_likelihood(self, prior_precision: Any = None, noise_scale: Any = None) -> Tensor:
         """The evidence, in float64; differentiable in what is given as a tensor.
 
         Args:
             prior_precision: in place of the posterior's own: a number or tensor, or one for each parameter by name.
-            noise: in place of the posterior's own.
+            noise_scale: in place of the posterior's own.
         """
         prior = self.prior_precision if prior_precision is None else prior_precision
-        noise = torch.as_tensor(self.noise if noise is None else noise, dtype=torch.float64)
+        noise_scale = self.noise_scale if noise_scale is None else noise_scale
+        noise_variance = torch.as_tensor(noise_scale, dtype=torch.float64) ** 2
         priors = by_name(prior, self._weights, lambda value: torch.as_tensor(value, dtype=torch.float64))
-        scale = noise**-self.fit.power
+        scale = noise_variance**-self.fit.power
         volume = torch.stack([h.logdet(priors, scale) for h in self.hessians]).sum()
         for name, weight in self._weights.items():
             delta = priors[name]
             volume = volume - weight.numel() * delta.log() + delta * weight.double().square().sum()
-        return self.fit.log_likelihood(noise) - volume / 2
+        return self.fit.log_likelihood(noise_variance) - volume / 2
 
     def tune_prior(
         self,
@@ -140,7 +143,7 @@ class LaplacePosterior(GaussianPosterior):
         *,
         method: str = "evidence",
         heldout: Iterable | None = None,
-        noise: bool = False,
+        noise_scale: bool = False,
         temperature: bool = False,
         steps: int = 100,
     ) -> LaplacePosterior:
@@ -153,15 +156,15 @@ class LaplacePosterior(GaussianPosterior):
             per: one precision for the `"model"`, for each `"layer"` or each `"parameter"`.
             method: `"evidence"`, or `"heldout"` for the mean log-density of labels under linearised predictions.
             heldout: batches (inputs, labels) for the latter.
-            noise: whether the data's noise is found as well.
+            noise_scale: whether to tune the standard deviation of the data as well.
             temperature: whether the posterior's temperature is, by held-out labels.
             steps: at most so many of L-BFGS, or values tried out on held-out labels.
         """
         for name, value, known in (("per", per, GROUPS), ("method", method, METHODS)):
             if value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
-        if noise and not self.fit.power:
-            raise ValueError(f"a {self.likelihood} likelihood has no noise to find: leave noise=False.")
+        if noise_scale and not self.fit.power:
+            raise ValueError(f"a {self.likelihood} likelihood has no noise to tune: leave noise_scale=False.")
         if temperature and method == "evidence":
             raise ValueError("the evidence does not depend on temperature: use method='heldout' for temperature=True.")
         if (heldout is None) != (method == "evidence"):
@@ -173,13 +176,13 @@ class LaplacePosterior(GaussianPosterior):
         }[per]
         groups = {key(name): value for name, value in by_name(self.prior_precision, self._weights, float).items()}
         place = {group: i for i, group in enumerate(groups)}
-        kept = self.prior_precision, self.noise, self.temperature
-        start = [*groups.values(), *[self.noise] * noise, *[self.temperature] * temperature]
+        kept = self.prior_precision, self.noise_scale, self.temperature
+        start = [*groups.values(), *[float(self.noise_scale) ** 2] * noise_scale, *[self.temperature] * temperature]
 
         def read(values: Sequence[Any]) -> tuple[Any, Any, Any]:
             """Prior, noise and temperature."""
             prior = {name: values[place[key(name)]] for name in self._weights}
-            given = values[len(groups)] if noise else self.noise
+            given = values[len(groups)] ** 0.5 if noise_scale else self.noise_scale  # the search is over the variance
             return values[0] if per == "model" else prior, given, values[-1] if temperature else self.temperature
 
         if method == "evidence":
@@ -207,7 +210,7 @@ class LaplacePosterior(GaussianPosterior):
         with evaluating(network):
             for x, y in batches:
                 mean, variance = self._linear(Network(network, x if isinstance(x, tuple) else (x,)), together=False)
-                total += float(reading.log_density(mean, variance.clamp(min=0), y, self.noise).double().sum())
+                total += float(reading.log_density(mean, variance.clamp(min=0), y, self.noise_scale).double().sum())
                 count += len(mean)
         return total / count
 
@@ -215,8 +218,8 @@ class LaplacePosterior(GaussianPosterior):
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
         prior = by_name(self.prior_precision, self._weights, float)
-        numbers = {"loss": self.fit.loss, "outputs": self.fit.outputs, "power": self.fit.power, "noise": self.noise}
-        numbers["temperature"] = self.temperature
+        numbers = {"loss": self.fit.loss, "outputs": self.fit.outputs, "power": self.fit.power}
+        numbers |= {"noise_scale": self.noise_scale, "temperature": self.temperature}
         tensors = {
             "mean": self._weights,
             "prior": {name: torch.tensor(value, dtype=torch.float64) for name, value in prior.items()},
@@ -245,7 +248,7 @@ class LaplacePosterior(GaussianPosterior):
             Fit(numbers["loss"], numbers["outputs"], int(numbers["power"])),
             likelihood=next(iter(tensors["likelihood"])),
             prior_precision=prior if len(set(prior.values())) > 1 else next(iter(prior.values())),
-            noise=numbers["noise"],
+            noise_scale=numbers["noise_scale"],
             temperature=numbers["temperature"],
             model=model,
         )

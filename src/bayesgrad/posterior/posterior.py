@@ -45,7 +45,7 @@ class Posterior(ABC):
     kind: ClassVar[str]
     methods: ClassVar[tuple[str, ...]] = METHODS
     likelihood = "categorical"  # what `predict` assumes
-    noise: float = 1.0  # the variance of Gaussian data
+    noise_scale: float = 1.0  # the standard deviation of Gaussian data
     _kinds: ClassVar[dict[str, type[Posterior]]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -218,13 +218,13 @@ class Posterior(ABC):
             if method == "mc":
                 found = self._average(network, reading, samples, seed)
             else:
-                found = Averages(reading, self.noise)
+                found = Averages(reading, self.noise_scale)
                 found.add(network(self._cast(getattr(self, method), network.model)))
         return found.decomposed() if decompose else found.prediction()
 
     def _average(self, network: Network, reading: Likelihood, samples: int, seed: int | None) -> Averages:
         """Over draws, without keeping them."""
-        found = Averages(reading, self.noise)
+        found = Averages(reading, self.noise_scale)
         for weights in self._choose(samples, self.seed if seed is None else seed):
             found.add(network(self._cast(weights, network.model)))
         return found
@@ -240,11 +240,13 @@ class Posterior(ABC):
             raise ValueError("a probit link tells probabilities, not their parts: leave link=None for decompose=True.")
         if reading.exact or (link != "mc" and not decompose):
             mean, variance = self._linear(network, together=False)
-            return reading.decomposed(mean, variance, self.noise) if decompose else reading.expected(mean, variance)
+            return (
+                reading.decomposed(mean, variance, self.noise_scale) if decompose else reading.expected(mean, variance)
+            )
         mean, covariance = self._linear(network, together=True)
         values, vectors = torch.linalg.eigh(covariance)  # which may be singular
         root = vectors * values.clamp(min=0).sqrt()[:, None, :]  # (examples, outputs, outputs)
-        found = Averages(reading, self.noise)
+        found = Averages(reading, self.noise_scale)
         for generator in self._generators(samples, self.seed if seed is None else seed):
             noise = torch.randn(root.shape[:2], dtype=root.dtype, generator=generator, device="cpu").to(root.device)
             found.add(mean + (root @ noise[..., None]).view_as(mean))
