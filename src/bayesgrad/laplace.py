@@ -14,12 +14,12 @@ from torch.nn.modules.dropout import _DropoutNd
 from bayesgrad import likelihoods
 from bayesgrad.curvature import layers
 from bayesgrad.curvature.accumulators import STRUCTURES
-from bayesgrad.curvature.fisher import FISHERS, captures, check_outputs, refuse_mixing
+from bayesgrad.curvature.fisher import FISHERS, batch_gradients, check_batch_mixing, check_outputs
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.noise import folded
 from bayesgrad.posterior.hessian import check_prior
 from bayesgrad.posterior.laplace import Fit, LaplacePosterior
-from bayesgrad.posterior.network import only, parameters_of, unwrapped
+from bayesgrad.posterior.network import parameters_of, requires_grad_only, unwrap
 
 BIASES = ("joint", "separate")
 DIRECTIONS = 16  # of the outputs, whose gradients are held at once
@@ -103,34 +103,34 @@ def laplace(
     for name, value in (("num_data", num_data), ("subsample", subsample)):
         if value is not None and not value >= 1:
             raise ValueError(f"{name} must be None or a number >= 1, got {value!r}.")
-    network = unwrapped(model)
-    chosen = _chosen(network, params)
+    network = unwrap(model)
+    chosen = _select(network, params)
     check_prior(prior_precision, noise_scale, chosen, temperature)
-    _refuse_modes(network)
-    _refuse_unusable(parameters_of(network))
+    _check_modes(network)
+    _check_weights(parameters_of(network))
     generator, other = (torch.Generator().manual_seed(folded(seed or 0) + i) for i in range(2))
-    pool = Pool(subsample, other) if subsample else None
-    sums = STRUCTURES[structure](network, chosen, structure, bias)
+    pool = RandomSubset(subsample, other) if subsample else None
+    accumulator = STRUCTURES[structure](network, chosen, structure, bias)
     device = next(iter(chosen.values())).device
     at_once = 1 if structure == "input" else DIRECTIONS
     examples = used = 0
     loss, numbers = 0.0, 0
 
-    def look(inputs: tuple[Tensor, ...], labels: Tensor) -> Tensor:
+    def accumulate(inputs: tuple[Tensor, ...], labels: Tensor) -> Tensor:
         given, outputs = labels if fisher == "empirical" else None, labels
-        with closing(captures(network, inputs, kind, fisher, given, generator, at_once)) as parts:
+        with closing(batch_gradients(network, inputs, kind, fisher, given, generator, at_once)) as parts:
             for seen in parts:
                 outputs = seen.outputs
                 _check_finite(outputs)
-                sums.add(seen)
-                if sums.complete:
+                accumulator.add(seen)
+                if accumulator.complete:
                     break
         return outputs
 
-    with only(network, chosen):
-        for inputs, labels in _batches(_shown(loader, progress), device):
+    with requires_grad_only(network, chosen):
+        for inputs, labels in _batches(_with_progress(loader, progress), device):
             if pool is None:
-                outputs = look(inputs, labels)
+                outputs = accumulate(inputs, labels)
             else:
                 outputs = _outputs(network, inputs)
                 pool.add(inputs, labels)
@@ -143,9 +143,9 @@ def laplace(
             )
         if pool is not None:
             for inputs, labels in pool.passes():
-                used += len(look(inputs, labels))
+                used += len(accumulate(inputs, labels))
     total = num_data or examples
-    hessians = sums.hessians(total, used or examples)
+    hessians = accumulator.hessians(total, used or examples)
     power = 0 if likelihood != "gaussian" else 2 if fisher == "empirical" else 1
     fit = Fit(loss * total / examples, numbers * total / examples, power)
     mean = {name: p.detach().to(compute_dtype(p.dtype), copy=True) for name, p in chosen.items()}
@@ -166,7 +166,7 @@ def laplace(
 
 
 @dataclass
-class Pool:
+class RandomSubset:
     """A random choice of so many examples, out of batches that come one after the other."""
 
     size: int
@@ -197,7 +197,7 @@ def _batches(loader: Iterable, device: torch.device) -> Iterator[tuple[tuple[Ten
             yield tuple(x.to(device) for x in inputs), batch[1].to(device)
 
 
-def _shown(loader: Iterable, progress: bool | None) -> Iterable:
+def _with_progress(loader: Iterable, progress: bool | None) -> Iterable:
     """With a bar, where there is someone to see it and something to draw it."""
     if progress is False or (progress is None and not sys.stderr.isatty()):
         return loader
@@ -213,7 +213,7 @@ def _shown(loader: Iterable, progress: bool | None) -> Iterable:
 # --- the model ---
 
 
-def _chosen(model: nn.Module, params: str | Iterable[str] | None) -> dict[str, nn.Parameter]:
+def _select(model: nn.Module, params: str | Iterable[str] | None) -> dict[str, nn.Parameter]:
     """The parameters to be uncertain of, in the model's order."""
     known = parameters_of(model)
     if params is None:
@@ -238,8 +238,8 @@ def _belongs(own: str, name: str) -> bool:
     return own == name or own.startswith(f"{name}.")
 
 
-def _refuse_modes(model: nn.Module) -> None:
-    refuse_mixing(model)
+def _check_modes(model: nn.Module) -> None:
+    check_batch_mixing(model)
     for name, module in model.named_modules():
         if isinstance(module, _DropoutNd) and module.training and module.p > 0:
             raise ValueError(
@@ -247,7 +247,7 @@ def _refuse_modes(model: nn.Module) -> None:
             )
 
 
-def _refuse_unusable(parameters: Mapping[str, nn.Parameter]) -> None:
+def _check_weights(parameters: Mapping[str, nn.Parameter]) -> None:
     for name, p in parameters.items():
         if not bool(torch.isfinite(p).all()):
             raise ValueError(f"{name} has entries that are not finite: training has diverged, nothing to approximate.")

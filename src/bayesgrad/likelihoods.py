@@ -63,18 +63,18 @@ class Decomposed(NamedTuple):
 class Likelihood(ABC):
     """How outputs f of a network are read."""
 
-    exact: ClassVar[bool] = False  # whether Gaussian outputs have a prediction in closed form
+    closed_form: ClassVar[bool] = False  # whether Gaussian outputs have a prediction in closed form
 
     @abstractmethod
     def link(self, outputs: Tensor) -> Tensor:
         """What is averaged over weights: probabilities, or the outputs themselves."""
 
     @abstractmethod
-    def averaged(self, mean: Tensor, variance: Tensor) -> Tensor | Moments:
+    def from_moments(self, mean: Tensor, variance: Tensor) -> Tensor | Moments:
         """The prediction, given mean and variance of link(f) over weights."""
 
     @abstractmethod
-    def expected(self, mean: Tensor, variance: Tensor) -> Tensor | Moments:
+    def from_gaussian(self, mean: Tensor, variance: Tensor) -> Tensor | Moments:
         """The prediction for Gaussian outputs f with independent marginals N(mean, variance)."""
 
     @abstractmethod
@@ -82,14 +82,14 @@ class Likelihood(ABC):
         """log p(labels) of each example, (N,), for Gaussian outputs with independent marginals N(mean, variance)."""
 
     @abstractmethod
-    def within(self, value: Tensor, noise_scale: float) -> Tensor:
+    def aleatoric(self, value: Tensor, noise_scale: float) -> Tensor:
         """How uncertain labels are, given link(f): their entropy, or their variance."""
 
-    def split(self, mean: Tensor, variance: Tensor, within: Tensor) -> Decomposed:
+    def decompose(self, mean: Tensor, variance: Tensor, aleatoric: Tensor) -> Decomposed:
         """The prediction and its parts, given mean and variance of link(f), and the mean of `within`, over weights."""
-        return Decomposed(self.averaged(mean, variance), within, variance)
+        return Decomposed(self.from_moments(mean, variance), aleatoric, variance)
 
-    def decomposed(self, mean: Tensor, variance: Tensor, noise_scale: float) -> Decomposed:
+    def decompose_gaussian(self, mean: Tensor, variance: Tensor, noise_scale: float) -> Decomposed:
         """The same for Gaussian outputs f with marginals N(mean, variance), where that is exact."""
         raise NotImplementedError
 
@@ -114,7 +114,7 @@ class Likelihood(ABC):
         """The derivative of the loss by the outputs."""
 
     @abstractmethod
-    def roots(self, outputs: Tensor) -> Iterator[Tensor]:
+    def hessian_roots(self, outputs: Tensor) -> Iterator[Tensor]:
         """Directions s of the outputs for which sum s s' is the Hessian of each example's loss (and its Fisher)."""
 
     @abstractmethod
@@ -139,20 +139,20 @@ class Categorical(Likelihood):
     def losses(self, outputs: Tensor) -> int:
         return outputs.shape[:-1].numel()
 
-    def averaged(self, mean: Tensor, variance: Tensor) -> Tensor:
+    def from_moments(self, mean: Tensor, variance: Tensor) -> Tensor:
         return mean
 
-    def expected(self, mean: Tensor, variance: Tensor) -> Tensor:
+    def from_gaussian(self, mean: Tensor, variance: Tensor) -> Tensor:
         return (mean / (1 + math.pi / 8 * variance).sqrt()).softmax(-1)
 
     def log_density(self, mean: Tensor, variance: Tensor, labels: Tensor, noise_scale: float) -> Tensor:
         return -self.loss(mean / (1 + math.pi / 8 * variance).sqrt(), labels)
 
-    def within(self, value: Tensor, noise_scale: float) -> Tensor:
+    def aleatoric(self, value: Tensor, noise_scale: float) -> Tensor:
         return torch.special.entr(value).sum(-1)
 
-    def split(self, mean: Tensor, variance: Tensor, within: Tensor) -> Decomposed:
-        return Decomposed(mean, within, (self.within(mean, 1.0) - within).clamp(min=0))
+    def decompose(self, mean: Tensor, variance: Tensor, aleatoric: Tensor) -> Decomposed:
+        return Decomposed(mean, aleatoric, (self.aleatoric(mean, 1.0) - aleatoric).clamp(min=0))
 
     def sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         p = self.link(outputs.detach().float() if outputs.dtype.itemsize < 4 else outputs.detach())
@@ -186,7 +186,7 @@ class Categorical(Likelihood):
                 "leave out examples that have none."
             )
 
-    def roots(self, outputs: Tensor) -> Iterator[Tensor]:
+    def hessian_roots(self, outputs: Tensor) -> Iterator[Tensor]:
         _check_classes(outputs)
         p = outputs.detach().softmax(-1)
         for position in range(p[0, ..., 0].numel()):
@@ -229,7 +229,7 @@ class Bernoulli(Categorical):
     def residual(self, outputs: Tensor, labels: Tensor) -> Tensor:
         return outputs.detach().sigmoid() - _real(labels, outputs)
 
-    def roots(self, outputs: Tensor) -> Iterator[Tensor]:
+    def hessian_roots(self, outputs: Tensor) -> Iterator[Tensor]:
         p = outputs.detach().sigmoid()
         yield from _one_by_one((p * (1 - p)).sqrt())
 
@@ -241,25 +241,25 @@ class Bernoulli(Categorical):
         p = outputs.sigmoid()
         return p * (1 - p) * (1 - 2 * p) * vector.square()
 
-    def expected(self, mean: Tensor, variance: Tensor) -> Tensor:
+    def from_gaussian(self, mean: Tensor, variance: Tensor) -> Tensor:
         return (mean / (1 + math.pi / 8 * variance).sqrt()).sigmoid()
 
-    def within(self, value: Tensor, noise_scale: float) -> Tensor:
+    def aleatoric(self, value: Tensor, noise_scale: float) -> Tensor:
         return torch.special.entr(value) + torch.special.entr(1 - value)
 
 
 class Gaussian(Likelihood):
     """Outputs are means of real-valued targets."""
 
-    exact = True
+    closed_form = True
 
     def link(self, outputs: Tensor) -> Tensor:
         return outputs
 
-    def averaged(self, mean: Tensor, variance: Tensor) -> Moments:
+    def from_moments(self, mean: Tensor, variance: Tensor) -> Moments:
         return Moments(mean, variance)
 
-    def expected(self, mean: Tensor, variance: Tensor) -> Moments:
+    def from_gaussian(self, mean: Tensor, variance: Tensor) -> Moments:
         return Moments(mean, variance)
 
     def log_density(self, mean: Tensor, variance: Tensor, labels: Tensor, noise_scale: float) -> Tensor:
@@ -267,11 +267,11 @@ class Gaussian(Likelihood):
         each = (mean - _real(labels, mean)).square() / spread + (2 * math.pi * spread).log()
         return -each.reshape(len(mean), -1).sum(1) / 2
 
-    def within(self, value: Tensor, noise_scale: float) -> Tensor:
+    def aleatoric(self, value: Tensor, noise_scale: float) -> Tensor:
         return torch.full_like(value, noise_scale**2)
 
-    def decomposed(self, mean: Tensor, variance: Tensor, noise_scale: float) -> Decomposed:
-        return self.split(mean, variance, self.within(mean, noise_scale))
+    def decompose_gaussian(self, mean: Tensor, variance: Tensor, noise_scale: float) -> Decomposed:
+        return self.decompose(mean, variance, self.aleatoric(mean, noise_scale))
 
     def sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         return outputs.detach() + torch.randn(outputs.shape, dtype=torch.float64, generator=generator).to(outputs)
@@ -286,7 +286,7 @@ class Gaussian(Likelihood):
     def residual(self, outputs: Tensor, labels: Tensor) -> Tensor:
         return outputs.detach() - _real(labels, outputs)
 
-    def roots(self, outputs: Tensor) -> Iterator[Tensor]:
+    def hessian_roots(self, outputs: Tensor) -> Iterator[Tensor]:
         yield from _one_by_one(torch.ones_like(outputs))
 
     def hessian_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
@@ -299,15 +299,15 @@ class Gaussian(Likelihood):
 class Poisson(Likelihood):
     """Outputs are logarithms of the rates of counts."""
 
-    exact = True
+    closed_form = True
 
     def link(self, outputs: Tensor) -> Tensor:
         return outputs.exp()
 
-    def averaged(self, mean: Tensor, variance: Tensor) -> Tensor:
+    def from_moments(self, mean: Tensor, variance: Tensor) -> Tensor:
         return mean
 
-    def expected(self, mean: Tensor, variance: Tensor) -> Tensor:
+    def from_gaussian(self, mean: Tensor, variance: Tensor) -> Tensor:
         return (mean + variance / 2).exp()
 
     def log_density(self, mean: Tensor, variance: Tensor, labels: Tensor, noise_scale: float) -> Tensor:
@@ -319,12 +319,12 @@ class Poisson(Likelihood):
         each = (y * f - f.exp() - (y + 1).lgamma() + log_weights).logsumexp(-1)
         return each.reshape(len(mean), -1).sum(1)
 
-    def within(self, value: Tensor, noise_scale: float) -> Tensor:
+    def aleatoric(self, value: Tensor, noise_scale: float) -> Tensor:
         return value
 
-    def decomposed(self, mean: Tensor, variance: Tensor, noise_scale: float) -> Decomposed:
-        rate = self.expected(mean, variance)
-        return self.split(rate, variance.expm1() * rate.square(), rate)
+    def decompose_gaussian(self, mean: Tensor, variance: Tensor, noise_scale: float) -> Decomposed:
+        rate = self.from_gaussian(mean, variance)
+        return self.decompose(rate, variance.expm1() * rate.square(), rate)
 
     def sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         return torch.poisson(outputs.detach().exp().cpu(), generator).to(outputs)
@@ -338,7 +338,7 @@ class Poisson(Likelihood):
     def residual(self, outputs: Tensor, labels: Tensor) -> Tensor:
         return outputs.detach().exp() - _real(labels, outputs)
 
-    def roots(self, outputs: Tensor) -> Iterator[Tensor]:
+    def hessian_roots(self, outputs: Tensor) -> Iterator[Tensor]:
         yield from _one_by_one((outputs.detach() / 2).exp())
 
     def hessian_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
@@ -361,7 +361,7 @@ class Averages:
     count: int = 0
     mean: Tensor | Any = 0
     squares: Tensor | Any = 0
-    within: Tensor | Any = 0
+    aleatoric: Tensor | Any = 0
 
     def add(self, outputs: Tensor) -> None:
         value = self.reading.link(outputs)
@@ -369,14 +369,14 @@ class Averages:
         deviation = value - self.mean
         self.mean = self.mean + deviation / self.count
         self.squares = self.squares + deviation * (value - self.mean)
-        within = self.reading.within(value, self.noise_scale)
-        self.within = self.within + (within - self.within) / self.count
+        aleatoric = self.reading.aleatoric(value, self.noise_scale)
+        self.aleatoric = self.aleatoric + (aleatoric - self.aleatoric) / self.count
 
     def prediction(self) -> Tensor | Moments:
-        return self.reading.averaged(self.mean, self.squares / self.count)
+        return self.reading.from_moments(self.mean, self.squares / self.count)
 
     def decomposed(self) -> Decomposed:
-        return self.reading.split(self.mean, self.squares / self.count, self.within)
+        return self.reading.decompose(self.mean, self.squares / self.count, self.aleatoric)
 
 
 def _check_classes(outputs: Tensor) -> None:

@@ -133,7 +133,9 @@ def test_refusals_of_samplers() -> None:
         sampler.step()
     with pytest.raises(ValueError, match="fisher='exact' is about all labels and takes none"):
         sampler.observe(model(X), Y)
-    with pytest.raises(RuntimeError, match="these are not the outputs of the model's last forward pass"):
+    with pytest.raises(
+        RuntimeError, match=r"observe\(\) must receive the tensor that the model's last forward pass returned"
+    ):
         sampler.observe(model(X) * 1)
     with pytest.raises(ValueError, match="metric='empirical' needs labels"):
         Langevin(model, num_data=20, metric="empirical").observe(model(X))

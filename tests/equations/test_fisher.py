@@ -522,7 +522,7 @@ def test_residuals_and_roots_are_derivatives_of_torchs_losses(likelihood: str, s
     torch.testing.assert_close(kind.residual(outputs, labels), expected, rtol=1e-12, atol=1e-14)
     size = outputs[0].numel()
     H = jacrev(jacrev(lambda f: LOSSES[likelihood](f[None], labels[:1])))(outputs[0].detach()).reshape(size, size)
-    roots = torch.stack([root[0].flatten() for root in kind.roots(outputs)], 1)
+    roots = torch.stack([root[0].flatten() for root in kind.hessian_roots(outputs)], 1)
     torch.testing.assert_close(roots @ roots.T, H, rtol=1e-12, atol=1e-14)
 
 

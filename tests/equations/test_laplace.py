@@ -305,7 +305,7 @@ def test_linearised_prediction(structure: str, make: Callable[[], nn.Module], mo
     """Outputs have the covariance J P^-1 J', whatever the model's weights and flags are by now."""
     model, (x, _) = make().eval(), data()
     posterior = fitted(model, structure, "gaussian")
-    monkeypatch.setattr(accumulators, "ROWS", 4 * OUT)
+    monkeypatch.setattr(accumulators, "MAX_ROWS", 4 * OUT)
     J, f = jacobians(model, x), model(x).detach()
     expected = torch.einsum("nci,ij,ndj->ncd", J, torch.linalg.inv(dense(posterior)), J)
     model.requires_grad_(False)
@@ -313,7 +313,7 @@ def test_linearised_prediction(structure: str, make: Callable[[], nn.Module], mo
     mean, variance = posterior.predict(x, method="linear")
     close(mean, f)
     close(variance, expected.diagonal(dim1=1, dim2=2), rtol=1e-10, atol=1e-10)
-    close(posterior._linear(Network(model, (x,)), together=True)[1], expected, rtol=1e-10, atol=1e-10)
+    close(posterior._linear_moments(Network(model, (x,)), joint=True)[1], expected, rtol=1e-10, atol=1e-10)
     assert not any(p.requires_grad for p in model.parameters())
 
 
@@ -404,8 +404,8 @@ def test_a_layer_that_mixes_examples_in_a_later_batch() -> None:
 def test_inputs_alone_need_one_direction(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all that the Fisher has; unless there are parameters that have a diagonal."""
     directions: list[int] = []
-    roots = Categorical.roots
-    monkeypatch.setattr(Categorical, "roots", lambda *a: (directions.append(1) or root for root in roots(*a)))
+    roots = Categorical.hessian_roots
+    monkeypatch.setattr(Categorical, "hessian_roots", lambda *a: (directions.append(1) or root for root in roots(*a)))
     fitted(mlp(), "input", loader=[data()])
     assert len(directions) == 1
     with pytest.warns(UserWarning, match="they get a diagonal"):

@@ -16,15 +16,21 @@ from torch import Tensor, nn
 
 from bayesgrad import likelihoods
 from bayesgrad.curvature import layers
-from bayesgrad.curvature.fisher import Captured, Gradients, captures, total_of
-from bayesgrad.curvature.per_example import EmbeddingGradients, OuterProducts, PerExampleGradients, joined, restored
+from bayesgrad.curvature.fisher import BatchGradients, Gradients, batch_gradients, sum_terms
+from bayesgrad.curvature.per_example import (
+    EmbeddingGradients,
+    OuterProducts,
+    PerExampleGradients,
+    concatenated,
+    restored,
+)
 from bayesgrad.posterior.hessian import DenseHessian, DiagonalHessian, FactoredHessian, Hessian, LowRankHessian
-from bayesgrad.posterior.network import only, parameters_of
+from bayesgrad.posterior.network import parameters_of, requires_grad_only
 from bayesgrad.precision.linalg import cholesky, eigenvalues
 
-WRITTEN = 1 << 15  # weights whose Hessian is still written down
-ROWS = 512  # of a Jacobian, looked at together
-MEMORY = 1 << 27  # elements of those that are written down
+MAX_DENSE_WEIGHTS = 1 << 15  # weights whose Hessian is still written down
+MAX_ROWS = 512  # of a Jacobian, looked at together
+MAX_ELEMENTS = 1 << 27  # elements of those that are written down
 
 
 class CurvatureAccumulator(ABC):
@@ -34,7 +40,7 @@ class CurvatureAccumulator(ABC):
         self.shapes = {name: p.shape for name, p in chosen.items()}
 
     @abstractmethod
-    def add(self, seen: Captured) -> None:
+    def add(self, seen: BatchGradients) -> None:
         """The gradients of one batch."""
 
     @property
@@ -54,7 +60,7 @@ class DiagonalAccumulator(CurvatureAccumulator):
         super().__init__(*args)
         self.squares: dict[str, Tensor] = {}
 
-    def add(self, seen: Captured) -> None:
+    def add(self, seen: BatchGradients) -> None:
         for name, columns in seen.columns.items():
             squares = columns.squares()
             self.squares[name] = self.squares[name] + squares if name in self.squares else squares
@@ -69,11 +75,11 @@ class FullAccumulator(CurvatureAccumulator):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         size = sum(shape.numel() for shape in self.shapes.values())
-        if size > WRITTEN:
+        if size > MAX_DENSE_WEIGHTS:
             raise ValueError(f"structure='full' would write down a {size} x {size} matrix: use 'subsampled' or 'kron'.")
         self.matrix: Tensor | None = None
 
-    def add(self, seen: Captured) -> None:
+    def add(self, seen: BatchGradients) -> None:
         rows = torch.cat([columns.rows().reshape(columns.count, -1) for columns in seen.columns.values()], 1)
         self.matrix = rows.T @ rows if self.matrix is None else self.matrix.addmm_(rows.T, rows)
 
@@ -89,17 +95,19 @@ class LowRankAccumulator(CurvatureAccumulator):
         super().__init__(*args)
         self.parts: dict[str, list[PerExampleGradients]] = {name: [] for name in self.shapes}
 
-    def add(self, seen: Captured) -> None:
+    def add(self, seen: BatchGradients) -> None:
         for name, columns in seen.columns.items():
             self.parts[name].append(columns)
 
     def hessians(self, total: float, count: int) -> list[Hessian]:
-        columns = {name: joined(parts) for name, parts in self.parts.items()}
-        return [SubsampledHessian(self.shapes, Flat(Gradients(columns, math.sqrt(total / count)), self.shapes))]
+        columns = {name: concatenated(parts) for name, parts in self.parts.items()}
+        return [
+            SubsampledHessian(self.shapes, FlatGradients(Gradients(columns, math.sqrt(total / count)), self.shapes))
+        ]
 
 
 @dataclass(frozen=True, eq=False)
-class Flat:
+class FlatGradients:
     """The gradients of all parameters, for vectors that have them one after the other, (1, n)."""
 
     gradients: Gradients
@@ -121,8 +129,8 @@ class Flat:
         alone = {name: {name: columns} for name, columns in self.gradients.columns.items()}
         return {name: Gradients(columns, self.gradients.scale).gram() for name, columns in alone.items()}
 
-    def weighed(self, factor: Tensor) -> Tensor:
-        parts = self.gradients.weighed(factor)
+    def weighted_diagonal(self, factor: Tensor) -> Tensor:
+        parts = self.gradients.weighted_diagonal(factor)
         return torch.cat([parts[name].flatten() for name in self.shapes])[None]
 
 
@@ -149,12 +157,12 @@ class GradientProducts:
     scale: float
 
     def _gram(self, columns: Mapping[str, PerExampleGradients]) -> Tensor:
-        return total_of(c.double().gram().div_(self.prior[name]) for name, c in columns.items())
+        return sum_terms(c.double().gram().div_(self.prior[name]) for name, c in columns.items())
 
     def _cross(self, jacobian: Mapping[str, PerExampleGradients]) -> Tensor:
         root = math.sqrt(self.scale)
         pairs = ((self.prior[name], c.double(), jacobian[name].double()) for name, c in self.gradients.items())
-        return total_of(own.cross(other).mul_(root / prior) for prior, own, other in pairs)
+        return sum_terms(own.cross(other).mul_(root / prior) for prior, own, other in pairs)
 
     @cached_property
     def factor(self) -> Tensor:
@@ -167,16 +175,16 @@ class GradientProducts:
             name for name, c in self.gradients.items() if isinstance(c, OuterProducts) and c.inputs.shape[2] == 1
         }
         written = sum(c.shape.numel() for name, c in self.gradients.items() if name not in implicit)
-        step = max(1, min(ROWS, MEMORY // max(1, written)) // width)
+        step = max(1, min(MAX_ROWS, MAX_ELEMENTS // max(1, written)) // width)
         kind = likelihoods.named("gaussian")  # whose roots are the outputs, one by one
         spread = []
-        with only(model, {name: parameters_of(model)[name] for name in self.prior}):
+        with requires_grad_only(model, {name: parameters_of(model)[name] for name in self.prior}):
             for parts in zip(*[x.split(step) for x in inputs]):
-                (seen,) = captures(model, parts, kind, "exact", None, torch.Generator())
-                spread.append(self._spread(seen.columns, width))
+                (seen,) = batch_gradients(model, parts, kind, "exact", None, torch.Generator())
+                spread.append(self._output_covariance(seen.columns, width))
         return torch.cat(spread)
 
-    def _spread(self, jacobian: Mapping[str, PerExampleGradients], width: int) -> Tensor:
+    def _output_covariance(self, jacobian: Mapping[str, PerExampleGradients], width: int) -> Tensor:
         own, K = self._gram(jacobian), self._cross(jacobian)
         solved = torch.linalg.solve_triangular(self.factor, K, upper=False).view(len(K), width, -1)
         count = solved.shape[-1]  # of examples, which come together for one output after the other
@@ -188,9 +196,9 @@ class GradientProducts:
 class SubsampledHessian(LowRankHessian):
     """With gradients that are kept as inputs and errors, and stored as such."""
 
-    directions: Flat
+    directions: FlatGradients
 
-    def linearised(self, prior: Mapping[str, float], scale: float) -> GradientProducts:
+    def output_covariance(self, prior: Mapping[str, float], scale: float) -> GradientProducts:
         gradients = self.directions.gradients
         assert isinstance(gradients.scale, float)
         return GradientProducts(gradients.columns, prior, scale * gradients.scale**2)
@@ -209,21 +217,21 @@ class SubsampledHessian(LowRankHessian):
             if found is None or not found.fits():
                 raise KeyError(f"the gradients of {name}")
             columns[name] = found
-        return cls(shapes, Flat(Gradients(columns, float(parts["scale"])), shapes))
+        return cls(shapes, FlatGradients(Gradients(columns, float(parts["scale"])), shapes))
 
 
 @dataclass(eq=False)
-class Factor:
+class LayerFactors:
     """The sums of one layer: Σ aa' and Σ ee', in groups, over `rows` pairs of an example and a position.
 
     Args:
         weight, bias: names; None for a bias that has no part in the block.
-        sides: whether errors count.
+        use_errors: whether errors count.
     """
 
     weight: str
     bias: str | None
-    sides: bool
+    use_errors: bool
     inputs: Tensor | None = None
     errors: Tensor | None = None
     rows: int = 0
@@ -244,15 +252,15 @@ class Factor:
                 f"the gradients of {self.weight} are inputs times errors in the first batch and not in a later one, "
                 "where its layer mixes examples: begin with a batch of several examples, or use structure='diag'."
             )
-        moment = errors.mT @ errors if self.sides else torch.ones_like(errors[:, 0])
+        moment = errors.mT @ errors if self.use_errors else torch.ones_like(errors[:, 0])
         self.inputs = inputs if self.inputs is None else self.inputs + inputs
-        self.errors = moment if self.errors is None or not self.sides else self.errors + moment
+        self.errors = moment if self.errors is None or not self.use_errors else self.errors + moment
 
     def hessian(self, shapes: Mapping[str, torch.Size], total: float, count: int) -> Hessian:
         assert self.inputs is not None
         assert self.errors is not None
         a, columns = eigenvalues(total / count * self.inputs)
-        e, rows = eigenvalues(self.errors / self.rows) if self.sides else (self.errors, None)
+        e, rows = eigenvalues(self.errors / self.rows) if self.use_errors else (self.errors, None)
         own = {name: shapes[name] for name in (self.weight, self.bias) if name is not None}
         if self.inputs.dim() == 2:  # an Embedding, whose inputs are on the left
             return FactoredHessian(own, None, rows, a[..., :, None] * e[..., None, :])
@@ -264,12 +272,12 @@ class FactorAccumulator(CurvatureAccumulator):
 
     def __init__(self, model: nn.Module, chosen: Mapping[str, nn.Parameter], structure: str, bias: str) -> None:
         super().__init__(model, chosen, structure, bias)
-        self.structure, self.sides, self.settled = structure, structure == "kron", False
+        self.structure, self.use_errors, self.checked = structure, structure == "kron", False
         names = {id(p): name for name, p in chosen.items()}
         modules = [module for module in model.modules() if layers.is_matrix(module)]
         owners = Counter(id(p) for module in modules for p in layers.own_parameters(module).values())
         kinds = {id(layers.weight_of(m)): {layers.is_lookup(o) for o in modules if _shares(m, o)} for m in modules}
-        self.layers: dict[str, Factor] = {}
+        self.layers: dict[str, LayerFactors] = {}
         self.biases: dict[str, str | None] = {}  # and whose inputs they see
         for module in modules:
             own = {key: names[id(p)] for key, p in layers.own_parameters(module).items() if id(p) in names}
@@ -279,32 +287,32 @@ class FactorAccumulator(CurvatureAccumulator):
             alone = all(owners[id(p)] == 1 for p in layers.own_parameters(module).values())
             together = bias == "joint" and alone and weight is not None
             if weight is not None and weight not in self.layers:
-                self.layers[weight] = Factor(weight, shift if together else None, self.sides)
+                self.layers[weight] = LayerFactors(weight, shift if together else None, self.use_errors)
             if shift is not None and not together:
                 self.biases[shift] = weight
         self.moments: dict[str, Tensor] = {}
         self.rest = DiagonalAccumulator(model, chosen, structure, bias)
 
-    def add(self, seen: Captured) -> None:
+    def add(self, seen: BatchGradients) -> None:
         left = dict(seen.columns)
-        if not self.settled:
-            self._settle(seen.columns)
+        if not self.checked:
+            self._check_layers(seen.columns)
         for name, layer in self.layers.items():
             layer.add(left.pop(name), len(seen.outputs) if seen.first else 0)
             left.pop(layer.bias, None)  # pyright: ignore[reportArgumentType, reportCallIssue]
         for name in self.biases:
             rows = left.pop(name).rows().flatten(1)
-            moment = rows.T @ rows if self.sides else torch.ones_like(rows[0])
+            moment = rows.T @ rows if self.use_errors else torch.ones_like(rows[0])
             self.moments[name] = self.moments[name] + moment if name in self.moments else moment
-        self.rest.add(Captured(left, seen.outputs, seen.labels))
+        self.rest.add(BatchGradients(left, seen.outputs, seen.labels))
 
     @property
     def complete(self) -> bool:
-        return not self.sides and not self.rest.squares
+        return not self.use_errors and not self.rest.squares
 
-    def _settle(self, columns: Mapping[str, PerExampleGradients]) -> None:
+    def _check_layers(self, columns: Mapping[str, PerExampleGradients]) -> None:
         """Gives up layers whose gradients are not of inputs and errors, and tells of all that has a diagonal."""
-        self.settled = True
+        self.checked = True
         for name in [
             name for name in self.layers if not isinstance(columns[name], (OuterProducts, EmbeddingGradients))
         ]:
@@ -319,7 +327,7 @@ class FactorAccumulator(CurvatureAccumulator):
     def hessians(self, total: float, count: int) -> list[Hessian]:
         found = [layer.hessian(self.shapes, total, count) for layer in self.layers.values()]
         for name, moment in self.moments.items():
-            if self.sides:
+            if self.use_errors:
                 values, rows = eigenvalues((total / count * moment)[None])
                 spectrum = values[..., None]
             else:

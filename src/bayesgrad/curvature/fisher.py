@@ -15,11 +15,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bayesgrad import likelihoods
 from bayesgrad.curvature import layers
-from bayesgrad.curvature.per_example import CHUNK, PerExampleGradients, StoredGradients, added, joined
+from bayesgrad.curvature.per_example import CHUNK, PerExampleGradients, StoredGradients, concatenated, summed
 from bayesgrad.curvature.recorder import LayerCall, LayerRecorder, Trace
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.noise import folded
-from bayesgrad.posterior.network import parameters_of, unwrapped
+from bayesgrad.posterior.network import parameters_of, unwrap
 from bayesgrad.precision import LowRank
 
 FISHERS = ("sampled", "exact", "empirical")
@@ -41,20 +41,20 @@ class Gradients:
         return self.scale[name] if isinstance(self.scale, Mapping) else self.scale
 
     def project(self, vector: Mapping[str, Tensor]) -> Tensor:
-        return total_of(c.project(vector[name]).mul_(self._scale(name)) for name, c in self.columns.items())
+        return sum_terms(c.project(vector[name]).mul_(self._scale(name)) for name, c in self.columns.items())
 
     def combine(self, weights: Tensor) -> dict[str, Tensor]:
         return {name: c.combine(self._scale(name) * weights) for name, c in self.columns.items()}
 
-    def weighed(self, factor: Tensor) -> dict[str, Tensor]:
+    def weighted_diagonal(self, factor: Tensor) -> dict[str, Tensor]:
         """The diagonal of G (L L')^-1 G' by name, for a lower factor L."""
-        return {name: c.weighed(factor).mul_(self._scale(name) ** 2) for name, c in self.columns.items()}
+        return {name: c.weighted_diagonal(factor).mul_(self._scale(name) ** 2) for name, c in self.columns.items()}
 
     def gram(self) -> Tensor:
-        return total_of(c.gram().mul_(self._scale(name) ** 2) for name, c in self.columns.items())
+        return sum_terms(c.gram().mul_(self._scale(name) ** 2) for name, c in self.columns.items())
 
 
-def total_of(terms: Iterable[Tensor]) -> Tensor:
+def sum_terms(terms: Iterable[Tensor]) -> Tensor:
     """The sum, in the widest dtype and on the first one's device, one term at a time."""
     total: Tensor | None = None
     for term in terms:
@@ -126,8 +126,8 @@ class SubsampledFisher:
             raise ValueError(f"fisher={fisher!r} {need}.")
         kind = likelihoods.named(likelihood)
         generator = torch.Generator().manual_seed(folded(seed or 0))
-        (seen,) = captures(model, inputs, kind, fisher, labels, generator)
-        self._parameters = {name: p for name, p in parameters_of(unwrapped(model)).items() if p.requires_grad}
+        (seen,) = batch_gradients(model, inputs, kind, fisher, labels, generator)
+        self._parameters = {name: p for name, p in parameters_of(unwrap(model)).items() if p.requires_grad}
         self.names = list(self._parameters)
         self.labels = seen.labels
         self._scale = 1 / math.sqrt(len(seen.outputs))
@@ -214,7 +214,7 @@ class SubsampledFisher:
 
 
 @dataclass(frozen=True, eq=False)
-class Captured:
+class BatchGradients:
     """What one pass shows: per-example gradients by the names of parameters, for one direction after the other.
 
     Args:
@@ -228,7 +228,7 @@ class Captured:
     first: bool = True
 
 
-def captures(
+def batch_gradients(
     model: nn.Module,
     inputs: Tensor | tuple[Tensor, ...],
     kind: likelihoods.Likelihood,
@@ -236,19 +236,19 @@ def captures(
     labels: Tensor | None,
     generator: torch.Generator,
     at_once: int | None = None,
-) -> Generator[Captured, None, None]:
+) -> Generator[BatchGradients, None, None]:
     """The per-example gradients of every trainable parameter, so many directions `at_once`; see `SubsampledFisher`.
 
     Raises:
         ValueError: examples have no gradients of their own, or labels do not fit.
     """
-    model = unwrapped(model)
-    refuse_mixing(model)
+    model = unwrap(model)
+    check_batch_mixing(model)
     arguments = inputs if isinstance(inputs, tuple) else (inputs,)
     parameters = {name: p for name, p in parameters_of(model).items() if p.requires_grad}
     if not parameters:
         raise ValueError("the model has no trainable parameters.")
-    recorder = LayerRecorder(model, explained_layers(model), keeps=False)
+    recorder = LayerRecorder(model, recorded_layers(model), record_backward=False)
     try:
         with torch.enable_grad():
             outputs = model(*arguments)
@@ -261,22 +261,22 @@ def captures(
             trace = recorder.trace(outputs)
         if labels is None and fisher == "sampled":
             labels = kind.sample(outputs, generator)
-        directions = kind.roots(outputs) if labels is None else iter([kind.residual(outputs, labels)])
+        directions = kind.hessian_roots(outputs) if labels is None else iter([kind.residual(outputs, labels)])
         ids = {id(p): name for name, p in parameters.items()}
         left: set[int] | None = None
         while some := list(islice(directions, at_once)):
             first = left is None
-            columns, left = gather(trace, some, left=left)
+            columns, left = gather_gradients(trace, some, left=left)
             named = {ids[key]: value for key, value in columns.items() if key in ids}
-            read = {*trace.reads, *left}
+            read = {*trace.read_counts, *left}
             rest = {name: p for name, p in parameters.items() if name not in named and id(p) in read}
             if rest:
-                named |= per_example(model, rest, arguments, some, outputs.detach())
+                named |= gradients_by_vmap(model, rest, arguments, some, outputs.detach())
             for name, p in parameters.items():
                 if name not in named:  # what the outputs do not depend on
                     zeros = torch.zeros(len(outputs) * len(some), *p.shape, dtype=compute_dtype(p.dtype))
                     named[name] = StoredGradients(p.shape, zeros.to(p.device))
-            yield Captured({name: named[name] for name in parameters}, outputs.detach(), labels, first)
+            yield BatchGradients({name: named[name] for name in parameters}, outputs.detach(), labels, first)
     finally:
         recorder.close()
 
@@ -292,7 +292,7 @@ def check_outputs(outputs: Any) -> None:
 # --- from a pass to columns ---
 
 
-def explained_layers(model: nn.Module) -> dict[str, nn.Module]:
+def recorded_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The layers whose per-example gradients follow from inputs and errors, and that have something to train."""
     return {
         name: module
@@ -302,7 +302,7 @@ def explained_layers(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def refuse_mixing(model: nn.Module) -> None:
+def check_batch_mixing(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if layers.mixes_examples(module):
             raise ValueError(
@@ -311,7 +311,7 @@ def refuse_mixing(model: nn.Module) -> None:
             )
 
 
-def gather(
+def gather_gradients(
     trace: Trace, directions: Sequence[Tensor], check: bool = True, left: set[int] | None = None
 ) -> tuple[dict[int, PerExampleGradients], set[int]]:
     """PerExampleGradients by the id of the parameter, and the ids of parameters that layers read but do not explain.
@@ -325,8 +325,8 @@ def gather(
     """
     if left is None:
         mixed = _mixed(trace, directions[0]) if check else set()
-        left = trace.strangers()
-        for call in trace.calls:
+        left = trace.used_elsewhere()
+        for call in trace.pending:
             module = trace.recorder.layers[call.name]
             count = 0 if call.input is None else layers.examples_in(module, call.input)
             if call.name in mixed or count != len(trace.outputs):
@@ -334,17 +334,21 @@ def gather(
     passes = []
     for direction in directions:
         found: dict[int, list[PerExampleGradients]] = {}
-        for use in trace.uses(direction):
+        for use in trace.backpropagate(direction):
             for p, columns in _explained(use, left):
                 found.setdefault(id(p), []).append(columns)
-        passes.append({key: added(parts) for key, parts in found.items()})
-    return {key: joined([found[key] for found in passes]) for key in passes[0]}, left
+        passes.append({key: summed(parts) for key, parts in found.items()})
+    return {key: concatenated([found[key] for found in passes]) for key in passes[0]}, left
 
 
 def _explained(use: LayerCall, left: set[int]) -> Iterable[tuple[nn.Parameter, PerExampleGradients]]:
     if all(id(p) in left for p in layers.own_parameters(use.module).values()):
         return ()
-    return ((p, columns) for p, columns in layers.columns_of(use.module, use.input, use.error) if id(p) not in left)
+    return (
+        (p, columns)
+        for p, columns in layers.per_example_gradients(use.module, use.input, use.error)
+        if id(p) not in left
+    )
 
 
 def _mixed(trace: Trace, direction: Tensor) -> set[str]:
@@ -358,8 +362,8 @@ def _mixed(trace: Trace, direction: Tensor) -> set[str]:
     weights = (0.5 + torch.rand(len(direction), dtype=torch.float64, generator=generator)).to(direction)
     names = {id(module): name for name, module in trace.recorder.layers.items()}
     mixed = set()
-    plain = trace.uses(direction)
-    for one, other in zip(plain, trace.uses(direction * _leading(weights, direction))):
+    plain = trace.backpropagate(direction)
+    for one, other in zip(plain, trace.backpropagate(direction * _leading(weights, direction))):
         if len(one.error) != len(direction):
             mixed.add(names[id(one.module)])
             continue
@@ -374,7 +378,7 @@ def _leading(weights: Tensor, like: Tensor) -> Tensor:
     return weights.to(like).view(-1, *[1] * (like.dim() - 1))
 
 
-def per_example(
+def gradients_by_vmap(
     model: nn.Module,
     params: Mapping[str, nn.Parameter],
     inputs: tuple[Tensor, ...],

@@ -126,7 +126,9 @@ def lookups_of(module: nn.Embedding, x: Tensor, error: Tensor) -> tuple[Tensor, 
     return indices, errors
 
 
-def columns_of(module: nn.Module, x: Tensor, error: Tensor) -> Iterator[tuple[nn.Parameter, PerExampleGradients]]:
+def per_example_gradients(
+    module: nn.Module, x: Tensor, error: Tensor
+) -> Iterator[tuple[nn.Parameter, PerExampleGradients]]:
     """The per-example gradients of each of the layer's parameters that takes gradients."""
     trained = {name: p for name, p in own_parameters(module).items() if p.requires_grad}
     if not trained:

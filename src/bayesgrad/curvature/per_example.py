@@ -1,17 +1,17 @@
-"""The gradients of single examples, as the columns of a matrix that is hardly ever written down.
+"""Per-example gradients of one parameter: the columns of a matrix G that is usually not formed.
 
-For one parameter of n elements and N examples, G is the (n, N) matrix of per-example gradients g_j. What second-order
-methods ask of it are products: `project` is G'u, `combine` is G w, `gram` is G'G, `cross` is G'H, `squares` the sum of
-the g_j^2, `weighed` the diagonal of G M G'. Each kind of layer gives them without forming G wherever that is cheaper:
+For a parameter of n elements and N examples, G is the (n, N) matrix of per-example gradients g_j. Second-order methods
+need products with G: `project` is G'u, `combine` is G w, `gram` is G'G, `cross` is G'H, `squares` is the sum of the
+g_j^2, `weighted_diagonal` is the diagonal of G M G'. Each class computes them without forming G where that is cheaper:
 
-| class | whose gradient is | parameters of |
+| class | gradient | parameters |
 |---|---|---|
-| `OuterProducts` | g_j = sum_t e_jt a_jt' over positions t | Linear, Conv (in groups) |
-| `EmbeddingGradients` | g_j = sum_t 1[x_jt] e_jt', one-hot rows | Embedding |
-| `Rows` | written down, because it is small | biases, normalisation layers, whatever no layer explains |
+| `OuterProducts` | g_j = sum_t e_jt a_jt' over positions t | weights of Linear and Conv (in groups) |
+| `EmbeddingGradients` | g_j = sum_t 1[x_jt] e_jt', one-hot rows | weights of Embedding |
+| `StoredGradients` | g_j itself is stored | biases, normalisation layers, parameters outside of these layers |
 
-Reference: 004, Eq. 19-21, corrected: sums over positions come before any product of two gradients.
-Checked by: tests/algebra/test_columns.py, each product against the matrix itself.
+Reference: Benzing 2021, Eq. 19-21, corrected: sums over positions come before any product of two gradients.
+Checked by: tests/algebra/test_per_example.py, each product against the matrix itself.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class PerExampleGradients(ABC):
     def squares(self) -> Tensor:
         """The sum of g_j^2 in the parameter's shape."""
 
-    def weighed(self, factor: Tensor) -> Tensor:
+    def weighted_diagonal(self, factor: Tensor) -> Tensor:
         """The diagonal of G (L L')^-1 G' in the parameter's shape, for a lower factor L (N, N)."""
         parts = self.rows().reshape(self.count, -1).split(max(1, CHUNK // self.count), 1)
         return torch.cat([_lengths(factor, part) for part in parts]).view(self.shape)
@@ -177,7 +177,7 @@ class OuterProducts(PerExampleGradients):
         a, e = (matmul(one.squeeze(2), other.squeeze(2).mT) for one, other in sides)
         return a.mul_(e).sum(0)
 
-    def weighed(self, factor: Tensor) -> Tensor:
+    def weighted_diagonal(self, factor: Tensor) -> Tensor:
         groups, count, _, fan_in = self.inputs.shape
         parts = [
             _lengths(factor, torch.bmm(part.mT, self.inputs[g]).flatten(1))
@@ -238,13 +238,13 @@ class EmbeddingGradients(PerExampleGradients):
         same = x[some, :, None, None] == x[others]
         return (torch.einsum("nsi,mti->nsmt", e[some], e[others]) * same).sum((1, 3))
 
-    def weighed(self, factor: Tensor) -> Tensor:
+    def weighted_diagonal(self, factor: Tensor) -> Tensor:
         step = max(1, CHUNK // (self.count * self.shape[0]))
         parts = [
             EmbeddingGradients(torch.Size((self.shape[0], e.shape[-1])), self.indices, e)
             for e in self.errors.split(step, -1)
         ]
-        return torch.cat([super(EmbeddingGradients, part).weighed(factor) for part in parts], 1)
+        return torch.cat([super(EmbeddingGradients, part).weighted_diagonal(factor) for part in parts], 1)
 
     def squares(self) -> Tensor:
         # Positions of one example that look up the same row add up before they are squared.
@@ -304,7 +304,7 @@ class StoredGradients(PerExampleGradients):
         return self.values.reshape(self.count, -1)  # also of a parameter that has no dimensions
 
 
-def added(parts: Sequence[PerExampleGradients]) -> PerExampleGradients:
+def summed(parts: Sequence[PerExampleGradients]) -> PerExampleGradients:
     """The columns of a parameter that is used several times: per-example gradients add up."""
     first = parts[0]
     if len(parts) == 1:
@@ -324,7 +324,7 @@ def added(parts: Sequence[PerExampleGradients]) -> PerExampleGradients:
     return StoredGradients(first.shape, torch.stack([part.rows() for part in parts]).sum(0))
 
 
-def joined(parts: Sequence[PerExampleGradients]) -> PerExampleGradients:
+def concatenated(parts: Sequence[PerExampleGradients]) -> PerExampleGradients:
     """The columns of several batches side by side."""
     first = parts[0]
     if len(parts) == 1:
@@ -351,7 +351,7 @@ def joined(parts: Sequence[PerExampleGradients]) -> PerExampleGradients:
     return StoredGradients(first.shape, torch.cat([part.rows() for part in parts]))
 
 
-def one_by_one(outputs: Tensor, params: Sequence[Tensor], directions: Sequence[Tensor]) -> list[Tensor]:
+def gradients_one_by_one(outputs: Tensor, params: Sequence[Tensor], directions: Sequence[Tensor]) -> list[Tensor]:
     """Gradients of single examples by a backward pass for each, (columns, *shape) for each parameter."""
     if not params:
         return []

@@ -39,7 +39,7 @@ class Projection:
     ones: int = 0
 
 
-def rows_of(gradients: Sequence[Tensor], fan_out: int) -> slice:
+def rows_to_compare(gradients: Sequence[Tensor], fan_out: int) -> slice:
     """The rows to compare: all, or a few where the gradients are as a backward pass left them.
 
     Whoever writes into a gradient in the usual ways leaves a trace; what leaves none (unscaling) is done to all rows.
@@ -55,7 +55,7 @@ def random_column(size: int, dtype: torch.dtype, device: torch.device) -> Tensor
     return torch.randn(size, dtype=torch.float64, generator=generator).to(device, dtype)[:, None]
 
 
-def fitted(projections: Sequence[Projection]) -> list[tuple[float, float]]:
+def fit_factors(projections: Sequence[Projection]) -> list[tuple[float, float]]:
     """The c of seen = c made that fits best, and the largest deviation in units of the tolerance, for each.
 
     All are read at once: on an accelerator that is one synchronisation.
@@ -63,7 +63,7 @@ def fitted(projections: Sequence[Projection]) -> list[tuple[float, float]]:
     return [_fit([one]) for one in _read(projections)]
 
 
-def common(projections: Sequence[Projection]) -> float | None:
+def common_factor(projections: Sequence[Projection]) -> float | None:
     """The same c for all, None where there is none."""
     factor, excess = _fit(_read(projections))
     return factor if excess <= 1 else None

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from bayesgrad.posterior.network import clean
+from bayesgrad.posterior.network import clean_name
 from bayesgrad.posterior.posterior import Posterior
 
 
@@ -34,7 +34,7 @@ class BernoulliPosterior(Posterior):
 
     def __init__(self, natural: Mapping[str, Tensor], model: nn.Module | None = None, *, seed: int = 0) -> None:
         super().__init__(model, seed=seed)
-        self.natural = {clean(name): value.detach() for name, value in natural.items()}
+        self.natural = {clean_name(name): value.detach() for name, value in natural.items()}
 
     @property
     def mean(self) -> dict[str, Tensor]:

@@ -15,13 +15,13 @@ from bayesgrad import noise
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.likelihoods import Averages, Likelihood
 from bayesgrad.posterior.concrete import ConcreteDropout
-from bayesgrad.posterior.network import Network, evaluating, unwrapped
+from bayesgrad.posterior.network import Network, evaluation_mode, unwrap
 from bayesgrad.posterior.posterior import Posterior
 from bayesgrad.posterior.units import Units
 
 # Modules whose mode means dropout and nothing else. An encoder layer in evaluation mode would take a shortcut around
 # the dropout modules inside of it.
-DROPPING = (
+DROPOUT_MODULES = (
     nn.modules.dropout._DropoutNd,
     nn.MultiheadAttention,
     nn.RNNBase,
@@ -103,24 +103,24 @@ class DropoutPosterior(Posterior):
                 }
             )
 
-    def _linear(self, network: Network, together: bool) -> tuple[Tensor, Tensor]:
+    def _linear_moments(self, network: Network, joint: bool) -> tuple[Tensor, Tensor]:
         """Outputs at the mean, and their variance sum_j (df/dz_j)^2 keep_j (1 - keep_j)."""
         keep = {name: p.to(compute_dtype(self.slab[name].dtype)) for name, p in self.keep.items()}
         centre = network(self._cast(self.mean, network.model))
         count = centre[:1].numel()
         if not len(centre) or not keep:
-            return centre, centre.new_zeros(len(centre), count, count) if together else torch.zeros_like(centre)
+            return centre, centre.new_zeros(len(centre), count, count) if joint else torch.zeros_like(centre)
         spread = torch.cat([p * (1 - p) for p in keep.values()])
 
         def one(*example: Tensor) -> Tensor:
             alone = [part[None] for part in example]
             masked = jacrev(lambda z: network.at(self._cast(self._masked(z), network.model))(*alone).flatten())(keep)
             jacobian = torch.cat([masked[name] for name in keep], 1)
-            return (jacobian * spread) @ jacobian.mT if together else (jacobian.square() * spread).sum(1)
+            return (jacobian * spread) @ jacobian.mT if joint else (jacobian.square() * spread).sum(1)
 
         with torch.enable_grad():
             found = vmap(one, chunk_size=16)(*network.inputs).detach()
-        return centre, found if together else found.view_as(centre)
+        return centre, found if joint else found.view_as(centre)
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
         units = {name: torch.tensor([units.dim, units.groups]) for name, units in self.units.items()}
@@ -161,18 +161,18 @@ class MCDropout(Posterior):
         """Within the context dropout is active, whatever is else in evaluation mode, and random numbers are its own."""
         model = self._model(model)
         (generator,) = self._generators(1, seed)
-        with evaluating(model), dropping(unwrapped(model), generator.initial_seed()):
+        with evaluation_mode(model), dropout_active(unwrap(model), generator.initial_seed()):
             yield model
 
     def _average(self, network: Network, reading: Likelihood, samples: int, seed: int | None) -> Averages:
         network = replace(network, chunk=None)  # masks belong to a whole batch
         found = Averages(reading, self.noise_scale)
         for generator in self._generators(samples, self.seed if seed is None else seed):
-            with dropping(network.model, generator.initial_seed()):
+            with dropout_active(network.model, generator.initial_seed()):
                 found.add(network({}))
         return found
 
-    def _linear(self, network: Network, together: bool) -> tuple[Tensor, Tensor]:
+    def _linear_moments(self, network: Network, joint: bool) -> tuple[Tensor, Tensor]:
         raise ValueError("MC dropout has no linearised prediction: use method='mc'.")
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
@@ -203,12 +203,12 @@ def mc_dropout(model: nn.Module, *, seed: int = 0) -> MCDropout:
     Reference: Gal and Ghahramani, 2016.
     Checked by: tests/equations/test_dropout.py.
     """
-    if not any(_drops(module) for module in model.modules()):
+    if not any(_has_dropout(module) for module in model.modules()):
         raise ValueError("the model has no dropout module: its predictions have nothing to average over.")
     return MCDropout(model, seed=seed)
 
 
-def _drops(module: nn.Module) -> bool:
+def _has_dropout(module: nn.Module) -> bool:
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p > 0
     if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
@@ -217,9 +217,9 @@ def _drops(module: nn.Module) -> bool:
 
 
 @contextmanager
-def dropping(model: nn.Module, seed: int) -> Iterator[None]:
+def dropout_active(model: nn.Module, seed: int) -> Iterator[None]:
     """Dropout modules, and no others, in training mode, with random numbers of their own."""
-    modules = [module for module in model.modules() if isinstance(module, DROPPING)]
+    modules = [module for module in model.modules() if isinstance(module, DROPOUT_MODULES)]
     modes = [module.training for module in modules]
     concrete: list[Any] = [module for module in modules if isinstance(module, ConcreteDropout)]
     devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}

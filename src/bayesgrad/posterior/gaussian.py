@@ -13,7 +13,7 @@ from bayesgrad import likelihoods
 from bayesgrad.belief import Belief, Joint
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.posterior.hessian import check_prior
-from bayesgrad.posterior.network import Network, evaluating, unwrapped
+from bayesgrad.posterior.network import Network, evaluation_mode, unwrap
 from bayesgrad.posterior.posterior import Posterior
 from bayesgrad.precision import Dense, Diagonal, Kronecker, LowRank, Precision, Rescaled, Spectral
 
@@ -60,12 +60,12 @@ class GaussianPosterior(Posterior):
 
     @property
     def mean(self) -> dict[str, Tensor]:
-        return self._parted({name: belief.mean for name, belief in self.beliefs.items()})
+        return self._by_parameter({name: belief.mean for name, belief in self.beliefs.items()})
 
     def variance(self) -> dict[str, Tensor]:
-        return self._parted({name: belief.precision.variance() for name, belief in self.beliefs.items()})
+        return self._by_parameter({name: belief.precision.variance() for name, belief in self.beliefs.items()})
 
-    def _parted(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _by_parameter(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Values of each belief by the names of parameters."""
         return {
             own: part for name, some in values.items() for own, part in self.beliefs[name].parted(name, some).items()
@@ -76,7 +76,7 @@ class GaussianPosterior(Posterior):
 
     def _draw(self, generators: list[torch.Generator]) -> Iterator[dict[str, Tensor]]:
         for generator in generators:
-            yield self._parted({name: self._draw_one(belief, generator) for name, belief in self.beliefs.items()})
+            yield self._by_parameter({name: self._draw_one(belief, generator) for name, belief in self.beliefs.items()})
 
     @staticmethod
     def _draw_one(belief: Belief, generator: torch.Generator) -> Tensor:
@@ -88,12 +88,14 @@ class GaussianPosterior(Posterior):
             return belief.precision.draw(noise.to(mean.device), few.to(mean.device)).add_(mean)
         return belief.sample(noise.to(mean.device))
 
-    def _marginals(self) -> dict[str, Tensor]:
+    def _independent_variances(self) -> dict[str, Tensor]:
         alone = {name: belief for name, belief in self.beliefs.items() if not isinstance(belief, Joint)}
         return {name: belief.precision.variance() for name, belief in alone.items()}
 
-    def _weighed(self, jacobian: Mapping[str, Tensor], variance: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, ...]]:
-        yield from super()._weighed(jacobian, variance)
+    def _jacobian_products(
+        self, jacobian: Mapping[str, Tensor], variance: Mapping[str, Tensor]
+    ) -> Iterator[tuple[Tensor, ...]]:
+        yield from super()._jacobian_products(jacobian, variance)
         for name, belief in self.beliefs.items():
             if isinstance(belief, Joint):
                 columns = belief.joined(jacobian).to(belief.mean)  # (outputs, *mean.shape)
@@ -140,10 +142,10 @@ class GaussianPosterior(Posterior):
         divergence = self.divergence(prior_precision, noise_scale)
         if samples < 1:
             raise ValueError(f"samples must be at least 1, got {samples}.")
-        network = unwrapped(self._model(model))
+        network = unwrap(self._model(model))
         counts: set[int] = set()
         values: list[float] = []
-        with evaluating(network):
+        with evaluation_mode(network):
             for weights in self._draw(self._generators(samples, self.seed if seed is None else seed)):
                 cast, total, count = self._cast(weights, network), 0.0, 0
                 for x, y in loader:

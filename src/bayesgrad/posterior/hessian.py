@@ -23,7 +23,7 @@ from bayesgrad.precision.linalg import inverse
 from bayesgrad.precision.low_rank import Directions
 
 
-class Linearised(Protocol):
+class OutputCovariance(Protocol):
     """J P^-1 J' of each example, (examples, outputs, outputs), for the Jacobian J of a model's outputs."""
 
     def covariance(self, model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor: ...
@@ -51,7 +51,7 @@ class Hessian(ABC):
     def logdet(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
         """log |scale H + prior|, differentiable in both."""
 
-    def linearised(self, prior: Mapping[str, float], scale: float) -> Linearised | None:
+    def output_covariance(self, prior: Mapping[str, float], scale: float) -> OutputCovariance | None:
         """The spread of outputs that are linear in the weights, where that takes no Jacobian."""
         return None
 
@@ -65,14 +65,14 @@ class Hessian(ABC):
         own = [f.name for f in fields(cls) if f.name != "shapes"]
         return cls(shapes, **{key: parts.get(key) for key in own})  # pyright: ignore[reportCallIssue]
 
-    def _only(self, prior: Mapping[str, Any]) -> Any:
+    def _single_prior(self, prior: Mapping[str, Any]) -> Any:
         """The prior, where a block can have but one."""
         values = [prior[name] for name in self.shapes]
         if any(value is not values[0] and value != values[0] for value in values):
             raise ValueError(f"{list(self.shapes)} are one block, and need one prior precision, got {values}.")
         return values[0]
 
-    def _joint(self, mean: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+    def _concatenate(self, mean: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
         return torch.cat([mean[name].reshape(*shape, -1) for name in self.shapes], -1)
 
 
@@ -87,7 +87,7 @@ class DiagonalHessian(Hessian):
         return Belief(mean[name], Diagonal(1 / (scale * self.values + prior[name])))
 
     def logdet(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
-        return (scale * self.values.double() + self._only(prior)).log().sum()
+        return (scale * self.values.double() + self._single_prior(prior)).log().sum()
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,11 +104,11 @@ class FactoredHessian(Hessian):
     spectrum: Tensor
 
     def belief(self, mean: Mapping[str, Tensor], prior: Mapping[str, float], scale: float) -> Belief:
-        precision = Spectral(self.rows, self.columns, scale * self.spectrum + self._only(prior))
-        return Joint(self._joint(mean, tuple(self.spectrum.shape[:2])), precision, self.shapes)
+        precision = Spectral(self.rows, self.columns, scale * self.spectrum + self._single_prior(prior))
+        return Joint(self._concatenate(mean, tuple(self.spectrum.shape[:2])), precision, self.shapes)
 
     def logdet(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
-        return (scale * self.spectrum.double() + self._only(prior)).log().sum()
+        return (scale * self.spectrum.double() + self._single_prior(prior)).log().sum()
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,35 +123,35 @@ class DenseHessian(Hessian):
 
     def belief(self, mean: Mapping[str, Tensor], prior: Mapping[str, float], scale: float) -> Belief:
         precision = scale * self.matrix
-        precision.diagonal().add_(self._each(prior).to(precision))
+        precision.diagonal().add_(self._prior_diagonal(prior).to(precision))
         covariance = inverse(precision, 0.0, "the posterior precision")
-        return Joint(self._joint(mean, (1,)), Dense(covariance, (1, len(covariance))), self.shapes)
+        return Joint(self._concatenate(mean, (1,)), Dense(covariance, (1, len(covariance))), self.shapes)
 
     def logdet(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
         if len({id(prior[name]) for name in self.shapes}) == 1:
-            return (scale * self._eigenvalues + self._only(prior)).log().sum()
-        precision = scale * self.matrix.double() + torch.diag(self._each(prior))
+            return (scale * self._eigenvalues + self._single_prior(prior)).log().sum()
+        precision = scale * self.matrix.double() + torch.diag(self._prior_diagonal(prior))
         return 2 * torch.linalg.cholesky(precision).diagonal().log().sum()
 
-    def _each(self, prior: Mapping[str, Any]) -> Tensor:
+    def _prior_diagonal(self, prior: Mapping[str, Any]) -> Tensor:
         like: dict[str, Any] = dict(dtype=torch.float64, device=self.matrix.device)
         sizes = [(name, shape.numel()) for name, shape in self.shapes.items()]
         return torch.cat([torch.as_tensor(prior[name], **like).expand(size) for name, size in sizes])
 
 
-class Parted(Directions, Protocol):
+class NamedDirections(Directions, Protocol):
     """Directions whose parts have names."""
 
     def grams(self) -> Mapping[str, Tensor]: ...
 
-    def weighed(self, factor: Tensor) -> Tensor: ...
+    def weighted_diagonal(self, factor: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True, eq=False)
 class LowRankHessian(Hessian):
     """G G' for the gradients G of a few examples, which need not be written down; vectors are flat, (1, n)."""
 
-    directions: Parted
+    directions: NamedDirections
 
     @cached_property
     def gram(self) -> Tensor:
@@ -170,16 +170,16 @@ class LowRankHessian(Hessian):
         return self.directions.grams()
 
     def belief(self, mean: Mapping[str, Tensor], prior: Mapping[str, float], scale: float) -> Belief:
-        floors, weights = {prior[name] for name in self.shapes}, self._joint(mean, (1,))
+        floors, weights = {prior[name] for name in self.shapes}, self._concatenate(mean, (1,))
         if len(floors) == 1:
-            directions = Times(self.directions, scale**0.5, lambda: scale * self.gram)
+            directions = ScaledDirections(self.directions, scale**0.5, lambda: scale * self.gram)
             return Joint(weights, LowRank(floors.pop(), directions, (1, self._size)), self.shapes)
         root = torch.cat([weights.new_full((1, s.numel()), prior[name] ** 0.5) for name, s in self.shapes.items()], 1)
 
         def square() -> Tensor:
             return torch.stack([scale / prior[name] * gram for name, gram in self._grams.items()]).sum(0)
 
-        inner = LowRank(1.0, Times(self.directions, scale**0.5 / root, square), (1, self._size))
+        inner = LowRank(1.0, ScaledDirections(self.directions, scale**0.5 / root, square), (1, self._size))
         return Joint(weights, Rescaled(inner, root), self.shapes)
 
     def logdet(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
@@ -195,10 +195,10 @@ class LowRankHessian(Hessian):
 
 
 @dataclass(frozen=True, eq=False)
-class Times:
+class ScaledDirections:
     """Some directions times a number, or one for each weight, whose Gram matrix is computed when it is asked for."""
 
-    directions: Parted
+    directions: NamedDirections
     factor: float | Tensor
     square: Callable[[], Tensor]
 
@@ -211,8 +211,8 @@ class Times:
     def gram(self) -> Tensor:
         return self.square()
 
-    def weighed(self, factor: Tensor) -> Tensor:
-        return self.directions.weighed(factor).mul_(self.factor**2)
+    def weighted_diagonal(self, factor: Tensor) -> Tensor:
+        return self.directions.weighted_diagonal(factor).mul_(self.factor**2)
 
 
 def check_prior(

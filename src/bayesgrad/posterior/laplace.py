@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from bayesgrad import likelihoods
 from bayesgrad.posterior.gaussian import GaussianPosterior
 from bayesgrad.posterior.hessian import Hessian, by_name, check_prior
-from bayesgrad.posterior.network import Network, evaluating, holding, unwrapped
-from bayesgrad.posterior.tuning import climbed, tried
+from bayesgrad.posterior.network import Network, evaluation_mode, temporary_weights, unwrap
+from bayesgrad.posterior.tuning import maximise_by_gradient, maximise_by_search
 
 GROUPS = ("model", "layer", "parameter")
 METHODS = ("evidence", "heldout")
@@ -102,22 +102,22 @@ class LaplacePosterior(GaussianPosterior):
         beliefs = {next(iter(h.shapes)): h.belief(self._weights, prior, scale) for h in self.hessians}
         self.prior_precision, self.noise_scale, self.temperature = prior_precision, noise_scale, temperature
         self.beliefs = beliefs
-        self._linearisations = [h.linearised(prior, scale) for h in self.hessians]
+        self._output_covariances = [h.output_covariance(prior, scale) for h in self.hessians]
         return self
 
-    def _parted(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        parted = super()._parted(values)
+    def _by_parameter(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        parted = super()._by_parameter(values)
         return {name: parted[name] for name in self._weights}  # in the order of the model, not of the blocks
 
-    def _linear(self, network: Network, together: bool) -> tuple[Tensor, Tensor]:
-        ways = [way for way in self._linearisations if way is not None]
-        if len(ways) != len(self._linearisations) or network.statistics is not None or not len(network.inputs[0]):
-            return super()._linear(network, together)
+    def _linear_moments(self, network: Network, joint: bool) -> tuple[Tensor, Tensor]:
+        ways = [way for way in self._output_covariances if way is not None]
+        if len(ways) != len(self._output_covariances) or network.statistics is not None or not len(network.inputs[0]):
+            return super()._linear_moments(network, joint)
         parameters, mean = self._parameters(network.model), self._cast(self._weights, network.model)
-        with holding(parameters, mean):
+        with temporary_weights(parameters, mean):
             spread = torch.stack([way.covariance(network.model, network.inputs) for way in ways]).sum(0)
         centre = network(mean)
-        return centre, (spread if together else spread.diagonal(dim1=1, dim2=2).reshape(centre.shape)).to(centre.dtype)
+        return centre, (spread if joint else spread.diagonal(dim1=1, dim2=2).reshape(centre.shape)).to(centre.dtype)
 
     def log_marginal_likelihood(self, prior_precision: Any = None, noise_scale: Any = None) -> Tensor:
         """The evidence, in float64; differentiable in what is given as a tensor.
@@ -187,7 +187,7 @@ class LaplacePosterior(GaussianPosterior):
 
         if method == "evidence":
             size = sum(weight.numel() for weight in self._weights.values())
-            found = climbed(
+            found = maximise_by_gradient(
                 lambda values: self.log_marginal_likelihood(*read(values.unbind())[:2]) / size, start, steps
             )
         else:
@@ -195,7 +195,9 @@ class LaplacePosterior(GaussianPosterior):
             if not batches:
                 raise ValueError("heldout gave no batches: pass a loader, or a list of (inputs, labels).")
             try:
-                found = tried(lambda values: self.set_prior(*read(values))._log_density(batches), start, steps)
+                found = maximise_by_search(
+                    lambda values: self.set_prior(*read(values))._log_density(batches), start, steps
+                )
             finally:
                 self.set_prior(*kept)
         if not all(1e-20 < value < 1e20 for value in found):
@@ -206,10 +208,12 @@ class LaplacePosterior(GaussianPosterior):
     def _log_density(self, batches: Sequence[Any]) -> float:
         """The mean log-density of labels under linearised predictions."""
         reading, total, count = likelihoods.named(self.likelihood), 0.0, 0
-        network = unwrapped(self._model(None))
-        with evaluating(network):
+        network = unwrap(self._model(None))
+        with evaluation_mode(network):
             for x, y in batches:
-                mean, variance = self._linear(Network(network, x if isinstance(x, tuple) else (x,)), together=False)
+                mean, variance = self._linear_moments(
+                    Network(network, x if isinstance(x, tuple) else (x,)), joint=False
+                )
                 total += float(reading.log_density(mean, variance.clamp(min=0), y, self.noise_scale).double().sum())
                 count += len(mean)
         return total / count

@@ -39,7 +39,7 @@ class Network:
 
     def at(self, weights: Mapping[str, Tensor]) -> Callable[..., Tensor]:
         """The model with these weights, by their names without wrappers, and its own where none are given."""
-        names = {clean(name): name for name, _ in self.model.named_parameters()}
+        names = {clean_name(name): name for name, _ in self.model.named_parameters()}
         values = {names[name]: weight for name, weight in weights.items()}
         if self.statistics is not None:
             values |= _estimated(self.model, values, self.statistics)
@@ -51,7 +51,7 @@ class Network:
         return run
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrap(model: nn.Module) -> nn.Module:
     """The user's own model inside of what torch.compile and data parallelism wrap around it."""
     wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     while isinstance(model, wrappers) or hasattr(model, "_orig_mod"):
@@ -59,13 +59,13 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def clean(name: str) -> str:
+def clean_name(name: str) -> str:
     return name.replace("_orig_mod.", "")  # of compiled modules inside the model
 
 
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
     """The model's parameters by the names they have without any wrapper."""
-    return {clean(name): parameter for name, parameter in unwrapped(model).named_parameters()}
+    return {clean_name(name): parameter for name, parameter in unwrap(model).named_parameters()}
 
 
 def architecture(model: nn.Module) -> dict[str, list[int]]:
@@ -73,7 +73,7 @@ def architecture(model: nn.Module) -> dict[str, list[int]]:
     return {name: list(p.shape) for name, p in parameters_of(model).items()}
 
 
-def refuse_others(model: nn.Module, expected: Mapping[str, list[int]]) -> None:
+def check_architecture(model: nn.Module, expected: Mapping[str, list[int]]) -> None:
     """Raises where a model's parameters have other names or shapes."""
     found = architecture(model)
     shapes = [f"{n!r} with shape {found[n]} for {s}" for n, s in expected.items() if n in found and found[n] != s]
@@ -90,7 +90,7 @@ def refuse_others(model: nn.Module, expected: Mapping[str, list[int]]) -> None:
 
 
 @contextmanager
-def holding(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> Iterator[None]:
+def temporary_weights(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> Iterator[None]:
     """Within, parameters have these values; afterwards what they had, bit for bit."""
     saved = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     try:
@@ -105,7 +105,7 @@ def holding(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]
 
 
 @contextmanager
-def only(model: nn.Module, chosen: Mapping[str, nn.Parameter]) -> Iterator[None]:
+def requires_grad_only(model: nn.Module, chosen: Mapping[str, nn.Parameter]) -> Iterator[None]:
     """Within, nothing but these is differentiated by."""
     flags = [(p, p.requires_grad) for p in model.parameters()]
     own = {id(p) for p in chosen.values()}
@@ -119,7 +119,7 @@ def only(model: nn.Module, chosen: Mapping[str, nn.Parameter]) -> Iterator[None]
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation mode within; each module's own mode afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

@@ -19,11 +19,11 @@ from bayesgrad.posterior import storage
 from bayesgrad.posterior.network import (
     Network,
     architecture,
-    evaluating,
-    holding,
+    check_architecture,
+    evaluation_mode,
     parameters_of,
-    refuse_others,
-    unwrapped,
+    temporary_weights,
+    unwrap,
 )
 
 METHODS = ("mc", "linear", "mean")
@@ -103,7 +103,7 @@ class Posterior(ABC):
         model = self._model(model)
         parameters = self._parameters(model)
         (draw,) = self._draw(self._generators(1, seed))
-        with holding(parameters, draw):
+        with temporary_weights(parameters, draw):
             yield model
 
     def _generators(self, n: int, seed: int | None) -> list[torch.Generator]:
@@ -210,11 +210,11 @@ class Posterior(ABC):
                 raise ValueError(f"{name} must be at least 1, got {value}.")
         reading = likelihoods.named(self.likelihood if likelihood is None else likelihood)
         inputs, given = (v if isinstance(v, tuple) or v is None else (v,) for v in (x, statistics))
-        network = Network(unwrapped(self._model(model)), inputs, given, chunk)  # pyright: ignore[reportArgumentType]
+        network = Network(unwrap(self._model(model)), inputs, given, chunk)  # pyright: ignore[reportArgumentType]
         self._parameters(network.model)
-        with evaluating(network.model):
+        with evaluation_mode(network.model):
             if method == "linear":
-                return self._linearised(network, reading, decompose, link, samples, seed)
+                return self._predict_linear(network, reading, decompose, link, samples, seed)
             if method == "mc":
                 found = self._average(network, reading, samples, seed)
             else:
@@ -233,17 +233,19 @@ class Posterior(ABC):
         """The draws that a prediction averages over."""
         return self._draw(self._generators(samples, seed))
 
-    def _linearised(
+    def _predict_linear(
         self, network: Network, reading: Likelihood, decompose: bool, link: str | None, samples: int, seed: int | None
     ) -> Tensor | Moments | Decomposed:
-        if decompose and link == "probit" and not reading.exact:
+        if decompose and link == "probit" and not reading.closed_form:
             raise ValueError("a probit link tells probabilities, not their parts: leave link=None for decompose=True.")
-        if reading.exact or (link != "mc" and not decompose):
-            mean, variance = self._linear(network, together=False)
+        if reading.closed_form or (link != "mc" and not decompose):
+            mean, variance = self._linear_moments(network, joint=False)
             return (
-                reading.decomposed(mean, variance, self.noise_scale) if decompose else reading.expected(mean, variance)
+                reading.decompose_gaussian(mean, variance, self.noise_scale)
+                if decompose
+                else reading.from_gaussian(mean, variance)
             )
-        mean, covariance = self._linear(network, together=True)
+        mean, covariance = self._linear_moments(network, joint=True)
         values, vectors = torch.linalg.eigh(covariance)  # which may be singular
         root = vectors * values.clamp(min=0).sqrt()[:, None, :]  # (examples, outputs, outputs)
         found = Averages(reading, self.noise_scale)
@@ -252,35 +254,37 @@ class Posterior(ABC):
             found.add(mean + (root @ noise[..., None]).view_as(mean))
         return found.decomposed() if decompose else found.prediction()
 
-    def _linear(self, network: Network, together: bool) -> tuple[Tensor, Tensor]:
+    def _linear_moments(self, network: Network, joint: bool) -> tuple[Tensor, Tensor]:
         """Outputs at the mean, and their variance J Σ J' for a Jacobian J, one example at a time in a batched pass.
 
         Args:
-            together: whether the covariance of each example's outputs is asked for, (examples, outputs, outputs).
+            joint: whether the covariance of each example's outputs is asked for, (examples, outputs, outputs).
         """
-        mean, variance = (self._cast(part, network.model) for part in (self.mean, self._marginals()))
+        mean, variance = (self._cast(part, network.model) for part in (self.mean, self._independent_variances()))
         centre = network(mean)
         count = centre[:1].numel()
         if not len(centre):
-            return centre, centre.new_zeros(0, count, count) if together else torch.zeros_like(centre)
+            return centre, centre.new_zeros(0, count, count) if joint else torch.zeros_like(centre)
 
         def one(*example: Tensor) -> Tensor:
             alone = [part[None] for part in example]
             jacobian = jacrev(lambda weights: network.at(weights)(*alone).flatten())(mean)
-            pairs = self._weighed(jacobian, variance)
-            spread = [j @ s.mT if together else (j * s).sum(1) for j, s in pairs]
+            pairs = self._jacobian_products(jacobian, variance)
+            spread = [j @ s.mT if joint else (j * s).sum(1) for j, s in pairs]
             return torch.stack(spread).sum(0)
 
         with torch.enable_grad():
             size = sum(weight.numel() for weight in mean.values()) * count
             spread = vmap(one, chunk_size=min(16, max(1, JACOBIAN // size)))(*network.inputs).detach()
-        return centre, spread if together else spread.view_as(centre)
+        return centre, spread if joint else spread.view_as(centre)
 
-    def _marginals(self) -> dict[str, Tensor]:
-        """The variances that `_weighed` asks for."""
+    def _independent_variances(self) -> dict[str, Tensor]:
+        """The variances that `_jacobian_products` asks for."""
         return self.variance()
 
-    def _weighed(self, jacobian: Mapping[str, Tensor], variance: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    def _jacobian_products(
+        self, jacobian: Mapping[str, Tensor], variance: Mapping[str, Tensor]
+    ) -> Iterator[tuple[Tensor, ...]]:
         """J and J Σ, (outputs, weights), of one block of weights after the other."""
         for name in variance:
             rows = jacobian[name].flatten(1)
@@ -340,7 +344,7 @@ class Posterior(ABC):
             known = ", ".join(map(repr, Posterior._kinds))
             raise ValueError(f"a posterior of kind {state['kind']!r} is not known, only {known}.")
         if model is not None and "model" in state:
-            refuse_others(model, state["model"])
+            check_architecture(model, state["model"])
         try:
             posterior = Posterior._kinds[state["kind"]]._from_tensors(state["tensors"], model)
         except (KeyError, TypeError, AttributeError) as error:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesgrad.posterior.network import Network, clean
+from bayesgrad.posterior.network import Network, clean_name
 from bayesgrad.posterior.posterior import Posterior
 from bayesgrad.posterior.store import Samples
 
@@ -45,7 +45,7 @@ class SampledPosterior(Posterior):
                 raise ValueError(f"{odd!r} has shape {tuple(member[odd].shape)} in member {i}, not that of member 0.")
         inner = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
         self.members = {
-            (clean(name).removeprefix("module.") if inner else clean(name)): torch.stack(
+            (clean_name(name).removeprefix("module.") if inner else clean_name(name)): torch.stack(
                 [member[name].detach() for member in members]
             )
             for name in first
@@ -77,7 +77,7 @@ class SampledPosterior(Posterior):
         order = torch.randperm(len(self), generator=generator, device="cpu")[:samples]
         return (self._member(index) for index in sorted(order.tolist()))
 
-    def _linear(self, network: Network, together: bool) -> tuple[Tensor, Tensor]:
+    def _linear_moments(self, network: Network, joint: bool) -> tuple[Tensor, Tensor]:
         raise ValueError("a bag of samples has no linearised prediction: use method='mc'.")
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:

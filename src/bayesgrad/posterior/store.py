@@ -33,11 +33,11 @@ class Samples:
             raise ValueError(f"limit must be a number of bytes, or None for no limit, got {limit}.")
         self.limit = limit
         self.folder = None if folder is None else Path(folder)
-        self._named = folder is not None
+        self._persistent = folder is not None
         self._rows: list[dict[str, Tensor]] = []  # in memory, (k, *shape) each
         self._bytes = 0
         self._files: list[int] = []  # rows of each
-        self._foreign = self.folder is not None and any(self.folder.glob(PATTERN))
+        self._other_run = self.folder is not None and any(self.folder.glob(PATTERN))
         self._origin: Samples | None = None
 
     @classmethod
@@ -45,7 +45,7 @@ class Samples:
         """The samples that files hold, whatever became of the process that wrote them."""
         samples = cls(folder=folder)
         samples._files = [samples._count(path) for path in sorted(Path(folder).glob(PATTERN))]
-        samples._foreign = False
+        samples._other_run = False
         if not samples._files:
             raise ValueError(f"{os.fspath(folder)} holds no samples: name the folder of a run that wrote some.")
         return samples
@@ -66,13 +66,13 @@ class Samples:
 
     def append(self, rows: Mapping[str, Tensor]) -> None:
         """Adds copies of these rows, name -> (k, *shape)."""
-        if self._foreign:
+        if self._other_run:
             raise ValueError(f"{self.folder} holds samples of another run: load its state, or choose another folder.")
         block = {name: tensor.detach().cpu().clone() for name, tensor in rows.items()}
         self._rows.append(block)
         self._bytes += sum(tensor.nbytes for tensor in block.values())
         if self.limit is not None and self._bytes > self.limit // 2:
-            self._spill()
+            self._write_file()
 
     def blocks(self) -> Iterator[dict[str, Tensor]]:
         """All rows in order, as many at once as a file holds."""
@@ -98,7 +98,7 @@ class Samples:
             self.folder = Path(made.name)
         return self.folder / f"samples-{index:06d}.safetensors"
 
-    def _spill(self) -> None:
+    def _write_file(self) -> None:
         from safetensors.torch import save_file
 
         path = self._path(len(self._files))
@@ -140,7 +140,7 @@ class Samples:
 
     def state_dict(self) -> dict[str, Any]:
         """The rows in memory, and how many each file holds: what is in files is not copied."""
-        if self._files and not self._named:
+        if self._files and not self._persistent:
             raise ValueError(
                 "samples are in a temporary folder, which no later run can read: pass folder= to resume from it, or a "
                 "larger limit."
@@ -152,7 +152,7 @@ class Samples:
         for i, count in enumerate(state["files"]):
             if (found := self._count(self._path(i))) != count:
                 raise ValueError(f"{self._path(i)} holds {found} samples where {count} were saved: sample again.")
-        self._files, self._foreign = list(state["files"]), False
+        self._files, self._other_run = list(state["files"]), False
         self._rows = [{name: tensor.clone() for name, tensor in state["rows"].items()}] if state["rows"] else []
         self._bytes = sum(tensor.nbytes for block in self._rows for tensor in block.values())
 

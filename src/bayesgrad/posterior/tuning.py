@@ -12,7 +12,7 @@ STRIDE, FINEST = math.log(4.0), 0.02  # of logarithms that are tried out: a fact
 GAIN = 1e-6  # in nats for each example: what is worth a move
 
 
-def climbed(objective: Callable[[Tensor], Tensor], start: Sequence[float], steps: int) -> list[float]:
+def maximise_by_gradient(objective: Callable[[Tensor], Tensor], start: Sequence[float], steps: int) -> list[float]:
     """The positive numbers at a maximum of a function that can be differentiated, by L-BFGS in their logarithms."""
     theta = torch.tensor(start, dtype=torch.float64).log().requires_grad_()
     search = torch.optim.LBFGS(
@@ -30,10 +30,10 @@ def climbed(objective: Callable[[Tensor], Tensor], start: Sequence[float], steps
     return theta.detach().exp().tolist()
 
 
-def tried(objective: Callable[[list[float]], float], start: Sequence[float], steps: int) -> list[float]:
+def maximise_by_search(objective: Callable[[list[float]], float], start: Sequence[float], steps: int) -> list[float]:
     """The same for any function: each number up or down, on along what was gained, by less when nothing is.
 
-    >>> [round(x, 1) for x in tried(lambda x: -(math.log(x[0] / 3) ** 2), [100.0], 100)]
+    >>> [round(x, 1) for x in maximise_by_search(lambda x: -(math.log(x[0] / 3) ** 2), [100.0], 100)]
     [3.0]
 
     Reference: Hooke and Jeeves, 1961.

@@ -22,7 +22,7 @@ def cholesky(matrix: Tensor, damping: float, name: str) -> Tensor:
         factor, info = torch.linalg.cholesky_ex(damped)
         if not bool(info.any()) and bool(torch.isfinite(factor.diagonal(dim1=-2, dim2=-1)).all()):
             return factor.to(matrix.dtype)
-    raise unusable(matrix.tril(), damping, name)
+    raise not_invertible(matrix.tril(), damping, name)
 
 
 def inverse(matrix: Tensor, damping: float, name: str) -> Tensor:
@@ -34,7 +34,7 @@ def diagonal_inverse(diagonal: Tensor, damping: float, name: str) -> Tensor:
     """1/(diagonal + damping), for a matrix of which only that is kept."""
     damped = diagonal + damping
     if not bool((damped > 0).all() & torch.isfinite(damped).all()):
-        raise unusable(diagonal, damping, name)
+        raise not_invertible(diagonal, damping, name)
     return 1 / damped
 
 
@@ -49,7 +49,7 @@ def eigenvalues(matrix: Tensor) -> tuple[Tensor, Tensor | None]:
     return values.clamp(min=0), vectors
 
 
-def unusable(matrix: Tensor, damping: float, name: str) -> Exception:
+def not_invertible(matrix: Tensor, damping: float, name: str) -> Exception:
     """The error for a matrix that has no inverse."""
     if bool(torch.isfinite(matrix).all()):
         return ValueError(f"{name} is singular with damping {damping:g}: raise damping.")

@@ -26,10 +26,10 @@ class Directions(Protocol):
 
 
 @runtime_checkable
-class Weighed(Protocol):
+class HasWeightedDiagonal(Protocol):
     """Directions that know the diagonal of G (L L')^-1 G', for a lower factor L."""
 
-    def weighed(self, factor: Tensor) -> Vector: ...
+    def weighted_diagonal(self, factor: Tensor) -> Vector: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +54,7 @@ class Matrix:
 
 
 @dataclass(frozen=True, eq=False)
-class Mixed:
+class CombinedDirections:
     """G R for a matrix R (k, m), and several of those side by side."""
 
     parts: tuple[tuple[Directions, Tensor], ...]
@@ -115,7 +115,7 @@ class LowRank(Precision):
 
     def scale(self, factor: Any) -> LowRank:
         mix = torch.eye(len(self.gram)).to(self.gram) * factor**0.5
-        return LowRank(factor * self.floor, Mixed(((self.directions, mix),)), self.shape)
+        return LowRank(factor * self.floor, CombinedDirections(((self.directions, mix),)), self.shape)
 
     def add(self, increment: Any) -> LowRank:
         """P + c I for a number, P + H H' for directions H."""
@@ -123,13 +123,13 @@ class LowRank(Precision):
             return LowRank(self.floor + increment, self.directions, self.shape)
         eyes = [torch.eye(len(d.gram())).to(self.gram) for d in (self.directions, increment)]
         parts = tuple(zip((self.directions, increment), eyes))
-        return LowRank(self.floor, Mixed(parts), self.shape)
+        return LowRank(self.floor, CombinedDirections(parts), self.shape)
 
     def propagate(self, retain: Any, noise: Any) -> LowRank:
         values, vectors = self._spectrum
         low = retain + noise * self.floor
         gain = retain / ((retain + noise * (self.floor + values)) * low)
-        return LowRank(self.floor / low, Mixed(((self.directions, vectors * gain.sqrt()),)), self.shape)
+        return LowRank(self.floor / low, CombinedDirections(((self.directions, vectors * gain.sqrt()),)), self.shape)
 
     def solve(self, vector: Vector) -> Vector:
         weights = torch.cholesky_solve(self.directions.project(vector)[:, None], self._factor)[:, 0]
@@ -146,7 +146,7 @@ class LowRank(Precision):
         weights = vectors @ (vectors.T @ self.directions.project(noise) / (root * (1 + root)))
         return _scaled(self.floor**-0.5, _sum(1, noise, self.directions.combine(-weights / self.floor)))
 
-    def draw(self, noise: Vector, few: Tensor) -> Vector:
+    def draw(self, noise: Vector, coefficient_noise: Tensor) -> Vector:
         """A sample by a factor of the Gram matrix alone: c^-1/2 (y - V U^-1 (V'y + z)), V = c^-1/2 G, U = I + V'V.
 
         Args:
@@ -157,14 +157,14 @@ class LowRank(Precision):
         Checked by: tests/equations/test_laplace.py, by the algebra of its covariance.
         """
         root = self.floor**0.5
-        right = self.directions.project(noise) + root * few  # U = (c I + G'G)/c
+        right = self.directions.project(noise) + root * coefficient_noise  # U = (c I + G'G)/c
         weights = torch.cholesky_solve(right[:, None], self._factor)[:, 0]
         return _map(lambda t: t.div_(root), _sum(1, noise, self.directions.combine(-weights)))
 
     def variance(self) -> Vector:
         """For k directions and n weights this takes k^2 n operations, k/2 times as many as a draw."""
-        if isinstance(self.directions, Weighed):
-            return _map(lambda t: (1 - t) / self.floor, self.directions.weighed(self._factor))
+        if isinstance(self.directions, HasWeightedDiagonal):
+            return _map(lambda t: (1 - t) / self.floor, self.directions.weighted_diagonal(self._factor))
         total = None
         for column in torch.linalg.inv(self._factor):  # (c I + G'G)^-1 = L'^-1 L^-1
             square = _map(torch.square, self.directions.combine(column))
@@ -216,8 +216,8 @@ class Rescaled(Precision):
     def sample(self, noise: Tensor) -> Tensor:
         return self.inner.sample(noise) / self.root
 
-    def draw(self, noise: Tensor, few: Tensor) -> Tensor:
-        return self.inner.draw(noise, few).div_(self.root)
+    def draw(self, noise: Tensor, coefficient_noise: Tensor) -> Tensor:
+        return self.inner.draw(noise, coefficient_noise).div_(self.root)
 
     def variance(self) -> Tensor:
         return self.inner.variance() / self.root.square()

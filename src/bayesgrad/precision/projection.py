@@ -16,7 +16,7 @@ from torch import Tensor
 CHUNKS = 8  # of a batch at most: each costs a pass over the factors
 
 
-def information(sizes: tuple[int, int], product: Tensor) -> Tensor:
+def projection_weight(sizes: tuple[int, int], product: Tensor) -> Tensor:
     """t, which says what one example does to the nearest Kronecker product.
 
     With a = x'S_x x, b = d'S_d d and p = ab, the `product`, the projection of (Σ^-1 + (x ⊗ d)(x ⊗ d)')^-1 is
@@ -91,12 +91,12 @@ class Factors:
     def _observe(self, x: Tensor, d: Tensor) -> Factors:
         products = x @ self.inputs, d @ self.errors
         squares = [_squares(rows, product) for rows, product in zip((x, d), products)]
-        t = information((d.shape[2], x.shape[2]), squares[0] * squares[1])  # (groups, rows)
+        t = projection_weight((d.shape[2], x.shape[2]), squares[0] * squares[1])  # (groups, rows)
         if d.shape[2] == x.shape[2] == 2:  # only here is it not bounded, and could exceed what rounding can resolve
             t = t.clamp(max=1 / (32 * _rounding(x)))
         weights = [torch.where(own > 0, t / own, 0.0) for own in squares]
         sides = [
-            _Shrunk(factor, rows, product, rows.shape[2] * weight)
+            _ReducedCovariance(factor, rows, product, rows.shape[2] * weight)
             for factor, rows, product, weight in zip((self.inputs, self.errors), (x, d), products, weights)
         ]
         growth = (1 + t.sum(1)).sqrt()
@@ -107,7 +107,7 @@ class Factors:
         inputs, errors = (side.scaled(scale) for side, scale in zip(sides, scales))
         return Factors(inputs, errors, torch.stack(traces) / torch.stack(scales).cpu())
 
-    def measured(self) -> Factors:
+    def with_exact_traces(self) -> Factors:
         """The same with its traces computed, but where rounding forbids it, and with balanced scales."""
         inputs, errors = ((factor + factor.mT) / 2 for factor in (self.inputs, self.errors))
         means = [factor.diagonal(dim1=1, dim2=2).double().mean(1) for factor in (inputs, errors)]
@@ -118,7 +118,7 @@ class Factors:
         return Factors(inputs, errors, torch.stack(traces))
 
 
-class _Shrunk:
+class _ReducedCovariance:
     """(S^-1 + Σ_b w_b r_b r_b')^-1 = S - T'T for rows r_b, products S r_b and weights w_b, up to a scale.
 
     What rounding could do to small eigenvalues is added to the diagonal, in proportion to what is removed from it, and

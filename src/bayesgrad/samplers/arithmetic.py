@@ -168,7 +168,7 @@ def _between(root: Tensor, matrix: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(root, left.mT, upper=False).mT
 
 
-def warn_of(lr: float, num_data: float, batch_size: float | None, stacklevel: int = 3) -> None:
+def warn_about_temperature(lr: float, num_data: float, batch_size: float | None, stacklevel: int = 3) -> None:
     """Says where T is far from 1, or a step too long to be neglected.
 
     Args:

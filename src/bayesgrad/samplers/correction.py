@@ -79,7 +79,7 @@ class Batch:
         residual = self.likelihood.residual(outputs, self.labels)
         return residual * _inner(residual, vector, outputs)
 
-    def bend(self, outputs: Tensor, vector: Tensor, kind: str) -> Tensor:
+    def hessian_derivative(self, outputs: Tensor, vector: Tensor, kind: str) -> Tensor:
         """D_v H v for "flat", D_v H v - ∇(v'H v)/2 for "jeffreys"; vectors may have more dimensions than outputs."""
         if self.labels is None:
             return self.likelihood.third_product(outputs, vector) * (1.0 if kind == "flat" else 0.5)
@@ -100,7 +100,7 @@ class Batch:
         return (slopes * curved).flatten(0, -2).sum(0)
 
 
-def gauss_newton(batches: Sequence[Batch], weights: Tensor, roots: Tensor, kind: str, linear: bool) -> Tensor:
+def gauss_newton_drift(batches: Sequence[Batch], weights: Tensor, roots: Tensor, kind: str, linear: bool) -> Tensor:
     """-u ("flat") or -u + t/2 ("jeffreys") of (1/N) Σ J'H J over all examples.
 
     Args:
@@ -108,7 +108,7 @@ def gauss_newton(batches: Sequence[Batch], weights: Tensor, roots: Tensor, kind:
         roots: the columns r of R, (columns, n).
         linear: whether the outputs are linear in the weights.
     """
-    _load()
+    _preload_forward_ad()
     total = torch.zeros_like(weights)
     for batch in batches:
         outputs, pull = vjp(batch.outputs, weights)  # pyright: ignore[reportAssignmentType]
@@ -117,9 +117,9 @@ def gauss_newton(batches: Sequence[Batch], weights: Tensor, roots: Tensor, kind:
             if linear:
                 speed = vmap(batch.outputs)(some)
             else:
-                speed, turn = vmap(lambda r, batch=batch: _twice(batch.outputs, weights, r))(some)
+                speed, turn = vmap(lambda r, batch=batch: _directional_derivatives(batch.outputs, weights, r))(some)
                 push = push + batch.hessian(outputs, turn.sum(0))
-            push = push + batch.bend(outputs, speed, kind).sum(0)
+            push = push + batch.hessian_derivative(outputs, speed, kind).sum(0)
             if kind == "flat" and not linear:
                 force = batch.hessian(outputs, speed)
 
@@ -131,7 +131,9 @@ def gauss_newton(batches: Sequence[Batch], weights: Tensor, roots: Tensor, kind:
     return total / sum(batch.count for batch in batches)
 
 
-def _twice(function: Callable[[Tensor], Tensor], point: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
+def _directional_derivatives(
+    function: Callable[[Tensor], Tensor], point: Tensor, direction: Tensor
+) -> tuple[Tensor, Tensor]:
     """The first and second derivative along a direction."""
     return jvp(lambda w: jvp(function, (w,), (direction,))[1], (point,), (direction,))  # pyright: ignore
 
@@ -142,7 +144,7 @@ def _inner(a: Tensor, b: Tensor, like: Tensor) -> Tensor:
     return (a * b).sum(dims, keepdim=True) if dims else a * b
 
 
-def differentiated(product: Callable[[Tensor, Tensor], Tensor], weights: Tensor, roots: Tensor, kind: str) -> Tensor:
+def drift_by_autodiff(product: Callable[[Tensor, Tensor], Tensor], weights: Tensor, roots: Tensor, kind: str) -> Tensor:
     """-u ("flat") or -u + t/2 ("jeffreys") of any metric, by its product (w, z) -> G(w) z.
 
     Args:
@@ -153,7 +155,7 @@ def differentiated(product: Callable[[Tensor, Tensor], Tensor], weights: Tensor,
     def along(root: Tensor) -> Tensor:
         return jvp(lambda w: product(w, root), (weights,), (root,))[1]
 
-    _load()
+    _preload_forward_ad()
     total = -vmap(along)(roots).sum(0)
     if kind == "jeffreys":
         total = total + grad(lambda w: vmap(lambda r: (r * product(w, r)).sum())(roots).sum())(weights) / 2
@@ -168,7 +170,7 @@ def is_linear(model: nn.Module) -> bool:
     return plain and whole and sum(type(module) is nn.Linear for module in inner) == 1
 
 
-def _load() -> None:
+def _preload_forward_ad() -> None:
     """Imports what forward differentiation asks for, which warns of torch's own deprecations the first time."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

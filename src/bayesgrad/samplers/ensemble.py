@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad import likelihoods
-from bayesgrad.posterior.posterior import evaluating
+from bayesgrad.posterior.posterior import evaluation_mode
 from bayesgrad.posterior.samples import SampledPosterior, posterior_of
 from bayesgrad.posterior.store import LIMIT, Samples
 from bayesgrad.samplers.chains import Chains, finite, weights_of
@@ -167,7 +167,7 @@ class Predictive:
     @torch.no_grad()
     def collect(self) -> Tensor:
         """Adds the prediction of the current weights; returns it, (batch, ...), or (chains, batch, ...)."""
-        with evaluating(self.model):
+        with evaluation_mode(self.model):
             value = self.reading.link(self.model(*self.inputs))
         for one in value if isinstance(self.model, Chains) else value[None]:
             self.count += 1
@@ -182,7 +182,7 @@ class Predictive:
         """The average so far, as `Posterior.predict` gives it."""
         if self._mean is None or self._squares is None:
             raise ValueError("nothing has been averaged yet: call collect() at each sample.")
-        return self.reading.averaged(self._mean, self._squares / self.count)
+        return self.reading.from_moments(self._mean, self._squares / self.count)
 
     def state_dict(self) -> dict[str, Any]:
         return {"count": self.count, "mean": self._mean, "squares": self._squares}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from bayesgrad.optimizer.base import settings
 from bayesgrad.rule import Langevin as LangevinRule
-from bayesgrad.samplers.arithmetic import warn_of
+from bayesgrad.samplers.arithmetic import warn_about_temperature
 from bayesgrad.samplers.sampler import Sampler
 
 
@@ -100,10 +100,10 @@ class Langevin(Sampler):
         fused: bool | None = None,
     ) -> None:
         super().__init__(model, params, metric, settings(locals()))
-        if self.metric.observed:  # in other units than the Fisher's, a step says nothing by itself
-            warn_of(float(lr), num_data, None)
+        if self.metric.needs_observe:  # in other units than the Fisher's, a step says nothing by itself
+            warn_about_temperature(float(lr), num_data, None)
 
-    def heat(self, group: Mapping[str, Any]) -> float:
+    def scaled_temperature(self, group: Mapping[str, Any]) -> float:
         return group["temperature"] / group["num_data"]
 
 
@@ -183,8 +183,8 @@ class SNGD(Sampler):
         super().__init__(model, params, metric, settings(locals()))
         if batch_size > num_data:
             raise ValueError(f"batch_size must be at most num_data={num_data!r}, got {batch_size!r}.")
-        if self.metric.observed:
-            warn_of(float(lr), num_data, batch_size)
+        if self.metric.needs_observe:
+            warn_about_temperature(float(lr), num_data, batch_size)
 
-    def heat(self, group: Mapping[str, Any]) -> float:
+    def scaled_temperature(self, group: Mapping[str, Any]) -> float:
         return float(group["lr"]) / (2 * group["batch_size"]) * (1 - group["batch_size"] / group["num_data"])

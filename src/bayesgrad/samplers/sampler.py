@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bayesgrad import likelihoods, noise
 from bayesgrad.block import Directions, gradient_of
 from bayesgrad.curvature import layers
-from bayesgrad.curvature.fisher import check_outputs, refuse_mixing
+from bayesgrad.curvature.fisher import check_batch_mixing, check_outputs
 from bayesgrad.curvature.gradients import average
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.optimizer.constraints import COUNT, NONNEGATIVE, Constraint, one_of
@@ -22,7 +22,15 @@ from bayesgrad.optimizer.factored import MERGED, MERGES
 from bayesgrad.optimizer.layerwise import LayerwiseOptimizer
 from bayesgrad.rule import Langevin as LangevinRule
 from bayesgrad.samplers.correction import CORRECTIONS, Batch
-from bayesgrad.samplers.metric import METRICS, DenseFisher, Part, Space, View, columns_of, named
+from bayesgrad.samplers.metric import (
+    METRICS,
+    DenseFisher,
+    MetricBlock,
+    ObservedBatch,
+    ParameterSpace,
+    metric_by_name,
+    root_columns,
+)
 
 COLUMNS = 100  # of R up to which corrections are exact
 LIMIT = 10_000  # weights of a metric that is written down
@@ -75,7 +83,7 @@ class Sampler(LayerwiseOptimizer):
     }
 
     def __init__(self, model: nn.Module, params: Any, metric: Any, defaults: dict[str, Any]) -> None:
-        name, self.metric = named(metric)
+        name, self.metric = metric_by_name(metric)
         super().__init__(model, params, {**defaults, "metric": name})
         size = sum(p.numel() for p in self._in_model_order())
         if isinstance(self.metric, DenseFisher) and size > LIMIT:
@@ -85,27 +93,27 @@ class Sampler(LayerwiseOptimizer):
             )
 
     @abstractmethod
-    def heat(self, group: Mapping[str, Any]) -> float:
+    def scaled_temperature(self, group: Mapping[str, Any]) -> float:
         """T/N."""
 
     def temperature(self) -> float:
         """T, as the first group has it now."""
         group = self.param_groups[0]
-        return self.heat(group) * float(group["num_data"])
+        return self.scaled_temperature(group) * float(group["num_data"])
 
     # --- what is modelled ---
 
     def _bind(self) -> None:
         super()._bind()
-        self._parts: tuple[Any, list[Part]] | None = None
+        self._parts: tuple[Any, list[MetricBlock]] | None = None
         self._left: dict[Any, set[int]] = {}
 
     @property
     def remembers(self) -> bool:
-        return self.param_groups[0]["correction"] is not None and self.metric.observed
+        return self.param_groups[0]["correction"] is not None and self.metric.needs_observe
 
     def _is_recorded(self, module: nn.Module, mine: set[int]) -> bool:
-        return self.metric.observed and super()._is_recorded(module, mine)
+        return self.metric.needs_observe and super()._is_recorded(module, mine)
 
     def _unmodelled(self) -> list[Tensor]:
         return []
@@ -138,11 +146,11 @@ class Sampler(LayerwiseOptimizer):
         """
         group = self.param_groups[0]
         clock = self.state.get(self._in_model_order()[0], {}).get("clock")
-        if not self.metric.observed:
+        if not self.metric.needs_observe:
             return
         if clock is not None and self._steps_taken() + 1 - int(clock[MERGED]) < group["update_every"]:
             return
-        refuse_mixing(self.model)
+        check_batch_mixing(self.model)
         check_outputs(outputs)
         kind = likelihoods.named(group["likelihood"])
         empirical = group["metric"] == "empirical"
@@ -151,11 +159,11 @@ class Sampler(LayerwiseOptimizer):
         if labels is not None and not empirical and group["fisher"] == "exact":
             raise ValueError("fisher='exact' is about all labels and takes none: call observe(outputs).")
         if labels is None and group["fisher"] == "exact":
-            directions = kind.roots(outputs)
+            directions = kind.hessian_roots(outputs)
         else:
             directions = iter([kind.residual(outputs, labels if labels is not None else self.draw(outputs))])
         order = self._in_model_order()
-        read = self.metric.read(View(self.recorder.trace(outputs), directions, order, self.layers, self._left))
+        read = self.metric.read(ObservedBatch(self.recorder.trace(outputs), directions, order, self.layers, self._left))
         self._observed.append((read, len(outputs), self._batch(outputs, labels if empirical else None)))
         self._marked = self._mark()
 
@@ -243,9 +251,9 @@ class Sampler(LayerwiseOptimizer):
         if not owners:
             return {}
         order = self._in_model_order()
-        space = Space(tuple(p for p in order if p in owners), tuple(order), tuple(self.layers))
+        space = ParameterSpace(tuple(p for p in order if p in owners), tuple(order), tuple(self.layers))
         fresh = self._merge()
-        if self.metric.observed and "clock" not in self.state.get(order[0], {}):
+        if self.metric.needs_observe and "clock" not in self.state.get(order[0], {}):
             raise self.missing_observation(
                 "nothing was ever observed", "call observe(outputs), before loss.backward(), on outputs"
             )
@@ -261,7 +269,7 @@ class Sampler(LayerwiseOptimizer):
             pull: Any = pulls[part.members[0]]
             if len(set(pulls.values())) > 1:
                 pull = part.join({p: torch.full_like(p, pulls[p]) for p in part.members})
-            n = {"lr": float(group["lr"]), "heat": self.heat(group), "pull": pull}
+            n = {"lr": float(group["lr"]), "heat": self.scaled_temperature(group), "pull": pull}
             change = self.rule.change(
                 part.join({p: p.detach() for p in part.members}),
                 part.join({p: gradient_of(p) for p in part.members}),
@@ -284,10 +292,10 @@ class Sampler(LayerwiseOptimizer):
                 start += p.numel()
         return starts
 
-    def _precisions(self, space: Space, damping: float) -> list[Part]:
+    def _precisions(self, space: ParameterSpace, damping: float) -> list[MetricBlock]:
         """The metric of these weights; kept for as long as nothing new was read."""
         key = (*map(id, space.params), damping)
-        if self._parts is not None and self.metric.observed and self._parts[0] == key:
+        if self._parts is not None and self.metric.needs_observe and self._parts[0] == key:
             return self._parts[1]
         parts = self.metric.parts(self.state, space, damping)
         self._parts = (key, parts)
@@ -307,19 +315,21 @@ class Sampler(LayerwiseOptimizer):
         columns = sum(part.columns for part in known) if known else sum(p.numel() for p in self._in_model_order())
         return self.param_groups[0]["probes"] is not None or columns > COLUMNS
 
-    def _corrections(self, space: Space, parts: list[Part], fresh: list[Batch] | None) -> dict[Tensor, Tensor] | None:
+    def _corrections(
+        self, space: ParameterSpace, parts: list[MetricBlock], fresh: list[Batch] | None
+    ) -> dict[Tensor, Tensor] | None:
         """G^-1 (-u) or G^-1 (-u + t/2), kept in the state for as long as the metric is."""
         group = self.param_groups[0]
         if group["correction"] is None or self.metric.form(self.model) == "zero":
             return None
-        if self.metric.observed and fresh is None:
+        if self.metric.needs_observe and fresh is None:
             if any("correction" not in self.state[p] for p in space.params):
                 raise RuntimeError(
                     "a parameter has a gradient for the first time: call observe(outputs) before step()."
                 )
             return {p: self.state[p]["correction"] for p in space.params}
         probes = int(group["probes"] or 1) if self._estimates() else None
-        columns = columns_of(parts, space.params, None if probes is None else self._signs(probes))
+        columns = root_columns(parts, space.params, None if probes is None else self._signs(probes))
         names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         chosen = {"names": tuple(names[p] for p in space.params), "shapes": tuple(p.shape for p in space.params)}
         batches = [replace(batch, **chosen) for batch in fresh or ()]
@@ -329,7 +339,7 @@ class Sampler(LayerwiseOptimizer):
         found: dict[Tensor, Tensor] = {}
         for part in parts:
             found |= part.parted(part.precision.solve(part.join(by_name)))
-        if self.metric.observed:
+        if self.metric.needs_observe:
             for p in space.params:
                 self.state[p]["correction"] = found[p]
         return found
