@@ -25,9 +25,9 @@ from bayesgrad.noise import generator_of
 
 
 class Moments(NamedTuple):
-    """A predicted mean and how far beliefs about the weights spread around it (noise excluded).
+    """Mean and variance of the network's outputs f under the posterior of the weights, without the noise of the data.
 
-    They are those of the network's outputs f; a new label has the variance `variance + noise_scale**2`.
+    A new label has the variance `variance + noise_scale**2`.
     """
 
     mean: Tensor
@@ -35,7 +35,7 @@ class Moments(NamedTuple):
 
 
 class Decomposed(NamedTuple):
-    """A prediction, and how uncertain it is: by itself, and for lack of data.
+    """A prediction with its aleatoric uncertainty (noise of labels) and epistemic uncertainty (lack of data).
 
     | likelihood | aleatoric | epistemic | total |
     |---|---|---|---|
@@ -45,7 +45,7 @@ class Decomposed(NamedTuple):
     | poisson | the expected rate | the rate's variance | the variance of a new count |
 
     Args:
-        prediction: what `predict` gives without `decompose`.
+        prediction: what `predict` returns without `decompose`.
 
     Reference: Depeweg et al., 2018; the laws of total variance and of total entropy.
     Checked by: tests/equations/test_predictive.py, by quadrature.
@@ -61,48 +61,48 @@ class Decomposed(NamedTuple):
 
 
 class Likelihood(ABC):
-    """How outputs f of a network are read."""
+    """The distribution of labels given the outputs f of a network."""
 
-    closed_form: ClassVar[bool] = False  # whether Gaussian outputs have a prediction in closed form
+    closed_form: ClassVar[bool] = False  # whether predictions for Gaussian outputs are exact
 
     @abstractmethod
     def link(self, outputs: Tensor) -> Tensor:
-        """What is averaged over weights: probabilities, or the outputs themselves."""
+        """The quantity that predictions average over weights: probabilities, rates, or the outputs themselves."""
 
     @abstractmethod
     def from_moments(self, mean: Tensor, variance: Tensor) -> Tensor | Moments:
-        """The prediction, given mean and variance of link(f) over weights."""
+        """The prediction from the mean and variance of link(f) over weights."""
 
     @abstractmethod
     def from_gaussian(self, mean: Tensor, variance: Tensor) -> Tensor | Moments:
-        """The prediction for Gaussian outputs f with independent marginals N(mean, variance)."""
+        """The prediction if the outputs f are independent Gaussians N(mean, variance)."""
 
     @abstractmethod
     def log_density(self, mean: Tensor, variance: Tensor, labels: Tensor, noise_scale: float) -> Tensor:
-        """log p(labels) of each example, (N,), for Gaussian outputs with independent marginals N(mean, variance)."""
+        """log p(labels) of each example, (N,), if the outputs are independent Gaussians N(mean, variance)."""
 
     @abstractmethod
     def aleatoric(self, value: Tensor, noise_scale: float) -> Tensor:
-        """How uncertain labels are, given link(f): their entropy, or their variance."""
+        """The uncertainty of labels given link(f): their entropy or their variance."""
 
     def decompose(self, mean: Tensor, variance: Tensor, aleatoric: Tensor) -> Decomposed:
         """The prediction and its parts, given mean and variance of link(f), and the mean of `within`, over weights."""
         return Decomposed(self.from_moments(mean, variance), aleatoric, variance)
 
     def decompose_gaussian(self, mean: Tensor, variance: Tensor, noise_scale: float) -> Decomposed:
-        """The same for Gaussian outputs f with marginals N(mean, variance), where that is exact."""
+        """As `decompose`, for Gaussian outputs N(mean, variance); only if `closed_form`."""
         raise NotImplementedError
 
     @abstractmethod
     def sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
-        """Labels drawn from the model's own predictions. The generator is the CPU's: a seed means the same anywhere."""
+        """Labels sampled from the model's predictions, with a CPU generator for the same labels on any device."""
 
     @abstractmethod
     def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """The loss of each example, (N,).
 
         Raises:
-            ValueError: labels or outputs are none that this likelihood can have.
+            ValueError: labels or outputs do not fit this likelihood.
         """
 
     def log_likelihood(self, outputs: Tensor, labels: Tensor, noise_scale: float) -> Tensor:
@@ -111,27 +111,27 @@ class Likelihood(ABC):
 
     @abstractmethod
     def residual(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """The derivative of the loss by the outputs."""
+        """The derivative of each example's loss by the outputs."""
 
     @abstractmethod
     def hessian_roots(self, outputs: Tensor) -> Iterator[Tensor]:
-        """Directions s of the outputs for which sum s s' is the Hessian of each example's loss (and its Fisher)."""
+        """Vectors s with sum s s' = H, the Hessian of each example's loss by the outputs, which is also the Fisher."""
 
     @abstractmethod
     def hessian_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
-        """H v, with H the Hessian of each example's loss by the outputs; can be differentiated by both."""
+        """H v, with H the Hessian of each example's loss by the outputs; differentiable in both arguments."""
 
     @abstractmethod
     def third_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
-        """The derivative of H v along v, which is also that of v'H v by the outputs; v may have more dimensions."""
+        """The derivative of H v along v, equal to that of v'H v by the outputs; v may have extra leading dimensions."""
 
     def losses(self, outputs: Tensor) -> int:
-        """How many losses a mean over these outputs runs over: examples, or whatever has a label of its own."""
+        """The number of terms in a mean loss over these outputs: examples, or positions that each have a label."""
         return len(outputs)
 
 
 class Categorical(Likelihood):
-    """Softmax over the last dimension; Gaussian logits by MacKay's probit approximation."""
+    """Softmax over the last dimension. Gaussian logits use MacKay's probit approximation."""
 
     def link(self, outputs: Tensor) -> Tensor:
         return outputs.softmax(-1)
@@ -183,7 +183,7 @@ class Categorical(Likelihood):
         if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
             raise ValueError(
                 f"labels must be in 0..{classes - 1}, got {int(labels.min())} to {int(labels.max())}: "
-                "leave out examples that have none."
+                "leave out examples without a label."
             )
 
     def hessian_roots(self, outputs: Tensor) -> Iterator[Tensor]:
@@ -311,7 +311,7 @@ class Poisson(Likelihood):
         return (mean + variance / 2).exp()
 
     def log_density(self, mean: Tensor, variance: Tensor, labels: Tensor, noise_scale: float) -> Tensor:
-        """By a quadrature over each log-rate."""
+        """By quadrature over each log-rate."""
         nodes = torch.linspace(-6, 6, 65, dtype=mean.dtype, device=mean.device)
         f = mean[..., None] + variance[..., None].sqrt() * nodes
         y = _real(labels, mean)[..., None]
@@ -350,7 +350,7 @@ class Poisson(Likelihood):
 
 @dataclass
 class Averages:
-    """Mean and variance of link(f), and the mean of what labels spread around it, over outputs f one by one.
+    """Running mean and variance of link(f) and running mean of the aleatoric uncertainty, over samples of outputs f.
 
     Args:
         noise_scale: the standard deviation of Gaussian data.
@@ -400,7 +400,7 @@ def _real(labels: Tensor, outputs: Tensor) -> Tensor:
 
 
 def _one_by_one(scale: Tensor) -> Iterator[Tensor]:
-    """Each output by itself, times its scale."""
+    """For each output a tensor that is `scale` there and zero elsewhere."""
     rows = scale.reshape(len(scale), -1)
     for k in range(rows.shape[1]):
         at = torch.zeros_like(rows)
@@ -412,12 +412,12 @@ _BY_NAME = {"categorical": Categorical(), "bernoulli": Bernoulli(), "gaussian": 
 
 
 def named(likelihood: str) -> Likelihood:
-    """The likelihood of that name."""
+    """The likelihood with this name."""
     if likelihood not in _BY_NAME:
         raise ValueError(f"likelihood must be one of {', '.join(map(repr, _BY_NAME))}, got {likelihood!r}.")
     return _BY_NAME[likelihood]
 
 
 def draw(likelihood: Likelihood, outputs: Tensor, seed: int, draws: int) -> Tensor:
-    """Labels from the model's own predictions; a function of the seed and the number of draws before."""
+    """Labels sampled from the model's predictions; a function of the seed and the number of earlier draws."""
     return likelihood.sample(outputs, generator_of(seed, draws))

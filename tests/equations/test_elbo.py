@@ -107,7 +107,9 @@ def test_variational_training_raises_it(make: type) -> None:
 
 def test_bad_requests() -> None:
     posterior, loader = fitted(mlp(), "diag"), [data()]
-    with pytest.raises(ValueError, match=r"the loader gave 0 and 12 examples: it is gone through once for each draw"):
+    with pytest.raises(
+        ValueError, match=r"the loader gave 0 and 12 examples in different passes: it is iterated once for each sample"
+    ):
         posterior.elbo(iter(loader), prior_precision=1.0)
     with pytest.raises(ValueError, match="the loader gave 0 examples"):
         posterior.elbo([], prior_precision=1.0)

@@ -194,5 +194,5 @@ def test_bad_requests() -> None:
         posterior.predict(x, method="linear", link="laplace")
     with pytest.raises(ValueError, match="chunk must be at least 1, got 0"):
         posterior.predict(x, chunk=0)
-    with pytest.raises(ValueError, match="a probit link tells probabilities, not their parts: leave link=None"):
+    with pytest.raises(ValueError, match="link='probit' cannot decompose uncertainty"):
         posterior.predict(x, method="linear", link="probit", decompose=True)

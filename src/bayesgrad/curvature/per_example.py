@@ -24,7 +24,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 22  # elements of a temporary: bounds the memory of products that have to be expanded
+CHUNK = 1 << 22  # elements of a temporary tensor: limits the memory of products
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,14 +73,14 @@ class PerExampleGradients(ABC):
 
     @abstractmethod
     def rows(self) -> Tensor:
-        """G' written down, (N, *shape)."""
+        """G' as a tensor (N, *shape)."""
 
     @abstractmethod
     def fits(self) -> bool:
-        """Whether these can be the gradients of a parameter of this shape."""
+        """Whether the tensors fit a parameter of this shape."""
 
     def double(self) -> PerExampleGradients:
-        """The same in float64."""
+        """The same gradients in float64."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         wide = {
             name: part.double() for name, part in own.items() if isinstance(part, Tensor) and part.is_floating_point()
@@ -88,14 +88,14 @@ class PerExampleGradients(ABC):
         return type(self)(**{**own, **wide})
 
     def tensors(self) -> dict[str, Tensor]:
-        """What it is made of, for a checkpoint; `restored` is the inverse."""
+        """Its tensors by name, for a checkpoint; `restored` is the inverse."""
         kind = type(self).__name__.lower()
         own = [field.name for field in fields(self) if field.name != "shape"]
         return {f"{kind}_{name}": getattr(self, name) for name in own}
 
 
 def restored(tensors: Mapping[str, Tensor], shape: torch.Size) -> PerExampleGradients | None:
-    """PerExampleGradients from what `PerExampleGradients.tensors` gave, among other things perhaps."""
+    """The inverse of `PerExampleGradients.tensors`; other entries are ignored. None if no class matches."""
     for kind, cls in PerExampleGradients.kinds.items():
         own = {field.name: tensors.get(f"{kind}_{field.name}") for field in fields(cls) if field.name != "shape"}
         if all(value is not None for value in own.values()):
@@ -105,7 +105,7 @@ def restored(tensors: Mapping[str, Tensor], shape: torch.Size) -> PerExampleGrad
 
 @dataclass(frozen=True, eq=False)
 class OuterProducts(PerExampleGradients):
-    """g_j = sum_t e_jt a_jt', in groups of channels that do not see each other.
+    """g_j = sum_t e_jt a_jt', for each group of channels.
 
     Args:
         inputs: a, (groups, N, positions, in).
@@ -150,7 +150,7 @@ class OuterProducts(PerExampleGradients):
             a, e = self.inputs.squeeze(2), self.errors.squeeze(2)
             product = matmul(a, a.mT).mul_(matmul(e, e.mT))
             return product[0] if len(product) == 1 else product.sum(0)
-        # Operations of the two ways, both without their common factor.
+        # The costs of both algorithms, without their common factor.
         if positions**2 * (fan_in + fan_out) < fan_in * fan_out * (1 + positions / count):
             return _pairs(count, positions, self._overlap)
         return self._explicit_gram()
@@ -206,11 +206,11 @@ class OuterProducts(PerExampleGradients):
 
 @dataclass(frozen=True, eq=False)
 class EmbeddingGradients(PerExampleGradients):
-    """g_j = sum_t 1[x_jt] e_jt': each position touches one row of the table.
+    """g_j = sum_t 1[x_jt] e_jt': each position has a gradient for one row of the table.
 
     Args:
         indices: x, (N, positions).
-        errors: e, (N, positions, features); zero where a row takes no gradient.
+        errors: e, (N, positions, features); zero at the padding index.
     """
 
     indices: Tensor
@@ -247,7 +247,7 @@ class EmbeddingGradients(PerExampleGradients):
         return torch.cat([super(EmbeddingGradients, part).weighted_diagonal(factor) for part in parts], 1)
 
     def squares(self) -> Tensor:
-        # Positions of one example that look up the same row add up before they are squared.
+        # Sum over the positions of an example with the same row before squaring.
         example = torch.arange(self.count, device=self.indices.device)[:, None]
         keys, place = (example * self.shape[0] + self.indices).unique(return_inverse=True)
         sums = self.errors.new_zeros(len(keys), self.shape[1]).index_add_(0, place.flatten(), self.errors.flatten(0, 1))
@@ -259,14 +259,14 @@ class EmbeddingGradients(PerExampleGradients):
         return rows.index_put_((example, self.indices), self.errors, accumulate=True)
 
     def as_outer(self) -> OuterProducts:
-        """The same with one-hot vectors written down, to be added to other uses of the table."""
+        """The same with explicit one-hot vectors, to be summed with other uses of the table."""
         hot = torch.nn.functional.one_hot(self.indices, self.shape[0]).to(self.errors.dtype)
         return OuterProducts(self.shape, self.errors[None], hot[None])
 
 
 @dataclass(frozen=True, eq=False)
 class StoredGradients(PerExampleGradients):
-    """Gradients that are written down.
+    """Gradients that are stored as they are.
 
     Args:
         values: g_j, (N, *shape).
@@ -301,11 +301,11 @@ class StoredGradients(PerExampleGradients):
         return self.values
 
     def _flat(self) -> Tensor:
-        return self.values.reshape(self.count, -1)  # also of a parameter that has no dimensions
+        return self.values.reshape(self.count, -1)  # works for parameters without dimensions too
 
 
 def summed(parts: Sequence[PerExampleGradients]) -> PerExampleGradients:
-    """The columns of a parameter that is used several times: per-example gradients add up."""
+    """The per-example gradients of a parameter that is used several times: the sum over its uses."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -325,7 +325,7 @@ def summed(parts: Sequence[PerExampleGradients]) -> PerExampleGradients:
 
 
 def concatenated(parts: Sequence[PerExampleGradients]) -> PerExampleGradients:
-    """The columns of several batches side by side."""
+    """The per-example gradients of several batches, concatenated along the examples."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -352,7 +352,7 @@ def concatenated(parts: Sequence[PerExampleGradients]) -> PerExampleGradients:
 
 
 def gradients_one_by_one(outputs: Tensor, params: Sequence[Tensor], directions: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients of single examples by a backward pass for each, (columns, *shape) for each parameter."""
+    """Per-example gradients by one backward pass for each example, (columns, *shape) for each parameter."""
     if not params:
         return []
     rows: list[list[Tensor]] = [[] for _ in params]
@@ -370,7 +370,7 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """(groups, ..., k) times (groups, k, m); a single group is a plain matrix product, which is faster."""
+    """(groups, ..., k) times (groups, k, m); a single group uses a plain matrix product, which is faster."""
     rows = a.flatten(1, -2) if a.dim() > 3 else a
     product = (rows[0] @ b[0])[None] if a.shape[0] == 1 else torch.bmm(rows, b)
     return product.view(*a.shape[:-1], b.shape[-1]) if a.dim() > 3 else product

@@ -1,4 +1,4 @@
-"""Squares of per-example gradients, from what layers have seen in backward passes."""
+"""Squares of per-example gradients, from recorded layer calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bayesgrad.curvature.recorder import LayerCall
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """The per-example gradients of one parameter, pass by pass."""
+    """The per-example gradients of one parameter in several backward passes."""
 
     passes: Sequence[PerExampleGradients]
 
@@ -32,7 +32,7 @@ class Examples:
         return first
 
     def projection(self, gradient: Tensor) -> Projection:
-        """To be compared with a gradient that should be in proportion to sum_j g_j."""
+        """Random projections of `gradient` and of sum_j g_j, to which it should be proportional."""
         if all(isinstance(columns, OuterProducts) for columns in self.passes):
             outers = [columns for columns in self.passes if isinstance(columns, OuterProducts)]
             groups, _, _, fan_out = outers[0].errors.shape
@@ -55,12 +55,12 @@ class Examples:
 
 
 def floating_tensor(columns: PerExampleGradients) -> Tensor:
-    """A tensor of the dtype and device of what they are made of."""
+    """One of their floating-point tensors, for its dtype and device."""
     return next(t for t in columns.tensors().values() if t.is_floating_point())
 
 
 def examples_of(passes: Sequence[Sequence[LayerCall]]) -> dict[Tensor, Examples]:
-    """The per-example gradients of every parameter that these passes explain; calls in one pass add up."""
+    """The per-example gradients of every parameter of the called layers; calls in one pass are summed."""
     found: dict[Tensor, list[PerExampleGradients]] = {}
     for uses in passes:
         here: dict[Tensor, list[PerExampleGradients]] = {}

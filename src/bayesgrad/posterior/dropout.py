@@ -1,4 +1,4 @@
-"""Posteriors in which whole units are there or not: spike and slab over the weights that leave each of them."""
+"""Dropout posteriors: each unit is kept with some probability, or all its outgoing weights are zero."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from bayesgrad.posterior.network import Network, evaluation_mode, unwrap
 from bayesgrad.posterior.posterior import Posterior
 from bayesgrad.posterior.units import Units
 
-# Modules whose mode means dropout and nothing else. An encoder layer in evaluation mode would take a shortcut around
-# the dropout modules inside of it.
+# Modules whose training mode affects dropout alone. TransformerEncoderLayer is among them, because in evaluation mode
+# its fast path would skip the dropout modules inside of it.
 DROPOUT_MODULES = (
     nn.modules.dropout._DropoutNd,
     nn.MultiheadAttention,
@@ -31,14 +31,15 @@ DROPOUT_MODULES = (
 
 
 class DropoutPosterior(Posterior):
-    r"""Spike and slab over the weights that leave each unit: m with probability keep, all zero else.
+    r"""Spike and slab over the outgoing weights of each unit: m with probability `keep`, else all zero.
 
     .. math::
         \theta_j = z_j m_j, \quad z_j \sim \mathrm{Bernoulli}(\pi_1), \quad
         E[\theta_j] = \pi_1 m_j, \quad \mathrm{Var}[\theta_j] = \pi_1 (1 - \pi_1) m_j^2
 
-    Weights that leave one unit are all dropped or all kept. `predict` with `method="mc"` is MC dropout, with one mask
-    for all examples of a batch; `"mean"` uses pi_1 m; `"linear"` linearises in the masks, whose correlations it keeps.
+    The outgoing weights of a unit are all dropped or all kept. `predict` with `method="mc"` is MC dropout, with one
+    mask for all examples of a batch; `"mean"` uses pi_1 m; `"linear"` linearises the network in the masks, and so
+    includes the correlations of weights.
 
     >>> posterior = DropoutPosterior({"w": torch.ones(1, 2)}, {"w": torch.tensor([0.5, 1.0])}, {"w": Units(1)})
     >>> posterior.mean["w"], posterior.variance()["w"]
@@ -46,11 +47,11 @@ class DropoutPosterior(Posterior):
 
     Args:
         slab: name -> m.
-        keep: name -> pi_1 of each unit, (units,); weights that are not named are never dropped.
-        units: name -> where these units are in the weight.
+        keep: name -> pi_1 of each unit, (units,); weights without an entry are never dropped.
+        units: name -> the place of these units in the weight.
         model, seed: see `Posterior`.
 
-    Reference: 002, Eq. 41; Gal and Ghahramani, 2016.
+    Reference: Khan and Rue 2023, Eq. 41; Gal and Ghahramani, 2016.
     Differs from the paper: spike and slab have no width, as in its Eq. 84 (the delta method).
     Checked by: tests/equations/test_dropout.py, by enumeration of all masks.
     """
@@ -69,7 +70,7 @@ class DropoutPosterior(Posterior):
         super().__init__(model, seed=seed)
         for name, probability in keep.items():
             if name not in slab or name not in units:
-                raise ValueError(f"keep names {name!r}, which slab and units must name too.")
+                raise ValueError(f"slab and units must have an entry for {name!r}, as keep does.")
             count = units[name].count(slab[name].shape)
             if probability.shape != (count,):
                 raise ValueError(f"keep of {name!r} has shape {tuple(probability.shape)}, but there are {count} units.")
@@ -95,7 +96,7 @@ class DropoutPosterior(Posterior):
 
     def _draw(self, generators: list[torch.Generator]) -> Iterator[dict[str, Tensor]]:
         for generator in generators:
-            # Drawn on the CPU, so that a seed means the same masks on every device; uniform in [0, 1).
+            # On the CPU, so that a seed gives the same masks on every device; uniform in [0, 1).
             yield self._masked(
                 {
                     name: (torch.rand(keep.shape, generator=generator, device="cpu").to(keep.device) < keep).to(keep)
@@ -133,9 +134,9 @@ class DropoutPosterior(Posterior):
 
 
 class MCDropout(Posterior):
-    """Predictions of a model with dropout modules, averaged over their masks: see `mc_dropout`.
+    """Predictions of a model with dropout modules, averaged over their masks; see `mc_dropout`.
 
-    Masks are on activations, not on weights, so there are no weights to draw: `mean` and `variance` are empty.
+    Masks apply to activations, not to weights, so there are no weights to sample: `mean` and `variance` are empty.
     """
 
     kind = "mc_dropout"
@@ -154,18 +155,18 @@ class MCDropout(Posterior):
         return ({} for _ in generators)
 
     def sample(self, n: int = 1, *, seed: int | None = None) -> dict[str, Tensor]:
-        raise TypeError("MC dropout masks activations: there are no weights to draw. Use sampled() or predict().")
+        raise TypeError("MC dropout masks activations and has no weights to sample: use sampled() or predict().")
 
     @contextmanager
     def sampled(self, model: nn.Module | None = None, *, seed: int | None = None) -> Iterator[nn.Module]:
-        """Within the context dropout is active, whatever is else in evaluation mode, and random numbers are its own."""
+        """Within the context dropout is active and all else is in evaluation mode; the global generator is restored."""
         model = self._model(model)
         (generator,) = self._generators(1, seed)
         with evaluation_mode(model), dropout_active(unwrap(model), generator.initial_seed()):
             yield model
 
     def _average(self, network: Network, reading: Likelihood, samples: int, seed: int | None) -> Averages:
-        network = replace(network, chunk=None)  # masks belong to a whole batch
+        network = replace(network, chunk=None)  # a mask is drawn for the whole batch
         found = Averages(reading, self.noise_scale)
         for generator in self._generators(samples, self.seed if seed is None else seed):
             with dropout_active(network.model, generator.initial_seed()):
@@ -184,12 +185,12 @@ class MCDropout(Posterior):
 
 
 def mc_dropout(model: nn.Module, *, seed: int = 0) -> MCDropout:
-    """The posterior of an ordinary model that was trained with dropout modules.
+    """MC dropout for a model that was trained with dropout modules.
 
-    torch's dropout divides what it keeps by pi_1 = 1 - p, so that the stored weight is pi_1 m, the belief's mean:
-    `predict(x, method="mean")` is the model in evaluation mode. `method="mc"` switches dropout alone to training mode,
-    with masks that are functions of the seed and the draw; the global generator and every module's mode are left as
-    they were. Unlike `DropoutPosterior`, each example has masks of its own.
+    torch's dropout divides kept activations by pi_1 = 1 - p, so that the stored weight is pi_1 m, the posterior mean:
+    `predict(x, method="mean")` is the model in evaluation mode. `method="mc"` sets only dropout modules to training
+    mode, with masks that are functions of the seed and the sample; the global generator and every module's mode are
+    restored. Unlike in `DropoutPosterior`, each example has its own masks.
 
     >>> model = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
     >>> mc_dropout(model).predict(torch.ones(5, 2), samples=4).shape
@@ -197,14 +198,14 @@ def mc_dropout(model: nn.Module, *, seed: int = 0) -> MCDropout:
 
     Args:
         model: with nn.Dropout (of any kind), ConcreteDropout, or dropout inside of attention or recurrent layers. Calls
-            of `functional.dropout` that look at the mode of a module of the user's own are not found.
-        seed: where masks start.
+            of `functional.dropout` in the forward pass of a user's module are not found.
+        seed: of the masks.
 
     Reference: Gal and Ghahramani, 2016.
     Checked by: tests/equations/test_dropout.py.
     """
     if not any(_has_dropout(module) for module in model.modules()):
-        raise ValueError("the model has no dropout module: its predictions have nothing to average over.")
+        raise ValueError("the model has no dropout module with p > 0: there are no masks to average over.")
     return MCDropout(model, seed=seed)
 
 
@@ -218,7 +219,7 @@ def _has_dropout(module: nn.Module) -> bool:
 
 @contextmanager
 def dropout_active(model: nn.Module, seed: int) -> Iterator[None]:
-    """Dropout modules, and no others, in training mode, with random numbers of their own."""
+    """Sets dropout modules alone to training mode, with random numbers from `seed`; restores modes and generators."""
     modules = [module for module in model.modules() if isinstance(module, DROPOUT_MODULES)]
     modes = [module.training for module in modules]
     concrete: list[Any] = [module for module in modules if isinstance(module, ConcreteDropout)]
@@ -228,7 +229,7 @@ def dropout_active(model: nn.Module, seed: int) -> Iterator[None]:
             forks.enter_context(torch.random.fork_rng(devices=[device.index], device_type=device.type))
         state = torch.get_rng_state()
         try:
-            # torch.manual_seed looks for devices of every kind each time, which takes longer than a small model does.
+            # torch.manual_seed searches for devices of every kind, which takes longer than a small model.
             torch.manual_seed(seed) if devices else torch.default_generator.manual_seed(seed)
             for module in modules:
                 module.training = True

@@ -25,13 +25,13 @@ FACTORS = (
 
 
 class Bound(NamedTuple):
-    """A lower bound on the evidence, estimated over draws: value = log_likelihood - divergence.
+    """A lower bound on the log evidence, estimated from samples: value = log_likelihood - divergence.
 
     Args:
         value: the bound.
-        error: its standard error, nan for a single draw.
-        log_likelihood: of all data, expected under the belief.
-        divergence: of the belief from the prior, in closed form.
+        error: its standard error, nan for a single sample.
+        log_likelihood: the expected log-likelihood of all data under the posterior.
+        divergence: KL(posterior || prior), in closed form.
     """
 
     value: float
@@ -41,14 +41,14 @@ class Bound(NamedTuple):
 
 
 class GaussianPosterior(Posterior):
-    """Gaussians over the weights, independent of one another but for those of a joint belief.
+    """Gaussian posteriors of parameters, independent except for the parameters of a joint belief.
 
     >>> posterior = GaussianPosterior({"w": Belief(torch.zeros(2), Diagonal(torch.ones(2)))})
     >>> posterior.sample(3)["w"].shape
     torch.Size([3, 2])
 
     Args:
-        beliefs: name -> belief; a joint one has the name of one of its parameters.
+        beliefs: name -> belief; a joint belief has the name of one of its parameters.
         model, seed: see `Posterior`.
     """
 
@@ -66,7 +66,7 @@ class GaussianPosterior(Posterior):
         return self._by_parameter({name: belief.precision.variance() for name, belief in self.beliefs.items()})
 
     def _by_parameter(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Values of each belief by the names of parameters."""
+        """Splits the values of beliefs by the names of parameters."""
         return {
             own: part for name, some in values.items() for own, part in self.beliefs[name].parted(name, some).items()
         }
@@ -80,7 +80,7 @@ class GaussianPosterior(Posterior):
 
     @staticmethod
     def _draw_one(belief: Belief, generator: torch.Generator) -> Tensor:
-        # Drawn on the CPU, so that a seed means the same weights on every device.
+        # On the CPU, so that a seed gives the same weights on every device.
         mean = belief.mean
         noise = torch.randn(mean.shape, dtype=compute_dtype(mean.dtype), generator=generator, device="cpu")
         if isinstance(belief.precision, LowRank | Rescaled):
@@ -118,7 +118,7 @@ class GaussianPosterior(Posterior):
         model: nn.Module | None = None,
         seed: int | None = None,
     ) -> Bound:
-        r"""The variational bound on the evidence, what VOGN and IVON maximise.
+        r"""The evidence lower bound (ELBO), which VOGN and IVON maximise.
 
         .. math::
             \log p(D) \ge \frac{N}{n} \sum_{j \le n} E_q[\log p(y_j | x_j, w)] - KL(q \,\|\, N(0, I/\delta))
@@ -126,15 +126,15 @@ class GaussianPosterior(Posterior):
         For a Laplace posterior it can be compared with `log_marginal_likelihood()`.
 
         Args:
-            loader: batches (inputs, labels), gone through once for each draw.
-            prior_precision: δ; one for all, or one for each parameter by name.
-            likelihood: of the labels; None is the one that the posterior was made with, or else categorical.
+            loader: batches (inputs, labels), iterated once for each sample.
+            prior_precision: δ; one number for all, or one for each parameter by name.
+            likelihood: of the labels; None uses the posterior's own, which is categorical by default.
             noise_scale: the standard deviation of Gaussian data; None uses the posterior's own.
-            num_data: N, where the loader does not go through all data once.
-            samples: how many draws the expectation is taken over.
+            num_data: N, if the loader does not go through all data exactly once.
+            samples: the number of samples of the expectation.
             model, seed: as in `predict`.
 
-        Reference: 002, Eq. 2 and section 4.4.
+        Reference: Khan and Rue 2023, Eq. 2 and section 4.4.
         Checked by: tests/equations/test_elbo.py, in the linear-Gaussian case and by quadrature.
         """
         reading = likelihoods.named(self.likelihood if likelihood is None else likelihood)
@@ -156,8 +156,8 @@ class GaussianPosterior(Posterior):
                 values.append(total)
         if len(counts) > 1 or 0 in counts:
             raise ValueError(
-                f"the loader gave {' and '.join(map(str, sorted(counts)))} examples: it is gone through once for each "
-                "draw, and must give the same examples each time."
+                f"the loader gave {' and '.join(map(str, sorted(counts)))} examples in different passes: it is "
+                "iterated once for each sample, and must give the same examples each time."
             )
         seen = counts.pop()
         each = torch.tensor(values, dtype=torch.float64) * ((num_data or seen) / seen)
@@ -176,7 +176,7 @@ class GaussianPosterior(Posterior):
         return total / 2
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Means and variances; and of joint beliefs the factors, and where each parameter is in them."""
+        """Means and variances; for joint beliefs the factors, and the place of each parameter in them."""
         tensors = {"mean": self.mean, "variance": {}}
         for name, belief in self.beliefs.items():
             if not isinstance(belief, Joint):
@@ -206,7 +206,7 @@ class GaussianPosterior(Posterior):
 
 
 def _stored(precision: Precision) -> dict[str, Tensor]:
-    """The tensors that a joint belief's precision consists of."""
+    """The tensors of a joint belief's precision."""
     for kind, fields in FACTORS:
         if isinstance(precision, kind):
             values = {field: getattr(precision, field) for field in fields}

@@ -1,8 +1,8 @@
-"""What the data say of a block of weights: the Hessian of the loss at the trained weights, apart from any prior.
+"""Hessians of the loss at trained weights, for blocks of weights and without the prior.
 
-The belief about a block has the precision s H + δ I, where s is what the noise of the data makes of its Hessian H and δ
-the prior precision. So priors and noise can be changed, and the evidence be differentiated by them, without another
-look at the data.
+The posterior of a block has the precision s H + δ I, with its Hessian H, the prior precision δ, and a factor s that
+depends on the noise of the data. Prior and noise can therefore be changed, and the evidence can be differentiated by
+them, without another pass over the data.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class OutputCovariance(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Hessian(ABC):
-    """The Hessian H of the whole loss over one block of weights, or what stands for it.
+    """The Hessian H of the total loss for one block of weights, or an approximation of it.
 
     Args:
         shapes: of the block's parameters by name.
@@ -52,11 +52,11 @@ class Hessian(ABC):
         """log |scale H + prior|, differentiable in both."""
 
     def output_covariance(self, prior: Mapping[str, float], scale: float) -> OutputCovariance | None:
-        """The spread of outputs that are linear in the weights, where that takes no Jacobian."""
+        """The covariance of linearised outputs, if it can be computed without a dense Jacobian; else None."""
         return None
 
     def stored(self) -> dict[str, Tensor]:
-        """What it is made of, for a file; `restored` is the inverse."""
+        """Its tensors by name, for a file; `restored` is the inverse."""
         parts = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "shapes"}
         return {key: part for key, part in parts.items() if part is not None}
 
@@ -66,10 +66,10 @@ class Hessian(ABC):
         return cls(shapes, **{key: parts.get(key) for key in own})  # pyright: ignore[reportCallIssue]
 
     def _single_prior(self, prior: Mapping[str, Any]) -> Any:
-        """The prior, where a block can have but one."""
+        """The prior precision of a block that must have a single one."""
         values = [prior[name] for name in self.shapes]
         if any(value is not values[0] and value != values[0] for value in values):
-            raise ValueError(f"{list(self.shapes)} are one block, and need one prior precision, got {values}.")
+            raise ValueError(f"{list(self.shapes)} are one block and need the same prior precision, got {values}.")
         return values[0]
 
     def _concatenate(self, mean: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
@@ -78,7 +78,7 @@ class Hessian(ABC):
 
 @dataclass(frozen=True, eq=False)
 class DiagonalHessian(Hessian):
-    """Of one parameter, its diagonal alone."""
+    """The diagonal for one parameter."""
 
     values: Tensor
 
@@ -92,7 +92,7 @@ class DiagonalHessian(Hessian):
 
 @dataclass(frozen=True, eq=False)
 class FactoredHessian(Hessian):
-    """E ⊗ A of a matrix [W b], in the eigenbasis of the factors, where the prior is a sum and no approximation.
+    """E ⊗ A for a matrix [W b], in the eigenbasis of the factors, in which adding the prior is exact.
 
     Args:
         rows, columns: eigenvectors (groups, out, out) and (groups, in, in), None for the identity.
@@ -113,7 +113,7 @@ class FactoredHessian(Hessian):
 
 @dataclass(frozen=True, eq=False)
 class DenseHessian(Hessian):
-    """Of all parameters, written down, (n, n)."""
+    """The dense matrix for all parameters, (n, n)."""
 
     matrix: Tensor
 
@@ -140,7 +140,7 @@ class DenseHessian(Hessian):
 
 
 class NamedDirections(Directions, Protocol):
-    """Directions whose parts have names."""
+    """Directions that consist of parts for named parameters."""
 
     def grams(self) -> Mapping[str, Tensor]: ...
 
@@ -149,7 +149,7 @@ class NamedDirections(Directions, Protocol):
 
 @dataclass(frozen=True, eq=False)
 class LowRankHessian(Hessian):
-    """G G' for the gradients G of a few examples, which need not be written down; vectors are flat, (1, n)."""
+    """G G' for the gradients G of a few examples, which need not be stored; vectors are flat, (1, n)."""
 
     directions: NamedDirections
 
@@ -196,7 +196,7 @@ class LowRankHessian(Hessian):
 
 @dataclass(frozen=True, eq=False)
 class ScaledDirections:
-    """Some directions times a number, or one for each weight, whose Gram matrix is computed when it is asked for."""
+    """Directions times a number or a vector of one number per weight; the Gram matrix is computed lazily."""
 
     directions: NamedDirections
     factor: float | Tensor
@@ -221,11 +221,11 @@ def check_prior(
     """The prior precision of each parameter.
 
     Raises:
-        ValueError: a number is not positive and finite, or names are others than the parameters'.
+        ValueError: a number is not positive and finite, or the names are not those of the parameters.
     """
     if isinstance(prior_precision, Mapping) and set(prior_precision) != set(names):
         odd = sorted(set(prior_precision) ^ set(names))
-        raise ValueError(f"prior_precision by name must name the posterior's parameters; see {odd[:3]}.")
+        raise ValueError(f"prior_precision must have the names of the posterior's parameters; {odd[:3]} do not match.")
     prior = by_name(prior_precision, names, lambda value: value)
     for what, value in [
         *[("prior_precision", value) for value in prior.values()],
@@ -238,7 +238,7 @@ def check_prior(
 
 
 def by_name(prior: Any, names: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
-    """A number for all as one object, so that it can be told from numbers that are equal by chance."""
+    """A value for each name. A single number becomes one shared object, which `logdet` detects by identity."""
     if isinstance(prior, Mapping):
         return {name: convert(prior[name]) for name in names}
     value = convert(prior)

@@ -1,4 +1,4 @@
-"""Posteriors of Laplace's method: the curvature of the loss at trained weights, and a prior."""
+"""Laplace approximations: Gaussian posteriors from the curvature of the loss at trained weights, and a prior."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ METHODS = ("evidence", "heldout")
 
 @dataclass(frozen=True)
 class Fit:
-    """How well the trained network fits all data.
+    """The loss of the trained network on all data.
 
     Args:
-        loss: the negative log-likelihood, at unit noise and without its constant.
-        outputs: how many numbers were predicted.
+        loss: the negative log-likelihood for unit noise, without its constant.
+        outputs: the number of predicted values.
         power: the Hessian is proportional to noise_variance^-power; 0 for a likelihood without noise.
     """
 
@@ -41,7 +41,7 @@ class Fit:
 
 
 class LaplacePosterior(GaussianPosterior):
-    r"""The Gaussian whose precision is the loss's curvature at trained weights, and the prior's.
+    r"""A Gaussian at trained weights whose precision is the Hessian of the loss plus the prior precision.
 
     .. math::
         \log p(D) \approx \log p(D | w) - \tfrac{\delta}{2} |w|^2 - \tfrac12 \log |s H + \delta I|
@@ -50,20 +50,20 @@ class LaplacePosterior(GaussianPosterior):
     with n weights w, prior precision δ = `prior_precision`, and s a power of 1/`noise_scale`. `bayesgrad.laplace`
     creates it.
 
-    A `temperature` T makes it the Gaussian of exp(-loss/T), where the loss is that of all data and the prior's: the
-    covariance is T (s H + δ I)^-1. The evidence is that of T = 1.
+    With `temperature` T it is the Gaussian of exp(-loss/T), where the loss includes the prior: the covariance is
+    T (s H + δ I)^-1. The evidence is for T = 1.
 
     Args:
-        hessians: of the blocks.
+        hessians: of the blocks of weights.
         mean: the trained weights by name.
-        fit: of the trained network.
-        likelihood: what `predict` takes for granted.
+        fit: the loss of the trained network.
+        likelihood: the default of `predict`.
         prior_precision: a number, or one for each parameter by name.
         noise_scale: the standard deviation of the data, for the Gaussian likelihood.
         temperature: T.
         model, seed: see `Posterior`.
 
-    Reference: 004, appendix A.1; MacKay, 1992, for the evidence.
+    Reference: Benzing 2021, appendix A.1; MacKay, 1992, for the evidence.
     Checked by: tests/equations/test_laplace.py.
     """
 
@@ -93,7 +93,7 @@ class LaplacePosterior(GaussianPosterior):
         noise_scale: float | None = None,
         temperature: float | None = None,
     ) -> LaplacePosterior:
-        """The same data under another prior, and perhaps other noise; the weights stay as they are."""
+        """Changes the prior, and optionally noise and temperature, in place. Mean and Hessians stay the same."""
         noise_scale = self.noise_scale if noise_scale is None else noise_scale
         temperature = self.temperature if temperature is None else temperature
         prior = check_prior(prior_precision, noise_scale, self._weights, temperature)
@@ -107,7 +107,7 @@ class LaplacePosterior(GaussianPosterior):
 
     def _by_parameter(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         parted = super()._by_parameter(values)
-        return {name: parted[name] for name in self._weights}  # in the order of the model, not of the blocks
+        return {name: parted[name] for name in self._weights}  # in the order of the model
 
     def _linear_moments(self, network: Network, joint: bool) -> tuple[Tensor, Tensor]:
         ways = [way for way in self._output_covariances if way is not None]
@@ -120,7 +120,7 @@ class LaplacePosterior(GaussianPosterior):
         return centre, (spread if joint else spread.diagonal(dim1=1, dim2=2).reshape(centre.shape)).to(centre.dtype)
 
     def log_marginal_likelihood(self, prior_precision: Any = None, noise_scale: Any = None) -> Tensor:
-        """The evidence, in float64; differentiable in what is given as a tensor.
+        """The log evidence log p(D), in float64; differentiable in arguments that are tensors.
 
         Args:
             prior_precision: in place of the posterior's own: a number or tensor, or one for each parameter by name.
@@ -147,18 +147,18 @@ class LaplacePosterior(GaussianPosterior):
         temperature: bool = False,
         steps: int = 100,
     ) -> LaplacePosterior:
-        """Takes the prior precision that has the most evidence, or predicts held-out labels best, given these weights.
+        """Sets the prior precision that maximises the evidence, or the log-density of held-out labels.
 
-        Weights trained under another prior are not at its optimum: train on and look again, if that matters. The
-        search starts at the prior there is, and ends at an optimum near it.
+        The mean stays the same, although it was trained under another prior: train and tune again if that matters. The
+        search starts at the current prior and finds a local optimum.
 
         Args:
-            per: one precision for the `"model"`, for each `"layer"` or each `"parameter"`.
+            per: one precision for the `"model"`, for each `"layer"` or for each `"parameter"`.
             method: `"evidence"`, or `"heldout"` for the mean log-density of labels under linearised predictions.
-            heldout: batches (inputs, labels) for the latter.
+            heldout: batches (inputs, labels) for `method="heldout"`.
             noise_scale: whether to tune the standard deviation of the data as well.
-            temperature: whether the posterior's temperature is, by held-out labels.
-            steps: at most so many of L-BFGS, or values tried out on held-out labels.
+            temperature: whether to tune the temperature as well; needs `method="heldout"`.
+            steps: the maximal number of L-BFGS iterations, or of evaluations on held-out labels.
         """
         for name, value, known in (("per", per, GROUPS), ("method", method, METHODS)):
             if value not in known:
@@ -193,7 +193,7 @@ class LaplacePosterior(GaussianPosterior):
         else:
             batches = list(heldout or ())
             if not batches:
-                raise ValueError("heldout gave no batches: pass a loader, or a list of (inputs, labels).")
+                raise ValueError("heldout gave no batches: pass a loader or a list of (inputs, labels).")
             try:
                 found = maximise_by_search(
                     lambda values: self.set_prior(*read(values))._log_density(batches), start, steps
@@ -201,7 +201,9 @@ class LaplacePosterior(GaussianPosterior):
             finally:
                 self.set_prior(*kept)
         if not all(1e-20 < value < 1e20 for value in found):
-            raise ValueError(f"the search found no optimum: it went to prior_precision={found[: len(groups)]}.")
+            raise ValueError(
+                f"tune_prior found no optimum: the search diverged to prior_precision={found[: len(groups)]}."
+            )
         return self.set_prior(*read(found))
 
     @torch.no_grad()

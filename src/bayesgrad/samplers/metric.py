@@ -1,16 +1,16 @@
-"""Metrics: what samplers take for the geometry of the weights.
+"""Metrics of samplers: the matrix G that preconditions gradients and noise.
 
 | name | G | stored |
 |---|---|---|
 | `"identity"` | I | nothing |
 | `"diagonal"` | the diagonal of the Fisher | n |
-| `"kronecker"` | A ⊗ E for each layer; the diagonal for what is no layer | in² + out² |
+| `"kronecker"` | A ⊗ E for each layer; the diagonal for parameters outside of layers | in² + out² |
 | `"fisher"` | the Fisher, (1/N) Σ J'H J | n² |
 | `"empirical"` | (1/N) Σ g g' of the gradients at the given labels | n² |
 | a function | any positive G(w) | nothing |
 
-Each is damped by δI. A metric is made of what is read off a batch, of precisions for parts of the weights, and of the
-derivative that corrections ask for.
+δI is added to each as damping. A metric implements three things: statistics of a batch (`read`), precisions of blocks
+of weights (`parts`), and the derivatives for corrections (`drift`).
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from bayesgrad.precision.linalg import eigenvalues, not_invertible
 from bayesgrad.samplers.correction import Batch, drift_by_autodiff, gauss_newton_drift, is_linear
 from bayesgrad.samplers.factors import factors
 
-Statistics = dict[Tensor, dict[str, Tensor]]  # of what is read, by the parameter whose state it belongs to
+Statistics = dict[Tensor, dict[str, Tensor]]  # by the parameter whose state they are stored in
 State = Mapping[Any, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
 class ParameterSpace:
-    """The weights that a step is about.
+    """The parameters of a step.
 
     Args:
-        params: those that have gradients, in flat order.
-        every: those that something was read about, in flat order.
-        layers: those that multiply by a matrix.
+        params: the parameters with gradients, in flat order.
+        all_params: all parameters of the sampler, in flat order.
+        layers: the Linear, Conv and Embedding layers.
     """
 
     params: tuple[Tensor, ...]
@@ -54,19 +54,19 @@ class ParameterSpace:
     layers: tuple[Layer, ...]
 
     def flat(self) -> Tensor:
-        """The weights as they are, (n,)."""
+        """The current weights, (n,)."""
         return MetricBlock(self.params, UNIT).join({p: p.detach() for p in self.params})
 
 
 @dataclass(frozen=True, eq=False)
 class MetricBlock:
-    """Some parameters, and the precision that they have together, as one flat vector.
+    """Some parameters and the precision of their concatenation to one vector.
 
     Args:
         members: the parameters.
-        precision: of the joined vector.
-        layer: whose [W b] they are, for a precision of matrices.
-        block: how many weights a block has, where blocks do not depend on each other.
+        precision: of the concatenated vector.
+        layer: of which they are [W b], if the precision is that of a matrix.
+        block: the number of weights in each of several independent blocks.
     """
 
     members: tuple[Tensor, ...]
@@ -101,16 +101,16 @@ class MetricBlock:
 
     @property
     def columns(self) -> int:
-        """How many columns R takes."""
+        """The number of columns of R."""
         return self.size if self.block is None else self.block
 
     def basis(self) -> Tensor:
-        """Noise whose samples are the columns of R, (columns, size)."""
+        """Vectors z, (columns, size), for which `samples` are the columns of R."""
         eye = torch.eye(self.columns, dtype=self.dtype, device=self.members[0].device)
         return eye.repeat(1, self.size // self.columns)
 
     def samples(self, noise: Tensor) -> tuple[Tensor, ...]:
-        """R times each row of noise (rows, size), as one flat (rows, n) for each member."""
+        """R times each row of noise (rows, size), as a flat (rows, n) for each member."""
 
         def one(row: Tensor) -> tuple[Tensor, ...]:
             pieces = zip(self.members, row.split([p.numel() for p in self.members]))
@@ -125,13 +125,14 @@ UNIT = Scalar(torch.ones(()), ())
 
 @dataclass(frozen=True, eq=False)
 class ObservedBatch:
-    """Outputs with their graph, and in which directions to differentiate them.
+    """The outputs of a batch with their graph, and the directions in which to differentiate them.
 
     Args:
-        directions: of the outputs, whose squares add up to H.
+        trace: of the outputs.
+        directions: vectors s of the outputs with Σ s s' = H.
         params: in flat order.
-        layers: those that multiply by a matrix.
-        left: by the shapes of a batch, which parameters were seen not to be explained by layers: it is tried out once.
+        layers: the Linear, Conv and Embedding layers.
+        left: shapes of a batch -> the parameters without per-example gradients from layers, which is tested once.
     """
 
     trace: Trace
@@ -141,7 +142,7 @@ class ObservedBatch:
     left: dict[Any, set[int]] = field(default_factory=dict)
 
     def gradients(self) -> Iterator[tuple[dict[Tensor, PerExampleGradients], dict[Tensor, Tensor]]]:
-        """For each direction the gradients of single examples, as columns or written down, (N, *shape)."""
+        """For each direction the per-example gradients, from layers or as tensors (N, *shape)."""
         shapes = tuple((call.name, call.input.shape) for call in self.trace.pending if call.input is not None)
         for direction in self.directions:
             found, left = gather_gradients(self.trace, [direction], left=self.left.get(shapes))
@@ -153,20 +154,20 @@ class ObservedBatch:
 
 
 class Metric(ABC):
-    """Base of all metrics."""
+    """The interface of metrics."""
 
-    needs_observe: ClassVar[bool] = True  # whether there is something to be read off batches
+    needs_observe: ClassVar[bool] = True  # whether it needs observe(outputs)
 
     @abstractmethod
     def parts(self, state: State, space: ParameterSpace, damping: float) -> list[MetricBlock]:
-        """The precisions of a space's parameters, from what is known."""
+        """The precisions of the parameters of a space, from the stored statistics."""
 
     def read(self, view: ObservedBatch) -> Statistics:
-        """What a batch shows, as means over its examples."""
+        """The statistics of a batch, as means over its examples."""
         return {}
 
     def form(self, model: nn.Module) -> str:
-        """How corrections are found, with all columns of R: "zero", "closed" or "exact"."""
+        """How corrections are computed with all columns of R: "zero", "closed" or "exact"."""
         return "exact"
 
     def drift(self, batches: Sequence[Batch], space: ParameterSpace, roots: Tensor, kind: str) -> Tensor:
@@ -256,8 +257,8 @@ class KroneckerFactors(Metric):
         lost = set(space.params) - {p for layer in layers for p in layer.members}
         if lost:
             raise ValueError(
-                f"correction={kind!r} of metric='kronecker' asks for layers that multiply by a matrix, and "
-                f"{names[next(iter(lost))]} is in none: leave it out by params=, or take another metric."
+                f"correction={kind!r} of metric='kronecker' supports parameters of Linear and Conv layers, got "
+                f"{names[next(iter(lost))]}: leave it out of params=, or use another metric."
             )
         total = sum(batch.count for batch in batches)
 
@@ -278,7 +279,7 @@ class KroneckerFactors(Metric):
 
 @dataclass(frozen=True)
 class DenseFisher(Metric):
-    """G = F, written down; at given labels with `empirical`."""
+    """G = F as a dense matrix; at given labels with `empirical`."""
 
     empirical: bool = False
 
@@ -319,7 +320,7 @@ class DenseFisher(Metric):
 class CallableMetric(Metric):
     """G(w) as a function of the flat weights (n,): a diagonal (n,), a matrix (n, n), or blocks (m, k, k) with m k = n.
 
-    Block b is of the weights b k to (b + 1) k, and must depend on no others: m chains can be run side by side.
+    Block b belongs to the weights b k to (b + 1) k and must depend on them alone; this supports m parallel chains.
     """
 
     needs_observe = False
@@ -360,7 +361,7 @@ METRICS: dict[str, Metric] = {
 
 
 def metric_by_name(metric: str | Callable[[Tensor], Tensor]) -> tuple[str, Metric]:
-    """A metric and its name; a function is "callable"."""
+    """The name and the metric; the name of a function is "callable"."""
     if callable(metric):
         return "callable", CallableMetric(metric)
     if metric not in METRICS:
@@ -390,13 +391,13 @@ def squares(view: ObservedBatch) -> dict[Tensor, Tensor]:
 def root_columns(
     parts: Sequence[MetricBlock], params: Sequence[Tensor], signs: Callable[[Tensor], Tensor] | None
 ) -> Tensor:
-    """The columns of R as flat vectors (columns, n), or samples for random signs of each parameter (rows, *shape)."""
+    """The columns of R as flat vectors (columns, n), or R z for random signs z of each parameter, (rows, *shape)."""
     pieces: dict[Tensor, list[Tensor]] = {p: [] for p in params}
     for part in parts:
         noise = part.basis() if signs is None else torch.cat([signs(p).flatten(1) for p in part.members], 1)
         for p, samples in zip(part.members, part.samples(noise.to(part.dtype))):
             pieces[p].append(samples)
-    if signs is None and len(parts) > 1:  # the columns of a part are zero elsewhere
+    if signs is None and len(parts) > 1:  # the columns of a block are zero in other blocks
         total, start = sum(part.columns for part in parts), 0
         for part in parts:
             for p in part.members:

@@ -1,4 +1,4 @@
-"""What Langevin and SNGD share: a metric, its corrections, and steps that keep drawing."""
+"""The base class of Langevin and SNGD: metric, corrections and steps."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from bayesgrad.samplers.metric import (
     root_columns,
 )
 
-COLUMNS = 100  # of R up to which corrections are exact
-LIMIT = 10_000  # weights of a metric that is written down
-NOISE, SIGNS = 1, 2  # words of the key, which tell what is drawn
+COLUMNS = 100  # of R, up to which corrections are exact
+LIMIT = 10_000  # weights of a dense metric
+NOISE, SIGNS = 1, 2  # words of the random key, for different uses
 PROBES = Constraint("None or a whole number >= 1", lambda x: x is None or (x == int(x) and x >= 1))
 
 
 class Diverged(RuntimeError, FloatingPointError):
-    """A chain has left for infinity; weights are the last finite ones.
+    """A chain has diverged; the weights are the last finite ones.
 
     Attributes:
-        step: the step that was not taken.
+        step: the number of the step that failed.
         temperature: of the chain.
-        loss: the last finite one that the sampler was shown; None where it was shown none.
+        loss: the last finite loss; None if no loss was given.
     """
 
     def __init__(self, message: str, step: int, temperature: float, loss: float | None) -> None:
@@ -56,11 +56,11 @@ class Diverged(RuntimeError, FloatingPointError):
 
 
 class Sampler(LayerwiseOptimizer):
-    """A filter whose weights, instead of settling on a mean, go on to draw from a posterior.
+    """An optimizer whose weights sample from a posterior instead of converging.
 
     Attributes:
-        metric: what is taken for the geometry of the weights.
-        correction_form: how the correction is found: "none", "zero" (the metric is the same everywhere), "closed",
+        metric: the preconditioner G.
+        correction_form: how the correction is computed: "none", "zero" (the metric is constant), "closed",
             "exact" (by automatic differentiation) or "estimated" (without bias, from random directions).
     """
 
@@ -88,8 +88,8 @@ class Sampler(LayerwiseOptimizer):
         size = sum(p.numel() for p in self._in_model_order())
         if isinstance(self.metric, DenseFisher) and size > LIMIT:
             raise ValueError(
-                f"metric={name!r} keeps a number for every pair of {size} weights, and takes at most {LIMIT} weights: "
-                "use metric='kronecker' or 'diagonal', or pass params= of a part of the model."
+                f"metric={name!r} stores a dense matrix and supports at most {LIMIT} weights, got {size}: "
+                "use metric='kronecker' or 'diagonal', or restrict params= to a part of the model."
             )
 
     @abstractmethod
@@ -97,11 +97,11 @@ class Sampler(LayerwiseOptimizer):
         """T/N."""
 
     def temperature(self) -> float:
-        """T, as the first group has it now."""
+        """The current temperature T of the first group."""
         group = self.param_groups[0]
         return self.scaled_temperature(group) * float(group["num_data"])
 
-    # --- what is modelled ---
+    # --- parameters ---
 
     def _bind(self) -> None:
         super()._bind()
@@ -119,30 +119,31 @@ class Sampler(LayerwiseOptimizer):
         return []
 
     def step_scale(self, group: Mapping[str, Any]) -> float:
-        """The direction is the whole step."""
+        """1: the direction already contains the learning rate."""
         return 1.0
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group of parameters of the model; what is not lr or prior_precision is that of the first group."""
+        """Adds a group of parameters of the model. Only lr and prior_precision may differ from the first group."""
         super().add_param_group(param_group)
         self.param_groups[-1].setdefault("last_loss", None)
         for name in ("metric", "correction", "num_data", "temperature", "batch_size", "damping"):
             given, first = (group.get(name) for group in (self.param_groups[-1], self.param_groups[0]))
             if given != first:
                 self.param_groups.pop()
-                raise ValueError(f"{name} is {first!r} in another group: all groups must have the same, got {given!r}.")
+                raise ValueError(f"{name} must be the same in all groups, got {given!r} and {first!r}.")
 
-    # --- evidence ---
+    # --- observations ---
 
     def observe(self, outputs: Tensor, labels: Tensor | None = None) -> None:
-        """Takes the metric from this batch, from the next step on, if a refresh is due.
+        """Updates the metric from this batch at the next step, if an update is due (see `update_every`).
 
-        On the outputs of all data, of an independent batch, or of the batch whose gradients are taken; before
-        `loss.backward()`. Several calls before a step act like one on a larger batch. Identity and functions need none.
+        Call it before `loss.backward()`, with the outputs for all data, for an independent batch, or for the batch of
+        the gradients. Several calls before a step act like one call with a larger batch. The identity and callable
+        metrics need no call.
 
         Args:
-            outputs: of the model, with their graph; which is left as it is, and so is `.grad`.
-            labels: for metric="empirical"; with fisher="sampled", in place of drawn ones.
+            outputs: of the model, with their graph. The graph and `.grad` stay unchanged.
+            labels: for metric="empirical"; with fisher="sampled", instead of sampled ones.
         """
         group = self.param_groups[0]
         clock = self.state.get(self._in_model_order()[0], {}).get("clock")
@@ -157,7 +158,7 @@ class Sampler(LayerwiseOptimizer):
         if empirical and labels is None:
             raise ValueError("metric='empirical' needs labels: call observe(outputs, labels).")
         if labels is not None and not empirical and group["fisher"] == "exact":
-            raise ValueError("fisher='exact' is about all labels and takes none: call observe(outputs).")
+            raise ValueError("fisher='exact' is an expectation over labels and takes none: call observe(outputs).")
         if labels is None and group["fisher"] == "exact":
             directions = kind.hessian_roots(outputs)
         else:
@@ -178,7 +179,7 @@ class Sampler(LayerwiseOptimizer):
         return Batch(self.model, *mine, args, kwargs, labels, kind, len(outputs))
 
     def _merge(self) -> list[Batch] | None:
-        """Takes what was observed into the state; None where nothing was."""
+        """Updates the state from the observed batches; returns None if there are none."""
         if not self._observed:
             return None
         observed, self._observed = self._observed, []
@@ -199,15 +200,14 @@ class Sampler(LayerwiseOptimizer):
     # --- the step ---
 
     def step(self, closure: Callable[[], Any] | None = None, *, loss: Any = None) -> Any:
-        """As `BeliefOptimizer.step`, and on to the next draw.
+        """Moves the weights to the next sample; see `BeliefOptimizer.step`.
 
         Args:
             closure: re-evaluates the model, calls backward and returns the loss.
-            loss: of the gradients at hand, where there is no closure: to be named if the chain diverges.
+            loss: of the current gradients, if there is no closure; for the message if the chain diverges.
 
         Raises:
-            Diverged: the loss, a gradient or the step is not finite, unless `nonfinite` says otherwise. Nothing was
-                changed.
+            Diverged: the loss, a gradient or the step is not finite and `nonfinite` is "raise". Nothing was changed.
         """
         if loss is not None:
             self._note(loss)
@@ -236,7 +236,7 @@ class Sampler(LayerwiseOptimizer):
         step, temperature = self._steps_taken() + 1, self.temperature()
         loss = self.param_groups[0]["last_loss"]
         known = (
-            "no loss was shown: use step(closure) or step(loss=loss)" if loss is None else f"last finite loss {loss:g}"
+            "no loss was given: use step(closure) or step(loss=loss)" if loss is None else f"last finite loss {loss:g}"
         )
         return Diverged(
             f"the chain diverged at step {step}, temperature {temperature:g}, {known}. {what.rstrip('.')}. Lower lr="
@@ -264,7 +264,9 @@ class Sampler(LayerwiseOptimizer):
         for part in parts:
             group = owners[part.members[0]]
             if len({float(owners[p]["lr"]) for p in part.members}) > 1:
-                raise ValueError("parameters that share a metric must have the same lr: give their groups the same.")
+                raise ValueError(
+                    "parameters with a common metric must have the same lr: use the same lr in their groups."
+                )
             pulls = {p: owners[p]["prior_precision"] / owners[p]["num_data"] for p in part.members}
             pull: Any = pulls[part.members[0]]
             if len(set(pulls.values())) > 1:
@@ -284,7 +286,7 @@ class Sampler(LayerwiseOptimizer):
         return found
 
     def _starts(self) -> dict[Tensor, int]:
-        """The position of each parameter's first weight, which its noise is a function of."""
+        """The position of each parameter's first weight; noise is a function of positions."""
         starts, start = {}, 0
         for group in self.param_groups:
             for p in group["params"]:
@@ -293,7 +295,7 @@ class Sampler(LayerwiseOptimizer):
         return starts
 
     def _precisions(self, space: ParameterSpace, damping: float) -> list[MetricBlock]:
-        """The metric of these weights; kept for as long as nothing new was read."""
+        """The metric of these weights; cached until the next observation."""
         key = (*map(id, space.params), damping)
         if self._parts is not None and self.metric.needs_observe and self._parts[0] == key:
             return self._parts[1]
@@ -318,7 +320,7 @@ class Sampler(LayerwiseOptimizer):
     def _corrections(
         self, space: ParameterSpace, parts: list[MetricBlock], fresh: list[Batch] | None
     ) -> dict[Tensor, Tensor] | None:
-        """G^-1 (-u) or G^-1 (-u + t/2), kept in the state for as long as the metric is."""
+        """G^-1 (-u) or G^-1 (-u + t/2); stored in the state until the metric changes."""
         group = self.param_groups[0]
         if group["correction"] is None or self.metric.form(self.model) == "zero":
             return None
@@ -363,7 +365,9 @@ class Sampler(LayerwiseOptimizer):
         super()._check_loaded(saved)
         mine, given = (group["metric"] for group in (self.param_groups[0], saved["param_groups"][0]))
         if mine != given:
-            raise ValueError(f"the saved state is of metric={given!r}, this {type(self).__name__}'s is {mine!r}.")
+            raise ValueError(
+                f"the saved state must have metric={mine!r}, as this {type(self).__name__}, got {given!r}."
+            )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores a chain bit for bit, by the names of parameters, or raises and changes nothing."""
@@ -372,7 +376,7 @@ class Sampler(LayerwiseOptimizer):
 
 
 def _normal(p: Tensor, start: int, key: noise.Key) -> Tensor:
-    """Standard normal, a function of key and position."""
+    """Standard normal numbers, as a function of key and position."""
     square, cosine = noise.normal_parts(noise.positions(start, p), *key)
     dtype = compute_dtype(p.dtype)
     return (square.to(dtype).sqrt() * cosine.to(dtype)).view(p.shape)
