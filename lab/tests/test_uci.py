@@ -104,9 +104,11 @@ def test_noise_is_added_once() -> None:
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(2, 30, 1, dtype=torch.float64, generator=generator)
     model = torch.nn.Linear(1, 1, bias=False).double()
-    posterior = laplace(model, [(x, y)], likelihood="gaussian", structure="full", prior_precision=2.0, noise=0.3)
+    posterior = laplace(
+        model, [(x, y)], likelihood="gaussian", structure="full", prior_precision=2.0, noise_scale=0.3**0.5
+    )
     moments = posterior.predict(x, method="linear", likelihood="gaussian")
-    found = uci.with_noise(moments, posterior.noise)
+    found = uci.with_noise(moments, posterior.noise_scale**2)
     assert_close(found.variance, x.square() / (x.square().sum() / 0.3 + 2.0) + 0.3, rtol=1e-9, atol=0)
 
 

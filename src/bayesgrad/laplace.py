@@ -14,16 +14,16 @@ from torch.nn.modules.dropout import _DropoutNd
 from bayesgrad import likelihoods
 from bayesgrad.curvature import layers
 from bayesgrad.curvature.accumulators import STRUCTURES
-from bayesgrad.curvature.fisher import FISHERS, captures, check_outputs, refuse_mixing
+from bayesgrad.curvature.fisher import FISHERS, batch_gradients, check_batch_mixing, check_outputs
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.noise import seed32
 from bayesgrad.posterior.hessian import check_prior
 from bayesgrad.posterior.laplace import Fit, LaplacePosterior
-from bayesgrad.posterior.network import only, parameters_of, unwrapped
+from bayesgrad.posterior.network import parameters_of, requires_grad_only, unwrap
 
 BIASES = ("joint", "separate")
-DIRECTIONS = 16  # of the outputs, whose gradients are held at once
-PASS = 256  # examples of a subsample that are looked at together
+DIRECTIONS = 16  # output directions whose gradients are in memory at once
+PASS = 256  # examples of a subsample that are processed at once
 
 
 def laplace(
@@ -35,7 +35,7 @@ def laplace(
     fisher: str = "exact",
     bias: str = "joint",
     prior_precision: float | Mapping[str, float] = 1.0,
-    noise: float = 1.0,
+    noise_scale: float = 1.0,
     temperature: float = 1.0,
     num_data: float | None = None,
     subsample: int | None = None,
@@ -43,46 +43,47 @@ def laplace(
     params: str | Iterable[str] | None = None,
     progress: bool | None = None,
 ) -> LaplacePosterior:
-    r"""A Gaussian posterior around trained weights w, from the loss's curvature there.
+    r"""Approximates the posterior by a Gaussian at the trained weights w, with the curvature of the loss there.
 
     .. math::
         p(w' | D) \approx N\left(w, (H + \delta I)^{-1}\right), \quad
         H = \frac{N}{n} \sum_{j \le n} J_j^T \nabla^2 \ell_j J_j
 
-    for the n examples of a loader, prior precision δ = `prior_precision` and N = `num_data`. The second factor is the
-    Hessian of each example's loss by the outputs, so that H is the Gauss-Newton matrix, which is the Fisher.
+    for the n examples of a loader, prior precision δ = `prior_precision` and N = `num_data`. J_j is the Jacobian of the
+    outputs, and the factor between the Jacobians is the Hessian of the loss by the outputs. H is therefore the
+    Gauss-Newton matrix, which equals the Fisher.
 
-    | structure | what is kept of H |
+    | structure | approximation of H |
     |---|---|
     | `"diag"` | the diagonal |
-    | `"kron"` | A ⊗ E for each layer: inputs' and errors' second moments, with the prior in their eigenbasis |
-    | `"input"` | A ⊗ I: nothing of the errors |
-    | `"full"` | everything, written down |
-    | `"subsampled"` | everything, for the examples of a subsample, as products with their gradients |
+    | `"kron"` | A ⊗ E for each layer: second moments of inputs and errors; the prior is added in their eigenbasis |
+    | `"input"` | A ⊗ I for each layer: second moments of inputs alone |
+    | `"full"` | the dense matrix |
+    | `"subsampled"` | exact for the examples of a subsample, as products with their gradients |
 
-    The model stays in the mode it is in, which must be evaluation mode where that matters; weights, gradients and
-    statistics are not touched. Parameters that `"kron"` and `"input"` have no model of (normalisation, attention) get
-    a diagonal, with a warning.
+    The model stays in its mode, which must be evaluation mode if it has BatchNorm or dropout. Weights, gradients and
+    statistics do not change. Parameters that are not in a Linear, Conv or Embedding layer (normalisation, attention)
+    get a diagonal under `"kron"` and `"input"`, with a warning.
 
     Args:
-        model: trained.
+        model: the trained model.
         loader: batches (inputs, labels); inputs are a tensor, or a tuple of several arguments.
         likelihood: `"categorical"`, `"bernoulli"`, `"gaussian"` or `"poisson"`.
         fisher: `"exact"`, `"sampled"` (one label for each example, drawn from the model) or `"empirical"` (the given
             labels).
-        bias: whether `"kron"` and `"input"` have one block for weight and bias or two.
-        prior_precision: of zero-mean weights; one for all, or one for each parameter by name.
-        noise: the variance of Gaussian data.
-        temperature: T, for the Gaussian of exp(-loss/T), with data and prior in the loss: the covariance times T.
-        num_data: N, where the loader does not go through all data once.
-        subsample: so many examples, drawn at random, make up H; the loss is still that of all.
-        seed: of drawn labels, the subsample, and the posterior's draws.
-        params: names of parameters, or of modules for theirs, to be uncertain of; `"last_layer"` for the last of the
-            model's matrices and its bias. All others stay as they are.
-        progress: whether a bar is shown (with rich, where it is installed); None: in a terminal.
+        bias: `"joint"` for one block of weight and bias under `"kron"` and `"input"`, `"separate"` for two.
+        prior_precision: of zero-mean weights; one number for all, or one for each parameter by name.
+        noise_scale: the standard deviation of Gaussian data.
+        temperature: T of the Gaussian of exp(-loss/T), where the loss includes the prior. It multiplies the covariance.
+        num_data: N, if the loader does not go through all data exactly once.
+        subsample: the number of examples, drawn at random, from which H is computed. The loss uses all examples.
+        seed: of drawn labels, of the subsample, and of the posterior's samples.
+        params: names of parameters or modules to which the posterior is restricted; `"last_layer"` for the last
+            Linear, Conv or Embedding layer. All other parameters are fixed.
+        progress: whether to show a progress bar (needs rich); None shows it in a terminal.
 
     Raises:
-        ValueError: see the message. The model is as it was.
+        ValueError: an argument, the model or the data cannot be used. The model is unchanged.
 
     Example:
         >>> model = torch.nn.Linear(2, 3)
@@ -90,8 +91,8 @@ def laplace(
         >>> posterior.predict(torch.randn(5, 2), samples=8).shape
         torch.Size([5, 3])
 
-    Reference: 004, appendices A.1 and C; Ritter et al., 2018, for Kronecker factors.
-    Differs from the paper: the Fisher counts N times, not as often as the subsample has examples (A.1).
+    Reference: Benzing 2021, appendices A.1 and C; Ritter et al., 2018, for Kronecker factors.
+    Differs from the paper: the Fisher is multiplied by N, not by the size of the subsample (A.1).
     Checked by: tests/equations/test_laplace.py, against explicit Jacobians and laplace-torch.
     """
     kind = likelihoods.named(likelihood)
@@ -103,34 +104,34 @@ def laplace(
     for name, value in (("num_data", num_data), ("subsample", subsample)):
         if value is not None and not value >= 1:
             raise ValueError(f"{name} must be None or a number >= 1, got {value!r}.")
-    network = unwrapped(model)
-    chosen = _chosen(network, params)
-    check_prior(prior_precision, noise, chosen, temperature)
-    _refuse_modes(network)
-    _refuse_unusable(parameters_of(network))
+    network = unwrap(model)
+    chosen = _select(network, params)
+    check_prior(prior_precision, noise_scale, chosen, temperature)
+    _check_modes(network)
+    _check_weights(parameters_of(network))
     generator, other = (torch.Generator().manual_seed(seed32(seed or 0) + i) for i in range(2))
-    pool = Pool(subsample, other) if subsample else None
-    sums = STRUCTURES[structure](network, chosen, structure, bias)
+    pool = RandomSubset(subsample, other) if subsample else None
+    accumulator = STRUCTURES[structure](network, chosen, structure, bias)
     device = next(iter(chosen.values())).device
     at_once = 1 if structure == "input" else DIRECTIONS
     examples = used = 0
     loss, numbers = 0.0, 0
 
-    def look(inputs: tuple[Tensor, ...], labels: Tensor) -> Tensor:
+    def accumulate(inputs: tuple[Tensor, ...], labels: Tensor) -> Tensor:
         given, outputs = labels if fisher == "empirical" else None, labels
-        with closing(captures(network, inputs, kind, fisher, given, generator, at_once)) as parts:
+        with closing(batch_gradients(network, inputs, kind, fisher, given, generator, at_once)) as parts:
             for seen in parts:
                 outputs = seen.outputs
                 _check_finite(outputs)
-                sums.add(seen)
-                if sums.complete:
+                accumulator.add(seen)
+                if accumulator.complete:
                     break
         return outputs
 
-    with only(network, chosen):
-        for inputs, labels in _batches(_shown(loader, progress), device):
+    with requires_grad_only(network, chosen):
+        for inputs, labels in _batches(_with_progress(loader, progress), device):
             if pool is None:
-                outputs = look(inputs, labels)
+                outputs = accumulate(inputs, labels)
             else:
                 outputs = _outputs(network, inputs)
                 pool.add(inputs, labels)
@@ -139,13 +140,13 @@ def laplace(
             examples += len(outputs)
         if not examples:
             raise ValueError(
-                "the loader gave no examples: pass batches (inputs, labels), of which there are some left."
+                "the loader gave no examples: pass a loader with at least one batch (inputs, labels), not exhausted."
             )
         if pool is not None:
             for inputs, labels in pool.passes():
-                used += len(look(inputs, labels))
+                used += len(accumulate(inputs, labels))
     total = num_data or examples
-    hessians = sums.hessians(total, used or examples)
+    hessians = accumulator.hessians(total, used or examples)
     power = 0 if likelihood != "gaussian" else 2 if fisher == "empirical" else 1
     fit = Fit(loss * total / examples, numbers * total / examples, power)
     mean = {name: p.detach().to(compute_dtype(p.dtype), copy=True) for name, p in chosen.items()}
@@ -155,19 +156,19 @@ def laplace(
         fit,
         likelihood=likelihood,
         prior_precision=prior_precision,
-        noise=noise,
+        noise_scale=noise_scale,
         temperature=temperature,
         model=model,
         seed=seed or 0,
     )
 
 
-# --- the data ---
+# --- data ---
 
 
 @dataclass
-class Pool:
-    """A random choice of so many examples, out of batches that come one after the other."""
+class RandomSubset:
+    """A uniform random subset of `size` examples from a stream of batches (reservoir sampling by random keys)."""
 
     size: int
     generator: torch.Generator
@@ -197,8 +198,8 @@ def _batches(loader: Iterable, device: torch.device) -> Iterator[tuple[tuple[Ten
             yield tuple(x.to(device) for x in inputs), batch[1].to(device)
 
 
-def _shown(loader: Iterable, progress: bool | None) -> Iterable:
-    """With a bar, where there is someone to see it and something to draw it."""
+def _with_progress(loader: Iterable, progress: bool | None) -> Iterable:
+    """The loader, with a progress bar if one is wanted and rich is installed."""
     if progress is False or (progress is None and not sys.stderr.isatty()):
         return loader
     try:
@@ -210,11 +211,11 @@ def _shown(loader: Iterable, progress: bool | None) -> Iterable:
     return track(loader, "laplace", total=total, console=Console(stderr=True), transient=True)
 
 
-# --- the model ---
+# --- model ---
 
 
-def _chosen(model: nn.Module, params: str | Iterable[str] | None) -> dict[str, nn.Parameter]:
-    """The parameters to be uncertain of, in the model's order."""
+def _select(model: nn.Module, params: str | Iterable[str] | None) -> dict[str, nn.Parameter]:
+    """The parameters that the posterior is about, in the order of the model."""
     known = parameters_of(model)
     if params is None:
         found = {name: p for name, p in known.items() if p.requires_grad}
@@ -225,7 +226,7 @@ def _chosen(model: nn.Module, params: str | Iterable[str] | None) -> dict[str, n
         last = [module for module in model.modules() if layers.is_matrix(module)][-1:]
         own = {id(p) for module in last for p in layers.own_parameters(module).values()}
         if not own:
-            raise ValueError("the model has no layer that multiplies by a matrix: name params instead.")
+            raise ValueError("the model has no Linear, Conv or Embedding layer: name parameters in params= instead.")
         return {name: p for name, p in known.items() if id(p) in own}
     wanted = [params] if isinstance(params, str) else list(params)
     for name in wanted:
@@ -238,8 +239,8 @@ def _belongs(own: str, name: str) -> bool:
     return own == name or own.startswith(f"{name}.")
 
 
-def _refuse_modes(model: nn.Module) -> None:
-    refuse_mixing(model)
+def _check_modes(model: nn.Module) -> None:
+    check_batch_mixing(model)
     for name, module in model.named_modules():
         if isinstance(module, _DropoutNd) and module.training and module.p > 0:
             raise ValueError(
@@ -247,10 +248,10 @@ def _refuse_modes(model: nn.Module) -> None:
             )
 
 
-def _refuse_unusable(parameters: Mapping[str, nn.Parameter]) -> None:
+def _check_weights(parameters: Mapping[str, nn.Parameter]) -> None:
     for name, p in parameters.items():
         if not bool(torch.isfinite(p).all()):
-            raise ValueError(f"{name} has entries that are not finite: training has diverged, nothing to approximate.")
+            raise ValueError(f"{name} has entries that are not finite: training has diverged; train again.")
 
 
 def _outputs(model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
@@ -263,4 +264,4 @@ def _outputs(model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
 
 def _check_finite(outputs: Tensor) -> None:
     if not bool(torch.isfinite(outputs).all()):
-        raise ValueError("the model's outputs are not finite: look at its weights and inputs.")
+        raise ValueError("the model's outputs are not finite: check its weights and inputs.")

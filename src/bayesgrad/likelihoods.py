@@ -1,11 +1,12 @@
-"""What a network's outputs say of the data: predictions, labels drawn from them, and the loss's first two derivatives.
+"""Likelihoods: how the outputs of a network predict labels.
 
-A likelihood is named by a string wherever one is asked for: `"categorical"` (logits over classes in the last
-dimension), `"bernoulli"` (one logit for each label), `"gaussian"` (the outputs are means, the noise has variance 1) or
+A likelihood computes predictions, samples labels, and gives the loss with its first three derivatives by the outputs.
+Its name is a string: `"categorical"` (logits over classes in the last dimension), `"bernoulli"` (one logit for each
+label), `"gaussian"` (the outputs are means; the noise has standard deviation 1 unless `noise_scale` is given) or
 `"poisson"` (the outputs are logarithms of rates).
 
-The loss of an example is its negative log-likelihood, summed over whatever follows the first dimension of the outputs.
-For `"gaussian"` that is half the squared error, without the constant that depends on the noise alone.
+The loss of an example is its negative log-likelihood, summed over all dimensions of the outputs after the first. For
+`"gaussian"` it is half the squared error, without the constant that depends on the noise alone.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from bayesgrad.noise import generator_of
 
 
 class Moments(NamedTuple):
-    """A predicted mean and how far beliefs about the weights spread around it (noise excluded).
+    """Mean and variance of the network's outputs f under the posterior of the weights, without the noise of the data.
 
-    They are those of the network's outputs f; a new label has the variance `variance + noise`.
+    A new label has the variance `variance + noise_scale**2`.
     """
 
     mean: Tensor
@@ -34,17 +35,17 @@ class Moments(NamedTuple):
 
 
 class Decomposed(NamedTuple):
-    """A prediction, and how uncertain it is: by itself, and for lack of data.
+    """A prediction with its aleatoric uncertainty (noise of labels) and epistemic uncertainty (lack of data).
 
     | likelihood | aleatoric | epistemic | total |
     |---|---|---|---|
     | categorical | the expected entropy, E H(p) | the mutual information of label and weights | H(E p), in nats |
     | bernoulli | the same for each output | | |
-    | gaussian | the noise | Var f | the variance of a new label |
+    | gaussian | the noise variance | Var f | the variance of a new label |
     | poisson | the expected rate | the rate's variance | the variance of a new count |
 
     Args:
-        prediction: what `predict` gives without `decompose`.
+        prediction: what `predict` returns without `decompose`.
 
     Reference: Depeweg et al., 2018; the laws of total variance and of total entropy.
     Checked by: tests/equations/test_predictive.py, by quadrature.
@@ -60,77 +61,77 @@ class Decomposed(NamedTuple):
 
 
 class Likelihood(ABC):
-    """How outputs f of a network are read."""
+    """The distribution of labels given the outputs f of a network."""
 
-    exact: ClassVar[bool] = False  # whether Gaussian outputs have a prediction in closed form
+    closed_form: ClassVar[bool] = False  # whether predictions for Gaussian outputs are exact
 
     @abstractmethod
     def link(self, outputs: Tensor) -> Tensor:
-        """What is averaged over weights: probabilities, or the outputs themselves."""
+        """The quantity that predictions average over weights: probabilities, rates, or the outputs themselves."""
 
     @abstractmethod
-    def averaged(self, mean: Tensor, variance: Tensor) -> Tensor | Moments:
-        """The prediction, given mean and variance of link(f) over weights."""
+    def from_moments(self, mean: Tensor, variance: Tensor) -> Tensor | Moments:
+        """The prediction from the mean and variance of link(f) over weights."""
 
     @abstractmethod
-    def expected(self, mean: Tensor, variance: Tensor) -> Tensor | Moments:
-        """The prediction for Gaussian outputs f with independent marginals N(mean, variance)."""
+    def from_gaussian(self, mean: Tensor, variance: Tensor) -> Tensor | Moments:
+        """The prediction if the outputs f are independent Gaussians N(mean, variance)."""
 
     @abstractmethod
-    def log_density(self, mean: Tensor, variance: Tensor, labels: Tensor, noise: float) -> Tensor:
-        """log p(labels) of each example, (N,), for Gaussian outputs with independent marginals N(mean, variance)."""
+    def log_density(self, mean: Tensor, variance: Tensor, labels: Tensor, noise_scale: float) -> Tensor:
+        """log p(labels) of each example, (N,), if the outputs are independent Gaussians N(mean, variance)."""
 
     @abstractmethod
-    def within(self, value: Tensor, noise: float) -> Tensor:
-        """How uncertain labels are, given link(f): their entropy, or their variance."""
+    def aleatoric(self, value: Tensor, noise_scale: float) -> Tensor:
+        """The uncertainty of labels given link(f): their entropy or their variance."""
 
-    def split(self, mean: Tensor, variance: Tensor, within: Tensor) -> Decomposed:
+    def decompose(self, mean: Tensor, variance: Tensor, aleatoric: Tensor) -> Decomposed:
         """The prediction and its parts, given mean and variance of link(f), and the mean of `within`, over weights."""
-        return Decomposed(self.averaged(mean, variance), within, variance)
+        return Decomposed(self.from_moments(mean, variance), aleatoric, variance)
 
-    def decomposed(self, mean: Tensor, variance: Tensor, noise: float) -> Decomposed:
-        """The same for Gaussian outputs f with marginals N(mean, variance), where that is exact."""
+    def decompose_gaussian(self, mean: Tensor, variance: Tensor, noise_scale: float) -> Decomposed:
+        """As `decompose`, for Gaussian outputs N(mean, variance); only if `closed_form`."""
         raise NotImplementedError
 
     @abstractmethod
     def sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
-        """Labels drawn from the model's own predictions. The generator is the CPU's: a seed means the same anywhere."""
+        """Labels sampled from the model's predictions, with a CPU generator for the same labels on any device."""
 
     @abstractmethod
     def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """The loss of each example, (N,).
 
         Raises:
-            ValueError: labels or outputs are none that this likelihood can have.
+            ValueError: labels or outputs do not fit this likelihood.
         """
 
-    def log_likelihood(self, outputs: Tensor, labels: Tensor, noise: float) -> Tensor:
-        """log p(labels | outputs) of each example, (N,); `noise` is the variance of Gaussian data."""
+    def log_likelihood(self, outputs: Tensor, labels: Tensor, noise_scale: float) -> Tensor:
+        """log p(labels | outputs) of each example, (N,); `noise_scale` is the standard deviation of Gaussian data."""
         return -self.loss(outputs, labels)
 
     @abstractmethod
     def residual(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """The derivative of the loss by the outputs."""
+        """The derivative of each example's loss by the outputs."""
 
     @abstractmethod
-    def roots(self, outputs: Tensor) -> Iterator[Tensor]:
-        """Directions s of the outputs for which sum s s' is the Hessian of each example's loss (and its Fisher)."""
+    def hessian_roots(self, outputs: Tensor) -> Iterator[Tensor]:
+        """Vectors s with sum s s' = H, the Hessian of each example's loss by the outputs, which is also the Fisher."""
 
     @abstractmethod
     def hessian_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
-        """H v, with H the Hessian of each example's loss by the outputs; can be differentiated by both."""
+        """H v, with H the Hessian of each example's loss by the outputs; differentiable in both arguments."""
 
     @abstractmethod
     def third_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
-        """The derivative of H v along v, which is also that of v'H v by the outputs; v may have more dimensions."""
+        """The derivative of H v along v, equal to that of v'H v by the outputs; v may have extra leading dimensions."""
 
     def losses(self, outputs: Tensor) -> int:
-        """How many losses a mean over these outputs runs over: examples, or whatever has a label of its own."""
+        """The number of terms in a mean loss over these outputs: examples, or positions that each have a label."""
         return len(outputs)
 
 
 class Categorical(Likelihood):
-    """Softmax over the last dimension; Gaussian logits by MacKay's probit approximation."""
+    """Softmax over the last dimension. Gaussian logits use MacKay's probit approximation."""
 
     def link(self, outputs: Tensor) -> Tensor:
         return outputs.softmax(-1)
@@ -138,20 +139,20 @@ class Categorical(Likelihood):
     def losses(self, outputs: Tensor) -> int:
         return outputs.shape[:-1].numel()
 
-    def averaged(self, mean: Tensor, variance: Tensor) -> Tensor:
+    def from_moments(self, mean: Tensor, variance: Tensor) -> Tensor:
         return mean
 
-    def expected(self, mean: Tensor, variance: Tensor) -> Tensor:
+    def from_gaussian(self, mean: Tensor, variance: Tensor) -> Tensor:
         return (mean / (1 + math.pi / 8 * variance).sqrt()).softmax(-1)
 
-    def log_density(self, mean: Tensor, variance: Tensor, labels: Tensor, noise: float) -> Tensor:
+    def log_density(self, mean: Tensor, variance: Tensor, labels: Tensor, noise_scale: float) -> Tensor:
         return -self.loss(mean / (1 + math.pi / 8 * variance).sqrt(), labels)
 
-    def within(self, value: Tensor, noise: float) -> Tensor:
+    def aleatoric(self, value: Tensor, noise_scale: float) -> Tensor:
         return torch.special.entr(value).sum(-1)
 
-    def split(self, mean: Tensor, variance: Tensor, within: Tensor) -> Decomposed:
-        return Decomposed(mean, within, (self.within(mean, 1.0) - within).clamp(min=0))
+    def decompose(self, mean: Tensor, variance: Tensor, aleatoric: Tensor) -> Decomposed:
+        return Decomposed(mean, aleatoric, (self.aleatoric(mean, 1.0) - aleatoric).clamp(min=0))
 
     def sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         p = self.link(outputs.detach().float() if outputs.dtype.itemsize < 4 else outputs.detach())
@@ -182,10 +183,10 @@ class Categorical(Likelihood):
         if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
             raise ValueError(
                 f"labels must be in 0..{classes - 1}, got {int(labels.min())} to {int(labels.max())}: "
-                "leave out examples that have none."
+                "leave out examples without a label."
             )
 
-    def roots(self, outputs: Tensor) -> Iterator[Tensor]:
+    def hessian_roots(self, outputs: Tensor) -> Iterator[Tensor]:
         _check_classes(outputs)
         p = outputs.detach().softmax(-1)
         for position in range(p[0, ..., 0].numel()):
@@ -228,7 +229,7 @@ class Bernoulli(Categorical):
     def residual(self, outputs: Tensor, labels: Tensor) -> Tensor:
         return outputs.detach().sigmoid() - _real(labels, outputs)
 
-    def roots(self, outputs: Tensor) -> Iterator[Tensor]:
+    def hessian_roots(self, outputs: Tensor) -> Iterator[Tensor]:
         p = outputs.detach().sigmoid()
         yield from _one_by_one((p * (1 - p)).sqrt())
 
@@ -240,42 +241,43 @@ class Bernoulli(Categorical):
         p = outputs.sigmoid()
         return p * (1 - p) * (1 - 2 * p) * vector.square()
 
-    def expected(self, mean: Tensor, variance: Tensor) -> Tensor:
+    def from_gaussian(self, mean: Tensor, variance: Tensor) -> Tensor:
         return (mean / (1 + math.pi / 8 * variance).sqrt()).sigmoid()
 
-    def within(self, value: Tensor, noise: float) -> Tensor:
+    def aleatoric(self, value: Tensor, noise_scale: float) -> Tensor:
         return torch.special.entr(value) + torch.special.entr(1 - value)
 
 
 class Gaussian(Likelihood):
     """Outputs are means of real-valued targets."""
 
-    exact = True
+    closed_form = True
 
     def link(self, outputs: Tensor) -> Tensor:
         return outputs
 
-    def averaged(self, mean: Tensor, variance: Tensor) -> Moments:
+    def from_moments(self, mean: Tensor, variance: Tensor) -> Moments:
         return Moments(mean, variance)
 
-    def expected(self, mean: Tensor, variance: Tensor) -> Moments:
+    def from_gaussian(self, mean: Tensor, variance: Tensor) -> Moments:
         return Moments(mean, variance)
 
-    def log_density(self, mean: Tensor, variance: Tensor, labels: Tensor, noise: float) -> Tensor:
-        spread = variance + noise
+    def log_density(self, mean: Tensor, variance: Tensor, labels: Tensor, noise_scale: float) -> Tensor:
+        spread = variance + noise_scale**2
         each = (mean - _real(labels, mean)).square() / spread + (2 * math.pi * spread).log()
         return -each.reshape(len(mean), -1).sum(1) / 2
 
-    def within(self, value: Tensor, noise: float) -> Tensor:
-        return torch.full_like(value, noise)
+    def aleatoric(self, value: Tensor, noise_scale: float) -> Tensor:
+        return torch.full_like(value, noise_scale**2)
 
-    def decomposed(self, mean: Tensor, variance: Tensor, noise: float) -> Decomposed:
-        return self.split(mean, variance, self.within(mean, noise))
+    def decompose_gaussian(self, mean: Tensor, variance: Tensor, noise_scale: float) -> Decomposed:
+        return self.decompose(mean, variance, self.aleatoric(mean, noise_scale))
 
     def sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         return outputs.detach() + torch.randn(outputs.shape, dtype=torch.float64, generator=generator).to(outputs)
 
-    def log_likelihood(self, outputs: Tensor, labels: Tensor, noise: float) -> Tensor:
+    def log_likelihood(self, outputs: Tensor, labels: Tensor, noise_scale: float) -> Tensor:
+        noise = noise_scale**2
         return -self.loss(outputs, labels) / noise - outputs[0].numel() / 2 * math.log(2 * math.pi * noise)
 
     def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
@@ -284,7 +286,7 @@ class Gaussian(Likelihood):
     def residual(self, outputs: Tensor, labels: Tensor) -> Tensor:
         return outputs.detach() - _real(labels, outputs)
 
-    def roots(self, outputs: Tensor) -> Iterator[Tensor]:
+    def hessian_roots(self, outputs: Tensor) -> Iterator[Tensor]:
         yield from _one_by_one(torch.ones_like(outputs))
 
     def hessian_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
@@ -297,19 +299,19 @@ class Gaussian(Likelihood):
 class Poisson(Likelihood):
     """Outputs are logarithms of the rates of counts."""
 
-    exact = True
+    closed_form = True
 
     def link(self, outputs: Tensor) -> Tensor:
         return outputs.exp()
 
-    def averaged(self, mean: Tensor, variance: Tensor) -> Tensor:
+    def from_moments(self, mean: Tensor, variance: Tensor) -> Tensor:
         return mean
 
-    def expected(self, mean: Tensor, variance: Tensor) -> Tensor:
+    def from_gaussian(self, mean: Tensor, variance: Tensor) -> Tensor:
         return (mean + variance / 2).exp()
 
-    def log_density(self, mean: Tensor, variance: Tensor, labels: Tensor, noise: float) -> Tensor:
-        """By a quadrature over each log-rate."""
+    def log_density(self, mean: Tensor, variance: Tensor, labels: Tensor, noise_scale: float) -> Tensor:
+        """By quadrature over each log-rate."""
         nodes = torch.linspace(-6, 6, 65, dtype=mean.dtype, device=mean.device)
         f = mean[..., None] + variance[..., None].sqrt() * nodes
         y = _real(labels, mean)[..., None]
@@ -317,12 +319,12 @@ class Poisson(Likelihood):
         each = (y * f - f.exp() - (y + 1).lgamma() + log_weights).logsumexp(-1)
         return each.reshape(len(mean), -1).sum(1)
 
-    def within(self, value: Tensor, noise: float) -> Tensor:
+    def aleatoric(self, value: Tensor, noise_scale: float) -> Tensor:
         return value
 
-    def decomposed(self, mean: Tensor, variance: Tensor, noise: float) -> Decomposed:
-        rate = self.expected(mean, variance)
-        return self.split(rate, variance.expm1() * rate.square(), rate)
+    def decompose_gaussian(self, mean: Tensor, variance: Tensor, noise_scale: float) -> Decomposed:
+        rate = self.from_gaussian(mean, variance)
+        return self.decompose(rate, variance.expm1() * rate.square(), rate)
 
     def sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         return torch.poisson(outputs.detach().exp().cpu(), generator).to(outputs)
@@ -336,7 +338,7 @@ class Poisson(Likelihood):
     def residual(self, outputs: Tensor, labels: Tensor) -> Tensor:
         return outputs.detach().exp() - _real(labels, outputs)
 
-    def roots(self, outputs: Tensor) -> Iterator[Tensor]:
+    def hessian_roots(self, outputs: Tensor) -> Iterator[Tensor]:
         yield from _one_by_one((outputs.detach() / 2).exp())
 
     def hessian_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
@@ -348,18 +350,18 @@ class Poisson(Likelihood):
 
 @dataclass
 class Averages:
-    """Mean and variance of link(f), and the mean of what labels spread around it, over outputs f one by one.
+    """Running mean and variance of link(f) and running mean of the aleatoric uncertainty, over samples of outputs f.
 
     Args:
-        noise: of Gaussian data.
+        noise_scale: the standard deviation of Gaussian data.
     """
 
     reading: Likelihood
-    noise: float = 1.0
+    noise_scale: float = 1.0
     count: int = 0
     mean: Tensor | Any = 0
     squares: Tensor | Any = 0
-    within: Tensor | Any = 0
+    aleatoric: Tensor | Any = 0
 
     def add(self, outputs: Tensor) -> None:
         value = self.reading.link(outputs)
@@ -367,14 +369,14 @@ class Averages:
         deviation = value - self.mean
         self.mean = self.mean + deviation / self.count
         self.squares = self.squares + deviation * (value - self.mean)
-        within = self.reading.within(value, self.noise)
-        self.within = self.within + (within - self.within) / self.count
+        aleatoric = self.reading.aleatoric(value, self.noise_scale)
+        self.aleatoric = self.aleatoric + (aleatoric - self.aleatoric) / self.count
 
     def prediction(self) -> Tensor | Moments:
-        return self.reading.averaged(self.mean, self.squares / self.count)
+        return self.reading.from_moments(self.mean, self.squares / self.count)
 
     def decomposed(self) -> Decomposed:
-        return self.reading.split(self.mean, self.squares / self.count, self.within)
+        return self.reading.decompose(self.mean, self.squares / self.count, self.aleatoric)
 
 
 def _check_classes(outputs: Tensor) -> None:
@@ -398,7 +400,7 @@ def _real(labels: Tensor, outputs: Tensor) -> Tensor:
 
 
 def _one_by_one(scale: Tensor) -> Iterator[Tensor]:
-    """Each output by itself, times its scale."""
+    """For each output a tensor that is `scale` there and zero elsewhere."""
     rows = scale.reshape(len(scale), -1)
     for k in range(rows.shape[1]):
         at = torch.zeros_like(rows)
@@ -410,12 +412,12 @@ _BY_NAME = {"categorical": Categorical(), "bernoulli": Bernoulli(), "gaussian": 
 
 
 def named(likelihood: str) -> Likelihood:
-    """The likelihood of that name."""
+    """The likelihood with this name."""
     if likelihood not in _BY_NAME:
         raise ValueError(f"likelihood must be one of {', '.join(map(repr, _BY_NAME))}, got {likelihood!r}.")
     return _BY_NAME[likelihood]
 
 
 def draw(likelihood: Likelihood, outputs: Tensor, seed: int, draws: int) -> Tensor:
-    """Labels from the model's own predictions; a function of the seed and the number of draws before."""
+    """Labels sampled from the model's predictions; a function of the seed and the number of earlier draws."""
     return likelihood.sample(outputs, generator_of(seed, draws))

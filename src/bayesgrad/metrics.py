@@ -1,7 +1,4 @@
-"""What predictions are worth: scores of probabilities and of Gaussian predictions.
-
-Through torchmetrics where it has them, which is imported when it is needed.
-"""
+"""Scores of predicted probabilities and of Gaussian predictions, with torchmetrics, which is imported when needed."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ BINS = 15
 
 
 def classification(logs: Tensor, labels: Tensor) -> dict[str, float]:
-    """Error, mean negative log-likelihood, calibration error and Brier score; NaN where a model has diverged.
+    """Error, mean negative log-likelihood, calibration error and Brier score; NaN if predictions are not finite.
 
     Args:
         logs: (n, classes), logarithms of predicted probabilities.
@@ -50,7 +47,7 @@ class Reliability(NamedTuple):
 
 
 def reliability(p: Tensor, labels: Tensor, bins: int = BINS) -> Reliability:
-    """How often the most probable class is right, in bins of equal width of its probability, each open on the left."""
+    """The accuracy of the most probable class in bins of its probability, of equal width and open on the left."""
     confidence, named = p.double().max(-1)
     right = (named == labels).double()
     place = (confidence * bins).ceil().long().clamp(1, bins) - 1
@@ -62,12 +59,12 @@ def reliability(p: Tensor, labels: Tensor, bins: int = BINS) -> Reliability:
 
 
 def entropy(p: Tensor) -> Tensor:
-    """Of each predicted distribution (..., classes), in nats."""
+    """The entropy of each predicted distribution (..., classes), in nats."""
     return torch.special.entr(p).sum(-1)
 
 
 def auroc(inside: Tensor, outside: Tensor) -> float:
-    """The probability that an outside example has the higher value (an uncertainty, say), ties counted by half."""
+    """The probability that an outside example has the higher value, for example uncertainty; ties count half."""
     values = torch.cat([inside.flatten(), outside.flatten()])
     if not bool(torch.isfinite(values).all()):
         return math.nan
@@ -80,7 +77,7 @@ def regression(mean: Tensor, variance: Tensor, targets: Tensor, level: float = 0
     """Root mean squared error, mean negative log-likelihood of N(mean, variance), and coverage of intervals.
 
     Args:
-        variance: of the targets: what weights leave open and the noise of the data, together.
+        variance: of the targets: the variance of the outputs plus that of the noise.
         level: of the central intervals.
 
     Checked by: tests/equations/test_metrics.py.
@@ -99,25 +96,25 @@ def gaussian_nll(mean: Tensor, variance: Tensor, targets: Tensor) -> Tensor:
 
 
 def coverage(mean: Tensor, variance: Tensor, targets: Tensor, level: float = 0.9) -> float:
-    """The share of targets inside the central interval that should hold a share of `level`."""
+    """The fraction of targets inside the central interval of probability `level`."""
     mean, variance, targets = _fitting(mean, variance, targets)
     return ((targets - mean).abs() <= half_width(variance, level)).double().mean().item()
 
 
 def half_width(variance: Tensor, level: float = 0.9) -> Tensor:
-    """The central interval of N(mean, variance) that holds `level` is mean ± this."""
+    """Half the width of the central interval of N(mean, variance) with probability `level`."""
     if not 0 < level < 1:
         raise ValueError(f"level must be between 0 and 1, got {level!r}.")
     return torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)).to(variance) * variance.sqrt()
 
 
 def _fitting(mean: Tensor, variance: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """All in float64, of one shape: (n,) against (n, 1) would become (n, n)."""
+    """All in float64; raises if shapes differ, since (n,) and (n, 1) would broadcast to (n, n)."""
     if not mean.shape == variance.shape == targets.shape:
         shapes = ", ".join(str(tuple(t.shape)) for t in (mean, variance, targets))
-        raise ValueError(f"mean, variance and targets must have one shape, got {shapes}.")
+        raise ValueError(f"mean, variance and targets must have the same shape, got {shapes}.")
     if not bool((variance > 0).all()):
-        raise ValueError(f"variances must be positive, got {variance.min():g}: add the noise of the data.")
+        raise ValueError(f"variances must be positive, got {variance.min():g}: add the variance of the noise.")
     return mean.double(), variance.double(), targets.double()
 
 

@@ -1,4 +1,4 @@
-"""Figures that a person would rather look at than at numbers."""
+"""Figures of predictions and their uncertainty."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def save_figure(figure: Any, path: Path) -> None:
 def decisions(
     path: Path, maps: Mapping[str, np.ndarray], ground: np.ndarray, points: np.ndarray, labels: np.ndarray
 ) -> None:
-    """The probability of the second class over the plane, a panel for each name, with the points it was learnt from.
+    """The probability of the second class over the plane, a panel for each name, with the training points.
 
     Args:
         maps: name -> probabilities (n, n).
-        ground: the places they belong to (n, n, 2).
+        ground: the points of the grid (n, n, 2).
         points, labels: (m, 2) and (m,).
     """
     figure, axes = new_figure(len(maps), 4.2, 3.6)
@@ -63,7 +63,7 @@ def reliability(path: Path, named: Mapping[str, tuple[Any, Any, Any]]) -> None:
     """Accuracy against confidence, a panel for each name: bars on the diagonal where predictions are calibrated.
 
     Args:
-        named: name -> confidence, accuracy and count of each bin of equal width in [0, 1], as of `metrics.reliability`.
+        named: name -> confidence, accuracy and count of each bin of equal width in [0, 1], from `metrics.reliability`.
     """
     figure, axes = new_figure(len(named), 3.8, 3.8)
     for axis, (name, bins) in zip(axes, named.items()):
@@ -84,11 +84,11 @@ def reliability(path: Path, named: Mapping[str, tuple[Any, Any, Any]]) -> None:
 
 @dataclass(frozen=True)
 class Band:
-    """A regression of one input.
+    """A regression with one input.
 
     Args:
-        x, mean: the ground, in order, and the prediction, (n,).
-        epistemic, total: deviations: what weights leave open, and that with the noise of the data, (n,).
+        x, mean: inputs in ascending order, and the prediction, (n,).
+        epistemic, total: standard deviations, without and with the noise of the data, (n,).
     """
 
     x: np.ndarray
@@ -98,11 +98,11 @@ class Band:
 
 
 def bands(path: Path, named: Mapping[str, Band], points: np.ndarray, level: float = 0.95) -> None:
-    """A prediction with its two central intervals over the data, a panel for each name.
+    """Predictions with central intervals of the mean and of the targets, a panel for each name.
 
     Args:
         points: the data, (m, 2): input and target.
-        level: what share the intervals should hold.
+        level: the probability of the intervals.
     """
     from statistics import NormalDist
 
@@ -130,13 +130,13 @@ def decision_uncertainty(
     points: np.ndarray,
     labels: np.ndarray,
 ) -> None:
-    """How uncertain decisions are over the plane, a panel for each measure, with the borders between classes.
+    """The uncertainty of decisions over the plane, a panel for each measure, with the class boundaries.
 
     Args:
         maps: name -> uncertainties (n, n), from 0; one colour scale for all.
-        classes: the most probable class of each place (n, n).
-        ground: the places (n, n, 2).
-        points, labels: what it was learnt from, (m, 2) and (m,).
+        classes: the most probable class at each grid point (n, n).
+        ground: the points of the grid (n, n, 2).
+        points, labels: the training data, (m, 2) and (m,).
     """
     figure, axes = new_figure(len(maps), 4.2, 3.6)
     across, up = ground[..., 0], ground[..., 1]

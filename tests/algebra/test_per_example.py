@@ -12,9 +12,9 @@ from bayesgrad.curvature.per_example import (
     OuterProducts,
     PerExampleGradients,
     StoredGradients,
-    added,
-    joined,
+    concatenated,
     restored,
+    summed,
 )
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -101,7 +101,7 @@ def test_products(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> Non
     close(case.squares(), G.square().sum(1).view(case.shape))
     close(case.rows(), G.T.view(case.count, *case.shape))
     L = torch.linalg.cholesky(G.T @ G + torch.eye(case.count, dtype=torch.float64))
-    close(case.weighed(L), (G @ torch.cholesky_inverse(L) @ G.T).diagonal().view(case.shape))
+    close(case.weighted_diagonal(L), (G @ torch.cholesky_inverse(L) @ G.T).diagonal().view(case.shape))
     close(case.cross(case), G.T @ G)
     close(case.cross(StoredGradients(case.shape, 2 * u[None])), 2 * (G.T @ u.flatten())[:, None])
     assert torch.equal(u, kept[0])
@@ -152,7 +152,7 @@ SUMS = {
 @pytest.mark.parametrize("name", SUMS)
 def test_uses_of_one_parameter_add_up(name: str) -> None:
     parts, kind = SUMS[name]
-    total = added(parts)
+    total = summed(parts)
     G = sum(written(part) for part in parts).T
     u, w = normal(4, 3), normal(COUNT)
     assert isinstance(total, kind)
@@ -182,7 +182,7 @@ BATCHES = {
 @pytest.mark.parametrize("name", BATCHES)
 def test_batches_side_by_side(name: str) -> None:
     parts = BATCHES[name]
-    total = joined(parts)
+    total = concatenated(parts)
     G = torch.cat([written(part) for part in parts]).T
     assert type(total) is type(parts[0])
     assert total.count == sum(part.count for part in parts)
@@ -202,4 +202,4 @@ def test_batches_side_by_side(name: str) -> None:
 )
 def test_batches_of_different_shapes_are_refused(parts: list[PerExampleGradients]) -> None:
     with pytest.raises(ValueError, match="must have the same shape but for the number of examples"):
-        joined(parts)
+        concatenated(parts)

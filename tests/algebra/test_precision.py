@@ -225,7 +225,7 @@ def test_low_rank_products() -> None:
 
 def test_kronecker_products_that_share_nothing_have_no_sum() -> None:
     a, b = (Kronecker(covariance(2, 2), covariance(3, 3), SHAPE) for _ in range(2))
-    with pytest.raises(ValueError, match="unless they share a factor"):
+    with pytest.raises(ValueError, match="must share a factor to be added"):
         a.add(b)
 
 

@@ -18,8 +18,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "labels' shape": (dict(loader=[(data()[0], data()[1][:, None])]), "labels must be whole numbers of shape"),
     "negative prior": (dict(prior_precision=-1.0), "prior_precision must be a finite positive number, got -1.0"),
     "no prior": (dict(prior_precision=0), "prior_precision must be a finite positive number, got 0"),
-    "prior's names": (dict(prior_precision={"0.weight": 1.0}), "prior_precision by name must name"),
-    "noise": (dict(noise=float("nan")), "noise must be a finite positive number, got nan"),
+    "prior's names": (dict(prior_precision={"0.weight": 1.0}), "prior_precision must have the names"),
+    "noise_scale": (dict(noise_scale=float("nan")), "noise_scale must be a finite positive number, got nan"),
     "structure": (dict(structure="lowrank"), "structure must be one of 'diag', 'kron', .*, got 'lowrank'"),
     "fisher": (dict(fisher="true"), "fisher must be one of .*, got 'true'"),
     "bias": (dict(bias="none"), "bias must be 'joint' or 'separate', got 'none'"),
@@ -86,14 +86,14 @@ def test_models_that_have_no_posterior() -> None:
         bayesgrad.laplace(nn.Sequential(nn.Dropout(), mlp()), [data()], likelihood="categorical")
     with pytest.raises(ValueError, match=r"at least two classes .* shape \(5, 1\): for one logit use 'bernoulli'"):
         fitted(mlp(1), "diag")
-    with pytest.raises(ValueError, match="structure='full' would write down a 40401 x 40401 matrix"):
+    with pytest.raises(ValueError, match="structure='full' needs a dense 40401 x 40401 matrix"):
         fitted(nn.Linear(200, 201), "full")
     broken = mlp()
     broken[0].weight.data[0, 0] = math.nan
     with pytest.raises(ValueError, match=r"0.weight has entries that are not finite"):
         fitted(broken, "diag")
     posterior = fitted(mlp(), "full")
-    with pytest.raises(ValueError, match="a categorical likelihood has no noise to find"):
-        posterior.tune_prior(noise=True)
+    with pytest.raises(ValueError, match="a categorical likelihood has no noise to tune"):
+        posterior.tune_prior(noise_scale=True)
     with pytest.raises(ValueError, match="per must be one of 'model', 'layer', 'parameter', got 'weight'"):
         posterior.tune_prior("weight")

@@ -110,13 +110,15 @@ def test_a_chain_that_diverges_says_where_and_keeps_the_last_finite_weights() ->
     with pytest.raises(Diverged, match="the loss is nan"):
         sampler.step(loss=torch.tensor(torch.nan))
     fresh = Langevin(nn.Linear(1, 1), lr=0.1, num_data=4)
-    with pytest.raises(Diverged, match=r"no loss was shown: use step\(closure\) or step\(loss=loss\)"):
+    with pytest.raises(Diverged, match=r"no loss was given: use step\(closure\) or step\(loss=loss\)"):
         fresh.step(loss=torch.inf)
 
 
 def test_temperatures_far_from_one_and_long_steps_are_warned_of() -> None:
     model = nn.Linear(3, 2)
-    message = "lr=0.1 with batch_size=4 of num_data=1000 samples at temperature 12.4, not 1: for the posterior take "
+    message = (
+        "lr=0.1 with batch_size=4 of num_data=1000 samples at temperature 12.4, not 1: to sample the posterior use "
+    )
     with pytest.warns(UserWarning, match=re.escape(f"{message}batch_size=48 or lr=0.00803.")):
         SNGD(model, 0.1, num_data=1000, batch_size=4)
     with pytest.warns(UserWarning, match=r"lr=0.5 is not small: variances are 33% too large in units of the metric."):
@@ -131,15 +133,17 @@ def test_refusals_of_samplers() -> None:
     model(X).sum().backward()
     with pytest.raises(RuntimeError, match=r"nothing was ever observed: call observe\(outputs\)"):
         sampler.step()
-    with pytest.raises(ValueError, match="fisher='exact' is about all labels and takes none"):
+    with pytest.raises(ValueError, match="fisher='exact' is an expectation over labels and takes none"):
         sampler.observe(model(X), Y)
-    with pytest.raises(RuntimeError, match="these are not the outputs of the model's last forward pass"):
+    with pytest.raises(
+        RuntimeError, match=r"observe\(\) must receive the tensor that the model's last forward pass returned"
+    ):
         sampler.observe(model(X) * 1)
     with pytest.raises(ValueError, match="metric='empirical' needs labels"):
         Langevin(model, num_data=20, metric="empirical").observe(model(X))
-    with pytest.raises(ValueError, match="the saved state is of metric='identity', this Langevin's is 'fisher'"):
+    with pytest.raises(ValueError, match="the saved state must have metric='fisher', as this Langevin, got 'identity'"):
         sampler.load_state_dict(Langevin(network(), num_data=20).state_dict())
-    with pytest.raises(ValueError, match="at most 10000 weights: use metric='kronecker' or 'diagonal'"):
+    with pytest.raises(ValueError, match="at most 10000 weights, got 20100: use metric='kronecker' or 'diagonal'"):
         Langevin(nn.Linear(200, 100), num_data=20, metric="fisher")
     with pytest.raises(ValueError, match="the Fisher is singular with damping 0: raise damping"):
         run(model, Langevin(model, num_data=20, metric="fisher"), 1)

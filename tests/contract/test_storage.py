@@ -133,13 +133,13 @@ def test_files_cut_short_or_altered(saved: Path) -> None:
     for length in (0, 5, 100, len(whole) // 2, len(whole) - 1):
         saved.write_bytes(whole[:length])
         with pytest.raises(
-            ValueError, match="cannot be read as a posterior: it is damaged, cut short or no safetensors"
+            ValueError, match="cannot be read as a posterior: it is damaged, truncated or not a safetensors"
         ):
             load(saved)
     step = len(whole) // 40
     for place in range(len(whole) - 1, 8, -step):  # a bit anywhere in header and tensors
         saved.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        with pytest.raises(ValueError, match=r"cannot be read|was altered|holds tensors but no posterior|has version"):
+        with pytest.raises(ValueError, match=r"cannot be read|was altered|is not a file of a posterior|has version"):
             load(saved)
     saved.write_bytes(whole)
     load(saved)
@@ -147,13 +147,13 @@ def test_files_cut_short_or_altered(saved: Path) -> None:
 
 def test_files_of_others(saved: Path, tmp_path: Path) -> None:
     rewritten(saved, lambda header, tensors: header.update(version="2"))
-    with pytest.raises(ValueError, match="has version '2' of the format, and this bayesgrad reads 1: read it with"):
+    with pytest.raises(ValueError, match="has version '2' of the format, but this bayesgrad reads 1: read it with"):
         load(saved)
     save_file({"w": torch.ones(2)}, saved)
-    with pytest.raises(ValueError, match="holds tensors but no posterior"):
+    with pytest.raises(ValueError, match="is not a file of a posterior"):
         load(saved)
     torch.save({"kind": "gaussian"}, saved)
-    with pytest.raises(ValueError, match="no safetensors file"):
+    with pytest.raises(ValueError, match="not a safetensors file"):
         load(saved)
 
     class Trap:
@@ -170,12 +170,12 @@ def test_files_of_others(saved: Path, tmp_path: Path) -> None:
 
 def test_states_that_are_not_whole(tmp_path: Path) -> None:
     state = KINDS["gaussian"](network()).state_dict()
-    with pytest.raises(ValueError, match="it lacks 'seed', 'draws', 'tensors'"):
+    with pytest.raises(ValueError, match="needs the keys 'seed', 'draws', 'tensors'"):
         Posterior.from_state_dict({"kind": "gaussian"})
-    with pytest.raises(ValueError, match="kind 'mystery' is not known"):
+    with pytest.raises(ValueError, match="got 'mystery'"):
         Posterior.from_state_dict({**state, "kind": "mystery"})
     storage.write(tmp_path / "partial", {**state, "tensors": {"mean": {}}})  # with a checksum that is right
-    with pytest.raises(ValueError, match="damaged or cut short: it lacks 'variance'"):
+    with pytest.raises(ValueError, match="is incomplete: it lacks 'variance'"):
         load(tmp_path / "partial")
 
 
@@ -184,13 +184,15 @@ def test_models_of_another_architecture(tmp_path: Path) -> None:
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     KINDS["laplace last layer"](model).save(tmp_path / "posterior")
     wider = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Dropout(), nn.Linear(6, 3), nn.Linear(3, 3, bias=False))
-    message = r"it lacks '3.bias', has '0.weight' with shape \[5, 3\] for \[5, 4\]\."
+    message = r"it lacks '3.bias', has '0.weight' with shape \[5, 3\] instead of \[5, 4\]\."
     other = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Dropout(), nn.Linear(5, 3, bias=False))
     with pytest.raises(ValueError, match=message):
         load(tmp_path / "posterior", other)
-    with pytest.raises(ValueError, match=r"it has '4.weight' besides, has '0.weight' with shape .* and 1 more\."):
+    with pytest.raises(
+        ValueError, match=r"it has the extra parameter '4.weight', has '0.weight' with shape .* and 1 more\."
+    ):
         load(tmp_path / "posterior", wider)
-    with pytest.raises(ValueError, match=r"no parameter '3\.weight', which"):
+    with pytest.raises(ValueError, match=r"a parameter '3\.weight' that the model lacks"):
         load(tmp_path / "posterior").predict(data()[0], model=nn.Linear(4, 3))
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 

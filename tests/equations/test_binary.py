@@ -476,7 +476,7 @@ def test_posterior_predicts_and_is_stored(tmp_path: Path) -> None:
     loaded = load(tmp_path / "posterior.safetensors", model)
     assert isinstance(loaded, BernoulliPosterior)
     assert torch.equal(loaded.predict(x, samples=8, seed=4), sampled)
-    with pytest.raises(ValueError, match="damaged or cut short"):
+    with pytest.raises(ValueError, match="the state of the posterior is incomplete"):
         Posterior.from_state_dict({**posterior.state_dict(), "tensors": {}})
     less = optimizer.posterior(model, scale=2.0)
     assert torch.equal(less.natural["0.weight"], posterior.natural["0.weight"] / 2)

@@ -44,7 +44,7 @@ def test_the_linear_gaussian_case() -> None:
     assert bound.value == bound.log_likelihood - bound.divergence
     variance = 1 / dense(exact).diagonal()
     diagonal = GaussianPosterior({"weight": Belief(weight[None], Diagonal(variance[None]))}, model)
-    given = {"prior_precision": PRIOR, "likelihood": "gaussian", "noise": NOISE}
+    given = {"prior_precision": PRIOR, "likelihood": "gaussian", "noise_scale": NOISE**0.5}
     bound = diagonal.elbo(loader, samples=200, **given)
     fit = expected_fit(torch.diag(variance), weight, X, Y)
     assert abs(bound.log_likelihood - fit) < 5 * bound.error
@@ -107,7 +107,9 @@ def test_variational_training_raises_it(make: type) -> None:
 
 def test_bad_requests() -> None:
     posterior, loader = fitted(mlp(), "diag"), [data()]
-    with pytest.raises(ValueError, match=r"the loader gave 0 and 12 examples: it is gone through once for each draw"):
+    with pytest.raises(
+        ValueError, match=r"the loader gave 0 and 12 examples in different passes: it is iterated once for each sample"
+    ):
         posterior.elbo(iter(loader), prior_precision=1.0)
     with pytest.raises(ValueError, match="the loader gave 0 examples"):
         posterior.elbo([], prior_precision=1.0)

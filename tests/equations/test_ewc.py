@@ -148,7 +148,7 @@ def test_second_derivative_and_the_prior(structure: str) -> None:
 def test_noise_counts() -> None:
     model, (x, _) = mlp(), data()
     loader = [(x, torch.zeros(N, OUT, dtype=D))]
-    ewcs = [EWC(laplace(model, loader, likelihood="gaussian", structure="kron", noise=s)) for s in (1.0, 0.25)]
+    ewcs = [EWC(laplace(model, loader, likelihood="gaussian", structure="kron", noise_scale=s)) for s in (1.0, 0.5)]
     moved(model)
     close(ewcs[1](model), 4 * ewcs[0](model), rtol=1e-10, atol=0)
 
@@ -369,12 +369,12 @@ def test_what_cannot_be_is_one_clear_error() -> None:
             EWC(posterior, bad)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"decay must be a finite positive number, got 0"):
         EWC(posterior).add(posterior, decay=0)
-    with pytest.raises(ValueError, match=r"the model has no parameter '2.weight', which this penalty is about"):
+    with pytest.raises(ValueError, match=r"the penalty has a parameter '2.weight' that the model lacks"):
         EWC(posterior)(model[:1])
     wider = nn.Sequential(nn.Linear(IN, 6), nn.Tanh(), nn.Linear(6, OUT)).to(D)
     with pytest.raises(ValueError, match=r"'0.weight' has shape \(6, 3\) in the model and \(5, 3\) in the penalty"):
         EWC(posterior)(wider)
-    with pytest.raises(ValueError, match=r"'0.weight' has shape \(6, 3\), and \(5, 3\) in earlier tasks"):
+    with pytest.raises(ValueError, match=r"'0.weight' has shape \(6, 3\), but \(5, 3\) in earlier tasks"):
         EWC(posterior).add(fitted(wider, "diag"))
     with pytest.raises(TypeError, match="EWC takes a Gaussian posterior, got BernoulliPosterior"):
         EWC(BernoulliPosterior({"w": torch.zeros(2)}))

@@ -522,7 +522,7 @@ def test_residuals_and_roots_are_derivatives_of_torchs_losses(likelihood: str, s
     torch.testing.assert_close(kind.residual(outputs, labels), expected, rtol=1e-12, atol=1e-14)
     size = outputs[0].numel()
     H = jacrev(jacrev(lambda f: LOSSES[likelihood](f[None], labels[:1])))(outputs[0].detach()).reshape(size, size)
-    roots = torch.stack([root[0].flatten() for root in kind.roots(outputs)], 1)
+    roots = torch.stack([root[0].flatten() for root in kind.hessian_roots(outputs)], 1)
     torch.testing.assert_close(roots @ roots.T, H, rtol=1e-12, atol=1e-14)
 
 
@@ -631,7 +631,7 @@ def test_a_model_without_trainable_parameters_is_refused() -> None:
 
 
 def test_outputs_that_do_not_count_examples_are_refused() -> None:
-    with pytest.raises(ValueError, match="the first dimension of inputs and outputs must count examples"):
+    with pytest.raises(ValueError, match="the first dimension of inputs and outputs must be that of examples"):
         SubsampledFisher(nn.Sequential(nn.Linear(3, 2), nn.Flatten(0)), torch.randn(4, 3))
 
 
@@ -640,7 +640,7 @@ def test_dropout_must_be_off_where_passes_are_repeated(layer: nn.Module) -> None
     """vmap tells of random numbers by itself; an LSTM's passes are loops, which would not."""
     layer = nn.Sequential(nn.Unflatten(1, (1, 5)), layer, Take(), nn.Flatten())
     model = nn.Sequential(layer, nn.Dropout(0.5), nn.Linear(4, 3))
-    with pytest.raises(ValueError, match=r"0\.1\.weight\S* needs passes of its own, which would draw dropout anew"):
+    with pytest.raises(ValueError, match=r"0\.1\.weight\S* needs additional passes, in which dropout would differ"):
         SubsampledFisher(model, torch.randn(6, 5))
     SubsampledFisher(model.eval(), torch.randn(6, 5))
 
@@ -649,7 +649,7 @@ def test_an_embedding_that_rescales_its_rows_is_refused_by_name() -> None:
     """max_norm writes to the weight in the forward pass, which no vectorised pass of single examples can do."""
     model = nn.Sequential(nn.Embedding(5, 3, max_norm=1.0), nn.Flatten(), nn.Linear(6, 2))
     inputs = torch.arange(8).view(4, 2) % 5
-    with pytest.raises(ValueError, match=r"0 has max_norm=1\.0, by which .* set its max_norm to None"):
+    with pytest.raises(ValueError, match=r"0 has max_norm=1\.0, which rescales .* set its max_norm to None"):
         SubsampledFisher(model, inputs)
     plain = copy.deepcopy(model)
     plain[0].max_norm = None  # what the message asks for

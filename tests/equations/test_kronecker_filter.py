@@ -141,7 +141,9 @@ def test_filter_over_steps(prior: float) -> None:
     optimizer = KroneckerFilter(model, lr, batch_size=B, prior_std=prior, update_every=1, weight_decay=0.1)
     start = 0.1 / B if math.isinf(prior) else prior**2
     beliefs = [
-        Factors(*(math.sqrt(start) * torch.eye(k, dtype=D)[None] for k in sizes), torch.ones(2, 1, dtype=D)).measured()
+        Factors(
+            *(math.sqrt(start) * torch.eye(k, dtype=D)[None] for k in sizes), torch.ones(2, 1, dtype=D)
+        ).with_exact_traces()
         for sizes in ((5, 30), (31, 3))
     ]
     drift = OrnsteinUhlenbeck().scalars(process=lr**2, stationary=prior**2)
@@ -153,7 +155,7 @@ def test_filter_over_steps(prior: float) -> None:
         expected = []
         for k, layer in enumerate((model[0], model[2])):
             x, d = (rows[None] for rows in seen[k])
-            beliefs[k] = beliefs[k].propagate(drift["retain"], drift["noise"]).observe(x, d).measured()
+            beliefs[k] = beliefs[k].propagate(drift["retain"], drift["noise"]).observe(x, d).with_exact_traces()
             step = beliefs[k].errors[0] @ (B * joined(layer, True)) @ beliefs[k].inputs[0]
             momentum[k] = 0.9 * momentum[k] + 0.1 * step
             expected.append((1 - 0.1 * lr) * joined(layer) - momentum[k] / (1 - 0.9**t))

@@ -31,8 +31,10 @@ def peer(structure: str, likelihood: str) -> Any:
 
 def ours(structure: str, likelihood: str) -> Any:
     loader = DataLoader(TensorDataset(*data(likelihood)), batch_size=5)
-    noise = NOISE if likelihood == "gaussian" else 1.0
-    options = dict(likelihood=likelihood, structure=structure, bias="separate", prior_precision=PRIOR, noise=noise)
+    noise = NOISE**0.5 if likelihood == "gaussian" else 1.0
+    options = dict(
+        likelihood=likelihood, structure=structure, bias="separate", prior_precision=PRIOR, noise_scale=noise
+    )
     return bayesgrad.laplace(mlp(), loader, **options)
 
 
@@ -51,7 +53,7 @@ def test_laplace_torch(structure: str, likelihood: str) -> None:
     prior, sigma = (torch.tensor(v, dtype=torch.float64, requires_grad=True) for v in (0.9, 0.5))
     given = {"sigma_noise": sigma} if likelihood == "gaussian" else {}
     expected = theirs.log_marginal_likelihood(prior_precision=prior, **given)
-    found = mine.log_marginal_likelihood(prior, sigma**2)
+    found = mine.log_marginal_likelihood(prior, sigma)
     close(found, expected, rtol=1e-5, atol=0.0)
     (slope,) = torch.autograd.grad(expected, prior)
     close(torch.autograd.grad(found, prior, retain_graph=True)[0], slope, rtol=1e-5, atol=1e-8)

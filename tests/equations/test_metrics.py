@@ -90,7 +90,7 @@ def test_intervals_hold_what_they_should(level: float) -> None:
 
 def test_shapes_that_would_be_broadcast_and_numbers_that_mean_nothing_are_refused() -> None:
     y = torch.ones(4)
-    with pytest.raises(ValueError, match=r"one shape, got \(4, 1\), \(4, 1\), \(4,\)"):
+    with pytest.raises(ValueError, match=r"the same shape, got \(4, 1\), \(4, 1\), \(4,\)"):
         metrics.coverage(y[:, None], y[:, None], y)
     with pytest.raises(ValueError, match="add the noise"):
         metrics.gaussian_nll(y, 0 * y, y)

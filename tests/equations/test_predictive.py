@@ -39,7 +39,7 @@ def regression(
     model = nn.Linear(4, outputs, bias=False, dtype=D)
     with torch.no_grad():
         model.weight.copy_(torch.linalg.solve(X.T @ X / noise + 0.5 * torch.eye(4, dtype=D), X.T @ Y / noise).T)
-    options = {"structure": "full", "prior_precision": 0.5, "noise": noise, **options}
+    options = {"structure": "full", "prior_precision": 0.5, "noise_scale": noise**0.5, **options}
     return bayesgrad.laplace(model, [(X, Y)], likelihood="gaussian", **options), (X, Y), x
 
 
@@ -178,7 +178,7 @@ def test_the_parts_of_other_posteriors() -> None:
     model = nn.Linear(3, 2).double()
     posterior = bayesgrad.optim.SpikeSlab(model, keep=0.3, drop_inputs=True).posterior(model)
     x = torch.randn(4, 3, dtype=D)
-    _, covariance = posterior._linear(bayesgrad.posterior.network.Network(model, (x,)), together=True)
+    _, covariance = posterior._linear_moments(bayesgrad.posterior.network.Network(model, (x,)), joint=True)
     masks = torch.cartesian_prod(*[torch.tensor([0.0, 1.0], dtype=D)] * 3)
     chance = (0.3**masks * 0.7 ** (1 - masks)).prod(1)
     slab = posterior.slab["weight"]
@@ -194,5 +194,5 @@ def test_bad_requests() -> None:
         posterior.predict(x, method="linear", link="laplace")
     with pytest.raises(ValueError, match="chunk must be at least 1, got 0"):
         posterior.predict(x, chunk=0)
-    with pytest.raises(ValueError, match="a probit link tells probabilities, not their parts: leave link=None"):
+    with pytest.raises(ValueError, match="link='probit' cannot decompose uncertainty"):
         posterior.predict(x, method="linear", link="probit", decompose=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy.optimize import minimize
 
-from bayesgrad.precision.projection import Factors, information
+from bayesgrad.precision.projection import Factors, projection_weight
 
 D = torch.float64
 SIZES = [(n, m) for n in range(1, 7) for m in range(1, 7)]
@@ -26,7 +26,7 @@ def example(rng: np.random.Generator, Sx: np.ndarray, Sd: np.ndarray, ab: float)
 
 
 def factors(Sx: np.ndarray, Sd: np.ndarray) -> Factors:
-    return Factors(torch.tensor(Sx)[None], torch.tensor(Sd)[None], torch.ones(2, 1, dtype=D)).measured()
+    return Factors(torch.tensor(Sx)[None], torch.tensor(Sd)[None], torch.ones(2, 1, dtype=D)).with_exact_traces()
 
 
 def dense(belief: Factors) -> np.ndarray:
@@ -109,7 +109,7 @@ def test_information_solves_its_equation_and_is_eq_24_for_small_updates() -> Non
     """The first-order step of the paper, corrected: halving ab quarters the difference."""
     p = torch.logspace(-8, 8, 50, dtype=D)
     for m, n in SIZES:
-        t = information((m, n), p)
+        t = projection_weight((m, n), p)
         terms = torch.stack([m * n * t**2, (m * n + (m * n - m - n) * p) * t, -p])
         assert bool((terms.sum(0).abs() <= 1e-14 * terms.abs().sum(0)).all())
         assert bool((t > 0).all())
@@ -195,7 +195,7 @@ def test_factors_stay_positive_definite(n: int, m: int, rows: int, dtype: torch.
         if step % 2:
             belief = belief.propagate(1.0, 1e-6)
         if step % 50 == 49:
-            belief = belief.measured()
+            belief = belief.with_exact_traces()
         if step % 7 == 0 or step == 399:
             for factor in (belief.inputs, belief.errors):
                 assert bool(torch.isfinite(factor).all())
@@ -248,7 +248,7 @@ def test_steady_state_under_drift_whitens() -> None:
         x, d = (torch.randn(chains, 1, len(R), dtype=D, generator=generator) @ R.T for R in roots)
         belief = belief.propagate(1.0, eta**2).observe(x, d)
         if step % 20 == 19:
-            belief = belief.measured()
+            belief = belief.with_exact_traces()
         if step >= 600:
             total += torch.einsum("gij,gmn->imjn", belief.inputs, belief.errors).reshape(6, 6) / chains
             count += 1

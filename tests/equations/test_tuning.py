@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import bayesgrad
 from bayesgrad.likelihoods import named
 from bayesgrad.posterior import LaplacePosterior, load
-from bayesgrad.posterior.tuning import tried
+from bayesgrad.posterior.tuning import maximise_by_search
 from equations.test_laplace import PRIOR, STRUCTURES, data, dense, eye, fitted, mlp
 
 close = torch.testing.assert_close
@@ -45,7 +45,7 @@ def linear(noise: float = 0.5) -> tuple[LaplacePosterior, list[Tensor]]:
     model = nn.Linear(5, 1, bias=False, dtype=D)
     with torch.no_grad():
         model.weight.copy_(torch.linalg.solve(X.T @ X + noise * eye(5), X.T @ Y).T)
-    return fitted(model, "full", "gaussian", loader=[(X, Y)], noise=noise), [X, x, y]
+    return fitted(model, "full", "gaussian", loader=[(X, Y)], noise_scale=noise**0.5), [X, x, y]
 
 
 def test_heldout_labels_find_the_prior_and_the_temperature() -> None:
@@ -76,15 +76,15 @@ def test_heldout_tuning_of_layers_and_noise(structure: str) -> None:
     posterior = fitted(mlp(), structure, "gaussian")
     densities = [posterior._log_density(heldout)]
     for per, noise in (("model", False), ("layer", False), ("layer", True)):
-        posterior.tune_prior(per, method="heldout", heldout=heldout, noise=noise)
+        posterior.tune_prior(per, method="heldout", heldout=heldout, noise_scale=noise)
         densities.append(posterior._log_density(heldout))
     assert densities == sorted(densities)
     assert densities[-1] > densities[0] + 0.01
-    prior, noise = posterior.prior_precision, posterior.noise
+    prior, noise = posterior.prior_precision, posterior.noise_scale
     assert isinstance(prior, dict)
     assert prior["0.weight"] == prior["0.bias"] != prior["2.weight"]
     for factor in (0.5, 2.0):
-        assert posterior.set_prior(prior, noise * factor)._log_density(heldout) < densities[-1]
+        assert posterior.set_prior(prior, noise * factor**0.5)._log_density(heldout) < densities[-1]
         for layer in ("0", "2"):
             other = {name: value * (factor if name[0] == layer else 1) for name, value in prior.items()}
             assert posterior.set_prior(other, noise)._log_density(heldout) < densities[-1] + 1e-3
@@ -104,7 +104,7 @@ def test_densities_of_labels() -> None:
     }
     for name, (labels, log_prob) in exact.items():
         expected = (log_prob.exp() * weights).sum(1).log()
-        found = named(name).log_density(mean, variance, labels, 0.4)
+        found = named(name).log_density(mean, variance, labels, 0.4**0.5)
         close(found, expected, rtol=0, atol=0.05 if name == "bernoulli" else 1e-7)
     logits = torch.cat([torch.zeros_like(mean), mean], 1)
     found = named("categorical").log_density(logits, torch.zeros_like(logits), flags[:, 0].long(), 1.0)
@@ -112,7 +112,9 @@ def test_densities_of_labels() -> None:
 
 
 def test_a_compass_finds_what_is_not_aligned_with_it() -> None:
-    found = tried(lambda v: -((math.log(v[0]) + math.log(v[1]) - 1) ** 2) - 0.1 * math.log(v[0]) ** 2, [9.0, 9.0], 500)
+    found = maximise_by_search(
+        lambda v: -((math.log(v[0]) + math.log(v[1]) - 1) ** 2) - 0.1 * math.log(v[0]) ** 2, [9.0, 9.0], 500
+    )
     close(torch.tensor(found), torch.tensor([1.0, math.e]), rtol=0.1, atol=0)
 
 

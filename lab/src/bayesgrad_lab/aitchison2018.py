@@ -291,7 +291,7 @@ def simulate(eta: float, steps: int, skip: int, chains: int, seed: int, at: tupl
     for step in range(1, steps + 1):
         x, d = (torch.randn(chains, 1, len(r), generator=generator, dtype=torch.float64) @ r for r in roots)
         if eta:
-            belief = belief.measured().propagate(1.0, eta * eta)
+            belief = belief.with_exact_traces().propagate(1.0, eta * eta)
         belief = belief.observe(x, d)
         if step > skip and step % 5 == 0:
             total += product(belief).mean(0)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bayesgrad import optim
-from bayesgrad.curvature.accumulators import Flat
+from bayesgrad.curvature.accumulators import FlatGradients
 from bayesgrad.laplace import laplace
 from bayesgrad.posterior import EWC, Posterior
 from bayesgrad.posterior.ewc import KroneckerQuadratic, Quadratic, StoredQuadratic, SubsampledQuadratic
@@ -263,7 +263,7 @@ def _kept(form: Quadratic) -> int:
     if isinstance(form, KroneckerQuadratic):
         return form.errors.numel() + form.inputs.numel()
     assert isinstance(form, SubsampledQuadratic)
-    assert isinstance(form.directions, Flat)
+    assert isinstance(form.directions, FlatGradients)
     columns = form.directions.gradients.columns.values()
     return sum(tensor.numel() for some in columns for tensor in some.tensors().values() if bool(tensor.any()))
 

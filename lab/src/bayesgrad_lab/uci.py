@@ -259,14 +259,20 @@ def approximations(
     for structure in STRUCTURES:
         few = min(setting.points, len(split.train_x)) if structure == "subsampled" else None
         posterior = laplace(
-            model, batches, likelihood="gaussian", structure=structure, noise=noise, subsample=few, seed=split.number
+            model,
+            batches,
+            likelihood="gaussian",
+            structure=structure,
+            noise_scale=math.sqrt(noise),
+            subsample=few,
+            seed=split.number,
         )
         try:
-            posterior.tune_prior(noise=True)
+            posterior.tune_prior(noise_scale=True)
         except ValueError as error:
             context.say(f"{split.key}, {structure}: {error} Continuing with prior precision 1.")
         moments = posterior.predict(x, method="linear", likelihood="gaussian")
-        found[structure] = with_noise(moments, posterior.noise)
+        found[structure] = with_noise(moments, posterior.noise_scale**2)
     return found
 
 

@@ -147,10 +147,11 @@ def picture(context: Context) -> Mapping[str, Any]:
     ground = torch.linspace(-4.5, 4.5, 181, dtype=torch.float64)[:, None]
     named = {}
     for structure in ("full", "kron", "input", "diag"):
-        posterior = laplace(model, [(x, y)], likelihood="gaussian", structure=structure, noise=0.02)
-        posterior.tune_prior(noise=True)
+        posterior = laplace(model, [(x, y)], likelihood="gaussian", structure=structure, noise_scale=0.02**0.5)
+        posterior.tune_prior(noise_scale=True)
         mean, variance = posterior.predict(ground, method="linear", likelihood="gaussian")
-        deviations = variance.sqrt(), uci.with_noise(uci.Moments(mean, variance), posterior.noise).variance.sqrt()
+        noisy = uci.with_noise(uci.Moments(mean, variance), posterior.noise_scale**2)
+        deviations = variance.sqrt(), noisy.variance.sqrt()
         named[structure] = plots.Band(*(part[:, 0].numpy() for part in (ground, mean, *deviations)))
     plots.bands(context.folder / "bands.png", named, torch.cat([x, y], 1).numpy())
     return named

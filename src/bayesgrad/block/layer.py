@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from bayesgrad.block.elementwise import Product, gradient_of
 from bayesgrad.curvature import layers
 from bayesgrad.curvature.per_example import matmul
-from bayesgrad.curvature.probe import Projection, fitted, random_column, rows_of
+from bayesgrad.curvature.probe import Projection, fit_factors, random_column, rows_to_compare
 from bayesgrad.curvature.recorder import LayerCall
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.precision import Kronecker, Precision
@@ -169,7 +169,7 @@ def gradient_from_calls(layer: Layer, uses: Sequence[LayerCall]) -> Tensor:
     """The gradient of the weight that follows from these calls."""
     total = torch.zeros(layer.owner.shape, dtype=compute_dtype(layer.owner.dtype), device=layer.owner.device)
     for use in uses:
-        for p, columns in layers.columns_of(use.module, use.input, use.error):
+        for p, columns in layers.per_example_gradients(use.module, use.input, use.error):
             if p is layer.owner:
                 total += columns.combine(torch.ones(columns.count).to(total))
     return total
@@ -252,7 +252,7 @@ def _times(rows: Tensor, factor: Tensor | None) -> Tensor:
 def gradient_factors(blocks: Sequence[tuple[Layer, LayerBatch]]) -> dict[Layer, float]:
     """c for each layer whose gradient is c E'A up to rounding; other layers are omitted."""
     found = {layer: projection for layer, batch in blocks if (projection := _projection(layer, batch)) is not None}
-    return {layer: factor for layer, (factor, excess) in zip(found, fitted(list(found.values()))) if excess <= 1}
+    return {layer: factor for layer, (factor, excess) in zip(found, fit_factors(list(found.values()))) if excess <= 1}
 
 
 def estimated_factor(layer: Layer, batch: LayerBatch) -> float:
@@ -263,7 +263,7 @@ def estimated_factor(layer: Layer, batch: LayerBatch) -> float:
         projection = Projection(seen, made, made.new_ones(2), torch.finfo(made.dtype).eps)
     elif any(p.grad is None for p in layer.members) or (projection := _projection(layer, batch)) is None:
         return 1.0
-    ((factor, _),) = fitted([projection])
+    ((factor, _),) = fit_factors([projection])
     return factor if math.isfinite(factor) else 1.0
 
 
@@ -275,7 +275,7 @@ def _projection(layer: Layer, batch: LayerBatch) -> Projection | None:
     groups, fan_out, fan_in = layer.shape
     size = fan_in - (layer.bias is not None)
     probe = random_column(fan_in, features.dtype, features.device)
-    some = rows_of(gradients, fan_out)
+    some = rows_to_compare(gradients, fan_out)
     rows = features @ probe[:size]
     seen = probe.new_zeros(())
     if layer.weight is not None:

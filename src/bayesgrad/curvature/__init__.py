@@ -1,4 +1,4 @@
-"""What backward passes tell of the loss's curvature: each estimator reads evidence into a precision."""
+"""Estimators of the curvature of the loss, from the results of backward passes."""
 
 from bayesgrad.curvature.evidence import Evidence
 from bayesgrad.curvature.fisher import SubsampledFisher

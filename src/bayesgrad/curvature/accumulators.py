@@ -1,4 +1,4 @@
-"""What is added up over a loader's batches: each structure's part of the Hessian of the whole loss."""
+"""Accumulators over the batches of a loader: the Hessian of the total loss in each structure of `laplace`."""
 
 from __future__ import annotations
 
@@ -16,35 +16,41 @@ from torch import Tensor, nn
 
 from bayesgrad import likelihoods
 from bayesgrad.curvature import layers
-from bayesgrad.curvature.fisher import Captured, Gradients, captures, total_of
-from bayesgrad.curvature.per_example import EmbeddingGradients, OuterProducts, PerExampleGradients, joined, restored
+from bayesgrad.curvature.fisher import BatchGradients, Gradients, batch_gradients, sum_terms
+from bayesgrad.curvature.per_example import (
+    EmbeddingGradients,
+    OuterProducts,
+    PerExampleGradients,
+    concatenated,
+    restored,
+)
 from bayesgrad.posterior.hessian import DenseHessian, DiagonalHessian, FactoredHessian, Hessian, LowRankHessian
-from bayesgrad.posterior.network import only, parameters_of
+from bayesgrad.posterior.network import parameters_of, requires_grad_only
 from bayesgrad.precision.linalg import cholesky, eigenvalues
 
-WRITTEN = 1 << 15  # weights whose Hessian is still written down
-ROWS = 512  # of a Jacobian, looked at together
-MEMORY = 1 << 27  # elements of those that are written down
+MAX_DENSE_WEIGHTS = 1 << 15  # of a dense Hessian
+MAX_ROWS = 512  # of a Jacobian, processed at once
+MAX_ELEMENTS = 1 << 27  # of the stored part of a Jacobian
 
 
 class CurvatureAccumulator(ABC):
-    """What a structure adds up over batches."""
+    """Sums per-example gradients over batches into Hessians of one structure."""
 
     def __init__(self, model: nn.Module, chosen: Mapping[str, nn.Parameter], structure: str, bias: str) -> None:
         self.shapes = {name: p.shape for name, p in chosen.items()}
 
     @abstractmethod
-    def add(self, seen: Captured) -> None:
-        """The gradients of one batch."""
+    def add(self, seen: BatchGradients) -> None:
+        """Adds the gradients of one batch."""
 
     @property
     def complete(self) -> bool:
-        """Whether one direction of the outputs has shown all there is to see."""
+        """Whether the first direction of the outputs suffices for a batch."""
         return False
 
     @abstractmethod
     def hessians(self, total: float, count: int) -> list[Hessian]:
-        """The Hessians of `total` examples, of which `count` were seen."""
+        """The Hessians for `total` examples, of which `count` were added."""
 
 
 class DiagonalAccumulator(CurvatureAccumulator):
@@ -54,7 +60,7 @@ class DiagonalAccumulator(CurvatureAccumulator):
         super().__init__(*args)
         self.squares: dict[str, Tensor] = {}
 
-    def add(self, seen: Captured) -> None:
+    def add(self, seen: BatchGradients) -> None:
         for name, columns in seen.columns.items():
             squares = columns.squares()
             self.squares[name] = self.squares[name] + squares if name in self.squares else squares
@@ -69,11 +75,11 @@ class FullAccumulator(CurvatureAccumulator):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         size = sum(shape.numel() for shape in self.shapes.values())
-        if size > WRITTEN:
-            raise ValueError(f"structure='full' would write down a {size} x {size} matrix: use 'subsampled' or 'kron'.")
+        if size > MAX_DENSE_WEIGHTS:
+            raise ValueError(f"structure='full' needs a dense {size} x {size} matrix: use 'subsampled' or 'kron'.")
         self.matrix: Tensor | None = None
 
-    def add(self, seen: Captured) -> None:
+    def add(self, seen: BatchGradients) -> None:
         rows = torch.cat([columns.rows().reshape(columns.count, -1) for columns in seen.columns.values()], 1)
         self.matrix = rows.T @ rows if self.matrix is None else self.matrix.addmm_(rows.T, rows)
 
@@ -83,24 +89,26 @@ class FullAccumulator(CurvatureAccumulator):
 
 
 class LowRankAccumulator(CurvatureAccumulator):
-    """The g_j themselves."""
+    """Stores the g_j themselves."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.parts: dict[str, list[PerExampleGradients]] = {name: [] for name in self.shapes}
 
-    def add(self, seen: Captured) -> None:
+    def add(self, seen: BatchGradients) -> None:
         for name, columns in seen.columns.items():
             self.parts[name].append(columns)
 
     def hessians(self, total: float, count: int) -> list[Hessian]:
-        columns = {name: joined(parts) for name, parts in self.parts.items()}
-        return [SubsampledHessian(self.shapes, Flat(Gradients(columns, math.sqrt(total / count)), self.shapes))]
+        columns = {name: concatenated(parts) for name, parts in self.parts.items()}
+        return [
+            SubsampledHessian(self.shapes, FlatGradients(Gradients(columns, math.sqrt(total / count)), self.shapes))
+        ]
 
 
 @dataclass(frozen=True, eq=False)
-class Flat:
-    """The gradients of all parameters, for vectors that have them one after the other, (1, n)."""
+class FlatGradients:
+    """The gradients of all parameters, for flat vectors (1, n)."""
 
     gradients: Gradients
     shapes: Mapping[str, torch.Size]
@@ -117,12 +125,12 @@ class Flat:
         return self.gradients.gram()
 
     def grams(self) -> dict[str, Tensor]:
-        """Those of single parameters, whose sum `gram` is."""
+        """The Gram matrix of each parameter; `gram` is their sum."""
         alone = {name: {name: columns} for name, columns in self.gradients.columns.items()}
         return {name: Gradients(columns, self.gradients.scale).gram() for name, columns in alone.items()}
 
-    def weighed(self, factor: Tensor) -> Tensor:
-        parts = self.gradients.weighed(factor)
+    def weighted_diagonal(self, factor: Tensor) -> Tensor:
+        parts = self.gradients.weighted_diagonal(factor)
         return torch.cat([parts[name].flatten() for name in self.shapes])[None]
 
 
@@ -133,8 +141,8 @@ class GradientProducts:
     .. math::
         J D^{-1} J' - K' (I + s G' D^{-1} G)^{-1} K, \quad K = \sqrt{s} G' D^{-1} J'
 
-    Rows of the Jacobian J are gradients of outputs, kept as inputs and errors like those of G, so that nothing of the
-    size of the weights is written down. In float64, because the difference may be far smaller than its terms.
+    Rows of the Jacobian J are gradients of outputs, stored as inputs and errors like the gradients G, so no tensor of
+    the size of the weights is needed. In float64, because the difference may be much smaller than its terms.
 
     Args:
         gradients: G by the names of parameters.
@@ -149,12 +157,12 @@ class GradientProducts:
     scale: float
 
     def _gram(self, columns: Mapping[str, PerExampleGradients]) -> Tensor:
-        return total_of(c.double().gram().div_(self.prior[name]) for name, c in columns.items())
+        return sum_terms(c.double().gram().div_(self.prior[name]) for name, c in columns.items())
 
     def _cross(self, jacobian: Mapping[str, PerExampleGradients]) -> Tensor:
         root = math.sqrt(self.scale)
         pairs = ((self.prior[name], c.double(), jacobian[name].double()) for name, c in self.gradients.items())
-        return total_of(own.cross(other).mul_(root / prior) for prior, own, other in pairs)
+        return sum_terms(own.cross(other).mul_(root / prior) for prior, own, other in pairs)
 
     @cached_property
     def factor(self) -> Tensor:
@@ -167,30 +175,30 @@ class GradientProducts:
             name for name, c in self.gradients.items() if isinstance(c, OuterProducts) and c.inputs.shape[2] == 1
         }
         written = sum(c.shape.numel() for name, c in self.gradients.items() if name not in implicit)
-        step = max(1, min(ROWS, MEMORY // max(1, written)) // width)
-        kind = likelihoods.named("gaussian")  # whose roots are the outputs, one by one
+        step = max(1, min(MAX_ROWS, MAX_ELEMENTS // max(1, written)) // width)
+        kind = likelihoods.named("gaussian")  # its Hessian roots are the single outputs
         spread = []
-        with only(model, {name: parameters_of(model)[name] for name in self.prior}):
+        with requires_grad_only(model, {name: parameters_of(model)[name] for name in self.prior}):
             for parts in zip(*[x.split(step) for x in inputs]):
-                (seen,) = captures(model, parts, kind, "exact", None, torch.Generator())
-                spread.append(self._spread(seen.columns, width))
+                (seen,) = batch_gradients(model, parts, kind, "exact", None, torch.Generator())
+                spread.append(self._output_covariance(seen.columns, width))
         return torch.cat(spread)
 
-    def _spread(self, jacobian: Mapping[str, PerExampleGradients], width: int) -> Tensor:
+    def _output_covariance(self, jacobian: Mapping[str, PerExampleGradients], width: int) -> Tensor:
         own, K = self._gram(jacobian), self._cross(jacobian)
         solved = torch.linalg.solve_triangular(self.factor, K, upper=False).view(len(K), width, -1)
-        count = solved.shape[-1]  # of examples, which come together for one output after the other
+        count = solved.shape[-1]  # number of examples; rows are ordered by output, then by example
         terms = own.view(width, count, width, count).diagonal(dim1=1, dim2=3).permute(2, 0, 1)
         return terms - torch.einsum("kcn,kdn->ncd", solved, solved)
 
 
 @dataclass(frozen=True, eq=False)
 class SubsampledHessian(LowRankHessian):
-    """With gradients that are kept as inputs and errors, and stored as such."""
+    """A low-rank Hessian whose gradients are stored as inputs and errors."""
 
-    directions: Flat
+    directions: FlatGradients
 
-    def linearised(self, prior: Mapping[str, float], scale: float) -> GradientProducts:
+    def output_covariance(self, prior: Mapping[str, float], scale: float) -> GradientProducts:
         gradients = self.directions.gradients
         assert isinstance(gradients.scale, float)
         return GradientProducts(gradients.columns, prior, scale * gradients.scale**2)
@@ -209,27 +217,27 @@ class SubsampledHessian(LowRankHessian):
             if found is None or not found.fits():
                 raise KeyError(f"the gradients of {name}")
             columns[name] = found
-        return cls(shapes, Flat(Gradients(columns, float(parts["scale"])), shapes))
+        return cls(shapes, FlatGradients(Gradients(columns, float(parts["scale"])), shapes))
 
 
 @dataclass(eq=False)
-class Factor:
-    """The sums of one layer: Σ aa' and Σ ee', in groups, over `rows` pairs of an example and a position.
+class LayerFactors:
+    """The sums Σ aa' and Σ ee' of one layer, in groups, over `rows` pairs of an example and a position.
 
     Args:
-        weight, bias: names; None for a bias that has no part in the block.
-        sides: whether errors count.
+        weight, bias: names of parameters; None for a bias that is not part of the block.
+        use_errors: whether the error factor is computed, or the identity.
     """
 
     weight: str
     bias: str | None
-    sides: bool
+    use_errors: bool
     inputs: Tensor | None = None
     errors: Tensor | None = None
     rows: int = 0
 
     def add(self, columns: PerExampleGradients, count: int) -> None:
-        """The first `count` columns have all inputs, 0 if they are known; directions differ in their errors."""
+        """Adds a batch. Its inputs are in the first `count` columns (0: added before); directions differ in errors."""
         if isinstance(columns, EmbeddingGradients):
             indices = columns.indices[:count].flatten()
             inputs = torch.bincount(indices, minlength=columns.shape[0]).to(columns.errors)[None]
@@ -241,70 +249,70 @@ class Factor:
             inputs, errors, self.rows = a.mT @ a, columns.errors.flatten(1, 2), self.rows + a.shape[1]
         else:
             raise ValueError(
-                f"the gradients of {self.weight} are inputs times errors in the first batch and not in a later one, "
-                "where its layer mixes examples: begin with a batch of several examples, or use structure='diag'."
+                f"the layer of {self.weight} mixes the examples of a later batch, but not of the first one: begin with "
+                "a batch of several examples, or use structure='diag'."
             )
-        moment = errors.mT @ errors if self.sides else torch.ones_like(errors[:, 0])
+        moment = errors.mT @ errors if self.use_errors else torch.ones_like(errors[:, 0])
         self.inputs = inputs if self.inputs is None else self.inputs + inputs
-        self.errors = moment if self.errors is None or not self.sides else self.errors + moment
+        self.errors = moment if self.errors is None or not self.use_errors else self.errors + moment
 
     def hessian(self, shapes: Mapping[str, torch.Size], total: float, count: int) -> Hessian:
         assert self.inputs is not None
         assert self.errors is not None
         a, columns = eigenvalues(total / count * self.inputs)
-        e, rows = eigenvalues(self.errors / self.rows) if self.sides else (self.errors, None)
+        e, rows = eigenvalues(self.errors / self.rows) if self.use_errors else (self.errors, None)
         own = {name: shapes[name] for name in (self.weight, self.bias) if name is not None}
-        if self.inputs.dim() == 2:  # an Embedding, whose inputs are on the left
+        if self.inputs.dim() == 2:  # an Embedding, whose weight is (in, out)
             return FactoredHessian(own, None, rows, a[..., :, None] * e[..., None, :])
         return FactoredHessian(own, rows, columns, e[..., :, None] * a[..., None, :])
 
 
 class FactorAccumulator(CurvatureAccumulator):
-    """Kronecker factors of layers, their biases' own blocks, and the diagonal of whatever is left."""
+    """Kronecker factors of layers, blocks of their biases, and the diagonal of all other parameters."""
 
     def __init__(self, model: nn.Module, chosen: Mapping[str, nn.Parameter], structure: str, bias: str) -> None:
         super().__init__(model, chosen, structure, bias)
-        self.structure, self.sides, self.settled = structure, structure == "kron", False
+        self.structure, self.use_errors, self.checked = structure, structure == "kron", False
         names = {id(p): name for name, p in chosen.items()}
         modules = [module for module in model.modules() if layers.is_matrix(module)]
         owners = Counter(id(p) for module in modules for p in layers.own_parameters(module).values())
         kinds = {id(layers.weight_of(m)): {layers.is_lookup(o) for o in modules if _shares(m, o)} for m in modules}
-        self.layers: dict[str, Factor] = {}
-        self.biases: dict[str, str | None] = {}  # and whose inputs they see
+        self.layers: dict[str, LayerFactors] = {}
+        self.biases: dict[str, str | None] = {}  # bias -> the weight of its layer
         for module in modules:
             own = {key: names[id(p)] for key, p in layers.own_parameters(module).items() if id(p) in names}
             weight, shift = own.get("weight"), own.get("bias")
             if weight is not None and len(kinds[id(layers.weight_of(module))]) > 1:
-                weight = None  # a table that is looked up here and multiplied by there
+                weight = None  # a weight that is shared by an Embedding and a Linear
             alone = all(owners[id(p)] == 1 for p in layers.own_parameters(module).values())
             together = bias == "joint" and alone and weight is not None
             if weight is not None and weight not in self.layers:
-                self.layers[weight] = Factor(weight, shift if together else None, self.sides)
+                self.layers[weight] = LayerFactors(weight, shift if together else None, self.use_errors)
             if shift is not None and not together:
                 self.biases[shift] = weight
         self.moments: dict[str, Tensor] = {}
         self.rest = DiagonalAccumulator(model, chosen, structure, bias)
 
-    def add(self, seen: Captured) -> None:
+    def add(self, seen: BatchGradients) -> None:
         left = dict(seen.columns)
-        if not self.settled:
-            self._settle(seen.columns)
+        if not self.checked:
+            self._check_layers(seen.columns)
         for name, layer in self.layers.items():
             layer.add(left.pop(name), len(seen.outputs) if seen.first else 0)
             left.pop(layer.bias, None)  # pyright: ignore[reportArgumentType, reportCallIssue]
         for name in self.biases:
             rows = left.pop(name).rows().flatten(1)
-            moment = rows.T @ rows if self.sides else torch.ones_like(rows[0])
+            moment = rows.T @ rows if self.use_errors else torch.ones_like(rows[0])
             self.moments[name] = self.moments[name] + moment if name in self.moments else moment
-        self.rest.add(Captured(left, seen.outputs, seen.labels))
+        self.rest.add(BatchGradients(left, seen.outputs, seen.labels))
 
     @property
     def complete(self) -> bool:
-        return not self.sides and not self.rest.squares
+        return not self.use_errors and not self.rest.squares
 
-    def _settle(self, columns: Mapping[str, PerExampleGradients]) -> None:
-        """Gives up layers whose gradients are not of inputs and errors, and tells of all that has a diagonal."""
-        self.settled = True
+    def _check_layers(self, columns: Mapping[str, PerExampleGradients]) -> None:
+        """Removes layers whose gradients are not outer products, and warns of all parameters that get a diagonal."""
+        self.checked = True
         for name in [
             name for name in self.layers if not isinstance(columns[name], (OuterProducts, EmbeddingGradients))
         ]:
@@ -313,13 +321,13 @@ class FactorAccumulator(CurvatureAccumulator):
         rest = [name for name in columns if name not in kept]
         if rest:
             warnings.warn(
-                f"structure={self.structure!r} has no model of {', '.join(rest)}: they get a diagonal.", stacklevel=5
+                f"structure={self.structure!r} does not support {', '.join(rest)}: they get a diagonal.", stacklevel=5
             )
 
     def hessians(self, total: float, count: int) -> list[Hessian]:
         found = [layer.hessian(self.shapes, total, count) for layer in self.layers.values()]
         for name, moment in self.moments.items():
-            if self.sides:
+            if self.use_errors:
                 values, rows = eigenvalues((total / count * moment)[None])
                 spectrum = values[..., None]
             else:

@@ -1,4 +1,4 @@
-"""What the backward passes since the last step show."""
+"""The results of the backward passes since the last step."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """The evidence about one block of weights.
+    """Gradients and related statistics for one block of weights.
 
     Args:
         gradient: of the mean loss over the minibatch, in the dtype of the state.
-        offset: where the gradient was taken, from the mean.
-        product: of gradients and offsets, added up over several draws.
-        squares: the mean over examples of their squared gradients.
-        hessian: the diagonal of the mean loss's Hessian.
+        offset: the weights at which the gradient was taken, minus the mean.
+        product: the product of gradient and offset, for several samples of the weights.
+        squares: the mean over examples of squared per-example gradients.
+        hessian: the diagonal of the Hessian of the mean loss.
     """
 
     gradient: Tensor

@@ -11,15 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-WAIT = 4  # batches of rows that are merged at once
+WAIT = 4  # batches of rows that are added to a factor at once
 
 
 @dataclass(frozen=True, eq=False)
 class Moment:
-    """weight * Σ r r' over some rows, in each group; only its diagonal where that is what `into` is given.
+    """weight * Σ r r' over some rows r, in each group; only the diagonal if `into` receives a diagonal.
 
-    It is symmetric, so of a large matrix only strips up to and across the diagonal are computed: look at no more than
-    the lower triangle, or at `symmetric`.
+    Only the lower triangle of the result is valid: use `symmetric` to fill the upper one.
 
     Args:
         rows: (groups, n, size), or indices (n,) of one-hot rows.
@@ -46,22 +45,22 @@ class Moment:
 
 
 def _strips(size: int) -> list[tuple[int, int]]:
-    """Rows of a lower triangle in a few strips; more would be less work in products that are slower."""
+    """Row ranges of a lower triangle. More strips would save operations but use slower, smaller products."""
     count = 1 if size < 512 else 3
     ends = [round(i * size / count) for i in range(count + 1)]
     return list(pairwise(ends))
 
 
 def symmetric(factor: Tensor) -> Tensor:
-    """A factor with the upper triangle filled in; a diagonal as it is."""
+    """A factor with its upper triangle filled in; a diagonal is returned unchanged."""
     return factor if factor.dim() == 2 else factor.tril() + factor.tril(-1).mT
 
 
 def defer(entry: dict[str, Tensor], side: str, moment: Moment, keep: float, take: float) -> None:
-    """factor <- keep * factor + take * moment, at once, or later where products of more rows are cheaper.
+    """factor <- keep * factor + take * moment, now, or later if one product with more rows is cheaper.
 
-    Rows that wait are part of the state: `<side>_waiting_0` and so on, and `<side>_waits`, which has the weight of
-    each and at last that of the factor itself.
+    Deferred rows are part of the state: `<side>_waiting_0` and so on, and `<side>_waits`, which contains the weight of
+    each and, last, the weight of the factor.
     """
     factor, waits = entry[f"{side}_moment"], entry.get(f"{side}_waits")
     rows = moment.rows
@@ -80,7 +79,7 @@ def defer(entry: dict[str, Tensor], side: str, moment: Moment, keep: float, take
 
 
 def flush(entry: dict[str, Tensor], side: str) -> None:
-    """Brings the factor up to date."""
+    """Adds all deferred rows to the factor."""
     waits = entry.pop(f"{side}_waits", None)
     if waits is None:
         return
@@ -90,7 +89,7 @@ def flush(entry: dict[str, Tensor], side: str) -> None:
 
 
 class LayerCurvature(ABC):
-    """Reads a layer's evidence into the second moments of its sides, `input` and perhaps `error`."""
+    """Computes the second moments of a layer's inputs, and of its errors if `sides` has `error`."""
 
     sides: tuple[str, ...] = ("input",)
 
@@ -104,10 +103,10 @@ class InputMoment(LayerCurvature):
     """A = (1/N) Σ_j Σ_t a_jt a_jt': the mean over examples j of the sum over positions t, divided by
     `losses_per_example`.
 
-    Contains no derivatives at all: it is the Gram matrix of the least-squares problem that asks a layer's outputs to
-    move along their gradients.
+    It contains no derivatives: it is the Gram matrix of the least-squares problem of moving a layer's outputs along
+    their gradients.
 
-    Reference: 004, Eq. 1-4.
+    Reference: Benzing 2021, Eq. 1-4.
     Checked by: tests/equations/test_foof.py.
     """
 
@@ -120,12 +119,11 @@ class InputMoment(LayerCurvature):
 class KroneckerFisher(LayerCurvature):
     """F ≈ A ⊗ E, with A as in `InputMoment` and E the mean of e e' over examples and positions.
 
-    With `sharing="reduce"`, inputs are averaged and errors added up over positions first: A is the mean of aa', E the
-    mean
-    of ee' over examples. Both are exact for one example at one position.
+    With `sharing="reduce"`, inputs are averaged and errors summed over positions first: A is the mean of aa', E the
+    mean of ee' over examples. Both are exact for one example at one position.
 
-    Reference: 004, section 2.2 and Eq. 3; Eschenhagen et al., 2023, for expand and reduce.
-    Differs from the paper: means in place of sums; E is averaged over positions.
+    Reference: Benzing 2021, section 2.2 and Eq. 3; Eschenhagen et al., 2023, for expand and reduce.
+    Differs from the paper: means instead of sums; E is averaged over positions.
     Checked by: tests/equations/test_kfac.py, and against curvlinops.
     """
 

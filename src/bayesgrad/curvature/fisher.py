@@ -1,4 +1,4 @@
-"""The Fisher information of a few data points, as an operator."""
+"""The Fisher information of a batch as a linear operator, and per-example gradients of a model."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bayesgrad import likelihoods
 from bayesgrad.curvature import layers
-from bayesgrad.curvature.per_example import CHUNK, PerExampleGradients, StoredGradients, added, joined
+from bayesgrad.curvature.functional import gradients_by_vmap
+from bayesgrad.curvature.per_example import PerExampleGradients, StoredGradients, concatenated, summed
 from bayesgrad.curvature.recorder import LayerCall, LayerRecorder, Trace
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.noise import seed32
-from bayesgrad.posterior.network import parameters_of, unwrapped
+from bayesgrad.posterior.network import parameters_of, unwrap
 from bayesgrad.precision import LowRank
 
 FISHERS = ("sampled", "exact", "empirical")
@@ -27,11 +26,11 @@ FISHERS = ("sampled", "exact", "empirical")
 
 @dataclass(frozen=True, eq=False)
 class Gradients:
-    """The gradients of N examples by all of the named parameters: the G of F = G G', with columns g_j scale.
+    """The gradients of N examples by all parameters: the G of F = G G', with columns scale * g_j.
 
     Args:
-        columns: name -> columns, of equal count.
-        scale: one for all, or one for each name.
+        columns: name -> per-example gradients, for the same examples.
+        scale: one number for all, or one for each name.
     """
 
     columns: Mapping[str, PerExampleGradients]
@@ -41,21 +40,21 @@ class Gradients:
         return self.scale[name] if isinstance(self.scale, Mapping) else self.scale
 
     def project(self, vector: Mapping[str, Tensor]) -> Tensor:
-        return total_of(c.project(vector[name]).mul_(self._scale(name)) for name, c in self.columns.items())
+        return sum_terms(c.project(vector[name]).mul_(self._scale(name)) for name, c in self.columns.items())
 
     def combine(self, weights: Tensor) -> dict[str, Tensor]:
         return {name: c.combine(self._scale(name) * weights) for name, c in self.columns.items()}
 
-    def weighed(self, factor: Tensor) -> dict[str, Tensor]:
+    def weighted_diagonal(self, factor: Tensor) -> dict[str, Tensor]:
         """The diagonal of G (L L')^-1 G' by name, for a lower factor L."""
-        return {name: c.weighed(factor).mul_(self._scale(name) ** 2) for name, c in self.columns.items()}
+        return {name: c.weighted_diagonal(factor).mul_(self._scale(name) ** 2) for name, c in self.columns.items()}
 
     def gram(self) -> Tensor:
-        return total_of(c.gram().mul_(self._scale(name) ** 2) for name, c in self.columns.items())
+        return sum_terms(c.gram().mul_(self._scale(name) ** 2) for name, c in self.columns.items())
 
 
-def total_of(terms: Iterable[Tensor]) -> Tensor:
-    """The sum, in the widest dtype and on the first one's device, one term at a time."""
+def sum_terms(terms: Iterable[Tensor]) -> Tensor:
+    """The sum of tensors in their widest dtype, on the device of the first, one term at a time."""
     total: Tensor | None = None
     for term in terms:
         if total is None:
@@ -65,12 +64,12 @@ def total_of(terms: Iterable[Tensor]) -> Tensor:
         else:
             total = total + term.to(total.device)
     if total is None:
-        raise ValueError("there are no gradients to look at.")
+        raise ValueError("there are no gradients to sum.")
     return total
 
 
 class SubsampledFisher:
-    r"""F = (1/N) Σ_j g_j g_j' over N data points, exactly, without forming gradients of single examples.
+    r"""F = (1/N) Σ_j g_j g_j' over N data points, exactly, without forming per-example gradients.
 
     g_j is the gradient of example j's loss (negative log-likelihood, summed over positions), at a label drawn from the
     model, at a given one, or, for the exact Fisher, over all labels: F = (1/N) Σ_j J_j' H_j J_j, the Gauss-Newton
@@ -80,20 +79,20 @@ class SubsampledFisher:
         (F + \lambda I)^{-1} v = \frac{1}{\lambda} \left(v - G (\lambda I + G^T G)^{-1} G^T v\right), \quad F = G G^T
 
     Vectors are flat, in the order of `torch.nn.utils.parameters_to_vector` over the trainable parameters, or dicts by
-    name; what comes back is of the same kind. Weight gradients of Linear, Conv, Embedding and normalisation layers
-    are kept as inputs and errors; parameters that no such layer explains (attention's, LSTM's, raw ones) get
-    gradients by `torch.func`, written down.
+    name; results have the same form. Weight gradients of Linear, Conv and Embedding layers are stored as inputs and
+    errors. Per-example gradients of parameters outside of these and of normalisation layers (attention, LSTM, bare
+    parameters) are computed by `torch.func` and stored.
 
     Args:
-        model: in the mode to be looked at; BatchNorm must be in evaluation mode.
+        model: in the mode in which to differentiate it; BatchNorm must be in evaluation mode.
         inputs: N examples along the first dimension; a tuple for several arguments.
         likelihood: "categorical", "bernoulli" or "gaussian" (unit variance).
         fisher: "sampled" (one label for each example, drawn with `seed`), "exact" or "empirical" (needs `labels`).
-        labels: given labels: as targets, or to stand in for drawn ones.
-        seed: of the drawn labels; None is 0.
+        labels: the targets for "empirical", or labels to use instead of sampled ones.
+        seed: of sampled labels; None is 0.
 
     Attributes:
-        labels: those that were used, None for the exact Fisher.
+        labels: the labels that were used, None for the exact Fisher.
         names: of the parameters, in flat order.
 
     Example:
@@ -104,7 +103,7 @@ class SubsampledFisher:
         >>> bool(residual.abs().max() < 1e-4)
         True
 
-    Reference: 004, Eq. 17-21 and appendix E.
+    Reference: Benzing 2021, Eq. 17-21 and appendix E.
     Differs from the paper: Eq. 19-21 lack factors of the batch size.
     Checked by: tests/equations/test_fisher.py, against torch.func's per-example gradients.
     """
@@ -126,8 +125,8 @@ class SubsampledFisher:
             raise ValueError(f"fisher={fisher!r} {need}.")
         kind = likelihoods.named(likelihood)
         generator = torch.Generator().manual_seed(seed32(seed or 0))
-        (seen,) = captures(model, inputs, kind, fisher, labels, generator)
-        self._parameters = {name: p for name, p in parameters_of(unwrapped(model)).items() if p.requires_grad}
+        (seen,) = batch_gradients(model, inputs, kind, fisher, labels, generator)
+        self._parameters = {name: p for name, p in parameters_of(unwrap(model)).items() if p.requires_grad}
         self.names = list(self._parameters)
         self.labels = seen.labels
         self._scale = 1 / math.sqrt(len(seen.outputs))
@@ -164,7 +163,7 @@ class SubsampledFisher:
         solved = LowRank(1.0, scaled).solve({name: roots[name] * part for name, part in vector.items()})
         return {name: roots[name] * part for name, part in solved.items()}
 
-    # What LowRank asks for: the gradients' own products, and the Gram matrix computed once.
+    # The interface that LowRank needs: products with the gradients, and a cached Gram matrix.
 
     def project(self, vector: Mapping[str, Tensor]) -> Tensor:
         """G'v, (N,), for v by name."""
@@ -175,7 +174,7 @@ class SubsampledFisher:
         return self._gradients.combine(weights)
 
     def gram(self) -> Tensor:
-        """G'G, (N, N): its eigenvalues are F's, but for zeros."""
+        """G'G, (N, N), which has the nonzero eigenvalues of F."""
         if self._gram is None:
             self._gram = self._gradients.gram()
         return self._gram
@@ -200,10 +199,12 @@ class SubsampledFisher:
         if isinstance(v, Mapping):
             if set(v) != set(self.names):
                 odd = sorted(set(v) ^ set(self.names))
-                raise ValueError(f"a vector by name must have the names of the trainable parameters; see {odd[:3]}.")
+                raise ValueError(
+                    f"a vector by name needs the names of the trainable parameters; {odd[:3]} do not match."
+                )
             for name, p in self._parameters.items():
                 if v[name].shape != p.shape:
-                    raise ValueError(f"{name} has shape {tuple(v[name].shape)}, the parameter {tuple(p.shape)}.")
+                    raise ValueError(f"{name} must have shape {tuple(p.shape)}, got {tuple(v[name].shape)}.")
             return {name: v[name].detach() for name in self.names}, lambda d: d
         sizes = [p.numel() for p in self._parameters.values()]
         if v.shape != (sum(sizes),):
@@ -214,12 +215,14 @@ class SubsampledFisher:
 
 
 @dataclass(frozen=True, eq=False)
-class Captured:
-    """What one pass shows: per-example gradients by the names of parameters, for one direction after the other.
+class BatchGradients:
+    """Per-example gradients of one batch, for some directions of the outputs.
 
     Args:
-        labels: those that were used, None for the exact Fisher.
-        first: whether these are the first directions of their pass.
+        columns: name -> per-example gradients; examples of one direction are consecutive.
+        outputs: of the model.
+        labels: the labels that were used, None for the exact Fisher.
+        first: whether these are the first directions of the batch.
     """
 
     columns: Mapping[str, PerExampleGradients]
@@ -228,7 +231,7 @@ class Captured:
     first: bool = True
 
 
-def captures(
+def batch_gradients(
     model: nn.Module,
     inputs: Tensor | tuple[Tensor, ...],
     kind: likelihoods.Likelihood,
@@ -236,64 +239,64 @@ def captures(
     labels: Tensor | None,
     generator: torch.Generator,
     at_once: int | None = None,
-) -> Generator[Captured, None, None]:
-    """The per-example gradients of every trainable parameter, so many directions `at_once`; see `SubsampledFisher`.
+) -> Generator[BatchGradients, None, None]:
+    """Per-example gradients of every trainable parameter, for `at_once` directions at a time; see `SubsampledFisher`.
 
     Raises:
-        ValueError: examples have no gradients of their own, or labels do not fit.
+        ValueError: the model mixes the examples of a batch, or labels do not fit.
     """
-    model = unwrapped(model)
-    refuse_mixing(model)
+    model = unwrap(model)
+    check_batch_mixing(model)
     arguments = inputs if isinstance(inputs, tuple) else (inputs,)
     parameters = {name: p for name, p in parameters_of(model).items() if p.requires_grad}
     if not parameters:
         raise ValueError("the model has no trainable parameters.")
-    recorder = LayerRecorder(model, explained_layers(model), keeps=False)
+    recorder = LayerRecorder(model, recorded_layers(model), record_backward=False)
     try:
         with torch.enable_grad():
             outputs = model(*arguments)
             check_outputs(outputs)
             if outputs.shape[:1] != arguments[0].shape[:1]:
                 raise ValueError(
-                    f"the model made outputs of shape {tuple(outputs.shape)} from {len(arguments[0])} examples: "
-                    "the first dimension of inputs and outputs must count examples."
+                    f"the first dimension of inputs and outputs must be that of examples, got {len(arguments[0])} "
+                    f"inputs and outputs of shape {tuple(outputs.shape)}."
                 )
             trace = recorder.trace(outputs)
         if labels is None and fisher == "sampled":
             labels = kind.sample(outputs, generator)
-        directions = kind.roots(outputs) if labels is None else iter([kind.residual(outputs, labels)])
+        directions = kind.hessian_roots(outputs) if labels is None else iter([kind.residual(outputs, labels)])
         ids = {id(p): name for name, p in parameters.items()}
         left: set[int] | None = None
         while some := list(islice(directions, at_once)):
             first = left is None
-            columns, left = gather(trace, some, left=left)
+            columns, left = gather_gradients(trace, some, left=left)
             named = {ids[key]: value for key, value in columns.items() if key in ids}
-            read = {*trace.reads, *left}
+            read = {*trace.read_counts, *left}
             rest = {name: p for name, p in parameters.items() if name not in named and id(p) in read}
             if rest:
-                named |= per_example(model, rest, arguments, some, outputs.detach())
+                named |= gradients_by_vmap(model, rest, arguments, some, outputs.detach())
             for name, p in parameters.items():
-                if name not in named:  # what the outputs do not depend on
+                if name not in named:  # the outputs do not depend on it
                     zeros = torch.zeros(len(outputs) * len(some), *p.shape, dtype=compute_dtype(p.dtype))
                     named[name] = StoredGradients(p.shape, zeros.to(p.device))
-            yield Captured({name: named[name] for name in parameters}, outputs.detach(), labels, first)
+            yield BatchGradients({name: named[name] for name in parameters}, outputs.detach(), labels, first)
     finally:
         recorder.close()
 
 
 def check_outputs(outputs: Any) -> None:
-    """Raises where these are not outputs of which the first dimension counts examples."""
+    """Raises unless the outputs are a tensor whose first dimension is that of examples."""
     if not isinstance(outputs, Tensor):
         raise TypeError(f"outputs must be one tensor, got {type(outputs).__name__}: wrap the model to return one.")
     if outputs.dim() == 0:
-        raise ValueError("outputs must have a first dimension that counts examples, got a single number: no loss.")
+        raise ValueError("outputs must have a dimension of examples, got a single number: pass outputs, not a loss.")
 
 
-# --- from a pass to columns ---
+# --- per-example gradients of a batch ---
 
 
-def explained_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers whose per-example gradients follow from inputs and errors, and that have something to train."""
+def recorded_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers with trainable parameters whose per-example gradients follow from inputs and errors."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -302,31 +305,33 @@ def explained_layers(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def refuse_mixing(model: nn.Module) -> None:
+def check_batch_mixing(model: nn.Module) -> None:
+    """Raises if a layer mixes the examples of a batch (BatchNorm in training mode)."""
     for name, module in model.named_modules():
         if layers.mixes_examples(module):
             raise ValueError(
-                f"{name} ({type(module).__name__}) mixes the examples of a batch, so that they have no gradients of "
-                "their own: call model.eval(), or use a normalisation that looks at one example at a time."
+                f"{name} ({type(module).__name__}) mixes the examples of a batch, so it has no per-example "
+                "gradients: call model.eval(), or use a normalisation of single examples."
             )
 
 
-def gather(
+def gather_gradients(
     trace: Trace, directions: Sequence[Tensor], check: bool = True, left: set[int] | None = None
 ) -> tuple[dict[int, PerExampleGradients], set[int]]:
-    """PerExampleGradients by the id of the parameter, and the ids of parameters that layers read but do not explain.
+    """Per-example gradients by the id of the parameter, and the ids of parameters for which they cannot be computed.
 
-    A parameter is explained if layers are all that reads it and they keep examples apart, which is tried out: the
-    loss of one example must bring errors back to that example alone.
+    They can be computed if only recorded layers use the parameter and these layers keep examples separate. The
+    latter is tested: the loss of one example must give errors at that example alone.
 
     Args:
-        directions: of the outputs; each gives as many columns as there are examples.
-        left: what was found to be unexplained in the same pass, where it was looked at before.
+        directions: of the outputs; each gives as many gradients as there are examples.
+        check: whether to test that layers keep examples separate.
+        left: the second result of an earlier call with the same trace, which skips the test.
     """
     if left is None:
         mixed = _mixed(trace, directions[0]) if check else set()
-        left = trace.strangers()
-        for call in trace.calls:
+        left = trace.used_elsewhere()
+        for call in trace.pending:
             module = trace.recorder.layers[call.name]
             count = 0 if call.input is None else layers.examples_in(module, call.input)
             if call.name in mixed or count != len(trace.outputs):
@@ -334,23 +339,27 @@ def gather(
     passes = []
     for direction in directions:
         found: dict[int, list[PerExampleGradients]] = {}
-        for use in trace.uses(direction):
+        for use in trace.backpropagate(direction):
             for p, columns in _explained(use, left):
                 found.setdefault(id(p), []).append(columns)
-        passes.append({key: added(parts) for key, parts in found.items()})
-    return {key: joined([found[key] for found in passes]) for key in passes[0]}, left
+        passes.append({key: summed(parts) for key, parts in found.items()})
+    return {key: concatenated([found[key] for found in passes]) for key in passes[0]}, left
 
 
 def _explained(use: LayerCall, left: set[int]) -> Iterable[tuple[nn.Parameter, PerExampleGradients]]:
     if all(id(p) in left for p in layers.own_parameters(use.module).values()):
         return ()
-    return ((p, columns) for p, columns in layers.columns_of(use.module, use.input, use.error) if id(p) not in left)
+    return (
+        (p, columns)
+        for p, columns in layers.per_example_gradients(use.module, use.input, use.error)
+        if id(p) not in left
+    )
 
 
 def _mixed(trace: Trace, direction: Tensor) -> set[str]:
-    """The layers whose leading dimension does not tell examples apart.
+    """The layers whose leading dimension is not that of examples.
 
-    A loss whose examples have random weights must bring back the same errors, each with the weight of its example.
+    If the examples of a loss have random weights, each error must be multiplied by the weight of its example.
     """
     if len(trace.outputs) < 2:
         return set()
@@ -358,8 +367,8 @@ def _mixed(trace: Trace, direction: Tensor) -> set[str]:
     weights = (0.5 + torch.rand(len(direction), dtype=torch.float64, generator=generator)).to(direction)
     names = {id(module): name for name, module in trace.recorder.layers.items()}
     mixed = set()
-    plain = trace.uses(direction)
-    for one, other in zip(plain, trace.uses(direction * _leading(weights, direction))):
+    plain = trace.backpropagate(direction)
+    for one, other in zip(plain, trace.backpropagate(direction * _leading(weights, direction))):
         if len(one.error) != len(direction):
             mixed.add(names[id(one.module)])
             continue
@@ -372,78 +381,3 @@ def _mixed(trace: Trace, direction: Tensor) -> set[str]:
 
 def _leading(weights: Tensor, like: Tensor) -> Tensor:
     return weights.to(like).view(-1, *[1] * (like.dim() - 1))
-
-
-def per_example(
-    model: nn.Module,
-    params: Mapping[str, nn.Parameter],
-    inputs: tuple[Tensor, ...],
-    directions: Sequence[Tensor],
-    outputs: Tensor,
-) -> dict[str, PerExampleGradients]:
-    """Per-example gradients of some parameters by torch.func, in chunks.
-
-    Args:
-        outputs: of the batch, which passes of single examples must reproduce.
-    """
-
-    constants = {name: p.detach() for name, p in parameters_of(model).items()}  # nothing here is to keep a graph
-
-    def inner(values: dict[str, Tensor], direction: Tensor, *example: Tensor) -> tuple[Tensor, Tensor]:
-        output = functional_call(model, {**constants, **values}, tuple(x[None] for x in example))[0]
-        return (output * direction).sum(), output
-
-    values = {name: p.detach() for name, p in params.items()}
-    inputs = tuple(x.detach() for x in inputs)
-    try:
-        if any(isinstance(module, (nn.RNNBase, nn.RNNCellBase)) for module in model.modules()):
-            parts = _one_by_one(grad(inner, has_aux=True), values, inputs, directions)
-        else:
-            size = max(1, CHUNK // max(1, sum(p.numel() for p in values.values())))
-            chunk = min(size, len(inputs[0]))
-            one = vmap(grad(inner, has_aux=True), in_dims=(None, 0, *[0] * len(inputs)), chunk_size=chunk)
-            with sdpa_kernel(SDPBackend.MATH):  # the other kernels cannot be vectorised
-                parts = [one(values, direction, *inputs) for direction in directions]
-    except RuntimeError as error:
-        if "randomness" in str(error):
-            raise ValueError(
-                f"{next(iter(params))} needs passes of its own, which would draw dropout anew: call model.eval()."
-            ) from error
-        for name, module in model.named_modules() if "renorm" in str(error) else ():
-            if (limit := getattr(module, "max_norm", None)) is not None:
-                raise ValueError(
-                    f"{name} has max_norm={limit}, by which each pass rescales its rows in place, so that passes of "
-                    "single examples cannot be told apart: set its max_norm to None, once it is trained."
-                ) from error
-        raise
-    alone = parts[0][1][: len(outputs)]
-    if (alone - outputs).norm() > math.sqrt(torch.finfo(outputs.dtype).eps) * outputs.norm():
-        raise ValueError(
-            f"{next(iter(params))} needs passes of single examples, in which the model's outputs are others than in a "
-            "batch: it mixes the examples of a batch, so that they have no gradients of their own."
-        )
-    return {
-        name: StoredGradients(p.shape, torch.cat([part[name] for part, _ in parts]).to(compute_dtype(p.dtype)))
-        for name, p in params.items()
-    }
-
-
-def _one_by_one(
-    gradient: Callable[..., tuple[dict[str, Tensor], Tensor]],
-    values: dict[str, Tensor],
-    inputs: tuple[Tensor, ...],
-    directions: Sequence[Tensor],
-) -> list[tuple[dict[str, Tensor], Tensor]]:
-    """Without vmap, which has no rule for recurrent layers; random numbers are refused as it would refuse them."""
-    before = _random_states(inputs[0].device)
-    rows = [gradient(values, *row) for direction in directions for row in zip(direction, *inputs)]
-    if any(not torch.equal(a, b) for a, b in zip(before, _random_states(inputs[0].device))):
-        raise RuntimeError("randomness in a pass of one example")
-    gradients = {name: torch.stack([row[name] for row, _ in rows]) for name in values}
-    return [(gradients, torch.stack([output for _, output in rows]))]
-
-
-def _random_states(device: torch.device) -> list[Tensor]:
-    """Of the generators that a pass on this device may draw from."""
-    states = [torch.get_rng_state()]
-    return states if device.type == "cpu" else [*states, torch.get_device_module(device).get_rng_state(device)]

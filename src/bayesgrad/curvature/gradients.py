@@ -1,4 +1,4 @@
-"""Curvature from minibatch gradients alone."""
+"""Curvature estimates from minibatch gradients alone."""
 
 from __future__ import annotations
 
@@ -17,44 +17,44 @@ Scalars = Mapping[str, Any]
 
 
 def average(decay: float, step: int) -> tuple[float, float]:
-    """What a debiased moving average keeps of itself and takes of the `step`-th value (from 1).
+    """The weights of the old average and of the `step`-th value (from 1) in a debiased moving average.
 
     For m_t = d m_{t-1} + (1-d) x_t, the debiased <x>_t = m_t/(1-d^t) obeys
-    <x>_t = d (1-d^(t-1))/(1-d^t) <x>_{t-1} + (1-d)/(1-d^t) x_t: it can be kept as it is.
+    <x>_t = d (1-d^(t-1))/(1-d^t) <x>_{t-1} + (1-d)/(1-d^t) x_t, so it can be stored without a correction.
     """
     level = 1 - decay**step
     return decay * (1 - decay ** (step - 1)) / level, (1 - decay) / level
 
 
 class Curvature(ABC):
-    """Reads evidence into a precision increment; keeps what it must remember in its own slots of `memory`.
+    """Computes an increment of the precision from `Evidence`. Its state is in its own slots of `memory`.
 
-    What it remembers are averages of the gradient: a slot that is missing late in a run starts at the gradient.
+    The slots contain averages of the gradient; a slot that is missing late in a run is initialised with the gradient.
     """
 
     slots: tuple[str, ...] = ()
 
     def scalars(self, step: int) -> dict[str, float]:
-        """The scalars that `read` asks for, at the `step`-th step (from 1) of a block."""
+        """The scalars that `read` needs, at the `step`-th step (from 1) of a block."""
         return {}
 
     @abstractmethod
     def read(self, evidence: Evidence, memory: Memory, n: Scalars) -> Tensor:
-        """The increment of the precision, elementwise; replaces its slots in `memory`."""
+        """The elementwise increment of the precision; updates its slots in `memory`."""
 
 
 @dataclass(frozen=True)
 class SquaredGradient(Curvature):
-    """h = (c g)^2, the squared gradient of the summed loss where the number `information` is c = B (1 if left out).
+    """h = (c g)^2: the squared gradient of the summed loss, if the scalar `gradient_scale` is c = B (default 1).
 
     Unbiased for the Fisher information of the batch at the optimum, where gradients average to zero.
 
-    Reference: 001, Eq. 18a and 42.
+    Reference: Aitchison 2020, Eq. 18a and 42.
     Checked by: tests/equations/test_adabayes.py.
     """
 
     def read(self, evidence: Evidence, memory: Memory, n: Scalars) -> Tensor:
-        if evidence.squares is not None:  # of several draws, or of other labels, each squared by itself
+        if evidence.squares is not None:  # means of squares over several samples of weights or labels
             return (
                 n["gradient_scale"] * (n["gradient_scale"] * evidence.squares)
                 if "gradient_scale" in n
@@ -72,8 +72,8 @@ class CentredGradient(Curvature):
     gradients of variance s^2 it has variance s^2 r_t, r_t = (1-d)/(1+d) (1+d^(t-1))/(1-d^(t-1)), so that
     k_t = 1/(1 + r_t) makes h unbiased at every step. At the first step there is no mean to subtract: h = (c g)^2.
 
-    Reference: 000, section 2.2.8.
-    Differs from the paper: which leaves the estimate of the mean open.
+    Reference: Aitchison 2018, section 2.2.8.
+    Differs from the paper: the paper does not specify the estimate of the mean.
     Checked by: tests/statistics/test_gradients.py.
 
     Args:

@@ -1,8 +1,8 @@
-"""What a layer's input and the error at its output say about its parameters.
+"""Per-example gradients of a layer's parameters, from its input and the error at its output.
 
-A layer is modelled where its forward pass is known to be the one of torch.nn: a subclass that overrides it, or a weight
-that is computed by a parametrisation, is not. Inputs and errors are normalised to (groups, example, position, feature),
-in the dtype of the state.
+Supported are layers of torch.nn with their own forward pass. A subclass that overrides it, or a weight with a
+parametrisation, is not supported. Inputs and errors are reshaped to (groups, example, position, feature), in the dtype
+of the state.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def is_matrix(module: nn.Module) -> bool:
     """Whether the layer multiplies by a matrix: Linear, Conv and Embedding."""
     if not _own_weight(module):
         return False
-    if isinstance(module, nn.Linear):  # attention reads the weight of its last one without calling it
+    if isinstance(module, nn.Linear):  # attention uses the weight of its output projection without calling the module
         return type(module).forward is nn.Linear.forward and not isinstance(module, NonDynamicallyQuantizableLinear)
     if isinstance(module, CONVOLUTIONS):
         base = next(kind for kind in CONVOLUTIONS if isinstance(module, kind))
@@ -40,12 +40,12 @@ def is_lookup(module: nn.Module) -> bool:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether the layer scales what it has normalised, example by example."""
+    """Whether the layer normalises each example by itself and has a weight."""
     return normalises(module) and not mixes_examples(module)
 
 
 def normalises(module: nn.Module) -> bool:
-    """As `is_norm`, or over the batch, whose statistics are then to be taken for constants."""
+    """As `is_norm`, but also for batch statistics, which are then treated as constants."""
     return isinstance(module, NORMS) and _own_weight(module)
 
 
@@ -68,12 +68,12 @@ def groups_of(module: nn.Module) -> int:
 
 
 def examples_in(module: nn.Module, x: Tensor) -> int:
-    """The length of the leading dimension, 1 where there is none."""
+    """The length of the leading dimension; 1 for an unbatched input."""
     return 1 if x.dim() == _dimensions(module) else x.shape[0]
 
 
 def weight_of(module: nn.Module) -> Tensor:
-    """Its weight, of a layer that has one."""
+    """The weight of a layer that has one."""
     return module._parameters["weight"]  # pyright: ignore[reportReturnType]
 
 
@@ -82,7 +82,7 @@ def _dtype(module: nn.Module) -> torch.dtype:
 
 
 def _dimensions(module: nn.Module) -> int:
-    """Of an input that is a single example at a single place."""
+    """The number of dimensions of an unbatched input."""
     if isinstance(module, CONVOLUTIONS):
         return 1 + len(module.kernel_size)
     return 0 if isinstance(module, nn.Embedding) else 1
@@ -126,8 +126,10 @@ def lookups_of(module: nn.Embedding, x: Tensor, error: Tensor) -> tuple[Tensor, 
     return indices, errors
 
 
-def columns_of(module: nn.Module, x: Tensor, error: Tensor) -> Iterator[tuple[nn.Parameter, PerExampleGradients]]:
-    """The per-example gradients of each of the layer's parameters that takes gradients."""
+def per_example_gradients(
+    module: nn.Module, x: Tensor, error: Tensor
+) -> Iterator[tuple[nn.Parameter, PerExampleGradients]]:
+    """The per-example gradients of each parameter of the layer that requires gradients."""
     trained = {name: p for name, p in own_parameters(module).items() if p.requires_grad}
     if not trained:
         return
@@ -160,6 +162,6 @@ def _normalised(module: nn.Module, x: Tensor) -> Tensor:
         return F.rms_norm(x, module.normalized_shape, eps=module.eps)
     if isinstance(module, nn.GroupNorm):
         return F.group_norm(x, module.num_groups, eps=module.eps)
-    if mixes_examples(module):  # statistics are taken for constants
+    if mixes_examples(module):  # statistics are treated as constants
         return F.batch_norm(x, None, None, training=True, eps=module.eps)  # pyright: ignore
     return F.batch_norm(x, module.running_mean, module.running_var, eps=module.eps)  # pyright: ignore

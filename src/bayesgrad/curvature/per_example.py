@@ -1,17 +1,17 @@
-"""The gradients of single examples, as the columns of a matrix that is hardly ever written down.
+"""Per-example gradients of one parameter: the columns of a matrix G that is usually not formed.
 
-For one parameter of n elements and N examples, G is the (n, N) matrix of per-example gradients g_j. What second-order
-methods ask of it are products: `project` is G'u, `combine` is G w, `gram` is G'G, `cross` is G'H, `squares` the sum of
-the g_j^2, `weighed` the diagonal of G M G'. Each kind of layer gives them without forming G wherever that is cheaper:
+For a parameter of n elements and N examples, G is the (n, N) matrix of per-example gradients g_j. Second-order methods
+need products with G: `project` is G'u, `combine` is G w, `gram` is G'G, `cross` is G'H, `squares` is the sum of the
+g_j^2, `weighted_diagonal` is the diagonal of G M G'. Each class computes them without forming G where that is cheaper:
 
-| class | whose gradient is | parameters of |
+| class | gradient | parameters |
 |---|---|---|
-| `OuterProducts` | g_j = sum_t e_jt a_jt' over positions t | Linear, Conv (in groups) |
-| `EmbeddingGradients` | g_j = sum_t 1[x_jt] e_jt', one-hot rows | Embedding |
-| `Rows` | written down, because it is small | biases, normalisation layers, whatever no layer explains |
+| `OuterProducts` | g_j = sum_t e_jt a_jt' over positions t | weights of Linear and Conv (in groups) |
+| `EmbeddingGradients` | g_j = sum_t 1[x_jt] e_jt', one-hot rows | weights of Embedding |
+| `StoredGradients` | g_j itself is stored | biases, normalisation layers, parameters outside of these layers |
 
-Reference: 004, Eq. 19-21, corrected: sums over positions come before any product of two gradients.
-Checked by: tests/algebra/test_columns.py, each product against the matrix itself.
+Reference: Benzing 2021, Eq. 19-21, corrected: sums over positions come before any product of two gradients.
+Checked by: tests/algebra/test_per_example.py, each product against the matrix itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 22  # elements of a temporary: bounds the memory of products that have to be expanded
+CHUNK = 1 << 22  # elements of a temporary tensor: limits the memory of products
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,21 +66,21 @@ class PerExampleGradients(ABC):
     def squares(self) -> Tensor:
         """The sum of g_j^2 in the parameter's shape."""
 
-    def weighed(self, factor: Tensor) -> Tensor:
+    def weighted_diagonal(self, factor: Tensor) -> Tensor:
         """The diagonal of G (L L')^-1 G' in the parameter's shape, for a lower factor L (N, N)."""
         parts = self.rows().reshape(self.count, -1).split(max(1, CHUNK // self.count), 1)
         return torch.cat([_lengths(factor, part) for part in parts]).view(self.shape)
 
     @abstractmethod
     def rows(self) -> Tensor:
-        """G' written down, (N, *shape)."""
+        """G' as a tensor (N, *shape)."""
 
     @abstractmethod
     def fits(self) -> bool:
-        """Whether these can be the gradients of a parameter of this shape."""
+        """Whether the tensors fit a parameter of this shape."""
 
     def double(self) -> PerExampleGradients:
-        """The same in float64."""
+        """The same gradients in float64."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         wide = {
             name: part.double() for name, part in own.items() if isinstance(part, Tensor) and part.is_floating_point()
@@ -88,14 +88,14 @@ class PerExampleGradients(ABC):
         return type(self)(**{**own, **wide})
 
     def tensors(self) -> dict[str, Tensor]:
-        """What it is made of, for a checkpoint; `restored` is the inverse."""
+        """Its tensors by name, for a checkpoint; `restored` is the inverse."""
         kind = type(self).__name__.lower()
         own = [field.name for field in fields(self) if field.name != "shape"]
         return {f"{kind}_{name}": getattr(self, name) for name in own}
 
 
 def restored(tensors: Mapping[str, Tensor], shape: torch.Size) -> PerExampleGradients | None:
-    """PerExampleGradients from what `PerExampleGradients.tensors` gave, among other things perhaps."""
+    """The inverse of `PerExampleGradients.tensors`; other entries are ignored. None if no class matches."""
     for kind, cls in PerExampleGradients.kinds.items():
         own = {field.name: tensors.get(f"{kind}_{field.name}") for field in fields(cls) if field.name != "shape"}
         if all(value is not None for value in own.values()):
@@ -105,7 +105,7 @@ def restored(tensors: Mapping[str, Tensor], shape: torch.Size) -> PerExampleGrad
 
 @dataclass(frozen=True, eq=False)
 class OuterProducts(PerExampleGradients):
-    """g_j = sum_t e_jt a_jt', in groups of channels that do not see each other.
+    """g_j = sum_t e_jt a_jt', for each group of channels.
 
     Args:
         inputs: a, (groups, N, positions, in).
@@ -150,7 +150,7 @@ class OuterProducts(PerExampleGradients):
             a, e = self.inputs.squeeze(2), self.errors.squeeze(2)
             product = matmul(a, a.mT).mul_(matmul(e, e.mT))
             return product[0] if len(product) == 1 else product.sum(0)
-        # Operations of the two ways, both without their common factor.
+        # The costs of both algorithms, without their common factor.
         if positions**2 * (fan_in + fan_out) < fan_in * fan_out * (1 + positions / count):
             return _pairs(count, positions, self._overlap)
         return self._explicit_gram()
@@ -177,7 +177,7 @@ class OuterProducts(PerExampleGradients):
         a, e = (matmul(one.squeeze(2), other.squeeze(2).mT) for one, other in sides)
         return a.mul_(e).sum(0)
 
-    def weighed(self, factor: Tensor) -> Tensor:
+    def weighted_diagonal(self, factor: Tensor) -> Tensor:
         groups, count, _, fan_in = self.inputs.shape
         parts = [
             _lengths(factor, torch.bmm(part.mT, self.inputs[g]).flatten(1))
@@ -206,11 +206,11 @@ class OuterProducts(PerExampleGradients):
 
 @dataclass(frozen=True, eq=False)
 class EmbeddingGradients(PerExampleGradients):
-    """g_j = sum_t 1[x_jt] e_jt': each position touches one row of the table.
+    """g_j = sum_t 1[x_jt] e_jt': each position has a gradient for one row of the table.
 
     Args:
         indices: x, (N, positions).
-        errors: e, (N, positions, features); zero where a row takes no gradient.
+        errors: e, (N, positions, features); zero at the padding index.
     """
 
     indices: Tensor
@@ -238,16 +238,16 @@ class EmbeddingGradients(PerExampleGradients):
         same = x[some, :, None, None] == x[others]
         return (torch.einsum("nsi,mti->nsmt", e[some], e[others]) * same).sum((1, 3))
 
-    def weighed(self, factor: Tensor) -> Tensor:
+    def weighted_diagonal(self, factor: Tensor) -> Tensor:
         step = max(1, CHUNK // (self.count * self.shape[0]))
         parts = [
             EmbeddingGradients(torch.Size((self.shape[0], e.shape[-1])), self.indices, e)
             for e in self.errors.split(step, -1)
         ]
-        return torch.cat([super(EmbeddingGradients, part).weighed(factor) for part in parts], 1)
+        return torch.cat([super(EmbeddingGradients, part).weighted_diagonal(factor) for part in parts], 1)
 
     def squares(self) -> Tensor:
-        # Positions of one example that look up the same row add up before they are squared.
+        # Sum over the positions of an example with the same row before squaring.
         example = torch.arange(self.count, device=self.indices.device)[:, None]
         keys, place = (example * self.shape[0] + self.indices).unique(return_inverse=True)
         sums = self.errors.new_zeros(len(keys), self.shape[1]).index_add_(0, place.flatten(), self.errors.flatten(0, 1))
@@ -259,14 +259,14 @@ class EmbeddingGradients(PerExampleGradients):
         return rows.index_put_((example, self.indices), self.errors, accumulate=True)
 
     def as_outer(self) -> OuterProducts:
-        """The same with one-hot vectors written down, to be added to other uses of the table."""
+        """The same with explicit one-hot vectors, to be summed with other uses of the table."""
         hot = torch.nn.functional.one_hot(self.indices, self.shape[0]).to(self.errors.dtype)
         return OuterProducts(self.shape, self.errors[None], hot[None])
 
 
 @dataclass(frozen=True, eq=False)
 class StoredGradients(PerExampleGradients):
-    """Gradients that are written down.
+    """Gradients that are stored as they are.
 
     Args:
         values: g_j, (N, *shape).
@@ -301,11 +301,11 @@ class StoredGradients(PerExampleGradients):
         return self.values
 
     def _flat(self) -> Tensor:
-        return self.values.reshape(self.count, -1)  # also of a parameter that has no dimensions
+        return self.values.reshape(self.count, -1)  # works for parameters without dimensions too
 
 
-def added(parts: Sequence[PerExampleGradients]) -> PerExampleGradients:
-    """The columns of a parameter that is used several times: per-example gradients add up."""
+def summed(parts: Sequence[PerExampleGradients]) -> PerExampleGradients:
+    """The per-example gradients of a parameter that is used several times: the sum over its uses."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -324,8 +324,8 @@ def added(parts: Sequence[PerExampleGradients]) -> PerExampleGradients:
     return StoredGradients(first.shape, torch.stack([part.rows() for part in parts]).sum(0))
 
 
-def joined(parts: Sequence[PerExampleGradients]) -> PerExampleGradients:
-    """The columns of several batches side by side."""
+def concatenated(parts: Sequence[PerExampleGradients]) -> PerExampleGradients:
+    """The per-example gradients of several batches, concatenated along the examples."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -351,8 +351,8 @@ def joined(parts: Sequence[PerExampleGradients]) -> PerExampleGradients:
     return StoredGradients(first.shape, torch.cat([part.rows() for part in parts]))
 
 
-def one_by_one(outputs: Tensor, params: Sequence[Tensor], directions: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients of single examples by a backward pass for each, (columns, *shape) for each parameter."""
+def gradients_one_by_one(outputs: Tensor, params: Sequence[Tensor], directions: Sequence[Tensor]) -> list[Tensor]:
+    """Per-example gradients by one backward pass for each example, (columns, *shape) for each parameter."""
     if not params:
         return []
     rows: list[list[Tensor]] = [[] for _ in params]
@@ -370,7 +370,7 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """(groups, ..., k) times (groups, k, m); a single group is a plain matrix product, which is faster."""
+    """(groups, ..., k) times (groups, k, m); a single group uses a plain matrix product, which is faster."""
     rows = a.flatten(1, -2) if a.dim() > 3 else a
     product = (rows[0] @ b[0])[None] if a.shape[0] == 1 else torch.bmm(rows, b)
     return product.view(*a.shape[:-1], b.shape[-1]) if a.dim() > 3 else product

@@ -1,8 +1,9 @@
-"""Whether a gradient is still what inputs and errors make it, but for a common factor.
+"""Tests whether a gradient still equals the product of recorded inputs and errors, up to a common factor.
 
-Clipping by norm and unscaling multiply a gradient; clipping by value and penalties do more. Either way nobody tells. A
-random projection does: a change to any row of a matrix changes its product with a random vector, by more than the
-tolerance unless the change is as small as rounding.
+Between `backward()` and `step()`, clipping by norm and unscaling multiply a gradient by a number; clipping by value and
+penalties change it in other ways. None of them is announced to the optimizer, but a random projection detects them: a
+change of any row of a matrix changes its product with a random vector by more than the tolerance, unless the change is
+as small as rounding.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ROWS = 16  # of a gradient that seems untouched, to be compared
-SLACK = 8  # roundings that a sum is allowed
+ROWS = 16  # rows to compare if a gradient seems unchanged
+SLACK = 8  # tolerance in units of the rounding error
 
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """A gradient, and what it should be in proportion to, as some random vector sees them.
+    """Random projections of a gradient and of the product of inputs and errors, to which it should be proportional.
 
     Args:
-        seen, made: (k,) of the gradient and of the rows that should explain it.
-        sizes: (2 m,) norms of inputs and errors, in turns: the sum of their products bounds what rounding can do, in
+        seen, made: (k,), the projections of the gradient and of the product.
+        sizes: (2 m,), norms of inputs and errors, alternating: the sum of their products bounds the rounding error, in
             units of `eps`.
-        eps: of the coarsest dtype that had a part in it.
-        ones: rows that have a one beside the inputs.
+        eps: of the least precise dtype involved.
+        ones: the number of rows whose inputs are extended by a one, for the bias.
     """
 
     seen: Tensor
@@ -39,10 +40,10 @@ class Projection:
     ones: int = 0
 
 
-def rows_of(gradients: Sequence[Tensor], fan_out: int) -> slice:
-    """The rows to compare: all, or a few where the gradients are as a backward pass left them.
+def rows_to_compare(gradients: Sequence[Tensor], fan_out: int) -> slice:
+    """The rows to compare: all, or a few if the gradients have not been changed in place since the backward pass.
 
-    Whoever writes into a gradient in the usual ways leaves a trace; what leaves none (unscaling) is done to all rows.
+    In-place changes increment the version counter; unscaling does not, but it changes all rows.
     """
     untouched = all(gradient._version == 0 for gradient in gradients)
     return slice(None, None, max(1, fan_out // ROWS) if untouched else 1)
@@ -50,21 +51,21 @@ def rows_of(gradients: Sequence[Tensor], fan_out: int) -> slice:
 
 @lru_cache(maxsize=64)
 def random_column(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(size, 1), always the same for a size; products with a column are faster than with a vector."""
+    """A random (size, 1) matrix, the same for each size; products with it are faster than with a vector."""
     generator = torch.Generator().manual_seed(size)
     return torch.randn(size, dtype=torch.float64, generator=generator).to(device, dtype)[:, None]
 
 
-def fitted(projections: Sequence[Projection]) -> list[tuple[float, float]]:
-    """The c of seen = c made that fits best, and the largest deviation in units of the tolerance, for each.
+def fit_factors(projections: Sequence[Projection]) -> list[tuple[float, float]]:
+    """For each projection the c of the best fit seen = c made, and the largest deviation in units of the tolerance.
 
-    All are read at once: on an accelerator that is one synchronisation.
+    All tensors are copied to the CPU at once, with one synchronisation.
     """
     return [_fit([one]) for one in _read(projections)]
 
 
-def common(projections: Sequence[Projection]) -> float | None:
-    """The same c for all, None where there is none."""
+def common_factor(projections: Sequence[Projection]) -> float | None:
+    """The common c of all projections; None if they do not have one."""
     factor, excess = _fit(_read(projections))
     return factor if excess <= 1 else None
 
@@ -89,7 +90,7 @@ def _read(projections: Sequence[Projection]) -> list[Samples]:
 
 
 def _fit(numbers: Sequence[Samples]) -> tuple[float, float]:
-    with np.errstate(all="ignore"):  # what is not finite fits nothing
+    with np.errstate(all="ignore"):  # values that are not finite fit no factor
         return _least_squares(numbers)
 
 

@@ -1,12 +1,40 @@
-"""The one place where hooks live: each layer's inputs, and the errors that come back to its output.
+"""Records the inputs of layers and the gradients at their outputs, from which per-example gradients are computed.
 
-A forward hook registers a hook on the *output tensor*, which survives in-place activations, and the input is handed
-over only when the error arrives: what is never differentiated leaves no trace, and checkpointing, which runs the
-forward pass twice, is counted once. Two kinds of passes are told apart:
+For a Linear layer, the gradient of example j's loss by the weight is the outer product of two vectors: the derivative
+of the loss by the layer's output, here called the *error* e_j, and the layer's input a_j. Autograd forms only the sum
+of these products over the batch. `LayerRecorder` stores the pairs (a_j, e_j), so that squares, inner products and
+Kronecker factors of per-example gradients can be computed without forming the gradients themselves. How a layer's pair
+becomes gradients of its parameters is in `curvature.layers`; this module only collects pairs.
 
-- `loss.backward()` leaves the layer's uses in `LayerRecorder.uses`, until `clear` or until a gradient is begun anew;
-- `trace(outputs).uses(direction)` differentiates whatever direction of the outputs is asked for, down to the outputs of
-  the layers and no further. It finds the layers in the graph itself, where the forward hook has left a note.
+    >>> model = nn.Sequential(nn.Linear(3, 2))
+    >>> recorder = LayerRecorder(model, {"0": model[0]})
+    >>> x = torch.ones(5, 3)
+    >>> model(x).sum().backward()
+    >>> (call,) = recorder.calls["0"]
+    >>> call.input.shape, call.error.shape  # five examples
+    (torch.Size([5, 3]), torch.Size([5, 2]))
+    >>> bool(torch.equal(call.error.T @ call.input, model[0].weight.grad))
+    True
+    >>> recorder.close()
+
+**Forward pass.** A forward hook on each layer creates a `PendingCall` with the input, and registers a hook on the
+*output tensor*. (A backward hook on the module would fail if the next operation changes the output in place.) If the
+output is never differentiated, the pending call is freed with the graph.
+
+**Backward pass.** There are two ways to obtain errors.
+
+1. `loss.backward()`: the hook on the output tensor receives the error and appends a `LayerCall` to
+   `LayerRecorder.calls[name]`. With activation checkpointing, the forward pass runs twice but only one of them is
+   differentiated, so each call is recorded once. `torch.autograd.grad`, which leaves `.grad` unchanged, records
+   nothing.
+2. `recorder.trace(outputs).backpropagate(direction)`: computes the errors for any `direction` in the space of the
+   outputs, for example for sampled labels, without touching `.grad` or freeing the graph. `trace` walks through the
+   autograd graph of `outputs`. It finds the layers because the forward hook wrote the `PendingCall` into the metadata
+   of the graph node that made the layer's output. `backpropagate` then calls `torch.autograd.grad` with the outputs of
+   these layers as its inputs, so no weight gradients are computed.
+
+Some modules register hooks for other purposes: `samplers.factors` (layer outputs inside `torch.func`),
+`optimizer.factored` (accumulated gradients) and `optimizer.unit_dropout` (gradients of masked weights).
 """
 
 from __future__ import annotations
@@ -21,20 +49,28 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-NOTE = "bayesgrad.recorder"
+METADATA_KEY = "bayesgrad.recorder"
 
 
 @dataclass(eq=False)
 class PendingCall:
-    """One call of a layer in a forward pass. The input is let go when a backward pass has taken it."""
+    """One call of a layer in a forward pass, before its error is known.
+
+    Args:
+        name: of the layer.
+        forward_id: the number of the model's forward pass.
+        input: None after a backward pass that freed the graph.
+        version: the version counter of an input that is a leaf tensor and may be changed in place later; None for a
+            tensor that the network computed.
+    """
 
     name: str
-    turn: int
+    forward_id: int
     input: Tensor | None
-    version: int | None  # of an input that is somebody else's and may change; None for what the network computed itself
+    version: int | None
 
-    def taken(self) -> Tensor:
-        """The input; a copy where it may be overwritten later."""
+    def take_input(self) -> Tensor:
+        """The input; a copy of a leaf tensor, which may be overwritten later."""
         if self.input is None or self.version is None:
             return self.input  # pyright: ignore[reportReturnType]
         if self.input._version != self.version:
@@ -44,22 +80,25 @@ class PendingCall:
 
 @dataclass(frozen=True, eq=False)
 class LayerCall:
-    """One call of a layer and the error at its output.
+    """One call of a layer: its input, and the derivative of the loss by its output.
 
     Args:
-        task, turn: tell backward passes and forward passes apart. Calls in one forward pass are about the same
-        examples.
+        module: the layer.
+        input: as the layer received it.
+        error: the derivative by the output, in the output's shape.
+        backward_id: identifies the backward pass.
+        forward_id: identifies the forward pass. Calls with the same one have the same examples.
     """
 
     module: nn.Module
     input: Tensor
     error: Tensor
-    task: int
-    turn: int = 0
+    backward_id: int
+    forward_id: int = 0
 
 
 class LayerHook:
-    """The forward hook of one layer. A copy of the layer gets a hook that does nothing."""
+    """The forward hook of one layer. A copy of the layer (deepcopy, pickle) gets a hook that does nothing."""
 
     def __init__(self, recorder: LayerRecorder | None = None, name: str = "") -> None:
         self.recorder = weakref.ref(recorder) if recorder is not None else None
@@ -74,26 +113,26 @@ class LayerHook:
             or not torch.is_grad_enabled()
         ):
             return
-        known = module._parameters.get("weight") is not None  # else it has been pruned or reparametrised since
-        if known and not torch._C._functorch.is_functorch_wrapped_tensor(output):  # pyright: ignore
-            recorder.saw(self.name, args[0] if args else kwargs["input"], output)
+        has_weight = module._parameters.get("weight") is not None  # else it was pruned or parametrised later
+        if has_weight and not torch._C._functorch.is_functorch_wrapped_tensor(output):  # pyright: ignore
+            recorder.record_forward(self.name, args[0] if args else kwargs["input"], output)
 
     def __reduce__(self) -> tuple:
         return LayerHook, ()
 
-    # torch.compile is to call this, not to trace it; its own decorator for that would load the compiler on import.
+    # torch.compile must call this function and not trace it. torch's own decorator would import the compiler.
     __call__._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 class PassCounter:
-    """Counts the forward passes of a model; as `LayerHook` a copy does nothing."""
+    """Counts the forward passes of a model. A copy does nothing, as for `LayerHook`."""
 
     def __init__(self, recorder: LayerRecorder | None = None) -> None:
         self.recorder = weakref.ref(recorder) if recorder is not None else None
 
     def __call__(self, module: nn.Module, args: tuple) -> None:
         if self.recorder is not None and (recorder := self.recorder()) is not None:
-            recorder.turn += 1
+            recorder.forward_count += 1
 
     def __reduce__(self) -> tuple:
         return PassCounter, ()
@@ -102,7 +141,7 @@ class PassCounter:
 
 
 class InputHook:
-    """Remembers what a model was called with; as `LayerHook` a copy does nothing."""
+    """Stores the arguments of the model's last call. A copy does nothing, as for `LayerHook`."""
 
     def __init__(self, recorder: LayerRecorder | None = None) -> None:
         self.recorder = weakref.ref(recorder) if recorder is not None else None
@@ -112,7 +151,7 @@ class InputHook:
         if recorder is None or not isinstance(output, Tensor) or not torch.is_grad_enabled():
             return
         if not torch._C._functorch.is_functorch_wrapped_tensor(output):  # pyright: ignore[reportAttributeAccessIssue]
-            recorder.called = weakref.ref(output), args, kwargs
+            recorder.last_call = weakref.ref(output), args, kwargs
 
     def __reduce__(self) -> tuple:
         return InputHook, ()
@@ -121,14 +160,20 @@ class InputHook:
 
 
 class LayerRecorder:
-    """Collects what the layers of a model show.
+    """Records inputs and errors of some layers of a model; see the module docstring.
 
     Args:
         model: whose forward passes are counted.
-        layers: name -> module, those to listen to.
-        keeps: whether backward passes leave their uses.
-        notes: whether the graph is annotated for `trace`.
-        remembers: whether the arguments of the model's last call are kept, for `arguments`.
+        layers: name -> module to record.
+        record_backward: whether `loss.backward()` appends to `calls`.
+        annotate_graph: whether to annotate the autograd graph, which `trace` needs.
+        record_arguments: whether to keep the arguments of the model's last call, which `arguments` needs.
+
+    Attributes:
+        calls: name -> the calls recorded by backward passes, until `clear`. They are also cleared when a new backward
+            pass finds no gradients, that is, after `zero_grad()` without a step.
+        from_zero_grad: name -> whether the layer's gradients were None or zero when its latest backward pass began.
+        close: removes all hooks; called when the recorder is garbage collected.
     """
 
     def __init__(
@@ -136,76 +181,78 @@ class LayerRecorder:
         model: nn.Module,
         layers: Mapping[str, nn.Module],
         *,
-        keeps: bool = True,
-        notes: bool = True,
-        remembers: bool = False,
+        record_backward: bool = True,
+        annotate_graph: bool = True,
+        record_arguments: bool = False,
     ) -> None:
         self.layers = dict(layers)
-        self.keeps, self.notes = keeps, notes
-        self.uses: dict[str, list[LayerCall]] = {name: [] for name in self.layers}
-        self.quiet = False
-        self.turn = 0
-        self.begun: dict[str, bool] = {}  # whether the latest pass through a layer began its gradients
-        # Before all other hooks, which may replace the output by something that is not the layer's.
+        self.record_backward, self.annotate_graph = record_backward, annotate_graph
+        self.calls: dict[str, list[LayerCall]] = {name: [] for name in self.layers}
+        self.paused = False
+        self.forward_count = 0
+        self.from_zero_grad: dict[str, bool] = {}
+        # Before all other hooks, which may replace the output by another tensor.
         handles = [
             module.register_forward_hook(LayerHook(self, name), with_kwargs=True, prepend=True)
             for name, module in self.layers.items()
         ]
         handles.append(model.register_forward_pre_hook(PassCounter(self)))
-        self.called: tuple[Any, tuple, dict] | None = None
-        if remembers:
+        self.last_call: tuple[Any, tuple, dict] | None = None
+        if record_arguments:
             handles.append(model.register_forward_hook(InputHook(self), with_kwargs=True))
         self.close = weakref.finalize(self, _remove, handles)
 
     def clear(self) -> None:
-        for uses in self.uses.values():
-            uses.clear()
+        """Forgets all recorded calls."""
+        for calls in self.calls.values():
+            calls.clear()
 
-    def saw(self, name: str, x: Tensor, output: Tensor) -> None:
-        """A layer was called."""
-        call = PendingCall(name, self.turn, x.detach(), x._version if x.is_leaf else None)
-        if self.notes:
+    def record_forward(self, name: str, x: Tensor, output: Tensor) -> None:
+        """Prepares for the backward pass of a layer that was called with `x` and returned `output`."""
+        call = PendingCall(name, self.forward_count, x.detach(), x._version if x.is_leaf else None)
+        if self.annotate_graph:
             edge = get_gradient_edge(output)
-            notes: dict[str, Any] = edge.node.metadata  # pyright: ignore[reportAssignmentType]
-            notes.setdefault(NOTE, {})[id(self), edge.output_nr] = call
+            metadata: dict[str, Any] = edge.node.metadata  # pyright: ignore[reportAssignmentType]
+            metadata.setdefault(METADATA_KEY, {})[id(self), edge.output_nr] = call
         owner = weakref.ref(self)
-        output.register_hook(lambda error: None if (recorder := owner()) is None else recorder._came_back(call, error))
+        output.register_hook(lambda error: None if (recorder := owner()) is None else recorder._receive(call, error))
 
-    def _came_back(self, call: PendingCall, error: Tensor) -> None:
-        if self.quiet or call.input is None:
+    def _receive(self, call: PendingCall, error: Tensor) -> None:
+        """Called by autograd with the derivative by a layer's output."""
+        if self.paused or call.input is None:
             return
-        if self.keeps:
-            self._keep(call, error)
+        if self.record_backward:
+            self._store(call, error)
         if not torch._C._autograd._get_current_graph_task_keep_graph():  # pyright: ignore[reportAttributeAccessIssue]
             call.input = None
 
-    def _keep(self, call: PendingCall, error: Tensor) -> None:
-        module, task = self.layers[call.name], torch._C._current_graph_task_id()
+    def _store(self, call: PendingCall, error: Tensor) -> None:
+        module, backward_id = self.layers[call.name], torch._C._current_graph_task_id()
         trained = [p for p in module.parameters(recurse=False) if p.requires_grad]
-        # A pass that asks for the gradients of something else leaves nothing in .grad, and is no evidence.
+        # torch.autograd.grad() by other tensors adds nothing to .grad and must not be recorded.
         if not any(map(_accumulates, trained)) or not call.input.numel():  # pyright: ignore
             return
-        uses = self.uses[call.name]
-        if not uses or uses[-1].task != task:
-            self.begun[call.name] = all(p.grad is None or not bool(p.grad.any()) for p in trained)
-            if uses and self.begun[call.name]:
-                uses.clear()  # of gradients that nobody made use of
-        uses.append(LayerCall(module, call.taken(), error.detach(), task, call.turn))
+        calls = self.calls[call.name]
+        if not calls or calls[-1].backward_id != backward_id:
+            self.from_zero_grad[call.name] = all(p.grad is None or not bool(p.grad.any()) for p in trained)
+            if calls and self.from_zero_grad[call.name]:
+                calls.clear()  # they belong to gradients that were discarded
+        calls.append(LayerCall(module, call.take_input(), error.detach(), backward_id, call.forward_id))
 
     def arguments(self, outputs: Tensor) -> tuple[tuple, dict]:
-        """What the model was called with when it returned these outputs, in its last forward pass."""
-        if self.called is None or self.called[0]() is not outputs:
+        """The arguments of the model's last call, which must have returned exactly these outputs."""
+        if self.last_call is None or self.last_call[0]() is not outputs:
             raise RuntimeError(
-                "these are not the outputs of the model's last forward pass: observe() the very tensor that the model "
-                "returned, before it is called again."
+                "observe() must receive the tensor that the model's last forward pass returned: call observe(outputs) "
+                "with that very tensor, before the model is called again."
             )
-        return self.called[1:]
+        return self.last_call[1:]
 
     def trace(self, outputs: Tensor) -> Trace:
-        """The layers' calls in the graph of some outputs, by a walk through it."""
+        """Finds the calls of the layers in the autograd graph of some outputs."""
         if outputs.grad_fn is None:
             raise RuntimeError(
-                "these outputs have no graph: compute them by the model that was given here, with gradients enabled."
+                "the outputs have no autograd graph: compute them with this model and with gradients enabled."
             )
         trace = Trace(self, outputs)
         nodes: list[Any] = [outputs.grad_fn]
@@ -217,14 +264,14 @@ class LayerRecorder:
                     "reentrant activation checkpointing hides layers from observe(): "
                     "pass use_reentrant=False to torch.utils.checkpoint."
                 )
-            for (owner, place), call in node.metadata.get(NOTE, {}).items():
+            for (owner, index), call in node.metadata.get(METADATA_KEY, {}).items():
                 if owner == id(self):
-                    trace.add(call, GradientEdge(node, place))
+                    trace.add(call, GradientEdge(node, index))
             for following, _ in node.next_functions:
                 if following is None:
                     continue
                 if hasattr(following, "variable"):
-                    trace.reads[id(following.variable)] += 1
+                    trace.read_counts[id(following.variable)] += 1
                 elif following not in seen:
                     seen.add(following)
                     nodes.append(following)
@@ -232,10 +279,10 @@ class LayerRecorder:
 
 
 def _accumulates(p: Tensor) -> bool:
-    """Whether the pass that is running adds to `p.grad`."""
+    """Whether the running backward pass adds to `p.grad`."""
     try:
         return torch._C._will_engine_execute_node(get_gradient_edge(p).node)  # pyright: ignore[reportAttributeAccessIssue]
-    except RuntimeError:  # torch.autograd.grad() never does, and this is how the engine says so
+    except RuntimeError:  # raised inside torch.autograd.grad(), which never adds to .grad
         return False
 
 
@@ -245,48 +292,53 @@ def _remove(handles: list[Any]) -> None:
 
 
 class Trace:
-    """The calls that led to some outputs.
+    """The layer calls in the autograd graph of some outputs.
 
     Attributes:
-        reads: how often the graph reads each parameter, by id: more often than layers do, where something else does.
+        pending: the calls, in the order in which the graph was searched.
+        edges: the place of each call's output in the graph.
+        read_counts: id of a parameter -> how many operations of the graph read it.
     """
 
     def __init__(self, recorder: LayerRecorder, outputs: Tensor) -> None:
         self.recorder, self.outputs = recorder, outputs
-        self.calls: list[PendingCall] = []
+        self.pending: list[PendingCall] = []
         self.edges: list[GradientEdge] = []
-        self.reads: Counter[int] = Counter()
+        self.read_counts: Counter[int] = Counter()
 
     def add(self, call: PendingCall, edge: GradientEdge) -> None:
         if call.input is None:
             raise RuntimeError(
-                f"the graph of these outputs has been used up by a backward pass through layer {call.name!r}: "
+                f"a backward pass through layer {call.name!r} has freed the graph of these outputs: "
                 "call observe() before loss.backward()."
             )
-        self.calls.append(call)
+        self.pending.append(call)
         self.edges.append(edge)
 
-    def uses(self, direction: Tensor) -> list[LayerCall]:
-        """The layers' uses, with the errors that a direction of the outputs brings back to them.
+    def backpropagate(self, direction: Tensor) -> list[LayerCall]:
+        """The calls with the errors of the scalar loss <direction, outputs>.
 
-        Forms no weight gradients, and leaves the graph and `.grad` as they were.
+        Computes no weight gradients. Leaves the graph and `.grad` unchanged.
+
+        Args:
+            direction: in the shape of the outputs.
         """
         if not self.edges:
             return []
-        self.recorder.quiet = True
+        self.recorder.paused = True
         try:
             errors = torch.autograd.grad(self.outputs, self.edges, direction, retain_graph=True, allow_unused=True)
         finally:
-            self.recorder.quiet = False
+            self.recorder.paused = False
         return [
-            LayerCall(self.recorder.layers[call.name], call.taken(), error, 0, call.turn)
-            for call, error in zip(self.calls, errors)
+            LayerCall(self.recorder.layers[call.name], call.take_input(), error, 0, call.forward_id)
+            for call, error in zip(self.pending, errors)
             if error is not None
         ]
 
-    def strangers(self) -> set[int]:
-        """The ids of parameters of these layers that something else reads as well, or that are read in another way."""
+    def used_elsewhere(self) -> set[int]:
+        """The ids of parameters of these layers that other operations of the graph read as well."""
         counts = Counter(
-            id(p) for call in self.calls for p in self.recorder.layers[call.name].parameters(recurse=False)
+            id(p) for call in self.pending for p in self.recorder.layers[call.name].parameters(recurse=False)
         )
-        return {key for key, count in counts.items() if self.reads.get(key, count) != count}
+        return {key for key, count in counts.items() if self.read_counts.get(key, count) != count}

@@ -1,4 +1,4 @@
-"""Squares of per-example gradients, from what layers have seen in backward passes."""
+"""Squares of per-example gradients, from recorded layer calls."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from bayesgrad.curvature import layers
-from bayesgrad.curvature.per_example import OuterProducts, PerExampleGradients, added, matmul
-from bayesgrad.curvature.probe import Projection, random_column, rows_of
+from bayesgrad.curvature.per_example import OuterProducts, PerExampleGradients, matmul, summed
+from bayesgrad.curvature.probe import Projection, random_column, rows_to_compare
 from bayesgrad.curvature.recorder import LayerCall
 
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """The per-example gradients of one parameter, pass by pass."""
+    """The per-example gradients of one parameter in several backward passes."""
 
     passes: Sequence[PerExampleGradients]
 
@@ -32,19 +32,19 @@ class Examples:
         return first
 
     def projection(self, gradient: Tensor) -> Projection:
-        """To be compared with a gradient that should be in proportion to sum_j g_j."""
+        """Random projections of `gradient` and of sum_j g_j, to which it should be proportional."""
         if all(isinstance(columns, OuterProducts) for columns in self.passes):
             outers = [columns for columns in self.passes if isinstance(columns, OuterProducts)]
             groups, _, _, fan_out = outers[0].errors.shape
             matrix = gradient.reshape(groups, fan_out, -1).to(outers[0].inputs.dtype)
-            some = rows_of([gradient], fan_out)
+            some = rows_to_compare([gradient], fan_out)
             probe = random_column(matrix.shape[-1], matrix.dtype, matrix.device)
             seen = (matrix[:, some] @ probe).flatten()
             parts = [(own.inputs.flatten(1, 2), own.errors.flatten(1, 2)) for own in outers]
             made = torch.stack([matmul(e[..., some].mT, a @ probe).flatten() for a, e in parts]).sum(0)
             norms = torch._foreach_norm([rows for pair in parts for rows in pair])
         else:
-            sums = [columns.combine(torch.ones(columns.count).to(columns_like(columns))) for columns in self.passes]
+            sums = [columns.combine(torch.ones(columns.count).to(floating_tensor(columns))) for columns in self.passes]
             made = torch.stack(sums).sum(0).flatten()
             seen = gradient.flatten().to(made.dtype)
             own = [t for columns in self.passes for t in columns.tensors().values() if t.is_floating_point()]
@@ -54,19 +54,19 @@ class Examples:
         return Projection(seen, made, torch.stack(list(norms)), eps)
 
 
-def columns_like(columns: PerExampleGradients) -> Tensor:
-    """A tensor of the dtype and device of what they are made of."""
+def floating_tensor(columns: PerExampleGradients) -> Tensor:
+    """One of their floating-point tensors, for its dtype and device."""
     return next(t for t in columns.tensors().values() if t.is_floating_point())
 
 
 def examples_of(passes: Sequence[Sequence[LayerCall]]) -> dict[Tensor, Examples]:
-    """The per-example gradients of every parameter that these passes explain; calls in one pass add up."""
+    """The per-example gradients of every parameter of the called layers; calls in one pass are summed."""
     found: dict[Tensor, list[PerExampleGradients]] = {}
     for uses in passes:
         here: dict[Tensor, list[PerExampleGradients]] = {}
         for use in uses:
-            for p, columns in layers.columns_of(use.module, use.input, use.error):
+            for p, columns in layers.per_example_gradients(use.module, use.input, use.error):
                 here.setdefault(p, []).append(columns)
         for p, parts in here.items():
-            found.setdefault(p, []).append(added(parts))
+            found.setdefault(p, []).append(summed(parts))
     return {p: Examples(columns) for p, columns in found.items()}

@@ -1,4 +1,4 @@
-"""Curvature for beliefs that are fitted by the Bayesian learning rule: a Hessian, or what stands in for it."""
+"""Curvature estimates for the Bayesian learning rule: the Hessian, or an approximation of it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from bayesgrad.curvature.gradients import Curvature, Memory, Scalars
 
 @dataclass(frozen=True)
 class Reparameterised(Curvature):
-    """h = g(w + d) d/v for a draw w + d of variance v: the expected Hessian by Price's theorem, from gradients alone.
+    """h = g(w + d) d/v for a sample w + d of variance v: the expected Hessian by Price's theorem, from gradients alone.
 
-    E[g(w + d) d] = v E[h] for Gaussian d, by an integration by parts; h itself may well be negative. v is the belief's
-    variance: that in memory divided by the number `information`.
+    E[g(w + d) d] = v E[h] for Gaussian d, by integration by parts; h itself may be negative. v is the variance in
+    memory divided by the scalar `gradient_scale`.
 
-    Reference: 002, Eq. 11; Shen et al., 2024.
+    Reference: Khan and Rue 2023, Eq. 11; Shen et al., 2024.
     Checked by: tests/equations/test_ivon.py, against ivon-opt and by quadrature.
     """
 
@@ -32,10 +32,10 @@ class Reparameterised(Curvature):
 class PerExampleSquare(Curvature):
     """h = the mean over examples of (grad l_i)^2: the diagonal of the Gauss-Newton matrix (or of a Fisher).
 
-    Squares are taken of per-example gradients: the square of their mean would be B times smaller, where gradients
-    average out.
+    It squares per-example gradients. The square of their mean over a batch of B would be B times smaller where the
+    gradients average to zero.
 
-    Reference: 002, Eq. 47-48.
+    Reference: Khan and Rue 2023, Eq. 47-48.
     Checked by: tests/equations/test_vogn.py, against BackPACK.
     """
 
@@ -45,9 +45,9 @@ class PerExampleSquare(Curvature):
 
 @dataclass(frozen=True)
 class AbsoluteHessian(Curvature):
-    """h = |diagonal of the Hessian|, so that steps go downhill where the loss is concave too.
+    """h = |diagonal of the Hessian|, so that steps decrease the loss where it is concave too.
 
-    Reference: 002, Eq. 36-37 and 44.
+    Reference: Khan and Rue 2023, Eq. 36-37 and 44.
     Checked by: tests/equations/test_newton.py.
     """
 
@@ -57,9 +57,9 @@ class AbsoluteHessian(Curvature):
 
 @dataclass(frozen=True)
 class ExpectedHessian(Curvature):
-    """h = the diagonal of the Hessian at weights drawn from the belief, which may be negative.
+    """h = the diagonal of the Hessian at weights sampled from the posterior, which may be negative.
 
-    Reference: 002, Eq. 46.
+    Reference: Khan and Rue 2023, Eq. 46.
     Checked by: tests/equations/test_newton.py.
     """
 

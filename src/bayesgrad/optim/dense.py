@@ -13,8 +13,8 @@ from bayesgrad import likelihoods
 from bayesgrad.belief import Joint
 from bayesgrad.block import Directions, gradient_of
 from bayesgrad.curvature import layers
-from bayesgrad.curvature.fisher import check_outputs, gather, refuse_mixing
-from bayesgrad.curvature.per_example import one_by_one
+from bayesgrad.curvature.fisher import check_batch_mixing, check_outputs, gather_gradients
+from bayesgrad.curvature.per_example import gradients_one_by_one
 from bayesgrad.optim.adabayes import DEFAULT_SGD_LR
 from bayesgrad.optimizer.base import settings
 from bayesgrad.optimizer.constraints import COUNT, POSITIVE, covariance_matrix, one_of, square_matrix
@@ -142,7 +142,7 @@ class DenseFilter(PredictedMean, LayerwiseOptimizer):
     # --- parameters ---
 
     def _check_model(self) -> None:
-        refuse_mixing(self.model)
+        check_batch_mixing(self.model)
 
     def _unmodelled(self) -> list[Tensor]:
         return []  # gradients outside of the known layers are computed one example at a time
@@ -194,7 +194,7 @@ class DenseFilter(PredictedMean, LayerwiseOptimizer):
             outputs: outputs of the model with their graph; neither the graph nor `.grad` is changed.
             labels: for fisher="empirical" and "centered"; for "sampled" they replace the sampled labels.
         """
-        refuse_mixing(self.model)
+        check_batch_mixing(self.model)
         check_outputs(outputs)
         group = self.param_groups[0]
         kind, fisher = likelihoods.named(group["likelihood"]), group["fisher"]
@@ -204,13 +204,13 @@ class DenseFilter(PredictedMean, LayerwiseOptimizer):
             raise ValueError("fisher='exact' sums over all labels: call observe(outputs) without labels.")
         trace = self.recorder.trace(outputs)
         if fisher == "exact":
-            directions = list(kind.roots(outputs))
+            directions = list(kind.hessian_roots(outputs))
         else:
             directions = [kind.residual(outputs, labels if labels is not None else self.draw(outputs))]
-        columns, _ = gather(trace, directions)
+        columns, _ = gather_gradients(trace, directions)
         order = self._in_model_order()
-        rest = [p for p in order if id(p) not in columns and id(p) in trace.reads]
-        written = dict(zip(rest, one_by_one(outputs, rest, directions)))
+        rest = [p for p in order if id(p) not in columns and id(p) in trace.read_counts]
+        written = dict(zip(rest, gradients_one_by_one(outputs, rest, directions)))
         count = len(outputs) * len(directions)
         parts = []
         for p in order:

@@ -16,7 +16,7 @@ from bayesgrad.optimizer.constraints import one_of
 from bayesgrad.optimizer.factored import store
 from bayesgrad.optimizer.sampled_labels import SampledLabels
 from bayesgrad.precision import Precision, Spectral
-from bayesgrad.precision.linalg import unusable
+from bayesgrad.precision.linalg import not_invertible
 
 
 class KFAC(SampledLabels):
@@ -122,7 +122,7 @@ class KFAC(SampledLabels):
         for side in ("input", "error"):
             moment = symmetric(entry[f"{side}_moment"])
             if not bool(torch.isfinite(moment).all()):
-                raise unusable(moment, group["damping"], f"the {side} factor of layer {layer.names[0]!r}")
+                raise not_invertible(moment, group["damping"], f"the {side} factor of layer {layer.names[0]!r}")
             if moment.dim() == 2:  # a diagonal needs no eigenvectors
                 spectra[side] = moment
             else:
@@ -132,7 +132,7 @@ class KFAC(SampledLabels):
         left, right = ("input", "error") if layer.lookup else ("error", "input")
         spectrum = spectra[left][..., :, None] * spectra[right][..., None, :] + group["damping"]
         if not bool((spectrum > 0).all()):
-            raise unusable(spectrum, group["damping"], f"the Fisher of layer {layer.names[0]!r}")
+            raise not_invertible(spectrum, group["damping"], f"the Fisher of layer {layer.names[0]!r}")
         store(entry, "spectrum", spectrum)
 
     def precision(self, layer: Layer, group: Mapping[str, Any]) -> Precision:

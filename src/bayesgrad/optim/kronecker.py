@@ -157,7 +157,7 @@ class KroneckerFilter(KroneckerOptimizer):
         )
 
     def invert(self, layer: Layer, entry: dict[str, Tensor], group: Mapping[str, Any]) -> None:
-        self._keep(entry, self._factors(entry).measured())
+        self._keep(entry, self._factors(entry).with_exact_traces())
 
     def _factors(self, entry: Mapping[str, Tensor]) -> Factors:
         sides = entry["input_covariance"], entry["error_covariance"]

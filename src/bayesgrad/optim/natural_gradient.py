@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from bayesgrad import likelihoods
 from bayesgrad.block import Directions, gradient_of
 from bayesgrad.curvature import layers
-from bayesgrad.curvature.fisher import check_outputs, gather, refuse_mixing
-from bayesgrad.curvature.per_example import PerExampleGradients, joined, restored
-from bayesgrad.curvature.probe import common
+from bayesgrad.curvature.fisher import check_batch_mixing, check_outputs, gather_gradients
+from bayesgrad.curvature.per_example import PerExampleGradients, concatenated, restored
+from bayesgrad.curvature.probe import common_factor
 from bayesgrad.curvature.squares import Examples
 from bayesgrad.optimizer.base import settings
 from bayesgrad.optimizer.constraints import POSITIVE, one_of
@@ -120,7 +120,7 @@ class NaturalGradient(LayerwiseOptimizer):
     # --- observations ---
 
     def _check_model(self) -> None:
-        refuse_mixing(self.model)
+        check_batch_mixing(self.model)
 
     def _bind(self) -> None:
         super()._bind()
@@ -134,7 +134,7 @@ class NaturalGradient(LayerwiseOptimizer):
             outputs: outputs of the model with their graph; neither the graph nor `.grad` is changed.
             labels: replace the sampled labels (the empirical Fisher matrix).
         """
-        refuse_mixing(self.model)
+        check_batch_mixing(self.model)
         check_outputs(outputs)
         group = self.param_groups[0]
         clock = self._clock()
@@ -144,8 +144,8 @@ class NaturalGradient(LayerwiseOptimizer):
         given = labels is not None
         labels = labels if labels is not None else self.draw(outputs)
         residual = likelihoods.named(group["likelihood"]).residual(outputs, labels)
-        shapes = tuple((call.name, call.input.shape) for call in trace.calls if call.input is not None)
-        columns, left = gather(trace, [residual], check=shapes not in self._checked_shapes)
+        shapes = tuple((call.name, call.input.shape) for call in trace.pending if call.input is not None)
+        columns, left = gather_gradients(trace, [residual], check=shapes not in self._checked_shapes)
         if shapes not in self._checked_shapes and len(outputs) > 1:
             self._unexplained |= left
             self._checked_shapes.add(shapes)
@@ -218,7 +218,7 @@ class NaturalGradient(LayerwiseOptimizer):
         observed, self._observed = self._observed, []
         named = {id(p): p for group in self.param_groups for p in group["params"]}
         keys = [key for key in observed[0][0] if key in named and all(key in columns for columns, _ in observed)]
-        merged = {named[key]: joined([columns[key] for columns, _ in observed]) for key in keys}
+        merged = {named[key]: concatenated([columns[key] for columns, _ in observed]) for key in keys}
         for p in named.values():
             entry = self.state[p]
             old = [key for key in entry if key.startswith(("outer_", "lookup_", "rows_")) or key in ("gram", "dual")]
@@ -364,4 +364,4 @@ def _common_factor(columns: Mapping[Tensor, PerExampleGradients]) -> float | Non
     """c, if every gradient is c times the sum of the per-example gradients up to rounding; else None."""
     if any(gradient_of(p).dtype != _kind(own) for p, own in columns.items()):
         return None
-    return common([Examples([own]).projection(gradient_of(p)) for p, own in columns.items()])
+    return common_factor([Examples([own]).projection(gradient_of(p)) for p, own in columns.items()])

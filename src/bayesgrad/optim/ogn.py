@@ -12,7 +12,7 @@ from bayesgrad import likelihoods
 from bayesgrad.block import gradient_of
 from bayesgrad.curvature import PerExampleSquare, layers
 from bayesgrad.curvature.fisher import check_outputs
-from bayesgrad.curvature.probe import fitted
+from bayesgrad.curvature.probe import fit_factors
 from bayesgrad.curvature.squares import Examples, examples_of
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.optimizer import Parts
@@ -91,10 +91,10 @@ class GaussNewton(VariationalOptimizer, LayerwiseOptimizer):
         trace = self.recorder.trace(outputs)
         exact = group["fisher"] == "exact" and labels is None
         if exact:
-            directions = list(likelihood.roots(outputs))
+            directions = list(likelihood.hessian_roots(outputs))
         else:
             directions = [likelihood.residual(outputs, self.draw(outputs) if labels is None else labels)]
-        self._observed.append(([trace.uses(direction) for direction in directions], len(outputs)))
+        self._observed.append(([trace.backpropagate(direction) for direction in directions], len(outputs)))
         self._marked = self._mark()
 
     def evidence(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> dict[str, Mapping[Tensor, Tensor]]:
@@ -141,7 +141,7 @@ class GaussNewton(VariationalOptimizer, LayerwiseOptimizer):
         made: dict[Tensor, bool] = self.__dict__.setdefault("_explained", {})
         good = [p for p in params if made.get(p, True)]
         some = (good[:1] or params) if untouched and all(p in made for p in params) else params
-        table = fitted([shown[p].projection(gradient_of(p)) for p in some])
+        table = fit_factors([shown[p].projection(gradient_of(p)) for p in some])
         factors = {p: factor for p, (factor, _) in zip(some, table)}
         if untouched:
             made |= {p: excess <= MAX_EXCESS for p, (_, excess) in zip(some, table)}

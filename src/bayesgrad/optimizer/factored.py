@@ -204,8 +204,8 @@ class _FirstPass:
             self.handle.remove()
             return
         recorder = optimizer.recorder
-        uses = [use for name in self.layer.names for use in recorder.uses.get(name, ()) if use.task == task]
-        if not uses or not all(recorder.begun.get(name, True) for name in self.layer.names):
+        uses = [use for name in self.layer.names for use in recorder.calls.get(name, ()) if use.backward_id == task]
+        if not uses or not all(recorder.from_zero_grad.get(name, True) for name in self.layer.names):
             return
         self.handle.remove()
         made, gradient = gradient_from_calls(self.layer, uses), gradient_of(weight).detach()

@@ -16,7 +16,7 @@ from bayesgrad.curvature import Curvature, SquaredGradient, layers
 from bayesgrad.curvature.recorder import LayerCall, LayerRecorder
 from bayesgrad.optimizer.base import BeliefOptimizer, Parts
 from bayesgrad.optimizer.constraints import COUNT, FRACTION, INTEGER, POSITIVE_INTEGER, one_of
-from bayesgrad.posterior.network import parameters_of, unwrapped
+from bayesgrad.posterior.network import parameters_of, unwrap
 from bayesgrad.rule import NaturalGradient
 from bayesgrad.transition import MovingAverage, Static, Transition
 
@@ -75,7 +75,11 @@ class LayerwiseOptimizer(BeliefOptimizer):
         self.layers = self._find_layers(mine)
         recorded = {name: module for name, module in self.model.named_modules() if self._is_recorded(module, mine)}
         self.recorder = LayerRecorder(
-            self.model, recorded, keeps=self.records_backward, notes=self.observes, remembers=self.remembers
+            self.model,
+            recorded,
+            record_backward=self.records_backward,
+            annotate_graph=self.observes,
+            record_arguments=self.remembers,
         )
         self._observed: list[Any] = []
         self._marked: list[tuple[int, int]] = []
@@ -179,9 +183,9 @@ class LayerwiseOptimizer(BeliefOptimizer):
     def backward_passes(self) -> list[list[LayerCall]]:
         """The calls recorded since `zero_grad()`, as a list for each backward pass."""
         passes: dict[tuple[int, int], list[LayerCall]] = {}
-        for uses in self.recorder.uses.values():
+        for uses in self.recorder.calls.values():
             for use in uses:
-                passes.setdefault((use.task, use.turn), []).append(use)
+                passes.setdefault((use.backward_id, use.forward_id), []).append(use)
         return list(passes.values())
 
     def draw(self, outputs: Tensor) -> Tensor:
@@ -301,7 +305,7 @@ def model_of(optimizer: BeliefOptimizer, model: Any) -> nn.Module:
         raise TypeError(
             f"{name} takes the model, not its parameters, got {type(model).__name__}: use {name}(model, params=...)."
         )
-    return unwrapped(model)
+    return unwrap(model)
 
 
 def named_groups(model: nn.Module, params: Any) -> list[dict[str, Any]]:

@@ -32,10 +32,10 @@ class SampledLabels(FactoredOptimizer):
         trace = self.recorder.trace(outputs)
         labels = self.draw(outputs) if labels is None else labels
         residual = likelihoods.named(self.param_groups[0]["likelihood"]).residual(outputs, labels)
-        self._observed.append(trace.uses(residual))
-        strangers = trace.strangers()
+        self._observed.append(trace.backpropagate(residual))
+        elsewhere = trace.used_elsewhere()
         self._read_elsewhere |= {
-            layer.weight for layer in self.layers if layer.weight is not None and id(layer.weight) in strangers
+            layer.weight for layer in self.layers if layer.weight is not None and id(layer.weight) in elsewhere
         }
         self._marked = self._mark()
 

@@ -1,4 +1,4 @@
-"""What training leaves behind: a distribution over weights that can be sampled, predicted with and saved."""
+"""Posteriors: distributions over the weights of a model, with samples, predictions and storage."""
 
 from bayesgrad.posterior.bernoulli import BernoulliPosterior
 from bayesgrad.posterior.concrete import ConcreteDropout

@@ -7,21 +7,21 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from bayesgrad.posterior.network import clean
+from bayesgrad.posterior.network import clean_name
 from bayesgrad.posterior.posterior import Posterior
 
 
 class BernoulliPosterior(Posterior):
     r"""Independent weights in {-1, 1}, with P(w = 1) = 1/(1 + exp(-2 lambda)), mean tanh(lambda).
 
-    `predict` takes `method="mc"`, an average over binary networks; `"mode"`, the one most probable; or `"mean"`, a
-    network with the real weights tanh(lambda).
+    `predict` accepts `method="mc"` (an average over binary networks), `"mode"` (the most probable binary network) or
+    `"mean"` (the network with the real weights tanh(lambda)).
 
     >>> posterior = BernoulliPosterior({"w": torch.tensor([-20.0, 0.0, 20.0])})
     >>> posterior.mode["w"], posterior.mean["w"]
     (tensor([-1.,  1.,  1.]), tensor([-1.,  0.,  1.]))
 
-    Reference: 002, section 4.5 (lambda = log(p/(1-p))/2).
+    Reference: Khan and Rue 2023, section 4.5 (lambda = log(p/(1-p))/2).
     Checked by: tests/equations/test_binary.py.
 
     Args:
@@ -34,7 +34,7 @@ class BernoulliPosterior(Posterior):
 
     def __init__(self, natural: Mapping[str, Tensor], model: nn.Module | None = None, *, seed: int = 0) -> None:
         super().__init__(model, seed=seed)
-        self.natural = {clean(name): value.detach() for name, value in natural.items()}
+        self.natural = {clean_name(name): value.detach() for name, value in natural.items()}
 
     @property
     def mean(self) -> dict[str, Tensor]:
@@ -42,11 +42,11 @@ class BernoulliPosterior(Posterior):
 
     @property
     def mode(self) -> dict[str, Tensor]:
-        """Name -> the more probable of -1 and 1; 1 where they are equally so."""
+        """Name -> the more probable of -1 and 1; 1 if both are equally probable."""
         return {name: torch.where(natural < 0, -1.0, 1.0).to(natural) for name, natural in self.natural.items()}
 
     def variance(self) -> dict[str, Tensor]:
-        # 1/cosh^2, which keeps its digits where the mean is close to one.
+        # 1/cosh^2, without the cancellation of 1 - mean^2.
         return {name: 4 * (2 * n).sigmoid() * (-2 * n).sigmoid() for name, n in self.natural.items()}
 
     def _shapes(self) -> dict[str, torch.Size]:
@@ -58,7 +58,7 @@ class BernoulliPosterior(Posterior):
 
     @staticmethod
     def _draw_one(natural: Tensor, generator: torch.Generator) -> Tensor:
-        # Drawn on the CPU, so that a seed means the same weights on every device.
+        # On the CPU, so that a seed gives the same weights on every device.
         u = torch.rand(natural.shape, dtype=natural.dtype, generator=generator, device="cpu").to(natural.device)
         return torch.where(u < (2 * natural).sigmoid(), 1.0, -1.0).to(natural)
 

@@ -1,4 +1,4 @@
-"""Posteriors in which whole units are there or not: spike and slab over the weights that leave each of them."""
+"""Dropout posteriors: each unit is kept with some probability, or all its outgoing weights are zero."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from bayesgrad import noise
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.likelihoods import Averages, Likelihood
 from bayesgrad.posterior.concrete import ConcreteDropout
-from bayesgrad.posterior.network import Network, evaluating, unwrapped
+from bayesgrad.posterior.network import Network, evaluation_mode, unwrap
 from bayesgrad.posterior.posterior import Posterior
 from bayesgrad.posterior.units import Units
 
-# Modules whose mode means dropout and nothing else. An encoder layer in evaluation mode would take a shortcut around
-# the dropout modules inside of it.
-DROPPING = (
+# Modules whose training mode affects dropout alone. TransformerEncoderLayer is among them, because in evaluation mode
+# its fast path would skip the dropout modules inside of it.
+DROPOUT_MODULES = (
     nn.modules.dropout._DropoutNd,
     nn.MultiheadAttention,
     nn.RNNBase,
@@ -31,14 +31,15 @@ DROPPING = (
 
 
 class DropoutPosterior(Posterior):
-    r"""Spike and slab over the weights that leave each unit: m with probability keep, all zero else.
+    r"""Spike and slab over the outgoing weights of each unit: m with probability `keep`, else all zero.
 
     .. math::
         \theta_j = z_j m_j, \quad z_j \sim \mathrm{Bernoulli}(\pi_1), \quad
         E[\theta_j] = \pi_1 m_j, \quad \mathrm{Var}[\theta_j] = \pi_1 (1 - \pi_1) m_j^2
 
-    Weights that leave one unit are all dropped or all kept. `predict` with `method="mc"` is MC dropout, with one mask
-    for all examples of a batch; `"mean"` uses pi_1 m; `"linear"` linearises in the masks, whose correlations it keeps.
+    The outgoing weights of a unit are all dropped or all kept. `predict` with `method="mc"` is MC dropout, with one
+    mask for all examples of a batch; `"mean"` uses pi_1 m; `"linear"` linearises the network in the masks, and so
+    includes the correlations of weights.
 
     >>> posterior = DropoutPosterior({"w": torch.ones(1, 2)}, {"w": torch.tensor([0.5, 1.0])}, {"w": Units(1)})
     >>> posterior.mean["w"], posterior.variance()["w"]
@@ -46,11 +47,11 @@ class DropoutPosterior(Posterior):
 
     Args:
         slab: name -> m.
-        keep: name -> pi_1 of each unit, (units,); weights that are not named are never dropped.
-        units: name -> where these units are in the weight.
+        keep: name -> pi_1 of each unit, (units,); weights without an entry are never dropped.
+        units: name -> the place of these units in the weight.
         model, seed: see `Posterior`.
 
-    Reference: 002, Eq. 41; Gal and Ghahramani, 2016.
+    Reference: Khan and Rue 2023, Eq. 41; Gal and Ghahramani, 2016.
     Differs from the paper: spike and slab have no width, as in its Eq. 84 (the delta method).
     Checked by: tests/equations/test_dropout.py, by enumeration of all masks.
     """
@@ -69,7 +70,7 @@ class DropoutPosterior(Posterior):
         super().__init__(model, seed=seed)
         for name, probability in keep.items():
             if name not in slab or name not in units:
-                raise ValueError(f"keep names {name!r}, which slab and units must name too.")
+                raise ValueError(f"slab and units must have an entry for {name!r}, as keep does.")
             count = units[name].count(slab[name].shape)
             if probability.shape != (count,):
                 raise ValueError(f"keep of {name!r} has shape {tuple(probability.shape)}, but there are {count} units.")
@@ -95,7 +96,7 @@ class DropoutPosterior(Posterior):
 
     def _draw(self, generators: list[torch.Generator]) -> Iterator[dict[str, Tensor]]:
         for generator in generators:
-            # Drawn on the CPU, so that a seed means the same masks on every device; uniform in [0, 1).
+            # On the CPU, so that a seed gives the same masks on every device; uniform in [0, 1).
             yield self._masked(
                 {
                     name: (torch.rand(keep.shape, generator=generator, device="cpu").to(keep.device) < keep).to(keep)
@@ -103,24 +104,24 @@ class DropoutPosterior(Posterior):
                 }
             )
 
-    def _linear(self, network: Network, together: bool) -> tuple[Tensor, Tensor]:
+    def _linear_moments(self, network: Network, joint: bool) -> tuple[Tensor, Tensor]:
         """Outputs at the mean, and their variance sum_j (df/dz_j)^2 keep_j (1 - keep_j)."""
         keep = {name: p.to(compute_dtype(self.slab[name].dtype)) for name, p in self.keep.items()}
         centre = network(self._cast(self.mean, network.model))
         count = centre[:1].numel()
         if not len(centre) or not keep:
-            return centre, centre.new_zeros(len(centre), count, count) if together else torch.zeros_like(centre)
+            return centre, centre.new_zeros(len(centre), count, count) if joint else torch.zeros_like(centre)
         spread = torch.cat([p * (1 - p) for p in keep.values()])
 
         def one(*example: Tensor) -> Tensor:
             alone = [part[None] for part in example]
             masked = jacrev(lambda z: network.at(self._cast(self._masked(z), network.model))(*alone).flatten())(keep)
             jacobian = torch.cat([masked[name] for name in keep], 1)
-            return (jacobian * spread) @ jacobian.mT if together else (jacobian.square() * spread).sum(1)
+            return (jacobian * spread) @ jacobian.mT if joint else (jacobian.square() * spread).sum(1)
 
         with torch.enable_grad():
             found = vmap(one, chunk_size=16)(*network.inputs).detach()
-        return centre, found if together else found.view_as(centre)
+        return centre, found if joint else found.view_as(centre)
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
         units = {name: torch.tensor([units.dim, units.groups]) for name, units in self.units.items()}
@@ -133,9 +134,9 @@ class DropoutPosterior(Posterior):
 
 
 class MCDropout(Posterior):
-    """Predictions of a model with dropout modules, averaged over their masks: see `mc_dropout`.
+    """Predictions of a model with dropout modules, averaged over their masks; see `mc_dropout`.
 
-    Masks are on activations, not on weights, so there are no weights to draw: `mean` and `variance` are empty.
+    Masks apply to activations, not to weights, so there are no weights to sample: `mean` and `variance` are empty.
     """
 
     kind = "mc_dropout"
@@ -154,25 +155,25 @@ class MCDropout(Posterior):
         return ({} for _ in generators)
 
     def sample(self, n: int = 1, *, seed: int | None = None) -> dict[str, Tensor]:
-        raise TypeError("MC dropout masks activations: there are no weights to draw. Use sampled() or predict().")
+        raise TypeError("MC dropout masks activations and has no weights to sample: use sampled() or predict().")
 
     @contextmanager
     def sampled(self, model: nn.Module | None = None, *, seed: int | None = None) -> Iterator[nn.Module]:
-        """Within the context dropout is active, whatever is else in evaluation mode, and random numbers are its own."""
+        """Within the context dropout is active and all else is in evaluation mode; the global generator is restored."""
         model = self._model(model)
         (generator,) = self._generators(1, seed)
-        with evaluating(model), dropping(unwrapped(model), generator.initial_seed()):
+        with evaluation_mode(model), dropout_active(unwrap(model), generator.initial_seed()):
             yield model
 
     def _average(self, network: Network, reading: Likelihood, samples: int, seed: int | None) -> Averages:
-        network = replace(network, chunk=None)  # masks belong to a whole batch
-        found = Averages(reading, self.noise)
+        network = replace(network, chunk=None)  # a mask is drawn for the whole batch
+        found = Averages(reading, self.noise_scale)
         for generator in self._generators(samples, self.seed if seed is None else seed):
-            with dropping(network.model, generator.initial_seed()):
+            with dropout_active(network.model, generator.initial_seed()):
                 found.add(network({}))
         return found
 
-    def _linear(self, network: Network, together: bool) -> tuple[Tensor, Tensor]:
+    def _linear_moments(self, network: Network, joint: bool) -> tuple[Tensor, Tensor]:
         raise ValueError("MC dropout has no linearised prediction: use method='mc'.")
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
@@ -184,12 +185,12 @@ class MCDropout(Posterior):
 
 
 def mc_dropout(model: nn.Module, *, seed: int = 0) -> MCDropout:
-    """The posterior of an ordinary model that was trained with dropout modules.
+    """MC dropout for a model that was trained with dropout modules.
 
-    torch's dropout divides what it keeps by pi_1 = 1 - p, so that the stored weight is pi_1 m, the belief's mean:
-    `predict(x, method="mean")` is the model in evaluation mode. `method="mc"` switches dropout alone to training mode,
-    with masks that are functions of the seed and the draw; the global generator and every module's mode are left as
-    they were. Unlike `DropoutPosterior`, each example has masks of its own.
+    torch's dropout divides kept activations by pi_1 = 1 - p, so that the stored weight is pi_1 m, the posterior mean:
+    `predict(x, method="mean")` is the model in evaluation mode. `method="mc"` sets only dropout modules to training
+    mode, with masks that are functions of the seed and the sample; the global generator and every module's mode are
+    restored. Unlike in `DropoutPosterior`, each example has its own masks.
 
     >>> model = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
     >>> mc_dropout(model).predict(torch.ones(5, 2), samples=4).shape
@@ -197,18 +198,18 @@ def mc_dropout(model: nn.Module, *, seed: int = 0) -> MCDropout:
 
     Args:
         model: with nn.Dropout (of any kind), ConcreteDropout, or dropout inside of attention or recurrent layers. Calls
-            of `functional.dropout` that look at the mode of a module of the user's own are not found.
-        seed: where masks start.
+            of `functional.dropout` in the forward pass of a user's module are not found.
+        seed: of the masks.
 
     Reference: Gal and Ghahramani, 2016.
     Checked by: tests/equations/test_dropout.py.
     """
-    if not any(_drops(module) for module in model.modules()):
-        raise ValueError("the model has no dropout module: its predictions have nothing to average over.")
+    if not any(_has_dropout(module) for module in model.modules()):
+        raise ValueError("the model has no dropout module with p > 0: there are no masks to average over.")
     return MCDropout(model, seed=seed)
 
 
-def _drops(module: nn.Module) -> bool:
+def _has_dropout(module: nn.Module) -> bool:
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p > 0
     if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
@@ -217,9 +218,9 @@ def _drops(module: nn.Module) -> bool:
 
 
 @contextmanager
-def dropping(model: nn.Module, seed: int) -> Iterator[None]:
-    """Dropout modules, and no others, in training mode, with random numbers of their own."""
-    modules = [module for module in model.modules() if isinstance(module, DROPPING)]
+def dropout_active(model: nn.Module, seed: int) -> Iterator[None]:
+    """Sets dropout modules alone to training mode, with random numbers from `seed`; restores modes and generators."""
+    modules = [module for module in model.modules() if isinstance(module, DROPOUT_MODULES)]
     modes = [module.training for module in modules]
     concrete: list[Any] = [module for module in modules if isinstance(module, ConcreteDropout)]
     devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
@@ -228,7 +229,7 @@ def dropping(model: nn.Module, seed: int) -> Iterator[None]:
             forks.enter_context(torch.random.fork_rng(devices=[device.index], device_type=device.type))
         state = torch.get_rng_state()
         try:
-            # torch.manual_seed looks for devices of every kind each time, which takes longer than a small model does.
+            # torch.manual_seed searches for devices of every kind, which takes longer than a small model.
             torch.manual_seed(seed) if devices else torch.default_generator.manual_seed(seed)
             for module in modules:
                 module.training = True

@@ -1,4 +1,4 @@
-"""Elastic weight consolidation: a posterior of earlier tasks as a penalty while later ones are learned."""
+"""Elastic weight consolidation: the posterior of earlier tasks as a penalty on later ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from bayesgrad.precision.low_rank import Directions
 
 @dataclass(frozen=True, eq=False)
 class Quadratic(ABC):
-    """v'H v for the change v of some parameters, made of differentiable products.
+    """v'H v for a change v of some parameters; differentiable.
 
     Args:
         shapes: of the parameters by name.
@@ -36,10 +36,10 @@ class Quadratic(ABC):
 
     @abstractmethod
     def times(self, factor: float) -> Quadratic:
-        """That of factor H."""
+        """The quadratic form of factor * H."""
 
     def plus(self, other: Quadratic) -> Quadratic | None:
-        """That of the sum of both H, where it takes no more room than either; else None."""
+        """The quadratic form of the sum, if it needs no more memory than one of them; else None."""
         return None
 
     def _matrix(self, change: Mapping[str, Tensor], rows: Sequence[int]) -> Tensor:
@@ -50,7 +50,7 @@ class Quadratic(ABC):
 
 @dataclass(frozen=True, eq=False)
 class StoredQuadratic(Quadratic):
-    """One whose H is a tensor of its own, and adds up over tasks.
+    """A quadratic form with a stored H, so that sums over tasks can be stored too.
 
     Args:
         values: of H.
@@ -81,7 +81,7 @@ class DiagonalQuadratic(StoredQuadratic):
 
 
 class InputQuadratic(StoredQuadratic):
-    """tr(V A V') for V (groups, out, in) and a moment A (groups, in, in) of the inputs: nothing is said of errors."""
+    """tr(V A V') for V (groups, out, in) and the second moment A (groups, in, in) of inputs."""
 
     def __call__(self, change: Mapping[str, Tensor]) -> Tensor:
         groups, fan_in, _ = self.values.shape
@@ -98,7 +98,7 @@ class DenseQuadratic(StoredQuadratic):
 
 @dataclass(frozen=True, eq=False)
 class KroneckerQuadratic(Quadratic):
-    """tr(V' E V A), of a Kronecker product; the sum of two is none.
+    """tr(V' E V A) of a Kronecker product. The sum of two is not a Kronecker product.
 
     Args:
         errors, inputs: E (groups, out, out) and A (groups, in, in).
@@ -116,7 +116,7 @@ class KroneckerQuadratic(Quadratic):
 
 @dataclass(frozen=True, eq=False)
 class SubsampledQuadratic(Quadratic):
-    """factor |G'v|^2 for the gradients G of a few examples, which are not written down."""
+    """factor |G'v|^2 for the gradients G of a few examples, which are not stored."""
 
     directions: Directions
     factor: float
@@ -154,7 +154,7 @@ def _moment(basis: Tensor | None, values: Tensor) -> Tensor:
 
 
 class QuadraticForm(torch.autograd.Function):
-    """v'H v. Its gradient is 2 H v, the product that it was made of."""
+    """v'H v. Its gradient 2 H v reuses the product of the forward pass."""
 
     @staticmethod
     def forward(ctx: Any, vector: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
@@ -188,13 +188,13 @@ class QuadraticPenalty:
 
 
 class EWC:
-    r"""How much a change of the weights would cost the tasks that a posterior knows of.
+    r"""A penalty for changes of the weights, which approximates the increase of the loss of earlier tasks.
 
     .. math::
         \frac{s}{2} (w - w^*)^T H (w - w^*)
 
     with the posterior's mean w*, s = `strength`, and H the Hessian of the loss *summed* over the old task's data.
-    Beside the mean loss of a new task of N examples it is therefore divided by N; s = 1 is Bayes' rule then.
+    Divide the penalty by N when you add it to the mean loss of a new task of N examples; s = 1 is then Bayes' rule.
 
         >>> import bayesgrad
         >>> model, old = nn.Linear(2, 3), [(torch.randn(4, 2), torch.tensor([0, 1, 2, 0]))]
@@ -204,27 +204,27 @@ class EWC:
 
     | posterior | H | over tasks |
     |---|---|---|
-    | Laplace, `"diag"`, `"full"` | the diagonal; all of it | adds up |
-    | Laplace, `"kron"` | A ⊗ E of each layer | each task's is kept |
-    | Laplace, `"input"` | A ⊗ I of each layer | adds up: one A for all tasks |
-    | Laplace, `"subsampled"` | G G', exactly; v'H v = \|G'v\|^2 from stored inputs and errors | each task's is kept |
-    | of OGN, VOGN, IVON | the posterior precision | has its own prior's inside |
+    | Laplace, `"diag"`, `"full"` | the diagonal; the full matrix | one sum |
+    | Laplace, `"kron"` | A ⊗ E of each layer | one term for each task |
+    | Laplace, `"input"` | A ⊗ I of each layer | one sum of the A |
+    | Laplace, `"subsampled"` | G G', exactly; v'H v = \|G'v\|^2 from inputs and errors | one term for each task |
+    | of OGN, VOGN, IVON | the posterior precision | includes the prior |
 
-    Parameters that the posterior does not name are free. The penalty can be differentiated twice.
+    Parameters that are not in the posterior are not penalised. The penalty can be differentiated twice.
 
     Args:
         posterior: of the old task.
         strength: s.
-        prior: whether the prior's precision is part of H, so that the penalty takes the place of the prior as in
-            Bayes' rule: then train without weight decay. False leaves the data's Hessian alone, beside whatever decay
-            there is. None is False for Laplace posteriors, and True where the two cannot be told apart.
+        prior: whether H includes the prior precision. With True, the penalty replaces the prior, as in Bayes' rule:
+            train without weight decay. With False, it is the Hessian of the data alone, to be used with weight decay.
+            None is False for Laplace posteriors, and True for others, which cannot separate data and prior.
 
     Raises:
-        TypeError: the posterior has no Hessian to speak of.
-        ValueError: strength is not positive, or the model given has other parameters.
+        TypeError: EWC does not support this class of posterior or precision.
+        ValueError: strength is not positive, or the model has other parameters.
 
-    Reference: 004, appendices A.2 and C; Kirkpatrick et al., 2017; for `add`, Huszár, 2018, Schwarz et al., 2018.
-    Checked by: tests/equations/test_ewc.py.
+    Reference: Benzing 2021, appendices A.2 and C; Kirkpatrick et al., 2017; for `add`, Huszár, 2018, Schwarz et al.,
+    2018. Checked by: tests/equations/test_ewc.py.
     """
 
     def __init__(self, posterior: Posterior, strength: float = 1.0, *, prior: bool | None = None) -> None:
@@ -240,7 +240,9 @@ class EWC:
         for part in self.parts:
             for name, mean in part.mean.items():
                 if name not in found:
-                    raise ValueError(f"the model has no parameter {name!r}, which this penalty is about.")
+                    raise ValueError(
+                        f"the penalty has a parameter {name!r} that the model lacks: build the same architecture."
+                    )
                 if found[name].shape != mean.shape:
                     raise ValueError(
                         f"parameter {name!r} has shape {tuple(found[name].shape)} in the model and "
@@ -249,16 +251,16 @@ class EWC:
         return sum((part(found) for part in self.parts), torch.zeros(()))
 
     def add(self, posterior: Posterior, strength: float = 1.0, *, prior: bool | None = None, decay: float = 1.0) -> EWC:
-        """The penalty of all tasks so far after one more was learned: decay H + H', about the latest weights alone.
+        """The penalty of all tasks after one more was learned: decay H + H', centred at the latest weights.
 
-        Those are where the new loss and the old penalty balance, so that both together are quadratic about them. Sums
-        of Hessians are written down where they take no more room than one: diagonals, dense ones, and the inputs'
-        moments of `"input"`. Weights that the new posterior does not name stay where they are.
+        The latest weights minimise the new loss plus the old penalty, so the sum is quadratic around them. Hessians are
+        summed if the sum needs no more memory than one of them: diagonal, dense, and the input moments of `"input"`.
+        Parameters that are not in the new posterior keep their centre.
 
         Args:
             posterior: of the new task, trained under this penalty.
-            strength, prior: as for the first.
-            decay: of what is known of earlier tasks; below 1 they are forgotten gradually.
+            strength, prior: as in the constructor.
+            decay: factor of the Hessians of earlier tasks; below 1 they are forgotten gradually.
         """
         _check("decay", decay)
         latest = EWC(posterior, strength, prior=prior)
@@ -268,12 +270,12 @@ class EWC:
             for name, value in part.mean.items():
                 before = next((p.mean[name].shape for p in self.parts if name in p.mean), value.shape)
                 if before != value.shape:
-                    raise ValueError(f"{name!r} has shape {tuple(value.shape)}, and {tuple(before)} in earlier tasks.")
+                    raise ValueError(f"{name!r} has shape {tuple(value.shape)}, but {tuple(before)} in earlier tasks.")
             forms = _merged(forms, part.forms)
         return self._of(QuadraticPenalty(mean, forms))
 
     def __add__(self, other: Any) -> EWC:
-        """Both penalties, each about its own weights."""
+        """The sum of both penalties, each centred at its own weights."""
         return self._of(*self.parts, *other.parts) if isinstance(other, EWC) else NotImplemented
 
     def __radd__(self, other: Any) -> EWC:
@@ -292,7 +294,7 @@ def _check(name: str, value: Any) -> None:
 
 
 def _merged(forms: Iterable[Quadratic], more: Iterable[Quadratic]) -> list[Quadratic]:
-    """All of them, those that add up as one."""
+    """All forms, with sums where `plus` supports them."""
     found = list(forms)
     for form in more:
         for i, old in enumerate(found):
@@ -309,10 +311,10 @@ def _forms(posterior: Posterior, prior: bool | None) -> tuple[dict[str, Tensor],
     """The posterior's mean and quadratic forms."""
     mean = posterior.mean if isinstance(posterior, GaussianPosterior) else {}
     if isinstance(posterior, LaplacePosterior):
-        scale = float(posterior.noise) ** -posterior.fit.power
+        scale = (float(posterior.noise_scale) ** 2) ** -posterior.fit.power
         forms = [quadratic(hessian).times(scale) for hessian in posterior.hessians]
         if prior:
-            for name, value in check_prior(posterior.prior_precision, posterior.noise, mean).items():
+            for name, value in check_prior(posterior.prior_precision, posterior.noise_scale, mean).items():
                 forms = _merged(
                     forms, [DiagonalQuadratic({name: mean[name].shape}, torch.full_like(mean[name], value))]
                 )
@@ -320,7 +322,7 @@ def _forms(posterior: Posterior, prior: bool | None) -> tuple[dict[str, Tensor],
     if not isinstance(posterior, GaussianPosterior):
         raise TypeError(f"EWC takes a Gaussian posterior, got {type(posterior).__name__}: use bayesgrad.laplace().")
     if prior is False:
-        raise ValueError("prior=False needs a Laplace posterior: in this one data and prior cannot be told apart.")
+        raise ValueError("prior=False needs a Laplace posterior: this one cannot separate data and prior.")
     forms = []
     for name, belief in posterior.beliefs.items():
         if not isinstance(belief.precision, Diagonal):

@@ -13,7 +13,7 @@ from bayesgrad import likelihoods
 from bayesgrad.belief import Belief, Joint
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.posterior.hessian import check_prior
-from bayesgrad.posterior.network import Network, evaluating, unwrapped
+from bayesgrad.posterior.network import Network, evaluation_mode, unwrap
 from bayesgrad.posterior.posterior import Posterior
 from bayesgrad.precision import Dense, Diagonal, Kronecker, LowRank, Precision, Rescaled, Spectral
 
@@ -25,13 +25,13 @@ FACTORS = (
 
 
 class Bound(NamedTuple):
-    """A lower bound on the evidence, estimated over draws: value = log_likelihood - divergence.
+    """A lower bound on the log evidence, estimated from samples: value = log_likelihood - divergence.
 
     Args:
         value: the bound.
-        error: its standard error, nan for a single draw.
-        log_likelihood: of all data, expected under the belief.
-        divergence: of the belief from the prior, in closed form.
+        error: its standard error, nan for a single sample.
+        log_likelihood: the expected log-likelihood of all data under the posterior.
+        divergence: KL(posterior || prior), in closed form.
     """
 
     value: float
@@ -41,14 +41,14 @@ class Bound(NamedTuple):
 
 
 class GaussianPosterior(Posterior):
-    """Gaussians over the weights, independent of one another but for those of a joint belief.
+    """Gaussian posteriors of parameters, independent except for the parameters of a joint belief.
 
     >>> posterior = GaussianPosterior({"w": Belief(torch.zeros(2), Diagonal(torch.ones(2)))})
     >>> posterior.sample(3)["w"].shape
     torch.Size([3, 2])
 
     Args:
-        beliefs: name -> belief; a joint one has the name of one of its parameters.
+        beliefs: name -> belief; a joint belief has the name of one of its parameters.
         model, seed: see `Posterior`.
     """
 
@@ -60,13 +60,13 @@ class GaussianPosterior(Posterior):
 
     @property
     def mean(self) -> dict[str, Tensor]:
-        return self._parted({name: belief.mean for name, belief in self.beliefs.items()})
+        return self._by_parameter({name: belief.mean for name, belief in self.beliefs.items()})
 
     def variance(self) -> dict[str, Tensor]:
-        return self._parted({name: belief.precision.variance() for name, belief in self.beliefs.items()})
+        return self._by_parameter({name: belief.precision.variance() for name, belief in self.beliefs.items()})
 
-    def _parted(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Values of each belief by the names of parameters."""
+    def _by_parameter(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Splits the values of beliefs by the names of parameters."""
         return {
             own: part for name, some in values.items() for own, part in self.beliefs[name].split(name, some).items()
         }
@@ -76,11 +76,11 @@ class GaussianPosterior(Posterior):
 
     def _draw(self, generators: list[torch.Generator]) -> Iterator[dict[str, Tensor]]:
         for generator in generators:
-            yield self._parted({name: self._draw_one(belief, generator) for name, belief in self.beliefs.items()})
+            yield self._by_parameter({name: self._draw_one(belief, generator) for name, belief in self.beliefs.items()})
 
     @staticmethod
     def _draw_one(belief: Belief, generator: torch.Generator) -> Tensor:
-        # Drawn on the CPU, so that a seed means the same weights on every device.
+        # On the CPU, so that a seed gives the same weights on every device.
         mean = belief.mean
         noise = torch.randn(mean.shape, dtype=compute_dtype(mean.dtype), generator=generator, device="cpu")
         if isinstance(belief.precision, LowRank | Rescaled):
@@ -88,12 +88,14 @@ class GaussianPosterior(Posterior):
             return belief.precision.draw(noise.to(mean.device), few.to(mean.device)).add_(mean)
         return belief.sample(noise.to(mean.device))
 
-    def _marginals(self) -> dict[str, Tensor]:
+    def _independent_variances(self) -> dict[str, Tensor]:
         alone = {name: belief for name, belief in self.beliefs.items() if not isinstance(belief, Joint)}
         return {name: belief.precision.variance() for name, belief in alone.items()}
 
-    def _weighed(self, jacobian: Mapping[str, Tensor], variance: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, ...]]:
-        yield from super()._weighed(jacobian, variance)
+    def _jacobian_products(
+        self, jacobian: Mapping[str, Tensor], variance: Mapping[str, Tensor]
+    ) -> Iterator[tuple[Tensor, ...]]:
+        yield from super()._jacobian_products(jacobian, variance)
         for name, belief in self.beliefs.items():
             if isinstance(belief, Joint):
                 columns = belief.join(jacobian).to(belief.mean)  # (outputs, *mean.shape)
@@ -110,13 +112,13 @@ class GaussianPosterior(Posterior):
         *,
         prior_precision: float | Mapping[str, float],
         likelihood: str | None = None,
-        noise: float | None = None,
+        noise_scale: float | None = None,
         num_data: float | None = None,
         samples: int = 32,
         model: nn.Module | None = None,
         seed: int | None = None,
     ) -> Bound:
-        r"""The variational bound on the evidence, what VOGN and IVON maximise.
+        r"""The evidence lower bound (ELBO), which VOGN and IVON maximise.
 
         .. math::
             \log p(D) \ge \frac{N}{n} \sum_{j \le n} E_q[\log p(y_j | x_j, w)] - KL(q \,\|\, N(0, I/\delta))
@@ -124,38 +126,38 @@ class GaussianPosterior(Posterior):
         For a Laplace posterior it can be compared with `log_marginal_likelihood()`.
 
         Args:
-            loader: batches (inputs, labels), gone through once for each draw.
-            prior_precision: δ; one for all, or one for each parameter by name.
-            likelihood: of the labels; None is the one that the posterior was made with, or else categorical.
-            noise: the variance of Gaussian data; None is the posterior's own, or else 1.
-            num_data: N, where the loader does not go through all data once.
-            samples: how many draws the expectation is taken over.
+            loader: batches (inputs, labels), iterated once for each sample.
+            prior_precision: δ; one number for all, or one for each parameter by name.
+            likelihood: of the labels; None uses the posterior's own, which is categorical by default.
+            noise_scale: the standard deviation of Gaussian data; None uses the posterior's own.
+            num_data: N, if the loader does not go through all data exactly once.
+            samples: the number of samples of the expectation.
             model, seed: as in `predict`.
 
-        Reference: 002, Eq. 2 and section 4.4.
+        Reference: Khan and Rue 2023, Eq. 2 and section 4.4.
         Checked by: tests/equations/test_elbo.py, in the linear-Gaussian case and by quadrature.
         """
         reading = likelihoods.named(self.likelihood if likelihood is None else likelihood)
-        noise = self.noise if noise is None else noise
-        divergence = self.divergence(prior_precision, noise)
+        noise_scale = self.noise_scale if noise_scale is None else noise_scale
+        divergence = self.divergence(prior_precision, noise_scale)
         if samples < 1:
             raise ValueError(f"samples must be at least 1, got {samples}.")
-        network = unwrapped(self._model(model))
+        network = unwrap(self._model(model))
         counts: set[int] = set()
         values: list[float] = []
-        with evaluating(network):
+        with evaluation_mode(network):
             for weights in self._draw(self._generators(samples, self.seed if seed is None else seed)):
                 cast, total, count = self._cast(weights, network), 0.0, 0
                 for x, y in loader:
                     outputs = Network(network, x if isinstance(x, tuple) else (x,))(cast)
-                    total += float(reading.log_likelihood(outputs, y, noise).double().sum())
+                    total += float(reading.log_likelihood(outputs, y, noise_scale).double().sum())
                     count += len(outputs)
                 counts.add(count)
                 values.append(total)
         if len(counts) > 1 or 0 in counts:
             raise ValueError(
-                f"the loader gave {' and '.join(map(str, sorted(counts)))} examples: it is gone through once for each "
-                "draw, and must give the same examples each time."
+                f"the loader gave {' and '.join(map(str, sorted(counts)))} examples in different passes: it is "
+                "iterated once for each sample, and must give the same examples each time."
             )
         seen = counts.pop()
         each = torch.tensor(values, dtype=torch.float64) * ((num_data or seen) / seen)
@@ -163,10 +165,10 @@ class GaussianPosterior(Posterior):
         error = float(each.std() / samples**0.5) if samples > 1 else math.nan
         return Bound(expected - divergence, error, expected, divergence)
 
-    def divergence(self, prior_precision: float | Mapping[str, float], noise: float = 1.0) -> float:
+    def divergence(self, prior_precision: float | Mapping[str, float], noise_scale: float = 1.0) -> float:
         """KL(q | N(0, I/δ)) = (δ (tr Σ + |m|²) - n - n log δ - log |Σ|)/2."""
         mean, variance = self.mean, self.variance()
-        prior = check_prior(prior_precision, noise, mean)
+        prior = check_prior(prior_precision, noise_scale, mean)
         total = sum(float(belief.precision.logdet()) for belief in self.beliefs.values())
         for name, delta in prior.items():
             second = float(variance[name].double().sum() + mean[name].double().square().sum())
@@ -174,7 +176,7 @@ class GaussianPosterior(Posterior):
         return total / 2
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Means and variances; and of joint beliefs the factors, and where each parameter is in them."""
+        """Means and variances; for joint beliefs the factors, and the place of each parameter in them."""
         tensors = {"mean": self.mean, "variance": {}}
         for name, belief in self.beliefs.items():
             if not isinstance(belief, Joint):
@@ -204,7 +206,7 @@ class GaussianPosterior(Posterior):
 
 
 def _stored(precision: Precision) -> dict[str, Tensor]:
-    """The tensors that a joint belief's precision consists of."""
+    """The tensors of a joint belief's precision."""
     for kind, fields in FACTORS:
         if isinstance(precision, kind):
             values = {field: getattr(precision, field) for field in fields}

@@ -1,8 +1,8 @@
-"""What the data say of a block of weights: the Hessian of the loss at the trained weights, apart from any prior.
+"""Hessians of the loss at trained weights, for blocks of weights and without the prior.
 
-The belief about a block has the precision s H + δ I, where s is what the noise of the data makes of its Hessian H and δ
-the prior precision. So priors and noise can be changed, and the evidence be differentiated by them, without another
-look at the data.
+The posterior of a block has the precision s H + δ I, with its Hessian H, the prior precision δ, and a factor s that
+depends on the noise of the data. Prior and noise can therefore be changed, and the evidence can be differentiated by
+them, without another pass over the data.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bayesgrad.precision.linalg import inverse
 from bayesgrad.precision.low_rank import Directions
 
 
-class Linearised(Protocol):
+class OutputCovariance(Protocol):
     """J P^-1 J' of each example, (examples, outputs, outputs), for the Jacobian J of a model's outputs."""
 
     def covariance(self, model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor: ...
@@ -31,7 +31,7 @@ class Linearised(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Hessian(ABC):
-    """The Hessian H of the whole loss over one block of weights, or what stands for it.
+    """The Hessian H of the total loss for one block of weights, or an approximation of it.
 
     Args:
         shapes: of the block's parameters by name.
@@ -51,12 +51,12 @@ class Hessian(ABC):
     def logdet(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
         """log |scale H + prior|, differentiable in both."""
 
-    def linearised(self, prior: Mapping[str, float], scale: float) -> Linearised | None:
-        """The spread of outputs that are linear in the weights, where that takes no Jacobian."""
+    def output_covariance(self, prior: Mapping[str, float], scale: float) -> OutputCovariance | None:
+        """The covariance of linearised outputs, if it can be computed without a dense Jacobian; else None."""
         return None
 
     def stored(self) -> dict[str, Tensor]:
-        """What it is made of, for a file; `restored` is the inverse."""
+        """Its tensors by name, for a file; `restored` is the inverse."""
         parts = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "shapes"}
         return {key: part for key, part in parts.items() if part is not None}
 
@@ -65,20 +65,20 @@ class Hessian(ABC):
         own = [f.name for f in fields(cls) if f.name != "shapes"]
         return cls(shapes, **{key: parts.get(key) for key in own})  # pyright: ignore[reportCallIssue]
 
-    def _only(self, prior: Mapping[str, Any]) -> Any:
-        """The prior, where a block can have but one."""
+    def _single_prior(self, prior: Mapping[str, Any]) -> Any:
+        """The prior precision of a block that must have a single one."""
         values = [prior[name] for name in self.shapes]
         if any(value is not values[0] and value != values[0] for value in values):
-            raise ValueError(f"{list(self.shapes)} are one block, and need one prior precision, got {values}.")
+            raise ValueError(f"{list(self.shapes)} are one block and need the same prior precision, got {values}.")
         return values[0]
 
-    def _joint(self, mean: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+    def _concatenate(self, mean: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
         return torch.cat([mean[name].reshape(*shape, -1) for name in self.shapes], -1)
 
 
 @dataclass(frozen=True, eq=False)
 class DiagonalHessian(Hessian):
-    """Of one parameter, its diagonal alone."""
+    """The diagonal for one parameter."""
 
     values: Tensor
 
@@ -87,12 +87,12 @@ class DiagonalHessian(Hessian):
         return Belief(mean[name], Diagonal(1 / (scale * self.values + prior[name])))
 
     def logdet(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
-        return (scale * self.values.double() + self._only(prior)).log().sum()
+        return (scale * self.values.double() + self._single_prior(prior)).log().sum()
 
 
 @dataclass(frozen=True, eq=False)
 class FactoredHessian(Hessian):
-    """E ⊗ A of a matrix [W b], in the eigenbasis of the factors, where the prior is a sum and no approximation.
+    """E ⊗ A for a matrix [W b], in the eigenbasis of the factors, in which adding the prior is exact.
 
     Args:
         rows, columns: eigenvectors (groups, out, out) and (groups, in, in), None for the identity.
@@ -104,16 +104,16 @@ class FactoredHessian(Hessian):
     spectrum: Tensor
 
     def belief(self, mean: Mapping[str, Tensor], prior: Mapping[str, float], scale: float) -> Belief:
-        precision = Spectral(self.rows, self.columns, scale * self.spectrum + self._only(prior))
-        return Joint(self._joint(mean, tuple(self.spectrum.shape[:2])), precision, self.shapes)
+        precision = Spectral(self.rows, self.columns, scale * self.spectrum + self._single_prior(prior))
+        return Joint(self._concatenate(mean, tuple(self.spectrum.shape[:2])), precision, self.shapes)
 
     def logdet(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
-        return (scale * self.spectrum.double() + self._only(prior)).log().sum()
+        return (scale * self.spectrum.double() + self._single_prior(prior)).log().sum()
 
 
 @dataclass(frozen=True, eq=False)
 class DenseHessian(Hessian):
-    """Of all parameters, written down, (n, n)."""
+    """The dense matrix for all parameters, (n, n)."""
 
     matrix: Tensor
 
@@ -123,35 +123,35 @@ class DenseHessian(Hessian):
 
     def belief(self, mean: Mapping[str, Tensor], prior: Mapping[str, float], scale: float) -> Belief:
         precision = scale * self.matrix
-        precision.diagonal().add_(self._each(prior).to(precision))
+        precision.diagonal().add_(self._prior_diagonal(prior).to(precision))
         covariance = inverse(precision, 0.0, "the posterior precision")
-        return Joint(self._joint(mean, (1,)), Dense(covariance, (1, len(covariance))), self.shapes)
+        return Joint(self._concatenate(mean, (1,)), Dense(covariance, (1, len(covariance))), self.shapes)
 
     def logdet(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
         if len({id(prior[name]) for name in self.shapes}) == 1:
-            return (scale * self._eigenvalues + self._only(prior)).log().sum()
-        precision = scale * self.matrix.double() + torch.diag(self._each(prior))
+            return (scale * self._eigenvalues + self._single_prior(prior)).log().sum()
+        precision = scale * self.matrix.double() + torch.diag(self._prior_diagonal(prior))
         return 2 * torch.linalg.cholesky(precision).diagonal().log().sum()
 
-    def _each(self, prior: Mapping[str, Any]) -> Tensor:
+    def _prior_diagonal(self, prior: Mapping[str, Any]) -> Tensor:
         like: dict[str, Any] = dict(dtype=torch.float64, device=self.matrix.device)
         sizes = [(name, shape.numel()) for name, shape in self.shapes.items()]
         return torch.cat([torch.as_tensor(prior[name], **like).expand(size) for name, size in sizes])
 
 
-class Parted(Directions, Protocol):
-    """Directions whose parts have names."""
+class NamedDirections(Directions, Protocol):
+    """Directions that consist of parts for named parameters."""
 
     def grams(self) -> Mapping[str, Tensor]: ...
 
-    def weighed(self, factor: Tensor) -> Tensor: ...
+    def weighted_diagonal(self, factor: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True, eq=False)
 class LowRankHessian(Hessian):
-    """G G' for the gradients G of a few examples, which need not be written down; vectors are flat, (1, n)."""
+    """G G' for the gradients G of a few examples, which need not be stored; vectors are flat, (1, n)."""
 
-    directions: Parted
+    directions: NamedDirections
 
     @cached_property
     def gram(self) -> Tensor:
@@ -170,16 +170,16 @@ class LowRankHessian(Hessian):
         return self.directions.grams()
 
     def belief(self, mean: Mapping[str, Tensor], prior: Mapping[str, float], scale: float) -> Belief:
-        floors, weights = {prior[name] for name in self.shapes}, self._joint(mean, (1,))
+        floors, weights = {prior[name] for name in self.shapes}, self._concatenate(mean, (1,))
         if len(floors) == 1:
-            directions = Times(self.directions, scale**0.5, lambda: scale * self.gram)
+            directions = ScaledDirections(self.directions, scale**0.5, lambda: scale * self.gram)
             return Joint(weights, LowRank(floors.pop(), directions, (1, self._size)), self.shapes)
         root = torch.cat([weights.new_full((1, s.numel()), prior[name] ** 0.5) for name, s in self.shapes.items()], 1)
 
         def square() -> Tensor:
             return torch.stack([scale / prior[name] * gram for name, gram in self._grams.items()]).sum(0)
 
-        inner = LowRank(1.0, Times(self.directions, scale**0.5 / root, square), (1, self._size))
+        inner = LowRank(1.0, ScaledDirections(self.directions, scale**0.5 / root, square), (1, self._size))
         return Joint(weights, Rescaled(inner, root), self.shapes)
 
     def logdet(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
@@ -195,10 +195,10 @@ class LowRankHessian(Hessian):
 
 
 @dataclass(frozen=True, eq=False)
-class Times:
-    """Some directions times a number, or one for each weight, whose Gram matrix is computed when it is asked for."""
+class ScaledDirections:
+    """Directions times a number or a vector of one number per weight; the Gram matrix is computed lazily."""
 
-    directions: Parted
+    directions: NamedDirections
     factor: float | Tensor
     square: Callable[[], Tensor]
 
@@ -211,23 +211,25 @@ class Times:
     def gram(self) -> Tensor:
         return self.square()
 
-    def weighed(self, factor: Tensor) -> Tensor:
-        return self.directions.weighed(factor).mul_(self.factor**2)
+    def weighted_diagonal(self, factor: Tensor) -> Tensor:
+        return self.directions.weighted_diagonal(factor).mul_(self.factor**2)
 
 
-def check_prior(prior_precision: Any, noise: Any, names: Mapping[str, Any], temperature: Any = 1.0) -> dict[str, float]:
+def check_prior(
+    prior_precision: Any, noise_scale: Any, names: Mapping[str, Any], temperature: Any = 1.0
+) -> dict[str, float]:
     """The prior precision of each parameter.
 
     Raises:
-        ValueError: a number is not positive and finite, or names are others than the parameters'.
+        ValueError: a number is not positive and finite, or the names are not those of the parameters.
     """
     if isinstance(prior_precision, Mapping) and set(prior_precision) != set(names):
         odd = sorted(set(prior_precision) ^ set(names))
-        raise ValueError(f"prior_precision by name must name the posterior's parameters; see {odd[:3]}.")
+        raise ValueError(f"prior_precision must have the names of the posterior's parameters; {odd[:3]} do not match.")
     prior = by_name(prior_precision, names, lambda value: value)
     for what, value in [
         *[("prior_precision", value) for value in prior.values()],
-        ("noise", noise),
+        ("noise_scale", noise_scale),
         ("temperature", temperature),
     ]:
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
@@ -236,7 +238,7 @@ def check_prior(prior_precision: Any, noise: Any, names: Mapping[str, Any], temp
 
 
 def by_name(prior: Any, names: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
-    """A number for all as one object, so that it can be told from numbers that are equal by chance."""
+    """A value for each name. A single number becomes one shared object, which `logdet` detects by identity."""
     if isinstance(prior, Mapping):
         return {name: convert(prior[name]) for name in names}
     value = convert(prior)

@@ -1,4 +1,4 @@
-"""Posteriors of Laplace's method: the curvature of the loss at trained weights, and a prior."""
+"""Laplace approximations: Gaussian posteriors from the curvature of the loss at trained weights, and a prior."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from bayesgrad import likelihoods
 from bayesgrad.posterior.gaussian import GaussianPosterior
 from bayesgrad.posterior.hessian import Hessian, by_name, check_prior
-from bayesgrad.posterior.network import Network, evaluating, holding, unwrapped
-from bayesgrad.posterior.tuning import climbed, tried
+from bayesgrad.posterior.network import Network, evaluation_mode, temporary_weights, unwrap
+from bayesgrad.posterior.tuning import maximise_by_gradient, maximise_by_search
 
 GROUPS = ("model", "layer", "parameter")
 METHODS = ("evidence", "heldout")
@@ -22,47 +22,48 @@ METHODS = ("evidence", "heldout")
 
 @dataclass(frozen=True)
 class Fit:
-    """How well the trained network fits all data.
+    """The loss of the trained network on all data.
 
     Args:
-        loss: the negative log-likelihood, at unit noise and without its constant.
-        outputs: how many numbers were predicted.
-        power: of 1/noise that the Hessian is in proportion to; 0 where there is no noise to speak of.
+        loss: the negative log-likelihood for unit noise, without its constant.
+        outputs: the number of predicted values.
+        power: the Hessian is proportional to noise_variance^-power; 0 for a likelihood without noise.
     """
 
     loss: float
     outputs: float
     power: int = 0
 
-    def log_likelihood(self, noise: Tensor) -> Tensor:
+    def log_likelihood(self, noise_variance: Tensor) -> Tensor:
         if not self.power:
-            return -self.loss + 0 * noise
-        return -self.loss / noise - self.outputs / 2 * (2 * math.pi * noise).log()
+            return -self.loss + 0 * noise_variance
+        return -self.loss / noise_variance - self.outputs / 2 * (2 * math.pi * noise_variance).log()
 
 
 class LaplacePosterior(GaussianPosterior):
-    r"""The Gaussian whose precision is the loss's curvature at trained weights, and the prior's.
+    r"""A Gaussian at trained weights whose precision is the Hessian of the loss plus the prior precision.
 
     .. math::
         \log p(D) \approx \log p(D | w) - \tfrac{\delta}{2} |w|^2 - \tfrac12 \log |s H + \delta I|
         + \tfrac{n}{2} \log \delta
 
-    with n weights w, prior precision δ = `prior_precision`, and s a power of 1/`noise`. Made by `bayesgrad.laplace`.
+    with n weights w, prior precision δ = `prior_precision`, and s a power of 1/`noise_scale`. `bayesgrad.laplace`
+    creates it.
 
-    A `temperature` T makes it the Gaussian of exp(-loss/T), where the loss is that of all data and the prior's: the
-    covariance is T (s H + δ I)^-1. The evidence is that of T = 1.
+    With `temperature` T it is the Gaussian of exp(-loss/T), where the loss includes the prior: the covariance is
+    T (s H + δ I)^-1. The evidence is for T = 1.
 
     Args:
-        hessians: of the blocks.
+        hessians: of the blocks of weights.
         mean: the trained weights by name.
-        fit: of the trained network.
-        likelihood: what `predict` takes for granted.
+        fit: the loss of the trained network.
+        likelihood: the default of `predict`.
         prior_precision: a number, or one for each parameter by name.
-        noise: variance of the data, for the Gaussian likelihood.
+        noise_scale: the standard deviation of the data, for the Gaussian likelihood.
         temperature: T.
         model, seed: see `Posterior`.
 
-    Reference: 004, appendix A.1; MacKay, 1992, for the evidence.
+    Reference: Benzing 2021, appendix A.1; MacKay, 1992, for the evidence.
     Checked by: tests/equations/test_laplace.py.
     """
 
@@ -76,7 +77,7 @@ class LaplacePosterior(GaussianPosterior):
         *,
         likelihood: str,
         prior_precision: float | Mapping[str, float] = 1.0,
-        noise: float = 1.0,
+        noise_scale: float = 1.0,
         temperature: float = 1.0,
         model: nn.Module | None = None,
         seed: int = 0,
@@ -84,55 +85,57 @@ class LaplacePosterior(GaussianPosterior):
         super().__init__({}, model, seed=seed)
         self.hessians, self.fit, self.likelihood = list(hessians), fit, likelihood
         self._weights = dict(mean)
-        self.set_prior(prior_precision, noise, temperature)
+        self.set_prior(prior_precision, noise_scale, temperature)
 
     def set_prior(
         self,
         prior_precision: float | Mapping[str, float],
-        noise: float | None = None,
+        noise_scale: float | None = None,
         temperature: float | None = None,
     ) -> LaplacePosterior:
-        """The same data under another prior, and perhaps other noise; the weights stay as they are."""
-        noise = self.noise if noise is None else noise
+        """Changes the prior, and optionally noise and temperature, in place. Mean and Hessians stay the same."""
+        noise_scale = self.noise_scale if noise_scale is None else noise_scale
         temperature = self.temperature if temperature is None else temperature
-        prior = check_prior(prior_precision, noise, self._weights, temperature)
+        prior = check_prior(prior_precision, noise_scale, self._weights, temperature)
         prior = {name: value / temperature for name, value in prior.items()}
-        scale = float(noise) ** -self.fit.power / temperature
+        scale = (float(noise_scale) ** 2) ** -self.fit.power / temperature
         beliefs = {next(iter(h.shapes)): h.belief(self._weights, prior, scale) for h in self.hessians}
-        self.prior_precision, self.noise, self.temperature, self.beliefs = prior_precision, noise, temperature, beliefs
-        self._linearisations = [h.linearised(prior, scale) for h in self.hessians]
+        self.prior_precision, self.noise_scale, self.temperature = prior_precision, noise_scale, temperature
+        self.beliefs = beliefs
+        self._output_covariances = [h.output_covariance(prior, scale) for h in self.hessians]
         return self
 
-    def _parted(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        parted = super()._parted(values)
-        return {name: parted[name] for name in self._weights}  # in the order of the model, not of the blocks
+    def _by_parameter(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        parted = super()._by_parameter(values)
+        return {name: parted[name] for name in self._weights}  # in the order of the model
 
-    def _linear(self, network: Network, together: bool) -> tuple[Tensor, Tensor]:
-        ways = [way for way in self._linearisations if way is not None]
-        if len(ways) != len(self._linearisations) or network.statistics is not None or not len(network.inputs[0]):
-            return super()._linear(network, together)
+    def _linear_moments(self, network: Network, joint: bool) -> tuple[Tensor, Tensor]:
+        ways = [way for way in self._output_covariances if way is not None]
+        if len(ways) != len(self._output_covariances) or network.statistics is not None or not len(network.inputs[0]):
+            return super()._linear_moments(network, joint)
         parameters, mean = self._parameters(network.model), self._cast(self._weights, network.model)
-        with holding(parameters, mean):
+        with temporary_weights(parameters, mean):
             spread = torch.stack([way.covariance(network.model, network.inputs) for way in ways]).sum(0)
         centre = network(mean)
-        return centre, (spread if together else spread.diagonal(dim1=1, dim2=2).reshape(centre.shape)).to(centre.dtype)
+        return centre, (spread if joint else spread.diagonal(dim1=1, dim2=2).reshape(centre.shape)).to(centre.dtype)
 
-    def log_marginal_likelihood(self, prior_precision: Any = None, noise: Any = None) -> Tensor:
-        """The evidence, in float64; differentiable in what is given as a tensor.
+    def log_marginal_likelihood(self, prior_precision: Any = None, noise_scale: Any = None) -> Tensor:
+        """The log evidence log p(D), in float64; differentiable in arguments that are tensors.
 
         Args:
             prior_precision: in place of the posterior's own: a number or tensor, or one for each parameter by name.
-            noise: in place of the posterior's own.
+            noise_scale: in place of the posterior's own.
         """
         prior = self.prior_precision if prior_precision is None else prior_precision
-        noise = torch.as_tensor(self.noise if noise is None else noise, dtype=torch.float64)
+        noise_scale = self.noise_scale if noise_scale is None else noise_scale
+        noise_variance = torch.as_tensor(noise_scale, dtype=torch.float64) ** 2
         priors = by_name(prior, self._weights, lambda value: torch.as_tensor(value, dtype=torch.float64))
-        scale = noise**-self.fit.power
+        scale = noise_variance**-self.fit.power
         volume = torch.stack([h.logdet(priors, scale) for h in self.hessians]).sum()
         for name, weight in self._weights.items():
             delta = priors[name]
             volume = volume - weight.numel() * delta.log() + delta * weight.double().square().sum()
-        return self.fit.log_likelihood(noise) - volume / 2
+        return self.fit.log_likelihood(noise_variance) - volume / 2
 
     def tune_prior(
         self,
@@ -140,28 +143,28 @@ class LaplacePosterior(GaussianPosterior):
         *,
         method: str = "evidence",
         heldout: Iterable | None = None,
-        noise: bool = False,
+        noise_scale: bool = False,
         temperature: bool = False,
         steps: int = 100,
     ) -> LaplacePosterior:
-        """Takes the prior precision that has the most evidence, or predicts held-out labels best, given these weights.
+        """Sets the prior precision that maximises the evidence, or the log-density of held-out labels.
 
-        Weights trained under another prior are not at its optimum: train on and look again, if that matters. The
-        search starts at the prior there is, and ends at an optimum near it.
+        The mean stays the same, although it was trained under another prior: train and tune again if that matters. The
+        search starts at the current prior and finds a local optimum.
 
         Args:
-            per: one precision for the `"model"`, for each `"layer"` or each `"parameter"`.
+            per: one precision for the `"model"`, for each `"layer"` or for each `"parameter"`.
             method: `"evidence"`, or `"heldout"` for the mean log-density of labels under linearised predictions.
-            heldout: batches (inputs, labels) for the latter.
-            noise: whether the data's noise is found as well.
-            temperature: whether the posterior's temperature is, by held-out labels.
-            steps: at most so many of L-BFGS, or values tried out on held-out labels.
+            heldout: batches (inputs, labels) for `method="heldout"`.
+            noise_scale: whether to tune the standard deviation of the data as well.
+            temperature: whether to tune the temperature as well; needs `method="heldout"`.
+            steps: the maximal number of L-BFGS iterations, or of evaluations on held-out labels.
         """
         for name, value, known in (("per", per, GROUPS), ("method", method, METHODS)):
             if value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
-        if noise and not self.fit.power:
-            raise ValueError(f"a {self.likelihood} likelihood has no noise to find: leave noise=False.")
+        if noise_scale and not self.fit.power:
+            raise ValueError(f"a {self.likelihood} likelihood has no noise to tune: leave noise_scale=False.")
         if temperature and method == "evidence":
             raise ValueError("the evidence does not depend on temperature: use method='heldout' for temperature=True.")
         if (heldout is None) != (method == "evidence"):
@@ -173,41 +176,47 @@ class LaplacePosterior(GaussianPosterior):
         }[per]
         groups = {key(name): value for name, value in by_name(self.prior_precision, self._weights, float).items()}
         place = {group: i for i, group in enumerate(groups)}
-        kept = self.prior_precision, self.noise, self.temperature
-        start = [*groups.values(), *[self.noise] * noise, *[self.temperature] * temperature]
+        kept = self.prior_precision, self.noise_scale, self.temperature
+        start = [*groups.values(), *[float(self.noise_scale) ** 2] * noise_scale, *[self.temperature] * temperature]
 
         def read(values: Sequence[Any]) -> tuple[Any, Any, Any]:
             """Prior, noise and temperature."""
             prior = {name: values[place[key(name)]] for name in self._weights}
-            given = values[len(groups)] if noise else self.noise
+            given = values[len(groups)] ** 0.5 if noise_scale else self.noise_scale  # the search is over the variance
             return values[0] if per == "model" else prior, given, values[-1] if temperature else self.temperature
 
         if method == "evidence":
             size = sum(weight.numel() for weight in self._weights.values())
-            found = climbed(
+            found = maximise_by_gradient(
                 lambda values: self.log_marginal_likelihood(*read(values.unbind())[:2]) / size, start, steps
             )
         else:
             batches = list(heldout or ())
             if not batches:
-                raise ValueError("heldout gave no batches: pass a loader, or a list of (inputs, labels).")
+                raise ValueError("heldout gave no batches: pass a loader or a list of (inputs, labels).")
             try:
-                found = tried(lambda values: self.set_prior(*read(values))._log_density(batches), start, steps)
+                found = maximise_by_search(
+                    lambda values: self.set_prior(*read(values))._log_density(batches), start, steps
+                )
             finally:
                 self.set_prior(*kept)
         if not all(1e-20 < value < 1e20 for value in found):
-            raise ValueError(f"the search found no optimum: it went to prior_precision={found[: len(groups)]}.")
+            raise ValueError(
+                f"tune_prior found no optimum: the search diverged to prior_precision={found[: len(groups)]}."
+            )
         return self.set_prior(*read(found))
 
     @torch.no_grad()
     def _log_density(self, batches: Sequence[Any]) -> float:
         """The mean log-density of labels under linearised predictions."""
         reading, total, count = likelihoods.named(self.likelihood), 0.0, 0
-        network = unwrapped(self._model(None))
-        with evaluating(network):
+        network = unwrap(self._model(None))
+        with evaluation_mode(network):
             for x, y in batches:
-                mean, variance = self._linear(Network(network, x if isinstance(x, tuple) else (x,)), together=False)
-                total += float(reading.log_density(mean, variance.clamp(min=0), y, self.noise).double().sum())
+                mean, variance = self._linear_moments(
+                    Network(network, x if isinstance(x, tuple) else (x,)), joint=False
+                )
+                total += float(reading.log_density(mean, variance.clamp(min=0), y, self.noise_scale).double().sum())
                 count += len(mean)
         return total / count
 
@@ -215,8 +224,8 @@ class LaplacePosterior(GaussianPosterior):
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
         prior = by_name(self.prior_precision, self._weights, float)
-        numbers = {"loss": self.fit.loss, "outputs": self.fit.outputs, "power": self.fit.power, "noise": self.noise}
-        numbers["temperature"] = self.temperature
+        numbers = {"loss": self.fit.loss, "outputs": self.fit.outputs, "power": self.fit.power}
+        numbers |= {"noise_scale": self.noise_scale, "temperature": self.temperature}
         tensors = {
             "mean": self._weights,
             "prior": {name: torch.tensor(value, dtype=torch.float64) for name, value in prior.items()},
@@ -245,7 +254,7 @@ class LaplacePosterior(GaussianPosterior):
             Fit(numbers["loss"], numbers["outputs"], int(numbers["power"])),
             likelihood=next(iter(tensors["likelihood"])),
             prior_precision=prior if len(set(prior.values())) > 1 else next(iter(prior.values())),
-            noise=numbers["noise"],
+            noise_scale=numbers["noise_scale"],
             temperature=numbers["temperature"],
             model=model,
         )

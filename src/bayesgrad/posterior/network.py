@@ -1,4 +1,4 @@
-"""The model that a posterior is about: its parameters by name, and its outputs as a function of them."""
+"""The model of a posterior: its parameters by name, and its outputs as a function of them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Network:
     Args:
         model: without wrappers.
         inputs: its arguments.
-        statistics: the arguments from which BatchNorm's statistics are estimated anew, or None.
-        chunk: how many inputs are looked at together; None for all.
+        statistics: arguments from which BatchNorm's statistics are estimated; None for the running statistics.
+        chunk: the number of inputs that are processed at once; None for all.
     """
 
     model: nn.Module
@@ -31,41 +31,42 @@ class Network:
     chunk: int | None = None
 
     def __call__(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """The outputs for all inputs."""
+        """The outputs for all inputs with these weights."""
         run = self.at(weights)
         if self.chunk is None or len(self.inputs[0]) <= self.chunk:
             return run(*self.inputs)
         return torch.cat([run(*parts) for parts in zip(*[x.split(self.chunk) for x in self.inputs])])
 
     def at(self, weights: Mapping[str, Tensor]) -> Callable[..., Tensor]:
-        """The model with these weights, by their names without wrappers, and its own where none are given."""
-        names = {clean(name): name for name, _ in self.model.named_parameters()}
+        """The model as a function of inputs, with these weights by name and its own values for all others."""
+        names = {clean_name(name): name for name, _ in self.model.named_parameters()}
         values = {names[name]: weight for name, weight in weights.items()}
         if self.statistics is not None:
             values |= _estimated(self.model, values, self.statistics)
 
         def run(*inputs: Tensor) -> Tensor:
             found = functional_call(self.model, values, inputs)
-            return found.to(compute_dtype(found.dtype))  # averages of half-precision numbers would not be averages
+            return found.to(compute_dtype(found.dtype))  # half precision would not suffice for averages
 
         return run
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's own model inside of what torch.compile and data parallelism wrap around it."""
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model without the wrappers of torch.compile and data parallelism."""
     wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     while isinstance(model, wrappers) or hasattr(model, "_orig_mod"):
         model = model.module if isinstance(model, wrappers) else model._orig_mod  # pyright: ignore
     return model
 
 
-def clean(name: str) -> str:
-    return name.replace("_orig_mod.", "")  # of compiled modules inside the model
+def clean_name(name: str) -> str:
+    """A parameter's name without the prefixes of compiled submodules."""
+    return name.replace("_orig_mod.", "")
 
 
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The model's parameters by the names they have without any wrapper."""
-    return {clean(name): parameter for name, parameter in unwrapped(model).named_parameters()}
+    """The model's parameters by their names without wrappers."""
+    return {clean_name(name): parameter for name, parameter in unwrap(model).named_parameters()}
 
 
 def architecture(model: nn.Module) -> dict[str, list[int]]:
@@ -73,25 +74,25 @@ def architecture(model: nn.Module) -> dict[str, list[int]]:
     return {name: list(p.shape) for name, p in parameters_of(model).items()}
 
 
-def refuse_others(model: nn.Module, expected: Mapping[str, list[int]]) -> None:
-    """Raises where a model's parameters have other names or shapes."""
+def check_architecture(model: nn.Module, expected: Mapping[str, list[int]]) -> None:
+    """Raises if a model's parameters do not have the expected names and shapes."""
     found = architecture(model)
-    shapes = [f"{n!r} with shape {found[n]} for {s}" for n, s in expected.items() if n in found and found[n] != s]
+    shapes = [
+        f"{n!r} with shape {found[n]} instead of {s}" for n, s in expected.items() if n in found and found[n] != s
+    ]
     wrong = [
         *[f"lacks {name!r}" for name in expected if name not in found],
-        *[f"has {name!r} besides" for name in found if name not in expected],
+        *[f"has the extra parameter {name!r}" for name in found if name not in expected],
         *[f"has {shape}" for shape in shapes],
     ]
     if wrong:
         more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise ValueError(
-            f"the model is not of the architecture this posterior is about: it {', '.join(wrong[:3])}{more}."
-        )
+        raise ValueError(f"the model does not have the architecture of the posterior: it {', '.join(wrong[:3])}{more}.")
 
 
 @contextmanager
-def holding(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Within, parameters have these values; afterwards what they had, bit for bit."""
+def temporary_weights(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Sets parameters to these values within the context, and restores them bit for bit afterwards."""
     saved = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     try:
         with torch.no_grad():
@@ -105,8 +106,8 @@ def holding(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]
 
 
 @contextmanager
-def only(model: nn.Module, chosen: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Within, nothing but these is differentiated by."""
+def requires_grad_only(model: nn.Module, chosen: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """Sets requires_grad for these parameters alone within the context, and restores it afterwards."""
     flags = [(p, p.requires_grad) for p in model.parameters()]
     own = {id(p) for p in chosen.values()}
     try:
@@ -119,8 +120,8 @@ def only(model: nn.Module, chosen: Mapping[str, nn.Parameter]) -> Iterator[None]
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode within; each module's own mode afterwards."""
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Sets evaluation mode within the context, and restores each module's mode afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -131,14 +132,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _estimated(model: nn.Module, weights: Mapping[str, Tensor], inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """The buffers of BatchNorm layers after one pass of these inputs alone, by name."""
+    """The buffers of BatchNorm layers by name, estimated from one pass of these inputs."""
     norms = {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
     buffers = {f"{name}.{key}": b.clone() for name, norm in norms.items() for key, b in norm.named_buffers()}
     momenta = {norm: norm.momentum for norm in norms.values()}
     try:
         for norm in norms.values():
             norm.train()
-            norm.momentum = 1.0  # the new statistics, nothing of the old
+            norm.momentum = 1.0  # replaces the running statistics
         functional_call(model, {**weights, **buffers}, inputs)
     finally:
         for norm, momentum in momenta.items():

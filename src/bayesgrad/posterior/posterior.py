@@ -1,4 +1,4 @@
-"""The interface of every posterior, whichever rule it came from."""
+"""The interface of all posteriors: samples, predictions, storage."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from bayesgrad.posterior import storage
 from bayesgrad.posterior.network import (
     Network,
     architecture,
-    evaluating,
-    holding,
+    check_architecture,
+    evaluation_mode,
     parameters_of,
-    refuse_others,
-    unwrapped,
+    temporary_weights,
+    unwrap,
 )
 
 METHODS = ("mc", "linear", "mean")
 LINKS = ("probit", "mc")
-JACOBIAN = 1 << 27  # elements of the Jacobians that are held at once
+JACOBIAN = 1 << 27  # elements of the Jacobians that are in memory at once
 
 
 class Posterior(ABC):
     """A distribution over the named parameters of a model.
 
-    Parameters of the model that it does not name stay as they are in the model. Sampling never touches the
-    global generator: draw k of a posterior is a function of (seed, k) alone.
+    Other parameters of the model keep the model's values. Sampling does not use torch's global generator: sample k of a
+    posterior is a function of (seed, k) alone.
 
     Args:
-        model: the network to predict with; may be left out and given to `predict` and `sampled` instead.
-        seed: where the draws of `sample` and `sampled` start.
+        model: the network to predict with; if None, pass it to `predict` and `sampled`.
+        seed: of `sample` and `sampled`.
     """
 
     kind: ClassVar[str]
     methods: ClassVar[tuple[str, ...]] = METHODS
     likelihood = "categorical"  # what `predict` assumes
-    noise: float = 1.0  # the variance of Gaussian data
+    noise_scale: float = 1.0  # the standard deviation of Gaussian data
     _kinds: ClassVar[dict[str, type[Posterior]]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -68,11 +68,11 @@ class Posterior(ABC):
 
     @abstractmethod
     def _shapes(self) -> dict[str, torch.Size]:
-        """Name -> shape of the weights this posterior is about."""
+        """Name -> shape of the parameters of this posterior."""
 
     @abstractmethod
     def _draw(self, generators: list[torch.Generator]) -> Iterator[dict[str, Tensor]]:
-        """One draw of all weights for each generator."""
+        """One sample of all weights for each generator."""
 
     @abstractmethod
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
@@ -86,7 +86,7 @@ class Posterior(ABC):
     # --- sampling ---
 
     def sample(self, n: int = 1, *, seed: int | None = None) -> dict[str, Tensor]:
-        """Name -> (n, *shape) draws. Each call goes on where the last one ended, unless `seed` is given."""
+        """Name -> (n, *shape) samples. Each call returns new ones, unless `seed` is given."""
         if n < 1:
             raise ValueError(f"n must be at least 1, got {n}.")
         found: dict[str, Tensor] = {}
@@ -99,11 +99,11 @@ class Posterior(ABC):
 
     @contextmanager
     def sampled(self, model: nn.Module | None = None, *, seed: int | None = None) -> Iterator[nn.Module]:
-        """Within the context the model's weights are one draw; afterwards they are what they were, bit for bit."""
+        """Within the context the model's weights are one sample; afterwards they are restored bit for bit."""
         model = self._model(model)
         parameters = self._parameters(model)
         (draw,) = self._draw(self._generators(1, seed))
-        with holding(parameters, draw):
+        with temporary_weights(parameters, draw):
             yield model
 
     def _generators(self, n: int, seed: int | None) -> list[torch.Generator]:
@@ -178,28 +178,28 @@ class Posterior(ABC):
         statistics: Tensor | tuple[Tensor, ...] | None = None,
         chunk: int | None = None,
     ) -> Tensor | Moments | Decomposed:
-        """Predictions averaged over the belief.
+        """Predictions averaged over the posterior.
 
-        The model runs in evaluation mode, so normalisation statistics do not move, and is left in the mode it was in.
+        The model runs in evaluation mode, so normalisation statistics do not change; afterwards its modes are restored.
         The same posterior, inputs and seed give the same prediction.
 
         Args:
-            x: a batch of inputs; a tuple of them where the model takes several.
-            samples: how many draws `method="mc"` and `link="mc"` average.
-            method: `"mc"` averages over draws of the weights; `"linear"` is exact for the network linearised at the
+            x: a batch of inputs; a tuple if the model takes several arguments.
+            samples: the number of samples that `method="mc"` and `link="mc"` average over.
+            method: `"mc"` averages over samples of the weights; `"linear"` is exact for the network linearised at the
                 mean; `"mean"` uses the mean weights alone.
-            likelihood: `"categorical"` and `"bernoulli"` give probabilities, `"poisson"` rates, `"gaussian"` a (mean,
-                variance) pair of the outputs, to which the data's noise is to be added for the variance of a new
-                label. None is the one that the posterior was made with, or else categorical.
-            decompose: whether to tell what is uncertain by itself from what is for lack of data; see `Decomposed`.
-            link: how `"linear"` gets from Gaussian outputs to probabilities: by MacKay's approximation, `"probit"`, or
-                an average over draws of the outputs of each example together, `"mc"`. None is `"probit"`, unless
-                `decompose` needs the draws. Means, variances and rates need neither.
-            model: another copy of the network, if not the one the posterior was built with.
-            seed: another set of draws.
-            statistics: a batch of training inputs, from which BatchNorm's statistics are estimated anew for each draw.
-                Left out, they are those of training, at whichever weights it saw.
-            chunk: so many inputs at a time go through the network, where all at once would need too much memory.
+            likelihood: `"categorical"` and `"bernoulli"` return probabilities, `"poisson"` rates, `"gaussian"` mean and
+                variance of the outputs; the variance of a new label is that plus `noise_scale**2`. None uses the
+                likelihood of the posterior, which is categorical by default.
+            decompose: whether to return aleatoric and epistemic uncertainty separately; see `Decomposed`.
+            link: how `"linear"` turns Gaussian outputs into probabilities: `"probit"` for MacKay's approximation, or
+                `"mc"` for an average over samples from the joint Gaussian of each example's outputs. None uses
+                `"probit"`, or `"mc"` if `decompose` needs samples. Means, variances and rates need neither.
+            model: another copy of the network, in place of the posterior's own.
+            seed: of the samples, in place of the posterior's own.
+            statistics: a batch of training inputs, from which BatchNorm's statistics are estimated for each sample.
+                None uses the running statistics of training.
+            chunk: the number of inputs that go through the network at once, to limit memory; None for all.
         """
         if method not in self.methods:
             raise ValueError(f"method must be one of {', '.join(map(repr, self.methods))}, got {method!r}.")
@@ -210,76 +210,82 @@ class Posterior(ABC):
                 raise ValueError(f"{name} must be at least 1, got {value}.")
         reading = likelihoods.named(self.likelihood if likelihood is None else likelihood)
         inputs, given = (v if isinstance(v, tuple) or v is None else (v,) for v in (x, statistics))
-        network = Network(unwrapped(self._model(model)), inputs, given, chunk)  # pyright: ignore[reportArgumentType]
+        network = Network(unwrap(self._model(model)), inputs, given, chunk)  # pyright: ignore[reportArgumentType]
         self._parameters(network.model)
-        with evaluating(network.model):
+        with evaluation_mode(network.model):
             if method == "linear":
-                return self._linearised(network, reading, decompose, link, samples, seed)
+                return self._predict_linear(network, reading, decompose, link, samples, seed)
             if method == "mc":
                 found = self._average(network, reading, samples, seed)
             else:
-                found = Averages(reading, self.noise)
+                found = Averages(reading, self.noise_scale)
                 found.add(network(self._cast(getattr(self, method), network.model)))
         return found.decomposed() if decompose else found.prediction()
 
     def _average(self, network: Network, reading: Likelihood, samples: int, seed: int | None) -> Averages:
-        """Over draws, without keeping them."""
-        found = Averages(reading, self.noise)
+        """Averages predictions over samples, which are not stored."""
+        found = Averages(reading, self.noise_scale)
         for weights in self._choose(samples, self.seed if seed is None else seed):
             found.add(network(self._cast(weights, network.model)))
         return found
 
     def _choose(self, samples: int, seed: int) -> Iterator[dict[str, Tensor]]:
-        """The draws that a prediction averages over."""
+        """The samples that a prediction averages over."""
         return self._draw(self._generators(samples, seed))
 
-    def _linearised(
+    def _predict_linear(
         self, network: Network, reading: Likelihood, decompose: bool, link: str | None, samples: int, seed: int | None
     ) -> Tensor | Moments | Decomposed:
-        if decompose and link == "probit" and not reading.exact:
-            raise ValueError("a probit link tells probabilities, not their parts: leave link=None for decompose=True.")
-        if reading.exact or (link != "mc" and not decompose):
-            mean, variance = self._linear(network, together=False)
-            return reading.decomposed(mean, variance, self.noise) if decompose else reading.expected(mean, variance)
-        mean, covariance = self._linear(network, together=True)
+        if decompose and link == "probit" and not reading.closed_form:
+            raise ValueError("link='probit' cannot decompose uncertainty: use link=None or 'mc' with decompose=True.")
+        if reading.closed_form or (link != "mc" and not decompose):
+            mean, variance = self._linear_moments(network, joint=False)
+            return (
+                reading.decompose_gaussian(mean, variance, self.noise_scale)
+                if decompose
+                else reading.from_gaussian(mean, variance)
+            )
+        mean, covariance = self._linear_moments(network, joint=True)
         values, vectors = torch.linalg.eigh(covariance)  # which may be singular
         root = vectors * values.clamp(min=0).sqrt()[:, None, :]  # (examples, outputs, outputs)
-        found = Averages(reading, self.noise)
+        found = Averages(reading, self.noise_scale)
         for generator in self._generators(samples, self.seed if seed is None else seed):
             noise = torch.randn(root.shape[:2], dtype=root.dtype, generator=generator, device="cpu").to(root.device)
             found.add(mean + (root @ noise[..., None]).view_as(mean))
         return found.decomposed() if decompose else found.prediction()
 
-    def _linear(self, network: Network, together: bool) -> tuple[Tensor, Tensor]:
-        """Outputs at the mean, and their variance J Σ J' for a Jacobian J, one example at a time in a batched pass.
+    def _linear_moments(self, network: Network, joint: bool) -> tuple[Tensor, Tensor]:
+        """Outputs at the mean, and their variance J Σ J' for the Jacobian J of each example.
 
         Args:
-            together: whether the covariance of each example's outputs is asked for, (examples, outputs, outputs).
+            joint: whether to return the covariance of each example's outputs, (examples, outputs, outputs).
         """
-        mean, variance = (self._cast(part, network.model) for part in (self.mean, self._marginals()))
+        mean, variance = (self._cast(part, network.model) for part in (self.mean, self._independent_variances()))
         centre = network(mean)
         count = centre[:1].numel()
         if not len(centre):
-            return centre, centre.new_zeros(0, count, count) if together else torch.zeros_like(centre)
+            return centre, centre.new_zeros(0, count, count) if joint else torch.zeros_like(centre)
 
         def one(*example: Tensor) -> Tensor:
             alone = [part[None] for part in example]
             jacobian = jacrev(lambda weights: network.at(weights)(*alone).flatten())(mean)
-            pairs = self._weighed(jacobian, variance)
-            spread = [j @ s.mT if together else (j * s).sum(1) for j, s in pairs]
+            pairs = self._jacobian_products(jacobian, variance)
+            spread = [j @ s.mT if joint else (j * s).sum(1) for j, s in pairs]
             return torch.stack(spread).sum(0)
 
         with torch.enable_grad():
             size = sum(weight.numel() for weight in mean.values()) * count
             spread = vmap(one, chunk_size=min(16, max(1, JACOBIAN // size)))(*network.inputs).detach()
-        return centre, spread if together else spread.view_as(centre)
+        return centre, spread if joint else spread.view_as(centre)
 
-    def _marginals(self) -> dict[str, Tensor]:
-        """The variances that `_weighed` asks for."""
+    def _independent_variances(self) -> dict[str, Tensor]:
+        """Name -> variances of the parameters whose weights are independent, for `_jacobian_products`."""
         return self.variance()
 
-    def _weighed(self, jacobian: Mapping[str, Tensor], variance: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, ...]]:
-        """J and J Σ, (outputs, weights), of one block of weights after the other."""
+    def _jacobian_products(
+        self, jacobian: Mapping[str, Tensor], variance: Mapping[str, Tensor]
+    ) -> Iterator[tuple[Tensor, ...]]:
+        """J and J Σ, (outputs, weights), for each block of weights."""
         for name in variance:
             rows = jacobian[name].flatten(1)
             yield rows, rows * variance[name].flatten()
@@ -291,16 +297,18 @@ class Posterior(ABC):
     def _model(self, model: nn.Module | None) -> nn.Module:
         model = self.model if model is None else model
         if model is None:
-            raise ValueError("this posterior has no model: pass model= to the call or to load().")
+            raise ValueError("the posterior has no model: pass model= to this call or to load().")
         return model
 
     def _parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """The parameters of the model that this posterior is about, checked by name and shape."""
+        """The parameters of the model that this posterior describes, checked by name and shape."""
         found = parameters_of(model)
         shapes = self._shapes()
         for name, shape in shapes.items():
             if name not in found:
-                raise ValueError(f"the model has no parameter {name!r}, which this posterior is about.")
+                raise ValueError(
+                    f"the posterior has a parameter {name!r} that the model lacks: build the same architecture."
+                )
             if found[name].shape != shape:
                 raise ValueError(
                     f"parameter {name!r} has shape {tuple(found[name].shape)} in the model and "
@@ -311,38 +319,40 @@ class Posterior(ABC):
     # --- storage ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the model, of which there are names and shapes: plain tensors, numbers and strings."""
+        """Tensors, numbers and strings that define the posterior, with names and shapes of the model's parameters."""
         parts = {"kind": self.kind, "seed": self.seed, "draws": self._draws, "tensors": self._tensors()}
         return parts if self.model is None else {**parts, "model": architecture(self.model)}
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes `state_dict()` to a safetensors file, whole or not at all; needs `bayesgrad[posterior]`."""
+        """Writes `state_dict()` to a safetensors file, atomically; needs `bayesgrad[posterior]`."""
         storage.write(path, self.state_dict())
 
     @staticmethod
     def load(path: str | os.PathLike, model: nn.Module | None = None) -> Posterior:
-        """Reads what `save` wrote; see `bayesgrad.posterior.load`."""
+        """Reads a file that `save` wrote; see `bayesgrad.posterior.load`."""
         return load(path, model)
 
     @staticmethod
     def from_state_dict(state: Mapping[str, Any], model: nn.Module | None = None) -> Posterior:
-        """The posterior that `state_dict()` came from, of whichever kind.
+        """The posterior of which `state` is the `state_dict()`, of any class.
 
         Raises:
-            ValueError: something is missing, or the model is another than the one it was made with.
+            ValueError: the state is incomplete, or the model has other parameters than the saved one.
         """
         missing = [key for key in ("kind", "seed", "draws", "tensors") if key not in state]
         if missing:
-            raise ValueError(f"this is not a posterior's state: it lacks {', '.join(map(repr, missing))}.")
+            raise ValueError(
+                f"the state of a posterior needs the keys {', '.join(map(repr, missing))}, which are missing."
+            )
         if state["kind"] not in Posterior._kinds:
             known = ", ".join(map(repr, Posterior._kinds))
-            raise ValueError(f"a posterior of kind {state['kind']!r} is not known, only {known}.")
+            raise ValueError(f"the kind of a posterior must be one of {known}, got {state['kind']!r}.")
         if model is not None and "model" in state:
-            refuse_others(model, state["model"])
+            check_architecture(model, state["model"])
         try:
             posterior = Posterior._kinds[state["kind"]]._from_tensors(state["tensors"], model)
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"this posterior's state is damaged or cut short: it lacks {error}.") from error
+            raise ValueError(f"the state of the posterior is incomplete: it lacks {error}; save it again.") from error
         posterior.seed, posterior._draws = state["seed"], state["draws"]
         if model is not None:
             posterior._parameters(model)
@@ -350,10 +360,10 @@ class Posterior(ABC):
 
 
 def load(path: str | os.PathLike, model: nn.Module | None = None) -> Posterior:
-    """Reads a posterior that `Posterior.save` wrote, onto the CPU; nothing is unpickled.
+    """Reads a posterior that `Posterior.save` wrote, onto the CPU, without pickle.
 
     Raises:
-        ValueError: the file is damaged, cut short, altered or not a posterior's, or the model has other parameters than
+        ValueError: the file is damaged, truncated, altered or of another format, or the model has other parameters than
             the one that the posterior was saved with.
     """
     return Posterior.from_state_dict(storage.read(path), model)

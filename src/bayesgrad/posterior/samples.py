@@ -1,4 +1,4 @@
-"""A posterior that is a bag of weights."""
+"""Posteriors that consist of samples of the weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesgrad.posterior.network import Network, clean
+from bayesgrad.posterior.network import Network, clean_name
 from bayesgrad.posterior.posterior import Posterior
 from bayesgrad.posterior.store import Samples
 
@@ -16,15 +16,15 @@ from bayesgrad.posterior.store import Samples
 class SampledPosterior(Posterior):
     """Equally weighted samples: an ensemble, or the states of a sampler.
 
-    `predict` averages over every member once where `samples` is at least their number, and over a random choice
-    without replacement otherwise. `variance` is the unbiased estimate, zero for a single member; a prediction's
-    variance is that among the members it averages.
+    `predict` averages over every member once if `samples` is at least their number, and else over a random subset.
+    `variance` is the unbiased estimate, zero for a single member; the variance of a prediction is that among the
+    members it averages.
 
     >>> SampledPosterior([{"w": torch.zeros(2)}, {"w": torch.ones(2)}]).mean["w"]
     tensor([0.5000, 0.5000])
 
     Args:
-        members: one state of the weights each, name -> tensor (`dict(model.named_parameters())` will do).
+        members: for each sample the weights, name -> tensor, for example `dict(model.named_parameters())`.
         model, seed: see `Posterior`.
     """
 
@@ -35,17 +35,17 @@ class SampledPosterior(Posterior):
     ) -> None:
         super().__init__(model, seed=seed)
         if isinstance(members, Mapping) or not members or not members[0]:
-            raise ValueError("a bag of samples needs a list of at least one member, each name -> tensor.")
+            raise ValueError("members must be a list of at least one member, each a mapping name -> tensor.")
         first = members[0]
         for i, member in enumerate(members):
             if set(member) != set(first):
-                raise ValueError(f"member {i} names other tensors than member 0: {sorted(set(first) ^ set(member))}.")
+                raise ValueError(f"member {i} has other names than member 0: {sorted(set(first) ^ set(member))}.")
             odd = next((name for name in first if member[name].shape != first[name].shape), None)
             if odd is not None:
                 raise ValueError(f"{odd!r} has shape {tuple(member[odd].shape)} in member {i}, not that of member 0.")
         inner = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
         self.members = {
-            (clean(name).removeprefix("module.") if inner else clean(name)): torch.stack(
+            (clean_name(name).removeprefix("module.") if inner else clean_name(name)): torch.stack(
                 [member[name].detach() for member in members]
             )
             for name in first
@@ -72,13 +72,13 @@ class SampledPosterior(Posterior):
         return {name: members[index] for name, members in self.members.items()}
 
     def _choose(self, samples: int, seed: int) -> Iterator[dict[str, Tensor]]:
-        # Members are exchangeable: visiting each at most once has less variance than drawing with replacement.
+        # Without replacement, which has less variance than with.
         (generator,) = self._generators(1, seed)
         order = torch.randperm(len(self), generator=generator, device="cpu")[:samples]
         return (self._member(index) for index in sorted(order.tolist()))
 
-    def _linear(self, network: Network, together: bool) -> tuple[Tensor, Tensor]:
-        raise ValueError("a bag of samples has no linearised prediction: use method='mc'.")
+    def _linear_moments(self, network: Network, joint: bool) -> tuple[Tensor, Tensor]:
+        raise ValueError("a posterior of samples has no linearised prediction: use method='mc'.")
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
         return {"members": self.members}
@@ -94,12 +94,12 @@ class SampledPosterior(Posterior):
 
 
 class StoredPosterior(SampledPosterior):
-    """A bag of samples of which some are in files: each is read when its turn comes, none stays in memory.
+    """Samples of which some are in files. Each is read when it is needed and not kept in memory.
 
-    `members`, `state_dict` and `save` read all of them at once; what was saved loads as a `SampledPosterior`.
+    `members`, `state_dict` and `save` read all of them at once; a saved one loads as a `SampledPosterior`.
 
     Args:
-        samples: where they are.
+        samples: the samples, in memory and in files.
         model, seed: see `Posterior`.
     """
 
@@ -108,7 +108,7 @@ class StoredPosterior(SampledPosterior):
     def __init__(self, samples: Samples, model: nn.Module | None = None, *, seed: int = 0) -> None:
         Posterior.__init__(self, model, seed=seed)
         if not len(samples):
-            raise ValueError("a bag of samples needs at least one: none has been kept so far.")
+            raise ValueError("a posterior needs at least one sample: none has been kept yet; sample longer.")
         self.samples = samples.snapshot()
 
     def __len__(self) -> int:
@@ -154,7 +154,7 @@ class StoredPosterior(SampledPosterior):
 
 
 def posterior_of(samples: Samples, model: nn.Module | None = None, *, seed: int = 0) -> SampledPosterior:
-    """The posterior that these samples are: in memory where all of them are, else in their files."""
+    """The posterior of these samples: in memory if all of them are, else read from their files."""
     if samples.stored or not len(samples):
         return StoredPosterior(samples, model, seed=seed)
     (block,) = samples.blocks()

@@ -1,8 +1,8 @@
-"""Files of posteriors: safetensors, which holds numbers and text and nothing that could be run.
+"""Files of posteriors in the safetensors format, which cannot contain code.
 
-The tensors are named `["group", "name"]`, as JSON. What is no tensor is in the file's metadata: the format and its
-version, the state's plain values, the order of names and of dimensions in memory, and a checksum of all of that and of
-every tensor's bits.
+A tensor's key is the JSON list `["group", "name"]`. The metadata of the file contains everything else: the format and
+its version, the plain values of the state, the order of names and of dimensions in memory, and a checksum of all of
+that and of the bytes of every tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FORMAT, VERSION = "bayesgrad posterior", 1
 
 
 def write(path: str | os.PathLike, state: Mapping[str, Any]) -> None:
-    """A posterior's state into a file, which is written whole or not at all."""
+    """Writes the state of a posterior to a file, atomically."""
     safetensors = _package()
     path = Path(path)
     given = {_key(group, name): t for group, named in state["tensors"].items() for name, t in named.items()}
@@ -41,13 +41,13 @@ def write(path: str | os.PathLike, state: Mapping[str, Any]) -> None:
 
 
 def read(path: str | os.PathLike) -> dict[str, Any]:
-    """The state that `write` was given.
+    """Reads the state that `write` stored.
 
     Raises:
-        ValueError: the file is damaged, cut short, altered, of a later version, or not a posterior's.
+        ValueError: the file is damaged, truncated, altered, of another version, or not a posterior.
     """
     safetensors, name = _package(), os.fspath(path)
-    with open(path, "rb"):  # for the system's own words where there is no such file
+    with open(path, "rb"):  # raises FileNotFoundError if there is no such file
         pass
     try:
         with safetensors.safe_open(name, framework="pt") as file:
@@ -55,24 +55,24 @@ def read(path: str | os.PathLike) -> dict[str, Any]:
             tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
     except (safetensors.SafetensorError, OSError) as error:
         raise ValueError(
-            f"{name} cannot be read as a posterior: it is damaged, cut short or no safetensors file; save it again."
+            f"{name} cannot be read as a posterior: it is damaged, truncated or not a safetensors file; save it again."
         ) from error
     if header.get("format") != FORMAT:
-        raise ValueError(f"{name} holds tensors but no posterior: read what Posterior.save() wrote.")
+        raise ValueError(f"{name} is not a file of a posterior: pass a file that Posterior.save() wrote.")
     if header.get("version") != str(VERSION):
         raise ValueError(
-            f"{name} has version {header.get('version')!r} of the format, and this bayesgrad reads {VERSION}: "
+            f"{name} has version {header.get('version')!r} of the format, but this bayesgrad reads {VERSION}: "
             "read it with the release that wrote it, or a later one."
         )
     if header.pop("sha256", None) != _checksum(header, tensors):
-        raise ValueError(f"{name} was altered since it was saved, its checksum is another: save it again.")
+        raise ValueError(f"{name} was altered after it was saved: its checksum does not match; save it again.")
     try:
         order, plain, layout = (json.loads(header[key]) for key in ("order", "state", "layout"))
         for key, dims in layout.items():
             tensors[key] = tensors[key].permute([dims.index(dim) for dim in range(len(dims))])
         groups = {group: {own: tensors[_key(group, own)] for own in names} for group, names in order.items()}
     except KeyError as error:
-        raise ValueError(f"{name} is no whole posterior: it lacks {error}; save it again.") from error
+        raise ValueError(f"{name} is incomplete: it lacks {error}; save the posterior again.") from error
     return {**plain, "tensors": groups}
 
 
@@ -81,12 +81,12 @@ def _key(group: str, name: str) -> str:
 
 
 def _layout(tensor: Tensor) -> list[int]:
-    """Dimensions from the slowest to the fastest in memory, on which the rounding of products depends."""
+    """The dimensions from the largest to the smallest stride, because the rounding of products depends on it."""
     return sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """On the CPU, in a memory of its own: views of one another cannot be stored."""
+    """A tensor on the CPU that owns its memory: safetensors cannot store views."""
     tensor = tensor.detach().cpu().contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes and tensor._base is None else tensor.clone()
 

@@ -1,4 +1,4 @@
-"""Weights that were sampled: in memory as long as they are few, in files beyond that."""
+"""Storage of weight samples: in memory up to a limit, then in files."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ PATTERN = "samples-*.safetensors"
 
 
 class Samples:
-    """Rows of weights, name -> (rows, *shape), in the order they came in.
+    """Samples of weights, name -> (rows, *shape), in the order in which they were appended.
 
-    Those in memory take at most `limit` bytes (while a file is written; half of that otherwise). Older ones are in
-    safetensors files, `samples-000000.safetensors` and so on, which are written whole or not at all.
+    The samples in memory take at most `limit` bytes (while a file is written; else half of that). Older ones are in
+    safetensors files `samples-000000.safetensors` and so on, which are written atomically.
 
     Args:
-        limit: bytes; None is no limit.
-        folder: for the files; None is a temporary one, which vanishes with the samples and cannot be resumed from.
+        limit: in bytes; None for no limit.
+        folder: for the files; None for a temporary folder, which is deleted with this object and cannot be resumed.
     """
 
     def __init__(self, limit: int | None = LIMIT, folder: str | os.PathLike | None = None) -> None:
@@ -33,21 +33,21 @@ class Samples:
             raise ValueError(f"limit must be a number of bytes, or None for no limit, got {limit}.")
         self.limit = limit
         self.folder = None if folder is None else Path(folder)
-        self._named = folder is not None
+        self._persistent = folder is not None
         self._rows: list[dict[str, Tensor]] = []  # in memory, (k, *shape) each
         self._bytes = 0
         self._files: list[int] = []  # rows of each
-        self._foreign = self.folder is not None and any(self.folder.glob(PATTERN))
+        self._other_run = self.folder is not None and any(self.folder.glob(PATTERN))
         self._origin: Samples | None = None
 
     @classmethod
     def open(cls, folder: str | os.PathLike) -> Samples:
-        """The samples that files hold, whatever became of the process that wrote them."""
+        """Opens the files that an earlier process wrote."""
         samples = cls(folder=folder)
         samples._files = [samples._count(path) for path in sorted(Path(folder).glob(PATTERN))]
-        samples._foreign = False
+        samples._other_run = False
         if not samples._files:
-            raise ValueError(f"{os.fspath(folder)} holds no samples: name the folder of a run that wrote some.")
+            raise ValueError(f"{os.fspath(folder)} contains no samples: pass the folder of a run that wrote samples.")
         return samples
 
     def __len__(self) -> int:
@@ -55,33 +55,33 @@ class Samples:
 
     @property
     def stored(self) -> bool:
-        """Whether any are in files."""
+        """Whether some samples are in files."""
         return bool(self._files)
 
     def snapshot(self) -> Samples:
-        """These samples and none that come later."""
+        """A copy that does not receive later samples."""
         other = copy.copy(self)
         other._rows, other._files, other._origin = list(self._rows), list(self._files), self  # which owns the folder
         return other
 
     def append(self, rows: Mapping[str, Tensor]) -> None:
         """Adds copies of these rows, name -> (k, *shape)."""
-        if self._foreign:
-            raise ValueError(f"{self.folder} holds samples of another run: load its state, or choose another folder.")
+        if self._other_run:
+            raise ValueError(f"{self.folder} contains samples of another run: load its state or choose another folder.")
         block = {name: tensor.detach().cpu().clone() for name, tensor in rows.items()}
         self._rows.append(block)
         self._bytes += sum(tensor.nbytes for tensor in block.values())
         if self.limit is not None and self._bytes > self.limit // 2:
-            self._spill()
+            self._write_file()
 
     def blocks(self) -> Iterator[dict[str, Tensor]]:
-        """All rows in order, as many at once as a file holds."""
+        """All samples in order, one file at a time."""
         yield from (self._read(i) for i in range(len(self._files)))
         if self._rows:
             yield _joined(self._rows)
 
     def row(self, index: int) -> dict[str, Tensor]:
-        """One row; of a file nothing else is read."""
+        """One sample; nothing else of its file is read."""
         for i, count in enumerate(self._files):
             if index < count:
                 return self._read(i, index)
@@ -98,7 +98,7 @@ class Samples:
             self.folder = Path(made.name)
         return self.folder / f"samples-{index:06d}.safetensors"
 
-    def _spill(self) -> None:
+    def _write_file(self) -> None:
         from safetensors.torch import save_file
 
         path = self._path(len(self._files))
@@ -139,20 +139,19 @@ class Samples:
     # --- resuming ---
 
     def state_dict(self) -> dict[str, Any]:
-        """The rows in memory, and how many each file holds: what is in files is not copied."""
-        if self._files and not self._named:
+        """The samples in memory and the number of samples in each file; files are not copied."""
+        if self._files and not self._persistent:
             raise ValueError(
-                "samples are in a temporary folder, which no later run can read: pass folder= to resume from it, or a "
-                "larger limit."
+                "samples in a temporary folder cannot be resumed: pass folder= for a permanent one, or a larger limit."
             )
         return {"files": list(self._files), "rows": _joined(self._rows) if self._rows else {}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from there; files that were written later are overwritten as the run comes to them again."""
+        """Restores a saved state. Files that were written after it are overwritten when the run continues."""
         for i, count in enumerate(state["files"]):
             if (found := self._count(self._path(i))) != count:
-                raise ValueError(f"{self._path(i)} holds {found} samples where {count} were saved: sample again.")
-        self._files, self._foreign = list(state["files"]), False
+                raise ValueError(f"{self._path(i)} contains {found} samples, expected {count}: sample again.")
+        self._files, self._other_run = list(state["files"]), False
         self._rows = [{name: tensor.clone() for name, tensor in state["rows"].items()}] if state["rows"] else []
         self._bytes = sum(tensor.nbytes for block in self._rows for tensor in block.values())
 

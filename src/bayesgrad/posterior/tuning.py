@@ -1,4 +1,4 @@
-"""Searches for the numbers of a prior: along the evidence's gradient, or by trying out."""
+"""Optimisation of a few positive hyperparameters, with and without gradients."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-STRIDE, FINEST = math.log(4.0), 0.02  # of logarithms that are tried out: a factor of 4 at first, 2 % at last
-GAIN = 1e-6  # in nats for each example: what is worth a move
+STRIDE, FINEST = math.log(4.0), 0.02  # first and last step of the search in logarithms: a factor of 4, then 2 %
+GAIN = 1e-6  # the smallest improvement that is accepted, in nats per example
 
 
-def climbed(objective: Callable[[Tensor], Tensor], start: Sequence[float], steps: int) -> list[float]:
-    """The positive numbers at a maximum of a function that can be differentiated, by L-BFGS in their logarithms."""
+def maximise_by_gradient(objective: Callable[[Tensor], Tensor], start: Sequence[float], steps: int) -> list[float]:
+    """Maximises a differentiable function of positive numbers by L-BFGS in their logarithms."""
     theta = torch.tensor(start, dtype=torch.float64).log().requires_grad_()
     search = torch.optim.LBFGS(
         [theta], max_iter=steps, tolerance_grad=1e-10, tolerance_change=1e-14, line_search_fn="strong_wolfe"
@@ -30,10 +30,12 @@ def climbed(objective: Callable[[Tensor], Tensor], start: Sequence[float], steps
     return theta.detach().exp().tolist()
 
 
-def tried(objective: Callable[[list[float]], float], start: Sequence[float], steps: int) -> list[float]:
-    """The same for any function: each number up or down, on along what was gained, by less when nothing is.
+def maximise_by_search(objective: Callable[[list[float]], float], start: Sequence[float], steps: int) -> list[float]:
+    """Maximises any function of positive numbers by pattern search in their logarithms.
 
-    >>> [round(x, 1) for x in tried(lambda x: -(math.log(x[0] / 3) ** 2), [100.0], 100)]
+    Each number is moved up and down by a stride. A successful move is repeated; without success the stride is halved.
+
+    >>> [round(x, 1) for x in maximise_by_search(lambda x: -(math.log(x[0] / 3) ** 2), [100.0], 100)]
     [3.0]
 
     Reference: Hooke and Jeeves, 1961.

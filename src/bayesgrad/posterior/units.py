@@ -1,4 +1,4 @@
-"""The units that a layer reads, and the weights that leave each of them."""
+"""The input units of a layer, and the outgoing weights of each unit."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 @dataclass(frozen=True)
 class Units:
-    """Where the units that a layer reads are in its weight.
+    """The place of a layer's input units in its weight.
 
     Args:
-        dim: the dimension of the weight that counts them.
-        groups: of a convolution: that dimension then counts the units of one group.
+        dim: the dimension of the weight that belongs to input units.
+        groups: of a convolution; `dim` then has the units of one group.
     """
 
     dim: int
@@ -27,7 +27,7 @@ class Units:
         return self.groups * shape[self.dim]
 
     def spread(self, values: Tensor, shape: torch.Size) -> Tensor:
-        """A value for each unit, (count,), as a factor of the weights that leave it: broadcasts to `shape`."""
+        """Expands a value for each unit, (count,), to a factor of its outgoing weights that broadcasts to `shape`."""
         if self.groups > 1:  # (groups, units) to (out, units): each output reads the units of its own group
             values = values.view(self.groups, 1, -1).expand(-1, shape[0] // self.groups, -1).reshape(shape[0], -1)
             return values.view(*values.shape, *[1] * (len(shape) - 2))
@@ -35,7 +35,7 @@ class Units:
 
 
 def units_of(module: nn.Module) -> Units | None:
-    """The units that a layer reads; None for what is not a Linear or a convolution."""
+    """The input units of a Linear or convolution; None for other modules."""
     if isinstance(module, nn.Linear):
         return Units(1)
     if isinstance(module, CONVOLUTIONS):

@@ -1,4 +1,4 @@
-"""How sure a belief is: symmetric positive operators with one small algebra.
+"""Precisions (inverse covariances) of weights: symmetric positive operators with a common interface.
 
 | structure | what it stores | size |
 |---|---|---|
@@ -8,7 +8,7 @@
 | `Kronecker` | a covariance of rows and one of columns | out^2 + in^2 |
 | `Spectral` | a Kronecker product in its eigenbasis, with a precision for each entry | out^2 + in^2 + n |
 | `LowRank` | a multiple of the identity, and products with k directions | k^2 |
-| `Rescaled` | the same for weights that are not equally certain to begin with | k^2 + n |
+| `Rescaled` | the same with a prior precision for each weight | k^2 + n |
 | `Dense` | the covariance of every pair of weights | n^2 |
 | `Blocks` | the Cholesky factor of a precision, for one or several blocks of weights | n^2, n k |
 """

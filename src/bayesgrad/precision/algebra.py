@@ -1,4 +1,4 @@
-"""The algebra that every precision has in common."""
+"""The interface of all precisions."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Tensor
 
 
 class Precision(ABC):
-    """A symmetric positive operator P, the inverse of a belief's covariance.
+    """A symmetric positive operator P, the inverse of the covariance of some weights.
 
-    An implementation may store the covariance instead: both implementations so far do, because all that a
-    learning step asks for is then free of all divisions but one. Every operation returns a new object.
+    An implementation may store the covariance instead; `Scalar`, `Diagonal`, `Pair`, `Kronecker` and `Dense` do,
+    because `solve` is then a product. Every operation returns a new object.
 
     Checked by: tests/algebra/test_precision.py, each operation against `to_dense()`.
     """
 
     @abstractmethod
     def scale(self, factor: Any) -> Precision:
-        """c P: forgets for c < 1."""
+        """c P: c < 1 forgets old observations."""
 
     @abstractmethod
     def add(self, increment: Any) -> Precision:
@@ -27,7 +27,7 @@ class Precision(ABC):
 
     @abstractmethod
     def propagate(self, retain: Any, noise: Any) -> Precision:
-        """(r P^-1 + q I)^-1: the weights shrink towards zero and diffuse."""
+        """(r P^-1 + q I)^-1: the weights shrink and receive noise of variance q."""
 
     @abstractmethod
     def solve(self, vector: Tensor) -> Tensor:

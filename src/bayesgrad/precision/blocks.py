@@ -1,4 +1,4 @@
-"""Blocks of weights that are independent of each other, each with a matrix of its own."""
+"""Independent blocks of weights, each with a dense precision matrix."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Blocks(Precision):
 
     Args:
         factor: L.
-        shape: of the weights; m k elements, block by block.
+        shape: of the weights; m k elements, ordered by block.
     """
 
     factor: Tensor
@@ -32,10 +32,10 @@ class Blocks(Precision):
     def of(
         matrix: Tensor, damping: float = 0.0, name: str = "the precision", shape: tuple[int, ...] | None = None
     ) -> Blocks:
-        """P = matrix + damping I, for (k, k) or (m, k, k); `shape` is (m k,) if it is not given.
+        """P = matrix + damping I, for (k, k) or (m, k, k); `shape` is (m k,) by default.
 
         Raises:
-            ValueError, FloatingPointError: it is not positive, or not finite; `name` says what it is.
+            ValueError, FloatingPointError: P is not positive, or not finite; the message uses `name`.
         """
         factor = cholesky(matrix.reshape(-1, *matrix.shape[-2:]), damping, name)
         return Blocks(factor, (factor.shape[:2].numel(),) if shape is None else shape)

@@ -1,4 +1,4 @@
-"""All weights together, with the covariance of every pair."""
+"""A dense covariance of all weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bayesgrad.precision.algebra import Precision
 from bayesgrad.precision.linalg import cholesky
 from bayesgrad.precision.low_rank import Matrix
 
-STRIP = 64  # rows that are symmetrised at a time
+STRIP = 64  # rows that are symmetrised at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,10 +24,10 @@ class Dense(Precision):
     >>> belief.add(Matrix(torch.tensor([[1.0], [0.0]]))).variance()
     tensor([0.5000, 1.0000])
 
-    In float64, directions may be 1e13 times as certain as the belief before the difference loses its sign; in float32,
-    1e6 times.
+    `add` subtracts covariances, so the precision of a direction may exceed the old one by at most a factor of about
+    1e13 in float64, and 1e6 in float32.
 
-    Reference: 000, Eq. 3 and 7, for any number of directions.
+    Reference: Aitchison 2018, Eq. 3 and 7, for any number of directions.
 
     Args:
         covariance: S.
@@ -46,8 +46,8 @@ class Dense(Precision):
     def add(self, increment: Any) -> Dense:
         """P + U U' for directions U, P + c I for a number c.
 
-        By Woodbury's identity, S - S U (I + U'SU)^-1 U'S = S - W'W with W = L^-1 U'S and L L' = I + U'SU. More
-        directions than weights are first replaced by as many as there are weights, with the same product U U'.
+        By Woodbury's identity, S - S U (I + U'SU)^-1 U'S = S - W'W with W = L^-1 U'S and L L' = I + U'SU. If
+        there are more directions than weights, U is first replaced by a square one with the same product U U'.
         """
         S = self.covariance
         if isinstance(increment, Matrix):
@@ -64,8 +64,8 @@ class Dense(Precision):
         posterior = torch.addmm(S, W.mT, W, alpha=-1)
         if bool(info) or not bool((posterior.diagonal() >= 0).all()):
             raise FloatingPointError(
-                f"a covariance in {S.dtype} lost its sign under evidence of {float(gram.diagonal().max()):g} times its "
-                "certainty; nothing was changed. Scale the evidence or the covariance down."
+                f"a covariance in {S.dtype} became negative: an observation has {float(gram.diagonal().max()):g} times "
+                "the precision of the belief. Nothing was changed: scale the observations or the covariance down."
             )
         return self._with(posterior)
 
@@ -73,13 +73,13 @@ class Dense(Precision):
         """(R^1/2 P^-1 R^1/2 + Q)^-1 for diagonal R and Q: numbers, or one for each weight."""
         root = torch.as_tensor(retain, dtype=self.covariance.dtype, device=self.covariance.device).sqrt()
         root = root.flatten().expand(len(self.covariance))
-        spread = torch.outer(root, root).mul_(self.covariance)  # symmetric to the bit, as both factors are
+        spread = torch.outer(root, root).mul_(self.covariance)  # exactly symmetric, as both factors are
         added = torch.as_tensor(noise, dtype=spread.dtype, device=spread.device).flatten()
         spread.diagonal().add_(added)
         return Dense(spread, self.shape)
 
     def transform(self, A: Tensor, Q: Tensor) -> Dense:
-        """((I - A) P^-1 (I - A)' + Q)^-1: any linear motion of the weights, and any Gaussian noise."""
+        """((I - A) P^-1 (I - A)' + Q)^-1: a linear transition of the weights with Gaussian noise."""
         F = torch.eye(len(A), dtype=A.dtype, device=A.device) - A
         return self._with(F @ self.covariance @ F.mT + Q)
 
@@ -105,7 +105,7 @@ class Dense(Precision):
 
 
 def _symmetrised_(matrix: Tensor) -> Tensor:
-    """The mean of a matrix and its transpose, in place; in strips, because a whole transpose misses the cache."""
+    """The mean of a matrix and its transpose, in place; in strips, which fit into the cache."""
     for start in range(0, len(matrix), STRIP):
         across, down = matrix[start : start + STRIP, start:], matrix[start:, start : start + STRIP]
         mean = (across + down.mT).mul_(0.5)

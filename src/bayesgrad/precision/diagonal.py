@@ -1,4 +1,4 @@
-"""Independent weights, each with a variance of its own."""
+"""Independent weights with different variances."""
 
 from __future__ import annotations
 
@@ -50,5 +50,5 @@ class Diagonal(Precision):
         return torch.diag(1 / self.covariance.flatten())
 
     def storable(self) -> Tensor:
-        """The variances, moved away from zero by what only a reciprocal that overflows could see."""
+        """The variances plus the smallest normal number, so that their reciprocals are finite."""
         return self.covariance + torch.finfo(self.covariance.dtype).tiny

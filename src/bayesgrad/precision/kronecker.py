@@ -1,4 +1,4 @@
-"""Beliefs about a matrix whose rows and columns have a covariance each."""
+"""Precisions of a weight matrix with a covariance of rows and a covariance of columns."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from bayesgrad.precision.algebra import Precision
 class Kronecker(Precision):
     """P = (L ⊗ R)^-1 for weights W (out, in), stored as the covariances L of rows and R of columns.
 
-    A factor is a matrix, the vector of its diagonal, or None for the identity; all may have a leading dimension of
-    groups,
-    as W then has. solve(V) = L V R. Adding a number or spreading leaves the structure: the result is a `Spectral`.
+    A factor is a matrix, the vector of its diagonal, or None for the identity. All may have a leading dimension of
+    groups, as W then has. solve(V) = L V R. `add` of a number and `propagate` return a `Spectral`.
 
     >>> belief = Kronecker(None, torch.diag(torch.tensor([1.0, 4.0])), (1, 2))
     >>> belief.solve(torch.ones(1, 2))
@@ -45,7 +44,7 @@ class Kronecker(Precision):
         return self._factor(self.left, self.shape[-2]), self._factor(self.right, self.shape[-1])
 
     def spectral(self) -> Spectral:
-        """The same in the eigenbasis, where sums with multiples of the identity are exact."""
+        """The same precision in its eigenbasis, in which adding multiples of the identity is exact."""
         (left, rows), (right, columns) = (torch.linalg.eigh(factor) for factor in self._matrices())
         return Spectral(rows, columns, 1 / (left[..., :, None] * right[..., None, :]))
 
@@ -68,7 +67,7 @@ class Kronecker(Precision):
                 total = torch.linalg.inv(torch.linalg.inv(a) + torch.linalg.inv(b))
             left, right = (self.left, total) if shared == "left" else (total, self.right)
             return Kronecker(left, right, self.shape)
-        raise ValueError("the sum of two Kronecker products is none unless they share a factor: add a number instead.")
+        raise ValueError("two Kronecker products must share a factor to be added: add a number instead.")
 
     def propagate(self, retain: Any, noise: Any) -> Precision:
         return self.spectral().propagate(retain, noise)
@@ -77,7 +76,7 @@ class Kronecker(Precision):
         return self._times(vector, self.left, self.right)
 
     def _times(self, vector: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
-        """left @ vector @ right, where either may be a diagonal or the identity."""
+        """left @ vector @ right; both may be diagonals or the identity."""
         if right is not None:
             vector = vector * right[..., None, :] if self._is_diagonal(right) else vector @ right
         if left is not None:
@@ -109,7 +108,7 @@ class Kronecker(Precision):
 
 @dataclass(frozen=True, eq=False)
 class Spectral(Precision):
-    """P = (Q ⊗ S) diag(p) (Q ⊗ S)' for weights W (out, in): a Kronecker product in its eigenbasis and beyond.
+    """P = (Q ⊗ S) diag(p) (Q ⊗ S)' for weights W (out, in): any spectrum in the eigenbasis of a Kronecker product.
 
     Args:
         rows: Q, (out, out), orthogonal; None for the identity.

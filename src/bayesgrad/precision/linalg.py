@@ -1,4 +1,4 @@
-"""Inverses of symmetric positive matrices: by Cholesky, once more in float64, or a clear error."""
+"""Inverses of symmetric positive matrices by Cholesky, with a second attempt in float64."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 def cholesky(matrix: Tensor, damping: float, name: str) -> Tensor:
-    """The lower factor of matrix + damping I, for (..., n, n).
+    """The lower Cholesky factor of matrix + damping I, for (..., n, n).
 
     Args:
-        name: what the matrix is, for the error.
+        name: of the matrix, for the error.
 
     Raises:
-        ValueError: it is not positive, in float64 neither.
-        FloatingPointError: it has entries that are not finite.
+        ValueError: the matrix is not positive, even in float64.
+        FloatingPointError: the matrix has entries that are not finite.
     """
     for dtype in dict.fromkeys((matrix.dtype, torch.float64)):
         damped = matrix.to(dtype, copy=True)
@@ -22,7 +22,7 @@ def cholesky(matrix: Tensor, damping: float, name: str) -> Tensor:
         factor, info = torch.linalg.cholesky_ex(damped)
         if not bool(info.any()) and bool(torch.isfinite(factor.diagonal(dim1=-2, dim2=-1)).all()):
             return factor.to(matrix.dtype)
-    raise unusable(matrix.tril(), damping, name)
+    raise not_invertible(matrix.tril(), damping, name)
 
 
 def inverse(matrix: Tensor, damping: float, name: str) -> Tensor:
@@ -31,26 +31,26 @@ def inverse(matrix: Tensor, damping: float, name: str) -> Tensor:
 
 
 def diagonal_inverse(diagonal: Tensor, damping: float, name: str) -> Tensor:
-    """1/(diagonal + damping), for a matrix of which only that is kept."""
+    """1/(diagonal + damping), for a matrix that is stored as its diagonal."""
     damped = diagonal + damping
     if not bool((damped > 0).all() & torch.isfinite(damped).all()):
-        raise unusable(diagonal, damping, name)
+        raise not_invertible(diagonal, damping, name)
     return 1 / damped
 
 
 def eigenvalues(matrix: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Eigenvalues (..., n), at least zero, and vectors of a symmetric matrix; of a diagonal, itself and None."""
+    """Eigenvalues (..., n), clamped at zero, and eigenvectors of a symmetric matrix; a diagonal has None for them."""
     if matrix.dim() == 2:
         return matrix, None
     try:
         values, vectors = torch.linalg.eigh(matrix)
-    except torch.linalg.LinAlgError:  # which has been seen to converge in float64 where it did not in float32
+    except torch.linalg.LinAlgError:  # it may converge in float64
         values, vectors = (part.to(matrix) for part in torch.linalg.eigh(matrix.double()))
     return values.clamp(min=0), vectors
 
 
-def unusable(matrix: Tensor, damping: float, name: str) -> Exception:
-    """The error for a matrix that has no inverse."""
+def not_invertible(matrix: Tensor, damping: float, name: str) -> Exception:
+    """The exception to raise for a matrix without an inverse."""
     if bool(torch.isfinite(matrix).all()):
         return ValueError(f"{name} is singular with damping {damping:g}: raise damping.")
     return FloatingPointError(f"{name} is not finite: training has diverged or inputs overflow; lower lr.")

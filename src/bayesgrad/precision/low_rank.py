@@ -1,4 +1,4 @@
-"""A multiple of the identity and a few directions that are better known."""
+"""A multiple of the identity plus a matrix of low rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Vector = Any  # a tensor, or tensors by name
 
 
 class Directions(Protocol):
-    """G, as the products with it."""
+    """A matrix G, given by products with it."""
 
     def project(self, vector: Vector) -> Tensor: ...
     def combine(self, weights: Tensor) -> Vector: ...
@@ -26,15 +26,15 @@ class Directions(Protocol):
 
 
 @runtime_checkable
-class Weighed(Protocol):
-    """Directions that know the diagonal of G (L L')^-1 G', for a lower factor L."""
+class HasWeightedDiagonal(Protocol):
+    """Directions with an efficient diagonal of G (L L')^-1 G', for a lower triangular L."""
 
-    def weighed(self, factor: Tensor) -> Vector: ...
+    def weighted_diagonal(self, factor: Tensor) -> Vector: ...
 
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """G written down, (*shape, k).
+    """A stored matrix G, (*shape, k).
 
     >>> Matrix(torch.eye(3)[:, :1]).project(torch.tensor([5.0, 1.0, 1.0]))
     tensor([5.])
@@ -54,8 +54,8 @@ class Matrix:
 
 
 @dataclass(frozen=True, eq=False)
-class Mixed:
-    """G R for a matrix R (k, m), and several of those side by side."""
+class CombinedDirections:
+    """The columns of several products G R, for matrices R (k, m)."""
 
     parts: tuple[tuple[Directions, Tensor], ...]
 
@@ -80,15 +80,15 @@ class Mixed:
 
 @dataclass(frozen=True, eq=False)
 class LowRank(Precision):
-    """P = c I + G G', for a G of few columns that need not be written down.
+    """P = c I + G G', for a G with few columns, which need not be stored.
 
-    P^-1 v = (v - G (c I + G'G)^-1 G'v)/c. Vectors are tensors, or tensors by name, as G's products take them.
+    P^-1 v = (v - G (c I + G'G)^-1 G'v)/c. Vectors are tensors or mappings name -> tensor, as `directions` requires.
 
     >>> belief = LowRank(1.0, Matrix(torch.eye(2)[:, :1]), (2,))
     >>> belief.solve(torch.ones(2))
     tensor([0.5000, 1.0000])
 
-    Reference: 004, Eq. 18.
+    Reference: Benzing 2021, Eq. 18.
 
     Args:
         floor: c, positive.
@@ -115,7 +115,7 @@ class LowRank(Precision):
 
     def scale(self, factor: Any) -> LowRank:
         mix = torch.eye(len(self.gram)).to(self.gram) * factor**0.5
-        return LowRank(factor * self.floor, Mixed(((self.directions, mix),)), self.shape)
+        return LowRank(factor * self.floor, CombinedDirections(((self.directions, mix),)), self.shape)
 
     def add(self, increment: Any) -> LowRank:
         """P + c I for a number, P + H H' for directions H."""
@@ -123,13 +123,13 @@ class LowRank(Precision):
             return LowRank(self.floor + increment, self.directions, self.shape)
         eyes = [torch.eye(len(d.gram())).to(self.gram) for d in (self.directions, increment)]
         parts = tuple(zip((self.directions, increment), eyes))
-        return LowRank(self.floor, Mixed(parts), self.shape)
+        return LowRank(self.floor, CombinedDirections(parts), self.shape)
 
     def propagate(self, retain: Any, noise: Any) -> LowRank:
         values, vectors = self._spectrum
         low = retain + noise * self.floor
         gain = retain / ((retain + noise * (self.floor + values)) * low)
-        return LowRank(self.floor / low, Mixed(((self.directions, vectors * gain.sqrt()),)), self.shape)
+        return LowRank(self.floor / low, CombinedDirections(((self.directions, vectors * gain.sqrt()),)), self.shape)
 
     def solve(self, vector: Vector) -> Vector:
         weights = torch.cholesky_solve(self.directions.project(vector)[:, None], self._factor)[:, 0]
@@ -140,31 +140,33 @@ class LowRank(Precision):
         return _sum(self.floor, vector, self.directions.combine(self.directions.project(vector)))
 
     def sample(self, noise: Vector) -> Vector:
-        """The symmetric root: (1 + x)^-1/2 - 1 = -x/(r (1 + r)) with r = (1 + x)^1/2, which needs no division by x."""
+        """By the symmetric root: (1 + x)^-1/2 - 1 = -x/(r (1 + r)) with r = (1 + x)^1/2, without a division by x."""
         values, vectors = self._spectrum
         root = (1 + values / self.floor).sqrt()
         weights = vectors @ (vectors.T @ self.directions.project(noise) / (root * (1 + root)))
         return _scaled(self.floor**-0.5, _sum(1, noise, self.directions.combine(-weights / self.floor)))
 
-    def draw(self, noise: Vector, few: Tensor) -> Vector:
-        """A sample by a factor of the Gram matrix alone: c^-1/2 (y - V U^-1 (V'y + z)), V = c^-1/2 G, U = I + V'V.
+    def draw(self, noise: Vector, coefficient_noise: Tensor) -> Vector:
+        """A sample from the Cholesky factor of the Gram matrix.
+
+        It is c^-1/2 (y - V U^-1 (V'y + z)), V = c^-1/2 G, U = I + V'V.
 
         Args:
             noise: y, standard normal, in the shape of the weights.
-            few: z, (k,), standard normal and independent of y.
+            coefficient_noise: z, (k,), standard normal and independent of y.
 
-        Reference: 004, Eq. 6-9.
+        Reference: Benzing 2021, Eq. 6-9.
         Checked by: tests/equations/test_laplace.py, by the algebra of its covariance.
         """
         root = self.floor**0.5
-        right = self.directions.project(noise) + root * few  # U = (c I + G'G)/c
+        right = self.directions.project(noise) + root * coefficient_noise  # U = (c I + G'G)/c
         weights = torch.cholesky_solve(right[:, None], self._factor)[:, 0]
         return _map(lambda t: t.div_(root), _sum(1, noise, self.directions.combine(-weights)))
 
     def variance(self) -> Vector:
-        """For k directions and n weights this takes k^2 n operations, k/2 times as many as a draw."""
-        if isinstance(self.directions, Weighed):
-            return _map(lambda t: (1 - t) / self.floor, self.directions.weighed(self._factor))
+        """Takes k^2 n operations for k directions and n weights, k/2 times as many as a sample."""
+        if isinstance(self.directions, HasWeightedDiagonal):
+            return _map(lambda t: (1 - t) / self.floor, self.directions.weighted_diagonal(self._factor))
         total = None
         for column in torch.linalg.inv(self._factor):  # (c I + G'G)^-1 = L'^-1 L^-1
             square = _map(torch.square, self.directions.combine(column))
@@ -184,7 +186,7 @@ class LowRank(Precision):
 
 @dataclass(frozen=True, eq=False)
 class Rescaled(Precision):
-    """P = R (c I + G G') R for a diagonal R: weights that are not equally certain to begin with.
+    """P = R (c I + G G') R for a diagonal R: a low-rank precision with a prior precision for each weight.
 
     >>> Rescaled(LowRank(1.0, Matrix(torch.eye(2)[:, :1]), (2,)), torch.tensor([1.0, 2.0])).variance()
     tensor([0.5000, 0.2500])
@@ -205,10 +207,10 @@ class Rescaled(Precision):
         return Rescaled(self.inner.scale(factor), self.root)
 
     def add(self, increment: Any) -> Rescaled:
-        raise ValueError("a sum with weights of unequal certainty has no such form: add to the parts instead.")
+        raise ValueError("a Rescaled precision does not support add(): add to its inner LowRank instead.")
 
     def propagate(self, retain: Any, noise: Any) -> Rescaled:
-        raise ValueError("weights of unequal certainty that diffuse have no such form.")
+        raise ValueError("a Rescaled precision does not support propagate(): use Dense.")
 
     def solve(self, vector: Tensor) -> Tensor:
         return self.inner.solve(vector / self.root) / self.root
@@ -216,8 +218,8 @@ class Rescaled(Precision):
     def sample(self, noise: Tensor) -> Tensor:
         return self.inner.sample(noise) / self.root
 
-    def draw(self, noise: Tensor, few: Tensor) -> Tensor:
-        return self.inner.draw(noise, few).div_(self.root)
+    def draw(self, noise: Tensor, coefficient_noise: Tensor) -> Tensor:
+        return self.inner.draw(noise, coefficient_noise).div_(self.root)
 
     def variance(self) -> Tensor:
         return self.inner.variance() / self.root.square()

@@ -1,4 +1,4 @@
-"""Weights that each have a momentum."""
+"""Weights with a momentum each."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from bayesgrad.precision.diagonal import Diagonal
 class Pair(Precision):
     """P = [[a, b], [b, c]]^-1 for each weight and its momentum, stored as the covariance; vectors are (2, *shape).
 
-    Evidence is about weights: `add` takes an increment of their precision alone.
+    Observations are of weights: `add` takes an increment of their precision alone.
 
     >>> belief = Pair(torch.tensor([1.0]), torch.tensor([0.5]), torch.tensor([1.0]))
-    >>> belief.add(torch.tensor([1.0])).variance()  # what is seen of the weight tells of its momentum
+    >>> belief.add(torch.tensor([1.0])).variance()  # observing the weight informs about its momentum
     tensor([[0.5000],
             [0.8750]])
 
@@ -38,7 +38,7 @@ class Pair(Precision):
 
     def add(self, increment: Tensor) -> Pair:
         shrink = 1 + increment * self.weight
-        # As a sum of reciprocals the gain stays finite where the increment is not.
+        # In this form the gain is finite for an infinite increment.
         gain = 1 / (1 / increment + self.weight)
         return Pair(self.weight / shrink, self.cross / shrink, self.momentum - self.cross * (self.cross * gain))
 
@@ -67,5 +67,5 @@ class Pair(Precision):
         return torch.linalg.inv(torch.cat([torch.cat([torch.diag(b.flatten()) for b in row], 1) for row in rows]))
 
     def of_weights(self) -> Diagonal:
-        """The belief about weights alone."""
+        """The marginal precision of the weights."""
         return Diagonal(self.weight)

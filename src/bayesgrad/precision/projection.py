@@ -1,8 +1,8 @@
-"""Filtering a matrix of weights whose covariance is kept a Kronecker product.
+"""Bayesian filtering of a weight matrix whose covariance is approximated by a Kronecker product.
 
 For W (M, N) = (out, in) and an example with input x and error d, the likelihood adds (x ⊗ d)(x ⊗ d)' to the precision,
-and drift adds noise to the covariance. Neither leaves a Kronecker product, so that each step is followed by a
-projection: to the product that minimises KL(exact || kept).
+and the transition adds noise to the covariance. The result of either is not a Kronecker product, so each step is
+followed by a projection to the Kronecker product that minimises KL(exact || approximation).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CHUNKS = 8  # of a batch at most: each costs a pass over the factors
+CHUNKS = 8  # the largest number of chunks of a batch; each costs a pass over the factors
 
 
-def information(sizes: tuple[int, int], product: Tensor) -> Tensor:
-    """t, which says what one example does to the nearest Kronecker product.
+def projection_weight(sizes: tuple[int, int], product: Tensor) -> Tensor:
+    """The weight t of one example in the projected update.
 
     With a = x'S_x x, b = d'S_d d and p = ab, the `product`, the projection of (Σ^-1 + (x ⊗ d)(x ⊗ d)')^-1 is
 
@@ -26,8 +26,8 @@ def information(sizes: tuple[int, int], product: Tensor) -> Tensor:
     where t is the positive root of MN t^2 + (MN + (MN-M-N) p) t = p, for updates of any size. It is exact, with
     t = p/(MN), for N = 1 and for M = 1.
 
-    Reference: 000, Eq. 24.
-    Differs from the paper: whose Eq. 24 is of first order in p, lacks 1/N and 1/M and has Δ for X in its second line.
+    Reference: Aitchison 2018, Eq. 24.
+    Differs from the paper: its Eq. 24 is of first order in p, lacks 1/N and 1/M and has Δ for X in the second line.
     Checked by: tests/equations/test_kronecker_filter.py, against a converged flip-flop and a minimiser of the KL.
     """
     m, n = sizes
@@ -39,13 +39,13 @@ def information(sizes: tuple[int, int], product: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Factors:
-    """S_x ⊗ S_d, the covariance of W in each of some groups. Every operation returns a new object.
+    """S_x ⊗ S_d, the covariance of W in each group. Every operation returns a new object.
 
     Args:
         inputs: S_x, (groups, N, N).
         errors: S_d, (groups, M, M).
-        traces: tr(S_x^-1)/N and tr(S_d^-1)/M, (2, groups) in float64 on the CPU. They follow every operation, but an
-            approximation in `spread`, until `measured` computes them anew.
+        traces: tr(S_x^-1)/N and tr(S_d^-1)/M, (2, groups) in float64 on the CPU. Every operation
+            updates them, with an approximation in `propagate`; `with_exact_traces` computes them.
     """
 
     inputs: Tensor
@@ -58,7 +58,7 @@ class Factors:
         To first order in q this is Eq. 28; it is exact where one of the factors is a multiple of the identity, and
         positive for any q.
 
-        Reference: 000, Eq. 28.
+        Reference: Aitchison 2018, Eq. 28.
         """
         l_x, l_d = self.traces
         total = retain + noise * l_x * l_d  # (groups,)
@@ -69,13 +69,13 @@ class Factors:
     def observe(self, x: Tensor, d: Tensor, chunks: int = CHUNKS) -> Factors:
         """The factors after some examples: rows of x (groups, rows, N) and of d (groups, rows, M).
 
-        With t_b as in `information`, all from the factors before,
+        With t_b as in `projection_weight`, all computed from the old factors,
 
             S_x <- sqrt(1 + Σ t_b) (S_x^-1 + N Σ t_b x_b x_b'/a_b)^-1
 
         and likewise S_d. It is the projection for one row, and for any number of them where N = 1 or M = 1; else it is
-        so to first order, and always positive definite. Chunks of min(M, N) rows follow one another, longer ones where
-        there were too many, in the order of a_b b_b: the order in which rows come is of no consequence.
+        so to first order, and always positive definite. Chunks of min(M, N) rows are processed in sequence, or larger
+        chunks if there would be too many. Rows are sorted by a_b b_b, so their order does not matter.
         """
         rows = x.shape[1]
         size = max(min(x.shape[2], d.shape[2]), math.ceil(rows / chunks))
@@ -91,12 +91,12 @@ class Factors:
     def _observe(self, x: Tensor, d: Tensor) -> Factors:
         products = x @ self.inputs, d @ self.errors
         squares = [_squares(rows, product) for rows, product in zip((x, d), products)]
-        t = information((d.shape[2], x.shape[2]), squares[0] * squares[1])  # (groups, rows)
-        if d.shape[2] == x.shape[2] == 2:  # only here is it not bounded, and could exceed what rounding can resolve
+        t = projection_weight((d.shape[2], x.shape[2]), squares[0] * squares[1])  # (groups, rows)
+        if d.shape[2] == x.shape[2] == 2:  # only then t is unbounded, and could exceed the resolution of the dtype
             t = t.clamp(max=1 / (32 * _rounding(x)))
         weights = [torch.where(own > 0, t / own, 0.0) for own in squares]
         sides = [
-            _Shrunk(factor, rows, product, rows.shape[2] * weight)
+            _ReducedCovariance(factor, rows, product, rows.shape[2] * weight)
             for factor, rows, product, weight in zip((self.inputs, self.errors), (x, d), products, weights)
         ]
         growth = (1 + t.sum(1)).sqrt()
@@ -107,8 +107,8 @@ class Factors:
         inputs, errors = (side.scaled(scale) for side, scale in zip(sides, scales))
         return Factors(inputs, errors, torch.stack(traces) / torch.stack(scales).cpu())
 
-    def measured(self) -> Factors:
-        """The same with its traces computed, but where rounding forbids it, and with balanced scales."""
+    def with_exact_traces(self) -> Factors:
+        """The same factors with balanced scales and with computed traces, where rounding permits."""
         inputs, errors = ((factor + factor.mT) / 2 for factor in (self.inputs, self.errors))
         means = [factor.diagonal(dim1=1, dim2=2).double().mean(1) for factor in (inputs, errors)]
         balance = (means[1] / means[0]).sqrt()
@@ -118,11 +118,11 @@ class Factors:
         return Factors(inputs, errors, torch.stack(traces))
 
 
-class _Shrunk:
+class _ReducedCovariance:
     """(S^-1 + Σ_b w_b r_b r_b')^-1 = S - T'T for rows r_b, products S r_b and weights w_b, up to a scale.
 
-    What rounding could do to small eigenvalues is added to the diagonal, in proportion to what is removed from it, and
-    taken off the correlations.
+    To keep small eigenvalues positive under rounding, the diagonal is increased in proportion to what is subtracted
+    from it, and correlations are reduced.
     """
 
     def __init__(self, factor: Tensor, rows: Tensor, products: Tensor, weights: Tensor) -> None:
@@ -144,7 +144,9 @@ class _Shrunk:
         if size == 1:  # without the cancellation
             self.diagonal = before / (1 + trace)
         self.mean = self.diagonal.double().mean(1)  # (groups,)
-        self.most = (1 / self.diagonal.double()).mean(1) / (self.rounding if size > 1 else 1)  # that the trace can be
+        self.most = (1 / self.diagonal.double()).mean(1) / (
+            self.rounding if size > 1 else 1
+        )  # an upper bound of the trace
 
     def scaled(self, scale: Tensor) -> Tensor:
         removed, keep = self.removed, scale * (1 - self.rounding)
@@ -163,7 +165,7 @@ def _squares(rows: Tensor, products: Tensor) -> Tensor:
 
 
 def _rounding(rows: Tensor) -> float:
-    """The smallest eigenvalue of a matrix of correlations that can be told from zero."""
+    """The smallest eigenvalue of a correlation matrix that differs from zero beyond rounding."""
     return 8 * torch.finfo(rows.dtype).eps * rows.shape[-1] ** 0.5
 
 
@@ -176,7 +178,7 @@ def _affine(factor: Tensor, scale: Tensor, shift: Tensor | None = None) -> Tenso
 
 
 def _mean_precision(factor: Tensor, otherwise: Tensor) -> Tensor:
-    """tr(S^-1)/n, (groups,), or what it is taken to be where the Cholesky factor does not exist."""
+    """tr(S^-1)/n, (groups,), or `otherwise` if there is no Cholesky factor."""
     root, info = torch.linalg.cholesky_ex(factor)
     found = torch.cholesky_inverse(root).diagonal(dim1=1, dim2=2).double().mean(1).cpu()
     return torch.where((info == 0).cpu() & found.isfinite(), found, otherwise)

@@ -1,4 +1,4 @@
-"""All weights equally certain."""
+"""Weights with a common variance."""
 
 from __future__ import annotations
 

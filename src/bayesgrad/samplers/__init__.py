@@ -1,4 +1,4 @@
-"""Posterior samplers with the manners of optimizers, the arithmetic of their temperature, and their ensembles."""
+"""Posterior samplers with the interface of torch.optim, formulas for their temperature, ensembles and diagnostics."""
 
 from bayesgrad.samplers.arithmetic import (
     batch_noise,

@@ -1,18 +1,18 @@
-r"""Which batch size and learning rate draw from the posterior, and how widely a sampler spreads.
+r"""Temperature, batch size, learning rate and stationary covariance of samplers.
 
 Notation: N data, C the summed cost (prior included), F its mean Hessian at the optimum, G = F + δI the metric, ε the
 learning rate, B the batch size. A sampler at temperature T draws from exp(-C/T); T = 1 is the posterior.
 
 | fact | function |
 |---|---|
-| minibatches of B without replacement are noise of temperature T = (εN/2B)(1 - B/N) | `temperature` |
+| minibatches of B without replacement add noise of temperature T = (εN/2B)(1 - B/N) | `temperature` |
 | B = N/(2T/ε + 1), or ε = 2TB/(N - B), gives T | `batch_size`, `learning_rate` |
 | a finite step widens the covariance by 1/(1 - ε/2) | `step_inflation` |
 | the mean gradient of a batch has the covariance Σ (N - B)/(B (N - 1)) | `batch_noise` |
-| damping that is not in the noise shrinks the variance in a direction of curvature f by f/(f + δ) | `damping_bias` |
-| all of that at once, near an optimum | `langevin_covariance`, `minibatch_covariance` |
+| damping of the step alone multiplies the variance in a direction of curvature f by f/(f + δ) | `damping_bias` |
+| the stationary covariance near an optimum, with all of these | `langevin_covariance`, `minibatch_covariance` |
 
-Reference: 003, Theorem 4 and section 6, with what it leaves out (finite steps and N) or misprints put right.
+Reference: Smith et al. 2018, Theorem 4 and section 6, corrected and extended to finite steps and N.
 Checked by: tests/equations/test_samplers.py, tests/statistics/test_samplers.py.
 """
 
@@ -26,18 +26,18 @@ from torch import Tensor
 
 from bayesgrad.precision.linalg import cholesky
 
-FAR = 2.0  # T further from 1 than by this factor is worth a word
-COARSE = 0.2  # so is a learning rate above this: variances are 11 % too large
+TEMPERATURE_FACTOR = 2.0  # warn if T differs from 1 by more than this factor
+LARGE_LR = 0.2  # warn above this learning rate: variances are 11 % too large
 
 
 def temperature(lr: float, num_data: float, batch_size: float, *, exact: bool = False) -> float:
-    """T = (εN/2B)(1 - B/N), at which minibatch natural gradients sample exp(-cost/T).
+    """T = (εN/2B)(1 - B/N): minibatch natural gradients sample exp(-cost/T).
 
     Args:
         lr: ε.
         num_data: N.
         batch_size: B, drawn without replacement.
-        exact: the factor (N - B)/(N - 1) of sampling without replacement in place of 1 - B/N.
+        exact: whether to use the exact factor (N - B)/(N - 1) instead of 1 - B/N.
 
     Example:
         >>> temperature(0.1, 1000, 50)
@@ -63,7 +63,7 @@ def batch_size(temperature: float, lr: float, num_data: float) -> int:
 
 
 def learning_rate(temperature: float, num_data: float, batch_size: float) -> float:
-    """ε = 2TB/(N - B), at which batches of B draw at temperature T."""
+    """ε = 2TB/(N - B): batches of B sample at temperature T."""
     _check(temperature=temperature, num_data=num_data, batch_size=batch_size)
     if batch_size >= num_data:
         raise ValueError(f"batch_size must be less than num_data={num_data!r}, got {batch_size!r}: there is no noise.")
@@ -71,7 +71,7 @@ def learning_rate(temperature: float, num_data: float, batch_size: float) -> flo
 
 
 def step_inflation(lr: float) -> float:
-    """1/(1 - ε/2): the covariance of the samples over that of the target, on a quadratic cost with G = F."""
+    """1/(1 - ε/2): the covariance of samples divided by that of the target, for a quadratic cost with G = F."""
     _check(lr=lr)
     if lr >= 2:
         raise ValueError(f"lr must be below 2, got {lr!r}: natural gradients diverge on a quadratic cost.")
@@ -79,13 +79,13 @@ def step_inflation(lr: float) -> float:
 
 
 def batch_noise(num_data: float, batch_size: float) -> float:
-    """(N - B)/(B (N - 1)): a batch's mean gradient varies by this times the covariance of single gradients."""
+    """(N - B)/(B (N - 1)): the covariance of a batch's mean gradient divided by that of per-example gradients."""
     _check(num_data=num_data, batch_size=batch_size)
     return (num_data - batch_size) / (batch_size * max(num_data - 1, 1))
 
 
 def damping_bias(curvature: float | Tensor, damping: float) -> float | Tensor:
-    """f/(f + δ): what minibatch noise, which knows no damping, leaves of the variance in a direction of curvature f."""
+    """f/(f + δ): the factor by which damping reduces the variance of `SNGD` in a direction of curvature f."""
     return curvature / (curvature + damping)
 
 
@@ -103,10 +103,10 @@ def langevin_covariance(
     Solves S = K S K' + 2 ε (T/N) G^-1 with K = I - ε G^-1 H.
 
     Args:
-        hessian: H, (n, n), of the cost over N, the prior's part included.
+        hessian: H, (n, n), of the cost divided by N, including the prior.
         lr, num_data, temperature: ε, N, T.
         metric: G without damping, (n, n); None for the Hessian.
-        damping: δ, added to it.
+        damping: δ, added to the metric.
     """
     _check(lr=lr, num_data=num_data, temperature=temperature)
     metric = hessian if metric is None else metric
@@ -129,11 +129,11 @@ def minibatch_covariance(
     Solves S = K S K' + ε² G^-1 Σ G^-1 (N - B)/(B (N - 1)) with K = I - ε G^-1 H.
 
     Args:
-        hessian: H, (n, n), of the cost over N, the prior's part included.
-        gradient_covariance: Σ, (n, n), of the gradients of single examples at the optimum.
+        hessian: H, (n, n), of the cost divided by N, including the prior.
+        gradient_covariance: Σ, (n, n), of per-example gradients at the optimum.
         lr, num_data, batch_size: ε, N, B.
         metric: G without damping, (n, n); None for the Hessian.
-        damping: δ, added to it.
+        damping: δ, added to the metric.
     """
     _check(lr=lr)
     metric = hessian if metric is None else metric
@@ -153,8 +153,8 @@ def _stationary(hessian: Tensor, metric: Tensor, noise: Tensor, lr: float) -> Te
     if not bool((values > 0).all() & (lr * values < 2).all()):
         low, high = float(values[0]), float(values[-1])
         raise ValueError(
-            f"lr={lr!r} times the eigenvalues of G^-1 H, {low:g} to {high:g}, must be in (0, 2): there is no "
-            "stationary covariance; lower lr, or look at an optimum."
+            f"lr={lr!r} times the eigenvalues of G^-1 H, {low:g} to {high:g}, must be in (0, 2) for a stationary "
+            "covariance: lower lr, or use the Hessian at an optimum."
         )
     keep = 1 - lr * values
     inner = lr**2 * (basis.mT @ pushed @ basis) / (1 - keep[:, None] * keep)
@@ -168,24 +168,25 @@ def _between(root: Tensor, matrix: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(root, left.mT, upper=False).mT
 
 
-def warn_of(lr: float, num_data: float, batch_size: float | None, stacklevel: int = 3) -> None:
-    """Says where T is far from 1, or a step too long to be neglected.
+def warn_about_temperature(lr: float, num_data: float, batch_size: float | None, stacklevel: int = 3) -> None:
+    """Warns if T is far from 1 or if the step is large.
 
     Args:
-        batch_size: None where the temperature is chosen and not a consequence.
+        batch_size: None if the temperature does not depend on it.
     """
     if batch_size is not None:
         drawn = temperature(lr, num_data, batch_size) if lr > 0 else 1.0
-        if not 1 / FAR <= drawn <= FAR:
+        if not 1 / TEMPERATURE_FACTOR <= drawn <= TEMPERATURE_FACTOR:
             better = 2 * batch_size / (num_data - batch_size) if batch_size < num_data else math.nan
             warnings.warn(
                 f"lr={lr:g} with batch_size={batch_size:g} of num_data={num_data:g} samples at temperature "
-                f"{drawn:.3g}, not 1: for the posterior take batch_size={_nearest(lr, num_data)} or lr={better:.3g}.",
+                f"{drawn:.3g}, not 1: to sample the posterior use batch_size={_nearest(lr, num_data)} or "
+                f"lr={better:.3g}.",
                 UserWarning,
                 stacklevel=stacklevel,
             )
-    if lr > COARSE:
-        wider = f"variances are {step_inflation(lr) - 1:.0%} too large" if lr < 2 else "nothing converges"
+    if lr > LARGE_LR:
+        wider = f"variances are {step_inflation(lr) - 1:.0%} too large" if lr < 2 else "the chain diverges"
         warnings.warn(f"lr={lr:g} is not small: {wider} in units of the metric.", UserWarning, stacklevel=stacklevel)
 
 

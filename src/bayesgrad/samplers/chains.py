@@ -1,4 +1,4 @@
-"""Several chains in one process: copies of a network whose weights are stacked, run side by side by vmap."""
+"""Several chains in one process: copies of a network with stacked weights, evaluated by vmap."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from bayesgrad.posterior.network import parameters_of
 class Chains(nn.Module):
     """`count` copies of a model as one module: parameters (count, *shape), outputs (count, batch, ...).
 
-    A rule that treats each weight by itself (a sampler with the identity or a diagonal callable as its metric, Adam)
-    then runs `count` chains at once: sum the copies' mean losses, as `loss` does, and each copy has the gradient that
-    it would have alone. Noise differs between chains, being a function of a weight's position. Rules that look at
-    layers, or at a network's Fisher, do not see inside of the copies: run one process, or one loop, for each chain.
+    An elementwise rule (a sampler with the identity or a diagonal callable as its metric, Adam) then runs `count`
+    chains at once: sum the mean losses of the copies, as `loss` does, and each copy has the gradient that it would have
+    alone. Noise differs between chains, because it is a function of a weight's position. Rules that use layers or the
+    Fisher of a network do not support stacked copies: run one process or one loop for each chain.
 
     >>> chains = Chains(torch.nn.Linear(3, 2), 4)
     >>> chains(torch.ones(5, 3)).shape
@@ -28,9 +28,9 @@ class Chains(nn.Module):
 
     Args:
         model: without buffers that change in training (BatchNorm) and without dropout; it is copied.
-        count: of chains.
-        spread: standard deviation of what is added to each copy's weights: R-hat asks for starts that differ.
-        seed: of that.
+        count: the number of chains.
+        spread: standard deviation of noise that is added to each copy's weights; R-hat needs different starting points.
+        seed: of that noise.
 
     Checked by: tests/equations/test_ensemble.py::test_chains_side_by_side_are_chains_alone
     """
@@ -43,12 +43,12 @@ class Chains(nn.Module):
             raise ValueError(f"spread must not be negative, got {spread}.")
         odd = [name for name, part in model.named_modules() if isinstance(part, _REFUSED)]
         if odd:
-            raise ValueError(f"chains cannot run side by side through {', '.join(odd)}: run them one after another.")
+            raise ValueError(f"Chains does not support {', '.join(odd)}: run the chains one after another.")
         copies = [copy.deepcopy(model) for _ in range(count)]
         stacked, buffers = stack_module_state(copies)  # pyright: ignore[reportArgumentType]
         self.count = count
         self.names = {name.replace(".", "/"): name for name in stacked}
-        self._template = [copies[0].to("meta")]  # in a list: no submodule, so none of its parameters is ours
+        self._template = [copies[0].to("meta")]  # in a list, so that it is not registered as a submodule
         self._buffers_of = {name: value[0] for name, value in buffers.items()}
         for i, (own, name) in enumerate(self.names.items()):
             value = stacked[name].detach()
@@ -80,12 +80,12 @@ _REFUSED = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Name -> (chains, *shape): the weights of a model, which is one chain, or of several."""
+    """Name -> (chains, *shape): the weights of a model, as a single chain, or of `Chains`."""
     if isinstance(model, Chains):
         return model.weights()
     return {name: p.detach()[None] for name, p in parameters_of(model).items() if p.requires_grad}
 
 
 def finite(weights: dict[str, Tensor]) -> bool:
-    """Whether all are; one number decides, since a sum of finite numbers that overflows is no better."""
+    """Whether all weights are finite; a sum that overflows counts as not finite."""
     return bool(torch.isfinite(sum(weight.double().sum() for weight in weights.values())))  # pyright: ignore

@@ -1,4 +1,4 @@
-r"""What a metric that changes from place to place adds to the drift of a sampler.
+r"""Corrections to the drift of a sampler whose metric depends on the weights.
 
 With G the metric and dG_j its derivative by the j-th weight, let
 
@@ -8,9 +8,9 @@ With G the metric and dG_j its derivative by the j-th weight, let
 
 Noise of covariance G^-1 samples exp(-C) with the drift -V ("flat") and exp(-C) |G|^1/2 with -V + T/2 ("jeffreys").
 
-dG is never written down. For any R with R R' = G^-1 and columns r, u = Σ_r D_r(G r) and t = Σ_r ∇(r'G r), with D_r
-the derivative along r and r otherwise held fixed: products with G and their derivatives are all it takes. n columns
-make the sums exact; one r = R z with random signs z has the right expectation.
+dG is never formed. For any R with R R' = G^-1 and columns r, u = Σ_r D_r(G r) and t = Σ_r ∇(r'G r), with D_r the
+derivative along r at fixed r: only products with G and their derivatives are needed. The sums are exact with n columns;
+a single r = R z with random signs z gives an unbiased estimate.
 
 A Gauss-Newton matrix G = (1/N) Σ J'H J, with outputs f of which the loss has the Hessian H(f), has with ḟ = J r and f̈
 the second derivative of f along r
@@ -19,11 +19,11 @@ the second derivative of f along r
     u = \tfrac1N \sum_r J^T (H \ddot f + D_{\dot f} H\, \dot f) + q, \quad
     t = \tfrac1N \sum_r J^T \nabla_f (\dot f^T H \dot f) + 2 q, \quad q = \tfrac1N \sum_r (\nabla \dot f)^T H \dot f,
 
-so that q cancels from -u + t/2. Outputs that are linear in the weights have f̈ = 0 and q = 0, in closed form.
+so q cancels from -u + t/2. For outputs that are linear in the weights, f̈ = 0 and q = 0: a closed form.
 
-Reference: 003, Eq. 2, 6 and 7.
-Differs from the paper: in signs.
-Checked by: tests/equations/test_samplers.py, by the flux of the stationary density, which vanishes.
+Reference: Smith et al. 2018, Eq. 2, 6 and 7.
+Differs from the paper: signs are corrected.
+Checked by: tests/equations/test_samplers.py, which tests that the flux of the stationary density vanishes.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
 from bayesgrad.likelihoods import Likelihood
 
 CORRECTIONS = (None, "flat", "jeffreys")
-CHUNK = 1 << 22  # numbers that derivatives along several directions may hold at once
+CHUNK = 1 << 22  # elements of derivatives along several directions that are in memory at once
 
-Terms = tuple[Tensor, Tensor | None]  # u and t; t is None where it is not wanted
+Terms = tuple[Tensor, Tensor | None]  # u and t; t is None if it is not needed
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Some examples, and the outputs that any weights would give for them.
+    """A batch of examples, and the model's outputs for them as a function of the weights.
 
     Args:
         names, shapes: of the parameters, in flat order.
-        args, kwargs: what the model was called with.
-        labels: for the empirical Fisher, whose H is the residual's square; None for the Hessian itself.
-        count: of examples.
+        args, kwargs: the arguments of the model.
+        labels: for the empirical Fisher, whose H is the outer product of the residual; None for the Hessian.
+        count: the number of examples.
     """
 
     model: nn.Module
@@ -73,13 +73,13 @@ class Batch:
         return functional_call(self.model, self.weights(flat), self.args, self.kwargs)
 
     def hessian(self, outputs: Tensor, vector: Tensor) -> Tensor:
-        """H v for each example; without labels, it can be differentiated."""
+        """H v for each example; differentiable without labels."""
         if self.labels is None:
             return self.likelihood.hessian_product(outputs, vector)
         residual = self.likelihood.residual(outputs, self.labels)
         return residual * _inner(residual, vector, outputs)
 
-    def bend(self, outputs: Tensor, vector: Tensor, kind: str) -> Tensor:
+    def hessian_derivative(self, outputs: Tensor, vector: Tensor, kind: str) -> Tensor:
         """D_v H v for "flat", D_v H v - ∇(v'H v)/2 for "jeffreys"; vectors may have more dimensions than outputs."""
         if self.labels is None:
             return self.likelihood.third_product(outputs, vector) * (1.0 if kind == "flat" else 0.5)
@@ -100,7 +100,7 @@ class Batch:
         return (slopes * curved).flatten(0, -2).sum(0)
 
 
-def gauss_newton(batches: Sequence[Batch], weights: Tensor, roots: Tensor, kind: str, linear: bool) -> Tensor:
+def gauss_newton_drift(batches: Sequence[Batch], weights: Tensor, roots: Tensor, kind: str, linear: bool) -> Tensor:
     """-u ("flat") or -u + t/2 ("jeffreys") of (1/N) Σ J'H J over all examples.
 
     Args:
@@ -108,7 +108,7 @@ def gauss_newton(batches: Sequence[Batch], weights: Tensor, roots: Tensor, kind:
         roots: the columns r of R, (columns, n).
         linear: whether the outputs are linear in the weights.
     """
-    _load()
+    _preload_forward_ad()
     total = torch.zeros_like(weights)
     for batch in batches:
         outputs, pull = vjp(batch.outputs, weights)  # pyright: ignore[reportAssignmentType]
@@ -117,9 +117,9 @@ def gauss_newton(batches: Sequence[Batch], weights: Tensor, roots: Tensor, kind:
             if linear:
                 speed = vmap(batch.outputs)(some)
             else:
-                speed, turn = vmap(lambda r, batch=batch: _twice(batch.outputs, weights, r))(some)
+                speed, turn = vmap(lambda r, batch=batch: _directional_derivatives(batch.outputs, weights, r))(some)
                 push = push + batch.hessian(outputs, turn.sum(0))
-            push = push + batch.bend(outputs, speed, kind).sum(0)
+            push = push + batch.hessian_derivative(outputs, speed, kind).sum(0)
             if kind == "flat" and not linear:
                 force = batch.hessian(outputs, speed)
 
@@ -131,18 +131,20 @@ def gauss_newton(batches: Sequence[Batch], weights: Tensor, roots: Tensor, kind:
     return total / sum(batch.count for batch in batches)
 
 
-def _twice(function: Callable[[Tensor], Tensor], point: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
+def _directional_derivatives(
+    function: Callable[[Tensor], Tensor], point: Tensor, direction: Tensor
+) -> tuple[Tensor, Tensor]:
     """The first and second derivative along a direction."""
     return jvp(lambda w: jvp(function, (w,), (direction,))[1], (point,), (direction,))  # pyright: ignore
 
 
 def _inner(a: Tensor, b: Tensor, like: Tensor) -> Tensor:
-    """Σ a b over whatever follows the dimension that counts examples, kept as ones."""
+    """Σ a b over all dimensions after that of examples, which are kept with size 1."""
     dims = tuple(range(1 - like.dim(), 0))
     return (a * b).sum(dims, keepdim=True) if dims else a * b
 
 
-def differentiated(product: Callable[[Tensor, Tensor], Tensor], weights: Tensor, roots: Tensor, kind: str) -> Tensor:
+def drift_by_autodiff(product: Callable[[Tensor, Tensor], Tensor], weights: Tensor, roots: Tensor, kind: str) -> Tensor:
     """-u ("flat") or -u + t/2 ("jeffreys") of any metric, by its product (w, z) -> G(w) z.
 
     Args:
@@ -153,7 +155,7 @@ def differentiated(product: Callable[[Tensor, Tensor], Tensor], weights: Tensor,
     def along(root: Tensor) -> Tensor:
         return jvp(lambda w: product(w, root), (weights,), (root,))[1]
 
-    _load()
+    _preload_forward_ad()
     total = -vmap(along)(roots).sum(0)
     if kind == "jeffreys":
         total = total + grad(lambda w: vmap(lambda r: (r * product(w, r)).sum())(roots).sum())(weights) / 2
@@ -161,15 +163,15 @@ def differentiated(product: Callable[[Tensor, Tensor], Tensor], weights: Tensor,
 
 
 def is_linear(model: nn.Module) -> bool:
-    """Whether the outputs are known to be linear in the weights: one Linear layer, and nothing else that computes."""
+    """Whether the outputs are known to be linear in the weights: one Linear layer and no other computation."""
     inner = [module for module in model.modules() if not list(module.children())]
     plain = all(type(module) in (nn.Linear, nn.Flatten, nn.Identity) for module in inner)
     whole = all(type(module) is nn.Sequential for module in model.modules() if module not in inner)
     return plain and whole and sum(type(module) is nn.Linear for module in inner) == 1
 
 
-def _load() -> None:
-    """Imports what forward differentiation asks for, which warns of torch's own deprecations the first time."""
+def _preload_forward_ad() -> None:
+    """Imports what forward-mode differentiation needs; the first import raises deprecation warnings of torch itself."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.autograd.forward_ad._maybe_load_decompositions()

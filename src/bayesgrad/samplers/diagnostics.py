@@ -1,4 +1,4 @@
-"""Whether chains have mixed: effective sample size, split R-hat, autocorrelation time and traces, by ArviZ."""
+"""Convergence diagnostics by ArviZ: effective sample size, split R-hat, autocorrelation time and traces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from bayesgrad.samplers.ensemble import Ensemble
 
-WEIGHTS = 100  # of each tensor that are looked at
+WEIGHTS = 100  # weights of each tensor that are diagnosed
 
 
 def _arviz() -> Any:
@@ -30,9 +30,9 @@ def inference_data(chains: Ensemble | Sequence[Ensemble], *, weights: int | None
     """The samples as an ArviZ InferenceData: a variable for each tensor, and losses as `sample_stats.loss`.
 
     Args:
-        chains: one ensemble, or several of the same model; those of `Chains` count as that many. Of chains that differ
-            in length, the first samples that all have are taken.
-        weights: how many of each tensor, evenly spaced; None is all of them, in their shape.
+        chains: one ensemble, or several of the same model; an ensemble of `Chains` has several chains. Longer chains
+            are cut to the length of the shortest.
+        weights: the number of weights of each tensor, evenly spaced; None for all, in their shape.
     """
     ensembles = [chains] if isinstance(chains, Ensemble) else list(chains)
     if not ensembles:
@@ -40,7 +40,7 @@ def inference_data(chains: Ensemble | Sequence[Ensemble], *, weights: int | None
     draws = [ensemble.draws(weights) for ensemble in ensembles]
     length = min(next(iter(some.values())).shape[1] for some in draws)
     if any(set(some) != set(draws[0]) for some in draws):
-        raise ValueError("the ensembles are of different models: their parameters have other names.")
+        raise ValueError("the ensembles must be of the same model: the names of their parameters differ.")
     stacked = {name: torch.cat([some[name][:, :length] for some in draws]).numpy() for name in draws[0]}
     losses = [loss for e in ensembles for loss in [e.losses[:length]] * e.chains]
     return _arviz().from_dict(posterior=stacked, sample_stats={"loss": np.array(losses)})
@@ -48,13 +48,13 @@ def inference_data(chains: Ensemble | Sequence[Ensemble], *, weights: int | None
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """What `diagnose` finds, name -> one number for each weight that was looked at.
+    """The results of `diagnose`, name -> one number for each diagnosed weight.
 
     Args:
-        ess: effective sample size for a mean, of all chains together.
-        rhat: split R-hat: how much wider all halves of chains are than each; 1 where they have mixed.
+        ess: effective sample size for a mean, over all chains.
+        rhat: split R-hat; close to 1 if the chains have mixed.
         time: integrated autocorrelation time in samples, samples/ess; multiply by `thin` for steps.
-        samples: of all chains together.
+        samples: the number of samples of all chains.
     """
 
     ess: dict[str, np.ndarray]
@@ -75,9 +75,9 @@ def diagnose(chains: Ensemble | Sequence[Ensemble], *, weights: int | None = WEI
     """Effective sample size, split R-hat and autocorrelation time of weights.
 
     For an autoregressive process with coefficient r the time is (1 + r)/(1 - r); a natural-gradient chain with learning
-    rate lr has r = 1 - lr in each direction of a quadratic cost, so about 2/lr steps for one independent sample.
+    rate lr has r = 1 - lr in each direction of a quadratic cost, so about 2/lr steps per independent sample.
 
-    Reference: Vehtari et al., 2021 (ArviZ); 003 for chains.
+    Reference: Vehtari et al., 2021 (ArviZ); Smith et al. 2018, for chains.
     Checked by: tests/equations/test_ensemble.py::test_autocorrelation_time_of_an_autoregressive_process
     """
     arviz = _arviz()
@@ -101,11 +101,12 @@ def trace_plot(
     names: Sequence[str] | None = None,
     weights: int = 3,
 ) -> None:
-    """Densities and traces of a few weights of each tensor, a colour for each chain, into a picture file.
+    """Plots densities and traces of a few weights of each tensor, one colour for each chain.
 
     Args:
-        names: of the tensors that are shown; None is all.
-        weights: of each.
+        path: of the image file.
+        names: of the tensors; None for all.
+        weights: the number of weights of each tensor.
     """
     arviz = _arviz()
     import matplotlib

@@ -1,4 +1,4 @@
-"""What becomes of a chain: burn-in, thinning, a bag of samples, and predictions averaged as it goes."""
+"""Collects the samples of a chain, with burn-in and thinning, and averages predictions during sampling."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad import likelihoods
-from bayesgrad.posterior.posterior import evaluating
+from bayesgrad.posterior.posterior import evaluation_mode
 from bayesgrad.posterior.samples import SampledPosterior, posterior_of
 from bayesgrad.posterior.store import LIMIT, Samples
 from bayesgrad.samplers.chains import Chains, finite, weights_of
@@ -19,11 +19,11 @@ from bayesgrad.samplers.sampler import Diverged, Sampler
 
 
 class Ensemble:
-    """The states of a chain, after a burn-in, every so many steps.
+    """The samples of a chain, with burn-in and thinning.
 
-    Call `collect` after each `sampler.step()`. Step t (from 1) is kept where t > burn_in and thin divides t - burn_in.
-    Several chains are several ensembles, or one of `Chains`. `state_dict` beside those of model and sampler resumes a
-    killed run: it keeps the samples it would have kept.
+    Call `collect` after each `sampler.step()`. Step t (from 1) is kept if t > burn_in and thin divides t - burn_in. For
+    several chains, use several ensembles or one of `Chains`. To resume a run, save `state_dict` with those of model and
+    sampler: the resumed run keeps the same samples.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> ensemble = Ensemble(model, burn_in=10, thin=2)
@@ -32,12 +32,12 @@ class Ensemble:
 
     Args:
         model: whose weights are sampled, or `Chains` of it.
-        burn_in: steps that are forgotten.
-        thin: one of how many steps is kept.
-        sampler: what samples, if its temperature is to be named when a chain diverges.
-        keep: whether weights are kept; without, steps are counted and losses noted.
-        limit: bytes of samples in memory; older ones go to files.
-        folder: for those files; None is a temporary one.
+        burn_in: the number of initial steps that are discarded.
+        thin: keeps one of this many steps.
+        sampler: for its temperature in the message when a chain diverges.
+        keep: whether to store weights; if False, only steps and losses are recorded.
+        limit: bytes of samples in memory; older ones are written to files.
+        folder: for those files; None for a temporary one.
 
     Checked by: tests/equations/test_ensemble.py
     """
@@ -69,10 +69,10 @@ class Ensemble:
         return len(self.samples)
 
     def collect(self, loss: Tensor | float | None = None) -> bool:
-        """Counts a step; whether its weights are a sample.
+        """Counts a step; returns whether its weights were kept as a sample.
 
         Args:
-            loss: of this step. Noted for each sample, and the first sign of a chain that diverges.
+            loss: of this step; stored for each sample and checked for divergence.
 
         Raises:
             Diverged: a loss, or a weight that would be kept, is not finite.
@@ -95,28 +95,29 @@ class Ensemble:
     def _diverged(self, what: str) -> Diverged:
         heat = self.sampler.temperature() if isinstance(self.sampler, Sampler) else math.nan
         at = "" if math.isnan(heat) else f", temperature {heat:g}"
-        last = f"last finite loss {self._last:g}" if math.isfinite(self._last) else "no finite loss was seen"
+        last = f"last finite loss {self._last:g}" if math.isfinite(self._last) else "no finite loss before"
         words = (
             f"the chain diverged at step {self.steps}{at}, {last}. {what} is not finite. {len(self)} samples are kept."
         )
         return Diverged(words, self.steps, heat, self._last if math.isfinite(self._last) else None)
 
     def posterior(self, model: nn.Module | None = None, *, seed: int = 0) -> SampledPosterior:
-        """The samples so far, of all chains: samples of one step follow one another.
+        """The posterior of all samples so far; samples of one step are consecutive.
 
         Args:
-            model: to predict with. Left out it is the sampled one; `Chains` need theirs to be given here or later.
+            model: to predict with; None for the sampled one. For `Chains`, pass the original model here or to
+                `predict`.
         """
         if not self.keep:
-            raise ValueError("no weights were kept: build the ensemble with keep=True, or use Predictive.")
+            raise ValueError("the ensemble stored no weights: build it with keep=True, or use Predictive.")
         if model is None and not isinstance(self.model, Chains):
             model = self.model
         return posterior_of(self.samples, model, seed=seed)
 
     def draws(self, weights: int | None = None) -> dict[str, Tensor]:
-        """Name -> (chains, samples, *shape); with `weights`, that many of each tensor, evenly spaced and flat."""
+        """Name -> (chains, samples, *shape); with `weights`, only that many of each tensor, evenly spaced and flat."""
         if not len(self):
-            raise ValueError(f"no sample has been kept in {self.steps} steps: burn_in is {self.burn_in}.")
+            raise ValueError(f"no sample was kept in {self.steps} steps with burn_in={self.burn_in}: sample longer.")
         parts: dict[str, list[Tensor]] = {}
         for block in self.samples.blocks():
             for name, rows in block.items():
@@ -128,7 +129,7 @@ class Ensemble:
         return {name: torch.cat(some).transpose(0, 1) for name, some in parts.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters, losses and the samples in memory; those in files stay there."""
+        """Counters, losses and the samples in memory; files are not copied."""
         return {
             "steps": self.steps,
             "last": self._last,
@@ -142,14 +143,14 @@ class Ensemble:
 
 
 class Predictive:
-    """A prediction averaged over the states of a chain, which are not kept.
+    """A prediction averaged over the samples of a chain, which are not stored.
 
     Call `collect` at each sample (`if ensemble.collect(): predictive.collect()`).
 
     Args:
-        model: whose weights are sampled, or `Chains` of it: their samples count alike.
-        inputs: a batch, or a tuple of them where the model takes several.
-        likelihood: how outputs are read; see `bayesgrad.likelihoods`.
+        model: whose weights are sampled, or `Chains` of it, with equal weights.
+        inputs: a batch; a tuple if the model takes several arguments.
+        likelihood: see `bayesgrad.likelihoods`.
 
     Checked by: tests/equations/test_ensemble.py::test_running_predictions_are_those_of_the_bag
     """
@@ -167,7 +168,7 @@ class Predictive:
     @torch.no_grad()
     def collect(self) -> Tensor:
         """Adds the prediction of the current weights; returns it, (batch, ...), or (chains, batch, ...)."""
-        with evaluating(self.model):
+        with evaluation_mode(self.model):
             value = self.reading.link(self.model(*self.inputs))
         for one in value if isinstance(self.model, Chains) else value[None]:
             self.count += 1
@@ -179,10 +180,10 @@ class Predictive:
         return value
 
     def prediction(self) -> Tensor | likelihoods.Moments:
-        """The average so far, as `Posterior.predict` gives it."""
+        """The average so far, as `Posterior.predict` returns it."""
         if self._mean is None or self._squares is None:
-            raise ValueError("nothing has been averaged yet: call collect() at each sample.")
-        return self.reading.averaged(self._mean, self._squares / self.count)
+            raise ValueError("there is no prediction yet: call collect() at each sample.")
+        return self.reading.from_moments(self._mean, self._squares / self.count)
 
     def state_dict(self) -> dict[str, Any]:
         return {"count": self.count, "mean": self._mean, "squares": self._squares}

@@ -1,4 +1,4 @@
-"""Kronecker factors of layers as functions of the weights, to be differentiated."""
+"""Kronecker factors of layers as differentiable functions of the weights."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from bayesgrad.samplers.correction import Batch
 def factors(batch: Batch, layers: Sequence[Layer], weights: Tensor) -> dict[Layer, tuple[Tensor, Tensor]]:
     """A, (groups, in, in), and E, (groups, out, out), of each layer: means over examples, and positions for E.
 
-    Errors are the derivatives by what is added to the layers' outputs, for each of the network's outputs by itself; in
-    this form the Fisher's labels need not be drawn.
+    Errors are derivatives of each output of the network by an offset of the layers' outputs. In this form no labels
+    need be sampled for the Fisher.
     """
     with torch.no_grad():
         shapes = _run(batch, layers, batch.weights(weights.detach()), {})[1]
@@ -32,7 +32,7 @@ def factors(batch: Batch, layers: Sequence[Layer], weights: Tensor) -> dict[Laye
     width = found[0].numel()
     basis = torch.eye(width, dtype=found.dtype, device=found.device)[:, None].expand(-1, len(found), -1)
     basis = basis.reshape(width, *found.shape)
-    (back,) = vmap(pull)(basis)  # the derivatives of each output by each layer's
+    (back,) = vmap(pull)(basis)  # the derivatives of each output by the offsets
     result = {}
     for layer in layers:
         name, module = layer.names[0], layer.module
@@ -54,13 +54,13 @@ def factors(batch: Batch, layers: Sequence[Layer], weights: Tensor) -> dict[Laye
 def _run(
     batch: Batch, layers: Sequence[Layer], weights: dict[str, Tensor], added: dict[str, Tensor]
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-    """The outputs, and what each layer saw and made; something may be added to the latter."""
+    """The outputs, and input and output of each layer; `added` has offsets of the layers' outputs."""
     seen: dict[str, tuple[Tensor, Tensor]] = {}
 
     def hook(name: str) -> Any:
         def note(module: Any, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
             if name in seen:
-                raise ValueError(f"layer {name!r} is called twice: corrections of metric='kronecker' ask for one call.")
+                raise ValueError(f"layer {name!r} is called twice: corrections of metric='kronecker' support one call.")
             seen[name] = (args[0] if args else kwargs["input"], output)
             return output + added[name] if name in added else output
 

@@ -1,16 +1,16 @@
-"""Metrics: what samplers take for the geometry of the weights.
+"""Metrics of samplers: the matrix G that preconditions gradients and noise.
 
 | name | G | stored |
 |---|---|---|
 | `"identity"` | I | nothing |
 | `"diagonal"` | the diagonal of the Fisher | n |
-| `"kronecker"` | A ⊗ E for each layer; the diagonal for what is no layer | in² + out² |
+| `"kronecker"` | A ⊗ E for each layer; the diagonal for parameters outside of layers | in² + out² |
 | `"fisher"` | the Fisher, (1/N) Σ J'H J | n² |
 | `"empirical"` | (1/N) Σ g g' of the gradients at the given labels | n² |
 | a function | any positive G(w) | nothing |
 
-Each is damped by δI. A metric is made of what is read off a batch, of precisions for parts of the weights, and of the
-derivative that corrections ask for.
+δI is added to each as damping. A metric implements three things: statistics of a batch (`read`), precisions of blocks
+of weights (`parts`), and the derivatives for corrections (`drift`).
 """
 
 from __future__ import annotations
@@ -26,47 +26,47 @@ from torch.func import vmap
 
 from bayesgrad.block.layer import Layer, LayerBatch
 from bayesgrad.curvature.factors import KroneckerFisher, symmetric
-from bayesgrad.curvature.fisher import gather
-from bayesgrad.curvature.per_example import PerExampleGradients, one_by_one
+from bayesgrad.curvature.fisher import gather_gradients
+from bayesgrad.curvature.per_example import PerExampleGradients, gradients_one_by_one
 from bayesgrad.curvature.recorder import Trace
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.precision import Blocks, Diagonal, Precision, Scalar, Spectral
-from bayesgrad.precision.linalg import eigenvalues, unusable
-from bayesgrad.samplers.correction import Batch, differentiated, gauss_newton, is_linear
+from bayesgrad.precision.linalg import eigenvalues, not_invertible
+from bayesgrad.samplers.correction import Batch, drift_by_autodiff, gauss_newton_drift, is_linear
 from bayesgrad.samplers.factors import factors
 
-Read = dict[Tensor, dict[str, Tensor]]  # of what is read, by the parameter whose state it belongs to
-Known = Mapping[Any, Mapping[str, Tensor]]
+Statistics = dict[Tensor, dict[str, Tensor]]  # by the parameter whose state they are stored in
+State = Mapping[Any, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
-class Space:
-    """The weights that a step is about.
+class ParameterSpace:
+    """The parameters of a step.
 
     Args:
-        params: those that have gradients, in flat order.
-        every: those that something was read about, in flat order.
-        layers: those that multiply by a matrix.
+        params: the parameters with gradients, in flat order.
+        all_params: all parameters of the sampler, in flat order.
+        layers: the Linear, Conv and Embedding layers.
     """
 
     params: tuple[Tensor, ...]
-    every: tuple[Tensor, ...]
+    all_params: tuple[Tensor, ...]
     layers: tuple[Layer, ...]
 
     def flat(self) -> Tensor:
-        """The weights as they are, (n,)."""
-        return Part(self.params, UNIT).join({p: p.detach() for p in self.params})
+        """The current weights, (n,)."""
+        return MetricBlock(self.params, UNIT).join({p: p.detach() for p in self.params})
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
-    """Some parameters, and the precision that they have together, as one flat vector.
+class MetricBlock:
+    """Some parameters and the precision of their concatenation to one vector.
 
     Args:
         members: the parameters.
-        precision: of the joined vector.
-        layer: whose [W b] they are, for a precision of matrices.
-        block: how many weights a block has, where blocks do not depend on each other.
+        precision: of the concatenated vector.
+        layer: of which they are [W b], if the precision is that of a matrix.
+        block: the number of weights in each of several independent blocks.
     """
 
     members: tuple[Tensor, ...]
@@ -101,16 +101,16 @@ class Part:
 
     @property
     def columns(self) -> int:
-        """How many columns R takes."""
+        """The number of columns of R."""
         return self.size if self.block is None else self.block
 
     def basis(self) -> Tensor:
-        """Noise whose samples are the columns of R, (columns, size)."""
+        """Vectors z, (columns, size), for which `samples` are the columns of R."""
         eye = torch.eye(self.columns, dtype=self.dtype, device=self.members[0].device)
         return eye.repeat(1, self.size // self.columns)
 
     def samples(self, noise: Tensor) -> tuple[Tensor, ...]:
-        """R times each row of noise (rows, size), as one flat (rows, n) for each member."""
+        """R times each row of noise (rows, size), as a flat (rows, n) for each member."""
 
         def one(row: Tensor) -> tuple[Tensor, ...]:
             pieces = zip(self.members, row.split([p.numel() for p in self.members]))
@@ -124,14 +124,15 @@ UNIT = Scalar(torch.ones(()), ())
 
 
 @dataclass(frozen=True, eq=False)
-class View:
-    """Outputs with their graph, and in which directions to differentiate them.
+class ObservedBatch:
+    """The outputs of a batch with their graph, and the directions in which to differentiate them.
 
     Args:
-        directions: of the outputs, whose squares add up to H.
+        trace: of the outputs.
+        directions: vectors s of the outputs with Σ s s' = H.
         params: in flat order.
-        layers: those that multiply by a matrix.
-        left: by the shapes of a batch, which parameters were seen not to be explained by layers: it is tried out once.
+        layers: the Linear, Conv and Embedding layers.
+        left: shapes of a batch -> the parameters without per-example gradients from layers, which is tested once.
     """
 
     trace: Trace
@@ -141,35 +142,35 @@ class View:
     left: dict[Any, set[int]] = field(default_factory=dict)
 
     def gradients(self) -> Iterator[tuple[dict[Tensor, PerExampleGradients], dict[Tensor, Tensor]]]:
-        """For each direction the gradients of single examples, as columns or written down, (N, *shape)."""
-        shapes = tuple((call.name, call.input.shape) for call in self.trace.calls if call.input is not None)
+        """For each direction the per-example gradients, from layers or as tensors (N, *shape)."""
+        shapes = tuple((call.name, call.input.shape) for call in self.trace.pending if call.input is not None)
         for direction in self.directions:
-            found, left = gather(self.trace, [direction], left=self.left.get(shapes))
+            found, left = gather_gradients(self.trace, [direction], left=self.left.get(shapes))
             if len(self.trace.outputs) > 1:
                 self.left[shapes] = left
             explained = {p: found[id(p)] for p in self.params if id(p) in found}
-            rest = [p for p in self.params if p not in explained and id(p) in self.trace.reads]
-            yield explained, dict(zip(rest, one_by_one(self.trace.outputs, rest, [direction])))
+            rest = [p for p in self.params if p not in explained and id(p) in self.trace.read_counts]
+            yield explained, dict(zip(rest, gradients_one_by_one(self.trace.outputs, rest, [direction])))
 
 
 class Metric(ABC):
-    """Base of all metrics."""
+    """The interface of metrics."""
 
-    observed: ClassVar[bool] = True  # whether there is something to be read off batches
+    needs_observe: ClassVar[bool] = True  # whether it needs observe(outputs)
 
     @abstractmethod
-    def parts(self, known: Known, space: Space, damping: float) -> list[Part]:
-        """The precisions of a space's parameters, from what is known."""
+    def parts(self, state: State, space: ParameterSpace, damping: float) -> list[MetricBlock]:
+        """The precisions of the parameters of a space, from the stored statistics."""
 
-    def read(self, view: View) -> Read:
-        """What a batch shows, as means over its examples."""
+    def read(self, view: ObservedBatch) -> Statistics:
+        """The statistics of a batch, as means over its examples."""
         return {}
 
     def form(self, model: nn.Module) -> str:
-        """How corrections are found, with all columns of R: "zero", "closed" or "exact"."""
+        """How corrections are computed with all columns of R: "zero", "closed" or "exact"."""
         return "exact"
 
-    def drift(self, batches: Sequence[Batch], space: Space, roots: Tensor, kind: str) -> Tensor:
+    def drift(self, batches: Sequence[Batch], space: ParameterSpace, roots: Tensor, kind: str) -> Tensor:
         """G times the correction: -u, or -u + t/2."""
         raise NotImplementedError
 
@@ -178,13 +179,13 @@ class Metric(ABC):
 class Identity(Metric):
     """G = I: plain Langevin dynamics (SGLD)."""
 
-    observed = False
+    needs_observe = False
 
-    def parts(self, known: Known, space: Space, damping: float) -> list[Part]:
+    def parts(self, state: State, space: ParameterSpace, damping: float) -> list[MetricBlock]:
         found = []
         for p in space.params:
             one = torch.ones((), dtype=compute_dtype(p.dtype), device=p.device)
-            found.append(Part((p,), Scalar(one / (1 + damping), (p.numel(),))))
+            found.append(MetricBlock((p,), Scalar(one / (1 + damping), (p.numel(),))))
         return found
 
     def form(self, model: nn.Module) -> str:
@@ -195,29 +196,29 @@ class Identity(Metric):
 class DiagonalFisher(Metric):
     """G = diag F."""
 
-    def read(self, view: View) -> Read:
+    def read(self, view: ObservedBatch) -> Statistics:
         return {p: {"fisher": square} for p, square in squares(view).items()}
 
-    def parts(self, known: Known, space: Space, damping: float) -> list[Part]:
-        return [Part((p,), diagonal(known[p]["fisher"], damping)) for p in space.params]
+    def parts(self, state: State, space: ParameterSpace, damping: float) -> list[MetricBlock]:
+        return [MetricBlock((p,), diagonal(state[p]["fisher"], damping)) for p in space.params]
 
-    def drift(self, batches: Sequence[Batch], space: Space, roots: Tensor, kind: str) -> Tensor:
+    def drift(self, batches: Sequence[Batch], space: ParameterSpace, roots: Tensor, kind: str) -> Tensor:
         total = sum(batch.count for batch in batches)
 
         def product(w: Tensor, z: Tensor) -> Tensor:
             return z * sum(batch.squares(w) for batch in batches) / total
 
-        return differentiated(product, space.flat(), roots, kind)
+        return drift_by_autodiff(product, space.flat(), roots, kind)
 
 
 @dataclass(frozen=True)
 class KroneckerFactors(Metric):
     """G = A ⊗ E for each layer, with the damping added to the product."""
 
-    def read(self, view: View) -> Read:
+    def read(self, view: ObservedBatch) -> Statistics:
         directions = list(view.directions)
-        passes = [view.trace.uses(direction) for direction in directions]
-        found: Read = {}
+        passes = [view.trace.backpropagate(direction) for direction in directions]
+        found: Statistics = {}
         options = {"losses_per_example": 1}
         for layer in view.layers:
             weight = layer.module._parameters.get("weight")
@@ -230,13 +231,13 @@ class KroneckerFactors(Metric):
                 entry[f"{side}_moment"] = factor * len(directions) if side == "error" else factor
             found[layer.owner] = entry
         members = {p for layer in view.layers if layer.owner in found for p in layer.members}
-        rest = View(view.trace, directions, [p for p in view.params if p not in members], (), view.left)
+        rest = ObservedBatch(view.trace, directions, [p for p in view.params if p not in members], (), view.left)
         return found | {p: {"fisher": square} for p, square in squares(rest).items()}
 
-    def parts(self, known: Known, space: Space, damping: float) -> list[Part]:
+    def parts(self, state: State, space: ParameterSpace, damping: float) -> list[MetricBlock]:
         found, seen = [], set()
         for layer in space.layers:
-            entry = known.get(layer.owner, {})
+            entry = state.get(layer.owner, {})
             if not set(layer.members) <= set(space.params) or "input_moment" not in entry:
                 continue
             seen |= set(layer.members)
@@ -245,19 +246,19 @@ class KroneckerFactors(Metric):
             )
             spectrum = errors[..., :, None] * inputs[..., None, :] + damping
             if not bool((spectrum > 0).all() & torch.isfinite(spectrum).all()):
-                raise unusable(spectrum, damping, f"the metric of layer {layer.names[0]!r}")
-            found.append(Part(tuple(layer.members), Spectral(rows, columns, spectrum), layer))
+                raise not_invertible(spectrum, damping, f"the metric of layer {layer.names[0]!r}")
+            found.append(MetricBlock(tuple(layer.members), Spectral(rows, columns, spectrum), layer))
         rest = [p for p in space.params if p not in seen]
-        return found + [Part((p,), diagonal(known[p]["fisher"], damping)) for p in rest]
+        return found + [MetricBlock((p,), diagonal(state[p]["fisher"], damping)) for p in rest]
 
-    def drift(self, batches: Sequence[Batch], space: Space, roots: Tensor, kind: str) -> Tensor:
+    def drift(self, batches: Sequence[Batch], space: ParameterSpace, roots: Tensor, kind: str) -> Tensor:
         names: dict[Tensor, str] = {p: name for name, p in batches[0].model.named_parameters()}
         layers = [layer for layer in space.layers if set(layer.members) & set(space.params) and not layer.lookup]
         lost = set(space.params) - {p for layer in layers for p in layer.members}
         if lost:
             raise ValueError(
-                f"correction={kind!r} of metric='kronecker' asks for layers that multiply by a matrix, and "
-                f"{names[next(iter(lost))]} is in none: leave it out by params=, or take another metric."
+                f"correction={kind!r} of metric='kronecker' supports parameters of Linear and Conv layers, got "
+                f"{names[next(iter(lost))]}: leave it out of params=, or use another metric."
             )
         total = sum(batch.count for batch in batches)
 
@@ -273,18 +274,18 @@ class KroneckerFactors(Metric):
                 vectors |= {name: piece.reshape(vectors[name].shape) for name, piece in zip(own, pieces)}
             return torch.cat([vectors[name].flatten() for name in batches[0].names])
 
-        return differentiated(product, space.flat(), roots, kind)
+        return drift_by_autodiff(product, space.flat(), roots, kind)
 
 
 @dataclass(frozen=True)
 class DenseFisher(Metric):
-    """G = F, written down; at given labels with `empirical`."""
+    """G = F as a dense matrix; at given labels with `empirical`."""
 
     empirical: bool = False
 
-    def read(self, view: View) -> Read:
+    def read(self, view: ObservedBatch) -> Statistics:
         first = view.params[0]
-        dtype = Part(tuple(view.params), UNIT).dtype
+        dtype = MetricBlock(tuple(view.params), UNIT).dtype
         size = sum(p.numel() for p in view.params)
         total = torch.zeros(size, size, dtype=dtype, device=first.device)
         count = len(view.trace.outputs)
@@ -299,47 +300,47 @@ class DenseFisher(Metric):
             total.addmm_(rows.mT, rows, alpha=1 / count)
         return {first: {"fisher": total}}
 
-    def parts(self, known: Known, space: Space, damping: float) -> list[Part]:
-        matrix = known[space.every[0]]["fisher"]
-        if len(space.params) < len(space.every):
-            sizes = torch.tensor([p.numel() for p in space.every])
-            chosen = torch.tensor([p in set(space.params) for p in space.every]).repeat_interleave(sizes)
+    def parts(self, state: State, space: ParameterSpace, damping: float) -> list[MetricBlock]:
+        matrix = state[space.all_params[0]]["fisher"]
+        if len(space.params) < len(space.all_params):
+            sizes = torch.tensor([p.numel() for p in space.all_params])
+            chosen = torch.tensor([p in set(space.params) for p in space.all_params]).repeat_interleave(sizes)
             index = chosen.nonzero()[:, 0].to(matrix.device)
             matrix = matrix[index[:, None], index]
-        return [Part(space.params, Blocks.of(matrix, damping, "the Fisher"))]
+        return [MetricBlock(space.params, Blocks.of(matrix, damping, "the Fisher"))]
 
     def form(self, model: nn.Module) -> str:
         return "closed" if is_linear(model) else "exact"
 
-    def drift(self, batches: Sequence[Batch], space: Space, roots: Tensor, kind: str) -> Tensor:
-        return gauss_newton(batches, space.flat(), roots, kind, is_linear(batches[0].model))
+    def drift(self, batches: Sequence[Batch], space: ParameterSpace, roots: Tensor, kind: str) -> Tensor:
+        return gauss_newton_drift(batches, space.flat(), roots, kind, is_linear(batches[0].model))
 
 
 @dataclass(frozen=True)
 class CallableMetric(Metric):
     """G(w) as a function of the flat weights (n,): a diagonal (n,), a matrix (n, n), or blocks (m, k, k) with m k = n.
 
-    Block b is of the weights b k to (b + 1) k, and must depend on no others: m chains can be run side by side.
+    Block b belongs to the weights b k to (b + 1) k and must depend on them alone; this supports m parallel chains.
     """
 
-    observed = False
+    needs_observe = False
     function: Callable[[Tensor], Tensor]
 
-    def parts(self, known: Known, space: Space, damping: float) -> list[Part]:
+    def parts(self, state: State, space: ParameterSpace, damping: float) -> list[MetricBlock]:
         w = space.flat()
         matrix = self.function(w).detach()
         if matrix.dim() == 1 and matrix.shape == w.shape:
-            return [Part(space.params, diagonal(matrix, damping))]
+            return [MetricBlock(space.params, diagonal(matrix, damping))]
         if matrix.dim() in (2, 3) and matrix.shape[:-1].numel() == len(w) and matrix.shape[-1] == matrix.shape[-2]:
             block = matrix.shape[-1]
             precision = diagonal(matrix, damping) if block == 1 else Blocks.of(matrix, damping, "the metric")
-            return [Part(space.params, precision, block=block)]
+            return [MetricBlock(space.params, precision, block=block)]
         raise ValueError(
             f"a metric of {len(w)} weights must have shape ({len(w)},), ({len(w)}, {len(w)}) or (m, k, k) with "
             f"m k = {len(w)}, got {tuple(matrix.shape)}."
         )
 
-    def drift(self, batches: Sequence[Batch], space: Space, roots: Tensor, kind: str) -> Tensor:
+    def drift(self, batches: Sequence[Batch], space: ParameterSpace, roots: Tensor, kind: str) -> Tensor:
         def product(w: Tensor, z: Tensor) -> Tensor:
             matrix = self.function(w)
             if matrix.dim() == 1:
@@ -347,7 +348,7 @@ class CallableMetric(Metric):
             blocks = matrix.reshape(-1, *matrix.shape[-2:])
             return (blocks @ z.reshape(len(blocks), -1, 1)).flatten()
 
-        return differentiated(product, space.flat(), roots, kind)
+        return drift_by_autodiff(product, space.flat(), roots, kind)
 
 
 METRICS: dict[str, Metric] = {
@@ -359,8 +360,8 @@ METRICS: dict[str, Metric] = {
 }
 
 
-def named(metric: str | Callable[[Tensor], Tensor]) -> tuple[str, Metric]:
-    """A metric and its name; a function is "callable"."""
+def metric_by_name(metric: str | Callable[[Tensor], Tensor]) -> tuple[str, Metric]:
+    """The name and the metric; the name of a function is "callable"."""
     if callable(metric):
         return "callable", CallableMetric(metric)
     if metric not in METRICS:
@@ -371,11 +372,11 @@ def named(metric: str | Callable[[Tensor], Tensor]) -> tuple[str, Metric]:
 def diagonal(square: Tensor, damping: float) -> Diagonal:
     damped = square.flatten() + damping
     if not bool((damped > 0).all() & torch.isfinite(damped).all()):
-        raise unusable(square, damping, "a diagonal of the metric")
+        raise not_invertible(square, damping, "a diagonal of the metric")
     return Diagonal(1 / damped)
 
 
-def squares(view: View) -> dict[Tensor, Tensor]:
+def squares(view: ObservedBatch) -> dict[Tensor, Tensor]:
     """The diagonal of F, for each parameter in its shape."""
     total = {p: torch.zeros_like(p, dtype=compute_dtype(p.dtype)) for p in view.params}
     count = len(view.trace.outputs)
@@ -387,14 +388,16 @@ def squares(view: View) -> dict[Tensor, Tensor]:
     return total
 
 
-def columns_of(parts: Sequence[Part], params: Sequence[Tensor], signs: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """The columns of R as flat vectors (columns, n), or samples for random signs of each parameter (rows, *shape)."""
+def root_columns(
+    parts: Sequence[MetricBlock], params: Sequence[Tensor], signs: Callable[[Tensor], Tensor] | None
+) -> Tensor:
+    """The columns of R as flat vectors (columns, n), or R z for random signs z of each parameter, (rows, *shape)."""
     pieces: dict[Tensor, list[Tensor]] = {p: [] for p in params}
     for part in parts:
         noise = part.basis() if signs is None else torch.cat([signs(p).flatten(1) for p in part.members], 1)
         for p, samples in zip(part.members, part.samples(noise.to(part.dtype))):
             pieces[p].append(samples)
-    if signs is None and len(parts) > 1:  # the columns of a part are zero elsewhere
+    if signs is None and len(parts) > 1:  # the columns of a block are zero in other blocks
         total, start = sum(part.columns for part in parts), 0
         for part in parts:
             for p in part.members:
@@ -404,4 +407,4 @@ def columns_of(parts: Sequence[Part], params: Sequence[Tensor], signs: Callable[
                 pieces[p] = [padded]
             start += part.columns
     flat = [pieces[p][0] for p in params]
-    return torch.cat([rows.to(flat[0].device, Part(tuple(params), UNIT).dtype) for rows in flat], 1)
+    return torch.cat([rows.to(flat[0].device, MetricBlock(tuple(params), UNIT).dtype) for rows in flat], 1)

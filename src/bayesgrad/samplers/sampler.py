@@ -1,4 +1,4 @@
-"""What Langevin and SNGD share: a metric, its corrections, and steps that keep drawing."""
+"""The base class of Langevin and SNGD: metric, corrections and steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bayesgrad import likelihoods, noise
 from bayesgrad.block import Directions, gradient_of
 from bayesgrad.curvature import layers
-from bayesgrad.curvature.fisher import check_outputs, refuse_mixing
+from bayesgrad.curvature.fisher import check_batch_mixing, check_outputs
 from bayesgrad.curvature.gradients import average
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.optimizer.constraints import COUNT, NONNEGATIVE, Constraint, one_of
@@ -22,21 +22,29 @@ from bayesgrad.optimizer.factored import MERGED, MERGES
 from bayesgrad.optimizer.layerwise import LayerwiseOptimizer
 from bayesgrad.rule import Langevin as LangevinRule
 from bayesgrad.samplers.correction import CORRECTIONS, Batch
-from bayesgrad.samplers.metric import METRICS, DenseFisher, Part, Space, View, columns_of, named
+from bayesgrad.samplers.metric import (
+    METRICS,
+    DenseFisher,
+    MetricBlock,
+    ObservedBatch,
+    ParameterSpace,
+    metric_by_name,
+    root_columns,
+)
 
-COLUMNS = 100  # of R up to which corrections are exact
-LIMIT = 10_000  # weights of a metric that is written down
-NOISE, SIGNS = 1, 2  # words of the key, which tell what is drawn
+COLUMNS = 100  # of R, up to which corrections are exact
+LIMIT = 10_000  # weights of a dense metric
+NOISE, SIGNS = 1, 2  # words of the random key, for different uses
 PROBES = Constraint("None or a whole number >= 1", lambda x: x is None or (x == int(x) and x >= 1))
 
 
 class Diverged(RuntimeError, FloatingPointError):
-    """A chain has left for infinity; weights are the last finite ones.
+    """A chain has diverged; the weights are the last finite ones.
 
     Attributes:
-        step: the step that was not taken.
+        step: the number of the step that failed.
         temperature: of the chain.
-        loss: the last finite one that the sampler was shown; None where it was shown none.
+        loss: the last finite loss; None if no loss was given.
     """
 
     def __init__(self, message: str, step: int, temperature: float, loss: float | None) -> None:
@@ -48,11 +56,11 @@ class Diverged(RuntimeError, FloatingPointError):
 
 
 class Sampler(LayerwiseOptimizer):
-    """A filter whose weights, instead of settling on a mean, go on to draw from a posterior.
+    """An optimizer whose weights sample from a posterior instead of converging.
 
     Attributes:
-        metric: what is taken for the geometry of the weights.
-        correction_form: how the correction is found: "none", "zero" (the metric is the same everywhere), "closed",
+        metric: the preconditioner G.
+        correction_form: how the correction is computed: "none", "zero" (the metric is constant), "closed",
             "exact" (by automatic differentiation) or "estimated" (without bias, from random directions).
     """
 
@@ -75,87 +83,88 @@ class Sampler(LayerwiseOptimizer):
     }
 
     def __init__(self, model: nn.Module, params: Any, metric: Any, defaults: dict[str, Any]) -> None:
-        name, self.metric = named(metric)
+        name, self.metric = metric_by_name(metric)
         super().__init__(model, params, {**defaults, "metric": name})
         size = sum(p.numel() for p in self._in_model_order())
         if isinstance(self.metric, DenseFisher) and size > LIMIT:
             raise ValueError(
-                f"metric={name!r} keeps a number for every pair of {size} weights, and takes at most {LIMIT} weights: "
-                "use metric='kronecker' or 'diagonal', or pass params= of a part of the model."
+                f"metric={name!r} stores a dense matrix and supports at most {LIMIT} weights, got {size}: "
+                "use metric='kronecker' or 'diagonal', or restrict params= to a part of the model."
             )
 
     @abstractmethod
-    def heat(self, group: Mapping[str, Any]) -> float:
+    def scaled_temperature(self, group: Mapping[str, Any]) -> float:
         """T/N."""
 
     def temperature(self) -> float:
-        """T, as the first group has it now."""
+        """The current temperature T of the first group."""
         group = self.param_groups[0]
-        return self.heat(group) * float(group["num_data"])
+        return self.scaled_temperature(group) * float(group["num_data"])
 
-    # --- what is modelled ---
+    # --- parameters ---
 
     def _bind(self) -> None:
         super()._bind()
-        self._parts: tuple[Any, list[Part]] | None = None
+        self._parts: tuple[Any, list[MetricBlock]] | None = None
         self._left: dict[Any, set[int]] = {}
 
     @property
     def remembers(self) -> bool:
-        return self.param_groups[0]["correction"] is not None and self.metric.observed
+        return self.param_groups[0]["correction"] is not None and self.metric.needs_observe
 
     def _is_recorded(self, module: nn.Module, mine: set[int]) -> bool:
-        return self.metric.observed and super()._is_recorded(module, mine)
+        return self.metric.needs_observe and super()._is_recorded(module, mine)
 
     def _unmodelled(self) -> list[Tensor]:
         return []
 
     def step_scale(self, group: Mapping[str, Any]) -> float:
-        """The direction is the whole step."""
+        """1: the direction already contains the learning rate."""
         return 1.0
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group of parameters of the model; what is not lr or prior_precision is that of the first group."""
+        """Adds a group of parameters of the model. Only lr and prior_precision may differ from the first group."""
         super().add_param_group(param_group)
         self.param_groups[-1].setdefault("last_loss", None)
         for name in ("metric", "correction", "num_data", "temperature", "batch_size", "damping"):
             given, first = (group.get(name) for group in (self.param_groups[-1], self.param_groups[0]))
             if given != first:
                 self.param_groups.pop()
-                raise ValueError(f"{name} is {first!r} in another group: all groups must have the same, got {given!r}.")
+                raise ValueError(f"{name} must be the same in all groups, got {given!r} and {first!r}.")
 
-    # --- evidence ---
+    # --- observations ---
 
     def observe(self, outputs: Tensor, labels: Tensor | None = None) -> None:
-        """Takes the metric from this batch, from the next step on, if a refresh is due.
+        """Updates the metric from this batch at the next step, if an update is due (see `update_every`).
 
-        On the outputs of all data, of an independent batch, or of the batch whose gradients are taken; before
-        `loss.backward()`. Several calls before a step act like one on a larger batch. Identity and functions need none.
+        Call it before `loss.backward()`, with the outputs for all data, for an independent batch, or for the batch of
+        the gradients. Several calls before a step act like one call with a larger batch. The identity and callable
+        metrics need no call.
 
         Args:
-            outputs: of the model, with their graph; which is left as it is, and so is `.grad`.
-            labels: for metric="empirical"; with fisher="sampled", in place of drawn ones.
+            outputs: of the model, with their graph. The graph and `.grad` stay unchanged.
+            labels: for metric="empirical"; with fisher="sampled", instead of sampled ones.
         """
         group = self.param_groups[0]
         clock = self.state.get(self._in_model_order()[0], {}).get("clock")
-        if not self.metric.observed:
+        if not self.metric.needs_observe:
             return
         if clock is not None and self._steps_taken() + 1 - int(clock[MERGED]) < group["update_every"]:
             return
-        refuse_mixing(self.model)
+        check_batch_mixing(self.model)
         check_outputs(outputs)
         kind = likelihoods.named(group["likelihood"])
         empirical = group["metric"] == "empirical"
         if empirical and labels is None:
             raise ValueError("metric='empirical' needs labels: call observe(outputs, labels).")
         if labels is not None and not empirical and group["fisher"] == "exact":
-            raise ValueError("fisher='exact' is about all labels and takes none: call observe(outputs).")
+            raise ValueError("fisher='exact' is an expectation over labels and takes none: call observe(outputs).")
         if labels is None and group["fisher"] == "exact":
-            directions = kind.roots(outputs)
+            directions = kind.hessian_roots(outputs)
         else:
             directions = iter([kind.residual(outputs, labels if labels is not None else self.draw(outputs))])
         order = self._in_model_order()
-        read = self.metric.read(View(self.recorder.trace(outputs), directions, order, self.layers, self._left))
+        read = self.metric.read(ObservedBatch(self.recorder.trace(outputs), directions, order, self.layers, self._left))
         self._observed.append((read, len(outputs), self._batch(outputs, labels if empirical else None)))
         self._marked = self._mark()
 
@@ -170,7 +179,7 @@ class Sampler(LayerwiseOptimizer):
         return Batch(self.model, *mine, args, kwargs, labels, kind, len(outputs))
 
     def _merge(self) -> list[Batch] | None:
-        """Takes what was observed into the state; None where nothing was."""
+        """Updates the state from the observed batches; returns None if there are none."""
         if not self._observed:
             return None
         observed, self._observed = self._observed, []
@@ -191,15 +200,14 @@ class Sampler(LayerwiseOptimizer):
     # --- the step ---
 
     def step(self, closure: Callable[[], Any] | None = None, *, loss: Any = None) -> Any:
-        """As `BeliefOptimizer.step`, and on to the next draw.
+        """Moves the weights to the next sample; see `BeliefOptimizer.step`.
 
         Args:
             closure: re-evaluates the model, calls backward and returns the loss.
-            loss: of the gradients at hand, where there is no closure: to be named if the chain diverges.
+            loss: of the current gradients, if there is no closure; for the message if the chain diverges.
 
         Raises:
-            Diverged: the loss, a gradient or the step is not finite, unless `nonfinite` says otherwise. Nothing was
-                changed.
+            Diverged: the loss, a gradient or the step is not finite and `nonfinite` is "raise". Nothing was changed.
         """
         if loss is not None:
             self._note(loss)
@@ -228,7 +236,7 @@ class Sampler(LayerwiseOptimizer):
         step, temperature = self._steps_taken() + 1, self.temperature()
         loss = self.param_groups[0]["last_loss"]
         known = (
-            "no loss was shown: use step(closure) or step(loss=loss)" if loss is None else f"last finite loss {loss:g}"
+            "no loss was given: use step(closure) or step(loss=loss)" if loss is None else f"last finite loss {loss:g}"
         )
         return Diverged(
             f"the chain diverged at step {step}, temperature {temperature:g}, {known}. {what.rstrip('.')}. Lower lr="
@@ -243,9 +251,9 @@ class Sampler(LayerwiseOptimizer):
         if not owners:
             return {}
         order = self._in_model_order()
-        space = Space(tuple(p for p in order if p in owners), tuple(order), tuple(self.layers))
+        space = ParameterSpace(tuple(p for p in order if p in owners), tuple(order), tuple(self.layers))
         fresh = self._merge()
-        if self.metric.observed and "clock" not in self.state.get(order[0], {}):
+        if self.metric.needs_observe and "clock" not in self.state.get(order[0], {}):
             raise self.missing_observation(
                 "nothing was ever observed", "call observe(outputs), before loss.backward(), on outputs"
             )
@@ -256,12 +264,14 @@ class Sampler(LayerwiseOptimizer):
         for part in parts:
             group = owners[part.members[0]]
             if len({float(owners[p]["lr"]) for p in part.members}) > 1:
-                raise ValueError("parameters that share a metric must have the same lr: give their groups the same.")
+                raise ValueError(
+                    "parameters with a common metric must have the same lr: use the same lr in their groups."
+                )
             pulls = {p: owners[p]["prior_precision"] / owners[p]["num_data"] for p in part.members}
             pull: Any = pulls[part.members[0]]
             if len(set(pulls.values())) > 1:
                 pull = part.join({p: torch.full_like(p, pulls[p]) for p in part.members})
-            n = {"lr": float(group["lr"]), "heat": self.heat(group), "pull": pull}
+            n = {"lr": float(group["lr"]), "heat": self.scaled_temperature(group), "pull": pull}
             change = self.rule.change(
                 part.join({p: p.detach() for p in part.members}),
                 part.join({p: gradient_of(p) for p in part.members}),
@@ -276,7 +286,7 @@ class Sampler(LayerwiseOptimizer):
         return found
 
     def _starts(self) -> dict[Tensor, int]:
-        """The position of each parameter's first weight, which its noise is a function of."""
+        """The position of each parameter's first weight; noise is a function of positions."""
         starts, start = {}, 0
         for group in self.param_groups:
             for p in group["params"]:
@@ -284,10 +294,10 @@ class Sampler(LayerwiseOptimizer):
                 start += p.numel()
         return starts
 
-    def _precisions(self, space: Space, damping: float) -> list[Part]:
-        """The metric of these weights; kept for as long as nothing new was read."""
+    def _precisions(self, space: ParameterSpace, damping: float) -> list[MetricBlock]:
+        """The metric of these weights; cached until the next observation."""
         key = (*map(id, space.params), damping)
-        if self._parts is not None and self.metric.observed and self._parts[0] == key:
+        if self._parts is not None and self.metric.needs_observe and self._parts[0] == key:
             return self._parts[1]
         parts = self.metric.parts(self.state, space, damping)
         self._parts = (key, parts)
@@ -307,19 +317,21 @@ class Sampler(LayerwiseOptimizer):
         columns = sum(part.columns for part in known) if known else sum(p.numel() for p in self._in_model_order())
         return self.param_groups[0]["probes"] is not None or columns > COLUMNS
 
-    def _corrections(self, space: Space, parts: list[Part], fresh: list[Batch] | None) -> dict[Tensor, Tensor] | None:
-        """G^-1 (-u) or G^-1 (-u + t/2), kept in the state for as long as the metric is."""
+    def _corrections(
+        self, space: ParameterSpace, parts: list[MetricBlock], fresh: list[Batch] | None
+    ) -> dict[Tensor, Tensor] | None:
+        """G^-1 (-u) or G^-1 (-u + t/2); stored in the state until the metric changes."""
         group = self.param_groups[0]
         if group["correction"] is None or self.metric.form(self.model) == "zero":
             return None
-        if self.metric.observed and fresh is None:
+        if self.metric.needs_observe and fresh is None:
             if any("correction" not in self.state[p] for p in space.params):
                 raise RuntimeError(
                     "a parameter has a gradient for the first time: call observe(outputs) before step()."
                 )
             return {p: self.state[p]["correction"] for p in space.params}
         probes = int(group["probes"] or 1) if self._estimates() else None
-        columns = columns_of(parts, space.params, None if probes is None else self._signs(probes))
+        columns = root_columns(parts, space.params, None if probes is None else self._signs(probes))
         names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         chosen = {"names": tuple(names[p] for p in space.params), "shapes": tuple(p.shape for p in space.params)}
         batches = [replace(batch, **chosen) for batch in fresh or ()]
@@ -329,7 +341,7 @@ class Sampler(LayerwiseOptimizer):
         found: dict[Tensor, Tensor] = {}
         for part in parts:
             found |= part.parted(part.precision.solve(part.join(by_name)))
-        if self.metric.observed:
+        if self.metric.needs_observe:
             for p in space.params:
                 self.state[p]["correction"] = found[p]
         return found
@@ -353,7 +365,9 @@ class Sampler(LayerwiseOptimizer):
         super()._check_loaded(saved)
         mine, given = (group["metric"] for group in (self.param_groups[0], saved["param_groups"][0]))
         if mine != given:
-            raise ValueError(f"the saved state is of metric={given!r}, this {type(self).__name__}'s is {mine!r}.")
+            raise ValueError(
+                f"the saved state must have metric={mine!r}, as this {type(self).__name__}, got {given!r}."
+            )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores a chain bit for bit, by the names of parameters, or raises and changes nothing."""
@@ -362,7 +376,7 @@ class Sampler(LayerwiseOptimizer):
 
 
 def _normal(p: Tensor, start: int, key: noise.Key) -> Tensor:
-    """Standard normal, a function of key and position."""
+    """Standard normal numbers, as a function of key and position."""
     square, cosine = noise.normal_parts(noise.positions(start, p), *key)
     dtype = compute_dtype(p.dtype)
     return (square.to(dtype).sqrt() * cosine.to(dtype)).view(p.shape)
