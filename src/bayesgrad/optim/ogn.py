@@ -98,37 +98,37 @@ class GaussNewton(VariationalOptimizer, LayerwiseOptimizer):
         self._marked = self._mark()
 
     def evidence(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> dict[str, Mapping[Tensor, Tensor]]:
-        aside: list[dict[Tensor, Tensor]] = self.__dict__.pop("_stored_draws", [])
+        stored: list[dict[Tensor, Tensor]] = self.__dict__.pop("_stored_draws", [])
         params = [p for some in active for p in some]
-        if aside:
-            every = {p: [squares[p] for squares in aside if p in squares] for p in params}
+        if stored:
+            every = {p: [squares[p] for squares in stored if p in squares] for p in params}
             return {"squares": {p: torch.stack(parts).mean(0) for p, parts in every.items()}}
         return {"squares": self._squares(groups[0], params)}
 
     def _squares(self, group: Mapping[str, Any], params: list[Tensor]) -> dict[Tensor, Tensor]:
         """The mean over examples of squared gradients, for each parameter."""
         passes = self.backward_passes()
-        shown = examples_of(passes) if passes else {}
-        if not shown and any(bool(gradient_of(p).any()) for p in params):
+        recorded = examples_of(passes) if passes else {}
+        if not recorded and any(bool(gradient_of(p).any()) for p in params):
             raise self.missing_observation("no backward pass was recorded", "call loss.backward() on outputs")
-        count = max((examples.count for examples in shown.values()), default=1) * group["losses_per_example"]
+        count = max((examples.count for examples in recorded.values()), default=1) * group["losses_per_example"]
         if group["fisher"] != "empirical":
             return self._observed_squares(group, params, count)
-        known = [p for p in params if p in shown]
-        factors, odd = self._factors(known, shown)
+        known = [p for p in params if p in recorded]
+        factors, odd = self._factors(known, recorded)
         found = {
-            p: shown[p].squares().mul_(shown[p].count * group["losses_per_example"] * factors[p] ** 2)
+            p: recorded[p].squares().mul_(recorded[p].count * group["losses_per_example"] * factors[p] ** 2)
             for p in known
             if p not in odd
         }
-        self._warn_fallback({p for p in params if p not in shown and bool(gradient_of(p).any())} | odd)
+        self._warn_fallback({p for p in params if p not in recorded and bool(gradient_of(p).any())} | odd)
         for p in params:
             if p not in found:
                 found[p] = gradient_of(p).to(compute_dtype(p.dtype)).square() * count
         return found
 
     def _factors(
-        self, params: list[Tensor], shown: Mapping[Tensor, Examples]
+        self, params: list[Tensor], recorded: Mapping[Tensor, Examples]
     ) -> tuple[dict[Tensor, float], set[Tensor]]:
         """The factors by which gradients were multiplied since the backward pass; parameters with other gradients.
 
@@ -141,7 +141,7 @@ class GaussNewton(VariationalOptimizer, LayerwiseOptimizer):
         made: dict[Tensor, bool] = self.__dict__.setdefault("_explained", {})
         good = [p for p in params if made.get(p, True)]
         some = (good[:1] or params) if untouched and all(p in made for p in params) else params
-        table = fit_factors([shown[p].projection(gradient_of(p)) for p in some])
+        table = fit_factors([recorded[p].projection(gradient_of(p)) for p in some])
         factors = {p: factor for p, (factor, _) in zip(some, table)}
         if untouched:
             made |= {p: excess <= MAX_EXCESS for p, (_, excess) in zip(some, table)}
