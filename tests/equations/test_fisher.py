@@ -591,9 +591,9 @@ def test_vectors_of_other_sizes_are_refused() -> None:
     for vector in (torch.ones(7), torch.ones(8, 1)):
         with pytest.raises(ValueError, match=r"a flat vector must have shape \(8,\)"):
             fisher.matvec(vector)
-    with pytest.raises(ValueError, match="must have the names of the trainable parameters; see \\['bias'\\]"):
+    with pytest.raises(ValueError, match="needs the names of the trainable parameters; \\['bias'\\]"):
         fisher.solve({"weight": torch.ones(2, 3)}, 0.1)
-    with pytest.raises(ValueError, match=r"weight has shape \(3, 2\), the parameter \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"weight must have shape \(2, 3\), got \(3, 2\)"):
         fisher.quadratic({"weight": torch.ones(3, 2), "bias": torch.ones(2)})
 
 

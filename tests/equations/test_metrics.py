@@ -92,7 +92,7 @@ def test_shapes_that_would_be_broadcast_and_numbers_that_mean_nothing_are_refuse
     y = torch.ones(4)
     with pytest.raises(ValueError, match=r"the same shape, got \(4, 1\), \(4, 1\), \(4,\)"):
         metrics.coverage(y[:, None], y[:, None], y)
-    with pytest.raises(ValueError, match="add the noise"):
+    with pytest.raises(ValueError, match="add the variance of the noise"):
         metrics.gaussian_nll(y, 0 * y, y)
     with pytest.raises(ValueError, match=r"level must be between 0 and 1, got 1\.5"):
         metrics.coverage(y, y, y, 1.5)
