@@ -230,7 +230,7 @@ REFUSED = [
     ),
     (HiddenMarkov(2, covars_prior=-1.0), X, None, "covars_prior must be positive semi-definite, got a smallest"),
     (HiddenMarkov(2, means_weight=-1.0), X, None, "means_weight must be a non-negative number, got -1.0"),
-    (HiddenMarkov(2, method="vb", means_weight=0), X, None, "means_weight must be a number greater than 0, got 0"),
+    (HiddenMarkov(2, method="vb", means_weight=0), X, None, "means_weight must be a positive number, got 0"),
     (HiddenMarkov(2, method="vb", covars_prior=0), X, None, "covars_prior must be positive definite, got a smallest"),
     (HiddenMarkov(2, method="vb", dof_prior=1), X, None, "dof_prior must be a number greater than 1, got 1"),
     (HiddenMarkov(2, dof_prior="few"), X, None, "dof_prior must be a number greater than 1, got 'few'"),

@@ -257,8 +257,8 @@ class HiddenMarkov(Latent):
             spread = spread if spread.dim() == 2 else torch.diag(spread.expand(D))
             spread = checks.require_covariance("covars_prior", spread, D, definite=vb)
         if not (checks.is_number(weight) and (weight > 0 or (weight == 0 and not vb))):
-            least = "greater than" if vb else "of at least"
-            raise ValueError(f"means_weight must be a number {least} 0, got {self.means_weight!r}.")
+            sign = "positive" if vb else "non-negative"
+            raise ValueError(f"means_weight must be a {sign} number, got {self.means_weight!r}.")
         degrees = D if self.dof_prior is None else self.dof_prior
         least = D - 1 if self.covariance_type in ("full", "tied") else 0
         if not (checks.is_number(degrees) and degrees > least):
