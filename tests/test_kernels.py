@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
 
 from bayesgrad import kernels
-from cases import CASES, ELEMENTWISE, LAYERWISE, Case, drawn, same, small_model, train, weights
+from cases import CASES, ELEMENTWISE, Case, drawn, layerwise_case, same, small_model, train, weights
 
 HERE = Path(__file__).parent
 SHAPES = [(300, 200), (40_000,), (64, 64), (64,), (1,), (), (7, 3, 5), (33_000,), (5, 0), (1000, 41), (70_001,)]
@@ -41,22 +40,15 @@ def trained(case: Case, fused: bool, dtype: torch.dtype, shapes: list, steps: in
     return {**states, **{str(i): p.detach() for i, p in enumerate(params)}}
 
 
-def by_family(cases: Iterable[Case]) -> pytest.MarkDecorator:
-    """Cases of one optimizer go to one process: they share kernels."""
-    group = pytest.mark.xdist_group
-    params = [pytest.param(case, marks=group(case.name.partition("-")[0]), id=case.name) for case in cases]
-    return pytest.mark.parametrize("case", params)
-
-
 @pytest.mark.compiled
-@by_family(ELEMENTWISE)
+@pytest.mark.parametrize("case", ELEMENTWISE, ids=lambda case: case.name)
 def test_compiled_and_eager_steps_agree_to_the_last_bit(case: Case) -> None:
     assert same(trained(case, True, torch.float32, SHAPES), trained(case, False, torch.float32, SHAPES))
     assert "cpu" not in kernels._unusable
 
 
 @pytest.mark.compiled
-@by_family(LAYERWISE)
+@layerwise_case
 def test_so_do_those_of_rules_that_look_at_layers(case: Case) -> None:
     ends = []
     for fused in (True, False):

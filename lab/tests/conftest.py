@@ -1,12 +1,15 @@
-"""Experiments at smoke scale: each runs once, and every test that looks at it reads the folder it has left."""
+"""Experiments at smoke scale: each runs once, in the process that asks first; each test gets a copy of its folder."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
+import json
+import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,7 @@ from bayesgrad_lab.cli import main
 
 @dataclass(frozen=True)
 class Smoke:
-    """A run of the command line: its exit code, what it printed, and the folder it left."""
+    """A run of the command line: its exit code, what it printed, and a copy of the folder it left."""
 
     code: int
     said: str
@@ -26,21 +29,23 @@ class Smoke:
 @pytest.fixture(scope="session")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Smoke]:
     """Runs the experiment of this name with two seeds, unless it has been run before."""
-    out = tmp_path_factory.mktemp("smoke")
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent  # that of all processes of this run
+    out = root / "smoke"
 
-    @cache
     def run(name: str) -> Smoke:
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said):
-            code = main(["run", name, "--scale", "smoke", "--seeds", "2", "--out", str(out)])
-        return Smoke(code, said.getvalue(), out / f"{name}-smoke")
+        out.mkdir(exist_ok=True)
+        whole, outcome = out / f"{name}-smoke", out / f"{name}.json"
+        with (out / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not outcome.exists():
+                shutil.rmtree(whole, ignore_errors=True)  # left by a run that failed
+                said = io.StringIO()
+                with contextlib.redirect_stdout(said):
+                    code = main(["run", name, "--scale", "smoke", "--seeds", "2", "--out", str(out)])
+                outcome.write_text(json.dumps({"code": code, "said": said.getvalue()}))
+        copy = tmp_path_factory.mktemp("copy") / whole.name
+        return Smoke(**json.loads(outcome.read_text()), folder=shutil.copytree(whole, copy))
 
     return run
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one experiment go to one process, which has run it; its name is their parameter `experiment`."""
-    for item in items:
-        if "smoke" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group(f"smoke-{item.callspec.params['experiment']}"))  # pyright: ignore

@@ -56,7 +56,6 @@ def test_every_method_resumes_to_the_same_numbers(name: str, digits: Dataset, tm
     assert again.final == whole.final
 
 
-@pytest.mark.xdist_group("serial")
 @pytest.mark.parametrize(
     "count",
     [

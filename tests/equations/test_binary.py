@@ -501,7 +501,6 @@ def test_a_posterior_is_the_prior_of_the_next_task() -> None:
 
 
 @pytest.mark.compiled
-@pytest.mark.xdist_group("BayesBiNN")
 @pytest.mark.parametrize("dtype", [torch.float32, D, torch.bfloat16], ids=str)
 def test_compiled_draws_and_steps_agree_to_the_last_bit(dtype: torch.dtype) -> None:
     ends = []

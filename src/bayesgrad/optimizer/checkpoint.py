@@ -25,7 +25,8 @@ def check_saved(optimizer: BeliefOptimizer, saved: Mapping[str, Any]) -> None:
     if sizes != given:
         raise ValueError(f"the saved state has param groups of {given} parameters, but this {name} has {sizes}.")
     for index, (group, given_group) in enumerate(zip(optimizer.param_groups, saved["param_groups"])):
-        missing = sorted({*optimizer.defaults, "base_lr", "last_lr"} - set(given_group))
+        # torch adds "differentiable" to the defaults when it unpickles or loads; groups do not have it.
+        missing = sorted({*optimizer.defaults, "base_lr", "last_lr"} - {"differentiable"} - set(given_group))
         if missing:
             raise ValueError(
                 f"group {index} of the saved state lacks {missing}: it is not a state of {name}, or it is truncated."
