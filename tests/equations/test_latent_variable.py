@@ -173,7 +173,7 @@ def test_wide_rows_are_read_by_matrices(kind: str, points: bool, monkeypatch: py
 class Counted(LatentVariableFactor):
     """The number of evaluations."""
 
-    looks = 0
+    evaluations = 0
 
     def evaluate(self) -> tuple[Tensor, dict[Node, Parameters]]:
         self.evaluations += 1
@@ -185,10 +185,10 @@ def test_one_look_for_each_place_of_the_nodes() -> None:
     factor = Counted(*nodes)
     for _ in range(3):
         factor.value(), [factor.message(node) for node in nodes]
-    assert factor.looks == 1
+    assert factor.evaluations == 1
     nodes[0].natural = tuple(part + 1 for part in nodes[0].natural)
     factor.value()
-    assert factor.looks == 2
+    assert factor.evaluations == 2
     with pytest.raises(ValueError, match=", not on"):
         factor.message(parameters(COVARIANCES["full"], rows())[0][0])
 

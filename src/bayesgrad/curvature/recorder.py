@@ -159,6 +159,14 @@ class InputHook:
     __call__._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
+def check_graph(outputs: Tensor) -> None:
+    """Raises unless gradients can be propagated back from the outputs."""
+    if outputs.grad_fn is None:
+        raise RuntimeError(
+            "the outputs have no autograd graph: compute them with this model and with gradients enabled."
+        )
+
+
 class LayerRecorder:
     """Records inputs and errors of some layers of a model; see the module docstring.
 
@@ -250,10 +258,7 @@ class LayerRecorder:
 
     def trace(self, outputs: Tensor) -> Trace:
         """Finds the calls of the layers in the autograd graph of some outputs."""
-        if outputs.grad_fn is None:
-            raise RuntimeError(
-                "the outputs have no autograd graph: compute them with this model and with gradients enabled."
-            )
+        check_graph(outputs)
         trace = Trace(self, outputs)
         nodes: list[Any] = [outputs.grad_fn]
         seen = {outputs.grad_fn}

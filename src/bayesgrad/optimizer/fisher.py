@@ -12,6 +12,7 @@ from torch import Tensor
 from bayesgrad import likelihoods
 from bayesgrad.curvature import CentredGradient, Curvature, SquaredGradient
 from bayesgrad.curvature.fisher import check_outputs
+from bayesgrad.curvature.recorder import check_graph
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.optimizer.base import BeliefOptimizer
 from bayesgrad.optimizer.constraints import BOOLEAN, INTEGER, POSITIVE_INTEGER, one_of
@@ -84,10 +85,7 @@ class FisherOptimizer(WeightSampling):
         if group["fisher"] != "sampled":
             return
         check_outputs(outputs)
-        if outputs.grad_fn is None:
-            raise RuntimeError(
-                "outputs must have a graph, got none: compute them with the model and with gradients enabled."
-            )
+        check_graph(outputs)
         likelihood = likelihoods.named(group["likelihood"])
         if labels is None:
             labels = likelihoods.draw(likelihood, outputs, group["seed"], group["draws"])
