@@ -18,9 +18,9 @@ def model(seed: int = 0, **changes) -> LinearStateSpace:
     spread = [(lambda A: A @ A.T / n + 0.3 * np.eye(n))(rng.normal(size=(n, n))) for n in (D, K, D)]
     given = dict(
         transition=0.8 * np.linalg.qr(rng.normal(size=(D, D)))[0],
-        process_noise=spread[0],
+        process_covariance=spread[0],
         observation=rng.normal(size=(K, D)),
-        observation_noise=spread[1],
+        observation_covariance=spread[1],
         initial_mean=rng.normal(size=D),
         initial_covariance=spread[2],
     )
@@ -29,7 +29,7 @@ def model(seed: int = 0, **changes) -> LinearStateSpace:
 
 def matrices(found: LinearStateSpace) -> dict[str, np.ndarray]:
     F, Q, m, P = found.chain
-    parts = F, Q, found.observation, found.observation_noise, m, P
+    parts = F, Q, found.observation, found.observation_covariance, m, P
     return {name: part.numpy() for name, part in zip(LEARNABLE, parts)}
 
 
@@ -100,7 +100,7 @@ def test_sweeps_in_numpy(holes: bool) -> None:
     assert_close(found.elbos_[3], float(sum(found.log_likelihood(y))), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("names", [(name,) for name in LEARNABLE] + [("transition", "observation_noise")])
+@pytest.mark.parametrize("names", [(name,) for name in LEARNABLE] + [("transition", "observation_covariance")])
 def test_only_what_is_named_moves(names: tuple[str, ...]) -> None:
     y = data(True)
     before, found = matrices(model()), model().fit(y, learn=names, max_iter=4, tol=0)
@@ -110,7 +110,9 @@ def test_only_what_is_named_moves(names: tuple[str, ...]) -> None:
     assert (np.diff(found.elbos_) > 0).all()
 
 
-@pytest.mark.parametrize("names", ["all", ("process_noise",), ("observation", "observation_noise"), ("transition",)])
+@pytest.mark.parametrize(
+    "names", ["all", ("process_covariance",), ("observation", "observation_covariance"), ("transition",)]
+)
 @pytest.mark.parametrize("seed", range(3))
 def test_the_likelihood_never_falls(seed: int, names) -> None:
     rng = np.random.default_rng(seed)
@@ -120,7 +122,7 @@ def test_the_likelihood_never_falls(seed: int, names) -> None:
     assert np.diff(found.elbos_).min() > -1e-9 * abs(found.elbos_[-1])
 
 
-@pytest.mark.parametrize("names", [("transition", "process_noise"), ("observation",)])
+@pytest.mark.parametrize("names", [("transition", "process_covariance"), ("observation",)])
 def test_the_slope_is_zero_where_it_settles(names: tuple[str, ...]) -> None:
     """Derivatives of the log-likelihood by what was learned; noise moves along symmetric directions."""
     y = torch.as_tensor(model(3).simulate(25, 2, random_state=3)[1])
@@ -141,9 +143,9 @@ def test_a_walk_is_learned() -> None:
     truth = LinearStateSpace([[1.0]], [[0.5]], [[1.0]], [[2.0]])
     y = truth.simulate(2000, random_state=1)[1][0].numpy()
     found = LinearStateSpace([[1.0]], [[1.0]], [[1.0]], [[1.0]])
-    found.fit(y, learn=("process_noise", "observation_noise"), max_iter=500, tol=1e-7)
-    assert abs(found.process_noise_.item() - 0.5) < 0.1
-    assert abs(found.observation_noise_.item() - 2.0) < 0.2
+    found.fit(y, learn=("process_covariance", "observation_covariance"), max_iter=500, tol=1e-7)
+    assert abs(found.process_covariance_.item() - 0.5) < 0.1
+    assert abs(found.observation_covariance_.item() - 2.0) < 0.2
     assert found.elbo_ > truth.log_likelihood(y)
 
 
@@ -152,8 +154,8 @@ def test_the_slope_by_the_noises_of_a_walk_is_zero() -> None:
     y = LinearStateSpace([[1.0]], [[0.5]], [[1.0]], [[2.0]]).simulate(300, random_state=2)[1][0].numpy()
     y[::5] = np.nan
     found = LinearStateSpace([[1.0]], [[1.0]], [[1.0]], [[1.0]])
-    found.fit(y, learn=("process_noise", "observation_noise"), max_iter=1000, tol=1e-11)
-    Q, R = found.process_noise_.item(), found.observation_noise_.item()
+    found.fit(y, learn=("process_covariance", "observation_covariance"), max_iter=1000, tol=1e-11)
+    Q, R = found.process_covariance_.item(), found.observation_covariance_.item()
 
     def height(Q: float, R: float) -> float:
         return float(LinearStateSpace([[1.0]], [[Q]], [[1.0]], [[R]]).log_likelihood(y))
@@ -168,7 +170,7 @@ def test_counts_have_dynamics_too() -> None:
     truth = LinearStateSpace([[0.9]], [[0.2]], [[1.0]], likelihood="poisson", initial_mean=[1.0])
     y = truth.simulate(60, 2, random_state=0)[1].double().numpy()
     found = LinearStateSpace([[0.5]], [[0.5]], [[1.0]], likelihood="poisson")
-    found.fit(y, learn=("transition", "process_noise", "initial_mean"), max_iter=8, tol=0)
+    found.fit(y, learn=("transition", "process_covariance", "initial_mean"), max_iter=8, tol=0)
     assert np.diff(found.elbos_).min() > -1e-7
     assert found.elbos_[-1] > found.elbos_[0] + 1
 
@@ -198,9 +200,9 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"learn must contain only 'transition', .* got 'Q'"):
         model().fit(y, learn=("Q",))
     counts = LinearStateSpace([[0.5]], [[0.5]], [[1.0]], likelihood="poisson")
-    with pytest.raises(ValueError, match="for likelihood 'poisson', got 'observation_noise'"):
-        counts.fit(np.ones(4), learn="observation_noise")
-    with pytest.raises(ValueError, match="all sequences have length 1, so transition and process_noise"):
+    with pytest.raises(ValueError, match="for likelihood 'poisson', got 'observation_covariance'"):
+        counts.fit(np.ones(4), learn="observation_covariance")
+    with pytest.raises(ValueError, match="all sequences have length 1, so transition and process_covariance"):
         model().fit([y[0][:1], y[2][:1]], learn="transition")
     with pytest.raises(ValueError, match=r"learn must contain only 'transition', .* got 3"):
         model().fit(y, learn=3)  # pyright: ignore[reportArgumentType]
@@ -208,7 +210,7 @@ def test_refusals() -> None:
         model().fit(y, learn="all", max_iter=0)
     with pytest.raises(ValueError, match="tol must be a non-negative number, got None"):
         model().fit(y, learn="all", tol=None)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="observation_noise became singular"):
+    with pytest.raises(ValueError, match="observation_covariance became singular"):
         LinearStateSpace([[1.0]], [[1.0]], [[1.0]], [[1.0]]).fit(np.zeros(5), learn="all", max_iter=3000, tol=0)
     with pytest.warns(UserWarning, match="not converged after max_iter=2 EM iterations"):
         model().fit(y, learn="all", max_iter=2)

@@ -277,15 +277,18 @@ def test_improper_sites_are_outside() -> None:
         (dict(transition=np.ones((2, 3))), "transition must be square"),
         (dict(observation=np.ones((1, 3))), "observation must have 2 columns"),
         (
-            dict(process_noise=-np.eye(2)),
-            "process_noise must be positive semi-definite, .* eigenvalue of -1",
+            dict(process_covariance=-np.eye(2)),
+            "process_covariance must be positive semi-definite, .* eigenvalue of -1",
         ),
-        (dict(observation_noise=[[0.0]]), "observation_noise must be positive definite"),
-        (dict(observation_noise=np.eye(2)), r"observation_noise must be a symmetric matrix of shape \(1, 1\)"),
-        (dict(observation_noise=None), "needs observation_noise, got None"),
-        (dict(likelihood="poisson"), "observation_noise needs likelihood='gaussian'"),
+        (dict(observation_covariance=[[0.0]]), "observation_covariance must be positive definite"),
+        (
+            dict(observation_covariance=np.eye(2)),
+            r"observation_covariance must be a symmetric matrix of shape \(1, 1\)",
+        ),
+        (dict(observation_covariance=None), "needs observation_covariance, got None"),
+        (dict(likelihood="poisson"), "observation_covariance needs likelihood='gaussian'"),
         (dict(initial_mean=[1.0]), "initial_mean must be 2 finite numbers"),
-        (dict(likelihood="cauchy", observation_noise=None), "likelihood must be one of"),
+        (dict(likelihood="cauchy", observation_covariance=None), "likelihood must be one of"),
         (dict(likelihood="cauchy"), "likelihood must be one of .* got 'cauchy'"),
         (dict(initial_mean="far"), "initial_mean must be a numeric array, got 'far'"),
         (dict(transition=[[1.0], [0.0, 1.0]]), "transition must be a numeric array"),
@@ -294,7 +297,7 @@ def test_improper_sites_are_outside() -> None:
     ],
 )
 def test_refusals_of_models(change: dict, words: str) -> None:
-    given = dict(transition=F, process_noise=Q, observation=H, observation_noise=R)
+    given = dict(transition=F, process_covariance=Q, observation=H, observation_covariance=R)
     with pytest.raises(ValueError, match=words):
         LinearStateSpace(**{**given, **change})
 

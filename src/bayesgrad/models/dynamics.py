@@ -27,9 +27,9 @@ from bayesgrad.models.kalman import Chain, StateMoments
 
 LEARNABLE = (
     "transition",
-    "process_noise",
+    "process_covariance",
     "observation",
-    "observation_noise",
+    "observation_covariance",
     "initial_mean",
     "initial_covariance",
 )
@@ -128,18 +128,18 @@ def m_step(matrices: Matrices, found: Smooth, y: Tensor, there: Tensor, names: C
     """
     chain = _chain(matrices.chain, found, there, names)
     H, R = matrices.observation, matrices.noise
-    if R is None or not {"observation", "observation_noise"} & set(names):
+    if R is None or not {"observation", "observation_covariance"} & set(names):
         return Matrices(chain, H, R)
     yy, yx, xx, count = _observation_moments(matrices, found.states, y, there)
     if "observation" in names:
         H = _right_solve(yx, xx)
-    if "observation_noise" in names:
+    if "observation_covariance" in names:
         R = _residual_covariance(yy, yx, xx, H) / count
         values = torch.linalg.eigvalsh(R)
         if not values[0] > 1e-14 * values[-1]:
             raise ValueError(
-                f"observation_noise became singular, with a smallest eigenvalue of {values[0]:g}, because the states "
-                "explain the observations fully: remove it from learn, or use fewer states."
+                f"observation_covariance became singular, with a smallest eigenvalue of {values[0]:g}, because the "
+                "states explain the observations fully: remove it from learn, or use fewer states."
             )
     return Matrices(chain, H, R)
 
@@ -147,16 +147,16 @@ def m_step(matrices: Matrices, found: Smooth, y: Tensor, there: Tensor, names: C
 def _chain(chain: Chain, found: Smooth, there: Tensor, names: Collection[str]) -> Chain:
     F, Q, mean, covariance = chain
     states, moved = found.states, there[1:].to(F)
-    if {"transition", "process_noise"} & set(names):
+    if {"transition", "process_covariance"} & set(names):
         count = moved.sum()
         if not count:
-            raise ValueError("all sequences have length 1, so transition and process_noise cannot be learned.")
+            raise ValueError("all sequences have length 1, so transition and process_covariance cannot be learned.")
         xx = _second(moved, states.mean[1:], states.mean[1:], states.covariance[1:])
         xz = _second(moved, states.mean[1:], states.mean[:-1], found.pairs.mT)
         zz = _second(moved, states.mean[:-1], states.mean[:-1], states.covariance[:-1])
         if "transition" in names:
             F = _right_solve(xz, zz)
-        if "process_noise" in names:
+        if "process_covariance" in names:
             Q = _residual_covariance(xx, xz, zz, F) / count
     first = states.mean[0]  # (sequences, D)
     if "initial_mean" in names:

@@ -56,9 +56,9 @@ class LinearStateSpace:
 
     Args:
         transition: F, (D, D).
-        process_noise: Q, (D, D), positive semi-definite.
+        process_covariance: Q, (D, D), positive semi-definite.
         observation: H, (K, D).
-        observation_noise: R, (K, K), positive definite; only for likelihood `"gaussian"`.
+        observation_covariance: R, (K, K), positive definite; only for likelihood `"gaussian"`.
         initial_mean: m, (D,), of the state at the first observation; None for zero.
         initial_covariance: P, (D, D); None for the identity.
         likelihood: `"gaussian"`, `"poisson"` (rates e^(Hx)), `"logistic"`, `"probit"`, `"student-t"`, or an instance
@@ -85,9 +85,9 @@ class LinearStateSpace:
     def __init__(
         self,
         transition: Any,
-        process_noise: Any,
+        process_covariance: Any,
         observation: Any,
-        observation_noise: Any = None,
+        observation_covariance: Any = None,
         *,
         initial_mean: Any = None,
         initial_covariance: Any = None,
@@ -106,17 +106,19 @@ class LinearStateSpace:
         mean = require_numbers("initial_mean", given, live=True).to(F)
         if mean.shape != (size,) or not torch.isfinite(mean).all():
             raise ValueError(f"initial_mean must be {size} finite numbers, got {initial_mean!r}.")
-        Q = require_covariance("process_noise", process_noise, size)
+        Q = require_covariance("process_covariance", process_covariance, size)
         P = torch.eye(size).to(F) if initial_covariance is None else initial_covariance
         self.chain = Chain(F, Q, mean, require_covariance("initial_covariance", P, size))
         self.observation, self.likelihood, self._observation_model = H, likelihood, get_observation(likelihood)
-        self.observation_noise: Tensor | None = None
+        self.observation_covariance: Tensor | None = None
         if likelihood == "gaussian":
-            if observation_noise is None:
-                raise ValueError("likelihood='gaussian' needs observation_noise, got None.")
-            self.observation_noise = require_covariance("observation_noise", observation_noise, len(H), definite=True)
-        elif observation_noise is not None:
-            raise ValueError(f"observation_noise needs likelihood='gaussian', got likelihood={likelihood!r}.")
+            if observation_covariance is None:
+                raise ValueError("likelihood='gaussian' needs observation_covariance, got None.")
+            self.observation_covariance = require_covariance(
+                "observation_covariance", observation_covariance, len(H), definite=True
+            )
+        elif observation_covariance is not None:
+            raise ValueError(f"observation_covariance needs likelihood='gaussian', got likelihood={likelihood!r}.")
         self.expectation = QUADRATURE if expectation is None else expectation
         if not isinstance(self.expectation, Expectation):
             raise TypeError(f"expectation must be GaussHermite() or None, got {expectation!r}.")
@@ -145,25 +147,25 @@ class LinearStateSpace:
             tol: stop when the change of the log-likelihood per observed number is below this.
             progress: see `inference.run`.
         """
-        if names := dynamics.chosen(learn, None if self.observation_noise is not None else self.likelihood):
+        if names := dynamics.chosen(learn, None if self.observation_covariance is not None else self.likelihood):
             self._learn(_Rows(y, len(self.observation)), names, max_iter, tol, progress)
         self.means_, self.covariances_, self.elbo_ = self.smooth(y)
         return self
 
     def _learn(self, rows: _Rows, names: Sequence[str], steps: int, tolerance: float, progress: bool | None) -> None:
         def smooth(at: dynamics.Matrices) -> dynamics.Smooth:
-            self.chain, self.observation, self.observation_noise = at
+            self.chain, self.observation, self.observation_covariance = at
             posterior = self._observed(rows.values)
             back = kalman.backward(self.chain, posterior.filtered)
             return dynamics.Smooth(*kalman.smoothed(back), posterior.log_likelihood)
 
-        found = dynamics.Matrices(self.chain, self.observation, self.observation_noise)
+        found = dynamics.Matrices(self.chain, self.observation, self.observation_covariance)
         given = smooth, rows.values, rows.lengths, names
         try:
             with torch.no_grad():
                 found, result = dynamics.run_em(found, *given, steps=steps, tolerance=tolerance, progress=progress)
         finally:
-            self.chain, self.observation, self.observation_noise = found
+            self.chain, self.observation, self.observation_covariance = found
         self.elbos_, self.n_iter_, self.converged_ = result.elbos, result.steps, result.converged
         every = (*found.chain[:2], found.observation, found.noise, *found.chain[2:])
         learned = {name: value for name, value in zip(dynamics.LEARNABLE, every) if name in names and value is not None}
@@ -171,7 +173,7 @@ class LinearStateSpace:
 
     def filter(self, y: Any) -> States:
         """Each state given the observations up to its time (Kalman filter); Gaussian observations only."""
-        if self.observation_noise is None:
+        if self.observation_covariance is None:
             raise ValueError("filter supports only Gaussian observations: use smooth.")
         rows = _Rows(y, len(self.observation))
         posterior = self._observed(rows.values)
@@ -213,10 +215,10 @@ class LinearStateSpace:
         noise = _noise((length, n_samples, len(self.chain.mean)), self.chain.mean, random_state)
         states = kalman.simulated(self.chain, noise).transpose(0, 1)
         clean, generator = states @ self.observation.mT, torch.Generator().manual_seed(seed32(random_state) + 1)
-        if self.observation_noise is None:
+        if self.observation_covariance is None:
             return states, self._observation_model.sample(clean, generator)
         noise = torch.randn(clean.shape, dtype=clean.dtype, generator=generator).to(clean)
-        return states, clean + noise @ torch.linalg.cholesky(self.observation_noise).mT
+        return states, clean + noise @ torch.linalg.cholesky(self.observation_covariance).mT
 
     def forecast(self, y: Any, steps: int) -> States:
         """The next observations given y: means (steps, K) and covariances including noise.
@@ -232,8 +234,8 @@ class LinearStateSpace:
         for _ in range(steps):
             mean, covariance = (F @ mean[..., None])[..., 0], F @ covariance @ F.mT + Q
             seen, spread = (H @ mean[..., None])[..., 0], H @ covariance @ H.mT
-            if self.observation_noise is not None:
-                spread = spread + self.observation_noise
+            if self.observation_covariance is not None:
+                spread = spread + self.observation_covariance
             else:
                 found = self._observation_model.predict(seen, spread.diagonal(dim1=-2, dim2=-1).expand_as(seen))
                 seen, spread = found.mean, torch.diag_embed(found.variance + found.noise)
@@ -247,8 +249,8 @@ class LinearStateSpace:
         """y: (T, sequences, K)."""
         chain = Chain(*[part.to(y) for part in self.chain])
         self._observation_model.check(y)
-        if self.observation_noise is not None:
-            return _gaussian(chain, self.observation.to(y), self.observation_noise.to(y), y)
+        if self.observation_covariance is not None:
+            return _gaussian(chain, self.observation.to(y), self.observation_covariance.to(y), y)
         family = ChainWithSites(chain, self.observation.to(y), len(y))
         flat = y.transpose(0, 1).flatten(1)
         known = ~flat.isnan()
