@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 from pathlib import Path
 
@@ -47,6 +48,20 @@ def test_anchors_exist(page: Path) -> None:
 
 MODULES = ("optim", "samplers", "posterior", "curvature", "models", "models.kernels", "models.observations")
 MODULES += ("inference", "families", "metrics", "plots")
+
+
+WITHOUT_SENTENCE = {"Parameters", "Family"}  # a type alias, and a docstring that begins with an equation
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_names_are_listed_with_a_sentence_of_their_docstring(name: str) -> None:
+    module = importlib.import_module(f"bayesgrad.{name}")
+    _, section = (ROOT / "docs/api.md").read_text().split(f"## `bayesgrad.{name}`\n")
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", section.split("\n## ")[0], re.MULTILINE)
+    for own, sentence in rows:
+        if own not in WITHOUT_SENTENCE:
+            words = " ".join((inspect.getdoc(getattr(module, own)) or "").split())
+            assert words.startswith(sentence.replace("\\|", "|").rstrip(".")), own
 
 
 @pytest.mark.parametrize("name", MODULES)

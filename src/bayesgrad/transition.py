@@ -1,6 +1,8 @@
 """Transitions: how the precision of each weight changes in one step.
 
-An optimizer of this package is made of three parts. Take AdaBayes:
+An optimizer of this package keeps a Gaussian belief about each weight. Its mean is the parameter w, its variance is v,
+and its precision is P = 1/v. A step has three parts. In AdaBayes, with g = `w.grad` (the gradient of the mean loss), B
+the batch size, and r and q the decay and the noise of the variance in one step:
 
 | part | question | in AdaBayes |
 |---|---|---|
@@ -16,19 +18,24 @@ P = 1/v. The rule then moves the mean with that precision. Replacing only the tr
 | `Static` | P <- P + h | a step size that falls as 1/t |
 | `Forget` | P <- keep P + take h | division by the mean square of the gradient |
 | `OrnsteinUhlenbeck` | v <- r v + q, then P <- 1/v + h | AdaBayes |
-| `SteadyState(OrnsteinUhlenbeck())` | P = k + sqrt(k^2 + <h>) | AdaBayesFP; for k = 0, Adam |
+| `OrnsteinUhlenbeckPair` | the same for a weight and its momentum, 2x2 | with `PredictedStep`: KalmanMomentum |
+| `MovingAverage` | P = <h> | division by the mean square, without a prior |
+| `SteadyState(OrnsteinUhlenbeck())` | P = k + sqrt(k^2 + <h>) | AdaBayesFP: h = g^2, w <- w - lr g/P; k = 0: Adam |
 
-A Kalman filter has two steps, predict and update. A transition does both in one method, `merge`. (The forms that keep
-P positive by construction cannot be split into two.) `merge` reads and replaces the tensors in `memory` that are named
-in `slots`, and returns the precision:
+<h> is a moving average of h; in formulas for a steady state it is the expectation.
+
+A Kalman filter has two steps, predict and update. A transition does both in one method, `merge`.
+(`Forget(retract=True)` and `SteadyState` cannot be split into two.) `merge` reads and replaces the tensors in `memory`
+that are named in `slots`, and returns the precision:
 
     >>> memory = {"variance": torch.tensor([2.0])}  # precision 0.5
     >>> precision = Static().merge(memory, torch.tensor([1.5]), {})
     >>> precision.variance(), memory["variance"]
     (tensor([0.5000]), tensor([0.5000]))
 
-All methods are elementwise and run inside one compiled kernel. They take hyperparameters as the scalars `n`, which the
-method `scalars` computes once per step.
+`optimizer.update.Update` calls `clip`, `merge` and `drift` in each step, elementwise, compiled for large models. `n`
+holds the numbers of this step: those from `scalars`, and those of the curvature, the rule and the optimizer (`shrink`,
+`natural_momentum`). An optimizer without a curvature never calls `merge`; all its precisions are 1.
 """
 
 from __future__ import annotations
@@ -78,11 +85,11 @@ class Transition(ABC):
         return Diagonal(memory["variance"])
 
     def clip(self, gradient: Tensor) -> Tensor:
-        """The gradient, clipped where its square would overflow if the transition averages squares."""
+        """The gradient that the curvature squares, clipped if the transition averages squares, so that none is inf."""
         return gradient
 
     def drift(self, mean: Tensor, n: Scalars) -> Tensor:
-        """The mean after decoupled weight decay."""
+        """The mean after decoupled weight decay: (1 - lr weight_decay) times the mean."""
         return n["shrink"] * mean if "shrink" in n else mean
 
 
@@ -107,11 +114,12 @@ class Forget(Transition):
     learning rule. Its steady state is P = take/(1-keep) <h>: a mean-square normaliser.
 
     Args:
-        retract: P <- P (1 + x + x^2/2), x = take (h - P)/P, for take = 1 - keep. This agrees with the form above to
-            second order and is at least P/2 for any h, so increments may be negative.
-        bounded: the form above, but at least P/2 where h is negative.
-        natural_momentum: add gamma (P - P_old) to the new P: momentum of the natural parameter of a Gaussian. The
-            result is at least half of what it is without momentum.
+        retract: P <- P (1 + x + x^2/2), x = take (h - P)/P, for take = 1 - keep. This equals keep P + take h to first
+            order in x and is at least P/2 for any h, so increments may be negative.
+        bounded: P <- keep P + take h, but at least P/2 where h is negative.
+        natural_momentum: add gamma (P_t - P_{t-1}) to P_{t+1}: momentum of the natural parameter of a Gaussian. The
+            result is at least half of what it is without momentum. Also writes `memory["older_variance"]`, the variance
+            before the last, for the rule; it is not saved.
 
     Reference: Aitchison 2020, Eq. 28-31; Khan and Rue 2023, Eq. 12, and appendix F, Eq. 79-81, for the momentum; Lin
     et al., 2020, for the retraction.
@@ -188,8 +196,8 @@ class OrnsteinUhlenbeck(Transition):
     r = 1, q = eta^2.
 
     Its steady state, to first order in eta, is 1/v = 1/(2 sigma^2) + sqrt(1/(4 sigma^4) + <h>/eta^2): a
-    root-mean-square normaliser. `steady` returns it in units in which the mean moves by lr v g (see AdaBayesFP):
-    1/v = k + sqrt(k^2 + <h>), with k = eta/(2 sigma^2).
+    root-mean-square normaliser. In AdaBayes, eta is the learning rate and h = (B g)^2. `steady` returns P eta/B, for
+    which the step is w <- w - lr g/P: k + sqrt(k^2 + <g^2>), with k = eta/(2 B sigma^2).
 
     Reference: Aitchison 2020, Eq. 17b, 18a and 21.
     Differs from the paper: the paper's first-order step r = (1 - eta^2/(2 sigma^2))^2, q = eta^2 needs a bound on eta.
@@ -228,15 +236,16 @@ class OrnsteinUhlenbeckPair(Transition):
         w \leftarrow c_w w + \eta\, p_{old} + \eta_w\, \xi_w, \quad
         c_w = 1 - (\eta^2 + \eta_w^2)/(2\sigma^2)
 
-    The covariance of the two follows from these equations; then the information h about w is added. The stationary
+    S is the covariance of weight (w) and momentum (p); xi_p and xi_w are standard normal noise. S follows from these
+    equations; then the information h about w is added. The stationary
     variance of w is sigma^2 if (eta^2 + eta_w^2)/(2 sigma^2) is small compared with eta_p.
 
-    Its steady state, for sigma = inf, eta_w = 0 and small steps, is with s = <h>, r = eta_p/(eta sqrt(s)) and
-    phi = sqrt(1 + r/2) - sqrt(r/2): S_wp = eta_p/sqrt(s) phi^2, S_ww = sqrt(2 eta eta_p)/s^(3/4) phi and
+    Its steady state, for sigma = inf, eta_w = 0 and small steps, is with s = <h>, a = eta_p/(eta sqrt(s)) and
+    phi = sqrt(1 + a/2) - sqrt(a/2): S_wp = eta_p/sqrt(s) phi^2, S_ww = sqrt(2 eta eta_p)/s^(3/4) phi and
     S_pp = S_wp (eta_p + s S_ww)/eta.
 
     Reference: Aitchison 2018, Eq. 15-20.
-    Differs from the paper: Eq. 21 is this steady state for r << 1 only.
+    Differs from the paper: Eq. 21 is this steady state for a << 1 only.
     Checked by: tests/equations/test_momentum_filter.py, against the 2x2 matrix filter and its Riccati equation.
     """
 

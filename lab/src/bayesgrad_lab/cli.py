@@ -45,16 +45,22 @@ def _words(error: Exception) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="bayesgrad", description="Experiments with learning rules that update beliefs."
+        prog="bayesgrad", description="Compare optimizers on your data, and run the experiments of five papers."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    listing = commands.add_parser("list", help="the experiments: paper, figure, status")
+    listing = commands.add_parser("list", help="the experiments, and whether each claim held")
     listing.set_defaults(call=_list)
 
     run = commands.add_parser("run", help="run an experiment of a paper")
     run.add_argument("name", help="as shown by 'bayesgrad list'")
-    run.add_argument("--scale", choices=("smoke", "laptop", "paper"), default="laptop", help="default: laptop")
+    run.add_argument(
+        "--scale",
+        choices=("smoke", "laptop", "paper"),
+        default="laptop",
+        help="smoke: seconds to minutes, no data files, no verdict; laptop: about an hour on two cores; paper: the "
+        "size of the paper (default: laptop)",
+    )
     _common(run)
     run.set_defaults(call=_run)
 
@@ -70,7 +76,9 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--batch-size", type=_positive, default=64)
     compare.add_argument("--examples", type=_positive, help="train on at most this many examples")
     compare.add_argument(
-        "--lr-search", action="store_true", help="choose each lr on held-out training data, same budget"
+        "--lr-search",
+        action="store_true",
+        help="try five learning rates for each optimizer, a third of the epochs each; keep the best on held-out data",
     )
     _common(compare)
     compare.set_defaults(call=_compare)
@@ -81,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--markdown", type=Path, help="also write Markdown and its pictures into this folder")
     report.set_defaults(call=_report)
 
-    bench = commands.add_parser("bench", help="time the optimizers beside torch.optim")
+    bench = commands.add_parser("bench", help="time elementwise and layer-wise optimizers beside torch.optim")
     bench.set_defaults(call=_bench)
     return parser
 

@@ -1,10 +1,11 @@
 """Records the inputs of layers and the gradients at their outputs, from which per-example gradients are computed.
 
-For a Linear layer, the gradient of example j's loss by the weight is the outer product of two vectors: the derivative
-of the loss by the layer's output, here called the *error* e_j, and the layer's input a_j. Autograd forms only the sum
-of these products over the batch. `LayerRecorder` stores the pairs (a_j, e_j), so that squares, inner products and
-Kronecker factors of per-example gradients can be computed without forming the gradients themselves. How a layer's pair
-becomes gradients of its parameters is in `curvature.layers`; this module only collects pairs.
+For a Linear layer, the gradient of example j's loss with respect to the weight is the outer product of two vectors: the
+derivative of the loss with respect to the layer's output, here called the *error* e_j, and the layer's input a_j.
+Autograd forms only the sum of these products over the batch. (The errors are those of the loss that is differentiated:
+for a mean over B examples each contains the factor 1/B.) `LayerRecorder` stores the pairs (a_j, e_j), so that squares,
+inner products and Kronecker factors of per-example gradients can be computed without forming the gradients themselves.
+How a layer's pair becomes gradients of its parameters is in `curvature.layers`; this module only collects pairs.
 
     >>> model = nn.Sequential(nn.Linear(3, 2))
     >>> recorder = LayerRecorder(model, {"0": model[0]})
@@ -27,13 +28,14 @@ output is never differentiated, the pending call is freed with the graph.
    `LayerRecorder.calls[name]`. With activation checkpointing, the forward pass runs twice but only one of them is
    differentiated, so each call is recorded once. `torch.autograd.grad`, which leaves `.grad` unchanged, records
    nothing.
-2. `recorder.trace(outputs).backpropagate(direction)`: computes the errors for any `direction` in the space of the
-   outputs, for example for sampled labels, without touching `.grad` or freeing the graph. `trace` walks through the
-   autograd graph of `outputs`. It finds the layers because the forward hook wrote the `PendingCall` into the metadata
-   of the graph node that made the layer's output. `backpropagate` then calls `torch.autograd.grad` with the outputs of
-   these layers as its inputs, so no weight gradients are computed.
+2. `recorder.trace(outputs).backpropagate(grad_outputs)`: computes the errors of another loss, given by its derivative
+   with respect to the outputs, for example with sampled labels, without touching `.grad` or freeing the graph.
+   Optimizers and samplers call this in `observe(outputs)`, which users call between the forward pass and
+   `loss.backward()`. `trace` walks through the autograd graph of `outputs`. It finds the layers because the forward
+   hook wrote the `PendingCall` into the metadata of the graph node that made the layer's output. `backpropagate` then
+   calls `torch.autograd.grad` with the outputs of these layers as its inputs, so no weight gradients are computed.
 
-Some modules register hooks for other purposes: `samplers.factors` (layer outputs inside `torch.func`),
+Three other files of this package register hooks of their own: `samplers.factors` (layer outputs inside `torch.func`),
 `optimizer.factored` (accumulated gradients) and `optimizer.unit_dropout` (gradients of masked weights).
 """
 
@@ -59,9 +61,9 @@ class PendingCall:
     Args:
         name: of the layer.
         forward_id: the number of the model's forward pass.
-        input: None after a backward pass that freed the graph.
-        version: the version counter of an input that is a leaf tensor and may be changed in place later; None for a
-            tensor that the network computed.
+        input: detached; None after a backward pass that freed the graph.
+        version: `input._version` at the time of the call if the input is a leaf (usually the data, which the caller may
+            overwrite in place); None for a tensor with a grad_fn, which is stored without a copy or a check.
     """
 
     name: str
@@ -80,13 +82,13 @@ class PendingCall:
 
 @dataclass(frozen=True, eq=False)
 class LayerCall:
-    """One call of a layer: its input, and the derivative of the loss by its output.
+    """One call of a layer: its input, and the derivative of the loss with respect to its output.
 
     Args:
         module: the layer.
         input: as the layer received it.
-        error: the derivative by the output, in the output's shape.
-        backward_id: identifies the backward pass.
+        error: the derivative with respect to the output, in the output's shape.
+        backward_id: identifies the backward pass; always 0 for calls from `Trace.backpropagate`.
         forward_id: identifies the forward pass. Calls with the same one have the same examples.
     """
 
@@ -174,12 +176,13 @@ class LayerRecorder:
         model: whose forward passes are counted.
         layers: name -> module to record.
         record_backward: whether `loss.backward()` appends to `calls`.
-        annotate_graph: whether to annotate the autograd graph, which `trace` needs.
+        annotate_graph: whether to mark the layers in the autograd graph; if False, `trace` finds no layers.
         record_arguments: whether to keep the arguments of the model's last call, which `arguments` needs.
 
     Attributes:
-        calls: name -> the calls recorded by backward passes, until `clear`. They are also cleared when a new backward
-            pass finds no gradients, that is, after `zero_grad()` without a step.
+        calls: name -> the calls recorded by backward passes, until `clear`. The calls of a layer are also discarded
+            when a new backward pass reaches it and its `.grad` is None or zero: `zero_grad()` was called, so they
+            belong to gradients that no longer exist.
         from_zero_grad: name -> whether the layer's gradients were None or zero when its latest backward pass began.
         close: removes all hooks; called when the recorder is garbage collected.
     """
@@ -226,7 +229,7 @@ class LayerRecorder:
         output.register_hook(lambda error: None if (recorder := owner()) is None else recorder._receive(call, error))
 
     def _receive(self, call: PendingCall, error: Tensor) -> None:
-        """Called by autograd with the derivative by a layer's output."""
+        """Called by autograd with the derivative with respect to a layer's output."""
         if self.paused or call.input is None:
             return
         if self.record_backward:
@@ -320,19 +323,20 @@ class Trace:
         self.pending.append(call)
         self.edges.append(edge)
 
-    def backpropagate(self, direction: Tensor) -> list[LayerCall]:
-        """The calls with the errors of the scalar loss <direction, outputs>.
+    def backpropagate(self, grad_outputs: Tensor) -> list[LayerCall]:
+        """The layer calls, with the errors of the loss (grad_outputs * outputs).sum().
 
         Computes no weight gradients. Leaves the graph and `.grad` unchanged.
 
         Args:
-            direction: in the shape of the outputs.
+            grad_outputs: as in torch.autograd.grad: the derivative of some loss with respect to the outputs, in their
+                shape.
         """
         if not self.edges:
             return []
         self.recorder.paused = True
         try:
-            errors = torch.autograd.grad(self.outputs, self.edges, direction, retain_graph=True, allow_unused=True)
+            errors = torch.autograd.grad(self.outputs, self.edges, grad_outputs, retain_graph=True, allow_unused=True)
         finally:
             self.recorder.paused = False
         return [

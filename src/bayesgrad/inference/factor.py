@@ -7,19 +7,23 @@ The log joint density of a model is a sum of terms, one for each prior and one f
 
 A `Factor` represents one term log f_a. The variables x are `Node`s. Each node has a distribution q of an exponential
 family with natural parameters λ and expectation parameters μ = E_q[T(x)], the expectations of its sufficient
-statistics T. A Gaussian, for example, has T(x) = (x, xx'), so μ = (m, V + mm') for mean m and covariance V.
+statistics T. A Gaussian, for example, has T(x) = (x, xx'), so μ = (m, V + mm') for mean m and covariance V. A node may
+hold several independent variables of one family, called *plates*: leading dimensions of its parameters, like the batch
+shape of torch.distributions.
 
 The expected log density E_q[log f_a] is a function of the expectation parameters μ of the factor's nodes. A factor
 computes two things:
 
-- `value()`, the number E_q[log f_a]. The ELBO is the sum of these values and of the entropies of the nodes.
+- `value()`, the number E_q[log f_a], without `scale`. The ELBO is the sum of scale * value over factors and of the
+  entropies of the nodes.
 - `message(node)`, the gradient ∇_μ E_q[log f_a] with respect to the expectation parameters of one node. It has the
-  shapes of natural parameters. The Bayesian learning rule (`step`) sets λ ← (1 - rho) λ + rho Σ_a message_a.
+  shapes of natural parameters. The Bayesian learning rule (`step`) sets λ ← (1 - rho) λ + rho Σ_a message_a
+  (for scales of 1; `inference.engine` has the general form).
 
 Example: the term log N(y | x, 1) = -(x² - 2 y x)/2 + constant is linear in the statistics (x, x²). Its message is
-therefore the constant (y, -1/2), for every q: one step with rho = 1 adds up the messages and gives the exact posterior.
-Terms that are linear in μ are called conjugate (`Linear`, `Prior`). The message of any other term depends on q and
-takes more than one step.
+therefore the constant (y, -1/2), for every q. If all factors of a node are like this, one step with rho = 1 gives the
+exact posterior: with the prior N(0, 1) the messages sum to (y, -1), which is precision 2 and mean y/2. Such factors are
+called conjugate (`Linear`, `Prior`). The message of any other factor depends on q, so the step must be repeated.
 
 | factor | log f |
 |---|---|
@@ -59,7 +63,8 @@ class Factor(ABC):
 
     Args:
         nodes: the nodes that f depends on.
-        scale: weight of the factor in the ELBO, for example N/B for a batch of B out of N examples.
+        scale: weight of the factor in the ELBO, for example N/B for a batch of B out of N examples. `value` and
+            `message` must not include it: `elbo` and `step` multiply by it.
     """
 
     def __init__(self, *nodes: Node, scale: float | Tensor = 1.0) -> None:
@@ -72,7 +77,11 @@ class Factor(ABC):
         """E_q[log f] as a scalar, including all constants."""
 
     def value_at_mean(self) -> Tensor:
-        """log f at the means of the nodes, for a line search with Delta; `value` where a factor does not define it."""
+        """log f at the mode of each node (the mean of a Gaussian), in place of its expectation.
+
+        The line search of `step(domain="search")` uses it if all nodes of the factor are evaluated with `Delta`. A
+        factor that does not override it returns `value()`.
+        """
         return self.value()
 
     @abstractmethod
@@ -99,7 +108,8 @@ class Expected(Factor):
 
     >>> from bayesgrad.families import Gaussian
     >>> weight = Node(Gaussian(), Gaussian().of(torch.zeros(1), torch.eye(1)))
-    >>> observed = Expected(lambda mean: -2 * (mean[1][0, 0] - 2 * 10 * mean[0][0] + 100), weight)
+    >>> # log N(10 | x, 1/4) = -2 (x² - 20 x + 100) + constant; its message is (4 * 10, -4/2)
+    >>> observed = Expected(lambda mu: -2 * (mu[1][0, 0] - 20 * mu[0][0] + 100), weight)
     >>> [part.tolist() for part in observed.message(weight)]
     [[40.0], [[-2.0]]]
     """
@@ -196,10 +206,13 @@ class LinearPredictorFactor(Factor):
     .. math::
         \nabla_m = X^T E[\ell'], \quad \nabla_V = \tfrac12 X^T \mathrm{diag}(E[\ell'']) X
 
+    with the derivatives of l_i = log p_i; `gaussian_message` converts them to the message.
+
     Args:
         node: Gaussian with a full, diagonal or fixed covariance.
         design: X, (n, P).
-        log_likelihood: elementwise function of the linear predictor, (..., n), which contains the data.
+        log_likelihood: maps linear predictors (..., n) to log p(y_i | predictor_i) of the same shape; it holds the
+            targets.
         expectation: computes E.
 
     Reference: Khan and Rue 2023, Eqs. 58 and 59.
@@ -369,9 +382,11 @@ class LogDensity(Factor):
 
 
 def gaussian_message(node: Node, gradient: Tensor, hessian: Tensor) -> Parameters:
-    """(E[∇f] - E[∇² f] m, E[∇² f]/2), the message of a factor f to a Gaussian node.
+    """The message to a Gaussian node, (g - H m, H/2): the derivative with respect to (m, V + mm').
 
-    These are derivatives with respect to (m, V + mm'), from those with respect to m and V.
+    Args:
+        gradient: g = E_q[∇ log f].
+        hessian: H = E_q[∇² log f], or its diagonal for a diagonal Gaussian.
 
     Reference: Khan and Rue 2023, Eqs. 10 and 11.
     """

@@ -68,7 +68,7 @@ class Node:
 
     @property
     def mean(self) -> Parameters:
-        """μ = E_q[T(x)], the expectations of the sufficient statistics."""
+        """μ = E_q[T(x)], one tensor per sufficient statistic; for a Gaussian (m, V + mm'), not the mean of x alone."""
         if self._mean is None:
             self._mean = self.family.mean(self._natural)
         return self._mean
