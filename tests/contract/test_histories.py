@@ -94,8 +94,12 @@ def test_a_few_histories(case: Case) -> None:
 def test_a_state_can_be_loaded_twice(case: Case) -> None:
     """torch adds a default, 'differentiable', when it loads; the next load must not ask for it."""
     pair = begun(case, 2, torch.float32, 0)
+    train(*pair, range(2))
+    before = weights(pair[0]), states(pair[1])
     for _ in range(2):
         back_into_itself(pair, lambda: pair)
+        assert same(weights(pair[0]), before[0])
+        assert same(states(pair[1]), before[1])
 
 
 @pytest.mark.soak
