@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bayesgrad.precision import Blocks, Dense, Diagonal, Kronecker, LowRank, Precision, Scalar, Spectral
+from bayesgrad.precision import Blocks, Dense, Diagonal, Kronecker, LowRank, Pair, Precision, Scalar, Spectral
 from bayesgrad.precision.linalg import cholesky, diagonal_inverse, inverse
 from bayesgrad.precision.low_rank import Matrix
 
@@ -266,3 +266,27 @@ def test_nothing_stored_has_a_reciprocal_that_overflows() -> None:
         stored = Diagonal(torch.tensor([0.0, 1e-3], dtype=dtype)).storable()
         assert torch.isfinite(1 / stored).all()
         assert stored[1] == torch.tensor(1e-3, dtype=dtype)
+
+
+def test_pairs_of_weight_and_momentum_against_two_by_two_matrices() -> None:
+    """Each operation on P = [[a, b], [b, c]]^-1 against the matrix of one weight and its momentum."""
+    pair = Pair(positive(3), positive(3), positive(3) + 5)
+    covariances = torch.stack([torch.stack([pair.weight, pair.cross]), torch.stack([pair.cross, pair.momentum])])
+    covariances = covariances.permute(2, 0, 1)  # (3, 2, 2)
+
+    def matrices(found: Pair) -> torch.Tensor:
+        rows = [torch.stack([found.weight, found.cross]), torch.stack([found.cross, found.momentum])]
+        return torch.stack(rows).permute(2, 0, 1)
+
+    eye = torch.eye(2, dtype=covariances.dtype)
+    close(matrices(pair.scale(2.5)), covariances / 2.5)
+    close(matrices(pair.propagate(0.9, 0.2)), 0.9 * covariances + 0.2 * eye)
+    increment = positive(3)
+    observed = torch.linalg.inv(covariances) + torch.diag_embed(torch.stack([increment, torch.zeros(3).double()], 1))
+    close(matrices(pair.add(increment)), torch.linalg.inv(observed))
+    vector = positive(2, 3) - 1
+    close(pair.solve(vector), (covariances @ vector.T[..., None])[..., 0].T)
+    close(pair.variance(), covariances.diagonal(dim1=1, dim2=2).T)
+    close(pair.logdet(), -torch.linalg.slogdet(covariances)[1].sum())
+    roots = torch.stack([pair.sample(torch.stack([e.expand(3) for e in row])) for row in eye], 1)  # (2, 2, 3)
+    close((roots[:, None] * roots[None]).sum(2).permute(2, 0, 1), covariances)
