@@ -60,17 +60,19 @@ def tokens(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, Tens
     )
 
 
-def vectors(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    x = torch.randn(EXAMPLES, 10, generator=generator, dtype=torch.float64).to(dtype)
-    return x, torch.randint(0, 3, (EXAMPLES,), generator=generator)
+def inputs(*shape: int) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Batches of random inputs of this shape, with labels of three classes."""
+
+    def batch(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        x = torch.randn(EXAMPLES, *shape, generator=generator, dtype=torch.float64).to(dtype)
+        return x, torch.randint(0, 3, (EXAMPLES,), generator=generator)
+
+    return batch
 
 
-def images(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    x = torch.randn(EXAMPLES, 1, 8, 8, generator=generator, dtype=torch.float64).to(dtype)
-    return x, torch.randint(0, 3, (EXAMPLES,), generator=generator)
+class CNN(nn.Sequential):
+    """Strided and grouped convolutions, and a LayerNorm that no layer rule models."""
 
-
-class Images(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(
             nn.Conv2d(1, 4, 3, stride=2),
@@ -82,17 +84,12 @@ class Images(nn.Sequential):
         )
 
 
-def wide(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    x = torch.randn(EXAMPLES, 40, generator=generator, dtype=torch.float64).to(dtype)
-    return x, torch.randint(0, 3, (EXAMPLES,), generator=generator)
-
-
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[..., tuple[Tensor, Tensor]]]] = {
-    "mlp": (mlp, vectors),
-    "cnn": (Images, images),
+    "mlp": (mlp, inputs(10)),
+    "cnn": (CNN, inputs(1, 8, 8)),
     "tied": (lambda: Tokens(True), tokens),
     "embedding": (lambda: Tokens(False), tokens),
-    "wide": (cases.small_model, wide),
+    "wide": (cases.small_model, inputs(40)),
 }
 MORE = (
     cases.Case("DenseFilter", optim.DenseFilter, {"batch_size": EXAMPLES}, (), layers=True),
