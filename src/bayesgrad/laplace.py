@@ -11,15 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from bayesgrad import likelihoods
-from bayesgrad.curvature import layers
+from bayesgrad import layers, likelihoods
 from bayesgrad.curvature.accumulators import STRUCTURES
-from bayesgrad.curvature.fisher import FISHERS, batch_gradients, check_batch_mixing, check_outputs
 from bayesgrad.kernels import compute_dtype
+from bayesgrad.layers.fisher import FISHERS, batch_gradients, check_batch_mixing, check_outputs
+from bayesgrad.layers.network import parameters_of, requires_grad_only, unwrap
 from bayesgrad.noise import seed32
 from bayesgrad.posterior.hessian import check_prior
 from bayesgrad.posterior.laplace import Fit, LaplacePosterior
-from bayesgrad.posterior.network import parameters_of, requires_grad_only, unwrap
 
 BIASES = ("joint", "separate")
 DIRECTIONS = 16  # output directions whose gradients are in memory at once

@@ -18,7 +18,7 @@ from torch.nn.utils import parameters_to_vector
 from torch.nn.utils.parametrizations import weight_norm
 
 from bayesgrad import likelihoods
-from bayesgrad.curvature.fisher import SubsampledFisher
+from bayesgrad.layers.fisher import SubsampledFisher
 
 N = 6
 CLASSES = 4

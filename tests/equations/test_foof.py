@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bayesgrad.curvature.factors import symmetric
+from bayesgrad.layers.statistics import symmetric
 from bayesgrad.optim import FOOF, KFAC
 
 D = torch.float64

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 import bayesgrad
 from bayesgrad.belief import Joint
 from bayesgrad.curvature import accumulators
+from bayesgrad.layers.network import Network
 from bayesgrad.likelihoods import Categorical
 from bayesgrad.posterior import LaplacePosterior, load
-from bayesgrad.posterior.network import Network
 
 close = torch.testing.assert_close
 STRUCTURES = ("diag", "kron", "input", "full", "subsampled")

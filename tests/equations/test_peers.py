@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bayesgrad.curvature.factors import symmetric
-from bayesgrad.curvature.fisher import SubsampledFisher
+from bayesgrad.layers.fisher import SubsampledFisher
+from bayesgrad.layers.statistics import symmetric
 from bayesgrad.optim import FOOF, KFAC
 
 N = 6

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bayesgrad import optim
-from bayesgrad.block.layer import Layer
-from bayesgrad.curvature.factors import flush
+from bayesgrad.layers.layer import Layer
+from bayesgrad.layers.statistics import flush
 from bayesgrad_lab import networks
 from bayesgrad_lab.dataset import Dataset
 from bayesgrad_lab.runner import Trial, evaluate

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesgrad import likelihoods
-from bayesgrad.curvature import layers
-from bayesgrad.curvature.fisher import BatchGradients, Gradients, batch_gradients, sum_terms
-from bayesgrad.curvature.per_example import (
+from bayesgrad import layers, likelihoods
+from bayesgrad.layers.fisher import BatchGradients, Gradients, batch_gradients, sum_terms
+from bayesgrad.layers.network import parameters_of, requires_grad_only
+from bayesgrad.layers.per_example import (
     EmbeddingGradients,
     OuterProducts,
     PerExampleGradients,
@@ -25,7 +25,6 @@ from bayesgrad.curvature.per_example import (
     restored,
 )
 from bayesgrad.posterior.hessian import DenseHessian, DiagonalHessian, FactoredHessian, Hessian, LowRankHessian
-from bayesgrad.posterior.network import parameters_of, requires_grad_only
 from bayesgrad.precision.linalg import cholesky, eigenvalues
 
 MAX_DENSE_WEIGHTS = 1 << 15  # of a dense Hessian

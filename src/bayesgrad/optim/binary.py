@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from bayesgrad.block.relaxed import Relaxed
 from bayesgrad.kernels import compute_dtype
+from bayesgrad.layers.network import parameters_of
 from bayesgrad.optimizer.base import BeliefOptimizer, settings
 from bayesgrad.optimizer.binary import BinaryOptimizer
 from bayesgrad.optimizer.constraints import COUNT, INTEGER, NONNEGATIVE, POSITIVE, POSITIVE_INTEGER
 from bayesgrad.optimizer.variational import WeightSampling, check_prior
 from bayesgrad.posterior import BernoulliPosterior, Posterior
-from bayesgrad.posterior.network import parameters_of
 from bayesgrad.rule import NaturalGradient
 from bayesgrad.transition import Static
 

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesgrad import likelihoods
+from bayesgrad import layers, likelihoods
 from bayesgrad.belief import Joint
 from bayesgrad.block import Directions, gradient_of
-from bayesgrad.curvature import layers
-from bayesgrad.curvature.fisher import check_batch_mixing, check_outputs, gather_gradients
-from bayesgrad.curvature.per_example import gradients_one_by_one
+from bayesgrad.layers.fisher import check_batch_mixing, check_outputs, gather_gradients
+from bayesgrad.layers.per_example import gradients_one_by_one
 from bayesgrad.optim.adabayes import DEFAULT_SGD_LR
 from bayesgrad.optimizer.base import settings
 from bayesgrad.optimizer.constraints import COUNT, POSITIVE, covariance_matrix, one_of, square_matrix

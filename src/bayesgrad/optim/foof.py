@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from bayesgrad.block.layer import Layer, LayerBatch
-from bayesgrad.curvature.factors import InputMoment
+from bayesgrad.layers.layer import Layer, LayerBatch
+from bayesgrad.layers.statistics import InputMoment
 from bayesgrad.optimizer.base import settings
 from bayesgrad.optimizer.factored import FactoredOptimizer
 from bayesgrad.transition import Static

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesgrad.block.layer import Layer
-from bayesgrad.curvature.factors import KroneckerFisher, symmetric
+from bayesgrad.layers.layer import Layer
+from bayesgrad.layers.statistics import KroneckerFisher, symmetric
 from bayesgrad.optimizer.base import settings
 from bayesgrad.optimizer.constraints import one_of
 from bayesgrad.optimizer.factored import store

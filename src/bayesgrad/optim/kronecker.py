@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesgrad.block.layer import Layer, LayerBatch
 from bayesgrad.curvature import SquaredGradient
-from bayesgrad.curvature.factors import symmetric
+from bayesgrad.layers.layer import Layer, LayerBatch
+from bayesgrad.layers.statistics import symmetric
 from bayesgrad.optimizer.base import settings
 from bayesgrad.optimizer.factored import MERGED, store
 from bayesgrad.optimizer.kronecker import KroneckerOptimizer

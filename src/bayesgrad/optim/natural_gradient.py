@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesgrad import likelihoods
+from bayesgrad import layers, likelihoods
 from bayesgrad.block import Directions, gradient_of
-from bayesgrad.curvature import layers
-from bayesgrad.curvature.fisher import check_batch_mixing, check_outputs, gather_gradients
-from bayesgrad.curvature.per_example import PerExampleGradients, concatenated, restored
-from bayesgrad.curvature.probe import common_factor
-from bayesgrad.curvature.squares import Examples
+from bayesgrad.layers.fisher import check_batch_mixing, check_outputs, gather_gradients
+from bayesgrad.layers.per_example import PerExampleGradients, concatenated, restored
+from bayesgrad.layers.probe import common_factor
+from bayesgrad.layers.squares import Examples
 from bayesgrad.optimizer.base import settings
 from bayesgrad.optimizer.constraints import POSITIVE, one_of
 from bayesgrad.optimizer.factored import MERGED, MERGES

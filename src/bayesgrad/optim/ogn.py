@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesgrad import likelihoods
+from bayesgrad import layers, likelihoods
 from bayesgrad.block import gradient_of
-from bayesgrad.curvature import PerExampleSquare, layers
-from bayesgrad.curvature.fisher import check_outputs
-from bayesgrad.curvature.probe import fit_factors
-from bayesgrad.curvature.squares import Examples, examples_of
+from bayesgrad.curvature import PerExampleSquare
 from bayesgrad.kernels import compute_dtype
+from bayesgrad.layers.fisher import check_outputs
+from bayesgrad.layers.probe import fit_factors
+from bayesgrad.layers.squares import Examples, examples_of
 from bayesgrad.optimizer import Parts
 from bayesgrad.optimizer.base import settings
 from bayesgrad.optimizer.constraints import one_of

@@ -47,6 +47,7 @@ from bayesgrad.belief import Belief, Joint
 from bayesgrad.block import Block, Directions, gradient_of
 from bayesgrad.block.elementwise import blocks_fit
 from bayesgrad.curvature import Curvature
+from bayesgrad.layers.network import parameters_of
 from bayesgrad.optimizer.checkpoint import check_saved, copied, unshared
 from bayesgrad.optimizer.constraints import (
     FRACTION,
@@ -59,7 +60,6 @@ from bayesgrad.optimizer.constraints import (
 )
 from bayesgrad.optimizer.update import Parts, Update
 from bayesgrad.posterior import GaussianPosterior, Posterior
-from bayesgrad.posterior.network import parameters_of
 from bayesgrad.precision import Diagonal
 from bayesgrad.rule import Rule
 from bayesgrad.transition import Transition

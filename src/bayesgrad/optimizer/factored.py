@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from bayesgrad.block import Directions, gradient_of
-from bayesgrad.block.layer import Layer, LayerBatch, directions, gradient_from_calls
-from bayesgrad.curvature.factors import LayerCurvature, defer, flush
+from bayesgrad.block.layer import directions
 from bayesgrad.curvature.gradients import average
 from bayesgrad.kernels import compute_dtype
+from bayesgrad.layers.layer import Layer, LayerBatch, gradient_from_calls
+from bayesgrad.layers.statistics import LayerCurvature, defer, flush
 from bayesgrad.optimizer.base import ON_CPU
 from bayesgrad.optimizer.layerwise import LayerwiseOptimizer
 from bayesgrad.precision import Kronecker, Precision

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from bayesgrad import likelihoods
 from bayesgrad.curvature import CentredGradient, Curvature, SquaredGradient
-from bayesgrad.curvature.fisher import check_outputs
-from bayesgrad.curvature.recorder import check_graph
 from bayesgrad.kernels import compute_dtype
+from bayesgrad.layers.fisher import check_outputs
+from bayesgrad.layers.recorder import check_graph
 from bayesgrad.optimizer.base import BeliefOptimizer
 from bayesgrad.optimizer.constraints import BOOLEAN, INTEGER, POSITIVE_INTEGER, one_of
 from bayesgrad.optimizer.update import Parts

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from bayesgrad.belief import Joint
-from bayesgrad.block.layer import Layer, LayerBatch, estimated_factor
-from bayesgrad.curvature.factors import KroneckerFisher
 from bayesgrad.curvature.gradients import average
+from bayesgrad.layers.layer import Layer, LayerBatch, estimated_factor
+from bayesgrad.layers.statistics import KroneckerFisher
 from bayesgrad.optimizer.constraints import COUNT, POSITIVE, one_of
 from bayesgrad.optimizer.factored import MERGES
 from bayesgrad.optimizer.sampled_labels import SampledLabels

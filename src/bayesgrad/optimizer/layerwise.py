@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from bayesgrad import likelihoods
-from bayesgrad.block.layer import Layer, LayerBatch
-from bayesgrad.curvature import Curvature, SquaredGradient, layers
-from bayesgrad.curvature.recorder import LayerCall, LayerRecorder
+from bayesgrad import layers, likelihoods
+from bayesgrad.curvature import Curvature, SquaredGradient
+from bayesgrad.layers.layer import Layer, LayerBatch
+from bayesgrad.layers.network import parameters_of, unwrap
+from bayesgrad.layers.recorder import LayerCall, LayerRecorder
 from bayesgrad.optimizer.base import BeliefOptimizer, Parts
 from bayesgrad.optimizer.constraints import COUNT, FRACTION, INTEGER, POSITIVE_INTEGER, one_of
-from bayesgrad.posterior.network import parameters_of, unwrap
 from bayesgrad.rule import NaturalGradient
 from bayesgrad.transition import MovingAverage, Static, Transition
 

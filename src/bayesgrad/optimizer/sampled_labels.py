@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from bayesgrad import likelihoods
-from bayesgrad.block.layer import Layer, LayerBatch
-from bayesgrad.curvature.fisher import check_outputs
+from bayesgrad.layers.fisher import check_outputs
+from bayesgrad.layers.layer import Layer, LayerBatch
 from bayesgrad.optimizer.factored import FactoredOptimizer
 
 

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from bayesgrad import kernels, noise
 from bayesgrad.block import gradient_of
+from bayesgrad.layers.network import parameters_of
 from bayesgrad.optimizer.base import BeliefOptimizer
 from bayesgrad.optimizer.constraints import BOOLEAN, INTEGER, POSITIVE_INTEGER, Constraint
 from bayesgrad.optimizer.layerwise import model_of, named_groups
 from bayesgrad.optimizer.variational import Mark, WeightSampling, _mark, _same
 from bayesgrad.posterior import DropoutPosterior, Posterior
-from bayesgrad.posterior.network import parameters_of
 from bayesgrad.posterior.units import Units, units_of
 
 Masks = Mapping[Any, Tensor] | Callable[[Tensor], Tensor]

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bayesgrad.layers.network import parameters_of
 from bayesgrad.posterior.gaussian import GaussianPosterior
 from bayesgrad.posterior.hessian import DenseHessian, DiagonalHessian, FactoredHessian, Hessian, LowRankHessian
 from bayesgrad.posterior.laplace import LaplacePosterior, check_prior
-from bayesgrad.posterior.network import parameters_of
 from bayesgrad.posterior.posterior import Posterior
 from bayesgrad.precision import Diagonal
 from bayesgrad.precision.low_rank import Directions

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad import likelihoods
+from bayesgrad.layers.network import Network, evaluation_mode, temporary_weights, unwrap
 from bayesgrad.posterior.gaussian import GaussianPosterior
 from bayesgrad.posterior.hessian import Hessian, by_name, check_prior
-from bayesgrad.posterior.network import Network, evaluation_mode, temporary_weights, unwrap
 from bayesgrad.posterior.tuning import maximise_by_gradient, maximise_by_search
 
 GROUPS = ("model", "layer", "parameter")

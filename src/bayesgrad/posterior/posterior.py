@@ -13,10 +13,7 @@ from torch import Tensor, nn
 from torch.func import jacrev, vmap
 
 from bayesgrad import likelihoods
-from bayesgrad.likelihoods import Averages, Decomposed, Likelihood, Moments
-from bayesgrad.noise import generator_of
-from bayesgrad.posterior import storage
-from bayesgrad.posterior.network import (
+from bayesgrad.layers.network import (
     Network,
     architecture,
     check_architecture,
@@ -25,6 +22,9 @@ from bayesgrad.posterior.network import (
     temporary_weights,
     unwrap,
 )
+from bayesgrad.likelihoods import Averages, Decomposed, Likelihood, Moments
+from bayesgrad.noise import generator_of
+from bayesgrad.posterior import storage
 
 METHODS = ("mc", "linear", "mean")
 LINKS = ("probit", "mc")

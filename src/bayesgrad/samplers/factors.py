@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.func import vjp, vmap
 
-from bayesgrad.block.layer import Layer
-from bayesgrad.curvature.layers import errors_of, inputs_of
+from bayesgrad.layers.layer import Layer
+from bayesgrad.layers.modules import errors_of, inputs_of
 from bayesgrad.samplers.correction import Batch
 
 

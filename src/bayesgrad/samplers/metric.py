@@ -24,12 +24,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from bayesgrad.block.layer import Layer, LayerBatch
-from bayesgrad.curvature.factors import KroneckerFisher, symmetric
-from bayesgrad.curvature.fisher import gather_gradients
-from bayesgrad.curvature.per_example import PerExampleGradients, gradients_one_by_one
-from bayesgrad.curvature.recorder import Trace
 from bayesgrad.kernels import compute_dtype
+from bayesgrad.layers.fisher import gather_gradients
+from bayesgrad.layers.layer import Layer, LayerBatch
+from bayesgrad.layers.per_example import PerExampleGradients, gradients_one_by_one
+from bayesgrad.layers.recorder import Trace
+from bayesgrad.layers.statistics import KroneckerFisher, symmetric
 from bayesgrad.precision import Blocks, Diagonal, Precision, Scalar, Spectral
 from bayesgrad.precision.linalg import eigenvalues, not_invertible
 from bayesgrad.samplers.correction import Batch, drift_by_autodiff, gauss_newton_drift, is_linear

@@ -11,12 +11,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from bayesgrad import likelihoods, noise
+from bayesgrad import layers, likelihoods, noise
 from bayesgrad.block import Directions, gradient_of
-from bayesgrad.curvature import layers
-from bayesgrad.curvature.fisher import check_batch_mixing, check_outputs
 from bayesgrad.curvature.gradients import average
 from bayesgrad.kernels import compute_dtype
+from bayesgrad.layers.fisher import check_batch_mixing, check_outputs
 from bayesgrad.optimizer.constraints import COUNT, NONNEGATIVE, Constraint, one_of
 from bayesgrad.optimizer.factored import MERGED, MERGES
 from bayesgrad.optimizer.layerwise import LayerwiseOptimizer

@@ -5,7 +5,7 @@ derivative of the loss with respect to the layer's output, here called the *erro
 Autograd forms only the sum of these products over the batch. (The errors are those of the loss that is differentiated:
 for a mean over B examples each contains the factor 1/B.) `LayerRecorder` stores the pairs (a_j, e_j), so that squares,
 inner products and Kronecker factors of per-example gradients can be computed without forming the gradients themselves.
-How a layer's pair becomes gradients of its parameters is in `curvature.layers`; this module only collects pairs.
+How a layer's pair becomes gradients of its parameters is in `layers.modules`; this module only collects pairs.
 
     >>> model = nn.Sequential(nn.Linear(3, 2))
     >>> recorder = LayerRecorder(model, {"0": model[0]})

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from bayesgrad.curvature.per_example import EmbeddingGradients, OuterProducts, PerExampleGradients, StoredGradients
 from bayesgrad.kernels import compute_dtype
+from bayesgrad.layers.per_example import EmbeddingGradients, OuterProducts, PerExampleGradients, StoredGradients
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _BatchNorm)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bayesgrad.curvature.per_example import CHUNK, PerExampleGradients, StoredGradients
 from bayesgrad.kernels import compute_dtype
-from bayesgrad.posterior.network import parameters_of
+from bayesgrad.layers.network import parameters_of
+from bayesgrad.layers.per_example import CHUNK, PerExampleGradients, StoredGradients
 
 
 def gradients_by_vmap(

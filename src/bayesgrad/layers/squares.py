@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bayesgrad.curvature import layers
-from bayesgrad.curvature.per_example import OuterProducts, PerExampleGradients, matmul, summed
-from bayesgrad.curvature.probe import Projection, random_column, rows_to_compare
-from bayesgrad.curvature.recorder import LayerCall
+from bayesgrad import layers
+from bayesgrad.layers.per_example import OuterProducts, PerExampleGradients, matmul, summed
+from bayesgrad.layers.probe import Projection, random_column, rows_to_compare
+from bayesgrad.layers.recorder import LayerCall
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesgrad import likelihoods
-from bayesgrad.curvature import layers
-from bayesgrad.curvature.functional import gradients_by_vmap
-from bayesgrad.curvature.per_example import PerExampleGradients, StoredGradients, concatenated, summed
-from bayesgrad.curvature.recorder import LayerCall, LayerRecorder, Trace
+from bayesgrad import layers, likelihoods
 from bayesgrad.kernels import compute_dtype
+from bayesgrad.layers.functional import gradients_by_vmap
+from bayesgrad.layers.network import parameters_of, unwrap
+from bayesgrad.layers.per_example import PerExampleGradients, StoredGradients, concatenated, summed
+from bayesgrad.layers.recorder import LayerCall, LayerRecorder, Trace
 from bayesgrad.noise import seed32
-from bayesgrad.posterior.network import parameters_of, unwrap
 from bayesgrad.precision import LowRank
 
 FISHERS = ("sampled", "exact", "empirical")
