@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +68,27 @@ def clean_name(name: str) -> str:
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
     """The model's parameters by their names without wrappers."""
     return {clean_name(name): parameter for name, parameter in unwrap(model).named_parameters()}
+
+
+def named_groups(model: nn.Module, params: Any) -> list[dict[str, Any]]:
+    """Param groups of (name, parameter) pairs, from parameters, named parameters or groups; None for all."""
+    names = {id(p): name for name, p in parameters_of(model).items()}
+    given: list[Any] = list(parameters_of(model).values()) if params is None else list(params)
+    if not given:
+        raise ValueError("optimizer got an empty parameter list")
+    groups = given if isinstance(given[0], dict) else [{"params": given}]
+    named = []
+    for group in groups:
+        some = group["params"]
+        members: list[Any] = [some] if isinstance(some, Tensor) else list(some)
+        members = [p[1] if isinstance(p, tuple) else p for p in members]
+        for p in members:
+            if id(p) not in names:
+                raise ValueError(
+                    f"params must be parameters of the model, got one of shape {tuple(p.shape)} that is not."
+                )
+        named.append({**group, "params": [(names[id(p)], p) for p in members]})
+    return named
 
 
 def architecture(model: nn.Module) -> dict[str, list[int]]:

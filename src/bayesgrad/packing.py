@@ -1,4 +1,4 @@
-"""Elementwise blocks: parameters that one kernel call updates together.
+"""Packing: blocks of parameters that one kernel call updates together.
 
 An elementwise update does not depend on how weights are grouped. So a block holds all parameters of one dtype, one
 device and one step count. Large tensors are passed to the kernel as they are. A call for each small tensor would be
@@ -8,7 +8,7 @@ buffers before the call and back after it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -137,6 +137,39 @@ class Block:
                 continue
             yield [pack.gather(directions, evidence)]
             pack.scatter()
+
+
+class Layout:
+    """The blocks of an optimizer, reused from step to step until parameters or state tensors are replaced."""
+
+    def __init__(self) -> None:
+        self.kept: list[list[Block]] = []
+
+    def of(
+        self,
+        jobs: Sequence[tuple[Any, dict[str, Any], list[Tensor]]],
+        state: dict[Any, State],
+        initialise: Callable[[Any, dict[str, Any], list[Tensor]], None],
+    ) -> list[tuple[Any, dict[str, Any], list[Block]]]:
+        """The blocks of each job.
+
+        Args:
+            jobs: whose rule updates the parameters (it has `slots(group)`), their group, and the parameters.
+            state: the optimizer's.
+            initialise: creates missing state tensors of a job.
+        """
+        kept, self.kept = self.kept, []
+        for index, (owner, group, params) in enumerate(jobs):
+            slots = owner.slots(group)
+            blocks = kept[index] if index < len(kept) else []
+            if not blocks_fit(blocks, params, state, slots):
+                initialise(owner, group, params)
+                keys = [(p.dtype, p.device, float(state[p]["step"])) for p in params]
+                blocks = [
+                    Block([p for p, k in zip(params, keys) if k == key], state, slots) for key in dict.fromkeys(keys)
+                ]
+            self.kept.append(blocks)
+        return [(owner, group, blocks) for (owner, group, _), blocks in zip(jobs, self.kept)]
 
 
 class Pack:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from bayesgrad import kernels, noise
-from bayesgrad.block.elementwise import flat
-from bayesgrad.block.sampled import SampledBlock
+from bayesgrad.packing import flat
+from bayesgrad.sources.weight_sampling import SampledBlock
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ the batch size, and r and q the decay and the noise of the variance in one step:
 |---|---|---|
 | curvature | How much information does this batch add? | `SquaredGradient`: h = (B g)^2 |
 | transition | How do old precision and new information combine? | `OrnsteinUhlenbeck`: v <- r v + q, 1/v <- 1/v + h |
-| rule | How does the mean move, given the precision? | `NaturalGradient`: w <- w - v B g |
+| move | How does the mean move, given the precision? | `NaturalStep`: w <- w - v B g |
 
 The curvature returns an increment h for each weight. The transition turns the old state and h into the new precision
-P = 1/v. The rule then moves the mean with that precision. Replacing only the transition gives other optimizers:
+P = 1/v. The move then changes the mean with that precision. Replacing only the transition gives other optimizers:
 
-| transition | precision | with `SquaredGradient` and `NaturalGradient` |
+| transition | precision | with `SquaredGradient` and `NaturalStep` |
 |---|---|---|
 | `Static` | P <- P + h | a step size that falls as 1/t |
 | `Forget` | P <- keep P + take h | division by the mean square of the gradient |
@@ -33,8 +33,8 @@ that are named in `slots`, and returns the precision:
     >>> precision.variance(), memory["variance"]
     (tensor([0.5000]), tensor([0.5000]))
 
-`optimizer.update.Update` calls `clip`, `merge` and `drift` in each step, elementwise, compiled for large models. `n`
-holds the numbers of this step: those from `scalars`, and those of the curvature, the rule and the optimizer (`shrink`,
+`rules.update.UpdateRule` calls `clip`, `merge` and `drift` in each step, elementwise, compiled for large models. `n`
+holds the numbers of this step: those from `scalars`, and those of the curvature, the move and the optimizer (`shrink`,
 `natural_momentum`). An optimizer without a curvature never calls `merge`; all its precisions are 1.
 """
 
@@ -48,20 +48,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesgrad.curvature.gradients import Memory, Scalars, average
+from bayesgrad.rules.curvature import Memory, Scalars, average
 from bayesgrad.kernels import sqrt
 from bayesgrad.precision import Diagonal, Pair
 
 FLOOR = torch.finfo(torch.float32).tiny
+OLDER_VARIANCE = "older_variance"  # in memory during a step: the variance before the last, for `NaturalStep`
 
 
 class Transition(ABC):
     """Base class of all transitions.
 
-    `slots` names the state tensors of a weight. An optimizer passes its `dynamics(group, step)` to `scalars`.
+    `slots` names the state tensors of a weight; those in `variances` start at the variance of the prior. An optimizer
+    passes its `dynamics(group, step)` to `scalars`.
     """
 
     slots: tuple[str, ...] = ("variance",)
+    variances: tuple[str, ...] = ("variance", "last_variance")
 
     def scalars(self, *args: Any, **dynamics: Any) -> dict[str, float]:
         """The scalars `n` that the other methods read, from the optimizer's `dynamics`."""
@@ -118,8 +121,8 @@ class Forget(Transition):
             order in x and is at least P/2 for any h, so increments may be negative.
         bounded: P <- keep P + take h, but at least P/2 where h is negative.
         natural_momentum: add gamma (P_t - P_{t-1}) to P_{t+1}: momentum of the natural parameter of a Gaussian. The
-            result is at least half of what it is without momentum. Also writes `memory["older_variance"]`, the variance
-            before the last, for the rule; it is not saved.
+            result is at least half of what it is without momentum. Also writes `memory[OLDER_VARIANCE]`, the variance
+            before the last, for the move; it is not saved.
 
     Reference: Aitchison 2020, Eq. 28-31; Khan and Rue 2023, Eq. 12, and appendix F, Eq. 79-81, for the momentum; Lin
     et al., 2020, for the retraction.
@@ -152,7 +155,7 @@ class Forget(Transition):
                 growth = torch.where(increment < 0, growth.clamp(min=0.5), growth)
             posterior = Diagonal(variance / growth)
         if self.natural_momentum:
-            older = memory["older_variance"] = memory["last_variance"]
+            older = memory[OLDER_VARIANCE] = memory["last_variance"]
             change = n["natural_momentum"] * (1 / variance - 1 / older) * posterior.covariance
             posterior = Diagonal(posterior.covariance / (1 + change.clamp(min=-0.5)))
             memory["last_variance"] = variance

@@ -1,4 +1,4 @@
-"""Curvature estimates from minibatch gradients alone."""
+"""Curvatures: the information of a batch about each weight, from its gradient and what sources collect beside it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-
-from bayesgrad.curvature.evidence import Evidence
 
 Memory = dict[str, Tensor]
 Scalars = Mapping[str, Any]
@@ -24,6 +22,25 @@ def average(decay: float, step: int) -> tuple[float, float]:
     """
     level = 1 - decay**step
     return decay * (1 - decay ** (step - 1)) / level, (1 - decay) / level
+
+
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """Gradients and related statistics for one block of weights.
+
+    Args:
+        gradient: of the mean loss over the minibatch, in the dtype of the state.
+        offset: the weights at which the gradient was taken, minus the mean.
+        product: the product of gradient and offset, for several samples of the weights.
+        squares: the mean over examples of squared per-example gradients.
+        hessian: the diagonal of the Hessian of the mean loss.
+    """
+
+    gradient: Tensor
+    offset: Tensor | None = None
+    product: Tensor | None = None
+    squares: Tensor | None = None
+    hessian: Tensor | None = None
 
 
 class Curvature(ABC):
@@ -95,3 +112,60 @@ class CentredGradient(Curvature):
         error = error * n["gradient_scale"] if "gradient_scale" in n else error
         memory["gradient_mean"] = n["mean_keep"] * mean + n["mean_take"] * evidence.gradient
         return error * error
+
+
+@dataclass(frozen=True)
+class Reparameterised(Curvature):
+    """h = g(w + d) d/v for a sample w + d of variance v: the expected Hessian by Price's theorem, from gradients alone.
+
+    E[g(w + d) d] = v E[h] for Gaussian d, by integration by parts; h itself may be negative. v is the variance in
+    memory divided by the scalar `gradient_scale`.
+
+    Reference: Khan and Rue 2023, Eq. 11; Shen et al., 2024.
+    Checked by: tests/equations/test_ivon.py, against ivon-opt and by quadrature.
+    """
+
+    def read(self, evidence: Evidence, memory: Memory, n: Scalars) -> Tensor:
+        product = evidence.product
+        if product is None:
+            product = evidence.gradient * evidence.offset  # pyright: ignore[reportOperatorIssue]
+        return n["gradient_scale"] * product / memory["variance"]
+
+
+@dataclass(frozen=True)
+class PerExampleSquare(Curvature):
+    """h = the mean over examples of (grad l_i)^2: the diagonal of the Gauss-Newton matrix (or of a Fisher).
+
+    It squares per-example gradients. The square of their mean over a batch of B would be B times smaller where the
+    gradients average to zero.
+
+    Reference: Khan and Rue 2023, Eq. 47-48.
+    Checked by: tests/equations/test_vogn.py, against BackPACK.
+    """
+
+    def read(self, evidence: Evidence, memory: Memory, n: Scalars) -> Tensor:
+        return evidence.squares  # pyright: ignore[reportReturnType]
+
+
+@dataclass(frozen=True)
+class AbsoluteHessian(Curvature):
+    """h = |diagonal of the Hessian|, so that steps decrease the loss where it is concave too.
+
+    Reference: Khan and Rue 2023, Eq. 36-37 and 44.
+    Checked by: tests/equations/test_newton.py.
+    """
+
+    def read(self, evidence: Evidence, memory: Memory, n: Scalars) -> Tensor:
+        return evidence.hessian.abs()  # pyright: ignore[reportOptionalMemberAccess]
+
+
+@dataclass(frozen=True)
+class ExpectedHessian(Curvature):
+    """h = the diagonal of the Hessian at weights sampled from the posterior, which may be negative.
+
+    Reference: Khan and Rue 2023, Eq. 46.
+    Checked by: tests/equations/test_newton.py.
+    """
+
+    def read(self, evidence: Evidence, memory: Memory, n: Scalars) -> Tensor:
+        return evidence.hessian  # pyright: ignore[reportReturnType]
