@@ -14,8 +14,10 @@ from bayesgrad.block import Directions, gradient_of
 from bayesgrad.block.layer import directions
 from bayesgrad.curvature.gradients import average
 from bayesgrad.kernels import compute_dtype
-from bayesgrad.layers.layer import Layer, LayerBatch, gradient_from_calls
+from bayesgrad.layers.layer import Layer
+from bayesgrad.layers.probe import gradient_from_calls
 from bayesgrad.layers.statistics import LayerCurvature, defer, flush
+from bayesgrad.layers.statistics import LayerStatistics as LayerBatch
 from bayesgrad.optimizer.base import ON_CPU
 from bayesgrad.optimizer.layerwise import LayerwiseOptimizer
 from bayesgrad.precision import Kronecker, Precision

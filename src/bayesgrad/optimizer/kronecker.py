@@ -12,8 +12,10 @@ from torch import Tensor
 
 from bayesgrad.belief import Joint
 from bayesgrad.curvature.gradients import average
-from bayesgrad.layers.layer import Layer, LayerBatch, estimated_factor
+from bayesgrad.layers.layer import Layer
+from bayesgrad.layers.probe import estimated_factor
 from bayesgrad.layers.statistics import KroneckerFisher
+from bayesgrad.layers.statistics import LayerStatistics as LayerBatch
 from bayesgrad.optimizer.constraints import COUNT, POSITIVE, one_of
 from bayesgrad.optimizer.factored import MERGES
 from bayesgrad.optimizer.sampled_labels import SampledLabels

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from bayesgrad import layers, likelihoods
 from bayesgrad.curvature import Curvature, SquaredGradient
-from bayesgrad.layers.layer import Layer, LayerBatch
+from bayesgrad.layers.layer import Layer
 from bayesgrad.layers.network import parameters_of, unwrap
 from bayesgrad.layers.recorder import LayerCall, LayerRecorder
+from bayesgrad.layers.statistics import LayerStatistics as LayerBatch
 from bayesgrad.optimizer.base import BeliefOptimizer, Parts
 from bayesgrad.optimizer.constraints import COUNT, FRACTION, INTEGER, POSITIVE_INTEGER, one_of
 from bayesgrad.rule import NaturalGradient

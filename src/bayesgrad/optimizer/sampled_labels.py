@@ -9,7 +9,8 @@ from torch import Tensor
 
 from bayesgrad import likelihoods
 from bayesgrad.layers.fisher import check_outputs
-from bayesgrad.layers.layer import Layer, LayerBatch
+from bayesgrad.layers.layer import Layer
+from bayesgrad.layers.statistics import LayerStatistics as LayerBatch
 from bayesgrad.optimizer.factored import FactoredOptimizer
 
 
