@@ -6,7 +6,7 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from bayesgrad import layers, likelihoods
 from bayesgrad.layers.fisher import BatchGradients, Gradients, batch_gradients, sum_terms
+from bayesgrad.layers.layer import Layer
 from bayesgrad.layers.network import parameters_of, requires_grad_only
 from bayesgrad.layers.per_example import (
     EmbeddingGradients,
@@ -24,6 +25,7 @@ from bayesgrad.layers.per_example import (
     concatenated,
     restored,
 )
+from bayesgrad.layers.statistics import LayerStatistics, MomentSum
 from bayesgrad.posterior.hessian import DenseHessian, DiagonalHessian, FactoredHessian, Hessian, LowRankHessian
 from bayesgrad.precision.linalg import cholesky, eigenvalues
 
@@ -219,49 +221,41 @@ class SubsampledHessian(LowRankHessian):
         return cls(shapes, FlatGradients(Gradients(columns, float(parts["scale"])), shapes))
 
 
-@dataclass(eq=False)
 class LayerFactors:
-    """The sums Σ aa' and Σ ee' of one layer, in groups, over `rows` pairs of an example and a position.
+    """The second moments of one layer's inputs and errors.
 
     Args:
-        weight, bias: names of parameters; None for a bias that is not part of the block.
+        layer: its bias is None if that is not part of the block.
+        names: of the layer's parameters.
         use_errors: whether the error factor is computed, or the identity.
     """
 
-    weight: str
-    bias: str | None
-    use_errors: bool
-    inputs: Tensor | None = None
-    errors: Tensor | None = None
-    rows: int = 0
+    def __init__(self, layer: Layer, names: Sequence[str], use_errors: bool) -> None:
+        self.layer, self.names = layer, names
+        sides = ("input", "error") if use_errors else ("input",)
+        self.sums = {side: MomentSum.of(layer, side) for side in sides}
+        self.rows = 0
 
     def add(self, columns: PerExampleGradients, count: int) -> None:
         """Adds a batch. Its inputs are in the first `count` columns (0: added before); directions differ in errors."""
-        if isinstance(columns, EmbeddingGradients):
-            indices = columns.indices[:count].flatten()
-            inputs = torch.bincount(indices, minlength=columns.shape[0]).to(columns.errors)[None]
-            errors, self.rows = columns.errors.flatten(0, 1)[None], self.rows + len(indices)
-        elif isinstance(columns, OuterProducts):
-            a = columns.inputs[:, :count].flatten(1, 2)  # (groups, rows, in)
-            if self.bias is not None:
-                a = torch.cat([a, torch.ones_like(a[..., :1])], -1)
-            inputs, errors, self.rows = a.mT @ a, columns.errors.flatten(1, 2), self.rows + a.shape[1]
-        else:
+        if not isinstance(columns, (OuterProducts, EmbeddingGradients)):
             raise ValueError(
-                f"the layer of {self.weight} mixes the examples of a later batch, but not of the first one: begin with "
-                "a batch of several examples, or use structure='diag'."
+                f"the layer of {self.names[0]} mixes the examples of a later batch, but not of the first one: begin "
+                "with a batch of several examples, or use structure='diag'."
             )
-        moment = errors.mT @ errors if self.use_errors else torch.ones_like(errors[:, 0])
-        self.inputs = inputs if self.inputs is None else self.inputs + inputs
-        self.errors = moment if self.errors is None or not self.use_errors else self.errors + moment
+        statistics = LayerStatistics.from_gradients(self.layer, columns, count)
+        self.rows += statistics.rows
+        for side, moment in statistics.moments(tuple(self.sums)).items():
+            self.sums[side].add(moment)
 
-    def hessian(self, shapes: Mapping[str, torch.Size], total: float, count: int) -> Hessian:
-        assert self.inputs is not None
-        assert self.errors is not None
-        a, columns = eigenvalues(total / count * self.inputs)
-        e, rows = eigenvalues(self.errors / self.rows) if self.use_errors else (self.errors, None)
-        own = {name: shapes[name] for name in (self.weight, self.bias) if name is not None}
-        if self.inputs.dim() == 2:  # an Embedding, whose weight is (in, out)
+    def hessian(self, shapes: Mapping[str, torch.Size], total: float) -> Hessian:
+        a, columns = eigenvalues(total * self.sums["input"].mean())
+        if "error" in self.sums:
+            e, rows = eigenvalues(self.sums["error"].mean())
+        else:
+            e, rows = a.new_ones(self.layer.shape[0], self.layer.sizes["error"]), None
+        own = {name: shapes[name] for name in self.names}
+        if self.layer.lookup:
             return FactoredHessian(own, None, rows, a[..., :, None] * e[..., None, :])
         return FactoredHessian(own, rows, columns, e[..., :, None] * a[..., None, :])
 
@@ -286,7 +280,9 @@ class FactorAccumulator(CurvatureAccumulator):
             alone = all(owners[id(p)] == 1 for p in layers.own_parameters(module).values())
             together = bias == "joint" and alone and weight is not None
             if weight is not None and weight not in self.layers:
-                self.layers[weight] = LayerFactors(weight, shift if together else None, self.use_errors)
+                members = [weight, shift] if together and shift is not None else [weight]
+                layer = Layer((weight,), module, *(chosen[name] for name in members), *[None] * (2 - len(members)))
+                self.layers[weight] = LayerFactors(layer, members, self.use_errors)
             if shift is not None and not together:
                 self.biases[shift] = weight
         self.moments: dict[str, Tensor] = {}
@@ -298,7 +294,8 @@ class FactorAccumulator(CurvatureAccumulator):
             self._check_layers(seen.columns)
         for name, layer in self.layers.items():
             layer.add(left.pop(name), len(seen.outputs) if seen.first else 0)
-            left.pop(layer.bias, None)  # pyright: ignore[reportArgumentType, reportCallIssue]
+            for own in layer.names[1:]:
+                left.pop(own)
         for name in self.biases:
             rows = left.pop(name).rows().flatten(1)
             moment = rows.T @ rows if self.use_errors else torch.ones_like(rows[0])
@@ -316,7 +313,7 @@ class FactorAccumulator(CurvatureAccumulator):
             name for name in self.layers if not isinstance(columns[name], (OuterProducts, EmbeddingGradients))
         ]:
             del self.layers[name]
-        kept = {name for layer in self.layers.values() for name in (layer.weight, layer.bias)} | set(self.biases)
+        kept = {name for layer in self.layers.values() for name in layer.names} | set(self.biases)
         rest = [name for name in columns if name not in kept]
         if rest:
             warnings.warn(
@@ -324,7 +321,7 @@ class FactorAccumulator(CurvatureAccumulator):
             )
 
     def hessians(self, total: float, count: int) -> list[Hessian]:
-        found = [layer.hessian(self.shapes, total, count) for layer in self.layers.values()]
+        found = [layer.hessian(self.shapes, total) for layer in self.layers.values()]
         for name, moment in self.moments.items():
             if self.use_errors:
                 values, rows = eigenvalues((total / count * moment)[None])

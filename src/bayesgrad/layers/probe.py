@@ -4,10 +4,14 @@ Between `backward()` and `step()`, clipping by norm and unscaling multiply a gra
 penalties change it in other ways. None of them is announced to the optimizer, but a random projection detects them: a
 change of any row of a matrix changes its product with a random vector by more than the tolerance, unless the change is
 as small as rounding.
+
+The gradient of the mean loss by the matrix [W b] of a layer is E'A, with a row of inputs A (a one appended for the
+bias) and a row of errors E for each example and position.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,6 +20,13 @@ from itertools import accumulate
 import numpy as np
 import torch
 from torch import Tensor
+
+from bayesgrad import layers
+from bayesgrad.kernels import compute_dtype
+from bayesgrad.layers.layer import Layer
+from bayesgrad.layers.per_example import matmul
+from bayesgrad.layers.recorder import LayerCall
+from bayesgrad.layers.statistics import LayerStatistics
 
 ROWS = 16  # rows to compare if a gradient seems unchanged
 SLACK = 8  # tolerance in units of the rounding error
@@ -104,3 +115,55 @@ def _least_squares(numbers: Sequence[Samples]) -> tuple[float, float]:
         excess = deviation / allowed if allowed else (np.inf if deviation else 0.0)
         worst = max(worst, excess) if np.isfinite(excess) else np.inf
     return factor, worst
+
+
+# --- layers ---
+
+
+def gradient_from_calls(layer: Layer, uses: Sequence[LayerCall]) -> Tensor:
+    """The gradient of the weight that follows from these calls."""
+    total = torch.zeros(layer.owner.shape, dtype=compute_dtype(layer.owner.dtype), device=layer.owner.device)
+    for use in uses:
+        for p, columns in layers.per_example_gradients(use.module, use.input, use.error):
+            if p is layer.owner:
+                total += columns.combine(torch.ones(columns.count).to(total))
+    return total
+
+
+def gradient_factors(blocks: Sequence[tuple[Layer, LayerStatistics]]) -> dict[Layer, float]:
+    """c for each layer whose gradient is c E'A up to rounding; other layers are omitted."""
+    found = {layer: projection for layer, batch in blocks if (projection := _projection(layer, batch)) is not None}
+    return {layer: factor for layer, (factor, excess) in zip(found, fit_factors(list(found.values()))) if excess <= 1}
+
+
+def estimated_factor(layer: Layer, batch: LayerStatistics) -> float:
+    """The c for which c E'A is closest to the gradient (the effect of unscaling and clipping); 1 if unknown."""
+    if layer.lookup:
+        made = gradient_from_calls(layer, list(batch.uses)).flatten()
+        seen = layer.owner.grad.to(made).flatten()  # pyright: ignore[reportOptionalMemberAccess]
+        projection = Projection(seen, made, made.new_ones(2), torch.finfo(made.dtype).eps)
+    elif any(p.grad is None for p in layer.members) or (projection := _projection(layer, batch)) is None:
+        return 1.0
+    ((factor, _),) = fit_factors([projection])
+    return factor if math.isfinite(factor) else 1.0
+
+
+def _projection(layer: Layer, batch: LayerStatistics) -> Projection | None:
+    features, errors = batch.features, batch.errors
+    gradients = [p.grad for p in layer.members if p.grad is not None]
+    if features.dtype != errors.dtype or any(gradient.dtype != features.dtype for gradient in gradients):
+        return None
+    groups, fan_out, fan_in = layer.shape
+    size = fan_in - (layer.bias is not None)
+    probe = random_column(fan_in, features.dtype, features.device)
+    some = rows_to_compare(gradients, fan_out)
+    rows = features @ probe[:size]
+    seen = probe.new_zeros(())
+    if layer.weight is not None:
+        seen = (gradients[0].reshape(groups, fan_out, size)[:, some].reshape(-1, size) @ probe[:size])[:, 0]
+    if layer.bias is not None:
+        rows += probe[size:]
+        seen = torch.addcmul(seen, gradients[-1].view(groups, fan_out)[:, some].reshape(-1), probe[size])
+    made = matmul(errors[..., some].mT, rows).flatten()
+    sizes = torch.stack(torch._foreach_norm([features, errors]))
+    return Projection(seen, made, sizes, torch.finfo(made.dtype).eps, 0 if layer.bias is None else features.shape[1])

@@ -2,34 +2,196 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from bayesgrad import layers
+from bayesgrad.kernels import compute_dtype
+from bayesgrad.layers.layer import Layer
+from bayesgrad.layers.per_example import EmbeddingGradients, OuterProducts
+from bayesgrad.layers.recorder import LayerCall
 
 WAIT = 4  # batches of rows that are added to a factor at once
 
 
+class LayerStatistics:
+    r"""What one layer received in some passes: rows of inputs and errors, and the second moments of both.
+
+    .. math::
+        A = \frac1{N l} \sum_{j,t} a_{jt} a_{jt}^T, \quad E = \frac1{N T} \sum_{j,t,k} e_{jtk} e_{jtk}^T
+
+    An example j is one index of the first dimension of the layer's input, and the examples of a pass are counted once.
+    A position t is a place of a convolution, an element of a sequence, or one of several calls of the layer in a pass.
+    A direction k is a derivative of the model's outputs: a loss has one, an exact Fisher as many as its Hessian has
+    roots; the inputs are the same for all of them. l is the number of losses of an example (`losses_per_example`). For
+    the bias, a one is appended to each input. The input of an Embedding is a one-hot vector, stored as its index.
+
+    With `sharing="reduce"`, inputs are averaged and errors summed over positions first: A is the mean of aa', E the
+    mean of ee' over examples. Both are exact for one example at one position.
+
+    Args:
+        layer: the layer.
+        passes: the recorded calls of each pass; the examples of a pass are counted once.
+        further: the recorded calls of the same passes in further directions of the outputs.
+
+    Reference: Benzing 2021, section 2.2 and Eq. 1-4; Eschenhagen et al., 2023, for expand and reduce.
+    Differs from the paper: means instead of sums; E is averaged over positions.
+    Checked by: tests/equations/test_foof.py, tests/equations/test_kfac.py, and against curvlinops.
+    """
+
+    def __init__(
+        self, layer: Layer, passes: Sequence[Sequence[LayerCall]], further: Sequence[Sequence[LayerCall]] = ()
+    ) -> None:
+        self.layer = layer
+        self.passes = passes
+        self.further = further
+        self.examples = sum(max(layers.examples_in(use.module, use.input) for use in uses) for uses in passes)
+
+    @classmethod
+    def from_gradients(
+        cls, layer: Layer, gradients: OuterProducts | EmbeddingGradients, examples: int
+    ) -> LayerStatistics:
+        """From the per-example gradients of the layer's weight.
+
+        Args:
+            gradients: ordered by direction, then by example.
+            examples: the number of examples, of which these are the first directions; 0 for further directions of
+                examples that were counted before.
+        """
+        made = cls(layer, ())
+        made.examples = examples
+        if isinstance(gradients, EmbeddingGradients):
+            indices = gradients.indices[:examples].flatten()
+            made.__dict__ |= {"indices": indices, "errors": gradients.errors.flatten(0, 1)[None], "rows": len(indices)}
+        else:
+            features = gradients.inputs[:, :examples].flatten(1, 2)
+            made.__dict__ |= {"features": features, "errors": gradients.errors.flatten(1, 2), "rows": features.shape[1]}
+        return made
+
+    # --- rows ---
+
+    @property
+    def uses(self) -> Iterable[LayerCall]:
+        return (use for uses in self.passes for use in uses)
+
+    @cached_property
+    def rows(self) -> int:
+        """The number of pairs of an example and a position, without forming rows."""
+        if isinstance(self.layer.module, layers.CONVOLUTIONS):
+            rank = len(self.layer.module.kernel_size)
+            return sum(layers.examples_in(use.module, use.error) * use.error.shape[-rank:].numel() for use in self.uses)
+        return sum(use.error.numel() // use.error.shape[-1] for use in self.uses)
+
+    @cached_property
+    def indices(self) -> Tensor:
+        """The indices of an Embedding's inputs, (rows,)."""
+        return torch.cat([use.input.flatten() for use in self.uses])
+
+    @cached_property
+    def features(self) -> Tensor:
+        """The inputs without the column of ones, (groups, rows, in)."""
+        if self.layer.weight is None:
+            return self.errors[:, : self.rows, :0]
+        parts = [layers.inputs_of(use.module, use.input).flatten(1, 2) for use in self.uses]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    @cached_property
+    def inputs(self) -> Tensor:
+        """A: features, with a column of ones for the bias."""
+        return _with_ones(self.features) if self.layer.bias is not None else self.features
+
+    @cached_property
+    def errors(self) -> Tensor:
+        """E, (groups, rows, out), ordered by direction; for an Embedding (1, rows, features)."""
+        parts = [self._errors(use) for uses in (*self.passes, *self.further) for use in uses]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def _errors(self, use: LayerCall) -> Tensor:
+        if isinstance(use.module, nn.Embedding):
+            return layers.lookups_of(use.module, use.input, use.error)[1].flatten(0, 1)[None]
+        return layers.errors_of(use.module, use.error).flatten(1, 2)
+
+    def with_errors(self, errors: Tensor) -> LayerStatistics:
+        """A copy with other errors, in the shape of `errors`."""
+        other = LayerStatistics(self.layer, self.passes, self.further)
+        other.__dict__ |= {**self.__dict__, "errors": errors}
+        return other
+
+    def is_finite(self) -> Tensor:
+        """Whether inputs, errors and their squares are finite, as a tensor."""
+        rows = [self.errors] if self.layer.lookup else [self.inputs, self.errors]
+        return torch.stack([torch.linalg.vector_norm(part) for part in rows]).isfinite().all()
+
+    # --- moments ---
+
+    def moments(
+        self, sides: Sequence[str] = ("input", "error"), *, losses_per_example: float = 1, sharing: str = "expand"
+    ) -> dict[str, Moment]:
+        """A ("input") and E ("error"), as sums that are not formed yet."""
+        if sharing == "reduce" and not self.layer.lookup:
+            inputs, errors = self._reduced()
+            rows, pairs = {"input": inputs, "error": errors}, errors.shape[1]
+        else:
+            read = {"input": "indices" if self.layer.lookup else "inputs", "error": "errors"}
+            rows, pairs = {side: getattr(self, read[side]) for side in sides}, self.rows
+        counts = {"input": self.examples * losses_per_example, "error": pairs}
+        return {side: Moment(rows[side], counts[side]) for side in sides}
+
+    def _reduced(self) -> tuple[Tensor, Tensor]:
+        """One row for each example: the mean of inputs and the sum of errors over its positions."""
+        inputs, errors = [], []
+        for uses in self.passes:
+            if len({layers.examples_in(use.module, use.input) for use in uses}) > 1:
+                raise ValueError(
+                    f"layer {self.layer.names[0]!r} was called with different numbers of examples in one pass: "
+                    "sharing='reduce' needs the same number in all calls, use 'expand'."
+                )
+            a = torch.cat([layers.inputs_of(use.module, use.input) for use in uses], 2).mean(2)
+            e = torch.cat([layers.errors_of(use.module, use.error) for use in uses], 2).sum(2)
+            a = a if self.layer.weight is not None else a[..., :0]
+            inputs.append(_with_ones(a) if self.layer.bias is not None else a)
+            errors.append(e)
+        return torch.cat(inputs, 1), torch.cat(errors, 1)
+
+
+def _with_ones(rows: Tensor) -> Tensor:
+    """Rows with a one appended to each, for the bias."""
+    wider = rows.new_empty(*rows.shape[:-1], rows.shape[-1] + 1)
+    wider[..., :-1] = rows
+    wider[..., -1] = 1
+    return wider
+
+
 @dataclass(frozen=True, eq=False)
 class Moment:
-    """weight * Σ r r' over some rows r, in each group; only the diagonal if `into` receives a diagonal.
+    """Σ r r' / count over some rows r, in each group; only the diagonal if it is added to a diagonal.
 
     Only the lower triangle of the result is valid: use `symmetric` to fill the upper one.
 
     Args:
         rows: (groups, n, size), or indices (n,) of one-hot rows.
+        count: what the sum is divided by.
     """
 
     rows: Tensor
-    weight: float
+    count: float
+
+    @property
+    def weight(self) -> float:
+        return 1 / self.count
 
     def into(self, factor: Tensor, keep: float, take: float) -> None:
         """factor <- keep * factor + take * moment, in place and in one pass."""
-        take *= self.weight
+        self.add_sum(factor, keep, take * self.weight)
+
+    def add_sum(self, factor: Tensor, keep: float = 1.0, take: float = 1.0) -> None:
+        """factor <- keep * factor + take * Σ r r', in place and in one pass."""
         if not self.rows.is_floating_point():
             counts = torch.bincount(self.rows, minlength=factor.shape[-1])
             factor.mul_(keep).add_(counts.to(factor), alpha=take)
@@ -42,6 +204,35 @@ class Moment:
                 strip.addmm_(rows[:, start:end].T, rows[:, :end], beta=keep, alpha=take)
         else:
             factor.baddbmm_(self.rows.mT, self.rows, beta=keep, alpha=take)
+
+
+@dataclass(eq=False)
+class MomentSum:
+    """The mean of r r' over batches of different size.
+
+    Args:
+        total: Σ r r', of which the lower triangle is valid, (groups, size, size), or the diagonal (groups, size).
+        count: what the sum is divided by.
+    """
+
+    total: Tensor
+    count: float = 0
+
+    @staticmethod
+    def of(layer: Layer, side: str) -> MomentSum:
+        """An empty sum for the "input" or "error" side of a layer."""
+        size = (layer.sizes[side],) * (1 if layer.lookup and side == "input" else 2)
+        like = {"dtype": compute_dtype(layer.owner.dtype), "device": layer.owner.device}
+        return MomentSum(torch.zeros(layer.shape[0], *size, **like))
+
+    def add(self, moment: Moment) -> MomentSum:
+        moment.add_sum(self.total)
+        self.count += moment.count
+        return self
+
+    def mean(self) -> Tensor:
+        """Σ r r' / count, with both triangles."""
+        return symmetric(self.total) / self.count
 
 
 def _strips(size: int) -> list[tuple[int, int]]:
@@ -88,14 +279,20 @@ def flush(entry: dict[str, Tensor], side: str) -> None:
     Moment(torch.cat(rows)[None], 1.0).into(entry[f"{side}_moment"], keep, 1.0)
 
 
-class LayerCurvature(ABC):
-    """Computes the second moments of a layer's inputs, and of its errors if `sides` has `error`."""
+@dataclass(frozen=True)
+class LayerCurvature:
+    """The second moments that an optimizer reads of each layer, with the options of its param group.
 
-    sides: tuple[str, ...] = ("input",)
+    Args:
+        sides: "input" and "error".
+    """
 
-    @abstractmethod
-    def read(self, sheet: Any, options: Mapping[str, Any]) -> dict[str, Moment]:
+    sides: tuple[str, ...]
+
+    def read(self, statistics: LayerStatistics, options: Mapping[str, Any]) -> dict[str, Moment]:
         """The second moment of each side."""
+        own = {key: options[key] for key in ("losses_per_example", "sharing") if key in options}
+        return statistics.moments(self.sides, **own)
 
 
 @dataclass(frozen=True)
@@ -110,33 +307,16 @@ class InputMoment(LayerCurvature):
     Checked by: tests/equations/test_foof.py.
     """
 
-    def read(self, sheet: Any, options: Mapping[str, Any]) -> dict[str, Moment]:
-        rows = sheet.indices if sheet.layer.lookup else sheet.inputs
-        return {"input": Moment(rows, 1 / (sheet.examples * options["losses_per_example"]))}
+    sides: tuple[str, ...] = ("input",)
 
 
 @dataclass(frozen=True)
 class KroneckerFisher(LayerCurvature):
     """F ≈ A ⊗ E, with A as in `InputMoment` and E the mean of e e' over examples and positions.
 
-    With `sharing="reduce"`, inputs are averaged and errors summed over positions first: A is the mean of aa', E the
-    mean of ee' over examples. Both are exact for one example at one position.
-
     Reference: Benzing 2021, section 2.2 and Eq. 3; Eschenhagen et al., 2023, for expand and reduce.
     Differs from the paper: means instead of sums; E is averaged over positions.
     Checked by: tests/equations/test_kfac.py, and against curvlinops.
     """
 
-    sides = ("input", "error")
-
-    def read(self, sheet: Any, options: Mapping[str, Any]) -> dict[str, Moment]:
-        weight = 1 / (sheet.examples * options["losses_per_example"])
-        if sheet.layer.lookup:
-            errors = sheet.errors
-            return {
-                "input": Moment(sheet.indices, weight),
-                "error": Moment(errors, 1 / errors.shape[1]),
-            }
-        reduce = options.get("sharing") == "reduce"
-        inputs, errors = sheet.reduced() if reduce else (sheet.inputs, sheet.errors)
-        return {"input": Moment(inputs, weight), "error": Moment(errors, 1 / errors.shape[1])}
+    sides: tuple[str, ...] = ("input", "error")

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from bayesgrad.layers.layer import Layer, LayerBatch
+from bayesgrad.layers.layer import Layer
 from bayesgrad.layers.statistics import InputMoment
+from bayesgrad.layers.statistics import LayerStatistics as LayerBatch
 from bayesgrad.optimizer.base import settings
 from bayesgrad.optimizer.factored import FactoredOptimizer
 from bayesgrad.transition import Static

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad.curvature import SquaredGradient
-from bayesgrad.layers.layer import Layer, LayerBatch
+from bayesgrad.layers.layer import Layer
+from bayesgrad.layers.statistics import LayerStatistics as LayerBatch
 from bayesgrad.layers.statistics import symmetric
 from bayesgrad.optimizer.base import settings
 from bayesgrad.optimizer.factored import MERGED, store

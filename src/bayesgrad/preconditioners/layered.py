@@ -3,7 +3,7 @@
 The gradient of the mean loss is E'A, with a row of inputs A (a one appended for the bias) and a row of errors E for
 each example and position. L E'A R can be computed from the gradient, or as (E L)'(A R), which is cheaper if rows are
 fewer than outputs. Both agree only if `.grad` was not changed since the backward pass (clipping, unscaling, penalties).
-So `layers.layer.gradient_factors` first compares E'A with `.grad`, and allows for a common factor.
+So `layers.probe.gradient_factors` first compares E'A with `.grad`, and allows for a common factor.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from bayesgrad.block.elementwise import Product
-from bayesgrad.layers.layer import Layer, LayerBatch, gradient_factors
+from bayesgrad.layers.layer import Layer
 from bayesgrad.layers.per_example import matmul
+from bayesgrad.layers.probe import gradient_factors
+from bayesgrad.layers.statistics import LayerStatistics
 from bayesgrad.precision import Kronecker, Precision
 
 
-def directions(blocks: Sequence[tuple[Layer, Precision, LayerBatch | None]]) -> dict[Tensor, Tensor | Product]:
+def directions(blocks: Sequence[tuple[Layer, Precision, LayerStatistics | None]]) -> dict[Tensor, Tensor | Product]:
     """The preconditioned gradients of layers, for each parameter.
 
     Args:
@@ -40,7 +42,7 @@ def directions(blocks: Sequence[tuple[Layer, Precision, LayerBatch | None]]) -> 
     return found
 
 
-def _is_cheaper(layer: Layer, precision: Kronecker, batch: LayerBatch) -> bool:
+def _is_cheaper(layer: Layer, precision: Kronecker, batch: LayerStatistics) -> bool:
     """Whether (E L)'(A R) needs fewer multiplications than L G R."""
     if layer.lookup or any(p.grad is None for p in layer.members):
         return False
@@ -51,10 +53,12 @@ def _is_cheaper(layer: Layer, precision: Kronecker, batch: LayerBatch) -> bool:
         if factor is not None and factor.dim() == 3:
             per_row += size * size
             whole += fan_in * fan_out * size
-    return batch.rows() * per_row < whole
+    return batch.rows * per_row < whole
 
 
-def _from_rows(layer: Layer, precision: Kronecker, batch: LayerBatch, factor: float) -> dict[Tensor, Tensor | Product]:
+def _from_rows(
+    layer: Layer, precision: Kronecker, batch: LayerStatistics, factor: float
+) -> dict[Tensor, Tensor | Product]:
     inputs, errors = _inputs_times(batch, precision.right), _times(batch.errors, precision.left)
     size = inputs.shape[-1] - (layer.bias is not None)
     found: dict[Tensor, Tensor | Product] = {}
@@ -69,7 +73,7 @@ def _from_rows(layer: Layer, precision: Kronecker, batch: LayerBatch, factor: fl
     return found
 
 
-def _inputs_times(batch: LayerBatch, factor: Tensor | None) -> Tensor:
+def _inputs_times(batch: LayerStatistics, factor: Tensor | None) -> Tensor:
     """A times a factor, without forming the column of ones where possible."""
     if batch.layer.bias is None or factor is None or factor.dim() == 2 or "inputs" in batch.__dict__:
         return _times(batch.inputs, factor)

@@ -1,4 +1,9 @@
-"""Kronecker factors of layers as differentiable functions of the weights."""
+"""Kronecker factors of layers as differentiable functions of the weights.
+
+They equal the means of `layers.statistics.LayerStatistics`, which forms them from recorded inputs and errors. Recorded
+tensors have no derivative by the weights, and hooks of autograd do not run under the transforms of `torch.func` that
+corrections need. So this file runs the model inside of the transform and reads its layers there.
+"""
 
 from __future__ import annotations
 
