@@ -35,6 +35,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
     """
 
     takes_model: ClassVar[bool] = False
+    kept: ClassVar[tuple[str, ...]] = ("model", "warned")  # attributes that a copy has
     common: ClassVar[tuple[str, ...]] = ()
     accepts: ClassVar[Mapping[str, Constraint]] = {
         "lr": NONNEGATIVE,
@@ -50,6 +51,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any], model: Any) -> None:
         self.model: nn.Module | None = None
+        self.warned: set[Tensor] = set()  # parameters that a warning has named
         if self.takes_model:
             if not isinstance(model, nn.Module):
                 name = type(self).__name__
@@ -166,7 +168,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         kept = super().__getstate__()
         state = defaultdict(dict, {p: unshared(entry) for p, entry in kept["state"].items()})
-        return {**kept, "state": state, "model": self.model}
+        return {**kept, "state": state, **{name: getattr(self, name) for name in self.kept}}
 
     # --- training and evaluation ---
 

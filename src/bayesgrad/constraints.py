@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,18 @@ OPTIONAL_BOOLEAN = Constraint("None, True or False", lambda x: x is None or x is
 def one_of(*choices: Any) -> Constraint:
     """The constraint to be one of these values."""
     return Constraint(" or ".join(map(repr, choices)), lambda x: x in choices)
+
+
+# The options of optimizers that take a model:
+LAYER_OPTIONS: Mapping[str, Constraint] = {
+    "ema": FRACTION,
+    "update_every": POSITIVE_INTEGER,
+    "stats_every": POSITIVE_INTEGER,
+    "max_factor": COUNT,
+    "losses_per_example": COUNT,
+    "likelihood": one_of("categorical", "bernoulli", "gaussian"),
+    "seed": INTEGER,
+}
 
 
 def square_matrix(matrix: Any, name: str) -> Tensor:

@@ -92,7 +92,6 @@ class BeliefOptimizer(CheckedOptimizer):
         self._blocks = Layout()
         self._checked: dict[int, tuple] = {}
         self._marked: list[tuple[int, int]] = []  # gradients at the last observation
-        self.warned: set[Tensor] = set()  # parameters that a warning has named
 
     def _build(self) -> None:
         """Builds sources and preconditioner; an optimizer that raises in its constructor has changed nothing."""
@@ -225,7 +224,7 @@ class BeliefOptimizer(CheckedOptimizer):
         """
         self.require_training("step()")
         for part in self._parts:
-            part.prepare()
+            part.prepare(closure)
         loss = None if closure is None else self._evaluate(closure)
         groups = [{**group, "lr": _rate(group)} for group in self.param_groups]
         active = [[p for p in group["params"] if p.grad is not None] for group in groups]
@@ -261,8 +260,7 @@ class BeliefOptimizer(CheckedOptimizer):
                 rule = owner.update_rule(group)
                 update = Update(rule, tuple(scalars), block.slots, tuple(evidence))
                 fused = kernels.should_compile(block.device, elements) if group["fused"] is None else group["fused"]
-                plain = owner is not self and block.slots in ((), ("momentum",))
-                axpy_coefficients = rule.move.axpy_coefficients(scalars) if plain else None
+                axpy_coefficients = rule.move.axpy_coefficients(scalars, block.slots) if owner is not self else None
                 for rows in block.rows(directions, axpy_coefficients, list(evidence.values())):
                     kernels.run(update, list(scalars.values()), rows, fused)
 

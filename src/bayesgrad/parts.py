@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from torch import Tensor
 
 from bayesgrad.packing import Directions
-from bayesgrad.rules.update import NaturalStep, UpdateRule
 from bayesgrad.rules.transition import Static
+from bayesgrad.rules.update import NaturalStep, UpdateRule
 
 if TYPE_CHECKING:
     from bayesgrad.optimizer import BeliefOptimizer
@@ -67,7 +67,7 @@ class Part:
             stale: whether gradients were computed since the last observation: it belongs to a step that was not taken.
         """
 
-    def prepare(self) -> None:
+    def prepare(self, closure: Callable[[], Any] | None) -> None:
         """Raises if a step cannot be taken; called before anything changes."""
 
     def nonfinite(self, index: int, params: list[Tensor]) -> str | None:
@@ -104,6 +104,11 @@ class Part:
 
 class Source(Part):
     """Collects evidence for the curvature beside `.grad`: draws of weights, labels, Hessians, per-example squares."""
+
+    @property
+    def drawing(self) -> bool:
+        """Whether weights are a sample now, in training."""
+        return False
 
     def draw(self, noise: Noise | None) -> AbstractContextManager[None]:
         """A context in which weights are a sample; of sources with `needs.draws`."""

@@ -94,6 +94,11 @@ class PerExampleGradients(ABC):
         return {f"{kind}_{name}": getattr(self, name) for name in own}
 
 
+def is_stored(name: str) -> bool:
+    """Whether a state tensor of this name is one of `PerExampleGradients.tensors`."""
+    return any(name.startswith(f"{kind}_") for kind in PerExampleGradients.kinds)
+
+
 def restored(tensors: Mapping[str, Tensor], shape: torch.Size) -> PerExampleGradients | None:
     """The inverse of `PerExampleGradients.tensors`; other entries are ignored. None if no class matches."""
     for kind, cls in PerExampleGradients.kinds.items():

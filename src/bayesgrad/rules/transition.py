@@ -48,9 +48,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesgrad.rules.curvature import Memory, Scalars, average
 from bayesgrad.kernels import sqrt
 from bayesgrad.precision import Diagonal, Pair
+from bayesgrad.rules.curvature import Memory, Scalars, average
 
 FLOOR = torch.finfo(torch.float32).tiny
 OLDER_VARIANCE = "older_variance"  # in memory during a step: the variance before the last, for `NaturalStep`

@@ -26,6 +26,7 @@ from bayesgrad.precision import Pair, Precision, Scalar
 from bayesgrad.rules.curvature import Curvature, Evidence, Memory, Scalars, average
 from bayesgrad.rules.transition import OLDER_VARIANCE, Static, Transition
 
+MOMENTUM = "momentum"  # the slot of the average of gradients or directions
 # Slots of a prior that is the posterior of an earlier task:
 PRIOR_PRECISION, PRIOR_MEAN, PRIOR_NATURAL = "prior_precision", "prior_mean", "prior_natural"
 
@@ -47,8 +48,8 @@ class Move(ABC):
     def scalars(self, group: Mapping[str, Any], step: int, step_scale: float) -> dict[str, float]:
         """The scalars `n` that `move` reads; `step_scale` multiplies the whole step."""
 
-    def axpy_coefficients(self, n: Scalars) -> tuple[float, float, float, float] | None:
-        """(keep, fresh, step_scale, shrink), if the step is mean <- shrink mean - step_scale m.
+    def axpy_coefficients(self, n: Scalars, slots: tuple[str, ...]) -> tuple[float, float, float, float] | None:
+        """(keep, fresh, step_scale, shrink), if the step is mean <- shrink mean - step_scale m with these slots.
 
         For a preconditioned gradient d, m is the momentum, m <- keep m + fresh d, or d itself without momentum. None
         if the step has another form.
@@ -90,11 +91,11 @@ class NaturalStep(Move):
     means = ("last_mean",)
 
     def slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        averages = ("momentum",) if momentum_of(group) else ()
+        averages = (MOMENTUM,) if momentum_of(group) else ()
         return (*averages, "last_mean") if self.natural_momentum else averages
 
     def averages(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return ("momentum",) if momentum_of(group) and not self.heavy_ball else ()
+        return (MOMENTUM,) if momentum_of(group) and not self.heavy_ball else ()
 
     def scalars(self, group: Mapping[str, Any], step: int, step_scale: float) -> dict[str, float]:
         momentum = momentum_of(group)
@@ -103,15 +104,17 @@ class NaturalStep(Move):
         keep, take = average(momentum, step)
         return {"step_scale": step_scale, "momentum": keep, "fresh": take}
 
-    def axpy_coefficients(self, n: Scalars) -> tuple[float, float, float, float]:
+    def axpy_coefficients(self, n: Scalars, slots: tuple[str, ...]) -> tuple[float, float, float, float] | None:
+        if slots not in ((), (MOMENTUM,)):
+            return None
         return n["momentum"], n.get("fresh", 1.0), n["step_scale"], n.get("shrink", 1.0)
 
     def move(self, mean: Tensor, gradient: Tensor, precision: Precision, memory: Memory, n: Scalars) -> Tensor:
-        if "momentum" in memory and not self.heavy_ball:
-            gradient = memory["momentum"] = n["momentum"] * memory["momentum"] + n["fresh"] * gradient
+        if MOMENTUM in memory and not self.heavy_ball:
+            gradient = memory[MOMENTUM] = n["momentum"] * memory[MOMENTUM] + n["fresh"] * gradient
         step = precision.solve(gradient + n["pull"] if "pull" in n else gradient)
-        if "momentum" in memory and self.heavy_ball:
-            step = memory["momentum"] = n["momentum"] * memory["momentum"] + step
+        if MOMENTUM in memory and self.heavy_ball:
+            step = memory[MOMENTUM] = n["momentum"] * memory[MOMENTUM] + step
         if "radius" in n:
             step = step.clamp(-n["radius"], n["radius"])
         moved = mean - n["step_scale"] * step
@@ -135,7 +138,7 @@ class PredictedStep(Move):
     """
 
     def slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return ("momentum",)
+        return (MOMENTUM,)
 
     def scalars(self, group: Mapping[str, Any], step: int, step_scale: float) -> dict[str, float]:
         """The optimizer adds `momentum` (keep), `pull`, `ahead` and `eta`."""
@@ -145,8 +148,8 @@ class PredictedStep(Move):
         if not isinstance(precision, Pair):
             raise TypeError(f"PredictedStep needs a precision of type Pair, got {type(precision).__name__}.")
         posterior = mean - n["step_scale"] * (precision.weight * gradient)
-        memory["momentum"] = n["momentum"] * memory["momentum"] - n["pull"] * (precision.cross * gradient)
-        return n["ahead"] * posterior + n["eta"] * memory["momentum"]
+        memory[MOMENTUM] = n["momentum"] * memory[MOMENTUM] - n["pull"] * (precision.cross * gradient)
+        return n["ahead"] * posterior + n["eta"] * memory[MOMENTUM]
 
 
 @dataclass(frozen=True)
@@ -170,7 +173,7 @@ class LangevinStep(Move):
     def scalars(self, group: Mapping[str, Any], step: int, step_scale: float) -> dict[str, float]:
         return {"step_scale": step_scale}
 
-    def axpy_coefficients(self, n: Scalars) -> tuple[float, float, float, float]:
+    def axpy_coefficients(self, n: Scalars, slots: tuple[str, ...]) -> tuple[float, float, float, float]:
         return 0.0, 1.0, n["step_scale"], 1.0
 
     def change(

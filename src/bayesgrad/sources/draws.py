@@ -37,6 +37,10 @@ class Draws(Source):
     def restore(self, finished: bool) -> None:
         """Restores them, bit for bit. `finished` is False under `torch.no_grad()` and after an error."""
 
+    @property
+    def drawing(self) -> bool:
+        return self.key is not None
+
     def begin(self, training: bool) -> None:
         """Called before the weights are changed."""
 
@@ -49,9 +53,7 @@ class Draws(Source):
 
     def zeroed(self, stale: bool) -> None:
         self.reset()
-        self.at_zero_grad = self.before = {
-            p: mark(p) for group in self.optimizer.param_groups for p in group["params"]
-        }
+        self.at_zero_grad = self.before = {p: mark(p) for group in self.optimizer.param_groups for p in group["params"]}
 
     @contextmanager
     def draw(self, noise: Noise | None) -> Iterator[None]:

@@ -57,7 +57,7 @@ class HessianDiagonal(Source):
         _, params, starts = zip(*wanted)
         gradients = gradients_of(loss, params)
         drawing = next((source for source in optimizer.sources if source.needs.draws), None)
-        if drawing is not None and drawing.key is None:
+        if drawing is not None and not drawing.drawing:
             raise RuntimeError("call observe(loss=loss) inside `with optimizer.sampled():`, before loss.backward().")
         if drawing is None and not self.diagonals:
             optimizer.draws += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,7 +54,7 @@ class PerExampleSquares(Source):
     def close(self) -> None:
         self.recorded.close()
 
-    def prepare(self) -> None:
+    def prepare(self, closure: Callable[[], Any] | None) -> None:
         self.recorded.check_processes()
 
     def zeroed(self, stale: bool) -> None:

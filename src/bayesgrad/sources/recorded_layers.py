@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad import layers
-from bayesgrad.layers.layer import Layer, LayerBatch
+from bayesgrad.layers.layer import Layer
 from bayesgrad.layers.recorder import LayerCall, LayerRecorder
+from bayesgrad.layers.statistics import LayerStatistics
 
 if TYPE_CHECKING:
     from bayesgrad.optimizer import BeliefOptimizer
@@ -128,7 +129,7 @@ class RecordedLayers:
                 stacklevel=6,
             )
 
-    def layer_batches(self, uses: Sequence[Sequence[LayerCall]]) -> dict[Layer, LayerBatch]:
+    def layer_statistics(self, uses: Sequence[Sequence[LayerCall]]) -> dict[Layer, LayerStatistics]:
         """The inputs and errors of each layer in these passes; layers without calls are omitted."""
         by_weight = {id(layer.module._parameters.get("weight")): layer for layer in self.layers}
         found: dict[Layer, list[list[LayerCall]]] = {}
@@ -140,7 +141,7 @@ class RecordedLayers:
                     here.setdefault(layer, []).append(use)
             for layer, own in here.items():
                 found.setdefault(layer, []).append(own)
-        return {layer: LayerBatch(layer, passes) for layer, passes in found.items()}
+        return {layer: LayerStatistics(layer, passes) for layer, passes in found.items()}
 
     def backward_passes(self) -> list[list[LayerCall]]:
         """The calls recorded since `zero_grad()`, as a list for each backward pass."""
