@@ -1,8 +1,9 @@
 """Through how many files one warm training step of an optimizer runs, and how often it changes from one to another.
 
-A tracer notes the file of each call of a Python function of the package, and of each return to one. "files" is the
-number of different files, "switches" the number of times that a call or a return leads into another file than the one
-before. The step is the third of a small MLP: zero_grad, the forward pass, observe, backward and step.
+A tracer notes the file of each call of a Python function of the package. "files" is the number of different files,
+"switches" the number of times that a call leads into another file than the call before. The step is the fourth of a
+model with one or two Linear layers, with the loop of the documentation: sampled, zero_grad, forward pass, observe,
+backward, step.
 
 Run: python benchmarks/call_trace.py [--list]
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,24 +34,13 @@ CASES: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 3))
-
-
-def files_of(call: Callable[[], Any], returns: bool) -> list[str]:
+def files_of(call: Callable[[], Any]) -> list[str]:
     """The files of the package through which a call runs, in order."""
     found: list[str] = []
 
     def note(frame: Any, event: str, argument: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(HOME):
-            found.append(frame.f_code.co_filename)
-        if returns and event == "return" and frame.f_code.co_filename.startswith(HOME):
-            caller = frame.f_back
-            while caller is not None and not caller.f_code.co_filename.startswith(HOME):
-                caller = caller.f_back
-            if caller is not None:
-                found.append(caller.f_code.co_filename)
+            found.append(str(Path(frame.f_code.co_filename).relative_to(HOME)))
 
     sys.setprofile(note)
     try:
@@ -59,44 +50,42 @@ def files_of(call: Callable[[], Any], returns: bool) -> list[str]:
     return found
 
 
+def train(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    """One step by the loop of the documentation."""
+    with optimizer.sampled():
+        optimizer.zero_grad()
+        outputs = model(x)
+        loss = F.cross_entropy(outputs, y)
+        optimizer.observe(outputs, loss=loss)
+        loss.backward()
+    optimizer.step()
+
+
+def trace(build: Callable[[nn.Module], Any], widths: tuple[int, ...]) -> list[str]:
+    """The files of one warm step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(a, b) for a, b in pairwise(widths)])
+    optimizer = build(model)
+    x, y = torch.randn(16, widths[0]), torch.randint(0, widths[-1], (16,))
+    for _ in range(3):
+        train(model, optimizer, x, y)
+    return files_of(lambda: train(model, optimizer, x, y))
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--list", action="store_true", help="print the files")
+    parser = argparse.ArgumentParser(description="Files and switches between files in one step.")
+    parser.add_argument("--list", action="store_true", help="print the files, in order")
     options = parser.parse_args()
     torch.set_num_threads(1)
     for name, build in CASES.items():
-      for returns in (False, True):
-       for whole in (False, True):
-        model = network()
-        optimizer = build(model)
-        x, y = torch.randn(16, 10), torch.randint(0, 3, (16,))
-
-        def passes() -> None:
-            from contextlib import nullcontext
-            with optimizer.sampled() if name == "VOGN" else nullcontext():
-                optimizer.zero_grad()
-                outputs = model(x)
-                loss = F.cross_entropy(outputs, y)
-                if hasattr(optimizer, "observe"):
-                    optimizer.observe(outputs)
-                loss.backward()
-
-        def step() -> None:
-            passes()
-            optimizer.step()
-
-        for _ in range(3):
-            step()
-        if whole:
-            files = files_of(step, returns)
-        else:
-            passes()
-            files = files_of(optimizer.step, returns)
-        switches = sum(a != b for a, b in zip(files, files[1:]))
-        print(f"{name:10} returns={returns} whole={whole} {len(set(files)):3} files {switches:4} switches")
+        counts = []
+        for widths in ((10, 3), (10, 20, 3)):
+            files = trace(build, widths)
+            counts.append(f"{len(set(files))}/{sum(a != b for a, b in pairwise(files))}")
+        print(f"{name:10} one layer {counts[0]:8} two layers {counts[1]}")
         if options.list:
-            for file in sorted(set(files)):
-                print(f"    {Path(file).relative_to(HOME)}")
+            for file in trace(build, (10, 3)):
+                print(f"    {file}")
 
 
 if __name__ == "__main__":

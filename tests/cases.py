@@ -14,6 +14,7 @@ from torch import nn
 
 from bayesgrad import optim, samplers
 from bayesgrad.parts import Needs
+from bayesgrad.sources import HessianDiagonal
 
 
 @dataclass(frozen=True)
@@ -469,6 +470,12 @@ def observe(
     """Calls observe(), if there is an optimizer; with labels, nothing is random."""
     if optimizer is not None:
         optimizer.observe(outputs, loss=loss, labels=labels)
+
+
+def diagonals(optimizer: Any) -> dict[torch.Tensor, torch.Tensor]:
+    """What observe() has computed since the last step."""
+    (source,) = (source for source in optimizer.sources if isinstance(source, HessianDiagonal))
+    return source.diagonals
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:

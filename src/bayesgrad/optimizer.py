@@ -37,7 +37,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from bayesgrad import kernels, likelihoods
 from bayesgrad.belief import Joint
 from bayesgrad.checkpoint import CheckedOptimizer
-from bayesgrad.packing import Block, Directions, Layout, gradient_of
+from bayesgrad.packing import Block, Directions, Job, Layout, gradient_of
 from bayesgrad.parts import Groups, Needs, Noise, Part, Preconditioner, Source
 from bayesgrad.posterior import Posterior
 from bayesgrad.posterior.filtered import filtered_variance, gaussian_posterior
@@ -59,7 +59,7 @@ class BeliefOptimizer(CheckedOptimizer):
 
     | method | meaning | default |
     |---|---|---|
-    | `update_rule(group)` | the rule, if an option changes it | the class attribute |
+    | `rule_of(group)` | the rule, if an option in `common` selects it | the class attribute |
     | `dynamics(group, step)` | arguments of the transition's `scalars` | none |
     | `step_scale(group)` | factor of the step | lr |
     | `gradient_scale(group)` | factor of the gradient before it is squared | None, for 1 |
@@ -77,7 +77,7 @@ class BeliefOptimizer(CheckedOptimizer):
         model: for optimizers that use the layers of the model.
     """
 
-    rule: ClassVar[UpdateRule]
+    rule: UpdateRule
 
     def __init__(self, params: Any, defaults: dict[str, Any], model: Any = None) -> None:
         self._reset()
@@ -97,6 +97,7 @@ class BeliefOptimizer(CheckedOptimizer):
         """Builds sources and preconditioner; an optimizer that raises in its constructor has changed nothing."""
         for part in self._parts:
             part.close()
+        self.rule = self.rule_of(self.param_groups[0])
         self.sources = tuple(self.build_sources())
         self.preconditioner = self.build_preconditioner()
         self._parts = (*self.sources, *([self.preconditioner] if self.preconditioner else ()))
@@ -111,8 +112,8 @@ class BeliefOptimizer(CheckedOptimizer):
     def build_preconditioner(self) -> Preconditioner | None:
         return None
 
-    def update_rule(self, group: Mapping[str, Any]) -> UpdateRule:
-        return self.rule
+    def rule_of(self, group: Mapping[str, Any]) -> UpdateRule:
+        return type(self).rule
 
     def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         return {}
@@ -126,21 +127,21 @@ class BeliefOptimizer(CheckedOptimizer):
     def prior_variance(self, group: Mapping[str, Any]) -> float:
         return 1.0
 
-    def slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+    def slots(self, group: Mapping[str, Any], rule: UpdateRule) -> tuple[str, ...]:
         """The names of the state tensors of a parameter in this group."""
-        return self.update_rule(group).slots(group)
+        return rule.slots(group)
 
     def scalars(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         """All scalars of one step."""
         scales = self.step_scale(group), self.dynamics(group, step), self.gradient_scale(group)
-        return self.update_rule(group).scalars(group, step, *scales)
+        return self.rule.scalars(group, step, *scales)
 
     def finished(self) -> None:
         """Called at the end of a step."""
 
     def initial(self, slot: str, group: Mapping[str, Any], p: Tensor) -> float | Tensor:
         """The initial value of a state tensor."""
-        return self.update_rule(group).initial(slot, p, self.prior_variance(group))
+        return self.rule.initial(slot, p, lambda: self.prior_variance(group))
 
     @property
     def needs(self) -> Needs:
@@ -222,7 +223,8 @@ class BeliefOptimizer(CheckedOptimizer):
         Returns:
             The return value of the closure.
         """
-        self.require_training("step()")
+        if not self.param_groups[0]["train_mode"]:
+            self.require_training("step()")
         for part in self._parts:
             part.prepare(closure)
         loss = None if closure is None else self._evaluate(closure)
@@ -233,6 +235,7 @@ class BeliefOptimizer(CheckedOptimizer):
             if self._checked.get(index) != values:
                 self.check_group(group)
                 self._checked[index] = values
+                self.rule = self.rule_of(groups[0])
         if not self._skips(active):
             self._update(groups, active)
             for part in self._parts:
@@ -257,10 +260,11 @@ class BeliefOptimizer(CheckedOptimizer):
             for block in blocks:
                 block.step += 1
                 scalars = owner.scalars(group, int(block.step))
-                rule = owner.update_rule(group)
-                update = Update(rule, tuple(scalars), block.slots, tuple(evidence))
+                update = Update(owner.rule, tuple(scalars), block.slots, tuple(evidence))
                 fused = kernels.should_compile(block.device, elements) if group["fused"] is None else group["fused"]
-                axpy_coefficients = rule.move.axpy_coefficients(scalars, block.slots) if owner is not self else None
+                axpy_coefficients = (
+                    owner.rule.move.axpy_coefficients(scalars, block.slots) if owner is not self else None
+                )
                 for rows in block.rows(directions, axpy_coefficients, list(evidence.values())):
                     kernels.run(update, list(scalars.values()), rows, fused)
 
@@ -299,23 +303,25 @@ class BeliefOptimizer(CheckedOptimizer):
         self, groups: Groups, active: list[list[Tensor]], directions: Directions
     ) -> list[tuple[Any, dict[str, Any], list[Block]]]:
         """The blocks of each group, for parameters with and without a direction, and whose rule updates them."""
-        jobs: list[tuple[Any, dict[str, Any], list[Tensor]]] = []
+        jobs: list[Job] = []
         for group, params in zip(groups, active):
-            jobs.append((self, group, [p for p in params if p not in directions] if directions else params))
-            if self.preconditioner:
-                jobs.append((self.preconditioner, group, [p for p in params if p in directions]))
+            rest = [p for p in params if p not in directions] if directions else params
+            jobs.append((self, group, rest, self.slots(group, self.rule)))
+            if (other := self.preconditioner) is not None:
+                direct = [p for p in params if p in directions]
+                jobs.append((other, group, direct, other.slots(group, other.rule)))
         return self._blocks.of(jobs, self.state, self.initialise)
 
     def initialise(self, owner: Any, group: Mapping[str, Any], params: list[Tensor]) -> None:
         """Creates missing state tensors; `owner` is this optimizer or its preconditioner."""
         # An average of the gradient that is added late in a run starts at the current gradient.
-        started = self.update_rule(group).averages(group) if owner is self else ()
+        started = self.rule.averages(group) if owner is self else ()
         for p in params:
             entry = self.state[p]
             if "step" not in entry:
                 entry["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             entry["step"] = entry["step"].to("cpu", torch.float32)
-            for slot in owner.slots(group):
+            for slot in owner.slots(group, owner.rule):
                 if slot not in entry:
                     entry[slot] = torch.empty_like(p, dtype=kernels.compute_dtype(p.dtype))
                     value = self.initial(slot, group, p)
@@ -356,7 +362,7 @@ class BeliefOptimizer(CheckedOptimizer):
         """Whether to skip this step because something is not finite; called before anything changes."""
         for index, (group, params) in enumerate(zip(self.param_groups, active)):
             for p in params:
-                if gradient_of(p).layout is not torch.strided:
+                if p.grad.layout is not torch.strided:  # pyright: ignore[reportOptionalMemberAccess]
                     raise RuntimeError(
                         f"{type(self).__name__} needs dense gradients, but that of {self.name_of(p)} is sparse: "
                         "build the embedding with sparse=False."
@@ -398,7 +404,9 @@ class BeliefOptimizer(CheckedOptimizer):
 
     def slots_of(self, p: Tensor, group: Mapping[str, Any]) -> tuple[str, ...]:
         covers = self.preconditioner is not None and self.preconditioner.covers(p)
-        return self.preconditioner.slots(group) if covers and self.preconditioner else self.slots(group)
+        if covers and self.preconditioner:
+            return self.preconditioner.slots(group, self.preconditioner.rule)
+        return self.slots(group, self.rule_of(group))
 
     def check_loaded(self, saved: Mapping[str, Any]) -> None:
         super().check_loaded(saved)

@@ -22,6 +22,7 @@ SMALL = 1 << 15  # elements up to which a tensor is packed with others
 PACK = 1 << 18  # elements of one pack at most: bounds the memory of the gathered copies
 
 State = dict[str, Tensor]
+Job = tuple[Any, dict[str, Any], list[Tensor], tuple[str, ...]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,20 +148,19 @@ class Layout:
 
     def of(
         self,
-        jobs: Sequence[tuple[Any, dict[str, Any], list[Tensor]]],
+        jobs: Sequence[Job],
         state: dict[Any, State],
         initialise: Callable[[Any, dict[str, Any], list[Tensor]], None],
     ) -> list[tuple[Any, dict[str, Any], list[Block]]]:
         """The blocks of each job.
 
         Args:
-            jobs: whose rule updates the parameters (it has `slots(group)`), their group, and the parameters.
+            jobs: whose rule updates the parameters, their group, the parameters, and the names of their state tensors.
             state: the optimizer's.
             initialise: creates missing state tensors of a job.
         """
         kept, self.kept = self.kept, []
-        for index, (owner, group, params) in enumerate(jobs):
-            slots = owner.slots(group)
+        for index, (owner, group, params, slots) in enumerate(jobs):
             blocks = kept[index] if index < len(kept) else []
             if not blocks_fit(blocks, params, state, slots):
                 initialise(owner, group, params)
@@ -169,7 +169,7 @@ class Layout:
                     Block([p for p, k in zip(params, keys) if k == key], state, slots) for key in dict.fromkeys(keys)
                 ]
             self.kept.append(blocks)
-        return [(owner, group, blocks) for (owner, group, _), blocks in zip(jobs, self.kept)]
+        return [(owner, group, blocks) for (owner, group, *_), blocks in zip(jobs, self.kept)]
 
 
 class Pack:

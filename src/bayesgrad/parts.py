@@ -132,11 +132,8 @@ class Preconditioner(Part, ABC):
     def directions(self, groups: Groups, active: list[list[Tensor]]) -> Directions:
         """The preconditioned gradients, by parameter."""
 
-    def update_rule(self, group: Mapping[str, Any]) -> UpdateRule:
-        return self.rule
-
-    def slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return self.rule.slots(group)
+    def slots(self, group: Mapping[str, Any], rule: UpdateRule) -> tuple[str, ...]:
+        return rule.slots(group)
 
     def step_scale(self, group: Mapping[str, Any]) -> float:
         return float(group["lr"])

@@ -15,7 +15,7 @@ from bayesgrad.optim import AdaBayes, AdaBayesFP, KroneckerFilter, KroneckerFilt
 from bayesgrad.posterior import load
 from bayesgrad.precision import Kronecker
 from bayesgrad.precision.projection import Factors
-from bayesgrad.transition import OrnsteinUhlenbeck
+from bayesgrad.rules import OrnsteinUhlenbeck
 
 D = torch.float64
 
@@ -54,7 +54,7 @@ def steps(model: nn.Sequential, optimizer: torch.optim.Optimizer, indices: range
         x, y = data(index, n)
         optimizer.zero_grad()
         outputs = model(x)
-        optimizer.observe(outputs, y)
+        optimizer.observe(outputs, labels=y)
         F.cross_entropy(outputs, y).backward()
         seen = evidence(model, x, y)
         yield index, seen

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bayesgrad.curvature import SubsampledFisher
+from bayesgrad import SubsampledFisher
 from bayesgrad.optim import NaturalGradient
 
 D = torch.float64
@@ -82,7 +82,7 @@ def test_same_batch_and_labels_take_the_stable_form(ratio: float) -> None:
     damping = torch.linalg.eigvalsh(fisher.gram())[-1].item() / ratio
     optimizer = NaturalGradient(model, lr=1.0, damping=damping)
     outputs = model(x)
-    optimizer.observe(outputs, y)
+    optimizer.observe(outputs, labels=y)
     F.cross_entropy(outputs, y).backward()
     before = flat(model)
     F.cross_entropy(exact(x.to(D)), y).backward()
@@ -179,7 +179,7 @@ def test_terms_divide_the_fisher(labelled: bool) -> None:
     x, y = torch.randn(6, 5, 4, dtype=D), torch.randint(0, 3, (6, 5))
     optimizer = NaturalGradient(model, lr=1.0, damping=0.05, losses_per_example=5)
     outputs = model(x)
-    optimizer.observe(outputs, y if labelled else 2 - y)
+    optimizer.observe(outputs, labels=y if labelled else 2 - y)
     F.cross_entropy(outputs.flatten(0, 1), y.flatten()).backward()
     fisher = SubsampledFisher(model, x, labels=y if labelled else 2 - y).dense() / 5
     before, g = flat(model), gradient(model)

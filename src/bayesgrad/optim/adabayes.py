@@ -149,8 +149,8 @@ class AdaBayes(BeliefOptimizer):
     def build_sources(self) -> Iterator[Source]:
         return fisher_sources(self.param_groups[0], self._sampling_scalars)
 
-    def update_rule(self, group: Mapping[str, Any]) -> UpdateRule:
-        return self.centred_rule if group["fisher"] == "centered" else self.rule
+    def rule_of(self, group: Mapping[str, Any]) -> UpdateRule:
+        return self.centred_rule if group["fisher"] == "centered" else type(self).rule
 
     # The state is u = sigma^2_post / unit. With follow_lr, unit = lr/base_lr: process noise and information are
     # proportional to it and the stationary variance is constant, so the state need not be rescaled when lr changes,
@@ -252,8 +252,8 @@ class AdaBayesFP(BeliefOptimizer):
     def build_sources(self) -> Iterator[Source]:
         return fisher_sources(self.param_groups[0], None)
 
-    def update_rule(self, group: Mapping[str, Any]) -> UpdateRule:
-        return self.centred_rule if group["fisher"] == "centered" else self.rule
+    def rule_of(self, group: Mapping[str, Any]) -> UpdateRule:
+        return self.centred_rule if group["fisher"] == "centered" else type(self).rule
 
     def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         return {"beta": group["betas"][1], "step": step, "half": group["base_lr"] / (2 * group["sgd_lr"])}

@@ -15,7 +15,7 @@ from bayesgrad.constraints import NONNEGATIVE, OPEN_FRACTION, POSITIVE
 from bayesgrad.optimizer import BeliefOptimizer
 from bayesgrad.precision import Diagonal, Pair, Precision
 from bayesgrad.rules import NaturalStep, SquaredGradient, SteadyState, UpdateRule
-from bayesgrad.rules.curvature import Memory, Scalars
+from bayesgrad.rules.transition import Memory, Scalars
 from bayesgrad.rules.update import MOMENTUM
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +17,56 @@ from bayesgrad.optimizer import BeliefOptimizer
 from bayesgrad.parts import Source
 from bayesgrad.posterior import BernoulliPosterior, Posterior
 from bayesgrad.posterior.filtered import check_scale, names_in
-from bayesgrad.rules import BinaryRule, NaturalStep
-from bayesgrad.rules.update import PRIOR_NATURAL, signs
+from bayesgrad.rules import Move, NaturalStep, Static, UpdateRule
+from bayesgrad.rules.transition import Memory
 from bayesgrad.sources import WeightSampling
 from bayesgrad.sources.relaxed import Relaxed
+
+PRIOR_NATURAL = "prior_natural"  # a slot: the natural parameter of a prior that is an earlier posterior
+
+
+@dataclass(frozen=True)
+class BinaryRule(UpdateRule):
+    """A rule for a latent value whose sign is the weight, sign(0) = 1; it has no curvature.
+
+    The gradient with respect to the weight replaces that with respect to the latent value. It is multiplied by the
+    slope between the two, if the evidence has one, and by the scalar `gradient_scale`. A slot `PRIOR_NATURAL` is
+    subtracted from it.
+
+    Args:
+        latent: the slot of the latent value.
+    """
+
+    latent: str = "latent"
+
+    @classmethod
+    def of(cls, move: Move, latent: str) -> BinaryRule:
+        return cls(None, Static(), move, latent)
+
+    def slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return (self.latent, *super().slots(group))
+
+    def __call__(
+        self, n: dict[str, Any], weight: Tensor, gradient: Tensor, evidence: Mapping[str, Tensor], memory: Memory
+    ) -> Tensor:
+        latent = memory[self.latent]
+        gradient = gradient.to(latent.dtype)
+        if "product" in evidence:
+            gradient = evidence["product"].to(latent.dtype)
+        elif "slope" in evidence:
+            gradient = gradient * evidence["slope"].to(latent.dtype)
+        if "gradient_scale" in n:
+            largest = torch.finfo(latent.dtype).max / 4  # an infinite latent value would never change again
+            gradient = (gradient * n["gradient_scale"]).clamp(-largest, largest)
+        if PRIOR_NATURAL in memory:
+            gradient = gradient - memory[PRIOR_NATURAL]
+        moved = memory[self.latent] = super().__call__(n, latent, gradient, {}, memory)
+        return signs(moved)
+
+
+def signs(latent: Tensor) -> Tensor:
+    """-1 or 1."""
+    return torch.where(latent < 0, -1.0, 1.0)
 
 
 class BinaryOptimizer(BeliefOptimizer):
@@ -28,7 +75,7 @@ class BinaryOptimizer(BeliefOptimizer):
     Parameters that do not require gradients are not changed until they do.
     """
 
-    rule: ClassVar[BinaryRule]  # pyright: ignore[reportIncompatibleVariableOverride]
+    rule: BinaryRule  # pyright: ignore[reportIncompatibleVariableOverride]
     _complete = True
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
@@ -222,8 +269,8 @@ class BayesBiNN(BinaryOptimizer):
                 f"lr must be at most 1, got {group['lr']!r}: it is the fraction of lambda that a step replaces."
             )
 
-    def slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return (*super().slots(group), *((PRIOR_NATURAL,) if group.get("informed") else ()))
+    def slots(self, group: Mapping[str, Any], rule: UpdateRule) -> tuple[str, ...]:
+        return (*super().slots(group, rule), *((PRIOR_NATURAL,) if group.get("informed") else ()))
 
     def is_partial(self, entry: Mapping[str, Tensor]) -> bool:
         return "step" not in entry

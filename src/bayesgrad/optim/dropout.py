@@ -185,10 +185,10 @@ class SpikeSlab(BeliefOptimizer):
             return keep.get(self._masked[p].layer)
         return None if p is next(iter(self._masked)) and not group["drop_inputs"] else keep
 
-    def update_rule(self, group: Mapping[str, Any]) -> UpdateRule:
+    def rule_of(self, group: Mapping[str, Any]) -> UpdateRule:
         if group["update"] == "newton":
             return self.newton_rule
-        return self.rule if group["update"] == "adam" else self.undebiased_rule
+        return type(self).rule if group["update"] == "adam" else self.undebiased_rule
 
     def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         if group["update"] == "newton":

@@ -70,7 +70,7 @@ class IVON(VariationalOptimizer):
     """
 
     rule = UpdateRule(Reparameterised(), Forget(retract=True), NaturalStep())
-    common = ("curvature",)
+    common = ("curvature", "natural_momentum")
     accepts = {**VariationalOptimizer.accepts, "rescale_lr": BOOLEAN, "curvature": one_of("reparameterised", "gradsq")}
 
     def __init__(
@@ -98,8 +98,8 @@ class IVON(VariationalOptimizer):
     def build_sources(self) -> Iterator[Source]:
         yield self.weight_sampling("squares" if self.param_groups[0]["curvature"] == "gradsq" else "offset")
 
-    def update_rule(self, group: Mapping[str, Any]) -> UpdateRule:
-        rule = super().update_rule(group)
+    def rule_of(self, group: Mapping[str, Any]) -> UpdateRule:
+        rule = super().rule_of(group)
         return replace(rule, curvature=SquaredGradient()) if group["curvature"] == "gradsq" else rule
 
     def gradient_scale(self, group: Mapping[str, Any]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,19 +17,48 @@ from bayesgrad.optim.adabayes import FISHER_OPTIONS, check_centred, fisher_sourc
 from bayesgrad.optimizer import BeliefOptimizer
 from bayesgrad.packing import Block, Directions
 from bayesgrad.parts import Groups, Source
+from bayesgrad.precision import Pair, Precision
 from bayesgrad.rules import (
     CentredGradient,
+    Move,
     OrnsteinUhlenbeckPair,
-    PredictedStep,
     SquaredGradient,
     SteadyState,
     UpdateRule,
 )
+from bayesgrad.rules.transition import Memory, Scalars
 from bayesgrad.rules.update import MOMENTUM
 
 INITIAL_SGD_LR = 0.1  # SGD's learning rate that gives the first step if prior_std = inf
 AHEAD = "ahead"  # in the state: the coefficients of the last prediction
 MAX_CORRELATION = 0.7  # bound of the initial correlation of weight and momentum
+
+
+@dataclass(frozen=True)
+class PredictedStep(Move):
+    """Updates weight and momentum, then predicts the weight at the next step, where the next gradient is taken.
+
+    m = w - step_scale a g, p <- keep p - pull b g, w <- ahead m + eta p, with a the variance of the weight and b its
+    covariance with the momentum. Gradients are taken at w, ahead of the posterior mean m: this is Nesterov's
+    acceleration.
+
+    Reference: Aitchison 2018, Eq. 15-18.
+    Checked by: tests/equations/test_momentum_filter.py.
+    """
+
+    def slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return (MOMENTUM,)
+
+    def scalars(self, group: Mapping[str, Any], step: int, step_scale: float) -> dict[str, float]:
+        """The optimizer adds `momentum` (keep), `pull`, `ahead` and `eta`."""
+        return {"step_scale": step_scale}
+
+    def move(self, mean: Tensor, gradient: Tensor, precision: Precision, memory: Memory, n: Scalars) -> Tensor:
+        if not isinstance(precision, Pair):
+            raise TypeError(f"PredictedStep needs a precision of type Pair, got {type(precision).__name__}.")
+        posterior = mean - n["step_scale"] * (precision.weight * gradient)
+        memory[MOMENTUM] = n["momentum"] * memory[MOMENTUM] - n["pull"] * (precision.cross * gradient)
+        return n["ahead"] * posterior + n["eta"] * memory[MOMENTUM]
 
 
 class KalmanMomentum(BeliefOptimizer):
@@ -94,7 +123,7 @@ class KalmanMomentum(BeliefOptimizer):
     """
 
     rule = UpdateRule(SquaredGradient(), OrnsteinUhlenbeckPair(), PredictedStep())
-    common = ("fisher", "sample_weights")
+    common = ("fisher", "sample_weights", "steady_state")
     accepts = {
         **BeliefOptimizer.accepts,
         **FISHER_OPTIONS,
@@ -164,8 +193,8 @@ class KalmanMomentum(BeliefOptimizer):
     def build_sources(self) -> Iterator[Source]:
         return fisher_sources(self.param_groups[0], self._sampling_scalars)
 
-    def update_rule(self, group: Mapping[str, Any]) -> UpdateRule:
-        rule = self.rule
+    def rule_of(self, group: Mapping[str, Any]) -> UpdateRule:
+        rule = type(self).rule
         if group["steady_state"]:
             rule = replace(rule, transition=SteadyState(OrnsteinUhlenbeckPair()))
         return replace(rule, curvature=CentredGradient()) if group["fisher"] == "centered" else rule

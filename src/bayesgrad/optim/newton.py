@@ -70,6 +70,7 @@ class Newton(VariationalOptimizer):
     """
 
     rule = UpdateRule(AbsoluteHessian(), Forget(), NaturalStep())
+    common = ("natural_momentum",)
     accepts = {**VariationalOptimizer.accepts, **HESSIAN}
 
     def __init__(
@@ -148,6 +149,7 @@ class VON(VariationalOptimizer):
     """
 
     rule = UpdateRule(ExpectedHessian(), Forget(retract=True), NaturalStep())
+    common = ("natural_momentum", "improved")
     accepts = {**VariationalOptimizer.accepts, **HESSIAN, "improved": BOOLEAN}
 
     def __init__(
@@ -176,8 +178,8 @@ class VON(VariationalOptimizer):
         yield self.weight_sampling(None)
         yield HessianDiagonal()
 
-    def update_rule(self, group: Mapping[str, Any]) -> UpdateRule:
-        rule = super().update_rule(group)
+    def rule_of(self, group: Mapping[str, Any]) -> UpdateRule:
+        rule = super().rule_of(group)
         if group["improved"]:
             return rule
         bounded = Forget(bounded=True, natural_momentum=group["natural_momentum"] > 0)

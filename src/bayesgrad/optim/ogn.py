@@ -66,7 +66,7 @@ class OGN(VariationalOptimizer):
 
     takes_model = True
     rule = UpdateRule(PerExampleSquare(), Forget(), NaturalStep())
-    common = ("fisher",)
+    common = ("fisher", "natural_momentum")
     accepts = OPTIONS
 
     def __init__(
@@ -123,7 +123,7 @@ class VOGN(VariationalOptimizer):
 
     takes_model = True
     rule = UpdateRule(PerExampleSquare(), Forget(), NaturalStep())
-    common = ("fisher",)
+    common = ("fisher", "natural_momentum")
     accepts = OPTIONS
 
     def __init__(

@@ -67,15 +67,15 @@ class VariationalOptimizer(BeliefOptimizer):
                 self.state[p] |= {PRIOR_MEAN: mean, PRIOR_PRECISION: precision}
             group["informed"] = True
 
-    def slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return (*super().slots(group), *((PRIOR_PRECISION, PRIOR_MEAN) if group.get("informed") else ()))
+    def slots(self, group: Mapping[str, Any], rule: UpdateRule) -> tuple[str, ...]:
+        return (*super().slots(group, rule), *((PRIOR_PRECISION, PRIOR_MEAN) if group.get("informed") else ()))
 
     def is_partial(self, entry: Mapping[str, Tensor]) -> bool:
         return "step" not in entry
 
-    def update_rule(self, group: Mapping[str, Any]) -> UpdateRule:
+    def rule_of(self, group: Mapping[str, Any]) -> UpdateRule:
         """The rule, with momentum of the natural parameters if `natural_momentum` is not zero."""
-        return _with_natural_momentum(self.rule) if group["natural_momentum"] else self.rule
+        return _with_natural_momentum(type(self).rule) if group["natural_momentum"] else type(self).rule
 
     def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         beta = group["betas"][1]

@@ -52,7 +52,7 @@ def filtered_variance(optimizer: Any, group: Mapping[str, Any], p: Tensor) -> Te
     The mean moves by step_scale P^-1 g for the mean gradient g, and by sigma_post^2 (B g), so
     sigma_post^2 = step_scale P^-1 / B.
     """
-    name, rule = type(optimizer).__name__, optimizer.update_rule(group)
+    name, rule = type(optimizer).__name__, optimizer.rule
     if rule.curvature is None or "batch_size" not in group:
         raise TypeError(f"{name} has no posterior: it does not estimate the variance of weights.")
     if group["batch_size"] is None:

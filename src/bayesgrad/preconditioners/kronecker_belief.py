@@ -17,8 +17,7 @@ from bayesgrad.precision import Kronecker, Precision, Spectral
 from bayesgrad.precision.linalg import eigenvalues
 from bayesgrad.precision.projection import Factors
 from bayesgrad.preconditioners.layered import MERGED, MERGES, SIDES, LayerPreconditioner, Settings, store
-from bayesgrad.rules.curvature import average
-from bayesgrad.rules.transition import OrnsteinUhlenbeck, Static
+from bayesgrad.rules.transition import OrnsteinUhlenbeck, Static, average
 from bayesgrad.rules.update import NaturalStep, UpdateRule
 
 MEAN_DECAY = 0.99  # decay of the average of errors, as in CentredGradient

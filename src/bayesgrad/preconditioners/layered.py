@@ -27,7 +27,7 @@ from bayesgrad.packing import Directions, Product, gradient_of
 from bayesgrad.parts import Groups, Needs, Preconditioner
 from bayesgrad.precision import Kronecker, Precision
 from bayesgrad.precision.linalg import diagonal_inverse, inverse
-from bayesgrad.rules.curvature import average
+from bayesgrad.rules.transition import average
 from bayesgrad.sources.recorded_layers import RecordedLayers
 
 if TYPE_CHECKING:

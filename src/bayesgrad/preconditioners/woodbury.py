@@ -243,9 +243,9 @@ class Woodbury(NetworkPreconditioner):
             raise ValueError("adapt_damping=True compares losses before and after a step: use step(closure).")
 
     def finish(self, closure: Callable[[], Any] | None, loss: Any) -> None:
-        if self.adapts and closure is not None and self.predicted_change is not None:
-            if self.steps_taken() % ADAPT_EVERY == 0:
-                self._adapt(closure, float(loss.detach() if isinstance(loss, Tensor) else loss))
+        due = self.adapts and self.predicted_change is not None and self.steps_taken() % ADAPT_EVERY == 0
+        if due and closure is not None:
+            self._adapt(closure, float(loss.detach() if isinstance(loss, Tensor) else loss))
 
     def _adapt(self, closure: Callable[[], Any], before: float) -> None:
         """Levenberg-Marquardt: decreases damping if the quadratic model predicted the loss well, else increases it."""

@@ -1,15 +1,5 @@
 """Rules: how the belief about a weight changes in one step, as a curvature, a transition and a move."""
 
-from bayesgrad.rules.curvature import (
-    AbsoluteHessian,
-    CentredGradient,
-    Curvature,
-    Evidence,
-    ExpectedHessian,
-    PerExampleSquare,
-    Reparameterised,
-    SquaredGradient,
-)
 from bayesgrad.rules.transition import (
     Forget,
     MovingAverage,
@@ -19,24 +9,33 @@ from bayesgrad.rules.transition import (
     SteadyState,
     Transition,
 )
-from bayesgrad.rules.update import BinaryRule, LangevinStep, Move, NaturalStep, PredictedStep, UpdateRule
+from bayesgrad.rules.update import (
+    AbsoluteHessian,
+    CentredGradient,
+    Curvature,
+    Evidence,
+    ExpectedHessian,
+    Move,
+    NaturalStep,
+    PerExampleSquare,
+    Reparameterised,
+    SquaredGradient,
+    UpdateRule,
+)
 
 __all__ = [
     "AbsoluteHessian",
-    "BinaryRule",
     "CentredGradient",
     "Curvature",
     "Evidence",
     "ExpectedHessian",
     "Forget",
-    "LangevinStep",
     "Move",
     "MovingAverage",
     "NaturalStep",
     "OrnsteinUhlenbeck",
     "OrnsteinUhlenbeckPair",
     "PerExampleSquare",
-    "PredictedStep",
     "Reparameterised",
     "SquaredGradient",
     "Static",

@@ -33,7 +33,7 @@ that are named in `slots`, and returns the precision:
     >>> precision.variance(), memory["variance"]
     (tensor([0.5000]), tensor([0.5000]))
 
-`rules.update.UpdateRule` calls `clip`, `merge` and `drift` in each step, elementwise, compiled for large models. `n`
+`rules.update.UpdateRule` calls `merge` in each step, elementwise, compiled for large models. `n`
 holds the numbers of this step: those from `scalars`, and those of the curvature, the move and the optimizer (`shrink`,
 `natural_momentum`). An optimizer without a curvature never calls `merge`; all its precisions are 1.
 """
@@ -42,6 +42,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,21 +51,35 @@ from torch import Tensor
 
 from bayesgrad.kernels import sqrt
 from bayesgrad.precision import Diagonal, Pair
-from bayesgrad.rules.curvature import Memory, Scalars, average
 
 FLOOR = torch.finfo(torch.float32).tiny
 OLDER_VARIANCE = "older_variance"  # in memory during a step: the variance before the last, for `NaturalStep`
+
+Memory = dict[str, Tensor]
+Scalars = Mapping[str, Any]
+
+
+def average(decay: float, step: int) -> tuple[float, float]:
+    """The weights of the old average and of the `step`-th value (from 1) in a debiased moving average.
+
+    For m_t = d m_{t-1} + (1-d) x_t, the debiased <x>_t = m_t/(1-d^t) obeys
+    <x>_t = d (1-d^(t-1))/(1-d^t) <x>_{t-1} + (1-d)/(1-d^t) x_t, so it can be stored without a correction.
+    """
+    level = 1 - decay**step
+    return decay * (1 - decay ** (step - 1)) / level, (1 - decay) / level
 
 
 class Transition(ABC):
     """Base class of all transitions.
 
     `slots` names the state tensors of a weight; those in `variances` start at the variance of the prior. An optimizer
-    passes its `dynamics(group, step)` to `scalars`.
+    passes its `dynamics(group, step)` to `scalars`. If it `averages_squares`, gradients are clipped to where their
+    squares are finite: a moving average that is infinite once stays infinite.
     """
 
     slots: tuple[str, ...] = ("variance",)
     variances: tuple[str, ...] = ("variance", "last_variance")
+    averages_squares: bool = False
 
     def scalars(self, *args: Any, **dynamics: Any) -> dict[str, float]:
         """The scalars `n` that the other methods read, from the optimizer's `dynamics`."""
@@ -86,14 +101,6 @@ class Transition(ABC):
     def current_precision(self, memory: Memory, n: Scalars) -> Diagonal:
         """The precision of the weights according to the state in `memory`, without an update."""
         return Diagonal(memory["variance"])
-
-    def clip(self, gradient: Tensor) -> Tensor:
-        """The gradient that the curvature squares, clipped if the transition averages squares, so that none is inf."""
-        return gradient
-
-    def drift(self, mean: Tensor, n: Scalars) -> Tensor:
-        """The mean after decoupled weight decay: (1 - lr weight_decay) times the mean."""
-        return n["shrink"] * mean if "shrink" in n else mean
 
 
 @dataclass(frozen=True)
@@ -141,8 +148,9 @@ class Forget(Transition):
     def scalars(self, *, keep: float, take: float) -> dict[str, float]:
         return {"take": take} if self.retract else {"keep": keep, "take": take}
 
-    def clip(self, gradient: Tensor) -> Tensor:
-        return _capped(gradient) if self.retract else gradient
+    @property
+    def averages_squares(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.retract
 
     def merge(self, memory: Memory, increment: Tensor, n: Scalars) -> Diagonal:
         variance = memory["variance"]
@@ -174,6 +182,7 @@ class MovingAverage(Transition):
     """
 
     slots = ("moment",)
+    averages_squares = True
 
     def scalars(self, *, decay: float, step: int) -> dict[str, float]:
         keep, take = average(decay, step)
@@ -182,9 +191,6 @@ class MovingAverage(Transition):
     def merge(self, memory: Memory, increment: Tensor, n: Scalars) -> Diagonal:
         memory["moment"] = n["keep"] * memory["moment"] + n["take"] * increment
         return self.current_precision(memory, n)
-
-    def clip(self, gradient: Tensor) -> Tensor:
-        return _capped(gradient)
 
     def current_precision(self, memory: Memory, n: Scalars) -> Diagonal:
         return Diagonal(1 / (memory["moment"] + n["floor"]))
@@ -314,6 +320,7 @@ class SteadyState(Transition):
     of: OrnsteinUhlenbeck | OrnsteinUhlenbeckPair = OrnsteinUhlenbeck()
     debias: bool = True
     slots = ("moment",)
+    averages_squares = True
 
     def scalars(self, *, beta: float, step: int, **dynamics: float) -> dict[str, float]:
         keep, take = average(beta, step) if self.debias else (beta, 1 - beta)
@@ -323,9 +330,6 @@ class SteadyState(Transition):
         memory["moment"] = n["keep"] * memory["moment"] + n["take"] * increment
         return self.steady_state(memory, n)
 
-    def clip(self, gradient: Tensor) -> Tensor:
-        return _capped(gradient)
-
     def current_precision(self, memory: Memory, n: Scalars) -> Diagonal:
         steady = self.steady_state(memory, n)
         return steady.of_weights() if isinstance(steady, Pair) else steady
@@ -333,9 +337,3 @@ class SteadyState(Transition):
     def steady_state(self, memory: Memory, n: Scalars) -> Diagonal | Pair:
         """The precision for the average in `memory`."""
         return self.of.steady(memory["moment"], n)
-
-
-def _capped(gradient: Tensor) -> Tensor:
-    """The gradient, clipped to where its square is finite: a moving average that is infinite once stays infinite."""
-    largest = math.sqrt(torch.finfo(gradient.dtype).max) / 4
-    return gradient.clamp(-largest, largest)

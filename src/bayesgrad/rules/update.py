@@ -1,6 +1,7 @@
 """The elementwise step: `UpdateRule`, made of a curvature, a transition and a move.
 
-`bayesgrad.rules.transition` explains the three parts. A move receives the mean (the parameter), the gradient of the mean
+`bayesgrad.rules.transition` explains the three parts. A curvature computes the information of a batch about each weight
+from its gradient and from what sources collect beside it. A move receives the mean (the parameter), the gradient of the mean
 loss and the new precision, and returns the new mean:
 
     >>> from bayesgrad.precision import Diagonal
@@ -13,8 +14,9 @@ This is w - step_scale v g for v = 2. A moving average of the gradient (momentum
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +24,164 @@ import torch
 from torch import Tensor
 
 from bayesgrad.kernels import compute_dtype
-from bayesgrad.precision import Pair, Precision, Scalar
-from bayesgrad.rules.curvature import Curvature, Evidence, Memory, Scalars, average
-from bayesgrad.rules.transition import OLDER_VARIANCE, Static, Transition
+from bayesgrad.precision import Precision, Scalar
+from bayesgrad.rules.transition import OLDER_VARIANCE, Memory, Scalars, Transition, average
 
 MOMENTUM = "momentum"  # the slot of the average of gradients or directions
-# Slots of a prior that is the posterior of an earlier task:
-PRIOR_PRECISION, PRIOR_MEAN, PRIOR_NATURAL = "prior_precision", "prior_mean", "prior_natural"
+PRIOR_PRECISION, PRIOR_MEAN = "prior_precision", "prior_mean"  # slots of a prior: the posterior of an earlier task
+
+
+# --- curvatures ---
+
+
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """Gradients and related statistics for one block of weights.
+
+    Args:
+        gradient: of the mean loss over the minibatch, in the dtype of the state.
+        offset: the weights at which the gradient was taken, minus the mean.
+        product: the product of gradient and offset, for several samples of the weights.
+        squares: the mean over examples of squared per-example gradients.
+        hessian: the diagonal of the Hessian of the mean loss.
+    """
+
+    gradient: Tensor
+    offset: Tensor | None = None
+    product: Tensor | None = None
+    squares: Tensor | None = None
+    hessian: Tensor | None = None
+
+
+class Curvature(ABC):
+    """Computes an increment of the precision from `Evidence`. Its state is in its own slots of `memory`.
+
+    The slots contain averages of the gradient; a slot that is missing late in a run is initialised with the gradient.
+    """
+
+    slots: tuple[str, ...] = ()
+
+    def scalars(self, step: int) -> dict[str, float]:
+        """The scalars that `read` needs, at the `step`-th step (from 1) of a block."""
+        return {}
+
+    @abstractmethod
+    def read(self, evidence: Evidence, memory: Memory, n: Scalars) -> Tensor:
+        """The elementwise increment of the precision; updates its slots in `memory`."""
+
+
+@dataclass(frozen=True)
+class SquaredGradient(Curvature):
+    """h = (c g)^2: the squared gradient of the summed loss, if the scalar `gradient_scale` is c = B (default 1).
+
+    Unbiased for the Fisher information of the batch at the optimum, where gradients average to zero.
+
+    Reference: Aitchison 2020, Eq. 18a and 42.
+    Checked by: tests/equations/test_adabayes.py.
+    """
+
+    def read(self, evidence: Evidence, memory: Memory, n: Scalars) -> Tensor:
+        if evidence.squares is not None:  # means of squares over several samples of weights or labels
+            return (
+                n["gradient_scale"] * (n["gradient_scale"] * evidence.squares)
+                if "gradient_scale" in n
+                else evidence.squares
+            )
+        error = evidence.gradient * n["gradient_scale"] if "gradient_scale" in n else evidence.gradient
+        return error * error
+
+
+@dataclass(frozen=True)
+class CentredGradient(Curvature):
+    """h = c^2 k_t (g_t - mean_{t-1})^2, an unbiased estimate of the gradient's variance times c^2.
+
+    mean_{t-1} is the debiased moving average of the gradients before this one, with decay d. Under independent
+    gradients of variance s^2 it has variance s^2 r_t, r_t = (1-d)/(1+d) (1+d^(t-1))/(1-d^(t-1)), so that
+    k_t = 1/(1 + r_t) makes h unbiased at every step. At the first step there is no mean to subtract: h = (c g)^2.
+
+    Reference: Aitchison 2018, section 2.2.8.
+    Differs from the paper: the paper does not specify the estimate of the mean.
+    Checked by: tests/statistics/test_gradients.py.
+
+    Args:
+        decay: d, of the moving average.
+    """
+
+    decay: float = 0.99
+    slots = ("gradient_mean",)
+
+    def scalars(self, step: int) -> dict[str, float]:
+        d, weight = self.decay, self.decay ** (step - 1)
+        spread = (1 - d) / (1 + d) * (1 + weight) / (1 - weight) if step > 1 else 0.0
+        keep, take = average(d, step)
+        return {"mean_keep": keep, "mean_take": take, "mean_unbias": math.sqrt(1 / (1 + spread))}
+
+    def read(self, evidence: Evidence, memory: Memory, n: Scalars) -> Tensor:
+        mean = memory["gradient_mean"]
+        error = (evidence.gradient - mean) * n["mean_unbias"]
+        error = error * n["gradient_scale"] if "gradient_scale" in n else error
+        memory["gradient_mean"] = n["mean_keep"] * mean + n["mean_take"] * evidence.gradient
+        return error * error
+
+
+@dataclass(frozen=True)
+class Reparameterised(Curvature):
+    """h = g(w + d) d/v for a sample w + d of variance v: the expected Hessian by Price's theorem, from gradients alone.
+
+    E[g(w + d) d] = v E[h] for Gaussian d, by integration by parts; h itself may be negative. v is the variance in
+    memory divided by the scalar `gradient_scale`.
+
+    Reference: Khan and Rue 2023, Eq. 11; Shen et al., 2024.
+    Checked by: tests/equations/test_ivon.py, against ivon-opt and by quadrature.
+    """
+
+    def read(self, evidence: Evidence, memory: Memory, n: Scalars) -> Tensor:
+        product = evidence.product
+        if product is None:
+            product = evidence.gradient * evidence.offset  # pyright: ignore[reportOperatorIssue]
+        return n["gradient_scale"] * product / memory["variance"]
+
+
+@dataclass(frozen=True)
+class PerExampleSquare(Curvature):
+    """h = the mean over examples of (grad l_i)^2: the diagonal of the Gauss-Newton matrix (or of a Fisher).
+
+    It squares per-example gradients. The square of their mean over a batch of B would be B times smaller where the
+    gradients average to zero.
+
+    Reference: Khan and Rue 2023, Eq. 47-48.
+    Checked by: tests/equations/test_vogn.py, against BackPACK.
+    """
+
+    def read(self, evidence: Evidence, memory: Memory, n: Scalars) -> Tensor:
+        return evidence.squares  # pyright: ignore[reportReturnType]
+
+
+@dataclass(frozen=True)
+class AbsoluteHessian(Curvature):
+    """h = |diagonal of the Hessian|, so that steps decrease the loss where it is concave too.
+
+    Reference: Khan and Rue 2023, Eq. 36-37 and 44.
+    Checked by: tests/equations/test_newton.py.
+    """
+
+    def read(self, evidence: Evidence, memory: Memory, n: Scalars) -> Tensor:
+        return evidence.hessian.abs()  # pyright: ignore[reportOptionalMemberAccess]
+
+
+@dataclass(frozen=True)
+class ExpectedHessian(Curvature):
+    """h = the diagonal of the Hessian at weights sampled from the posterior, which may be negative.
+
+    Reference: Khan and Rue 2023, Eq. 46.
+    Checked by: tests/equations/test_newton.py.
+    """
+
+    def read(self, evidence: Evidence, memory: Memory, n: Scalars) -> Tensor:
+        return evidence.hessian  # pyright: ignore[reportReturnType]
+
+
+# --- moves ---
 
 
 class Move(ABC):
@@ -125,76 +278,7 @@ class NaturalStep(Move):
         return moved
 
 
-@dataclass(frozen=True)
-class PredictedStep(Move):
-    """Updates weight and momentum, then predicts the weight at the next step, where the next gradient is taken.
-
-    m = w - step_scale a g, p <- keep p - pull b g, w <- ahead m + eta p, with a the variance of the weight and b its
-    covariance with the momentum. Gradients are taken at w, ahead of the posterior mean m: this is Nesterov's
-    acceleration.
-
-    Reference: Aitchison 2018, Eq. 15-18.
-    Checked by: tests/equations/test_momentum_filter.py.
-    """
-
-    def slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return (MOMENTUM,)
-
-    def scalars(self, group: Mapping[str, Any], step: int, step_scale: float) -> dict[str, float]:
-        """The optimizer adds `momentum` (keep), `pull`, `ahead` and `eta`."""
-        return {"step_scale": step_scale}
-
-    def move(self, mean: Tensor, gradient: Tensor, precision: Precision, memory: Memory, n: Scalars) -> Tensor:
-        if not isinstance(precision, Pair):
-            raise TypeError(f"PredictedStep needs a precision of type Pair, got {type(precision).__name__}.")
-        posterior = mean - n["step_scale"] * (precision.weight * gradient)
-        memory[MOMENTUM] = n["momentum"] * memory[MOMENTUM] - n["pull"] * (precision.cross * gradient)
-        return n["ahead"] * posterior + n["eta"] * memory[MOMENTUM]
-
-
-@dataclass(frozen=True)
-class LangevinStep(Move):
-    r"""A step of a Langevin equation on the manifold whose metric is the precision P.
-
-    .. math::
-        w \leftarrow w - \epsilon P^{-1} (g + \lambda w) + \epsilon\tau\, c + \sqrt{2\epsilon\tau}\, P^{-1/2} \xi
-
-    with the gradient g of the mean loss, lambda = delta/N for the prior precision delta, tau = T/N for the temperature
-    T and the number of data N, standard normal xi, and the correction c for a metric that depends on w.
-
-    Args:
-        injected: whether the noise xi is added. If False, the noise of minibatch gradients takes its place.
-
-    Reference: Smith et al. 2018, Eq. 2, 5, 6, 7 and 11, with corrected signs.
-    """
-
-    injected: bool = True
-
-    def scalars(self, group: Mapping[str, Any], step: int, step_scale: float) -> dict[str, float]:
-        return {"step_scale": step_scale}
-
-    def axpy_coefficients(self, n: Scalars, slots: tuple[str, ...]) -> tuple[float, float, float, float]:
-        return 0.0, 1.0, n["step_scale"], 1.0
-
-    def change(
-        self,
-        mean: Tensor,
-        gradient: Tensor,
-        precision: Precision,
-        correction: Tensor | None,
-        noise: Tensor | None,
-        n: Scalars,
-    ) -> Tensor:
-        """What a step subtracts from the weights. `n` has lr, heat (T/N) and pull (lambda; a number or a tensor)."""
-        change = n["lr"] * precision.solve(gradient + n["pull"] * mean)
-        if correction is not None:
-            change = change - n["lr"] * n["heat"] * correction
-        if noise is not None:
-            change = change - (2 * n["lr"] * n["heat"]) ** 0.5 * precision.sample(noise)
-        return change
-
-    def move(self, mean: Tensor, gradient: Tensor, precision: Precision, memory: Memory, n: Scalars) -> Tensor:
-        return mean - n["step_scale"] * precision.solve(gradient)
+# --- the update ---
 
 
 @dataclass(frozen=True)
@@ -220,11 +304,11 @@ class UpdateRule:
         """Those slots that average the gradient."""
         return {*(self.curvature.slots if self.curvature else ()), *self.move.averages(group)}
 
-    def initial(self, slot: str, p: Tensor, prior_variance: float) -> float | Tensor:
+    def initial(self, slot: str, p: Tensor, prior_variance: Callable[[], float]) -> float | Tensor:
         """The initial value of a state tensor."""
         if slot in self.move.means:
             return p
-        return prior_variance if slot in self.transition.variances else 0.0
+        return prior_variance() if slot in self.transition.variances else 0.0
 
     def scalars(
         self,
@@ -265,11 +349,13 @@ class UpdateRule:
             evidence: what the curvature reads beside the gradient, by the names of `Evidence`.
             memory: the state tensors by slot.
         """
-        dtype = compute_dtype(weight.dtype)
+        dtype = next(iter(memory.values())).dtype if memory else compute_dtype(weight.dtype)
         weight, gradient = weight.to(dtype), gradient.to(dtype)
         if "l2" in n:
             gradient = gradient + n["l2"] * weight
-        gradient = self.transition.clip(gradient)
+        if self.transition.averages_squares:
+            largest = math.sqrt(torch.finfo(dtype).max) / 4
+            gradient = gradient.clamp(-largest, largest)
         if self.curvature is None:  # without curvature, the precision of every weight is 1
             precision = Scalar(torch.ones((), dtype=dtype, device=weight.device), tuple(weight.shape))
         else:
@@ -282,51 +368,9 @@ class UpdateRule:
             precision = self.transition.merge(memory, increment, n)
         if "damping" in n:
             precision = precision.add(n["damping"])
-        return self.move.move(self.transition.drift(weight, n), gradient, precision, memory, n)
-
-
-@dataclass(frozen=True)
-class BinaryRule(UpdateRule):
-    """A rule for a latent value whose sign is the weight, sign(0) = 1; it has no curvature.
-
-    The gradient with respect to the weight replaces that with respect to the latent value. It is multiplied by the
-    slope between the two, if the evidence has one, and by the scalar `gradient_scale`. A slot `PRIOR_NATURAL` is
-    subtracted from it.
-
-    Args:
-        latent: the slot of the latent value.
-    """
-
-    latent: str = "latent"
-
-    @classmethod
-    def of(cls, move: Move, latent: str) -> BinaryRule:
-        return cls(None, Static(), move, latent)
-
-    def slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return (self.latent, *super().slots(group))
-
-    def __call__(
-        self, n: dict[str, Any], weight: Tensor, gradient: Tensor, evidence: Mapping[str, Tensor], memory: Memory
-    ) -> Tensor:
-        latent = memory[self.latent]
-        gradient = gradient.to(latent.dtype)
-        if "product" in evidence:
-            gradient = evidence["product"].to(latent.dtype)
-        elif "slope" in evidence:
-            gradient = gradient * evidence["slope"].to(latent.dtype)
-        if "gradient_scale" in n:
-            largest = torch.finfo(latent.dtype).max / 4  # an infinite latent value would never change again
-            gradient = (gradient * n["gradient_scale"]).clamp(-largest, largest)
-        if PRIOR_NATURAL in memory:
-            gradient = gradient - memory[PRIOR_NATURAL]
-        moved = memory[self.latent] = super().__call__(n, latent, gradient, {}, memory)
-        return signs(moved)
-
-
-def signs(latent: Tensor) -> Tensor:
-    """-1 or 1."""
-    return torch.where(latent < 0, -1.0, 1.0)
+        if "shrink" in n:  # decoupled weight decay: 1 - lr weight_decay
+            weight = n["shrink"] * weight
+        return self.move.move(weight, gradient, precision, memory, n)
 
 
 @dataclass(frozen=True)

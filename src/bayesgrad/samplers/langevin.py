@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from bayesgrad.checkpoint import settings
-from bayesgrad.rules.update import LangevinStep
 from bayesgrad.samplers.arithmetic import warn_about_temperature
+from bayesgrad.samplers.preconditioner import LangevinStep
 from bayesgrad.samplers.sampler import Sampler
 
 

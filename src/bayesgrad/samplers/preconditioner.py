@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,10 +15,10 @@ from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.fisher import check_batch_mixing, check_outputs
 from bayesgrad.packing import Directions, gradient_of
 from bayesgrad.parts import Groups, Needs
+from bayesgrad.precision import Precision
 from bayesgrad.preconditioners.network import NetworkPreconditioner
-from bayesgrad.rules.curvature import average
-from bayesgrad.rules.transition import Static
-from bayesgrad.rules.update import LangevinStep, UpdateRule
+from bayesgrad.rules.transition import Memory, Scalars, Static, average
+from bayesgrad.rules.update import Move, UpdateRule
 from bayesgrad.samplers.correction import Batch
 from bayesgrad.samplers.metric import Metric, MetricBlock, ObservedBatch, ParameterSpace, root_columns
 from bayesgrad.sources.recorded_layers import RecordedLayers
@@ -28,6 +28,51 @@ if TYPE_CHECKING:
 
 COLUMNS = 100  # of R, up to which corrections are exact
 NOISE, SIGNS = 1, 2  # words of the random key, for different uses
+
+
+@dataclass(frozen=True)
+class LangevinStep(Move):
+    r"""A step of a Langevin equation on the manifold whose metric is the precision P.
+
+    .. math::
+        w \leftarrow w - \epsilon P^{-1} (g + \lambda w) + \epsilon\tau\, c + \sqrt{2\epsilon\tau}\, P^{-1/2} \xi
+
+    with the gradient g of the mean loss, lambda = delta/N for the prior precision delta, tau = T/N for the temperature
+    T and the number of data N, standard normal xi, and the correction c for a metric that depends on w.
+
+    Args:
+        injected: whether the noise xi is added. If False, the noise of minibatch gradients takes its place.
+
+    Reference: Smith et al. 2018, Eq. 2, 5, 6, 7 and 11, with corrected signs.
+    """
+
+    injected: bool = True
+
+    def scalars(self, group: Mapping[str, Any], step: int, step_scale: float) -> dict[str, float]:
+        return {"step_scale": step_scale}
+
+    def axpy_coefficients(self, n: Scalars, slots: tuple[str, ...]) -> tuple[float, float, float, float]:
+        return 0.0, 1.0, n["step_scale"], 1.0
+
+    def change(
+        self,
+        mean: Tensor,
+        gradient: Tensor,
+        precision: Precision,
+        correction: Tensor | None,
+        noise: Tensor | None,
+        n: Scalars,
+    ) -> Tensor:
+        """What a step subtracts from the weights. `n` has lr, heat (T/N) and pull (lambda; a number or a tensor)."""
+        change = n["lr"] * precision.solve(gradient + n["pull"] * mean)
+        if correction is not None:
+            change = change - n["lr"] * n["heat"] * correction
+        if noise is not None:
+            change = change - (2 * n["lr"] * n["heat"]) ** 0.5 * precision.sample(noise)
+        return change
+
+    def move(self, mean: Tensor, gradient: Tensor, precision: Precision, memory: Memory, n: Scalars) -> Tensor:
+        return mean - n["step_scale"] * precision.solve(gradient)
 
 
 class MetricPreconditioner(NetworkPreconditioner):

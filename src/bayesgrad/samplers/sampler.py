@@ -11,10 +11,10 @@ from torch import nn
 from bayesgrad.constraints import COUNT, LAYER_OPTIONS, NONNEGATIVE, Constraint, one_of
 from bayesgrad.optimizer import BeliefOptimizer
 from bayesgrad.rules.transition import Static
-from bayesgrad.rules.update import LangevinStep, UpdateRule
+from bayesgrad.rules.update import UpdateRule
 from bayesgrad.samplers.correction import CORRECTIONS
 from bayesgrad.samplers.metric import METRICS, DenseFisher, metric_by_name
-from bayesgrad.samplers.preconditioner import MetricPreconditioner
+from bayesgrad.samplers.preconditioner import LangevinStep, MetricPreconditioner
 
 LIMIT = 10_000  # weights of a dense metric
 PROBES = Constraint("None or a whole number >= 1", lambda x: x is None or (x == int(x) and x >= 1))
