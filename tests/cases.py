@@ -489,7 +489,7 @@ def push(model: nn.Module, optimizer: Any, steps: range) -> None:
     """Takes steps with random gradients, which do not depend on the rounding of matrix products."""
     for index in steps:
         optimizer.zero_grad()
-        if optimizer.needs != Needs():
+        if optimizer.needs._replace(draws=False) != Needs():
             backward(model, index, optimizer)
         generator = torch.Generator().manual_seed(2000 + index)
         with drawn(optimizer):

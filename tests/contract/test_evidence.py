@@ -155,11 +155,11 @@ def test_labels_that_give_infinite_gradients_skip_the_step(name: str) -> None:
     optimizer = MAKERS[name](model.parameters(), fisher="sampled", nonfinite="skip")
     F.cross_entropy(model(x), y).backward()
     before = weights(model)
-    optimizer.observe(model(x) * float("inf"), other)
+    optimizer.observe(model(x) * float("inf"), labels=other)
     optimizer.step()
     assert same(before, weights(model))
     optimizer = MAKERS[name](model.parameters(), fisher="sampled", nonfinite="raise")
-    optimizer.observe(model(x) * float("inf"), other)
+    optimizer.observe(model(x) * float("inf"), labels=other)
     with pytest.raises(FloatingPointError, match="gradients for the sampled labels are not finite"):
         optimizer.step()
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bayesgrad import optim
 from bayesgrad.optimizer import BeliefOptimizer
 from bayesgrad.rules import NaturalStep, OrnsteinUhlenbeck, SquaredGradient, UpdateRule
-from cases import CASES, Case, backward, every_case, observe, same, small_model, states, train, weights
+from cases import CASES, Case, backward, every_case, same, small_model, states, train, weights
 
 AHEAD = [case for case in CASES if case.name.startswith(("KalmanMomentum", "SpikeSlab"))]
 
@@ -231,13 +231,12 @@ def test_a_state_names_its_rule_and_is_refused_by_another() -> None:
         (optim.AMSBound, optim.AdaBound, {}),
     ):
         model = nn.Linear(40, 3)
-        takes = model if make.takes_model else model.parameters()
-        optimizer = make(takes, **options)
+        optimizer = make(model if make.takes_model else model.parameters(), **options)
         outputs = model(torch.randn(8, 40))
-        observe(optimizer, outputs, None)
+        optimizer.observe(outputs)
         outputs.square().mean().backward()
         optimizer.step()
-        refusing = other(takes, **options)
+        refusing = other(model if make.takes_model else model.parameters(), **options)
         words = f"the saved state is that of {make.__name__}, but this optimizer is {other.__name__}."
         with pytest.raises(ValueError, match=f"^{words}$"):
             refusing.load_state_dict(optimizer.state_dict())

@@ -133,7 +133,7 @@ def test_refusals_of_samplers() -> None:
     with pytest.raises(RuntimeError, match=r"nothing was ever observed: call observe\(outputs\)"):
         sampler.step()
     with pytest.raises(ValueError, match="fisher='exact' is an expectation over labels and takes none"):
-        sampler.observe(model(X), Y)
+        sampler.observe(model(X), labels=Y)
     with pytest.raises(
         RuntimeError, match=r"observe\(\) must receive the tensor that the model's last forward pass returned"
     ):

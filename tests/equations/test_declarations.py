@@ -80,9 +80,7 @@ def test_equals_torch_optim(name: str) -> None:
 class Recursive(BeliefOptimizer):
     """No drift: precisions add up."""
 
-    curvature = SquaredGradient()
-    transition = Static()
-    rule = NaturalGradient()
+    rule = UpdateRule(SquaredGradient(), Static(), NaturalStep())
 
     def __init__(self, params, lr=1.0):
         super().__init__(params, dict(lr=lr))

@@ -285,7 +285,7 @@ def test_a_single_weight_on_a_random_walk_is_that_of_adabayes() -> None:
 def information(model: nn.Module, x: Tensor, y: Tensor | None, fisher: str, batch_size: int = 6) -> np.ndarray:
     """U U' of a step, from the covariances before and after."""
     optimizer = DenseFilter(model, 0.0, batch_size=batch_size, prior_std=1.0, fisher=fisher, seed=3)
-    optimizer.observe(model(x), y)
+    optimizer.observe(model(x), labels=y)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.step()

@@ -196,7 +196,7 @@ def test_hutchinson_is_unbiased_and_exact_for_a_diagonal_hessian() -> None:
     full = root @ root.T
     optimizer = SpikeSlab(layer, keep=0.5, drop_inputs=True, update="newton", probes=400)
     with optimizer.sampled(lambda p: torch.ones(5)):
-        optimizer.observe(0.5 * layer.weight[0] @ full @ layer.weight[0])
+        optimizer.observe(loss=0.5 * layer.weight[0] @ full @ layer.weight[0])
     error = diagonals(optimizer)[layer.weight][0] - full.diagonal() / 0.5
     spread = 2 * ((full**2).sum(1) - full.diagonal() ** 2).sqrt() / math.sqrt(400)
     assert bool((error.abs() < 5 * spread).all())

@@ -200,7 +200,7 @@ def test_evidence_that_is_not_finite_leaves_factors_alone(rule: type) -> None:
         x, _ = data(index)
         optimizer.zero_grad()
         outputs = model(x)
-        optimizer.observe(outputs, torch.full_like(outputs, bad))
+        optimizer.observe(outputs, labels=torch.full_like(outputs, bad))
         outputs.square().mean().backward()
         before = {k: v.clone() for k, v in optimizer.state[model[0].weight].items() if k.startswith(("inp", "err"))}
         weight = model[0].weight.detach().clone()

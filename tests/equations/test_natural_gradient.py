@@ -100,8 +100,8 @@ def test_two_observations_are_one_batch() -> None:
     x, y = data(10)
     halves, whole = NaturalGradient(model), NaturalGradient(other)
     for part in (slice(0, 4), slice(4, 10)):
-        halves.observe(model(x[part]), y[part])
-    whole.observe(other(x), y)
+        halves.observe(model(x[part]), labels=y[part])
+    whole.observe(other(x), labels=y)
     for net, optimizer in ((model, halves), (other, whole)):
         F.cross_entropy(net(data(5, 3)[0]), data(5, 3)[1]).backward()
         optimizer.step()
@@ -116,7 +116,7 @@ def test_the_quadratic_model_chooses_step_and_momentum() -> None:
     for t in range(4):
         optimizer.zero_grad()
         observed, labels = data(9, 10 + t)
-        optimizer.observe(model(observed), labels)
+        optimizer.observe(model(observed), labels=labels)
         damped = SubsampledFisher(model, observed, labels=labels, fisher="empirical").dense()
         damped = damped + 0.05 * torch.eye(len(damped), dtype=D)
         x, y = data(6, t)
@@ -135,7 +135,7 @@ def test_without_momentum_the_quadratic_model_takes_the_whole_step() -> None:
     x, y = data(9)
     for net, options in ((model, {"step_size": "quadratic"}), (other, {})):
         optimizer = NaturalGradient(net, lr=1.0, damping=0.05, **options)
-        optimizer.observe(net(data(7, 1)[0]), data(7, 1)[1])
+        optimizer.observe(net(data(7, 1)[0]), labels=data(7, 1)[1])
         F.cross_entropy(net(x), y).backward()
         optimizer.step()
     torch.testing.assert_close(flat(model), flat(other), rtol=1e-9, atol=1e-11)

@@ -226,7 +226,7 @@ def test_exact_diagonals_are_those_of_torch_func_and_leave_graph_and_gradients_a
     values = {}
     for how in ("auto", "hutchinson", "exact"):
         optimizer = Newton(big.parameters(), num_data=10, hessian=how)
-        optimizer.observe(nn.functional.cross_entropy(big(torch.eye(40, dtype=D)), torch.arange(40) % 30))
+        optimizer.observe(loss=nn.functional.cross_entropy(big(torch.eye(40, dtype=D)), torch.arange(40) % 30))
         values[how] = diagonals(optimizer)[big.weight]
     assert torch.equal(values["auto"], values["hutchinson"])
     assert not torch.equal(values["auto"], values["exact"])
@@ -242,7 +242,7 @@ def test_hutchinson_is_unbiased_within_its_closed_form_spread_and_exact_for_diag
     count = 400
     optimizer = Newton(params, num_data=1, hessian="hutchinson", probes=count)
     flat = torch.cat([p.flatten() for p in params])
-    optimizer.observe(0.5 * flat @ a @ flat)
+    optimizer.observe(loss=0.5 * flat @ a @ flat)
     found = torch.cat([diagonals(optimizer)[p].flatten() for p in params])
     spread = ((a**2).sum(1) - a.diagonal() ** 2).sqrt() / math.sqrt(count)
     scores = (found - a.diagonal()) / spread
@@ -256,7 +256,7 @@ def test_hutchinson_is_unbiased_within_its_closed_form_spread_and_exact_for_diag
     expected = (a**2).sum(1) - a.diagonal() ** 2
     assert bool(((singles.var(0) / expected - 1).abs() < 5 * math.sqrt(2 / count)).all())
     one = Newton(params, num_data=1, hessian="hutchinson")
-    one.observe(sum((p**3).sum() for p in params))
+    one.observe(loss=sum((p**3).sum() for p in params))
     for p in params:
         torch.testing.assert_close(one._hessians[p], 6 * p.detach(), rtol=1e-12, atol=0)
 
@@ -449,9 +449,9 @@ def test_what_cannot_be_observed_is_one_clear_error() -> None:
     with pytest.raises(RuntimeError, match=r"^call observe\(loss\) inside `with optimizer.sampled"):
         von.observe(loss=loss_of(model))
     with pytest.raises(TypeError, match=r"^loss must be a tensor, got float\.$"):
-        optimizer.observe(0.5)
+        optimizer.observe(loss=0.5)
     with pytest.raises(ValueError, match=r"^loss must be a single number, got shape \(8, 2\): average it"):
-        optimizer.observe(model(data()[0]))
+        optimizer.observe(loss=model(data()[0]))
     with pytest.raises(ValueError, match=r"^the loss has no graph: "):
         optimizer.observe(loss=loss_of(model).detach())
     loss = loss_of(model)
@@ -478,7 +478,7 @@ def test_losses_that_are_linear_or_leave_weights_out_have_no_curvature() -> None
             )
         optimizer.zero_grad()
         a.sum().backward()
-        optimizer.observe(a.sum())
+        optimizer.observe(loss=a.sum())
         optimizer.step()
 
 
