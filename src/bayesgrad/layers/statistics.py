@@ -24,13 +24,13 @@ class LayerStatistics:
     r"""What one layer received in some passes: rows of inputs and errors, and the second moments of both.
 
     .. math::
-        A = \frac1{N l} \sum_{j,t} a_{jt} a_{jt}^T, \quad E = \frac1{N T} \sum_{j,t,k} e_{jtk} e_{jtk}^T
+        A = \frac1{N l} \sum_{j,t} a_{jt} a_{jt}^T, \quad E = \frac1{N T} \sum_{j,t} e_{jt} e_{jt}^T
 
     An example j is one index of the first dimension of the layer's input, and the examples of a pass are counted once.
     A position t is a place of a convolution, an element of a sequence, or one of several calls of the layer in a pass.
-    A direction k is a derivative of the model's outputs: a loss has one, an exact Fisher as many as its Hessian has
-    roots; the inputs are the same for all of them. l is the number of losses of an example (`losses_per_example`). For
-    the bias, a one is appended to each input. The input of an Embedding is a one-hot vector, stored as its index.
+    l is the number of losses of an example (`losses_per_example`). For the bias, a one is appended to each input. The
+    input of an Embedding is a one-hot vector, stored as its index. An exact Fisher sums ee' over several directions of
+    the model's outputs, which have the same inputs: see `from_gradients`.
 
     With `sharing="reduce"`, inputs are averaged and errors summed over positions first: A is the mean of aa', E the
     mean of ee' over examples. Both are exact for one example at one position.
@@ -38,19 +38,15 @@ class LayerStatistics:
     Args:
         layer: the layer.
         passes: the recorded calls of each pass; the examples of a pass are counted once.
-        further: the recorded calls of the same passes in further directions of the outputs.
 
     Reference: Benzing 2021, section 2.2 and Eq. 1-4; Eschenhagen et al., 2023, for expand and reduce.
     Differs from the paper: means instead of sums; E is averaged over positions.
     Checked by: tests/equations/test_foof.py, tests/equations/test_kfac.py, and against curvlinops.
     """
 
-    def __init__(
-        self, layer: Layer, passes: Sequence[Sequence[LayerCall]], further: Sequence[Sequence[LayerCall]] = ()
-    ) -> None:
+    def __init__(self, layer: Layer, passes: Sequence[Sequence[LayerCall]]) -> None:
         self.layer = layer
         self.passes = passes
-        self.further = further
         self.examples = sum(max(layers.examples_in(use.module, use.input) for use in uses) for uses in passes)
 
     @classmethod
@@ -97,7 +93,7 @@ class LayerStatistics:
     def features(self) -> Tensor:
         """The inputs without the column of ones, (groups, rows, in)."""
         if self.layer.weight is None:
-            return self.errors[:, : self.rows, :0]
+            return self.errors[..., :0]
         parts = [layers.inputs_of(use.module, use.input).flatten(1, 2) for use in self.uses]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
@@ -108,8 +104,8 @@ class LayerStatistics:
 
     @cached_property
     def errors(self) -> Tensor:
-        """E, (groups, rows, out), ordered by direction; for an Embedding (1, rows, features)."""
-        parts = [self._errors(use) for uses in (*self.passes, *self.further) for use in uses]
+        """E, (groups, rows, out); for an Embedding (1, rows, features)."""
+        parts = [self._errors(use) for use in self.uses]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def _errors(self, use: LayerCall) -> Tensor:
@@ -119,7 +115,7 @@ class LayerStatistics:
 
     def with_errors(self, errors: Tensor) -> LayerStatistics:
         """A copy with other errors, in the shape of `errors`."""
-        other = LayerStatistics(self.layer, self.passes, self.further)
+        other = LayerStatistics(self.layer, self.passes)
         other.__dict__ |= {**self.__dict__, "errors": errors}
         return other
 
@@ -185,6 +181,10 @@ class Moment:
     @property
     def weight(self) -> float:
         return 1 / self.count
+
+    def mean(self) -> Tensor:
+        """The moment as a matrix (groups, size, size), with both triangles."""
+        return self.weight * self.rows.mT @ self.rows
 
     def into(self, factor: Tensor, keep: float, take: float) -> None:
         """factor <- keep * factor + take * moment, in place and in one pass."""
