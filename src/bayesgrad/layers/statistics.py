@@ -166,9 +166,7 @@ def _with_ones(rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Moment:
-    """Σ r r' / count over some rows r, in each group; only the diagonal if it is added to a diagonal.
-
-    Only the lower triangle of the result is valid: use `symmetric` to fill the upper one.
+    """Σ r r' / count over some rows r, in each group.
 
     Args:
         rows: (groups, n, size), or indices (n,) of one-hot rows.
@@ -187,11 +185,11 @@ class Moment:
         return self.weight * self.rows.mT @ self.rows
 
     def into(self, factor: Tensor, keep: float, take: float) -> None:
-        """factor <- keep * factor + take * moment, in place and in one pass."""
-        self.add_sum(factor, keep, take * self.weight)
+        """factor <- keep * factor + take * moment, in place and in one pass; only the diagonal if that is one.
 
-    def add_sum(self, factor: Tensor, keep: float = 1.0, take: float = 1.0) -> None:
-        """factor <- keep * factor + take * Σ r r', in place and in one pass."""
+        Only the lower triangle of the result is valid: use `symmetric` to fill the upper one.
+        """
+        take *= self.weight
         if not self.rows.is_floating_point():
             counts = torch.bincount(self.rows, minlength=factor.shape[-1])
             factor.mul_(keep).add_(counts.to(factor), alpha=take)
@@ -211,7 +209,7 @@ class MomentSum:
     """The mean of r r' over batches of different size.
 
     Args:
-        total: Σ r r', of which the lower triangle is valid, (groups, size, size), or the diagonal (groups, size).
+        total: Σ r r', (groups, size, size), or the diagonal (groups, size) for one-hot rows.
         count: what the sum is divided by.
     """
 
@@ -226,13 +224,17 @@ class MomentSum:
         return MomentSum(torch.zeros(layer.shape[0], *size, **like))
 
     def add(self, moment: Moment) -> MomentSum:
-        moment.add_sum(self.total)
+        rows = moment.rows
+        if rows.is_floating_point():
+            self.total += rows.mT @ rows
+        else:
+            self.total += torch.bincount(rows, minlength=self.total.shape[-1])
         self.count += moment.count
         return self
 
     def mean(self) -> Tensor:
-        """Σ r r' / count, with both triangles."""
-        return symmetric(self.total) / self.count
+        """Σ r r' / count."""
+        return self.total / self.count
 
 
 def _strips(size: int) -> list[tuple[int, int]]:
