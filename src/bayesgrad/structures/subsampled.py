@@ -51,14 +51,13 @@ class SubsampledStructure(Structure):
             parts.append(seen.columns[name])
 
     @cached_property
-    def directions(self) -> FlatGradients:
-        """s G."""
-        columns = {name: concatenated(parts) for name, parts in self.parts.items()}
-        return FlatGradients(Gradients(columns, self.scale), self.shapes)
+    def columns(self) -> dict[str, PerExampleGradients]:
+        """The gradients of each parameter."""
+        return {name: concatenated(parts) for name, parts in self.parts.items()}
 
     @cached_property
     def gram(self) -> Tensor:
-        return self.directions.gram()
+        return Gradients(self.columns, self.scale).gram()
 
     @cached_property
     def _eigenvalues(self) -> Tensor:
@@ -66,15 +65,15 @@ class SubsampledStructure(Structure):
 
     @cached_property
     def _grams(self) -> Mapping[str, Tensor]:
-        return self.directions.grams()
+        """The Gram matrix of each parameter; `gram` is their sum."""
+        return {name: Gradients({name: own}, self.scale).gram() for name, own in self.columns.items()}
 
     def dense(self) -> Tensor:
-        columns = self.directions.gradients.columns.values()
-        rows = torch.cat([self.scale * own.rows().reshape(own.count, -1) for own in columns], 1)
+        rows = torch.cat([self.scale * own.rows().reshape(own.count, -1) for own in self.columns.values()], 1)
         return rows.T @ rows
 
     def quadratic(self, change: Mapping[str, Tensor]) -> Tensor:
-        return self.directions.project(self.joined(change)).square().sum()
+        return Gradients(self.columns, self.scale).project(change).square().sum()
 
     def times(self, factor: float) -> Structure:
         return replace(self, scale=math.sqrt(factor) * self.scale)
@@ -85,16 +84,16 @@ class SubsampledStructure(Structure):
     def precision(self, prior: Mapping[str, float], scale: float) -> Precision:
         floors = {prior[name] for name in self.shapes}
         if len(floors) == 1:
-            directions = ScaledDirections(self.directions, scale**0.5, lambda: scale * self.gram)
-            return LowRank(floors.pop(), directions, (1, self.size))
-        like = self.gram
-        root = torch.cat([like.new_full((1, s.numel()), prior[name] ** 0.5) for name, s in self.shapes.items()], 1)
+            directions = FlatGradients(Gradients(self.columns, scale**0.5 * self.scale), lambda: scale * self.gram)
+            return LowRank(floors.pop(), directions, self.shape)
 
         def square() -> Tensor:
             return torch.stack([scale / prior[name] * gram for name, gram in self._grams.items()]).sum(0)
 
-        inner = LowRank(1.0, ScaledDirections(self.directions, scale**0.5 / root, square), (1, self.size))
-        return Rescaled(inner, root)
+        roots = {name: prior[name] ** 0.5 for name in self.shapes}
+        scales = {name: (scale**0.5 / root) * self.scale for name, root in roots.items()}
+        inner = LowRank(1.0, FlatGradients(Gradients(self.columns, scales), square), self.shape)
+        return Rescaled(inner, _flat({name: self.gram.new_full(s, roots[name]) for name, s in self.shapes.items()}))
 
     def logdet(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
         floor = prior[next(iter(self.shapes))]
@@ -108,11 +107,10 @@ class SubsampledStructure(Structure):
         return volume + torch.stack([s.numel() * prior[name].log() for name, s in self.shapes.items()]).sum()
 
     def output_covariance(self, prior: Mapping[str, float], scale: float) -> GradientProducts:
-        return GradientProducts(self.directions.gradients.columns, prior, scale * self.scale**2)
+        return GradientProducts(self.columns, prior, scale * self.scale**2)
 
     def tensors(self) -> dict[str, Tensor]:
-        columns = self.directions.gradients.columns
-        return {f"{name} {key}": part for name, own in columns.items() for key, part in own.tensors().items()}
+        return {f"{name} {key}": part for name, own in self.columns.items() for key, part in own.tensors().items()}
 
     def stored(self) -> dict[str, Tensor]:
         return {**self.tensors(), "scale": torch.tensor(self.scale, dtype=torch.float64)}
@@ -131,30 +129,30 @@ class SubsampledStructure(Structure):
 
 @dataclass(frozen=True, eq=False)
 class FlatGradients:
-    """The gradients of all parameters, for flat vectors (1, n)."""
+    """The gradients of all parameters, for flat vectors (1, n).
+
+    Args:
+        gradients: by name.
+        gram: computes G'G.
+    """
 
     gradients: Gradients
-    shapes: Mapping[str, torch.Size]
+    gram: Callable[[], Tensor]
 
     def project(self, vector: Tensor) -> Tensor:
-        parts = vector.flatten().split([shape.numel() for shape in self.shapes.values()])
-        return self.gradients.project({n: part.view(s) for part, (n, s) in zip(parts, self.shapes.items())})
+        columns = self.gradients.columns
+        parts = vector.flatten().split([own.shape.numel() for own in columns.values()])
+        return self.gradients.project({n: part.view(own.shape) for part, (n, own) in zip(parts, columns.items())})
 
     def combine(self, weights: Tensor) -> Tensor:
-        parts = self.gradients.combine(weights)
-        return torch.cat([parts[name].flatten() for name in self.shapes])[None]
-
-    def gram(self) -> Tensor:
-        return self.gradients.gram()
-
-    def grams(self) -> dict[str, Tensor]:
-        """The Gram matrix of each parameter; `gram` is their sum."""
-        alone = {name: {name: columns} for name, columns in self.gradients.columns.items()}
-        return {name: Gradients(columns, self.gradients.scale).gram() for name, columns in alone.items()}
+        return _flat(self.gradients.combine(weights))
 
     def weighted_diagonal(self, factor: Tensor) -> Tensor:
-        parts = self.gradients.weighted_diagonal(factor)
-        return torch.cat([parts[name].flatten() for name in self.shapes])[None]
+        return _flat(self.gradients.weighted_diagonal(factor))
+
+
+def _flat(parts: Mapping[str, Tensor]) -> Tensor:
+    return torch.cat([part.flatten() for part in parts.values()])[None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,24 +211,3 @@ class GradientProducts:
         count = solved.shape[-1]  # number of examples; rows are ordered by output, then by example
         terms = own.view(width, count, width, count).diagonal(dim1=1, dim2=3).permute(2, 0, 1)
         return terms - torch.einsum("kcn,kdn->ncd", solved, solved)
-
-
-@dataclass(frozen=True, eq=False)
-class ScaledDirections:
-    """Directions times a number or a vector of one number per weight; the Gram matrix is computed lazily."""
-
-    directions: FlatGradients
-    factor: float | Tensor
-    square: Callable[[], Tensor]
-
-    def project(self, vector: Tensor) -> Tensor:
-        return self.directions.project(self.factor * vector)
-
-    def combine(self, weights: Tensor) -> Tensor:
-        return self.directions.combine(weights).mul_(self.factor)
-
-    def gram(self) -> Tensor:
-        return self.square()
-
-    def weighted_diagonal(self, factor: Tensor) -> Tensor:
-        return self.directions.weighted_diagonal(factor).mul_(self.factor**2)
