@@ -14,6 +14,7 @@ from bayesgrad import likelihoods
 from bayesgrad.layers.fisher import BatchGradients, Gradients, batch_gradients, sum_terms
 from bayesgrad.layers.network import parameters_of, requires_grad_only
 from bayesgrad.layers.per_example import OuterProducts, PerExampleGradients, concatenated, restored
+from bayesgrad.layers.squares import floating_tensor
 from bayesgrad.precision import LowRank, Precision, Rescaled
 from bayesgrad.precision.linalg import cholesky
 from bayesgrad.structures.structure import Accumulator, Structure
@@ -90,10 +91,11 @@ class SubsampledStructure(Structure):
         def square() -> Tensor:
             return torch.stack([scale / prior[name] * gram for name, gram in self._grams.items()]).sum(0)
 
+        like = floating_tensor(next(iter(self.columns.values())))
         roots = {name: prior[name] ** 0.5 for name in self.shapes}
         scales = {name: (scale**0.5 / root) * self.scale for name, root in roots.items()}
         inner = LowRank(1.0, FlatGradients(Gradients(self.columns, scales), square), self.shape)
-        return Rescaled(inner, _flat({name: self.gram.new_full(s, roots[name]) for name, s in self.shapes.items()}))
+        return Rescaled(inner, _flat({name: like.new_full(s, roots[name]) for name, s in self.shapes.items()}))
 
     def logdet(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
         floor = prior[next(iter(self.shapes))]
