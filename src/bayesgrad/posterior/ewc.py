@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesgrad.layers.network import parameters_of
+from bayesgrad.layers.network import matching_parameters
 from bayesgrad.posterior.gaussian import GaussianPosterior
 from bayesgrad.posterior.laplace import LaplacePosterior
 from bayesgrad.posterior.posterior import Posterior
@@ -80,19 +80,9 @@ class EWC:
 
     def __call__(self, model: nn.Module) -> Tensor:
         """The penalty at the model's weights."""
-        found = parameters_of(model)
-        for part in self.parts:
-            for name, mean in part.mean.items():
-                if name not in found:
-                    raise ValueError(
-                        f"the penalty has a parameter {name!r} that the model lacks: build the same architecture."
-                    )
-                if found[name].shape != mean.shape:
-                    raise ValueError(
-                        f"parameter {name!r} has shape {tuple(found[name].shape)} in the model and "
-                        f"{tuple(mean.shape)} in the penalty: build the same architecture."
-                    )
-        return sum((part(found) for part in self.parts), torch.zeros(()))
+        shapes = [{name: mean.shape for name, mean in part.mean.items()} for part in self.parts]
+        found = [matching_parameters(model, own, "penalty") for own in shapes]
+        return sum((part(own) for part, own in zip(self.parts, found)), torch.zeros(()))
 
     def add(self, posterior: Posterior, strength: float = 1.0, *, prior: bool | None = None, decay: float = 1.0) -> EWC:
         """The penalty of all tasks after one more was learned: decay H + H', centred at the latest weights.

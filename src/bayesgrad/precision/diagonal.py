@@ -47,7 +47,7 @@ class Diagonal(Precision):
         return -self.covariance.log().sum()
 
     def to_dense(self) -> Tensor:
-        return torch.diag(1 / self.covariance.flatten())
+        return torch.diag(1 / self.variance().flatten())
 
     def storable(self) -> Tensor:
         """The variances plus the smallest normal number, so that their reciprocals are finite."""

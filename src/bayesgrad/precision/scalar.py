@@ -29,7 +29,3 @@ class Scalar(Diagonal):
 
     def logdet(self) -> Tensor:
         return -self.covariance.log() * torch.Size(self.shape).numel()
-
-    def to_dense(self) -> Tensor:
-        size = torch.Size(self.shape).numel()
-        return torch.eye(size, dtype=self.covariance.dtype, device=self.covariance.device) / self.covariance
