@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -51,5 +52,6 @@ class DiagonalStructure(Structure):
     def belief(self, mean: Mapping[str, Tensor], prior: Mapping[str, float], scale: float) -> Belief:
         return Belief(mean[self._name], self.precision(prior, scale))
 
-    def logdet(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
-        return (scale * self.values.double() + prior[self._name]).log().sum()
+    @cached_property
+    def eigenvalues(self) -> Tensor:
+        return self.values.double().flatten()

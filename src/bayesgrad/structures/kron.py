@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -103,10 +103,22 @@ class KroneckerStructure(Structure):
         return super().plus(other) if alone else None
 
     def precision(self, prior: Mapping[str, float], scale: float) -> Spectral:
-        return self.spectral.scale(scale).add(self.single_prior(prior))
+        return self.spectral.scale(scale).add(self._single(prior))
 
-    def logdet(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
-        return (scale * self.spectral.spectrum.double() + self.single_prior(prior)).log().sum()
+    def logdet_by_name(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
+        shared: Tensor = self._single(prior)
+        return self.logdet(dict.fromkeys(self.shapes, shared), scale)
+
+    @cached_property
+    def eigenvalues(self) -> Tensor:
+        return self.spectral.spectrum.double().flatten()
+
+    def _single(self, prior: Mapping[str, Any]) -> Any:
+        """The prior precision of all parameters, which must have the same one."""
+        values = [prior[name] for name in self.shapes]
+        if any(value is not values[0] and value != values[0] for value in values):
+            raise ValueError(f"{list(self.shapes)} are one block and need the same prior precision, got {values}.")
+        return values[0]
 
     def stored(self) -> dict[str, Tensor]:
         found = self.spectral

@@ -168,10 +168,21 @@ class Structure(Accumulator):
 
     def logdet(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
         """log |scale H + prior|, differentiable in both."""
-        if len({id(prior[name]) for name in self.shapes}) == 1:
-            return (scale * self._eigenvalues + self.single_prior(prior)).log().sum()
+        floor = prior[next(iter(self.shapes))]
+        if any(prior[name] is not floor for name in self.shapes):
+            return self.logdet_by_name(prior, scale)
+        rest = self.size - len(self.eigenvalues)  # negative where there are more gradients than weights
+        return (scale * self.eigenvalues + floor).log().sum() + rest * floor.log()
+
+    def logdet_by_name(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
+        """As `logdet`, if the parameters of the block have different prior precisions."""
         precision = scale * self._matrix.double() + torch.diag(self._prior_diagonal(prior))
         return 2 * torch.linalg.cholesky(precision).diagonal().log().sum()
+
+    @cached_property
+    def eigenvalues(self) -> Tensor:
+        """Of H, in float64; zeros may be left out."""
+        return torch.linalg.eigvalsh(self._matrix.double()).clamp(min=0)
 
     def output_covariance(self, prior: Mapping[str, float], scale: float) -> OutputCovariance | None:
         """The covariance of linearised outputs, if it can be computed without a dense Jacobian; else None."""
@@ -181,21 +192,10 @@ class Structure(Accumulator):
     def _matrix(self) -> Tensor:
         return self.dense()
 
-    @cached_property
-    def _eigenvalues(self) -> Tensor:
-        return torch.linalg.eigvalsh(self._matrix.double()).clamp(min=0)
-
     def _prior_diagonal(self, prior: Mapping[str, Any]) -> Tensor:
         like: dict[str, Any] = dict(dtype=torch.float64, device=self._matrix.device)
         values = {n: torch.as_tensor(prior[n], **like).expand(shape) for n, shape in self.shapes.items()}
         return self.joined(values).flatten()
-
-    def single_prior(self, prior: Mapping[str, Any]) -> Any:
-        """The prior precision of a block that must have a single one."""
-        values = [prior[name] for name in self.shapes]
-        if any(value is not values[0] and value != values[0] for value in values):
-            raise ValueError(f"{list(self.shapes)} are one block and need the same prior precision, got {values}.")
-        return values[0]
 
     # --- files ---
 

@@ -61,7 +61,7 @@ class SubsampledStructure(Structure):
         return Gradients(self.columns, self.scale).gram()
 
     @cached_property
-    def _eigenvalues(self) -> Tensor:
+    def eigenvalues(self) -> Tensor:
         return torch.linalg.eigvalsh(self.gram.double()).clamp(min=0)
 
     @cached_property
@@ -97,11 +97,7 @@ class SubsampledStructure(Structure):
         inner = LowRank(1.0, FlatGradients(Gradients(self.columns, scales), square), self.shape)
         return Rescaled(inner, _flat({name: like.new_full(s, roots[name]) for name, s in self.shapes.items()}))
 
-    def logdet(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
-        floor = prior[next(iter(self.shapes))]
-        if all(prior[name] is floor for name in self.shapes):
-            rest = self.size - len(self.gram)  # negative where there are more gradients than weights
-            return (scale * self._eigenvalues + floor).log().sum() + rest * floor.log()
+    def logdet_by_name(self, prior: Mapping[str, Tensor], scale: Tensor) -> Tensor:
         inner = torch.eye(len(self.gram), dtype=torch.float64, device=self.gram.device)
         for name, gram in self._grams.items():
             inner = inner + scale / prior[name] * gram.double()
