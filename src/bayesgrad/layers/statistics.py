@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad import layers
-from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.layer import Layer
 from bayesgrad.layers.per_example import EmbeddingGradients, OuterProducts
 from bayesgrad.layers.recorder import LayerCall
@@ -137,7 +136,7 @@ class LayerStatistics:
             read = {"input": "indices" if self.layer.lookup else "inputs", "error": "errors"}
             rows, pairs = {side: getattr(self, read[side]) for side in sides}, self.rows
         counts = {"input": self.examples * losses_per_example, "error": pairs}
-        return {side: Moment(rows[side], counts[side]) for side in sides}
+        return {side: Moment(rows[side], counts[side], self.layer.sizes[side]) for side in sides}
 
     def _reduced(self) -> tuple[Tensor, Tensor]:
         """One row for each example: the mean of inputs and the sum of errors over its positions."""
@@ -171,10 +170,12 @@ class Moment:
     Args:
         rows: (groups, n, size), or indices (n,) of one-hot rows.
         count: what the sum is divided by.
+        size: of one-hot rows.
     """
 
     rows: Tensor
     count: float
+    size: int = 0
 
     @property
     def weight(self) -> float:
@@ -183,6 +184,12 @@ class Moment:
     def mean(self) -> Tensor:
         """The moment as a matrix (groups, size, size), with both triangles."""
         return self.weight * self.rows.mT @ self.rows
+
+    def sum(self) -> Tensor:
+        """Σ r r', (groups, size, size), with both triangles; of one-hot rows the diagonal (1, size), as integers."""
+        if self.rows.is_floating_point():
+            return self.rows.mT @ self.rows
+        return torch.bincount(self.rows, minlength=self.size)[None]
 
     def into(self, factor: Tensor, keep: float, take: float) -> None:
         """factor <- keep * factor + take * moment, in place and in one pass; only the diagonal if that is one.
@@ -202,39 +209,6 @@ class Moment:
                 strip.addmm_(rows[:, start:end].T, rows[:, :end], beta=keep, alpha=take)
         else:
             factor.baddbmm_(self.rows.mT, self.rows, beta=keep, alpha=take)
-
-
-@dataclass(eq=False)
-class MomentSum:
-    """The mean of r r' over batches of different size.
-
-    Args:
-        total: Σ r r', (groups, size, size), or the diagonal (groups, size) for one-hot rows.
-        count: what the sum is divided by.
-    """
-
-    total: Tensor
-    count: float = 0
-
-    @staticmethod
-    def of(layer: Layer, side: str) -> MomentSum:
-        """An empty sum for the "input" or "error" side of a layer."""
-        size = (layer.sizes[side],) * (1 if layer.lookup and side == "input" else 2)
-        like = {"dtype": compute_dtype(layer.owner.dtype), "device": layer.owner.device}
-        return MomentSum(torch.zeros(layer.shape[0], *size, **like))
-
-    def add(self, moment: Moment) -> MomentSum:
-        rows = moment.rows
-        if rows.is_floating_point():
-            self.total += rows.mT @ rows
-        else:
-            self.total += torch.bincount(rows, minlength=self.total.shape[-1])
-        self.count += moment.count
-        return self
-
-    def mean(self) -> Tensor:
-        """Σ r r' / count."""
-        return self.total / self.count
 
 
 def _strips(size: int) -> list[tuple[int, int]]:

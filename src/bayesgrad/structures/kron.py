@@ -17,7 +17,7 @@ from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.fisher import BatchGradients
 from bayesgrad.layers.layer import Layer
 from bayesgrad.layers.per_example import EmbeddingGradients, OuterProducts
-from bayesgrad.layers.statistics import LayerStatistics, MomentSum
+from bayesgrad.layers.statistics import LayerStatistics
 from bayesgrad.precision import Kronecker, Spectral
 from bayesgrad.precision.kronecker import block_kron
 from bayesgrad.precision.linalg import eigenvalues
@@ -161,7 +161,7 @@ class LayerFactors(Accumulator):
         self.structure, self.layer, self.one_direction = structure, layer, structure.one_direction
         names = {id(p): name for name, p in params.items()}
         self.shapes = {names[id(p)]: p.shape for p in layer.members}
-        self.sums = {side: MomentSum.of(layer, side) for side in structure.sides}
+        self.sums: dict[str, Any] = dict.fromkeys(structure.sides, 0)
         self.positions = 0  # of all examples
 
     def add(self, seen: BatchGradients) -> None:
@@ -174,12 +174,12 @@ class LayerFactors(Accumulator):
             )
         statistics = LayerStatistics.from_gradients(self.layer, columns, len(seen.outputs) if seen.first else 0)
         self.positions += statistics.rows
-        for side, moment in statistics.moments(tuple(self.sums)).items():
-            self.sums[side].add(moment)
+        for side, moment in statistics.moments(self.structure.sides).items():
+            self.sums[side] = self.sums[side] + moment.sum()
 
     def finish(self, total: float, count: int) -> Structure:
-        inputs = total / count * self.sums["input"].total
-        errors = self.sums["error"].mean() if "error" in self.sums else None
+        inputs = total / count * self.sums["input"].to(compute_dtype(self.layer.owner.dtype))
+        errors = self.sums["error"] / self.positions if "error" in self.sums else None
         left, right = (inputs, errors) if self.layer.lookup else (errors, inputs)
         return self.structure(self.shapes, left, right)
 
