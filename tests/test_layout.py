@@ -24,6 +24,7 @@ LAYERS = [
     ["rule", "transition", "block"],
     ["curvature"],
     ["posterior"],
+    ["structures"],
     ["layers"],
     ["belief"],
     ["precision"],

@@ -15,8 +15,8 @@ from bayesgrad import layers, likelihoods
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.functional import gradients_by_vmap
 from bayesgrad.layers.network import parameters_of, unwrap
-from bayesgrad.layers.per_example import PerExampleGradients, StoredGradients, concatenated, summed
-from bayesgrad.layers.recorder import LayerCall, LayerRecorder, Trace
+from bayesgrad.layers.per_example import PerExampleGradients, StoredGradients, concatenated
+from bayesgrad.layers.recorder import LayerRecorder, Trace
 from bayesgrad.noise import seed32
 from bayesgrad.precision import LowRank
 
@@ -335,24 +335,8 @@ def gather_gradients(
             count = 0 if call.input is None else layers.examples_in(module, call.input)
             if call.name in mixed or count != len(trace.outputs):
                 left |= {id(p) for p in layers.own_parameters(module).values()}
-    passes = []
-    for direction in directions:
-        found: dict[int, list[PerExampleGradients]] = {}
-        for use in trace.backpropagate(direction):
-            for p, columns in _explained(use, left):
-                found.setdefault(id(p), []).append(columns)
-        passes.append({key: summed(parts) for key, parts in found.items()})
-    return {key: concatenated([found[key] for found in passes]) for key in passes[0]}, left
-
-
-def _explained(use: LayerCall, left: set[int]) -> Iterable[tuple[nn.Parameter, PerExampleGradients]]:
-    if all(id(p) in left for p in layers.own_parameters(use.module).values()):
-        return ()
-    return (
-        (p, columns)
-        for p, columns in layers.per_example_gradients(use.module, use.input, use.error)
-        if id(p) not in left
-    )
+    passes = [layers.gradients_of_calls(trace.backpropagate(direction), left) for direction in directions]
+    return {id(p): concatenated([found[p] for found in passes]) for p in passes[0]}, left
 
 
 def _mixed(trace: Trace, direction: Tensor) -> set[str]:

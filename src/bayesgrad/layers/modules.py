@@ -7,7 +7,7 @@ of the state.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from bayesgrad.kernels import compute_dtype
-from bayesgrad.layers.per_example import EmbeddingGradients, OuterProducts, PerExampleGradients, StoredGradients
+from bayesgrad.layers.per_example import (
+    EmbeddingGradients,
+    OuterProducts,
+    PerExampleGradients,
+    StoredGradients,
+    summed,
+)
+from bayesgrad.layers.recorder import LayerCall
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _BatchNorm)
@@ -153,6 +160,23 @@ def per_example_gradients(
         else:
             values = products[name].reshape(len(x), p.numel(), -1).sum(2)
         yield p, StoredGradients(p.shape, values)
+
+
+def gradients_of_calls(
+    calls: Iterable[LayerCall], without: Collection[int] = ()
+) -> dict[nn.Parameter, PerExampleGradients]:
+    """The per-example gradients of the parameters of the called layers, summed over the calls.
+
+    Args:
+        calls: of one pass.
+        without: ids of parameters to leave out.
+    """
+    found: dict[nn.Parameter, list[PerExampleGradients]] = {}
+    for call in calls:
+        if any(id(p) not in without for p in own_parameters(call.module).values()):
+            for p, columns in per_example_gradients(call.module, call.input, call.error):
+                found.setdefault(p, []).append(columns)
+    return {p: summed(parts) for p, parts in found.items() if id(p) not in without}
 
 
 def _normalised(module: nn.Module, x: Tensor) -> Tensor:

@@ -91,6 +91,24 @@ def named_groups(model: nn.Module, params: Any) -> list[dict[str, Any]]:
     return named
 
 
+def matching_parameters(model: nn.Module, shapes: Mapping[str, torch.Size], whose: str) -> dict[str, nn.Parameter]:
+    """The model's parameters with these names, which must have these shapes.
+
+    Args:
+        whose: names and shapes, for the error.
+    """
+    found = parameters_of(model)
+    for name, shape in shapes.items():
+        if name not in found:
+            raise ValueError(f"the {whose} has a parameter {name!r} that the model lacks: build the same architecture.")
+        if found[name].shape != shape:
+            raise ValueError(
+                f"parameter {name!r} has shape {tuple(found[name].shape)} in the model and {tuple(shape)} in the "
+                f"{whose}: build the same architecture."
+            )
+    return {name: found[name] for name in shapes}
+
+
 def architecture(model: nn.Module) -> dict[str, list[int]]:
     """The shape of each parameter."""
     return {name: list(p.shape) for name, p in parameters_of(model).items()}

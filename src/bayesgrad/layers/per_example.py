@@ -33,6 +33,7 @@ class PerExampleGradients(ABC):
 
     shape: torch.Size
     kinds: ClassVar[dict[str, type[PerExampleGradients]]] = {}
+    example_dim: ClassVar[int] = 0  # of its tensors; the next one is that of positions, if there are any
 
     def __init_subclass__(cls) -> None:
         PerExampleGradients.kinds[cls.__name__.lower()] = cls
@@ -119,6 +120,7 @@ class OuterProducts(PerExampleGradients):
 
     inputs: Tensor
     errors: Tensor
+    example_dim = 1
 
     @property
     def count(self) -> int:
@@ -316,16 +318,8 @@ def summed(parts: Sequence[PerExampleGradients]) -> PerExampleGradients:
         return first
     if any(isinstance(part, OuterProducts) for part in parts):
         parts = [part.as_outer() if isinstance(part, EmbeddingGradients) else part for part in parts]
-    if all(isinstance(part, OuterProducts) for part in parts):
-        outers = [part for part in parts if isinstance(part, OuterProducts)]
-        inputs, errors = ([getattr(part, name) for part in outers] for name in ("inputs", "errors"))
-        if len({(a.shape[0], a.shape[-1], e.shape[-1]) for a, e in zip(inputs, errors)}) == 1:
-            return OuterProducts(first.shape, torch.cat(inputs, 2), torch.cat(errors, 2))
-    if all(isinstance(part, EmbeddingGradients) for part in parts):
-        lookups = [part for part in parts if isinstance(part, EmbeddingGradients)]
-        return EmbeddingGradients(
-            first.shape, torch.cat([p.indices for p in lookups], 1), torch.cat([p.errors for p in lookups], 1)
-        )
+    if not isinstance(parts[0], StoredGradients) and _alike(parts, positions=True):
+        return _joined(parts, 1 + parts[0].example_dim)  # a sum over more positions
     return StoredGradients(first.shape, torch.stack([part.rows() for part in parts]).sum(0))
 
 
@@ -334,26 +328,27 @@ def concatenated(parts: Sequence[PerExampleGradients]) -> PerExampleGradients:
     first = parts[0]
     if len(parts) == 1:
         return first
-    if isinstance(first, OuterProducts) and all(
-        isinstance(p, OuterProducts) and _alike(p.inputs, first.inputs) for p in parts
-    ):
-        outers = [part for part in parts if isinstance(part, OuterProducts)]
-        return OuterProducts(
-            first.shape, torch.cat([p.inputs for p in outers], 1), torch.cat([p.errors for p in outers], 1)
-        )
-    if isinstance(first, EmbeddingGradients) and all(
-        isinstance(p, EmbeddingGradients) and _alike(p.errors, first.errors) for p in parts
-    ):
-        lookups = [part for part in parts if isinstance(part, EmbeddingGradients)]
-        return EmbeddingGradients(
-            first.shape, torch.cat([p.indices for p in lookups]), torch.cat([p.errors for p in lookups])
-        )
-    if not all(isinstance(part, StoredGradients) for part in parts):
+    if not _alike(parts):
         raise ValueError(
             "batches that were observed together must have the same shape but for the number of examples: "
             "observe batches of one length, or call step() in between."
         )
-    return StoredGradients(first.shape, torch.cat([part.rows() for part in parts]))
+    return _joined(parts, first.example_dim)
+
+
+def _joined(parts: Sequence[PerExampleGradients], dim: int) -> PerExampleGradients:
+    own = [field.name for field in fields(parts[0]) if field.name != "shape"]
+    return type(parts[0])(parts[0].shape, *(torch.cat([getattr(p, name) for p in parts], dim) for name in own))
+
+
+def _alike(parts: Sequence[PerExampleGradients], positions: bool = False) -> bool:
+    """Whether all are of one class, with tensors of one shape but for examples, and for `positions`."""
+    dims = {parts[0].example_dim, 1 + parts[0].example_dim} if positions else {parts[0].example_dim}
+    shapes = {
+        tuple(tuple(size for dim, size in enumerate(t.shape) if dim not in dims) for t in part.tensors().values())
+        for part in parts
+    }
+    return len({type(part) for part in parts}) == 1 and len(shapes) == 1
 
 
 def gradients_one_by_one(outputs: Tensor, params: Sequence[Tensor], directions: Sequence[Tensor]) -> list[Tensor]:
@@ -368,10 +363,6 @@ def gradients_one_by_one(outputs: Tensor, params: Sequence[Tensor], directions: 
             for row, gradient in zip(rows, torch.autograd.grad(outputs, params, alone, retain_graph=True)):
                 row.append(gradient)
     return [torch.stack(row) for row in rows]
-
-
-def _alike(a: Tensor, b: Tensor) -> bool:
-    return a.dim() == b.dim() and a.shape[-2:] == b.shape[-2:]
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:

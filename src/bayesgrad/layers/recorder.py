@@ -99,15 +99,26 @@ class LayerCall:
     forward_id: int = 0
 
 
-class LayerHook:
-    """The forward hook of one layer. A copy of the layer (deepcopy, pickle) gets a hook that does nothing."""
+class Hook:
+    """A hook of a recorder. A copy of the module that has it (deepcopy, pickle) gets a hook that does nothing."""
 
     def __init__(self, recorder: LayerRecorder | None = None, name: str = "") -> None:
-        self.recorder = weakref.ref(recorder) if recorder is not None else None
+        self.recorder = weakref.ref(recorder) if recorder is not None else lambda: None
         self.name = name
 
+    def __reduce__(self) -> tuple:
+        return type(self), ()
+
+    def __init_subclass__(cls) -> None:
+        # torch.compile must call this function and not trace it. torch's own decorator would import the compiler.
+        vars(cls)["__call__"]._torchdynamo_disable = True
+
+
+class LayerHook(Hook):
+    """The forward hook of one layer."""
+
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        recorder = self.recorder() if self.recorder else None
+        recorder = self.recorder()
         if (
             recorder is None
             or not isinstance(output, Tensor)
@@ -119,46 +130,24 @@ class LayerHook:
         if has_weight and not torch._C._functorch.is_functorch_wrapped_tensor(output):  # pyright: ignore
             recorder.record_forward(self.name, args[0] if args else kwargs["input"], output)
 
-    def __reduce__(self) -> tuple:
-        return LayerHook, ()
 
-    # torch.compile must call this function and not trace it. torch's own decorator would import the compiler.
-    __call__._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
-
-
-class PassCounter:
-    """Counts the forward passes of a model. A copy does nothing, as for `LayerHook`."""
-
-    def __init__(self, recorder: LayerRecorder | None = None) -> None:
-        self.recorder = weakref.ref(recorder) if recorder is not None else None
+class PassCounter(Hook):
+    """Counts the forward passes of a model."""
 
     def __call__(self, module: nn.Module, args: tuple) -> None:
-        if self.recorder is not None and (recorder := self.recorder()) is not None:
+        if (recorder := self.recorder()) is not None:
             recorder.forward_count += 1
 
-    def __reduce__(self) -> tuple:
-        return PassCounter, ()
 
-    __call__._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
-
-
-class InputHook:
-    """Stores the arguments of the model's last call. A copy does nothing, as for `LayerHook`."""
-
-    def __init__(self, recorder: LayerRecorder | None = None) -> None:
-        self.recorder = weakref.ref(recorder) if recorder is not None else None
+class InputHook(Hook):
+    """Stores the arguments of the model's last call."""
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        recorder = self.recorder() if self.recorder else None
+        recorder = self.recorder()
         if recorder is None or not isinstance(output, Tensor) or not torch.is_grad_enabled():
             return
         if not torch._C._functorch.is_functorch_wrapped_tensor(output):  # pyright: ignore[reportAttributeAccessIssue]
             recorder.last_call = weakref.ref(output), args, kwargs
-
-    def __reduce__(self) -> tuple:
-        return InputHook, ()
-
-    __call__._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def check_graph(outputs: Tensor) -> None:

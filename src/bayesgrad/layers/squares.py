@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bayesgrad import layers
-from bayesgrad.layers.per_example import OuterProducts, PerExampleGradients, matmul, summed
+from bayesgrad.layers.per_example import OuterProducts, PerExampleGradients, matmul
 from bayesgrad.layers.probe import Projection, random_column, rows_to_compare
 from bayesgrad.layers.recorder import LayerCall
 
@@ -62,11 +62,7 @@ def floating_tensor(columns: PerExampleGradients) -> Tensor:
 def examples_of(passes: Sequence[Sequence[LayerCall]]) -> dict[Tensor, Examples]:
     """The per-example gradients of every parameter of the called layers; calls in one pass are summed."""
     found: dict[Tensor, list[PerExampleGradients]] = {}
-    for uses in passes:
-        here: dict[Tensor, list[PerExampleGradients]] = {}
-        for use in uses:
-            for p, columns in layers.per_example_gradients(use.module, use.input, use.error):
-                here.setdefault(p, []).append(columns)
-        for p, parts in here.items():
-            found.setdefault(p, []).append(summed(parts))
+    for calls in passes:
+        for p, columns in layers.gradients_of_calls(calls).items():
+            found.setdefault(p, []).append(columns)
     return {p: Examples(columns) for p, columns in found.items()}

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad import layers
-from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.layer import Layer
 from bayesgrad.layers.per_example import EmbeddingGradients, OuterProducts
 from bayesgrad.layers.recorder import LayerCall
@@ -24,13 +23,13 @@ class LayerStatistics:
     r"""What one layer received in some passes: rows of inputs and errors, and the second moments of both.
 
     .. math::
-        A = \frac1{N l} \sum_{j,t} a_{jt} a_{jt}^T, \quad E = \frac1{N T} \sum_{j,t,k} e_{jtk} e_{jtk}^T
+        A = \frac1{N l} \sum_{j,t} a_{jt} a_{jt}^T, \quad E = \frac1{N T} \sum_{j,t} e_{jt} e_{jt}^T
 
     An example j is one index of the first dimension of the layer's input, and the examples of a pass are counted once.
     A position t is a place of a convolution, an element of a sequence, or one of several calls of the layer in a pass.
-    A direction k is a derivative of the model's outputs: a loss has one, an exact Fisher as many as its Hessian has
-    roots; the inputs are the same for all of them. l is the number of losses of an example (`losses_per_example`). For
-    the bias, a one is appended to each input. The input of an Embedding is a one-hot vector, stored as its index.
+    l is the number of losses of an example (`losses_per_example`). For the bias, a one is appended to each input. The
+    input of an Embedding is a one-hot vector, stored as its index. An exact Fisher sums ee' over several directions of
+    the model's outputs, which have the same inputs: see `from_gradients`.
 
     With `sharing="reduce"`, inputs are averaged and errors summed over positions first: A is the mean of aa', E the
     mean of ee' over examples. Both are exact for one example at one position.
@@ -38,19 +37,15 @@ class LayerStatistics:
     Args:
         layer: the layer.
         passes: the recorded calls of each pass; the examples of a pass are counted once.
-        further: the recorded calls of the same passes in further directions of the outputs.
 
     Reference: Benzing 2021, section 2.2 and Eq. 1-4; Eschenhagen et al., 2023, for expand and reduce.
     Differs from the paper: means instead of sums; E is averaged over positions.
     Checked by: tests/equations/test_foof.py, tests/equations/test_kfac.py, and against curvlinops.
     """
 
-    def __init__(
-        self, layer: Layer, passes: Sequence[Sequence[LayerCall]], further: Sequence[Sequence[LayerCall]] = ()
-    ) -> None:
+    def __init__(self, layer: Layer, passes: Sequence[Sequence[LayerCall]]) -> None:
         self.layer = layer
         self.passes = passes
-        self.further = further
         self.examples = sum(max(layers.examples_in(use.module, use.input) for use in uses) for uses in passes)
 
     @classmethod
@@ -97,7 +92,7 @@ class LayerStatistics:
     def features(self) -> Tensor:
         """The inputs without the column of ones, (groups, rows, in)."""
         if self.layer.weight is None:
-            return self.errors[:, : self.rows, :0]
+            return self.errors[..., :0]
         parts = [layers.inputs_of(use.module, use.input).flatten(1, 2) for use in self.uses]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
@@ -108,8 +103,8 @@ class LayerStatistics:
 
     @cached_property
     def errors(self) -> Tensor:
-        """E, (groups, rows, out), ordered by direction; for an Embedding (1, rows, features)."""
-        parts = [self._errors(use) for uses in (*self.passes, *self.further) for use in uses]
+        """E, (groups, rows, out); for an Embedding (1, rows, features)."""
+        parts = [self._errors(use) for use in self.uses]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def _errors(self, use: LayerCall) -> Tensor:
@@ -119,7 +114,7 @@ class LayerStatistics:
 
     def with_errors(self, errors: Tensor) -> LayerStatistics:
         """A copy with other errors, in the shape of `errors`."""
-        other = LayerStatistics(self.layer, self.passes, self.further)
+        other = LayerStatistics(self.layer, self.passes)
         other.__dict__ |= {**self.__dict__, "errors": errors}
         return other
 
@@ -141,7 +136,7 @@ class LayerStatistics:
             read = {"input": "indices" if self.layer.lookup else "inputs", "error": "errors"}
             rows, pairs = {side: getattr(self, read[side]) for side in sides}, self.rows
         counts = {"input": self.examples * losses_per_example, "error": pairs}
-        return {side: Moment(rows[side], counts[side]) for side in sides}
+        return {side: Moment(rows[side], counts[side], self.layer.sizes[side]) for side in sides}
 
     def _reduced(self) -> tuple[Tensor, Tensor]:
         """One row for each example: the mean of inputs and the sum of errors over its positions."""
@@ -170,28 +165,38 @@ def _with_ones(rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Moment:
-    """Σ r r' / count over some rows r, in each group; only the diagonal if it is added to a diagonal.
-
-    Only the lower triangle of the result is valid: use `symmetric` to fill the upper one.
+    """Σ r r' / count over some rows r, in each group.
 
     Args:
         rows: (groups, n, size), or indices (n,) of one-hot rows.
         count: what the sum is divided by.
+        size: of one-hot rows.
     """
 
     rows: Tensor
     count: float
+    size: int = 0
 
     @property
     def weight(self) -> float:
         return 1 / self.count
 
-    def into(self, factor: Tensor, keep: float, take: float) -> None:
-        """factor <- keep * factor + take * moment, in place and in one pass."""
-        self.add_sum(factor, keep, take * self.weight)
+    def mean(self) -> Tensor:
+        """The moment as a matrix (groups, size, size), with both triangles."""
+        return self.weight * self.rows.mT @ self.rows
 
-    def add_sum(self, factor: Tensor, keep: float = 1.0, take: float = 1.0) -> None:
-        """factor <- keep * factor + take * Σ r r', in place and in one pass."""
+    def sum(self) -> Tensor:
+        """Σ r r', (groups, size, size), with both triangles; of one-hot rows the diagonal (1, size), as integers."""
+        if self.rows.is_floating_point():
+            return self.rows.mT @ self.rows
+        return torch.bincount(self.rows, minlength=self.size)[None]
+
+    def into(self, factor: Tensor, keep: float, take: float) -> None:
+        """factor <- keep * factor + take * moment, in place and in one pass; only the diagonal if that is one.
+
+        Only the lower triangle of the result is valid: use `symmetric` to fill the upper one.
+        """
+        take *= self.weight
         if not self.rows.is_floating_point():
             counts = torch.bincount(self.rows, minlength=factor.shape[-1])
             factor.mul_(keep).add_(counts.to(factor), alpha=take)
@@ -204,35 +209,6 @@ class Moment:
                 strip.addmm_(rows[:, start:end].T, rows[:, :end], beta=keep, alpha=take)
         else:
             factor.baddbmm_(self.rows.mT, self.rows, beta=keep, alpha=take)
-
-
-@dataclass(eq=False)
-class MomentSum:
-    """The mean of r r' over batches of different size.
-
-    Args:
-        total: Σ r r', of which the lower triangle is valid, (groups, size, size), or the diagonal (groups, size).
-        count: what the sum is divided by.
-    """
-
-    total: Tensor
-    count: float = 0
-
-    @staticmethod
-    def of(layer: Layer, side: str) -> MomentSum:
-        """An empty sum for the "input" or "error" side of a layer."""
-        size = (layer.sizes[side],) * (1 if layer.lookup and side == "input" else 2)
-        like = {"dtype": compute_dtype(layer.owner.dtype), "device": layer.owner.device}
-        return MomentSum(torch.zeros(layer.shape[0], *size, **like))
-
-    def add(self, moment: Moment) -> MomentSum:
-        moment.add_sum(self.total)
-        self.count += moment.count
-        return self
-
-    def mean(self) -> Tensor:
-        """Σ r r' / count, with both triangles."""
-        return symmetric(self.total) / self.count
 
 
 def _strips(size: int) -> list[tuple[int, int]]:

@@ -29,7 +29,7 @@ from bayesgrad.layers.fisher import gather_gradients
 from bayesgrad.layers.layer import Layer
 from bayesgrad.layers.per_example import PerExampleGradients, gradients_one_by_one
 from bayesgrad.layers.recorder import Trace
-from bayesgrad.layers.statistics import LayerStatistics, MomentSum
+from bayesgrad.layers.statistics import LayerStatistics
 from bayesgrad.precision import Blocks, Diagonal, Precision, Scalar, Spectral
 from bayesgrad.precision.linalg import eigenvalues, not_invertible
 from bayesgrad.samplers.correction import Batch, drift_by_autodiff, gauss_newton_drift, is_linear
@@ -224,9 +224,8 @@ class KroneckerFactors(Metric):
             own = [[use for use in uses if use.module._parameters.get("weight") is weight] for uses in passes]
             if not own[0] or layer.lookup:
                 continue
-            moments = LayerStatistics(layer, own[:1], own[1:]).moments()
-            sums = {side: MomentSum.of(layer, side).add(moment) for side, moment in moments.items()}
-            found[layer.owner] = {f"{side}_moment": total.mean() for side, total in sums.items()}
+            means = {side: moment.mean() for side, moment in LayerStatistics(layer, own).moments().items()}
+            found[layer.owner] = {"input_moment": means["input"], "error_moment": means["error"] * len(directions)}
         members = {p for layer in view.layers if layer.owner in found for p in layer.members}
         rest = ObservedBatch(view.trace, directions, [p for p in view.params if p not in members], (), view.left)
         return found | {p: {"fisher": square} for p, square in squares(rest).items()}
