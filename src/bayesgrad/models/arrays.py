@@ -20,7 +20,7 @@ def as_numpy(values: Any) -> Any:
 
 def like(X: Any) -> Callable[[Tensor], Any]:
     """A function that converts a tensor to the array type of X."""
-    return (lambda result: result) if isinstance(X, Tensor) else (lambda result: result.cpu().numpy())
+    return (lambda result: result.to(X.device)) if isinstance(X, Tensor) else (lambda result: result.cpu().numpy())
 
 
 def as_finite(X: Any, given: Any) -> Tensor:

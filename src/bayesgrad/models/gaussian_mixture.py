@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from sklearn.cluster import KMeans, kmeans_plusplus
 from sklearn.utils import Tags, check_random_state
 from sklearn.utils.metaestimators import available_if
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from bayesgrad.families import Dirichlet, Family, Parameters, Point
@@ -37,6 +38,7 @@ def _is_em(model: GaussianMixture) -> bool:
     return model.method == "em"
 
 
+@dataclass(eq=False, repr=False)
 class GaussianMixture(Latent):
     r"""Gaussian mixtures: rows from K Gaussians, with latent component indicators:
 
@@ -100,40 +102,21 @@ class GaussianMixture(Latent):
     Checked by: tests/equations/test_gaussian_mixture.py, tests/contract/test_gaussian_mixture.py.
     """
 
-    n_features_in_: int
     _fixed_settings = ("n_components", "method", "covariance_type")
-
-    def __init__(
-        self,
-        n_components: int = 1,
-        *,
-        method: str = "em",
-        covariance_type: str = "full",
-        tol: float = 1e-5,
-        reg_covar: float = 1e-6,
-        max_iter: int = 500,
-        n_init: int = 1,
-        init_params: str = "kmeans",
-        weight_concentration_prior: float | None = None,
-        mean_precision_prior: float | None = None,
-        mean_prior: Any = None,
-        degrees_of_freedom_prior: float | None = None,
-        covariance_prior: Any = None,
-        batch_size: int = 1024,
-        offset: float = 1.0,
-        decay: float = 0.7,
-        total_samples: float | None = None,
-        random_state: Any = 0,
-        progress: bool | None = None,
-    ) -> None:
-        self.n_components, self.method, self.covariance_type = n_components, method, covariance_type
-        self.tol, self.reg_covar, self.max_iter = tol, reg_covar, max_iter
-        self.n_init, self.init_params = n_init, init_params
-        self.weight_concentration_prior, self.mean_precision_prior = weight_concentration_prior, mean_precision_prior
-        self.mean_prior, self.degrees_of_freedom_prior = mean_prior, degrees_of_freedom_prior
-        self.covariance_prior = covariance_prior
-        self.batch_size, self.offset, self.decay, self.total_samples = batch_size, offset, decay, total_samples
-        self.random_state, self.progress = random_state, progress
+    n_components: int = 1
+    _: KW_ONLY
+    method: str = "em"
+    covariance_type: str = "full"
+    reg_covar: float = 1e-6
+    init_params: str = "kmeans"
+    weight_concentration_prior: float | None = None
+    mean_precision_prior: float | None = None
+    mean_prior: Any = None
+    degrees_of_freedom_prior: float | None = None
+    covariance_prior: Any = None
+    batch_size: int = 1024
+    offset: float = 1.0
+    decay: float = 0.7
 
     def __sklearn_tags__(self) -> Tags:
         tags = super().__sklearn_tags__()
@@ -149,15 +132,14 @@ class GaussianMixture(Latent):
         if reset:
             self._check_size(len(rows))
             self._centre = near_mean(rows)
-            self._tensors = isinstance(X, Tensor)
+            self._remember_kind(X)
         rows = rows - self._centre.to(rows)
         if reset and not _is_em(self):
             self._set_priors(rows)
         return rows
 
     def _rows_of(self, X: Any, *, reset: bool) -> Tensor:
-        options: dict[str, Any] = dict(dtype=np.float64, ensure_all_finite=False, ensure_min_samples=1 + reset)
-        return as_finite(validate_data(self, as_numpy(X), reset=reset, **options), X)
+        return as_finite(self._validated(X, reset=reset, ensure_min_samples=1 + reset), X)
 
     def _check_settings(self) -> None:
         require_one_of(self, method=METHODS, covariance_type=COVARIANCES, init_params=STARTS)
@@ -236,9 +218,6 @@ class GaussianMixture(Latent):
     @property
     def _covariance(self) -> Covariance:
         return COVARIANCES[self.covariance_type]
-
-    def _kind(self, result: Tensor) -> Any:
-        return result if self._tensors else result.cpu().numpy()
 
     def _uses_batches(self) -> bool:
         return self.method == "svi"

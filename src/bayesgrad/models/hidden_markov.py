@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from sklearn.cluster import KMeans
 from sklearn.utils import Tags, check_random_state
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from bayesgrad.families import Dirichlet, Family, Parameters, Point
@@ -29,6 +30,7 @@ EMISSIONS, METHODS, STARTS = ("gaussian", "categorical"), ("em", "vb"), ("kmeans
 SUBSET = 20_000  # maximum number of rows for k-means
 
 
+@dataclass(eq=False, repr=False)
 class HiddenMarkov(Latent):
     r"""Hidden Markov models: observations x_t depend on latent states z_t, which form a Markov chain:
 
@@ -79,56 +81,34 @@ class HiddenMarkov(Latent):
     Checked by: tests/equations/test_hidden_markov.py, tests/contract/test_hidden_markov.py.
     """
 
-    n_features_in_: int
-    startprob_: Any
-    transmat_: Any
-    emissionprob_: Any
-    means_: Any
-    covars_: Any
-    batch_size = 1
+    startprob_: Any = field(init=False)
+    transmat_: Any = field(init=False)
+    emissionprob_: Any = field(init=False)
+    means_: Any = field(init=False)
+    covars_: Any = field(init=False)
     _fixed_settings = ("n_states", "emissions", "method", "covariance_type")
-
-    def __init__(
-        self,
-        n_states: int = 2,
-        *,
-        emissions: str = "gaussian",
-        method: str = "em",
-        covariance_type: str = "full",
-        n_symbols: int | None = None,
-        startprob_prior: Any = None,
-        transmat_prior: Any = None,
-        emissionprob_prior: Any = None,
-        means_prior: Any = None,
-        means_weight: float | None = None,
-        covars_prior: Any = None,
-        dof_prior: float | None = None,
-        init: str = "kmeans",
-        startprob_init: Any = None,
-        transmat_init: Any = None,
-        means_init: Any = None,
-        covars_init: Any = None,
-        emissionprob_init: Any = None,
-        n_init: int = 1,
-        max_iter: int = 500,
-        tol: float = 1e-5,
-        random_state: Any = None,
-        progress: bool | None = None,
-        total_samples: float | None = None,
-        offset: float = 1.0,
-        decay: float = 0.7,
-    ) -> None:
-        self.n_states, self.emissions, self.method = n_states, emissions, method
-        self.covariance_type, self.n_symbols = covariance_type, n_symbols
-        self.startprob_prior, self.transmat_prior = startprob_prior, transmat_prior
-        self.emissionprob_prior = emissionprob_prior
-        self.means_prior, self.means_weight = means_prior, means_weight
-        self.covars_prior, self.dof_prior = covars_prior, dof_prior
-        self.init, self.startprob_init, self.transmat_init = init, startprob_init, transmat_init
-        self.means_init, self.covars_init, self.emissionprob_init = means_init, covars_init, emissionprob_init
-        self.n_init, self.max_iter, self.tol = n_init, max_iter, tol
-        self.random_state, self.progress, self.total_samples = random_state, progress, total_samples
-        self.offset, self.decay = offset, decay
+    n_states: int = 2
+    _: KW_ONLY
+    emissions: str = "gaussian"
+    method: str = "em"
+    covariance_type: str = "full"
+    n_symbols: int | None = None
+    startprob_prior: Any = None
+    transmat_prior: Any = None
+    emissionprob_prior: Any = None
+    means_prior: Any = None
+    means_weight: float | None = None
+    covars_prior: Any = None
+    dof_prior: float | None = None
+    init: str = "kmeans"
+    startprob_init: Any = None
+    transmat_init: Any = None
+    means_init: Any = None
+    covars_init: Any = None
+    emissionprob_init: Any = None
+    random_state: Any = None
+    offset: float = 1.0
+    decay: float = 0.7
 
     def __sklearn_tags__(self) -> Tags:
         tags = super().__sklearn_tags__()
@@ -156,7 +136,7 @@ class HiddenMarkov(Latent):
         checks.require_one_of(self, emissions=EMISSIONS, method=METHODS, covariance_type=COVARIANCES, init=STARTS)
         checks.require_positive_integer(n_states=self.n_states)
         rows, lengths = given.concatenated(self._dims)
-        rows = validate_data(self, rows, reset=reset, dtype=np.float64, ensure_all_finite="allow-nan")
+        rows = self._validated(rows, reset=reset, ensure_all_finite="allow-nan")
         lengths = given.split(len(rows)) if lengths is None else lengths
         missing = np.isnan(rows)
         wrong = missing.any(1) & ~missing.all(1)
@@ -167,7 +147,7 @@ class HiddenMarkov(Latent):
         values = torch.as_tensor(np.require(rows, requirements="W"))
         if reset:
             self._prepare_first(values, lengths)
-            self._tensors, self._device = given.kind(self._dims)
+            self._remember_kind(given.first(self._dims))
         layout = markov.Layout(lengths)
         if self.emissions == "categorical":
             return Sequences(layout, Symbols(self._symbols(values[:, 0])[layout.rows], self._count))
@@ -371,10 +351,7 @@ class HiddenMarkov(Latent):
         self._set("covars_", known.spread / count)
 
     def _set(self, name: str, value: Tensor) -> None:
-        setattr(self, name, self._like(value.clone()))
-
-    def _like(self, value: Tensor) -> Any:
-        return value.to(self._device) if self._tensors else value.numpy()
+        setattr(self, name, self._kind(value.clone()))
 
     # --- prediction ---
 
@@ -431,7 +408,7 @@ class HiddenMarkov(Latent):
             root = torch.linalg.cholesky(to_full_matrices(self._covariance, covars, *means.shape))
             noise = torch.randn(n_samples, means.shape[1], dtype=torch.float64, generator=generator)
             rows = means[states] + (root[states] @ noise[..., None])[..., 0]
-        return self._like(rows), self._like(states)
+        return self._kind(rows), self._kind(states)
 
 
 def _drawn(shares: Tensor, uniform: Tensor) -> Tensor:

@@ -7,11 +7,11 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from sklearn.base import BaseEstimator
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_random_state
 
@@ -25,9 +25,11 @@ from bayesgrad.models.checks import (
     restore_on_error,
     warn,
 )
+from bayesgrad.models.estimator import Estimator
 
 
-class Latent(BaseEstimator, ABC):
+@dataclass(kw_only=True, eq=False, repr=False)
+class Latent(Estimator, ABC):
     r"""Base class: nodes for the parameters, and a `LatentVariableFactor` for the data, which maximises the bound over
     the latent variables.
 
@@ -38,8 +40,6 @@ class Latent(BaseEstimator, ABC):
         \rho_t = (t + \tau)^{-\kappa}, \quad t = 1, 2, \dots
 
     and each batch counted N/B times. Ctrl-C ends a fit with a warning and the best parameters so far.
-
-    The constructors of subclasses set the following.
 
     Args:
         n_init: number of starts.
@@ -62,15 +62,13 @@ class Latent(BaseEstimator, ABC):
     Checked by: tests/contract/test_latent.py.
     """
 
-    n_init: int
-    max_iter: int
-    tol: float
-    random_state: Any
-    progress: bool | None
-    batch_size: int
-    offset: float
-    decay: float
-    total_samples: float | None
+    n_init: int = 1
+    max_iter: int = 500
+    tol: float = 1e-5
+    random_state: Any = 0
+    progress: bool | None = None
+    total_samples: float | None = None
+    batch_size = 1  # not a setting where batches come only from `partial_fit`
     _schedule_names: ClassVar[tuple[str, str]] = ("offset", "decay")
     _fixed_settings: ClassVar[tuple[str, ...]] = ("n_components", "method")  # settings that a stream cannot change
     _schedule = "parallel"  # "sequential" if the bound increases only when nodes are updated one after the other

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from scipy.sparse import csr_matrix
 from sklearn.base import ClassNamePrefixFeaturesOutMixin, TransformerMixin
 from sklearn.utils import Tags, check_random_state
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from bayesgrad.families import Dirichlet
@@ -32,6 +33,7 @@ METHODS = ("svi", "batch")
 DIRICHLET = Dirichlet()
 
 
+@dataclass(eq=False, repr=False)
 class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
     r"""Latent Dirichlet allocation: documents as mixtures of topics, which are distributions over words:
 
@@ -89,39 +91,21 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
     Checked by: tests/equations/test_latent_dirichlet.py, tests/contract/test_latent_dirichlet.py.
     """
 
-    components_: Any
-    n_features_in_: int
-    doc_topic_prior_: float
-    topic_word_prior_: float
     _fixed_settings = ("n_components",)
     _schedule_names: ClassVar[tuple[str, str]] = ("learning_offset", "learning_decay")
-
-    def __init__(
-        self,
-        n_components: int = 10,
-        *,
-        method: str = "svi",
-        doc_topic_prior: float | None = None,
-        topic_word_prior: float | None = None,
-        learning_decay: float = 0.7,
-        learning_offset: float = 10.0,
-        batch_size: int = 128,
-        total_samples: float | None = None,
-        max_doc_update_iter: int = 100,
-        mean_change_tol: float = 1e-3,
-        max_iter: int = 100,
-        tol: float = 1e-3,
-        n_init: int = 1,
-        random_state: Any = None,
-        progress: bool | None = None,
-    ) -> None:
-        self.n_components, self.method = n_components, method
-        self.doc_topic_prior, self.topic_word_prior = doc_topic_prior, topic_word_prior
-        self.learning_decay, self.learning_offset = learning_decay, learning_offset
-        self.batch_size, self.total_samples = batch_size, total_samples
-        self.max_doc_update_iter, self.mean_change_tol = max_doc_update_iter, mean_change_tol
-        self.max_iter, self.tol, self.n_init = max_iter, tol, n_init
-        self.random_state, self.progress = random_state, progress
+    n_components: int = 10
+    _: KW_ONLY
+    method: str = "svi"
+    doc_topic_prior: float | None = None
+    topic_word_prior: float | None = None
+    learning_decay: float = 0.7
+    learning_offset: float = 10.0
+    batch_size: int = 128
+    max_doc_update_iter: int = 100
+    mean_change_tol: float = 1e-3
+    max_iter: int = 100
+    tol: float = 1e-3
+    random_state: Any = None
 
     def __sklearn_tags__(self) -> Tags:
         tags = super().__sklearn_tags__()
@@ -140,7 +124,7 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         if reset:
             self._check_settings()
         counts = self._counts(X, reset=reset)
-        self._tensors = isinstance(X, Tensor)
+        self._remember_kind(X)
         return counts
 
     def _check_settings(self) -> None:
@@ -164,8 +148,7 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         """
         sparse = isinstance(X, Tensor) and X.layout != torch.strided
         plain: Any = Counts.read(X).matrix if sparse else as_numpy(X)
-        options: dict[str, Any] = dict(accept_sparse="csr", dtype=np.float64, ensure_all_finite=False)
-        matrix = Counts.read(validate_data(self, plain, reset=reset, **options)).matrix
+        matrix = Counts.read(self._validated(plain, reset=reset, accept_sparse="csr")).matrix
         count = len(np.diff(matrix.indptr))
         if not np.isfinite(matrix.data).all():
             wrong = len(np.unique(matrix.nonzero()[0][~np.isfinite(matrix.data)]))
@@ -209,7 +192,7 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         (concentration,) = DIRICHLET.standard_parameters(nodes[0].natural)
         self.doc_topic_prior_ = float(self._prior("doc_topic_prior"))
         self.topic_word_prior_ = float(self._prior("topic_word_prior"))
-        self.components_ = concentration if self._tensors else concentration.cpu().numpy()
+        self.components_ = self._kind(concentration)
 
     def _uses_batches(self) -> bool:
         return self.method == "svi"

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesgrad.models.arrays import as_numpy
+from bayesgrad.models.arrays import as_numpy, like
 
 
 class SequenceInput(NamedTuple):
@@ -59,14 +59,12 @@ class SequenceInput(NamedTuple):
             raise ValueError(f"lengths must sum to the number of rows of X, {rows}, got {lengths.sum()}.")
         return lengths.tolist()
 
-    def kind(self, dims: int) -> tuple[bool, Any]:
-        """Whether X consists of tensors, and their device."""
-        first = self.X[0] if self.is_list(dims) else self.X
-        return isinstance(first, Tensor), getattr(first, "device", None)
+    def first(self, dims: int) -> Any:
+        """The first sequence of a list, or X."""
+        return self.X[0] if self.is_list(dims) else self.X
 
     def like(self, values: Tensor, lengths: Sequence[int], dims: int) -> Any:
         """Converts one value per row of X to the type of X: a list, an array or a tensor."""
-        tensors, device = self.kind(dims)
-        parts = torch.split(values, list(lengths)) if self.is_list(dims) else (values,)
-        found = [part.to(device) if tensors else part.numpy() for part in parts]
+        kind = like(self.first(dims))
+        found = [kind(part) for part in (torch.split(values, list(lengths)) if self.is_list(dims) else (values,))]
         return found if self.is_list(dims) else found[0]
