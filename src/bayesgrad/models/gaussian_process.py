@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from sklearn.base import BaseEstimator
-from sklearn.metrics import accuracy_score, r2_score
-from sklearn.utils import ClassifierTags, RegressorTags, Tags
 from sklearn.utils.metaestimators import available_if
-from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from bayesgrad.families import Gaussian, Parameters
@@ -30,19 +27,17 @@ from bayesgrad.inference import (
 )
 from bayesgrad.inference.expectation import Expectation
 from bayesgrad.models import checks, process
-from bayesgrad.models.arrays import as_finite, as_numpy
+from bayesgrad.models.arrays import as_finite, as_numpy, like
 from bayesgrad.models.kernels import RBF, Kernel
 from bayesgrad.models.observations import QUADRATURE, Observation, get_observation
+from bayesgrad.models.supervised import Supervised, classifies
 from bayesgrad.noise import seed32
 
 NORMAL = Gaussian()
 
 
-def _classifies(model: GaussianProcess) -> bool:
-    return get_observation(model.likelihood).classifies
-
-
-class GaussianProcess(BaseEstimator):
+@dataclass(eq=False, repr=False)
+class GaussianProcess(Supervised):
     r"""Gaussian processes: a function f ~ GP(0, k), observed through y_i ~ p(y | f(x_i)).
 
     The posterior of the values f is the prior times a Gaussian site for each value. The learning rule updates the
@@ -92,39 +87,20 @@ class GaussianProcess(BaseEstimator):
     Checked by: tests/equations/test_gaussian_process.py: scikit-learn, dense inference, quadrature.
     """
 
-    n_features_in_: int
-    kernel_: Any  # a Kernel; with more than two classes a list of them
-
-    def __init__(
-        self,
-        kernel: Kernel | None = None,
-        likelihood: str | Observation = "gaussian",
-        *,
-        optimizer: str | None = "auto",
-        inducing: int | Any = None,
-        batch_size: int | None = None,
-        expectation: Expectation | None = None,
-        max_iter: int = 200,
-        tol: float = 1e-8,
-        rho: float = 0.1,
-        learning_rate: float = 0.02,
-        max_eval: int = 100,
-        random_state: int = 0,
-    ) -> None:
-        self.kernel, self.likelihood, self.optimizer = kernel, likelihood, optimizer
-        self.inducing, self.batch_size, self.expectation = inducing, batch_size, expectation
-        self.max_iter, self.tol, self.rho, self.learning_rate = max_iter, tol, rho, learning_rate
-        self.max_eval, self.random_state = max_eval, random_state
-
-    def __sklearn_tags__(self) -> Tags:
-        tags = super().__sklearn_tags__()
-        tags.target_tags.required = True
-        if _classifies(self):
-            tags.estimator_type, tags.classifier_tags = "classifier", ClassifierTags(multi_class=True)
-        else:
-            tags.estimator_type, tags.regressor_tags = "regressor", RegressorTags()
-            tags.target_tags.positive_only = self.likelihood == "poisson"
-        return tags
+    kernel_: Any = field(init=False)  # a Kernel; with more than two classes a list of them
+    kernel: Kernel | None = None
+    likelihood: str | Observation = "gaussian"
+    _: KW_ONLY
+    optimizer: str | None = "auto"
+    inducing: int | Any = None
+    batch_size: int | None = None
+    expectation: Expectation | None = None
+    max_iter: int = 200
+    tol: float = 1e-8
+    rho: float = 0.1
+    learning_rate: float = 0.02
+    max_eval: int = 100
+    random_state: int = 0
 
     # --- learning ---
 
@@ -145,12 +121,12 @@ class GaussianProcess(BaseEstimator):
                 f"kernel must be a kernel of models.kernels, got {kernel!r}: use Function(f) for a function."
             )
         observation = get_observation(self.likelihood)
-        options: dict[str, Any] = dict(dtype=np.float64, ensure_all_finite=False, y_numeric=not observation.classifies)
-        checked, labels = validate_data(self, as_numpy(X), as_numpy(y), **options)
-        rows = as_finite(checked, X)
-        if observation.classifies and self._count_classes(np.asarray(labels), isinstance(y, Tensor)) > 2:
-            return self._fit_each(X, np.asarray(labels))
-        target = self._targets(np.asarray(labels), observation, rows)
+        rows, labels = self._read(X, y)
+        if observation.classifies and self._set_classes(y, labels) > 2:
+            return self._fit_each(X, labels)
+        self.__dict__.pop("estimators_", None)
+        target = self._encode(labels, rows)
+        observation.check(target)
         expect = QUADRATURE if self.expectation is None else self.expectation
         if not isinstance(expect, Expectation):
             raise TypeError(f"expectation must be GaussHermite(), Delta() or None, got {expect!r}.")
@@ -161,7 +137,7 @@ class GaussianProcess(BaseEstimator):
                 "expectation=Delta() (the Laplace approximation) needs optimizer=None, no inducing points and a "
                 "log-concave likelihood: use expectation=None."
             )
-        self.X_, self._y, self._expect, self._device = rows, target, expect, rows.device
+        self.X_, self._y, self._expect = rows, target, expect
         if self.inducing is not None:
             self._fit_induced(kernel, observation)
         elif self.batch_size is not None:
@@ -170,35 +146,15 @@ class GaussianProcess(BaseEstimator):
             self._fit_dense(kernel, observation)
         return self
 
-    def _count_classes(self, labels: np.ndarray, tensors: bool) -> int:
-        """The number of classes."""
-        check_classification_targets(labels)
-        unique = np.unique(labels)
-        if len(unique) < 2:
-            raise ValueError(f"y has only one class, {unique[0].item()!r}: at least two are needed.")
-        self.classes_ = torch.as_tensor(unique) if tensors else unique
-        return len(unique)
-
     def _fit_each(self, X: Any, labels: np.ndarray) -> GaussianProcess:
         """Fits one process per class against the rest."""
-        known = as_numpy(self.classes_)
-        self.estimators_ = [self._unfitted().fit(X, (labels == label).astype(int)) for label in known]
+        known, settings = as_numpy(self.classes_), self.get_params(deep=False)
+        self.estimators_ = [type(self)(**settings).fit(X, (labels == label).astype(int)) for label in known]
         self.kernel_ = [own.kernel_ for own in self.estimators_]
         self.likelihood_ = self.estimators_[0].likelihood_
         self.elbo_ = sum(own.elbo_ for own in self.estimators_)
         self.n_iter_ = max(own.n_iter_ for own in self.estimators_)
         return self
-
-    def _unfitted(self) -> GaussianProcess:
-        return type(self)(**self.get_params(deep=False))
-
-    def _targets(self, labels: np.ndarray, observation: Observation, rows: Tensor) -> Tensor:
-        self.__dict__.pop("estimators_", None)
-        if observation.classifies:
-            return torch.as_tensor(labels == as_numpy(self.classes_)[1]).to(rows)
-        target = torch.as_tensor(np.array(labels, dtype=np.float64)).to(rows)
-        observation.check(target)
-        return target
 
     def _fit_dense(self, kernel: Kernel, observation: Observation) -> None:
         best: list[Any] = [None]
@@ -238,7 +194,7 @@ class GaussianProcess(BaseEstimator):
         self, kernel: Kernel, observation: Observation, bound: Callable[[Kernel, Observation], Tensor]
     ) -> tuple[Kernel, Observation]:
         """The hyperparameters that maximise the bound, by L-BFGS in their logarithms."""
-        logs = process.log_hyperparameters(kernel, observation, self._device)
+        logs = process.log_hyperparameters(kernel, observation, self.X_.device)
         if not logs:
             return kernel, observation
         optimizer = torch.optim.LBFGS(
@@ -310,7 +266,7 @@ class GaussianProcess(BaseEstimator):
         total, size = len(self.X_), self.batch_size
         if not (isinstance(size, (int, np.integer)) and 1 <= size <= total):
             raise ValueError(f"batch_size must be an integer from 1 to {total}, got {size!r}.")
-        logs = process.log_hyperparameters(kernel, observation, self._device) if self.optimizer is not None else {}
+        logs = process.log_hyperparameters(kernel, observation, self.X_.device) if self.optimizer is not None else {}
         adam = torch.optim.Adam(list(logs.values()), self.learning_rate) if logs else None
         generator = torch.Generator().manual_seed(seed32(self.random_state))
         order, at = torch.randperm(total, generator=generator), 0
@@ -352,11 +308,11 @@ class GaussianProcess(BaseEstimator):
 
     def latent(self, X: Any) -> tuple[Any, Any]:
         """Mean and variance of f at new rows, (n,); with more than two classes (n, C)."""
-        rows = self._validated(X)
+        rows = self._fitted_rows(X)
         found = [own._latent(rows, full=False) for own in self._each()]
         mean, variance = (torch.stack(parts, 1) for parts in zip(*found))
         one = len(found) == 1
-        return _like(X, mean[:, 0] if one else mean), _like(X, variance[:, 0] if one else variance)
+        return like(X)(mean[:, 0] if one else mean), like(X)(variance[:, 0] if one else variance)
 
     def _latent(self, rows: Tensor, *, full: bool) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
@@ -377,71 +333,50 @@ class GaussianProcess(BaseEstimator):
 
     def predict(self, X: Any, return_std: bool = False, *, noise: bool = False) -> Any:
         """Labels or expected targets, with `return_std` their standard deviation, and with `noise` that of y itself."""
-        if self._fitted_likelihood().classifies:
+        rows = self._fitted_rows(X)
+        if self.likelihood_.classifies:
             if return_std:
                 raise ValueError("return_std is not available for labels: use predict_proba.")
-            labels = as_numpy(self.classes_)[self._probabilities(self._validated(X)).argmax(1).cpu().numpy()]
-            tensors = isinstance(X, Tensor) and labels.dtype.kind in "biuf"
-            return torch.as_tensor(labels, device=X.device) if tensors else labels
-        found = self.likelihood_.predict(*self._latent(self._validated(X), full=False))
+            return self._most_probable(X, self._probabilities(rows))
+        found = self.likelihood_.predict(*self._latent(rows, full=False))
         if not return_std:
-            return _like(X, found.mean)
+            return like(X)(found.mean)
         variance = found.variance + found.noise if noise else found.variance
-        return _like(X, found.mean), _like(X, variance.sqrt())
+        return like(X)(found.mean), like(X)(variance.sqrt())
 
     def _probabilities(self, rows: Tensor) -> Tensor:
         each = self._each()
         p = torch.stack([own.likelihood_.predict(*own._latent(rows, full=False)).mean for own in each], 1)
         return torch.cat([1 - p, p], 1) if len(each) == 1 else p / p.sum(1, keepdim=True)
 
-    @available_if(_classifies)
+    @available_if(classifies)
     def predict_proba(self, X: Any) -> Any:
         """The probability of each class, (n, C), averaged over the posterior of f."""
-        return _like(X, self._probabilities(self._validated(X)))
+        return like(X)(self._probabilities(self._fitted_rows(X)))
 
     def log_predictive(self, X: Any, y: Any) -> Any:
         """log p(y | x, data) of each row."""
-        rows, labels = self._validated(X), np.asarray(as_numpy(y))
+        rows, labels = self._fitted_rows(X), np.asarray(as_numpy(y))
         if labels.shape != (len(rows),):
             raise ValueError(f"y must have one target for each of {len(rows)} rows, got shape {labels.shape}.")
+        target = self._encode(labels, rows)
         if not self.likelihood_.classifies:
-            target = torch.as_tensor(labels).to(rows)
-            return _like(X, self.likelihood_.log_predictive(*self._latent(rows, full=False), target))
-        known = as_numpy(self.classes_)
-        if not np.isin(labels, known).all():
-            raise ValueError(
-                f"y contains {labels[~np.isin(labels, known)][0].item()!r}, which is not in {known.tolist()}."
-            )
-        at = np.searchsorted(known, labels)
-        return _like(X, self._probabilities(rows).gather(1, torch.as_tensor(at)[:, None].to(rows.device))[:, 0].log())
-
-    def score(self, X: Any, y: Any) -> float:
-        """Accuracy for classification, R² for regression."""
-        found = as_numpy(self.predict(X))
-        return float((accuracy_score if self.likelihood_.classifies else r2_score)(as_numpy(y), found))
+            return like(X)(self.likelihood_.log_predictive(*self._latent(rows, full=False), target))
+        return like(X)(self._probabilities(rows).gather(1, target.long()[:, None])[:, 0].log())
 
     def sample(self, X: Any, n_samples: int = 1, random_state: int | None = None) -> Any:
         """Samples of f from the posterior at these rows: (n_samples, n), with several classes (n_samples, n, C)."""
         checks.require_positive_integer(n_samples=n_samples)
         seed = self.random_state if random_state is None else random_state
-        rows, generator = self._validated(X), torch.Generator().manual_seed(seed32(seed))
+        rows, generator = self._fitted_rows(X), torch.Generator().manual_seed(seed32(seed))
         drawn = []
         for own in self._each():
             mean, covariance = own._latent(rows, full=True)
             values, vectors = torch.linalg.eigh((covariance + covariance.mT) / 2)
             noise = torch.randn(n_samples, len(mean), dtype=mean.dtype, generator=generator).to(mean.device)
             drawn.append(mean + (noise * values.clamp(min=0).sqrt()) @ vectors.mT)
-        return _like(X, drawn[0] if len(drawn) == 1 else torch.stack(drawn, 2))
+        return like(X)(drawn[0] if len(drawn) == 1 else torch.stack(drawn, 2))
 
-    def _fitted_likelihood(self) -> Observation:
+    def _fitted_rows(self, X: Any) -> Tensor:
         check_is_fitted(self, "kernel_")
-        return self.likelihood_
-
-    def _validated(self, X: Any) -> Tensor:
-        check_is_fitted(self, "kernel_")
-        rows = validate_data(self, as_numpy(X), reset=False, dtype=np.float64, ensure_all_finite=False)
-        return as_finite(rows, X).to(self._each()[0].X_)
-
-
-def _like(X: Any, value: Tensor) -> Any:
-    return value.to(X.device) if isinstance(X, Tensor) else value.cpu().numpy()
+        return as_finite(self._validated(X), X).to(self._each()[0].X_)
