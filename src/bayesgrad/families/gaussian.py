@@ -31,6 +31,7 @@ class Gaussian(Family):
     """
 
     event_dims = (1, 2)
+    domain = ", with a positive definite precision"
 
     def of(self, mean: Tensor, precision: Tensor) -> Parameters:
         """Natural parameters of N(mean, precision^-1)."""
@@ -101,15 +102,13 @@ class Gaussian(Family):
         moved = mean + rho * torch.linalg.solve(precision, push)
         return self.of(moved, precision)
 
-    def _domain_description(self) -> str:
-        return ", with a positive definite precision"
-
 
 @dataclass(frozen=True)
 class DiagonalGaussian(Family):
     """Independent N(m_i, 1/s_i): λ = (s m, -s/2), μ = (m, 1/s + m^2), with the last dimension as the event."""
 
     event_dims = (1, 1)
+    domain = ", with positive precisions"
 
     def of(self, mean: Tensor, precision: Tensor) -> Parameters:
         """Natural parameters of N(mean, 1/precision)."""
@@ -162,9 +161,6 @@ class DiagonalGaussian(Family):
         x = rho * -2 * direction[1] * variance
         precision = (1 + x + x.square() / 2) / variance
         return self.of(mean + rho * (direction[0] + 2 * direction[1] * mean) / precision, precision)
-
-    def _domain_description(self) -> str:
-        return ", with positive precisions"
 
 
 @dataclass(frozen=True, eq=False)

@@ -37,6 +37,7 @@ class Wishart(Family):
     """
 
     event_dims = (0, 2)
+    domain = ", with a positive definite scale and more than P - 1 degrees of freedom"
 
     def of(self, degrees: Tensor, scale: Tensor) -> Parameters:
         """Natural parameters for nu = degrees and V = scale."""
@@ -119,9 +120,6 @@ class Wishart(Family):
         diagonal = chi.exp().clamp(min=torch.finfo(chi.dtype).tiny ** 0.5)
         return _cholesky(scale) @ (below + torch.diag_embed(diagonal))
 
-    def _domain_description(self) -> str:
-        return ", with a positive definite scale and more than P - 1 degrees of freedom"
-
 
 @dataclass(frozen=True)
 class NormalWishart(Family):
@@ -139,6 +137,7 @@ class NormalWishart(Family):
     """
 
     event_dims = (1, 0, 2, 0)
+    domain = ", with a positive confidence, a positive definite scale and more than P - 1 degrees of freedom"
     min_degrees: ClassVar[str] = "P"  # a mode needs more degrees of freedom than this
 
     def of(self, location: Tensor, confidence: Tensor, degrees: Tensor, scale: Tensor) -> Parameters:
@@ -221,9 +220,6 @@ class NormalWishart(Family):
         noise = _normal(tuple(root.shape[:-1]), root, generator) / confidence.sqrt()[..., None]
         mean = location + torch.linalg.solve_triangular(root.mT, noise[..., None], upper=True)[..., 0]
         return self.pack(mean, root @ root.mT)
-
-    def _domain_description(self) -> str:
-        return ", with a positive confidence, a positive definite scale and more than P - 1 degrees of freedom"
 
 
 class _NormalWishart(Distribution):

@@ -44,6 +44,7 @@ class Point(Family):
     Checked by: tests/equations/test_point.py.
     """
 
+    domain = " that has a mode"
     family: Family
 
     @property
@@ -113,9 +114,6 @@ class Point(Family):
         if hasattr(family, "retract"):
             return family.retract(natural, direction, rho)
         return tuple(a + rho * b for a, b in zip(natural, direction))
-
-    def _domain_description(self) -> str:
-        return " that has a mode"
 
 
 class _Delta(Distribution):

@@ -30,6 +30,7 @@ class Gamma(Family):
     """
 
     event_dims = (0, 0)
+    domain = ", with a positive shape and rate"
 
     def of(self, shape: Tensor, rate: Tensor) -> Parameters:
         return shape - 1, -rate
@@ -81,9 +82,6 @@ class Gamma(Family):
         shape, rate = torch.broadcast_tensors(*self.standard_parameters(natural))
         return replace_zeros((log_gamma_samples(shape, count, generator) - rate.log()).exp())
 
-    def _domain_description(self) -> str:
-        return ", with a positive shape and rate"
-
 
 @dataclass(frozen=True)
 class Dirichlet(Family):
@@ -102,6 +100,7 @@ class Dirichlet(Family):
     """
 
     event_dims = (1,)
+    domain = ", with positive concentrations"
 
     def of(self, concentration: Tensor) -> Parameters:
         return (concentration - 1,)
@@ -148,15 +147,13 @@ class Dirichlet(Family):
     def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
         return replace_zeros(log_gamma_samples(natural[0] + 1, count, generator).softmax(-1))
 
-    def _domain_description(self) -> str:
-        return ", with positive concentrations"
-
 
 @dataclass(frozen=True)
 class Beta(Family):
     """0 < x < 1 with a and b: λ = (a - 1, b - 1), T(x) = (log x, log(1 - x)). The Dirichlet of x and 1 - x."""
 
     event_dims = (0, 0)
+    domain = ", with positive a and b"
 
     def of(self, a: Tensor, b: Tensor) -> Parameters:
         return a - 1, b - 1
@@ -200,9 +197,6 @@ class Beta(Family):
 
     def _below_one(self, x: Tensor) -> Tensor:
         return x.clamp(max=1 - torch.finfo(x.dtype).eps / 2)
-
-    def _domain_description(self) -> str:
-        return ", with positive a and b"
 
 
 def log_gamma_samples(shape: Tensor, count: int, generator: torch.Generator | None) -> Tensor:

@@ -31,6 +31,7 @@ class TiedNormalWishart(NormalWishart):
     """
 
     event_dims = (2, 1, 2, 0)
+    domain = ", with positive confidences, a positive definite scale and more than P - 1 degrees of freedom"
     min_degrees = "P + 1 - J"
 
     def of(self, location: Tensor, confidence: Tensor, degrees: Tensor, scale: Tensor) -> Parameters:
@@ -102,9 +103,6 @@ class TiedNormalWishart(NormalWishart):
         """The parameters with symmetrised matrices; the locations (J, P) are not a symmetric matrix."""
         first, second, third, fourth = parameters
         return first, second, (third + third.mT) / 2, fourth
-
-    def _domain_description(self) -> str:
-        return ", with positive confidences, a positive definite scale and more than P - 1 degrees of freedom"
 
 
 class _TiedNormalWishart(_NormalWishart):

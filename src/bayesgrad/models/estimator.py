@@ -1,16 +1,23 @@
-"""The base class of all estimators."""
+"""The base classes of estimators."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from sklearn.base import BaseEstimator
+from sklearn.metrics import accuracy_score, r2_score
+from sklearn.utils import ClassifierTags, RegressorTags, Tags
+from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import validate_data
 from torch import Tensor
 
-from bayesgrad.models.arrays import as_numpy
+from bayesgrad.models.arrays import as_finite, as_numpy
+from bayesgrad.models.multinomial import Multinomial
+from bayesgrad.models.observations import NAMES, Observation
+
+OBSERVATIONS: dict[str, type[Observation] | type[Multinomial]] = {**NAMES, "multinomial": Multinomial}
 
 
 class Estimator(BaseEstimator):
@@ -31,3 +38,67 @@ class Estimator(BaseEstimator):
     def _kind(self, result: Tensor) -> Any:
         """A result as the kind of array that was passed to `fit`."""
         return result.cpu().numpy() if self._device is None else result.to(self._device)
+
+
+def classifies(model: Supervised) -> bool:
+    """Whether the targets of an estimator are labels."""
+    given = model.likelihood
+    return getattr(OBSERVATIONS.get(given) if isinstance(given, str) else given, "classifies", False)
+
+
+class Supervised(Estimator):
+    """Base class: a classifier if the targets of its `likelihood` are labels, else a regressor."""
+
+    likelihood: Any
+    classes_: Any
+    _binary: ClassVar[tuple[str, ...]] = ()  # likelihoods of two classes only
+
+    def __sklearn_tags__(self) -> Tags:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.required = True
+        if classifies(self):
+            multiple = self.likelihood not in self._binary
+            tags.estimator_type, tags.classifier_tags = "classifier", ClassifierTags(multi_class=multiple)
+        else:
+            tags.estimator_type, tags.regressor_tags = "regressor", RegressorTags()
+            tags.target_tags.positive_only = self.likelihood == "poisson"
+        return tags
+
+    def _read(self, X: Any, y: Any, *, reset: bool = True) -> tuple[Tensor, np.ndarray]:
+        """Validated rows, and targets as they were given."""
+        rows, targets = self._validated(X, y=as_numpy(y), reset=reset, y_numeric=not classifies(self))
+        return as_finite(rows, X), np.asarray(targets)
+
+    def _set_classes(self, y: Any, targets: np.ndarray) -> int:
+        """Sets `classes_`, in the array type of y, and returns their number."""
+        check_classification_targets(targets)
+        labels = np.unique(targets)
+        if len(labels) < 2:
+            raise ValueError(f"y has only one class, {labels[0].item()!r}: at least two are needed.")
+        self.classes_ = torch.as_tensor(labels) if isinstance(y, Tensor) else labels
+        return len(labels)
+
+    def _encode(self, targets: np.ndarray, rows: Tensor) -> Tensor:
+        """Targets as numbers; labels as their places in `classes_`."""
+        if not classifies(self):
+            return torch.as_tensor(np.array(targets, dtype=np.float64)).to(rows)
+        labels = as_numpy(self.classes_)
+        places = np.searchsorted(labels, targets).clip(max=len(labels) - 1)
+        if (labels[places] != targets).any():
+            unknown = targets[labels[places] != targets][0].item()
+            raise ValueError(f"y contains the label {unknown!r}, which is not in classes, {labels.tolist()}.")
+        return torch.as_tensor(places).to(rows)
+
+    def _most_probable(self, X: Any, probabilities: Tensor) -> Any:
+        """The label of the most probable class of each row, as a tensor if X is one and labels are numbers."""
+        labels = as_numpy(self.classes_)[probabilities.argmax(-1).cpu().numpy()]
+        tensors = isinstance(X, Tensor) and labels.dtype.kind in "biuf"
+        return torch.as_tensor(labels, device=X.device) if tensors else labels
+
+    def predict(self, X: Any) -> Any:
+        raise NotImplementedError
+
+    def score(self, X: Any, y: Any) -> float:
+        """Accuracy for classification, R² for regression."""
+        found = as_numpy(self.predict(X))
+        return float((accuracy_score if classifies(self) else r2_score)(as_numpy(y), found))
