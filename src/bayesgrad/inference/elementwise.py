@@ -8,11 +8,11 @@ from torch import Tensor
 
 from bayesgrad.families import Parameters
 from bayesgrad.inference.expectation import Moments
-from bayesgrad.inference.factor import Factor, gaussian_message
+from bayesgrad.inference.factor import MomentsFactor, gaussian_message
 from bayesgrad.inference.node import Node
 
 
-class ElementwiseFactor(Factor):
+class ElementwiseFactor(MomentsFactor):
     """Σ_i log p_i(x_i) for a node whose family has marginals: one term for each value.
 
     Args:
@@ -27,17 +27,10 @@ class ElementwiseFactor(Factor):
     ) -> None:
         super().__init__(node, scale=scale)
         self.expected = expected
-        self._cached: tuple[Parameters, Moments] | None = None
 
-    def moments(self) -> Moments:
+    def _expected(self) -> Moments:
         """Expectations of each log-likelihood and its derivatives, for the node's current parameters."""
-        (node,) = self.nodes
-        if self._cached is None or self._cached[0] is not node.natural:
-            self._cached = node.natural, self.expected(*node.moments)
-        return self._cached[1]
-
-    def value(self) -> Tensor:
-        return self.moments().value.sum()
+        return self.expected(*self.nodes[0].moments)
 
     def _message(self, node: Node) -> Parameters:
         _, first, second = self.moments()

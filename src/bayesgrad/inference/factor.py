@@ -200,7 +200,27 @@ def linear_gaussian(node: Node, design: Tensor, targets: Tensor, precision: floa
     return Linear(node, (first, -weighted.mT @ design / 2), constant)
 
 
-class LinearPredictorFactor(Factor):
+class MomentsFactor(Factor):
+    """A factor of one node that needs the expectations of its logarithm and of its first two derivatives."""
+
+    _cached: tuple[Parameters, Moments] | None = None
+
+    @abstractmethod
+    def _expected(self) -> Moments:
+        """The expectations for the node's current parameters."""
+
+    def moments(self) -> Moments:
+        """`_expected`, recomputed only after the node has changed."""
+        natural = self.nodes[0].natural
+        if self._cached is None or self._cached[0] is not natural:
+            self._cached = natural, self._expected()
+        return self._cached[1]
+
+    def value(self) -> Tensor:
+        return self.moments().value.sum()
+
+
+class LinearPredictorFactor(MomentsFactor):
     r"""Σ_i log p_i(x_i'θ) for a Gaussian node θ and any likelihood, by one-dimensional expectations.
 
     .. math::
@@ -232,7 +252,6 @@ class LinearPredictorFactor(Factor):
         _check_design(node, design)
         self.design, self.log_likelihood = design, log_likelihood
         self.expectation = _check_expectation(GaussHermite() if expectation is None else expectation)
-        self._cached: tuple[Parameters, Moments] | None = None
 
     def predictor_moments(self) -> tuple[Tensor, Tensor]:
         """Mean and variance of each x_i'θ, (n,)."""
@@ -242,18 +261,9 @@ class LinearPredictorFactor(Factor):
             return self.design @ mean, self.design.square() @ covariance
         return self.design @ mean, ((self.design @ covariance) * self.design).sum(-1)
 
-    def moments(self) -> Moments:
-        """E[l_i], E[l_i'] and E[l_i''] of each example's log-likelihood l_i, for the node's current parameters."""
-        natural = self.nodes[0].natural
-        if self._cached is None or self._cached[0] is not natural:
-            self._cached = natural, self._expected()
-        return self._cached[1]
-
     def _expected(self) -> Moments:
+        """E[l_i], E[l_i'] and E[l_i''] of each example's log-likelihood l_i, for the node's current parameters."""
         return self.expectation.scalar(self.log_likelihood, *self.predictor_moments())
-
-    def value(self) -> Tensor:
-        return self.moments().value.sum()
 
     def value_at_mean(self) -> Tensor:
         return self.log_likelihood(self.predictor_moments()[0]).sum()
@@ -298,7 +308,6 @@ class MultiLinearPredictorFactor(LinearPredictorFactor):
             raise ValueError(f"node must be a Gaussian over K * {design.shape[1]} weights, got {size} in {node}.")
         self.design, self.log_likelihood, self.expectation = design, log_likelihood, _check_expectation(expectation)
         self.outputs = size // design.shape[1]
-        self._cached = None
 
     def predictor_moments(self) -> tuple[Tensor, Tensor]:
         """Mean (n, K) and covariance (n, K, K) of each f_i."""
@@ -332,7 +341,7 @@ def predictor_moments(design: Tensor, mean: Tensor, covariance: Tensor, outputs:
     return design @ mean.view(outputs, size).mT, result
 
 
-class LogDensity(Factor):
+class LogDensity(MomentsFactor):
     """Any log f(θ) of a Gaussian node, by its gradients and Hessians.
 
     Args:
@@ -351,21 +360,12 @@ class LogDensity(Factor):
         super().__init__(node, scale=scale)
         _check_gaussian(node)
         self.function, self.expectation = function, _check_expectation(expectation)
-        self._cached: tuple[Parameters, Moments] | None = None
 
-    def moments(self) -> Moments:
-        (node,) = self.nodes
-        if self._cached is None or self._cached[0] is not node.natural:
-            mean, covariance = node.moments
-            if covariance.shape == mean.shape:
-                root = torch.diag_embed(covariance.sqrt())
-            else:
-                root = torch.linalg.cholesky(covariance)
-            self._cached = node.natural, self.expectation.vector(self.function, mean, root)
-        return self._cached[1]
-
-    def value(self) -> Tensor:
-        return self.moments().value.sum()
+    def _expected(self) -> Moments:
+        mean, covariance = self.nodes[0].moments
+        diagonal = covariance.shape == mean.shape
+        root = torch.diag_embed(covariance.sqrt()) if diagonal else torch.linalg.cholesky(covariance)
+        return self.expectation.vector(self.function, mean, root)
 
     def value_at_mean(self) -> Tensor:
         (node,) = self.nodes

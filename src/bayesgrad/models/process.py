@@ -10,9 +10,10 @@ Checked by: tests/equations/test_gaussian_process.py.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,7 +32,41 @@ LOG_LIMIT = math.log(1e5)  # hyperparameters are searched in 1e-5 to 1e5
 
 
 @dataclass(frozen=True, eq=False)
-class ProcessWithSites(Family):
+class WithSites(Family):
+    """A Gaussian prior times a Gaussian site for each of some values f: a family with statistics (f, f²), the sites as
+    natural parameters, and the prior as base measure."""
+
+    event_dims = (1, 1)
+    prior_name: ClassVar[str]
+    _cached: list[Any] = field(default_factory=list, repr=False, kw_only=True)
+
+    @abstractmethod
+    def _posterior(self, natural: Parameters) -> Any:
+        """The posterior given these sites."""
+
+    @abstractmethod
+    def moments(self, natural: Parameters) -> tuple[Tensor, Tensor]:
+        """Means and variances of the values."""
+
+    def at(self, natural: Parameters) -> Any:
+        """The posterior given these sites; the last result is cached."""
+        if not (self._cached and all(torch.equal(a, b) for a, b in zip(natural, self._cached[0]))):
+            self._cached[:] = [natural, self._posterior(natural)]
+        return self._cached[1]
+
+    def mean(self, natural: Parameters) -> Parameters:
+        mean, variance = self.moments(natural)
+        return mean, variance + mean.square()
+
+    def natural(self, mean: Parameters) -> Parameters:
+        raise ValueError(f"the sites of a {self.prior_name} cannot be computed from expectations: use run.")
+
+    def statistics(self, x: Tensor) -> Parameters:
+        return x, x.square()
+
+
+@dataclass(frozen=True, eq=False)
+class ProcessWithSites(WithSites):
     r"""N(0, K) times a Gaussian site for each value: q(f) = p(f) exp(λ1'f + λ2'f²) / Z.
 
     An exponential family with statistics (f, f²), the sites as natural parameters, log Z as its log-partition, and the
@@ -49,20 +84,15 @@ class ProcessWithSites(Family):
         covariance: K, (n, n).
     """
 
-    event_dims = (1, 1)
+    domain = ", with sites for which the precision is positive definite"
+    prior_name = "process"
 
     covariance: Tensor
-    _cached: list[Any] = field(default_factory=list, repr=False)
     _root: list[Tensor] = field(default_factory=list, repr=False)
 
-    def at(self, natural: Parameters) -> ProcessPosterior | None:
-        """The factorisation of q; the last result is cached. None if q is not a distribution."""
-        if not (self._cached and all(torch.equal(a, b) for a, b in zip(natural, self._cached[0]))):
-            self._cached[:] = [natural, self._factored(*natural)]
-        return self._cached[1]
-
-    def _factored(self, first: Tensor, second: Tensor) -> ProcessPosterior | None:
-        K, W = self.covariance, -2 * second
+    def _posterior(self, natural: Parameters) -> ProcessPosterior | None:
+        """The factorisation of q. None if q is not a distribution."""
+        first, K, W = natural[0], self.covariance, -2 * natural[1]
         if bool((W >= 0).all()):
             return ProcessPosterior.of(K, first, W)
         if not self._root:
@@ -93,19 +123,9 @@ class ProcessWithSites(Family):
         posterior = self._checked(natural)
         return (posterior.W @ posterior.variance - posterior.weights @ posterior.mean - posterior.volume) / 2
 
-    def mean(self, natural: Parameters) -> Parameters:
-        mean, variance = self.moments(natural)
-        return mean, variance + mean.square()
-
-    def natural(self, mean: Parameters) -> Parameters:
-        raise ValueError("the sites of a process cannot be computed from expectations: use run.")
-
     def in_domain(self, natural: Parameters) -> Tensor:
         finite = all(bool(torch.isfinite(part).all()) for part in natural)
         return torch.tensor(finite and self.at(natural) is not None)
-
-    def statistics(self, x: Tensor) -> Parameters:
-        return x, x.square()
 
     def to_distribution(self, natural: Parameters) -> Distribution:
         posterior = self._checked(natural)
@@ -115,9 +135,6 @@ class ProcessWithSites(Family):
         exact = self.to_distribution(natural)
         noise = torch.randn(count, *exact.mean.shape, dtype=exact.mean.dtype, generator=generator)
         return exact.mean + noise.to(exact.mean) @ exact.scale_tril.mT  # pyright: ignore[reportAttributeAccessIssue]
-
-    def _domain_description(self) -> str:
-        return ", with sites for which the precision is positive definite"
 
 
 @dataclass(eq=False)
@@ -296,13 +313,9 @@ class InducingPointFactor(LinearPredictorFactor):
         mean, variance = super().predictor_moments()
         return mean, variance + self.rest.detach()
 
-    def moments(self) -> Moments:
-        natural = self.nodes[0].natural
-        if self._cached is None or self._cached[0] is not natural:
-            with torch.no_grad():
-                marginals = self.predictor_moments()
-                self._cached = natural, self.observation.expected(*marginals, self.y, self.expectation)
-        return self._cached[1]
+    @torch.no_grad()
+    def _expected(self) -> Moments:
+        return self.observation.expected(*self.predictor_moments(), self.y, self.expectation)
 
     def differentiable(self) -> Tensor:
         """The factor's value, differentiable by the kernel's hyperparameters, for the current posterior of v."""

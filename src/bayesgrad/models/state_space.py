@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from bayesgrad.families import Family, Parameters
+from bayesgrad.families import Parameters
 from bayesgrad.families.gaussian import LOG_2PI
 from bayesgrad.inference import ElementwiseFactor, Node, run_to_convergence
 from bayesgrad.inference.expectation import Expectation, Moments
@@ -27,6 +27,7 @@ from bayesgrad.models.checks import (
 )
 from bayesgrad.models.kalman import Chain, StateMoments
 from bayesgrad.models.observations import QUADRATURE, Observation, get_observation
+from bayesgrad.models.process import WithSites
 from bayesgrad.noise import seed32
 
 
@@ -295,7 +296,7 @@ def _gaussian(chain: Chain, H: Tensor, R: Tensor, y: Tensor) -> _Observed:
 
 
 @dataclass(frozen=True, eq=False)
-class ChainWithSites(Family):
+class ChainWithSites(WithSites):
     r"""A chain times Gaussian sites: q(x) = p(x) exp(Σ_t λ1_t'z_t + λ2_t'z_t²) / Z with z_t = H x_t.
 
     An exponential family with statistics (z, z²), the sites as natural parameters, log Z as its log-partition, and the
@@ -307,23 +308,20 @@ class ChainWithSites(Family):
         length: T; natural parameters are (sequences, T K).
     """
 
-    event_dims = (1, 1)
+    domain = ", with a positive definite precision of the states"
+    prior_name = "chain"
 
     chain: Chain
     observation: Tensor
     length: int
-    _cached: list[Any] = field(default_factory=list, repr=False)
 
-    def at(self, natural: Parameters) -> _Posterior:
-        """The chain given these sites; the last result is cached."""
-        if not (self._cached and all(torch.equal(a, b) for a, b in zip(natural, self._cached[0]))):
-            first, second = (part.unflatten(-1, (self.length, -1)).transpose(0, 1) for part in natural)
-            H = self.observation
-            h, J = first @ H, H.mT @ (-2 * second[..., None] * H)
-            found = kalman.filtered(self.chain, h, J)
-            value = kalman.log_partition(kalman.predicted(self.chain, found), found, h, J)
-            self._cached[:] = [natural, _Posterior(found, value)]
-        return self._cached[1]
+    def _posterior(self, natural: Parameters) -> _Posterior:
+        """The chain given these sites."""
+        first, second = (part.unflatten(-1, (self.length, -1)).transpose(0, 1) for part in natural)
+        H = self.observation
+        h, J = first @ H, H.mT @ (-2 * second[..., None] * H)
+        found = kalman.filtered(self.chain, h, J)
+        return _Posterior(found, kalman.log_partition(kalman.predicted(self.chain, found), found, h, J))
 
     def moments(self, natural: Parameters) -> tuple[Tensor, Tensor]:
         """Means and variances of z, (sequences, T K)."""
@@ -338,18 +336,8 @@ class ChainWithSites(Family):
     def log_partition(self, natural: Parameters) -> Tensor:
         return self.at(natural).log_partition
 
-    def mean(self, natural: Parameters) -> Parameters:
-        mean, variance = self.moments(natural)
-        return mean, variance + mean.square()
-
-    def natural(self, mean: Parameters) -> Parameters:
-        raise ValueError("the sites of a chain cannot be computed from expectations: use run.")
-
     def in_domain(self, natural: Parameters) -> Tensor:
         return torch.isfinite(self.log_partition(natural))
-
-    def statistics(self, x: Tensor) -> Parameters:
-        return x, x.square()
 
     def to_distribution(self, natural: Parameters) -> Distribution:
         raise ValueError("a chain has no torch Distribution: use sample.")
@@ -361,9 +349,6 @@ class ChainWithSites(Family):
         noise = torch.randn(shape, dtype=found.mean.dtype, generator=generator).to(found.mean.device)
         paths = kalman.sampled(kalman.backward(self.chain, found), noise) @ self.observation.mT
         return paths.permute(1, 2, 0, 3).flatten(2)
-
-    def _domain_description(self) -> str:
-        return ", with a positive definite precision of the states"
 
 
 @dataclass
