@@ -59,7 +59,6 @@ class HiddenMarkov(Latent):
         startprob_init, transmat_init, means_init, covars_init, emissionprob_init: initial values, any or all of them.
             With `"em"` probabilities that start at zero stay zero: use this for a left-to-right chain.
         n_init, max_iter, tol, random_state, progress, total_samples, offset, decay: see `Latent`; `partial_fit` counts
-            sequences, tol is per observation.
             sequences, tol is for each observation.
 
     Attributes:

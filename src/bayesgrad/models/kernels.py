@@ -17,6 +17,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -141,33 +142,33 @@ class Linear(Kernel):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Sum(Kernel):
-    """The sum of two kernels: the covariance of a sum of independent functions."""
+class _Pair(Kernel):
+    """Two kernels, combined elementwise."""
 
     hyperparameter_names = ("left", "right")
+    combine: ClassVar[Callable[[Tensor, Tensor], Tensor]]
     left: Kernel
     right: Kernel
 
     def __call__(self, x: Tensor, z: Tensor) -> Tensor:
-        return self.left(x, z) + self.right(x, z)
+        return self.combine(self.left(x, z), self.right(x, z))
 
     def diagonal(self, x: Tensor) -> Tensor:
-        return self.left.diagonal(x) + self.right.diagonal(x)
+        return self.combine(self.left.diagonal(x), self.right.diagonal(x))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Product(Kernel):
+class Sum(_Pair):
+    """The sum of two kernels: the covariance of a sum of independent functions."""
+
+    combine = torch.add
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Product(_Pair):
     """The product of two kernels."""
 
-    hyperparameter_names = ("left", "right")
-    left: Kernel
-    right: Kernel
-
-    def __call__(self, x: Tensor, z: Tensor) -> Tensor:
-        return self.left(x, z) * self.right(x, z)
-
-    def diagonal(self, x: Tensor) -> Tensor:
-        return self.left.diagonal(x) * self.right.diagonal(x)
+    combine = torch.mul
 
 
 @dataclass(frozen=True, eq=False, repr=False)
