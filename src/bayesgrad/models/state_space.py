@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,15 +16,8 @@ from bayesgrad.families import Parameters
 from bayesgrad.families.gaussian import LOG_2PI
 from bayesgrad.inference import ElementwiseFactor, Node, run_to_convergence
 from bayesgrad.inference.expectation import Expectation, Moments
-from bayesgrad.models import dynamics, kalman
-from bayesgrad.models.checks import (
-    require_covariance,
-    require_integer,
-    require_matrix,
-    require_non_negative,
-    require_numbers,
-    require_positive_integer,
-)
+from bayesgrad.models import checks, dynamics, kalman
+from bayesgrad.models.estimator import Estimator
 from bayesgrad.models.kalman import Chain, StateMoments
 from bayesgrad.models.observations import QUADRATURE, Observation, get_observation
 from bayesgrad.models.process import WithSites
@@ -45,7 +38,8 @@ class States(NamedTuple):
     log_likelihood: Any
 
 
-class LinearStateSpace:
+@dataclass(eq=False, repr=False)
+class LinearStateSpace(Estimator):
     r"""Linear Gaussian state-space models (Kalman filter and smoother), with Gaussian or other observations:
 
     .. math::
@@ -83,49 +77,54 @@ class LinearStateSpace:
     Checked by: tests/equations/test_state_space.py: dense joints, filterpy, quadrature.
     """
 
-    def __init__(
-        self,
-        transition: Any,
-        process_covariance: Any,
-        observation: Any,
-        observation_covariance: Any = None,
-        *,
-        initial_mean: Any = None,
-        initial_covariance: Any = None,
-        likelihood: str | Observation = "gaussian",
-        expectation: Expectation | None = None,
-        max_iter: int = 100,
-        tol: float = 1e-10,
-    ) -> None:
-        F, H = require_matrix("transition", transition), require_matrix("observation", observation)
-        size = len(F)
+    transition: Any
+    process_covariance: Any
+    observation: Any
+    observation_covariance: Any = None
+    _: KW_ONLY
+    initial_mean: Any = None
+    initial_covariance: Any = None
+    likelihood: str | Observation = "gaussian"
+    expectation: Expectation | None = None
+    max_iter: int = 100
+    tol: float = 1e-10
+
+    def __post_init__(self) -> None:
+        """Checks the parameters and converts them to tensors; `fit` replaces those that it learns."""
+        F = checks.require_matrix("transition", self.transition)
+        H, size = checks.require_matrix("observation", self.observation), len(F)
         if F.shape != (size, size):
             raise ValueError(f"transition must be square, got shape {tuple(F.shape)}.")
         if H.shape[1] != size:
             raise ValueError(f"observation must have {size} columns, the size of the state, got {tuple(H.shape)}.")
-        given = torch.zeros(size) if initial_mean is None else initial_mean
-        mean = require_numbers("initial_mean", given, live=True).to(F)
+        given = torch.zeros(size) if self.initial_mean is None else self.initial_mean
+        mean = checks.require_numbers("initial_mean", given, live=True).to(F)
         if mean.shape != (size,) or not torch.isfinite(mean).all():
-            raise ValueError(f"initial_mean must be {size} finite numbers, got {initial_mean!r}.")
-        Q = require_covariance("process_covariance", process_covariance, size)
-        P = torch.eye(size).to(F) if initial_covariance is None else initial_covariance
-        self.chain = Chain(F, Q, mean, require_covariance("initial_covariance", P, size))
-        self.observation, self.likelihood, self._observation_model = H, likelihood, get_observation(likelihood)
-        self.observation_covariance: Tensor | None = None
-        if likelihood == "gaussian":
-            if observation_covariance is None:
+            raise ValueError(f"initial_mean must be {size} finite numbers, got {self.initial_mean!r}.")
+        Q = checks.require_covariance("process_covariance", self.process_covariance, size)
+        P = torch.eye(size).to(F) if self.initial_covariance is None else self.initial_covariance
+        chain, R = Chain(F, Q, mean, checks.require_covariance("initial_covariance", P, size)), None
+        self._observation_model = get_observation(self.likelihood)
+        if self.likelihood == "gaussian":
+            if self.observation_covariance is None:
                 raise ValueError("likelihood='gaussian' needs observation_covariance, got None.")
-            self.observation_covariance = require_covariance(
-                "observation_covariance", observation_covariance, len(H), definite=True
-            )
-        elif observation_covariance is not None:
-            raise ValueError(f"observation_covariance needs likelihood='gaussian', got likelihood={likelihood!r}.")
-        self.expectation = QUADRATURE if expectation is None else expectation
-        if not isinstance(self.expectation, Expectation):
-            raise TypeError(f"expectation must be GaussHermite() or None, got {expectation!r}.")
-        require_positive_integer(max_iter=max_iter)
-        require_non_negative(tol=tol)
-        self.max_iter, self.tol = max_iter, tol
+            given = self.observation_covariance
+            R = checks.require_covariance("observation_covariance", given, len(H), definite=True)
+        elif self.observation_covariance is not None:
+            raise ValueError(f"observation_covariance needs likelihood='gaussian', got likelihood={self.likelihood!r}.")
+        self._matrices = dynamics.Matrices(chain, H, R)
+        self._expectation = QUADRATURE if self.expectation is None else self.expectation
+        if not isinstance(self._expectation, Expectation):
+            raise TypeError(f"expectation must be GaussHermite() or None, got {self.expectation!r}.")
+        checks.require_positive_integer(max_iter=self.max_iter)
+        checks.require_non_negative(tol=self.tol)
+
+    def set_params(self, **params: Any) -> LinearStateSpace:
+        """Sets parameters of the constructor; learned matrices are discarded."""
+        with checks.restore_on_error(self):
+            super().set_params(**params)
+            self.__post_init__()
+        return self
 
     # --- the public interface ---
 
@@ -148,95 +147,94 @@ class LinearStateSpace:
             tol: stop when the change of the log-likelihood per observed number is below this.
             progress: see `inference.run`.
         """
-        if names := dynamics.chosen(learn, None if self.observation_covariance is not None else self.likelihood):
-            self._learn(_Rows(y, len(self.observation)), names, max_iter, tol, progress)
+        if names := dynamics.chosen(learn, None if self._matrices.noise is not None else self.likelihood):
+            self._learn(_Rows(y, len(self._matrices.observation)), names, max_iter, tol, progress)
         self.means_, self.covariances_, self.elbo_ = self.smooth(y)
         return self
 
     def _learn(self, rows: _Rows, names: Sequence[str], steps: int, tolerance: float, progress: bool | None) -> None:
         def smooth(at: dynamics.Matrices) -> dynamics.Smooth:
-            self.chain, self.observation, self.observation_covariance = at
+            self._matrices = at
             posterior = self._observed(rows.values)
-            back = kalman.backward(self.chain, posterior.filtered)
+            back = kalman.backward(at.chain, posterior.filtered)
             return dynamics.Smooth(*kalman.smoothed(back), posterior.log_likelihood)
 
-        found = dynamics.Matrices(self.chain, self.observation, self.observation_covariance)
-        given = smooth, rows.values, rows.lengths, names
+        found, given = self._matrices, (smooth, rows.values, rows.lengths, names)
         try:
             with torch.no_grad():
                 found, result = dynamics.run_em(found, *given, steps=steps, tolerance=tolerance, progress=progress)
         finally:
-            self.chain, self.observation, self.observation_covariance = found
+            self._matrices = found
         self.elbos_, self.n_iter_, self.converged_ = result.elbos, result.steps, result.converged
         every = (*found.chain[:2], found.observation, found.noise, *found.chain[2:])
         learned = {name: value for name, value in zip(dynamics.LEARNABLE, every) if name in names and value is not None}
         vars(self).update({f"{name}_": rows.kind(value) for name, value in learned.items()})
 
+    def _condition(self, y: Any) -> tuple[_Rows, _Observed]:
+        rows = _Rows(y, len(self._matrices.observation))
+        return rows, self._observed(rows.values)
+
     def filter(self, y: Any) -> States:
         """Each state given the observations up to its time (Kalman filter); Gaussian observations only."""
-        if self.observation_covariance is None:
+        if self._matrices.noise is None:
             raise ValueError("filter supports only Gaussian observations: use smooth.")
-        rows = _Rows(y, len(self.observation))
-        posterior = self._observed(rows.values)
+        rows, posterior = self._condition(y)
         return rows.out(posterior.filtered, posterior.log_likelihood)
 
     def smooth(self, y: Any) -> States:
         """Each state given all observations."""
-        rows = _Rows(y, len(self.observation))
-        posterior = self._observed(rows.values)
-        smooth, _ = kalman.smoothed(kalman.backward(self.chain, posterior.filtered))
+        rows, posterior = self._condition(y)
+        smooth, _ = kalman.smoothed(kalman.backward(self._matrices.chain, posterior.filtered))
         return rows.out(smooth, posterior.log_likelihood)
 
     def log_likelihood(self, y: Any) -> Any:
         """log p(y) of a sequence or of each sequence; a lower bound if observations are not Gaussian."""
-        rows = _Rows(y, len(self.observation))
-        return rows.each(self._observed(rows.values).log_likelihood)
+        rows, posterior = self._condition(y)
+        return rows.each(posterior.log_likelihood)
 
     def score(self, y: Any) -> float:
         """The log-likelihood (or bound) per observed number."""
-        rows = _Rows(y, len(self.observation))
+        rows, posterior = self._condition(y)
         if rows.values.isnan().all():
             raise ValueError("y contains only NaN: there is nothing to score.")
-        total = self._observed(rows.values).log_likelihood.sum()
-        return float(total / (~rows.values.isnan()).sum())
+        return float(posterior.log_likelihood.sum() / (~rows.values.isnan()).sum())
 
     def sample(self, y: Any, n_samples: int = 1, random_state: int = 0) -> Any:
         """Paths of the states given all observations, (n_samples, T, D) or (n_samples, sequences, T, D)."""
-        require_positive_integer(n_samples=n_samples)
-        rows = _Rows(y, len(self.observation))
-        posterior = self._observed(rows.values)
-        noise = _noise(
-            (len(rows.values), n_samples, *posterior.filtered.mean.shape[1:]), posterior.filtered.mean, random_state
-        )
-        return rows.paths(kalman.sampled(kalman.backward(self.chain, posterior.filtered), noise))
+        checks.require_positive_integer(n_samples=n_samples)
+        rows, posterior = self._condition(y)
+        like = posterior.filtered.mean
+        noise = _noise((len(like), n_samples, *like.shape[1:]), like, random_state)
+        return rows.paths(kalman.sampled(kalman.backward(self._matrices.chain, posterior.filtered), noise))
 
     def simulate(self, length: int, n_samples: int = 1, random_state: int = 0) -> tuple[Tensor, Tensor]:
         """Paths (n_samples, T, D) from the model, and observations (n_samples, T, K) of them."""
-        require_positive_integer(length=length, n_samples=n_samples)
-        noise = _noise((length, n_samples, len(self.chain.mean)), self.chain.mean, random_state)
-        states = kalman.simulated(self.chain, noise).transpose(0, 1)
-        clean, generator = states @ self.observation.mT, torch.Generator().manual_seed(seed32(random_state) + 1)
-        if self.observation_covariance is None:
+        checks.require_positive_integer(length=length, n_samples=n_samples)
+        chain, H, R = self._matrices
+        noise = _noise((length, n_samples, len(chain.mean)), chain.mean, random_state)
+        states = kalman.simulated(chain, noise).transpose(0, 1)
+        clean, generator = states @ H.mT, torch.Generator().manual_seed(seed32(random_state) + 1)
+        if R is None:
             return states, self._observation_model.sample(clean, generator)
         noise = torch.randn(clean.shape, dtype=clean.dtype, generator=generator).to(clean)
-        return states, clean + noise @ torch.linalg.cholesky(self.observation_covariance).mT
+        return states, clean + noise @ torch.linalg.cholesky(R).mT
 
     def forecast(self, y: Any, steps: int) -> States:
         """The next observations given y: means (steps, K) and covariances including noise.
 
         For observations that are not Gaussian the covariances are diagonal.
         """
-        require_positive_integer(steps=steps)
-        rows = _Rows(y, len(self.observation))
+        checks.require_positive_integer(steps=steps)
+        rows, posterior = self._condition(y)
         rows.only_equal("forecast")
-        posterior, (F, Q, *_) = self._observed(rows.values), self.chain
-        mean, covariance, H = posterior.filtered.mean[-1], posterior.filtered.covariance[-1], self.observation
+        (F, Q, *_), H, R = self._matrices
+        mean, covariance = posterior.filtered.mean[-1], posterior.filtered.covariance[-1]
         means, covariances = [], []
         for _ in range(steps):
             mean, covariance = (F @ mean[..., None])[..., 0], F @ covariance @ F.mT + Q
             seen, spread = (H @ mean[..., None])[..., 0], H @ covariance @ H.mT
-            if self.observation_covariance is not None:
-                spread = spread + self.observation_covariance
+            if R is not None:
+                spread = spread + R
             else:
                 found = self._observation_model.predict(seen, spread.diagonal(dim1=-2, dim2=-1).expand_as(seen))
                 seen, spread = found.mean, torch.diag_embed(found.variance + found.noise)
@@ -248,17 +246,18 @@ class LinearStateSpace:
 
     def _observed(self, y: Tensor) -> _Observed:
         """y: (T, sequences, K)."""
-        chain = Chain(*[part.to(y) for part in self.chain])
+        chain, H, R = self._matrices
+        chain = Chain(*[part.to(y) for part in chain])
         self._observation_model.check(y)
-        if self.observation_covariance is not None:
-            return _gaussian(chain, self.observation.to(y), self.observation_covariance.to(y), y)
-        family = ChainWithSites(chain, self.observation.to(y), len(y))
+        if R is not None:
+            return _gaussian(chain, H.to(y), R.to(y), y)
+        family = ChainWithSites(chain, H.to(y), len(y))
         flat = y.transpose(0, 1).flatten(1)
         known = ~flat.isnan()
         target = torch.where(known, flat, 0)
 
         def expected(mean: Tensor, variance: Tensor) -> Moments:
-            found = self._observation_model.expected(mean, variance, target, self.expectation)
+            found = self._observation_model.expected(mean, variance, target, self._expectation)
             return Moments(*[torch.where(known, part, 0) for part in found])
 
         start = tuple(torch.where(known, part, 0) for part in self._observation_model.sites(target))
@@ -414,7 +413,7 @@ class _Rows:
 
 
 def _rows(y: Any, parts: int) -> Tensor:
-    rows = require_numbers("y", y, live=True)
+    rows = checks.require_numbers("y", y, live=True)
     if rows.dim() == 1 and parts == 1:
         rows = rows[:, None]
     if rows.dim() not in (2, 3) or rows.shape[-1] != parts or not rows.numel():
@@ -423,7 +422,7 @@ def _rows(y: Any, parts: int) -> Tensor:
 
 
 def _noise(shape: tuple[int, ...], like: Tensor, random_state: int) -> Tensor:
-    require_integer(random_state=random_state)
+    checks.require_integer(random_state=random_state)
     return torch.randn(shape, dtype=like.dtype, generator=torch.Generator().manual_seed(seed32(random_state))).to(
         like.device
     )
