@@ -13,7 +13,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import validate_data
 from torch import Tensor
 
-from bayesgrad.models.arrays import as_finite, as_numpy
+from bayesgrad.models.checks import as_finite, as_numpy
 from bayesgrad.models.multinomial import Multinomial
 from bayesgrad.models.observations import NAMES, Observation
 

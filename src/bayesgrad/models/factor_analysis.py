@@ -15,8 +15,7 @@ from torch import Tensor
 
 from bayesgrad.families import Gamma, Gaussian, Point
 from bayesgrad.inference import Factor, Node, Prior
-from bayesgrad.models.arrays import as_numpy, like
-from bayesgrad.models.checks import is_number, require_numbers, require_one_of, require_positive_integer
+from bayesgrad.models.checks import as_numpy, is_number, like, require_numbers, require_one_of, require_positive_integer
 from bayesgrad.models.factors import Loadings, RelevancePrior, Rows, ScoresFactor, as_rows, infer
 from bayesgrad.models.latent import Latent
 

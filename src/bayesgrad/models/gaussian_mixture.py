@@ -17,13 +17,11 @@ from torch import Tensor
 
 from bayesgrad.families import Dirichlet, Family, Parameters, Point
 from bayesgrad.inference import Factor, LatentVariableFactor, Node, Prior
-from bayesgrad.models.arrays import as_finite, as_numpy, like, near_mean
-from bayesgrad.models.checks import is_number, require_numbers, require_one_of, require_positive_integer, warn
+from bayesgrad.models import checks
 from bayesgrad.models.covariances import COVARIANCES, Components, Covariance, MixtureFactor
 from bayesgrad.models.latent import Latent, random_rows
 
 METHODS = ("em", "vmp", "svi")
-FAR = 1e6  # standard deviations: the square times the precision of a float64 is 2e-4
 STARTS = ("kmeans", "k-means++", "random", "random_from_data")
 PRIORS = (
     "weight_concentration_prior",
@@ -131,7 +129,7 @@ class GaussianMixture(Latent):
         rows = self._rows_of(X, reset=reset)
         if reset:
             self._check_size(len(rows))
-            self._centre = near_mean(rows)
+            self._centre = checks.near_mean(rows)
             self._remember_kind(X)
         rows = rows - self._centre.to(rows)
         if reset and not _is_em(self):
@@ -139,12 +137,12 @@ class GaussianMixture(Latent):
         return rows
 
     def _rows_of(self, X: Any, *, reset: bool) -> Tensor:
-        return as_finite(self._validated(X, reset=reset, ensure_min_samples=1 + reset), X)
+        return checks.as_finite(self._validated(X, reset=reset, ensure_min_samples=1 + reset), X)
 
     def _check_settings(self) -> None:
-        require_one_of(self, method=METHODS, covariance_type=COVARIANCES, init_params=STARTS)
-        require_positive_integer(n_components=self.n_components)
-        if not (is_number(self.reg_covar) and self.reg_covar >= 0):
+        checks.require_one_of(self, method=METHODS, covariance_type=COVARIANCES, init_params=STARTS)
+        checks.require_positive_integer(n_components=self.n_components)
+        if not (checks.is_number(self.reg_covar) and self.reg_covar >= 0):
             raise ValueError(f"reg_covar must be a non-negative number, got {self.reg_covar!r}.")
         given = [name for name in PRIORS if getattr(self, name) is not None]
         if _is_em(self) and given:
@@ -168,7 +166,7 @@ class GaussianMixture(Latent):
         ):
             value = getattr(self, name)
             numbers[name] = default if value is None else value
-            if not (is_number(numbers[name]) and numbers[name] > bound):
+            if not (checks.is_number(numbers[name]) and numbers[name] > bound):
                 raise ValueError(f"{name} must be a number greater than {bound}, got {value!r}.")
         location, spread = self._mean_prior(rows), self._covariance_prior(rows)
         self._priors_known = (
@@ -189,7 +187,7 @@ class GaussianMixture(Latent):
     def _mean_prior(self, rows: Tensor) -> Tensor:
         if self.mean_prior is None:
             return rows.mean(0)
-        given = require_numbers("mean_prior", self.mean_prior).to(rows)
+        given = checks.require_numbers("mean_prior", self.mean_prior).to(rows)
         if given.shape != rows[0].shape or not torch.isfinite(given).all():
             shape = tuple(given.shape)
             raise ValueError(f"mean_prior must be {rows.shape[1]} finite numbers, one per column, got shape {shape}.")
@@ -205,7 +203,7 @@ class GaussianMixture(Latent):
             if _positive(spread):
                 return spread
             raise ValueError("the covariance of X is singular: set covariance_prior, or a larger reg_covar.")
-        spread = require_numbers("covariance_prior", self.covariance_prior).to(rows)
+        spread = checks.require_numbers("covariance_prior", self.covariance_prior).to(rows)
         shape = covariance.shape(1, size) if self.covariance_type == "tied" else covariance.shape(1, size)[1:]
         if spread.shape != shape:
             raise ValueError(f"covariance_prior must have shape {shape}, got {tuple(spread.shape)}.")
@@ -291,18 +289,9 @@ class GaussianMixture(Latent):
         components.natural = self._covariance.ordered(components.natural, order)
 
     def _set_attributes(self, nodes: Sequence[Node]) -> None:
-        distance = self._covariance.distance(nodes[1].natural)
-        if not distance < FAR:
-            warn(
-                f"rows of a component are {distance:.0e} of its smallest standard deviations from the mean of X, so "
-                "fewer than four digits of its covariance are accurate: remove outliers, fit groups separately, or "
-                "increase reg_covar."
-            )
-        known, concentration = self._known(), self._concentration()
-        count = known.weight if _is_em(self) else known.degrees
-        if self.covariance_type == "tied":
-            count = count[0]
-        covariances = known.spread / count.view(-1, *[1] * (known.spread.dim() - 1))
+        remedy, concentration = "remove outliers, fit groups separately, or increase reg_covar", self._concentration()
+        natural, em = nodes[1].natural, _is_em(self)
+        known, count, covariances = self._covariance.summary(natural, em, "component", remedy)
         self.weights_ = self._kind(concentration / concentration.sum())
         self.means_ = self._kind(known.location + self._centre)
         self.covariances_ = self._kind(covariances)
@@ -338,18 +327,18 @@ class GaussianMixture(Latent):
 
     def predict(self, X: Any) -> Any:
         """The most probable component of each row, (n,)."""
-        return like(X)(self._log_joint(X).argmax(0))
+        return checks.like(X)(self._log_joint(X).argmax(0))
 
     def predict_proba(self, X: Any) -> Any:
         """The probability of each component, (n, K), averaged over the posterior."""
-        return like(X)(self._log_joint(X).softmax(0).mT)
+        return checks.like(X)(self._log_joint(X).softmax(0).mT)
 
     def fit_predict(self, X: Any, y: Any = None) -> Any:
         return self.fit(X).predict(X)
 
     def score_samples(self, X: Any) -> Any:
         """log p(x) of each row, (n,), averaged over the posterior."""
-        return like(X)(self._log_joint(X).logsumexp(0))
+        return checks.like(X)(self._log_joint(X).logsumexp(0))
 
     def score(self, X: Any, y: Any = None) -> float:
         """The mean of `score_samples`."""
@@ -358,9 +347,9 @@ class GaussianMixture(Latent):
     def sample(self, n_samples: int = 1) -> tuple[Any, Any]:
         """New rows (n, P) and their components (n,), grouped by component; averaged over the posterior."""
         check_is_fitted(self, "means_")
-        require_positive_integer(n_samples=n_samples)
+        checks.require_positive_integer(n_samples=n_samples)
         random, known, size = check_random_state(self.random_state), self._known(), self.n_features_in_
-        counts = random.multinomial(n_samples, as_numpy(self.weights_) / as_numpy(self.weights_).sum())
+        counts = random.multinomial(n_samples, checks.as_numpy(self.weights_) / checks.as_numpy(self.weights_).sum())
         parts = []
         for k, count in enumerate(counts):
             noise = self._covariance.coloured(

@@ -27,7 +27,7 @@ from bayesgrad.inference import (
 )
 from bayesgrad.inference.expectation import Expectation
 from bayesgrad.models import checks, process
-from bayesgrad.models.arrays import as_finite, as_numpy, like
+from bayesgrad.models.checks import as_finite, as_numpy, like
 from bayesgrad.models.estimator import Supervised, classifies
 from bayesgrad.models.kernels import RBF, Kernel
 from bayesgrad.models.observations import QUADRATURE, Observation, get_observation

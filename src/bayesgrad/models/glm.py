@@ -32,7 +32,7 @@ from bayesgrad.inference import (
 from bayesgrad.inference.expectation import Expectation
 from bayesgrad.inference.factor import Factor, predictor_moments
 from bayesgrad.models import checks
-from bayesgrad.models.arrays import as_finite, as_numpy, like
+from bayesgrad.models.checks import as_finite, as_numpy, like
 from bayesgrad.models.estimator import OBSERVATIONS, Supervised, classifies
 from bayesgrad.models.multinomial import Multinomial, MultinomialLogLikelihood, quadrature
 from bayesgrad.models.observations import CallableLikelihood, fit_hyperparameters

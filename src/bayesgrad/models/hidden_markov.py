@@ -17,14 +17,21 @@ from torch import Tensor
 from bayesgrad.families import Dirichlet, Family, Parameters, Point
 from bayesgrad.inference import Factor, Linear, Node, Prior
 from bayesgrad.models import checks, markov
-from bayesgrad.models.arrays import as_numpy, near_mean
-from bayesgrad.models.chained import MarkovChainFactor, Sequences, check_possible, log_shares
+from bayesgrad.models.chained import (
+    MarkovChainFactor,
+    Rows,
+    SequenceInput,
+    Sequences,
+    Symbols,
+    check_possible,
+    log_shares,
+    pseudo_statistics,
+    to_covariance_type,
+    to_full_matrices,
+)
 from bayesgrad.models.covariances import COVARIANCES, Covariance
-from bayesgrad.models.emissions import Rows, Symbols, pseudo_statistics, to_covariance_type, to_full_matrices
-from bayesgrad.models.gaussian_mixture import FAR
 from bayesgrad.models.kalman import Elements, scan
 from bayesgrad.models.latent import Latent
-from bayesgrad.models.sequences import SequenceInput
 
 EMISSIONS, METHODS, STARTS = ("gaussian", "categorical"), ("em", "vb"), ("kmeans", "random")
 SUBSET = 20_000  # maximum number of rows for k-means
@@ -193,7 +200,7 @@ class HiddenMarkov(Latent):
             self._count = int(known.max()) + 1 if wanted is None else int(wanted)
             emission = self._dirichlet_prior("emissionprob_prior", (K, self._count))
         else:
-            self._centre = near_mean(known)
+            self._centre = checks.near_mean(known)
             emission = self._rows_prior(known - self._centre)
         self._prior = [
             self._dirichlet_prior("startprob_prior", (K,)),
@@ -335,19 +342,13 @@ class HiddenMarkov(Latent):
                 self._set(f"{name}_", log_shares(node).exp())
         if self._dims == 1:
             return
-        distance, known = self._covariance.distance(nodes[2].natural), self._covariance.known(nodes[2].natural)
-        if not distance < FAR:
-            checks.warn(
-                f"rows of a state are {distance:.0e} of its smallest standard deviations from the mean of X, so fewer "
-                "than four digits of its covariance are accurate: increase covars_prior, or remove outliers."
-            )
+        remedy = "increase covars_prior, or remove outliers"
+        known, _, covariances = self._covariance.summary(nodes[2].natural, self.method == "em", "state", remedy)
         if self.method == "vb":
             self._set("means_weight_", known.confidence)
             self._set("dof_", known.degrees)
-        count = known.degrees if self.method == "vb" else known.weight
-        count = count[0] if self.covariance_type == "tied" else count.view(-1, *[1] * (known.spread.dim() - 1))
         self._set("means_", known.location + self._centre)
-        self._set("covars_", known.spread / count)
+        self._set("covars_", covariances)
 
     def _set(self, name: str, value: Tensor) -> None:
         setattr(self, name, self._kind(value.clone()))
@@ -417,7 +418,7 @@ def _drawn(shares: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _array(value: Any) -> Tensor:
-    return torch.as_tensor(np.array(as_numpy(value), dtype=np.float64))
+    return torch.as_tensor(np.array(checks.as_numpy(value), dtype=np.float64))
 
 
 def _check_ignored_y(X: Any, y: Any) -> None:

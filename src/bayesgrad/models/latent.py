@@ -17,14 +17,7 @@ from sklearn.utils import check_random_state
 
 from bayesgrad.inference import Factor, LatentVariableFactor, Node, OutsideDomain, Result, elbo, run, step
 from bayesgrad.inference.engine import ProgressLine
-from bayesgrad.models.checks import (
-    is_number,
-    require_non_negative,
-    require_positive_integer,
-    require_same,
-    restore_on_error,
-    warn,
-)
+from bayesgrad.models import checks
 from bayesgrad.models.estimator import Estimator
 
 
@@ -126,7 +119,7 @@ class Latent(Estimator, ABC):
         """Restores the estimator if the body raises."""
         naturals = [(node, node.natural) for node in getattr(self, "_nodes", ())]
         try:
-            with restore_on_error(self):
+            with checks.restore_on_error(self):
                 yield
         except BaseException:
             for node, natural in naturals:
@@ -172,9 +165,9 @@ class Latent(Estimator, ABC):
         self.n_iter_, self.converged_ = result.steps, result.converged
         self._set_attributes(self._nodes)
         if interrupted:
-            warn(f"interrupted after {result.steps} iterations: the best parameters so far are kept.")
+            checks.warn(f"interrupted after {result.steps} iterations: the best parameters so far are kept.")
         elif not result.converged and self.tol:
-            warn(
+            checks.warn(
                 f"not converged after max_iter={self.max_iter} iterations (tol={self.tol:g}): increase max_iter.",
                 ConvergenceWarning,
             )
@@ -192,7 +185,7 @@ class Latent(Estimator, ABC):
     def _partial_fit(self, X: Any) -> Any:
         first = not hasattr(self, "_nodes")
         if not first:
-            require_same(self._first_settings, self)
+            checks.require_same(self._first_settings, self)
         data = self._read(X, reset=first)
         if first:
             self._first_settings, self._nodes = (
@@ -274,13 +267,13 @@ class Latent(Estimator, ABC):
         return (count + offset) ** -decay
 
     def _check_common_settings(self) -> None:
-        require_positive_integer(n_init=self.n_init, max_iter=self.max_iter, batch_size=self.batch_size)
-        require_non_negative(tol=self.tol)
+        checks.require_positive_integer(n_init=self.n_init, max_iter=self.max_iter, batch_size=self.batch_size)
+        checks.require_non_negative(tol=self.tol)
         (first, offset), (second, decay) = ((name, getattr(self, name)) for name in self._schedule_names)
-        if not (is_number(decay) and 0.5 < decay <= 1):
+        if not (checks.is_number(decay) and 0.5 < decay <= 1):
             raise ValueError(f"{second} must be in (0.5, 1] for convergence, got {decay!r}.")
-        require_non_negative(**{first: offset})
-        if self.total_samples is not None and not (is_number(self.total_samples) and self.total_samples > 0):
+        checks.require_non_negative(**{first: offset})
+        if self.total_samples is not None and not (checks.is_number(self.total_samples) and self.total_samples > 0):
             raise ValueError(f"total_samples must be a positive number or None, got {self.total_samples!r}.")
 
 

@@ -17,15 +17,7 @@ from torch import Tensor
 
 from bayesgrad.families import Dirichlet
 from bayesgrad.inference import Factor, Node, Prior
-from bayesgrad.models.arrays import as_numpy, like
-from bayesgrad.models.checks import (
-    is_number,
-    require_non_negative,
-    require_numbers,
-    require_one_of,
-    require_positive_integer,
-    warn,
-)
+from bayesgrad.models import checks
 from bayesgrad.models.documents import Counts, DocumentsFactor
 from bayesgrad.models.latent import Latent
 
@@ -128,12 +120,12 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         return counts
 
     def _check_settings(self) -> None:
-        require_one_of(self, method=METHODS)
-        require_positive_integer(n_components=self.n_components, max_doc_update_iter=self.max_doc_update_iter)
-        require_non_negative(mean_change_tol=self.mean_change_tol)
+        checks.require_one_of(self, method=METHODS)
+        checks.require_positive_integer(n_components=self.n_components, max_doc_update_iter=self.max_doc_update_iter)
+        checks.require_non_negative(mean_change_tol=self.mean_change_tol)
         for name in ("doc_topic_prior", "topic_word_prior"):
             value = self._prior(name)
-            if not (is_number(value) and value > 0):
+            if not (checks.is_number(value) and value > 0):
                 raise ValueError(f"{name} must be a positive number, got {value!r}.")
 
     def _prior(self, name: str) -> float:
@@ -147,7 +139,7 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
             ValueError: they are not valid counts of words.
         """
         sparse = isinstance(X, Tensor) and X.layout != torch.strided
-        plain: Any = Counts.read(X).matrix if sparse else as_numpy(X)
+        plain: Any = Counts.read(X).matrix if sparse else checks.as_numpy(X)
         matrix = Counts.read(self._validated(plain, reset=reset, accept_sparse="csr")).matrix
         count = len(np.diff(matrix.indptr))
         if not np.isfinite(matrix.data).all():
@@ -160,7 +152,7 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
             raise ValueError("X contains no words: every count is zero.")
         if len(empty):
             few = f"{len(empty)} of {count} documents have no words, the first in row {empty[0]}"
-            warn(f"{few}: their proportions are those of the prior, and they do not affect the topics.")
+            checks.warn(f"{few}: their proportions are those of the prior, and they do not affect the topics.")
         return Counts(matrix, X.device if isinstance(X, Tensor) else None)
 
     def _start(self, data: Counts, random: np.random.RandomState) -> list[Node]:
@@ -210,7 +202,7 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         else:
             self._check_settings()
             counts = LatentDirichlet()._counts(X, reset=True)  # this estimator may have another vocabulary, or none
-        given, width = require_numbers("topics", topics), counts.matrix.shape[1]  # pyright: ignore
+        given, width = checks.require_numbers("topics", topics), counts.matrix.shape[1]  # pyright: ignore
         if given.dim() != 2 or given.shape[1] != width:
             raise ValueError(f"topics must be (K, {width}), with the columns of X, got shape {tuple(given.shape)}.")
         if not ((given > 0) & torch.isfinite(given)).all():
@@ -227,7 +219,7 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
             normalize: False returns the concentrations instead.
         """
         shares = self._inferred(X)[1].shares
-        return like(X)(shares / shares.sum(1, keepdim=True) if normalize else shares)
+        return checks.like(X)(shares / shares.sum(1, keepdim=True) if normalize else shares)
 
     def bound(self, X: Any, topics: Any = None) -> Any:
         """A bound on log p(words) of each document, (D,), given the posterior of the topics.
@@ -236,11 +228,11 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
             topics: concentrations (K, V), for example of another package; None for `components_`. With topics, the
                 estimator need not be fitted: only doc_topic_prior, max_doc_update_iter and mean_change_tol are used.
         """
-        return like(X)(self._inferred(X, topics)[1].bounds)
+        return checks.like(X)(self._inferred(X, topics)[1].bounds)
 
     def score(self, X: Any, y: Any = None) -> float:
         """The sum of `bound` over documents, in nats."""
-        return float(as_numpy(self.bound(X)).sum())
+        return float(checks.as_numpy(self.bound(X)).sum())
 
     def perplexity(self, X: Any) -> float:
         """exp(-score per word)."""
@@ -260,7 +252,7 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         words = list(columns if vocabulary is None else vocabulary)
         if len(words) != self.n_features_in_:
             raise ValueError(f"vocabulary must have one word per column of X, {self.n_features_in_}, got {len(words)}.")
-        order = np.argsort(-as_numpy(self.components_), axis=1, kind="stable")[:, :n]
+        order = np.argsort(-checks.as_numpy(self.components_), axis=1, kind="stable")[:, :n]
         return [[words[place] for place in row] for row in order]
 
     def sample(self, n_samples: int = 1, length: int = 100, random_state: Any = None) -> tuple[Any, Any]:
@@ -270,11 +262,11 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
             length: number of words in each.
         """
         check_is_fitted(self, "components_")
-        require_positive_integer(n_samples=n_samples, length=length)
+        checks.require_positive_integer(n_samples=n_samples, length=length)
         random = check_random_state(self.random_state if random_state is None else random_state)
         generator = torch.Generator().manual_seed(int(random.randint(2**31 - 1)))
         alpha = torch.full((self.n_components,), self.doc_topic_prior_, dtype=torch.float64)
-        components = torch.as_tensor(as_numpy(self.components_))
+        components = torch.as_tensor(checks.as_numpy(self.components_))
         topics = DIRICHLET.sample(DIRICHLET.of(components), 1, generator)[0]
         shares = DIRICHLET.sample(DIRICHLET.of(alpha), n_samples, generator)
         drawn = [torch.multinomial(row @ topics, length, replacement=True, generator=generator) for row in shares]
@@ -282,4 +274,4 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         entries = (np.ones(len(rows)), (rows, torch.cat(drawn).numpy()))
         counts = csr_matrix(entries, shape=(n_samples, self.n_features_in_))
         counts.sum_duplicates()
-        return counts, like(self.components_)(shares)
+        return counts, checks.like(self.components_)(shares)
