@@ -73,15 +73,10 @@ class Gaussian(Family):
         return self.moments(natural)[0]
 
     def to_distribution(self, natural: Parameters) -> Distribution:
-        mean, covariance = self.moments(natural)
-        return MultivariateNormal(mean, covariance)
+        return MultivariateNormal(*self.moments(natural))
 
     def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
-        # S = L L': L'^-1 z has covariance S^-1.
-        mean = self.moments(natural)[0]
-        noise = _normal((count, *mean.shape), mean, generator)
-        root = _cholesky(-2 * natural[1]).mT
-        return mean + torch.linalg.solve_triangular(root, noise[..., None], upper=True)[..., 0]
+        return _gaussian(self.moments(natural)[0], -2 * natural[1], count, generator)
 
     def retract(self, natural: Parameters, direction: Parameters, rho: float | Tensor) -> Parameters:
         r"""A step along `direction` with a precision that is positive definite for every rho:
@@ -254,9 +249,7 @@ class FixedGaussian(Family):
 
     def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
         mean = self._solve(natural[0])
-        noise = _normal((count, *mean.shape), mean, generator)
-        root = _cholesky(self._matrix(mean)).mT
-        return mean + torch.linalg.solve_triangular(root, noise[..., None], upper=True)[..., 0]
+        return _gaussian(mean, self._matrix(mean), count, generator)
 
 
 def _definite(matrix: Tensor) -> Tensor:
@@ -280,3 +273,9 @@ def _cholesky(matrix: Tensor) -> Tensor:
 def _normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
     """Standard normal noise, drawn on the CPU so that a seed gives the same numbers on every device."""
     return torch.randn(shape, dtype=like.dtype, generator=generator).to(like.device)
+
+
+def _gaussian(mean: Tensor, precision: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
+    """Samples of N(mean, S^-1). S = L L': L'^-1 z has covariance S^-1."""
+    noise = _normal((count, *mean.shape), mean, generator)
+    return mean + torch.linalg.solve_triangular(_cholesky(precision).mT, noise[..., None], upper=True)[..., 0]

@@ -69,9 +69,6 @@ class Point(Family):
         """Whether there is a mode."""
         return self.family.has_mode(natural)
 
-    def has_mode(self, natural: Parameters) -> Tensor:
-        return self.in_domain(natural)
-
     def statistics(self, x: Tensor) -> Parameters:
         return self.family.statistics(x)
 

@@ -248,10 +248,13 @@ class LinearPredictorFactor(MomentsFactor):
         scale: float | Tensor = 1.0,
     ) -> None:
         super().__init__(node, scale=scale)
-        _check_gaussian(node)
-        _check_design(node, design)
+        self._check(node, design)
         self.design, self.log_likelihood = design, log_likelihood
         self.expectation = _check_expectation(GaussHermite() if expectation is None else expectation)
+
+    def _check(self, node: Node, design: Tensor) -> None:
+        _check_gaussian(node)
+        _check_design(node, design)
 
     def predictor_moments(self) -> tuple[Tensor, Tensor]:
         """Mean and variance of each x_i'θ, (n,)."""
@@ -292,21 +295,11 @@ class MultiLinearPredictorFactor(LinearPredictorFactor):
         expectation: computes E over K numbers.
     """
 
-    def __init__(
-        self,
-        node: Node,
-        design: Tensor,
-        log_likelihood: Callable[[Tensor], Tensor],
-        expectation: Expectation,
-        *,
-        scale: float | Tensor = 1.0,
-    ) -> None:
-        Factor.__init__(self, node, scale=scale)
+    def _check(self, node: Node, design: Tensor) -> None:
         check_finite(design=design)
         size = node.natural[0].shape[-1]
         if not isinstance(node.family, Gaussian) or size % design.shape[1]:
             raise ValueError(f"node must be a Gaussian over K * {design.shape[1]} weights, got {size} in {node}.")
-        self.design, self.log_likelihood, self.expectation = design, log_likelihood, _check_expectation(expectation)
         self.outputs = size // design.shape[1]
 
     def predictor_moments(self) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ import contextlib
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from numbers import Integral, Real
 from typing import Any
 
@@ -82,16 +82,6 @@ def restore_on_error(estimator: Any) -> Iterator[None]:
         vars(estimator).clear()
         vars(estimator).update(kept)
         raise
-
-
-def require_same(begun: Mapping[str, Any], estimator: Any) -> None:
-    """Raises a ValueError for settings that changed between calls of partial_fit."""
-    for name, before in begun.items():
-        if (now := getattr(estimator, name)) != before:
-            raise ValueError(
-                f"{name} was {before!r} in the first call and is {now!r} now: restore it, or start again with fit or "
-                "a new estimator."
-            )
 
 
 def require_one_of(estimator: Any, **known: Iterable[str]) -> None:

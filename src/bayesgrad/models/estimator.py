@@ -24,6 +24,7 @@ class Estimator(BaseEstimator):
     """Base class: settings are the fields of a dataclass, and results are NumPy arrays, or tensors if X is a tensor."""
 
     n_features_in_: int
+    _fixed_settings: ClassVar[tuple[str, ...]] = ()  # settings that a stream cannot change
     _device: torch.device | None  # of the X of `fit`; None for arrays
 
     def _validated(self, X: Any, *, reset: bool = False, **options: Any) -> Any:
@@ -31,6 +32,18 @@ class Estimator(BaseEstimator):
         return validate_data(
             self, as_numpy(X), reset=reset, **{"dtype": np.float64, "ensure_all_finite": False} | options
         )
+
+    def _remember_settings(self) -> None:
+        self._first_settings = {name: getattr(self, name) for name in self._fixed_settings}
+
+    def _require_same_settings(self) -> None:
+        """Raises a ValueError for settings that changed between calls of partial_fit."""
+        for name, before in self._first_settings.items():
+            if (now := getattr(self, name)) != before:
+                raise ValueError(
+                    f"{name} was {before!r} in the first call and is {now!r} now: restore it, or start again with fit "
+                    "or a new estimator."
+                )
 
     def _remember_kind(self, X: Any) -> None:
         self._device = X.device if isinstance(X, Tensor) else None

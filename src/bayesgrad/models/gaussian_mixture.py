@@ -142,8 +142,7 @@ class GaussianMixture(Latent):
     def _check_settings(self) -> None:
         checks.require_one_of(self, method=METHODS, covariance_type=COVARIANCES, init_params=STARTS)
         checks.require_positive_integer(n_components=self.n_components)
-        if not (checks.is_number(self.reg_covar) and self.reg_covar >= 0):
-            raise ValueError(f"reg_covar must be a non-negative number, got {self.reg_covar!r}.")
+        checks.require_non_negative(reg_covar=self.reg_covar)
         given = [name for name in PRIORS if getattr(self, name) is not None]
         if _is_em(self) and given:
             raise ValueError(f"method='em' has no priors, but {given[0]} was set: use method='vmp', or None.")

@@ -43,7 +43,6 @@ LIKELIHOODS = ("gaussian", "logistic", "probit", "poisson", "student-t", "multin
 EXPECTATIONS = ("quadrature", "delta", "mc")
 CHUNK = 1 << 21  # numbers that one factor evaluates at a time
 LEARN = "learn"
-FIXED_SETTINGS = ("likelihood", "fit_intercept")  # settings that must not change between calls of partial_fit
 
 
 @dataclass(eq=False, repr=False)
@@ -108,6 +107,7 @@ class GLM(Supervised):
     """
 
     _binary = ("logistic", "probit")
+    _fixed_settings = ("likelihood", "fit_intercept")
     _observation: Any = field(init=False)  # an Observation, or Multinomial
     likelihood: str = "gaussian"
     _: KW_ONLY
@@ -155,7 +155,7 @@ class GLM(Supervised):
         """
         first = not hasattr(self, "_natural")
         if not first:
-            checks.require_same(self._first_settings, self)
+            self._require_same_settings()
         if LEARN in self._hyperparameters().values():
             raise ValueError("partial_fit cannot learn noise_scale or dof: pass numbers, or use fit.")
         with checks.restore_on_error(self):
@@ -177,7 +177,7 @@ class GLM(Supervised):
         checks.require_positive_integer(max_iter=self.max_iter)
         checks.require_non_negative(tol=self.tol)
         checks.require_integer(random_state=self.random_state)
-        self._first_settings = {name: getattr(self, name) for name in FIXED_SETTINGS}
+        self._remember_settings()
         for name in ("intercept_precision", "noise_scale", "dof"):
             value = getattr(self, name)
             if value != LEARN and not (isinstance(value, Real) and 0 < float(value) < math.inf):

@@ -173,7 +173,7 @@ def smoothed(back: Backward) -> tuple[StateMoments, Tensor]:
 
 def sampled(back: Backward, noise: Tensor) -> Tensor:
     """Paths given all sites, from standard normal noise (T, count, ..., D)."""
-    root = _root(back.covariance)[:, None]
+    root = square_root(back.covariance)[:, None]
     shift = back.mean[:, None] + _times(root, noise)
 
     def before(later: Elements, earlier: Elements) -> Elements:
@@ -185,8 +185,8 @@ def sampled(back: Backward, noise: Tensor) -> Tensor:
 def simulated(chain: Chain, noise: Tensor) -> Tensor:
     """Paths of the prior, from standard normal noise (T, ..., D)."""
     F, Q, mean, covariance = chain
-    first = mean + _times(_root(covariance), noise[:1])
-    shift = torch.cat([first, _times(_root(Q), noise[1:])])
+    first = mean + _times(square_root(covariance), noise[:1])
+    shift = torch.cat([first, _times(square_root(Q), noise[1:])])
     moves = F.expand(len(noise), *[1] * (noise.dim() - 2), *F.shape)
 
     def after(earlier: Elements, later: Elements) -> Elements:
@@ -223,7 +223,7 @@ def _least(covariance: Tensor) -> Tensor:
     return torch.where(least.abs() < 1e3 * size * torch.finfo(least.dtype).eps, 0, least)
 
 
-def _root(covariance: Tensor) -> Tensor:
+def square_root(covariance: Tensor) -> Tensor:
     """R with R R' the matrix, which may be singular."""
     factor, info = torch.linalg.cholesky_ex(covariance)
     if not info.any():

@@ -63,7 +63,7 @@ class Latent(Estimator, ABC):
     total_samples: float | None = None
     batch_size = 1  # not a setting where batches come only from `partial_fit`
     _schedule_names: ClassVar[tuple[str, str]] = ("offset", "decay")
-    _fixed_settings: ClassVar[tuple[str, ...]] = ("n_components", "method")  # settings that a stream cannot change
+    _fixed_settings = ("n_components", "method")
     _schedule = "parallel"  # "sequential" if the bound increases only when nodes are updated one after the other
 
     # --- defined by subclasses ---
@@ -158,7 +158,7 @@ class Latent(Estimator, ABC):
                 "and numbers of very different sizes, or use fewer components."
             ) from failure
         self._nodes, result = best
-        self._first_settings = self._current_settings()
+        self._remember_settings()
         self._sort_components(self._nodes)
         self._rows = len(data)
         self.elbos_, self.elbo_ = result.elbos, result.elbo
@@ -185,13 +185,11 @@ class Latent(Estimator, ABC):
     def _partial_fit(self, X: Any) -> Any:
         first = not hasattr(self, "_nodes")
         if not first:
-            checks.require_same(self._first_settings, self)
+            self._require_same_settings()
         data = self._read(X, reset=first)
         if first:
-            self._first_settings, self._nodes = (
-                self._current_settings(),
-                self._start(data, check_random_state(self.random_state)),
-            )
+            self._remember_settings()
+            self._nodes = self._start(data, check_random_state(self.random_state))
             self._batches, self._rows = 0, 0
         if first or hasattr(self, "converged_"):
             self.elbos_ = []
@@ -213,9 +211,6 @@ class Latent(Estimator, ABC):
         self.elbo_, self.n_iter_ = bound, self._batches
         self._set_attributes(self._nodes)
         return self
-
-    def _current_settings(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self._fixed_settings}
 
     def _iterate(self, data: Any, nodes: list[Node]) -> Result:
         factors = [*self._priors(nodes), self._full_data_factor(data, nodes)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -298,7 +298,7 @@ def get_observation(likelihood: str | Observation) -> Observation:
 class CallableLikelihood:
     """log p(y | f) as a function of f."""
 
-    observation: Observation
+    observation: Any  # an Observation, or Multinomial
     y: Tensor
 
     def __call__(self, f: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from torch.distributions import Distribution, MultivariateNormal
 from bayesgrad.families import Family, Parameters
 from bayesgrad.inference import LinearPredictorFactor, Node
 from bayesgrad.inference.expectation import Delta, Expectation, Moments
+from bayesgrad.models.kalman import square_root
 from bayesgrad.models.kernels import Kernel
 from bayesgrad.models.observations import Observation
 from bayesgrad.models.tunable import Tunable
@@ -64,6 +65,12 @@ class WithSites(Family):
     def statistics(self, x: Tensor) -> Parameters:
         return x, x.square()
 
+    def to_distribution(self, natural: Parameters) -> Distribution:
+        raise ValueError(f"a {self.prior_name} has no torch Distribution: use the samples of its estimator.")
+
+    def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
+        raise ValueError(f"the values of a {self.prior_name} are sampled by its estimator.")
+
 
 @dataclass(frozen=True, eq=False)
 class ProcessWithSites(WithSites):
@@ -96,11 +103,7 @@ class ProcessWithSites(WithSites):
         if bool((W >= 0).all()):
             return ProcessPosterior.of(K, first, W)
         if not self._root:
-            factor, info = torch.linalg.cholesky_ex(K)
-            if info.any():
-                values, vectors = torch.linalg.eigh(K)
-                factor = vectors * values.clamp(min=0).sqrt()
-            self._root.append(factor)
+            self._root.append(square_root(K))
         return ProcessPosterior.of(K, first, W, self._root[0])
 
     def moments(self, natural: Parameters) -> tuple[Tensor, Tensor]:
@@ -130,11 +133,6 @@ class ProcessWithSites(WithSites):
     def to_distribution(self, natural: Parameters) -> Distribution:
         posterior = self._checked(natural)
         return MultivariateNormal(posterior.mean, self.covariance - posterior.reduction(self.covariance))
-
-    def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
-        exact = self.to_distribution(natural)
-        noise = torch.randn(count, *exact.mean.shape, dtype=exact.mean.dtype, generator=generator)
-        return exact.mean + noise.to(exact.mean) @ exact.scale_tril.mT  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @dataclass(eq=False)

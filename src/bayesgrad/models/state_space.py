@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributions import Distribution
 
 from bayesgrad.families import Parameters
 from bayesgrad.families.gaussian import LOG_2PI
@@ -337,17 +336,6 @@ class ChainWithSites(WithSites):
 
     def in_domain(self, natural: Parameters) -> Tensor:
         return torch.isfinite(self.log_partition(natural))
-
-    def to_distribution(self, natural: Parameters) -> Distribution:
-        raise ValueError("a chain has no torch Distribution: use sample.")
-
-    def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
-        """z, (count, sequences, T K)."""
-        found = self.at(natural).filtered
-        shape = (self.length, count, *found.mean.shape[1:])
-        noise = torch.randn(shape, dtype=found.mean.dtype, generator=generator).to(found.mean.device)
-        paths = kalman.sampled(kalman.backward(self.chain, found), noise) @ self.observation.mT
-        return paths.permute(1, 2, 0, 3).flatten(2)
 
 
 @dataclass
