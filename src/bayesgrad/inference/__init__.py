@@ -5,10 +5,10 @@ A `Node` is a variable with a distribution q; a `Factor` is one term of the mode
 """
 
 from bayesgrad.inference.drivers import Minimum, minimize, online, run_to_convergence
-from bayesgrad.inference.elementwise import ElementwiseFactor
 from bayesgrad.inference.engine import OutsideDomain, Result, Sites, elbo, message, run, step
 from bayesgrad.inference.expectation import Delta, GaussHermite, MonteCarlo, QuasiMonteCarlo
 from bayesgrad.inference.factor import (
+    ElementwiseFactor,
     Expected,
     Factor,
     Linear,

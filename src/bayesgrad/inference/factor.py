@@ -51,7 +51,7 @@ from torch.func import vmap
 from bayesgrad.families import DiagonalGaussian, FixedGaussian, Gaussian, Parameters
 from bayesgrad.families.gaussian import LOG_2PI
 from bayesgrad.inference.expectation import Expectation, GaussHermite, Moments
-from bayesgrad.inference.node import Node, check_scale
+from bayesgrad.inference.node import Node, check_finite, check_scale
 
 GAUSSIANS = (Gaussian, DiagonalGaussian, FixedGaussian)
 
@@ -218,6 +218,31 @@ class MomentsFactor(Factor):
 
     def value(self) -> Tensor:
         return self.moments().value.sum()
+
+
+class ElementwiseFactor(MomentsFactor):
+    """Σ_i log p_i(x_i) for a node whose family has marginals: one term for each value.
+
+    Args:
+        node: of a family whose `moments` are means and variances of the same shape.
+        expected: maps these to E[log p_i] and the expectations of its first two derivatives, elementwise.
+
+    Reference: Khan and Rue 2023, Eqs. 58 to 60.
+    """
+
+    def __init__(
+        self, node: Node, expected: Callable[[Tensor, Tensor], Moments], *, scale: float | Tensor = 1.0
+    ) -> None:
+        super().__init__(node, scale=scale)
+        self.expected = expected
+
+    def _expected(self) -> Moments:
+        """Expectations of each log-likelihood and its derivatives, for the node's current parameters."""
+        return self.expected(*self.nodes[0].moments)
+
+    def _message(self, node: Node) -> Parameters:
+        _, first, second = self.moments()
+        return gaussian_message(node, first, second)
 
 
 class LinearPredictorFactor(MomentsFactor):
@@ -387,17 +412,6 @@ def gaussian_message(node: Node, gradient: Tensor, hessian: Tensor) -> Parameter
     if hessian.dim() == mean.dim():
         return gradient - hessian * mean, hessian / 2
     return gradient - (hessian @ mean[..., None])[..., 0], hessian / 2
-
-
-def check_finite(**values: Tensor) -> None:
-    """Raises a ValueError for tensors that are empty or contain NaN or infinity."""
-    for name, value in values.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}.")
-        if not value.numel():
-            raise ValueError(f"{name} must not be empty, got shape {tuple(value.shape)}.")
-        if not torch.isfinite(value).all():
-            raise ValueError(f"{name} contains NaN or infinity: remove or impute these rows first.")
 
 
 def _check_design(node: Node, design: Tensor) -> None:

@@ -13,18 +13,8 @@ from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
+from bayesgrad import inference
 from bayesgrad.families import Gaussian, Parameters
-from bayesgrad.inference import (
-    Delta,
-    ElementwiseFactor,
-    Node,
-    OutsideDomain,
-    Prior,
-    elbo,
-    run,
-    run_to_convergence,
-    step,
-)
 from bayesgrad.inference.expectation import Expectation
 from bayesgrad.models import checks, process
 from bayesgrad.models.checks import as_finite, as_numpy, like
@@ -130,7 +120,7 @@ class GaussianProcess(Supervised):
         expect = QUADRATURE if self.expectation is None else self.expectation
         if not isinstance(expect, Expectation):
             raise TypeError(f"expectation must be GaussHermite(), Delta() or None, got {expect!r}.")
-        if isinstance(expect, Delta) and (
+        if isinstance(expect, inference.Delta) and (
             self.optimizer is not None or not observation.concave or self.inducing is not None
         ):
             raise ValueError(
@@ -175,20 +165,22 @@ class GaussianProcess(Supervised):
         node, result = self._run(kernel(self.X_, self.X_).detach(), observation, best[0], self.tol)
         self.kernel_, self.likelihood_, self.sites_ = kernel, observation, node.natural
         self.elbo_, self.n_iter_ = result.elbo, result.steps
-        self._belief: process.ProcessPosterior | Node = node.family.at(node.natural)  # pyright: ignore[reportAttributeAccessIssue]
+        self._belief: process.ProcessPosterior | inference.Node = node.family.at(node.natural)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _run(self, K: Tensor, observation: Observation, sites: Parameters | None, tolerance: float) -> tuple[Node, Any]:
+    def _run(
+        self, K: Tensor, observation: Observation, sites: Parameters | None, tolerance: float
+    ) -> tuple[inference.Node, Any]:
         family = process.ProcessWithSites(K)
         with torch.no_grad():
             if sites is None or not bool(family.in_domain(sites)):
                 sites = process.mode(family, observation, self._y)
-            node = Node(family, sites, name="sites")
-            factor = ElementwiseFactor(
+            node = inference.Node(family, sites, name="sites")
+            factor = inference.ElementwiseFactor(
                 node, lambda mean, variance: observation.expected(mean, variance, self._y, self._expect)
             )
-            if isinstance(self._expect, Delta):
-                return node, run(node, [factor], self.max_iter, tolerance=tolerance)
-            return node, run_to_convergence(node, [factor], self.max_iter, tolerance=tolerance)
+            if isinstance(self._expect, inference.Delta):
+                return node, inference.run(node, [factor], self.max_iter, tolerance=tolerance)
+            return node, inference.run_to_convergence(node, [factor], self.max_iter, tolerance=tolerance)
 
     def _maximise_bound(
         self, kernel: Kernel, observation: Observation, bound: Callable[[Kernel, Observation], Tensor]
@@ -206,7 +198,7 @@ class GaussianProcess(Supervised):
             optimizer.zero_grad()
             try:
                 value = bound(*process.with_log_hyperparameters(kernel, observation, logs))
-            except (OutsideDomain, ValueError):
+            except (inference.OutsideDomain, ValueError):
                 value = 1e10 + torch.stack([log.square().sum() for log in logs.values()]).sum()
             value.backward()
             return value.detach()
@@ -227,8 +219,8 @@ class GaussianProcess(Supervised):
     def _fit_induced(self, kernel: Kernel, observation: Observation) -> None:
         self.inducing_ = points = self._points(kernel)
         zero, eye = torch.zeros(len(points)).to(points), torch.eye(len(points)).to(points)
-        node = Node(NORMAL, NORMAL.of(zero, eye), name="inducing values")
-        prior = Prior(node, NORMAL.of(zero, eye))
+        node = inference.Node(NORMAL, NORMAL.of(zero, eye), name="inducing values")
+        prior = inference.Prior(node, NORMAL.of(zero, eye))
 
         def factor(
             kernel: Kernel, observation: Observation, index: Any = slice(None), scale: float = 1.0
@@ -241,14 +233,14 @@ class GaussianProcess(Supervised):
             def bound(kernel: Kernel, observation: Observation) -> Tensor:
                 own = factor(kernel, observation)
                 with torch.no_grad():
-                    run(node, [prior, own], self.max_iter, domain="search", tolerance=1e-6)
+                    inference.run(node, [prior, own], self.max_iter, domain="search", tolerance=1e-6)
                 return -(own.differentiable() + prior.value() + node.entropy)
 
             if self.optimizer is not None:
                 kernel, observation = self._maximise_bound(kernel, observation, bound)
             with torch.no_grad():
                 factors = [prior, factor(kernel, observation)]
-                result = run(node, factors, self.max_iter, domain="search", tolerance=self.tol)
+                result = inference.run(node, factors, self.max_iter, domain="search", tolerance=self.tol)
             self.elbo_, self.n_iter_ = result.elbo, result.steps
         else:
             kernel, observation = self._fit_batches(kernel, observation, node, prior, factor)
@@ -258,8 +250,8 @@ class GaussianProcess(Supervised):
         self,
         kernel: Kernel,
         observation: Observation,
-        node: Node,
-        prior: Prior,
+        node: inference.Node,
+        prior: inference.Prior,
         factor: Callable[..., process.InducingPointFactor],
     ) -> tuple[Kernel, Observation]:
         """Batches: one step of the rule for the posterior and one step of Adam for the hyperparameters."""
@@ -275,7 +267,7 @@ class GaussianProcess(Supervised):
                 order, at = torch.randperm(total, generator=generator), 0
             index, at = order[at : at + size], at + size
             batch = factor(*process.with_log_hyperparameters(kernel, observation, logs), index, total / size)
-            step(node, [prior, batch], self.rho)
+            inference.step(node, [prior, batch], self.rho)
             if adam is not None:
                 adam.zero_grad()
                 (-batch.differentiable() / total).backward()
@@ -284,7 +276,7 @@ class GaussianProcess(Supervised):
         kernel, observation = kernel.detached(), observation.detached()
         with torch.no_grad():
             pieces = [factor(kernel, observation, slice(k, k + 4096)) for k in range(0, total, 4096)]
-            self.elbo_, self.n_iter_ = float(elbo([node], [prior, *pieces])), self.max_iter
+            self.elbo_, self.n_iter_ = float(inference.elbo([node], [prior, *pieces])), self.max_iter
         return kernel, observation
 
     def _points(self, kernel: Kernel) -> Tensor:

@@ -17,18 +17,9 @@ from sklearn.utils.multiclass import type_of_target
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
+from bayesgrad import inference
 from bayesgrad.families import Gaussian as GaussianFamily
 from bayesgrad.families import Parameters
-from bayesgrad.inference import (
-    Delta,
-    LinearPredictorFactor,
-    MonteCarlo,
-    MultiLinearPredictorFactor,
-    Node,
-    Prior,
-    linear_gaussian,
-    run,
-)
 from bayesgrad.inference.expectation import Expectation
 from bayesgrad.inference.factor import Factor, predictor_moments
 from bayesgrad.models import checks
@@ -227,9 +218,9 @@ class GLM(Supervised):
         self, X: Any, design: Tensor, y: Tensor, prior: Parameters, *, before: float = 0.0, update: bool = False
     ) -> None:
         design = self._with_intercept(design)
-        node = Node(NORMAL, prior, name="weights")
+        node = inference.Node(NORMAL, prior, name="weights")
         node.natural = self._start(design, y, prior, update)
-        factors: list[Factor] = [Prior(node, prior), *self._factors(node, design, y)]
+        factors: list[Factor] = [inference.Prior(node, prior), *self._factors(node, design, y)]
         learned = [name for name, value in self._hyperparameters().items() if value == LEARN]
         once = self._observation.conjugate and not learned and self.rho == 1
 
@@ -244,7 +235,7 @@ class GLM(Supervised):
             tune()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*not converged after")
-            result = run(
+            result = inference.run(
                 node,
                 factors,
                 steps=1 if once else self.max_iter,
@@ -279,15 +270,15 @@ class GLM(Supervised):
             mean = torch.linalg.solve(precision, prior[0] + design.mT @ (weights * y))
         return NORMAL.of(mean, precision)
 
-    def _factors(self, node: Node, design: Tensor, y: Tensor) -> list[Factor]:
+    def _factors(self, node: inference.Node, design: Tensor, y: Tensor) -> list[Factor]:
         """The factors of the likelihood, for chunks of rows to limit memory."""
         observation, outputs = self._observation, self._outputs()
         if observation.conjugate:
-            return [linear_gaussian(node, design, y, 1 / float(observation.scale) ** 2)]  # pyright: ignore
+            return [inference.linear_gaussian(node, design, y, 1 / float(observation.scale) ** 2)]  # pyright: ignore
         rows = max(1, CHUNK // (outputs * (32 if outputs == 1 else 512)))
-        factor, log_likelihood = LinearPredictorFactor, CallableLikelihood
+        factor, log_likelihood = inference.LinearPredictorFactor, CallableLikelihood
         if isinstance(observation, Multinomial):
-            factor, log_likelihood = MultiLinearPredictorFactor, MultinomialLogLikelihood
+            factor, log_likelihood = inference.MultiLinearPredictorFactor, MultinomialLogLikelihood
         parts = enumerate(zip(design.split(rows), y.split(rows)))
         return [
             factor(node, x, log_likelihood(observation, own), self._expectation(place))  # pyright: ignore
@@ -296,9 +287,9 @@ class GLM(Supervised):
 
     def _expectation(self, place: int) -> Expectation:
         if self.expectation == "delta":
-            return Delta()
+            return inference.Delta()
         if self.expectation == "mc":
-            return MonteCarlo(64, "reparameterised", fixed=True, seed=self.random_state + place)
+            return inference.MonteCarlo(64, "reparameterised", fixed=True, seed=self.random_state + place)
         return quadrature(self._outputs())
 
     def _set_attributes(self, X: Any, design: Tensor) -> None:

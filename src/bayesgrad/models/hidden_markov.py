@@ -16,19 +16,7 @@ from torch import Tensor
 
 from bayesgrad.families import Dirichlet, Family, Parameters, Point
 from bayesgrad.inference import Factor, Linear, Node, Prior
-from bayesgrad.models import checks, markov
-from bayesgrad.models.chained import (
-    MarkovChainFactor,
-    Rows,
-    SequenceInput,
-    Sequences,
-    Symbols,
-    check_possible,
-    log_shares,
-    pseudo_statistics,
-    to_covariance_type,
-    to_full_matrices,
-)
+from bayesgrad.models import chained, checks, markov
 from bayesgrad.models.covariances import COVARIANCES, Covariance
 from bayesgrad.models.kalman import Elements, scan
 from bayesgrad.models.latent import Latent
@@ -130,15 +118,15 @@ class HiddenMarkov(Latent):
             ValueError: a setting or the data are not valid.
         """
         _check_ignored_y(X, y)
-        return super().fit(SequenceInput(X, lengths))
+        return super().fit(chained.SequenceInput(X, lengths))
 
     def partial_fit(self, X: Any, y: Any = None, lengths: Any = None) -> HiddenMarkov:
         """Updates the parameters with a batch of sequences, which is not stored: online EM, or SVI. y is ignored."""
         _check_ignored_y(X, y)
-        return super().partial_fit(SequenceInput(X, lengths))
+        return super().partial_fit(chained.SequenceInput(X, lengths))
 
-    def _read(self, X: Any, *, reset: bool) -> Sequences:
-        given: SequenceInput = X
+    def _read(self, X: Any, *, reset: bool) -> chained.Sequences:
+        given: chained.SequenceInput = X
         checks.require_one_of(self, emissions=EMISSIONS, method=METHODS, covariance_type=COVARIANCES, init=STARTS)
         checks.require_positive_integer(n_states=self.n_states)
         rows, lengths = given.concatenated(self._dims)
@@ -156,8 +144,8 @@ class HiddenMarkov(Latent):
             self._remember_kind(given.first(self._dims))
         layout = markov.Layout(lengths)
         if self.emissions == "categorical":
-            return Sequences(layout, Symbols(self._symbols(values[:, 0])[layout.rows], self._count))
-        return Sequences(layout, Rows((values - self._centre)[layout.rows], self._covariance))
+            return chained.Sequences(layout, chained.Symbols(self._symbols(values[:, 0])[layout.rows], self._count))
+        return chained.Sequences(layout, chained.Rows((values - self._centre)[layout.rows], self._covariance))
 
     @property
     def _covariance(self) -> Covariance:
@@ -249,20 +237,20 @@ class HiddenMarkov(Latent):
         least = D - 1 if self.covariance_type in ("full", "tied") else 0
         if not (checks.is_number(degrees) and degrees > least):
             raise ValueError(f"dof_prior must be a number greater than {least}, got {self.dof_prior!r}.")
-        spread = to_covariance_type(self._covariance, spread)
+        spread = chained.to_covariance_type(self._covariance, spread)
         found = self._covariance.prior(location, weight, degrees, spread, self.n_states)
         return found if vb or self.dof_prior is not None else (*found[:3], torch.zeros_like(found[3]))
 
     # --- initial values ---
 
-    def _start(self, data: Sequences, random: np.random.RandomState) -> list[Node]:
+    def _start(self, data: chained.Sequences, random: np.random.RandomState) -> list[Node]:
         """The prior plus as many pseudo-observations of the initial parameters as there are rows."""
         K, weight = self.n_states, len(data.layout.rows) / self.n_states
         even, random_rows = np.full(K, 1 / K), self.init == "random" or self._dims == 1
         startprob = self._initial_probabilities("startprob_init", (K,), even)
         transitions = random.dirichlet(np.full(K, 2.0), size=K) if random_rows else (np.eye(K) + 1 / K) / 2
         transmat = self._initial_probabilities("transmat_init", (K, K), transitions)
-        if isinstance(data.emissions, Symbols):
+        if isinstance(data.emissions, chained.Symbols):
             emission = random.dirichlet(np.full(self._count, 2.0), size=K)
             messages: Parameters = (
                 weight * self._initial_probabilities("emissionprob_init", (K, self._count), emission),
@@ -286,7 +274,7 @@ class HiddenMarkov(Latent):
             raise ValueError(f"{name} must have shape {shape} and non-negative rows that sum to 1, got {found}.")
         return shares
 
-    def _initial_rows(self, seen: Rows, random: np.random.RandomState, weight: float) -> Parameters:
+    def _initial_rows(self, seen: chained.Rows, random: np.random.RandomState, weight: float) -> Parameters:
         known = seen.rows[~seen.rows[:, 0].isnan()]
         K, D = self.n_states, known.shape[1]
         if len(known) > SUBSET:
@@ -312,10 +300,10 @@ class HiddenMarkov(Latent):
             covars, shape = checks.require_numbers("covars_init", self.covars_init), self._covariance.shape(K, D)
             if covars.shape != shape:
                 raise ValueError(f"covars_init must be of shape {shape}, got {tuple(covars.shape)}.")
-            covars = to_full_matrices(self._covariance, covars, K, D)
+            covars = chained.to_full_matrices(self._covariance, covars, K, D)
             if torch.linalg.cholesky_ex(covars)[1].any():
                 raise ValueError("covars_init must be positive, or positive definite matrices.")
-        return pseudo_statistics(self._covariance, means, covars, weight)
+        return chained.pseudo_statistics(self._covariance, means, covars, weight)
 
     # --- the methods of Latent ---
 
@@ -325,11 +313,13 @@ class HiddenMarkov(Latent):
         pairs = [(node, natural) for node, natural in zip(nodes, self._prior) if any(part.any() for part in natural)]
         return [Linear(node, natural) for node, natural in pairs]
 
-    def _data_factor(self, data: Sequences, nodes: Sequence[Node], scale: float = 1.0) -> MarkovChainFactor:
+    def _data_factor(
+        self, data: chained.Sequences, nodes: Sequence[Node], scale: float = 1.0
+    ) -> chained.MarkovChainFactor:
         initial, transitions, emission = nodes
-        return MarkovChainFactor(initial, transitions, emission, data, scale=scale)
+        return chained.MarkovChainFactor(initial, transitions, emission, data, scale=scale)
 
-    def _num_units(self, data: Sequences) -> float:
+    def _num_units(self, data: chained.Sequences) -> float:
         return len(data.layout.rows)
 
     def _set_attributes(self, nodes: Sequence[Node]) -> None:
@@ -339,7 +329,7 @@ class HiddenMarkov(Latent):
                 self._set(f"{name}_posterior_", alpha)
                 self._set(f"{name}_", alpha / alpha.sum(-1, keepdim=True))
             else:
-                self._set(f"{name}_", log_shares(node).exp())
+                self._set(f"{name}_", chained.log_shares(node).exp())
         if self._dims == 1:
             return
         remedy = "increase covars_prior, or remove outliers"
@@ -355,9 +345,11 @@ class HiddenMarkov(Latent):
 
     # --- prediction ---
 
-    def _prepare(self, X: Any, lengths: Any) -> tuple[SequenceInput, Sequences, tuple[Tensor, Tensor, Tensor]]:
+    def _prepare(
+        self, X: Any, lengths: Any
+    ) -> tuple[chained.SequenceInput, chained.Sequences, tuple[Tensor, Tensor, Tensor]]:
         check_is_fitted(self, "startprob_")
-        given = SequenceInput(X, lengths)
+        given = chained.SequenceInput(X, lengths)
         data = self._read(given, reset=False)
         with torch.no_grad():
             return given, data, self._data_factor(data, self._nodes).logs()
@@ -372,14 +364,14 @@ class HiddenMarkov(Latent):
         """P(z_t = k | X), (n, K), given all observations."""
         given, data, logs = self._prepare(X, lengths)
         found = markov.smoothed(*logs, data.layout)
-        check_possible(found.log_weight)
+        chained.check_possible(found.log_weight)
         return given.like(data.layout.unpacked(found.shares).mT.contiguous(), data.layout.lengths, self._dims)
 
     def decode(self, X: Any, lengths: Any = None) -> tuple[float, Any]:
         """The joint log probability of X and the most probable path of states (Viterbi), and that path."""
         given, data, logs = self._prepare(X, lengths)
         weight, states = markov.best(*logs, data.layout)
-        check_possible(weight)
+        chained.check_possible(weight)
         return float(weight.sum()), given.like(data.layout.unpacked(states), data.layout.lengths, self._dims)
 
     def predict(self, X: Any, lengths: Any = None) -> Any:
@@ -405,7 +397,7 @@ class HiddenMarkov(Latent):
             rows = _drawn(_array(self.emissionprob_)[states], uniform)
         else:
             means, covars = _array(self.means_), _array(self.covars_)
-            root = torch.linalg.cholesky(to_full_matrices(self._covariance, covars, *means.shape))
+            root = torch.linalg.cholesky(chained.to_full_matrices(self._covariance, covars, *means.shape))
             noise = torch.randn(n_samples, means.shape[1], dtype=torch.float64, generator=generator)
             rows = means[states] + (root[states] @ noise[..., None])[..., 0]
         return self._kind(rows), self._kind(states)
