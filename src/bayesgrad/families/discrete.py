@@ -69,9 +69,8 @@ class Bernoulli(Family):
 
     def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
         uniform = torch.rand((count, *natural[0].shape), dtype=natural[0].dtype, generator=generator)
-        return torch.where(uniform.to(natural[0].device) < self.standard_parameters(natural)[0], 1.0, -1.0).to(
-            natural[0]
-        )
+        up = uniform.to(natural[0].device) < self.standard_parameters(natural)[0]
+        return torch.where(up, 1.0, -1.0).to(natural[0])
 
 
 @dataclass(frozen=True)

@@ -57,9 +57,8 @@ class Wishart(Family):
 
     def mean(self, natural: Parameters) -> Parameters:
         P, factor = natural[1].shape[-1], _cholesky(-2 * natural[1])
-        volume = (LOG_2 - 2 * factor.diagonal(dim1=-2, dim2=-1).log() + torch.digamma(_halves(natural[0] + 1, P))).sum(
-            -1
-        )
+        expected = torch.digamma(_halves(natural[0] + 1, P))
+        volume = (LOG_2 - 2 * factor.diagonal(dim1=-2, dim2=-1).log() + expected).sum(-1)
         return volume, (2 * natural[0] + P + 1)[..., None, None] * torch.cholesky_inverse(factor)
 
     def natural(self, mean: Parameters) -> Parameters:

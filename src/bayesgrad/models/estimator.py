@@ -29,9 +29,8 @@ class Estimator(BaseEstimator):
 
     def _validated(self, X: Any, *, reset: bool = False, **options: Any) -> Any:
         """X as a float64 array of the right width, which may contain NaN and infinity."""
-        return validate_data(
-            self, as_numpy(X), reset=reset, **{"dtype": np.float64, "ensure_all_finite": False} | options
-        )
+        options = {"dtype": np.float64, "ensure_all_finite": False} | options
+        return validate_data(self, as_numpy(X), reset=reset, **options)
 
     def _remember_settings(self) -> None:
         self._first_settings = {name: getattr(self, name) for name in self._fixed_settings}

@@ -168,16 +168,9 @@ class GaussianMixture(Latent):
             if not (checks.is_number(numbers[name]) and numbers[name] > bound):
                 raise ValueError(f"{name} must be a number greater than {bound}, got {value!r}.")
         location, spread = self._mean_prior(rows), self._covariance_prior(rows)
-        self._priors_known = (
-            Dirichlet().of(rows.new_full((self.n_components,), numbers["weight_concentration_prior"])),
-            self._covariance.prior(
-                location,
-                numbers["mean_precision_prior"],
-                numbers["degrees_of_freedom_prior"],
-                spread,
-                self.n_components,
-            ),
-        )
+        weight, confidence, degrees = numbers.values()
+        weights = Dirichlet().of(rows.new_full((self.n_components,), weight))
+        self._priors_known = weights, self._covariance.prior(location, confidence, degrees, spread, self.n_components)
         for name, value in numbers.items():
             setattr(self, f"{name}_", value)
         self.mean_prior_ = self._kind(location + self._centre)
@@ -351,9 +344,8 @@ class GaussianMixture(Latent):
         counts = random.multinomial(n_samples, checks.as_numpy(self.weights_) / checks.as_numpy(self.weights_).sum())
         parts = []
         for k, count in enumerate(counts):
-            noise = self._covariance.coloured(
-                torch.as_tensor(random.normal(size=(count, size))).to(self._centre), known, k
-            )
+            drawn = torch.as_tensor(random.normal(size=(count, size))).to(self._centre)
+            noise = self._covariance.coloured(drawn, known, k)
             if _is_em(self):
                 noise = noise / known.weight[k].sqrt()
             else:

@@ -120,9 +120,8 @@ class GaussianProcess(Supervised):
         expect = QUADRATURE if self.expectation is None else self.expectation
         if not isinstance(expect, Expectation):
             raise TypeError(f"expectation must be GaussHermite(), Delta() or None, got {expect!r}.")
-        if isinstance(expect, inference.Delta) and (
-            self.optimizer is not None or not observation.concave or self.inducing is not None
-        ):
+        possible = self.optimizer is None and observation.concave and self.inducing is None
+        if isinstance(expect, inference.Delta) and not possible:
             raise ValueError(
                 "expectation=Delta() (the Laplace approximation) needs optimizer=None, no inducing points and a "
                 "log-concave likelihood: use expectation=None."
@@ -207,9 +206,8 @@ class GaussianProcess(Supervised):
             warnings.filterwarnings("ignore", message=".*not converged after.*")
             optimizer.step(closure)  # pyright: ignore[reportArgumentType]
         # A vanishing noise or an infinite length is a valid solution; a scale or variance at the limit is not.
-        if far := [
-            name for name, log in logs.items() if "length" not in name and bool((log >= process.LOG_LIMIT).any())
-        ]:
+        at_limit = {name: bool((log >= process.LOG_LIMIT).any()) for name, log in logs.items()}
+        if far := [name for name, reached in at_limit.items() if reached and "length" not in name]:
             checks.warn(f"{far[0]} reached the end of its range, 1e5: rescale y to unit variance.")
         found = process.with_log_hyperparameters(kernel, observation, logs)
         return found[0].detached(), found[1].detached()

@@ -175,9 +175,8 @@ class GLM(Supervised):
                 raise ValueError(f"{name} must be a positive number, got {value!r}.")
         observation: Any = OBSERVATIONS[self.likelihood]
         if not observation.classifies:
-            self._observation = observation(
-                **{k: 1.0 if v == LEARN else float(v) for k, v in self._hyperparameters().items()}
-            )
+            given = self._hyperparameters().items()
+            self._observation = observation(**{k: 1.0 if v == LEARN else float(v) for k, v in given})
             return
         count = self._set_classes(y, targets)
         if observation is Multinomial:

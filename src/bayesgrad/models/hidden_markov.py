@@ -252,9 +252,8 @@ class HiddenMarkov(Latent):
         transmat = self._initial_probabilities("transmat_init", (K, K), transitions)
         if isinstance(data.emissions, chained.Symbols):
             emission = random.dirichlet(np.full(self._count, 2.0), size=K)
-            messages: Parameters = (
-                weight * self._initial_probabilities("emissionprob_init", (K, self._count), emission),
-            )
+            given = self._initial_probabilities("emissionprob_init", (K, self._count), emission)
+            messages: Parameters = (weight * given,)
         else:
             messages = self._initial_rows(data.emissions, random, weight)
         added = (len(data) * startprob,), (weight * transmat,), messages
@@ -265,11 +264,8 @@ class HiddenMarkov(Latent):
     def _initial_probabilities(self, name: str, shape: tuple[int, ...], default: np.ndarray) -> Tensor:
         given = getattr(self, name)
         shares = checks.require_numbers(name, default if given is None else given)
-        if (
-            shares.shape != shape
-            or not (shares >= 0).all()
-            or not torch.allclose(shares.sum(-1), torch.ones(()).double())
-        ):
+        whole = torch.allclose(shares.sum(-1), torch.ones(()).double())
+        if shares.shape != shape or not (shares >= 0).all() or not whole:
             found = f"shape {tuple(shares.shape)}, sums {shares.sum(-1).tolist()}"
             raise ValueError(f"{name} must have shape {shape} and non-negative rows that sum to 1, got {found}.")
         return shares

@@ -411,6 +411,5 @@ def _rows(y: Any, parts: int) -> Tensor:
 
 def _noise(shape: tuple[int, ...], like: Tensor, random_state: int) -> Tensor:
     checks.require_integer(random_state=random_state)
-    return torch.randn(shape, dtype=like.dtype, generator=torch.Generator().manual_seed(seed32(random_state))).to(
-        like.device
-    )
+    generator = torch.Generator().manual_seed(seed32(random_state))
+    return torch.randn(shape, dtype=like.dtype, generator=generator).to(like.device)
