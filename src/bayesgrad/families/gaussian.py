@@ -14,7 +14,6 @@ from bayesgrad.families.family import Family, Parameters
 LOG_2PI = math.log(2 * math.pi)
 
 
-@dataclass(frozen=True)
 class Gaussian(Family):
     r"""N(m, S^-1) over vectors: λ = (S m, -S/2), μ = (m, S^-1 + m m'), T(x) = (x, x x').
 
@@ -98,7 +97,6 @@ class Gaussian(Family):
         return self.of(moved, precision)
 
 
-@dataclass(frozen=True)
 class DiagonalGaussian(Family):
     """Independent N(m_i, 1/s_i): λ = (s m, -s/2), μ = (m, 1/s + m^2), with the last dimension as the event."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
 
@@ -21,7 +20,6 @@ from bayesgrad.families.positive import log_gamma_samples
 LOG_2 = math.log(2)
 
 
-@dataclass(frozen=True)
 class Wishart(Family):
     r"""Positive definite X (P, P) with nu > P - 1 degrees of freedom and scale V:
     λ = ((nu - P - 1)/2, -V^-1/2), μ = (E[log |X|], nu V), T(X) = (log |X|, X).
@@ -120,7 +118,6 @@ class Wishart(Family):
         return _cholesky(scale) @ (below + torch.diag_embed(diagonal))
 
 
-@dataclass(frozen=True)
 class NormalWishart(Family):
     r"""The mean m and the precision Λ of Gaussian observations: N(m | m0, (κ Λ)^-1) W(Λ | nu, V).
 
@@ -256,7 +253,6 @@ class _NormalWishart(Distribution):
         return self.precision.entropy() + (P * (LOG_2PI + 1 - self.confidence.log()) - volume) / 2
 
 
-@dataclass(frozen=True)
 class TiedNormalWishart(NormalWishart):
     r"""J means m_j and the precision Λ that they share: Π_j N(m_j | m_j0, (κ_j Λ)^-1) W(Λ | nu, V).
 

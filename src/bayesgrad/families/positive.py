@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from bayesgrad.families.digamma import log_minus_digamma, log_minus_digamma_slop
 from bayesgrad.families.family import Family, Parameters
 
 
-@dataclass(frozen=True)
 class Gamma(Family):
     r"""x > 0 with shape a and rate b: λ = (a - 1, -b), μ = (ψ(a) - log b, a/b), T(x) = (log x, x).
 
@@ -83,7 +81,6 @@ class Gamma(Family):
         return replace_zeros((log_gamma_samples(shape, count, generator) - rate.log()).exp())
 
 
-@dataclass(frozen=True)
 class Dirichlet(Family):
     r"""K positive numbers that sum to one, with concentrations alpha:
     λ = alpha - 1, μ_k = ψ(alpha_k) - ψ(Σ alpha), T(x) = log x.
@@ -148,7 +145,6 @@ class Dirichlet(Family):
         return replace_zeros(log_gamma_samples(natural[0] + 1, count, generator).softmax(-1))
 
 
-@dataclass(frozen=True)
 class Beta(Family):
     """0 < x < 1 with a and b: λ = (a - 1, b - 1), T(x) = (log x, log(1 - x)). The Dirichlet of x and 1 - x."""
 

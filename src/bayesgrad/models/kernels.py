@@ -89,7 +89,6 @@ class _Stationary(Kernel):
     def _of(self, square: Tensor) -> Tensor: ...
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class RBF(_Stationary):
     """exp(-r²/2): very smooth functions."""
 
@@ -97,7 +96,6 @@ class RBF(_Stationary):
         return (-square / 2).exp()
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Matern12(_Stationary):
     """exp(-r): continuous functions, rough like an Ornstein-Uhlenbeck process."""
 
@@ -105,7 +103,6 @@ class Matern12(_Stationary):
         return (-_root(square)).exp()
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Matern32(_Stationary):
     """(1 + √3 r) exp(-√3 r): functions with one derivative."""
 
@@ -114,7 +111,6 @@ class Matern32(_Stationary):
         return (1 + r) * (-r).exp()
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Matern52(_Stationary):
     """(1 + √5 r + 5 r²/3) exp(-√5 r): functions with two derivatives."""
 
@@ -157,14 +153,12 @@ class _Pair(Kernel):
         return self.combine(self.left.diagonal(x), self.right.diagonal(x))
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Sum(_Pair):
     """The sum of two kernels: the covariance of a sum of independent functions."""
 
     combine = torch.add
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Product(_Pair):
     """The product of two kernels."""
 

@@ -112,7 +112,6 @@ class _Noisy(Observation):
         return Prediction(mean, variance, self.variance(mean))
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Gaussian(_Noisy):
     """y = f + scale times standard normal noise."""
 
@@ -184,7 +183,6 @@ class StudentT(_Noisy):
         return f + like(self.scale, f) * (normal / (chi / n).sqrt()).to(f.device)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Bernoulli(Observation):
     """y is 1 with a probability that increases with f."""
 
@@ -204,7 +202,6 @@ class Bernoulli(Observation):
             raise ValueError(f"targets must be 0 or 1, got {known[(known != 0) & (known != 1)][0]:g}.")
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Logistic(Bernoulli):
     """p(y = 1 | f) = 1/(1 + e^-f)."""
 
@@ -218,7 +215,6 @@ class Logistic(Bernoulli):
         return f.sigmoid()
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Probit(Bernoulli):
     """p(y = 1 | f) = Φ(f), the normal distribution function."""
 
@@ -240,7 +236,6 @@ class Probit(Bernoulli):
         return torch.special.log_ndtr((2 * y - 1) * mean / (1 + variance).sqrt())
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Poisson(Observation):
     """y counts events of rate e^f."""
 
