@@ -154,9 +154,8 @@ class LinearStateSpace(Estimator):
     def _learn(self, rows: _Rows, names: Sequence[str], steps: int, tolerance: float, progress: bool | None) -> None:
         def smooth(at: dynamics.Matrices) -> dynamics.Smooth:
             self._matrices = at
-            posterior = self._observed(rows.values)
-            back = kalman.backward(at.chain, posterior.filtered)
-            return dynamics.Smooth(*kalman.smoothed(back), posterior.log_likelihood)
+            filtered, log_likelihood = self._observed(rows.values)
+            return dynamics.Smooth(*kalman.smoothed(kalman.backward(at.chain, filtered)), log_likelihood)
 
         found, given = self._matrices, (smooth, rows.values, rows.lengths, names)
         try:
@@ -169,42 +168,42 @@ class LinearStateSpace(Estimator):
         learned = {name: value for name, value in zip(dynamics.LEARNABLE, every) if name in names and value is not None}
         vars(self).update({f"{name}_": rows.kind(value) for name, value in learned.items()})
 
-    def _condition(self, y: Any) -> tuple[_Rows, _Observed]:
+    def _condition(self, y: Any) -> tuple[_Rows, StateMoments, Tensor]:
+        """y, the filtered states, and the log-likelihood of each sequence."""
         rows = _Rows(y, len(self._matrices.observation))
-        return rows, self._observed(rows.values)
+        return rows, *self._observed(rows.values)
 
     def filter(self, y: Any) -> States:
         """Each state given the observations up to its time (Kalman filter); Gaussian observations only."""
         if self._matrices.noise is None:
             raise ValueError("filter supports only Gaussian observations: use smooth.")
-        rows, posterior = self._condition(y)
-        return rows.out(posterior.filtered, posterior.log_likelihood)
+        rows, filtered, log_likelihood = self._condition(y)
+        return rows.out(filtered, log_likelihood)
 
     def smooth(self, y: Any) -> States:
         """Each state given all observations."""
-        rows, posterior = self._condition(y)
-        smooth, _ = kalman.smoothed(kalman.backward(self._matrices.chain, posterior.filtered))
-        return rows.out(smooth, posterior.log_likelihood)
+        rows, filtered, log_likelihood = self._condition(y)
+        smooth, _ = kalman.smoothed(kalman.backward(self._matrices.chain, filtered))
+        return rows.out(smooth, log_likelihood)
 
     def log_likelihood(self, y: Any) -> Any:
         """log p(y) of a sequence or of each sequence; a lower bound if observations are not Gaussian."""
-        rows, posterior = self._condition(y)
-        return rows.each(posterior.log_likelihood)
+        rows, _, log_likelihood = self._condition(y)
+        return rows.each(log_likelihood)
 
     def score(self, y: Any) -> float:
         """The log-likelihood (or bound) per observed number."""
-        rows, posterior = self._condition(y)
+        rows, _, log_likelihood = self._condition(y)
         if rows.values.isnan().all():
             raise ValueError("y contains only NaN: there is nothing to score.")
-        return float(posterior.log_likelihood.sum() / (~rows.values.isnan()).sum())
+        return float(log_likelihood.sum() / (~rows.values.isnan()).sum())
 
     def sample(self, y: Any, n_samples: int = 1, random_state: int = 0) -> Any:
         """Paths of the states given all observations, (n_samples, T, D) or (n_samples, sequences, T, D)."""
         checks.require_positive_integer(n_samples=n_samples)
-        rows, posterior = self._condition(y)
-        like = posterior.filtered.mean
-        noise = _noise((len(like), n_samples, *like.shape[1:]), like, random_state)
-        return rows.paths(kalman.sampled(kalman.backward(self._matrices.chain, posterior.filtered), noise))
+        rows, filtered, _ = self._condition(y)
+        noise = _noise((len(rows.values), n_samples, *filtered.mean.shape[1:]), filtered.mean, random_state)
+        return rows.paths(kalman.sampled(kalman.backward(self._matrices.chain, filtered), noise))
 
     def simulate(self, length: int, n_samples: int = 1, random_state: int = 0) -> tuple[Tensor, Tensor]:
         """Paths (n_samples, T, D) from the model, and observations (n_samples, T, K) of them."""
@@ -224,10 +223,10 @@ class LinearStateSpace(Estimator):
         For observations that are not Gaussian the covariances are diagonal.
         """
         checks.require_positive_integer(steps=steps)
-        rows, posterior = self._condition(y)
+        rows, filtered, log_likelihood = self._condition(y)
         rows.only_equal("forecast")
         (F, Q, *_), H, R = self._matrices
-        mean, covariance = posterior.filtered.mean[-1], posterior.filtered.covariance[-1]
+        mean, covariance = filtered.mean[-1], filtered.covariance[-1]
         means, covariances = [], []
         for _ in range(steps):
             mean, covariance = (F @ mean[..., None])[..., 0], F @ covariance @ F.mT + Q
@@ -239,12 +238,12 @@ class LinearStateSpace(Estimator):
                 seen, spread = found.mean, torch.diag_embed(found.variance + found.noise)
             means.append(seen)
             covariances.append(spread.expand(*seen.shape, len(H)))
-        return rows.out(StateMoments(torch.stack(means), torch.stack(covariances)), posterior.log_likelihood)
+        return rows.out(StateMoments(torch.stack(means), torch.stack(covariances)), log_likelihood)
 
     # --- inference ---
 
-    def _observed(self, y: Tensor) -> _Observed:
-        """y: (T, sequences, K)."""
+    def _observed(self, y: Tensor) -> tuple[StateMoments, Tensor]:
+        """The filtered states and the log-likelihood, (sequences,), of y: (T, sequences, K)."""
         chain, H, R = self._matrices
         chain = Chain(*[part.to(y) for part in chain])
         self._observation_model.check(y)
@@ -265,15 +264,10 @@ class LinearStateSpace(Estimator):
         result = run_to_convergence(node, [factor], self.max_iter, tolerance=self.tol)
         self.n_iter_ = result.steps
         bound = factor.moments().value.sum(-1) + family.entropy(node.natural)
-        return _Observed(family.at(node.natural).filtered, bound)
+        return family.at(node.natural).filtered, bound
 
 
-class _Observed(NamedTuple):
-    filtered: StateMoments
-    log_likelihood: Tensor  # (sequences,)
-
-
-def _gaussian(chain: Chain, H: Tensor, R: Tensor, y: Tensor) -> _Observed:
+def _gaussian(chain: Chain, H: Tensor, R: Tensor, y: Tensor) -> tuple[StateMoments, Tensor]:
     """The conjugate step, with sites H'R^-1 y and H'R^-1 H of the observed numbers."""
     known = ~y.isnan()
     if known.all():
@@ -290,7 +284,7 @@ def _gaussian(chain: Chain, H: Tensor, R: Tensor, y: Tensor) -> _Observed:
     white = torch.linalg.solve_triangular(factor, error[..., None], upper=False)[..., 0]
     volume = 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
     terms = white.square().sum(-1) + volume + LOG_2PI * known.sum(-1).to(y)
-    return _Observed(found, -terms.sum(0) / 2)
+    return found, -terms.sum(0) / 2
 
 
 @dataclass(frozen=True, eq=False)
