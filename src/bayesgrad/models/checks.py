@@ -74,13 +74,16 @@ def require_precision(name: str, value: Any, size: int) -> Tensor:
 
 @contextlib.contextmanager
 def restore_on_error(estimator: Any) -> Iterator[None]:
-    """Restores the attributes of the estimator if the body raises."""
+    """Restores the attributes of the estimator, and the parameters of its nodes, if the body raises."""
     kept = dict(vars(estimator))
+    naturals = [(node, node.natural) for node in kept.get("_nodes", ())]
     try:
         yield
     except BaseException:
         vars(estimator).clear()
         vars(estimator).update(kept)
+        for node, natural in naturals:
+            node.natural = natural
         raise
 
 

@@ -24,6 +24,7 @@ class Estimator(BaseEstimator):
     """Base class: settings are the fields of a dataclass, and results are NumPy arrays, or tensors if X is a tensor."""
 
     n_features_in_: int
+    components_: Any  # of transformers, one row per column of `transform`
     _fixed_settings: ClassVar[tuple[str, ...]] = ()  # settings that a stream cannot change
     _device: torch.device | None  # of the X of `fit`; None for arrays
 

@@ -206,10 +206,6 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
         self.mean_ = self._kind(mean)
         self.noise_variance_ = float(variance[0]) if self.noise == "isotropic" else self._kind(variance)
 
-    @property
-    def _n_features_out(self) -> int:
-        return len(self.components_)
-
     # --- prediction ---
 
     def _centred(self, X: Any) -> Rows:

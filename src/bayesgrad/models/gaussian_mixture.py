@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from sklearn.base import DensityMixin
 from sklearn.cluster import KMeans, kmeans_plusplus
-from sklearn.utils import Tags, check_random_state
+from sklearn.utils import check_random_state
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
@@ -37,7 +38,7 @@ def _is_em(model: GaussianMixture) -> bool:
 
 
 @dataclass(eq=False, repr=False)
-class GaussianMixture(Latent):
+class GaussianMixture(DensityMixin, Latent):
     r"""Gaussian mixtures: rows from K Gaussians, with latent component indicators:
 
     .. math::
@@ -116,11 +117,6 @@ class GaussianMixture(Latent):
     offset: float = 1.0
     decay: float = 0.7
 
-    def __sklearn_tags__(self) -> Tags:
-        tags = super().__sklearn_tags__()
-        tags.estimator_type = "density_estimator"
-        return tags
-
     # --- validation ---
 
     def _read(self, X: Any, *, reset: bool) -> Tensor:
@@ -128,7 +124,11 @@ class GaussianMixture(Latent):
             self._check_settings()
         rows = self._rows_of(X, reset=reset)
         if reset:
-            self._check_size(len(rows))
+            if len(rows) < self.n_components:
+                raise ValueError(
+                    f"n_components={self.n_components} is larger than the number of rows, n_samples={len(rows)}: use "
+                    "fewer components, or a larger (first) batch."
+                )
             self._centre = checks.near_mean(rows)
             self._remember_kind(X)
         rows = rows - self._centre.to(rows)
@@ -146,13 +146,6 @@ class GaussianMixture(Latent):
         given = [name for name in PRIORS if getattr(self, name) is not None]
         if _is_em(self) and given:
             raise ValueError(f"method='em' has no priors, but {given[0]} was set: use method='vmp', or None.")
-
-    def _check_size(self, count: int) -> None:
-        if count < self.n_components:
-            raise ValueError(
-                f"n_components={self.n_components} is larger than the number of rows, n_samples={count}: use fewer "
-                "components, or a larger (first) batch."
-            )
 
     def _set_priors(self, rows: Tensor) -> None:
         size = rows.shape[1]
@@ -332,7 +325,7 @@ class GaussianMixture(Latent):
         """log p(x) of each row, (n,), averaged over the posterior."""
         return checks.like(X)(self._log_joint(X).logsumexp(0))
 
-    def score(self, X: Any, y: Any = None) -> float:
+    def score(self, X: Any, y: Any = None) -> float:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The mean of `score_samples`."""
         return self._log_joint(X).logsumexp(0).mean().item()
 

@@ -127,12 +127,11 @@ class GaussianProcess(Supervised):
                 "log-concave likelihood: use expectation=None."
             )
         self.X_, self._y, self._expect = rows, target, expect
-        if self.inducing is not None:
-            self._fit_induced(kernel, observation)
-        elif self.batch_size is not None:
+        if self.inducing is None and self.batch_size is not None:
             raise ValueError("batch_size needs inducing points: set inducing as well.")
-        else:
-            self._fit_dense(kernel, observation)
+        fit = self._fit_dense if self.inducing is None else self._fit_induced
+        model = fit(process.ProcessModel(kernel, observation))
+        self.kernel_, self.likelihood_ = model.kernel, model.likelihood
         return self
 
     def _fit_each(self, X: Any, labels: np.ndarray) -> GaussianProcess:
@@ -145,12 +144,12 @@ class GaussianProcess(Supervised):
         self.n_iter_ = max(own.n_iter_ for own in self.estimators_)
         return self
 
-    def _fit_dense(self, kernel: Kernel, observation: Observation) -> None:
+    def _fit_dense(self, model: process.ProcessModel) -> process.ProcessModel:
         best: list[Any] = [None]
 
-        def bound(kernel: Kernel, observation: Observation) -> Tensor:
+        def bound(model: process.ProcessModel) -> Tensor:
             """-elbo at the optimal q for these hyperparameters, differentiable."""
-            K = kernel(self.X_, self.X_)
+            K, observation = model.kernel(self.X_, self.X_), model.likelihood
             node, _ = self._run(K.detach(), observation, best[0], 1e-6)
             best[0] = node.natural
             posterior = node.family.at(node.natural)  # pyright: ignore[reportAttributeAccessIssue]
@@ -159,12 +158,11 @@ class GaussianProcess(Supervised):
             moved = (K * posterior.gradient()).sum()
             return -(value + moved - moved.detach())
 
-        if self.optimizer is not None:
-            kernel, observation = self._maximise_bound(kernel, observation, bound)
-        node, result = self._run(kernel(self.X_, self.X_).detach(), observation, best[0], self.tol)
-        self.kernel_, self.likelihood_, self.sites_ = kernel, observation, node.natural
-        self.elbo_, self.n_iter_ = result.elbo, result.steps
+        model = self._maximise_bound(model, bound)
+        node, result = self._run(model.kernel(self.X_, self.X_).detach(), model.likelihood, best[0], self.tol)
+        self.elbo_, self.n_iter_, self.sites_ = result.elbo, result.steps, node.natural
         self._belief: process.ProcessPosterior | inference.Node = node.family.at(node.natural)  # pyright: ignore[reportAttributeAccessIssue]
+        return model
 
     def _run(
         self, K: Tensor, observation: Observation, sites: Parameters | None, tolerance: float
@@ -182,12 +180,12 @@ class GaussianProcess(Supervised):
             return node, inference.run_to_convergence(node, [factor], self.max_iter, tolerance=tolerance)
 
     def _maximise_bound(
-        self, kernel: Kernel, observation: Observation, bound: Callable[[Kernel, Observation], Tensor]
-    ) -> tuple[Kernel, Observation]:
-        """The hyperparameters that maximise the bound, by L-BFGS in their logarithms."""
-        logs = process.log_hyperparameters(kernel, observation, self.X_.device)
-        if not logs:
-            return kernel, observation
+        self, model: process.ProcessModel, bound: Callable[[process.ProcessModel], Tensor]
+    ) -> process.ProcessModel:
+        """The hyperparameters that maximise the bound, by L-BFGS in their logarithms, unless `optimizer` is None."""
+        logs = model.log_hyperparameters(self.X_.device)
+        if not logs or self.optimizer is None:
+            return model
         optimizer = torch.optim.LBFGS(
             list(logs.values()), max_iter=self.max_eval, max_eval=self.max_eval, line_search_fn="strong_wolfe",
             tolerance_grad=1e-3, tolerance_change=1e-6,
@@ -196,7 +194,7 @@ class GaussianProcess(Supervised):
         def closure() -> Tensor:
             optimizer.zero_grad()
             try:
-                value = bound(*process.with_log_hyperparameters(kernel, observation, logs))
+                value = bound(model.with_log_hyperparameters(logs))
             except (inference.OutsideDomain, ValueError):
                 value = 1e10 + torch.stack([log.square().sum() for log in logs.values()]).sum()
             value.backward()
@@ -209,54 +207,45 @@ class GaussianProcess(Supervised):
         at_limit = {name: bool((log >= process.LOG_LIMIT).any()) for name, log in logs.items()}
         if far := [name for name, reached in at_limit.items() if reached and "length" not in name]:
             checks.warn(f"{far[0]} reached the end of its range, 1e5: rescale y to unit variance.")
-        found = process.with_log_hyperparameters(kernel, observation, logs)
-        return found[0].detached(), found[1].detached()
+        return model.with_log_hyperparameters(logs).detached()
 
     # --- with inducing points ---
 
-    def _fit_induced(self, kernel: Kernel, observation: Observation) -> None:
-        self.inducing_ = points = self._points(kernel)
+    def _fit_induced(self, model: process.ProcessModel) -> process.ProcessModel:
+        self.inducing_ = points = self._points(model.kernel)
         zero, eye = torch.zeros(len(points)).to(points), torch.eye(len(points)).to(points)
         node = inference.Node(NORMAL, NORMAL.of(zero, eye), name="inducing values")
         prior = inference.Prior(node, NORMAL.of(zero, eye))
 
-        def factor(
-            kernel: Kernel, observation: Observation, index: Any = slice(None), scale: float = 1.0
-        ) -> process.InducingPointFactor:
+        def factor(own: process.ProcessModel, index: Any = slice(None), scale: float = 1.0) -> Any:
             x, y = self.X_[index], self._y[index]
-            return process.InducingPointFactor(node, kernel, observation, x, y, points, self._expect, scale=scale)
+            return process.InducingPointFactor(node, own, x, y, points, self._expect, scale=scale)
+
+        def bound(own: process.ProcessModel) -> Tensor:
+            data = factor(own)
+            with torch.no_grad():
+                inference.run(node, [prior, data], self.max_iter, domain="search", tolerance=1e-6)
+            return -(data.differentiable() + prior.value() + node.entropy)
 
         if self.batch_size is None:
-
-            def bound(kernel: Kernel, observation: Observation) -> Tensor:
-                own = factor(kernel, observation)
-                with torch.no_grad():
-                    inference.run(node, [prior, own], self.max_iter, domain="search", tolerance=1e-6)
-                return -(own.differentiable() + prior.value() + node.entropy)
-
-            if self.optimizer is not None:
-                kernel, observation = self._maximise_bound(kernel, observation, bound)
+            model = self._maximise_bound(model, bound)
             with torch.no_grad():
-                factors = [prior, factor(kernel, observation)]
+                factors = [prior, factor(model)]
                 result = inference.run(node, factors, self.max_iter, domain="search", tolerance=self.tol)
             self.elbo_, self.n_iter_ = result.elbo, result.steps
         else:
-            kernel, observation = self._fit_batches(kernel, observation, node, prior, factor)
-        self.kernel_, self.likelihood_, self.sites_, self._belief = kernel, observation, node.natural, node
+            model = self._fit_batches(model, node, prior, factor)
+        self.sites_, self._belief = node.natural, node
+        return model
 
     def _fit_batches(
-        self,
-        kernel: Kernel,
-        observation: Observation,
-        node: inference.Node,
-        prior: inference.Prior,
-        factor: Callable[..., process.InducingPointFactor],
-    ) -> tuple[Kernel, Observation]:
+        self, model: process.ProcessModel, node: inference.Node, prior: inference.Prior, factor: Callable[..., Any]
+    ) -> process.ProcessModel:
         """Batches: one step of the rule for the posterior and one step of Adam for the hyperparameters."""
         total, size = len(self.X_), self.batch_size
         if not (isinstance(size, (int, np.integer)) and 1 <= size <= total):
             raise ValueError(f"batch_size must be an integer from 1 to {total}, got {size!r}.")
-        logs = process.log_hyperparameters(kernel, observation, self.X_.device) if self.optimizer is not None else {}
+        logs = {} if self.optimizer is None else model.log_hyperparameters(self.X_.device)
         adam = torch.optim.Adam(list(logs.values()), self.learning_rate) if logs else None
         generator = torch.Generator().manual_seed(seed32(self.random_state))
         order, at = torch.randperm(total, generator=generator), 0
@@ -264,18 +253,17 @@ class GaussianProcess(Supervised):
             if at + size > total:
                 order, at = torch.randperm(total, generator=generator), 0
             index, at = order[at : at + size], at + size
-            batch = factor(*process.with_log_hyperparameters(kernel, observation, logs), index, total / size)
+            batch = factor(model.with_log_hyperparameters(logs), index, total / size)
             inference.step(node, [prior, batch], self.rho)
             if adam is not None:
                 adam.zero_grad()
                 (-batch.differentiable() / total).backward()
                 adam.step()
-        kernel, observation = process.with_log_hyperparameters(kernel, observation, logs)
-        kernel, observation = kernel.detached(), observation.detached()
+        model = model.with_log_hyperparameters(logs).detached()
         with torch.no_grad():
-            pieces = [factor(kernel, observation, slice(k, k + 4096)) for k in range(0, total, 4096)]
+            pieces = [factor(model, slice(k, k + 4096)) for k in range(0, total, 4096)]
             self.elbo_, self.n_iter_ = float(inference.elbo([node], [prior, *pieces])), self.max_iter
-        return kernel, observation
+        return model
 
     def _points(self, kernel: Kernel) -> Tensor:
         wanted = self.inducing

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -98,6 +97,11 @@ class Latent(Estimator, ABC):
     def _sort_components(self, nodes: Sequence[Node]) -> None:
         """Called once at the end of `fit`, to put exchangeable components in order; not called for streams."""
 
+    @property
+    def _n_features_out(self) -> int:
+        """The number of columns of `transform`, where there is one."""
+        return len(self.components_)
+
     def _uses_batches(self) -> bool:
         """Whether `fit` uses batches."""
         return False
@@ -111,20 +115,8 @@ class Latent(Estimator, ABC):
     def fit(self, X: Any, y: Any = None) -> Any:
         """Fits X and discards previous fits. y is ignored."""
         self._check_common_settings()
-        with self._restore_on_error():
+        with checks.restore_on_error(self):
             return self._fit(X)
-
-    @contextlib.contextmanager
-    def _restore_on_error(self) -> Iterator[None]:
-        """Restores the estimator if the body raises."""
-        naturals = [(node, node.natural) for node in getattr(self, "_nodes", ())]
-        try:
-            with checks.restore_on_error(self):
-                yield
-        except BaseException:
-            for node, natural in naturals:
-                node.natural = natural
-            raise
 
     def _fit(self, X: Any) -> Any:
         data = self._read(X, reset=True)
@@ -179,7 +171,7 @@ class Latent(Estimator, ABC):
         y is ignored.
         """
         self._check_common_settings()
-        with self._restore_on_error():
+        with checks.restore_on_error(self):
             return self._partial_fit(X)
 
     def _partial_fit(self, X: Any) -> Any:

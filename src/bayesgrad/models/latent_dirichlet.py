@@ -106,10 +106,6 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         tags.transformer_tags.preserves_dtype = ["float64"]  # pyright: ignore[reportOptionalMemberAccess]
         return tags
 
-    @property
-    def _n_features_out(self) -> int:
-        return len(self.components_)
-
     # --- the methods of `Latent` ---
 
     def _read(self, X: Any, *, reset: bool) -> Counts:

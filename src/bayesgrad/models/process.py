@@ -294,8 +294,7 @@ class InducingPointFactor(LinearPredictorFactor):
     def __init__(
         self,
         node: Node,
-        kernel: Kernel,
-        observation: Observation,
+        model: ProcessModel,
         x: Tensor,
         y: Tensor,
         points: Tensor,
@@ -303,7 +302,7 @@ class InducingPointFactor(LinearPredictorFactor):
         *,
         scale: float = 1.0,
     ) -> None:
-        design, self.rest = features(kernel, x, points)
+        (design, self.rest), observation = features(model.kernel, x, points), model.likelihood
         super().__init__(node, design.detach(), lambda f: observation.log_density(f, y), expectation, scale=scale)
         self.differentiable_design, self.observation, self.y = design, observation, y
 
@@ -350,24 +349,22 @@ def expected_value(
     return total
 
 
-def log_hyperparameters(kernel: Kernel, likelihood: Observation, device: torch.device) -> dict[str, Tensor]:
-    """Logarithms of all hyperparameters as leaf tensors, by name: `kernel.` or `likelihood.` and the field."""
-    parts: dict[str, Tunable] = {"kernel": kernel, "likelihood": likelihood}
-    return {
-        f"{name}.{inner}": number.log().to(device).clone().requires_grad_()
-        for name, part in parts.items()
-        for inner, number in part.hyperparameters().items()
-    }
+@dataclass(frozen=True, eq=False)
+class ProcessModel(Tunable):
+    """A kernel and a likelihood; their hyperparameters have the prefixes `kernel.` and `likelihood.`."""
 
+    hyperparameter_names = ("kernel", "likelihood")
+    kernel: Kernel
+    likelihood: Observation
 
-def with_log_hyperparameters(
-    kernel: Kernel, likelihood: Observation, logs: dict[str, Tensor]
-) -> tuple[Kernel, Observation]:
-    """The kernel and the likelihood with hyperparameters exp(logs), limited to 1e-5 to 1e5."""
-    numbers = {name: log.clamp(-LOG_LIMIT, LOG_LIMIT).exp() for name, log in logs.items()}
-    own = {name.removeprefix("kernel."): n for name, n in numbers.items() if name.startswith("kernel.")}
-    other = {name.removeprefix("likelihood."): n for name, n in numbers.items() if name.startswith("likelihood.")}
-    return kernel.with_hyperparameters(own), likelihood.with_hyperparameters(other)
+    def log_hyperparameters(self, device: torch.device) -> dict[str, Tensor]:
+        """Logarithms of all hyperparameters as leaf tensors, by name."""
+        numbers = self.hyperparameters().items()
+        return {name: number.log().to(device).clone().requires_grad_() for name, number in numbers}
+
+    def with_log_hyperparameters(self, logs: dict[str, Tensor]) -> ProcessModel:
+        """The kernel and the likelihood with hyperparameters exp(logs), limited to 1e-5 to 1e5."""
+        return self.with_hyperparameters({name: log.clamp(-LOG_LIMIT, LOG_LIMIT).exp() for name, log in logs.items()})
 
 
 def pivots(kernel: Kernel, pool: Tensor, count: int) -> list[int]:
