@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from bayesgrad.constraints import FRACTION, FRACTIONS, NONNEGATIVE, OPTIONAL_BOOLEAN, Constraint, one_of
 from bayesgrad.layers.network import named_groups, unwrap
+from bayesgrad.parts import Host
 
 NONFINITE = ("ignore", "raise", "skip")
 TRAINING_WEIGHT = "training_weight"  # in the state of a parameter in evaluation mode
@@ -316,7 +317,7 @@ def in_order(optimizer: CheckedOptimizer, saved: Mapping[str, Any]) -> dict[str,
     return {**saved, "param_groups": ordered}
 
 
-def saved_entry(optimizer: CheckedOptimizer, saved: Mapping[str, Any], p: Tensor) -> tuple[Mapping, Mapping]:
+def saved_entry(optimizer: Host, saved: Mapping[str, Any], p: Tensor) -> tuple[Mapping, Mapping]:
     """The state of a parameter in a state dict, and its group; both empty if there are none."""
     for group, given in zip(optimizer.param_groups, saved["param_groups"]):
         for own, key in zip(group["params"], given["params"]):

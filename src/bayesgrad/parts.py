@@ -5,16 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from bayesgrad.packing import Directions
 from bayesgrad.rules.transition import Static
 from bayesgrad.rules.update import NaturalStep, UpdateRule
-
-if TYPE_CHECKING:
-    from bayesgrad.optimizer import BeliefOptimizer
 
 Groups = list[dict[str, Any]]
 Noise = Mapping[Any, Tensor] | Callable[[Tensor], Tensor]
@@ -37,6 +34,30 @@ class Needs(NamedTuple):
     model: bool = False
 
 
+class Host(Protocol):
+    """What a part may use of the optimizer that it belongs to; `BeliefOptimizer` explains each of them."""
+
+    model: nn.Module | None
+    param_groups: list[dict[str, Any]]
+    state: Any
+    sources: tuple[Source, ...]
+    warned: set[Tensor]  # parameters that a warning has named
+
+    @property
+    def draws(self) -> int: ...
+
+    @draws.setter
+    def draws(self, number: int) -> None: ...
+
+    def draw_labels(self, outputs: Tensor) -> Tensor: ...
+
+    def initialise(self, owner: Any, group: Mapping[str, Any], params: list[Tensor]) -> None: ...
+
+    def name_of(self, p: Tensor) -> str: ...
+
+    def nonfinite_error(self, message: str) -> Exception: ...
+
+
 class Part:
     """What sources and preconditioners have in common. Methods that a part does not need do nothing.
 
@@ -48,9 +69,9 @@ class Part:
 
     needs: Needs = Needs()
     on_cpu: tuple[str, ...] = ()
-    optimizer: BeliefOptimizer
+    optimizer: Host
 
-    def bind(self, optimizer: BeliefOptimizer) -> None:
+    def bind(self, optimizer: Host) -> None:
         """Called when the optimizer is built, copied or loaded, and when a param group was added."""
         self.optimizer = optimizer
 

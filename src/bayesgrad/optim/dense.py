@@ -60,8 +60,8 @@ class DenseFilter(BeliefOptimizer):
             "gaussian" half the squared error.
         fisher: which gradients are the columns of U: "exact", those of all labels, weighted by the model's predictions
             (Gauss-Newton); "sampled", of one sampled label per example; "empirical", of the labels given to
-            `observe(outputs, labels=labels)`; "centered", the same minus their mean over the batch, times sqrt(N/(N-1)), so
-            that U U' is an unbiased estimate of N times the covariance of the gradients.
+            `observe(outputs, labels=labels)`; "centered", the same minus their mean over the batch, times
+            sqrt(N/(N-1)), so that U U' is an unbiased estimate of N times the covariance of the gradients.
         weight_decay: decoupled, applied after the prediction.
         seed: seed of the sampled labels.
         losses_per_example: the number of losses per example in the mean loss, as in `NaturalGradient`.

@@ -93,8 +93,8 @@ class SpikeSlab(BeliefOptimizer):
         betas: None is (0.9, 0.999), for `"rmsprop"` (0, 0.99), for `"newton"` (0.9, 0), whose second is not used.
         eps: added to s. None is 1e-8, for `"newton"` 0.01, because s may be zero where the loss is flat.
         hess_init: the initial s of `"newton"`.
-        hessian: how `observe(loss=loss)` computes the diagonal of the Hessian: `"hutchinson"`, v * (H v) for random signs v,
-            or `"exact"`, with a backward pass for each weight; `"auto"` is exact for up to 1000 weights.
+        hessian: how `observe(loss=loss)` computes the diagonal of the Hessian: `"hutchinson"`, v * (H v) for random
+            signs v, or `"exact"`, with a backward pass for each weight; `"auto"` is exact for up to 1000 weights.
         probes: the number of vectors v to average over.
         weight_decay: decoupled, as in AdamW.
         samples: number of weight samples that `step(closure)` averages over.

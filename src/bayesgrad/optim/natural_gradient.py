@@ -26,8 +26,8 @@ class NaturalGradient(BeliefOptimizer):
     lambda_w = `weight_decay`. G is never formed: the state has the inputs and errors of each layer, which
     `observe(outputs)` replaces. Call it before `loss.backward()`. The outputs of an independent batch make the step
     less biased; those of the same batch save a forward pass. With the same batch and its own labels,
-    `observe(outputs, labels=labels)`, the gradient is in the span of G, and the step is G (λI + G'G)^-1 c, which is free of
-    cancellation.
+    `observe(outputs, labels=labels)`, the gradient is in the span of G, and the step is G (λI + G'G)^-1 c, which is
+    free of cancellation.
 
     Args:
         model: the network; BatchNorm must be in evaluation mode.

@@ -25,8 +25,8 @@ class Newton(VariationalOptimizer):
         \quad \sigma^2 = 1/(N (h + \tfrac{\delta}{N}))
 
     with the mean loss l of a batch, N = `num_data`, delta = `prior_precision`, eta = `lr`, <> a debiased moving average
-    with decay beta_1, and the initial h = `hess_init`. The precision of the paper is s = N h + delta. `observe(loss=loss)`
-    computes the Hessian, before the backward pass:
+    with decay beta_1, and the initial h = `hess_init`. The precision of the paper is s = N h + delta.
+    `observe(loss=loss)` computes the Hessian, before the backward pass:
 
         >>> weight = torch.nn.Parameter(torch.zeros(2))
         >>> optimizer = Newton([weight], lr=1.0, num_data=1, prior_precision=0.0, betas=(0.0, 0.0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,15 +14,12 @@ from bayesgrad.checkpoint import saved_entry
 from bayesgrad.layers.fisher import check_batch_mixing, check_outputs, gather_gradients
 from bayesgrad.layers.per_example import gradients_one_by_one
 from bayesgrad.packing import Directions, gradient_of
-from bayesgrad.parts import Groups, Needs
+from bayesgrad.parts import Groups, Host, Needs
 from bayesgrad.precision import Dense
 from bayesgrad.precision.low_rank import Matrix
 from bayesgrad.preconditioners.network import NetworkPreconditioner
 from bayesgrad.rules.transition import OrnsteinUhlenbeck
 from bayesgrad.sources.recorded_layers import RecordedLayers
-
-if TYPE_CHECKING:
-    from bayesgrad.optimizer import BeliefOptimizer
 
 LIMIT = 10_000  # entries of the state: their covariance has 0.8 GB, a step takes seconds
 DEFAULT_SGD_LR = 0.1  # the first step with prior_std = inf, as in AdaBayes
@@ -39,7 +36,7 @@ class DenseKalman(NetworkPreconditioner):
     on_cpu = ()
     ou = OrnsteinUhlenbeck()
 
-    def bind(self, optimizer: BeliefOptimizer) -> None:
+    def bind(self, optimizer: Host) -> None:
         if any("covariance" in entry for entry in optimizer.state.values()) and "recorded" in self.__dict__:
             optimizer.param_groups.pop()
             raise ValueError(
@@ -48,7 +45,7 @@ class DenseKalman(NetworkPreconditioner):
         super().bind(optimizer)
         self.size()
 
-    def record(self, optimizer: BeliefOptimizer) -> RecordedLayers:
+    def record(self, optimizer: Host) -> RecordedLayers:
         # Gradients outside of the known layers are computed one example at a time.
         check_batch_mixing(optimizer.model)  # pyright: ignore[reportArgumentType]
         known = (layers.is_matrix, layers.is_norm)
@@ -71,7 +68,7 @@ class DenseKalman(NetworkPreconditioner):
                 )
         if size > LIMIT:
             raise ValueError(
-                f"{type(self.optimizer).__name__} stores a covariance matrix of at most {LIMIT} values, got {size}: pass some of "
+                f"DenseFilter stores a covariance matrix of at most {LIMIT} values, got {size}: pass some of "
                 "the parameters as params=, or use NaturalGradient or KFAC."
             )
         given = group["prior_covariance"]
@@ -256,9 +253,7 @@ class DenseKalman(NetworkPreconditioner):
             shapes |= {"retain": (size,), "noise": (size,)}
         lost = sorted(set(shapes) - set(entry))
         if 0 < len(lost) < len(shapes):
-            raise ValueError(
-                f"the saved state lacks {lost}: it is not a state of {type(self.optimizer).__name__}, or it is truncated."
-            )
+            raise ValueError(f"the saved state lacks {lost}: it is not a state of DenseFilter, or it is truncated.")
         for name, shape in shapes.items():
             if name in entry and entry[name].shape != shape:
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""The preconditioners of the Kronecker filters: a matrix normal belief about each layer, filtered or at steady state."""
+"""The preconditioners of the Kronecker filters: matrix normal beliefs about layers, filtered or at steady state."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,14 +24,11 @@ from bayesgrad.layers.per_example import matmul
 from bayesgrad.layers.probe import gradient_factors, gradient_from_calls
 from bayesgrad.layers.statistics import LayerCurvature, LayerStatistics, defer, flush
 from bayesgrad.packing import Directions, Product, gradient_of
-from bayesgrad.parts import Groups, Needs, Preconditioner
+from bayesgrad.parts import Groups, Host, Needs, Preconditioner
 from bayesgrad.precision import Kronecker, Precision
 from bayesgrad.precision.linalg import diagonal_inverse, inverse
 from bayesgrad.rules.transition import average
 from bayesgrad.sources.recorded_layers import RecordedLayers
-
-if TYPE_CHECKING:
-    from bayesgrad.optimizer import BeliefOptimizer
 
 MERGES, MERGED, INVERTED = range(3)  # entries of `clock`: number of merges, step of the last merge and inversion
 LAYER_KEYS = ("spectrum", "damped", "clock", "traces")
@@ -68,7 +65,7 @@ class LayerPreconditioner(Preconditioner):
         """Whether this preconditioner supports a layer."""
         return True
 
-    def bind(self, optimizer: BeliefOptimizer) -> None:
+    def bind(self, optimizer: Host) -> None:
         super().bind(optimizer)
         labels = [self.from_labels(group) for group in optimizer.param_groups]
         self.needs = Needs(outputs=any(labels))

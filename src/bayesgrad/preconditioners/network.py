@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bayesgrad.parts import Preconditioner
+from bayesgrad.parts import Host, Preconditioner
 from bayesgrad.sources.recorded_layers import RecordedLayers
-
-if TYPE_CHECKING:
-    from bayesgrad.optimizer import BeliefOptimizer
 
 MERGES, MERGED = range(2)  # entries of `clock`: number of observations, step of the last
 
@@ -24,10 +21,10 @@ class NetworkPreconditioner(Preconditioner):
     on_cpu = ("clock",)
 
     @abstractmethod
-    def record(self, optimizer: BeliefOptimizer) -> RecordedLayers:
+    def record(self, optimizer: Host) -> RecordedLayers:
         """Begins to record the layers of the model."""
 
-    def bind(self, optimizer: BeliefOptimizer) -> None:
+    def bind(self, optimizer: Host) -> None:
         super().bind(optimizer)
         self.close()
         self.recorded = self.record(optimizer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +16,11 @@ from bayesgrad.layers.per_example import PerExampleGradients, concatenated, is_s
 from bayesgrad.layers.probe import common_factor
 from bayesgrad.layers.squares import Examples
 from bayesgrad.packing import Directions, gradient_of
-from bayesgrad.parts import Groups, Needs
+from bayesgrad.parts import Groups, Host, Needs
 from bayesgrad.precision.linalg import cholesky
 from bayesgrad.preconditioners.network import NetworkPreconditioner
 from bayesgrad.rules.update import MOMENTUM
 from bayesgrad.sources.recorded_layers import RecordedLayers
-
-if TYPE_CHECKING:
-    from bayesgrad.optimizer import BeliefOptimizer
 
 ADAPT_EVERY = 5  # steps between changes of the damping, as in Martens and Grosse, 2015, section 6.5
 ADAPT_FACTOR = (19 / 20) ** ADAPT_EVERY
@@ -41,14 +38,14 @@ class Woodbury(NetworkPreconditioner):
     def __init__(self, fallback: str) -> None:
         self.fallback = fallback
 
-    def bind(self, optimizer: BeliefOptimizer) -> None:
+    def bind(self, optimizer: Host) -> None:
         super().bind(optimizer)
         self.checked_shapes: set[Any] = set()  # input shapes for which gradients were found to be per example
         self.unexplained: set[int] = set()
         self.predicted_change: float | None = None  # of the loss, by the quadratic model
         self.momentum = 0.0  # by the quadratic model
 
-    def record(self, optimizer: BeliefOptimizer) -> RecordedLayers:
+    def record(self, optimizer: Host) -> RecordedLayers:
         check_batch_mixing(optimizer.model)  # pyright: ignore[reportArgumentType]
         known = (layers.is_matrix, layers.is_norm)
         return RecordedLayers(

@@ -1,8 +1,8 @@
 """The elementwise step: `UpdateRule`, made of a curvature, a transition and a move.
 
 `bayesgrad.rules.transition` explains the three parts. A curvature computes the information of a batch about each weight
-from its gradient and from what sources collect beside it. A move receives the mean (the parameter), the gradient of the mean
-loss and the new precision, and returns the new mean:
+from its gradient and from what sources collect beside it. A move receives the mean (the parameter), the gradient of the
+mean loss and the new precision, and returns the new mean:
 
     >>> from bayesgrad.precision import Diagonal
     >>> mean, gradient = torch.tensor([1.0]), torch.tensor([0.5])

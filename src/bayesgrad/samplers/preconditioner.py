@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from bayesgrad import layers, likelihoods, noise
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.fisher import check_batch_mixing, check_outputs
 from bayesgrad.packing import Directions, gradient_of
-from bayesgrad.parts import Groups, Needs
+from bayesgrad.parts import Groups, Host, Needs
 from bayesgrad.precision import Precision
 from bayesgrad.preconditioners.network import NetworkPreconditioner
 from bayesgrad.rules.transition import Memory, Scalars, Static, average
@@ -22,9 +22,6 @@ from bayesgrad.rules.update import Move, UpdateRule
 from bayesgrad.samplers.correction import Batch
 from bayesgrad.samplers.metric import Metric, MetricBlock, ObservedBatch, ParameterSpace, root_columns
 from bayesgrad.sources.recorded_layers import RecordedLayers
-
-if TYPE_CHECKING:
-    from bayesgrad.optimizer import BeliefOptimizer
 
 COLUMNS = 100  # of R, up to which corrections are exact
 NOISE, SIGNS = 1, 2  # words of the random key, for different uses
@@ -95,12 +92,12 @@ class MetricPreconditioner(NetworkPreconditioner):
         self.metric, self.move, self.scaled_temperature = metric, move, scaled_temperature
         self.needs = Needs(outputs=metric.needs_observe)
 
-    def bind(self, optimizer: BeliefOptimizer) -> None:
+    def bind(self, optimizer: Host) -> None:
         super().bind(optimizer)
         self.parts: tuple[Any, list[MetricBlock]] | None = None
         self.left: dict[Any, set[int]] = {}
 
-    def record(self, optimizer: BeliefOptimizer) -> RecordedLayers:
+    def record(self, optimizer: Host) -> RecordedLayers:
         self.optimizer = optimizer
         return RecordedLayers(
             optimizer,

@@ -181,6 +181,6 @@ def _grad(outputs: Tensor | Sequence[Tensor], params: Sequence[Tensor], weights:
         )
     except RuntimeError as error:
         raise RuntimeError(
-            "the loss cannot be differentiated twice: call observe(loss=loss) before loss.backward(), and use operations "
-            f"with second derivatives only. The error of torch: {error}"
+            "the loss cannot be differentiated twice: call observe(loss=loss) before loss.backward(), and use "
+            f"operations with second derivatives only. The error of torch: {error}"
         ) from error

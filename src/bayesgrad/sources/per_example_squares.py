@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +14,8 @@ from bayesgrad.layers.fisher import check_outputs
 from bayesgrad.layers.probe import fit_factors
 from bayesgrad.layers.squares import Examples, examples_of
 from bayesgrad.packing import gradient_of
-from bayesgrad.parts import Evidence, Groups, Needs, Source
+from bayesgrad.parts import Evidence, Groups, Host, Needs, Source
 from bayesgrad.sources.recorded_layers import RecordedLayers
-
-if TYPE_CHECKING:
-    from bayesgrad.optimizer import BeliefOptimizer
 
 MAX_EXCESS = 1e3  # in rounding errors; a larger difference means that a gradient has other terms than the layers'
 
@@ -38,7 +35,7 @@ class PerExampleSquares(Source):
         self.stored: list[dict[Tensor, Tensor]] = []  # squares of several draws of a closure
         self.explained: dict[Tensor, bool] = {}  # whether the recorded calls explain a parameter's gradient
 
-    def bind(self, optimizer: BeliefOptimizer) -> None:
+    def bind(self, optimizer: Host) -> None:
         super().bind(optimizer)
         self.fisher = optimizer.param_groups[0]["fisher"]
         self.needs = Needs(outputs=self.fisher != "empirical")

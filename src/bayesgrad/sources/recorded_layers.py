@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +13,7 @@ from bayesgrad import layers
 from bayesgrad.layers.layer import Layer
 from bayesgrad.layers.recorder import LayerCall, LayerRecorder
 from bayesgrad.layers.statistics import LayerStatistics
-
-if TYPE_CHECKING:
-    from bayesgrad.optimizer import BeliefOptimizer
+from bayesgrad.parts import Host
 
 
 class RecordedLayers:
@@ -38,7 +35,7 @@ class RecordedLayers:
 
     def __init__(
         self,
-        optimizer: BeliefOptimizer,
+        optimizer: Host,
         fallback: str | None,
         recorded: tuple[Callable[[nn.Module], bool], ...] = (layers.is_matrix,),
         *,

@@ -1,4 +1,4 @@
-"""Gradients at weights that are sampled from the belief: the weights are perturbed in place, and restored afterwards."""
+"""Gradients at weights that are sampled from the belief: weights are perturbed in place, and restored afterwards."""
 
 from __future__ import annotations
 

@@ -1,1 +1,0 @@
-"""Sums of the curvature of a loss over batches, for `laplace`."""
