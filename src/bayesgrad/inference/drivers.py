@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bayesgrad.families import MixtureOfGaussians, Parameters
 from bayesgrad.inference.engine import OutsideDomain, Result, Rho, check_steps, elbo, message, run, step
-from bayesgrad.inference.expectation import Delta, Expectation
+from bayesgrad.inference.expectation import Delta, Expectation, Function
 from bayesgrad.inference.factor import Factor, LogDensity, Prior
 from bayesgrad.inference.multimodal import MixtureLogDensity
 from bayesgrad.inference.node import Node
@@ -115,7 +115,7 @@ class Minimum:
 
 
 def minimize(
-    loss: Callable[[Tensor], Tensor],
+    loss: Function,
     q: Node,
     *,
     expectation: Expectation | None = None,
