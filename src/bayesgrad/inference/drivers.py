@@ -49,7 +49,8 @@ def run_to_convergence(
         if not torch.isfinite(residual).all():
             raise OutsideDomain(f"the messages to {node} contain NaN or infinity: check the data and initial values.")
         past.append((flat, residual))
-        found = _unflatten(_anderson_mix(past), here)
+        pieces = _anderson_mix(past).split([part.numel() for part in here])
+        found = tuple(piece.view_as(part) for piece, part in zip(pieces, here))
         bound = -math.inf
         if bool(node.family.in_domain(found).all()):
             node.natural = found
@@ -82,11 +83,6 @@ def _anderson_mix(past: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 def _flatten(parameters: Parameters) -> Tensor:
     return torch.cat([part.flatten() for part in parameters])
-
-
-def _unflatten(flat: Tensor, like: Parameters) -> Parameters:
-    pieces = flat.split([part.numel() for part in like])
-    return tuple(piece.view_as(part) for piece, part in zip(pieces, like))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from bayesgrad.families import Dirichlet, Family, Parameters, Point
 from bayesgrad.inference import Factor, LatentVariableFactor, Node, Prior
 from bayesgrad.models import checks
 from bayesgrad.models.covariances import COVARIANCES, Components, Covariance, MixtureFactor
-from bayesgrad.models.latent import Latent, random_rows
+from bayesgrad.models.latent import Latent
 
 METHODS = ("em", "vmp", "svi")
 STARTS = ("kmeans", "k-means++", "random", "random_from_data")
@@ -225,7 +225,8 @@ class GaussianMixture(DensityMixin, Latent):
         """Responsibilities of the components for each row, (K, n)."""
         K, count = self.n_components, len(rows)
         if self.init_params == "random":
-            return random_rows(count, K, random).mT.to(rows)
+            drawn = random.uniform(size=(count, K))  # as in scikit-learn
+            return torch.as_tensor(drawn / drawn.sum(1, keepdims=True)).mT.to(rows)
         plain = rows.cpu().numpy()
         if self.init_params == "kmeans":
             means: Any = KMeans(K, n_init=1, random_state=random)  # pyright: ignore[reportArgumentType]

@@ -262,9 +262,3 @@ class Latent(Estimator, ABC):
         checks.require_non_negative(**{first: offset})
         if self.total_samples is not None and not (checks.is_number(self.total_samples) and self.total_samples > 0):
             raise ValueError(f"total_samples must be a positive number or None, got {self.total_samples!r}.")
-
-
-def random_rows(count: int, columns: int, random: np.random.RandomState) -> torch.Tensor:
-    """Random rows (count, columns) that sum to one, as drawn by scikit-learn for init_params="random"."""
-    drawn = random.uniform(size=(count, columns))
-    return torch.as_tensor(drawn / drawn.sum(1, keepdims=True))
