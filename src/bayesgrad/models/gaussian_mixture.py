@@ -24,13 +24,6 @@ from bayesgrad.models.latent import Latent
 
 METHODS = ("em", "vmp", "svi")
 STARTS = ("kmeans", "k-means++", "random", "random_from_data")
-PRIORS = (
-    "weight_concentration_prior",
-    "mean_precision_prior",
-    "mean_prior",
-    "degrees_of_freedom_prior",
-    "covariance_prior",
-)
 
 
 def _is_em(model: GaussianMixture) -> bool:
@@ -143,7 +136,8 @@ class GaussianMixture(DensityMixin, Latent):
         checks.require_one_of(self, method=METHODS, covariance_type=COVARIANCES, init_params=STARTS)
         checks.require_positive_integer(n_components=self.n_components)
         checks.require_non_negative(reg_covar=self.reg_covar)
-        given = [name for name in PRIORS if getattr(self, name) is not None]
+        priors = [name for name in self.get_params(deep=False) if name.endswith("_prior")]
+        given = [name for name in priors if getattr(self, name) is not None]
         if _is_em(self) and given:
             raise ValueError(f"method='em' has no priors, but {given[0]} was set: use method='vmp', or None.")
 
@@ -201,9 +195,6 @@ class GaussianMixture(DensityMixin, Latent):
     @property
     def _covariance(self) -> Covariance:
         return COVARIANCES[self.covariance_type]
-
-    def _uses_batches(self) -> bool:
-        return self.method == "svi"
 
     def _start(self, data: Tensor, random: np.random.RandomState) -> list[Node]:
         some = max(10 * self.batch_size, 200 * self.n_components)

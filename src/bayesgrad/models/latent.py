@@ -26,7 +26,8 @@ class Latent(Estimator, ABC):
     the latent variables.
 
     `fit` repeats steps with rho = 1 until the bound converges, from `n_init` starts, and keeps the best result. If
-    `_uses_batches` is True, an iteration is a pass over shuffled batches, as in `partial_fit`, with steps of
+    `_uses_batches` is True (with method "svi"), an iteration is a pass over shuffled batches, as in `partial_fit`, with
+    steps of
 
     .. math::
         \rho_t = (t + \tau)^{-\kappa}, \quad t = 1, 2, \dots
@@ -104,7 +105,7 @@ class Latent(Estimator, ABC):
 
     def _uses_batches(self) -> bool:
         """Whether `fit` uses batches."""
-        return False
+        return getattr(self, "method", None) == "svi"
 
     def _num_units(self, data: Any) -> float:
         """The number that changes of the bound are divided by."""
