@@ -125,13 +125,11 @@ class Latent(Estimator, ABC):
         self._batches = 0
         best: tuple[list[Node], Result] | None = None
         failure: Exception | None = None
-        interrupted = False
+        interrupted, iterate = False, self._iterate_batches if self._uses_batches() else self._iterate
         for _ in range(self.n_init):
             try:
                 nodes = self._start(data, random)
-                result = (
-                    self._iterate_batches(data, nodes, random) if self._uses_batches() else self._iterate(data, nodes)
-                )
+                result = iterate(data, nodes, random)
             except (OutsideDomain, torch.linalg.LinAlgError) as error:
                 failure = error
                 continue
@@ -205,7 +203,7 @@ class Latent(Estimator, ABC):
         self._set_attributes(self._nodes)
         return self
 
-    def _iterate(self, data: Any, nodes: list[Node]) -> Result:
+    def _iterate(self, data: Any, nodes: list[Node], random: np.random.RandomState) -> Result:
         factors = [*self._priors(nodes), self._full_data_factor(data, nodes)]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=r".*(not converged after|interrupted in step)")
