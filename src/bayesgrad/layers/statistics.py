@@ -42,8 +42,8 @@ class LayerStatistics:
 
     Reference: Benzing 2021, section 2.2 and Eq. 1-4; Eschenhagen et al., 2023, for expand and reduce.
     Differs from the paper: means instead of sums; E is averaged over positions.
-    Checked by: tests/algebra/test_statistics.py, tests/equations/test_foof.py, tests/equations/test_kfac.py, and against
-    curvlinops.
+    Checked by: tests/algebra/test_statistics.py, tests/equations/test_foof.py, tests/equations/test_kfac.py, and
+    against curvlinops.
     """
 
     def __init__(self, layer: Layer, passes: Sequence[Sequence[LayerCall]]) -> None:
