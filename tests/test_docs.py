@@ -46,7 +46,7 @@ def test_anchors_exist(page: Path) -> None:
     assert not missing
 
 
-MODULES = ("optim", "samplers", "posterior", "rules", "models", "models.kernels", "models.observations")
+MODULES = ("optim", "samplers", "posterior", "structures", "rules", "models", "models.kernels", "models.observations")
 MODULES += ("inference", "families", "metrics", "plots")
 
 

@@ -124,7 +124,7 @@ def laplace(
                 outputs = seen.outputs
                 _check_finite(outputs)
                 if not blocks:
-                    blocks.extend(kept.blocks(chosen, network, bias, seen))
+                    blocks.extend(kept.blocks(chosen, network, bias == "joint", seen))
                 for block in blocks:
                     block.add(seen)
                 if all(block.one_direction for block in blocks):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -56,22 +57,26 @@ class Layer:
 
     def matrix(self) -> Tensor:
         """The gradient of [W b], (groups, out, in), with zeros for a parameter without a gradient."""
-        groups, fan_out, _ = self.shape
         dtype = compute_dtype(self.owner.dtype)
-        parts = []
-        for p in self.members:
-            gradient = torch.zeros_like(p) if p.grad is None else p.grad
-            parts.append(gradient.to(dtype).reshape(groups, fan_out, -1))
-        return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+        return self.join([(torch.zeros_like(p) if p.grad is None else p.grad).to(dtype) for p in self.members])
 
     def values(self) -> Tensor:
         """A copy of [W b], (groups, out, in)."""
-        groups, fan_out, _ = self.shape
         dtype = compute_dtype(self.owner.dtype)
-        return torch.cat([p.detach().to(dtype).reshape(groups, fan_out, -1) for p in self.members], -1)
+        return self.join([p.detach().to(dtype, copy=True) for p in self.members])
 
     def split(self, matrix: Tensor) -> dict[Tensor, Tensor]:
         """Splits a matrix (groups, out, in) into a tensor for each parameter that has a gradient."""
-        size = matrix.shape[-1] - (self.bias is not None)
-        parts = {self.weight: matrix[..., :size], self.bias: matrix[..., size:]}
-        return {p: parts[p].reshape(p.shape) for p in self.members if p.grad is not None}
+        return {p: part for p, part in zip(self.members, self.parted(matrix)) if p.grad is not None}
+
+    def join(self, values: Sequence[Tensor]) -> Tensor:
+        """Tensors in the shapes of the members as one matrix (groups, out, in)."""
+        groups, fan_out, _ = self.shape
+        parts = [part.reshape(groups, fan_out, -1) for part in values]
+        return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+
+    def parted(self, matrix: Tensor) -> list[Tensor]:
+        """The inverse of `join`."""
+        groups, fan_out, _ = self.shape
+        pieces = matrix.split([p.numel() // (groups * fan_out) for p in self.members], -1)
+        return [piece.reshape(p.shape) for p, piece in zip(self.members, pieces)]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +30,9 @@ class LayerStatistics:
     input of an Embedding is a one-hot vector, stored as its index. An exact Fisher sums ee' over several directions of
     the model's outputs, which have the same inputs: see `from_gradients`.
 
+    A contains no derivatives: it is the Gram matrix of the least-squares problem of moving a layer's outputs along
+    their gradients. A ⊗ E approximates the Fisher information of the layer's weights.
+
     With `sharing="reduce"`, inputs are averaged and errors summed over positions first: A is the mean of aa', E the
     mean of ee' over examples. Both are exact for one example at one position.
 
@@ -40,7 +42,8 @@ class LayerStatistics:
 
     Reference: Benzing 2021, section 2.2 and Eq. 1-4; Eschenhagen et al., 2023, for expand and reduce.
     Differs from the paper: means instead of sums; E is averaged over positions.
-    Checked by: tests/equations/test_foof.py, tests/equations/test_kfac.py, and against curvlinops.
+    Checked by: tests/algebra/test_statistics.py, tests/equations/test_foof.py, tests/equations/test_kfac.py, and
+    against curvlinops.
     """
 
     def __init__(self, layer: Layer, passes: Sequence[Sequence[LayerCall]]) -> None:
@@ -253,46 +256,3 @@ def flush(entry: dict[str, Tensor], side: str) -> None:
     *weights, keep = waits.tolist()
     rows = [entry.pop(f"{side}_waiting_{k}")[0] * weight**0.5 for k, weight in enumerate(weights)]
     Moment(torch.cat(rows)[None], 1.0).into(entry[f"{side}_moment"], keep, 1.0)
-
-
-@dataclass(frozen=True)
-class LayerCurvature:
-    """The second moments that an optimizer reads of each layer, with the options of its param group.
-
-    Args:
-        sides: "input" and "error".
-    """
-
-    sides: tuple[str, ...]
-
-    def read(self, statistics: LayerStatistics, options: Mapping[str, Any]) -> dict[str, Moment]:
-        """The second moment of each side."""
-        own = {key: options[key] for key in ("losses_per_example", "sharing") if key in options}
-        return statistics.moments(self.sides, **own)
-
-
-@dataclass(frozen=True)
-class InputMoment(LayerCurvature):
-    """A = (1/N) Σ_j Σ_t a_jt a_jt': the mean over examples j of the sum over positions t, divided by
-    `losses_per_example`.
-
-    It contains no derivatives: it is the Gram matrix of the least-squares problem of moving a layer's outputs along
-    their gradients.
-
-    Reference: Benzing 2021, Eq. 1-4.
-    Checked by: tests/equations/test_foof.py.
-    """
-
-    sides: tuple[str, ...] = ("input",)
-
-
-@dataclass(frozen=True)
-class KroneckerFisher(LayerCurvature):
-    """F ≈ A ⊗ E, with A as in `InputMoment` and E the mean of e e' over examples and positions.
-
-    Reference: Benzing 2021, section 2.2 and Eq. 3; Eschenhagen et al., 2023, for expand and reduce.
-    Differs from the paper: means instead of sums; E is averaged over positions.
-    Checked by: tests/equations/test_kfac.py, and against curvlinops.
-    """
-
-    sides: tuple[str, ...] = ("input", "error")

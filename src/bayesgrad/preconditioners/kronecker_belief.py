@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bayesgrad.layers.layer import Layer
 from bayesgrad.layers.rescaling import estimated_factor
-from bayesgrad.layers.statistics import KroneckerFisher, LayerStatistics, symmetric
+from bayesgrad.layers.statistics import LayerStatistics, symmetric
 from bayesgrad.precision import Kronecker, Precision, Spectral
 from bayesgrad.precision.linalg import eigenvalues
 from bayesgrad.precision.projection import Factors
@@ -32,7 +32,6 @@ class LayerBelief(LayerPreconditioner):
     earlier batches. Inputs and errors that are not finite, or whose squares are not, do not change a layer's factors.
     """
 
-    layer_curvature = KroneckerFisher()
     rule = UpdateRule(None, Static(), NaturalStep())
 
     def from_labels(self, group: Mapping[str, Any]) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bayesgrad.layers.layer import Layer
-from bayesgrad.layers.statistics import InputMoment, KroneckerFisher, symmetric
+from bayesgrad.layers.statistics import symmetric
 from bayesgrad.precision import Precision, Spectral
 from bayesgrad.precision.linalg import not_invertible
 from bayesgrad.preconditioners.layered import SIDES, LayerPreconditioner, store
@@ -19,7 +19,7 @@ from bayesgrad.preconditioners.layered import SIDES, LayerPreconditioner, store
 class InputFactor(LayerPreconditioner):
     """(A + damping I)^-1 for each layer, with the second moment A of its inputs, from backward passes."""
 
-    layer_curvature = InputMoment()
+    sides = ("input",)
 
 
 class KroneckerFactors(LayerPreconditioner):
@@ -27,8 +27,6 @@ class KroneckerFactors(LayerPreconditioner):
 
     The damping is divided between the factors, or, with the option `exact_damping`, added to their product.
     """
-
-    layer_curvature = KroneckerFisher()
 
     def from_labels(self, group: Mapping[str, Any]) -> bool:
         return True

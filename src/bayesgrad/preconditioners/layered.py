@@ -22,7 +22,7 @@ from bayesgrad.layers.fisher import check_outputs
 from bayesgrad.layers.layer import Layer
 from bayesgrad.layers.per_example import matmul
 from bayesgrad.layers.rescaling import gradient_factors, gradient_from_calls
-from bayesgrad.layers.statistics import LayerCurvature, LayerStatistics, defer, flush
+from bayesgrad.layers.statistics import LayerStatistics, defer, flush
 from bayesgrad.packing import Directions, Product, gradient_of
 from bayesgrad.parts import Groups, Host, Needs, Preconditioner
 from bayesgrad.precision import Kronecker, Precision
@@ -50,7 +50,7 @@ class LayerPreconditioner(Preconditioner):
         fallback: by what parameters outside of known layers are trained, for a warning.
     """
 
-    layer_curvature: ClassVar[LayerCurvature]
+    sides: ClassVar[tuple[str, ...]] = SIDES  # whose second moments are kept
     factor: ClassVar[str] = "moment"  # the name of each side's matrix in the state
     on_cpu = ("clock", "damped", "traces", *(f"{side}_waits" for side in SIDES))
 
@@ -148,7 +148,10 @@ class LayerPreconditioner(Preconditioner):
     ) -> None:
         """Updates the factors; `clock` already counts this merge but has the step of the last one."""
         keep, take = average(group["ema"], int(entry["clock"][MERGES]))
-        for side, moment in self.layer_curvature.read(statistics, group).items():
+        moments = statistics.moments(
+            self.sides, losses_per_example=group["losses_per_example"], sharing=group.get("sharing", "expand")
+        )
+        for side, moment in moments.items():
             defer(entry, side, moment, keep, take)
 
     # --- the step ---
@@ -181,7 +184,7 @@ class LayerPreconditioner(Preconditioner):
         due = clock[MERGED] > last and step >= last + min(max(1, last // 4), group["update_every"])
         if not last or due or entry["damped"] != setting:
             entry["damped"] = torch.tensor(setting, dtype=torch.float64)
-            for side in self.layer_curvature.sides:
+            for side in self.sides:
                 flush(entry, side)
             self.invert(layer, entry, group)
             clock[INVERTED] = step
@@ -231,7 +234,7 @@ class LayerPreconditioner(Preconditioner):
 
     def _shapes(self, layer: Layer, group: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes = {}
-        for side in self.layer_curvature.sides:
+        for side in self.sides:
             size = layer.sizes[side]
             diagonal = size > group["max_factor"] or (layer.lookup and side == "input")
             shapes[side] = (layer.shape[0], size) if diagonal else (layer.shape[0], size, size)

@@ -27,7 +27,7 @@ from torch.func import vmap
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.fisher import gather_gradients
 from bayesgrad.layers.layer import Layer
-from bayesgrad.layers.per_example import PerExampleGradients, gradients_one_by_one
+from bayesgrad.layers.per_example import PerExampleGradients, StoredGradients, gradients_one_by_one
 from bayesgrad.layers.recorder import Trace
 from bayesgrad.layers.statistics import LayerStatistics
 from bayesgrad.precision import Blocks, Diagonal, Precision, Scalar, Spectral
@@ -84,15 +84,13 @@ class MetricBlock:
         parts = [values[p].to(device, self.dtype) for p in self.members]
         if self.layer is None:
             return torch.cat([part.reshape(-1) for part in parts]) if len(parts) > 1 else parts[0].reshape(-1)
-        groups, fan_out, _ = self.layer.shape
-        return torch.cat([part.reshape(groups, fan_out, -1) for part in parts], -1)
+        return self.layer.join(parts)
 
     def parted(self, joined: Tensor) -> dict[Tensor, Tensor]:
         if self.layer is None:
             pieces = joined.split([p.numel() for p in self.members])
         else:
-            groups, fan_out, _ = self.layer.shape
-            pieces = joined.split([p.numel() // (groups * fan_out) for p in self.members], -1)
+            pieces = self.layer.parted(joined)
         return {p: piece.reshape(p.shape).to(p.device) for p, piece in zip(self.members, pieces)}
 
     @property
@@ -141,16 +139,17 @@ class ObservedBatch:
     layers: Sequence[Layer]
     left: dict[Any, set[int]] = field(default_factory=dict)
 
-    def gradients(self) -> Iterator[tuple[dict[Tensor, PerExampleGradients], dict[Tensor, Tensor]]]:
-        """For each direction the per-example gradients, from layers or as tensors (N, *shape)."""
+    def gradients(self) -> Iterator[dict[Tensor, PerExampleGradients]]:
+        """For each direction the per-example gradients, from layers or one by one."""
         shapes = tuple((call.name, call.input.shape) for call in self.trace.pending if call.input is not None)
         for direction in self.directions:
             found, left = gather_gradients(self.trace, [direction], left=self.left.get(shapes))
             if len(self.trace.outputs) > 1:
                 self.left[shapes] = left
-            explained = {p: found[id(p)] for p in self.params if id(p) in found}
-            rest = [p for p in self.params if p not in explained and id(p) in self.trace.read_counts]
-            yield explained, dict(zip(rest, gradients_one_by_one(self.trace.outputs, rest, [direction])))
+            rest = [p for p in self.params if id(p) not in found and id(p) in self.trace.read_counts]
+            for p, rows in zip(rest, gradients_one_by_one(self.trace.outputs, rest, [direction])):
+                found[id(p)] = StoredGradients(p.shape, rows.to(compute_dtype(p.dtype)))
+            yield {p: found[id(p)] for p in self.params if id(p) in found}
 
 
 class Metric(ABC):
@@ -262,10 +261,7 @@ class KroneckerFactors(Metric):
             for layer in layers:
                 A, E = (torch.stack([share * found[layer][s] for share, found in made]).sum(0) for s in (0, 1))
                 own = [names[p] for p in layer.members]
-                groups, fan_out, _ = layer.shape
-                joined = torch.cat([vectors[name].reshape(groups, fan_out, -1) for name in own], -1)
-                pieces = (E @ joined @ A).split([p.numel() // (groups * fan_out) for p in layer.members], -1)
-                vectors |= {name: piece.reshape(vectors[name].shape) for name, piece in zip(own, pieces)}
+                vectors |= dict(zip(own, layer.parted(E @ layer.join([vectors[name] for name in own]) @ A)))
             return torch.cat([vectors[name].flatten() for name in batches[0].names])
 
         return drift_by_autodiff(product, space.flat(), roots, kind)
@@ -283,14 +279,11 @@ class DenseFisher(Metric):
         size = sum(p.numel() for p in view.params)
         total = torch.zeros(size, size, dtype=dtype, device=first.device)
         count = len(view.trace.outputs)
-        for explained, written in view.gradients():
+        for found in view.gradients():
             rows = torch.zeros(count, size, dtype=dtype, device=first.device)
-            start = 0
-            for p in view.params:
-                own = explained[p].rows() if p in explained else written.get(p)
-                if own is not None:
-                    rows[:, start : start + p.numel()] = own.detach().reshape(count, -1)
-                start += p.numel()
+            for p, part in zip(view.params, rows.split([p.numel() for p in view.params], 1)):
+                if p in found:
+                    part.copy_(found[p].rows().detach().reshape(count, -1))
             total.addmm_(rows.mT, rows, alpha=1 / count)
         return {first: {"fisher": total}}
 
@@ -374,11 +367,9 @@ def squares(view: ObservedBatch) -> dict[Tensor, Tensor]:
     """The diagonal of F, for each parameter in its shape."""
     total = {p: torch.zeros_like(p, dtype=compute_dtype(p.dtype)) for p in view.params}
     count = len(view.trace.outputs)
-    for explained, written in view.gradients() if view.params else ():
-        for p, columns in explained.items():
+    for found in view.gradients() if view.params else ():
+        for p, columns in found.items():
             total[p] += columns.squares().to(total[p]) / count
-        for p, rows in written.items():
-            total[p] += rows.to(total[p].dtype).square().sum(0) / count
     return total
 
 

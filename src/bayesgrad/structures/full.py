@@ -35,7 +35,7 @@ class FullStructure(Structure):
 
     @classmethod
     def blocks(
-        cls, params: Mapping[str, nn.Parameter], model: nn.Module, bias: str, first: BatchGradients
+        cls, params: Mapping[str, nn.Parameter], model: nn.Module, joint_bias: bool, first: BatchGradients
     ) -> list[Accumulator]:
         return [cls.empty(params)]
 

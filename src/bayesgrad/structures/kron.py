@@ -47,9 +47,9 @@ class KroneckerStructure(Structure):
 
     @classmethod
     def blocks(
-        cls, params: Mapping[str, nn.Parameter], model: nn.Module, bias: str, first: BatchGradients
+        cls, params: Mapping[str, nn.Parameter], model: nn.Module, joint_bias: bool, first: BatchGradients
     ) -> list[Accumulator]:
-        known, biases = _plan(model, params, bias)
+        known, biases = _plan(model, params, joint_bias)
         supported = {n for n in known if isinstance(first.columns[n], (OuterProducts, EmbeddingGradients))}
         factors = {name: LayerFactors(cls, known[name], params) for name in known if name in supported}
         taken = {name for block in factors.values() for name in block.shapes} | set(biases)
@@ -213,7 +213,7 @@ class BiasFactor(Accumulator):
 
 
 def _plan(
-    model: nn.Module, params: Mapping[str, nn.Parameter], bias: str
+    model: nn.Module, params: Mapping[str, nn.Parameter], joint_bias: bool
 ) -> tuple[dict[str, Layer], dict[str, str | None]]:
     """The layers by the name of their weight, and the weight of each bias that is a block by itself."""
     names = {id(p): name for name, p in params.items()}
@@ -230,7 +230,7 @@ def _plan(
         if len(kinds[id(layers.weight_of(module))]) > 1:
             weight = None  # a weight that is shared by an Embedding and a Linear
         alone = all(owners[id(p)] == 1 for p in layers.own_parameters(module).values())
-        together = bias == "joint" and alone and weight is not None
+        together = joint_bias and alone and weight is not None
         if weight is not None and weight not in known:
             inside = params[shift] if together and shift is not None else None
             known[weight] = Layer((weight,), module, params[weight], inside)

@@ -87,14 +87,14 @@ class Structure(Accumulator):
 
     @classmethod
     def blocks(
-        cls, params: Mapping[str, nn.Parameter], model: nn.Module, bias: str, first: BatchGradients
+        cls, params: Mapping[str, nn.Parameter], model: nn.Module, joint_bias: bool, first: BatchGradients
     ) -> list[Accumulator]:
         """Empty blocks for all parameters; by default one for each parameter.
 
         Args:
             params: of the posterior, by name.
             model: to which they belong.
-            bias: "joint" or "separate", for structures of layers.
+            joint_bias: whether weight and bias of a layer are one block, for structures of layers.
             first: the first batch, which is not added here.
         """
         return [cls.empty({name: p}) for name, p in params.items()]

@@ -38,7 +38,7 @@ class SubsampledStructure(Structure):
 
     @classmethod
     def blocks(
-        cls, params: Mapping[str, nn.Parameter], model: nn.Module, bias: str, first: BatchGradients
+        cls, params: Mapping[str, nn.Parameter], model: nn.Module, joint_bias: bool, first: BatchGradients
     ) -> list[Accumulator]:
         return [cls.empty(params)]
 
