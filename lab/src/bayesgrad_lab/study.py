@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import statistics
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,9 +14,11 @@ from torch import Tensor
 
 from bayesgrad_lab.dataset import Dataset
 from bayesgrad_lab.methods import method
+from bayesgrad_lab.report import Estimate
 from bayesgrad_lab.runner import History, Progress, Trial, read_tensors, train, write_tensors
 
 SCALES = ("smoke", "laptop", "paper")
+mean_and_error = Estimate.of
 
 
 @dataclass(frozen=True)
@@ -106,14 +107,6 @@ class Finals:
         if score.startswith("best "):
             return min(row[score.removeprefix("best ")] for row in history.rows)
         return history.final[score]
-
-
-def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Both nan where any value is not finite: a method that diverged for one seed has no mean."""
-    if not all(map(math.isfinite, values)):
-        return math.nan, math.nan
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return statistics.mean(values), error
 
 
 def compare(
