@@ -5,20 +5,15 @@ from __future__ import annotations
 import base64
 import html
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bayesgrad_lab.runner import read_json, write_atomically, write_json
+from bayesgrad_lab.store import read_json, write_atomically, write_json
 
 UNRESOLVED = "not resolved at this size"
 NO_VERDICT = "Smoke run: no verdict."
-
-
-def outcome(held: Sequence[bool]) -> str:
-    """How much of a claim holds, in the words that a verdict begins with."""
-    return "Holds" if all(held) else "Holds in part" if any(held) else "Does not hold"
 
 
 @dataclass
@@ -48,6 +43,11 @@ class Report:
 
     def add_figure(self, file: str, caption: str) -> None:
         self.figures.append({"file": file, "caption": caption})
+
+    def draw(self, path: Path, caption: str, plot: Callable[..., None], *args: Any, **options: Any) -> None:
+        """Draws a figure into the run's folder, by a function of `figures` or `plots`, and adds it."""
+        plot(path, *args, **options)
+        self.add_figure(path.name, caption)
 
     def save(self, folder: Path) -> Path:
         """Writes report.json and report.html into the run's folder; returns the page."""
