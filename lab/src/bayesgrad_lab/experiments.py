@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from bayesgrad_lab.context import Context
 from bayesgrad_lab.report import NO_VERDICT, UNRESOLVED, Report
-from bayesgrad_lab.study import Context
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ from bayesgrad_lab.khan2023_training import (
     like,
     run,
 )
-from bayesgrad_lab.report import Report, outcome
+from bayesgrad_lab.report import Report
+from bayesgrad_lab.results import outcome
 from bayesgrad_lab.study import Context, mean_and_error
 
 # --- Fig. 1 ---

@@ -20,7 +20,8 @@ from bayesgrad_lab.laplace_training import (
     laplace_rows,
     row_of,
 )
-from bayesgrad_lab.report import Report, outcome
+from bayesgrad_lab.report import Report
+from bayesgrad_lab.results import outcome
 from bayesgrad_lab.study import Context
 from bayesgrad_lab.uci_regression import sign
 

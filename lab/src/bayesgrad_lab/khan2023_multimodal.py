@@ -15,7 +15,8 @@ from bayesgrad.families import FixedGaussian, Gaussian, MixtureOfGaussians
 from bayesgrad.inference import Delta, Node, OutsideDomain, minimize, step
 from bayesgrad.inference.multimodal import MixtureLogDensity
 from bayesgrad_lab import figures
-from bayesgrad_lab.report import Report, outcome
+from bayesgrad_lab.report import Report
+from bayesgrad_lab.results import outcome
 from bayesgrad_lab.study import Context, mean_and_error
 
 Loss = Callable[[Tensor], Tensor]

@@ -16,7 +16,8 @@ from torch import Tensor
 from bayesgrad.models import LatentDirichlet
 from bayesgrad_lab import figures
 from bayesgrad_lab.corpora import Corpus, associated_press, invented
-from bayesgrad_lab.report import Report, outcome
+from bayesgrad_lab.report import Report
+from bayesgrad_lab.results import outcome
 from bayesgrad_lab.study import Context, mean_and_error
 
 PRIORS = ((0.05, 0.05), (0.1, 0.1), (0.5, 0.1))  # of shares and of words, for each method to choose from

@@ -4,59 +4,16 @@ from __future__ import annotations
 
 import base64
 import html
-import math
 import re
-import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from bayesgrad_lab.runner import read_json, write_atomically, write_json
+from bayesgrad_lab.store import read_json, write_atomically, write_json
 
 UNRESOLVED = "not resolved at this size"
 NO_VERDICT = "Smoke run: no verdict."
-
-
-def outcome(held: Sequence[bool]) -> str:
-    """How much of a claim holds, in the words that a verdict begins with."""
-    return "Holds" if all(held) else "Holds in part" if any(held) else "Does not hold"
-
-
-class Estimate(NamedTuple):
-    """A mean and its standard error, which is nan where one value alone is known."""
-
-    mean: float
-    error: float
-
-    @classmethod
-    def of(cls, values: Iterable[float]) -> Estimate:
-        """Both nan where any value is not finite: a method that diverged for one seed has no mean."""
-        values = list(values)
-        if not all(map(math.isfinite, values)):
-            return cls(math.nan, math.nan)
-        error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-        return cls(statistics.mean(values), error)
-
-    def scaled(self, factor: float, offset: float = 0.0) -> Estimate:
-        return Estimate(offset + factor * self.mean, abs(factor) * self.error)
-
-    @property
-    def margin(self) -> float:
-        """Two standard errors; zero where none is known."""
-        return 2 * self.error if math.isfinite(self.error) else 0.0
-
-    @property
-    def sign(self) -> int:
-        """-1 or 1 where the mean is more than two standard errors from zero."""
-        return int(self.mean > self.margin) - int(self.mean < -self.margin)
-
-    def text(self, digits: int = 2, factor: float = 1, form: str = "") -> str:
-        """Mean ± error, times a factor; `form` is "+" for a mean that always has its sign."""
-        if not math.isfinite(self.mean):
-            return "diverged"
-        spread = f" ± {abs(factor) * self.error:.{digits}f}" if math.isfinite(self.error) else ""
-        return f"{factor * self.mean:{form}.{digits}f}{spread}"
 
 
 @dataclass
@@ -86,6 +43,11 @@ class Report:
 
     def add_figure(self, file: str, caption: str) -> None:
         self.figures.append({"file": file, "caption": caption})
+
+    def draw(self, path: Path, caption: str, plot: Callable[..., None], *args: Any, **options: Any) -> None:
+        """Draws a figure into the run's folder, by a function of `figures` or `plots`, and adds it."""
+        plot(path, *args, **options)
+        self.add_figure(path.name, caption)
 
     def save(self, folder: Path) -> Path:
         """Writes report.json and report.html into the run's folder; returns the page."""
