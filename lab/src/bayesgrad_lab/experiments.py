@@ -245,7 +245,7 @@ EXPERIMENTS = {
             "No paper; data of Hernandez-Lobato and Adams, Probabilistic backpropagation",
             "",
             "MAP, Laplace's method and variational rules on six small regressions",
-            _lazily("uci_regression", "regression"),
+            _lazily("uci", "regression"),
             "full matrix ahead of MAP on five of six",
         ),
         Experiment(
