@@ -28,7 +28,7 @@ class Trial:
     Args:
         purpose: "search" or "final".
         task: the key of what is trained; see `Task.key`.
-        method: the kind of method.
+        method: the kind of method; "" where there is one only.
         settings: hyper-parameters by name.
         seed: of the weights and of the order of examples; None where the task has one of its own.
     """
@@ -44,7 +44,7 @@ class Trial:
         """The name of its files."""
         numbers = [f"{name}{value:g}" for name, value in self.settings.items()]
         seed = [] if self.seed is None else [f"seed{self.seed}"]
-        return "-".join([self.purpose, self.task, self.method, *numbers, *seed])
+        return "-".join(filter(None, [self.purpose, self.task, self.method, *numbers, *seed]))
 
 
 Progress = Callable[[Trial, int, int, float, float, float], None]  # trial, epoch, step, loss, error, steps/s

@@ -6,28 +6,37 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from bayesgrad import optim, plots
-from bayesgrad_lab import datasets, figures
+from bayesgrad_lab import figures
+from bayesgrad_lab.context import Context
 from bayesgrad_lab.dataset import Dataset
-from bayesgrad_lab.khan2023_training import (
+from bayesgrad_lab.khan2023_runs import (
     BINARY,
+    COLUMNS,
     METHODS,
-    Finals,
-    Method,
-    Task,
+    classifier,
+    difference,
     ensemble,
     finals,
     like,
+    named,
+    outside,
     run,
+    score_panels,
+    score_table,
+    scrambled,
 )
+from bayesgrad_lab.methods import Method
 from bayesgrad_lab.report import Report
-from bayesgrad_lab.results import outcome
-from bayesgrad_lab.study import Context, mean_and_error
+from bayesgrad_lab.results import Results, margin, mean_and_error, outcome, shown, sign
+from bayesgrad_lab.task import Task
+from bayesgrad_lab.training import STATISTICS
 
 # --- Fig. 1 ---
 
@@ -135,10 +144,9 @@ def fig1(context: Context) -> Report:
         mean_and_error([(run["path"][-1] > 0).double().mean().item() for run in runs])
         for runs in (bayes["wells"], narrow)
     )
-    inside = [run["path"][half:][run["path"][half:] > 0].mean().item() for run in bayes["wells"]]
-    away = place[0] - 2 * _zero(place[1]) > point + 0.5 * (exact[0] - valley)
-    prefers = flat[2] < sharp[2] and share[0] - 2 * _zero(share[1]) > max(flat_point, 0.5)
-    moved = f"{place[0]:.3f}{_error(place[1], '.3f')}"
+    away = place[0] - margin(place) > point + 0.5 * (exact[0] - valley)
+    prefers = flat[2] < sharp[2] and share[0] - margin(share) > max(flat_point, 0.5)
+    moved = shown(place)
     report = Report(
         "khan2023-fig1: walls and sharp minima",
         claim="Where a minimum lies next to a wall, the Bayesian solution shifts away from it, towards the flatter "
@@ -149,33 +157,22 @@ def fig1(context: Context) -> Report:
         f"minimum is {valley:.3f}), IVON's mean is {moved} with a deviation of {width[0]:.3f}, the best Gaussian has "
         f"mean {exact[0]:.3f} and deviation {exact[1]:.3f}: {exact[0] - valley:.2f} away from the wall. Two minima: "
         f"{100 * flat_point:.0f} % of the starts in [-3, 3] end in the flat one by gradient descent, "
-        f"{100 * share[0]:.1f}{_error(share[1], '.1f', 100)} % with IVON whose beliefs begin with deviation 1, "
-        f"{100 * share_narrow[0]:.1f}{_error(share_narrow[1], '.1f', 100)} % where they begin with {NARROW}. E_q[loss] "
+        f"{shown(share, '.1f', 100)} % with IVON whose beliefs begin with deviation 1, "
+        f"{shown(share_narrow, '.1f', 100)} % where they begin with {NARROW}. E_q[loss] "
         f"- entropy is {flat[2]:.2f} in the flat minimum and {sharp[2]:.2f} in the sharp one, whose loss is lower.",
     )
-    report.add_table(
-        "Where weights end",
-        [
-            "loss",
-            "gradient descent",
-            "IVON, mean",
-            "IVON, deviation",
-            "best Gaussian, mean",
-            "best Gaussian, deviation",
-        ],
-        [
-            ["wall", f"{point:.3f}", moved, f"{width[0]:.3f}", f"{exact[0]:.3f}", f"{exact[1]:.3f}"],
-            [
-                "two minima, in the flat one",
-                f"{descent['wells']['path'][-1][descent['wells']['path'][-1] > 0].mean():.3f}",
-                f"{mean_and_error(inside)[0]:.3f}",
-                f"{np.mean([_spread_in(run, half) for run in bayes['wells']]):.3f}",
-                f"{flat[0]:.3f}",
-                f"{flat[1]:.3f}",
-            ],
-        ],
-    )
-    shown = [count // 6, count // 3, count // 2, 2 * count // 3, count - 1]
+    columns = [f"{who}, {what}" for who in ("IVON", "best Gaussian") for what in ("mean", "deviation")]
+    ends = descent["wells"]["path"][-1]
+    inside = [
+        ends[ends > 0].mean().item(),
+        *(np.mean([_inside(run, name, half) for run in bayes["wells"]]) for name in ("path", "spread")),
+    ]
+    rows = [
+        ["wall", f"{point:.3f}", moved, *(f"{value:.3f}" for value in (width[0], *exact[:2]))],
+        ["two minima, in the flat one", *(f"{value:.3f}" for value in (*inside, *flat[:2]))],
+    ]
+    report.add_table("Where weights end", ["loss", "gradient descent", *columns], rows)
+    five = [count // 6, count // 3, count // 2, 2 * count // 3, count - 1]
     panels = []
     for name, title, (mean, deviation, _), ground in (
         ("wall", "a minimum beside a wall", exact, (-0.45, 2.0)),
@@ -190,16 +187,17 @@ def fig1(context: Context) -> Report:
                 losses[name](x).numpy(),
                 smooth.numpy(),
                 (mean, deviation),
-                descent[name]["path"][::10, shown].numpy(),
-                bayes[name][0]["path"][:, shown].numpy(),
+                descent[name]["path"][::10, five].numpy(),
+                bayes[name][0]["path"][:, five].numpy(),
                 (-7.0, 3.0) if name == "wells" else (0.0, 6.0),
             )
         )
-    figures.landscapes(context.folder / "fig1.png", panels)
-    report.add_figure(
-        "fig1.png",
+    report.draw(
+        context.folder / "fig1.png",
         "Above: the loss, its average over the best Gaussian's width around each mean, and that Gaussian. Below: the "
         "paths of five weights by gradient descent (ten times as many steps) and by IVON, seed 0.",
+        figures.landscapes,
+        panels,
     )
     report.settings["protocol"] = (
         f"{count} starts, evenly spaced, {steps} steps of IVON with 4 draws each (lr 0.02, betas 0.9 and 0.99, "
@@ -209,31 +207,28 @@ def fig1(context: Context) -> Report:
     return report
 
 
-def _spread_in(run: dict[str, Tensor], half: int) -> float:
-    """The mean deviation of those beliefs that are in the flat minimum."""
-    return run["spread"][half:][run["path"][half:] > 0].mean().item()
-
-
-def _zero(error: float) -> float:
-    """No error is known from one seed."""
-    return error if math.isfinite(error) else 0.0
-
-
-def _error(error: float, form: str, factor: float = 1.0) -> str:
-    return f" ± {factor * error:{form}}" if math.isfinite(error) else ""
+def _inside(run: dict[str, Tensor], name: str, half: int) -> float:
+    """The mean place ("path") or deviation ("spread") of those beliefs that are in the flat minimum."""
+    return run[name][half:][run["path"][half:] > 0].mean().item()
 
 
 # --- uncertainty ---
 
-COLUMNS = {
-    "error": ("accuracy %", -100, 100, 2),
-    "nll": ("NLL", 1, 0, 4),
-    "ece": ("ECE %", 100, 0, 2),
-    "brier": ("Brier", 1, 0, 4),
-    "auroc maximum": ("AUROC, maximum", 1, 0, 3),
-    "auroc entropy": ("AUROC, entropy", 1, 0, 3),
-    "seconds": ("CPU s/epoch", 1, 0, 2),
-}  # score -> title, factor, offset, decimals
+
+class Part(NamedTuple):
+    """A task of the experiment.
+
+    Args:
+        members: of its ensembles.
+        origin: of the outside images, for people.
+        seeds: of the finals, at most, where runs take long.
+    """
+
+    task: Task
+    members: int
+    methods: Sequence[Method]
+    origin: str = "another kind"
+    seeds: int | None = None
 
 
 def uncertainty(context: Context) -> Report:
@@ -245,107 +240,91 @@ def uncertainty(context: Context) -> Report:
         "within 0.5 points of Adam's accuracy, with lower NLL and ECE.",
     )
     words, held, asked = [], [], context.seeds
-    for task, members, methods in _tasks(context):
-        context = replace(context, seeds=min(asked, task.seeds or asked))
-        context.say(f"{task.key}: {len(task.data.test_x):,} test images, {len(task.outside):,} of {task.origin}")
-        results = [one for method in methods for one in finals(context, task, method)]
+    for part in parts(context):
+        task, context = part.task, replace(context, seeds=min(asked, part.seeds or asked))
+        others = f"{len(outside(task)):,} of {part.origin}"
+        context.say(f"{task.key}: {len(task.data.test_x):,} test images, {others}")
+        found = {method.title: finals(context, task, method) for method in part.methods}
+        results = [one for some in found.values() for one in some]
         single = results[0]
-        results.insert(1, ensemble(context, task, single, members))
-        report.add_table(f"{task.key}, test data", ["method", "chosen", *_titles()], [_row(one) for one in results])
-        tried = [one for one in results if one.tried and one.way == one.method.searched]
-        rows = [
-            [one.method.title, *(f"{lr:g}, {second:g}: {v:.3f}" for (lr, second), v in one.tried.items())]
-            for one in tried
-        ]
+        results.insert(1, ensemble(context, task, part.methods[0], single, part.members))
+        report.add_table(f"{task.key}, test data", **score_table(results))
         report.add_table(
             "Validation NLL of each pair tried: lr, second hyper-parameter",
             ["method", *map(str, range(1, len(single.tried) + 1))],
-            rows,
+            [[title, *some[0].attempts()] for title, some in found.items()],
         )
-        for one in results:
-            if one.way == "drawn" and one.method.kind in ("vogn", "ivon"):
+        kinds = [method.kind for method in part.methods]
+        for kind in ("vogn", "ivon"):
+            if kind in kinds:
+                one = named(results, kind, "drawn")
                 holds, sentence = _against(one, single)
-                reached = "target met" if holds else "target missed"
-                sentence = f"{task.data.name}, {task.epochs} epochs, {reached}: {sentence}"
                 held.append(holds)
-                words.append(
-                    f"{sentence} {_against(one, _named(results, 'ogn'))[1]}" if "ogn" in _kinds(methods) else sentence
-                )
-        file = f"uncertainty-{task.key}.png"
-        shown = ("error", "nll", "ece", "auroc entropy")
-        figures.dots(
-            context.folder / file, {COLUMNS[s][0]: {one.title: _shown(one, s) for one in results} for s in shown}
+                reached = "target met" if holds else "target missed"
+                words.append(f"{task.data.name}, {task.epochs} epochs, {reached}: {sentence}")
+                words += [_against(one, named(results, "ogn", "drawn"))[1]] if "ogn" in kinds else []
+        report.draw(
+            context.folder / f"uncertainty-{task.key}.png",
+            f"{task.key}: mean and standard error over seeds.",
+            figures.dots,
+            score_panels(results, ("error", "nll", "ece", "auroc entropy")),
         )
-        report.add_figure(file, f"{task.key}: mean and standard error over seeds.")
-        report.settings[f"protocol of {task.key}"] = task.protocol(len(single.tried), context.seeds)
-    report.verdict = f"{outcome(held)} here. " + " ".join(word for word in words if word)
+        report.settings[f"protocol of {task.key}"] = _protocol(part, len(single.tried), context.seeds)
+    report.verdict = f"{outcome(held)} here. {' '.join(words)}"
     return report
 
 
-def _tasks(context: Context) -> list[tuple[Task, int, Sequence[Method]]]:
-    """Task, members of its ensembles, and methods."""
+def parts(context: Context) -> list[Part]:
+    """What is trained at each scale."""
     if context.scale == "smoke":
-        data = datasets.load("digits").part(200)
-        scrambled = data.test_x.flatten(1)[:, torch.randperm(64, generator=torch.Generator().manual_seed(0))]
+        data = context.load("digits", 200)
         few = [replace(method, lrs=method.lrs[1:2], seconds=method.seconds[1:2], options={}) for method in METHODS]
         few[-1] = replace(few[-1], options={"betas": (0.9, 0.9995)})
-        foreign = scrambled.view_as(data.test_x)
-        small = Task(data.part(60), foreign[:20], None, 1, 30, samples=2, channels=4, seeds=1)
-        return [(Task(data, foreign, (16,), 3, 32, samples=4), 2, few), (small, 2, [few[0], few[3]])]
-    images = datasets.load("fashion-mnist", context.data_dir, context.download)
-    other = datasets.load("mnist", context.data_dir, context.download)
-    outside = like(other.test_x, other.train_x, images.train_x)
-    colour = datasets.load("cifar10", context.data_dir, context.download)
+        foreign = scrambled(data)
+        small = classifier(data.part(60), foreign[:20], (4,), 1, 30, "resnet", samples=2)
+        whole = classifier(data, foreign, (16,), 3, 32, samples=4)
+        return [Part(whole, 2, few), Part(small, 2, [few[0], few[3]], seeds=1)]
+    images, other, colour = map(context.load, ("fashion-mnist", "mnist", "cifar10"))
+    foreign = like(other.test_x, other.train_x, images.train_x)
     if context.scale == "laptop":
         few = [method for method in METHODS if method.kind in ("adam", "vogn", "ivon")]
-        short, long = (Task(images.part(10_000), outside, (100, 100), epochs, origin="mnist") for epochs in (10, 30))
+        short, long = (classifier(images.part(10_000), foreign, (100, 100), epochs) for epochs in (10, 30))
         digits = like(other.test_x[:2500], other.train_x, colour.train_x)
-        deep = Task(colour.part(5000), digits, None, 15, 50, samples=16, channels=8, seeds=3, origin="mnist")
-        return [(short, 5, METHODS), (long, 5, few), (deep, 5, METHODS)]
-    hundred = datasets.load("cifar100", context.data_dir, context.download)
-    foreign = like(hundred.test_x, hundred.train_x, colour.train_x)
+        deep = classifier(colour.part(5000), digits, (8,), 15, 50, "resnet", samples=16)
+        return [Part(short, 5, METHODS, "mnist"), Part(long, 5, few, "mnist"), Part(deep, 5, METHODS, "mnist", 3)]
+    hundred = context.load("cifar100")
+    deep = like(hundred.test_x, hundred.train_x, colour.train_x)
     return [
-        (Task(images, outside, (400, 400), 50, origin="mnist"), 5, METHODS),
-        (Task(colour, foreign, None, 100, augment=True, origin="cifar100"), 5, METHODS),
+        Part(classifier(images, foreign, (400, 400), 50), 5, METHODS, "mnist"),
+        Part(classifier(colour, deep, (16,), 100, network="resnet", augment=True), 5, METHODS, "cifar100"),
     ]
 
 
-def _kinds(methods: Sequence[Method]) -> list[str]:
-    return [method.kind for method in methods]
-
-
-def _named(results: Sequence[Finals], kind: str) -> Finals:
-    """The averaged predictions of a kind of method."""
-    return next(one for one in results if one.method.kind == kind and one.way == "drawn")
-
-
-def _titles() -> list[str]:
-    return [title for title, *_ in COLUMNS.values()]
-
-
-def _shown(one: Finals, name: str) -> tuple[float, float]:
-    mean, error = one.mean(name)
-    _, factor, offset, _ = COLUMNS[name]
-    return offset + factor * mean, abs(factor) * error
-
-
-def _row(one: Finals) -> list[str]:
-    cells = [one.title, f"lr {one.lr:g}, {one.method.second} {one.second:g}"]
-    for name, (*_, digits) in COLUMNS.items():
-        mean, error = _shown(one, name)
-        cells.append(f"{mean:.{digits}f}{_error(error, f'.{digits}f')}" if math.isfinite(mean) else "diverged")
-    return cells
-
-
-def _against(one: Finals, rival: Finals) -> tuple[bool, str]:
-    """Whether accuracy is within 0.5 points, and NLL and ECE are lower by two standard errors of paired differences."""
-    error, nll, ece = (one.less(rival, name) for name in ("error", "nll", "ece"))
-    lower = all(mean + 2 * _zero(spread) < 0 for mean, spread in (nll, ece))
-    words = (
-        f"{one.title}, less {rival.title}: accuracy {-100 * error[0]:+.2f}{_error(error[1], '.2f', 100)} points, NLL "
-        f"{nll[0]:+.4f}{_error(nll[1], '.4f')}, ECE {100 * ece[0]:+.2f}{_error(ece[1], '.2f', 100)} points."
+def _protocol(part: Part, pairs: int, seeds: int) -> str:
+    """How a task was measured, for people."""
+    task, network = part.task, ""
+    if task.network == "resnet":
+        (channels,) = task.widths or (0,)
+        count = sum(p.numel() for p in task.model(0).parameters())
+        network = (
+            f"a ResNet of three blocks, {channels} to {4 * channels} channels, {count:,} weights, with "
+            f"BatchNorm, whose statistics are estimated again from {STATISTICS} training images: once at the mean, "
+            "for each draw of weights, and once under dropout's masks; "
+        )
+    return (
+        f"{len(task.data.train_x):,} images, {task.epochs} epochs, batches of {task.batch}, cosine schedule; "
+        f"{network}lr and a second hyper-parameter (weight decay, dropout rate or hess_init) chosen by the "
+        f"validation NLL of averaged predictions, {pairs} pairs for each method, 20 % held out, with a separate "
+        f"seed; {seeds} seed{'s' * (seeds > 1)}; {task.samples} draws; prior precision = {task.decay:g} x images; "
+        f"{len(task.data.test_x):,} test images; AUROC against {len(outside(task)):,} images of {part.origin}"
     )
-    return error[0] <= 0.005 and lower, words
+
+
+def _against(one: Results, rival: Results) -> tuple[bool, str]:
+    """Whether accuracy is within 0.5 points, and NLL and ECE are lower by two standard errors of paired differences."""
+    gaps, words = difference(one, rival, ("error", "nll", "ece"))
+    lower = all(sign(gaps[name]) < 0 for name in ("nll", "ece"))
+    return gaps["error"][0] <= 0.005 and lower, f"{one.title}, less {rival.title}: {words}."
 
 
 # --- binary networks ---
@@ -377,12 +356,12 @@ def binary(context: Context) -> Report:
         "paper": (200, 500, "mnist", None, (2048, 2048, 2048), 100),
     }[context.scale]
     toy, where, picture = moons(points)
-    images = datasets.load(name, context.data_dir, context.download).part(examples)
+    images = context.load(name, examples)
     smoke = context.scale == "smoke"
     methods = [replace(m, lrs=m.lrs[:1], seconds=m.seconds[:1], options={}) for m in BINARY] if smoke else BINARY
     tasks = {
-        "two moons": Task(toy, features(picture.view(-1, 2)), (64, 64), rounds, 20, binary=True, judge="error"),
-        name: Task(images, images.test_x[:10], widths, epochs, 100, binary=True, judge="error"),
+        "two moons": classifier(toy, features(picture.view(-1, 2)), (64, 64), rounds, 20, "binary"),
+        name: classifier(images, images.test_x[:10], widths, epochs, 100, "binary"),
     }
     report = Report(
         "khan2023-binary: STE and BayesBiNN",
@@ -394,33 +373,27 @@ def binary(context: Context) -> Report:
     words, held = [], {}
     names = [key for key in COLUMNS if not key.startswith("auroc")]
     for title, task in tasks.items():
-        results = [one for method in methods for one in finals(context, task, method)]
-        ste, mode = results[0], results[1]
-        mean, error = mode.less(ste, "error")
-        held[title] = mean - 2 * _zero(error) <= 0
+        found = {method.title: finals(context, task, method, "error") for method in methods}
+        ste, mode, drawn = results = [one for some in found.values() for one in some]
+        gap, score = mode.less(ste, "error"), partial(drawn.less, ste)
+        held[title] = gap[0] - margin(gap) <= 0
         words.append(
-            f"{title}: BayesBiNN's most probable network less STE, accuracy {-100 * mean:+.2f}"
-            f"{_error(error, '.2f', 100)} points; its {task.samples} draws less STE, "
-            f"{-100 * results[2].less(ste, 'error')[0]:+.2f} points, NLL {results[2].less(ste, 'nll')[0]:+.3f}."
+            f"{title}: BayesBiNN's most probable network less STE, accuracy {shown(gap, '+.2f', -100)} points; its "
+            f"{task.samples} draws less STE, {-100 * score('error')[0]:+.2f} points, NLL {score('nll')[0]:+.3f}."
         )
-        rows = [[*_row(one)[:2], *(_row(one)[2 + list(COLUMNS).index(key)] for key in names)] for one in results]
-        report.add_table(f"{title}, test data", ["method", "chosen", *(COLUMNS[key][0] for key in names)], rows)
-        tried = [
-            [one.method.title, *(f"{lr:g}, {second:g}: {100 * v:.1f}" for (lr, second), v in one.tried.items())]
-            for one in (ste, mode)
-        ]
-        count = range(1, len(ste.tried) + 1)
+        report.add_table(f"{title}, test data", **score_table(results, names))
         report.add_table(
             f"{title}, validation error % of each pair tried: lr, weight decay or relaxation",
-            ["method", *map(str, count)],
-            tried,
+            ["method", *map(str, range(1, len(ste.tried) + 1))],
+            [[method, *some[0].attempts(".1f", 100)] for method, some in found.items()],
         )
         if title == "two moons":
             maps = {
-                one.title: run(context, task, one.method, one.lr, one.second, 0, True)[f"{one.way}_outside"][:, 1]
+                one.title: run(context, task, method, tuple(one.settings.values()), 0)[f"{one.of.key[1]}_outside"][:, 1]
                 .view(picture.shape[:2])
                 .numpy()
-                for one in results
+                for method in methods
+                for one in found[method.title]
             }
             plots.decisions(context.folder / "moons.png", maps, picture.numpy(), where.numpy(), toy.train_y.numpy())
     outcomes = {True: "holds on ", False: "does not hold on "}

@@ -5,29 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bayesgrad_lab.khan2023_training import METHODS, Method, finals
-from bayesgrad_lab.laplace_report import (
+from bayesgrad_lab.context import Context
+from bayesgrad_lab.khan2023_runs import METHODS, difference, finals, named
+from bayesgrad_lab.laplace_runs import (
+    Approximation,
     add_classification,
     add_reliability,
-    difference,
-    named,
+    laplace_rows,
     protocol,
     task_of,
 )
-from bayesgrad_lab.laplace_training import (
-    Approximation,
-    Row,
-    laplace_rows,
-    row_of,
-)
+from bayesgrad_lab.methods import Method
 from bayesgrad_lab.report import Report
-from bayesgrad_lab.results import outcome
-from bayesgrad_lab.study import Context
-from bayesgrad_lab.uci_regression import sign
+from bayesgrad_lab.results import Results, outcome, sign
 
 KINDS = (Approximation("Laplace, diagonal", "diag"), Approximation("Laplace, Kronecker", "kron"))
 VARIATIONAL = ("ogn", "vogn", "ivon")
-TITLES = {"nll": "NLL", "ece": "ECE", "auroc entropy": "AUROC"}
+BETTER = {"nll": -1, "ece": -1, "auroc entropy": 1}  # the sign of a difference that is an improvement
 
 
 def against(context: Context) -> Report:
@@ -41,20 +35,20 @@ def against(context: Context) -> Report:
         "precision and temperature by held-out images) and than OGN's draws, by two standard errors of paired "
         "differences.",
     )
-    task = task_of(context)
+    task, origin = task_of(context)
     adam, *methods = _methods(context)
     rows = laplace_rows(context, task, KINDS, adam)
-    rows += [row_of(context, task, one) for method in methods for one in finals(context, task, method)]
+    rows += [one for method in methods for one in finals(context, task, method)]
     add_classification(report, context, task, rows)
     diagonal = named(rows, "diag", "linear", "held out")
     shown = [named(rows, "map"), diagonal, *(named(rows, kind, "drawn") for kind in ("vogn", "ivon"))]
     add_reliability(report, context, task, shown)
     words, won = _verdict(rows, diagonal)
     report.verdict = f"{outcome(won)} here: {sum(won)} of {len(won)} comparisons. {' '.join(words)}"
-    pairs = len(adam.lrs) * len(adam.seconds)
+    common = protocol(context, task, origin, len(adam.seeks))
     report.settings["protocol"] = (
-        f"{protocol(context, task, pairs)}; OGN, VOGN and IVON: as many epochs and pairs of lr and hess_init, chosen "
-        f"by the validation NLL of averaged predictions, prior precision {task.decay:g} x images"
+        f"{common}; OGN, VOGN and IVON: as many epochs and pairs of lr and hess_init, chosen by the validation "
+        f"NLL of averaged predictions, prior precision {task.decay:g} x images"
     )
     return report
 
@@ -69,15 +63,14 @@ def _methods(context: Context) -> list[Method]:
     return methods
 
 
-def _verdict(rows: Sequence[Row], diagonal: Row) -> tuple[list[str], list[bool]]:
+def _verdict(rows: Sequence[Results], diagonal: Results) -> tuple[list[str], list[bool]]:
     """Each variational rule against each rival, in words and whether it is ahead, score by score."""
     words, won = [], []
     for kind in ("vogn", "ivon"):
         one = named(rows, kind, "drawn")
         for rival in (diagonal, named(rows, "ogn", "drawn")):
-            gaps, sentence = difference(one, rival)
-            ahead = [name for name in TITLES if sign(gaps[name]) == (1 if name == "auroc entropy" else -1)]
-            won += [name in ahead for name in TITLES]
+            gaps, sentence = difference(one, rival, tuple(BETTER))
+            won += [sign(gaps[name]) == better for name, better in BETTER.items()]
             words.append(f"{one.title}, less {rival.title}: {sentence}.")
-        words.append(f"Less MAP: {difference(one, named(rows, 'map'))[1]}.")
+        words.append(f"Less MAP: {difference(one, named(rows, 'map'), tuple(BETTER))[1]}.")
     return words, won

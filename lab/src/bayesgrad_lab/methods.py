@@ -58,7 +58,7 @@ class Setup:
         return 0.1 * self.decay / self.lr
 
 
-Build = Callable[[nn.Module, Setup], "torch.optim.Optimizer | list[torch.optim.Optimizer]"]
+Build = Callable[..., "torch.optim.Optimizer | list[torch.optim.Optimizer]"]  # of model, setup and options
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Method:
         lrs: learning rates.
         make: builds the optimizer, or several that step together.
         second: what `seconds` are values of.
-        options: further arguments of the optimizer, for builders that look at them.
+        options: further arguments of `make`.
     """
 
     kind: str
@@ -92,13 +92,17 @@ class Method:
         """All pairs of a learning rate and a second hyper-parameter, or the learning rates alone."""
         return [(lr, *rest) for lr in self.lrs for rest in (zip(self.seconds) if self.seconds else [()])]
 
+    def named(self, setting: tuple[float, ...]) -> dict[str, float]:
+        """The hyper-parameters of a setting, by name."""
+        return dict(zip(("lr", self.second), setting))
+
     def build(self, model: nn.Module, task: Task, lr: float, seed: int, second: float = 0.0) -> list[Any]:
         """The optimizers of a network for a task; all step together."""
         amounts = task.size, task.losses_per_example, len(task.data.train_x)
         return self.of(model, Setup(lr, second, seed, *amounts, task.decay))
 
     def of(self, model: nn.Module, setup: Setup) -> list[Any]:
-        found = self.make(model, setup)
+        found = self.make(model, setup, **self.options)
         return found if isinstance(found, list) else [found]
 
 
@@ -106,8 +110,9 @@ def built(make: Any, **arguments: Any) -> Build:
     """Builds an optimizer of the model, or of its parameters, with arguments that may be functions of the setup."""
     layers = LayerwiseOptimizer in getattr(make, "__mro__", ())
 
-    def build(model: nn.Module, setup: Setup) -> torch.optim.Optimizer:
-        given = {name: value(setup) if callable(value) else value for name, value in arguments.items()}
+    def build(model: nn.Module, setup: Setup, **options: Any) -> torch.optim.Optimizer:
+        every = {**arguments, **options}
+        given = {name: value(setup) if callable(value) else value for name, value in every.items()}
         return make(model if layers else model.parameters(), lr=setup.lr, **given)
 
     return build

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -142,11 +143,23 @@ class GPT(nn.Module):
 Widths = tuple[int, ...] | None
 
 
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Weights that are made inside are a function of the seed alone; the global generator is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def perceptron(sizes: Sequence[int]) -> nn.Sequential:
+    """Linear layers between these sizes, with rectifiers in between."""
+    layers = [part for pair in pairwise(sizes) for part in (nn.Linear(*pair), nn.ReLU())]
+    return nn.Sequential(*layers[:-1])
+
+
 def _mlp(data: Dataset, large: bool, widths: Widths) -> nn.Module:
     hidden = (1000 if large else 100,) * 2 if widths is None else widths
-    sizes = (math.prod(data.train_x.shape[1:]), *hidden)
-    layers = [part for pair in pairwise(sizes) for part in (nn.Linear(*pair), nn.ReLU())]
-    return nn.Sequential(nn.Flatten(), *layers, nn.Linear(sizes[-1], data.classes))
+    return nn.Sequential(nn.Flatten(), *perceptron((math.prod(data.train_x.shape[1:]), *hidden, data.classes)))
 
 
 def _cnn(data: Dataset, large: bool, widths: Widths) -> nn.Module:
@@ -204,8 +217,7 @@ def build(name: str, data: Dataset, seed: int, large: bool = False, widths: Widt
     if data.kind not in kinds:
         fitting = ", ".join(other for other, (_, kinds) in NETWORKS.items() if data.kind in kinds)
         raise ValueError(f"{name} takes {' or '.join(kinds)} data, but {data.name} is {data.kind} data; use {fitting}.")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         model = make(data, large, widths)
     if data.train_x.is_floating_point():
         model = model.to(data.train_x.dtype)

@@ -31,13 +31,18 @@ def shown(value: Value, form: str = ".3f", factor: float = 1, error_form: str = 
     if not math.isfinite(mean):
         return "diverged"
     spread = f" ± {abs(factor) * error:{error_form or form.lstrip('+')}}" if math.isfinite(error) else ""
-    return f"{offset + factor * mean:{form}}{spread}"
+    mean = offset + factor * mean if offset else factor * mean  # which may be -0
+    return f"{mean:{form}}{spread}"
+
+
+def margin(value: Value, errors: float = 2) -> float:
+    """Two standard errors; zero where none is known, from one seed."""
+    return errors * value[1] if math.isfinite(value[1]) else 0.0
 
 
 def sign(value: Value, errors: float = 2) -> int:
     """-1 or 1 where a difference is more than two standard errors from zero."""
-    mean, error = value
-    reach = errors * error if math.isfinite(error) else 0.0
+    mean, reach = value[0], margin(value, errors)
     return int(mean > reach) - int(mean < -reach)
 
 
@@ -79,6 +84,10 @@ class Results:
     def mean(self, name: str) -> Value:
         """Mean and standard error over seeds."""
         return mean_and_error(self.values(name))
+
+    def attempts(self, form: str = ".3f", factor: float = 1) -> list[str]:
+        """What a search tried, in words: each setting with its score."""
+        return [f"{', '.join(f'{v:g}' for v in key)}: {factor * score:{form}}" for key, score in self.tried.items()]
 
     def less(self, other: Results, name: str) -> Value:
         """Mean and standard error, over paired seeds, of this score less the other's."""

@@ -39,7 +39,8 @@ class Task:
         loss: of outputs and labels.
         samples: draws that a prediction averages.
         outside: inputs of another kind than those of `data`, which a model should be uncertain about.
-        name: a template of `key`; it may use data, count (of training examples), network, epochs, batch and large.
+        name: a template of `key`; it may use data, apart (a hyphen after a digit), count (of training examples),
+            network, epochs, batch and large.
         make: builds the network, with the arguments of `networks.build`.
     """
 
@@ -64,6 +65,7 @@ class Task:
         """What the names of its trials' files contain."""
         return self.name.format(
             data=self.data.name,
+            apart="-" * self.data.name[-1].isdigit(),
             count=len(self.data.train_x),
             network="-".join(map(str, (self.network, *(self.widths or ())))),
             epochs=self.epochs,

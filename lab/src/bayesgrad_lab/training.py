@@ -164,6 +164,16 @@ def fit(
         yield from context.watch(trial, found, task.epochs, task.steps)
 
 
+def epoch_seconds(found: Iterator[Step], task: Task) -> Tensor:
+    """Runs `fit` to its end: the seconds of each epoch, all nan where training cannot go on."""
+    seconds = torch.zeros(task.epochs, dtype=torch.float64)
+    for step in found:
+        if step.lost:
+            return torch.full_like(seconds, math.nan)
+        seconds[step.number // task.steps] += step.seconds
+    return seconds
+
+
 # --- a whole trial ---
 
 
