@@ -8,13 +8,14 @@ from functools import partial
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from bayesgrad import optim
 from bayesgrad.precision.projection import Factors
 from bayesgrad_lab import datasets, figures, networks
+from bayesgrad_lab.context import Context
 from bayesgrad_lab.report import Report
-from bayesgrad_lab.study import Context, mean_and_error
+from bayesgrad_lab.results import mean_and_error, shown
+from bayesgrad_lab.training import steps
 
 # --- where the filter is Adam, RMSProp or neither ---
 
@@ -106,26 +107,23 @@ def drawn_steps(x: float, eta_p: float, weights: int, seed: int, gaussian: bool)
     return {"moved": (start - weight.detach()) / unit, "by_momentum": by_momentum.detach() / unit}
 
 
-def of_network(steps: int, seed: int) -> dict[str, Tensor]:
-    """eta rms of the weights of a perceptron that is trained on digits by Adam's usual settings."""
+def of_network(count: int, seed: int) -> dict[str, Tensor]:
+    """eta rms of the weights of a perceptron that is trained on digits by Adam's usual settings, for so many steps."""
     data = datasets.load("digits")
     model, lr, batch = networks.build("mlp", data, seed), 1e-3, 128
     optimizer = optim.KalmanMomentum(model.parameters(), lr=lr, batch_size=batch, fused=False)
     generator, total = torch.Generator().manual_seed(seed), []
-    for step in range(steps):
-        chosen = torch.randint(len(data.train_x), (batch,), generator=generator)
-        optimizer.zero_grad()
-        F.cross_entropy(model(data.train_x[chosen]), data.train_y[chosen]).backward()
-        if 2 * step >= steps:
+    rows = (torch.randint(len(data.train_x), (batch,), generator=generator) for _ in range(count))
+    for step in steps(model, [optimizer], ((data.train_x[some], data.train_y[some]) for some in rows)):
+        if 2 * step.number >= count:
             total.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).square())
-        optimizer.step()
     rms = torch.stack(total).mean(0).sqrt()
     return {"x": lr * batch * rms[rms > 0]}
 
 
 def momentum(context: Context) -> Report:
     """The filter's steady state over the map eta rms by eta_p: Adam, RMSProp or neither."""
-    across, weights, points, steps = {
+    across, weights, points, count = {
         "smoke": (15, 50, POINTS[1:3], 20),
         "laptop": (141, 400, POINTS, 400),
         "paper": (241, 4000, POINTS, 4000),
@@ -164,7 +162,7 @@ def momentum(context: Context) -> Report:
             held.append(abs(mean - predicted) < 4 * error + 0.01 * predicted and abs(part / mean - portion) < 0.02)
         rows.append([*cells, *parts])
     networks_x = torch.cat(
-        [context.once(f"digits-seed{s}", partial(of_network, steps, s))["x"] for s in range(context.seeds)]
+        [context.once(f"digits-seed{s}", partial(of_network, count, s))["x"] for s in range(context.seeds)]
     )
     low, middle, high = networks_x.quantile(torch.tensor([0.05, 0.5, 0.95])).tolist()
     usual = torch.tensor([low, middle, high]).double(), torch.tensor(0.1).double()
@@ -225,8 +223,12 @@ def momentum(context: Context) -> Report:
         ["eta_p", "S_wp/Eq. 21", "at eta rms", "Adam at eta rms", "RMSProp at eta rms"],
         table,
     )
-    figures.regions(
+    report.draw(
         context.folder / "map.png",
+        "Left: regions of the map, with the points of the first table (the displacement that was "
+        "measured beside each), and where the weights of a perceptron lie (bar: 5th, 50th and 95th percentile, eta_p "
+        "= 0.1). Others: contours of three ratios.",
+        figures.regions,
         x.numpy(),
         eta_p[:, 0].numpy(),
         where.numpy(),
@@ -240,15 +242,9 @@ def momentum(context: Context) -> Report:
         (low, middle, high),
         ("η · rms of the summed gradient", "$η_p$"),
     )
-    report.add_figure(
-        "map.png",
-        "Left: regions of the map, with the points of the first table (the displacement that was "
-        "measured beside each), and where the weights of a perceptron lie (bar: 5th, 50th and 95th percentile, eta_p "
-        "= 0.1). Others: contours of three ratios.",
-    )
     report.settings["protocol"] = (
         f"{across} x {across} points, the exact steady state by a Riccati solver; drawn gradients with mean "
-        f"{BIAS} rms, as many steps averaged as steps of burn-in; perceptron on digits, {steps} steps"
+        f"{BIAS} rms, as many steps averaged as steps of burn-in; perceptron on digits, {count} steps"
     )
     return report
 
@@ -323,7 +319,7 @@ def kronecker(context: Context) -> Report:
         wrong = [_shape_error(one, whitening) for one in found]
         against = [_shape_error(one, inverse) for one in found]
         ratios[drift], shapes[drift] = mean_and_error(values), mean_and_error(wrong)
-        rows.append([f"{drift:g}", _plus(values, 3), f"{target:g}", _plus(wrong, 3), _plus(against, 3)])
+        rows.append([f"{drift:g}", _shown(values), f"{target:g}", _shown(wrong), _shown(against)])
     times = tuple(t for t in TIMES if t <= longest) or (longest,)
     runs = [
         context.once(f"static-seed{s}", partial(simulate, 0.0, max(times), max(times), chains, s, times))["at"]
@@ -335,9 +331,7 @@ def kronecker(context: Context) -> Report:
         errors[t] = [float(np.mean(some)) for some in relative]
         means[t] = [((run[i].mean(0) * t - inverse).norm() / inverse.norm()).item() for run in runs]
         against = [_shape_error(run[i].mean(0), whitening) for run in runs]
-        late.append(
-            [f"{t:,}", _plus(errors[t], 3), f"{TIMES.get(t, math.nan):g}", _plus(means[t], 3), _plus(against, 3)]
-        )
+        late.append([f"{t:,}", _shown(errors[t]), f"{TIMES.get(t, math.nan):g}", _shown(means[t]), _shown(against)])
     first, last = min(ratios), times[-1]
     good = abs(ratios[first][0] - DRIFTS[first]) < 0.05 and np.mean(errors[last]) < 1.5 * TIMES.get(last, 1.0)
     report = Report(
@@ -382,28 +376,28 @@ def kronecker(context: Context) -> Report:
         ],
         late,
     )
-    figures.lines(
+    traces = {
+        "simulated": (list(ratios), [[m] for m, _ in ratios.values()]),
+        "target": (list(ratios), [[DRIFTS[d]] for d in ratios]),
+    }
+    report.draw(
         context.folder / "kronecker.png",
-        {
-            "with process noise: trace / formula": {
-                "simulated": (list(ratios), [[m] for m, _ in ratios.values()]),
-                "target": (list(ratios), [[DRIFTS[d]] for d in ratios]),
-            },
-        },
+        "The trace of Σ over that of the formula, with process noise.",
+        figures.lines,
+        {"with process noise: trace / formula": traces},
         "η √(tr Cx tr Cδ)",
     )
-    report.add_figure("kronecker.png", "The trace of Σ over that of the formula, with process noise.")
-    figures.lines(
+    relative = {
+        "simulated": (list(times), [errors[t] for t in times]),
+        "target": (list(times), [[TIMES.get(t, math.nan)] for t in times]),
+    }
+    report.draw(
         context.folder / "static.png",
-        {
-            "without process noise: relative error": {
-                "simulated": (list(times), [errors[t] for t in times]),
-                "target": (list(times), [[TIMES.get(t, math.nan)] for t in times]),
-            }
-        },
+        "The relative error of Σ t, of single runs, without process noise.",
+        figures.lines,
+        {"without process noise: relative error": relative},
         "examples",
     )
-    report.add_figure("static.png", "The relative error of Σ t, of single runs, without process noise.")
     report.settings["protocol"] = (
         f"{SIDES[0]} inputs, {SIDES[1]} errors, both Gaussian and independent, eigenvalues of their moments from 0.3 "
         f"to 3; {chains} chains for each seed; {length}/eta steps before averaging and as many averaged; the exact "
@@ -417,6 +411,5 @@ def _shape_error(found: Tensor, formula: Tensor) -> float:
     return (found / found.trace() - formula / formula.trace()).norm().item() / (formula / formula.trace()).norm().item()
 
 
-def _plus(values: list[float], digits: int) -> str:
-    mean, error = mean_and_error(values)
-    return f"{mean:.{digits}f} ± {error:.{digits}f}" if math.isfinite(error) else f"{mean:.{digits}f}"
+def _shown(values: list[float]) -> str:
+    return shown(mean_and_error(values))

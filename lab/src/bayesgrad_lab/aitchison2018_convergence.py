@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from bayesgrad import optim
 from bayesgrad_lab import figures
+from bayesgrad_lab.context import Context
 from bayesgrad_lab.report import Report
-from bayesgrad_lab.study import Context, mean_and_error
+from bayesgrad_lab.results import mean_and_error, outcome
 
 STILL = 1e-12  # eta = 0, for optimizers in which a learning rate of zero stops everything
 RATES = (1e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
@@ -182,7 +183,7 @@ def convergence(context: Context) -> Report:
         zero, slow = (falling[kind]["end"].mean(1).tolist() for kind in ("filter-still", "filter-falling"))
         means = {rate: mean_and_error(ends)[0] for rate, ends in zip(rates, panel["filter"])}
         right, wrong = ([r for r, v in means.items() if sign * v > 0.5] for sign in (-1, 1))
-        held.append([mean_and_error(adam)[0] > 0.5, *(mean_and_error(v)[0] < -0.5 for v in (zero, slow))])
+        held += [mean_and_error(adam)[0] > 0.5, *(mean_and_error(v)[0] < -0.5 for v in (zero, slow))]
         words.append(
             f"{problem.title}: Adam (β₂ 0.1, lr {FIRST:g}) ends at {_cell(adam)}; the filter with eta = 0 at "
             f"{_cell(zero)}, with eta/√t at {_cell(slow)}; with constant eta it ends below -0.5 for eta "
@@ -192,18 +193,14 @@ def convergence(context: Context) -> Report:
             memory, gap = 1 / (2 * min(wrong) * problem.rms), (1 + problem.large) / (1 + problem.mean)
             words[-1] += f", whose memory 1/(2 eta rms) is {memory:.1f} steps and less, for large ones every {gap:.1f}"
     report.verdict = (
-        f"{'Holds' if all(map(all, held)) else 'Holds in part' if any(map(any, held)) else 'Does not hold'}. "
+        f"{outcome(held)}. "
         f"{'. '.join(words)}. Coupling memory to the learning rate helps only where eta is small or falls; at eta = 0 "
         "steps are 1/t, and the distance covered is logarithmic in their number."
     )
-    figures.lines(context.folder / "rates.png", panels, "learning rate, or η")
-    report.add_figure(
-        "rates.png", "Final x (mean over the last tenth of the steps), by learning rate; -1 is the optimum."
-    )
-    figures.curves(context.folder / "paths.png", paths, f"steps / {max(1, longer // 200)}")
-    report.add_figure(
-        "paths.png", "Path of x, mean over chains and standard error over seeds, where lr or eta falls or is 0."
-    )
+    words = "Final x (mean over the last tenth of the steps), by learning rate; -1 is the optimum."
+    report.draw(context.folder / "rates.png", words, figures.lines, panels, "learning rate, or η")
+    words = "Path of x, mean over chains and standard error over seeds, where lr or eta falls or is 0."
+    report.draw(context.folder / "paths.png", words, figures.curves, paths, f"steps / {max(1, longer // 200)}")
     report.settings["protocol"] = (
         f"{steps:,} steps from 0 ({longer:,} where rates fall), {chains} chains for each seed (all alike where "
         "gradients are periodic); gradient C "

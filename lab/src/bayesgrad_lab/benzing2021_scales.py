@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
-from bayesgrad_lab import datasets
-from bayesgrad_lab.benzing2021_training import Rule, Task
-from bayesgrad_lab.study import Context
-
-TITLES = {"sgd": "SGD", "adam": "Adam", "kfac": "KFAC", "ng": "NG", "foof": "FOOF"}
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Learning rates and dampings (momenta for SGD); see `Rule`, where lr is in units of a power of the damping."""
-
-    lrs: tuple[float, ...]
-    seconds: tuple[float, ...] = ()
-    power: float = 0.0
+from bayesgrad_lab.benzing2021_runs import KEY, Grid, Rule, rule
+from bayesgrad_lab.context import Context
+from bayesgrad_lab.task import Task
 
 
 @dataclass(frozen=True)
@@ -52,28 +42,28 @@ class Size:
     rounds: int
     grids: Mapping[str, Mapping[str, Grid]]
 
-    def rule(self, kind: str, title: str = "", where: str = "mini", **changes: object) -> Rule:
-        """A method with its grid; `changes` are of fields of the rule, all else are options of the optimizer."""
-        grid = self.grids.get(where, {}).get(kind) or self.grids["mini"][kind]
-        every = self.refresh if kind == "ng" else 1
-        rule = Rule(title or TITLES[kind], kind, grid.lrs, grid.seconds, {}, self.fisher[0], every, grid.power)
-        fields = {name: value for name, value in changes.items() if name in ("fisher", "refresh")}
-        return replace(rule, **fields, options={k: v for k, v in changes.items() if k not in fields})
+    def rule(self, kind: str, title: str = "", where: str = "mini", **changes: Any) -> Rule:
+        """A method with its grid; `changes` are of its Fisher, or options of the optimizer."""
+        values = self.grids.get(where, {}).get(kind) or self.grids["mini"][kind]
+        usual = {"fisher": self.fisher[0], "refresh": self.refresh if kind == "ng" else 1}
+        return rule(kind, values, title, **{**usual, **changes})
 
-    def whole(self, kind: str, title: str = "", **changes: object) -> Rule:
+    def whole(self, kind: str, title: str = "", **changes: Any) -> Rule:
         """As `rule`, where batches are full: everything is computed anew in every step, from all images."""
         fresh = {"kfac": {"ema": 0.0, "update_every": 1}}.get(kind, {})
         return self.rule(kind, title, "full", fisher=self.few, refresh=1, **fresh, **changes)
 
-    def task(self, context: Context, name: str, steps: tuple[int, int] | None = None) -> Task:
-        data = datasets.load(name, context.data_dir, context.download).part(self.examples)
+    def task(self, context: Context, name: str, lengths: tuple[int, int] | None = None, network: str = "mlp") -> Task:
+        data = context.load(name, self.examples)
         context.say(f"{data.note}; {len(data.train_x):,} are trained on")
-        return Task(data, self.batch, self.widths, *(steps or self.steps))
+        widths = self.widths if network == "mlp" else None
+        large = network != "mlp" and context.scale == "paper"
+        return Task(data, network, 1, self.batch, widths, large, lengths or self.steps, name=KEY)
 
     def full(self, context: Context, name: str, widths: tuple[int, ...] | None = None) -> Task:
         """All of a few images in every batch."""
-        data = datasets.load(name, context.data_dir, context.download).part(self.few)
-        return Task(data, None, self.widths if widths is None else widths, *self.full_steps)
+        widths = self.widths if widths is None else widths
+        return Task(context.load(name, self.few), "mlp", 1, None, widths, lengths=self.full_steps, name=KEY)
 
 
 def _decades(low: int, high: int) -> tuple[float, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +32,7 @@ class Task:
         batch: examples of a gradient; None for all.
         widths: of the network's layers, where they are not those of its name.
         large: the network in the size of the papers.
+        lengths: steps of a final run and of one that chooses hyper-parameters, where they are not counted in epochs.
         milestones: epochs after which lr falls tenfold, where there is no other schedule.
         decay: L2 strength in SGD's terms, which each method takes in its own way.
         augment: images are shifted and mirrored.
@@ -48,6 +50,7 @@ class Task:
     batch: int | None = 128
     widths: tuple[int, ...] | None = None
     large: bool = False
+    lengths: tuple[int, int] = (0, 0)
     milestones: tuple[int, ...] = ()
     decay: float = 0.0
     augment: bool = False
@@ -109,12 +112,17 @@ class Task:
             yield x.to(device), y.to(device)
 
 
-def shuffled(count: int, size: int, generator: torch.Generator, epochs: int | None = None) -> Iterator[Tensor]:
-    """Rows of batches: in each epoch all examples in a new random order; for ever where epochs are not given."""
-    epoch = 0
-    while epochs is None or epoch < epochs:
-        yield from torch.randperm(count, generator=generator).split(size)
-        epoch += 1
+def shuffled(
+    count: int, size: int, generator: torch.Generator, epochs: int | None = None, backwards: bool = False
+) -> Iterator[Tensor]:
+    """Rows of batches: in each epoch all examples in a new random order; for ever where epochs are not given.
+
+    Args:
+        backwards: the last batch of an epoch, which may be smaller, comes first.
+    """
+    for _ in itertools.count() if epochs is None else range(epochs):
+        rows = torch.randperm(count, generator=generator).split(size)
+        yield from reversed(rows) if backwards else rows
 
 
 def augmented(x: Tensor, generator: torch.Generator) -> Tensor:

@@ -45,7 +45,8 @@ class Step:
         number: from 0.
         loss: before the step.
         seconds: of it.
-        lost: why there was no step, where training cannot go on.
+        lost: there was no step, and training cannot go on.
+        reason: why, in the words of the optimizer.
     """
 
     number: int
@@ -53,7 +54,8 @@ class Step:
     outputs: Tensor
     labels: Tensor
     seconds: float
-    lost: str = ""
+    lost: bool = False
+    reason: str = ""
 
     @property
     def error(self) -> float:
@@ -85,7 +87,7 @@ def steps(
         clock: that measures seconds.
     """
     for number, (x, y) in enumerate(batches):
-        start, lost = clock(), ""
+        start, failed = clock(), []
         with contextlib.ExitStack() as stack:
             for optimizer in optimizers:
                 stack.enter_context(_sampled(optimizer))
@@ -93,28 +95,28 @@ def steps(
             outputs = model(x)
             loss = loss_fn(outputs, y)
             value = loss.item()
-            if limit is not None and not value < limit:
-                lost = f"the loss is {value:g}"
-            else:
-                try:
+            lost = limit is not None and not value < limit
+            if not lost:
+                with _inverting(optimizers) as failed:
                     _observe(optimizers, outputs if observed is None else observed(number, outputs))
                     loss.backward()
-                except (ValueError, FloatingPointError) as error:
-                    lost = _reason(error, optimizers)
-        if not lost:
-            try:
+        if not lost and not failed:
+            with _inverting(optimizers) as failed:
                 for part in (*optimizers, *schedules):
                     part.step()
-            except (ValueError, FloatingPointError) as error:
-                lost = _reason(error, optimizers)
-        yield Step(number, value, outputs, y, clock() - start, lost)
+        yield Step(number, value, outputs, y, clock() - start, lost or bool(failed), "".join(failed))
 
 
-def _reason(error: Exception, optimizers: Sequence[Any]) -> str:
-    """Why training cannot go on, where an optimizer inverts what layers see, and that has grown too large for it."""
-    if not any(isinstance(optimizer, LayerwiseOptimizer) for optimizer in optimizers):
-        raise error
-    return str(error)
+@contextlib.contextmanager
+def _inverting(optimizers: Sequence[Any]) -> Iterator[list[str]]:
+    """Notes why an optimizer that inverts what layers see cannot go on, where that has grown too large for it."""
+    failed: list[str] = []
+    try:
+        yield failed
+    except (ValueError, FloatingPointError) as error:
+        if not any(isinstance(optimizer, LayerwiseOptimizer) for optimizer in optimizers):
+            raise
+        failed.append(str(error))
 
 
 def _sampled(optimizer: Any) -> contextlib.AbstractContextManager[Any]:
@@ -239,8 +241,8 @@ def _train(context: Context, trial: Trial, task: Task, method: Method, record: P
         total += torch.tensor([step.loss, step.error], dtype=torch.float64) * len(step.labels)
         seconds += step.seconds
         if step.lost:
-            if not step.lost.startswith("the loss is"):
-                context.warn(f"{method.kind} at lr {lr:.2g} gave up: {step.lost}")
+            if step.reason:
+                context.warn(f"{method.kind} at lr {lr:.2g} gave up: {step.reason}")
             _give_up(model)
         if (step.number + 1) % task.steps:
             continue
