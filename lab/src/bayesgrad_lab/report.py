@@ -40,10 +40,10 @@ class Report:
     versions: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, experiment: str) -> Report:
-        """A report with the title and the claim of an experiment."""
+    def of(cls, experiment: str, **values: Any) -> Report:
+        """A report with the title and the claim of an experiment; `values` are for braces in the claim."""
         entry = catalogue.read()[experiment]
-        return cls(entry["title"], entry["claim"])
+        return cls(entry["title"], entry["claim"].format(**values))
 
     def add_table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         self.tables.append({"title": title, "columns": list(columns), "rows": [list(row) for row in rows]})

@@ -7,45 +7,38 @@ from dataclasses import replace
 from functools import cache, partial
 
 from bayesgrad.samplers import batch_size
-from bayesgrad_lab import datasets
+from bayesgrad_lab.context import Context
 from bayesgrad_lab.dataset import Dataset
 from bayesgrad_lab.report import Report
-from bayesgrad_lab.smith2018_training import (
-    Task,
+from bayesgrad_lab.smith2018_chains import (
+    Chain,
     add_sweeps,
     begun,
     convolutional,
     perceptron,
+    pooled,
     projected,
     protocol,
     sweep,
     verdict,
     where,
 )
-from bayesgrad_lab.study import Context
 
 # --- Fig. 4 and 5: a perceptron ---
 
 
-@cache
-def _images(name: str, data_dir: str | None, download: bool) -> Dataset:
-    return datasets.load(name, data_dir, download)
-
-
 def mnist(context: Context) -> Dataset:
-    if context.scale == "smoke":
-        return _images("digits", None, False)
-    return _images("mnist", context.data_dir, context.download)
+    return context.load("digits" if context.scale == "smoke" else "mnist")
 
 
-def mlp(context: Context, count: int) -> Task:
+def mlp(context: Context, count: int) -> Chain:
     """10 projected features, 40 hidden units; one drawn label for each of the Fisher's examples."""
     burn_in, steps, thin, examples, begins = {
         "smoke": (10, 10, 5, 64, 20),
         "laptop": (100, 200, 2, 512, 1000),
         "paper": (500, 500, 1, 1024, 0),
     }[context.scale]
-    task = Task(
+    task = Chain(
         f"mlp{count}",
         partial(projected, mnist(context), count),
         partial(perceptron, (10, 6 if context.scale == "smoke" else 40, 10)),
@@ -66,14 +59,8 @@ def fig4(context: Context) -> Report:
     task = mlp(context, count)
     sizes = [4, 8, 16] if context.scale == "smoke" else [16, 32, 64, 128, 256]
     found = {f"N = {count}": sweep(context, task, sizes=sizes)}
-    report = Report(
-        "smith2018-fig4: batch size, a perceptron",
-        claim="A perceptron with 40 hidden units on 10 randomly projected features of MNIST, N = 1024: accuracy and "
-        "cross-entropy of ensembles of minibatch natural gradients are best at B = lr N/2 = 64, where T = 1; single "
-        "samples get better with any larger batch (Smith et al. 2018, Fig. 4). Target here: the smallest cross-entropy "
-        "at a B within a factor of 2 of that.",
-        verdict=verdict(found),
-    )
+    report = Report.of("smith2018-fig4")
+    report.verdict = verdict(found)
     report.settings["protocol"] = protocol(task)
     return add_sweeps(context, report, found, "fig4.png", by="batch")
 
@@ -87,13 +74,8 @@ def fig5(context: Context) -> Report:
     if context.scale == "smoke":
         grids = {256: [8, 16, 64]}
     found = {f"N = {count}": sweep(context, mlp(context, count), sizes=sizes) for count, sizes in grids.items()}
-    report = Report(
-        "smith2018-fig5: batch size and the size of the training set",
-        claim="The best batch size grows with the training set: the cross-entropy of the ensemble is smallest at B = "
-        "256 for N = 4096, and for N = 16384 the minimum near T = 1 is flatter (Smith et al. 2018, Fig. 5). Target "
-        "here: minima at a B within a factor of 2 of lr N/2.",
-        verdict=verdict(found),
-    )
+    report = Report.of("smith2018-fig5")
+    report.verdict = verdict(found)
     report.settings["protocol"] = protocol(mlp(context, max(grids)))
     return add_sweeps(context, report, found, "fig5.png", by="batch")
 
@@ -113,14 +95,11 @@ def ablation(context: Context) -> Report:
     found = {name: sweep(context, task, sizes=sizes) for name, task in variants.items()}
     places = {name: some.temperatures[some.best()] for name, some in found.items()}
     weak = max(places.values()) <= 4.1 * min(places.values())
-    report = Report(
-        "smith2018-ablation: damping, prior and the best temperature",
-        claim="The optimum temperature may depend on the damping or the regulariser, though one would expect that to "
-        "be weak (Smith et al. 2018, footnote 2; the authors show no results). Target here: minima within a factor of "
-        "4.",
-        verdict=f"{'Holds' if weak else 'Does not hold'}. Best temperatures: "
+    report = Report.of("smith2018-ablation")
+    report.verdict = (
+        f"{'Holds' if weak else 'Does not hold'}. Best temperatures: "
         + "; ".join(f"{name}: {where(some)}" for name, some in found.items())
-        + ".",
+        + "."
     )
     report.settings["protocol"] = protocol(base)
     return add_sweeps(context, report, found, "ablation.png", by="temperature", singles=False)
@@ -142,7 +121,7 @@ def fig6(context: Context) -> Report:
     }[context.scale]
     seeds = min(context.seeds, 2) if context.scale == "laptop" else context.seeds
 
-    base = Task(
+    base = Chain(
         "fig6",
         lambda seed: images,
         partial(convolutional, size=images.train_x.shape[-1], channels=2 if context.scale == "smoke" else 10),
@@ -156,7 +135,7 @@ def fig6(context: Context) -> Report:
     )
     base = begun(context, base, begins)
 
-    def task(lr: float, count: int) -> Task:
+    def task(lr: float, count: int) -> Chain:
         updates = math.ceil(length / lr)
         kept = max(1, updates // 5)
         return replace(
@@ -188,16 +167,12 @@ def fig6(context: Context) -> Report:
     risen = ", ".join(
         f"{f'{ratio:.2f}' if math.isfinite(ratio) else 'infinitely large'} ({name})" for name, ratio in rises.items()
     )
-    report = Report(
-        "smith2018-fig6: learning rate and training set of a convolutional network",
-        claim="A convolutional network with 3490 weights on MNIST: at constant temperature the test cross-entropy of "
-        "ensembles hardly depends on the learning rate, and for any size of the training set it rises rapidly once T > "
-        "1 (Smith et al. 2018, Fig. 6). Target here: within 25 % of one another at T = 1; at least 25 % more at the "
-        "highest T.",
-        verdict=f"{'Holds' if whole else 'Holds in part' if same or hot else 'Does not hold'}. At T = 1 the "
+    report = Report.of("smith2018-fig6")
+    report.verdict = (
+        f"{'Holds' if whole else 'Holds in part' if same or hot else 'Does not hold'}. At T = 1 the "
         f"cross-entropy is {at_one}. At T = "
         f"{heats[-1]:g} it is {risen} times that at T = "
-        f"1. Minima: {'; '.join(f'{name}: {where(some)}' for name, some in (rated | counted).items())}.",
+        f"1. Minima: {'; '.join(f'{name}: {where(some)}' for name, some in (rated | counted).items())}."
     )
     report.settings["protocol"] = protocol(task(middle, most))
     report = add_sweeps(context, report, rated, "fig6a.png", by="temperature", singles=False)
@@ -208,3 +183,41 @@ def fig6(context: Context) -> Report:
         "its past per update, which is negligible between two refreshes here: only the latest batch is used"
     )
     return report
+
+
+# --- a Kronecker metric ---
+
+
+def kronecker(context: Context) -> Report:
+    """Natural gradients with a Kronecker metric at many temperatures, on a network of 17,000 weights."""
+    images = mnist(context)
+    count, width, burn_in, steps, refresh, begins = {
+        "smoke": (200, 8, 10, 10, 5, 20),
+        "laptop": (4096, 64, 250, 250, 5, 500),
+        "paper": (16384, 256, 2000, 2000, 5, 2000),
+    }[context.scale]
+    inputs = images.train_x[0].numel() // 4
+    task = Chain(
+        f"kronecker{count}",
+        partial(pooled, images, count),
+        partial(perceptron, (inputs, width, width, 10)),
+        0.1,
+        0.1,
+        burn_in,
+        steps,
+        prior_precision=20.0,
+        thin=5,
+        metric="kronecker",
+        examples=min(1024, count),
+        refresh=refresh,
+    )
+    task = begun(context, task, begins)
+    heats = [0.5, 2.0] if context.scale == "smoke" else [2.0**k for k in range(-3, 4)]
+    sizes = [batch_size(heat, task.lr, count) for heat in heats]
+    dampings = {f"damping {d:g}": replace(task, name=f"{task.name}-d{d:g}", damping=d) for d in (0.1, 0.3)}
+    found = {name: sweep(context, one, sizes=sizes) for name, one in dampings.items()}
+    size = sum(p.numel() for p in task.network(0).parameters())
+    report = Report.of("ngd-kronecker", weights=f"{size:,}")
+    report.verdict = verdict(found)
+    report.settings["protocol"] = protocol(task)
+    return add_sweeps(context, report, found, "kronecker.png", by="temperature")
