@@ -169,13 +169,9 @@ def momentum(context: Context) -> Report:
     parts = displacement(*steady(*usual)[:2], *usual)[1].tolist()
     best = {p: printed[int((eta_p[:, 0] - p).abs().argmin())].max().item() for p in (0.1, 0.01, 1e-3)}
     narrow = shares[0] < 0.5
-    report = Report(
-        "aitchison2018-momentum: where the filter is Adam, RMSProp, or neither",
-        claim="Filtering weights with a momentum gives Adam: in its steady state S_wp = eta_p/rms (Aitchison 2018, Eq. "
-        "21), where data are strong and the direct term S_ww is dropped. Without momentum it is RMSProp. Target here: "
-        "a map of where a step agrees within 10 % with either, over 90 % of it by the momentum (Adam) or directly "
-        "(RMSProp).",
-        verdict=f"Holds on {'a part of the map only' if narrow else 'most of the map'}: of the map (eta rms from 1e-3 "
+    report = Report.of("aitchison2018-momentum")
+    report.verdict = (
+        f"Holds on {'a part of the map only' if narrow else 'most of the map'}: of the map (eta rms from 1e-3 "
         f"to 100, eta_p from 1e-4 to 0.5, logarithmic) the filter is Adam on {100 * shares[0]:.0f} %, RMSProp on "
         f"{100 * shares[1]:.0f} %, and neither on {100 * shares[2]:.0f} %. At the usual eta_p = 0.1 it is Adam nowhere "
         f"on the map: S_wp reaches at best {best[0.1]:.2f} of Eq. 21 ({best[0.01]:.2f} at 0.01, {best[1e-3]:.2f} at "
@@ -186,7 +182,7 @@ def momentum(context: Context) -> Report:
         f"{100 * max(smaller):.0f} %, since a large gradient also carries much information. The weights of a "
         f"perceptron trained at lr 1e-3 lie at eta rms {middle:.1g} (median; {low:.1g} to {high:.1g} are 90 %), where "
         f"with eta_p = 0.1 the momentum carries {100 * parts[1]:.2g} % of the displacement ({100 * parts[0]:.1g} to "
-        f"{100 * parts[2]:.2g} %): there the filter is RMSProp.",
+        f"{100 * parts[2]:.2g} %): there the filter is RMSProp."
     )
     if (where[int((eta_p[:, 0] - 0.1).abs().argmin())] == 0).any():
         report.verdict = report.verdict.replace("it is Adam nowhere on the map: ", "")
@@ -334,25 +330,13 @@ def kronecker(context: Context) -> Report:
         late.append([f"{t:,}", _shown(errors[t]), f"{TIMES.get(t, math.nan):g}", _shown(means[t]), _shown(against)])
     first, last = min(ratios), times[-1]
     good = abs(ratios[first][0] - DRIFTS[first]) < 0.05 and np.mean(errors[last]) < 1.5 * TIMES.get(last, 1.0)
-    report = Report(
-        "aitchison2018-kronecker: the limits of the factors",
-        claim="With process noise the Kronecker-factored belief tends to eta Cx^-1/2 (x) Cd^-1/2, which whitens "
-        "gradients as RMSProp and Adam do; without it, to (1/t) Cx^-1 (x) Cd^-1, a natural gradient with 1/t rates "
-        "(Aitchison 2018, section 2.1.3). Targets, from a simulation with other moments: trace ratios to the first "
-        "formula of "
-        + ", ".join(f"{v:g}" for v in DRIFTS.values())
-        + " at eta sqrt(tr Cx tr Cd) = "
-        + ", ".join(f"{v:g}" for v in DRIFTS)
-        + "; relative errors of the second of "
-        + ", ".join(f"{v:g}" for v in TIMES.values())
-        + " after "
-        + ", ".join(f"{v:,}" for v in TIMES)
-        + " examples.",
-        verdict=f"{'Holds' if good else 'Does not hold'}, with a bias that vanishes with eta. With process noise the "
+    report = Report.of("aitchison2018-kronecker")
+    report.verdict = (
+        f"{'Holds' if good else 'Does not hold'}, with a bias that vanishes with eta. With process noise the "
         "trace is "
         + ", ".join(f"{m:.3f} times the formula's at {d:g}" for d, (m, _) in ratios.items())
         + f"; its shape differs by {100 * shapes[first][0]:.1f} % at the smallest. Without, the belief of a single run "
-        "is off by " + ", ".join(f"{100 * np.mean(e):.1f} % after {t:,} examples" for t, e in errors.items()) + ".",
+        "is off by " + ", ".join(f"{100 * np.mean(e):.1f} % after {t:,} examples" for t, e in errors.items()) + "."
     )
     report.add_table(
         "With process noise: Σ averaged over time, against eta Cx^-1/2 (x) Cd^-1/2",

@@ -134,13 +134,7 @@ def convergence(context: Context) -> Report:
         "laptop": (12_000, 40_000, 20, RATES),
         "paper": (200_000, 1_000_000, 200, RATES),
     }[context.scale]
-    report = Report(
-        "aitchison2018-convergence: counter-examples to Adam",
-        claim="RMSProp and Adam may fail to converge where squared gradients are averaged over too short a time; the "
-        "filter couples that time to the learning rate, and as eta -> 0 becomes SGD with rates 1/t, which converges "
-        "for convex functions (Aitchison 2018, section 2.2.3, after Reddi et al., 2018). Target: Adam ends at +1, the "
-        "wrong end of [-1, 1], and the filter at eta = 0 or with falling eta at -1.",
-    )
+    report = Report.of("aitchison2018-convergence")
 
     def found(problem: Problem, way: Way, lr: float, steps: int) -> dict[str, Tensor]:
         key = f"{problem.large:g}-{way.kind}-lr{lr:g}"

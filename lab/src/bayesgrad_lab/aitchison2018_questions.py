@@ -64,13 +64,7 @@ def judged(new: Results, plain: Results, score: str) -> str:
 
 def open_questions(context: Context) -> Report:
     """Scores of the suggestions on small tasks."""
-    report = Report(
-        "aitchison2018-open-questions: the suggestions of section 2.2",
-        claim="Filtering suggests: centred or sampled evidence in place of raw squares (2.2.8), the direct term beside "
-        "momentum (2.2.7), weight decay before the gradient is taken (2.2.4), gradients at weights drawn from the "
-        "belief (2.2.2), a correction for repeated data (2.2.9), and whitening by Kronecker factors (2.1.3). The paper "
-        "leaves all of them to future work and claims no numbers.",
-    )
+    report = Report.of("aitchison2018-open-questions")
     answers: dict[str, list[str]] = {q.new: [] for q in QUESTIONS}
     words: list[str] = []
     panels: dict[str, dict[str, Value]] = {}

@@ -88,14 +88,11 @@ def fig1(context: Context) -> Report:
     _, paths = covered(eta, "known")
     exact, squared = (summary[name] for name in variants if "corrected" in name)
     holds = abs(exact[2][0] - 0.95) < 0.01 and abs(exact[1][0] - 0.683) < 0.01
-    report = Report(
-        "aitchison2020-fig1: the optimum of a weight drifts",
-        claim="While the other weights move, the optimum of one weight is a drifting target, which a Kalman filter can "
-        "track (Aitchison 2020, Fig. 1 and Eq. 6-18). The paper's figure is a schematic; this run checks that the "
-        "filter's intervals cover the optimum at their nominal rate where the paper's model is true.",
-        verdict=f"{'Holds' if holds else 'Does not hold'} for the filter with known curvature: 95 % intervals "
+    report = Report.of("aitchison2020-fig1")
+    report.verdict = (
+        f"{'Holds' if holds else 'Does not hold'} for the filter with known curvature: 95 % intervals "
         f"cover {100 * exact[2][0]:.1f} %. With squared gradients in its place, as in AdaBayes, they cover "
-        f"{100 * squared[2][0]:.1f} %. With Eq. 15 as printed, not divided by the curvature, they are too wide.",
+        f"{100 * squared[2][0]:.1f} %. With Eq. 15 as printed, not divided by the curvature, they are too wide."
     )
     rows = [[name, *(f"{shown(cell, '.2f', 100)} %" for cell in cells)] for name, cells in summary.items()]
     columns = ["filter", "nominal 50 %", "nominal 68.3 %", "nominal 95 %"]
@@ -155,13 +152,11 @@ def fig3(context: Context) -> Report:
         "SGD": (x, np.full_like(x, sigma2)),
     }
     holds = abs(median - 1) < 0.1 and within > 0.9
-    report = Report(
-        "aitchison2020-fig3: the learning rate against its fixed point",
-        claim="AdaBayes' learning rate sigma_post^2 lies on the fixed-point curve of Eq. 21, between Adam's rate for "
-        "strong gradients and SGD's for weak ones (Aitchison 2020, Fig. 3).",
-        verdict=f"{'Holds' if holds else 'Does not hold'}: the median of measured over predicted is {median:.3f} "
+    report = Report.of("aitchison2020-fig3")
+    report.verdict = (
+        f"{'Holds' if holds else 'Does not hold'}: the median of measured over predicted is {median:.3f} "
         f"(target: within 10 % of 1), and {100 * within:.1f} % of the weights are within a factor of 1.5 "
-        "(target: 90 %).",
+        "(target: 90 %)."
     )
     rows = [
         [str(seed), f"{np.median(r):.3f}", f"{100 * np.mean((r < 1.5) & (r > 1 / 1.5)):.1f} %"]
@@ -189,12 +184,7 @@ def table1(context: Context) -> Report:
         "paper": (("cifar10", "cifar100"), None, 200, (150,), None, METHODS),
     }[context.scale]
     large = context.scale == "paper"
-    report = Report(
-        "aitchison2020-table1: AdaBayes and other optimizers",
-        claim="The best adaptive method is always AdaBayes or AdaBayes-FP, though SGD is often better than all "
-        "adaptive methods; AdaBayes(-FP) improves more rapidly than SGD and Adam at first (Aitchison 2020, Table 1, "
-        "Fig. 4). The paper itself concludes only that they are comparable to other adaptive methods.",
-    )
+    report = Report.of("aitchison2020-table1")
     wins: list[tuple[bool, str]] = []
     starts: list[str] = []
     for name in names:

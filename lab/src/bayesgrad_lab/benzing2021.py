@@ -138,12 +138,7 @@ def _verdict(comparisons: Sequence[Comparison], held: Sequence[bool], *more: str
 def fig1(context: Context) -> Report:
     """What exact natural gradients cost, and what they reach beside KFAC."""
     size = SIZES[context.scale]
-    report = Report(
-        "benzing2021-fig1: KFAC against exact natural gradients",
-        claim="Exact natural gradients of a subsampled Fisher cost less than double the time of SGD when the Fisher "
-        "is refreshed every 100 steps, and KFAC, which approximates them, reaches a training loss that is about ten "
-        "times lower (Benzing 2021, Fig. 1).",
-    )
+    report = Report.of("benzing2021-fig1")
     ratios, comparisons = _against_time(context, report, size, "fig1", ("ng",), ("NG", "KFAC"))
     cheap, lower = ratios[f"NG (T={T})"] < 2, [c.lower for c in comparisons]
     tenfold = all(c.log > math.log(5) for c in comparisons)
@@ -214,12 +209,7 @@ def _time_table(context: Context, report: Report, file: str, ratios: Mapping[str
 def fig2(context: Context) -> Report:
     """KFAC and natural gradients with the same data in their Fishers."""
     size = SIZES[context.scale]
-    report = Report(
-        "benzing2021-fig2: it is not the amount of data in the Fisher",
-        claim="KFAC's advantage over exact natural gradients is not due to using more data for the Fisher: it persists "
-        "(A) when both see the same single batch, (B) when natural gradients see up to ten times more, and (C) when "
-        "both see all of 1000 training images (Benzing 2021, Fig. 2 and 6).",
-    )
+    report = Report.of("benzing2021-fig2")
     one, *more = size.fisher
     single = size.rule("kfac", "KFAC of one batch", "fig2", refresh=size.refresh, ema=0.0, update_every=size.refresh)
     titles = {one: "NG"} | {count: f"NG, Fisher of {count}" for count in more}
@@ -255,12 +245,7 @@ def fig2(context: Context) -> Report:
 def fig3(context: Context) -> Report:
     """KFAC and natural gradients that are both block-diagonal."""
     size = SIZES[context.scale]
-    report = Report(
-        "benzing2021-fig3: it is not the block-diagonal structure",
-        claim="KFAC's advantage over exact natural gradients is not due to a block-diagonal Fisher: it persists (A) in "
-        "a network of one layer, and against layer-wise natural gradients (B) in mini-batches and (C) with all of 1000 "
-        "training images (Benzing 2021, Fig. 3 and 7).",
-    )
+    report = Report.of("benzing2021-fig3")
     panels, comparisons = {}, []
     blocks = size.rule("ng", "layer-wise NG", blocks="layer")
     whole = size.whole("ng", "layer-wise NG", blocks="layer")
@@ -287,11 +272,7 @@ def fig3(context: Context) -> Report:
 def fig4(context: Context) -> Report:
     """How damping makes KFAC similar to FOOF, and better."""
     size = SIZES[context.scale]
-    report = Report(
-        "benzing2021-fig4: damping makes KFAC similar to FOOF",
-        claim="Damping raises KFAC's similarity to FOOF as well as its performance, and damping the factors makes it "
-        "more similar than damping their product (Benzing 2021, Fig. 4 and 8).",
-    )
+    report = Report.of("benzing2021-fig4")
     kfac, foof = size.rule("kfac", where="fig4"), size.rule("foof", where="fig4")
     product = size.rule("kfac", "KFAC, damped product", "product", exact_damping=True)
     similar, losses, held, words, comparisons = {}, {}, [], [], []
@@ -348,11 +329,7 @@ def fig4(context: Context) -> Report:
 def fig5(context: Context) -> Report:
     """FOOF beside KFAC: time and training loss."""
     size = SIZES[context.scale]
-    report = Report(
-        "benzing2021-fig5: FOOF against KFAC",
-        claim="FOOF reaches a training loss as low as KFAC's or lower, and takes 1.5 times less time per update when "
-        "inversions are amortised (Benzing 2021, Fig. 5).",
-    )
+    report = Report.of("benzing2021-fig5")
     ratios, comparisons = _against_time(context, report, size, "fig5", ("kfac", "foof"), ("KFAC", "FOOF"))
     speed = ratios[f"KFAC (T={T})"] / ratios[f"FOOF (T={T})"]
     report.verdict = _verdict(
@@ -367,11 +344,7 @@ def fig5(context: Context) -> Report:
 def fig9(context: Context) -> Report:
     """Fisher and gradient of the same batch, or of two."""
     size = SIZES[context.scale]
-    report = Report(
-        "benzing2021-fig9: one batch or two for Fisher and gradient",
-        claim="Natural gradients are better when Fisher and gradient are estimated on independent batches than on the "
-        "same one (Benzing 2021, appendix E.5, Fig. 9 and 10).",
-    )
+    report = Report.of("benzing2021-fig9")
     base = size.rule("ng")
     apart = size.rule("ng", "independent batches", refresh=1, fisher=size.batch)
     same = size.rule("ng", "the same batch", refresh=1, fisher=0)
@@ -397,12 +370,7 @@ def fig9(context: Context) -> Report:
 def conv(context: Context) -> Report:
     """The four findings of section 4, on a small convolutional network."""
     size = SIZES[context.scale]
-    report = Report(
-        "benzing2021-conv: the same on a convolutional network",
-        claim="In convolutional networks too, (1) natural gradients are efficiently computable, (2) they are "
-        "significantly outperformed by KFAC, (3) KFAC's factor of the inputs is FOOF's, and (4) FOOF performs as well "
-        "as KFAC or better (Benzing 2021, section 4).",
-    )
+    report = Report.of("benzing2021-conv")
     rules = [size.rule(kind, where="conv") for kind in ("sgd", "adam", "kfac", "ng", "foof")]
     panels, comparisons, held, words = {}, [], [], []
     for name in size.single[:1]:

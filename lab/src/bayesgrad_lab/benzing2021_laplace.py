@@ -30,15 +30,7 @@ PEER = Approximation("laplace-torch, Kronecker", "peer")
 
 def input_factor(context: Context) -> Report:
     """The input factor alone beside both Kronecker factors, a diagonal, and the exact Fisher of a subsample."""
-    report = Report(
-        "benzing2021-laplace: the input factor alone",
-        claim="A Kronecker-factored Laplace posterior may work because perturbations that it allows are orthogonal to "
-        "the inputs of layers, not because it is close to the curvature: keep only the first factor, A A', with the "
-        "identity for the second, and the method should perform equally well or better (Benzing 2021, appendix C). "
-        "Target here: where prior precision and scale are chosen by held-out images (as Ritter et al., 2018, did), NLL "
-        "and ECE are not higher, and AUROC is not lower, than with both factors, by more than two standard errors of "
-        "paired differences.",
-    )
+    report = Report.of("benzing2021-laplace")
     task, origin = task_of(context)
     here = peer_package() is not None
     rows = laplace_rows(context, task, (*KINDS, PEER) if here else KINDS)

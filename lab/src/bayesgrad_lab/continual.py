@@ -345,14 +345,7 @@ def streams(context: Context) -> list[Stream]:
 
 def continual(context: Context) -> Report:
     """Permuted and split tasks: nothing kept, penalties of many kinds, and beliefs that are handed on."""
-    report = Report(
-        "continual-mnist: what to keep from earlier tasks",
-        claim="EWC needs v'F v only, which a subsampled Fisher gives exactly, where other methods use a diagonal "
-        "(Benzing 2021, A.2); the input factors alone may replace both Kronecker factors, and they add up over tasks "
-        "(Benzing 2021, C). Target here: on permuted MNIST, EWC with the subsampled Fisher loses less accuracy on "
-        "earlier tasks than diagonal EWC with as many examples, by two standard errors of paired seeds, and is not "
-        "less accurate in the end.",
-    )
+    report = Report.of("continual-mnist")
     paths, words, held = {}, [], []
     for stream in streams(context):
         results = {method.kind: finals(context, stream, method) for method in METHODS}

@@ -1,24 +1,14 @@
-"""Experiments that measure the claims of the papers: `experiments.csv` lists them, with their recorded outcomes."""
+"""Experiments that measure the claims of the papers; `experiments.md` lists them."""
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module, resources
+from importlib import import_module
 
+from bayesgrad_lab import catalogue
 from bayesgrad_lab.context import Context
 from bayesgrad_lab.report import NO_VERDICT, UNRESOLVED, Report
-
-PAPERS = {
-    "aitchison2018": "Aitchison, A unified theory of adaptive stochastic gradient descent as Bayesian filtering",
-    "aitchison2020": "Aitchison, Bayesian filtering unifies adaptive and non-adaptive neural network optimization "
-    "methods",
-    "benzing2021": "Benzing, Kronecker-factored second-order optimizers perform first-order descent on neurons",
-    "khan2023": "Khan and Rue, The Bayesian learning rule",
-    "smith2018": "Smith et al., Stochastic natural gradient descent draws posterior samples in function space",
-    "uci": "No paper; data of Hernandez-Lobato and Adams, Probabilistic backpropagation",
-}
 
 
 @dataclass(frozen=True)
@@ -64,12 +54,8 @@ def _lazily(place: str) -> Callable[[Context], Report]:
     return run
 
 
-def _read() -> dict[str, Experiment]:
-    table = resources.files("bayesgrad_lab").joinpath("experiments.csv").read_text(encoding="utf-8")
-    rows = csv.DictReader(table.splitlines())
-    return {
-        row["name"]: Experiment(**{**row, "paper": PAPERS[row["paper"]], "run": _lazily(row["run"])}) for row in rows
-    }
-
-
-EXPERIMENTS = _read()
+FIELDS = ("paper", "figure", "about", "status", "unresolved")
+EXPERIMENTS = {
+    name: Experiment(name, run=_lazily(entry["run"]), **{field: entry.get(field, "") for field in FIELDS})
+    for name, entry in catalogue.read().items()
+}

@@ -147,19 +147,15 @@ def fig1(context: Context) -> Report:
     away = place[0] - margin(place) > point + 0.5 * (exact[0] - valley)
     prefers = flat[2] < sharp[2] and share[0] - margin(share) > max(flat_point, 0.5)
     moved = shown(place)
-    report = Report(
-        "khan2023-fig1: walls and sharp minima",
-        claim="Where a minimum lies next to a wall, the Bayesian solution shifts away from it, towards the flatter "
-        "side; given a sharp and a flat minimum it often prefers the flatter one; both because of the averaging over q "
-        "(Khan and Rue 2023, Fig. 1). The paper gives no formulas for its two losses; ours are exp(-4 x) + 2 x, and "
-        "two Gaussian wells in a shallow bowl, of depth 6 and width 0.15 at -1.5, of depth 5 and width 0.8 at 1.5.",
-        verdict=f"{'Holds' if away and prefers else 'Does not hold'}. Wall: gradient descent ends at {point:.3f} (the "
+    report = Report.of("khan2023-fig1")
+    report.verdict = (
+        f"{'Holds' if away and prefers else 'Does not hold'}. Wall: gradient descent ends at {point:.3f} (the "
         f"minimum is {valley:.3f}), IVON's mean is {moved} with a deviation of {width[0]:.3f}, the best Gaussian has "
         f"mean {exact[0]:.3f} and deviation {exact[1]:.3f}: {exact[0] - valley:.2f} away from the wall. Two minima: "
         f"{100 * flat_point:.0f} % of the starts in [-3, 3] end in the flat one by gradient descent, "
         f"{shown(share, '.1f', 100)} % with IVON whose beliefs begin with deviation 1, "
         f"{shown(share_narrow, '.1f', 100)} % where they begin with {NARROW}. E_q[loss] "
-        f"- entropy is {flat[2]:.2f} in the flat minimum and {sharp[2]:.2f} in the sharp one, whose loss is lower.",
+        f"- entropy is {flat[2]:.2f} in the flat minimum and {sharp[2]:.2f} in the sharp one, whose loss is lower."
     )
     columns = [f"{who}, {what}" for who in ("IVON", "best Gaussian") for what in ("mean", "deviation")]
     ends = descent["wells"]["path"][-1]
@@ -233,12 +229,7 @@ class Part(NamedTuple):
 
 def uncertainty(context: Context) -> Report:
     """Accuracy, calibration and what is known of foreign images, with and without draws from the belief."""
-    report = Report(
-        "khan2023-uncertainty: uncertainty estimates of variational training",
-        claim="VOGN matches the performance of Adam and gives better uncertainty estimates than Adam, OGN and other "
-        "Bayesian alternatives (Khan and Rue 2023, section 4.4, after Osawa et al., 2019). Target here: VOGN or IVON "
-        "within 0.5 points of Adam's accuracy, with lower NLL and ECE.",
-    )
+    report = Report.of("khan2023-uncertainty")
     words, held, asked = [], [], context.seeds
     for part in parts(context):
         task, context = part.task, replace(context, seeds=min(asked, part.seeds or asked))
@@ -363,13 +354,7 @@ def binary(context: Context) -> Report:
         "two moons": classifier(toy, features(picture.view(-1, 2)), (64, 64), rounds, 20, "binary"),
         name: classifier(images, images.test_x[:10], widths, epochs, 100, "binary"),
     }
-    report = Report(
-        "khan2023-binary: STE and BayesBiNN",
-        claim="BayesBiNN, the Bayesian learning rule with Bernoulli beliefs, is a sound version of the "
-        "straight-through estimator, and gives an estimate of its uncertainty (Khan and Rue 2023, section 4.5, after "
-        "Meng et al., 2020). Target here: the accuracy of its most probable network is not below STE's by more than "
-        "two standard errors.",
-    )
+    report = Report.of("khan2023-binary")
     words, held = [], {}
     names = [key for key in COLUMNS if not key.startswith("auroc")]
     for title, task in tasks.items():

@@ -26,15 +26,7 @@ BETTER = {"nll": -1, "ece": -1, "auroc entropy": 1}  # the sign of a difference 
 
 def against(context: Context) -> Report:
     """NLL, calibration and foreign images, after the same number of epochs."""
-    report = Report(
-        "khan2023-laplace-vs-variational: posteriors after training or during it",
-        claim="Laplace's method, and OGN as its online form, are what the Bayesian learning rule becomes by the delta "
-        "method, gradients taken at the mean; VOGN removes it, and its averages over the belief give better "
-        "uncertainty (Khan and Rue 2023, sections 1.3.1 and 4.4). Target here: VOGN's and IVON's draws have a lower "
-        "NLL and ECE and a higher AUROC than the diagonal Laplace posterior around Adam's weights (linearised, prior "
-        "precision and temperature by held-out images) and than OGN's draws, by two standard errors of paired "
-        "differences.",
-    )
+    report = Report.of("khan2023-laplace-vs-variational")
     task, origin = task_of(context)
     adam, *methods = _methods(context)
     rows = laplace_rows(context, task, KINDS, adam)

@@ -166,15 +166,11 @@ def multimodal(context: Context) -> Report:
         height = torch.vmap(torch.vmap(LOSSES[title]))(torch.stack([x, y], -1))
         ground = (height - height.min() + 1).log().numpy()
         panels[f"{title}\n{place}"] = figures.Hills(side.numpy(), ground, path.numpy(), true_minima(title).numpy())
-    report = Report(
-        "khan2023-multimodal: several minima from one run",
-        claim="Components of a mixture can take responsibility for different minima, kept apart by the mixture's "
-        "entropy, so that one run of the rule finds several (Khan and Rue 2023, section 3.2; no figures are given "
-        f"there). Here: does it find more of them than {COMPONENTS} independent runs from the same starts, with as "
-        "many evaluations of gradients and Hessians?",
-        verdict=f"{outcome(better)}. Minima found by the mixture beyond those of others: "
+    report = Report.of("khan2023-multimodal")
+    report.verdict = (
+        f"{outcome(better)}. Minima found by the mixture beyond those of others: "
         + "; ".join(verdicts)
-        + f" ({finals} paired starts).",
+        + f" ({finals} paired starts)."
     )
     report.add_table(
         f"Distinct minima that {COMPONENTS} starts end in, after {steps} steps",

@@ -159,15 +159,11 @@ def topics(context: Context) -> Report:
         verdicts.append(
             f"{own} ends {gap:+.4f} ± {error:.4f} nats for each word from {other}, in {ratio:.2f} of its time"
         )
-    report = Report(
-        "khan2023-svi: topics of documents from streams",
-        claim="Local variables that take whole steps and global ones that take small steps by batches make the rule "
-        "stochastic variational inference, which scales to large data (Khan and Rue 2023, section 5.3; no figures are "
-        "given there). Here: does a stream reach the bound of sweeps over all documents in less time, with "
-        f"{task.topics} topics on {task.train.shape[0]:,} documents, and how do both compare with scikit-learn?",
-        verdict=f"{outcome(good)}. By the bound on {task.test.shape[0]} held-out documents: "
+    report = Report.of("khan2023-svi")
+    report.verdict = (
+        f"{outcome(good)}. By the bound on {task.test.shape[0]} held-out documents: "
         + "; ".join(verdicts)
-        + f" ({context.seeds} paired seeds).",
+        + f" ({context.seeds} paired seeds)."
     )
     report.add_table(
         "Held-out bound for each word, ours for the topics of all methods",

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bayesgrad_lab import catalogue
 from bayesgrad_lab.store import read_json, write_atomically, write_json
 
 UNRESOLVED = "not resolved at this size"
@@ -37,6 +38,12 @@ class Report:
     figures: list[dict[str, str]] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, experiment: str, **values: Any) -> Report:
+        """A report with the title and the claim of an experiment; `values` are for braces in the claim."""
+        entry = catalogue.read()[experiment]
+        return cls(entry["title"], entry["claim"].format(**values))
 
     def add_table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         self.tables.append({"title": title, "columns": list(columns), "rows": [list(row) for row in rows]})

@@ -59,14 +59,8 @@ def fig4(context: Context) -> Report:
     task = mlp(context, count)
     sizes = [4, 8, 16] if context.scale == "smoke" else [16, 32, 64, 128, 256]
     found = {f"N = {count}": sweep(context, task, sizes=sizes)}
-    report = Report(
-        "smith2018-fig4: batch size, a perceptron",
-        claim="A perceptron with 40 hidden units on 10 randomly projected features of MNIST, N = 1024: accuracy and "
-        "cross-entropy of ensembles of minibatch natural gradients are best at B = lr N/2 = 64, where T = 1; single "
-        "samples get better with any larger batch (Smith et al. 2018, Fig. 4). Target here: the smallest cross-entropy "
-        "at a B within a factor of 2 of that.",
-        verdict=verdict(found),
-    )
+    report = Report.of("smith2018-fig4")
+    report.verdict = verdict(found)
     report.settings["protocol"] = protocol(task)
     return add_sweeps(context, report, found, "fig4.png", by="batch")
 
@@ -80,13 +74,8 @@ def fig5(context: Context) -> Report:
     if context.scale == "smoke":
         grids = {256: [8, 16, 64]}
     found = {f"N = {count}": sweep(context, mlp(context, count), sizes=sizes) for count, sizes in grids.items()}
-    report = Report(
-        "smith2018-fig5: batch size and the size of the training set",
-        claim="The best batch size grows with the training set: the cross-entropy of the ensemble is smallest at B = "
-        "256 for N = 4096, and for N = 16384 the minimum near T = 1 is flatter (Smith et al. 2018, Fig. 5). Target "
-        "here: minima at a B within a factor of 2 of lr N/2.",
-        verdict=verdict(found),
-    )
+    report = Report.of("smith2018-fig5")
+    report.verdict = verdict(found)
     report.settings["protocol"] = protocol(mlp(context, max(grids)))
     return add_sweeps(context, report, found, "fig5.png", by="batch")
 
@@ -106,14 +95,11 @@ def ablation(context: Context) -> Report:
     found = {name: sweep(context, task, sizes=sizes) for name, task in variants.items()}
     places = {name: some.temperatures[some.best()] for name, some in found.items()}
     weak = max(places.values()) <= 4.1 * min(places.values())
-    report = Report(
-        "smith2018-ablation: damping, prior and the best temperature",
-        claim="The optimum temperature may depend on the damping or the regulariser, though one would expect that to "
-        "be weak (Smith et al. 2018, footnote 2; the authors show no results). Target here: minima within a factor of "
-        "4.",
-        verdict=f"{'Holds' if weak else 'Does not hold'}. Best temperatures: "
+    report = Report.of("smith2018-ablation")
+    report.verdict = (
+        f"{'Holds' if weak else 'Does not hold'}. Best temperatures: "
         + "; ".join(f"{name}: {where(some)}" for name, some in found.items())
-        + ".",
+        + "."
     )
     report.settings["protocol"] = protocol(base)
     return add_sweeps(context, report, found, "ablation.png", by="temperature", singles=False)
@@ -181,16 +167,12 @@ def fig6(context: Context) -> Report:
     risen = ", ".join(
         f"{f'{ratio:.2f}' if math.isfinite(ratio) else 'infinitely large'} ({name})" for name, ratio in rises.items()
     )
-    report = Report(
-        "smith2018-fig6: learning rate and training set of a convolutional network",
-        claim="A convolutional network with 3490 weights on MNIST: at constant temperature the test cross-entropy of "
-        "ensembles hardly depends on the learning rate, and for any size of the training set it rises rapidly once T > "
-        "1 (Smith et al. 2018, Fig. 6). Target here: within 25 % of one another at T = 1; at least 25 % more at the "
-        "highest T.",
-        verdict=f"{'Holds' if whole else 'Holds in part' if same or hot else 'Does not hold'}. At T = 1 the "
+    report = Report.of("smith2018-fig6")
+    report.verdict = (
+        f"{'Holds' if whole else 'Holds in part' if same or hot else 'Does not hold'}. At T = 1 the "
         f"cross-entropy is {at_one}. At T = "
         f"{heats[-1]:g} it is {risen} times that at T = "
-        f"1. Minima: {'; '.join(f'{name}: {where(some)}' for name, some in (rated | counted).items())}.",
+        f"1. Minima: {'; '.join(f'{name}: {where(some)}' for name, some in (rated | counted).items())}."
     )
     report.settings["protocol"] = protocol(task(middle, most))
     report = add_sweeps(context, report, rated, "fig6a.png", by="temperature", singles=False)
@@ -235,13 +217,7 @@ def kronecker(context: Context) -> Report:
     dampings = {f"damping {d:g}": replace(task, name=f"{task.name}-d{d:g}", damping=d) for d in (0.1, 0.3)}
     found = {name: sweep(context, one, sizes=sizes) for name, one in dampings.items()}
     size = sum(p.numel() for p in task.network(0).parameters())
-    report = Report(
-        "ngd-kronecker: temperature with a Kronecker metric",
-        claim="The authors expect their conclusions to carry over to larger networks with approximate natural "
-        "gradients such as K-FAC (Smith et al. 2018, section 2). Target here: the cross-entropy of ensembles of "
-        f"minibatch natural gradients with a Kronecker metric, on a perceptron of {size:,} weights, is smallest at a T "
-        "within a factor of 2 of 1.",
-        verdict=verdict(found),
-    )
+    report = Report.of("ngd-kronecker", weights=f"{size:,}")
+    report.verdict = verdict(found)
     report.settings["protocol"] = protocol(task)
     return add_sweeps(context, report, found, "kronecker.png", by="temperature")

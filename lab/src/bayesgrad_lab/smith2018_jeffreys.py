@@ -251,14 +251,7 @@ def jeffreys(context: Context) -> Report:
         "laptop": (1000, 0.01, 500, 14, [16, 4], 200, 50.0),
         "paper": (20_000, 0.0025, 8000, 14, [16, 8, 4, 2], 1000, 400.0),
     }[context.scale]
-    report = Report(
-        "sngd-jeffreys: corrected natural gradients as samplers",
-        claim="Natural gradients with the correction of Smith et al. 2018, Eq. 2 and 6 (with corrected signs), "
-        "sample exp(-cost) det(G)^1/2, in any parameterisation of the model; without it they do not. Girolami and "
-        "Calderhead's correction, which is twice that, is said to sample exp(-cost) and does not (Smith et al. 2018, "
-        "appendix). The authors show no experiments. Target here: functions sampled in two parameterisations agree "
-        "within two standard errors with the correction at the smallest step, and differ by more than five without.",
-    )
+    report = Report.of("sngd-jeffreys")
     schemes = {
         "jeffreys: exp(-cost) det(G)^1/2": ("jeffreys", False, 0.5),
         "flat: exp(-cost)": ("flat", False, 0.0),

@@ -186,17 +186,14 @@ def fig1(context: Context) -> Report:
         """Of the flat and of the steep direction, in words."""
         return " and ".join(map(plus_minus, values.T))
 
-    report = Report(
-        "smith2018-fig1: samples of Langevin dynamics and of natural gradients",
-        claim="Logistic regression with two weights: samples of preconditioned Langevin dynamics at T = 1 and of "
-        "minibatch natural gradients with B = lr N/2 have nearly the same distribution, close to Laplace's "
-        "approximation of the posterior (Smith et al. 2018, Fig. 1).",
-        verdict=f"{'Holds, roughly' if close else 'Does not hold'}. Variance over Laplace's in the flat and in the "
+    report = Report.of("smith2018-fig1")
+    report.verdict = (
+        f"{'Holds, roughly' if close else 'Does not hold'}. Variance over Laplace's in the flat and in the "
         f"steep direction: Langevin {both(langevin[:, 0])}, natural gradients {both(ngd[:, 0])}; the latter over the "
         f"former {both(ngd[:, 0] / langevin[:, 0])}. The spread of natural gradients follows their own noise, which "
         "differs between data sets: variance over the prediction of the discrete Lyapunov equation "
         f"{both(ngd[:, 0] / ngd[:, 1])}. Damping, which does not affect minibatch noise, removes {lost:.0f} % of the "
-        "variance in the flat direction.",
+        "variance in the flat direction."
     )
     columns = [f"{axis}: {what}" for axis in ("flat", "steep") for what in ("variance", "predicted", "ratio of both")]
     cells = []
@@ -241,21 +238,13 @@ def _protocol(context: Context, task: Regression) -> str:
 
 def fig2(context: Context) -> Report:
     """Langevin dynamics at many temperatures."""
-    report = Report(
-        "smith2018-fig2: temperature, Langevin dynamics",
-        claim="Logistic regression with one relevant input and 63 others: the ensemble predicts better than single "
-        "samples, and its test cross-entropy is smallest at T = 1 (Smith et al. 2018, Fig. 2).",
-    )
+    report = Report.of("smith2018-fig2")
     return _swept(context, report, "fig2", "Langevin dynamics", False)
 
 
 def fig3(context: Context) -> Report:
     """Minibatch natural gradients at as many temperatures, by their batch size."""
-    report = Report(
-        "smith2018-fig3: temperature, minibatches",
-        claim="The same task with minibatches for the only noise: natural gradients behave like Langevin dynamics at "
-        "T = lr N/(2B), and the ensemble's cross-entropy is smallest at T = 1 (Smith et al. 2018, Fig. 3).",
-    )
+    report = Report.of("smith2018-fig3")
     return _swept(context, report, "fig3", "natural gradients", True)
 
 

@@ -300,13 +300,7 @@ def everything(context: Context, kinds: Sequence[str]) -> dict[str, dict[str, Re
 
 def regression(context: Context) -> Report:
     """Test log-likelihood and error of MAP, Laplace's method and variational training."""
-    report = Report(
-        "uci-regression: posteriors of small networks",
-        claim="Not from a paper: a posterior improves the predictions of a trained network of one hidden layer. "
-        "Target: Laplace's method, with prior precision and noise by evidence and linearised predictions, has a higher "
-        "test log-likelihood than the network alone with the noise that fits the training data best (by two standard "
-        "errors of paired differences).",
-    )
+    report = Report.of("uci-regression")
     kinds = SIZES[context.scale][2]
     found = everything(context, kinds)
     ways = list(next(iter(found.values())))
