@@ -4,39 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from bayesgrad_lab import laplace_runs as posteriors
 from bayesgrad_lab import uci
 from bayesgrad_lab.context import Context
 from bayesgrad_lab.khan2023_runs import difference, named
-from bayesgrad_lab.laplace_runs import (
-    Approximation,
-    add_classification,
-    add_reliability,
-    laplace_rows,
-    peer_package,
-    protocol,
-    task_of,
-)
 from bayesgrad_lab.report import Report
 from bayesgrad_lab.results import Results, outcome, shown, sign
 
 KINDS = (
-    Approximation("Diagonal", "diag"),
-    Approximation("Kronecker", "kron"),
-    Approximation("Input factor", "input"),
-    Approximation("Full, subsampled", "subsampled", {"subsample": 200}),
+    posteriors.Approximation("Diagonal", "diag"),
+    posteriors.Approximation("Kronecker", "kron"),
+    posteriors.Approximation("Input factor", "input"),
+    posteriors.Approximation("Full, subsampled", "subsampled", {"subsample": 200}),
 )
-PEER = Approximation("laplace-torch, Kronecker", "peer")
+PEER = posteriors.Approximation("laplace-torch, Kronecker", "peer")
 
 
 def input_factor(context: Context) -> Report:
     """The input factor alone beside both Kronecker factors, a diagonal, and the exact Fisher of a subsample."""
     report = Report.of("benzing2021-laplace")
-    task, origin = task_of(context)
-    here = peer_package() is not None
-    rows = laplace_rows(context, task, (*KINDS, PEER) if here else KINDS)
-    add_classification(report, context, task, rows)
+    task, origin = posteriors.task_of(context)
+    here = posteriors.peer_package() is not None
+    rows = posteriors.laplace_rows(context, task, (*KINDS, PEER) if here else KINDS)
+    posteriors.add_classification(report, context, task, rows)
     ways = [("map",), *((kind, "linear", "held out") for kind in ("kron", "input", "subsampled"))]
-    add_reliability(report, context, task, [named(rows, *way) for way in ways])
+    posteriors.add_reliability(report, context, task, [named(rows, *way) for way in ways])
     found = uci.everything(context, ("map",))
     cells = [
         [uci.TITLES[way], *(shown(one[way].mean("nll")) for one in found.values())]
@@ -56,7 +48,7 @@ def input_factor(context: Context) -> Report:
     )
     peer = "" if here else " laplace-torch was not installed and is left out."
     report.verdict = f"{outcome(holds)} here. {' '.join(words)}{peer}"
-    report.settings["protocol"] = protocol(context, task, origin)
+    report.settings["protocol"] = posteriors.protocol(context, task, origin)
     report.settings["protocol of the regressions"] = uci.protocol(context, ("map",))
     return report
 

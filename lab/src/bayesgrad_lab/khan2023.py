@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,24 +14,9 @@ from torch import Tensor, nn
 
 from bayesgrad import optim, plots
 from bayesgrad_lab import figures
+from bayesgrad_lab import khan2023_runs as runs
 from bayesgrad_lab.context import Context
 from bayesgrad_lab.dataset import Dataset
-from bayesgrad_lab.khan2023_runs import (
-    BINARY,
-    COLUMNS,
-    METHODS,
-    classifier,
-    difference,
-    ensemble,
-    finals,
-    like,
-    named,
-    outside,
-    run,
-    score_panels,
-    score_table,
-    scrambled,
-)
 from bayesgrad_lab.methods import Method
 from bayesgrad_lab.report import Report
 from bayesgrad_lab.results import Results, margin, mean_and_error, outcome, shown, sign
@@ -81,22 +66,10 @@ def follow(
     The loss stands for that of all data, num_data = 1, without a prior: IVON minimises E_q[loss] - entropy.
     """
     weight = nn.Parameter(starts.clone())
-    optimizer: torch.optim.Optimizer = (
-        torch.optim.SGD([weight], lr=2e-3)
-        if seed is None
-        else optim.IVON(
-            [weight],
-            lr=0.02,
-            num_data=1,
-            prior_precision=0.0,
-            hess_init=hess_init,
-            betas=(0.9, 0.99),
-            samples=4,
-            rescale_lr=False,
-            clip_radius=5.0,
-            seed=seed,
-        )
-    )
+    optimizer: torch.optim.Optimizer = torch.optim.SGD([weight], lr=2e-3)
+    if seed is not None:
+        whole: Any = dict(num_data=1, prior_precision=0.0, hess_init=hess_init, betas=(0.9, 0.99), rescale_lr=False)
+        optimizer = optim.IVON([weight], lr=0.02, samples=4, clip_radius=5.0, seed=seed, **whole)
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -122,17 +95,14 @@ def fig1(context: Context) -> Report:
     half = steps // EVERY // 2
     starts = {"wall": torch.linspace(-0.5, 2.5, count).double(), "wells": torch.linspace(-3, 3, count).double()}
     losses = {"wall": wall, "wells": wells}
-    descent, bayes = {}, {}
-    for name, loss in losses.items():
-        descent[name] = context.once(f"{name}-descent", partial(follow, loss, starts[name], 10 * steps, None))
-        bayes[name] = [
-            context.once(f"{name}-ivon-seed{seed}", partial(follow, loss, starts[name], steps, seed))
-            for seed in range(context.seeds)
-        ]
-    narrow = [
-        context.once(f"wells-narrow-seed{seed}", partial(follow, wells, starts["wells"], steps, seed, NARROW**-2))
-        for seed in range(context.seeds)
-    ]
+
+    def path(key: str, name: str, *settings: Any) -> dict[str, Tensor]:
+        return context.once(f"{name}-{key}", partial(follow, losses[name], starts[name], *settings))
+
+    descent = {name: path("descent", name, 10 * steps, None) for name in losses}
+    seeds = range(context.seeds)
+    bayes = {name: [path(f"ivon-seed{seed}", name, steps, seed) for seed in seeds] for name in losses}
+    narrow = [path(f"narrow-seed{seed}", "wells", steps, seed, NARROW**-2) for seed in seeds]
     valley = math.log(STEEP / SLOPE) / STEEP
     exact = best_gaussian(wall, -0.5, 2.0)
     ends = [(run["path"][half:].mean().item(), run["spread"][half:].mean().item()) for run in bayes["wall"]]
@@ -141,8 +111,8 @@ def fig1(context: Context) -> Report:
     sharp, flat = best_gaussian(wells, -2.5, -0.5), best_gaussian(wells, 0.5, 2.5)
     flat_point = (descent["wells"]["path"][-1] > 0).double().mean().item()
     share, share_narrow = (
-        mean_and_error([(run["path"][-1] > 0).double().mean().item() for run in runs])
-        for runs in (bayes["wells"], narrow)
+        mean_and_error([(run["path"][-1] > 0).double().mean().item() for run in some])
+        for some in (bayes["wells"], narrow)
     )
     away = place[0] - margin(place) > point + 0.5 * (exact[0] - valley)
     prefers = flat[2] < sharp[2] and share[0] - margin(share) > max(flat_point, 0.5)
@@ -233,13 +203,13 @@ def uncertainty(context: Context) -> Report:
     words, held, asked = [], [], context.seeds
     for part in parts(context):
         task, context = part.task, replace(context, seeds=min(asked, part.seeds or asked))
-        others = f"{len(outside(task)):,} of {part.origin}"
+        others = f"{len(task.outside):,} of {part.origin}"
         context.say(f"{task.key}: {len(task.data.test_x):,} test images, {others}")
-        found = {method.title: finals(context, task, method) for method in part.methods}
+        found = {method.title: runs.finals(context, task, method) for method in part.methods}
         results = [one for some in found.values() for one in some]
         single = results[0]
-        results.insert(1, ensemble(context, task, part.methods[0], single, part.members))
-        report.add_table(f"{task.key}, test data", **score_table(results))
+        results.insert(1, runs.ensemble(context, task, part.methods[0], single, part.members))
+        report.add_table(f"{task.key}, test data", **runs.score_table(results))
         report.add_table(
             "Validation NLL of each pair tried: lr, second hyper-parameter",
             ["method", *map(str, range(1, len(single.tried) + 1))],
@@ -248,17 +218,17 @@ def uncertainty(context: Context) -> Report:
         kinds = [method.kind for method in part.methods]
         for kind in ("vogn", "ivon"):
             if kind in kinds:
-                one = named(results, kind, "drawn")
+                one = runs.named(results, kind, "drawn")
                 holds, sentence = _against(one, single)
                 held.append(holds)
                 reached = "target met" if holds else "target missed"
                 words.append(f"{task.data.name}, {task.epochs} epochs, {reached}: {sentence}")
-                words += [_against(one, named(results, "ogn", "drawn"))[1]] if "ogn" in kinds else []
+                words += [_against(one, runs.named(results, "ogn", "drawn"))[1]] if "ogn" in kinds else []
         report.draw(
             context.folder / f"uncertainty-{task.key}.png",
             f"{task.key}: mean and standard error over seeds.",
             figures.dots,
-            score_panels(results, ("error", "nll", "ece", "auroc entropy")),
+            runs.score_panels(results, ("error", "nll", "ece", "auroc entropy")),
         )
         report.settings[f"protocol of {task.key}"] = _protocol(part, len(single.tried), context.seeds)
     report.verdict = f"{outcome(held)} here. {' '.join(words)}"
@@ -269,25 +239,29 @@ def parts(context: Context) -> list[Part]:
     """What is trained at each scale."""
     if context.scale == "smoke":
         data = context.load("digits", 200)
-        few = [replace(method, lrs=method.lrs[1:2], seconds=method.seconds[1:2], options={}) for method in METHODS]
+        few = [replace(method, lrs=method.lrs[1:2], seconds=method.seconds[1:2], options={}) for method in runs.METHODS]
         few[-1] = replace(few[-1], options={"betas": (0.9, 0.9995)})
-        foreign = scrambled(data)
-        small = classifier(data.part(60), foreign[:20], (4,), 1, 30, "resnet", samples=2)
-        whole = classifier(data, foreign, (16,), 3, 32, samples=4)
+        foreign = runs.scrambled(data)
+        small = runs.classifier(data.part(60), foreign[:20], (4,), 1, 30, "resnet", samples=2)
+        whole = runs.classifier(data, foreign, (16,), 3, 32, samples=4)
         return [Part(whole, 2, few), Part(small, 2, [few[0], few[3]], seeds=1)]
     images, other, colour = map(context.load, ("fashion-mnist", "mnist", "cifar10"))
-    foreign = like(other.test_x, other.train_x, images.train_x)
+    foreign = runs.like(other.test_x, other.train_x, images.train_x)
     if context.scale == "laptop":
-        few = [method for method in METHODS if method.kind in ("adam", "vogn", "ivon")]
-        short, long = (classifier(images.part(10_000), foreign, (100, 100), epochs) for epochs in (10, 30))
-        digits = like(other.test_x[:2500], other.train_x, colour.train_x)
-        deep = classifier(colour.part(5000), digits, (8,), 15, 50, "resnet", samples=16)
-        return [Part(short, 5, METHODS, "mnist"), Part(long, 5, few, "mnist"), Part(deep, 5, METHODS, "mnist", 3)]
+        few = [method for method in runs.METHODS if method.kind in ("adam", "vogn", "ivon")]
+        short, long = (runs.classifier(images.part(10_000), foreign, (100, 100), epochs) for epochs in (10, 30))
+        digits = runs.like(other.test_x[:2500], other.train_x, colour.train_x)
+        deep = runs.classifier(colour.part(5000), digits, (8,), 15, 50, "resnet", samples=16)
+        return [
+            Part(short, 5, runs.METHODS, "mnist"),
+            Part(long, 5, few, "mnist"),
+            Part(deep, 5, runs.METHODS, "mnist", 3),
+        ]
     hundred = context.load("cifar100")
-    deep = like(hundred.test_x, hundred.train_x, colour.train_x)
+    deep = runs.like(hundred.test_x, hundred.train_x, colour.train_x)
     return [
-        Part(classifier(images, foreign, (400, 400), 50), 5, METHODS, "mnist"),
-        Part(classifier(colour, deep, (16,), 100, network="resnet", augment=True), 5, METHODS, "cifar100"),
+        Part(runs.classifier(images, foreign, (400, 400), 50), 5, runs.METHODS, "mnist"),
+        Part(runs.classifier(colour, deep, (16,), 100, network="resnet", augment=True), 5, runs.METHODS, "cifar100"),
     ]
 
 
@@ -307,13 +281,13 @@ def _protocol(part: Part, pairs: int, seeds: int) -> str:
         f"{network}lr and a second hyper-parameter (weight decay, dropout rate or hess_init) chosen by the "
         f"validation NLL of averaged predictions, {pairs} pairs for each method, 20 % held out, with a separate "
         f"seed; {seeds} seed{'s' * (seeds > 1)}; {task.samples} draws; prior precision = {task.decay:g} x images; "
-        f"{len(task.data.test_x):,} test images; AUROC against {len(outside(task)):,} images of {part.origin}"
+        f"{len(task.data.test_x):,} test images; AUROC against {len(task.outside):,} images of {part.origin}"
     )
 
 
 def _against(one: Results, rival: Results) -> tuple[bool, str]:
     """Whether accuracy is within 0.5 points, and NLL and ECE are lower by two standard errors of paired differences."""
-    gaps, words = difference(one, rival, ("error", "nll", "ece"))
+    gaps, words = runs.difference(one, rival, ("error", "nll", "ece"))
     lower = all(sign(gaps[name]) < 0 for name in ("nll", "ece"))
     return gaps["error"][0] <= 0.005 and lower, f"{one.title}, less {rival.title}: {words}."
 
@@ -349,16 +323,18 @@ def binary(context: Context) -> Report:
     toy, where, picture = moons(points)
     images = context.load(name, examples)
     smoke = context.scale == "smoke"
-    methods = [replace(m, lrs=m.lrs[:1], seconds=m.seconds[:1], options={}) for m in BINARY] if smoke else BINARY
+    methods = (
+        [replace(m, lrs=m.lrs[:1], seconds=m.seconds[:1], options={}) for m in runs.BINARY] if smoke else runs.BINARY
+    )
     tasks = {
-        "two moons": classifier(toy, features(picture.view(-1, 2)), (64, 64), rounds, 20, "binary"),
-        name: classifier(images, images.test_x[:10], widths, epochs, 100, "binary"),
+        "two moons": runs.classifier(toy, features(picture.view(-1, 2)), (64, 64), rounds, 20, "binary"),
+        name: runs.classifier(images, images.test_x[:10], widths, epochs, 100, "binary"),
     }
     report = Report.of("khan2023-binary")
     words, held = [], {}
-    names = [key for key in COLUMNS if not key.startswith("auroc")]
+    names = [key for key in runs.COLUMNS if not key.startswith("auroc")]
     for title, task in tasks.items():
-        found = {method.title: finals(context, task, method, "error") for method in methods}
+        found = {method.title: runs.finals(context, task, method, "error") for method in methods}
         ste, mode, drawn = results = [one for some in found.values() for one in some]
         gap, score = mode.less(ste, "error"), partial(drawn.less, ste)
         held[title] = gap[0] - margin(gap) <= 0
@@ -366,21 +342,27 @@ def binary(context: Context) -> Report:
             f"{title}: BayesBiNN's most probable network less STE, accuracy {shown(gap, '+.2f', -100)} points; its "
             f"{task.samples} draws less STE, {-100 * score('error')[0]:+.2f} points, NLL {score('nll')[0]:+.3f}."
         )
-        report.add_table(f"{title}, test data", **score_table(results, names))
+        report.add_table(f"{title}, test data", **runs.score_table(results, names))
         report.add_table(
             f"{title}, validation error % of each pair tried: lr, weight decay or relaxation",
             ["method", *map(str, range(1, len(ste.tried) + 1))],
             [[method, *some[0].attempts(".1f", 100)] for method, some in found.items()],
         )
         if title == "two moons":
-            maps = {
-                one.title: run(context, task, method, tuple(one.settings.values()), 0)[f"{one.of.key[1]}_outside"][:, 1]
-                .view(picture.shape[:2])
-                .numpy()
-                for method in methods
-                for one in found[method.title]
-            }
-            plots.decisions(context.folder / "moons.png", maps, picture.numpy(), where.numpy(), toy.train_y.numpy())
+            maps = {}
+            for one in results:
+                method = next(method for method in methods if method.kind == one.of.key[0])
+                first = runs.run(context, task, method, tuple(one.settings.values()), 0)
+                maps[one.title] = first[f"{one.of.key[1]}_outside"][:, 1].view(picture.shape[:2]).numpy()
+            report.draw(
+                context.folder / "moons.png",
+                "The probability of one of two classes, seed 0; the line is where it is one half.",
+                plots.decisions,
+                maps,
+                picture.numpy(),
+                where.numpy(),
+                toy.train_y.numpy(),
+            )
     outcomes = {True: "holds on ", False: "does not hold on "}
     found = [
         outcomes[good] + " and ".join(title for title in tasks if held[title] is good)
@@ -388,7 +370,6 @@ def binary(context: Context) -> Report:
         if good in held.values()
     ]
     report.verdict = f"{', '.join(found).capitalize()}. {' '.join(words)}"
-    report.add_figure("moons.png", "The probability of one of two classes, seed 0; the line is where it is one half.")
     report.settings["protocol"] = (
         f"two moons: {points} points, {rounds} epochs; {name}: {len(images.train_x):,} images, {epochs} epochs, hidden "
         f"layers of {widths}; all weights binary, no biases, BatchNorm without weights, whose statistics are estimated "

@@ -105,47 +105,22 @@ def scrambled(data: Dataset) -> Tensor:
 SECOND = attrgetter("second")
 FUSED = {"fused": True}  # the same numbers as without, in less time
 HESSIAN = {"hess_init": SECOND, **VARIATIONAL}
+SLOW = {"betas": (0.9, 0.9995), **FUSED}
+SMALL, NEWTON = (3e-4, 1e-3, 3e-3, 1e-2), (0.03, 0.1, 0.3, 1.0)
+SIGNS = built(optim.BayesBiNN, relaxation=SECOND, **of_setup("num_data", "seed"))
 METHODS = (
-    Method(
-        "adam",
-        "Adam",
-        (3e-4, 1e-3, 3e-3, 1e-2),
-        built(torch.optim.Adam, weight_decay=SECOND),
-        "weight_decay",
-        (1e-4, 1e-3),
-    ),
-    Method("dropout", "MC dropout", (3e-4, 1e-3, 3e-3, 1e-2), built(torch.optim.Adam, **L2), "drop", (0.1, 0.3)),
-    Method("ogn", "OGN", (0.03, 0.1, 0.3, 1.0), built(optim.OGN, **HESSIAN), "hess_init", (0.3, 1.0), FUSED),
-    Method("vogn", "VOGN", (0.03, 0.1, 0.3, 1.0), built(optim.VOGN, **HESSIAN), "hess_init", (0.3, 1.0), FUSED),
-    Method(
-        "ivon",
-        "IVON",
-        (0.1, 0.3, 1.0, 3.0),
-        built(optim.IVON, **HESSIAN),
-        "hess_init",
-        (0.3, 1.0),
-        {"betas": (0.9, 0.9995), **FUSED},
-    ),
+    Method("adam", "Adam", SMALL, built(torch.optim.Adam, weight_decay=SECOND), "weight_decay", (1e-4, 1e-3)),
+    Method("dropout", "MC dropout", SMALL, built(torch.optim.Adam, **L2), "drop", (0.1, 0.3)),
+    Method("ogn", "OGN", NEWTON, built(optim.OGN, **HESSIAN), "hess_init", (0.3, 1.0), FUSED),
+    Method("vogn", "VOGN", NEWTON, built(optim.VOGN, **HESSIAN), "hess_init", (0.3, 1.0), FUSED),
+    Method("ivon", "IVON", (0.1, 0.3, 1.0, 3.0), built(optim.IVON, **HESSIAN), "hess_init", (0.3, 1.0), SLOW),
 )
 ADAM = METHODS[0]
 BINARY = (
     Method(
-        "ste",
-        "STE",
-        (0.01, 0.03, 0.1, 0.3, 1.0),
-        built(optim.STE, weight_decay=SECOND),
-        "weight_decay",
-        (0.0, 0.01),
+        "ste", "STE", (0.01, 0.03, 0.1, 0.3, 1.0), built(optim.STE, weight_decay=SECOND), "weight_decay", (0.0, 0.01)
     ),
-    Method(
-        "bayesbinn",
-        "BayesBiNN",
-        (3e-4, 1e-3, 3e-3, 1e-2, 3e-2),
-        built(optim.BayesBiNN, relaxation=SECOND, **of_setup("num_data", "seed")),
-        "relaxation",
-        (0.3, 1.0),
-        FUSED,
-    ),
+    Method("bayesbinn", "BayesBiNN", (3e-4, 1e-3, 3e-3, 1e-2, 3e-2), SIGNS, "relaxation", (0.3, 1.0), FUSED),
 )
 
 
@@ -170,28 +145,22 @@ def run(
     Probabilities are at the mean (`mean`, `mean_outside`), and averaged over draws (`drawn`, `drawn_outside`) where the
     method has them.
     """
-    trial = Trial(purpose, task.key, method.kind, method.named(setting), seed)
-    return context.once(trial, lambda: _run(context, task, method, setting, trial))
+    trial, (lr, second) = Trial(purpose, task.key, method.kind, method.named(setting), seed), setting
 
-
-def _run(context: Context, task: Task, method: Method, setting: Setting, trial: Trial) -> dict[str, Tensor]:
-    seed, (lr, second) = trial.seed or 0, setting
-    model = task.model(seed)
-    model = (dropped(model, second) if method.kind == "dropout" else model).to(context.device)
-    (optimizer,) = method.build(model, task, lr, seed, second)
-    found = {"seconds": epoch_seconds(fit(context, trial, task, model, [optimizer]), task)}
-    if not torch.isfinite(found["seconds"]).all():
+    def compute() -> dict[str, Tensor]:
+        model = task.model(seed)
+        model = (dropped(model, second) if method.kind == "dropout" else model).to(context.device)
+        (optimizer,) = method.build(model, task, lr, seed, second)
+        found = {"seconds": epoch_seconds(fit(context, trial, task, model, [optimizer]), task)}
+        if not torch.isfinite(found["seconds"]).all():
+            return found
+        for name, predict in predictions(task, method, model, optimizer, context.device).items():
+            found[name] = in_batches(predict, task.data.test_x, context.device, AT_ONCE)
+            if purpose == "final":
+                found[f"{name}_outside"] = in_batches(predict, task.outside, context.device, AT_ONCE)
         return found
-    for name, predict in predictions(task, method, model, optimizer, context.device).items():
-        found[name] = in_batches(predict, task.data.test_x, context.device, AT_ONCE)
-        if trial.purpose == "final":
-            found[f"{name}_outside"] = in_batches(predict, outside(task), context.device, AT_ONCE)
-    return found
 
-
-def outside(task: Task) -> Tensor:
-    assert task.outside is not None
-    return task.outside
+    return context.once(trial, compute)
 
 
 def predictions(

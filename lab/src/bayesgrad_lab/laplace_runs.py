@@ -23,21 +23,9 @@ from torch.nn import functional as F
 
 from bayesgrad import laplace, metrics, plots
 from bayesgrad_lab import figures
+from bayesgrad_lab import khan2023_runs as runs
 from bayesgrad_lab.context import Context, Trial
 from bayesgrad_lab.dataset import Dataset
-from bayesgrad_lab.khan2023_runs import (
-    ADAM,
-    AT_ONCE,
-    Way,
-    classifier,
-    like,
-    outside,
-    score_panels,
-    score_table,
-    scores,
-    scrambled,
-    tune,
-)
 from bayesgrad_lab.methods import Method
 from bayesgrad_lab.report import Report
 from bayesgrad_lab.results import Results, mean_and_error
@@ -137,13 +125,13 @@ def task_of(context: Context) -> tuple[Task, str]:
     """Fashion-MNIST, or digits, at a scale, and where the outside images are from."""
     if context.scale == "smoke":
         data = context.load("digits", 150)
-        return classifier(data, scrambled(data)[:30], (8,), 3, 32, samples=3), "scrambled digits"
+        return runs.classifier(data, runs.scrambled(data)[:30], (8,), 3, 32, samples=3), "scrambled digits"
     images, other = context.load("fashion-mnist"), context.load("mnist")
-    foreign = like(other.test_x, other.train_x, images.train_x)
+    foreign = runs.like(other.test_x, other.train_x, images.train_x)
     if context.scale == "paper":
-        return classifier(images, foreign, (400, 400), 50, samples=100), "mnist"
+        return runs.classifier(images, foreign, (400, 400), 50, samples=100), "mnist"
     few = replace(images.part(10_000), test_x=images.test_x[:5000], test_y=images.test_y[:5000])
-    return classifier(few, foreign[:5000], (100, 100), 15, samples=24), "mnist"
+    return runs.classifier(few, foreign[:5000], (100, 100), 15, samples=24), "mnist"
 
 
 def network(context: Context, task: Task, setting: Setting, seed: int, purpose: str = "final") -> nn.Module:
@@ -152,7 +140,7 @@ def network(context: Context, task: Task, setting: Setting, seed: int, purpose: 
     trial = Trial(f"network-{purpose}", task.key, "", {"lr": lr, "decay": decay}, seed)
 
     def trained() -> dict[str, Tensor]:
-        seconds = epoch_seconds(fit(context, trial, task, model, ADAM.build(model, task, lr, seed, decay)), task)
+        seconds = epoch_seconds(fit(context, trial, task, model, runs.ADAM.build(model, task, lr, seed, decay)), task)
         return {**{name: p.detach().cpu() for name, p in model.named_parameters()}, "seconds": seconds}
 
     found = context.once(trial, trained)
@@ -260,17 +248,19 @@ def softness(context: Context, task: Task, setting: Setting) -> float:
 # --- finals ---
 
 
-def laplace_rows(context: Context, task: Task, kinds: Sequence[Approximation], adam: Method = ADAM) -> list[Results]:
+def laplace_rows(
+    context: Context, task: Task, kinds: Sequence[Approximation], adam: Method = runs.ADAM
+) -> list[Results]:
     """Adam's network alone, with its temperature, and under each approximation, link and way of tuning."""
-    setting = best(tune(context, task, adam))
+    setting = best(runs.tune(context, task, adam))
     models = [network(context, task, setting, seed) for seed in range(context.seeds)]
     soft = softness(context, task, setting)
     logits = [predicted(context, task, model) for model in models]
     rows = []
 
     def add(title: str, words: str, key: tuple[str, ...], way: str, found: Sequence[Mapping[str, Tensor]]) -> None:
-        values = [scores(one, way, task) for one in found]
-        rows.append(Results(title, values, of=Way(key, words, found[0][way])))
+        values = [runs.scores(one, way, task) for one in found]
+        rows.append(Results(title, values, of=runs.Way(key, words, found[0][way])))
 
     for way, divisor, title, words in (
         ("map", 1.0, "MAP", "lr {:g}, weight decay {:g}".format(*setting)),
@@ -294,8 +284,8 @@ def laplace_rows(context: Context, task: Task, kinds: Sequence[Approximation], a
 
 def predicted(context: Context, task: Task, predict: Callable[[Tensor], Tensor], name: str = "") -> dict[str, Tensor]:
     """Predictions of the test images and of those from outside."""
-    images = {name: task.data.test_x, f"{name}_outside": outside(task)}
-    return {key: in_batches(predict, x, context.device, AT_ONCE) for key, x in images.items()}
+    images = {name: task.data.test_x, f"{name}_outside": task.outside}
+    return {key: in_batches(predict, x, context.device, runs.AT_ONCE) for key, x in images.items()}
 
 
 def _final(
@@ -323,7 +313,7 @@ def _final(
 # --- reports ---
 
 
-def protocol(context: Context, task: Task, origin: str, pairs: int = len(ADAM.seeks)) -> str:
+def protocol(context: Context, task: Task, origin: str, pairs: int = len(runs.ADAM.seeks)) -> str:
     """How networks and their posteriors were made and measured, for people."""
     weights = sum(p.numel() for p in task.model(0).parameters())
     return (
@@ -333,19 +323,19 @@ def protocol(context: Context, task: Task, origin: str, pairs: int = len(ADAM.se
         "exact Fisher, one block for weight and bias; one prior precision δ by evidence, or δ and a temperature T, "
         "covariance T (H + δ)^-1, by held-out NLL around the search's network, of 65 pairs for each structure and "
         f"link; {task.samples} draws; linear: of the network linearised at its weights; {context.seeds} seeds; "
-        f"{len(task.data.test_x):,} test images; AUROC of the entropy, against {len(outside(task)):,} images of "
+        f"{len(task.data.test_x):,} test images; AUROC of the entropy, against {len(task.outside):,} images of "
         f"{origin}"
     )
 
 
 def add_classification(report: Report, context: Context, task: Task, rows: Sequence[Results]) -> None:
     """A table of all ways to predict, and a figure of those that were tuned by held-out images or not at all."""
-    report.add_table(f"{task.key}, test data", **score_table(rows, COLUMNS))
+    report.add_table(f"{task.key}, test data", **runs.score_table(rows, COLUMNS))
     report.draw(
         context.folder / "scores.png",
         f"{task.key}: mean and standard error over seeds; priors by evidence are left out.",
         figures.dots,
-        score_panels([row for row in rows if row.of.key[-1] != "evidence"], COLUMNS),
+        runs.score_panels([row for row in rows if row.of.key[-1] != "evidence"], COLUMNS),
     )
 
 

@@ -7,22 +7,10 @@ from dataclasses import replace
 from functools import cache, partial
 
 from bayesgrad.samplers import batch_size
+from bayesgrad_lab import smith2018_chains as chains
 from bayesgrad_lab.context import Context
 from bayesgrad_lab.dataset import Dataset
 from bayesgrad_lab.report import Report
-from bayesgrad_lab.smith2018_chains import (
-    Chain,
-    add_sweeps,
-    begun,
-    convolutional,
-    perceptron,
-    pooled,
-    projected,
-    protocol,
-    sweep,
-    verdict,
-    where,
-)
 
 # --- Fig. 4 and 5: a perceptron ---
 
@@ -31,17 +19,17 @@ def mnist(context: Context) -> Dataset:
     return context.load("digits" if context.scale == "smoke" else "mnist")
 
 
-def mlp(context: Context, count: int) -> Chain:
+def mlp(context: Context, count: int) -> chains.Chain:
     """10 projected features, 40 hidden units; one drawn label for each of the Fisher's examples."""
     burn_in, steps, thin, examples, begins = {
         "smoke": (10, 10, 5, 64, 20),
         "laptop": (100, 200, 2, 512, 1000),
         "paper": (500, 500, 1, 1024, 0),
     }[context.scale]
-    task = Chain(
+    task = chains.Chain(
         f"mlp{count}",
-        partial(projected, mnist(context), count),
-        partial(perceptron, (10, 6 if context.scale == "smoke" else 40, 10)),
+        partial(chains.projected, mnist(context), count),
+        partial(chains.perceptron, (10, 6 if context.scale == "smoke" else 40, 10)),
         1 / 8,
         0.1,
         burn_in,
@@ -50,7 +38,7 @@ def mlp(context: Context, count: int) -> Chain:
         thin=thin,
         examples=min(examples, count),
     )
-    return begun(context, task, begins) if begins else task
+    return chains.begun(context, task, begins) if begins else task
 
 
 def fig4(context: Context) -> Report:
@@ -58,11 +46,11 @@ def fig4(context: Context) -> Report:
     count = 128 if context.scale == "smoke" else 1024
     task = mlp(context, count)
     sizes = [4, 8, 16] if context.scale == "smoke" else [16, 32, 64, 128, 256]
-    found = {f"N = {count}": sweep(context, task, sizes=sizes)}
+    found = {f"N = {count}": chains.sweep(context, task, sizes=sizes)}
     report = Report.of("smith2018-fig4")
-    report.verdict = verdict(found)
-    report.settings["protocol"] = protocol(task)
-    return add_sweeps(context, report, found, "fig4.png", by="batch")
+    report.verdict = chains.verdict(found)
+    report.settings["protocol"] = chains.protocol(task)
+    return chains.add_sweeps(context, report, found, "fig4.png", by="batch")
 
 
 def fig5(context: Context) -> Report:
@@ -73,11 +61,11 @@ def fig5(context: Context) -> Report:
     }
     if context.scale == "smoke":
         grids = {256: [8, 16, 64]}
-    found = {f"N = {count}": sweep(context, mlp(context, count), sizes=sizes) for count, sizes in grids.items()}
+    found = {f"N = {count}": chains.sweep(context, mlp(context, count), sizes=sizes) for count, sizes in grids.items()}
     report = Report.of("smith2018-fig5")
-    report.verdict = verdict(found)
-    report.settings["protocol"] = protocol(mlp(context, max(grids)))
-    return add_sweeps(context, report, found, "fig5.png", by="batch")
+    report.verdict = chains.verdict(found)
+    report.settings["protocol"] = chains.protocol(mlp(context, max(grids)))
+    return chains.add_sweeps(context, report, found, "fig5.png", by="batch")
 
 
 def ablation(context: Context) -> Report:
@@ -92,17 +80,17 @@ def ablation(context: Context) -> Report:
         "damping 0.1, prior 5": replace(base, name=f"{base.name}-p5", prior_precision=5.0),
         "damping 0.1, prior 80": replace(base, name=f"{base.name}-p80", prior_precision=80.0),
     }
-    found = {name: sweep(context, task, sizes=sizes) for name, task in variants.items()}
+    found = {name: chains.sweep(context, task, sizes=sizes) for name, task in variants.items()}
     places = {name: some.temperatures[some.best()] for name, some in found.items()}
     weak = max(places.values()) <= 4.1 * min(places.values())
     report = Report.of("smith2018-ablation")
     report.verdict = (
         f"{'Holds' if weak else 'Does not hold'}. Best temperatures: "
-        + "; ".join(f"{name}: {where(some)}" for name, some in found.items())
+        + "; ".join(f"{name}: {chains.where(some)}" for name, some in found.items())
         + "."
     )
-    report.settings["protocol"] = protocol(base)
-    return add_sweeps(context, report, found, "ablation.png", by="temperature", singles=False)
+    report.settings["protocol"] = chains.protocol(base)
+    return chains.add_sweeps(context, report, found, "ablation.png", by="temperature", singles=False)
 
 
 # --- Fig. 6: a convolutional network ---
@@ -121,10 +109,10 @@ def fig6(context: Context) -> Report:
     }[context.scale]
     seeds = min(context.seeds, 2) if context.scale == "laptop" else context.seeds
 
-    base = Chain(
+    base = chains.Chain(
         "fig6",
         lambda seed: images,
-        partial(convolutional, size=images.train_x.shape[-1], channels=2 if context.scale == "smoke" else 10),
+        partial(chains.convolutional, size=images.train_x.shape[-1], channels=2 if context.scale == "smoke" else 10),
         0.0,
         0.1,
         0,
@@ -133,9 +121,9 @@ def fig6(context: Context) -> Report:
         examples=examples,
         refresh=refresh,
     )
-    base = begun(context, base, begins)
+    base = chains.begun(context, base, begins)
 
-    def task(lr: float, count: int) -> Chain:
+    def task(lr: float, count: int) -> chains.Chain:
         updates = math.ceil(length / lr)
         kept = max(1, updates // 5)
         return replace(
@@ -153,10 +141,10 @@ def fig6(context: Context) -> Report:
     rated, counted = {}, {}
     for lr in rates:
         sizes = [batch_size(heat, lr, most) for heat in heats]
-        rated[f"lr = {lr:g}"] = sweep(context, task(lr, most), sizes=sizes, seeds=seeds)
+        rated[f"lr = {lr:g}"] = chains.sweep(context, task(lr, most), sizes=sizes, seeds=seeds)
     for count in counts:
         sizes = [batch_size(heat, middle, count) for heat in heats]
-        counted[f"N = {count}"] = sweep(context, task(middle, count), sizes=sizes, seeds=seeds)
+        counted[f"N = {count}"] = chains.sweep(context, task(middle, count), sizes=sizes, seeds=seeds)
     cool = {name: some.mean(some.one(), "nll")[0] for name, some in rated.items()}
     stable = {name: nll for name, nll in cool.items() if math.isfinite(nll)}
     rises = {name: some.mean(-1, "nll")[0] / some.mean(some.one(), "nll")[0] for name, some in counted.items()}
@@ -172,11 +160,11 @@ def fig6(context: Context) -> Report:
         f"{'Holds' if whole else 'Holds in part' if same or hot else 'Does not hold'}. At T = 1 the "
         f"cross-entropy is {at_one}. At T = "
         f"{heats[-1]:g} it is {risen} times that at T = "
-        f"1. Minima: {'; '.join(f'{name}: {where(some)}' for name, some in (rated | counted).items())}."
+        f"1. Minima: {'; '.join(f'{name}: {chains.where(some)}' for name, some in (rated | counted).items())}."
     )
-    report.settings["protocol"] = protocol(task(middle, most))
-    report = add_sweeps(context, report, rated, "fig6a.png", by="temperature", singles=False)
-    report = add_sweeps(context, report, counted, "fig6b.png", by="temperature", singles=False)
+    report.settings["protocol"] = chains.protocol(task(middle, most))
+    report = chains.add_sweeps(context, report, rated, "fig6a.png", by="temperature", singles=False)
+    report = chains.add_sweeps(context, report, counted, "fig6b.png", by="temperature", singles=False)
     report.settings["protocol of all"] = (
         f"Adam uses all {len(images.train_x):,} training images; ceil({length:g}/lr) updates after it, with samples "
         f"from the last fifth; {seeds} seeds; the moving average of the Fisher in the paper keeps 0.95^(1000 lr) of "
@@ -197,10 +185,10 @@ def kronecker(context: Context) -> Report:
         "paper": (16384, 256, 2000, 2000, 5, 2000),
     }[context.scale]
     inputs = images.train_x[0].numel() // 4
-    task = Chain(
+    task = chains.Chain(
         f"kronecker{count}",
-        partial(pooled, images, count),
-        partial(perceptron, (inputs, width, width, 10)),
+        partial(chains.pooled, images, count),
+        partial(chains.perceptron, (inputs, width, width, 10)),
         0.1,
         0.1,
         burn_in,
@@ -211,13 +199,13 @@ def kronecker(context: Context) -> Report:
         examples=min(1024, count),
         refresh=refresh,
     )
-    task = begun(context, task, begins)
+    task = chains.begun(context, task, begins)
     heats = [0.5, 2.0] if context.scale == "smoke" else [2.0**k for k in range(-3, 4)]
     sizes = [batch_size(heat, task.lr, count) for heat in heats]
     dampings = {f"damping {d:g}": replace(task, name=f"{task.name}-d{d:g}", damping=d) for d in (0.1, 0.3)}
-    found = {name: sweep(context, one, sizes=sizes) for name, one in dampings.items()}
+    found = {name: chains.sweep(context, one, sizes=sizes) for name, one in dampings.items()}
     size = sum(p.numel() for p in task.network(0).parameters())
     report = Report.of("ngd-kronecker", weights=f"{size:,}")
-    report.verdict = verdict(found)
-    report.settings["protocol"] = protocol(task)
-    return add_sweeps(context, report, found, "kronecker.png", by="temperature")
+    report.verdict = chains.verdict(found)
+    report.settings["protocol"] = chains.protocol(task)
+    return chains.add_sweeps(context, report, found, "kronecker.png", by="temperature")

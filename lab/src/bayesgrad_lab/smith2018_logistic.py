@@ -16,18 +16,9 @@ from torch import Tensor, nn
 
 from bayesgrad.samplers import Ensemble, Predictive, batch_size, langevin_covariance, minibatch_covariance
 from bayesgrad_lab import figures
+from bayesgrad_lab import smith2018_chains as chains
 from bayesgrad_lab.context import Context
 from bayesgrad_lab.report import Report
-from bayesgrad_lab.smith2018_chains import (
-    SCORES,
-    add_sweeps,
-    batches,
-    collected,
-    plus_minus,
-    sampler_of,
-    sweep,
-    verdict,
-)
 
 DAMPING, LR = 1e-4, 0.1
 
@@ -62,7 +53,7 @@ class Regression:
     ) -> list[dict[str, float]]:
         """Of ensembles and of their members, for each data set."""
         found = context.once(f"{self.name}-{label}", partial(sample, self, seeds, batch=batch, heat=heat))
-        return [{name: found[name][seed].item() for name in SCORES} for seed in range(seeds)]
+        return [{name: found[name][seed].item() for name in chains.SCORES} for seed in range(seeds)]
 
     def data(self, seed: int) -> tuple[Tensor, Tensor]:
         """Inputs (examples + tests, inputs) and labels.
@@ -103,10 +94,10 @@ def sample(task: Regression, seeds: int, *, batch: int | None = None, heat: floa
         return (x * (p * (1 - p))).mT @ x / task.examples
 
     settings = dict(num_data=task.examples, metric=fisher, damping=task.damping, likelihood="bernoulli")
-    sampler = sampler_of(model, task.lr, batch, heat, **settings)
+    sampler = chains.sampler_of(model, task.lr, batch, heat, **settings)
     ensemble = Ensemble(model, burn_in=task.burn_in, thin=task.thin, sampler=sampler, keep=keep)
     running = Predictive(model, tests, likelihood="bernoulli")
-    rows = [batches(task.examples, batch or task.examples, seed) for seed in range(seeds)]
+    rows = [chains.batches(task.examples, batch or task.examples, seed) for seed in range(seeds)]
 
     def pairs() -> Iterator[tuple[Tensor, Tensor]]:
         for _ in range(task.burn_in + task.steps):
@@ -119,7 +110,7 @@ def sample(task: Regression, seeds: int, *, batch: int | None = None, heat: floa
     def loss(outputs: Tensor, labels: Tensor) -> Tensor:
         return (nn.functional.softplus(outputs) - labels * outputs).mean(1).sum()
 
-    found = collected(sampler, ensemble, running, pairs(), loss, lambda p: scores(p, truth))
+    found = chains.collected(sampler, ensemble, running, pairs(), loss, lambda p: scores(p, truth))
     return found | ({"samples": ensemble.draws()["weight"][0]} if keep else {})
 
 
@@ -184,7 +175,7 @@ def fig1(context: Context) -> Report:
 
     def both(values: np.ndarray) -> str:
         """Of the flat and of the steep direction, in words."""
-        return " and ".join(map(plus_minus, values.T))
+        return " and ".join(map(chains.plus_minus, values.T))
 
     report = Report.of("smith2018-fig1")
     report.verdict = (
@@ -199,7 +190,7 @@ def fig1(context: Context) -> Report:
     cells = []
     for name, some in tables.items():
         axes = [(some[:, 0, a], some[:, 1, a], some[:, 0, a] / some[:, 1, a]) for a in (0, 1)]
-        cells.append([name, *(plus_minus(column) for column in (*axes[0], *axes[1], *some[:, 2].T))])
+        cells.append([name, *(chains.plus_minus(column) for column in (*axes[0], *axes[1], *some[:, 2].T))])
     report.add_table(
         "Variances over Laplace's, and shifts of the mean in its standard deviations",
         ["method", *columns, "flat: shift", "steep: shift"],
@@ -252,9 +243,9 @@ def _swept(context: Context, report: Report, name: str, method: str, minibatches
     task = replace(_task(context), name=name)
     heats = _heats(context)
     sizes = [batch_size(heat, LR, task.examples) for heat in heats] if minibatches else ()
-    found = {method: sweep(context, task, sizes=sizes, heats=heats)}
-    report.verdict, report.settings["protocol"] = verdict(found), _protocol(context, task)
-    return add_sweeps(context, report, found, f"{name}.png")
+    found = {method: chains.sweep(context, task, sizes=sizes, heats=heats)}
+    report.verdict, report.settings["protocol"] = chains.verdict(found), _protocol(context, task)
+    return chains.add_sweeps(context, report, found, f"{name}.png")
 
 
 def _heats(context: Context) -> list[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ class Task:
     augment: bool = False
     loss: Loss = cross_entropy
     samples: int = 32
-    outside: Tensor | None = None
+    outside: Tensor = field(default_factory=lambda: torch.empty(0))
     name: str = "{data}-{network}"
     make: Callable[..., nn.Module] = networks.build
 
