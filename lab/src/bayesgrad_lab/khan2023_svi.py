@@ -159,7 +159,7 @@ def topics(context: Context) -> Report:
         verdicts.append(
             f"{own} ends {gap:+.4f} ± {error:.4f} nats for each word from {other}, in {ratio:.2f} of its time"
         )
-    report = Report.of("khan2023-svi")
+    report = Report.of("khan2023-svi", topics=task.topics, documents=f"{task.train.shape[0]:,}")
     report.verdict = (
         f"{outcome(good)}. By the bound on {task.test.shape[0]} held-out documents: "
         + "; ".join(verdicts)
