@@ -9,9 +9,9 @@ import pytest
 
 from bayesgrad.models import LatentDirichlet
 from bayesgrad_lab import khan2023_svi as own
+from bayesgrad_lab.context import Context
 from bayesgrad_lab.corpora import associated_press, invented, read_ldac
 from bayesgrad_lab.report import load
-from bayesgrad_lab.study import Context
 
 
 def context(path: Path) -> Context:

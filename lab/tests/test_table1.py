@@ -14,8 +14,8 @@ from bayesgrad.families import Gamma, Gaussian
 from bayesgrad.inference import Expected, Node, Prior, elbo, run, step
 from bayesgrad_lab import khan2023_deep as deep
 from bayesgrad_lab import khan2023_table1 as table
+from bayesgrad_lab.context import Context
 from bayesgrad_lab.khan2023_rows import difference
-from bayesgrad_lab.study import Context
 
 PRINTED = [
     "Gradient descent",

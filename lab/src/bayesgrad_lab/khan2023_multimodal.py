@@ -15,9 +15,9 @@ from bayesgrad.families import FixedGaussian, Gaussian, MixtureOfGaussians
 from bayesgrad.inference import Delta, Node, OutsideDomain, minimize, step
 from bayesgrad.inference.multimodal import MixtureLogDensity
 from bayesgrad_lab import figures
+from bayesgrad_lab.context import Context
 from bayesgrad_lab.report import Report
-from bayesgrad_lab.results import outcome
-from bayesgrad_lab.study import Context, mean_and_error
+from bayesgrad_lab.results import mean_and_error, outcome
 
 Loss = Callable[[Tensor], Tensor]
 COMPONENTS, BOX = 6, 5.0

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from bayesgrad.models import LatentDirichlet
 from bayesgrad_lab import figures
+from bayesgrad_lab.context import Context
 from bayesgrad_lab.corpora import Corpus, associated_press, invented
 from bayesgrad_lab.report import Report
-from bayesgrad_lab.results import outcome
-from bayesgrad_lab.study import Context, mean_and_error
+from bayesgrad_lab.results import mean_and_error, outcome
 
 PRIORS = ((0.05, 0.05), (0.1, 0.1), (0.5, 0.1))  # of shares and of words, for each method to choose from
 BATCH, OFFSET, DECAY = 128, 10.0, 0.7

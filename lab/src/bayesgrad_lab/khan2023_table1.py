@@ -16,9 +16,9 @@ from bayesgrad.optim import OGN, VOGN, VON, BayesBiNN, Newton
 from bayesgrad_lab import khan2023_bayes as bayes
 from bayesgrad_lab import khan2023_deep as deep
 from bayesgrad_lab import khan2023_rows as rows
+from bayesgrad_lab.context import Context
 from bayesgrad_lab.khan2023_rows import Row, difference
 from bayesgrad_lab.report import Report
-from bayesgrad_lab.study import Context
 
 TO_SIGNS = ((0.3, 1e-10), (0.03, 1.0), (1e-3, 1e3), (1e-4, 1e6))  # relaxation and eps
 
