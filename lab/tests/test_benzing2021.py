@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 from bayesgrad.optim import FOOF, KFAC
 from bayesgrad_lab import benzing2021_runs, datasets
-from bayesgrad_lab.benzing2021_runs import KEY, Grid, factor, rule, score, similarities, train, tune
-from bayesgrad_lab.benzing2021_scales import SIZES
+from bayesgrad_lab.benzing2021_runs import KEY, SIZES, Grid, factor, rule, score, similarities, train, tune
 from bayesgrad_lab.results import Results
 from bayesgrad_lab.task import Task
 

@@ -204,21 +204,17 @@ def momentum(context: Context) -> Report:
     table = []
     for p in (0.3, 0.1, 0.03, 0.01, 1e-3, 1e-4):
         row = int((eta_p[:, 0] - p).abs().argmin())
-        adam = x[where[row] == 0]
+        adam, rmsprop = x[where[row] == 0], x[where[row] == 1]
         table.append(
-            [
-                f"{eta_p[row].item():.2g}",
-                f"{printed[row].max().item():.2f}",
-                f"{x[printed[row].argmax()].item():.2g}",
-                f"{adam.min().item():.2g} to {adam.max().item():.2g}" if len(adam) else "nowhere",
-                f"below {x[where[row] == 1].max().item():.2g}" if (where[row] == 1).any() else "nowhere",
-            ]
+            {
+                "eta_p": f"{eta_p[row].item():.2g}",
+                "S_wp/Eq. 21": f"{printed[row].max().item():.2f}",
+                "at eta rms": f"{x[printed[row].argmax()].item():.2g}",
+                "Adam at eta rms": f"{adam.min().item():.2g} to {adam.max().item():.2g}" if len(adam) else "nowhere",
+                "RMSProp at eta rms": f"below {rmsprop.max().item():.2g}" if len(rmsprop) else "nowhere",
+            }
         )
-    report.add_table(
-        "By eta_p: the exact S_wp over Eq. 21 at its best, and the regions of both rules",
-        ["eta_p", "S_wp/Eq. 21", "at eta rms", "Adam at eta rms", "RMSProp at eta rms"],
-        table,
-    )
+    report.add_rows("By eta_p: the exact S_wp over Eq. 21 at its best, and the regions of both rules", table)
     report.draw(
         context.folder / "map.png",
         "Left: regions of the map, with the points of the first table (the displacement that was "
@@ -315,7 +311,15 @@ def kronecker(context: Context) -> Report:
         wrong = [_shape_error(one, whitening) for one in found]
         against = [_shape_error(one, inverse) for one in found]
         ratios[drift], shapes[drift] = mean_and_error(values), mean_and_error(wrong)
-        rows.append([f"{drift:g}", _shown(values), f"{target:g}", _shown(wrong), _shown(against)])
+        rows.append(
+            {
+                "eta sqrt(tr Cx tr Cd)": f"{drift:g}",
+                "trace ratio": _shown(values),
+                "target": f"{target:g}",
+                "error of the shape": _shown(wrong),
+                "error of the shape if it were Cx^-1 (x) Cd^-1": _shown(against),
+            }
+        )
     times = tuple(t for t in TIMES if t <= longest) or (longest,)
     runs = [
         context.once(f"static-seed{s}", partial(simulate, 0.0, max(times), max(times), chains, s, times))["at"]
@@ -327,7 +331,15 @@ def kronecker(context: Context) -> Report:
         errors[t] = [float(np.mean(some)) for some in relative]
         means[t] = [((run[i].mean(0) * t - inverse).norm() / inverse.norm()).item() for run in runs]
         against = [_shape_error(run[i].mean(0), whitening) for run in runs]
-        late.append([f"{t:,}", _shown(errors[t]), f"{TIMES.get(t, math.nan):g}", _shown(means[t]), _shown(against)])
+        late.append(
+            {
+                "examples t": f"{t:,}",
+                "relative error of a run": _shown(errors[t]),
+                "target": f"{TIMES.get(t, math.nan):g}",
+                "of the mean over runs": _shown(means[t]),
+                "error of the shape if it were Cx^-1/2 (x) Cd^-1/2": _shown(against),
+            }
+        )
     first, last = min(ratios), times[-1]
     good = abs(ratios[first][0] - DRIFTS[first]) < 0.05 and np.mean(errors[last]) < 1.5 * TIMES.get(last, 1.0)
     report = Report.of("aitchison2018-kronecker")
@@ -338,28 +350,8 @@ def kronecker(context: Context) -> Report:
         + f"; its shape differs by {100 * shapes[first][0]:.1f} % at the smallest. Without, the belief of a single run "
         "is off by " + ", ".join(f"{100 * np.mean(e):.1f} % after {t:,} examples" for t, e in errors.items()) + "."
     )
-    report.add_table(
-        "With process noise: Σ averaged over time, against eta Cx^-1/2 (x) Cd^-1/2",
-        [
-            "eta sqrt(tr Cx tr Cd)",
-            "trace ratio",
-            "target",
-            "error of the shape",
-            "error of the shape if it were Cx^-1 (x) Cd^-1",
-        ],
-        rows,
-    )
-    report.add_table(
-        "Without: Σ t against Cx^-1 (x) Cd^-1",
-        [
-            "examples t",
-            "relative error of a run",
-            "target",
-            "of the mean over runs",
-            "error of the shape if it were Cx^-1/2 (x) Cd^-1/2",
-        ],
-        late,
-    )
+    report.add_rows("With process noise: Σ averaged over time, against eta Cx^-1/2 (x) Cd^-1/2", rows)
+    report.add_rows("Without: Σ t against Cx^-1 (x) Cd^-1", late)
     traces = {
         "simulated": (list(ratios), [[m] for m, _ in ratios.values()]),
         "target": (list(ratios), [[DRIFTS[d]] for d in ratios]),

@@ -72,11 +72,7 @@ def open_questions(context: Context) -> Report:
         context.say(f"{task.title}: {task.steps * task.epochs} steps, {len(task.data.test_x):,} test examples")
         wanted = [*dict.fromkeys(k for q in suggestions for k in (q.plain, q.new)), *kinds]
         results = {k: finals(context, task, _scaled(context, VARIANTS[k])) for k in dict.fromkeys(wanted)}
-        report.add_table(
-            f"{task.title}: all runs",
-            ["method", "lr", "test error %", "test NLL", "training loss", "CPU s"],
-            [_row(one) for one in results.values()],
-        )
+        report.add_rows(f"{task.title}: all runs", [_row(one) for one in results.values()])
         if suggestions:
             title = f"{task.network}: Δ test NLL"
             panels[title] = {q.short: results[q.new].less(results[q.plain], "nll") for q in suggestions}
@@ -86,13 +82,15 @@ def open_questions(context: Context) -> Report:
                 verdicts = [judged(new, plain, s) for s in ("nll", "loss")]
                 answers[q.new].append(f"{verdicts[0]} in test NLL and {verdicts[1]} in training loss on {task.network}")
                 rows.append(
-                    [f"{q.section} {q.words}", *(shown(new.less(plain, s), "+.4f") for s in ("nll", "loss")), *verdicts]
+                    {
+                        "suggestion": f"{q.section} {q.words}",
+                        "test NLL": shown(new.less(plain, "nll"), "+.4f"),
+                        "training loss": shown(new.less(plain, "loss"), "+.4f"),
+                        "verdict, test NLL": verdicts[0],
+                        "verdict, training loss": verdicts[1],
+                    }
                 )
-            report.add_table(
-                f"{task.title}: differences over paired seeds, new less plain",
-                ["suggestion", "test NLL", "training loss", "verdict, test NLL", "verdict, training loss"],
-                rows,
-            )
+            report.add_rows(f"{task.title}: differences over paired seeds, new less plain", rows)
         if kinds:
             words.append(_whitening(report, context, task, {k: results[k] for k in kinds}))
         rows = [
@@ -170,30 +168,19 @@ def _whitening(report: Report, context: Context, task: Task, results: dict[str, 
     budget = results["adamw"].mean("seconds")[0]
     rows = []
     for one in results.values():
-        versus = ["", ""] if one is own else [judged(own, one, "loss"), judged(own, one, "nll")]
+        versus = ["", ""] if one is own else [judged(own, one, score) for score in ("loss", "nll")]
         rows.append(
-            [
-                one.title,
-                shown(one.mean("loss")),
-                shown(one.mean("nll")),
-                f"{one.mean('seconds')[0]:.1f}",
-                shown(loss_at(one, budget)),
-                *versus,
-            ]
+            {
+                "method": one.title,
+                "training loss, last epoch": shown(one.mean("loss")),
+                "test NLL": shown(one.mean("nll")),
+                "CPU s": f"{one.mean('seconds')[0]:.1f}",
+                f"training loss after {budget:.1f} CPU s": shown(loss_at(one, budget)),
+                "KroneckerFilterFP's training loss compared with it": versus[0],
+                "KroneckerFilterFP's test NLL compared with it": versus[1],
+            }
         )
-    report.add_table(
-        f"{task.title}: Kronecker whitening and others",
-        [
-            "method",
-            "training loss, last epoch",
-            "test NLL",
-            "CPU s",
-            f"training loss after {budget:.1f} CPU s",
-            "KroneckerFilterFP's training loss compared with it",
-            "KroneckerFilterFP's test NLL compared with it",
-        ],
-        rows,
-    )
+    report.add_rows(f"{task.title}: Kronecker whitening and others", rows)
     title, file = f"{task.title}: training loss", f"kronecker-{task.data.name}"
     curves = {one.title: by_epoch(one) for one in results.values()}
     words = f"{title} by epoch, mean and standard error over seeds."
@@ -255,6 +242,12 @@ def _repeated(report: Report, context: Context) -> str:
     )
 
 
-def _row(one: Results) -> list[str]:
-    scores = shown(one.mean("error"), ".2f", 100), shown(one.mean("nll")), shown(one.mean("loss"))
-    return [one.title, f"{one.lr:.3g}", *scores, f"{one.mean('seconds')[0]:.1f}"]
+def _row(one: Results) -> dict[str, str]:
+    return {
+        "method": one.title,
+        "lr": f"{one.lr:.3g}",
+        "test error %": shown(one.mean("error"), ".2f", 100),
+        "test NLL": shown(one.mean("nll")),
+        "training loss": shown(one.mean("loss")),
+        "CPU s": f"{one.mean('seconds')[0]:.1f}",
+    }

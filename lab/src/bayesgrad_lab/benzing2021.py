@@ -13,7 +13,9 @@ from bayesgrad.optim import FOOF, KFAC
 from bayesgrad_lab import figures
 from bayesgrad_lab.benzing2021_runs import (
     KINDS,
+    SIZES,
     Rule,
+    Size,
     by_damping,
     factor,
     finish,
@@ -22,7 +24,6 @@ from bayesgrad_lab.benzing2021_runs import (
     tune,
     tuned,
 )
-from bayesgrad_lab.benzing2021_scales import SIZES, Size
 from bayesgrad_lab.context import Context
 from bayesgrad_lab.report import Report
 from bayesgrad_lab.results import Results, Value, mean_and_error, shown

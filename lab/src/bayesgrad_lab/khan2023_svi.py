@@ -148,7 +148,7 @@ def topics(context: Context) -> Report:
         gap = shown(less(last[own], last[other]), "+.4f")
         ratio = float(np.mean(seconds[own]) / np.mean(seconds[other]))
         verdicts.append(f"{own} ends {gap} nats for each word from {other}, in {ratio:.2f} of its time")
-    report = Report.of("khan2023-svi")
+    report = Report.of("khan2023-svi", topics=task.topics, documents=f"{task.train.shape[0]:,}")
     report.verdict = (
         f"{outcome(good)}. By the bound on {task.test.shape[0]} held-out documents: {'; '.join(verdicts)} "
         f"({context.seeds} paired seeds)."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,10 @@ class Report:
 
     def add_table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         self.tables.append({"title": title, "columns": list(columns), "rows": [list(row) for row in rows]})
+
+    def add_rows(self, title: str, rows: Sequence[Mapping[str, str]]) -> None:
+        """A table of rows by column."""
+        self.add_table(title, list(rows[0]), [list(row.values()) for row in rows])
 
     def add_figure(self, file: str, caption: str) -> None:
         self.figures.append({"file": file, "caption": caption})
