@@ -13,7 +13,6 @@ from torch.testing import assert_close
 from bayesgrad import laplace
 from bayesgrad_lab import uci
 from bayesgrad_lab.results import Results, sign
-from bayesgrad_lab.search import best
 from bayesgrad_lab.uci import METHODS, Size, read, scaled
 
 from .conftest import at_smoke_scale as context
@@ -110,8 +109,8 @@ def test_noise_is_added_once() -> None:
 def test_a_search_takes_the_lowest_validation_nll_and_map_tells_the_noise(tmp_path: Path) -> None:
     split = read("diabetes", 0)
     method = replace(METHODS[0], lrs=(1e-4, 0.1), seconds=(1e-4,))
-    tried, noise = uci.choose(context(tmp_path), SMALL, split, method)
-    assert best(tried) == (0.1, 1e-4)
+    setting, tried, noise = uci.choose(context(tmp_path), SMALL, split, method)
+    assert setting == (0.1, 1e-4)
     assert tried[0.1, 1e-4] < tried[1e-4, 1e-4]
     found = uci.run(context(tmp_path), SMALL, split.validation(), method, (0.1, 1e-4), 1.0, "search")
     assert noise == found["error"].item()

@@ -23,8 +23,8 @@ from bayesgrad_lab.context import Context, Trial
 from bayesgrad_lab.dataset import Dataset
 from bayesgrad_lab.methods import Method, Setup, built
 from bayesgrad_lab.report import Report
-from bayesgrad_lab.results import Results, margin, shown, sign
-from bayesgrad_lab.search import Setting, best, edges, search
+from bayesgrad_lab.results import Results, attempts, margin, shown, sign
+from bayesgrad_lab.search import Setting, chosen
 from bayesgrad_lab.task import Task, cross_entropy
 from bayesgrad_lab.training import epoch_seconds, fit, in_batches
 
@@ -317,10 +317,9 @@ def finals(context: Context, stream: Stream, method: Method) -> Results:
         value = run(context, stream, method, setting[0], seed, "search")["accuracy"][-1].mean().item()
         return -value if math.isfinite(value) else 0.0
 
-    tried = search(settings, lacking) if len(settings) > 1 else {}
-    (strength,) = chosen = best(tried) if tried else settings[0]
-    if edges(tried, chosen, 3):
-        context.say(f"{stream.title}, {method.title}: strength {strength:g} is at the edge of the search")
+    title, (strength,), tried = f"{stream.title}, {method.title}", settings[0], {}
+    if len(settings) > 1:
+        (strength,), tried = chosen(context, title, ["strength"], settings, lacking)
     runs = [run(context, stream, method, strength, seed) for seed in range(context.seeds)]
     return Results(method.title, runs, score, method.named((method.lr,)) | {"strength": strength}, tried)
 
@@ -350,13 +349,9 @@ def continual(context: Context) -> Report:
     for stream in streams(context):
         results = {method.kind: finals(context, stream, method) for method in METHODS}
         report.add_table(stream.title, COLUMNS, [_row(one) for one in results.values()])
-        tried = [one for one in results.values() if one.tried]
-        if tried:
-            report.add_table(
-                f"{stream.title}: validation accuracy % after all tasks, of each strength tried",
-                ["method", *map(str, range(1, 1 + max(len(one.tried) for one in tried)))],
-                [[one.title, *one.attempts(".1f", -100)] for one in tried],
-            )
+        tried = {one.title: one for one in results.values() if one.tried}
+        title = f"{stream.title}: validation accuracy % after all tasks, of each strength tried"
+        report.add_table(title, **attempts(tried, ".1f", -100))
         paths[stream.title] = {one.title: path(one) for one in results.values()}
         met, sentence = _compared(results)
         held.append((stream.title, *met))

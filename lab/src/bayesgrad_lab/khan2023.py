@@ -19,7 +19,7 @@ from bayesgrad_lab.context import Context
 from bayesgrad_lab.dataset import Dataset
 from bayesgrad_lab.methods import Method
 from bayesgrad_lab.report import Report
-from bayesgrad_lab.results import Results, margin, mean_and_error, outcome, shown, sign
+from bayesgrad_lab.results import Results, attempts, margin, mean_and_error, outcome, shown, sign
 from bayesgrad_lab.task import Task
 from bayesgrad_lab.training import STATISTICS
 
@@ -210,11 +210,8 @@ def uncertainty(context: Context) -> Report:
         single = results[0]
         results.insert(1, runs.ensemble(context, task, part.methods[0], single, part.members))
         report.add_table(f"{task.key}, test data", **runs.score_table(results))
-        report.add_table(
-            "Validation NLL of each pair tried: lr, second hyper-parameter",
-            ["method", *map(str, range(1, len(single.tried) + 1))],
-            [[title, *some[0].attempts()] for title, some in found.items()],
-        )
+        tried = {title: some[0] for title, some in found.items()}
+        report.add_table("Validation NLL of each pair tried: lr, second hyper-parameter", **attempts(tried))
         kinds = [method.kind for method in part.methods]
         for kind in ("vogn", "ivon"):
             if kind in kinds:
@@ -343,11 +340,9 @@ def binary(context: Context) -> Report:
             f"{task.samples} draws less STE, {-100 * score('error')[0]:+.2f} points, NLL {score('nll')[0]:+.3f}."
         )
         report.add_table(f"{title}, test data", **runs.score_table(results, names))
-        report.add_table(
-            f"{title}, validation error % of each pair tried: lr, weight decay or relaxation",
-            ["method", *map(str, range(1, len(ste.tried) + 1))],
-            [[method, *some[0].attempts(".1f", 100)] for method, some in found.items()],
-        )
+        tried = {method: some[0] for method, some in found.items()}
+        heading = f"{title}, validation error % of each pair tried: lr, weight decay or relaxation"
+        report.add_table(heading, **attempts(tried, ".1f", 100))
         if title == "two moons":
             maps = {}
             for one in results:

@@ -19,7 +19,7 @@ from bayesgrad_lab.context import Context, Trial
 from bayesgrad_lab.dataset import Dataset
 from bayesgrad_lab.methods import L2, VARIATIONAL, Method, built, of_setup
 from bayesgrad_lab.results import Results, Value, shown
-from bayesgrad_lab.search import SEARCH_SEED, Setting, best, edges, search
+from bayesgrad_lab.search import Setting, chosen
 from bayesgrad_lab.task import Task
 from bayesgrad_lab.training import epoch_seconds, fit, in_batches, settle
 
@@ -259,25 +259,20 @@ def named(results: Sequence[Results], *key: str) -> Results:
     return next(one for one in results if one.of.key == key)
 
 
-def tune(context: Context, task: Task, method: Method, judge: str = "nll") -> dict[Setting, float]:
-    """The validation score of all pairs of hyper-parameters, of predictions as the method makes them."""
+def tune(context: Context, task: Task, method: Method, judge: str = "nll") -> tuple[Setting, dict[Setting, float]]:
+    """The best pair of hyper-parameters, and the validation score of all, of predictions as the method makes them."""
     held = task.held_out
 
     def score(setting: Setting, seed: int) -> float:
         return scores(run(context, held, method, setting, seed, "search"), searched(method), held)[judge]
 
-    return search(method.seeks, score, SEARCH_SEED)
+    return chosen(context, method.title, ("lr", method.second), method.seeks, score)
 
 
 def finals(context: Context, task: Task, method: Method, judge: str = "nll") -> list[Results]:
     """The method at its best pair, for all seeds: predictions at the mean, and averaged ones."""
-    tried = tune(context, task, method, judge)
-    setting = best(tried)
+    setting, tried = tune(context, task, method, judge)
     settings = method.named(setting)
-    at_edge = [list(settings)[i] for i in edges(tried, setting, 3)]
-    if at_edge:
-        values = ", ".join(f"{value:g}" for value in setting)
-        context.say(f"{method.title}: {' and '.join(at_edge)} at the edge of the search ({values})")
     runs = [run(context, task, method, setting, seed) for seed in range(context.seeds)]
     words = ", ".join(f"{name} {value:g}" for name, value in settings.items())
     at = "most probable" if method.kind == "bayesbinn" else "at the mean"

@@ -29,7 +29,7 @@ from bayesgrad_lab.dataset import Dataset
 from bayesgrad_lab.methods import Method
 from bayesgrad_lab.report import Report
 from bayesgrad_lab.results import Results, mean_and_error
-from bayesgrad_lab.search import SEARCH_SEED, Setting, best, edges, grid
+from bayesgrad_lab.search import SEARCH_SEED, Setting, edges, grid
 from bayesgrad_lab.task import Task
 from bayesgrad_lab.training import epoch_seconds, fit, in_batches
 
@@ -252,7 +252,7 @@ def laplace_rows(
     context: Context, task: Task, kinds: Sequence[Approximation], adam: Method = runs.ADAM
 ) -> list[Results]:
     """Adam's network alone, with its temperature, and under each approximation, link and way of tuning."""
-    setting = best(runs.tune(context, task, adam))
+    setting, _ = runs.tune(context, task, adam)
     models = [network(context, task, setting, seed) for seed in range(context.seeds)]
     soft = softness(context, task, setting)
     logits = [predicted(context, task, model) for model in models]

@@ -85,10 +85,15 @@ class Results:
         """Mean and standard error over seeds."""
         return mean_and_error(self.values(name))
 
-    def attempts(self, form: str = ".3f", factor: float = 1) -> list[str]:
-        """What a search tried, in words: each setting with its score."""
-        return [f"{', '.join(f'{v:g}' for v in key)}: {factor * score:{form}}" for key, score in self.tried.items()]
-
     def less(self, other: Results, name: str) -> Value:
         """Mean and standard error, over paired seeds, of this score less the other's."""
         return less(self.values(name), other.values(name))
+
+
+def attempts(results: Mapping[str, Results], form: str = ".3f", factor: float = 1) -> dict[str, Any]:
+    """A table for a report: what the search of each method tried, each setting with its score."""
+    rows = [
+        [title, *(f"{', '.join(f'{v:g}' for v in key)}: {factor * score:{form}}" for key, score in one.tried.items())]
+        for title, one in results.items()
+    ]
+    return {"columns": ["method", *map(str, range(1, max(map(len, rows))))], "rows": rows}

@@ -7,6 +7,8 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from bayesgrad_lab.context import Context
+
 SEARCH_SEED = 1000  # finals count from 0
 Setting = tuple[float, ...]
 
@@ -48,6 +50,23 @@ def search(
 def best(tried: Mapping[Setting, float]) -> Setting:
     """The setting with the lowest score, the first of equal ones."""
     return min(tried, key=tried.__getitem__)
+
+
+def chosen(
+    context: Context,
+    title: str,
+    names: Iterable[str],
+    settings: Iterable[Setting],
+    score: Callable[[Setting, int], float],
+) -> tuple[Setting, dict[Setting, float]]:
+    """The best setting and the score of each; which of the values chosen are at the edge of their grid is said."""
+    tried = search(settings, score)
+    setting = best(tried)
+    words = [f"{name} {value:g}" for name, value in zip(names, setting)]
+    at_edge = [words[i] for i in edges(tried, setting, 3)]
+    if at_edge:
+        context.say(f"{title}: {' and '.join(at_edge)} at the edge of the search")
+    return setting, tried
 
 
 def edges(settings: Iterable[Setting], chosen: Setting, least: int = 2) -> dict[int, str]:

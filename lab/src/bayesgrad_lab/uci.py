@@ -29,7 +29,7 @@ from bayesgrad_lab.methods import Method, built, of_setup
 from bayesgrad_lab.names import unknown
 from bayesgrad_lab.report import Report
 from bayesgrad_lab.results import Results, outcome, shown, sign
-from bayesgrad_lab.search import Setting, best, search
+from bayesgrad_lab.search import Setting, chosen
 from bayesgrad_lab.task import Task
 from bayesgrad_lab.training import epoch_seconds, fit, steps
 
@@ -242,12 +242,12 @@ def approximations(
 
 def choose(
     context: Context, size: Size, split: Split, method: Method, noise: float = 1.0
-) -> tuple[dict[Setting, float], float]:
-    """The validation NLL of each pair on a fifth of a split's training data.
+) -> tuple[Setting, dict[Setting, float], float]:
+    """The pair with the lowest validation NLL on a fifth of a split's training data.
 
     Returns:
-        All of them; and the noise, of MAP the mean squared validation error of the best pair, which others may take for
-        granted.
+        It; the NLL of all of them; and the noise, of MAP the mean squared validation error of the best pair, which
+        others may take for granted.
     """
     held, runs = split.validation(), {}
 
@@ -255,16 +255,15 @@ def choose(
         runs[setting] = run(context, size, held, method, setting, noise, "search")
         return runs[setting][method.kind][SCORES.index("nll")].item()
 
-    tried = search(method.seeks, nll)
-    return tried, runs[best(tried)]["error"].item() if method.kind == "map" else noise
+    setting, tried = chosen(context, f"{split.name}, {method.title}", ("lr", method.second), method.seeks, nll)
+    return setting, tried, runs[setting]["error"].item() if method.kind == "map" else noise
 
 
 def results(context: Context, size: Size, name: str, methods: Sequence[Method], splits: int) -> dict[str, Results]:
     """All ways to predict on so many splits of one data set, hyper-parameters chosen on the first."""
     first, found, noise = read(name, SEARCHED, context.data_dir), {}, 1.0
     for method in methods:
-        tried, noise = choose(context, size, first, method, noise)
-        setting = best(tried)
+        setting, tried, noise = choose(context, size, first, method, noise)
         every = [read(name, number, context.data_dir) for number in range(splits)]
         used = 1.0 if method.kind == "map" else noise
         runs = [run(context, size, split, method, setting, used) for split in every]
