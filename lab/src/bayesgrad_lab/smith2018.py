@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 from bayesgrad.samplers import batch_size
 from bayesgrad_lab import smith2018_chains as chains
@@ -21,23 +22,14 @@ def mnist(context: Context) -> Dataset:
 
 def mlp(context: Context, count: int) -> chains.Chain:
     """10 projected features, 40 hidden units; one drawn label for each of the Fisher's examples."""
-    burn_in, steps, thin, examples, begins = {
-        "smoke": (10, 10, 5, 64, 20),
-        "laptop": (100, 200, 2, 512, 1000),
-        "paper": (500, 500, 1, 1024, 0),
+    hidden, length, examples, begins = {
+        "smoke": (6, dict(burn_in=10, steps=10, thin=5), 64, 20),
+        "laptop": (40, dict(burn_in=100, steps=200, thin=2), 512, 1000),
+        "paper": (40, dict(burn_in=500, steps=500, thin=1), 1024, 0),
     }[context.scale]
-    task = chains.Chain(
-        f"mlp{count}",
-        partial(chains.projected, mnist(context), count),
-        partial(chains.perceptron, (10, 6 if context.scale == "smoke" else 40, 10)),
-        1 / 8,
-        0.1,
-        burn_in,
-        steps,
-        prior_precision=20.0,
-        thin=thin,
-        examples=min(examples, count),
-    )
+    data, network = partial(chains.projected, mnist(context), count), partial(chains.perceptron, (10, hidden, 10))
+    fixed: Any = dict(lr=1 / 8, damping=0.1, prior_precision=20.0, examples=min(examples, count))
+    task = chains.Chain(f"mlp{count}", data, network, **{**fixed, **length})
     return chains.begun(context, task, begins) if begins else task
 
 
@@ -47,25 +39,16 @@ def fig4(context: Context) -> Report:
     task = mlp(context, count)
     sizes = [4, 8, 16] if context.scale == "smoke" else [16, 32, 64, 128, 256]
     found = {f"N = {count}": chains.sweep(context, task, sizes=sizes)}
-    report = Report.of("smith2018-fig4")
-    report.verdict = chains.verdict(found)
-    report.settings["protocol"] = chains.protocol(task)
-    return chains.add_sweeps(context, report, found, "fig4.png", by="batch")
+    return chains.reported(context, Report.of("smith2018-fig4"), found, chains.protocol(task), "batch")
 
 
 def fig5(context: Context) -> Report:
     """The same with more data."""
-    grids = {
-        4096: [64, 128, 256, 512, 1024],
-        16384: [256, 512, 1024, 2048, 4096],
-    }
-    if context.scale == "smoke":
-        grids = {256: [8, 16, 64]}
+    grids = {4096: [64, 128, 256, 512, 1024], 16384: [256, 512, 1024, 2048, 4096]}
+    grids = {256: [8, 16, 64]} if context.scale == "smoke" else grids
     found = {f"N = {count}": chains.sweep(context, mlp(context, count), sizes=sizes) for count, sizes in grids.items()}
-    report = Report.of("smith2018-fig5")
-    report.verdict = chains.verdict(found)
-    report.settings["protocol"] = chains.protocol(mlp(context, max(grids)))
-    return chains.add_sweeps(context, report, found, "fig5.png", by="batch")
+    protocol = chains.protocol(mlp(context, max(grids)))
+    return chains.reported(context, Report.of("smith2018-fig5"), found, protocol, "batch")
 
 
 def ablation(context: Context) -> Report:
@@ -84,13 +67,11 @@ def ablation(context: Context) -> Report:
     places = {name: some.temperatures[some.best()] for name, some in found.items()}
     weak = max(places.values()) <= 4.1 * min(places.values())
     report = Report.of("smith2018-ablation")
-    report.verdict = (
-        f"{'Holds' if weak else 'Does not hold'}. Best temperatures: "
-        + "; ".join(f"{name}: {chains.where(some)}" for name, some in found.items())
-        + "."
-    )
+    minima = "; ".join(f"{name}: {chains.where(some)}" for name, some in found.items())
+    report.verdict = f"{'Holds' if weak else 'Does not hold'}. Best temperatures: {minima}."
     report.settings["protocol"] = chains.protocol(base)
-    return chains.add_sweeps(context, report, found, "ablation.png", by="temperature", singles=False)
+    chains.add_sweeps(context, report, found, "ablation.png", singles=False)
+    return report
 
 
 # --- Fig. 6: a convolutional network ---
@@ -109,33 +90,17 @@ def fig6(context: Context) -> Report:
     }[context.scale]
     seeds = min(context.seeds, 2) if context.scale == "laptop" else context.seeds
 
-    base = chains.Chain(
-        "fig6",
-        lambda seed: images,
-        partial(chains.convolutional, size=images.train_x.shape[-1], channels=2 if context.scale == "smoke" else 10),
-        0.0,
-        0.1,
-        0,
-        0,
-        prior_precision=40.0,
-        examples=examples,
-        refresh=refresh,
-    )
-    base = chains.begun(context, base, begins)
+    channels = 2 if context.scale == "smoke" else 10
+    network = partial(chains.convolutional, size=images.train_x.shape[-1], channels=channels)
+    fixed: Any = dict(damping=0.1, prior_precision=40.0, refresh=refresh)
+    base = chains.begun(context, chains.Chain("fig6", lambda seed: images, network, **fixed), begins)
 
     def task(lr: float, count: int) -> chains.Chain:
         updates = math.ceil(length / lr)
         kept = max(1, updates // 5)
-        return replace(
-            base,
-            name=f"fig6-lr{lr:g}-N{count}",
-            data=cache(partial(images.part, count)),
-            lr=lr,
-            burn_in=updates - kept,
-            steps=kept,
-            thin=max(1, kept // 40),
-            examples=min(examples, count),
-        )
+        lengths: Any = dict(burn_in=updates - kept, steps=kept, thin=max(1, kept // 40))
+        some: Any = dict(data=cache(partial(images.part, count)), examples=min(examples, count))
+        return replace(base, name=f"fig6-lr{lr:g}-N{count}", lr=lr, **some, **lengths)
 
     middle, most = 0.05, 8192 if 8192 in counts else counts[-1]  # the paper's
     rated, counted = {}, {}
@@ -156,15 +121,14 @@ def fig6(context: Context) -> Report:
         f"{f'{ratio:.2f}' if math.isfinite(ratio) else 'infinitely large'} ({name})" for name, ratio in rises.items()
     )
     report = Report.of("smith2018-fig6")
+    minima = "; ".join(f"{name}: {chains.where(some)}" for name, some in (rated | counted).items())
     report.verdict = (
-        f"{'Holds' if whole else 'Holds in part' if same or hot else 'Does not hold'}. At T = 1 the "
-        f"cross-entropy is {at_one}. At T = "
-        f"{heats[-1]:g} it is {risen} times that at T = "
-        f"1. Minima: {'; '.join(f'{name}: {chains.where(some)}' for name, some in (rated | counted).items())}."
+        f"{'Holds' if whole else 'Holds in part' if same or hot else 'Does not hold'}. At T = 1 the cross-entropy is "
+        f"{at_one}. At T = {heats[-1]:g} it is {risen} times that at T = 1. Minima: {minima}."
     )
     report.settings["protocol"] = chains.protocol(task(middle, most))
-    report = chains.add_sweeps(context, report, rated, "fig6a.png", by="temperature", singles=False)
-    report = chains.add_sweeps(context, report, counted, "fig6b.png", by="temperature", singles=False)
+    chains.add_sweeps(context, report, rated, "fig6a.png", singles=False)
+    chains.add_sweeps(context, report, counted, "fig6b.png", singles=False)
     report.settings["protocol of all"] = (
         f"Adam uses all {len(images.train_x):,} training images; ceil({length:g}/lr) updates after it, with samples "
         f"from the last fifth; {seeds} seeds; the moving average of the Fisher in the paper keeps 0.95^(1000 lr) of "
@@ -179,26 +143,17 @@ def fig6(context: Context) -> Report:
 def kronecker(context: Context) -> Report:
     """Natural gradients with a Kronecker metric at many temperatures, on a network of 17,000 weights."""
     images = mnist(context)
-    count, width, burn_in, steps, refresh, begins = {
-        "smoke": (200, 8, 10, 10, 5, 20),
-        "laptop": (4096, 64, 250, 250, 5, 500),
-        "paper": (16384, 256, 2000, 2000, 5, 2000),
+    count, width, steps, begins = {
+        "smoke": (200, 8, 10, 20),
+        "laptop": (4096, 64, 250, 500),
+        "paper": (16384, 256, 2000, 2000),
     }[context.scale]
-    inputs = images.train_x[0].numel() // 4
-    task = chains.Chain(
-        f"kronecker{count}",
-        partial(chains.pooled, images, count),
-        partial(chains.perceptron, (inputs, width, width, 10)),
-        0.1,
-        0.1,
-        burn_in,
-        steps,
-        prior_precision=20.0,
-        thin=5,
-        metric="kronecker",
-        examples=min(1024, count),
-        refresh=refresh,
+    network = partial(chains.perceptron, (images.train_x[0].numel() // 4, width, width, 10))
+    fixed: Any = dict(
+        lr=0.1, damping=0.1, prior_precision=20.0, metric="kronecker", examples=min(1024, count), refresh=5
     )
+    length: Any = dict(burn_in=steps, steps=steps, thin=5)
+    task = chains.Chain(f"kronecker{count}", partial(chains.pooled, images, count), network, **fixed, **length)
     task = chains.begun(context, task, begins)
     heats = [0.5, 2.0] if context.scale == "smoke" else [2.0**k for k in range(-3, 4)]
     sizes = [batch_size(heat, task.lr, count) for heat in heats]
@@ -206,6 +161,4 @@ def kronecker(context: Context) -> Report:
     found = {name: chains.sweep(context, one, sizes=sizes) for name, one in dampings.items()}
     size = sum(p.numel() for p in task.network(0).parameters())
     report = Report.of("ngd-kronecker", weights=f"{size:,}")
-    report.verdict = chains.verdict(found)
-    report.settings["protocol"] = chains.protocol(task)
-    return chains.add_sweeps(context, report, found, "kronecker.png", by="temperature")
+    return chains.reported(context, report, found, chains.protocol(task))

@@ -51,10 +51,10 @@ class Chain:
     name: str
     data: Callable[[int], Dataset]
     network: Callable[[int], nn.Module]
-    lr: float
-    damping: float
-    burn_in: int
-    steps: int
+    lr: float = 0.0
+    damping: float = 0.0
+    burn_in: int = 0
+    steps: int = 0
     prior_precision: float = 0.0
     thin: int = 1
     metric: str = "fisher"
@@ -147,6 +147,11 @@ def collected(
     return dict(zip(SCORES, (*score(running.prediction()), *torch.stack(singles).mean(0))))
 
 
+def logistic_loss(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Of labels 0 and 1: the mean over the second dimension, the sum over the first, of which each is a chain."""
+    return (F.softplus(outputs) - labels * outputs).mean(1).sum()
+
+
 def score(p: Tensor, y: Tensor) -> Tensor:
     """Cross-entropy and error of probabilities (n, classes)."""
     found = p.double().gather(1, y[:, None]).clamp(min=1e-12).log()
@@ -228,7 +233,7 @@ def add_sweeps(
     *,
     by: str = "temperature",
     singles: bool = True,
-) -> Report:
+) -> None:
     """Adds a table of each sweep and a figure."""
     panels: dict[str, dict] = {}
     marks = {}
@@ -257,6 +262,15 @@ def add_sweeps(
         "temperature" if by == "temperature" else "batch size",
         marks=marks,
     )
+
+
+def reported(
+    context: Context, report: Report, found: dict[str, Sweep], protocol: str, by: str = "temperature"
+) -> Report:
+    """The report of an experiment that asks where minima are."""
+    report.verdict, report.settings["protocol"] = verdict(found), protocol
+    name = report.title.partition(":")[0]
+    add_sweeps(context, report, found, f"{name.rpartition('-')[2]}.png", by=by)
     return report
 
 

@@ -16,6 +16,7 @@ from bayesgrad_lab import figures
 from bayesgrad_lab.context import Context
 from bayesgrad_lab.report import Report
 from bayesgrad_lab.results import mean_and_error, shown
+from bayesgrad_lab.smith2018_chains import logistic_loss
 from bayesgrad_lab.training import steps
 
 
@@ -186,10 +187,7 @@ def functions(
             rows = torch.rand(chains, curve.count, generator=generator).topk(batch, 1).indices
             yield x[rows], y[rows]
 
-    def loss(outputs: Tensor, labels: Tensor) -> Tensor:
-        return (nn.functional.softplus(outputs) - labels * outputs).mean(1).sum()
-
-    for step in steps(model, [sampler], batches(), loss, observed=lambda number, outputs: None, limit=None):
+    for step in steps(model, [sampler], batches(), logistic_loss, observed=lambda number, outputs: None, limit=None):
         if step.number >= updates // 5 and step.number % 2 == 0:
             with torch.no_grad():
                 total, count = total + model(PLACES).sigmoid(), count + 1

@@ -107,10 +107,7 @@ def sample(task: Regression, seeds: int, *, batch: int | None = None, heat: floa
                 chosen = torch.stack([next(some) for some in rows])
                 yield x.gather(1, chosen[..., None].expand(-1, -1, task.inputs)), y.gather(1, chosen)
 
-    def loss(outputs: Tensor, labels: Tensor) -> Tensor:
-        return (nn.functional.softplus(outputs) - labels * outputs).mean(1).sum()
-
-    found = chains.collected(sampler, ensemble, running, pairs(), loss, lambda p: scores(p, truth))
+    found = chains.collected(sampler, ensemble, running, pairs(), chains.logistic_loss, lambda p: scores(p, truth))
     return found | ({"samples": ensemble.draws()["weight"][0]} if keep else {})
 
 
@@ -211,43 +208,28 @@ def fig1(context: Context) -> Report:
     return report
 
 
-def _task(context: Context) -> Regression:
-    return {
-        "smoke": Regression("logistic", 8, 200, 500, 30, 30, 5),
-        "laptop": Regression("logistic", 64, 1000, 5000, 500, 500, 5),
-        "paper": Regression("logistic", 64, 1000, 10_000, 1000, 1000),
-    }[context.scale]
-
-
-def _protocol(context: Context, task: Regression) -> str:
-    return (
-        f"{task.inputs} inputs, {task.examples:,} examples, lr {LR}, damping {task.damping}, no prior; exact Fisher of "
-        f"all examples in each update; from zero, {task.burn_in} updates of burn-in, {task.steps} after it, one in "
-        f"{task.thin} is a sample; {task.tests:,} test examples; {context.seeds} data sets"
-    )
-
-
 def fig2(context: Context) -> Report:
     """Langevin dynamics at many temperatures."""
-    report = Report.of("smith2018-fig2")
-    return _swept(context, report, "fig2", "Langevin dynamics", False)
+    return _swept(context, "fig2", "Langevin dynamics", False)
 
 
 def fig3(context: Context) -> Report:
     """Minibatch natural gradients at as many temperatures, by their batch size."""
-    report = Report.of("smith2018-fig3")
-    return _swept(context, report, "fig3", "natural gradients", True)
+    return _swept(context, "fig3", "natural gradients", True)
 
 
-def _swept(context: Context, report: Report, name: str, method: str, minibatches: bool) -> Report:
-    task = replace(_task(context), name=name)
-    heats = _heats(context)
-    sizes = [batch_size(heat, LR, task.examples) for heat in heats] if minibatches else ()
-    found = {method: chains.sweep(context, task, sizes=sizes, heats=heats)}
-    report.verdict, report.settings["protocol"] = chains.verdict(found), _protocol(context, task)
-    return chains.add_sweeps(context, report, found, f"{name}.png")
-
-
-def _heats(context: Context) -> list[float]:
-    reach = {"smoke": 1, "laptop": 3, "paper": 5}[context.scale]
-    return [2.0**k for k in range(-reach, reach + 1)]
+def _swept(context: Context, name: str, method: str, minibatches: bool) -> Report:
+    sizes, reach = {
+        "smoke": ((8, 200, 500, 30, 30, 5), 1),
+        "laptop": ((64, 1000, 5000, 500, 500, 5), 3),
+        "paper": ((64, 1000, 10_000, 1000, 1000, 1), 5),
+    }[context.scale]
+    task, heats = Regression(name, *sizes), [2.0**k for k in range(-reach, reach + 1)]
+    batches = [batch_size(heat, LR, task.examples) for heat in heats] if minibatches else ()
+    found = {method: chains.sweep(context, task, sizes=batches, heats=heats)}
+    protocol = (
+        f"{task.inputs} inputs, {task.examples:,} examples, lr {LR}, damping {task.damping}, no prior; exact Fisher of "
+        f"all examples in each update; from zero, {task.burn_in} updates of burn-in, {task.steps} after it, one in "
+        f"{task.thin} is a sample; {task.tests:,} test examples; {context.seeds} data sets"
+    )
+    return chains.reported(context, Report.of(f"smith2018-{name}"), found, protocol)
