@@ -348,7 +348,7 @@ def continual(context: Context) -> Report:
     paths, words, held = {}, [], []
     for stream in streams(context):
         results = {method.kind: finals(context, stream, method) for method in METHODS}
-        report.add_table(stream.title, COLUMNS, [_row(one) for one in results.values()])
+        report.add_rows(stream.title, [_row(one) for one in results.values()])
         tried = {one.title: one for one in results.values() if one.tried}
         title = f"{stream.title}: validation accuracy % after all tasks, of each strength tried"
         report.add_table(title, **attempts(tried, ".1f", -100))
@@ -372,21 +372,18 @@ def continual(context: Context) -> Report:
     return report
 
 
-COLUMNS = [
-    "kept from earlier tasks",
-    "strength",
-    "accuracy % after all tasks",
-    "directly after training",
-    "lost on earlier tasks",
-    "numbers kept",
-    "CPU s for all tasks",
-]
-
-
-def _row(one: Results) -> list[str]:
-    scores = [shown(one.mean(name), ".2f", 100) for name in ("end", "learned", "lost")]
-    chosen = f"{one.settings['strength']:g}" if one.tried else "-"
-    return [one.title, chosen, *scores, f"{int(one.runs[0]['kept']):,}", f"{one.mean('seconds')[0]:.1f}"]
+def _row(one: Results) -> dict[str, str]:
+    """Of a table, by column."""
+    end, learned, lost = (shown(one.mean(name), ".2f", 100) for name in ("end", "learned", "lost"))
+    return {
+        "kept from earlier tasks": one.title,
+        "strength": f"{one.settings['strength']:g}" if one.tried else "-",
+        "accuracy % after all tasks": end,
+        "directly after training": learned,
+        "lost on earlier tasks": lost,
+        "numbers kept": f"{int(one.runs[0]['kept']):,}",
+        "CPU s for all tasks": f"{one.mean('seconds')[0]:.1f}",
+    }
 
 
 def _compared(results: Mapping[str, Results]) -> tuple[list[bool], str]:
