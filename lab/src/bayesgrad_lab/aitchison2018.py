@@ -217,9 +217,6 @@ def momentum(context: Context) -> Report:
     report.add_rows("By eta_p: the exact S_wp over Eq. 21 at its best, and the regions of both rules", table)
     report.draw(
         context.folder / "map.png",
-        "Left: regions of the map, with the points of the first table (the displacement that was "
-        "measured beside each), and where the weights of a perceptron lie (bar: 5th, 50th and 95th percentile, eta_p "
-        "= 0.1). Others: contours of three ratios.",
         figures.regions,
         x.numpy(),
         eta_p[:, 0].numpy(),
@@ -234,10 +231,7 @@ def momentum(context: Context) -> Report:
         (low, middle, high),
         ("η · rms of the summed gradient", "$η_p$"),
     )
-    report.settings["protocol"] = (
-        f"{across} x {across} points, the exact steady state by a Riccati solver; drawn gradients with mean "
-        f"{BIAS} rms, as many steps averaged as steps of burn-in; perceptron on digits, {count} steps"
-    )
+    report.add_protocol(across=across, bias=BIAS, count=count)
     return report
 
 
@@ -358,7 +352,6 @@ def kronecker(context: Context) -> Report:
     }
     report.draw(
         context.folder / "kronecker.png",
-        "The trace of Σ over that of the formula, with process noise.",
         figures.lines,
         {"with process noise: trace / formula": traces},
         "η √(tr Cx tr Cδ)",
@@ -368,17 +361,9 @@ def kronecker(context: Context) -> Report:
         "target": (list(times), [[TIMES.get(t, math.nan)] for t in times]),
     }
     report.draw(
-        context.folder / "static.png",
-        "The relative error of Σ t, of single runs, without process noise.",
-        figures.lines,
-        {"without process noise: relative error": relative},
-        "examples",
+        context.folder / "static.png", figures.lines, {"without process noise: relative error": relative}, "examples"
     )
-    report.settings["protocol"] = (
-        f"{SIDES[0]} inputs, {SIDES[1]} errors, both Gaussian and independent, eigenvalues of their moments from 0.3 "
-        f"to 3; {chains} chains for each seed; {length}/eta steps before averaging and as many averaged; the exact "
-        "projection of KroneckerFilter, one example at a time, traces measured in every step"
-    )
+    report.add_protocol(sides=SIDES, chains=chains, length=length)
     return report
 
 

@@ -184,16 +184,9 @@ def convergence(context: Context) -> Report:
         f"{'. '.join(words)}. Coupling memory to the learning rate helps only where eta is small or falls; at eta = 0 "
         "steps are 1/t, and the distance covered is logarithmic in their number."
     )
-    words = "Final x (mean over the last tenth of the steps), by learning rate; -1 is the optimum."
-    report.draw(context.folder / "rates.png", words, figures.lines, panels, "learning rate, or η")
-    words = "Path of x, mean over chains and standard error over seeds, where lr or eta falls or is 0."
-    report.draw(context.folder / "paths.png", words, figures.curves, paths, f"steps / {max(1, longer // 200)}")
-    report.settings["protocol"] = (
-        f"{steps:,} steps from 0 ({longer:,} where rates fall), {chains} chains for each seed (all alike where "
-        "gradients are periodic); gradient C "
-        "every third step, else -1; or C = 10 with probability 0.109, else -1; β₁ = 0; batch size 1, no prior, the "
-        "filters start where SGD's learning rate is 0.1, eta_p = 0.1; eta = 0 is 1e-12"
-    )
+    report.draw(context.folder / "rates.png", figures.lines, panels, "learning rate, or η")
+    report.draw(context.folder / "paths.png", figures.curves, paths, f"steps / {max(1, longer // 200)}")
+    report.add_protocol(steps=steps, longer=longer, chains=chains)
     return report
 
 

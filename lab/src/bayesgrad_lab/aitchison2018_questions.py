@@ -109,13 +109,7 @@ def open_questions(context: Context) -> Report:
             f"a separate seed, then {context.seeds} seeds on all of them; {len(task.data.test_x):,} test examples, "
             "evaluated once"
         )
-    report.draw(
-        context.folder / "suggestions.png",
-        "Test NLL of each suggestion less that of its plain counterpart: mean and standard error over paired seeds; "
-        "below zero is better.",
-        figures.dots,
-        panels,
-    )
+    report.draw(context.folder / "suggestions.png", figures.dots, panels)
     repeated = _repeated(report, context)
     lines = [f"{q.section}, {q.words}: {'; '.join(answers[q.new])}." for q in QUESTIONS if answers[q.new]]
     better = sum("better in test NLL" in a for some in answers.values() for a in some)
@@ -184,10 +178,10 @@ def _whitening(report: Report, context: Context, task: Task, results: dict[str, 
     title, file = f"{task.title}: training loss", f"kronecker-{task.data.name}"
     curves = {one.title: by_epoch(one) for one in results.values()}
     words = f"{title} by epoch, mean and standard error over seeds."
-    report.draw(context.folder / f"{file}.png", words, figures.curves, {title: curves})
+    report.draw(context.folder / f"{file}.png", figures.curves, {title: curves}, caption=words)
     timed = {one.title: (clock(one), list(zip(*curves[one.title]))) for one in results.values()}
     words = f"{task.title}: the same by processor time, on a machine with other processes."
-    report.draw(context.folder / f"{file}-time.png", words, figures.lines, {title: timed}, "CPU seconds")
+    report.draw(context.folder / f"{file}-time.png", figures.lines, {title: timed}, "CPU seconds", caption=words)
     others = [k for k in results if k != "kroneckerfp"]
     by_step = {k: judged(own, results[k], "loss") for k in others}
     by_test = {k: judged(own, results[k], "nll") for k in others}
@@ -225,13 +219,7 @@ def _repeated(report: Report, context: Context) -> str:
         ["method", "epoch", *titles],
         rows,
     )
-    report.draw(
-        context.folder / "repeated.png",
-        "Left: precision that was added to the belief, over the information of the data set at the present weights. "
-        "Others: squared gradients of batches, over what they would be if labels were drawn from the model.",
-        figures.curves,
-        dict(zip(titles, panels.values())),
-    )
+    report.draw(context.folder / "repeated.png", figures.curves, dict(zip(titles, panels.values())))
     first, last = ends["adabayes", 1], ends["adabayes", task.epochs]
     corrected = ends["revisiting", task.epochs]
     return (

@@ -98,11 +98,7 @@ def fig1(context: Context) -> Report:
     columns = ["filter", "nominal 50 %", "nominal 68.3 %", "nominal 95 %"]
     report.add_table("Coverage of the filter's intervals", columns, rows)
     report.draw(
-        context.folder / "fig1.png",
-        "One chain: the optimum of a weight and the filter's 95 % interval.",
-        figures.paths_with_bands,
-        *(path[-300:] for path in paths),
-        ("step", "weight"),
+        context.folder / "fig1.png", figures.paths_with_bands, *(path[-300:] for path in paths), ("step", "weight")
     )
     return report
 
@@ -166,7 +162,6 @@ def fig3(context: Context) -> Report:
     report.add_table(f"{network} on {name}, {epochs} epochs", columns, rows)
     report.draw(
         context.folder / "fig3.png",
-        "Each point is a weight after training: its variance against Adam's learning rate.",
         figures.scatter_with_curves,
         rate[chosen],
         measured[chosen],
@@ -201,10 +196,12 @@ def table1(context: Context) -> Report:
             panels = {f"{title}: {label}": key for label, key in CURVES.items()}
             report.draw(
                 context.folder / f"table1-{name}-{network}.png",
-                f"{title}: curves, mean and standard error over seeds. Test points and the "
-                "lowest values of an epoch, which the paper reports, are computed on 2000 test examples.",
                 figures.curves,
                 curves(results, panels),
+                caption=(
+                    f"{title}: curves, mean and standard error over seeds. Test points and the "
+                    "lowest values of an epoch, which the paper reports, are computed on 2000 test examples."
+                ),
             )
             wins += [_best_adaptive(title, results, score) for score in ("error", "nll")]
             early = {m: np.mean([run.rows[0]["error"] for run in f.runs]) for m, f in results.items()}

@@ -76,7 +76,7 @@ def _curves(context: Context, report: Report, file: str, panels: Mapping[str, Ma
     lines = {title: some for title, some in lines.items() if some}
     if lines:
         words = "Training loss over all training images, mean and standard error over seeds."
-        report.draw(context.folder / file, words, figures.curves, lines, "tenths of the run")
+        report.draw(context.folder / file, figures.curves, lines, "tenths of the run", caption=words)
 
 
 def _protocol(report: Report, task: Task, rules: Sequence[Rule]) -> None:
@@ -204,7 +204,7 @@ def _time_table(context: Context, report: Report, file: str, ratios: Mapping[str
     rows = [[name, f"{ratio:.2f}"] for name, ratio in ratios.items()]
     report.add_table("Time of a step over SGD's, medians of steps measured in turns", ["method", "time / SGD's"], rows)
     words = "Time of a step over SGD's; one inversion (or one Fisher) is used for T steps."
-    report.draw(context.folder / file, words, figures.bars, ratios, "time of a step / SGD's")
+    report.draw(context.folder / file, figures.bars, ratios, "time of a step / SGD's", caption=words)
 
 
 def fig2(context: Context) -> Report:
@@ -314,14 +314,7 @@ def fig4(context: Context) -> Report:
         )
     panels = {f"{name}: similarity to FOOF": lines for name, lines in similar.items()}
     panels |= {f"{name}: training loss": lines for name, lines in losses.items()}
-    report.draw(
-        context.folder / "fig4.png",
-        "Cosine of KFAC's update to that of FOOF with KFAC's damping of inputs, and the training loss at each damping "
-        "with its best lr; mean and standard error over seeds.",
-        figures.lines,
-        panels,
-        "damping",
-    )
+    report.draw(context.folder / "fig4.png", figures.lines, panels, "damping")
     report.verdict = _verdict(comparisons, held, *words)
     report.settings["Fisher"] = _fisher_words(size, "kfac")
     return report
@@ -361,8 +354,7 @@ def fig9(context: Context) -> Report:
         for damping in base.seconds:
             pair = {title: some[damping] for title, some in found.items()}
             comparisons.append(Comparison(f"{name}, damping {damping:g}", same.title, apart.title, pair))
-    words = "Training loss at each damping with its best lr, mean and standard error."
-    report.draw(context.folder / "fig9.png", words, figures.lines, panels, "damping")
+    report.draw(context.folder / "fig9.png", figures.lines, panels, "damping")
     report.verdict = _verdict(comparisons, [c.lower for c in comparisons])
     report.settings["Fisher"] = f"of {size.batch} images with one sampled label each, refreshed in every step"
     return report

@@ -215,7 +215,7 @@ def _compare(arguments: argparse.Namespace, command: str) -> None:
         panels = curves(results, {"training loss": "train_loss", "test loss": "nll", "test error": "error"})
         falls = f"; lr falls tenfold after epoch {milestone}" if milestone < arguments.epochs else ""
         words = f"Mean and standard error over seeds{falls}. At most 2000 test examples."
-        report.draw(context.folder / "curves.png", words, figures.curves, panels)
+        report.draw(context.folder / "curves.png", figures.curves, panels, caption=words)
         if budget:
             report.settings["search budget"] = budget.words()
             rows = [

@@ -158,18 +158,8 @@ def fig1(context: Context) -> Report:
                 (-7.0, 3.0) if name == "wells" else (0.0, 6.0),
             )
         )
-    report.draw(
-        context.folder / "fig1.png",
-        "Above: the loss, its average over the best Gaussian's width around each mean, and that Gaussian. Below: the "
-        "paths of five weights by gradient descent (ten times as many steps) and by IVON, seed 0.",
-        figures.landscapes,
-        panels,
-    )
-    report.settings["protocol"] = (
-        f"{count} starts, evenly spaced, {steps} steps of IVON with 4 draws each (lr 0.02, betas 0.9 and 0.99, "
-        "steps of at most 0.1), the second half of the steps averaged; gradient descent with lr 0.002, "
-        "ten times as many steps"
-    )
+    report.draw(context.folder / "fig1.png", figures.landscapes, panels)
+    report.add_protocol(count=count, steps=steps)
     return report
 
 
@@ -223,9 +213,9 @@ def uncertainty(context: Context) -> Report:
                 words += [_against(one, runs.named(results, "ogn", "drawn"))[1]] if "ogn" in kinds else []
         report.draw(
             context.folder / f"uncertainty-{task.key}.png",
-            f"{task.key}: mean and standard error over seeds.",
             figures.dots,
             runs.score_panels(results, ("error", "nll", "ece", "auroc entropy")),
+            caption=f"{task.key}: mean and standard error over seeds.",
         )
         report.settings[f"protocol of {task.key}"] = _protocol(part, len(single.tried), context.seeds)
     report.verdict = f"{outcome(held)} here. {' '.join(words)}"
@@ -350,13 +340,7 @@ def binary(context: Context) -> Report:
                 first = runs.run(context, task, method, tuple(one.settings.values()), 0)
                 maps[one.title] = first[f"{one.of.key[1]}_outside"][:, 1].view(picture.shape[:2]).numpy()
             report.draw(
-                context.folder / "moons.png",
-                "The probability of one of two classes, seed 0; the line is where it is one half.",
-                plots.decisions,
-                maps,
-                picture.numpy(),
-                where.numpy(),
-                toy.train_y.numpy(),
+                context.folder / "moons.png", plots.decisions, maps, picture.numpy(), where.numpy(), toy.train_y.numpy()
             )
     outcomes = {True: "holds on ", False: "does not hold on "}
     found = [
@@ -365,11 +349,6 @@ def binary(context: Context) -> Report:
         if good in held.values()
     ]
     report.verdict = f"{', '.join(found).capitalize()}. {' '.join(words)}"
-    report.settings["protocol"] = (
-        f"two moons: {points} points, {rounds} epochs; {name}: {len(images.train_x):,} images, {epochs} epochs, hidden "
-        f"layers of {widths}; all weights binary, no biases, BatchNorm without weights, whose statistics are estimated "
-        "again from 1000 training examples for each network; cosine schedule; lr and a second hyper-parameter chosen "
-        f"by validation error, {len(methods[0].lrs) * len(methods[0].seconds)} pairs for each method, 20 % held out, "
-        "with a separate seed"
-    )
+    sizes = dict(points=points, rounds=rounds, name=name, images=len(images.train_x), epochs=epochs, widths=widths)
+    report.add_protocol(pairs=len(methods[0].seeks), **sizes)
     return report

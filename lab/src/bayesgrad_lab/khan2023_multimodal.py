@@ -171,11 +171,5 @@ def multimodal(context: Context) -> Report:
         ["loss", "starts", "method", "temperature", "minima found", "runs that found all"],
         rows,
     )
-    report.draw(
-        context.folder / "multimodal.png",
-        "Paths of the mixture's components from their starts (dots) to where they end (circles); crosses are the "
-        "minima. Shading is the logarithm of the loss.",
-        figures.hills,
-        panels,
-    )
+    report.draw(context.folder / "multimodal.png", figures.hills, panels)
     return report

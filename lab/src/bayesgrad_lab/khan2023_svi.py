@@ -169,16 +169,9 @@ def topics(context: Context) -> Report:
     )
     report.draw(
         context.folder / "svi.png",
-        "The bound on held-out documents against time; one thread each.",
         figures.lines,
         {"held-out bound for each word, nats": curves},
         "CPU seconds of training",
     )
-    report.settings["protocol"] = (
-        f"{corpus.note}; {task.train.shape[0]} training documents, {task.validation.shape[0]} to choose priors (the "
-        f"same {len(PRIORS)} pairs for all, {task.tuning[0]} passes or {task.tuning[1]} sweeps, one seed), "
-        f"{task.test.shape[0]} to test; batches of {BATCH}, offset {OFFSET:g}, decay {DECAY:g}, at most {TURNS} "
-        f"iterations for a document, down to a mean change of {TOLERANCE:g}; times are CPU seconds of one thread, for "
-        "whole fits"
-    )
+    report.add_protocol(corpus=corpus, task=task, pairs=len(PRIORS), **FIXED)
     return report

@@ -333,9 +333,9 @@ def add_classification(report: Report, context: Context, task: Task, rows: Seque
     report.add_table(f"{task.key}, test data", **runs.score_table(rows, COLUMNS))
     report.draw(
         context.folder / "scores.png",
-        f"{task.key}: mean and standard error over seeds; priors by evidence are left out.",
         figures.dots,
         runs.score_panels([row for row in rows if row.of.key[-1] != "evidence"], COLUMNS),
+        caption=f"{task.key}: mean and standard error over seeds; priors by evidence are left out.",
     )
 
 
@@ -344,4 +344,4 @@ def add_reliability(report: Report, context: Context, task: Task, rows: Sequence
     some = {row.title: row.of.first for row in rows if row.of.first is not None}
     bins = {title: metrics.reliability(first, task.data.test_y) for title, first in some.items()}
     words = "Accuracy against the confidence in the predicted class; seed 0."
-    report.draw(context.folder / "reliability.png", words, plots.reliability, bins)
+    report.draw(context.folder / "reliability.png", plots.reliability, bins, caption=words)

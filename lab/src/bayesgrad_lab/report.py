@@ -55,10 +55,17 @@ class Report:
     def add_figure(self, file: str, caption: str) -> None:
         self.figures.append({"file": file, "caption": caption})
 
-    def draw(self, path: Path, caption: str, plot: Callable[..., None], *args: Any, **options: Any) -> None:
+    def text(self, part: str, **values: Any) -> str:
+        """The experiment's protocol, or the caption of a figure, from `experiments.md`; `values` are for its braces."""
+        return catalogue.read()[self.title.partition(":")[0]][part].format(**values)
+
+    def add_protocol(self, **values: Any) -> None:
+        self.settings["protocol"] = self.text("protocol", **values)
+
+    def draw(self, path: Path, plot: Callable[..., None], *args: Any, caption: str = "", **options: Any) -> None:
         """Draws a figure into the run's folder, by a function of `figures` or `plots`, and adds it."""
         plot(path, *args, **options)
-        self.add_figure(path.name, caption)
+        self.add_figure(path.name, caption or self.text(path.name))
 
     def save(self, folder: Path) -> Path:
         """Writes report.json and report.html into the run's folder; returns the page."""

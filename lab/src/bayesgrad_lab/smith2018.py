@@ -129,11 +129,8 @@ def fig6(context: Context) -> Report:
     report.settings["protocol"] = chains.protocol(task(middle, most))
     chains.add_sweeps(context, report, rated, "fig6a.png", singles=False)
     chains.add_sweeps(context, report, counted, "fig6b.png", singles=False)
-    report.settings["protocol of all"] = (
-        f"Adam uses all {len(images.train_x):,} training images; ceil({length:g}/lr) updates after it, with samples "
-        f"from the last fifth; {seeds} seeds; the moving average of the Fisher in the paper keeps 0.95^(1000 lr) of "
-        "its past per update, which is negligible between two refreshes here: only the latest batch is used"
-    )
+    words = report.text("protocol", images=len(images.train_x), length=length, seeds=seeds)
+    report.settings["protocol of all"] = words
     return report
 
 

@@ -256,10 +256,10 @@ def add_sweeps(
                 marks["cross-entropy of the ensemble"] = 1.0
     report.draw(
         context.folder / file,
-        "Test data, mean and standard error over seeds; the dotted line is T = 1.",
         figures.lines,
         panels,
         "temperature" if by == "temperature" else "batch size",
+        caption="Test data, mean and standard error over seeds; the dotted line is T = 1.",
         marks=marks,
     )
 

@@ -332,18 +332,8 @@ def jeffreys(context: Context) -> Report:
         f"{off[2, girolami][0]:.3f}; in one dimension that form misses by {off[1, girolami][0]:.3f}."
     )
     report.draw(
-        context.folder / "jeffreys.png",
-        "The mean prediction where it differs most between parameterisations, in standard deviations of the posterior, "
-        "against the step; errors are over chains.",
-        figures.lines,
-        {"difference between two parameterisations": gaps},
-        "lr",
+        context.folder / "jeffreys.png", figures.lines, {"difference between two parameterisations": gaps}, "lr"
     )
-    report.settings["protocol"] = (
-        f"known targets: {chains} Langevin chains, step {lr}, {steps} steps (three times that for one weight), the "
-        f"second half is used; parameterisations: logistic regression on {curve.count} labels, whose frequencies are "
-        f"exactly those of the best weights, {copies} chains of minibatch natural gradients for a time of {time:g} (lr "
-        "times updates, the first fifth is burn-in), B = lr N/2, no damping; errors are over chains; those with the "
-        "same minibatches take 0.6 of that time"
-    )
+    sizes = dict(chains=chains, lr=lr, steps=steps, labels=curve.count, copies=copies, time=time)
+    report.add_protocol(**sizes)
     return report

@@ -193,18 +193,8 @@ def fig1(context: Context) -> Report:
         ["method", *columns, "flat: shift", "steep: shift"],
         cells,
     )
-    report.draw(
-        context.folder / "fig1.png",
-        "Iterates after the burn-in (red), Laplace's approximation (blue) and the covariance of the iterates (green), "
-        "each to three standard deviations; data set 0.",
-        figures.clouds,
-        clouds,
-    )
-    report.settings["protocol"] = (
-        f"{examples} examples, lr {LR}, damping {DAMPING}, from zero, {burn_in} updates of burn-in and {steps} that "
-        "are all kept; exact Fisher of all examples in each update; Langevin's noise has the covariance of the damped "
-        "metric (the paper's that of the Fisher alone); a data set for each seed"
-    )
+    report.draw(context.folder / "fig1.png", figures.clouds, clouds)
+    report.add_protocol(task=base)
     return report
 
 
@@ -227,9 +217,5 @@ def _swept(context: Context, name: str, method: str, minibatches: bool) -> Repor
     task, heats = Regression(name, *sizes), [2.0**k for k in range(-reach, reach + 1)]
     batches = [batch_size(heat, LR, task.examples) for heat in heats] if minibatches else ()
     found = {method: chains.sweep(context, task, sizes=batches, heats=heats)}
-    protocol = (
-        f"{task.inputs} inputs, {task.examples:,} examples, lr {LR}, damping {task.damping}, no prior; exact Fisher of "
-        f"all examples in each update; from zero, {task.burn_in} updates of burn-in, {task.steps} after it, one in "
-        f"{task.thin} is a sample; {task.tests:,} test examples; {context.seeds} data sets"
-    )
+    protocol = Report.of("smith2018-fig2").text("protocol", task=task, seeds=context.seeds)  # of both figures
     return chains.reported(context, Report.of(f"smith2018-{name}"), found, protocol)

@@ -338,17 +338,11 @@ def regression(context: Context) -> Report:
             panels[name] = {TITLES[way]: (-mean, error) for way, (mean, error) in values.items()}
         report.draw(
             context.folder / f"likelihood-{first // 3 + 1}.png",
-            "Test log-likelihood for each target, mean and standard error over splits.",
             figures.dots,
             panels,
+            caption="Test log-likelihood for each target, mean and standard error over splits.",
         )
-    report.draw(
-        context.folder / "bands.png",
-        "A network of 50 tanh units on data with a gap: Laplace's method, prior precision and noise by evidence, "
-        "linearised. 95 % intervals of the mean and of the targets.",
-        plots.bands,
-        *picture(20 if context.scale == "smoke" else 3000),
-    )
+    report.draw(context.folder / "bands.png", plots.bands, *picture(20 if context.scale == "smoke" else 3000))
     report.settings["protocol"] = protocol(context, kinds)
     return report
 
