@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from bayesgrad import laplace
 from bayesgrad_lab import benzing2021_laplace, datasets, laplace_runs
-from bayesgrad_lab.khan2023_runs import Way, classifier, named
+from bayesgrad_lab.khan2023_runs import Prediction, classifier, named
 from bayesgrad_lab.laplace_runs import (
     Approximation,
     averaged,
@@ -127,7 +127,7 @@ def test_the_peer_s_posterior_is_ours_with_separate_biases(posterior) -> None:
 def test_what_counts_as_as_good_as_both_factors() -> None:
     def row(kind: str, nll: float, ece: float, auroc: float) -> Results:
         values = [{"nll": nll + k, "ece": ece + k, "auroc entropy": auroc + k} for k in (0.0, 0.1)]
-        return Results(kind, values, of=Way((kind, "linear", "held out"), ""))
+        return Results(kind, values, of=Prediction((kind, "linear", "held out"), ""))
 
     both = row("kron", 0.5, 0.02, 0.9)
     for other, fine in (((0.4, 0.02, 0.9), True), ((0.6, 0.02, 0.9), False), ((0.5, 0.02, 0.8), False)):

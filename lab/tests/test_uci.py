@@ -13,11 +13,11 @@ from torch.testing import assert_close
 from bayesgrad import laplace
 from bayesgrad_lab import uci
 from bayesgrad_lab.results import Results, sign
-from bayesgrad_lab.uci import METHODS, Size, read, scaled
+from bayesgrad_lab.uci import METHODS, Recipe, read, scaled
 
 from .conftest import at_smoke_scale as context
 
-SMALL = Size(hidden=4, batch=20, steps=6, samples=3, points=10)
+SMALL = Recipe(hidden=4, batch=20, steps=6, samples=3, points=10)
 
 
 @pytest.fixture

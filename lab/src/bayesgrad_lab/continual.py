@@ -251,37 +251,38 @@ def _kept(form: Quadratic) -> int:
 def run(
     context: Context, stream: Stream, method: Method, strength: float, seed: int, purpose: str = "final"
 ) -> dict[str, Tensor]:
-    """One pass over all tasks, from the run's folder where it is there; see `_run`."""
-    trial = Trial(purpose, stream.key, method.kind, {"strength": strength}, seed)
-    return context.once(trial, lambda: _run(context, stream, method, trial))
+    """One pass over all tasks, from the run's folder where it is there.
 
-
-def _run(context: Context, stream: Stream, method: Method, trial: Trial) -> dict[str, Tensor]:
-    """Accuracies (tasks learned, task), nan of what was not there yet; processor seconds; and numbers kept.
-
-    Of test data in finals; in a search of data that are held out of the training part.
+    Accuracies (tasks learned, task), nan of what was not there yet; processor seconds; and numbers kept. Of test data
+    in finals; in a search of data that are held out of the training part.
     """
-    seed = trial.seed or 0
-    model: Any = stream.model(seed, method.kind == "bayesbinn").to(context.device)
-    memory = Memory(stream, method, trial.settings["strength"], seed)
-    accuracy, seconds = torch.full((stream.tasks, stream.tasks), math.nan), torch.zeros(stream.tasks)
-    parts = [stream.part(index, seed) for index in range(stream.tasks)]
-    parts = parts if trial.purpose == "final" else [data.validation() for data in parts]
-    for index, data in enumerate(parts):
-        model.task = index
-        loss = partial(memory.loss, model, len(data.train_x))
-        task = Task(data, "mlp", stream.epochs, stream.batch, stream.widths, loss=loss)
-        optimizer = memory.optimizer(model, task)
-        named = replace(trial, purpose=f"{trial.purpose}, task {index + 1}")
-        times = epoch_seconds(fit(context, named, task, model, [optimizer]), task)
-        if not bool(torch.isfinite(times).all()):
-            break
-        seconds[index] = times.sum()
-        accuracy[index, : index + 1] = torch.tensor([_tested(context, model, i, parts[i]) for i in range(index + 1)])
-        model.task = index
-        if index + 1 < stream.tasks:
-            memory.keep(model, optimizer, data, context.device)
-    return {"accuracy": accuracy, "seconds": seconds, "kept": torch.tensor(float(memory.size()))}
+    trial = Trial(purpose, stream.key, method.kind, {"strength": strength}, seed)
+
+    def compute() -> dict[str, Tensor]:
+        model: Any = stream.model(seed, method.kind == "bayesbinn").to(context.device)
+        memory = Memory(stream, method, strength, seed)
+        accuracy, seconds = torch.full((stream.tasks, stream.tasks), math.nan), torch.zeros(stream.tasks)
+        parts = [stream.part(index, seed) for index in range(stream.tasks)]
+        parts = parts if purpose == "final" else [data.validation() for data in parts]
+        for index, data in enumerate(parts):
+            model.task = index
+            loss = partial(memory.loss, model, len(data.train_x))
+            task = Task(data, "mlp", stream.epochs, stream.batch, stream.widths, loss=loss)
+            optimizer = memory.optimizer(model, task)
+            named = replace(trial, purpose=f"{purpose}, task {index + 1}")
+            times = epoch_seconds(fit(context, named, task, model, [optimizer]), task)
+            if not bool(torch.isfinite(times).all()):
+                break
+            seconds[index] = times.sum()
+            accuracy[index, : index + 1] = torch.tensor(
+                [_tested(context, model, i, parts[i]) for i in range(index + 1)]
+            )
+            model.task = index
+            if index + 1 < stream.tasks:
+                memory.keep(model, optimizer, data, context.device)
+        return {"accuracy": accuracy, "seconds": seconds, "kept": torch.tensor(float(memory.size()))}
+
+    return context.once(trial, compute)
 
 
 def _tested(context: Context, model: Network, index: int, data: Dataset) -> float:

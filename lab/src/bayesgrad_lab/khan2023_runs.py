@@ -241,7 +241,7 @@ def difference(one: Results, rival: Results, names: Sequence[str]) -> tuple[dict
 # --- searches and finals ---
 
 
-class Way(NamedTuple):
+class Prediction(NamedTuple):
     """What results of a way to predict belong to.
 
     Args:
@@ -280,7 +280,7 @@ def finals(context: Context, task: Task, method: Method, judge: str = "nll") -> 
     for way in ways(method):
         title = method.title if len(ways(method)) == 1 else f"{method.title}, {at if way == 'mean' else 'draws'}"
         values = [scores(one, way, task) for one in runs]
-        kept = Way((method.kind, way), words, runs[0].get(way))
+        kept = Prediction((method.kind, way), words, runs[0].get(way))
         found.append(Results(title, values, settings=settings, tried=tried, of=kept))
     return found
 
@@ -296,4 +296,6 @@ def ensemble(context: Context, task: Task, method: Method, single: Results, memb
             joint = {name: torch.stack([one[name] for one in found]).mean(0) for name in ("mean", "mean_outside")}
             joint["seconds"] = torch.stack([one["seconds"] for one in found]).sum(0)
         rows.append(scores(joint, "mean", task))
-    return Results(f"Ensemble of {members}", rows, settings=single.settings, of=Way(("ensemble",), single.of.chosen))
+    return Results(
+        f"Ensemble of {members}", rows, settings=single.settings, of=Prediction(("ensemble",), single.of.chosen)
+    )

@@ -260,7 +260,7 @@ def laplace_rows(
 
     def add(title: str, words: str, key: tuple[str, ...], way: str, found: Sequence[Mapping[str, Tensor]]) -> None:
         values = [runs.scores(one, way, task) for one in found]
-        rows.append(Results(title, values, of=runs.Way(key, words, found[0][way])))
+        rows.append(Results(title, values, of=runs.Prediction(key, words, found[0][way])))
 
     for way, divisor, title, words in (
         ("map", 1.0, "MAP", "lr {:g}, weight decay {:g}".format(*setting)),

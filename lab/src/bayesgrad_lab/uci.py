@@ -119,7 +119,7 @@ def _table(path: Path) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Size:
+class Recipe:
     """How networks are trained, all alike.
 
     Args:
@@ -174,7 +174,13 @@ def with_noise(moments: Moments, noise: float) -> Moments:
 
 
 def run(
-    context: Context, size: Size, split: Split, method: Method, setting: Setting, noise: float, purpose: str = "final"
+    context: Context,
+    recipe: Recipe,
+    split: Split,
+    method: Method,
+    setting: Setting,
+    noise: float,
+    purpose: str = "final",
 ) -> dict[str, Tensor]:
     """One training run, from the run's folder where it is there: scores in the targets' own units by way of predicting.
 
@@ -184,56 +190,53 @@ def run(
     Args:
         noise: the variance of the scaled targets that losses are divided by.
     """
-    trial = Trial(purpose, size.task(split).key, method.kind, method.named(setting))
-    return context.once(trial, lambda: _run(context, size, split, method, setting, noise, trial))
+    task = replace(recipe.task(split), loss=partial(half_square, noise=noise))
+    trial = Trial(purpose, task.key, method.kind, method.named(setting))
+    options = {} if method.kind == "map" else {"hess_init": 1 / noise}
 
+    def compute() -> dict[str, Tensor]:
+        model = task.model(split.number).to(context.device)
+        (optimizer,) = replace(method, options=options).build(model, task, setting[0], split.number, setting[1])
+        seconds = epoch_seconds(fit(context, trial, task, model, [optimizer], seed=split.number), task)
+        nothing = torch.full((len(SCORES),), math.nan, dtype=torch.float64)
+        if not torch.isfinite(seconds).all():
+            return {method.kind: nothing, "error": nothing[0]}
+        model.eval()
+        x, found = split.test_x.to(context.device), {}
+        if method.kind == "map":
+            with torch.no_grad():
+                mean, fitted = model(x), model(split.train_x.to(context.device)).cpu()
+            own = float((fitted - split.train_y).square().mean())
+            predictions = {"map": with_noise(Moments(mean, torch.zeros_like(mean)), own)}
+            if purpose == "final":
+                predictions |= approximations(context, recipe, split, model, own, x)
+        else:
+            moments = optimizer.posterior(model).predict(x, samples=task.samples, likelihood="gaussian")
+            predictions = {method.kind: with_noise(moments, noise)}
+        for way, (mean, variance) in predictions.items():
+            values = metrics.regression(mean.cpu(), variance.cpu(), split.test_y)
+            values |= {"rmse": values["rmse"] * split.unit, "nll": values["nll"] + math.log(split.unit)}
+            found[way] = torch.tensor([values[name] for name in SCORES], dtype=torch.float64)
+        error = (predictions[method.kind].mean.cpu() - split.test_y).square().mean()
+        return {**found, "error": error}
 
-def _run(
-    context: Context, size: Size, split: Split, method: Method, setting: Setting, noise: float, trial: Trial
-) -> dict[str, Tensor]:
-    task = replace(size.task(split), loss=partial(half_square, noise=noise))
-    model = task.model(split.number).to(context.device)
-    if method.kind != "map":
-        method = replace(method, options={"hess_init": 1 / noise})
-    (optimizer,) = method.build(model, task, setting[0], split.number, setting[1])
-    seconds = epoch_seconds(fit(context, trial, task, model, [optimizer], seed=split.number), task)
-    nothing = torch.full((len(SCORES),), math.nan, dtype=torch.float64)
-    if not torch.isfinite(seconds).all():
-        return {method.kind: nothing, "error": nothing[0]}
-    model.eval()
-    x, found = split.test_x.to(context.device), {}
-    if method.kind == "map":
-        with torch.no_grad():
-            mean, fitted = model(x), model(split.train_x.to(context.device)).cpu()
-        noise = float((fitted - split.train_y).square().mean())
-        predictions = {"map": with_noise(Moments(mean, torch.zeros_like(mean)), noise)}
-        if trial.purpose == "final":
-            predictions |= approximations(context, size, split, model, noise, x)
-    else:
-        moments = optimizer.posterior(model).predict(x, samples=task.samples, likelihood="gaussian")
-        predictions = {method.kind: with_noise(moments, noise)}
-    for way, (mean, variance) in predictions.items():
-        values = metrics.regression(mean.cpu(), variance.cpu(), split.test_y)
-        values |= {"rmse": values["rmse"] * split.unit, "nll": values["nll"] + math.log(split.unit)}
-        found[way] = torch.tensor([values[name] for name in SCORES], dtype=torch.float64)
-    error = (predictions[method.kind].mean.cpu() - split.test_y).square().mean()
-    return {**found, "error": error}
+    return context.once(trial, compute)
 
 
 def approximations(
-    context: Context, size: Size, split: Split, model: nn.Module, noise: float, x: Tensor
+    context: Context, recipe: Recipe, split: Split, model: nn.Module, noise: float, x: Tensor
 ) -> dict[str, Moments]:
     """Linearised predictions of Laplace's method, prior precision and noise by evidence, for each structure."""
     found = {}
     batches = list(zip(split.train_x.split(1000), split.train_y.split(1000)))
     fixed: dict[str, Any] = dict(likelihood="gaussian", noise_scale=math.sqrt(noise), seed=split.number)
     for structure in STRUCTURES:
-        few = min(size.points, len(split.train_x)) if structure == "subsampled" else None
+        few = min(recipe.points, len(split.train_x)) if structure == "subsampled" else None
         posterior = laplace(model, batches, structure=structure, subsample=few, **fixed)
         try:
             posterior.tune_prior(noise_scale=True)
         except ValueError as error:
-            key = size.task(split).key
+            key = recipe.task(split).key
             context.say(f"{key}, {structure}: {error} Continuing with prior precision 1.")
         moments = posterior.predict(x, method="linear", likelihood="gaussian")
         found[structure] = with_noise(moments, posterior.noise_scale**2)
@@ -241,7 +244,7 @@ def approximations(
 
 
 def choose(
-    context: Context, size: Size, split: Split, method: Method, noise: float = 1.0
+    context: Context, recipe: Recipe, split: Split, method: Method, noise: float = 1.0
 ) -> tuple[Setting, dict[Setting, float], float]:
     """The pair with the lowest validation NLL on a fifth of a split's training data.
 
@@ -252,21 +255,21 @@ def choose(
     held, runs = split.validation(), {}
 
     def nll(setting: Setting, seed: int) -> float:
-        runs[setting] = run(context, size, held, method, setting, noise, "search")
+        runs[setting] = run(context, recipe, held, method, setting, noise, "search")
         return runs[setting][method.kind][SCORES.index("nll")].item()
 
     setting, tried = chosen(context, f"{split.name}, {method.title}", ("lr", method.second), method.seeks, nll)
     return setting, tried, runs[setting]["error"].item() if method.kind == "map" else noise
 
 
-def results(context: Context, size: Size, name: str, methods: Sequence[Method], splits: int) -> dict[str, Results]:
+def results(context: Context, recipe: Recipe, name: str, methods: Sequence[Method], splits: int) -> dict[str, Results]:
     """All ways to predict on so many splits of one data set, hyper-parameters chosen on the first."""
     first, found, noise = read(name, SEARCHED, context.data_dir), {}, 1.0
     for method in methods:
-        setting, tried, noise = choose(context, size, first, method, noise)
+        setting, tried, noise = choose(context, recipe, first, method, noise)
         every = [read(name, number, context.data_dir) for number in range(splits)]
         used = 1.0 if method.kind == "map" else noise
-        runs = [run(context, size, split, method, setting, used) for split in every]
+        runs = [run(context, recipe, split, method, setting, used) for split in every]
         for way in set(runs[0]) - {"error"}:
             values = [dict(zip(SCORES, one[way].tolist())) for one in runs]
             own = {"settings": method.named(setting), "tried": tried} if way == method.kind else {}
@@ -283,18 +286,18 @@ TITLES = {
     "ivon": "IVON",
 }
 SHOWN = {"nll": ("log-likelihood", -1, 3), "rmse": ("RMSE", 1, 3), "coverage": ("coverage of 90 % intervals", 100, 1)}
-SIZES: dict[str, tuple[Size, tuple[str, ...], tuple[str, ...]]] = {
-    "smoke": (Size(8, 40, 20, 5, 10), ("diabetes",), ("map", "vogn", "ivon")),
-    "laptop": (Size(), tuple(FOLDERS), ("map", "ivon")),
-    "paper": (Size(steps=20_000), tuple(FOLDERS), ("map", "vogn", "ivon")),
-}  # size, data sets, methods
+SIZES: dict[str, tuple[Recipe, tuple[str, ...], tuple[str, ...]]] = {
+    "smoke": (Recipe(8, 40, 20, 5, 10), ("diabetes",), ("map", "vogn", "ivon")),
+    "laptop": (Recipe(), tuple(FOLDERS), ("map", "ivon")),
+    "paper": (Recipe(steps=20_000), tuple(FOLDERS), ("map", "vogn", "ivon")),
+}  # recipe, data sets, methods
 
 
 def everything(context: Context, kinds: Sequence[str]) -> dict[str, dict[str, Results]]:
     """All ways to predict on all data sets of a scale, on as many splits as there are seeds."""
-    size, names, _ = SIZES[context.scale]
+    recipe, names, _ = SIZES[context.scale]
     methods = [method for method in METHODS if method.kind in kinds]
-    return {name: results(context, size, name, methods, min(SPLITS, context.seeds)) for name in names}
+    return {name: results(context, recipe, name, methods, min(SPLITS, context.seeds)) for name in names}
 
 
 def regression(context: Context) -> Report:
@@ -349,19 +352,19 @@ def regression(context: Context) -> Report:
 
 def protocol(context: Context, kinds: Sequence[str]) -> str:
     """How the regressions were measured, for people."""
-    size = SIZES[context.scale][0]
+    recipe = SIZES[context.scale][0]
     others = " and ".join(TITLES[kind] for kind in kinds if kind != "map")
     prior = f" (prior precision of {others})" if others else ""
     bound = f"IVON's steps at most {CLIP} times lr; " if "ivon" in kinds else ""
     noise = f", that of {others} the mean squared validation error of MAP" if others else ""
     return (
-        f"{min(SPLITS, context.seeds)} fixed splits, 90 % for training; {size.hidden} ReLU units; inputs and "
-        f"targets scaled by the training part, scores in the targets' units; about {size.steps} steps, batches of "
-        f"{size.batch}, cosine schedule, float64; lr and weight decay{prior} "
+        f"{min(SPLITS, context.seeds)} fixed splits, 90 % for training; {recipe.hidden} ReLU units; inputs and "
+        f"targets scaled by the training part, scores in the targets' units; about {recipe.steps} steps, batches of "
+        f"{recipe.batch}, cosine schedule, float64; lr and weight decay{prior} "
         "chosen for each data set by validation NLL on a fifth of "
         f"the training data of split {SEARCHED}, 6 pairs for each method; MAP's noise is the mean squared training "
         f"error{noise}; one prior precision for a network; "
-        f"{size.samples} draws of variational posteriors; {bound}{size.points} points in subsampled Fishers; "
+        f"{recipe.samples} draws of variational posteriors; {bound}{recipe.points} points in subsampled Fishers; "
         "± over splits, whose data overlap"
     )
 
