@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from bayesgrad.families import Bernoulli, DiagonalGaussian, FixedGaussian, Gauss
 from bayesgrad.inference import Delta, Expected, LogDensity, Node, Prior, step
 from bayesgrad.inference.expectation import Expectation
 from bayesgrad.inference.multimodal import MixtureLogDensity
-from bayesgrad.optim import STE, AdaBayesFP, BayesBiNN, SpikeSlab
+from bayesgrad.optim import STE, BayesBiNN, SpikeSlab
 from bayesgrad_lab.khan2023_rows import normal, walked
 
 D = torch.float64
@@ -85,19 +85,12 @@ def trained(
     """The path of the weights, or of what `read` gives, in a usual training loop."""
     path = []
     for t, (x, y) in enumerate(batches(size)):
-
-        def backward(x: Tensor = x, y: Tensor = y) -> None:
+        with contextlib.nullcontext() if around is None else around(t):
             optimizer.zero_grad()
             loss = cross_entropy(model(x), y)
             if hear:
                 optimizer.observe(loss)  # pyright: ignore[reportAttributeAccessIssue]
             loss.backward()
-
-        if around is None:
-            backward()
-        else:
-            with around(t):
-                backward()
         optimizer.step()
         path.append(flat(model) if read is None else read().clone())
     return torch.stack(path)
@@ -175,11 +168,6 @@ def adaptive(
 
 def adam() -> Tensor:
     return adaptive(0.05, 0.9, 0.99, 1e-8)
-
-
-def adabayes_limit() -> Tensor:
-    """AdaBayesFP for weights whose prior has no width: the same rule, with eps = 0."""
-    return torchs(AdaBayesFP, 0.05, sgd_lr=math.inf, betas=(0.9, 0.99))
 
 
 # --- dropout: a spike and a slab ---
