@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from bayesgrad import optim, samplers
-from bayesgrad.optimizer.fisher import FisherOptimizer
-from bayesgrad.optimizer.hessian_diagonal import HessianDiagonal
+from bayesgrad.parts import Needs
+from bayesgrad.sources import HessianDiagonal
 
 
 @dataclass(frozen=True)
@@ -440,7 +440,7 @@ def batch(index: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor,
     return torch.randn(32, 40, generator=generator).to(dtype), torch.randint(0, 3, (32,), generator=generator)
 
 
-def backward(model: nn.Module, index: int, optimizer: torch.optim.Optimizer | None = None) -> torch.Tensor:
+def backward(model: nn.Module, index: int, optimizer: Any = None) -> torch.Tensor:
     x, y = batch(index, next(model.parameters()).dtype)
     with drawn(optimizer):
         outputs = model(x)
@@ -452,29 +452,30 @@ def backward(model: nn.Module, index: int, optimizer: torch.optim.Optimizer | No
 
 def drawn(optimizer: Any) -> Any:
     """The context in which gradients must be computed, unless it is already active."""
-    if not getattr(optimizer, "takes_draws", False) or getattr(optimizer, "_active_draw", None):
+    if optimizer is None or any(getattr(source, "active", False) for source in optimizer.sources):
         return nullcontext()
     return optimizer.sampled()
 
 
 def still(optimizer: Any) -> Any:
     """As `drawn`, with noise that does not depend on param groups."""
-    if not getattr(optimizer, "takes_draws", False):
+    if not optimizer.needs.draws:
         return nullcontext()
     return optimizer.sampled(noise=lambda p: torch.full_like(p, 0.5))
 
 
 def observe(
-    optimizer: torch.optim.Optimizer | None,
-    outputs: torch.Tensor,
-    labels: torch.Tensor | None,
-    loss: torch.Tensor | None = None,
+    optimizer: Any, outputs: torch.Tensor, labels: torch.Tensor | None, loss: torch.Tensor | None = None
 ) -> None:
-    """Calls observe() with the outputs or the loss, if the optimizer has it; with labels, nothing is random."""
-    if isinstance(optimizer, HessianDiagonal):
-        optimizer.observe(loss)
-    elif isinstance(optimizer, FisherOptimizer) or (hasattr(optimizer, "recorder") and hasattr(optimizer, "observe")):
-        optimizer.observe(outputs, labels)
+    """Calls observe(), if there is an optimizer; with labels, nothing is random."""
+    if optimizer is not None:
+        optimizer.observe(outputs, loss=loss, labels=labels)
+
+
+def diagonals(optimizer: Any) -> dict[torch.Tensor, torch.Tensor]:
+    """What observe() has computed since the last step."""
+    (source,) = (source for source in optimizer.sources if isinstance(source, HessianDiagonal))
+    return source.diagonals
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
@@ -484,11 +485,11 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
         optimizer.step()
 
 
-def push(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+def push(model: nn.Module, optimizer: Any, steps: range) -> None:
     """Takes steps with random gradients, which do not depend on the rounding of matrix products."""
     for index in steps:
         optimizer.zero_grad()
-        if hasattr(optimizer, "recorder") or hasattr(optimizer, "observe"):
+        if optimizer.needs._replace(draws=False) != Needs():
             backward(model, index, optimizer)
         generator = torch.Generator().manual_seed(2000 + index)
         with drawn(optimizer):

@@ -47,7 +47,7 @@ def test_anchors_exist(page: Path) -> None:
     assert not missing
 
 
-MODULES = ("optim", "samplers", "posterior", "curvature", "models", "models.kernels", "models.observations")
+MODULES = ("optim", "samplers", "posterior", "rules", "models", "models.kernels", "models.observations")
 MODULES += ("inference", "families", "metrics", "plots")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 
 from bayesgrad.optim import FOOF, KFAC
 from bayesgrad_lab import benzing2021_runs, datasets
-from bayesgrad_lab.benzing2021_runs import KEY, SIZES, Grid, factor, rule, score, similarities, train, tune
+from bayesgrad_lab.benzing2021_runs import KEY, SIZES, Grid, factor, layers_of, rule, score, similarities, train, tune
 from bayesgrad_lab.results import Results
 from bayesgrad_lab.task import Task
 
@@ -111,8 +112,9 @@ def test_similarity_is_the_cosine_between_real_steps(exact: bool) -> None:
 
     kfac, optimizer = step(KFAC, damping=damping, exact_damping=exact)
     assert isinstance(optimizer, KFAC)
-    (layer,) = optimizer.layers
+    (layer,) = layers_of(optimizer)
+    preconditioner: Any = optimizer.preconditioner
     entry, group = optimizer.state[layer.owner], optimizer.param_groups[0]
-    foof, _ = step(FOOF, damping=optimizer.dampings(layer, entry, group)["input"])
+    foof, _ = step(FOOF, damping=preconditioner.dampings(entry, group)["input"])
     expected = F.cosine_similarity(kfac, foof, dim=0).item()
     assert similarities(optimizer, (1.0, damping))[int(exact), 1].item() == pytest.approx(expected, rel=1e-9)

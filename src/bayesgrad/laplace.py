@@ -11,15 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from bayesgrad import likelihoods
-from bayesgrad.curvature import layers
-from bayesgrad.curvature.accumulators import STRUCTURES
-from bayesgrad.curvature.fisher import FISHERS, batch_gradients, check_batch_mixing, check_outputs
+from bayesgrad import layers, likelihoods
 from bayesgrad.kernels import compute_dtype
+from bayesgrad.layers.fisher import FISHERS, batch_gradients, check_batch_mixing, check_outputs
+from bayesgrad.layers.network import parameters_of, requires_grad_only, unwrap
 from bayesgrad.noise import seed32
-from bayesgrad.posterior.hessian import check_prior
 from bayesgrad.posterior.laplace import Fit, LaplacePosterior
-from bayesgrad.posterior.network import parameters_of, requires_grad_only, unwrap
+from bayesgrad.structures.structure import Accumulator, Structure, check_prior
 
 BIASES = ("joint", "separate")
 DIRECTIONS = 16  # output directions whose gradients are in memory at once
@@ -96,7 +94,7 @@ def laplace(
     Checked by: tests/equations/test_laplace.py, against explicit Jacobians and laplace-torch.
     """
     kind = likelihoods.named(likelihood)
-    for name, value, known in (("structure", structure, STRUCTURES), ("fisher", fisher, FISHERS)):
+    for name, value, known in (("structure", structure, Structure.by_name), ("fisher", fisher, FISHERS)):
         if value not in known:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
     if bias not in BIASES:
@@ -109,11 +107,13 @@ def laplace(
     check_prior(prior_precision, noise_scale, chosen, temperature)
     _check_modes(network)
     _check_weights(parameters_of(network))
+    kept = Structure.by_name[structure]
+    kept.check(chosen)
     generator, other = (torch.Generator().manual_seed(seed32(seed or 0) + i) for i in range(2))
     pool = RandomSubset(subsample, other) if subsample else None
-    accumulator = STRUCTURES[structure](network, chosen, structure, bias)
+    blocks: list[Accumulator] = []
     device = next(iter(chosen.values())).device
-    at_once = 1 if structure == "input" else DIRECTIONS
+    at_once = 1 if kept.one_direction else DIRECTIONS
     examples = used = 0
     loss, numbers = 0.0, 0
 
@@ -123,8 +123,11 @@ def laplace(
             for seen in parts:
                 outputs = seen.outputs
                 _check_finite(outputs)
-                accumulator.add(seen)
-                if accumulator.complete:
+                if not blocks:
+                    blocks.extend(kept.blocks(chosen, network, bias, seen))
+                for block in blocks:
+                    block.add(seen)
+                if all(block.one_direction for block in blocks):
                     break
         return outputs
 
@@ -146,7 +149,7 @@ def laplace(
             for inputs, labels in pool.passes():
                 used += len(accumulate(inputs, labels))
     total = num_data or examples
-    hessians = accumulator.hessians(total, used or examples)
+    hessians = [block.finish(total, used or examples) for block in blocks]
     power = 0 if likelihood != "gaussian" else 2 if fisher == "empirical" else 1
     fit = Fit(loss * total / examples, numbers * total / examples, power)
     mean = {name: p.detach().to(compute_dtype(p.dtype), copy=True) for name, p in chosen.items()}

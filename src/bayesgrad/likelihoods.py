@@ -143,7 +143,7 @@ class Categorical(Likelihood):
         return mean
 
     def from_gaussian(self, mean: Tensor, variance: Tensor) -> Tensor:
-        return (mean / (1 + math.pi / 8 * variance).sqrt()).softmax(-1)
+        return self.link(mean / (1 + math.pi / 8 * variance).sqrt())
 
     def log_density(self, mean: Tensor, variance: Tensor, labels: Tensor, noise_scale: float) -> Tensor:
         return -self.loss(mean / (1 + math.pi / 8 * variance).sqrt(), labels)
@@ -241,9 +241,6 @@ class Bernoulli(Categorical):
         p = outputs.sigmoid()
         return p * (1 - p) * (1 - 2 * p) * vector.square()
 
-    def from_gaussian(self, mean: Tensor, variance: Tensor) -> Tensor:
-        return (mean / (1 + math.pi / 8 * variance).sqrt()).sigmoid()
-
     def aleatoric(self, value: Tensor, noise_scale: float) -> Tensor:
         return torch.special.entr(value) + torch.special.entr(1 - value)
 
@@ -259,8 +256,7 @@ class Gaussian(Likelihood):
     def from_moments(self, mean: Tensor, variance: Tensor) -> Moments:
         return Moments(mean, variance)
 
-    def from_gaussian(self, mean: Tensor, variance: Tensor) -> Moments:
-        return Moments(mean, variance)
+    from_gaussian = from_moments
 
     def log_density(self, mean: Tensor, variance: Tensor, labels: Tensor, noise_scale: float) -> Tensor:
         spread = variance + noise_scale**2

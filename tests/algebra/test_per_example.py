@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bayesgrad.curvature import per_example as module
-from bayesgrad.curvature.per_example import (
+from bayesgrad.layers import per_example as module
+from bayesgrad.layers.per_example import (
     EmbeddingGradients,
     OuterProducts,
     PerExampleGradients,

@@ -33,7 +33,7 @@ def train(model: nn.Module, optimizer: DenseFilter, steps: range) -> None:
         x, y = torch.randn(8, 4, generator=generator).to(dtype), torch.randint(0, 3, (8,), generator=generator)
         optimizer.zero_grad()
         outputs = model(x)
-        optimizer.observe(outputs, y if labelled else None)
+        optimizer.observe(outputs, labels=y if labelled else None)
         F.cross_entropy(outputs, y).backward()
         optimizer.step()
 
@@ -85,7 +85,7 @@ def test_resumes_bit_for_bit_from_a_file(name: str, dtype: torch.dtype, tmp_path
     assert same(weights(model), weights(other))
     assert same(states(optimizer), states(resumed))
     assert {value.dtype for key, value in states(resumed).items() if not key.endswith("step")} == {D}
-    with optimizer.posterior_mean(), resumed.posterior_mean():
+    with optimizer.mode(training=False), resumed.mode(training=False):
         assert same(weights(model), weights(other))
 
 
@@ -171,7 +171,7 @@ def test_without_any_gradient_nothing_happens() -> None:
     optimizer.step()
     assert same(before, weights(model))
     assert not optimizer.state_dict()["state"]
-    with optimizer.posterior_mean():
+    with optimizer.mode(training=False):
         assert same(before, weights(model))
 
 
@@ -262,11 +262,11 @@ def test_steps_without_evidence_are_refused() -> None:
     with pytest.raises(RuntimeError, match=r"observe\(\) was not called since the last step: call observe"):
         optimizer.step()
     with pytest.raises(ValueError, match="fisher='exact' sums over all labels"):
-        optimizer.observe(model(torch.ones(2, 4)), torch.tensor([0, 1]))
+        optimizer.observe(model(torch.ones(2, 4)), labels=torch.tensor([0, 1]))
     empirical = built(model, "centered")
-    with pytest.raises(ValueError, match=r"fisher='centered' needs labels: call observe\(outputs, labels\)"):
+    with pytest.raises(ValueError, match=r"fisher='centered' needs labels: call observe\(outputs, labels=labels\)"):
         empirical.observe(model(torch.ones(2, 4)))
-    empirical.observe(model(torch.ones(1, 4)), torch.tensor([0]))
+    empirical.observe(model(torch.ones(1, 4)), labels=torch.tensor([0]))
     with pytest.raises(ValueError, match="fisher='centered' needs at least two examples in a step, got 1"):
         empirical.step()
 
@@ -339,7 +339,7 @@ def test_posterior_draws_all_weights_together(tmp_path: Path) -> None:
     outside = weights(model)
     posterior = optimizer.posterior(model, scale=2.0)
     assert same(outside, weights(model))
-    with optimizer.posterior_mean():
+    with optimizer.mode(training=False):
         for name, mean in posterior.mean.items():
             assert torch.equal(mean, model.get_parameter(name))
     draws = posterior.sample(20_000)

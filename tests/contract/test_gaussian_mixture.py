@@ -14,7 +14,7 @@ from sklearn.utils.estimator_checks import estimator_checks_generator
 from torch.testing import assert_close
 
 from bayesgrad.models import GaussianMixture
-from bayesgrad.models.arrays import near_mean
+from bayesgrad.models.checks import near_mean
 from bayesgrad.models.covariances import COVARIANCES
 from bayesgrad.models.gaussian_mixture import METHODS
 

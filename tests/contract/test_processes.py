@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from sklearn.base import clone
 
 from bayesgrad.models import GaussianProcess, LinearStateSpace
 
@@ -59,6 +60,22 @@ def test_frames_and_lists_are_sequences() -> None:
 def test_sequences_that_cannot_be(y: object, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         LinearStateSpace([[1.0]], [[0.5]], [[1.0]], [[1.0]]).smooth(y)
+
+
+def test_a_clone_starts_from_the_given_matrices() -> None:
+    """Parameters are kept as they were given; what EM learns stays with the estimator that learned it."""
+    model, y = LinearStateSpace([[1.0]], [[0.5]], [[1.0]], [[1.0]], tol=1e-8), np.arange(9.0)
+    before = model.log_likelihood(y)
+    model.fit(y, learn="all", max_iter=5, tol=0)
+    assert model.get_params()["transition"] == [[1.0]]
+    assert clone(model).get_params() == model.get_params()
+    assert clone(model).log_likelihood(y) == before < model.log_likelihood(y)
+    same = LinearStateSpace([[1.0]], [[0.5]], [[1.0]], [[2.0]]).log_likelihood(y)
+    assert model.set_params(observation_covariance=[[2.0]]).log_likelihood(y) == same
+    with pytest.raises(ValueError, match="transition must be square"):
+        model.set_params(transition=[[1.0, 0.0]])
+    assert model.transition == [[1.0]]
+    assert model.log_likelihood(y) == same
 
 
 def test_matrices_that_cannot_be() -> None:

@@ -116,7 +116,7 @@ def test_clipping_and_unscaling_act_on_mean_and_hessian_alike(how: str, draws: i
         for p in model.parameters():
             p.grad.div_(scale)
     # By hand: the sum over draws, times the factor that each element of the gradient was multiplied by.
-    evidence = reference.evidence([], [list(other.parameters())])
+    evidence = reference.sources[0].collect([], [list(other.parameters())])
     for p, q in zip(model.parameters(), other.parameters()):
         factor = torch.where(q.grad == 0, 0.0, p.grad / q.grad)
         product = evidence["product"][q] if draws > 1 else q.grad * evidence["offset"][q]

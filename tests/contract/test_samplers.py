@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from bayesgrad import samplers
-from bayesgrad.curvature import SubsampledFisher
+from bayesgrad import SubsampledFisher, samplers
 from bayesgrad.samplers import SNGD, Diverged, Langevin
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -27,7 +26,7 @@ def run(model: nn.Module, sampler: torch.optim.Optimizer, steps: int, labels: bo
     for _ in range(steps):
         sampler.zero_grad()
         outputs = model(X)
-        sampler.observe(outputs, Y if labels else None)
+        sampler.observe(outputs, labels=Y if labels else None)
         nn.functional.cross_entropy(outputs, Y).backward()
         sampler.step()
     return nn.utils.parameters_to_vector(model.parameters()).detach()
@@ -108,10 +107,10 @@ def test_a_chain_that_diverges_says_where_and_keeps_the_last_finite_weights() ->
         sampler.step()
     model.weight.grad = torch.zeros_like(model.weight)
     with pytest.raises(Diverged, match="the loss is nan"):
-        sampler.step(loss=torch.tensor(torch.nan))
+        sampler.observe(loss=torch.tensor(torch.nan))
     fresh = Langevin(nn.Linear(1, 1), lr=0.1, num_data=4)
-    with pytest.raises(Diverged, match=r"no loss was given: use step\(closure\) or step\(loss=loss\)"):
-        fresh.step(loss=torch.inf)
+    with pytest.raises(Diverged, match=r"no loss was given: use step\(closure\) or observe\(outputs, loss=loss\)"):
+        fresh.observe(loss=torch.inf)
 
 
 def test_temperatures_far_from_one_and_long_steps_are_warned_of() -> None:
@@ -134,7 +133,7 @@ def test_refusals_of_samplers() -> None:
     with pytest.raises(RuntimeError, match=r"nothing was ever observed: call observe\(outputs\)"):
         sampler.step()
     with pytest.raises(ValueError, match="fisher='exact' is an expectation over labels and takes none"):
-        sampler.observe(model(X), Y)
+        sampler.observe(model(X), labels=Y)
     with pytest.raises(
         RuntimeError, match=r"observe\(\) must receive the tensor that the model's last forward pass returned"
     ):

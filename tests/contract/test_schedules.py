@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from bayesgrad.optimizer.variational import VariationalOptimizer
+from bayesgrad.optim.variational import VariationalOptimizer
 from cases import Case, backward, elementwise_case, every_case, same, small_model, states, train, weights
 
 

@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from bayesgrad import kernels, noise
-from bayesgrad.block.relaxed import Relax
 from bayesgrad.optim import STE, BayesBiNN
 from bayesgrad.posterior import BernoulliPosterior, GaussianPosterior, Posterior, load
+from bayesgrad.sources.relaxed import Relax
 
 D = torch.float64
 N = 50

@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bayesgrad.curvature import SquaredGradient
 from bayesgrad.optimizer import BeliefOptimizer
-from bayesgrad.rule import NaturalGradient
-from bayesgrad.transition import OrnsteinUhlenbeck, Static, SteadyState
+from bayesgrad.rules import NaturalStep, OrnsteinUhlenbeck, SquaredGradient, Static, SteadyState, UpdateRule
 
 DESIGN = Path(__file__).parents[2] / "docs" / "design.md"
 
@@ -20,8 +18,7 @@ DESIGN = Path(__file__).parents[2] / "docs" / "design.md"
 class SGD(BeliefOptimizer):
     """A belief that never changes: every weight has the same precision."""
 
-    transition = Static()
-    rule = NaturalGradient(heavy_ball=True)
+    rule = UpdateRule(None, Static(), NaturalStep(heavy_ball=True))
 
     def __init__(self, params, lr, momentum=0.0):
         super().__init__(params, dict(lr=lr, momentum=momentum))
@@ -30,9 +27,7 @@ class SGD(BeliefOptimizer):
 class Adam(BeliefOptimizer):
     """The steady state of a random walk (sigma = inf), with prior precision eps."""
 
-    curvature = SquaredGradient()
-    transition = SteadyState(OrnsteinUhlenbeck())
-    rule = NaturalGradient()
+    rule = UpdateRule(SquaredGradient(), SteadyState(OrnsteinUhlenbeck()), NaturalStep())
 
     def __init__(self, params, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0):
         super().__init__(params, dict(lr=lr, betas=betas, damping=eps, weight_decay=weight_decay))
@@ -44,9 +39,7 @@ class Adam(BeliefOptimizer):
 class RMSprop(BeliefOptimizer):
     """Adam without momentum, and without debiasing of the average of squares."""
 
-    curvature = SquaredGradient()
-    transition = SteadyState(OrnsteinUhlenbeck(), debias=False)
-    rule = NaturalGradient()
+    rule = UpdateRule(SquaredGradient(), SteadyState(OrnsteinUhlenbeck(), debias=False), NaturalStep())
 
     def __init__(self, params, lr, alpha=0.99, eps=1e-8):
         super().__init__(params, dict(lr=lr, alpha=alpha, damping=eps))
@@ -87,9 +80,7 @@ def test_equals_torch_optim(name: str) -> None:
 class Recursive(BeliefOptimizer):
     """No drift: precisions add up."""
 
-    curvature = SquaredGradient()
-    transition = Static()
-    rule = NaturalGradient()
+    rule = UpdateRule(SquaredGradient(), Static(), NaturalStep())
 
     def __init__(self, params, lr=1.0):
         super().__init__(params, dict(lr=lr))

@@ -26,7 +26,7 @@ def sum_gradient(model: nn.Module, count: int) -> np.ndarray:
 
 
 def posterior_mean(model: nn.Module, optimizer: DenseFilter) -> np.ndarray:
-    with optimizer.posterior_mean():
+    with optimizer.mode(training=False):
         return flat(model)
 
 
@@ -112,7 +112,7 @@ def test_rank_one_steps_in_numpy() -> None:
         e = error * np.append(x.numpy(), 1.0)
         optimizer.zero_grad()
         outputs = model(x)
-        optimizer.observe(outputs, y)
+        optimizer.observe(outputs, labels=y)
         F.binary_cross_entropy_with_logits(outputs, y).backward()
         optimizer.step()
         S = S - np.outer(S @ e, S @ e) / (1 + e @ S @ e)
@@ -239,7 +239,7 @@ def test_weights_with_momentum_of_their_own_follow_the_scalar_equations() -> Non
         inputs, y = torch.diag(random(3, seed=t)), torch.tensor([[1.0], [0.0], [float(t % 2)]], dtype=D)
         optimizer.zero_grad()
         outputs = model(inputs)
-        optimizer.observe(outputs, y)
+        optimizer.observe(outputs, labels=y)
         F.binary_cross_entropy_with_logits(outputs, y).backward()
         G = sum_gradient(model, 3)
         optimizer.step()
@@ -271,7 +271,7 @@ def test_a_single_weight_on_a_random_walk_is_that_of_adabayes() -> None:
             optimizer.zero_grad()
             outputs = model(x)
             if optimizer is dense:
-                dense.observe(outputs, y)
+                dense.observe(outputs, labels=y)
             F.binary_cross_entropy_with_logits(outputs, y).backward()
             optimizer.step()
         np.testing.assert_allclose(flat(mine), flat(other), **CLOSE)
@@ -285,7 +285,7 @@ def test_a_single_weight_on_a_random_walk_is_that_of_adabayes() -> None:
 def information(model: nn.Module, x: Tensor, y: Tensor | None, fisher: str, batch_size: int = 6) -> np.ndarray:
     """U U' of a step, from the covariances before and after."""
     optimizer = DenseFilter(model, 0.0, batch_size=batch_size, prior_std=1.0, fisher=fisher, seed=3)
-    optimizer.observe(model(x), y)
+    optimizer.observe(model(x), labels=y)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.step()
@@ -337,7 +337,7 @@ def test_two_observations_are_one_batch(fisher: str) -> None:
         optimizer = DenseFilter(model, batch_size=10, fisher=fisher)
         for part in parts:
             outputs = model(x[part])
-            optimizer.observe(outputs, y[part] if fisher == "centered" else None)
+            optimizer.observe(outputs, labels=y[part] if fisher == "centered" else None)
             (F.cross_entropy(outputs, y[part], reduction="sum") / 10).backward()
         optimizer.step()
         found.append((flat(model), optimizer.covariance().numpy()))

@@ -16,7 +16,7 @@ from torch.func import functional_call, jacrev
 from bayesgrad.optim import SpikeSlab
 from bayesgrad.posterior import ConcreteDropout, DropoutPosterior, Posterior, mc_dropout
 from bayesgrad.posterior.units import Units, units_of
-from cases import same, states, weights
+from cases import diagonals, same, states, weights
 
 D = torch.float64
 every_update = pytest.mark.parametrize("update", ["adam", "rmsprop", "newton"])
@@ -42,7 +42,7 @@ def take(model: nn.Module, optimizer: SpikeSlab, index: int, masks=None) -> None
     optimizer.zero_grad()
     with optimizer.sampled(masks):
         loss = loss_of(model, index)
-        optimizer.observe(loss)
+        optimizer.observe(loss=loss)
         loss.backward()
     optimizer.step()
 
@@ -94,7 +94,7 @@ def test_gradient_and_hessian_of_a_network_are_those_with_the_unit_there() -> No
         optimizer.zero_grad()
         with optimizer.sampled(masks):
             loss = loss_of(model)
-            optimizer.observe(loss)
+            optimizer.observe(loss=loss)
             loss.backward()
         dropped = {"2.weight": first.detach() * masks[first], "4.weight": second.detach() * masks[second]}
         dropped = {name: w.requires_grad_() for name, w in dropped.items()}
@@ -107,7 +107,7 @@ def test_gradient_and_hessian_of_a_network_are_those_with_the_unit_there() -> No
             for sums, values in zip(wanted[p], (gradient.detach(), diagonal)):
                 sums += chance * there * values
             seen[p][0] += chance * p.grad
-            seen[p][1] += chance * optimizer._hessians[p]
+            seen[p][1] += chance * diagonals(optimizer)[p]
     for p in (first, second):
         for a, b in zip(seen[p], wanted[p]):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
@@ -175,7 +175,7 @@ def test_without_dropping_it_is_adam_rmsprop_and_newton() -> None:
     curvature = torch.arange(1, 6, dtype=D)
     with optimizer.sampled():
         loss = (curvature * (layer.weight - 3) ** 2).sum()
-        optimizer.observe(loss)
+        optimizer.observe(loss=loss)
         loss.backward()
     optimizer.step()
     torch.testing.assert_close(layer.weight.detach(), torch.full((1, 5), 3.0, dtype=D), rtol=1e-12, atol=0)
@@ -187,17 +187,17 @@ def test_hutchinson_is_unbiased_and_exact_for_a_diagonal_hessian() -> None:
     mask = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0], dtype=D)
     curvature = torch.arange(1, 6, dtype=D)
     with optimizer.sampled({layer.weight: mask}):
-        optimizer.observe((curvature * layer.weight**2).sum())
+        optimizer.observe(loss=(curvature * layer.weight**2).sum())
     torch.testing.assert_close(
-        optimizer._hessians[layer.weight], 2 * curvature * mask / 0.5 * torch.ones(1, 1, dtype=D)
+        diagonals(optimizer)[layer.weight], 2 * curvature * mask / 0.5 * torch.ones(1, 1, dtype=D)
     )
     torch.manual_seed(0)
     root = torch.randn(5, 5, dtype=D)
     full = root @ root.T
     optimizer = SpikeSlab(layer, keep=0.5, drop_inputs=True, update="newton", probes=400)
     with optimizer.sampled(lambda p: torch.ones(5)):
-        optimizer.observe(0.5 * layer.weight[0] @ full @ layer.weight[0])
-    error = optimizer._hessians[layer.weight][0] - full.diagonal() / 0.5
+        optimizer.observe(loss=0.5 * layer.weight[0] @ full @ layer.weight[0])
+    error = diagonals(optimizer)[layer.weight][0] - full.diagonal() / 0.5
     spread = 2 * ((full**2).sum(1) - full.diagonal() ** 2).sqrt() / math.sqrt(400)
     assert bool((error.abs() < 5 * spread).all())
 
@@ -210,7 +210,7 @@ def test_newton_needs_second_derivatives() -> None:
     with pytest.raises(RuntimeError, match=r"call optimizer.observe\(loss\)"):
         optimizer.step()
     with pytest.raises(RuntimeError, match=r"call observe\(loss\) inside"):
-        optimizer.observe(loss_of(model))
+        optimizer.observe(loss=loss_of(model))
 
 
 # --- masks ---
@@ -380,7 +380,7 @@ def test_several_draws_add_up_and_clipping_acts_on_what_the_step_sees() -> None:
 
         def closure(optimizer: SpikeSlab = optimizer) -> Tensor:
             loss = loss_of(model)
-            optimizer.observe(loss)
+            optimizer.observe(loss=loss)
             loss.backward()
             return loss
 
@@ -388,7 +388,7 @@ def test_several_draws_add_up_and_clipping_acts_on_what_the_step_sees() -> None:
         for _ in range(3):
             with by_hand.sampled():
                 loss = loss_of(other) / 3
-                by_hand.observe(loss)
+                by_hand.observe(loss=loss)
                 loss.backward()
         by_hand.step()
         by_hand.zero_grad()

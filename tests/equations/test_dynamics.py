@@ -28,8 +28,8 @@ def model(seed: int = 0, **changes) -> LinearStateSpace:
 
 
 def matrices(found: LinearStateSpace) -> dict[str, np.ndarray]:
-    F, Q, m, P = found.chain
-    parts = F, Q, found.observation, found.observation_covariance, m, P
+    (F, Q, m, P), H, R = found._matrices
+    parts = F, Q, H, R, m, P
     return {name: part.numpy() for name, part in zip(LEARNABLE, parts)}
 
 

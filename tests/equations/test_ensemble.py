@@ -163,10 +163,10 @@ def sampled(model: nn.Module, steps: range, sampler: Langevin, ensemble: Ensembl
     for _ in steps:
         sampler.zero_grad()
         outputs = model(x)
-        sampler.observe(outputs)
         loss = F.cross_entropy(outputs, y)
+        sampler.observe(outputs, loss=loss)
         loss.backward()
-        sampler.step(loss=loss)
+        sampler.step()
         if ensemble.collect(loss):
             running.collect()
 

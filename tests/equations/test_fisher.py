@@ -17,8 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parameters_to_vector
 from torch.nn.utils.parametrizations import weight_norm
 
-from bayesgrad import likelihoods
-from bayesgrad.curvature.fisher import SubsampledFisher
+from bayesgrad import SubsampledFisher, likelihoods
 
 N = 6
 CLASSES = 4

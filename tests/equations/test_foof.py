@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bayesgrad.curvature.factors import symmetric
+from bayesgrad.layers.statistics import symmetric
 from bayesgrad.optim import FOOF, KFAC
 
 D = torch.float64
@@ -228,7 +228,7 @@ def test_a_mean_over_tokens_is_one_over_examples_that_are_tokens() -> None:
             optimizer = make(net, losses_per_example=losses_per_example)
             outputs = net(a)
             if make is KFAC:
-                optimizer.observe(outputs, b)
+                optimizer.observe(outputs, labels=b)
             F.cross_entropy(outputs.flatten(0, -2), b.flatten()).backward()
             optimizer.step()
         close(layer.weight, other.weight)

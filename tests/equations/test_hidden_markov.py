@@ -17,9 +17,8 @@ from torch.testing import assert_close
 from bayesgrad.families import Categorical, Dirichlet, NormalWishart, Point
 from bayesgrad.inference import Expected, Node, Prior, elbo, step
 from bayesgrad.models import HiddenMarkov
-from bayesgrad.models.chained import MarkovChainFactor, Sequences
+from bayesgrad.models.chained import MarkovChainFactor, Rows, Sequences, Symbols
 from bayesgrad.models.covariances import Full
-from bayesgrad.models.emissions import Rows, Symbols
 from bayesgrad.models.markov import Layout
 
 logging.getLogger("hmmlearn").setLevel(logging.CRITICAL)

@@ -102,7 +102,7 @@ def test_is_its_equations() -> None:
         h = b2 * h + (1 - b2) * hat + 0.5 * (1 - b2) ** 2 * (h - hat) ** 2 / (h + wd)
         m = m - lr * (0.7 + wd) * (average / (1 - b1**t) + wd * m) / (h + wd)
         torch.testing.assert_close(weight.detach(), m, rtol=1e-10, atol=1e-12)
-        variance = optimizer._variance(optimizer.param_groups[0], weight)
+        variance = optimizer.variance_of(optimizer.param_groups[0], weight)
         torch.testing.assert_close(variance, 1 / (size * (h + wd)), rtol=1e-10, atol=0)
 
 
@@ -114,7 +114,7 @@ def test_precisions_at_least_half_whatever_comes(h: float) -> None:
     with optimizer.sampled(noise=lambda p: torch.ones(1, **F64)):
         weight.grad = torch.full((1,), h * math.sqrt(old), **F64)
     optimizer.step()
-    new = optimizer._variance(optimizer.param_groups[0], weight).item()
+    new = optimizer.variance_of(optimizer.param_groups[0], weight).item()
     x = 0.9 * ((h + 0.1) / 1.1 - 1)
     assert new == pytest.approx(old / (1 + x + x * x / 2), rel=1e-10)
     assert new <= 2 * old * (1 + 1e-12)
@@ -162,7 +162,7 @@ def test_finds_the_best_gaussian_of_a_logistic_regression(beta2: float, samples:
     for step in range(steps + 1000):
         optimizer.step(closure)
         if step >= 1000:
-            variance = optimizer._variance(optimizer.param_groups[0], weight)
+            variance = optimizer.variance_of(optimizer.param_groups[0], weight)
             found.append((weight.mean().item(), (1 / variance).mean().item()))
     mean, precision = np.mean(found, 0)
     assert mean == pytest.approx(m, abs=0.02)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bayesgrad.curvature import SubsampledFisher
+from bayesgrad import SubsampledFisher
 from bayesgrad.optim import FOOF, KFAC
 
 D = torch.float64
@@ -48,7 +48,7 @@ def test_layers_over_steps(likelihood: str, exact: bool) -> None:
         labels = torch.randint(0, 3, (9,)) if likelihood == "categorical" else torch.randint(0, 2, (9, 3)).to(D)
         optimizer.zero_grad()
         outputs = model(observed)
-        optimizer.observe(outputs, labels)
+        optimizer.observe(outputs, labels=labels)
         model(x).square().mean().backward()
         hidden = torch.tanh(model[0](observed)).detach()
         if likelihood == "categorical":
@@ -75,7 +75,7 @@ def test_one_example_is_exact() -> None:
     optimizer = KFAC(model, lr=1.0, damping=0.1, exact_damping=True)
     x, y = torch.randn(1, 3, dtype=D), torch.tensor([1])
     outputs = model(x)
-    optimizer.observe(outputs, y)
+    optimizer.observe(outputs, labels=y)
     fisher = SubsampledFisher(model, x, labels=y, fisher="empirical").dense()
     F.cross_entropy(outputs, torch.tensor([0])).backward()
     gradient, before = torch.cat([p.grad.flatten() for p in model.parameters()]), flat(model)
@@ -102,7 +102,7 @@ def test_tends_to_foof_as_the_damping_of_errors_grows(relative: float, bound: fl
     lA = damping / lE
     kfac, foof = KFAC(model, lr=lE, damping=damping), FOOF(other, lr=1.0, damping=lA)
     outputs = model(x)
-    kfac.observe(outputs, y)
+    kfac.observe(outputs, labels=y)
     start = flat(model)
     F.cross_entropy(outputs, y).backward()
     F.cross_entropy(other(x), y).backward()
@@ -119,7 +119,7 @@ def test_positions_are_expanded_or_reduced(sharing: str) -> None:
     optimizer = KFAC(layer, lr=1.0, damping=0.05, sharing=sharing)
     x, y = torch.randn(6, 5, 4, dtype=D), torch.randint(0, 3, (6, 5))
     outputs = layer(x)
-    optimizer.observe(outputs, y)
+    optimizer.observe(outputs, labels=y)
     F.cross_entropy(outputs.flatten(0, 1), y.flatten()).backward()
     before = torch.cat([layer.weight, layer.bias[:, None]], 1).detach().clone()
     optimizer.step()
@@ -174,7 +174,7 @@ def test_embedding_has_a_diagonal_and_an_error_factor() -> None:
     optimizer = KFAC(model, lr=1.0, damping=0.04)
     x, y = torch.tensor([[0, 1], [2, 2], [5, 0]]), torch.tensor([1, 0, 3])
     outputs = model(x)
-    optimizer.observe(outputs, y)
+    optimizer.observe(outputs, labels=y)
     F.cross_entropy(outputs, y).backward()
     before, head = model[0].weight.detach().clone(), model[2].weight.detach().clone()
     optimizer.step()
@@ -191,7 +191,7 @@ def test_exact_damping_of_a_diagonal_side() -> None:
     optimizer = KFAC(layer, lr=1.0, damping=0.05, exact_damping=True, max_factor=5)
     x, y = torch.randn(9, 6, dtype=D), torch.randint(0, 3, (9,))
     outputs = layer(x)
-    optimizer.observe(outputs, y)
+    optimizer.observe(outputs, labels=y)
     F.cross_entropy(outputs, y).backward()
     before = layer.weight.detach().clone()
     optimizer.step()

@@ -15,7 +15,7 @@ from bayesgrad.optim import AdaBayes, AdaBayesFP, KroneckerFilter, KroneckerFilt
 from bayesgrad.posterior import load
 from bayesgrad.precision import Kronecker
 from bayesgrad.precision.projection import Factors
-from bayesgrad.transition import OrnsteinUhlenbeck
+from bayesgrad.rules import OrnsteinUhlenbeck
 
 D = torch.float64
 
@@ -54,7 +54,7 @@ def steps(model: nn.Sequential, optimizer: torch.optim.Optimizer, indices: range
         x, y = data(index, n)
         optimizer.zero_grad()
         outputs = model(x)
-        optimizer.observe(outputs, y)
+        optimizer.observe(outputs, labels=y)
         F.cross_entropy(outputs, y).backward()
         seen = evidence(model, x, y)
         yield index, seen
@@ -200,7 +200,7 @@ def test_evidence_that_is_not_finite_leaves_factors_alone(rule: type) -> None:
         x, _ = data(index)
         optimizer.zero_grad()
         outputs = model(x)
-        optimizer.observe(outputs, torch.full_like(outputs, bad))
+        optimizer.observe(outputs, labels=torch.full_like(outputs, bad))
         outputs.square().mean().backward()
         before = {k: v.clone() for k, v in optimizer.state[model[0].weight].items() if k.startswith(("inp", "err"))}
         weight = model[0].weight.detach().clone()

@@ -11,7 +11,7 @@ from scipy.linalg import solve_discrete_are
 
 from bayesgrad.optim import KalmanMomentum
 from bayesgrad.precision import Pair
-from bayesgrad.transition import OrnsteinUhlenbeckPair
+from bayesgrad.rules import OrnsteinUhlenbeckPair
 
 INF = float("inf")
 
@@ -73,7 +73,7 @@ def test_equals_the_matrix_filter(sigma: float, eta_w: float, decay: float) -> N
         assert p[i].item() == pytest.approx(oracle.prior_mean[0], rel=1e-12)
         np.testing.assert_allclose(covariance(optimizer, p, i), oracle.cov, rtol=1e-12)
         assert float(optimizer.state[p]["momentum"][i]) == pytest.approx(oracle.mean[1], rel=1e-12)
-    with optimizer.posterior_mean():
+    with optimizer.mode(training=False):
         np.testing.assert_allclose(p.detach().numpy(), [oracle.mean[0] for oracle in oracles], rtol=1e-12)
     model = torch.nn.Module()
     model.p = p

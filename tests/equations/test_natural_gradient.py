@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bayesgrad.curvature import SubsampledFisher
+from bayesgrad import SubsampledFisher
 from bayesgrad.optim import NaturalGradient
 
 D = torch.float64
@@ -82,7 +82,7 @@ def test_same_batch_and_labels_take_the_stable_form(ratio: float) -> None:
     damping = torch.linalg.eigvalsh(fisher.gram())[-1].item() / ratio
     optimizer = NaturalGradient(model, lr=1.0, damping=damping)
     outputs = model(x)
-    optimizer.observe(outputs, y)
+    optimizer.observe(outputs, labels=y)
     F.cross_entropy(outputs, y).backward()
     before = flat(model)
     F.cross_entropy(exact(x.to(D)), y).backward()
@@ -100,8 +100,8 @@ def test_two_observations_are_one_batch() -> None:
     x, y = data(10)
     halves, whole = NaturalGradient(model), NaturalGradient(other)
     for part in (slice(0, 4), slice(4, 10)):
-        halves.observe(model(x[part]), y[part])
-    whole.observe(other(x), y)
+        halves.observe(model(x[part]), labels=y[part])
+    whole.observe(other(x), labels=y)
     for net, optimizer in ((model, halves), (other, whole)):
         F.cross_entropy(net(data(5, 3)[0]), data(5, 3)[1]).backward()
         optimizer.step()
@@ -116,7 +116,7 @@ def test_the_quadratic_model_chooses_step_and_momentum() -> None:
     for t in range(4):
         optimizer.zero_grad()
         observed, labels = data(9, 10 + t)
-        optimizer.observe(model(observed), labels)
+        optimizer.observe(model(observed), labels=labels)
         damped = SubsampledFisher(model, observed, labels=labels, fisher="empirical").dense()
         damped = damped + 0.05 * torch.eye(len(damped), dtype=D)
         x, y = data(6, t)
@@ -135,7 +135,7 @@ def test_without_momentum_the_quadratic_model_takes_the_whole_step() -> None:
     x, y = data(9)
     for net, options in ((model, {"step_size": "quadratic"}), (other, {})):
         optimizer = NaturalGradient(net, lr=1.0, damping=0.05, **options)
-        optimizer.observe(net(data(7, 1)[0]), data(7, 1)[1])
+        optimizer.observe(net(data(7, 1)[0]), labels=data(7, 1)[1])
         F.cross_entropy(net(x), y).backward()
         optimizer.step()
     torch.testing.assert_close(flat(model), flat(other), rtol=1e-9, atol=1e-11)
@@ -179,7 +179,7 @@ def test_terms_divide_the_fisher(labelled: bool) -> None:
     x, y = torch.randn(6, 5, 4, dtype=D), torch.randint(0, 3, (6, 5))
     optimizer = NaturalGradient(model, lr=1.0, damping=0.05, losses_per_example=5)
     outputs = model(x)
-    optimizer.observe(outputs, y if labelled else 2 - y)
+    optimizer.observe(outputs, labels=y if labelled else 2 - y)
     F.cross_entropy(outputs.flatten(0, 1), y.flatten()).backward()
     fisher = SubsampledFisher(model, x, labels=y if labelled else 2 - y).dense() / 5
     before, g = flat(model), gradient(model)

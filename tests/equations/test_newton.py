@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev
 
 from bayesgrad import noise
-from bayesgrad.curvature import hessian
 from bayesgrad.optim import VON, Newton
-from cases import same, states, weights
+from bayesgrad.sources import hessian_diagonal as hessian
+from cases import diagonals, same, states, weights
 from equations.test_ivon import best_gaussian, toy
 
 D = torch.float64
@@ -59,17 +59,17 @@ def take(model: nn.Module, optimizer: Newton | VON, index: int, eps: dict | None
     if isinstance(optimizer, VON):
         with optimizer.sampled(noise=eps):
             loss = loss_of(model, index)
-            optimizer.observe(loss)
+            optimizer.observe(loss=loss)
             loss.backward()
     else:
         loss = loss_of(model, index)
-        optimizer.observe(loss)
+        optimizer.observe(loss=loss)
         loss.backward()
     optimizer.step()
 
 
 def precision_of(optimizer: Newton | VON, p: Tensor) -> Tensor:
-    return 1 / optimizer._variance(optimizer.param_groups[0], p)
+    return 1 / optimizer.variance_of(optimizer.param_groups[0], p)
 
 
 # --- the rules ---
@@ -125,7 +125,7 @@ def test_precisions_stay_positive_whatever_comes(h: float, rho: float, improved:
     old = 10 * 1.0 + 1.0
     with optimizer.sampled():
         loss = 0.5 * h * weight.square().sum()
-        optimizer.observe(loss)
+        optimizer.observe(loss=loss)
         loss.backward()
     optimizer.step()
     total = 10 * h + 1.0
@@ -151,11 +151,11 @@ def test_ridge_regression_is_exact_after_one_step(make: type) -> None:
     if make is VON:
         with optimizer.sampled(noise=torch.zeros_like):  # the mean: of a quadratic, gradients average to that
             loss = (x @ weight - y).square().mean() / (2 * noise_variance)
-            optimizer.observe(loss)
+            optimizer.observe(loss=loss)
             loss.backward()
     else:
         loss = (x @ weight - y).square().mean() / (2 * noise_variance)
-        optimizer.observe(loss)
+        optimizer.observe(loss=loss)
         loss.backward()
     optimizer.step()
     torch.testing.assert_close(precision_of(optimizer, weight), precision, rtol=1e-10, atol=0)
@@ -174,7 +174,7 @@ def test_with_the_hessian_at_rest_it_is_sgd_at_a_rate_for_each_weight() -> None:
                 opt.zero_grad()
                 loss = 0.5 * h * (w - 3).square().sum()
                 if opt is optimizer:
-                    optimizer.observe(loss)
+                    optimizer.observe(loss=loss)
                 loss.backward()
                 opt.step()
         torch.testing.assert_close(weight, other, rtol=1e-12, atol=0)
@@ -193,7 +193,7 @@ def test_von_finds_the_best_gaussian_of_a_logistic_regression() -> None:
 
     def closure() -> Tensor:
         loss = nn.functional.softplus(-(labels * inputs)[:, None] * weight).mean(0).sum()
-        optimizer.observe(loss)
+        optimizer.observe(loss=loss)
         loss.backward()
         return loss
 
@@ -214,11 +214,11 @@ def test_exact_diagonals_are_those_of_torch_func_and_leave_graph_and_gradients_a
     model, other = network(), network()
     optimizer = Newton(model.parameters(), num_data=10)  # "auto": few weights
     loss = loss_of(model)
-    optimizer.observe(loss)
+    optimizer.observe(loss=loss)
     assert all(p.grad is None for p in model.parameters())
     _, expected = derivatives(model, weights(model), 0)
     for name, p in model.named_parameters():
-        torch.testing.assert_close(optimizer._hessians[p], expected[name], rtol=1e-10, atol=1e-14)
+        torch.testing.assert_close(diagonals(optimizer)[p], expected[name], rtol=1e-10, atol=1e-14)
     loss.backward()
     loss_of(other).backward()
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), other.parameters()))
@@ -226,8 +226,8 @@ def test_exact_diagonals_are_those_of_torch_func_and_leave_graph_and_gradients_a
     values = {}
     for how in ("auto", "hutchinson", "exact"):
         optimizer = Newton(big.parameters(), num_data=10, hessian=how)
-        optimizer.observe(nn.functional.cross_entropy(big(torch.eye(40, dtype=D)), torch.arange(40) % 30))
-        values[how] = optimizer._hessians[big.weight]
+        optimizer.observe(loss=nn.functional.cross_entropy(big(torch.eye(40, dtype=D)), torch.arange(40) % 30))
+        values[how] = diagonals(optimizer)[big.weight]
     assert torch.equal(values["auto"], values["hutchinson"])
     assert not torch.equal(values["auto"], values["exact"])
     p = big(torch.eye(40, dtype=D)).softmax(1).detach()
@@ -242,8 +242,8 @@ def test_hutchinson_is_unbiased_within_its_closed_form_spread_and_exact_for_diag
     count = 400
     optimizer = Newton(params, num_data=1, hessian="hutchinson", probes=count)
     flat = torch.cat([p.flatten() for p in params])
-    optimizer.observe(0.5 * flat @ a @ flat)
-    found = torch.cat([optimizer._hessians[p].flatten() for p in params])
+    optimizer.observe(loss=0.5 * flat @ a @ flat)
+    found = torch.cat([diagonals(optimizer)[p].flatten() for p in params])
     spread = ((a**2).sum(1) - a.diagonal() ** 2).sqrt() / math.sqrt(count)
     scores = (found - a.diagonal()) / spread
     assert bool((scores.abs() < 4.5).all())
@@ -256,7 +256,7 @@ def test_hutchinson_is_unbiased_within_its_closed_form_spread_and_exact_for_diag
     expected = (a**2).sum(1) - a.diagonal() ** 2
     assert bool(((singles.var(0) / expected - 1).abs() < 5 * math.sqrt(2 / count)).all())
     one = Newton(params, num_data=1, hessian="hutchinson")
-    one.observe(sum((p**3).sum() for p in params))
+    one.observe(loss=sum((p**3).sum() for p in params))
     for p in params:
         torch.testing.assert_close(one._hessians[p], 6 * p.detach(), rtol=1e-12, atol=0)
 
@@ -272,7 +272,7 @@ def test_probes_are_a_function_of_seed_step_and_position() -> None:
         with pytest.MonkeyPatch.context() as patch:
             original = hessian._signs
             patch.setattr(hessian, "_signs", lambda *args: signs.append(original(*args)) or signs[-1])
-            optimizer.observe(loss_of(model))
+            optimizer.observe(loss=loss_of(model))
         return signs[-2]
 
     assert torch.equal(seen(0, 2), seen(0, 2))
@@ -298,7 +298,7 @@ def test_micro_batches_and_draws_add_up(how: str) -> None:
             with context:
                 for part in range(4):
                     loss = nn.functional.cross_entropy(model(x[part::4]), y[part::4]) / 4
-                    optimizer.observe(loss)
+                    optimizer.observe(loss=loss)
                     loss.backward()
             optimizer.step()
             take(other, whole, index, noise_of)
@@ -310,7 +310,7 @@ def test_micro_batches_and_draws_add_up(how: str) -> None:
 
     def closure() -> Tensor:
         loss = loss_of(model)
-        optimizer.observe(loss)
+        optimizer.observe(loss=loss)
         loss.backward()
         return loss
 
@@ -320,7 +320,7 @@ def test_micro_batches_and_draws_add_up(how: str) -> None:
         for _ in range(3):
             with by_hand.sampled():
                 loss = loss_of(other) / 3
-                by_hand.observe(loss)
+                by_hand.observe(loss=loss)
                 loss.backward()
         by_hand.step()
     for p, q in zip(model.parameters(), other.parameters()):
@@ -336,7 +336,7 @@ def test_an_average_that_was_interrupted_leaves_nothing_behind() -> None:
     def closure(net: nn.Module, opt: VON) -> Tensor:
         calls.append(net)
         loss = loss_of(net)
-        opt.observe(loss)
+        opt.observe(loss=loss)
         loss.backward()
         if len(calls) == 2:
             raise KeyError("interrupted")
@@ -361,11 +361,11 @@ def test_a_scaled_loss_is_unscaled_for_the_gradient_and_clipping_shortens_the_st
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     take(nets[0], plain, 0)
     loss = loss_of(nets[1])
-    scaled.observe(loss)
+    scaled.observe(loss=loss)
     scaler.scale(loss).backward()
     scaler.step(scaled)
     loss = loss_of(nets[2])
-    clipped.observe(loss)
+    clipped.observe(loss=loss)
     loss.backward()
     norm = nn.utils.clip_grad_norm_(nets[2].parameters(), 1e-2)
     clipped.step()
@@ -381,11 +381,11 @@ def test_what_was_observed_for_gradients_that_are_gone_is_forgotten() -> None:
         model, other = network(), network()
         optimizer, plain = Newton(model.parameters(), num_data=10), Newton(other.parameters(), num_data=10)
         loss = loss_of(model, 5)
-        optimizer.observe(loss)
+        optimizer.observe(loss=loss)
         loss.backward()
         forget(model, optimizer)  # as after a step that a GradScaler skipped
         loss = loss_of(model)
-        optimizer.observe(loss)
+        optimizer.observe(loss=loss)
         loss.backward()
         optimizer.step()
         take(other, plain, 0)
@@ -421,7 +421,7 @@ def test_posteriors_are_priors_of_the_next_task() -> None:
     for _ in range(2):
         optimizer = Newton(model.named_parameters(), 1.0, num_data=30, betas=(0.0, 0.0), prior=posterior)
         loss = 0.5 * (model(x)[:, 0] - y).square().mean()
-        optimizer.observe(loss)
+        optimizer.observe(loss=loss)
         model.zero_grad()
         loss.backward()
         optimizer.step()
@@ -447,17 +447,17 @@ def test_what_cannot_be_observed_is_one_clear_error() -> None:
     with pytest.raises(RuntimeError, match=r"^VON needs second derivatives: call optimizer.observe\(loss\)"):
         von.step()
     with pytest.raises(RuntimeError, match=r"^call observe\(loss\) inside `with optimizer.sampled"):
-        von.observe(loss_of(model))
+        von.observe(loss=loss_of(model))
     with pytest.raises(TypeError, match=r"^loss must be a tensor, got float\.$"):
-        optimizer.observe(0.5)
+        optimizer.observe(loss=0.5)
     with pytest.raises(ValueError, match=r"^loss must be a single number, got shape \(8, 2\): average it"):
-        optimizer.observe(model(data()[0]))
+        optimizer.observe(loss=model(data()[0]))
     with pytest.raises(ValueError, match=r"^the loss has no graph: "):
-        optimizer.observe(loss_of(model).detach())
+        optimizer.observe(loss=loss_of(model).detach())
     loss = loss_of(model)
     loss.backward()
     with pytest.raises(RuntimeError, match=r"call observe\(loss\) before loss.backward\(\)"):
-        optimizer.observe(loss)
+        optimizer.observe(loss=loss)
     assert same(before, weights(model))
     assert optimizer.param_groups[0]["draws"] == 0
 
@@ -467,7 +467,7 @@ def test_losses_that_are_linear_or_leave_weights_out_have_no_curvature() -> None
         a, b, c = (nn.Parameter(torch.ones(3, dtype=D)) for _ in range(3))
         optimizer = Newton([a, b, c], num_data=1, hessian=how)
         loss = a.sum() + (2 * b**2).sum()
-        optimizer.observe(loss)
+        optimizer.observe(loss=loss)
         loss.backward()
         optimizer.step()
         assert torch.equal(c.detach(), torch.ones(3, dtype=D))
@@ -478,7 +478,7 @@ def test_losses_that_are_linear_or_leave_weights_out_have_no_curvature() -> None
             )
         optimizer.zero_grad()
         a.sum().backward()
-        optimizer.observe(a.sum())
+        optimizer.observe(loss=a.sum())
         optimizer.step()
 
 
@@ -488,7 +488,7 @@ def test_hessians_that_are_not_finite_are_refused_or_skipped() -> None:
         weight = nn.Parameter(torch.tensor([0.0, 1.0], dtype=D))
         optimizer = Newton([weight], num_data=1, nonfinite=option)
         loss = (weight.abs() ** 1.5).sum()
-        optimizer.observe(loss)
+        optimizer.observe(loss=loss)
         loss.backward()
         assert bool(torch.isfinite(weight.grad).all())
         if option == "raise":

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bayesgrad.curvature.factors import symmetric
-from bayesgrad.curvature.fisher import SubsampledFisher
+from bayesgrad import SubsampledFisher
+from bayesgrad.layers.statistics import symmetric
 from bayesgrad.optim import FOOF, KFAC
 
 N = 6
@@ -155,7 +155,7 @@ def test_kfac_factors(name: str, sharing: str) -> None:
     places = positions_of(model, x) if sharing == "expand" else dict.fromkeys(positions_of(model, x), 1)
     optimizer = KFAC(model, sharing=sharing, ema=0.5)
     outputs = model(x)
-    optimizer.observe(outputs, y)
+    optimizer.observe(outputs, labels=y)
     nn.functional.cross_entropy(outputs, y).backward()
     optimizer.step()
     blocks = []
@@ -180,7 +180,7 @@ def test_kfac_factors_of_tokens(sharing: str) -> None:
     operator = theirs(ClassesSecond(model), x, y, "empirical", sharing)
     optimizer = KFAC(model, sharing=sharing, ema=0.5)
     outputs = model(x)
-    optimizer.observe(outputs, y)
+    optimizer.observe(outputs, labels=y)
     nn.functional.cross_entropy(outputs.flatten(0, 1), y.flatten()).backward()
     optimizer.step()
     for layer in positions_of(model, x):
@@ -198,7 +198,7 @@ def test_kfac_operator() -> None:
     operator = theirs(model, x, y, "empirical", "expand")
     optimizer = KFAC(model)
     outputs = model(x)
-    optimizer.observe(outputs, y)
+    optimizer.observe(outputs, labels=y)
     nn.functional.cross_entropy(outputs, y).backward()
     optimizer.step()
     entries = [optimizer.state[p] for p in model.parameters()]

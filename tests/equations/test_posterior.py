@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from bayesgrad import likelihoods, noise
+from bayesgrad import SubsampledFisher, likelihoods, noise
 from bayesgrad.belief import Belief
-from bayesgrad.curvature import SubsampledFisher
 from bayesgrad.optim import AdaBayes
 from bayesgrad.posterior import GaussianPosterior, SampledPosterior
 from bayesgrad.precision import Diagonal

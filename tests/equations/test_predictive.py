@@ -178,7 +178,7 @@ def test_the_parts_of_other_posteriors() -> None:
     model = nn.Linear(3, 2).double()
     posterior = bayesgrad.optim.SpikeSlab(model, keep=0.3, drop_inputs=True).posterior(model)
     x = torch.randn(4, 3, dtype=D)
-    _, covariance = posterior._linear_moments(bayesgrad.posterior.network.Network(model, (x,)), joint=True)
+    _, covariance = posterior._linear_moments(bayesgrad.layers.network.Network(model, (x,)), joint=True)
     masks = torch.cartesian_prod(*[torch.tensor([0.0, 1.0], dtype=D)] * 3)
     chance = (0.3**masks * 0.7 ** (1 - masks)).prod(1)
     slab = posterior.slab["weight"]

@@ -126,7 +126,7 @@ class Problem:
         before = self.w
         sampler.zero_grad()
         outputs = self.model(self.x)
-        sampler.observe(outputs, self.y if name == "empirical" else None)
+        sampler.observe(outputs, labels=self.y if name == "empirical" else None)
         gradient = (grad(self.cost)(before) - PRIOR * before) / NUM_DATA
         for p, part in zip(self.model.parameters(), gradient.split([s.numel() for s in self.shapes])):
             p.grad = part.view(p.shape)

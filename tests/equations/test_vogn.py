@@ -102,7 +102,7 @@ def test_is_its_equations(kind: str, sampled: bool) -> None:
 
 def squares(optimizer: OGN, model: nn.Module) -> dict[str, torch.Tensor]:
     params = [p for p in model.parameters() if p.grad is not None]
-    found = optimizer._squares(optimizer.param_groups[0], params)
+    found = optimizer.sources[-1]._squares(params)
     return {n: found[p] for n, p in model.named_parameters()}
 
 
@@ -136,7 +136,7 @@ def test_observed_squares_are_those_of_predicted_labels(fisher: str) -> None:
     model, (x, y) = mlp(), data("mlp")
     optimizer = OGN(model, num_data=10, fisher=fisher)
     outputs = model(x)
-    optimizer.observe(outputs, y if fisher == "sampled" else None)
+    optimizer.observe(outputs, labels=y if fisher == "sampled" else None)
     F.cross_entropy(outputs, y).backward()
     found = squares(optimizer, model)
     if fisher == "sampled":

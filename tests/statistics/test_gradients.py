@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bayesgrad.curvature import CentredGradient, Evidence
 from bayesgrad.optim import AdaBayes, AdaBayesFP
+from bayesgrad.rules import CentredGradient, Evidence
 
 
 @pytest.mark.parametrize("step", [2, 3, 10, 300])

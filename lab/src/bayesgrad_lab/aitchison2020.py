@@ -8,10 +8,10 @@ from functools import partial
 import numpy as np
 import torch
 
-from bayesgrad.block import gradient_of
 from bayesgrad.optim import AdaBayes
+from bayesgrad.packing import gradient_of
 from bayesgrad.precision import Diagonal
-from bayesgrad.transition import OrnsteinUhlenbeck
+from bayesgrad.rules.transition import OrnsteinUhlenbeck
 from bayesgrad_lab import figures
 from bayesgrad_lab.compare import Budget, compare, curves, table
 from bayesgrad_lab.context import Context, Trial

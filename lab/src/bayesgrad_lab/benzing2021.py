@@ -19,6 +19,7 @@ from bayesgrad_lab.benzing2021_runs import (
     by_damping,
     factor,
     finish,
+    layers_of,
     similarities,
     step_times,
     tune,
@@ -392,5 +393,5 @@ def _input_factors_differ(task: Task) -> float:
         model = task.model(0)
         optimizer = make(model, lr=0.0)
         next(steps(model, [optimizer], task.batches(iter([torch.arange(task.size)]))))
-        factors.append([optimizer.state[layer.owner]["input_moment"] for layer in optimizer.layers])
+        factors.append([optimizer.state[layer.owner]["input_moment"] for layer in layers_of(optimizer)])
     return max(float(torch.dist(a, b) / b.norm()) for a, b in zip(*factors))

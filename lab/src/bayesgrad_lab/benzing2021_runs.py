@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bayesgrad import optim
-from bayesgrad.block.layer import Layer
-from bayesgrad.curvature.factors import flush
+from bayesgrad.layers.layer import Layer
+from bayesgrad.layers.statistics import flush
 from bayesgrad_lab.context import Context, Trial
 from bayesgrad_lab.methods import Method, built
 from bayesgrad_lab.results import Results, Value, mean_and_error
@@ -261,11 +261,17 @@ def similarities(optimizer: torch.optim.Optimizer, dampings: Sequence[float]) ->
     the gradients that are there, computed where both factors are diagonal.
     """
     assert isinstance(optimizer, optim.KFAC)
-    rows = [_similarity(optimizer, layer, dampings) for layer in optimizer.layers]
+    rows = [_similarity(optimizer, layer, dampings) for layer in layers_of(optimizer)]
     return torch.stack(rows).mean(0)
 
 
+def layers_of(optimizer: Any) -> Sequence[Layer]:
+    """The layers whose factors KFAC and FOOF keep."""
+    return optimizer.preconditioner.recorded.layers
+
+
 def _similarity(optimizer: optim.KFAC, layer: Layer, dampings: Sequence[float]) -> Tensor:
+    preconditioner: Any = optimizer.preconditioner
     entry, group = optimizer.state[layer.owner], optimizer.param_groups[0]
     values, turned = {}, layer.matrix()[0]
     for side in ("input", "error"):
@@ -275,7 +281,7 @@ def _similarity(optimizer: optim.KFAC, layer: Layer, dampings: Sequence[float]) 
     inputs, errors = values["input"].clamp(min=0)[None], values["error"].clamp(min=0)[:, None]
     cosines = []
     for damping in dampings:
-        parts = optimizer.dampings(layer, entry, {**group, "damping": damping})
+        parts = preconditioner.dampings(entry, {**group, "damping": damping})
         foof = turned / (inputs + parts["input"])
         for update in (foof / (errors + parts["error"]), turned / (inputs * errors + damping)):
             cosines.append(F.cosine_similarity(update.flatten(), foof.flatten(), dim=0))

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad import optim
-from bayesgrad.curvature.accumulators import FlatGradients
 from bayesgrad.laplace import laplace
 from bayesgrad.posterior import EWC, Posterior
-from bayesgrad.posterior.ewc import KroneckerQuadratic, Quadratic, StoredQuadratic, SubsampledQuadratic
+from bayesgrad.structures import Structure, SubsampledStructure
 from bayesgrad_lab import figures, networks
 from bayesgrad_lab.context import Context, Trial
 from bayesgrad_lab.dataset import Dataset
@@ -233,16 +232,10 @@ class Memory:
         return sum(means) + sum(_kept(form) for part in self.ewc.parts for form in part.forms)
 
 
-def _kept(form: Quadratic) -> int:
+def _kept(form: Structure) -> int:
     """How many numbers a quadratic form consists of."""
-    if isinstance(form, StoredQuadratic):
-        return form.values.numel()
-    if isinstance(form, KroneckerQuadratic):
-        return form.errors.numel() + form.inputs.numel()
-    assert isinstance(form, SubsampledQuadratic)
-    assert isinstance(form.directions, FlatGradients)
-    columns = form.directions.gradients.columns.values()
-    return sum(tensor.numel() for some in columns for tensor in some.tensors().values() if bool(tensor.any()))
+    zeros = not isinstance(form, SubsampledStructure)  # gradients of the heads of other tasks are not counted
+    return sum(tensor.numel() for tensor in form.tensors().values() if zeros or bool(tensor.any()))
 
 
 # --- runs ---

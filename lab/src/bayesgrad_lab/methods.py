@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from operator import attrgetter
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 from torch import nn
 
 from bayesgrad import optim
-from bayesgrad.optimizer.layerwise import LayerwiseOptimizer
 from bayesgrad_lab.names import unknown
 from bayesgrad_lab.task import Task
 
@@ -108,7 +108,7 @@ class Method:
 
 def built(make: Any, **arguments: Any) -> Build:
     """Builds an optimizer of the model, or of its parameters, with arguments that may be functions of the setup."""
-    layers = LayerwiseOptimizer in getattr(make, "__mro__", ())
+    layers = "model" in signature(make).parameters
 
     def build(model: nn.Module, setup: Setup, **options: Any) -> torch.optim.Optimizer:
         every = {**arguments, **options}

@@ -21,7 +21,6 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR
 
 from bayesgrad import metrics
-from bayesgrad.optimizer.layerwise import LayerwiseOptimizer
 from bayesgrad_lab.context import Context, Trial
 from bayesgrad_lab.dataset import Dataset
 from bayesgrad_lab.methods import Method
@@ -90,7 +89,7 @@ def steps(
         start, failed = clock(), []
         with contextlib.ExitStack() as stack:
             for optimizer in optimizers:
-                stack.enter_context(_sampled(optimizer))
+                stack.enter_context(getattr(optimizer, "sampled", contextlib.nullcontext)())
                 optimizer.zero_grad()
             outputs = model(x)
             loss = loss_fn(outputs, y)
@@ -98,7 +97,7 @@ def steps(
             lost = limit is not None and not value < limit
             if not lost:
                 with _inverting(optimizers) as failed:
-                    _observe(optimizers, outputs if observed is None else observed(number, outputs))
+                    _observe(optimizers, outputs if observed is None else observed(number, outputs), loss)
                     loss.backward()
         if not lost and not failed:
             with _inverting(optimizers) as failed:
@@ -114,20 +113,20 @@ def _inverting(optimizers: Sequence[Any]) -> Iterator[list[str]]:
     try:
         yield failed
     except (ValueError, FloatingPointError) as error:
-        if not any(isinstance(optimizer, LayerwiseOptimizer) for optimizer in optimizers):
+        if not uses_layers(optimizers):
             raise
         failed.append(str(error))
 
 
-def _sampled(optimizer: Any) -> contextlib.AbstractContextManager[Any]:
-    """Weights drawn from the belief, for optimizers that have one and ask for it."""
-    return optimizer.sampled() if getattr(optimizer, "takes_draws", False) else contextlib.nullcontext()
-
-
-def _observe(optimizers: Sequence[Any], outputs: Tensor | None) -> None:
+def _observe(optimizers: Sequence[Any], outputs: Tensor | None, loss: Tensor) -> None:
     for optimizer in optimizers:
         if outputs is not None and hasattr(optimizer, "observe"):
-            optimizer.observe(outputs)
+            optimizer.observe(outputs, loss=loss)
+
+
+def uses_layers(optimizers: Sequence[Any]) -> bool:
+    """Whether one of the optimizers looks at the layers of the model; torch's own do not say what they need."""
+    return any(hasattr(optimizer, "needs") and optimizer.needs.model for optimizer in optimizers)
 
 
 def fit(
@@ -227,7 +226,6 @@ def _train(context: Context, trial: Trial, task: Task, method: Method, record: P
         history = History(**saved["history"])
     _reset_peak(context.device)
     done = len(history.rows)
-    inverts = any(isinstance(optimizer, LayerwiseOptimizer) for optimizer in optimizers)
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         for epoch in range(done, task.epochs):
@@ -236,7 +234,7 @@ def _train(context: Context, trial: Trial, task: Task, method: Method, record: P
 
     model.train()
     total, seconds = torch.zeros(2, dtype=torch.float64), 0.0
-    found = steps(model, optimizers, batches(), task.loss, limit=DIVERGED if inverts else None)
+    found = steps(model, optimizers, batches(), task.loss, limit=DIVERGED if uses_layers(optimizers) else None)
     for step in context.watch(trial, found, task.epochs, task.steps, done * task.steps):
         total += torch.tensor([step.loss, step.error], dtype=torch.float64) * len(step.labels)
         seconds += step.seconds

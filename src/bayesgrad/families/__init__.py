@@ -3,11 +3,10 @@
 from bayesgrad.families.discrete import Bernoulli, Categorical
 from bayesgrad.families.family import Family, Parameters
 from bayesgrad.families.gaussian import DiagonalGaussian, FixedGaussian, Gaussian
-from bayesgrad.families.matrix import NormalWishart, Wishart
+from bayesgrad.families.matrix import NormalWishart, TiedNormalWishart, Wishart
 from bayesgrad.families.mixture import MixtureOfGaussians
 from bayesgrad.families.point import Point
 from bayesgrad.families.positive import Beta, Dirichlet, Gamma
-from bayesgrad.families.tied import TiedNormalWishart
 
 __all__ = [
     "Bernoulli",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.distributions import Bernoulli as TorchBernoulli
@@ -12,7 +10,6 @@ from torch.distributions import Distribution, OneHotCategorical
 from bayesgrad.families.family import Family, Parameters
 
 
-@dataclass(frozen=True)
 class Bernoulli(Family):
     r"""x in {-1, +1}: λ is half the log-odds of +1, μ = E[x] = tanh λ, T(x) = x.
 
@@ -69,12 +66,10 @@ class Bernoulli(Family):
 
     def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
         uniform = torch.rand((count, *natural[0].shape), dtype=natural[0].dtype, generator=generator)
-        return torch.where(uniform.to(natural[0].device) < self.standard_parameters(natural)[0], 1.0, -1.0).to(
-            natural[0]
-        )
+        up = uniform.to(natural[0].device) < self.standard_parameters(natural)[0]
+        return torch.where(up, 1.0, -1.0).to(natural[0])
 
 
-@dataclass(frozen=True)
 class Categorical(Family):
     r"""One of K outcomes, as a one-hot vector x: λ are logits, μ = softmax λ, T(x) = x.
 

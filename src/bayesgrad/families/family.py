@@ -38,6 +38,7 @@ class Family(ABC):
     """
 
     event_dims: ClassVar[tuple[int, ...]]  # number of event dimensions of each parameter
+    domain: ClassVar[str] = ""  # the conditions on the parameters, for error messages
 
     @abstractmethod
     def log_partition(self, natural: Parameters) -> Tensor:
@@ -179,7 +180,7 @@ class Family(ABC):
         if not in_domain.all():
             wrong = int((~in_domain).sum())
             where = f"{wrong} of {in_domain.numel()} are not valid" if in_domain.dim() else "they are not valid"
-            raise ValueError(f"{what} of {name} must define a distribution{self._domain_description()}; {where}.")
+            raise ValueError(f"{what} of {name} must define a distribution{self.domain}; {where}.")
         return natural
 
     def _tensor(self, part: Any, what: str) -> Tensor:
@@ -192,10 +193,6 @@ class Family(ABC):
             kind = type(self).__name__
             raise TypeError(f"{what} of {kind} must be floating-point, got {part.dtype}: convert them with .double().")
         return part
-
-    def _domain_description(self) -> str:
-        """The conditions on the parameters, for error messages."""
-        return ""
 
 
 def _rounding(part: Tensor) -> float:

@@ -14,7 +14,6 @@ from bayesgrad.families.family import Family, Parameters
 LOG_2PI = math.log(2 * math.pi)
 
 
-@dataclass(frozen=True)
 class Gaussian(Family):
     r"""N(m, S^-1) over vectors: λ = (S m, -S/2), μ = (m, S^-1 + m m'), T(x) = (x, x x').
 
@@ -31,6 +30,7 @@ class Gaussian(Family):
     """
 
     event_dims = (1, 2)
+    domain = ", with a positive definite precision"
 
     def of(self, mean: Tensor, precision: Tensor) -> Parameters:
         """Natural parameters of N(mean, precision^-1)."""
@@ -72,15 +72,10 @@ class Gaussian(Family):
         return self.moments(natural)[0]
 
     def to_distribution(self, natural: Parameters) -> Distribution:
-        mean, covariance = self.moments(natural)
-        return MultivariateNormal(mean, covariance)
+        return MultivariateNormal(*self.moments(natural))
 
     def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
-        # S = L L': L'^-1 z has covariance S^-1.
-        mean = self.moments(natural)[0]
-        noise = _normal((count, *mean.shape), mean, generator)
-        root = _cholesky(-2 * natural[1]).mT
-        return mean + torch.linalg.solve_triangular(root, noise[..., None], upper=True)[..., 0]
+        return _gaussian(self.moments(natural)[0], -2 * natural[1], count, generator)
 
     def retract(self, natural: Parameters, direction: Parameters, rho: float | Tensor) -> Parameters:
         r"""A step along `direction` with a precision that is positive definite for every rho:
@@ -101,15 +96,12 @@ class Gaussian(Family):
         moved = mean + rho * torch.linalg.solve(precision, push)
         return self.of(moved, precision)
 
-    def _domain_description(self) -> str:
-        return ", with a positive definite precision"
 
-
-@dataclass(frozen=True)
 class DiagonalGaussian(Family):
     """Independent N(m_i, 1/s_i): λ = (s m, -s/2), μ = (m, 1/s + m^2), with the last dimension as the event."""
 
     event_dims = (1, 1)
+    domain = ", with positive precisions"
 
     def of(self, mean: Tensor, precision: Tensor) -> Parameters:
         """Natural parameters of N(mean, 1/precision)."""
@@ -162,9 +154,6 @@ class DiagonalGaussian(Family):
         x = rho * -2 * direction[1] * variance
         precision = (1 + x + x.square() / 2) / variance
         return self.of(mean + rho * (direction[0] + 2 * direction[1] * mean) / precision, precision)
-
-    def _domain_description(self) -> str:
-        return ", with positive precisions"
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,9 +247,7 @@ class FixedGaussian(Family):
 
     def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
         mean = self._solve(natural[0])
-        noise = _normal((count, *mean.shape), mean, generator)
-        root = _cholesky(self._matrix(mean)).mT
-        return mean + torch.linalg.solve_triangular(root, noise[..., None], upper=True)[..., 0]
+        return _gaussian(mean, self._matrix(mean), count, generator)
 
 
 def _definite(matrix: Tensor) -> Tensor:
@@ -284,3 +271,9 @@ def _cholesky(matrix: Tensor) -> Tensor:
 def _normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
     """Standard normal noise, drawn on the CPU so that a seed gives the same numbers on every device."""
     return torch.randn(shape, dtype=like.dtype, generator=generator).to(like.device)
+
+
+def _gaussian(mean: Tensor, precision: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
+    """Samples of N(mean, S^-1). S = L L': L'^-1 z has covariance S^-1."""
+    noise = _normal((count, *mean.shape), mean, generator)
+    return mean + torch.linalg.solve_triangular(_cholesky(precision).mT, noise[..., None], upper=True)[..., 0]

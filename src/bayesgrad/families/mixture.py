@@ -46,6 +46,7 @@ class MixtureOfGaussians(Family):
     Checked by: also tests/equations/test_mixture_family.py.
     """
 
+    domain = ", with positive definite precisions"
     weights: Tensor | None = None
 
     @property
@@ -194,6 +195,3 @@ class MixtureOfGaussians(Family):
         push = direction[0] + GAUSSIAN.dot(along, GAUSSIAN.mean(old))
         log_weights = (self.log_weights(natural) + rho * push).log_softmax(-1)
         return log_weights - GAUSSIAN.log_partition(components), *components
-
-    def _domain_description(self) -> str:
-        return ", with positive definite precisions"

@@ -44,6 +44,7 @@ class Point(Family):
     Checked by: tests/equations/test_point.py.
     """
 
+    domain = " that has a mode"
     family: Family
 
     @property
@@ -67,9 +68,6 @@ class Point(Family):
     def in_domain(self, natural: Parameters) -> Tensor:
         """Whether there is a mode."""
         return self.family.has_mode(natural)
-
-    def has_mode(self, natural: Parameters) -> Tensor:
-        return self.in_domain(natural)
 
     def statistics(self, x: Tensor) -> Parameters:
         return self.family.statistics(x)
@@ -113,9 +111,6 @@ class Point(Family):
         if hasattr(family, "retract"):
             return family.retract(natural, direction, rho)
         return tuple(a + rho * b for a, b in zip(natural, direction))
-
-    def _domain_description(self) -> str:
-        return " that has a mode"
 
 
 class _Delta(Distribution):

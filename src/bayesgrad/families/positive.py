@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from bayesgrad.families.digamma import log_minus_digamma, log_minus_digamma_slop
 from bayesgrad.families.family import Family, Parameters
 
 
-@dataclass(frozen=True)
 class Gamma(Family):
     r"""x > 0 with shape a and rate b: λ = (a - 1, -b), μ = (ψ(a) - log b, a/b), T(x) = (log x, x).
 
@@ -30,6 +28,7 @@ class Gamma(Family):
     """
 
     event_dims = (0, 0)
+    domain = ", with a positive shape and rate"
 
     def of(self, shape: Tensor, rate: Tensor) -> Parameters:
         return shape - 1, -rate
@@ -81,11 +80,7 @@ class Gamma(Family):
         shape, rate = torch.broadcast_tensors(*self.standard_parameters(natural))
         return replace_zeros((log_gamma_samples(shape, count, generator) - rate.log()).exp())
 
-    def _domain_description(self) -> str:
-        return ", with a positive shape and rate"
 
-
-@dataclass(frozen=True)
 class Dirichlet(Family):
     r"""K positive numbers that sum to one, with concentrations alpha:
     λ = alpha - 1, μ_k = ψ(alpha_k) - ψ(Σ alpha), T(x) = log x.
@@ -102,6 +97,7 @@ class Dirichlet(Family):
     """
 
     event_dims = (1,)
+    domain = ", with positive concentrations"
 
     def of(self, concentration: Tensor) -> Parameters:
         return (concentration - 1,)
@@ -148,15 +144,12 @@ class Dirichlet(Family):
     def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
         return replace_zeros(log_gamma_samples(natural[0] + 1, count, generator).softmax(-1))
 
-    def _domain_description(self) -> str:
-        return ", with positive concentrations"
 
-
-@dataclass(frozen=True)
 class Beta(Family):
     """0 < x < 1 with a and b: λ = (a - 1, b - 1), T(x) = (log x, log(1 - x)). The Dirichlet of x and 1 - x."""
 
     event_dims = (0, 0)
+    domain = ", with positive a and b"
 
     def of(self, a: Tensor, b: Tensor) -> Parameters:
         return a - 1, b - 1
@@ -200,9 +193,6 @@ class Beta(Family):
 
     def _below_one(self, x: Tensor) -> Tensor:
         return x.clamp(max=1 - torch.finfo(x.dtype).eps / 2)
-
-    def _domain_description(self) -> str:
-        return ", with positive a and b"
 
 
 def log_gamma_samples(shape: Tensor, count: int, generator: torch.Generator | None) -> Tensor:

@@ -4,11 +4,11 @@ A `Node` is a variable with a distribution q; a `Factor` is one term of the mode
 `bayesgrad.inference.factor`); `step` updates nodes from the messages of factors; `run` repeats it.
 """
 
-from bayesgrad.inference.convergence import run_to_convergence
-from bayesgrad.inference.elementwise import ElementwiseFactor
+from bayesgrad.inference.drivers import Minimum, minimize, online, run_to_convergence
 from bayesgrad.inference.engine import OutsideDomain, Result, Sites, elbo, message, run, step
 from bayesgrad.inference.expectation import Delta, GaussHermite, MonteCarlo, QuasiMonteCarlo
 from bayesgrad.inference.factor import (
+    ElementwiseFactor,
     Expected,
     Factor,
     Linear,
@@ -19,9 +19,7 @@ from bayesgrad.inference.factor import (
     linear_gaussian,
 )
 from bayesgrad.inference.latent_variable import Chunked, LatentVariableFactor
-from bayesgrad.inference.minimize import Minimum, minimize
 from bayesgrad.inference.node import Node
-from bayesgrad.inference.online import online
 
 __all__ = [
     "Chunked",

@@ -347,12 +347,8 @@ def _check_finite(node: Node, direction: Parameters) -> None:
 
 def _search_objective(nodes: Sequence[Node], factors: Sequence[Factor]) -> Tensor:
     """What a line search must not decrease: the bound, without the entropy of nodes that Delta evaluates at a point."""
-    points = {
-        id(node)
-        for factor in factors
-        if isinstance(getattr(factor, "expectation", None), Delta)
-        for node in factor.nodes
-    }
+    pointwise = [factor for factor in factors if isinstance(getattr(factor, "expectation", None), Delta)]
+    points = {id(node) for factor in pointwise for node in factor.nodes}
     values = []
     for factor in factors:
         known = all(id(node) in points for node in factor.nodes)

@@ -51,7 +51,7 @@ from torch.func import vmap
 from bayesgrad.families import DiagonalGaussian, FixedGaussian, Gaussian, Parameters
 from bayesgrad.families.gaussian import LOG_2PI
 from bayesgrad.inference.expectation import Expectation, GaussHermite, Moments
-from bayesgrad.inference.node import Node, check_scale
+from bayesgrad.inference.node import Node, check_finite, check_scale
 
 GAUSSIANS = (Gaussian, DiagonalGaussian, FixedGaussian)
 
@@ -200,7 +200,52 @@ def linear_gaussian(node: Node, design: Tensor, targets: Tensor, precision: floa
     return Linear(node, (first, -weighted.mT @ design / 2), constant)
 
 
-class LinearPredictorFactor(Factor):
+class MomentsFactor(Factor):
+    """A factor of one node that needs the expectations of its logarithm and of its first two derivatives."""
+
+    _cached: tuple[Parameters, Moments] | None = None
+
+    @abstractmethod
+    def _expected(self) -> Moments:
+        """The expectations for the node's current parameters."""
+
+    def moments(self) -> Moments:
+        """`_expected`, recomputed only after the node has changed."""
+        natural = self.nodes[0].natural
+        if self._cached is None or self._cached[0] is not natural:
+            self._cached = natural, self._expected()
+        return self._cached[1]
+
+    def value(self) -> Tensor:
+        return self.moments().value.sum()
+
+
+class ElementwiseFactor(MomentsFactor):
+    """Σ_i log p_i(x_i) for a node whose family has marginals: one term for each value.
+
+    Args:
+        node: of a family whose `moments` are means and variances of the same shape.
+        expected: maps these to E[log p_i] and the expectations of its first two derivatives, elementwise.
+
+    Reference: Khan and Rue 2023, Eqs. 58 to 60.
+    """
+
+    def __init__(
+        self, node: Node, expected: Callable[[Tensor, Tensor], Moments], *, scale: float | Tensor = 1.0
+    ) -> None:
+        super().__init__(node, scale=scale)
+        self.expected = expected
+
+    def _expected(self) -> Moments:
+        """Expectations of each log-likelihood and its derivatives, for the node's current parameters."""
+        return self.expected(*self.nodes[0].moments)
+
+    def _message(self, node: Node) -> Parameters:
+        _, first, second = self.moments()
+        return gaussian_message(node, first, second)
+
+
+class LinearPredictorFactor(MomentsFactor):
     r"""Σ_i log p_i(x_i'θ) for a Gaussian node θ and any likelihood, by one-dimensional expectations.
 
     .. math::
@@ -228,11 +273,13 @@ class LinearPredictorFactor(Factor):
         scale: float | Tensor = 1.0,
     ) -> None:
         super().__init__(node, scale=scale)
-        _check_gaussian(node)
-        _check_design(node, design)
+        self._check(node, design)
         self.design, self.log_likelihood = design, log_likelihood
         self.expectation = _check_expectation(GaussHermite() if expectation is None else expectation)
-        self._cached: tuple[Parameters, Moments] | None = None
+
+    def _check(self, node: Node, design: Tensor) -> None:
+        _check_gaussian(node)
+        _check_design(node, design)
 
     def predictor_moments(self) -> tuple[Tensor, Tensor]:
         """Mean and variance of each x_i'θ, (n,)."""
@@ -242,18 +289,9 @@ class LinearPredictorFactor(Factor):
             return self.design @ mean, self.design.square() @ covariance
         return self.design @ mean, ((self.design @ covariance) * self.design).sum(-1)
 
-    def moments(self) -> Moments:
-        """E[l_i], E[l_i'] and E[l_i''] of each example's log-likelihood l_i, for the node's current parameters."""
-        natural = self.nodes[0].natural
-        if self._cached is None or self._cached[0] is not natural:
-            self._cached = natural, self._expected()
-        return self._cached[1]
-
     def _expected(self) -> Moments:
+        """E[l_i], E[l_i'] and E[l_i''] of each example's log-likelihood l_i, for the node's current parameters."""
         return self.expectation.scalar(self.log_likelihood, *self.predictor_moments())
-
-    def value(self) -> Tensor:
-        return self.moments().value.sum()
 
     def value_at_mean(self) -> Tensor:
         return self.log_likelihood(self.predictor_moments()[0]).sum()
@@ -282,23 +320,12 @@ class MultiLinearPredictorFactor(LinearPredictorFactor):
         expectation: computes E over K numbers.
     """
 
-    def __init__(
-        self,
-        node: Node,
-        design: Tensor,
-        log_likelihood: Callable[[Tensor], Tensor],
-        expectation: Expectation,
-        *,
-        scale: float | Tensor = 1.0,
-    ) -> None:
-        Factor.__init__(self, node, scale=scale)
+    def _check(self, node: Node, design: Tensor) -> None:
         check_finite(design=design)
         size = node.natural[0].shape[-1]
         if not isinstance(node.family, Gaussian) or size % design.shape[1]:
             raise ValueError(f"node must be a Gaussian over K * {design.shape[1]} weights, got {size} in {node}.")
-        self.design, self.log_likelihood, self.expectation = design, log_likelihood, _check_expectation(expectation)
         self.outputs = size // design.shape[1]
-        self._cached = None
 
     def predictor_moments(self) -> tuple[Tensor, Tensor]:
         """Mean (n, K) and covariance (n, K, K) of each f_i."""
@@ -332,7 +359,7 @@ def predictor_moments(design: Tensor, mean: Tensor, covariance: Tensor, outputs:
     return design @ mean.view(outputs, size).mT, result
 
 
-class LogDensity(Factor):
+class LogDensity(MomentsFactor):
     """Any log f(θ) of a Gaussian node, by its gradients and Hessians.
 
     Args:
@@ -351,21 +378,12 @@ class LogDensity(Factor):
         super().__init__(node, scale=scale)
         _check_gaussian(node)
         self.function, self.expectation = function, _check_expectation(expectation)
-        self._cached: tuple[Parameters, Moments] | None = None
 
-    def moments(self) -> Moments:
-        (node,) = self.nodes
-        if self._cached is None or self._cached[0] is not node.natural:
-            mean, covariance = node.moments
-            if covariance.shape == mean.shape:
-                root = torch.diag_embed(covariance.sqrt())
-            else:
-                root = torch.linalg.cholesky(covariance)
-            self._cached = node.natural, self.expectation.vector(self.function, mean, root)
-        return self._cached[1]
-
-    def value(self) -> Tensor:
-        return self.moments().value.sum()
+    def _expected(self) -> Moments:
+        mean, covariance = self.nodes[0].moments
+        diagonal = covariance.shape == mean.shape
+        root = torch.diag_embed(covariance.sqrt()) if diagonal else torch.linalg.cholesky(covariance)
+        return self.expectation.vector(self.function, mean, root)
 
     def value_at_mean(self) -> Tensor:
         (node,) = self.nodes
@@ -394,17 +412,6 @@ def gaussian_message(node: Node, gradient: Tensor, hessian: Tensor) -> Parameter
     if hessian.dim() == mean.dim():
         return gradient - hessian * mean, hessian / 2
     return gradient - (hessian @ mean[..., None])[..., 0], hessian / 2
-
-
-def check_finite(**values: Tensor) -> None:
-    """Raises a ValueError for tensors that are empty or contain NaN or infinity."""
-    for name, value in values.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}.")
-        if not value.numel():
-            raise ValueError(f"{name} must not be empty, got shape {tuple(value.shape)}.")
-        if not torch.isfinite(value).all():
-            raise ValueError(f"{name} contains NaN or infinity: remove or impute these rows first.")
 
 
 def _check_design(node: Node, design: Tensor) -> None:

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from bayesgrad.families import Gaussian, MixtureOfGaussians, Parameters
 from bayesgrad.inference.expectation import Expectation, Moments
-from bayesgrad.inference.factor import Factor
+from bayesgrad.inference.factor import MomentsFactor
 from bayesgrad.inference.node import Node
 
 GAUSSIAN = Gaussian()
 
 
-class MixtureLogDensity(Factor):
+class MixtureLogDensity(MomentsFactor):
     r"""log f(θ) of a mixture's θ, with a correction that replaces the entropy of (θ, z) by the entropy of θ alone.
 
     The entropy of a mixture node is H(θ, z), where z is the component. The entropy that keeps the components apart is
@@ -44,20 +44,16 @@ class MixtureLogDensity(Factor):
         if scale != 1.0 or node.scale != 1.0:
             raise ValueError(f"the scale of a mixture must be 1, got {scale!r}: multiply the function instead.")
         self.family, self.function, self.expectation = node.family, function, expectation
-        self._cached: tuple[Parameters, Moments] | None = None
 
-    def moments(self) -> Moments:
+    def _expected(self) -> Moments:
         """Expectations of log f - log q and its derivatives under each component."""
         natural = self.nodes[0].natural
-        if self._cached is None or self._cached[0] is not natural:
-            _, means, covariances = self.family.moments(natural)
-            roots = torch.linalg.cholesky(covariances)
+        _, means, covariances = self.family.moments(natural)
 
-            def difference(theta: Tensor) -> Tensor:
-                return self.function(theta) - self.family.log_density(natural, theta)
+        def difference(theta: Tensor) -> Tensor:
+            return self.function(theta) - self.family.log_density(natural, theta)
 
-            self._cached = natural, self.expectation.vector(difference, means, roots)
-        return self._cached[1]
+        return self.expectation.vector(difference, means, torch.linalg.cholesky(covariances))
 
     def value(self) -> Tensor:
         natural = self.nodes[0].natural

@@ -26,6 +26,17 @@ def check_scale(name: str, scale: Any, *, zero: bool = False) -> Any:
     return scale
 
 
+def check_finite(**values: Tensor) -> None:
+    """Raises a ValueError for tensors that are empty or contain NaN or infinity."""
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}.")
+        if not value.numel():
+            raise ValueError(f"{name} must not be empty, got shape {tuple(value.shape)}.")
+        if not torch.isfinite(value).all():
+            raise ValueError(f"{name} contains NaN or infinity: remove or impute these rows first.")
+
+
 class Node:
     r"""One variable x of a model, or a plate of them, with its distribution q(x) in an exponential family.
 

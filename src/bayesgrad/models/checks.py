@@ -1,4 +1,4 @@
-"""Validation of settings and data, and warnings, shared by the estimators."""
+"""Validation of settings and data, conversion between arrays and tensors, and warnings, shared by the estimators."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import math
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from numbers import Integral, Real
 from typing import Any
 
@@ -74,24 +74,17 @@ def require_precision(name: str, value: Any, size: int) -> Tensor:
 
 @contextlib.contextmanager
 def restore_on_error(estimator: Any) -> Iterator[None]:
-    """Restores the attributes of the estimator if the body raises."""
+    """Restores the attributes of the estimator, and the parameters of its nodes, if the body raises."""
     kept = dict(vars(estimator))
+    naturals = [(node, node.natural) for node in kept.get("_nodes", ())]
     try:
         yield
     except BaseException:
         vars(estimator).clear()
         vars(estimator).update(kept)
+        for node, natural in naturals:
+            node.natural = natural
         raise
-
-
-def require_same(begun: Mapping[str, Any], estimator: Any) -> None:
-    """Raises a ValueError for settings that changed between calls of partial_fit."""
-    for name, before in begun.items():
-        if (now := getattr(estimator, name)) != before:
-            raise ValueError(
-                f"{name} was {before!r} in the first call and is {now!r} now: restore it, or start again with fit or "
-                "a new estimator."
-            )
 
 
 def require_one_of(estimator: Any, **known: Iterable[str]) -> None:
@@ -131,3 +124,37 @@ def require_covariance(name: str, value: Any, size: int, *, definite: bool = Fal
     if least < -tiny:
         raise ValueError(f"{name} must be positive semi-definite, got a smallest eigenvalue of {least:g}.")
     return matrix
+
+
+def as_numpy(values: Any) -> Any:
+    """Converts tensors to arrays; returns other values unchanged."""
+    if not isinstance(values, Tensor):
+        return values
+    values = values.detach().cpu()
+    return (values.float() if values.dtype == torch.bfloat16 else values).numpy()  # NumPy has no bfloat16
+
+
+def like(X: Any) -> Callable[[Tensor], Any]:
+    """A function that converts a tensor to the array type of X."""
+    return (lambda result: result.to(X.device)) if isinstance(X, Tensor) else (lambda result: result.cpu().numpy())
+
+
+def as_finite(X: Any, given: Any) -> Tensor:
+    """A validated array as a tensor on the device of `given`.
+
+    Raises:
+        ValueError: it contains NaN or infinity.
+    """
+    wrong = ~np.isfinite(X).all(1)
+    if wrong.any():
+        raise ValueError(f"X contains NaN or infinity in {wrong.sum()} of {len(X)} rows: remove or impute them first.")
+    X = np.require(X, requirements="W")  # torch warns about read-only arrays
+    return torch.as_tensor(X, device=given.device if isinstance(given, Tensor) else None)
+
+
+def near_mean(rows: Tensor) -> Tensor:
+    """A point within 1/256 standard deviation of the rows' mean, (P,), with so few bits that subtracting it is exact
+    for numbers that are closer to it than to zero."""
+    mean, deviation = rows.mean(0), rows.std(0, correction=0)
+    grid = torch.exp2(deviation.log2().floor() - 8)
+    return torch.where(deviation > 0, (mean / grid).round() * grid, rows[0])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar, NamedTuple
 
@@ -15,8 +14,10 @@ from torch import Tensor
 from bayesgrad.families import NormalWishart, Parameters, TiedNormalWishart
 from bayesgrad.families.gaussian import LOG_2PI
 from bayesgrad.inference import LatentVariableFactor, Node
+from bayesgrad.models import checks
 
 WIDE = 2  # columns per component above which quadratic forms are computed directly: measured
+FAR = 1e6  # standard deviations: the square times the precision of a float64 is 2e-4
 CHUNK = 1 << 18  # number of features processed at a time: they fit into the cache
 
 
@@ -38,7 +39,6 @@ class Components(NamedTuple):
     spread: Tensor
 
 
-@dataclass(frozen=True)
 class Covariance(ABC):
     """A family of K means and precisions, and the features of a row whose sums are the sufficient statistics.
 
@@ -86,9 +86,9 @@ class Covariance(ABC):
     def whitened(self, columns: Tensor, known: Components) -> tuple[Tensor, Tensor]:
         """(x - m)' V (x - m) and -log |V|, (K, B, n) and (K, B, 1), for B blocks of independent coordinates."""
 
-    @abstractmethod
     def coloured(self, noise: Tensor, known: Components, component: int) -> Tensor:
         """Transforms standard noise (n, P) to the covariance `spread` of a component."""
+        return noise * known.spread[component].sqrt()
 
     @abstractmethod
     def default_spread(self, columns: Tensor) -> Tensor:
@@ -115,6 +115,20 @@ class Covariance(ABC):
         least = (own if own.shape[-1] == 1 else torch.linalg.eigvalsh(own)).min().item()
         return least**-0.5 if least > 0 else math.inf
 
+    def summary(self, natural: Parameters, point: bool, name: str, remedy: str) -> tuple[Components, Tensor, Tensor]:
+        """The components, the number that each spread is divided by, and their covariances; at the mode if `point`,
+        else E[Λ]^-1. Warns if few digits of a covariance are accurate, with the name of a component and a remedy."""
+        if not (distance := self.distance(natural)) < FAR:
+            checks.warn(
+                f"rows of a {name} are {distance:.0e} of its smallest standard deviations from the mean of X, so fewer "
+                f"than four digits of its covariance are accurate: {remedy}."
+            )
+        known = self.known(natural)
+        count = known.weight if point else known.degrees
+        if isinstance(self, Tied):
+            count = count[0]
+        return known, count, known.spread / count.view(-1, *[1] * (known.spread.dim() - 1))
+
     def free(self, known: Components, size: int) -> Tensor:
         """Degrees of freedom of the predictive t distribution, (K,)."""
         return known.degrees
@@ -137,7 +151,6 @@ class Covariance(ABC):
         return (height - volume / 2 - (free + size) / 2 * torch.log1p(squares / wide)).sum(1)
 
 
-@dataclass(frozen=True)
 class Full(Covariance):
     """One matrix per component."""
 
@@ -192,7 +205,6 @@ class Full(Covariance):
         return known.degrees + 1 - size
 
 
-@dataclass(frozen=True)
 class Tied(Full):
     """One matrix for all components."""
 
@@ -227,7 +239,6 @@ class Tied(Full):
         return natural[0][order], natural[1][order], *natural[2:]
 
 
-@dataclass(frozen=True)
 class Diag(Covariance):
     """One variance per component and column: one-dimensional families with plates (K, P)."""
 
@@ -262,9 +273,6 @@ class Diag(Covariance):
         squares = (columns - known.location[..., None]).square() / known.spread[..., None]
         return squares, known.spread.log()[..., None]
 
-    def coloured(self, noise: Tensor, known: Components, component: int) -> Tensor:
-        return noise * known.spread[component].sqrt()
-
     def default_spread(self, columns: Tensor) -> Tensor:
         return columns.var(1)
 
@@ -272,7 +280,6 @@ class Diag(Covariance):
         return components, size
 
 
-@dataclass(frozen=True)
 class Spherical(Covariance):
     """One variance per component: columns are one-dimensional groups that share it."""
 
@@ -306,9 +313,6 @@ class Spherical(Covariance):
     def whitened(self, columns: Tensor, known: Components) -> tuple[Tensor, Tensor]:
         squares = (columns - known.location[..., None]).square().sum(1, keepdim=True) / known.spread[:, None, None]
         return squares, len(columns) * known.spread.log()[:, None, None]
-
-    def coloured(self, noise: Tensor, known: Components, component: int) -> Tensor:
-        return noise * known.spread[component].sqrt()
 
     def default_spread(self, columns: Tensor) -> Tensor:
         return columns.var(1).mean()

@@ -138,12 +138,8 @@ class DocumentsFactor(LatentVariableFactor):
         if self.ramp_up and self.tolerance:
             max_iter = min(max_iter, RAMP * self.evaluations)
         for end in [*[end for end in ROUNDS if end < max_iter and self.tolerance], max_iter]:
-            rows = torch.cat(
-                [
-                    self._iterate_chunk(table, gamma, part, range(begin + 1, end + 1), max_iter)
-                    for part in self._chunks(rows)
-                ]
-            )
+            span = range(begin + 1, end + 1)
+            rows = torch.cat([self._iterate_chunk(table, gamma, part, span, max_iter) for part in self._chunks(rows)])
             if not len(rows):
                 break
             begin = end

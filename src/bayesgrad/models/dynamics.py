@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from bayesgrad.inference.engine import ProgressLine, Result
-from bayesgrad.models.checks import is_number, require_positive_integer, warn
+from bayesgrad.models.checks import require_non_negative, require_positive_integer, warn
 from bayesgrad.models.kalman import Chain, StateMoments
 
 LEARNABLE = (
@@ -87,8 +87,7 @@ def run_em(
         names: of `LEARNABLE`.
     """
     require_positive_integer(max_iter=steps)
-    if not (is_number(tolerance) and tolerance >= 0):
-        raise ValueError(f"tol must be a non-negative number, got {tolerance!r}.")
+    require_non_negative(tol=tolerance)
     if y.isnan().all():
         raise ValueError("y contains only NaN: there is nothing to learn from.")
     there = torch.arange(len(y))[:, None] < torch.tensor(lengths)  # (T, sequences)

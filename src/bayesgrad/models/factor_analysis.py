@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from sklearn.base import ClassNamePrefixFeaturesOutMixin, TransformerMixin
 from sklearn.utils import Tags, check_random_state
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from bayesgrad.families import Gamma, Gaussian, Point
 from bayesgrad.inference import Factor, Node, Prior
-from bayesgrad.models.arrays import as_numpy, like
-from bayesgrad.models.checks import is_number, require_numbers, require_one_of, require_positive_integer
+from bayesgrad.models.checks import as_numpy, is_number, like, require_numbers, require_one_of, require_positive_integer
 from bayesgrad.models.factors import Loadings, RelevancePrior, Rows, ScoresFactor, as_rows, infer
 from bayesgrad.models.latent import Latent
 
@@ -26,6 +26,7 @@ NORMAL = Gaussian()
 FLOOR = 1e-12  # smallest noise of EM, relative to a column's variance (to their mean, if all share one noise)
 
 
+@dataclass(eq=False, repr=False)
 class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
     r"""Factor analysis and probabilistic PCA: a few latent scores explain the rows, up to independent noise:
 
@@ -71,33 +72,18 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
 
     _schedule = "sequential"
     _fixed_settings = ("n_components", "method", "noise")
-    batch_size = 1  # not used: batches come from partial_fit
-
-    def __init__(
-        self,
-        n_components: int | None = None,
-        *,
-        method: str = "em",
-        noise: str = "diagonal",
-        init: str = "pca",
-        relevance_prior: tuple[float, float] = (1e-3, 1e-3),
-        noise_prior: tuple[float, float] = (1e-3, 1e-3),
-        mean_precision: float = 1e-6,
-        n_init: int = 1,
-        max_iter: int = 1000,
-        tol: float = 1e-6,
-        random_state: Any = 0,
-        progress: bool | None = None,
-        offset: float = 10.0,
-        decay: float = 0.7,
-        total_samples: float | None = None,
-    ) -> None:
-        self.n_components, self.method, self.noise, self.init = n_components, method, noise, init
-        self.relevance_prior, self.noise_prior = relevance_prior, noise_prior
-        self.mean_precision = mean_precision
-        self.n_init, self.max_iter, self.tol = n_init, max_iter, tol
-        self.random_state, self.progress = random_state, progress
-        self.offset, self.decay, self.total_samples = offset, decay, total_samples
+    n_components: int | None = None
+    _: KW_ONLY
+    method: str = "em"
+    noise: str = "diagonal"
+    init: str = "pca"
+    relevance_prior: tuple[float, float] = (1e-3, 1e-3)
+    noise_prior: tuple[float, float] = (1e-3, 1e-3)
+    mean_precision: float = 1e-6
+    max_iter: int = 1000
+    tol: float = 1e-6
+    offset: float = 10.0
+    decay: float = 0.7
 
     def __sklearn_tags__(self) -> Tags:
         tags = super().__sklearn_tags__()
@@ -109,12 +95,11 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
     def _read(self, X: Any, *, reset: bool) -> Rows:
         self._check_settings()
         least = 1 if hasattr(self, "_nodes") and not reset else 2
-        options = {"dtype": np.float64, "ensure_all_finite": False, "ensure_min_samples": least}
-        rows, centre = as_rows(
-            validate_data(self, as_numpy(X), reset=reset, **options), X, None if reset else self._centre
-        )
+        checked = self._validated(X, reset=reset, ensure_min_samples=least)
+        rows, centre = as_rows(checked, X, None if reset else self._centre)
         if reset:
-            self._centre, self._tensors, self._starts = centre, isinstance(X, Tensor), 0
+            self._centre, self._starts = centre, 0
+            self._remember_kind(X)
             n, D = self._shape = rows.values.shape
             wanted = self._components()
             if wanted > D:
@@ -207,7 +192,6 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
         relevance.natural = Gamma().of(torch.full_like(squares, shape + len(self._centre) / 2), rate + squares / 2)
 
     def _set_attributes(self, nodes: Sequence[Node]) -> None:
-        kind = (lambda part: part) if self._tensors else (lambda part: part.cpu().numpy())
         known = Loadings.of(nodes[0], nodes[1])
         W, mean, variance = known.first[:, :-1], known.first[:, -1] + self._centre, 1 / known.precision
         self._rotation = torch.eye(W.shape[1]).to(W)
@@ -217,21 +201,16 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
             signs = left.gather(0, largest[None])[0].sign()
             self._rotation = right.mT * torch.where(signs == 0, 1.0, signs)
         else:
-            self.relevance_ = kind(nodes[2].mean[1].clone())
-        self.components_ = kind((W @ self._rotation).mT.contiguous())
-        self.mean_ = kind(mean)
-        self.noise_variance_ = float(variance[0]) if self.noise == "isotropic" else kind(variance)
-
-    @property
-    def _n_features_out(self) -> int:
-        return len(self.components_)
+            self.relevance_ = self._kind(nodes[2].mean[1].clone())
+        self.components_ = self._kind((W @ self._rotation).mT.contiguous())
+        self.mean_ = self._kind(mean)
+        self.noise_variance_ = float(variance[0]) if self.noise == "isotropic" else self._kind(variance)
 
     # --- prediction ---
 
-    def _validated_rows(self, X: Any) -> Rows:
+    def _centred(self, X: Any) -> Rows:
         check_is_fitted(self)
-        X_ = validate_data(self, as_numpy(X), reset=False, dtype=np.float64, ensure_all_finite=False)
-        return as_rows(X_, X, self._centre)[0]
+        return as_rows(self._validated(X), X, self._centre)[0]
 
     def _point(self) -> Loadings:
         """The published parameters, with means relative to the centre."""
@@ -241,7 +220,7 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
 
     def transform(self, X: Any) -> Any:
         """E[z | x] of each row, (n, K); NaN in X marks missing numbers."""
-        rows = self._validated_rows(X)
+        rows = self._centred(X)
         return like(X)(infer(rows, Loadings.of(self._nodes[0], self._nodes[1]))[0] @ self._rotation)
 
     def inverse_transform(self, Z: Any) -> Any:
@@ -257,7 +236,7 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
 
     def score_samples(self, X: Any) -> Any:
         """log N(x | mean_, get_covariance()) of the observed part of each row, (n,)."""
-        rows = self._validated_rows(X)
+        rows = self._centred(X)
         return like(X)(infer(rows, self._point())[-1])
 
     def score(self, X: Any, y: Any = None) -> float:

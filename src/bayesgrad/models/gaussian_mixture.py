@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from sklearn.base import DensityMixin
 from sklearn.cluster import KMeans, kmeans_plusplus
-from sklearn.utils import Tags, check_random_state
+from sklearn.utils import check_random_state
 from sklearn.utils.metaestimators import available_if
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from bayesgrad.families import Dirichlet, Family, Parameters, Point
 from bayesgrad.inference import Factor, LatentVariableFactor, Node, Prior
-from bayesgrad.models.arrays import as_finite, as_numpy, like, near_mean
-from bayesgrad.models.checks import is_number, require_numbers, require_one_of, require_positive_integer, warn
+from bayesgrad.models import checks
 from bayesgrad.models.covariances import COVARIANCES, Components, Covariance, MixtureFactor
 from bayesgrad.models.latent import Latent, random_rows
 
 METHODS = ("em", "vmp", "svi")
-FAR = 1e6  # standard deviations: the square times the precision of a float64 is 2e-4
 STARTS = ("kmeans", "k-means++", "random", "random_from_data")
 PRIORS = (
     "weight_concentration_prior",
@@ -37,7 +37,8 @@ def _is_em(model: GaussianMixture) -> bool:
     return model.method == "em"
 
 
-class GaussianMixture(Latent):
+@dataclass(eq=False, repr=False)
+class GaussianMixture(DensityMixin, Latent):
     r"""Gaussian mixtures: rows from K Gaussians, with latent component indicators:
 
     .. math::
@@ -100,45 +101,21 @@ class GaussianMixture(Latent):
     Checked by: tests/equations/test_gaussian_mixture.py, tests/contract/test_gaussian_mixture.py.
     """
 
-    n_features_in_: int
     _fixed_settings = ("n_components", "method", "covariance_type")
-
-    def __init__(
-        self,
-        n_components: int = 1,
-        *,
-        method: str = "em",
-        covariance_type: str = "full",
-        tol: float = 1e-5,
-        reg_covar: float = 1e-6,
-        max_iter: int = 500,
-        n_init: int = 1,
-        init_params: str = "kmeans",
-        weight_concentration_prior: float | None = None,
-        mean_precision_prior: float | None = None,
-        mean_prior: Any = None,
-        degrees_of_freedom_prior: float | None = None,
-        covariance_prior: Any = None,
-        batch_size: int = 1024,
-        offset: float = 1.0,
-        decay: float = 0.7,
-        total_samples: float | None = None,
-        random_state: Any = 0,
-        progress: bool | None = None,
-    ) -> None:
-        self.n_components, self.method, self.covariance_type = n_components, method, covariance_type
-        self.tol, self.reg_covar, self.max_iter = tol, reg_covar, max_iter
-        self.n_init, self.init_params = n_init, init_params
-        self.weight_concentration_prior, self.mean_precision_prior = weight_concentration_prior, mean_precision_prior
-        self.mean_prior, self.degrees_of_freedom_prior = mean_prior, degrees_of_freedom_prior
-        self.covariance_prior = covariance_prior
-        self.batch_size, self.offset, self.decay, self.total_samples = batch_size, offset, decay, total_samples
-        self.random_state, self.progress = random_state, progress
-
-    def __sklearn_tags__(self) -> Tags:
-        tags = super().__sklearn_tags__()
-        tags.estimator_type = "density_estimator"
-        return tags
+    n_components: int = 1
+    _: KW_ONLY
+    method: str = "em"
+    covariance_type: str = "full"
+    reg_covar: float = 1e-6
+    init_params: str = "kmeans"
+    weight_concentration_prior: float | None = None
+    mean_precision_prior: float | None = None
+    mean_prior: Any = None
+    degrees_of_freedom_prior: float | None = None
+    covariance_prior: Any = None
+    batch_size: int = 1024
+    offset: float = 1.0
+    decay: float = 0.7
 
     # --- validation ---
 
@@ -147,33 +124,28 @@ class GaussianMixture(Latent):
             self._check_settings()
         rows = self._rows_of(X, reset=reset)
         if reset:
-            self._check_size(len(rows))
-            self._centre = near_mean(rows)
-            self._tensors = isinstance(X, Tensor)
+            if len(rows) < self.n_components:
+                raise ValueError(
+                    f"n_components={self.n_components} is larger than the number of rows, n_samples={len(rows)}: use "
+                    "fewer components, or a larger (first) batch."
+                )
+            self._centre = checks.near_mean(rows)
+            self._remember_kind(X)
         rows = rows - self._centre.to(rows)
         if reset and not _is_em(self):
             self._set_priors(rows)
         return rows
 
     def _rows_of(self, X: Any, *, reset: bool) -> Tensor:
-        options: dict[str, Any] = dict(dtype=np.float64, ensure_all_finite=False, ensure_min_samples=1 + reset)
-        return as_finite(validate_data(self, as_numpy(X), reset=reset, **options), X)
+        return checks.as_finite(self._validated(X, reset=reset, ensure_min_samples=1 + reset), X)
 
     def _check_settings(self) -> None:
-        require_one_of(self, method=METHODS, covariance_type=COVARIANCES, init_params=STARTS)
-        require_positive_integer(n_components=self.n_components)
-        if not (is_number(self.reg_covar) and self.reg_covar >= 0):
-            raise ValueError(f"reg_covar must be a non-negative number, got {self.reg_covar!r}.")
+        checks.require_one_of(self, method=METHODS, covariance_type=COVARIANCES, init_params=STARTS)
+        checks.require_positive_integer(n_components=self.n_components)
+        checks.require_non_negative(reg_covar=self.reg_covar)
         given = [name for name in PRIORS if getattr(self, name) is not None]
         if _is_em(self) and given:
             raise ValueError(f"method='em' has no priors, but {given[0]} was set: use method='vmp', or None.")
-
-    def _check_size(self, count: int) -> None:
-        if count < self.n_components:
-            raise ValueError(
-                f"n_components={self.n_components} is larger than the number of rows, n_samples={count}: use fewer "
-                "components, or a larger (first) batch."
-            )
 
     def _set_priors(self, rows: Tensor) -> None:
         size = rows.shape[1]
@@ -186,19 +158,12 @@ class GaussianMixture(Latent):
         ):
             value = getattr(self, name)
             numbers[name] = default if value is None else value
-            if not (is_number(numbers[name]) and numbers[name] > bound):
+            if not (checks.is_number(numbers[name]) and numbers[name] > bound):
                 raise ValueError(f"{name} must be a number greater than {bound}, got {value!r}.")
         location, spread = self._mean_prior(rows), self._covariance_prior(rows)
-        self._priors_known = (
-            Dirichlet().of(rows.new_full((self.n_components,), numbers["weight_concentration_prior"])),
-            self._covariance.prior(
-                location,
-                numbers["mean_precision_prior"],
-                numbers["degrees_of_freedom_prior"],
-                spread,
-                self.n_components,
-            ),
-        )
+        weight, confidence, degrees = numbers.values()
+        weights = Dirichlet().of(rows.new_full((self.n_components,), weight))
+        self._priors_known = weights, self._covariance.prior(location, confidence, degrees, spread, self.n_components)
         for name, value in numbers.items():
             setattr(self, f"{name}_", value)
         self.mean_prior_ = self._kind(location + self._centre)
@@ -207,7 +172,7 @@ class GaussianMixture(Latent):
     def _mean_prior(self, rows: Tensor) -> Tensor:
         if self.mean_prior is None:
             return rows.mean(0)
-        given = require_numbers("mean_prior", self.mean_prior).to(rows)
+        given = checks.require_numbers("mean_prior", self.mean_prior).to(rows)
         if given.shape != rows[0].shape or not torch.isfinite(given).all():
             shape = tuple(given.shape)
             raise ValueError(f"mean_prior must be {rows.shape[1]} finite numbers, one per column, got shape {shape}.")
@@ -223,7 +188,7 @@ class GaussianMixture(Latent):
             if _positive(spread):
                 return spread
             raise ValueError("the covariance of X is singular: set covariance_prior, or a larger reg_covar.")
-        spread = require_numbers("covariance_prior", self.covariance_prior).to(rows)
+        spread = checks.require_numbers("covariance_prior", self.covariance_prior).to(rows)
         shape = covariance.shape(1, size) if self.covariance_type == "tied" else covariance.shape(1, size)[1:]
         if spread.shape != shape:
             raise ValueError(f"covariance_prior must have shape {shape}, got {tuple(spread.shape)}.")
@@ -236,9 +201,6 @@ class GaussianMixture(Latent):
     @property
     def _covariance(self) -> Covariance:
         return COVARIANCES[self.covariance_type]
-
-    def _kind(self, result: Tensor) -> Any:
-        return result if self._tensors else result.cpu().numpy()
 
     def _uses_batches(self) -> bool:
         return self.method == "svi"
@@ -312,18 +274,9 @@ class GaussianMixture(Latent):
         components.natural = self._covariance.ordered(components.natural, order)
 
     def _set_attributes(self, nodes: Sequence[Node]) -> None:
-        distance = self._covariance.distance(nodes[1].natural)
-        if not distance < FAR:
-            warn(
-                f"rows of a component are {distance:.0e} of its smallest standard deviations from the mean of X, so "
-                "fewer than four digits of its covariance are accurate: remove outliers, fit groups separately, or "
-                "increase reg_covar."
-            )
-        known, concentration = self._known(), self._concentration()
-        count = known.weight if _is_em(self) else known.degrees
-        if self.covariance_type == "tied":
-            count = count[0]
-        covariances = known.spread / count.view(-1, *[1] * (known.spread.dim() - 1))
+        remedy, concentration = "remove outliers, fit groups separately, or increase reg_covar", self._concentration()
+        natural, em = nodes[1].natural, _is_em(self)
+        known, count, covariances = self._covariance.summary(natural, em, "component", remedy)
         self.weights_ = self._kind(concentration / concentration.sum())
         self.means_ = self._kind(known.location + self._centre)
         self.covariances_ = self._kind(covariances)
@@ -359,34 +312,33 @@ class GaussianMixture(Latent):
 
     def predict(self, X: Any) -> Any:
         """The most probable component of each row, (n,)."""
-        return like(X)(self._log_joint(X).argmax(0))
+        return checks.like(X)(self._log_joint(X).argmax(0))
 
     def predict_proba(self, X: Any) -> Any:
         """The probability of each component, (n, K), averaged over the posterior."""
-        return like(X)(self._log_joint(X).softmax(0).mT)
+        return checks.like(X)(self._log_joint(X).softmax(0).mT)
 
     def fit_predict(self, X: Any, y: Any = None) -> Any:
         return self.fit(X).predict(X)
 
     def score_samples(self, X: Any) -> Any:
         """log p(x) of each row, (n,), averaged over the posterior."""
-        return like(X)(self._log_joint(X).logsumexp(0))
+        return checks.like(X)(self._log_joint(X).logsumexp(0))
 
-    def score(self, X: Any, y: Any = None) -> float:
+    def score(self, X: Any, y: Any = None) -> float:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The mean of `score_samples`."""
         return self._log_joint(X).logsumexp(0).mean().item()
 
     def sample(self, n_samples: int = 1) -> tuple[Any, Any]:
         """New rows (n, P) and their components (n,), grouped by component; averaged over the posterior."""
         check_is_fitted(self, "means_")
-        require_positive_integer(n_samples=n_samples)
+        checks.require_positive_integer(n_samples=n_samples)
         random, known, size = check_random_state(self.random_state), self._known(), self.n_features_in_
-        counts = random.multinomial(n_samples, as_numpy(self.weights_) / as_numpy(self.weights_).sum())
+        counts = random.multinomial(n_samples, checks.as_numpy(self.weights_) / checks.as_numpy(self.weights_).sum())
         parts = []
         for k, count in enumerate(counts):
-            noise = self._covariance.coloured(
-                torch.as_tensor(random.normal(size=(count, size))).to(self._centre), known, k
-            )
+            drawn = torch.as_tensor(random.normal(size=(count, size))).to(self._centre)
+            noise = self._covariance.coloured(drawn, known, k)
             if _is_em(self):
                 noise = noise / known.weight[k].sqrt()
             else:

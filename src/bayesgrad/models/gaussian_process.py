@@ -4,33 +4,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from sklearn.base import BaseEstimator
-from sklearn.metrics import accuracy_score, r2_score
-from sklearn.utils import ClassifierTags, RegressorTags, Tags
 from sklearn.utils.metaestimators import available_if
-from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
+from bayesgrad import inference
 from bayesgrad.families import Gaussian, Parameters
-from bayesgrad.inference import (
-    Delta,
-    ElementwiseFactor,
-    Node,
-    OutsideDomain,
-    Prior,
-    elbo,
-    run,
-    run_to_convergence,
-    step,
-)
 from bayesgrad.inference.expectation import Expectation
 from bayesgrad.models import checks, process
-from bayesgrad.models.arrays import as_finite, as_numpy
+from bayesgrad.models.checks import as_finite, as_numpy, like
+from bayesgrad.models.estimator import Supervised, classifies
 from bayesgrad.models.kernels import RBF, Kernel
 from bayesgrad.models.observations import QUADRATURE, Observation, get_observation
 from bayesgrad.noise import seed32
@@ -38,11 +26,8 @@ from bayesgrad.noise import seed32
 NORMAL = Gaussian()
 
 
-def _classifies(model: GaussianProcess) -> bool:
-    return get_observation(model.likelihood).classifies
-
-
-class GaussianProcess(BaseEstimator):
+@dataclass(eq=False, repr=False)
+class GaussianProcess(Supervised):
     r"""Gaussian processes: a function f ~ GP(0, k), observed through y_i ~ p(y | f(x_i)).
 
     The posterior of the values f is the prior times a Gaussian site for each value. The learning rule updates the
@@ -92,39 +77,20 @@ class GaussianProcess(BaseEstimator):
     Checked by: tests/equations/test_gaussian_process.py: scikit-learn, dense inference, quadrature.
     """
 
-    n_features_in_: int
-    kernel_: Any  # a Kernel; with more than two classes a list of them
-
-    def __init__(
-        self,
-        kernel: Kernel | None = None,
-        likelihood: str | Observation = "gaussian",
-        *,
-        optimizer: str | None = "auto",
-        inducing: int | Any = None,
-        batch_size: int | None = None,
-        expectation: Expectation | None = None,
-        max_iter: int = 200,
-        tol: float = 1e-8,
-        rho: float = 0.1,
-        learning_rate: float = 0.02,
-        max_eval: int = 100,
-        random_state: int = 0,
-    ) -> None:
-        self.kernel, self.likelihood, self.optimizer = kernel, likelihood, optimizer
-        self.inducing, self.batch_size, self.expectation = inducing, batch_size, expectation
-        self.max_iter, self.tol, self.rho, self.learning_rate = max_iter, tol, rho, learning_rate
-        self.max_eval, self.random_state = max_eval, random_state
-
-    def __sklearn_tags__(self) -> Tags:
-        tags = super().__sklearn_tags__()
-        tags.target_tags.required = True
-        if _classifies(self):
-            tags.estimator_type, tags.classifier_tags = "classifier", ClassifierTags(multi_class=True)
-        else:
-            tags.estimator_type, tags.regressor_tags = "regressor", RegressorTags()
-            tags.target_tags.positive_only = self.likelihood == "poisson"
-        return tags
+    kernel_: Any = field(init=False)  # a Kernel; with more than two classes a list of them
+    kernel: Kernel | None = None
+    likelihood: str | Observation = "gaussian"
+    _: KW_ONLY
+    optimizer: str | None = "auto"
+    inducing: int | Any = None
+    batch_size: int | None = None
+    expectation: Expectation | None = None
+    max_iter: int = 200
+    tol: float = 1e-8
+    rho: float = 0.1
+    learning_rate: float = 0.02
+    max_eval: int = 100
+    random_state: int = 0
 
     # --- learning ---
 
@@ -145,67 +111,45 @@ class GaussianProcess(BaseEstimator):
                 f"kernel must be a kernel of models.kernels, got {kernel!r}: use Function(f) for a function."
             )
         observation = get_observation(self.likelihood)
-        options: dict[str, Any] = dict(dtype=np.float64, ensure_all_finite=False, y_numeric=not observation.classifies)
-        checked, labels = validate_data(self, as_numpy(X), as_numpy(y), **options)
-        rows = as_finite(checked, X)
-        if observation.classifies and self._count_classes(np.asarray(labels), isinstance(y, Tensor)) > 2:
-            return self._fit_each(X, np.asarray(labels))
-        target = self._targets(np.asarray(labels), observation, rows)
+        rows, labels = self._read(X, y)
+        if observation.classifies and self._set_classes(y, labels) > 2:
+            return self._fit_each(X, labels)
+        self.__dict__.pop("estimators_", None)
+        target = self._encode(labels, rows)
+        observation.check(target)
         expect = QUADRATURE if self.expectation is None else self.expectation
         if not isinstance(expect, Expectation):
             raise TypeError(f"expectation must be GaussHermite(), Delta() or None, got {expect!r}.")
-        if isinstance(expect, Delta) and (
-            self.optimizer is not None or not observation.concave or self.inducing is not None
-        ):
+        possible = self.optimizer is None and observation.concave and self.inducing is None
+        if isinstance(expect, inference.Delta) and not possible:
             raise ValueError(
                 "expectation=Delta() (the Laplace approximation) needs optimizer=None, no inducing points and a "
                 "log-concave likelihood: use expectation=None."
             )
-        self.X_, self._y, self._expect, self._device = rows, target, expect, rows.device
-        if self.inducing is not None:
-            self._fit_induced(kernel, observation)
-        elif self.batch_size is not None:
+        self.X_, self._y, self._expect = rows, target, expect
+        if self.inducing is None and self.batch_size is not None:
             raise ValueError("batch_size needs inducing points: set inducing as well.")
-        else:
-            self._fit_dense(kernel, observation)
+        fit = self._fit_dense if self.inducing is None else self._fit_induced
+        model = fit(process.ProcessModel(kernel, observation))
+        self.kernel_, self.likelihood_ = model.kernel, model.likelihood
         return self
-
-    def _count_classes(self, labels: np.ndarray, tensors: bool) -> int:
-        """The number of classes."""
-        check_classification_targets(labels)
-        unique = np.unique(labels)
-        if len(unique) < 2:
-            raise ValueError(f"y has only one class, {unique[0].item()!r}: at least two are needed.")
-        self.classes_ = torch.as_tensor(unique) if tensors else unique
-        return len(unique)
 
     def _fit_each(self, X: Any, labels: np.ndarray) -> GaussianProcess:
         """Fits one process per class against the rest."""
-        known = as_numpy(self.classes_)
-        self.estimators_ = [self._unfitted().fit(X, (labels == label).astype(int)) for label in known]
+        known, settings = as_numpy(self.classes_), self.get_params(deep=False)
+        self.estimators_ = [type(self)(**settings).fit(X, (labels == label).astype(int)) for label in known]
         self.kernel_ = [own.kernel_ for own in self.estimators_]
         self.likelihood_ = self.estimators_[0].likelihood_
         self.elbo_ = sum(own.elbo_ for own in self.estimators_)
         self.n_iter_ = max(own.n_iter_ for own in self.estimators_)
         return self
 
-    def _unfitted(self) -> GaussianProcess:
-        return type(self)(**self.get_params(deep=False))
-
-    def _targets(self, labels: np.ndarray, observation: Observation, rows: Tensor) -> Tensor:
-        self.__dict__.pop("estimators_", None)
-        if observation.classifies:
-            return torch.as_tensor(labels == as_numpy(self.classes_)[1]).to(rows)
-        target = torch.as_tensor(np.array(labels, dtype=np.float64)).to(rows)
-        observation.check(target)
-        return target
-
-    def _fit_dense(self, kernel: Kernel, observation: Observation) -> None:
+    def _fit_dense(self, model: process.ProcessModel) -> process.ProcessModel:
         best: list[Any] = [None]
 
-        def bound(kernel: Kernel, observation: Observation) -> Tensor:
+        def bound(model: process.ProcessModel) -> Tensor:
             """-elbo at the optimal q for these hyperparameters, differentiable."""
-            K = kernel(self.X_, self.X_)
+            K, observation = model.kernel(self.X_, self.X_), model.likelihood
             node, _ = self._run(K.detach(), observation, best[0], 1e-6)
             best[0] = node.natural
             posterior = node.family.at(node.natural)  # pyright: ignore[reportAttributeAccessIssue]
@@ -214,33 +158,34 @@ class GaussianProcess(BaseEstimator):
             moved = (K * posterior.gradient()).sum()
             return -(value + moved - moved.detach())
 
-        if self.optimizer is not None:
-            kernel, observation = self._maximise_bound(kernel, observation, bound)
-        node, result = self._run(kernel(self.X_, self.X_).detach(), observation, best[0], self.tol)
-        self.kernel_, self.likelihood_, self.sites_ = kernel, observation, node.natural
-        self.elbo_, self.n_iter_ = result.elbo, result.steps
-        self._belief: process.ProcessPosterior | Node = node.family.at(node.natural)  # pyright: ignore[reportAttributeAccessIssue]
+        model = self._maximise_bound(model, bound)
+        node, result = self._run(model.kernel(self.X_, self.X_).detach(), model.likelihood, best[0], self.tol)
+        self.elbo_, self.n_iter_, self.sites_ = result.elbo, result.steps, node.natural
+        self._belief: process.ProcessPosterior | inference.Node = node.family.at(node.natural)  # pyright: ignore[reportAttributeAccessIssue]
+        return model
 
-    def _run(self, K: Tensor, observation: Observation, sites: Parameters | None, tolerance: float) -> tuple[Node, Any]:
+    def _run(
+        self, K: Tensor, observation: Observation, sites: Parameters | None, tolerance: float
+    ) -> tuple[inference.Node, Any]:
         family = process.ProcessWithSites(K)
         with torch.no_grad():
             if sites is None or not bool(family.in_domain(sites)):
                 sites = process.mode(family, observation, self._y)
-            node = Node(family, sites, name="sites")
-            factor = ElementwiseFactor(
+            node = inference.Node(family, sites, name="sites")
+            factor = inference.ElementwiseFactor(
                 node, lambda mean, variance: observation.expected(mean, variance, self._y, self._expect)
             )
-            if isinstance(self._expect, Delta):
-                return node, run(node, [factor], self.max_iter, tolerance=tolerance)
-            return node, run_to_convergence(node, [factor], self.max_iter, tolerance=tolerance)
+            if isinstance(self._expect, inference.Delta):
+                return node, inference.run(node, [factor], self.max_iter, tolerance=tolerance)
+            return node, inference.run_to_convergence(node, [factor], self.max_iter, tolerance=tolerance)
 
     def _maximise_bound(
-        self, kernel: Kernel, observation: Observation, bound: Callable[[Kernel, Observation], Tensor]
-    ) -> tuple[Kernel, Observation]:
-        """The hyperparameters that maximise the bound, by L-BFGS in their logarithms."""
-        logs = process.log_hyperparameters(kernel, observation, self._device)
-        if not logs:
-            return kernel, observation
+        self, model: process.ProcessModel, bound: Callable[[process.ProcessModel], Tensor]
+    ) -> process.ProcessModel:
+        """The hyperparameters that maximise the bound, by L-BFGS in their logarithms, unless `optimizer` is None."""
+        logs = model.log_hyperparameters(self.X_.device)
+        if not logs or self.optimizer is None:
+            return model
         optimizer = torch.optim.LBFGS(
             list(logs.values()), max_iter=self.max_eval, max_eval=self.max_eval, line_search_fn="strong_wolfe",
             tolerance_grad=1e-3, tolerance_change=1e-6,
@@ -249,8 +194,8 @@ class GaussianProcess(BaseEstimator):
         def closure() -> Tensor:
             optimizer.zero_grad()
             try:
-                value = bound(*process.with_log_hyperparameters(kernel, observation, logs))
-            except (OutsideDomain, ValueError):
+                value = bound(model.with_log_hyperparameters(logs))
+            except (inference.OutsideDomain, ValueError):
                 value = 1e10 + torch.stack([log.square().sum() for log in logs.values()]).sum()
             value.backward()
             return value.detach()
@@ -259,58 +204,48 @@ class GaussianProcess(BaseEstimator):
             warnings.filterwarnings("ignore", message=".*not converged after.*")
             optimizer.step(closure)  # pyright: ignore[reportArgumentType]
         # A vanishing noise or an infinite length is a valid solution; a scale or variance at the limit is not.
-        if far := [
-            name for name, log in logs.items() if "length" not in name and bool((log >= process.LOG_LIMIT).any())
-        ]:
+        at_limit = {name: bool((log >= process.LOG_LIMIT).any()) for name, log in logs.items()}
+        if far := [name for name, reached in at_limit.items() if reached and "length" not in name]:
             checks.warn(f"{far[0]} reached the end of its range, 1e5: rescale y to unit variance.")
-        found = process.with_log_hyperparameters(kernel, observation, logs)
-        return found[0].detached(), found[1].detached()
+        return model.with_log_hyperparameters(logs).detached()
 
     # --- with inducing points ---
 
-    def _fit_induced(self, kernel: Kernel, observation: Observation) -> None:
-        self.inducing_ = points = self._points(kernel)
+    def _fit_induced(self, model: process.ProcessModel) -> process.ProcessModel:
+        self.inducing_ = points = self._points(model.kernel)
         zero, eye = torch.zeros(len(points)).to(points), torch.eye(len(points)).to(points)
-        node = Node(NORMAL, NORMAL.of(zero, eye), name="inducing values")
-        prior = Prior(node, NORMAL.of(zero, eye))
+        node = inference.Node(NORMAL, NORMAL.of(zero, eye), name="inducing values")
+        prior = inference.Prior(node, NORMAL.of(zero, eye))
 
-        def factor(
-            kernel: Kernel, observation: Observation, index: Any = slice(None), scale: float = 1.0
-        ) -> process.InducingPointFactor:
+        def factor(own: process.ProcessModel, index: Any = slice(None), scale: float = 1.0) -> Any:
             x, y = self.X_[index], self._y[index]
-            return process.InducingPointFactor(node, kernel, observation, x, y, points, self._expect, scale=scale)
+            return process.InducingPointFactor(node, own, x, y, points, self._expect, scale=scale)
+
+        def bound(own: process.ProcessModel) -> Tensor:
+            data = factor(own)
+            with torch.no_grad():
+                inference.run(node, [prior, data], self.max_iter, domain="search", tolerance=1e-6)
+            return -(data.differentiable() + prior.value() + node.entropy)
 
         if self.batch_size is None:
-
-            def bound(kernel: Kernel, observation: Observation) -> Tensor:
-                own = factor(kernel, observation)
-                with torch.no_grad():
-                    run(node, [prior, own], self.max_iter, domain="search", tolerance=1e-6)
-                return -(own.differentiable() + prior.value() + node.entropy)
-
-            if self.optimizer is not None:
-                kernel, observation = self._maximise_bound(kernel, observation, bound)
+            model = self._maximise_bound(model, bound)
             with torch.no_grad():
-                factors = [prior, factor(kernel, observation)]
-                result = run(node, factors, self.max_iter, domain="search", tolerance=self.tol)
+                factors = [prior, factor(model)]
+                result = inference.run(node, factors, self.max_iter, domain="search", tolerance=self.tol)
             self.elbo_, self.n_iter_ = result.elbo, result.steps
         else:
-            kernel, observation = self._fit_batches(kernel, observation, node, prior, factor)
-        self.kernel_, self.likelihood_, self.sites_, self._belief = kernel, observation, node.natural, node
+            model = self._fit_batches(model, node, prior, factor)
+        self.sites_, self._belief = node.natural, node
+        return model
 
     def _fit_batches(
-        self,
-        kernel: Kernel,
-        observation: Observation,
-        node: Node,
-        prior: Prior,
-        factor: Callable[..., process.InducingPointFactor],
-    ) -> tuple[Kernel, Observation]:
+        self, model: process.ProcessModel, node: inference.Node, prior: inference.Prior, factor: Callable[..., Any]
+    ) -> process.ProcessModel:
         """Batches: one step of the rule for the posterior and one step of Adam for the hyperparameters."""
         total, size = len(self.X_), self.batch_size
         if not (isinstance(size, (int, np.integer)) and 1 <= size <= total):
             raise ValueError(f"batch_size must be an integer from 1 to {total}, got {size!r}.")
-        logs = process.log_hyperparameters(kernel, observation, self._device) if self.optimizer is not None else {}
+        logs = {} if self.optimizer is None else model.log_hyperparameters(self.X_.device)
         adam = torch.optim.Adam(list(logs.values()), self.learning_rate) if logs else None
         generator = torch.Generator().manual_seed(seed32(self.random_state))
         order, at = torch.randperm(total, generator=generator), 0
@@ -318,18 +253,17 @@ class GaussianProcess(BaseEstimator):
             if at + size > total:
                 order, at = torch.randperm(total, generator=generator), 0
             index, at = order[at : at + size], at + size
-            batch = factor(*process.with_log_hyperparameters(kernel, observation, logs), index, total / size)
-            step(node, [prior, batch], self.rho)
+            batch = factor(model.with_log_hyperparameters(logs), index, total / size)
+            inference.step(node, [prior, batch], self.rho)
             if adam is not None:
                 adam.zero_grad()
                 (-batch.differentiable() / total).backward()
                 adam.step()
-        kernel, observation = process.with_log_hyperparameters(kernel, observation, logs)
-        kernel, observation = kernel.detached(), observation.detached()
+        model = model.with_log_hyperparameters(logs).detached()
         with torch.no_grad():
-            pieces = [factor(kernel, observation, slice(k, k + 4096)) for k in range(0, total, 4096)]
-            self.elbo_, self.n_iter_ = float(elbo([node], [prior, *pieces])), self.max_iter
-        return kernel, observation
+            pieces = [factor(model, slice(k, k + 4096)) for k in range(0, total, 4096)]
+            self.elbo_, self.n_iter_ = float(inference.elbo([node], [prior, *pieces])), self.max_iter
+        return model
 
     def _points(self, kernel: Kernel) -> Tensor:
         wanted = self.inducing
@@ -352,11 +286,11 @@ class GaussianProcess(BaseEstimator):
 
     def latent(self, X: Any) -> tuple[Any, Any]:
         """Mean and variance of f at new rows, (n,); with more than two classes (n, C)."""
-        rows = self._validated(X)
+        rows = self._fitted_rows(X)
         found = [own._latent(rows, full=False) for own in self._each()]
         mean, variance = (torch.stack(parts, 1) for parts in zip(*found))
         one = len(found) == 1
-        return _like(X, mean[:, 0] if one else mean), _like(X, variance[:, 0] if one else variance)
+        return like(X)(mean[:, 0] if one else mean), like(X)(variance[:, 0] if one else variance)
 
     def _latent(self, rows: Tensor, *, full: bool) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
@@ -377,71 +311,50 @@ class GaussianProcess(BaseEstimator):
 
     def predict(self, X: Any, return_std: bool = False, *, noise: bool = False) -> Any:
         """Labels or expected targets, with `return_std` their standard deviation, and with `noise` that of y itself."""
-        if self._fitted_likelihood().classifies:
+        rows = self._fitted_rows(X)
+        if self.likelihood_.classifies:
             if return_std:
                 raise ValueError("return_std is not available for labels: use predict_proba.")
-            labels = as_numpy(self.classes_)[self._probabilities(self._validated(X)).argmax(1).cpu().numpy()]
-            tensors = isinstance(X, Tensor) and labels.dtype.kind in "biuf"
-            return torch.as_tensor(labels, device=X.device) if tensors else labels
-        found = self.likelihood_.predict(*self._latent(self._validated(X), full=False))
+            return self._most_probable(X, self._probabilities(rows))
+        found = self.likelihood_.predict(*self._latent(rows, full=False))
         if not return_std:
-            return _like(X, found.mean)
+            return like(X)(found.mean)
         variance = found.variance + found.noise if noise else found.variance
-        return _like(X, found.mean), _like(X, variance.sqrt())
+        return like(X)(found.mean), like(X)(variance.sqrt())
 
     def _probabilities(self, rows: Tensor) -> Tensor:
         each = self._each()
         p = torch.stack([own.likelihood_.predict(*own._latent(rows, full=False)).mean for own in each], 1)
         return torch.cat([1 - p, p], 1) if len(each) == 1 else p / p.sum(1, keepdim=True)
 
-    @available_if(_classifies)
+    @available_if(classifies)
     def predict_proba(self, X: Any) -> Any:
         """The probability of each class, (n, C), averaged over the posterior of f."""
-        return _like(X, self._probabilities(self._validated(X)))
+        return like(X)(self._probabilities(self._fitted_rows(X)))
 
     def log_predictive(self, X: Any, y: Any) -> Any:
         """log p(y | x, data) of each row."""
-        rows, labels = self._validated(X), np.asarray(as_numpy(y))
+        rows, labels = self._fitted_rows(X), np.asarray(as_numpy(y))
         if labels.shape != (len(rows),):
             raise ValueError(f"y must have one target for each of {len(rows)} rows, got shape {labels.shape}.")
+        target = self._encode(labels, rows)
         if not self.likelihood_.classifies:
-            target = torch.as_tensor(labels).to(rows)
-            return _like(X, self.likelihood_.log_predictive(*self._latent(rows, full=False), target))
-        known = as_numpy(self.classes_)
-        if not np.isin(labels, known).all():
-            raise ValueError(
-                f"y contains {labels[~np.isin(labels, known)][0].item()!r}, which is not in {known.tolist()}."
-            )
-        at = np.searchsorted(known, labels)
-        return _like(X, self._probabilities(rows).gather(1, torch.as_tensor(at)[:, None].to(rows.device))[:, 0].log())
-
-    def score(self, X: Any, y: Any) -> float:
-        """Accuracy for classification, R² for regression."""
-        found = as_numpy(self.predict(X))
-        return float((accuracy_score if self.likelihood_.classifies else r2_score)(as_numpy(y), found))
+            return like(X)(self.likelihood_.log_predictive(*self._latent(rows, full=False), target))
+        return like(X)(self._probabilities(rows).gather(1, target.long()[:, None])[:, 0].log())
 
     def sample(self, X: Any, n_samples: int = 1, random_state: int | None = None) -> Any:
         """Samples of f from the posterior at these rows: (n_samples, n), with several classes (n_samples, n, C)."""
         checks.require_positive_integer(n_samples=n_samples)
         seed = self.random_state if random_state is None else random_state
-        rows, generator = self._validated(X), torch.Generator().manual_seed(seed32(seed))
+        rows, generator = self._fitted_rows(X), torch.Generator().manual_seed(seed32(seed))
         drawn = []
         for own in self._each():
             mean, covariance = own._latent(rows, full=True)
             values, vectors = torch.linalg.eigh((covariance + covariance.mT) / 2)
             noise = torch.randn(n_samples, len(mean), dtype=mean.dtype, generator=generator).to(mean.device)
             drawn.append(mean + (noise * values.clamp(min=0).sqrt()) @ vectors.mT)
-        return _like(X, drawn[0] if len(drawn) == 1 else torch.stack(drawn, 2))
+        return like(X)(drawn[0] if len(drawn) == 1 else torch.stack(drawn, 2))
 
-    def _fitted_likelihood(self) -> Observation:
+    def _fitted_rows(self, X: Any) -> Tensor:
         check_is_fitted(self, "kernel_")
-        return self.likelihood_
-
-    def _validated(self, X: Any) -> Tensor:
-        check_is_fitted(self, "kernel_")
-        rows = validate_data(self, as_numpy(X), reset=False, dtype=np.float64, ensure_all_finite=False)
-        return as_finite(rows, X).to(self._each()[0].X_)
-
-
-def _like(X: Any, value: Tensor) -> Any:
-    return value.to(X.device) if isinstance(X, Tensor) else value.cpu().numpy()
+        return as_finite(self._validated(X), X).to(self._each()[0].X_)

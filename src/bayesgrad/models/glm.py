@@ -5,57 +5,39 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from numbers import Real
 from typing import Any
 
 import numpy as np
 import torch
-from sklearn.base import BaseEstimator
 from sklearn.exceptions import ConvergenceWarning
-from sklearn.metrics import accuracy_score, r2_score
-from sklearn.utils import ClassifierTags, RegressorTags, Tags
 from sklearn.utils.metaestimators import available_if
-from sklearn.utils.multiclass import check_classification_targets, type_of_target
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.multiclass import type_of_target
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
+from bayesgrad import inference
 from bayesgrad.families import Gaussian as GaussianFamily
 from bayesgrad.families import Parameters
-from bayesgrad.inference import (
-    Delta,
-    LinearPredictorFactor,
-    MonteCarlo,
-    MultiLinearPredictorFactor,
-    Node,
-    Prior,
-    linear_gaussian,
-    run,
-)
 from bayesgrad.inference.expectation import Expectation
 from bayesgrad.inference.factor import Factor, predictor_moments
 from bayesgrad.models import checks
-from bayesgrad.models.arrays import as_finite, as_numpy, like
+from bayesgrad.models.checks import as_finite, as_numpy, like
+from bayesgrad.models.estimator import OBSERVATIONS, Supervised, classifies
 from bayesgrad.models.multinomial import Multinomial, MultinomialLogLikelihood, quadrature
-from bayesgrad.models.observations import NAMES, CallableLikelihood, Observation, fit_hyperparameters
+from bayesgrad.models.observations import CallableLikelihood, fit_hyperparameters
 from bayesgrad.noise import seed32
 
 NORMAL = GaussianFamily()
-LIKELIHOODS: dict[str, type[Observation] | type[Multinomial]] = {
-    **{name: NAMES[name] for name in ("gaussian", "logistic", "probit", "poisson", "student-t")},
-    "multinomial": Multinomial,
-}
+LIKELIHOODS = ("gaussian", "logistic", "probit", "poisson", "student-t", "multinomial")
 EXPECTATIONS = ("quadrature", "delta", "mc")
 CHUNK = 1 << 21  # numbers that one factor evaluates at a time
 LEARN = "learn"
-FIXED_SETTINGS = ("likelihood", "fit_intercept")  # settings that must not change between calls of partial_fit
 
 
-def _classifies(model: GLM) -> bool:
-    observation = LIKELIHOODS.get(model.likelihood) if isinstance(model.likelihood, str) else None
-    return observation is not None and observation.classifies
-
-
-class GLM(BaseEstimator):
+@dataclass(eq=False, repr=False)
+class GLM(Supervised):
     r"""Generalised linear models: y depends on x'θ, with a Gaussian posterior q(θ) = N(m, V) over all weights.
 
     The Bayesian learning rule computes it:
@@ -115,42 +97,22 @@ class GLM(BaseEstimator):
     Checked by: tests/equations/test_glm.py, tests/contract/test_glm.py.
     """
 
-    n_features_in_: int
-    _observation: Any  # an Observation, or Multinomial
-
-    def __init__(
-        self,
-        likelihood: str = "gaussian",
-        *,
-        prior_precision: Any = 1.0,
-        expectation: str = "quadrature",
-        fit_intercept: bool = True,
-        intercept_precision: float = 1e-6,
-        noise_scale: float | str = 1.0,
-        dof: float | str = 4.0,
-        max_iter: int = 100,
-        tol: float = 1e-9,
-        rho: float = 1.0,
-        random_state: int = 0,
-        progress: bool | None = None,
-    ) -> None:
-        self.likelihood, self.prior_precision, self.expectation = likelihood, prior_precision, expectation
-        self.fit_intercept, self.intercept_precision = fit_intercept, intercept_precision
-        self.noise_scale, self.dof = noise_scale, dof
-        self.max_iter, self.tol, self.rho = max_iter, tol, rho
-        self.random_state, self.progress = random_state, progress
-
-    def __sklearn_tags__(self) -> Tags:
-        tags = super().__sklearn_tags__()
-        tags.target_tags.required = True
-        if _classifies(self):
-            tags.estimator_type = "classifier"
-            tags.classifier_tags = ClassifierTags(multi_class=self.likelihood == "multinomial")
-        else:
-            tags.estimator_type = "regressor"
-            tags.regressor_tags = RegressorTags()
-            tags.target_tags.positive_only = self.likelihood == "poisson"
-        return tags
+    _binary = ("logistic", "probit")
+    _fixed_settings = ("likelihood", "fit_intercept")
+    _observation: Any = field(init=False)  # an Observation, or Multinomial
+    likelihood: str = "gaussian"
+    _: KW_ONLY
+    prior_precision: Any = 1.0
+    expectation: str = "quadrature"
+    fit_intercept: bool = True
+    intercept_precision: float = 1e-6
+    noise_scale: float | str = 1.0
+    dof: float | str = 4.0
+    max_iter: int = 100
+    tol: float = 1e-9
+    rho: float = 1.0
+    random_state: int = 0
+    progress: bool | None = None
 
     # --- learning ---
 
@@ -184,16 +146,16 @@ class GLM(BaseEstimator):
         """
         first = not hasattr(self, "_natural")
         if not first:
-            checks.require_same(self._first_settings, self)
+            self._require_same_settings()
         if LEARN in self._hyperparameters().values():
             raise ValueError("partial_fit cannot learn noise_scale or dof: pass numbers, or use fit.")
         with checks.restore_on_error(self):
             design, targets = self._read(X, y, reset=first)
             if first:
-                if _classifies(self) and classes is None:
+                if classifies(self) and classes is None:
                     raise ValueError("the first call of partial_fit needs classes, the list of all labels.")
-                self._prepare(y, np.asarray(as_numpy(classes)) if _classifies(self) else targets)
-            elif not _classifies(self):
+                self._prepare(y, np.asarray(as_numpy(classes)) if classifies(self) else targets)
+            elif not classifies(self):
                 self._prepare(y, targets)  # noise_scale and dof may change between batches
             prior = self._prior(design) if first else tuple(part.to(design) for part in self._natural)
             before = 0.0 if first else self.elbo_
@@ -206,55 +168,36 @@ class GLM(BaseEstimator):
         checks.require_positive_integer(max_iter=self.max_iter)
         checks.require_non_negative(tol=self.tol)
         checks.require_integer(random_state=self.random_state)
-        self._first_settings = {name: getattr(self, name) for name in FIXED_SETTINGS}
+        self._remember_settings()
         for name in ("intercept_precision", "noise_scale", "dof"):
             value = getattr(self, name)
             if value != LEARN and not (isinstance(value, Real) and 0 < float(value) < math.inf):
                 raise ValueError(f"{name} must be a positive number, got {value!r}.")
-        observation: Any = LIKELIHOODS[self.likelihood]
+        observation: Any = OBSERVATIONS[self.likelihood]
         if not observation.classifies:
-            self._observation = observation(
-                **{k: 1.0 if v == LEARN else float(v) for k, v in self._hyperparameters().items()}
-            )
+            given = self._hyperparameters().items()
+            self._observation = observation(**{k: 1.0 if v == LEARN else float(v) for k, v in given})
             return
-        check_classification_targets(targets)
-        labels = np.unique(targets)
-        if len(labels) < 2:
-            raise ValueError(f"y has only one class, {labels[0].item()!r}: at least two are needed.")
+        count = self._set_classes(y, targets)
         if observation is Multinomial:
-            self._observation = Multinomial(len(labels))
-        elif len(labels) > 2:
+            self._observation = Multinomial(count)
+        elif count > 2:
             raise ValueError(
                 f"Only binary classification is supported. The type of the target is {type_of_target(targets)}: "
-                f"use likelihood='multinomial' for {len(labels)} classes."
+                f"use likelihood='multinomial' for {count} classes."
             )
         else:
             self._observation = observation()
-        self.classes_ = torch.as_tensor(labels) if isinstance(y, Tensor) else labels
 
     def _hyperparameters(self) -> dict[str, Any]:
         """The given hyperparameters of the likelihood."""
         own = {"gaussian": ("scale",), "student-t": ("scale", "dof")}.get(str(self.likelihood), ())
         return {name: self.noise_scale if name == "scale" else self.dof for name in own}
 
-    def _read(self, X: Any, y: Any, *, reset: bool) -> tuple[Tensor, np.ndarray]:
-        options: dict[str, Any] = dict(
-            reset=reset, dtype=np.float64, ensure_all_finite=False, y_numeric=not _classifies(self)
-        )
-        rows, targets = validate_data(self, as_numpy(X), as_numpy(y), **options)
-        return as_finite(rows, X), np.asarray(targets)
-
-    def _encode(self, targets: np.ndarray, design: Tensor) -> Tensor:
-        if not self._observation.classifies:
-            if self.likelihood == "poisson" and targets.min() < 0:
-                raise ValueError(f"y must be non-negative counts, got {targets.min():g}.")
-            return torch.as_tensor(np.array(targets, dtype=np.float64)).to(design)
-        labels = as_numpy(self.classes_)
-        places = np.searchsorted(labels, targets).clip(max=len(labels) - 1)
-        if (labels[places] != targets).any():
-            unknown = targets[labels[places] != targets][0].item()
-            raise ValueError(f"y contains the label {unknown!r}, which is not in classes, {labels.tolist()}.")
-        return torch.as_tensor(places).to(design)
+    def _encode(self, targets: np.ndarray, rows: Tensor) -> Tensor:
+        if self.likelihood == "poisson" and targets.min() < 0:
+            raise ValueError(f"y must be non-negative counts, got {targets.min():g}.")
+        return super()._encode(targets, rows)
 
     def _prior(self, design: Tensor) -> Parameters:
         """Natural parameters of N(0, Λ^-1) for each contrast of classes; the intercept is last."""
@@ -274,9 +217,9 @@ class GLM(BaseEstimator):
         self, X: Any, design: Tensor, y: Tensor, prior: Parameters, *, before: float = 0.0, update: bool = False
     ) -> None:
         design = self._with_intercept(design)
-        node = Node(NORMAL, prior, name="weights")
+        node = inference.Node(NORMAL, prior, name="weights")
         node.natural = self._start(design, y, prior, update)
-        factors: list[Factor] = [Prior(node, prior), *self._factors(node, design, y)]
+        factors: list[Factor] = [inference.Prior(node, prior), *self._factors(node, design, y)]
         learned = [name for name, value in self._hyperparameters().items() if value == LEARN]
         once = self._observation.conjugate and not learned and self.rho == 1
 
@@ -291,7 +234,7 @@ class GLM(BaseEstimator):
             tune()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*not converged after")
-            result = run(
+            result = inference.run(
                 node,
                 factors,
                 steps=1 if once else self.max_iter,
@@ -326,15 +269,15 @@ class GLM(BaseEstimator):
             mean = torch.linalg.solve(precision, prior[0] + design.mT @ (weights * y))
         return NORMAL.of(mean, precision)
 
-    def _factors(self, node: Node, design: Tensor, y: Tensor) -> list[Factor]:
+    def _factors(self, node: inference.Node, design: Tensor, y: Tensor) -> list[Factor]:
         """The factors of the likelihood, for chunks of rows to limit memory."""
         observation, outputs = self._observation, self._outputs()
         if observation.conjugate:
-            return [linear_gaussian(node, design, y, 1 / float(observation.scale) ** 2)]  # pyright: ignore
+            return [inference.linear_gaussian(node, design, y, 1 / float(observation.scale) ** 2)]  # pyright: ignore
         rows = max(1, CHUNK // (outputs * (32 if outputs == 1 else 512)))
-        factor, log_likelihood = LinearPredictorFactor, CallableLikelihood
+        factor, log_likelihood = inference.LinearPredictorFactor, CallableLikelihood
         if isinstance(observation, Multinomial):
-            factor, log_likelihood = MultiLinearPredictorFactor, MultinomialLogLikelihood
+            factor, log_likelihood = inference.MultiLinearPredictorFactor, MultinomialLogLikelihood
         parts = enumerate(zip(design.split(rows), y.split(rows)))
         return [
             factor(node, x, log_likelihood(observation, own), self._expectation(place))  # pyright: ignore
@@ -343,9 +286,9 @@ class GLM(BaseEstimator):
 
     def _expectation(self, place: int) -> Expectation:
         if self.expectation == "delta":
-            return Delta()
+            return inference.Delta()
         if self.expectation == "mc":
-            return MonteCarlo(64, "reparameterised", fixed=True, seed=self.random_state + place)
+            return inference.MonteCarlo(64, "reparameterised", fixed=True, seed=self.random_state + place)
         return quadrature(self._outputs())
 
     def _set_attributes(self, X: Any, design: Tensor) -> None:
@@ -387,8 +330,7 @@ class GLM(BaseEstimator):
 
     def _map_chunks(self, X: Any, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         check_is_fitted(self, "coef_")
-        rows = validate_data(self, as_numpy(X), reset=False, dtype=np.float64, ensure_all_finite=False)
-        design = self._with_intercept(as_finite(rows, X))
+        design = self._with_intercept(as_finite(self._validated(X), X))
         natural = tuple(part.to(design) for part in self._natural)
         size = max(1, CHUNK // (512 * self._outputs()))
         return torch.cat([function(*self._predictor_moments(part, natural)) for part in design.split(size)])
@@ -399,11 +341,8 @@ class GLM(BaseEstimator):
         Args:
             return_std: also return the standard deviation of y including noise (regressors only).
         """
-        if _classifies(self):
-            places = self._map_chunks(X, self._probabilities).argmax(-1)
-            labels = as_numpy(self.classes_)[places.cpu().numpy()]
-            tensors = isinstance(X, Tensor) and labels.dtype.kind in "biuf"
-            return torch.as_tensor(labels, device=X.device) if tensors else labels
+        if classifies(self):
+            return self._most_probable(X, self._map_chunks(X, self._probabilities))
         mean = like(X)(self._map_chunks(X, lambda z, v: self._observation.predict(z, v).mean))
         if not return_std:
             return mean
@@ -419,15 +358,10 @@ class GLM(BaseEstimator):
         p = self._observation.predict(z, variance).mean
         return torch.stack([1 - p, p], 1)
 
-    @available_if(_classifies)
+    @available_if(classifies)
     def predict_proba(self, X: Any) -> Any:
         """Probabilities of `classes_`, (n, C), averaged over the posterior."""
         return like(X)(self._map_chunks(X, self._probabilities))
-
-    def score(self, X: Any, y: Any) -> float:
-        """Accuracy of classifiers, R² of regressors."""
-        found = as_numpy(self.predict(X))
-        return float((accuracy_score if _classifies(self) else r2_score)(as_numpy(y), found))
 
     def sample_posterior(self, n_samples: int = 1, random_state: int | None = None) -> tuple[Any, Any]:
         """Posterior samples of coefficients and intercept, (n_samples, ...) in the shapes of `coef_`, `intercept_`."""

@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from sklearn.cluster import KMeans
 from sklearn.utils import Tags, check_random_state
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from bayesgrad.families import Dirichlet, Family, Parameters, Point
 from bayesgrad.inference import Factor, Linear, Node, Prior
-from bayesgrad.models import checks, markov
-from bayesgrad.models.arrays import as_numpy, near_mean
-from bayesgrad.models.chained import MarkovChainFactor, Sequences, check_possible, log_shares
+from bayesgrad.models import chained, checks, markov
 from bayesgrad.models.covariances import COVARIANCES, Covariance
-from bayesgrad.models.emissions import Rows, Symbols, pseudo_statistics, to_covariance_type, to_full_matrices
-from bayesgrad.models.gaussian_mixture import FAR
 from bayesgrad.models.kalman import Elements, scan
 from bayesgrad.models.latent import Latent
-from bayesgrad.models.sequences import SequenceInput
 
 EMISSIONS, METHODS, STARTS = ("gaussian", "categorical"), ("em", "vb"), ("kmeans", "random")
 SUBSET = 20_000  # maximum number of rows for k-means
 
 
+@dataclass(eq=False, repr=False)
 class HiddenMarkov(Latent):
     r"""Hidden Markov models: observations x_t depend on latent states z_t, which form a Markov chain:
 
@@ -57,7 +54,6 @@ class HiddenMarkov(Latent):
         startprob_init, transmat_init, means_init, covars_init, emissionprob_init: initial values, any or all of them.
             With `"em"` probabilities that start at zero stay zero: use this for a left-to-right chain.
         n_init, max_iter, tol, random_state, progress, total_samples, offset, decay: see `Latent`; `partial_fit` counts
-            sequences, tol is per observation.
             sequences, tol is for each observation.
 
     Attributes:
@@ -79,56 +75,34 @@ class HiddenMarkov(Latent):
     Checked by: tests/equations/test_hidden_markov.py, tests/contract/test_hidden_markov.py.
     """
 
-    n_features_in_: int
-    startprob_: Any
-    transmat_: Any
-    emissionprob_: Any
-    means_: Any
-    covars_: Any
-    batch_size = 1
+    startprob_: Any = field(init=False)
+    transmat_: Any = field(init=False)
+    emissionprob_: Any = field(init=False)
+    means_: Any = field(init=False)
+    covars_: Any = field(init=False)
     _fixed_settings = ("n_states", "emissions", "method", "covariance_type")
-
-    def __init__(
-        self,
-        n_states: int = 2,
-        *,
-        emissions: str = "gaussian",
-        method: str = "em",
-        covariance_type: str = "full",
-        n_symbols: int | None = None,
-        startprob_prior: Any = None,
-        transmat_prior: Any = None,
-        emissionprob_prior: Any = None,
-        means_prior: Any = None,
-        means_weight: float | None = None,
-        covars_prior: Any = None,
-        dof_prior: float | None = None,
-        init: str = "kmeans",
-        startprob_init: Any = None,
-        transmat_init: Any = None,
-        means_init: Any = None,
-        covars_init: Any = None,
-        emissionprob_init: Any = None,
-        n_init: int = 1,
-        max_iter: int = 500,
-        tol: float = 1e-5,
-        random_state: Any = None,
-        progress: bool | None = None,
-        total_samples: float | None = None,
-        offset: float = 1.0,
-        decay: float = 0.7,
-    ) -> None:
-        self.n_states, self.emissions, self.method = n_states, emissions, method
-        self.covariance_type, self.n_symbols = covariance_type, n_symbols
-        self.startprob_prior, self.transmat_prior = startprob_prior, transmat_prior
-        self.emissionprob_prior = emissionprob_prior
-        self.means_prior, self.means_weight = means_prior, means_weight
-        self.covars_prior, self.dof_prior = covars_prior, dof_prior
-        self.init, self.startprob_init, self.transmat_init = init, startprob_init, transmat_init
-        self.means_init, self.covars_init, self.emissionprob_init = means_init, covars_init, emissionprob_init
-        self.n_init, self.max_iter, self.tol = n_init, max_iter, tol
-        self.random_state, self.progress, self.total_samples = random_state, progress, total_samples
-        self.offset, self.decay = offset, decay
+    n_states: int = 2
+    _: KW_ONLY
+    emissions: str = "gaussian"
+    method: str = "em"
+    covariance_type: str = "full"
+    n_symbols: int | None = None
+    startprob_prior: Any = None
+    transmat_prior: Any = None
+    emissionprob_prior: Any = None
+    means_prior: Any = None
+    means_weight: float | None = None
+    covars_prior: Any = None
+    dof_prior: float | None = None
+    init: str = "kmeans"
+    startprob_init: Any = None
+    transmat_init: Any = None
+    means_init: Any = None
+    covars_init: Any = None
+    emissionprob_init: Any = None
+    random_state: Any = None
+    offset: float = 1.0
+    decay: float = 0.7
 
     def __sklearn_tags__(self) -> Tags:
         tags = super().__sklearn_tags__()
@@ -144,19 +118,19 @@ class HiddenMarkov(Latent):
             ValueError: a setting or the data are not valid.
         """
         _check_ignored_y(X, y)
-        return super().fit(SequenceInput(X, lengths))
+        return super().fit(chained.SequenceInput(X, lengths))
 
     def partial_fit(self, X: Any, y: Any = None, lengths: Any = None) -> HiddenMarkov:
         """Updates the parameters with a batch of sequences, which is not stored: online EM, or SVI. y is ignored."""
         _check_ignored_y(X, y)
-        return super().partial_fit(SequenceInput(X, lengths))
+        return super().partial_fit(chained.SequenceInput(X, lengths))
 
-    def _read(self, X: Any, *, reset: bool) -> Sequences:
-        given: SequenceInput = X
+    def _read(self, X: Any, *, reset: bool) -> chained.Sequences:
+        given: chained.SequenceInput = X
         checks.require_one_of(self, emissions=EMISSIONS, method=METHODS, covariance_type=COVARIANCES, init=STARTS)
         checks.require_positive_integer(n_states=self.n_states)
         rows, lengths = given.concatenated(self._dims)
-        rows = validate_data(self, rows, reset=reset, dtype=np.float64, ensure_all_finite="allow-nan")
+        rows = self._validated(rows, reset=reset, ensure_all_finite="allow-nan")
         lengths = given.split(len(rows)) if lengths is None else lengths
         missing = np.isnan(rows)
         wrong = missing.any(1) & ~missing.all(1)
@@ -167,11 +141,11 @@ class HiddenMarkov(Latent):
         values = torch.as_tensor(np.require(rows, requirements="W"))
         if reset:
             self._prepare_first(values, lengths)
-            self._tensors, self._device = given.kind(self._dims)
+            self._remember_kind(given.first(self._dims))
         layout = markov.Layout(lengths)
         if self.emissions == "categorical":
-            return Sequences(layout, Symbols(self._symbols(values[:, 0])[layout.rows], self._count))
-        return Sequences(layout, Rows((values - self._centre)[layout.rows], self._covariance))
+            return chained.Sequences(layout, chained.Symbols(self._symbols(values[:, 0])[layout.rows], self._count))
+        return chained.Sequences(layout, chained.Rows((values - self._centre)[layout.rows], self._covariance))
 
     @property
     def _covariance(self) -> Covariance:
@@ -214,7 +188,7 @@ class HiddenMarkov(Latent):
             self._count = int(known.max()) + 1 if wanted is None else int(wanted)
             emission = self._dirichlet_prior("emissionprob_prior", (K, self._count))
         else:
-            self._centre = near_mean(known)
+            self._centre = checks.near_mean(known)
             emission = self._rows_prior(known - self._centre)
         self._prior = [
             self._dirichlet_prior("startprob_prior", (K,)),
@@ -263,24 +237,23 @@ class HiddenMarkov(Latent):
         least = D - 1 if self.covariance_type in ("full", "tied") else 0
         if not (checks.is_number(degrees) and degrees > least):
             raise ValueError(f"dof_prior must be a number greater than {least}, got {self.dof_prior!r}.")
-        spread = to_covariance_type(self._covariance, spread)
+        spread = chained.to_covariance_type(self._covariance, spread)
         found = self._covariance.prior(location, weight, degrees, spread, self.n_states)
         return found if vb or self.dof_prior is not None else (*found[:3], torch.zeros_like(found[3]))
 
     # --- initial values ---
 
-    def _start(self, data: Sequences, random: np.random.RandomState) -> list[Node]:
+    def _start(self, data: chained.Sequences, random: np.random.RandomState) -> list[Node]:
         """The prior plus as many pseudo-observations of the initial parameters as there are rows."""
         K, weight = self.n_states, len(data.layout.rows) / self.n_states
         even, random_rows = np.full(K, 1 / K), self.init == "random" or self._dims == 1
         startprob = self._initial_probabilities("startprob_init", (K,), even)
         transitions = random.dirichlet(np.full(K, 2.0), size=K) if random_rows else (np.eye(K) + 1 / K) / 2
         transmat = self._initial_probabilities("transmat_init", (K, K), transitions)
-        if isinstance(data.emissions, Symbols):
+        if isinstance(data.emissions, chained.Symbols):
             emission = random.dirichlet(np.full(self._count, 2.0), size=K)
-            messages: Parameters = (
-                weight * self._initial_probabilities("emissionprob_init", (K, self._count), emission),
-            )
+            given = self._initial_probabilities("emissionprob_init", (K, self._count), emission)
+            messages: Parameters = (weight * given,)
         else:
             messages = self._initial_rows(data.emissions, random, weight)
         added = (len(data) * startprob,), (weight * transmat,), messages
@@ -291,16 +264,13 @@ class HiddenMarkov(Latent):
     def _initial_probabilities(self, name: str, shape: tuple[int, ...], default: np.ndarray) -> Tensor:
         given = getattr(self, name)
         shares = checks.require_numbers(name, default if given is None else given)
-        if (
-            shares.shape != shape
-            or not (shares >= 0).all()
-            or not torch.allclose(shares.sum(-1), torch.ones(()).double())
-        ):
+        whole = torch.allclose(shares.sum(-1), torch.ones(()).double())
+        if shares.shape != shape or not (shares >= 0).all() or not whole:
             found = f"shape {tuple(shares.shape)}, sums {shares.sum(-1).tolist()}"
             raise ValueError(f"{name} must have shape {shape} and non-negative rows that sum to 1, got {found}.")
         return shares
 
-    def _initial_rows(self, seen: Rows, random: np.random.RandomState, weight: float) -> Parameters:
+    def _initial_rows(self, seen: chained.Rows, random: np.random.RandomState, weight: float) -> Parameters:
         known = seen.rows[~seen.rows[:, 0].isnan()]
         K, D = self.n_states, known.shape[1]
         if len(known) > SUBSET:
@@ -326,10 +296,10 @@ class HiddenMarkov(Latent):
             covars, shape = checks.require_numbers("covars_init", self.covars_init), self._covariance.shape(K, D)
             if covars.shape != shape:
                 raise ValueError(f"covars_init must be of shape {shape}, got {tuple(covars.shape)}.")
-            covars = to_full_matrices(self._covariance, covars, K, D)
+            covars = chained.to_full_matrices(self._covariance, covars, K, D)
             if torch.linalg.cholesky_ex(covars)[1].any():
                 raise ValueError("covars_init must be positive, or positive definite matrices.")
-        return pseudo_statistics(self._covariance, means, covars, weight)
+        return chained.pseudo_statistics(self._covariance, means, covars, weight)
 
     # --- the methods of Latent ---
 
@@ -339,11 +309,13 @@ class HiddenMarkov(Latent):
         pairs = [(node, natural) for node, natural in zip(nodes, self._prior) if any(part.any() for part in natural)]
         return [Linear(node, natural) for node, natural in pairs]
 
-    def _data_factor(self, data: Sequences, nodes: Sequence[Node], scale: float = 1.0) -> MarkovChainFactor:
+    def _data_factor(
+        self, data: chained.Sequences, nodes: Sequence[Node], scale: float = 1.0
+    ) -> chained.MarkovChainFactor:
         initial, transitions, emission = nodes
-        return MarkovChainFactor(initial, transitions, emission, data, scale=scale)
+        return chained.MarkovChainFactor(initial, transitions, emission, data, scale=scale)
 
-    def _num_units(self, data: Sequences) -> float:
+    def _num_units(self, data: chained.Sequences) -> float:
         return len(data.layout.rows)
 
     def _set_attributes(self, nodes: Sequence[Node]) -> None:
@@ -353,34 +325,27 @@ class HiddenMarkov(Latent):
                 self._set(f"{name}_posterior_", alpha)
                 self._set(f"{name}_", alpha / alpha.sum(-1, keepdim=True))
             else:
-                self._set(f"{name}_", log_shares(node).exp())
+                self._set(f"{name}_", chained.log_shares(node).exp())
         if self._dims == 1:
             return
-        distance, known = self._covariance.distance(nodes[2].natural), self._covariance.known(nodes[2].natural)
-        if not distance < FAR:
-            checks.warn(
-                f"rows of a state are {distance:.0e} of its smallest standard deviations from the mean of X, so fewer "
-                "than four digits of its covariance are accurate: increase covars_prior, or remove outliers."
-            )
+        remedy = "increase covars_prior, or remove outliers"
+        known, _, covariances = self._covariance.summary(nodes[2].natural, self.method == "em", "state", remedy)
         if self.method == "vb":
             self._set("means_weight_", known.confidence)
             self._set("dof_", known.degrees)
-        count = known.degrees if self.method == "vb" else known.weight
-        count = count[0] if self.covariance_type == "tied" else count.view(-1, *[1] * (known.spread.dim() - 1))
         self._set("means_", known.location + self._centre)
-        self._set("covars_", known.spread / count)
+        self._set("covars_", covariances)
 
     def _set(self, name: str, value: Tensor) -> None:
-        setattr(self, name, self._like(value.clone()))
-
-    def _like(self, value: Tensor) -> Any:
-        return value.to(self._device) if self._tensors else value.numpy()
+        setattr(self, name, self._kind(value.clone()))
 
     # --- prediction ---
 
-    def _prepare(self, X: Any, lengths: Any) -> tuple[SequenceInput, Sequences, tuple[Tensor, Tensor, Tensor]]:
+    def _prepare(
+        self, X: Any, lengths: Any
+    ) -> tuple[chained.SequenceInput, chained.Sequences, tuple[Tensor, Tensor, Tensor]]:
         check_is_fitted(self, "startprob_")
-        given = SequenceInput(X, lengths)
+        given = chained.SequenceInput(X, lengths)
         data = self._read(given, reset=False)
         with torch.no_grad():
             return given, data, self._data_factor(data, self._nodes).logs()
@@ -395,14 +360,14 @@ class HiddenMarkov(Latent):
         """P(z_t = k | X), (n, K), given all observations."""
         given, data, logs = self._prepare(X, lengths)
         found = markov.smoothed(*logs, data.layout)
-        check_possible(found.log_weight)
+        chained.check_possible(found.log_weight)
         return given.like(data.layout.unpacked(found.shares).mT.contiguous(), data.layout.lengths, self._dims)
 
     def decode(self, X: Any, lengths: Any = None) -> tuple[float, Any]:
         """The joint log probability of X and the most probable path of states (Viterbi), and that path."""
         given, data, logs = self._prepare(X, lengths)
         weight, states = markov.best(*logs, data.layout)
-        check_possible(weight)
+        chained.check_possible(weight)
         return float(weight.sum()), given.like(data.layout.unpacked(states), data.layout.lengths, self._dims)
 
     def predict(self, X: Any, lengths: Any = None) -> Any:
@@ -428,10 +393,10 @@ class HiddenMarkov(Latent):
             rows = _drawn(_array(self.emissionprob_)[states], uniform)
         else:
             means, covars = _array(self.means_), _array(self.covars_)
-            root = torch.linalg.cholesky(to_full_matrices(self._covariance, covars, *means.shape))
+            root = torch.linalg.cholesky(chained.to_full_matrices(self._covariance, covars, *means.shape))
             noise = torch.randn(n_samples, means.shape[1], dtype=torch.float64, generator=generator)
             rows = means[states] + (root[states] @ noise[..., None])[..., 0]
-        return self._like(rows), self._like(states)
+        return self._kind(rows), self._kind(states)
 
 
 def _drawn(shares: Tensor, uniform: Tensor) -> Tensor:
@@ -441,7 +406,7 @@ def _drawn(shares: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _array(value: Any) -> Tensor:
-    return torch.as_tensor(np.array(as_numpy(value), dtype=np.float64))
+    return torch.as_tensor(np.array(checks.as_numpy(value), dtype=np.float64))
 
 
 def _check_ignored_y(X: Any, y: Any) -> None:

@@ -163,8 +163,8 @@ def smoothed(back: Backward) -> tuple[StateMoments, Tensor]:
     """The posterior of each x_t given all sites, and the covariances of x_t with x_{t+1}, (T - 1, ..., D, D)."""
 
     def before(later: Elements, earlier: Elements) -> Elements:
-        E, g, L = earlier
-        return E @ later[0], _times(E, later[1]) + g, E @ later[2] @ E.mT + L
+        E, _, L = earlier
+        return *_moved(later, earlier), E @ later[2] @ E.mT + L
 
     _, mean, covariance = (part.flip(0) for part in scan(before, tuple(part.flip(0) for part in back)))
     covariance = (covariance + covariance.mT) / 2
@@ -173,26 +173,23 @@ def smoothed(back: Backward) -> tuple[StateMoments, Tensor]:
 
 def sampled(back: Backward, noise: Tensor) -> Tensor:
     """Paths given all sites, from standard normal noise (T, count, ..., D)."""
-    root = _root(back.covariance)[:, None]
+    root = square_root(back.covariance)[:, None]
     shift = back.mean[:, None] + _times(root, noise)
-
-    def before(later: Elements, earlier: Elements) -> Elements:
-        return earlier[0] @ later[0], _times(earlier[0], later[1]) + earlier[1]
-
-    return scan(before, (back.gain[:, None].flip(0), shift.flip(0)))[1].flip(0)
+    return scan(_moved, (back.gain[:, None].flip(0), shift.flip(0)))[1].flip(0)
 
 
 def simulated(chain: Chain, noise: Tensor) -> Tensor:
     """Paths of the prior, from standard normal noise (T, ..., D)."""
     F, Q, mean, covariance = chain
-    first = mean + _times(_root(covariance), noise[:1])
-    shift = torch.cat([first, _times(_root(Q), noise[1:])])
+    first = mean + _times(square_root(covariance), noise[:1])
+    shift = torch.cat([first, _times(square_root(Q), noise[1:])])
     moves = F.expand(len(noise), *[1] * (noise.dim() - 2), *F.shape)
+    return scan(_moved, (moves, shift))[1]
 
-    def after(earlier: Elements, later: Elements) -> Elements:
-        return later[0] @ earlier[0], _times(later[0], earlier[1]) + later[1]
 
-    return scan(after, (moves, shift))[1]
+def _moved(first: Elements, second: Elements) -> Elements:
+    """The affine map A x + b of `first`, followed by that of `second`."""
+    return second[0] @ first[0], _times(second[0], first[1]) + second[1]
 
 
 def log_partition(ahead: StateMoments, filtered: StateMoments, h: Tensor, J: Tensor) -> Tensor:
@@ -223,7 +220,7 @@ def _least(covariance: Tensor) -> Tensor:
     return torch.where(least.abs() < 1e3 * size * torch.finfo(least.dtype).eps, 0, least)
 
 
-def _root(covariance: Tensor) -> Tensor:
+def square_root(covariance: Tensor) -> Tensor:
     """R with R R' the matrix, which may be singular."""
     factor, info = torch.linalg.cholesky_ex(covariance)
     if not info.any():

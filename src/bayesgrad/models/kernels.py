@@ -17,6 +17,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -88,7 +89,6 @@ class _Stationary(Kernel):
     def _of(self, square: Tensor) -> Tensor: ...
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class RBF(_Stationary):
     """exp(-r²/2): very smooth functions."""
 
@@ -96,7 +96,6 @@ class RBF(_Stationary):
         return (-square / 2).exp()
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Matern12(_Stationary):
     """exp(-r): continuous functions, rough like an Ornstein-Uhlenbeck process."""
 
@@ -104,7 +103,6 @@ class Matern12(_Stationary):
         return (-_root(square)).exp()
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Matern32(_Stationary):
     """(1 + √3 r) exp(-√3 r): functions with one derivative."""
 
@@ -113,7 +111,6 @@ class Matern32(_Stationary):
         return (1 + r) * (-r).exp()
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Matern52(_Stationary):
     """(1 + √5 r + 5 r²/3) exp(-√5 r): functions with two derivatives."""
 
@@ -141,33 +138,31 @@ class Linear(Kernel):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Sum(Kernel):
+class _Pair(Kernel):
+    """Two kernels, combined elementwise."""
+
+    hyperparameter_names = ("left", "right")
+    combine: ClassVar[Callable[[Tensor, Tensor], Tensor]]
+    left: Kernel
+    right: Kernel
+
+    def __call__(self, x: Tensor, z: Tensor) -> Tensor:
+        return self.combine(self.left(x, z), self.right(x, z))
+
+    def diagonal(self, x: Tensor) -> Tensor:
+        return self.combine(self.left.diagonal(x), self.right.diagonal(x))
+
+
+class Sum(_Pair):
     """The sum of two kernels: the covariance of a sum of independent functions."""
 
-    hyperparameter_names = ("left", "right")
-    left: Kernel
-    right: Kernel
-
-    def __call__(self, x: Tensor, z: Tensor) -> Tensor:
-        return self.left(x, z) + self.right(x, z)
-
-    def diagonal(self, x: Tensor) -> Tensor:
-        return self.left.diagonal(x) + self.right.diagonal(x)
+    combine = torch.add
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Product(Kernel):
+class Product(_Pair):
     """The product of two kernels."""
 
-    hyperparameter_names = ("left", "right")
-    left: Kernel
-    right: Kernel
-
-    def __call__(self, x: Tensor, z: Tensor) -> Tensor:
-        return self.left(x, z) * self.right(x, z)
-
-    def diagonal(self, x: Tensor) -> Tensor:
-        return self.left.diagonal(x) * self.right.diagonal(x)
+    combine = torch.mul
 
 
 @dataclass(frozen=True, eq=False, repr=False)

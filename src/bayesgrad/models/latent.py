@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from sklearn.base import BaseEstimator
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_random_state
 
 from bayesgrad.inference import Factor, LatentVariableFactor, Node, OutsideDomain, Result, elbo, run, step
 from bayesgrad.inference.engine import ProgressLine
-from bayesgrad.models.checks import (
-    is_number,
-    require_non_negative,
-    require_positive_integer,
-    require_same,
-    restore_on_error,
-    warn,
-)
+from bayesgrad.models import checks
+from bayesgrad.models.estimator import Estimator
 
 
-class Latent(BaseEstimator, ABC):
+@dataclass(kw_only=True, eq=False, repr=False)
+class Latent(Estimator, ABC):
     r"""Base class: nodes for the parameters, and a `LatentVariableFactor` for the data, which maximises the bound over
     the latent variables.
 
@@ -38,8 +32,6 @@ class Latent(BaseEstimator, ABC):
         \rho_t = (t + \tau)^{-\kappa}, \quad t = 1, 2, \dots
 
     and each batch counted N/B times. Ctrl-C ends a fit with a warning and the best parameters so far.
-
-    The constructors of subclasses set the following.
 
     Args:
         n_init: number of starts.
@@ -62,17 +54,15 @@ class Latent(BaseEstimator, ABC):
     Checked by: tests/contract/test_latent.py.
     """
 
-    n_init: int
-    max_iter: int
-    tol: float
-    random_state: Any
-    progress: bool | None
-    batch_size: int
-    offset: float
-    decay: float
-    total_samples: float | None
+    n_init: int = 1
+    max_iter: int = 500
+    tol: float = 1e-5
+    random_state: Any = 0
+    progress: bool | None = None
+    total_samples: float | None = None
+    batch_size = 1  # not a setting where batches come only from `partial_fit`
     _schedule_names: ClassVar[tuple[str, str]] = ("offset", "decay")
-    _fixed_settings: ClassVar[tuple[str, ...]] = ("n_components", "method")  # settings that a stream cannot change
+    _fixed_settings = ("n_components", "method")
     _schedule = "parallel"  # "sequential" if the bound increases only when nodes are updated one after the other
 
     # --- defined by subclasses ---
@@ -107,6 +97,11 @@ class Latent(BaseEstimator, ABC):
     def _sort_components(self, nodes: Sequence[Node]) -> None:
         """Called once at the end of `fit`, to put exchangeable components in order; not called for streams."""
 
+    @property
+    def _n_features_out(self) -> int:
+        """The number of columns of `transform`, where there is one."""
+        return len(self.components_)
+
     def _uses_batches(self) -> bool:
         """Whether `fit` uses batches."""
         return False
@@ -120,20 +115,8 @@ class Latent(BaseEstimator, ABC):
     def fit(self, X: Any, y: Any = None) -> Any:
         """Fits X and discards previous fits. y is ignored."""
         self._check_common_settings()
-        with self._restore_on_error():
+        with checks.restore_on_error(self):
             return self._fit(X)
-
-    @contextlib.contextmanager
-    def _restore_on_error(self) -> Iterator[None]:
-        """Restores the estimator if the body raises."""
-        naturals = [(node, node.natural) for node in getattr(self, "_nodes", ())]
-        try:
-            with restore_on_error(self):
-                yield
-        except BaseException:
-            for node, natural in naturals:
-                node.natural = natural
-            raise
 
     def _fit(self, X: Any) -> Any:
         data = self._read(X, reset=True)
@@ -167,16 +150,16 @@ class Latent(BaseEstimator, ABC):
                 "and numbers of very different sizes, or use fewer components."
             ) from failure
         self._nodes, result = best
-        self._first_settings = self._current_settings()
+        self._remember_settings()
         self._sort_components(self._nodes)
         self._rows = len(data)
         self.elbos_, self.elbo_ = result.elbos, result.elbo
         self.n_iter_, self.converged_ = result.steps, result.converged
         self._set_attributes(self._nodes)
         if interrupted:
-            warn(f"interrupted after {result.steps} iterations: the best parameters so far are kept.")
+            checks.warn(f"interrupted after {result.steps} iterations: the best parameters so far are kept.")
         elif not result.converged and self.tol:
-            warn(
+            checks.warn(
                 f"not converged after max_iter={self.max_iter} iterations (tol={self.tol:g}): increase max_iter.",
                 ConvergenceWarning,
             )
@@ -188,19 +171,17 @@ class Latent(BaseEstimator, ABC):
         y is ignored.
         """
         self._check_common_settings()
-        with self._restore_on_error():
+        with checks.restore_on_error(self):
             return self._partial_fit(X)
 
     def _partial_fit(self, X: Any) -> Any:
         first = not hasattr(self, "_nodes")
         if not first:
-            require_same(self._first_settings, self)
+            self._require_same_settings()
         data = self._read(X, reset=first)
         if first:
-            self._first_settings, self._nodes = (
-                self._current_settings(),
-                self._start(data, check_random_state(self.random_state)),
-            )
+            self._remember_settings()
+            self._nodes = self._start(data, check_random_state(self.random_state))
             self._batches, self._rows = 0, 0
         if first or hasattr(self, "converged_"):
             self.elbos_ = []
@@ -222,9 +203,6 @@ class Latent(BaseEstimator, ABC):
         self.elbo_, self.n_iter_ = bound, self._batches
         self._set_attributes(self._nodes)
         return self
-
-    def _current_settings(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self._fixed_settings}
 
     def _iterate(self, data: Any, nodes: list[Node]) -> Result:
         factors = [*self._priors(nodes), self._full_data_factor(data, nodes)]
@@ -276,13 +254,13 @@ class Latent(BaseEstimator, ABC):
         return (count + offset) ** -decay
 
     def _check_common_settings(self) -> None:
-        require_positive_integer(n_init=self.n_init, max_iter=self.max_iter, batch_size=self.batch_size)
-        require_non_negative(tol=self.tol)
+        checks.require_positive_integer(n_init=self.n_init, max_iter=self.max_iter, batch_size=self.batch_size)
+        checks.require_non_negative(tol=self.tol)
         (first, offset), (second, decay) = ((name, getattr(self, name)) for name in self._schedule_names)
-        if not (is_number(decay) and 0.5 < decay <= 1):
+        if not (checks.is_number(decay) and 0.5 < decay <= 1):
             raise ValueError(f"{second} must be in (0.5, 1] for convergence, got {decay!r}.")
-        require_non_negative(**{first: offset})
-        if self.total_samples is not None and not (is_number(self.total_samples) and self.total_samples > 0):
+        checks.require_non_negative(**{first: offset})
+        if self.total_samples is not None and not (checks.is_number(self.total_samples) and self.total_samples > 0):
             raise ValueError(f"total_samples must be a positive number or None, got {self.total_samples!r}.")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,20 +12,12 @@ import torch
 from scipy.sparse import csr_matrix
 from sklearn.base import ClassNamePrefixFeaturesOutMixin, TransformerMixin
 from sklearn.utils import Tags, check_random_state
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from bayesgrad.families import Dirichlet
 from bayesgrad.inference import Factor, Node, Prior
-from bayesgrad.models.arrays import as_numpy, like
-from bayesgrad.models.checks import (
-    is_number,
-    require_non_negative,
-    require_numbers,
-    require_one_of,
-    require_positive_integer,
-    warn,
-)
+from bayesgrad.models import checks
 from bayesgrad.models.documents import Counts, DocumentsFactor
 from bayesgrad.models.latent import Latent
 
@@ -32,6 +25,7 @@ METHODS = ("svi", "batch")
 DIRICHLET = Dirichlet()
 
 
+@dataclass(eq=False, repr=False)
 class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
     r"""Latent Dirichlet allocation: documents as mixtures of topics, which are distributions over words:
 
@@ -89,39 +83,21 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
     Checked by: tests/equations/test_latent_dirichlet.py, tests/contract/test_latent_dirichlet.py.
     """
 
-    components_: Any
-    n_features_in_: int
-    doc_topic_prior_: float
-    topic_word_prior_: float
     _fixed_settings = ("n_components",)
     _schedule_names: ClassVar[tuple[str, str]] = ("learning_offset", "learning_decay")
-
-    def __init__(
-        self,
-        n_components: int = 10,
-        *,
-        method: str = "svi",
-        doc_topic_prior: float | None = None,
-        topic_word_prior: float | None = None,
-        learning_decay: float = 0.7,
-        learning_offset: float = 10.0,
-        batch_size: int = 128,
-        total_samples: float | None = None,
-        max_doc_update_iter: int = 100,
-        mean_change_tol: float = 1e-3,
-        max_iter: int = 100,
-        tol: float = 1e-3,
-        n_init: int = 1,
-        random_state: Any = None,
-        progress: bool | None = None,
-    ) -> None:
-        self.n_components, self.method = n_components, method
-        self.doc_topic_prior, self.topic_word_prior = doc_topic_prior, topic_word_prior
-        self.learning_decay, self.learning_offset = learning_decay, learning_offset
-        self.batch_size, self.total_samples = batch_size, total_samples
-        self.max_doc_update_iter, self.mean_change_tol = max_doc_update_iter, mean_change_tol
-        self.max_iter, self.tol, self.n_init = max_iter, tol, n_init
-        self.random_state, self.progress = random_state, progress
+    n_components: int = 10
+    _: KW_ONLY
+    method: str = "svi"
+    doc_topic_prior: float | None = None
+    topic_word_prior: float | None = None
+    learning_decay: float = 0.7
+    learning_offset: float = 10.0
+    batch_size: int = 128
+    max_doc_update_iter: int = 100
+    mean_change_tol: float = 1e-3
+    max_iter: int = 100
+    tol: float = 1e-3
+    random_state: Any = None
 
     def __sklearn_tags__(self) -> Tags:
         tags = super().__sklearn_tags__()
@@ -130,26 +106,22 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         tags.transformer_tags.preserves_dtype = ["float64"]  # pyright: ignore[reportOptionalMemberAccess]
         return tags
 
-    @property
-    def _n_features_out(self) -> int:
-        return len(self.components_)
-
     # --- the methods of `Latent` ---
 
     def _read(self, X: Any, *, reset: bool) -> Counts:
         if reset:
             self._check_settings()
         counts = self._counts(X, reset=reset)
-        self._tensors = isinstance(X, Tensor)
+        self._remember_kind(X)
         return counts
 
     def _check_settings(self) -> None:
-        require_one_of(self, method=METHODS)
-        require_positive_integer(n_components=self.n_components, max_doc_update_iter=self.max_doc_update_iter)
-        require_non_negative(mean_change_tol=self.mean_change_tol)
+        checks.require_one_of(self, method=METHODS)
+        checks.require_positive_integer(n_components=self.n_components, max_doc_update_iter=self.max_doc_update_iter)
+        checks.require_non_negative(mean_change_tol=self.mean_change_tol)
         for name in ("doc_topic_prior", "topic_word_prior"):
             value = self._prior(name)
-            if not (is_number(value) and value > 0):
+            if not (checks.is_number(value) and value > 0):
                 raise ValueError(f"{name} must be a positive number, got {value!r}.")
 
     def _prior(self, name: str) -> float:
@@ -163,9 +135,8 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
             ValueError: they are not valid counts of words.
         """
         sparse = isinstance(X, Tensor) and X.layout != torch.strided
-        plain: Any = Counts.read(X).matrix if sparse else as_numpy(X)
-        options: dict[str, Any] = dict(accept_sparse="csr", dtype=np.float64, ensure_all_finite=False)
-        matrix = Counts.read(validate_data(self, plain, reset=reset, **options)).matrix
+        plain: Any = Counts.read(X).matrix if sparse else checks.as_numpy(X)
+        matrix = Counts.read(self._validated(plain, reset=reset, accept_sparse="csr")).matrix
         count = len(np.diff(matrix.indptr))
         if not np.isfinite(matrix.data).all():
             wrong = len(np.unique(matrix.nonzero()[0][~np.isfinite(matrix.data)]))
@@ -177,7 +148,7 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
             raise ValueError("X contains no words: every count is zero.")
         if len(empty):
             few = f"{len(empty)} of {count} documents have no words, the first in row {empty[0]}"
-            warn(f"{few}: their proportions are those of the prior, and they do not affect the topics.")
+            checks.warn(f"{few}: their proportions are those of the prior, and they do not affect the topics.")
         return Counts(matrix, X.device if isinstance(X, Tensor) else None)
 
     def _start(self, data: Counts, random: np.random.RandomState) -> list[Node]:
@@ -209,7 +180,7 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         (concentration,) = DIRICHLET.standard_parameters(nodes[0].natural)
         self.doc_topic_prior_ = float(self._prior("doc_topic_prior"))
         self.topic_word_prior_ = float(self._prior("topic_word_prior"))
-        self.components_ = concentration if self._tensors else concentration.cpu().numpy()
+        self.components_ = self._kind(concentration)
 
     def _uses_batches(self) -> bool:
         return self.method == "svi"
@@ -227,7 +198,7 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         else:
             self._check_settings()
             counts = LatentDirichlet()._counts(X, reset=True)  # this estimator may have another vocabulary, or none
-        given, width = require_numbers("topics", topics), counts.matrix.shape[1]  # pyright: ignore
+        given, width = checks.require_numbers("topics", topics), counts.matrix.shape[1]  # pyright: ignore
         if given.dim() != 2 or given.shape[1] != width:
             raise ValueError(f"topics must be (K, {width}), with the columns of X, got shape {tuple(given.shape)}.")
         if not ((given > 0) & torch.isfinite(given)).all():
@@ -244,7 +215,7 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
             normalize: False returns the concentrations instead.
         """
         shares = self._inferred(X)[1].shares
-        return like(X)(shares / shares.sum(1, keepdim=True) if normalize else shares)
+        return checks.like(X)(shares / shares.sum(1, keepdim=True) if normalize else shares)
 
     def bound(self, X: Any, topics: Any = None) -> Any:
         """A bound on log p(words) of each document, (D,), given the posterior of the topics.
@@ -253,11 +224,11 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
             topics: concentrations (K, V), for example of another package; None for `components_`. With topics, the
                 estimator need not be fitted: only doc_topic_prior, max_doc_update_iter and mean_change_tol are used.
         """
-        return like(X)(self._inferred(X, topics)[1].bounds)
+        return checks.like(X)(self._inferred(X, topics)[1].bounds)
 
     def score(self, X: Any, y: Any = None) -> float:
         """The sum of `bound` over documents, in nats."""
-        return float(as_numpy(self.bound(X)).sum())
+        return float(checks.as_numpy(self.bound(X)).sum())
 
     def perplexity(self, X: Any) -> float:
         """exp(-score per word)."""
@@ -277,7 +248,7 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         words = list(columns if vocabulary is None else vocabulary)
         if len(words) != self.n_features_in_:
             raise ValueError(f"vocabulary must have one word per column of X, {self.n_features_in_}, got {len(words)}.")
-        order = np.argsort(-as_numpy(self.components_), axis=1, kind="stable")[:, :n]
+        order = np.argsort(-checks.as_numpy(self.components_), axis=1, kind="stable")[:, :n]
         return [[words[place] for place in row] for row in order]
 
     def sample(self, n_samples: int = 1, length: int = 100, random_state: Any = None) -> tuple[Any, Any]:
@@ -287,11 +258,11 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
             length: number of words in each.
         """
         check_is_fitted(self, "components_")
-        require_positive_integer(n_samples=n_samples, length=length)
+        checks.require_positive_integer(n_samples=n_samples, length=length)
         random = check_random_state(self.random_state if random_state is None else random_state)
         generator = torch.Generator().manual_seed(int(random.randint(2**31 - 1)))
         alpha = torch.full((self.n_components,), self.doc_topic_prior_, dtype=torch.float64)
-        components = torch.as_tensor(as_numpy(self.components_))
+        components = torch.as_tensor(checks.as_numpy(self.components_))
         topics = DIRICHLET.sample(DIRICHLET.of(components), 1, generator)[0]
         shares = DIRICHLET.sample(DIRICHLET.of(alpha), n_samples, generator)
         drawn = [torch.multinomial(row @ topics, length, replacement=True, generator=generator) for row in shares]
@@ -299,4 +270,4 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         entries = (np.ones(len(rows)), (rows, torch.cat(drawn).numpy()))
         counts = csr_matrix(entries, shape=(n_samples, self.n_features_in_))
         counts.sum_duplicates()
-        return counts, like(self.components_)(shares)
+        return counts, checks.like(self.components_)(shares)

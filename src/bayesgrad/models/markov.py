@@ -219,9 +219,8 @@ def _begin_(initial: Tensor, emissions: Tensor, layout: Layout) -> Tensor:
 
 def _plain(transitions: Tensor, emissions: Tensor, top: Tensor, layout: Layout) -> tuple[Smoothed, float]:
     """Also returns the expected number of transitions below RARE."""
-    weights = torch.sub(
-        emissions, torch.where(torch.isneginf(top), 0, top), out=layout.buffer("weights", len(transitions))
-    )
+    finite = torch.where(torch.isneginf(top), 0, top)
+    weights = torch.sub(emissions, finite, out=layout.buffer("weights", len(transitions)))
     weights = torch.threshold_(weights, FAINT, -math.inf).exp_()
     A = transitions.exp()
     floored = A.clamp(min=RARE)
@@ -301,11 +300,8 @@ def _cuts(arithmetic: Arithmetic, transitions: Tensor, weights: Tensor, layout: 
     emissions = weights[:, None].split(layout.widths, -1)
     x = torch.where(layout.first, arithmetic.one, transitions.mT[:, :, None])  # (K to, K from, pieces)
     x = arithmetic.weigh(x, emissions[0]).contiguous()
-    spare, scale, onward = (
-        torch.empty_like(x),
-        torch.zeros(K, count, dtype=transitions.dtype),
-        transitions.mT.contiguous(),
-    )
+    scale = torch.zeros(K, count, dtype=transitions.dtype)
+    spare, onward = torch.empty_like(x), transitions.mT.contiguous()
     for step, width in enumerate(layout.widths[1:], 1):
         if width == count:
             x, spare = arithmetic.push(onward, x, out=spare), x
@@ -347,12 +343,8 @@ def _forward(
     arithmetic: Arithmetic, transitions: Tensor, weights: Tensor, entering: Tensor, layout: Layout
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Messages from the past, with and without the observation at t, (K, N), and the log weight added by each piece."""
-    alpha, ahead, count = (
-        layout.buffer("alpha", len(transitions)),
-        layout.buffer("ahead", len(transitions)),
-        len(layout.first),
-    )
-    scale, onward = torch.zeros(count, dtype=weights.dtype), transitions.mT.contiguous()
+    alpha, ahead = (layout.buffer(name, len(transitions)) for name in ("alpha", "ahead"))
+    scale, onward = torch.zeros(len(layout.first), dtype=weights.dtype), transitions.mT.contiguous()
     emissions, found, plain = (part.split(layout.widths, 1) for part in (weights, alpha, ahead))
     plain[0][:] = torch.where(layout.first, arithmetic.one, arithmetic.push(onward, entering))
     now = arithmetic.weigh(plain[0], emissions[0], out=found[0])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bayesgrad.inference.expectation import Expectation, GaussHermite, QuasiMonteCarlo
-from bayesgrad.models.observations import QUADRATURE
+from bayesgrad.models.observations import QUADRATURE, CallableLikelihood
 
 
 def quadrature(size: int) -> Expectation:
@@ -67,15 +67,8 @@ class Multinomial:
         return torch.einsum("s,snc->nc", weights, (at @ self.basis(z).mT).softmax(-1))
 
 
-@dataclass(frozen=True, eq=False)
-class MultinomialLogLikelihood:
+class MultinomialLogLikelihood(CallableLikelihood):
     """log p(y | z) as a function of z, with derivatives in closed form."""
-
-    observation: Multinomial
-    y: Tensor
-
-    def __call__(self, z: Tensor) -> Tensor:
-        return self.observation.log_density(z, self.y)
 
     def derivatives(self, at: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.observation.derivatives(self.y, at, weights)

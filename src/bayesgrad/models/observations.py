@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,13 +98,24 @@ class Observation(Tunable):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Gaussian(Observation):
-    """y = f + scale times standard normal noise."""
+class _Noisy(Observation):
+    """y = f + noise of a given scale."""
 
     hyperparameter_names = ("scale",)
-    conjugate = True
     least_squares = True
     scale: Number = 1.0
+
+    def mean(self, f: Tensor) -> Tensor:
+        return f
+
+    def predict(self, mean: Tensor, variance: Tensor) -> Prediction:
+        return Prediction(mean, variance, self.variance(mean))
+
+
+class Gaussian(_Noisy):
+    """y = f + scale times standard normal noise."""
+
+    conjugate = True
 
     def log_density(self, f: Tensor, y: Tensor) -> Tensor:
         noise = like(self.scale, f).square()
@@ -118,14 +129,8 @@ class Gaussian(Observation):
     def information(self, f: Tensor) -> Tensor:
         return like(self.scale, f).square().reciprocal().expand_as(f)
 
-    def mean(self, f: Tensor) -> Tensor:
-        return f
-
     def variance(self, f: Tensor) -> Tensor:
         return like(self.scale, f).square().expand_as(f)
-
-    def predict(self, mean: Tensor, variance: Tensor) -> Prediction:
-        return Prediction(mean, variance, self.variance(mean))
 
     def log_predictive(self, mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
         total = variance + like(self.scale, mean).square()
@@ -137,7 +142,7 @@ class Gaussian(Observation):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class StudentT(Observation):
+class StudentT(_Noisy):
     """y = f + noise with heavy tails, for data with outliers. Not log-concave: a site may have a negative precision.
 
     Args:
@@ -145,10 +150,7 @@ class StudentT(Observation):
         dof: degrees of freedom; fixed.
     """
 
-    hyperparameter_names = ("scale",)
     concave = False
-    least_squares = True
-    scale: Number = 1.0
     dof: Number = 4.0
 
     def __post_init__(self) -> None:
@@ -161,9 +163,6 @@ class StudentT(Observation):
         constant = ((n + 1) / 2).lgamma() - (n / 2).lgamma() - (n * math.pi).log() / 2 - scale.log()
         return constant - (n + 1) / 2 * (((y - f) / scale).square() / n).log1p()
 
-    def mean(self, f: Tensor) -> Tensor:
-        return f
-
     def variance(self, f: Tensor) -> Tensor:
         dof = float(self.dof)
         factor = dof / (dof - 2) if dof > 2 else math.inf
@@ -172,9 +171,6 @@ class StudentT(Observation):
     def information(self, f: Tensor) -> Tensor:
         dof = float(self.dof)
         return ((dof + 1) / (dof + 3) / like(self.scale, f).square()).expand_as(f)
-
-    def predict(self, mean: Tensor, variance: Tensor) -> Prediction:
-        return Prediction(mean, variance, self.variance(mean))
 
     def start(self, y: Tensor) -> Tensor:
         return y
@@ -187,7 +183,6 @@ class StudentT(Observation):
         return f + like(self.scale, f) * (normal / (chi / n).sqrt()).to(f.device)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Bernoulli(Observation):
     """y is 1 with a probability that increases with f."""
 
@@ -207,7 +202,6 @@ class Bernoulli(Observation):
             raise ValueError(f"targets must be 0 or 1, got {known[(known != 0) & (known != 1)][0]:g}.")
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Logistic(Bernoulli):
     """p(y = 1 | f) = 1/(1 + e^-f)."""
 
@@ -221,7 +215,6 @@ class Logistic(Bernoulli):
         return f.sigmoid()
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Probit(Bernoulli):
     """p(y = 1 | f) = Φ(f), the normal distribution function."""
 
@@ -243,7 +236,6 @@ class Probit(Bernoulli):
         return torch.special.log_ndtr((2 * y - 1) * mean / (1 + variance).sqrt())
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Poisson(Observation):
     """y counts events of rate e^f."""
 
@@ -256,14 +248,10 @@ class Poisson(Observation):
         rate = (mean + variance / 2).exp()
         return Moments(y * mean - rate - (y + 1).lgamma(), y - rate, -rate)
 
-    def information(self, f: Tensor) -> Tensor:
-        return f.exp()
-
     def mean(self, f: Tensor) -> Tensor:
         return f.exp()
 
-    def variance(self, f: Tensor) -> Tensor:
-        return f.exp()
+    variance = information = mean
 
     def predict(self, mean: Tensor, variance: Tensor) -> Prediction:
         rate = (mean + variance / 2).exp()
@@ -305,7 +293,7 @@ def get_observation(likelihood: str | Observation) -> Observation:
 class CallableLikelihood:
     """log p(y | f) as a function of f."""
 
-    observation: Observation
+    observation: Any  # an Observation, or Multinomial
     y: Tensor
 
     def __call__(self, f: Tensor) -> Tensor:

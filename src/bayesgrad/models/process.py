@@ -10,9 +10,10 @@ Checked by: tests/equations/test_gaussian_process.py.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from torch.distributions import Distribution, MultivariateNormal
 from bayesgrad.families import Family, Parameters
 from bayesgrad.inference import LinearPredictorFactor, Node
 from bayesgrad.inference.expectation import Delta, Expectation, Moments
+from bayesgrad.models.kalman import square_root
 from bayesgrad.models.kernels import Kernel
 from bayesgrad.models.observations import Observation
 from bayesgrad.models.tunable import Tunable
@@ -31,7 +33,47 @@ LOG_LIMIT = math.log(1e5)  # hyperparameters are searched in 1e-5 to 1e5
 
 
 @dataclass(frozen=True, eq=False)
-class ProcessWithSites(Family):
+class WithSites(Family):
+    """A Gaussian prior times a Gaussian site for each of some values f: a family with statistics (f, f²), the sites as
+    natural parameters, and the prior as base measure."""
+
+    event_dims = (1, 1)
+    prior_name: ClassVar[str]
+    _cached: list[Any] = field(default_factory=list, repr=False, kw_only=True)
+
+    @abstractmethod
+    def _posterior(self, natural: Parameters) -> Any:
+        """The posterior given these sites."""
+
+    @abstractmethod
+    def moments(self, natural: Parameters) -> tuple[Tensor, Tensor]:
+        """Means and variances of the values."""
+
+    def at(self, natural: Parameters) -> Any:
+        """The posterior given these sites; the last result is cached."""
+        if not (self._cached and all(torch.equal(a, b) for a, b in zip(natural, self._cached[0]))):
+            self._cached[:] = [natural, self._posterior(natural)]
+        return self._cached[1]
+
+    def mean(self, natural: Parameters) -> Parameters:
+        mean, variance = self.moments(natural)
+        return mean, variance + mean.square()
+
+    def natural(self, mean: Parameters) -> Parameters:
+        raise ValueError(f"the sites of a {self.prior_name} cannot be computed from expectations: use run.")
+
+    def statistics(self, x: Tensor) -> Parameters:
+        return x, x.square()
+
+    def to_distribution(self, natural: Parameters) -> Distribution:
+        raise ValueError(f"a {self.prior_name} has no torch Distribution: use the samples of its estimator.")
+
+    def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
+        raise ValueError(f"the values of a {self.prior_name} are sampled by its estimator.")
+
+
+@dataclass(frozen=True, eq=False)
+class ProcessWithSites(WithSites):
     r"""N(0, K) times a Gaussian site for each value: q(f) = p(f) exp(λ1'f + λ2'f²) / Z.
 
     An exponential family with statistics (f, f²), the sites as natural parameters, log Z as its log-partition, and the
@@ -49,28 +91,19 @@ class ProcessWithSites(Family):
         covariance: K, (n, n).
     """
 
-    event_dims = (1, 1)
+    domain = ", with sites for which the precision is positive definite"
+    prior_name = "process"
 
     covariance: Tensor
-    _cached: list[Any] = field(default_factory=list, repr=False)
     _root: list[Tensor] = field(default_factory=list, repr=False)
 
-    def at(self, natural: Parameters) -> ProcessPosterior | None:
-        """The factorisation of q; the last result is cached. None if q is not a distribution."""
-        if not (self._cached and all(torch.equal(a, b) for a, b in zip(natural, self._cached[0]))):
-            self._cached[:] = [natural, self._factored(*natural)]
-        return self._cached[1]
-
-    def _factored(self, first: Tensor, second: Tensor) -> ProcessPosterior | None:
-        K, W = self.covariance, -2 * second
+    def _posterior(self, natural: Parameters) -> ProcessPosterior | None:
+        """The factorisation of q. None if q is not a distribution."""
+        first, K, W = natural[0], self.covariance, -2 * natural[1]
         if bool((W >= 0).all()):
             return ProcessPosterior.of(K, first, W)
         if not self._root:
-            factor, info = torch.linalg.cholesky_ex(K)
-            if info.any():
-                values, vectors = torch.linalg.eigh(K)
-                factor = vectors * values.clamp(min=0).sqrt()
-            self._root.append(factor)
+            self._root.append(square_root(K))
         return ProcessPosterior.of(K, first, W, self._root[0])
 
     def moments(self, natural: Parameters) -> tuple[Tensor, Tensor]:
@@ -93,31 +126,13 @@ class ProcessWithSites(Family):
         posterior = self._checked(natural)
         return (posterior.W @ posterior.variance - posterior.weights @ posterior.mean - posterior.volume) / 2
 
-    def mean(self, natural: Parameters) -> Parameters:
-        mean, variance = self.moments(natural)
-        return mean, variance + mean.square()
-
-    def natural(self, mean: Parameters) -> Parameters:
-        raise ValueError("the sites of a process cannot be computed from expectations: use run.")
-
     def in_domain(self, natural: Parameters) -> Tensor:
         finite = all(bool(torch.isfinite(part).all()) for part in natural)
         return torch.tensor(finite and self.at(natural) is not None)
 
-    def statistics(self, x: Tensor) -> Parameters:
-        return x, x.square()
-
     def to_distribution(self, natural: Parameters) -> Distribution:
         posterior = self._checked(natural)
         return MultivariateNormal(posterior.mean, self.covariance - posterior.reduction(self.covariance))
-
-    def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
-        exact = self.to_distribution(natural)
-        noise = torch.randn(count, *exact.mean.shape, dtype=exact.mean.dtype, generator=generator)
-        return exact.mean + noise.to(exact.mean) @ exact.scale_tril.mT  # pyright: ignore[reportAttributeAccessIssue]
-
-    def _domain_description(self) -> str:
-        return ", with sites for which the precision is positive definite"
 
 
 @dataclass(eq=False)
@@ -279,8 +294,7 @@ class InducingPointFactor(LinearPredictorFactor):
     def __init__(
         self,
         node: Node,
-        kernel: Kernel,
-        observation: Observation,
+        model: ProcessModel,
         x: Tensor,
         y: Tensor,
         points: Tensor,
@@ -288,7 +302,7 @@ class InducingPointFactor(LinearPredictorFactor):
         *,
         scale: float = 1.0,
     ) -> None:
-        design, self.rest = features(kernel, x, points)
+        (design, self.rest), observation = features(model.kernel, x, points), model.likelihood
         super().__init__(node, design.detach(), lambda f: observation.log_density(f, y), expectation, scale=scale)
         self.differentiable_design, self.observation, self.y = design, observation, y
 
@@ -296,13 +310,9 @@ class InducingPointFactor(LinearPredictorFactor):
         mean, variance = super().predictor_moments()
         return mean, variance + self.rest.detach()
 
-    def moments(self) -> Moments:
-        natural = self.nodes[0].natural
-        if self._cached is None or self._cached[0] is not natural:
-            with torch.no_grad():
-                marginals = self.predictor_moments()
-                self._cached = natural, self.observation.expected(*marginals, self.y, self.expectation)
-        return self._cached[1]
+    @torch.no_grad()
+    def _expected(self) -> Moments:
+        return self.observation.expected(*self.predictor_moments(), self.y, self.expectation)
 
     def differentiable(self) -> Tensor:
         """The factor's value, differentiable by the kernel's hyperparameters, for the current posterior of v."""
@@ -339,24 +349,22 @@ def expected_value(
     return total
 
 
-def log_hyperparameters(kernel: Kernel, likelihood: Observation, device: torch.device) -> dict[str, Tensor]:
-    """Logarithms of all hyperparameters as leaf tensors, by name: `kernel.` or `likelihood.` and the field."""
-    parts: dict[str, Tunable] = {"kernel": kernel, "likelihood": likelihood}
-    return {
-        f"{name}.{inner}": number.log().to(device).clone().requires_grad_()
-        for name, part in parts.items()
-        for inner, number in part.hyperparameters().items()
-    }
+@dataclass(frozen=True, eq=False)
+class ProcessModel(Tunable):
+    """A kernel and a likelihood; their hyperparameters have the prefixes `kernel.` and `likelihood.`."""
 
+    hyperparameter_names = ("kernel", "likelihood")
+    kernel: Kernel
+    likelihood: Observation
 
-def with_log_hyperparameters(
-    kernel: Kernel, likelihood: Observation, logs: dict[str, Tensor]
-) -> tuple[Kernel, Observation]:
-    """The kernel and the likelihood with hyperparameters exp(logs), limited to 1e-5 to 1e5."""
-    numbers = {name: log.clamp(-LOG_LIMIT, LOG_LIMIT).exp() for name, log in logs.items()}
-    own = {name.removeprefix("kernel."): n for name, n in numbers.items() if name.startswith("kernel.")}
-    other = {name.removeprefix("likelihood."): n for name, n in numbers.items() if name.startswith("likelihood.")}
-    return kernel.with_hyperparameters(own), likelihood.with_hyperparameters(other)
+    def log_hyperparameters(self, device: torch.device) -> dict[str, Tensor]:
+        """Logarithms of all hyperparameters as leaf tensors, by name."""
+        numbers = self.hyperparameters().items()
+        return {name: number.log().to(device).clone().requires_grad_() for name, number in numbers}
+
+    def with_log_hyperparameters(self, logs: dict[str, Tensor]) -> ProcessModel:
+        """The kernel and the likelihood with hyperparameters exp(logs), limited to 1e-5 to 1e5."""
+        return self.with_hyperparameters({name: log.clamp(-LOG_LIMIT, LOG_LIMIT).exp() for name, log in logs.items()})
 
 
 def pivots(kernel: Kernel, pool: Tensor, count: int) -> list[int]:

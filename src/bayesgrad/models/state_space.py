@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributions import Distribution
 
-from bayesgrad.families import Family, Parameters
+from bayesgrad.families import Parameters
 from bayesgrad.families.gaussian import LOG_2PI
 from bayesgrad.inference import ElementwiseFactor, Node, run_to_convergence
 from bayesgrad.inference.expectation import Expectation, Moments
-from bayesgrad.models import dynamics, kalman
-from bayesgrad.models.checks import (
-    require_covariance,
-    require_integer,
-    require_matrix,
-    require_non_negative,
-    require_numbers,
-    require_positive_integer,
-)
+from bayesgrad.models import checks, dynamics, kalman
+from bayesgrad.models.estimator import Estimator
 from bayesgrad.models.kalman import Chain, StateMoments
 from bayesgrad.models.observations import QUADRATURE, Observation, get_observation
+from bayesgrad.models.process import WithSites
 from bayesgrad.noise import seed32
 
 
@@ -44,7 +37,8 @@ class States(NamedTuple):
     log_likelihood: Any
 
 
-class LinearStateSpace:
+@dataclass(eq=False, repr=False)
+class LinearStateSpace(Estimator):
     r"""Linear Gaussian state-space models (Kalman filter and smoother), with Gaussian or other observations:
 
     .. math::
@@ -82,49 +76,54 @@ class LinearStateSpace:
     Checked by: tests/equations/test_state_space.py: dense joints, filterpy, quadrature.
     """
 
-    def __init__(
-        self,
-        transition: Any,
-        process_covariance: Any,
-        observation: Any,
-        observation_covariance: Any = None,
-        *,
-        initial_mean: Any = None,
-        initial_covariance: Any = None,
-        likelihood: str | Observation = "gaussian",
-        expectation: Expectation | None = None,
-        max_iter: int = 100,
-        tol: float = 1e-10,
-    ) -> None:
-        F, H = require_matrix("transition", transition), require_matrix("observation", observation)
-        size = len(F)
+    transition: Any
+    process_covariance: Any
+    observation: Any
+    observation_covariance: Any = None
+    _: KW_ONLY
+    initial_mean: Any = None
+    initial_covariance: Any = None
+    likelihood: str | Observation = "gaussian"
+    expectation: Expectation | None = None
+    max_iter: int = 100
+    tol: float = 1e-10
+
+    def __post_init__(self) -> None:
+        """Checks the parameters and converts them to tensors; `fit` replaces those that it learns."""
+        F = checks.require_matrix("transition", self.transition)
+        H, size = checks.require_matrix("observation", self.observation), len(F)
         if F.shape != (size, size):
             raise ValueError(f"transition must be square, got shape {tuple(F.shape)}.")
         if H.shape[1] != size:
             raise ValueError(f"observation must have {size} columns, the size of the state, got {tuple(H.shape)}.")
-        given = torch.zeros(size) if initial_mean is None else initial_mean
-        mean = require_numbers("initial_mean", given, live=True).to(F)
+        given = torch.zeros(size) if self.initial_mean is None else self.initial_mean
+        mean = checks.require_numbers("initial_mean", given, live=True).to(F)
         if mean.shape != (size,) or not torch.isfinite(mean).all():
-            raise ValueError(f"initial_mean must be {size} finite numbers, got {initial_mean!r}.")
-        Q = require_covariance("process_covariance", process_covariance, size)
-        P = torch.eye(size).to(F) if initial_covariance is None else initial_covariance
-        self.chain = Chain(F, Q, mean, require_covariance("initial_covariance", P, size))
-        self.observation, self.likelihood, self._observation_model = H, likelihood, get_observation(likelihood)
-        self.observation_covariance: Tensor | None = None
-        if likelihood == "gaussian":
-            if observation_covariance is None:
+            raise ValueError(f"initial_mean must be {size} finite numbers, got {self.initial_mean!r}.")
+        Q = checks.require_covariance("process_covariance", self.process_covariance, size)
+        P = torch.eye(size).to(F) if self.initial_covariance is None else self.initial_covariance
+        chain, R = Chain(F, Q, mean, checks.require_covariance("initial_covariance", P, size)), None
+        self._observation_model = get_observation(self.likelihood)
+        if self.likelihood == "gaussian":
+            if self.observation_covariance is None:
                 raise ValueError("likelihood='gaussian' needs observation_covariance, got None.")
-            self.observation_covariance = require_covariance(
-                "observation_covariance", observation_covariance, len(H), definite=True
-            )
-        elif observation_covariance is not None:
-            raise ValueError(f"observation_covariance needs likelihood='gaussian', got likelihood={likelihood!r}.")
-        self.expectation = QUADRATURE if expectation is None else expectation
-        if not isinstance(self.expectation, Expectation):
-            raise TypeError(f"expectation must be GaussHermite() or None, got {expectation!r}.")
-        require_positive_integer(max_iter=max_iter)
-        require_non_negative(tol=tol)
-        self.max_iter, self.tol = max_iter, tol
+            given = self.observation_covariance
+            R = checks.require_covariance("observation_covariance", given, len(H), definite=True)
+        elif self.observation_covariance is not None:
+            raise ValueError(f"observation_covariance needs likelihood='gaussian', got likelihood={self.likelihood!r}.")
+        self._matrices = dynamics.Matrices(chain, H, R)
+        self._expectation = QUADRATURE if self.expectation is None else self.expectation
+        if not isinstance(self._expectation, Expectation):
+            raise TypeError(f"expectation must be GaussHermite() or None, got {self.expectation!r}.")
+        checks.require_positive_integer(max_iter=self.max_iter)
+        checks.require_non_negative(tol=self.tol)
+
+    def set_params(self, **params: Any) -> LinearStateSpace:
+        """Sets parameters of the constructor; learned matrices are discarded."""
+        with checks.restore_on_error(self):
+            super().set_params(**params)
+            self.__post_init__()
+        return self
 
     # --- the public interface ---
 
@@ -147,117 +146,116 @@ class LinearStateSpace:
             tol: stop when the change of the log-likelihood per observed number is below this.
             progress: see `inference.run`.
         """
-        if names := dynamics.chosen(learn, None if self.observation_covariance is not None else self.likelihood):
-            self._learn(_Rows(y, len(self.observation)), names, max_iter, tol, progress)
+        if names := dynamics.chosen(learn, None if self._matrices.noise is not None else self.likelihood):
+            self._learn(_Rows(y, len(self._matrices.observation)), names, max_iter, tol, progress)
         self.means_, self.covariances_, self.elbo_ = self.smooth(y)
         return self
 
     def _learn(self, rows: _Rows, names: Sequence[str], steps: int, tolerance: float, progress: bool | None) -> None:
         def smooth(at: dynamics.Matrices) -> dynamics.Smooth:
-            self.chain, self.observation, self.observation_covariance = at
-            posterior = self._observed(rows.values)
-            back = kalman.backward(self.chain, posterior.filtered)
-            return dynamics.Smooth(*kalman.smoothed(back), posterior.log_likelihood)
+            self._matrices = at
+            filtered, log_likelihood = self._observed(rows.values)
+            return dynamics.Smooth(*kalman.smoothed(kalman.backward(at.chain, filtered)), log_likelihood)
 
-        found = dynamics.Matrices(self.chain, self.observation, self.observation_covariance)
-        given = smooth, rows.values, rows.lengths, names
+        found, given = self._matrices, (smooth, rows.values, rows.lengths, names)
         try:
             with torch.no_grad():
                 found, result = dynamics.run_em(found, *given, steps=steps, tolerance=tolerance, progress=progress)
         finally:
-            self.chain, self.observation, self.observation_covariance = found
+            self._matrices = found
         self.elbos_, self.n_iter_, self.converged_ = result.elbos, result.steps, result.converged
         every = (*found.chain[:2], found.observation, found.noise, *found.chain[2:])
         learned = {name: value for name, value in zip(dynamics.LEARNABLE, every) if name in names and value is not None}
         vars(self).update({f"{name}_": rows.kind(value) for name, value in learned.items()})
 
+    def _condition(self, y: Any) -> tuple[_Rows, StateMoments, Tensor]:
+        """y, the filtered states, and the log-likelihood of each sequence."""
+        rows = _Rows(y, len(self._matrices.observation))
+        return rows, *self._observed(rows.values)
+
     def filter(self, y: Any) -> States:
         """Each state given the observations up to its time (Kalman filter); Gaussian observations only."""
-        if self.observation_covariance is None:
+        if self._matrices.noise is None:
             raise ValueError("filter supports only Gaussian observations: use smooth.")
-        rows = _Rows(y, len(self.observation))
-        posterior = self._observed(rows.values)
-        return rows.out(posterior.filtered, posterior.log_likelihood)
+        rows, filtered, log_likelihood = self._condition(y)
+        return rows.out(filtered, log_likelihood)
 
     def smooth(self, y: Any) -> States:
         """Each state given all observations."""
-        rows = _Rows(y, len(self.observation))
-        posterior = self._observed(rows.values)
-        smooth, _ = kalman.smoothed(kalman.backward(self.chain, posterior.filtered))
-        return rows.out(smooth, posterior.log_likelihood)
+        rows, filtered, log_likelihood = self._condition(y)
+        smooth, _ = kalman.smoothed(kalman.backward(self._matrices.chain, filtered))
+        return rows.out(smooth, log_likelihood)
 
     def log_likelihood(self, y: Any) -> Any:
         """log p(y) of a sequence or of each sequence; a lower bound if observations are not Gaussian."""
-        rows = _Rows(y, len(self.observation))
-        return rows.each(self._observed(rows.values).log_likelihood)
+        rows, _, log_likelihood = self._condition(y)
+        return rows.each(log_likelihood)
 
     def score(self, y: Any) -> float:
         """The log-likelihood (or bound) per observed number."""
-        rows = _Rows(y, len(self.observation))
+        rows, _, log_likelihood = self._condition(y)
         if rows.values.isnan().all():
             raise ValueError("y contains only NaN: there is nothing to score.")
-        total = self._observed(rows.values).log_likelihood.sum()
-        return float(total / (~rows.values.isnan()).sum())
+        return float(log_likelihood.sum() / (~rows.values.isnan()).sum())
 
     def sample(self, y: Any, n_samples: int = 1, random_state: int = 0) -> Any:
         """Paths of the states given all observations, (n_samples, T, D) or (n_samples, sequences, T, D)."""
-        require_positive_integer(n_samples=n_samples)
-        rows = _Rows(y, len(self.observation))
-        posterior = self._observed(rows.values)
-        noise = _noise(
-            (len(rows.values), n_samples, *posterior.filtered.mean.shape[1:]), posterior.filtered.mean, random_state
-        )
-        return rows.paths(kalman.sampled(kalman.backward(self.chain, posterior.filtered), noise))
+        checks.require_positive_integer(n_samples=n_samples)
+        rows, filtered, _ = self._condition(y)
+        noise = _noise((len(rows.values), n_samples, *filtered.mean.shape[1:]), filtered.mean, random_state)
+        return rows.paths(kalman.sampled(kalman.backward(self._matrices.chain, filtered), noise))
 
     def simulate(self, length: int, n_samples: int = 1, random_state: int = 0) -> tuple[Tensor, Tensor]:
         """Paths (n_samples, T, D) from the model, and observations (n_samples, T, K) of them."""
-        require_positive_integer(length=length, n_samples=n_samples)
-        noise = _noise((length, n_samples, len(self.chain.mean)), self.chain.mean, random_state)
-        states = kalman.simulated(self.chain, noise).transpose(0, 1)
-        clean, generator = states @ self.observation.mT, torch.Generator().manual_seed(seed32(random_state) + 1)
-        if self.observation_covariance is None:
+        checks.require_positive_integer(length=length, n_samples=n_samples)
+        chain, H, R = self._matrices
+        noise = _noise((length, n_samples, len(chain.mean)), chain.mean, random_state)
+        states = kalman.simulated(chain, noise).transpose(0, 1)
+        clean, generator = states @ H.mT, torch.Generator().manual_seed(seed32(random_state) + 1)
+        if R is None:
             return states, self._observation_model.sample(clean, generator)
         noise = torch.randn(clean.shape, dtype=clean.dtype, generator=generator).to(clean)
-        return states, clean + noise @ torch.linalg.cholesky(self.observation_covariance).mT
+        return states, clean + noise @ torch.linalg.cholesky(R).mT
 
     def forecast(self, y: Any, steps: int) -> States:
         """The next observations given y: means (steps, K) and covariances including noise.
 
         For observations that are not Gaussian the covariances are diagonal.
         """
-        require_positive_integer(steps=steps)
-        rows = _Rows(y, len(self.observation))
+        checks.require_positive_integer(steps=steps)
+        rows, filtered, log_likelihood = self._condition(y)
         rows.only_equal("forecast")
-        posterior, (F, Q, *_) = self._observed(rows.values), self.chain
-        mean, covariance, H = posterior.filtered.mean[-1], posterior.filtered.covariance[-1], self.observation
+        (F, Q, *_), H, R = self._matrices
+        mean, covariance = filtered.mean[-1], filtered.covariance[-1]
         means, covariances = [], []
         for _ in range(steps):
             mean, covariance = (F @ mean[..., None])[..., 0], F @ covariance @ F.mT + Q
             seen, spread = (H @ mean[..., None])[..., 0], H @ covariance @ H.mT
-            if self.observation_covariance is not None:
-                spread = spread + self.observation_covariance
+            if R is not None:
+                spread = spread + R
             else:
                 found = self._observation_model.predict(seen, spread.diagonal(dim1=-2, dim2=-1).expand_as(seen))
                 seen, spread = found.mean, torch.diag_embed(found.variance + found.noise)
             means.append(seen)
             covariances.append(spread.expand(*seen.shape, len(H)))
-        return rows.out(StateMoments(torch.stack(means), torch.stack(covariances)), posterior.log_likelihood)
+        return rows.out(StateMoments(torch.stack(means), torch.stack(covariances)), log_likelihood)
 
     # --- inference ---
 
-    def _observed(self, y: Tensor) -> _Observed:
-        """y: (T, sequences, K)."""
-        chain = Chain(*[part.to(y) for part in self.chain])
+    def _observed(self, y: Tensor) -> tuple[StateMoments, Tensor]:
+        """The filtered states and the log-likelihood, (sequences,), of y: (T, sequences, K)."""
+        chain, H, R = self._matrices
+        chain = Chain(*[part.to(y) for part in chain])
         self._observation_model.check(y)
-        if self.observation_covariance is not None:
-            return _gaussian(chain, self.observation.to(y), self.observation_covariance.to(y), y)
-        family = ChainWithSites(chain, self.observation.to(y), len(y))
+        if R is not None:
+            return _gaussian(chain, H.to(y), R.to(y), y)
+        family = ChainWithSites(chain, H.to(y), len(y))
         flat = y.transpose(0, 1).flatten(1)
         known = ~flat.isnan()
         target = torch.where(known, flat, 0)
 
         def expected(mean: Tensor, variance: Tensor) -> Moments:
-            found = self._observation_model.expected(mean, variance, target, self.expectation)
+            found = self._observation_model.expected(mean, variance, target, self._expectation)
             return Moments(*[torch.where(known, part, 0) for part in found])
 
         start = tuple(torch.where(known, part, 0) for part in self._observation_model.sites(target))
@@ -266,15 +264,10 @@ class LinearStateSpace:
         result = run_to_convergence(node, [factor], self.max_iter, tolerance=self.tol)
         self.n_iter_ = result.steps
         bound = factor.moments().value.sum(-1) + family.entropy(node.natural)
-        return _Observed(family.at(node.natural).filtered, bound)
+        return family.at(node.natural).filtered, bound
 
 
-class _Observed(NamedTuple):
-    filtered: StateMoments
-    log_likelihood: Tensor  # (sequences,)
-
-
-def _gaussian(chain: Chain, H: Tensor, R: Tensor, y: Tensor) -> _Observed:
+def _gaussian(chain: Chain, H: Tensor, R: Tensor, y: Tensor) -> tuple[StateMoments, Tensor]:
     """The conjugate step, with sites H'R^-1 y and H'R^-1 H of the observed numbers."""
     known = ~y.isnan()
     if known.all():
@@ -291,11 +284,11 @@ def _gaussian(chain: Chain, H: Tensor, R: Tensor, y: Tensor) -> _Observed:
     white = torch.linalg.solve_triangular(factor, error[..., None], upper=False)[..., 0]
     volume = 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
     terms = white.square().sum(-1) + volume + LOG_2PI * known.sum(-1).to(y)
-    return _Observed(found, -terms.sum(0) / 2)
+    return found, -terms.sum(0) / 2
 
 
 @dataclass(frozen=True, eq=False)
-class ChainWithSites(Family):
+class ChainWithSites(WithSites):
     r"""A chain times Gaussian sites: q(x) = p(x) exp(Σ_t λ1_t'z_t + λ2_t'z_t²) / Z with z_t = H x_t.
 
     An exponential family with statistics (z, z²), the sites as natural parameters, log Z as its log-partition, and the
@@ -307,23 +300,20 @@ class ChainWithSites(Family):
         length: T; natural parameters are (sequences, T K).
     """
 
-    event_dims = (1, 1)
+    domain = ", with a positive definite precision of the states"
+    prior_name = "chain"
 
     chain: Chain
     observation: Tensor
     length: int
-    _cached: list[Any] = field(default_factory=list, repr=False)
 
-    def at(self, natural: Parameters) -> _Posterior:
-        """The chain given these sites; the last result is cached."""
-        if not (self._cached and all(torch.equal(a, b) for a, b in zip(natural, self._cached[0]))):
-            first, second = (part.unflatten(-1, (self.length, -1)).transpose(0, 1) for part in natural)
-            H = self.observation
-            h, J = first @ H, H.mT @ (-2 * second[..., None] * H)
-            found = kalman.filtered(self.chain, h, J)
-            value = kalman.log_partition(kalman.predicted(self.chain, found), found, h, J)
-            self._cached[:] = [natural, _Posterior(found, value)]
-        return self._cached[1]
+    def _posterior(self, natural: Parameters) -> _Posterior:
+        """The chain given these sites."""
+        first, second = (part.unflatten(-1, (self.length, -1)).transpose(0, 1) for part in natural)
+        H = self.observation
+        h, J = first @ H, H.mT @ (-2 * second[..., None] * H)
+        found = kalman.filtered(self.chain, h, J)
+        return _Posterior(found, kalman.log_partition(kalman.predicted(self.chain, found), found, h, J))
 
     def moments(self, natural: Parameters) -> tuple[Tensor, Tensor]:
         """Means and variances of z, (sequences, T K)."""
@@ -338,32 +328,8 @@ class ChainWithSites(Family):
     def log_partition(self, natural: Parameters) -> Tensor:
         return self.at(natural).log_partition
 
-    def mean(self, natural: Parameters) -> Parameters:
-        mean, variance = self.moments(natural)
-        return mean, variance + mean.square()
-
-    def natural(self, mean: Parameters) -> Parameters:
-        raise ValueError("the sites of a chain cannot be computed from expectations: use run.")
-
     def in_domain(self, natural: Parameters) -> Tensor:
         return torch.isfinite(self.log_partition(natural))
-
-    def statistics(self, x: Tensor) -> Parameters:
-        return x, x.square()
-
-    def to_distribution(self, natural: Parameters) -> Distribution:
-        raise ValueError("a chain has no torch Distribution: use sample.")
-
-    def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
-        """z, (count, sequences, T K)."""
-        found = self.at(natural).filtered
-        shape = (self.length, count, *found.mean.shape[1:])
-        noise = torch.randn(shape, dtype=found.mean.dtype, generator=generator).to(found.mean.device)
-        paths = kalman.sampled(kalman.backward(self.chain, found), noise) @ self.observation.mT
-        return paths.permute(1, 2, 0, 3).flatten(2)
-
-    def _domain_description(self) -> str:
-        return ", with a positive definite precision of the states"
 
 
 @dataclass
@@ -429,7 +395,7 @@ class _Rows:
 
 
 def _rows(y: Any, parts: int) -> Tensor:
-    rows = require_numbers("y", y, live=True)
+    rows = checks.require_numbers("y", y, live=True)
     if rows.dim() == 1 and parts == 1:
         rows = rows[:, None]
     if rows.dim() not in (2, 3) or rows.shape[-1] != parts or not rows.numel():
@@ -438,7 +404,6 @@ def _rows(y: Any, parts: int) -> Tensor:
 
 
 def _noise(shape: tuple[int, ...], like: Tensor, random_state: int) -> Tensor:
-    require_integer(random_state=random_state)
-    return torch.randn(shape, dtype=like.dtype, generator=torch.Generator().manual_seed(seed32(random_state))).to(
-        like.device
-    )
+    checks.require_integer(random_state=random_state)
+    generator = torch.Generator().manual_seed(seed32(random_state))
+    return torch.randn(shape, dtype=like.dtype, generator=generator).to(like.device)

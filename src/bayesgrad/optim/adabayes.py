@@ -3,36 +3,64 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from bayesgrad.curvature import SquaredGradient
-from bayesgrad.optimizer.base import settings
-from bayesgrad.optimizer.constraints import BOOLEAN, COUNT, OPTIONAL_COUNT, POSITIVE
-from bayesgrad.optimizer.fisher import FisherOptimizer
-from bayesgrad.rule import NaturalGradient
-from bayesgrad.transition import OrnsteinUhlenbeck, SteadyState
+from bayesgrad.checkpoint import settings
+from bayesgrad.constraints import BOOLEAN, COUNT, INTEGER, OPTIONAL_COUNT, POSITIVE, POSITIVE_INTEGER, one_of
+from bayesgrad.optimizer import BeliefOptimizer
+from bayesgrad.parts import Source
+from bayesgrad.rules import (
+    CentredGradient,
+    NaturalStep,
+    OrnsteinUhlenbeck,
+    SquaredGradient,
+    SteadyState,
+    UpdateRule,
+)
+from bayesgrad.sources import SampledLabels, WeightSampling
 
 DEFAULT_SGD_LR = 0.1
 
 
-class _AdaBayesFamily(FisherOptimizer):
-    """What AdaBayes and AdaBayesFP share: the options `fisher` and `sgd_lr`."""
-
-    curvature = SquaredGradient()
-    rule = NaturalGradient()
-    accepts = {**FisherOptimizer.accepts, "sgd_lr": POSITIVE}
-
-    def _check(self, group: Mapping[str, Any]) -> None:
-        super()._check(group)
-        if group["fisher"] == "centered" and math.isinf(group["sgd_lr"]):
-            raise ValueError(
-                "fisher='centered' needs a finite sgd_lr, got inf: the step for a gradient of zero variance would be "
-                "unbounded."
-            )
+FISHER_OPTIONS = {
+    "fisher": one_of("empirical", "centered", "sampled"),
+    "likelihood": one_of("categorical", "bernoulli", "gaussian"),
+    "sample_weights": BOOLEAN,
+    "samples": POSITIVE_INTEGER,
+    "seed": INTEGER,
+}
 
 
-class AdaBayes(_AdaBayesFamily):
+def fisher_sources(
+    group: Mapping[str, Any], scalars: Callable[[Mapping[str, Any]], list[float]] | None
+) -> Iterator[Source]:
+    """The sources for the options `fisher` and `sample_weights`.
+
+    Reference: Aitchison 2018, sections 2.2.2 and 2.2.8.
+    Checked by: tests/contract/test_evidence.py.
+
+    Args:
+        group: the first param group.
+        scalars: param group -> scalars of the sampling kernel; None if weights are never sampled.
+    """
+    if scalars is not None and group["sample_weights"]:
+        yield WeightSampling(None, scalars)
+    if group["fisher"] == "sampled":
+        yield SampledLabels()
+
+
+def check_centred(group: Mapping[str, Any], name: str) -> None:
+    """Raises if the step for a gradient of zero variance would be unbounded; `name` is the option that bounds it."""
+    if group["fisher"] == "centered" and math.isinf(group[name]):
+        raise ValueError(
+            f"fisher='centered' needs a finite {name}, got inf: the step for a gradient of zero variance would be "
+            "unbounded."
+        )
+
+
+class AdaBayes(BeliefOptimizer):
     r"""Bayesian filtering of each weight: SGD for weights with weak gradients, Adam for those with strong ones.
 
     .. math::
@@ -84,8 +112,16 @@ class AdaBayes(_AdaBayesFamily):
     Checked by: tests/equations/test_adabayes.py.
     """
 
-    transition = OrnsteinUhlenbeck()
-    accepts = {**_AdaBayesFamily.accepts, "batch_size": COUNT, "follow_lr": BOOLEAN}
+    rule = UpdateRule(SquaredGradient(), OrnsteinUhlenbeck(), NaturalStep())
+    centred_rule = replace(rule, curvature=CentredGradient())
+    common = ("fisher", "sample_weights")
+    accepts = {
+        **BeliefOptimizer.accepts,
+        **FISHER_OPTIONS,
+        "sgd_lr": POSITIVE,
+        "batch_size": COUNT,
+        "follow_lr": BOOLEAN,
+    }
 
     def __init__(
         self,
@@ -106,6 +142,15 @@ class AdaBayes(_AdaBayesFamily):
         fused: bool | None = None,
     ) -> None:
         super().__init__(params, settings(locals()))
+
+    def check_options(self, group: Mapping[str, Any]) -> None:
+        check_centred(group, "sgd_lr")
+
+    def build_sources(self) -> Iterator[Source]:
+        return fisher_sources(self.param_groups[0], self._sampling_scalars)
+
+    def rule_of(self, group: Mapping[str, Any]) -> UpdateRule:
+        return self.centred_rule if group["fisher"] == "centered" else type(self).rule
 
     # The state is u = sigma^2_post / unit. With follow_lr, unit = lr/base_lr: process noise and information are
     # proportional to it and the stationary variance is constant, so the state need not be rescaled when lr changes,
@@ -128,7 +173,7 @@ class AdaBayes(_AdaBayesFamily):
     def gradient_scale(self, group: Mapping[str, Any]) -> float:
         return math.sqrt(self._unit(group)) * group["batch_size"]
 
-    def sampling_scalars(self, group: Mapping[str, Any]) -> list[float]:
+    def _sampling_scalars(self, group: Mapping[str, Any]) -> list[float]:
         return [self._unit({**group, "lr": float(group["lr"]) or group["last_lr"] or 1.0})]
 
     def prior_variance(self, group: Mapping[str, Any]) -> float:
@@ -137,7 +182,7 @@ class AdaBayes(_AdaBayesFamily):
         return relative * sgd_lr / group["batch_size"]
 
 
-class AdaBayesFP(_AdaBayesFamily):
+class AdaBayesFP(BeliefOptimizer):
     r"""AdaBayes at its fixed point: exactly AdamW for sgd_lr = inf, SGD for weak gradients.
 
     .. math::
@@ -179,8 +224,10 @@ class AdaBayesFP(_AdaBayesFamily):
     Checked by: tests/equations/test_adabayes.py.
     """
 
-    transition = SteadyState(OrnsteinUhlenbeck())
-    accepts = {**_AdaBayesFamily.accepts, "batch_size": OPTIONAL_COUNT}
+    rule = UpdateRule(SquaredGradient(), SteadyState(OrnsteinUhlenbeck()), NaturalStep())
+    centred_rule = replace(rule, curvature=CentredGradient())
+    common = ("fisher",)
+    accepts = {**BeliefOptimizer.accepts, **FISHER_OPTIONS, "sgd_lr": POSITIVE, "batch_size": OPTIONAL_COUNT}
 
     def __init__(
         self,
@@ -198,6 +245,15 @@ class AdaBayesFP(_AdaBayesFamily):
         fused: bool | None = None,
     ) -> None:
         super().__init__(params, settings(locals()))
+
+    def check_options(self, group: Mapping[str, Any]) -> None:
+        check_centred(group, "sgd_lr")
+
+    def build_sources(self) -> Iterator[Source]:
+        return fisher_sources(self.param_groups[0], None)
+
+    def rule_of(self, group: Mapping[str, Any]) -> UpdateRule:
+        return self.centred_rule if group["fisher"] == "centered" else type(self).rule
 
     def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         return {"beta": group["betas"][1], "step": step, "half": group["base_lr"] / (2 * group["sgd_lr"])}

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesgrad.curvature import SquaredGradient
-from bayesgrad.curvature.gradients import Memory, Scalars
+from bayesgrad.checkpoint import settings
+from bayesgrad.constraints import NONNEGATIVE, OPEN_FRACTION, POSITIVE
 from bayesgrad.optimizer import BeliefOptimizer
-from bayesgrad.optimizer.base import settings
-from bayesgrad.optimizer.constraints import NONNEGATIVE, OPEN_FRACTION, POSITIVE
 from bayesgrad.precision import Diagonal, Pair, Precision
-from bayesgrad.rule import NaturalGradient
-from bayesgrad.transition import SteadyState
+from bayesgrad.rules import NaturalStep, SquaredGradient, SteadyState, UpdateRule
+from bayesgrad.rules.transition import Memory, Scalars
+from bayesgrad.rules.update import MOMENTUM
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class SteadyStateOfMaximum(SteadyState):
 
 
 @dataclass(frozen=True)
-class BoundedGradient(NaturalGradient):
+class BoundedStep(NaturalStep):
     """w <- w - clip(step_scale P^-1, lower, upper) m: the learning rate of each weight stays in a range.
 
     m is the biased average of the gradient. Its bias correction is in step_scale, inside the clip, as in the original.
@@ -50,10 +49,10 @@ class BoundedGradient(NaturalGradient):
         }
 
     def slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return ("momentum",)
+        return (MOMENTUM,)
 
     def move(self, mean: Tensor, gradient: Tensor, precision: Precision, memory: Memory, n: Scalars) -> Tensor:
-        average = memory["momentum"] = n["momentum"] * memory["momentum"] + n["fresh"] * gradient
+        average = memory[MOMENTUM] = n["momentum"] * memory[MOMENTUM] + n["fresh"] * gradient
         rate = (n["step_scale"] * precision.variance()).clamp(n["lower"], n["upper"])
         return mean - rate * average
 
@@ -92,9 +91,7 @@ class AdaBound(BeliefOptimizer):
     Checked by: tests/equations/test_adabound.py, against the authors' package.
     """
 
-    curvature = SquaredGradient()
-    transition = SteadyState(debias=False)
-    rule = BoundedGradient()
+    rule = UpdateRule(SquaredGradient(), SteadyState(debias=False), BoundedStep())
     accepts = {**BeliefOptimizer.accepts, "final_lr": POSITIVE, "gamma": OPEN_FRACTION, "eps": NONNEGATIVE}
 
     def __init__(
@@ -119,14 +116,6 @@ class AdaBound(BeliefOptimizer):
         penalty = {"l2": group["weight_decay"]} if group["weight_decay"] else {}
         return super().scalars({**group, "weight_decay": 0.0, "damping": group["eps"]}, step) | penalty
 
-    def _check_loaded(self, saved: Mapping[str, Any]) -> None:
-        super()._check_loaded(saved)
-        strange = set(SteadyStateOfMaximum.slots).difference(self.transition.slots)
-        if any(strange & set(entry) for entry in saved["state"].values()):
-            raise ValueError(
-                f"the saved state has {sorted(strange)}: it is a state of AMSBound, not of {type(self).__name__}."
-            )
-
 
 class AMSBound(AdaBound):
     r"""AdaBound with the largest average of squared gradients so far in place of the current one.
@@ -145,4 +134,4 @@ class AMSBound(AdaBound):
     Checked by: tests/equations/test_adabound.py, against the authors' package.
     """
 
-    transition = SteadyStateOfMaximum(debias=False)
+    rule = UpdateRule(SquaredGradient(), SteadyStateOfMaximum(debias=False), BoundedStep())

@@ -2,23 +2,114 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bayesgrad.block.relaxed import Relaxed
+from bayesgrad.checkpoint import settings
+from bayesgrad.constraints import COUNT, INTEGER, NONNEGATIVE, POSITIVE, POSITIVE_INTEGER
 from bayesgrad.kernels import compute_dtype
-from bayesgrad.optimizer.base import BeliefOptimizer, settings
-from bayesgrad.optimizer.binary import BinaryOptimizer
-from bayesgrad.optimizer.constraints import COUNT, INTEGER, NONNEGATIVE, POSITIVE, POSITIVE_INTEGER
-from bayesgrad.optimizer.variational import WeightSampling, check_prior
+from bayesgrad.optim.variational import check_prior
+from bayesgrad.optimizer import BeliefOptimizer
+from bayesgrad.parts import Source
 from bayesgrad.posterior import BernoulliPosterior, Posterior
-from bayesgrad.posterior.network import parameters_of
-from bayesgrad.rule import NaturalGradient
-from bayesgrad.transition import Static
+from bayesgrad.posterior.filtered import check_scale, names_in
+from bayesgrad.rules import Move, NaturalStep, Static, UpdateRule
+from bayesgrad.rules.transition import Memory
+from bayesgrad.sources import WeightSampling
+from bayesgrad.sources.relaxed import Relaxed
+
+PRIOR_NATURAL = "prior_natural"  # a slot: the natural parameter of a prior that is an earlier posterior
+
+
+@dataclass(frozen=True)
+class BinaryRule(UpdateRule):
+    """A rule for a latent value whose sign is the weight, sign(0) = 1; it has no curvature.
+
+    The gradient with respect to the weight replaces that with respect to the latent value. It is multiplied by the
+    slope between the two, if the evidence has one, and by the scalar `gradient_scale`. A slot `PRIOR_NATURAL` is
+    subtracted from it.
+
+    Args:
+        latent: the slot of the latent value.
+    """
+
+    latent: str = "latent"
+
+    @classmethod
+    def of(cls, move: Move, latent: str) -> BinaryRule:
+        return cls(None, Static(), move, latent)
+
+    def slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return (self.latent, *super().slots(group))
+
+    def __call__(
+        self, n: dict[str, Any], weight: Tensor, gradient: Tensor, evidence: Mapping[str, Tensor], memory: Memory
+    ) -> Tensor:
+        latent = memory[self.latent]
+        gradient = gradient.to(latent.dtype)
+        if "product" in evidence:
+            gradient = evidence["product"].to(latent.dtype)
+        elif "slope" in evidence:
+            gradient = gradient * evidence["slope"].to(latent.dtype)
+        if "gradient_scale" in n:
+            largest = torch.finfo(latent.dtype).max / 4  # an infinite latent value would never change again
+            gradient = (gradient * n["gradient_scale"]).clamp(-largest, largest)
+        if PRIOR_NATURAL in memory:
+            gradient = gradient - memory[PRIOR_NATURAL]
+        moved = memory[self.latent] = super().__call__(n, latent, gradient, {}, memory)
+        return signs(moved)
+
+
+def signs(latent: Tensor) -> Tensor:
+    """-1 or 1."""
+    return torch.where(latent < 0, -1.0, 1.0)
+
+
+class BinaryOptimizer(BeliefOptimizer):
+    """An optimizer whose parameters are all binary: its constructor sets them to -1 or 1.
+
+    Parameters that do not require gradients are not changed until they do.
+    """
+
+    rule: BinaryRule  # pyright: ignore[reportIncompatibleVariableOverride]
+    _complete = True
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        self._complete = False  # a constructor that raises changes no weights
+        super().__init__(params, defaults)
+        self._complete = True
+
+    def binarise(self) -> None:
+        for group in self.param_groups:
+            new = [p for p in group["params"] if p.requires_grad and self.rule.latent not in self.state.get(p, {})]
+            self.initialise(self, group, new)
+
+    def group_added(self) -> None:
+        super().group_added()
+        if self._complete:
+            self.binarise()
+
+    @torch.no_grad()
+    def initialise(self, owner: Any, group: Mapping[str, Any], params: list[Tensor]) -> None:
+        new = [p for p in params if self.rule.latent not in self.state.get(p, {})]
+        super().initialise(owner, group, params)
+        for p in new:
+            p.copy_(signs(self.state[p][self.rule.latent]))
+
+    def initial(self, slot: str, group: Mapping[str, Any], p: Tensor) -> float | Tensor:
+        return p if slot == self.rule.latent else super().initial(slot, group, p)
+
+    def state_loaded(self) -> None:
+        """Sets the weights to the signs of the loaded latent values."""
+        super().state_loaded()
+        with torch.no_grad():
+            for p, entry in self.state.items():
+                if self.rule.latent in entry:
+                    p.copy_(signs(entry[self.rule.latent]))
 
 
 class STE(BinaryOptimizer):
@@ -55,9 +146,7 @@ class STE(BinaryOptimizer):
     Checked by: tests/equations/test_binary.py, also as the noise-free limit of BayesBiNN.
     """
 
-    transition = Static()
-    rule = NaturalGradient()
-    latent = "latent"
+    rule = BinaryRule.of(NaturalStep(), "latent")
 
     def __init__(
         self,
@@ -70,10 +159,10 @@ class STE(BinaryOptimizer):
         fused: bool | None = None,
     ) -> None:
         super().__init__(params, settings(locals()))
-        self._binarise()
+        self.binarise()
 
 
-class BayesBiNN(WeightSampling, BinaryOptimizer):
+class BayesBiNN(BinaryOptimizer):
     r"""The Bayesian learning rule for binary weights: a Bernoulli belief about each sign, from relaxed samples.
 
     .. math::
@@ -126,11 +215,7 @@ class BayesBiNN(WeightSampling, BinaryOptimizer):
     Checked by: tests/equations/test_binary.py, by enumeration of all weights and by automatic differentiation.
     """
 
-    transition = Static()
-    rule = NaturalGradient()
-    latent = "natural"
-    draw_evidence = "slope"
-    block_type = Relaxed
+    rule = BinaryRule.of(NaturalStep(), Relaxed.state_key)
     accepts = {
         **BeliefOptimizer.accepts,
         "num_data": COUNT,
@@ -160,7 +245,7 @@ class BayesBiNN(WeightSampling, BinaryOptimizer):
         super().__init__(params, settings(locals()))
         if prior is not None:
             self._load_prior(prior)
-        self._binarise()
+        self.binarise()
 
     def _load_prior(self, prior: Posterior) -> None:
         if not isinstance(prior, BernoulliPosterior):
@@ -172,32 +257,29 @@ class BayesBiNN(WeightSampling, BinaryOptimizer):
             for name, p in zip(group["param_names"], group["params"]):
                 if name in prior.natural:
                     natural = torch.empty_like(p, dtype=compute_dtype(p.dtype)).copy_(prior.natural[name])
-                    self.state[p]["prior_natural"] = natural
+                    self.state[p][PRIOR_NATURAL] = natural
             group["informed"] = True
 
-    def _check(self, group: Mapping[str, Any]) -> None:
-        super()._check(group)
+    def build_sources(self) -> Iterator[Source]:
+        yield WeightSampling("slope", self._sampling_scalars, Relaxed)
+
+    def check_options(self, group: Mapping[str, Any]) -> None:
         if group["lr"] > 1:
             raise ValueError(
                 f"lr must be at most 1, got {group['lr']!r}: it is the fraction of lambda that a step replaces."
             )
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a param group; its parameters become binary and have the uniform prior."""
-        super().add_param_group(param_group)
-        self.param_groups[-1].setdefault("informed", False)
+    def slots(self, group: Mapping[str, Any], rule: UpdateRule) -> tuple[str, ...]:
+        return (*super().slots(group, rule), *((PRIOR_NATURAL,) if group.get("informed") else ()))
 
-    def slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return (*super().slots(group), *(("prior_natural",) if group.get("informed") else ()))
-
-    def _is_partial(self, entry: Mapping[str, Tensor]) -> bool:
+    def is_partial(self, entry: Mapping[str, Tensor]) -> bool:
         return "step" not in entry
 
     def initial(self, slot: str, group: Mapping[str, Any], p: Tensor) -> float | Tensor:
-        if slot != "natural":
-            return 0.0 if slot == "prior_natural" else super().initial(slot, group, p)
-        if "prior_natural" in self.state[p]:
-            return self.state[p]["prior_natural"]
+        if slot != self.rule.latent:
+            return super().initial(slot, group, p)
+        if PRIOR_NATURAL in self.state[p]:
+            return self.state[p][PRIOR_NATURAL]
         weights = p.detach().to(compute_dtype(p.dtype))
         size = weights.square().mean().sqrt()
         return group["natural_init"] * torch.where(size > 0, weights / size, weights)
@@ -206,7 +288,7 @@ class BayesBiNN(WeightSampling, BinaryOptimizer):
         """As in `BeliefOptimizer`; the natural gradient of the entropy is lambda, which acts as a decay."""
         return {**super().scalars(group, step), "shrink": 1 - float(group["lr"]), "gradient_scale": group["num_data"]}
 
-    def sampling_scalars(self, group: Mapping[str, Any]) -> list[float]:
+    def _sampling_scalars(self, group: Mapping[str, Any]) -> list[float]:
         return [1 / group["relaxation"], group["relaxation"], group["eps"]]
 
     def posterior(self, model: nn.Module, scale: float = 1.0) -> BernoulliPosterior:
@@ -217,14 +299,8 @@ class BayesBiNN(WeightSampling, BinaryOptimizer):
                 that were never updated, are constants.
             scale: divides lambda: a larger scale makes every weight less certain. Choose it by held-out likelihood.
         """
-        if not POSITIVE.holds(scale) or math.isinf(scale):
-            raise ValueError(f"scale must be a finite positive number, got {scale!r}.")
-        names = {id(p): name for name, p in parameters_of(model).items()}
-        natural = {}
-        for index, group in enumerate(self.param_groups):
-            for p in group["params"]:
-                if id(p) not in names:
-                    raise ValueError(f"{self._name(index, p)} is not in the model: pass the model that was optimised.")
-                if "natural" in self.state.get(p, {}):
-                    natural[names[id(p)]] = self.state[p]["natural"] / scale
+        check_scale(scale)
+        names, latent = names_in(self, model), self.rule.latent
+        every = (p for group in self.param_groups for p in group["params"])
+        natural = {names[id(p)]: self.state[p][latent] / scale for p in every if latent in self.state.get(p, {})}
         return BernoulliPosterior(natural, model)

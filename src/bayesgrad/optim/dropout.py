@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from bayesgrad.curvature import AbsoluteHessian, SquaredGradient
-from bayesgrad.optimizer import Parts
-from bayesgrad.optimizer.base import settings
-from bayesgrad.optimizer.constraints import NONNEGATIVE, POSITIVE, one_of
-from bayesgrad.optimizer.hessian_diagonal import HESSIAN, HessianDiagonal
-from bayesgrad.optimizer.unit_dropout import UnitDropout
-from bayesgrad.rule import NaturalGradient
-from bayesgrad.transition import FLOOR, MovingAverage, SteadyState
+from bayesgrad.checkpoint import settings
+from bayesgrad.constraints import BOOLEAN, INTEGER, NONNEGATIVE, POSITIVE, POSITIVE_INTEGER, Constraint, one_of
+from bayesgrad.kernels import compute_dtype
+from bayesgrad.optimizer import BeliefOptimizer
+from bayesgrad.parts import Source
+from bayesgrad.posterior import DropoutPosterior
+from bayesgrad.posterior.filtered import names_in
+from bayesgrad.rules import AbsoluteHessian, MovingAverage, NaturalStep, SquaredGradient, SteadyState, UpdateRule
+from bayesgrad.rules.transition import FLOOR
+from bayesgrad.sources import HessianDiagonal, UnitDropout
+from bayesgrad.sources.hessian_diagonal import HESSIAN
+from bayesgrad.sources.unit_dropout import MaskedUnits, masked_units
 
+KEEP = Constraint(
+    "in (0, 1], or a dict from names of layers to such numbers",
+    lambda x: all(0 < k <= 1 for k in (x.values() if isinstance(x, Mapping) else [x])),
+)
 # Default (lr, betas, eps) of each update.
 DEFAULTS = {
     "adam": (1e-3, (0.9, 0.999), 1e-8),
@@ -33,7 +43,7 @@ class BiasedMovingAverage(MovingAverage):
         return {"keep": decay, "take": 1 - decay, "floor": FLOOR}
 
 
-class SpikeSlab(HessianDiagonal, UnitDropout):
+class SpikeSlab(BeliefOptimizer):
     r"""Dropout as the Bayesian learning rule for a distribution in which whole units may be absent.
 
     .. math::
@@ -83,8 +93,8 @@ class SpikeSlab(HessianDiagonal, UnitDropout):
         betas: None is (0.9, 0.999), for `"rmsprop"` (0, 0.99), for `"newton"` (0.9, 0), whose second is not used.
         eps: added to s. None is 1e-8, for `"newton"` 0.01, because s may be zero where the loss is flat.
         hess_init: the initial s of `"newton"`.
-        hessian: how `observe(loss)` computes the diagonal of the Hessian: `"hutchinson"`, v * (H v) for random signs v,
-            or `"exact"`, with a backward pass for each weight; `"auto"` is exact for up to 1000 weights.
+        hessian: how `observe(loss=loss)` computes the diagonal of the Hessian: `"hutchinson"`, v * (H v) for random
+            signs v, or `"exact"`, with a backward pass for each weight; `"auto"` is exact for up to 1000 weights.
         probes: the number of vectors v to average over.
         weight_decay: decoupled, as in AdamW.
         samples: number of weight samples that `step(closure)` averages over.
@@ -101,9 +111,17 @@ class SpikeSlab(HessianDiagonal, UnitDropout):
     Checked by: tests/equations/test_dropout.py.
     """
 
-    rule = NaturalGradient()
+    takes_model = True
+    rule = UpdateRule(SquaredGradient(), SteadyState(), NaturalStep())
+    undebiased_rule = UpdateRule(SquaredGradient(), SteadyState(debias=False), NaturalStep())
+    newton_rule = UpdateRule(AbsoluteHessian(), BiasedMovingAverage(), NaturalStep())
+    common = ("update",)
     accepts = {
-        **UnitDropout.accepts,
+        **BeliefOptimizer.accepts,
+        "keep": KEEP,
+        "drop_inputs": BOOLEAN,
+        "samples": POSITIVE_INTEGER,
+        "seed": INTEGER,
         "update": one_of(*DEFAULTS),
         "eps": NONNEGATIVE,
         "hess_init": POSITIVE,
@@ -134,19 +152,43 @@ class SpikeSlab(HessianDiagonal, UnitDropout):
         usual = DEFAULTS.get(update, DEFAULTS["adam"]) if isinstance(update, str) else DEFAULTS["adam"]
         defaults |= {name: value for name, value in zip(("lr", "betas", "eps"), usual) if defaults[name] is None}
         defaults["keep"] = dict(keep) if isinstance(keep, Mapping) else keep
-        super().__init__(model, params, defaults)
+        super().__init__(params, defaults, model)
 
-    def _check(self, group: Mapping[str, Any]) -> None:
-        super()._check(group)
+    def check_options(self, group: Mapping[str, Any]) -> None:
         if group["update"] == "newton" and float(group["lr"]) > 1:
             raise ValueError(
                 f"lr must be at most 1 with update='newton', got {group['lr']!r}: 1 - lr is the decay of an average."
             )
+        if isinstance(group["keep"], Mapping):
+            known = {masked.layer for masked in self._masked.values()}
+            odd = next((name for name in group["keep"] if name not in known), None)
+            if odd is not None:
+                raise ValueError(f"keys of keep must be among the layers {sorted(known)}, got {odd!r}.")
 
-    def parts(self, group: Mapping[str, Any]) -> Parts:
+    def build_sources(self) -> Iterator[Source]:
+        yield UnitDropout(self._masked, self.keep_of)
+        if self.param_groups[0]["update"] == "newton":
+            # The mask's hook divided by keep for each of the two derivatives; h needs only one division.
+            yield HessianDiagonal(lambda group, p: self.keep_of(group, p) or 1.0)
+
+    @cached_property
+    def _masked(self) -> dict[Tensor, MaskedUnits]:
+        assert self.model is not None
+        return masked_units(self.model)
+
+    def keep_of(self, group: Mapping[str, Any], p: Tensor) -> float | None:
+        """The probability to keep each unit that this weight multiplies; None if units are never dropped."""
+        keep = group["keep"]
+        if p not in self._masked:
+            return None
+        if isinstance(keep, Mapping):
+            return keep.get(self._masked[p].layer)
+        return None if p is next(iter(self._masked)) and not group["drop_inputs"] else keep
+
+    def rule_of(self, group: Mapping[str, Any]) -> UpdateRule:
         if group["update"] == "newton":
-            return Parts(AbsoluteHessian(), BiasedMovingAverage(), self.rule)
-        return Parts(SquaredGradient(), SteadyState(debias=group["update"] == "adam"), self.rule)
+            return self.newton_rule
+        return type(self).rule if group["update"] == "adam" else self.undebiased_rule
 
     def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         if group["update"] == "newton":
@@ -161,15 +203,34 @@ class SpikeSlab(HessianDiagonal, UnitDropout):
             return group["hess_init"]
         return super().initial(slot, group, p)
 
-    # --- second derivatives ---
+    def evaluation_weights(self) -> Mapping[Tensor, Tensor]:
+        """keep times the weights whose units are dropped: their mean."""
+        found = {}
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.requires_grad and (keep := self.keep_of(group, p)) is not None:
+                    found[p] = keep * p.detach()
+        return found
 
-    def needs_hessian(self, group: Mapping[str, Any]) -> bool:
-        return group["update"] == "newton"
+    def posterior(self, model: nn.Module, scale: float = 1.0) -> DropoutPosterior:
+        """A copy of the belief about the model's weights, as a `DropoutPosterior`.
 
-    def hessian_factor(self, group: Mapping[str, Any], p: Tensor) -> float:
-        # The mask's hook divided by keep for each of the two derivatives; h needs only one division.
-        return self.keep_of(group, p) or 1.0
-
-    def _begin_observing(self) -> None:
-        if self._key is None:
-            raise RuntimeError("call observe(loss) inside `with optimizer.sampled():`, before loss.backward().")
+        Args:
+            model: the model that was optimised. Its other parameters are constants.
+            scale: must be 1: the variance is that of the masks, keep (1 - keep) m^2.
+        """
+        if scale != 1:
+            raise ValueError(f"scale must be 1, got {scale!r}: the variance is that of the masks, which has no scale.")
+        names = names_in(self, model)
+        slab, keeps, units = {}, {}, {}
+        with self.mode(training=True):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    slab[names[id(p)]] = p.detach().clone()
+                    keep = self.keep_of(group, p)
+                    if keep is not None and p.requires_grad:
+                        masked = self._masked[p].units
+                        size, like = (masked.count(p.shape),), {"dtype": compute_dtype(p.dtype), "device": p.device}
+                        keeps[names[id(p)]] = torch.full(size, keep, **like)
+                        units[names[id(p)]] = masked
+        return DropoutPosterior(slab, keeps, units, model)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
-from bayesgrad.block.layer import Layer, LayerBatch
-from bayesgrad.curvature.factors import InputMoment
-from bayesgrad.optimizer.base import settings
-from bayesgrad.optimizer.factored import FactoredOptimizer
-from bayesgrad.transition import Static
+from bayesgrad.checkpoint import settings
+from bayesgrad.constraints import LAYER_OPTIONS
+from bayesgrad.optimizer import BeliefOptimizer
+from bayesgrad.preconditioners import InputFactor
+from bayesgrad.rules import NaturalStep, Static, UpdateRule
 
 
-class FOOF(FactoredOptimizer):
+class FOOF(BeliefOptimizer):
     r"""Gradient descent on neurons: updates the weights of each layer so that its *outputs* follow their gradients.
 
     .. math::
@@ -60,9 +59,9 @@ class FOOF(FactoredOptimizer):
     Checked by: tests/equations/test_foof.py.
     """
 
-    layer_curvature = InputMoment()
-    fallback_parts = (None, Static())
-    fallback_name = "SGD with learning rate lr/(1 + damping)"
+    takes_model = True
+    rule = UpdateRule(None, Static(), NaturalStep(heavy_ball=True))
+    accepts = {**BeliefOptimizer.accepts, **LAYER_OPTIONS}
 
     def __init__(
         self,
@@ -81,17 +80,7 @@ class FOOF(FactoredOptimizer):
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:
-        super().__init__(model, params, settings(locals()))
+        super().__init__(params, settings(locals()), model)
 
-    def checks_gradient(self) -> bool:
-        return True
-
-    def statistics(
-        self, current: list[Layer], settings: Mapping[Layer, Mapping[str, Any]], passes: Mapping[Layer, LayerBatch]
-    ) -> Mapping[Layer, LayerBatch]:
-        due = [layer for layer in current if self.due(layer, settings[layer])]
-        if not passes and (names := [layer.names[0] for layer in self.with_nonzero_gradient(due)]):
-            raise self.missing_observation(
-                f"no inputs were recorded for layers {names}", "run forward and backward passes"
-            )
-        return {layer: passes[layer] for layer in due if layer in passes}
+    def build_preconditioner(self) -> InputFactor:
+        return InputFactor("SGD with learning rate lr/(1 + damping)")

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from bayesgrad.curvature import Reparameterised, SquaredGradient
-from bayesgrad.optimizer import Parts
-from bayesgrad.optimizer.base import settings
-from bayesgrad.optimizer.constraints import BOOLEAN, one_of
-from bayesgrad.optimizer.variational import SampledVariational, VariationalOptimizer
+from bayesgrad.checkpoint import settings
+from bayesgrad.constraints import BOOLEAN, one_of
+from bayesgrad.optim.variational import VariationalOptimizer
+from bayesgrad.parts import Source
 from bayesgrad.posterior import Posterior
-from bayesgrad.rule import NaturalGradient
-from bayesgrad.transition import Forget
+from bayesgrad.rules import Forget, NaturalStep, Reparameterised, SquaredGradient, UpdateRule
 
 
-class IVON(SampledVariational):
+class IVON(VariationalOptimizer):
     r"""The improved variational online Newton method: a Gaussian posterior from gradients at sampled weights.
 
     .. math::
@@ -70,8 +69,8 @@ class IVON(SampledVariational):
     Checked by: tests/equations/test_ivon.py, against ivon-opt and a closed form.
     """
 
-    transition = Forget(retract=True)
-    rule = NaturalGradient()
+    rule = UpdateRule(Reparameterised(), Forget(retract=True), NaturalStep())
+    common = ("curvature", "natural_momentum")
     accepts = {**VariationalOptimizer.accepts, "rescale_lr": BOOLEAN, "curvature": one_of("reparameterised", "gradsq")}
 
     def __init__(
@@ -94,18 +93,14 @@ class IVON(SampledVariational):
         fused: bool | None = None,
     ) -> None:
         super().__init__(params, settings(locals(), kl_weight=1.0))
-        self._load_prior(prior)
+        self.load_prior(prior)
 
-    @property
-    def draw_evidence(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return "squares" if self.param_groups[0]["curvature"] == "gradsq" else "offset"
+    def build_sources(self) -> Iterator[Source]:
+        yield self.weight_sampling("squares" if self.param_groups[0]["curvature"] == "gradsq" else "offset")
 
-    def parts(self, group: Mapping[str, Any]) -> Parts:
-        natural = group["natural_momentum"] > 0
-        curvature = SquaredGradient() if group["curvature"] == "gradsq" else Reparameterised()
-        return Parts(
-            curvature, Forget(retract=True, natural_momentum=natural), NaturalGradient(natural_momentum=natural)
-        )
+    def rule_of(self, group: Mapping[str, Any]) -> UpdateRule:
+        rule = super().rule_of(group)
+        return replace(rule, curvature=SquaredGradient()) if group["curvature"] == "gradsq" else rule
 
     def gradient_scale(self, group: Mapping[str, Any]) -> float:
         return math.sqrt(group["num_data"]) if group["curvature"] == "gradsq" else group["num_data"]

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from bayesgrad.block.layer import Layer
-from bayesgrad.curvature.factors import KroneckerFisher, symmetric
-from bayesgrad.optimizer.base import settings
-from bayesgrad.optimizer.constraints import one_of
-from bayesgrad.optimizer.factored import store
-from bayesgrad.optimizer.sampled_labels import SampledLabels
-from bayesgrad.precision import Precision, Spectral
-from bayesgrad.precision.linalg import not_invertible
+from bayesgrad.checkpoint import settings
+from bayesgrad.constraints import LAYER_OPTIONS, one_of
+from bayesgrad.optimizer import BeliefOptimizer
+from bayesgrad.preconditioners import KroneckerFactors
+from bayesgrad.rules import MovingAverage, NaturalStep, SquaredGradient, UpdateRule
 
 
-class KFAC(SampledLabels):
+class KFAC(BeliefOptimizer):
     r"""Natural gradients with the Fisher matrix of each layer approximated by a Kronecker product.
 
     .. math::
@@ -74,9 +69,11 @@ class KFAC(SampledLabels):
     Checked by: tests/equations/test_kfac.py.
     """
 
-    layer_curvature = KroneckerFisher()
+    takes_model = True
+    rule = UpdateRule(SquaredGradient(), MovingAverage(), NaturalStep(heavy_ball=True))
     accepts = {
-        **SampledLabels.accepts,
+        **BeliefOptimizer.accepts,
+        **LAYER_OPTIONS,
         "sharing": one_of("expand", "reduce"),
         "exact_damping": one_of(True, False),
     }
@@ -102,42 +99,10 @@ class KFAC(SampledLabels):
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:
-        super().__init__(model, params, settings(locals()))
+        super().__init__(params, settings(locals()), model)
 
-    def dampings(self, layer: Layer, entry: Mapping[str, Tensor], group: Mapping[str, Any]) -> dict[str, float]:
-        means = {}
-        for side in ("input", "error"):
-            moment = entry[f"{side}_moment"]
-            diagonal = moment if moment.dim() == 2 else moment.diagonal(dim1=-2, dim2=-1)
-            means[side] = diagonal.mean().item()
-        pi = math.sqrt(means["input"] / means["error"]) if means["error"] > 0 and means["input"] > 0 else 1.0
-        root = math.sqrt(group["damping"])
-        return {"input": pi * root, "error": root / pi}
+    def build_preconditioner(self) -> KroneckerFactors:
+        return KroneckerFactors("a diagonal of squared gradients with the same damping")
 
-    def invert(self, layer: Layer, entry: dict[str, Tensor], group: Mapping[str, Any]) -> None:
-        if not group["exact_damping"]:
-            super().invert(layer, entry, group)
-            return
-        spectra = {}
-        for side in ("input", "error"):
-            moment = symmetric(entry[f"{side}_moment"])
-            if not bool(torch.isfinite(moment).all()):
-                raise not_invertible(moment, group["damping"], f"the {side} factor of layer {layer.names[0]!r}")
-            if moment.dim() == 2:  # a diagonal needs no eigenvectors
-                spectra[side] = moment
-            else:
-                values, vectors = torch.linalg.eigh(moment)
-                spectra[side] = values.clamp(min=0)
-                store(entry, f"{side}_basis", vectors)
-        left, right = ("input", "error") if layer.lookup else ("error", "input")
-        spectrum = spectra[left][..., :, None] * spectra[right][..., None, :] + group["damping"]
-        if not bool((spectrum > 0).all()):
-            raise not_invertible(spectrum, group["damping"], f"the Fisher of layer {layer.names[0]!r}")
-        store(entry, "spectrum", spectrum)
-
-    def precision(self, layer: Layer, group: Mapping[str, Any]) -> Precision:
-        if not group["exact_damping"]:
-            return super().precision(layer, group)
-        entry = self.state[layer.owner]
-        left, right = ("input", "error") if layer.lookup else ("error", "input")
-        return Spectral(entry.get(f"{left}_basis"), entry.get(f"{right}_basis"), entry["spectrum"])
+    def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
+        return {"decay": group["ema"], "step": step}

@@ -6,21 +6,45 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from bayesgrad.block.layer import Layer, LayerBatch
-from bayesgrad.curvature import SquaredGradient
-from bayesgrad.curvature.factors import symmetric
-from bayesgrad.optimizer.base import settings
-from bayesgrad.optimizer.factored import MERGED, store
-from bayesgrad.optimizer.kronecker import KroneckerOptimizer
-from bayesgrad.precision import Kronecker, Precision, Spectral
-from bayesgrad.precision.linalg import eigenvalues
-from bayesgrad.precision.projection import Factors
-from bayesgrad.transition import OrnsteinUhlenbeck, SteadyState
+from bayesgrad.belief import Joint
+from bayesgrad.checkpoint import settings
+from bayesgrad.constraints import COUNT, LAYER_OPTIONS, POSITIVE, one_of
+from bayesgrad.optim.adabayes import DEFAULT_SGD_LR
+from bayesgrad.optimizer import BeliefOptimizer
+from bayesgrad.preconditioners import KroneckerBelief, LayerBelief, Whitening
+from bayesgrad.rules import NaturalStep, OrnsteinUhlenbeck, SquaredGradient, SteadyState, UpdateRule
 
-FLOOR = 1e-4  # of a moment's eigenvalues, relative to the largest
+
+class KroneckerOptimizer(BeliefOptimizer):
+    """What the Kronecker filters share: the options `fisher` and `prior_std`, and joint posteriors of layers."""
+
+    takes_model = True
+    accepts = {
+        **BeliefOptimizer.accepts,
+        **LAYER_OPTIONS,
+        "batch_size": COUNT,
+        "prior_std": POSITIVE,
+        "fisher": one_of("sampled", "centered", "empirical"),
+    }
+
+    def start(self, group: Mapping[str, Any]) -> float:
+        """The variance before the first gradient."""
+        prior = group["prior_std"] ** 2
+        return prior if math.isfinite(prior) else DEFAULT_SGD_LR / group["batch_size"]
+
+    def joint_beliefs(self, names: Mapping[int, str], scale: float) -> list[tuple[str, Joint]]:
+        assert isinstance(self.preconditioner, LayerBelief)
+        groups = {p: group for group in self.param_groups for p in group["params"]}
+        found = []
+        for layer in self.preconditioner.believed_layers():
+            group = groups[layer.owner]
+            then = {**group, "lr": group["last_lr"] or 1.0, "base_lr": group["base_lr"] or 1.0}
+            shapes = {names[id(p)]: p.shape for p in layer.members}
+            belief = Joint(layer.values(), self.preconditioner.belief(layer, then).scale(1 / scale), shapes)
+            found.append((names[id(layer.owner)], belief))
+        return found
 
 
 class KroneckerFilter(KroneckerOptimizer):
@@ -85,9 +109,7 @@ class KroneckerFilter(KroneckerOptimizer):
     Checked by: tests/equations/test_kronecker_filter.py.
     """
 
-    factor = "covariance"
-    fallback_parts = (SquaredGradient(), OrnsteinUhlenbeck())
-    fallback_name = "AdaBayes with the same lr and prior"
+    rule = UpdateRule(SquaredGradient(), OrnsteinUhlenbeck(), NaturalStep())
 
     def __init__(
         self,
@@ -109,15 +131,10 @@ class KroneckerFilter(KroneckerOptimizer):
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:
-        super().__init__(model, params, settings(locals()))
+        super().__init__(params, settings(locals()), model)
 
-    def _find_layers(self, mine: set[int]) -> list[Layer]:
-        limit = {p: group["max_factor"] for group in self.param_groups for p in group["params"]}
-        return [
-            layer
-            for layer in super()._find_layers(mine)
-            if not layer.lookup and max(layer.shape[1:]) <= limit[layer.owner]
-        ]
+    def build_preconditioner(self) -> KroneckerBelief:
+        return KroneckerBelief("AdaBayes with the same lr and prior", self._unit, self._drift, self.start)
 
     # As in AdaBayes, the state is the covariance in units of lr/base_lr, so it need not be rescaled when lr changes.
 
@@ -141,40 +158,6 @@ class KroneckerFilter(KroneckerOptimizer):
 
     def prior_variance(self, group: Mapping[str, Any]) -> float:
         return self.start(group)
-
-    def initial_factor(self, zeros: Tensor, group: Mapping[str, Any]) -> Tensor:
-        zeros.diagonal(dim1=1, dim2=2).fill_(math.sqrt(self.start(group)))
-        return zeros
-
-    def merge(self, layer: Layer, entry: dict[str, Tensor], batch: LayerBatch, group: Mapping[str, Any]) -> None:
-        unit, steps = self._unit(group), int(entry.get("step", 0)) + 1 - int(entry["clock"][MERGED])
-        if unit == 0:
-            return
-        drift = OrnsteinUhlenbeck().scalars(**self._drift(group, steps))
-        share = unit * steps * group["batch_size"] / (batch.examples * group["losses_per_example"])
-        self._keep(
-            entry, self._factors(entry).propagate(**drift).observe(batch.inputs, batch.errors * math.sqrt(share))
-        )
-
-    def invert(self, layer: Layer, entry: dict[str, Tensor], group: Mapping[str, Any]) -> None:
-        self._keep(entry, self._factors(entry).with_exact_traces())
-
-    def _factors(self, entry: Mapping[str, Tensor]) -> Factors:
-        sides = entry["input_covariance"], entry["error_covariance"]
-        if "traces" in entry:
-            return Factors(*sides, entry["traces"])
-        return Factors(*sides, torch.stack([(1 / side[:, 0, 0]).double().cpu() for side in sides]))
-
-    def _keep(self, entry: dict[str, Tensor], belief: Factors) -> None:
-        entry["input_covariance"], entry["error_covariance"] = belief.inputs, belief.errors
-        entry["traces"] = belief.traces
-
-    def precision(self, layer: Layer, group: Mapping[str, Any]) -> Precision:
-        entry = self.state[layer.owner]
-        return Kronecker(entry["error_covariance"], entry["input_covariance"], layer.shape)
-
-    def covariance(self, layer: Layer, group: Mapping[str, Any]) -> Precision:
-        return self.precision(layer, group).scale(1 / self._unit(group))
 
 
 class KroneckerFilterFP(KroneckerOptimizer):
@@ -237,8 +220,7 @@ class KroneckerFilterFP(KroneckerOptimizer):
     Checked by: tests/equations/test_kronecker_filter.py.
     """
 
-    fallback_parts = (SquaredGradient(), SteadyState(OrnsteinUhlenbeck()))
-    fallback_name = "AdaBayesFP with the same lr and prior"
+    rule = UpdateRule(SquaredGradient(), SteadyState(OrnsteinUhlenbeck()), NaturalStep())
 
     def __init__(
         self,
@@ -261,51 +243,14 @@ class KroneckerFilterFP(KroneckerOptimizer):
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:
-        super().__init__(model, params, settings(locals()))
+        super().__init__(params, settings(locals()), model)
 
-    def setting(self, group: Mapping[str, Any]) -> float:
-        """1 with a finite prior_std, else 0."""
-        return float(math.isfinite(group["prior_std"]))
+    def build_preconditioner(self) -> Whitening:
+        return Whitening("AdaBayesFP with the same lr and prior")
 
     def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         half = float(group["lr"]) / (2 * group["prior_std"] ** 2 * group["batch_size"])
         return {"beta": group["ema"], "step": step, "half": half}
 
-    def step_scale(self, group: Mapping[str, Any]) -> float:
-        lr, batch = float(group["lr"]), group["batch_size"]
-        if not group.get("preconditioned"):
-            return lr
-        return lr * batch if self.setting(group) else lr * math.sqrt(batch)
-
     def prior_variance(self, group: Mapping[str, Any]) -> float:
         return self.start(group) * group["batch_size"] / float(group["lr"])
-
-    def invert(self, layer: Layer, entry: dict[str, Tensor], group: Mapping[str, Any]) -> None:
-        for side in self.layer_curvature.sides:
-            moment = symmetric(entry[f"{side}_moment"])
-            values, vectors = eigenvalues(moment)
-            if self.setting(group):
-                store(entry, f"{side}_values", values)
-                if vectors is not None:
-                    store(entry, f"{side}_basis", vectors)
-                continue
-            largest = values.amax(1, keepdim=True)
-            root = torch.where(largest > 0, values.maximum(FLOOR * largest).rsqrt(), 0.0)  # zero without data
-            store(entry, f"{side}_root", root if vectors is None else (vectors * root[:, None]) @ vectors.mT)
-
-    def precision(self, layer: Layer, group: Mapping[str, Any]) -> Precision:
-        entry = self.state[layer.owner]
-        left, right = ("input", "error") if layer.lookup else ("error", "input")
-        if not self.setting(group):
-            return Kronecker(entry[f"{left}_root"], entry[f"{right}_root"], layer.shape)
-        # At lr = 0 the weights are constant, but the average of directions is still updated.
-        lr = float(group["lr"]) or group["last_lr"] or 1.0
-        half = lr / (2 * group["prior_std"] ** 2)
-        information = entry[f"{left}_values"][..., :, None] * entry[f"{right}_values"][..., None, :]
-        spectrum = half + (half * half + group["batch_size"] * information).sqrt()
-        return Spectral(entry.get(f"{left}_basis"), entry.get(f"{right}_basis"), spectrum)
-
-    def covariance(self, layer: Layer, group: Mapping[str, Any]) -> Precision:
-        return self.precision(layer, group).scale(
-            group["batch_size"] / self.step_scale({**group, "preconditioned": True})
-        )

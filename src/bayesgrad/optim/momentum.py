@@ -3,28 +3,65 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bayesgrad.block import Block
-from bayesgrad.curvature import SquaredGradient
+from bayesgrad.checkpoint import settings
+from bayesgrad.constraints import BOOLEAN, COUNT, FRACTION, NONNEGATIVE, POSITIVE, Constraint
 from bayesgrad.kernels import compute_dtype
-from bayesgrad.optimizer.base import settings
-from bayesgrad.optimizer.constraints import BOOLEAN, COUNT, FRACTION, NONNEGATIVE, POSITIVE, Constraint
-from bayesgrad.optimizer.fisher import FisherOptimizer
-from bayesgrad.optimizer.predicted_mean import PredictedMean
-from bayesgrad.optimizer.update import Parts
-from bayesgrad.rule import PredictedStep
-from bayesgrad.transition import OrnsteinUhlenbeckPair, SteadyState
+from bayesgrad.optim.adabayes import FISHER_OPTIONS, check_centred, fisher_sources
+from bayesgrad.optimizer import BeliefOptimizer
+from bayesgrad.packing import Block, Directions
+from bayesgrad.parts import Groups, Source
+from bayesgrad.precision import Pair, Precision
+from bayesgrad.rules import (
+    CentredGradient,
+    Move,
+    OrnsteinUhlenbeckPair,
+    SquaredGradient,
+    SteadyState,
+    UpdateRule,
+)
+from bayesgrad.rules.transition import Memory, Scalars
+from bayesgrad.rules.update import MOMENTUM
 
 INITIAL_SGD_LR = 0.1  # SGD's learning rate that gives the first step if prior_std = inf
+AHEAD = "ahead"  # in the state: the coefficients of the last prediction
 MAX_CORRELATION = 0.7  # bound of the initial correlation of weight and momentum
 
 
-class KalmanMomentum(PredictedMean, FisherOptimizer):
+@dataclass(frozen=True)
+class PredictedStep(Move):
+    """Updates weight and momentum, then predicts the weight at the next step, where the next gradient is taken.
+
+    m = w - step_scale a g, p <- keep p - pull b g, w <- ahead m + eta p, with a the variance of the weight and b its
+    covariance with the momentum. Gradients are taken at w, ahead of the posterior mean m: this is Nesterov's
+    acceleration.
+
+    Reference: Aitchison 2018, Eq. 15-18.
+    Checked by: tests/equations/test_momentum_filter.py.
+    """
+
+    def slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return (MOMENTUM,)
+
+    def scalars(self, group: Mapping[str, Any], step: int, step_scale: float) -> dict[str, float]:
+        """The optimizer adds `momentum` (keep), `pull`, `ahead` and `eta`."""
+        return {"step_scale": step_scale}
+
+    def move(self, mean: Tensor, gradient: Tensor, precision: Precision, memory: Memory, n: Scalars) -> Tensor:
+        if not isinstance(precision, Pair):
+            raise TypeError(f"PredictedStep needs a precision of type Pair, got {type(precision).__name__}.")
+        posterior = mean - n["step_scale"] * (precision.weight * gradient)
+        memory[MOMENTUM] = n["momentum"] * memory[MOMENTUM] - n["pull"] * (precision.cross * gradient)
+        return n["ahead"] * posterior + n["eta"] * memory[MOMENTUM]
+
+
+class KalmanMomentum(BeliefOptimizer):
     r"""The Kalman filter of weights that are driven by a momentum: between Adam and RMSprop.
 
     .. math::
@@ -39,7 +76,7 @@ class KalmanMomentum(PredictedMean, FisherOptimizer):
     eta_w = `weight_noise`, lambda = `weight_decay` and c_w = 1 - (eta^2 + eta_w^2)/(2 sigma^2), sigma = `prior_std`.
 
     The parameters are w, the *predicted* mean, where the next gradient is taken; this is Nesterov's acceleration.
-    Inside `with optimizer.posterior_mean():` they are m, for evaluation.
+    After `optimizer.eval()` they are m, for evaluation.
 
     The part of a step that goes through the momentum depends on r = eta_p/(eta B rms(g)): nearly all for r << 1 (Adam
     with beta_1 = 1 - eta_p), nearly none for r >> 1 (RMSprop). In both limits the displacement per step is that of Adam
@@ -85,11 +122,11 @@ class KalmanMomentum(PredictedMean, FisherOptimizer):
     Checked by: tests/equations/test_momentum_filter.py.
     """
 
-    curvature = SquaredGradient()
-    transition = OrnsteinUhlenbeckPair()
-    rule = PredictedStep()
+    rule = UpdateRule(SquaredGradient(), OrnsteinUhlenbeckPair(), PredictedStep())
+    common = ("fisher", "sample_weights", "steady_state")
     accepts = {
-        **FisherOptimizer.accepts,
+        **BeliefOptimizer.accepts,
+        **FISHER_OPTIONS,
         "batch_size": COUNT,
         "momentum_decay": Constraint("in (0, 1]", lambda x: 0 < x <= 1),
         "weight_noise": NONNEGATIVE,
@@ -122,14 +159,9 @@ class KalmanMomentum(PredictedMean, FisherOptimizer):
     ) -> None:
         super().__init__(params, settings(locals()))
 
-    def _check(self, group: Mapping[str, Any]) -> None:
-        super()._check(group)
+    def check_options(self, group: Mapping[str, Any]) -> None:
+        check_centred(group, "prior_std")
         lr, std = float(group["lr"]), group["prior_std"]
-        if group["fisher"] == "centered" and math.isinf(std):
-            raise ValueError(
-                "fisher='centered' needs a finite prior_std, got inf: the step for a gradient of zero variance would "
-                "be unbounded."
-            )
         if group["steady_state"] and (not math.isinf(std) or group["weight_noise"] or group["sample_weights"]):
             raise ValueError(
                 "steady_state=True needs prior_std=inf, weight_noise=0 and sample_weights=False, "
@@ -158,9 +190,14 @@ class KalmanMomentum(PredictedMean, FisherOptimizer):
         lr = float(group["lr"])
         return group["weight_noise"] * lr / (group["base_lr"] or lr or math.inf)
 
-    def parts(self, group: Mapping[str, Any]) -> Parts:
-        transition = SteadyState(OrnsteinUhlenbeckPair()) if group["steady_state"] else self.transition
-        return Parts(self.fisher_curvature(group), transition, self.rule)
+    def build_sources(self) -> Iterator[Source]:
+        return fisher_sources(self.param_groups[0], self._sampling_scalars)
+
+    def rule_of(self, group: Mapping[str, Any]) -> UpdateRule:
+        rule = type(self).rule
+        if group["steady_state"]:
+            rule = replace(rule, transition=SteadyState(OrnsteinUhlenbeckPair()))
+        return replace(rule, curvature=CentredGradient()) if group["fisher"] == "centered" else rule
 
     def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         lr, unit, eta_p = float(group["lr"]), self._unit(group), group["momentum_decay"]
@@ -181,7 +218,7 @@ class KalmanMomentum(PredictedMean, FisherOptimizer):
             return None
         return math.sqrt(self._unit(group)) * group["batch_size"]
 
-    def sampling_scalars(self, group: Mapping[str, Any]) -> list[float]:
+    def _sampling_scalars(self, group: Mapping[str, Any]) -> list[float]:
         return [self._unit({**group, "lr": float(group["lr"]) or group["last_lr"] or 1.0})]
 
     def scalars(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
@@ -211,8 +248,10 @@ class KalmanMomentum(PredictedMean, FisherOptimizer):
             )
         return super().initial(slot, group, p)
 
-    def _layout(self, groups: list[dict[str, Any]], active: list[list[Tensor]]) -> list[list[Block]]:
-        layout = super()._layout(groups, active)
+    def _layout(
+        self, groups: Groups, active: list[list[Tensor]], directions: Directions
+    ) -> list[tuple[Any, dict[str, Any], list[Block]]]:
+        layout = super()._layout(groups, active, directions)
         for group, params in zip(groups, active):
             if (
                 params and group["lr"] > 0
@@ -220,15 +259,18 @@ class KalmanMomentum(PredictedMean, FisherOptimizer):
                 n = self.scalars(group, 1)
                 ahead = torch.tensor([n["ahead"], n["eta"]], dtype=torch.float64)
                 for p in params:
-                    if "ahead" not in self.state[p] and "cross" in self.state[p]:  # began at lr = 0
+                    if AHEAD not in self.state[p] and "cross" in self.state[p]:  # began at lr = 0
                         self.state[p]["cross"].fill_(self.initial("cross", group, p))
-                    self.state[p]["ahead"] = ahead
+                    self.state[p][AHEAD] = ahead
         return layout
 
-    def _posterior_means(self) -> dict[Tensor, Tensor]:
+    def evaluation_weights(self) -> dict[Tensor, Tensor]:
         means = {}
         for p, entry in self.state.items():
-            if "ahead" in entry:
-                ahead, eta = entry["ahead"].tolist()
-                means[p] = (p.detach().to(compute_dtype(p.dtype)) - eta * entry["momentum"]) / ahead
+            if AHEAD in entry:
+                ahead, eta = entry[AHEAD].tolist()
+                means[p] = (p.detach().to(compute_dtype(p.dtype)) - eta * entry[MOMENTUM]) / ahead
         return means
+
+    def on_cpu(self) -> set[str]:
+        return {*super().on_cpu(), AHEAD}

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from bayesgrad.curvature import AbsoluteHessian, ExpectedHessian
-from bayesgrad.optimizer import Parts
-from bayesgrad.optimizer.base import settings
-from bayesgrad.optimizer.constraints import BOOLEAN
-from bayesgrad.optimizer.hessian_diagonal import HESSIAN, HessianDiagonal
-from bayesgrad.optimizer.variational import SampledVariational, VariationalOptimizer
+from bayesgrad.checkpoint import settings
+from bayesgrad.constraints import BOOLEAN
+from bayesgrad.optim.variational import VariationalOptimizer
+from bayesgrad.parts import Source
 from bayesgrad.posterior import Posterior
-from bayesgrad.rule import NaturalGradient
-from bayesgrad.transition import Forget
+from bayesgrad.rules import AbsoluteHessian, ExpectedHessian, Forget, NaturalStep, UpdateRule
+from bayesgrad.sources import HessianDiagonal
+from bayesgrad.sources.hessian_diagonal import HESSIAN
 
 
-class Newton(HessianDiagonal, VariationalOptimizer):
+class Newton(VariationalOptimizer):
     r"""Online Newton's method with a diagonal Hessian; at convergence the belief is a Laplace approximation.
 
     .. math::
@@ -25,14 +25,14 @@ class Newton(HessianDiagonal, VariationalOptimizer):
         \quad \sigma^2 = 1/(N (h + \tfrac{\delta}{N}))
 
     with the mean loss l of a batch, N = `num_data`, delta = `prior_precision`, eta = `lr`, <> a debiased moving average
-    with decay beta_1, and the initial h = `hess_init`. The precision of the paper is s = N h + delta. `observe(loss)`
-    computes the Hessian, before the backward pass:
+    with decay beta_1, and the initial h = `hess_init`. The precision of the paper is s = N h + delta.
+    `observe(loss=loss)` computes the Hessian, before the backward pass:
 
         >>> weight = torch.nn.Parameter(torch.zeros(2))
         >>> optimizer = Newton([weight], lr=1.0, num_data=1, prior_precision=0.0, betas=(0.0, 0.0))
         >>> optimizer.zero_grad()
         >>> loss = (torch.tensor([1.0, 10.0]) * (weight - 3) ** 2).sum()
-        >>> optimizer.observe(loss)
+        >>> optimizer.observe(loss=loss)
         >>> loss.backward()
         >>> optimizer.step()
         >>> weight.data
@@ -49,7 +49,7 @@ class Newton(HessianDiagonal, VariationalOptimizer):
         prior_precision: delta, of the prior N(0, 1/delta); delta/N bounds steps where the loss is flat.
         hess_init: the initial h.
         betas: decays of the averages of gradient and Hessian; (0, 0) is Newton's method without averages.
-        hessian: how `observe(loss)` computes the diagonal: `"exact"`, with a backward pass for each weight,
+        hessian: how `observe(loss=loss)` computes the diagonal: `"exact"`, with a backward pass for each weight,
             `"hutchinson"`, the mean of v * (H v) over random signs v, or `"auto"`, exact for up to 1000 weights.
         probes: the number of vectors v to average over.
         natural_momentum: gamma, momentum of the natural parameters of the Gaussian (Khan and Rue 2023, appendix F,
@@ -69,9 +69,8 @@ class Newton(HessianDiagonal, VariationalOptimizer):
     Checked by: tests/equations/test_newton.py.
     """
 
-    curvature = AbsoluteHessian()
-    transition = Forget()
-    rule = NaturalGradient()
+    rule = UpdateRule(AbsoluteHessian(), Forget(), NaturalStep())
+    common = ("natural_momentum",)
     accepts = {**VariationalOptimizer.accepts, **HESSIAN}
 
     def __init__(
@@ -92,17 +91,13 @@ class Newton(HessianDiagonal, VariationalOptimizer):
         fused: bool | None = None,
     ) -> None:
         super().__init__(params, settings(locals(), kl_weight=1.0))
-        self._load_prior(prior)
+        self.load_prior(prior)
 
-    def parts(self, group: Mapping[str, Any]) -> Parts:
-        natural = group["natural_momentum"] > 0
-        return Parts(self.curvature, Forget(natural_momentum=natural), NaturalGradient(natural_momentum=natural))
-
-    def gradient_scale(self, group: Mapping[str, Any]) -> None:
-        return None
+    def build_sources(self) -> Iterator[Source]:
+        yield HessianDiagonal()
 
 
-class VON(HessianDiagonal, SampledVariational):
+class VON(VariationalOptimizer):
     r"""Variational online Newton: gradients and Hessians at weights sampled from the belief.
 
     .. math::
@@ -122,7 +117,7 @@ class VON(HessianDiagonal, SampledVariational):
         >>> with optimizer.sampled():
         ...     optimizer.zero_grad()
         ...     loss = ((weight - 1) ** 2).sum()
-        ...     optimizer.observe(loss)
+        ...     optimizer.observe(loss=loss)
         ...     loss.backward()
         >>> optimizer.step()
 
@@ -153,10 +148,8 @@ class VON(HessianDiagonal, SampledVariational):
     Checked by: tests/equations/test_newton.py, against the exact optimum of a logistic regression.
     """
 
-    curvature = ExpectedHessian()
-    transition = Forget(retract=True)
-    rule = NaturalGradient()
-    draw_evidence = None
+    rule = UpdateRule(ExpectedHessian(), Forget(retract=True), NaturalStep())
+    common = ("natural_momentum", "improved")
     accepts = {**VariationalOptimizer.accepts, **HESSIAN, "improved": BOOLEAN}
 
     def __init__(
@@ -179,16 +172,15 @@ class VON(HessianDiagonal, SampledVariational):
         fused: bool | None = None,
     ) -> None:
         super().__init__(params, settings(locals(), kl_weight=1.0))
-        self._load_prior(prior)
+        self.load_prior(prior)
 
-    def parts(self, group: Mapping[str, Any]) -> Parts:
-        natural, improved = group["natural_momentum"] > 0, group["improved"]
-        transition = Forget(retract=improved, natural_momentum=natural, bounded=not improved)
-        return Parts(self.curvature, transition, NaturalGradient(natural_momentum=natural))
+    def build_sources(self) -> Iterator[Source]:
+        yield self.weight_sampling(None)
+        yield HessianDiagonal()
 
-    def gradient_scale(self, group: Mapping[str, Any]) -> None:
-        return None
-
-    def _begin_observing(self) -> None:
-        if not self.__dict__.get("_active_draw"):
-            raise RuntimeError("call observe(loss) inside `with optimizer.sampled():`, before loss.backward().")
+    def rule_of(self, group: Mapping[str, Any]) -> UpdateRule:
+        rule = super().rule_of(group)
+        if group["improved"]:
+            return rule
+        bounded = Forget(bounded=True, natural_momentum=group["natural_momentum"] > 0)
+        return replace(rule, transition=bounded)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from bayesgrad.posterior.network import clean_name
+from bayesgrad.layers.network import clean_name
 from bayesgrad.posterior.posterior import Posterior
 
 

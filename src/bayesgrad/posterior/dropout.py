@@ -13,9 +13,9 @@ from torch.func import jacrev, vmap
 
 from bayesgrad import noise
 from bayesgrad.kernels import compute_dtype
+from bayesgrad.layers.network import Network, evaluation_mode, unwrap
 from bayesgrad.likelihoods import Averages, Likelihood
 from bayesgrad.posterior.concrete import ConcreteDropout
-from bayesgrad.posterior.network import Network, evaluation_mode, unwrap
 from bayesgrad.posterior.posterior import Posterior
 from bayesgrad.posterior.units import Units
 

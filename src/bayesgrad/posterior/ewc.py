@@ -3,176 +3,20 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bayesgrad.layers.network import matching_parameters
 from bayesgrad.posterior.gaussian import GaussianPosterior
-from bayesgrad.posterior.hessian import DenseHessian, DiagonalHessian, FactoredHessian, Hessian, LowRankHessian
-from bayesgrad.posterior.laplace import LaplacePosterior, check_prior
-from bayesgrad.posterior.network import parameters_of
+from bayesgrad.posterior.laplace import LaplacePosterior
 from bayesgrad.posterior.posterior import Posterior
 from bayesgrad.precision import Diagonal
-from bayesgrad.precision.low_rank import Directions
-
-
-@dataclass(frozen=True, eq=False)
-class Quadratic(ABC):
-    """v'H v for a change v of some parameters; differentiable.
-
-    Args:
-        shapes: of the parameters by name.
-    """
-
-    shapes: Mapping[str, torch.Size]
-
-    @abstractmethod
-    def __call__(self, change: Mapping[str, Tensor]) -> Tensor:
-        """v'H v for v by name."""
-
-    @abstractmethod
-    def times(self, factor: float) -> Quadratic:
-        """The quadratic form of factor * H."""
-
-    def plus(self, other: Quadratic) -> Quadratic | None:
-        """The quadratic form of the sum, if it needs no more memory than one of them; else None."""
-        return None
-
-    def _matrix(self, change: Mapping[str, Tensor], rows: Sequence[int]) -> Tensor:
-        """(*rows, columns) of all parameters, side by side."""
-        parts = [change[name].reshape(*rows, -1) for name in self.shapes]
-        return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
-
-
-@dataclass(frozen=True, eq=False)
-class StoredQuadratic(Quadratic):
-    """A quadratic form with a stored H, so that sums over tasks can be stored too.
-
-    Args:
-        values: of H.
-    """
-
-    values: Tensor
-
-    def times(self, factor: float) -> StoredQuadratic:
-        return replace(self, values=factor * self.values)
-
-    def plus(self, other: Quadratic) -> Quadratic | None:
-        if (
-            not isinstance(other, StoredQuadratic)
-            or type(other) is not type(self)
-            or dict(other.shapes) != dict(self.shapes)
-        ):
-            return None
-        if other.values.shape != self.values.shape:
-            return None
-        return replace(self, values=self.values + other.values.to(self.values))
-
-
-class DiagonalQuadratic(StoredQuadratic):
-    """Σ h v^2, with h in the shape of the parameter, or of several as one matrix."""
-
-    def __call__(self, change: Mapping[str, Tensor]) -> Tensor:
-        return (self.values * self._matrix(change, self.values.shape[:-1]).square()).sum()
-
-
-class InputQuadratic(StoredQuadratic):
-    """tr(V A V') for V (groups, out, in) and the second moment A (groups, in, in) of inputs."""
-
-    def __call__(self, change: Mapping[str, Tensor]) -> Tensor:
-        groups, fan_in, _ = self.values.shape
-        size = sum(shape.numel() for shape in self.shapes.values())
-        return _quadratic_form(self._matrix(change, (groups, size // (groups * fan_in))), lambda v: v @ self.values)
-
-
-class DenseQuadratic(StoredQuadratic):
-    """v'H v for H (n, n)."""
-
-    def __call__(self, change: Mapping[str, Tensor]) -> Tensor:
-        return _quadratic_form(self._matrix(change, ()), lambda v: v @ self.values)
-
-
-@dataclass(frozen=True, eq=False)
-class KroneckerQuadratic(Quadratic):
-    """tr(V' E V A) of a Kronecker product. The sum of two is not a Kronecker product.
-
-    Args:
-        errors, inputs: E (groups, out, out) and A (groups, in, in).
-    """
-
-    errors: Tensor
-    inputs: Tensor
-
-    def __call__(self, change: Mapping[str, Tensor]) -> Tensor:
-        return _quadratic_form(self._matrix(change, self.errors.shape[:-1]), lambda v: self.errors @ v @ self.inputs)
-
-    def times(self, factor: float) -> KroneckerQuadratic:
-        return replace(self, errors=factor * self.errors)
-
-
-@dataclass(frozen=True, eq=False)
-class SubsampledQuadratic(Quadratic):
-    """factor |G'v|^2 for the gradients G of a few examples, which are not stored."""
-
-    directions: Directions
-    factor: float
-
-    def __call__(self, change: Mapping[str, Tensor]) -> Tensor:
-        return self.factor * self.directions.project(self._matrix(change, (1,))).square().sum()
-
-    def times(self, factor: float) -> SubsampledQuadratic:
-        return replace(self, factor=factor * self.factor)
-
-
-def quadratic(hessian: Hessian) -> Quadratic:
-    """v'H v for one block of a Laplace posterior."""
-    shapes = dict(hessian.shapes)
-    if isinstance(hessian, DiagonalHessian):
-        return DiagonalQuadratic(shapes, hessian.values)
-    if isinstance(hessian, DenseHessian):
-        return DenseQuadratic(shapes, hessian.matrix)
-    if isinstance(hessian, LowRankHessian):
-        return SubsampledQuadratic(shapes, hessian.directions, 1.0)
-    if not isinstance(hessian, FactoredHessian):
-        raise TypeError(f"EWC has no quadratic form of a {type(hessian).__name__}.")
-    rows, columns, spectrum = hessian.rows, hessian.columns, hessian.spectrum
-    if rows is None and columns is None:
-        return DiagonalQuadratic(shapes, spectrum)
-    if rows is None and torch.equal(spectrum, spectrum[:, :1].expand_as(spectrum)):
-        return InputQuadratic(shapes, _moment(columns, spectrum[:, 0]))
-    total = spectrum.sum((1, 2))[:, None].clamp(min=torch.finfo(spectrum.dtype).tiny)
-    return KroneckerQuadratic(shapes, _moment(rows, spectrum.sum(2)), _moment(columns, spectrum.sum(1) / total))
-
-
-def _moment(basis: Tensor | None, values: Tensor) -> Tensor:
-    """The symmetric matrix of these eigenvectors (groups, n, n), None for the identity, and eigenvalues (groups, n)."""
-    return torch.diag_embed(values) if basis is None else basis * values[:, None] @ basis.mT
-
-
-class QuadraticForm(torch.autograd.Function):
-    """v'H v. Its gradient 2 H v reuses the product of the forward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, vector: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
-        product = multiply(vector)
-        ctx.multiply = multiply
-        ctx.save_for_backward(vector, product)
-        return (vector * product).sum()
-
-    @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None]:
-        vector, product = ctx.saved_tensors
-        if torch.is_grad_enabled():  # for second derivatives
-            product = ctx.multiply(vector)
-        return 2 * slopes[0] * product, None
-
-
-def _quadratic_form(vector: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
-    return QuadraticForm.apply(vector, multiply)  # pyright: ignore[reportReturnType]
+from bayesgrad.structures import DiagonalStructure, Structure
+from bayesgrad.structures.structure import check_prior
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,11 +24,11 @@ class QuadraticPenalty:
     """Quadratic forms of the distance to some weights."""
 
     mean: Mapping[str, Tensor]
-    forms: Sequence[Quadratic]
+    forms: Sequence[Structure]
 
     def __call__(self, found: Mapping[str, Tensor]) -> Tensor:
         change = {name: found[name].to(mean) - mean for name, mean in self.mean.items()}
-        return sum((form(change) for form in self.forms), torch.zeros(())) / 2
+        return sum((form.quadratic(change) for form in self.forms), torch.zeros(())) / 2
 
 
 class EWC:
@@ -236,19 +80,9 @@ class EWC:
 
     def __call__(self, model: nn.Module) -> Tensor:
         """The penalty at the model's weights."""
-        found = parameters_of(model)
-        for part in self.parts:
-            for name, mean in part.mean.items():
-                if name not in found:
-                    raise ValueError(
-                        f"the penalty has a parameter {name!r} that the model lacks: build the same architecture."
-                    )
-                if found[name].shape != mean.shape:
-                    raise ValueError(
-                        f"parameter {name!r} has shape {tuple(found[name].shape)} in the model and "
-                        f"{tuple(mean.shape)} in the penalty: build the same architecture."
-                    )
-        return sum((part(found) for part in self.parts), torch.zeros(()))
+        shapes = [{name: mean.shape for name, mean in part.mean.items()} for part in self.parts]
+        found = [matching_parameters(model, own, "penalty") for own in shapes]
+        return sum((part(own) for part, own in zip(self.parts, found)), torch.zeros(()))
 
     def add(self, posterior: Posterior, strength: float = 1.0, *, prior: bool | None = None, decay: float = 1.0) -> EWC:
         """The penalty of all tasks after one more was learned: decay H + H', centred at the latest weights.
@@ -293,7 +127,7 @@ def _check(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a finite positive number, got {value!r}.")
 
 
-def _merged(forms: Iterable[Quadratic], more: Iterable[Quadratic]) -> list[Quadratic]:
+def _merged(forms: Iterable[Structure], more: Iterable[Structure]) -> list[Structure]:
     """All forms, with sums where `plus` supports them."""
     found = list(forms)
     for form in more:
@@ -307,16 +141,16 @@ def _merged(forms: Iterable[Quadratic], more: Iterable[Quadratic]) -> list[Quadr
     return found
 
 
-def _forms(posterior: Posterior, prior: bool | None) -> tuple[dict[str, Tensor], list[Quadratic]]:
+def _forms(posterior: Posterior, prior: bool | None) -> tuple[dict[str, Tensor], list[Structure]]:
     """The posterior's mean and quadratic forms."""
     mean = posterior.mean if isinstance(posterior, GaussianPosterior) else {}
     if isinstance(posterior, LaplacePosterior):
         scale = (float(posterior.noise_scale) ** 2) ** -posterior.fit.power
-        forms = [quadratic(hessian).times(scale) for hessian in posterior.hessians]
+        forms = [hessian.times(scale) for hessian in posterior.hessians]
         if prior:
             for name, value in check_prior(posterior.prior_precision, posterior.noise_scale, mean).items():
                 forms = _merged(
-                    forms, [DiagonalQuadratic({name: mean[name].shape}, torch.full_like(mean[name], value))]
+                    forms, [DiagonalStructure({name: mean[name].shape}, torch.full_like(mean[name], value))]
                 )
         return mean, forms
     if not isinstance(posterior, GaussianPosterior):
@@ -328,5 +162,5 @@ def _forms(posterior: Posterior, prior: bool | None) -> tuple[dict[str, Tensor],
         if not isinstance(belief.precision, Diagonal):
             kind = type(belief.precision).__name__
             raise TypeError(f"EWC has no quadratic form of {name!r}'s {kind} precision: use bayesgrad.laplace().")
-        forms.append(DiagonalQuadratic({name: belief.mean.shape}, 1 / belief.precision.variance()))
+        forms.append(DiagonalStructure({name: belief.mean.shape}, 1 / belief.precision.variance()))
     return mean, forms

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from bayesgrad import likelihoods
 from bayesgrad.belief import Belief, Joint
 from bayesgrad.kernels import compute_dtype
-from bayesgrad.posterior.hessian import check_prior
-from bayesgrad.posterior.network import Network, evaluation_mode, unwrap
+from bayesgrad.layers.network import Network, evaluation_mode, unwrap
 from bayesgrad.posterior.posterior import Posterior
 from bayesgrad.precision import Dense, Diagonal, Kronecker, LowRank, Precision, Rescaled, Spectral
+from bayesgrad.structures.structure import check_prior
 
 FACTORS = (
     (Kronecker, ("left", "right")),

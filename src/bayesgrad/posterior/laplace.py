@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad import likelihoods
+from bayesgrad.layers.network import Network, evaluation_mode, temporary_weights, unwrap
 from bayesgrad.posterior.gaussian import GaussianPosterior
-from bayesgrad.posterior.hessian import Hessian, by_name, check_prior
-from bayesgrad.posterior.network import Network, evaluation_mode, temporary_weights, unwrap
 from bayesgrad.posterior.tuning import maximise_by_gradient, maximise_by_search
+from bayesgrad.structures.structure import Structure, check_prior, prior_by_name
 
 GROUPS = ("model", "layer", "parameter")
 METHODS = ("evidence", "heldout")
+COLUMNS = "columns"  # of the parameters of a block, in files; no structure has this kind
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class LaplacePosterior(GaussianPosterior):
 
     def __init__(
         self,
-        hessians: Sequence[Hessian],
+        hessians: Sequence[Structure],
         mean: Mapping[str, Tensor],
         fit: Fit,
         *,
@@ -129,7 +130,7 @@ class LaplacePosterior(GaussianPosterior):
         prior = self.prior_precision if prior_precision is None else prior_precision
         noise_scale = self.noise_scale if noise_scale is None else noise_scale
         noise_variance = torch.as_tensor(noise_scale, dtype=torch.float64) ** 2
-        priors = by_name(prior, self._weights, lambda value: torch.as_tensor(value, dtype=torch.float64))
+        priors = prior_by_name(prior, self._weights, lambda value: torch.as_tensor(value, dtype=torch.float64))
         scale = noise_variance**-self.fit.power
         volume = torch.stack([h.logdet(priors, scale) for h in self.hessians]).sum()
         for name, weight in self._weights.items():
@@ -174,7 +175,7 @@ class LaplacePosterior(GaussianPosterior):
             "layer": lambda name: name.rpartition(".")[0],
             "parameter": lambda name: name,
         }[per]
-        groups = {key(name): value for name, value in by_name(self.prior_precision, self._weights, float).items()}
+        groups = {key(name): value for name, value in prior_by_name(self.prior_precision, self._weights, float).items()}
         place = {group: i for i, group in enumerate(groups)}
         kept = self.prior_precision, self.noise_scale, self.temperature
         start = [*groups.values(), *[float(self.noise_scale) ** 2] * noise_scale, *[self.temperature] * temperature]
@@ -223,7 +224,7 @@ class LaplacePosterior(GaussianPosterior):
     # --- storage ---
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
-        prior = by_name(self.prior_precision, self._weights, float)
+        prior = prior_by_name(self.prior_precision, self._weights, float)
         numbers = {"loss": self.fit.loss, "outputs": self.fit.outputs, "power": self.fit.power}
         numbers |= {"noise_scale": self.noise_scale, "temperature": self.temperature}
         tensors = {
@@ -233,9 +234,9 @@ class LaplacePosterior(GaussianPosterior):
             "likelihood": {self.likelihood: torch.ones(())},
         }
         for hessian in self.hessians:
-            owner, kind = next(iter(hessian.shapes)), type(hessian).__name__
-            tensors[f"{kind} of {owner}"] = hessian.stored()
-            tensors[f"columns of {owner}"] = {name: torch.tensor(shape) for name, shape in hessian.shapes.items()}
+            owner = next(iter(hessian.shapes))
+            tensors[f"{hessian.kind} of {owner}"] = hessian.stored()
+            tensors[f"{COLUMNS} of {owner}"] = {name: torch.tensor(shape) for name, shape in hessian.shapes.items()}
         return tensors
 
     @classmethod
@@ -243,10 +244,13 @@ class LaplacePosterior(GaussianPosterior):
         means, numbers = tensors["mean"], {name: float(value) for name, value in tensors["fit"].items()}
         hessians = []
         for group, parts in tensors.items():
-            kind, _, owner = group.partition(" of ")
-            if kind in Hessian.kinds:
-                shapes = {name: means[name].shape for name in tensors[f"columns of {owner}"]}
-                hessians.append(Hessian.kinds[kind].restored(shapes, parts))
+            kind, of, owner = group.partition(" of ")
+            if not of or kind == COLUMNS:
+                continue
+            if kind not in Structure.by_kind:
+                raise ValueError(f"no structure stores blocks as {kind!r}: import the module that defines it.")
+            shapes = {name: means[name].shape for name in tensors[f"{COLUMNS} of {owner}"]}
+            hessians.append(Structure.by_kind[kind].restored(shapes, parts))
         prior = {name: float(value) for name, value in tensors["prior"].items()}
         return cls(
             hessians,

@@ -13,18 +13,18 @@ from torch import Tensor, nn
 from torch.func import jacrev, vmap
 
 from bayesgrad import likelihoods
-from bayesgrad.likelihoods import Averages, Decomposed, Likelihood, Moments
-from bayesgrad.noise import generator_of
-from bayesgrad.posterior import storage
-from bayesgrad.posterior.network import (
+from bayesgrad.layers.network import (
     Network,
     architecture,
     check_architecture,
     evaluation_mode,
-    parameters_of,
+    matching_parameters,
     temporary_weights,
     unwrap,
 )
+from bayesgrad.likelihoods import Averages, Decomposed, Likelihood, Moments
+from bayesgrad.noise import generator_of
+from bayesgrad.posterior import storage
 
 METHODS = ("mc", "linear", "mean")
 LINKS = ("probit", "mc")
@@ -302,19 +302,7 @@ class Posterior(ABC):
 
     def _parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """The parameters of the model that this posterior describes, checked by name and shape."""
-        found = parameters_of(model)
-        shapes = self._shapes()
-        for name, shape in shapes.items():
-            if name not in found:
-                raise ValueError(
-                    f"the posterior has a parameter {name!r} that the model lacks: build the same architecture."
-                )
-            if found[name].shape != shape:
-                raise ValueError(
-                    f"parameter {name!r} has shape {tuple(found[name].shape)} in the model and "
-                    f"{tuple(shape)} in the posterior: build the same architecture."
-                )
-        return {name: found[name] for name in shapes}
+        return matching_parameters(model, self._shapes(), "posterior")
 
     # --- storage ---
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesgrad.posterior.network import Network, clean_name
+from bayesgrad.layers.network import Network, clean_name
 from bayesgrad.posterior.posterior import Posterior
 from bayesgrad.posterior.store import Samples
 

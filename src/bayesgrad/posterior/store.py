@@ -7,6 +7,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -114,27 +115,15 @@ class Samples:
         self._rows, self._bytes = [], 0
 
     def _read(self, index: int, row: int | None = None) -> dict[str, Tensor]:
-        from safetensors import SafetensorError, safe_open
-
-        path = self._path(index)
-        try:
-            with safe_open(path, framework="pt") as file:
-                if row is None:
-                    return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                return {name: file.get_slice(name)[row] for name in file.keys()}  # noqa: SIM118
-        except (FileNotFoundError, SafetensorError) as error:
-            raise ValueError(f"{path}, a file of samples, is missing or damaged ({error}): sample again.") from error
+        with _opened(self._path(index)) as file:
+            if row is None:
+                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return {name: file.get_slice(name)[row] for name in file.keys()}  # noqa: SIM118
 
     @staticmethod
     def _count(path: Path) -> int:
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            with safe_open(path, framework="pt") as file:
-                name = next(iter(file.keys()))
-                return file.get_slice(name).get_shape()[0]
-        except (FileNotFoundError, SafetensorError, StopIteration) as error:
-            raise ValueError(f"{path}, a file of samples, is missing or damaged ({error}): sample again.") from error
+        with _opened(path) as file:
+            return file.get_slice(list(file.keys())[0]).get_shape()[0]  # noqa: RUF015
 
     # --- resuming ---
 
@@ -154,6 +143,18 @@ class Samples:
         self._files, self._other_run = list(state["files"]), False
         self._rows = [{name: tensor.clone() for name, tensor in state["rows"].items()}] if state["rows"] else []
         self._bytes = sum(tensor.nbytes for block in self._rows for tensor in block.values())
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A file of samples; raises ValueError if it cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (FileNotFoundError, SafetensorError, IndexError) as error:
+        raise ValueError(f"{path}, a file of samples, is missing or damaged ({error}): sample again.") from error
 
 
 def _rows(block: Mapping[str, Tensor]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,13 +26,13 @@ class Diagonal(Precision):
     covariance: Tensor
 
     def scale(self, factor: Any) -> Diagonal:
-        return Diagonal(self.covariance / factor)
+        return replace(self, covariance=self.covariance / factor)
 
-    def add(self, increment: Tensor) -> Diagonal:
-        return Diagonal(self.covariance / (1 + self.covariance * increment))
+    def add(self, increment: Any) -> Diagonal:
+        return replace(self, covariance=self.covariance / (1 + self.covariance * increment))
 
     def propagate(self, retain: Any, noise: Any) -> Diagonal:
-        return Diagonal(retain * self.covariance + noise)
+        return replace(self, covariance=retain * self.covariance + noise)
 
     def solve(self, vector: Tensor) -> Tensor:
         return self.covariance * vector
@@ -47,7 +47,7 @@ class Diagonal(Precision):
         return -self.covariance.log().sum()
 
     def to_dense(self) -> Tensor:
-        return torch.diag(1 / self.covariance.flatten())
+        return torch.diag(1 / self.variance().flatten())
 
     def storable(self) -> Tensor:
         """The variances plus the smallest normal number, so that their reciprocals are finite."""

@@ -40,12 +40,13 @@ class Kronecker(Precision):
             return torch.eye(size, dtype=like.dtype, device=like.device).expand(*self.shape[:-2], size, size)
         return torch.diag_embed(side) if self._is_diagonal(side) else side
 
-    def _matrices(self) -> tuple[Tensor, Tensor]:
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        """L and R as matrices."""
         return self._factor(self.left, self.shape[-2]), self._factor(self.right, self.shape[-1])
 
     def spectral(self) -> Spectral:
         """The same precision in its eigenbasis, in which adding multiples of the identity is exact."""
-        (left, rows), (right, columns) = (torch.linalg.eigh(factor) for factor in self._matrices())
+        (left, rows), (right, columns) = (torch.linalg.eigh(factor) for factor in self.matrices())
         return Spectral(rows, columns, 1 / (left[..., :, None] * right[..., None, :]))
 
     def scale(self, factor: Any) -> Kronecker:
@@ -94,16 +95,16 @@ class Kronecker(Precision):
         return self._times(noise, left, right if right is None or self._is_diagonal(right) else right.mT)
 
     def variance(self) -> Tensor:
-        left, right = (factor.diagonal(dim1=-2, dim2=-1) for factor in self._matrices())
+        left, right = (factor.diagonal(dim1=-2, dim2=-1) for factor in self.matrices())
         return left[..., :, None] * right[..., None, :]
 
     def logdet(self) -> Tensor:
-        left, right = (torch.linalg.slogdet(factor)[1].sum() for factor in self._matrices())
+        left, right = (torch.linalg.slogdet(factor)[1].sum() for factor in self.matrices())
         return -(self.shape[-1] * left + self.shape[-2] * right)
 
     def to_dense(self) -> Tensor:
-        left, right = (torch.linalg.inv(factor) for factor in self._matrices())
-        return _block_kron(left, right)
+        left, right = (torch.linalg.inv(factor) for factor in self.matrices())
+        return block_kron(left, right)
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,11 +156,12 @@ class Spectral(Precision):
         sizes = self.spectrum.shape[-2:]
         eyes = (torch.eye(n).to(self.spectrum).expand(*self.spectrum.shape[:-2], n, n) for n in sizes)
         left, right = (eye if basis is None else basis for basis, eye in zip((self.rows, self.columns), eyes))
-        basis = _block_kron(left, right)
+        basis = block_kron(left, right)
         return basis @ torch.diag(self.spectrum.flatten()) @ basis.T
 
 
-def _block_kron(left: Tensor, right: Tensor) -> Tensor:
+def block_kron(left: Tensor, right: Tensor) -> Tensor:
+    """The matrix of L ⊗ R, block-diagonal in groups."""
     if left.dim() == 2:
         return torch.kron(left.contiguous(), right.contiguous())
     return torch.block_diag(*[torch.kron(a.contiguous(), b.contiguous()) for a, b in zip(left, right)])

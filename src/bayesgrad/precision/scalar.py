@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from bayesgrad.precision.algebra import Precision
+from bayesgrad.precision.diagonal import Diagonal
 
 
 @dataclass(frozen=True, eq=False)
-class Scalar(Precision):
+class Scalar(Diagonal):
     """P = I/v for weights of a given shape, stored as the variance v.
 
     >>> Scalar(torch.tensor(0.5), (2,)).solve(torch.tensor([1.0, 2.0]))
@@ -23,30 +22,10 @@ class Scalar(Precision):
         shape: the shape of the weights.
     """
 
-    covariance: Tensor
     shape: tuple[int, ...]
-
-    def scale(self, factor: Any) -> Scalar:
-        return Scalar(self.covariance / factor, self.shape)
-
-    def add(self, increment: Any) -> Scalar:
-        return Scalar(self.covariance / (1 + self.covariance * increment), self.shape)
-
-    def propagate(self, retain: Any, noise: Any) -> Scalar:
-        return Scalar(retain * self.covariance + noise, self.shape)
-
-    def solve(self, vector: Tensor) -> Tensor:
-        return self.covariance * vector
-
-    def sample(self, noise: Tensor) -> Tensor:
-        return self.covariance.sqrt() * noise
 
     def variance(self) -> Tensor:
         return self.covariance.expand(self.shape)
 
     def logdet(self) -> Tensor:
         return -self.covariance.log() * torch.Size(self.shape).numel()
-
-    def to_dense(self) -> Tensor:
-        size = torch.Size(self.shape).numel()
-        return torch.eye(size, dtype=self.covariance.dtype, device=self.covariance.device) / self.covariance

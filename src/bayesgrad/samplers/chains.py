@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
 from bayesgrad import noise
-from bayesgrad.posterior.network import parameters_of
+from bayesgrad.layers.network import parameters_of
 
 
 class Chains(nn.Module):

@@ -1,4 +1,9 @@
-"""Kronecker factors of layers as differentiable functions of the weights."""
+"""Kronecker factors of layers as differentiable functions of the weights.
+
+They equal the means of `layers.statistics.LayerStatistics`, which forms them from recorded inputs and errors. Recorded
+tensors have no derivative by the weights, and hooks of autograd do not run under the transforms of `torch.func` that
+corrections need. So this file runs the model inside of the transform and reads its layers there.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.func import vjp, vmap
 
-from bayesgrad.block.layer import Layer
-from bayesgrad.curvature.layers import errors_of, inputs_of
+from bayesgrad.layers.layer import Layer
+from bayesgrad.layers.modules import errors_of, inputs_of
 from bayesgrad.samplers.correction import Batch
 
 

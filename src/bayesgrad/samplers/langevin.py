@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bayesgrad.optimizer.base import settings
-from bayesgrad.rule import Langevin as LangevinRule
+from bayesgrad.checkpoint import settings
 from bayesgrad.samplers.arithmetic import warn_about_temperature
+from bayesgrad.samplers.preconditioner import LangevinStep
 from bayesgrad.samplers.sampler import Sampler
 
 
@@ -80,7 +80,7 @@ class Langevin(Sampler):
     Checked by: tests/equations/test_samplers.py, tests/statistics/test_samplers.py.
     """
 
-    rule = LangevinRule()
+    move = LangevinStep()
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class SNGD(Sampler):
     Checked by: tests/equations/test_samplers.py, tests/statistics/test_samplers.py.
     """
 
-    rule = LangevinRule(injected=False)
+    move = LangevinStep(injected=False)
 
     def __init__(
         self,

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from bayesgrad.block.layer import Layer, LayerBatch
-from bayesgrad.curvature.factors import KroneckerFisher, symmetric
-from bayesgrad.curvature.fisher import gather_gradients
-from bayesgrad.curvature.per_example import PerExampleGradients, gradients_one_by_one
-from bayesgrad.curvature.recorder import Trace
 from bayesgrad.kernels import compute_dtype
+from bayesgrad.layers.fisher import gather_gradients
+from bayesgrad.layers.layer import Layer
+from bayesgrad.layers.per_example import PerExampleGradients, gradients_one_by_one
+from bayesgrad.layers.recorder import Trace
+from bayesgrad.layers.statistics import LayerStatistics
 from bayesgrad.precision import Blocks, Diagonal, Precision, Scalar, Spectral
 from bayesgrad.precision.linalg import eigenvalues, not_invertible
 from bayesgrad.samplers.correction import Batch, drift_by_autodiff, gauss_newton_drift, is_linear
@@ -219,17 +219,13 @@ class KroneckerFactors(Metric):
         directions = list(view.directions)
         passes = [view.trace.backpropagate(direction) for direction in directions]
         found: Statistics = {}
-        options = {"losses_per_example": 1}
         for layer in view.layers:
             weight = layer.module._parameters.get("weight")
             own = [[use for use in uses if use.module._parameters.get("weight") is weight] for uses in passes]
             if not own[0] or layer.lookup:
                 continue
-            entry = {}
-            for side, moment in KroneckerFisher().read(LayerBatch(layer, own), options).items():
-                factor = moment.weight * moment.rows.mT @ moment.rows
-                entry[f"{side}_moment"] = factor * len(directions) if side == "error" else factor
-            found[layer.owner] = entry
+            means = {side: moment.mean() for side, moment in LayerStatistics(layer, own).moments().items()}
+            found[layer.owner] = {"input_moment": means["input"], "error_moment": means["error"] * len(directions)}
         members = {p for layer in view.layers if layer.owner in found for p in layer.members}
         rest = ObservedBatch(view.trace, directions, [p for p in view.params if p not in members], (), view.left)
         return found | {p: {"fisher": square} for p, square in squares(rest).items()}
@@ -241,9 +237,7 @@ class KroneckerFactors(Metric):
             if not set(layer.members) <= set(space.params) or "input_moment" not in entry:
                 continue
             seen |= set(layer.members)
-            (inputs, columns), (errors, rows) = (
-                eigenvalues(symmetric(entry[f"{s}_moment"])) for s in ("input", "error")
-            )
+            (inputs, columns), (errors, rows) = (eigenvalues(entry[f"{s}_moment"]) for s in ("input", "error"))
             spectrum = errors[..., :, None] * inputs[..., None, :] + damping
             if not bool((spectrum > 0).all() & torch.isfinite(spectrum).all()):
                 raise not_invertible(spectrum, damping, f"the metric of layer {layer.names[0]!r}")

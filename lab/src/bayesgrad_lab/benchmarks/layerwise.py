@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bayesgrad.curvature import SubsampledFisher
+from bayesgrad import SubsampledFisher
 from bayesgrad.optim import FOOF, KFAC, NaturalGradient
 from bayesgrad_lab.benchmarks import page
 

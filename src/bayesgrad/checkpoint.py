@@ -1,0 +1,338 @@
+"""`CheckedOptimizer`: a torch optimizer whose options are validated and whose state survives.
+
+It is the part of `BeliefOptimizer` that has nothing to do with a step: param groups, state dicts, copies.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from bayesgrad.constraints import FRACTION, FRACTIONS, NONNEGATIVE, OPTIONAL_BOOLEAN, Constraint, one_of
+from bayesgrad.layers.network import named_groups, unwrap
+from bayesgrad.parts import Host
+
+NONFINITE = ("ignore", "raise", "skip")
+TRAINING_WEIGHT = "training_weight"  # in the state of a parameter in evaluation mode
+
+
+class CheckedOptimizer(torch.optim.Optimizer):
+    """A torch optimizer with checked hyperparameters, whose state is restored bit for bit or refused.
+
+    `accepts` maps the name of a hyperparameter to the values that it may have; those in `common` must be the same in
+    all groups. Groups have a few entries beside hyperparameters: `base_lr`, the initial lr; `last_lr`, the last
+    positive one; `draws` (of the first group), the number of random draws so far; `rule`, the name of the class;
+    `train_mode`, whether weights are those to train with.
+
+    Args:
+        params: as for any torch optimizer; with a model, parameters or groups of it, or None for all.
+        defaults: hyperparameters.
+        model: for classes with `takes_model`.
+    """
+
+    takes_model: ClassVar[bool] = False
+    kept: ClassVar[tuple[str, ...]] = ("model", "warned")  # attributes that a copy has
+    common: ClassVar[tuple[str, ...]] = ()
+    accepts: ClassVar[Mapping[str, Constraint]] = {
+        "lr": NONNEGATIVE,
+        "weight_decay": NONNEGATIVE,
+        "momentum": FRACTION,
+        "betas": FRACTIONS,
+        "damping": NONNEGATIVE,
+        "nonfinite": one_of(*NONFINITE),
+        "fused": OPTIONAL_BOOLEAN,
+        "base_lr": NONNEGATIVE,
+        "last_lr": NONNEGATIVE,
+    }
+
+    def __init__(self, params: Any, defaults: dict[str, Any], model: Any) -> None:
+        self.model: nn.Module | None = None
+        self.warned: set[Tensor] = set()  # parameters that a warning has named
+        if self.takes_model:
+            if not isinstance(model, nn.Module):
+                name = type(self).__name__
+                raise TypeError(
+                    f"{name} takes the model, not its parameters, got {type(model).__name__}: "
+                    f"use {name}(model, params=...)."
+                )
+            self.model = unwrap(model)
+            params = named_groups(self.model, params)
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a param group, as in torch.optim; omitted hyperparameters have their default values."""
+        if self.model is not None:
+            (param_group,) = named_groups(self.model, [param_group])
+        given = {**self.defaults, **param_group}
+        self.check_group(given)
+        for name in self.common if self.param_groups else ():
+            first = self.param_groups[0].get(name)
+            if given.get(name) != first:
+                raise ValueError(f"{name} must be the same in all groups, got {given.get(name)!r} beside {first!r}.")
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for position, p in enumerate(group["params"]):
+            if p.is_complex():
+                self.param_groups.pop()
+                raise ValueError(
+                    f"parameter {position} is {p.dtype}: complex weights are not supported, keep a real parameter "
+                    "and use torch.view_as_complex in the forward pass."
+                )
+        group.setdefault("base_lr", float(group["lr"]))
+        for name, value in self._bookkeeping(group).items():
+            group.setdefault(name, value)
+        self.group_added()
+
+    def _bookkeeping(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """What a group has beside hyperparameters."""
+        first = self.param_groups[0]
+        mode = first.get("train_mode", True)
+        return {"last_lr": group["base_lr"], "draws": 0, "rule": type(self).__name__, "train_mode": mode}
+
+    def group_added(self) -> None:
+        """Called after a group was added."""
+
+    def state_loaded(self) -> None:
+        """Called after a state was loaded."""
+
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        """Raises if a hyperparameter is not valid."""
+        for name, (words, holds) in self.accepts.items():
+            if name not in group:
+                continue
+            try:
+                good = bool(holds(group[name]))
+            except (TypeError, ValueError, RuntimeError):
+                good = False
+            if not good:
+                raise ValueError(f"{name} must be {words}, got {group[name]!r}.")
+        self.check_options(group)
+
+    def check_options(self, group: Mapping[str, Any]) -> None:
+        """Raises if the hyperparameters of a group do not fit together; each of them is valid."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch.optim, but with copies of all tensors: later steps do not change it."""
+        saved = super().state_dict()
+        saved["state"] = {key: copied(entry) for key, entry in saved["state"].items()}
+        saved["param_groups"] = [copied(group) for group in saved["param_groups"]]
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores a run bit for bit, or raises and changes nothing.
+
+        Unlike torch.optim, state keeps its dtype (float32 beside bfloat16 weights) and is copied. An optimizer that
+        was built from a model matches parameters by name.
+        """
+        self.require_training("load_state_dict()")
+        if not isinstance(state_dict, dict):
+            raise ValueError(f"the state of {type(self).__name__} must be a dict, got {type(state_dict).__name__}.")
+        loaded: dict[str, Any] = {}
+
+        def check(_: Any, given: dict[str, Any]) -> None:
+            self.check_loaded(given)
+            loaded.update(given)
+
+        ordered = in_order(self, state_dict) if self.model is not None else state_dict
+        handle = self.register_load_state_dict_pre_hook(check)
+        try:
+            super().load_state_dict(ordered)
+        finally:
+            handle.remove()
+        on_cpu = self.on_cpu()
+        for p, entry in _pairs(self.param_groups, loaded):
+            for name, value in entry.items():
+                self.state[p][name] = value.detach().to("cpu" if name in on_cpu else p.device, copy=True)
+        self.state_loaded()
+
+    def is_partial(self, entry: Mapping[str, Tensor]) -> bool:
+        """Whether an entry without all slots is valid: that of a parameter that has not taken a step."""
+        return set(entry) <= {TRAINING_WEIGHT} or ("step" not in entry and self.model is not None)
+
+    def on_cpu(self) -> set[str]:
+        """The names of state tensors that Python reads."""
+        return {"step"}
+
+    def slots_of(self, p: Tensor, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """The state tensors that a parameter must have after its first step."""
+        return ()
+
+    def check_loaded(self, saved: Mapping[str, Any]) -> None:
+        """Raises ValueError if `saved` is not a state of this optimizer."""
+        check_saved(self, saved)
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = super().__getstate__()
+        state = defaultdict(dict, {p: unshared(entry) for p, entry in kept["state"].items()})
+        return {**kept, "state": state, **{name: getattr(self, name) for name in self.kept}}
+
+    # --- training and evaluation ---
+
+    def evaluation_weights(self) -> Mapping[Tensor, Tensor]:
+        """Parameter -> its weights in evaluation mode, where they differ from those to train with."""
+        return {}
+
+    @property
+    def training(self) -> bool:
+        """Whether the weights are those to train with."""
+        return all(group["train_mode"] for group in self.param_groups)
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        """Sets the weights to those to evaluate the model with: their posterior mean, where it is another value.
+
+        Call `train()` before the next step. A checkpoint of model and optimizer may be written in either mode.
+        """
+        if not self.training:
+            return
+        for p, mean in self.evaluation_weights().items():
+            self.state[p][TRAINING_WEIGHT] = p.detach().clone()
+            p.copy_(mean)
+        for group in self.param_groups:
+            group["train_mode"] = False
+
+    @torch.no_grad()
+    def train(self) -> None:
+        """Sets the weights to those to train with, bit for bit as they were before `eval()`."""
+        for p, entry in self.state.items():
+            if TRAINING_WEIGHT in entry:
+                p.copy_(entry.pop(TRAINING_WEIGHT))
+        for group in self.param_groups:
+            group["train_mode"] = True
+
+    def require_training(self, what: str) -> None:
+        """Raises if the weights are not those to train with."""
+        if not self.training:
+            raise RuntimeError(f"{what} needs the weights to train with: call optimizer.train() before it.")
+
+    @contextmanager
+    def mode(self, training: bool) -> Iterator[None]:
+        """A context in which the weights are those of one mode."""
+        before = self.training
+        self.train() if training else self.eval()
+        try:
+            yield
+        finally:
+            self.train() if before else self.eval()
+
+    # --- words ---
+
+    def name_of(self, p: Tensor) -> str:
+        """A parameter in words, for messages."""
+        for index, group in enumerate(self.param_groups):
+            for position, other in enumerate(group["params"]):
+                if other is p and "param_names" in group:
+                    return f"parameter {group['param_names'][position]!r}"
+                if other is p:
+                    return f"parameter {position} of group {index} (shape {tuple(p.shape)})"
+        return f"a parameter of shape {tuple(p.shape)}"
+
+
+def settings(arguments: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """The hyperparameters among the arguments of a constructor, given as its `locals()`."""
+    others = ("self", "__class__", "params", "model", "prior")
+    return {name: value for name, value in arguments.items() if name not in others} | more
+
+
+def check_saved(optimizer: CheckedOptimizer, saved: Mapping[str, Any]) -> None:
+    """Raises ValueError if a state dict does not fit the optimizer's class, groups or parameters."""
+    name = type(optimizer).__name__
+    groups = saved.get("param_groups")
+    whole = isinstance(groups, list) and all(isinstance(group, Mapping) for group in groups)
+    if not whole or not isinstance(saved.get("state"), Mapping):
+        raise ValueError(
+            f"a state of {name} must have 'state' and 'param_groups', but one is missing: is the file truncated?"
+        )
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    given = [len(group.get("params", ())) for group in saved["param_groups"]]
+    if sizes != given:
+        raise ValueError(f"the saved state has param groups of {given} parameters, but this {name} has {sizes}.")
+    for index, (group, given_group) in enumerate(zip(optimizer.param_groups, saved["param_groups"])):
+        # torch adds "differentiable" to the defaults when it unpickles or loads; groups do not have it.
+        missing = sorted({*optimizer.defaults, "base_lr", "last_lr", "rule"} - {"differentiable"} - set(given_group))
+        if missing:
+            raise ValueError(
+                f"group {index} of the saved state lacks {missing}: it is not a state of {name}, or it is truncated."
+            )
+        if given_group["rule"] != name:
+            raise ValueError(f"the saved state is that of {given_group['rule']}, but this optimizer is {name}.")
+        optimizer.check_group(given_group)
+        for position, (p, key) in enumerate(zip(group["params"], given_group["params"])):
+            where = f"parameter {position} of group {index}"
+            entry = saved["state"].get(key, {})
+            slots = optimizer.slots_of(p, given_group)
+            odd = next((k for k, value in entry.items() if not isinstance(value, Tensor)), None)
+            if odd is not None or ("step" in entry and entry["step"].numel() != 1):
+                raise ValueError(
+                    f"{odd or 'step'} in the saved state of {where} must be a tensor{'' if odd else ' of one element'}."
+                )
+            if entry and not {"step", *slots} <= set(entry) and not optimizer.is_partial(entry):
+                lost = sorted({"step", *slots} - set(entry))
+                raise ValueError(
+                    f"the saved state of {where} lacks {lost}: it is not a state of {name}, or it is truncated."
+                )
+            for slot in slots:
+                if slot in entry and entry[slot].shape != p.shape:
+                    raise ValueError(
+                        f"{slot} of {where} has shape {tuple(entry[slot].shape)} in the saved state, "
+                        f"but the parameter has {tuple(p.shape)}: load it into the model it came from."
+                    )
+
+
+def copied(values: dict[str, Any]) -> dict[str, Any]:
+    """A dict with clones of its tensors."""
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()}
+
+
+def unshared(entry: dict[str, Tensor]) -> dict[str, Tensor]:
+    """An entry of the state with clones of views into larger storages: pickling a view stores the whole storage."""
+    return {
+        name: value.clone() if value.untyped_storage().nbytes() > value.numel() * value.element_size() else value
+        for name, value in entry.items()
+    }
+
+
+def in_order(optimizer: CheckedOptimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The saved state with parameters in the order of the optimizer's groups, by their names in the model."""
+    groups = saved.get("param_groups")
+    if not isinstance(groups, list) or not all(isinstance(g, Mapping) for g in groups):
+        return dict(saved)
+    mine = [group["param_names"] for group in optimizer.param_groups]
+    given = [[_plain(name) for name in group.get("param_names", ())] for group in groups]
+    if [sorted(names) for names in mine] != [sorted(names) for names in given]:
+        odd = sorted({n for names in mine for n in names} ^ {n for names in given for n in names})
+        where = f"; see {', '.join(odd[:3])}" if odd else ""
+        raise ValueError(
+            f"the saved state must have the parameters of this {type(optimizer).__name__}, but they differ{where}."
+        )
+    ordered = []
+    for group, names, own in zip(groups, given, mine):
+        keys = dict(zip(names, group["params"]))
+        ordered.append({**group, "params": [keys[name] for name in own], "param_names": list(own)})
+    return {**saved, "param_groups": ordered}
+
+
+def saved_entry(optimizer: Host, saved: Mapping[str, Any], p: Tensor) -> tuple[Mapping, Mapping]:
+    """The state of a parameter in a state dict, and its group; both empty if there are none."""
+    for group, given in zip(optimizer.param_groups, saved["param_groups"]):
+        for own, key in zip(group["params"], given["params"]):
+            if own is p:
+                return saved["state"].get(key, {}), given
+    return {}, {}
+
+
+def _plain(name: str) -> str:
+    """A parameter's name without the prefixes of torch.compile and DataParallel."""
+    return name.replace("_orig_mod.", "").removeprefix("module.")
+
+
+def _pairs(groups: list[dict[str, Any]], saved: Mapping[str, Any]) -> Iterable[tuple[Tensor, dict[str, Tensor]]]:
+    for group, given in zip(groups, saved["param_groups"]):
+        for p, key in zip(group["params"], given["params"]):
+            if key in saved["state"]:
+                yield p, saved["state"][key]

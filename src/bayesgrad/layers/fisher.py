@@ -1,0 +1,366 @@
+"""The Fisher information of a batch as a linear operator, and per-example gradients of a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bayesgrad import layers, likelihoods
+from bayesgrad.kernels import compute_dtype
+from bayesgrad.layers.functional import gradients_by_vmap
+from bayesgrad.layers.network import parameters_of, unwrap
+from bayesgrad.layers.per_example import PerExampleGradients, StoredGradients, concatenated
+from bayesgrad.layers.recorder import LayerRecorder, Trace
+from bayesgrad.noise import seed32
+from bayesgrad.precision import LowRank
+
+FISHERS = ("sampled", "exact", "empirical")
+
+
+@dataclass(frozen=True, eq=False)
+class Gradients:
+    """The gradients of N examples by all parameters: the G of F = G G', with columns scale * g_j.
+
+    Args:
+        columns: name -> per-example gradients, for the same examples.
+        scale: one number for all, or one for each name.
+    """
+
+    columns: Mapping[str, PerExampleGradients]
+    scale: float | Mapping[str, float]
+
+    def _scale(self, name: str) -> float:
+        return self.scale[name] if isinstance(self.scale, Mapping) else self.scale
+
+    def project(self, vector: Mapping[str, Tensor]) -> Tensor:
+        return sum_terms(c.project(vector[name]).mul_(self._scale(name)) for name, c in self.columns.items())
+
+    def combine(self, weights: Tensor) -> dict[str, Tensor]:
+        return {name: c.combine(self._scale(name) * weights) for name, c in self.columns.items()}
+
+    def weighted_diagonal(self, factor: Tensor) -> dict[str, Tensor]:
+        """The diagonal of G (L L')^-1 G' by name, for a lower factor L."""
+        return {name: c.weighted_diagonal(factor).mul_(self._scale(name) ** 2) for name, c in self.columns.items()}
+
+    def gram(self) -> Tensor:
+        return sum_terms(c.gram().mul_(self._scale(name) ** 2) for name, c in self.columns.items())
+
+
+def sum_terms(terms: Iterable[Tensor]) -> Tensor:
+    """The sum of tensors in their widest dtype, on the device of the first, one term at a time."""
+    total: Tensor | None = None
+    for term in terms:
+        if total is None:
+            total = term
+        elif total.dtype == torch.promote_types(total.dtype, term.dtype):
+            total.add_(term.to(total.device))
+        else:
+            total = total + term.to(total.device)
+    if total is None:
+        raise ValueError("there are no gradients to sum.")
+    return total
+
+
+class SubsampledFisher:
+    r"""F = (1/N) Σ_j g_j g_j' over N data points, exactly, without forming per-example gradients.
+
+    g_j is the gradient of example j's loss (negative log-likelihood, summed over positions), at a label drawn from the
+    model, at a given one, or, for the exact Fisher, over all labels: F = (1/N) Σ_j J_j' H_j J_j, the Gauss-Newton
+    matrix.
+
+    .. math::
+        (F + \lambda I)^{-1} v = \frac{1}{\lambda} \left(v - G (\lambda I + G^T G)^{-1} G^T v\right), \quad F = G G^T
+
+    Vectors are flat, in the order of `torch.nn.utils.parameters_to_vector` over the trainable parameters, or dicts by
+    name; results have the same form. Weight gradients of Linear, Conv and Embedding layers are stored as inputs and
+    errors. Per-example gradients of parameters outside of these and of normalisation layers (attention, LSTM, bare
+    parameters) are computed by `torch.func` and stored.
+
+    Args:
+        model: in the mode in which to differentiate it; BatchNorm must be in evaluation mode.
+        inputs: N examples along the first dimension; a tuple for several arguments.
+        likelihood: "categorical", "bernoulli" or "gaussian" (unit variance).
+        fisher: "sampled" (one label for each example, drawn with `seed`), "exact" or "empirical" (needs `labels`).
+        labels: the targets for "empirical", or labels to use instead of sampled ones.
+        seed: of sampled labels; None is 0.
+
+    Attributes:
+        labels: the labels that were used, None for the exact Fisher.
+        names: of the parameters, in flat order.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 2)
+        >>> fisher = SubsampledFisher(model, torch.randn(5, 3))
+        >>> v = torch.ones(8)
+        >>> residual = fisher.matvec(fisher.solve(v, damping=0.1)) + 0.1 * fisher.solve(v, damping=0.1) - v
+        >>> bool(residual.abs().max() < 1e-4)
+        True
+
+    Reference: Benzing 2021, Eq. 17-21 and appendix E.
+    Differs from the paper: Eq. 19-21 lack factors of the batch size.
+    Checked by: tests/equations/test_fisher.py, against torch.func's per-example gradients.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Tensor | tuple[Tensor, ...],
+        *,
+        likelihood: str = "categorical",
+        fisher: str = "sampled",
+        labels: Tensor | None = None,
+        seed: int | None = None,
+    ) -> None:
+        if fisher not in FISHERS:
+            raise ValueError(f"fisher must be one of {', '.join(map(repr, FISHERS))}, got {fisher!r}.")
+        if (fisher == "empirical") != (labels is not None) and fisher != "sampled":
+            need = "needs labels=" if labels is None else "takes no labels"
+            raise ValueError(f"fisher={fisher!r} {need}.")
+        kind = likelihoods.named(likelihood)
+        generator = torch.Generator().manual_seed(seed32(seed or 0))
+        (seen,) = batch_gradients(model, inputs, kind, fisher, labels, generator)
+        self._parameters = {name: p for name, p in parameters_of(unwrap(model)).items() if p.requires_grad}
+        self.names = list(self._parameters)
+        self.labels = seen.labels
+        self._scale = 1 / math.sqrt(len(seen.outputs))
+        self._gradients = Gradients(seen.columns, self._scale)
+        self._gram: Tensor | None = None
+        self._last: LowRank | None = None
+
+    def matvec(self, v: Any) -> Any:
+        """F v."""
+        vector, back = self._unpacked(v)
+        return back(self._gradients.combine(self._gradients.project(vector)))
+
+    def solve(self, v: Any, damping: float | Mapping[str, float]) -> Any:
+        """(F + damping I)^-1 v; with a damping for each parameter by name, (F + D)^-1 v for the diagonal D of those.
+
+        Raises:
+            ValueError: damping is not positive, or names other parameters.
+        """
+        vector, back = self._unpacked(v)
+        if isinstance(damping, Mapping):
+            return back(self._solve_by_name(vector, damping))
+        if not 0 < damping < math.inf:
+            raise ValueError(f"damping must be a finite positive number, got {damping!r}.")
+        if self._last is None or self._last.floor != damping:
+            self._last = LowRank(float(damping), self)
+        return back(self._last.solve(vector))
+
+    def _solve_by_name(self, vector: dict[str, Tensor], damping: Mapping[str, float]) -> dict[str, Tensor]:
+        """D^-1/2 (I + D^-1/2 F D^-1/2)^-1 D^-1/2 v."""
+        if set(damping) != set(self.names) or not all(0 < d < math.inf for d in damping.values()):
+            raise ValueError(f"damping by name must be a finite positive number for each of {self.names}.")
+        roots = {name: damping[name] ** -0.5 for name in self.names}
+        scaled = Gradients(self._gradients.columns, {name: self._scale * root for name, root in roots.items()})
+        solved = LowRank(1.0, scaled).solve({name: roots[name] * part for name, part in vector.items()})
+        return {name: roots[name] * part for name, part in solved.items()}
+
+    # The interface that LowRank needs: products with the gradients, and a cached Gram matrix.
+
+    def project(self, vector: Mapping[str, Tensor]) -> Tensor:
+        """G'v, (N,), for v by name."""
+        return self._gradients.project(vector)
+
+    def combine(self, weights: Tensor) -> dict[str, Tensor]:
+        """G w by name, for w (N,)."""
+        return self._gradients.combine(weights)
+
+    def gram(self) -> Tensor:
+        """G'G, (N, N), which has the nonzero eigenvalues of F."""
+        if self._gram is None:
+            self._gram = self._gradients.gram()
+        return self._gram
+
+    def quadratic(self, v: Any) -> Tensor:
+        """v'F v."""
+        vector, _ = self._unpacked(v)
+        return self._gradients.project(vector).square().sum()
+
+    def diagonal(self) -> Tensor:
+        """The diagonal of F, flat."""
+        scale = self._scale**2
+        return torch.cat([scale * c.squares().flatten() for c in self._gradients.columns.values()])
+
+    def dense(self) -> Tensor:
+        """F as a matrix; for small models."""
+        columns = self._gradients.columns.values()
+        rows = torch.cat([self._scale * c.rows().reshape(c.count, -1) for c in columns], 1)
+        return rows.T @ rows
+
+    def _unpacked(self, v: Any) -> tuple[dict[str, Tensor], Callable[[dict[str, Tensor]], Any]]:
+        if isinstance(v, Mapping):
+            if set(v) != set(self.names):
+                odd = sorted(set(v) ^ set(self.names))
+                raise ValueError(
+                    f"a vector by name needs the names of the trainable parameters; {odd[:3]} do not match."
+                )
+            for name, p in self._parameters.items():
+                if v[name].shape != p.shape:
+                    raise ValueError(f"{name} must have shape {tuple(p.shape)}, got {tuple(v[name].shape)}.")
+            return {name: v[name].detach() for name in self.names}, lambda d: d
+        sizes = [p.numel() for p in self._parameters.values()]
+        if v.shape != (sum(sizes),):
+            raise ValueError(f"a flat vector must have shape ({sum(sizes)},), got {tuple(v.shape)}.")
+        parts = v.detach().split(sizes)
+        vector = {name: part.view(p.shape) for part, (name, p) in zip(parts, self._parameters.items())}
+        return vector, lambda d: torch.cat([d[name].flatten() for name in self.names])
+
+
+@dataclass(frozen=True, eq=False)
+class BatchGradients:
+    """Per-example gradients of one batch, for some directions of the outputs.
+
+    Args:
+        columns: name -> per-example gradients; examples of one direction are consecutive.
+        outputs: of the model.
+        labels: the labels that were used, None for the exact Fisher.
+        first: whether these are the first directions of the batch.
+    """
+
+    columns: Mapping[str, PerExampleGradients]
+    outputs: Tensor
+    labels: Tensor | None
+    first: bool = True
+
+
+def batch_gradients(
+    model: nn.Module,
+    inputs: Tensor | tuple[Tensor, ...],
+    kind: likelihoods.Likelihood,
+    fisher: str,
+    labels: Tensor | None,
+    generator: torch.Generator,
+    at_once: int | None = None,
+) -> Generator[BatchGradients, None, None]:
+    """Per-example gradients of every trainable parameter, for `at_once` directions at a time; see `SubsampledFisher`.
+
+    Raises:
+        ValueError: the model mixes the examples of a batch, or labels do not fit.
+    """
+    model = unwrap(model)
+    check_batch_mixing(model)
+    arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+    parameters = {name: p for name, p in parameters_of(model).items() if p.requires_grad}
+    if not parameters:
+        raise ValueError("the model has no trainable parameters.")
+    recorder = LayerRecorder(model, recorded_layers(model), record_backward=False)
+    try:
+        with torch.enable_grad():
+            outputs = model(*arguments)
+            check_outputs(outputs)
+            if outputs.shape[:1] != arguments[0].shape[:1]:
+                raise ValueError(
+                    f"the first dimension of inputs and outputs must be that of examples, got {len(arguments[0])} "
+                    f"inputs and outputs of shape {tuple(outputs.shape)}."
+                )
+            trace = recorder.trace(outputs)
+        if labels is None and fisher == "sampled":
+            labels = kind.sample(outputs, generator)
+        directions = kind.hessian_roots(outputs) if labels is None else iter([kind.residual(outputs, labels)])
+        ids = {id(p): name for name, p in parameters.items()}
+        left: set[int] | None = None
+        while some := list(islice(directions, at_once)):
+            first = left is None
+            columns, left = gather_gradients(trace, some, left=left)
+            named = {ids[key]: value for key, value in columns.items() if key in ids}
+            read = {*trace.read_counts, *left}
+            rest = {name: p for name, p in parameters.items() if name not in named and id(p) in read}
+            if rest:
+                named |= gradients_by_vmap(model, rest, arguments, some, outputs.detach())
+            for name, p in parameters.items():
+                if name not in named:  # the outputs do not depend on it
+                    zeros = torch.zeros(len(outputs) * len(some), *p.shape, dtype=compute_dtype(p.dtype))
+                    named[name] = StoredGradients(p.shape, zeros.to(p.device))
+            yield BatchGradients({name: named[name] for name in parameters}, outputs.detach(), labels, first)
+    finally:
+        recorder.close()
+
+
+def check_outputs(outputs: Any) -> None:
+    """Raises unless the outputs are a tensor whose first dimension is that of examples."""
+    if not isinstance(outputs, Tensor):
+        raise TypeError(f"outputs must be one tensor, got {type(outputs).__name__}: wrap the model to return one.")
+    if outputs.dim() == 0:
+        raise ValueError("outputs must have a dimension of examples, got a single number: pass outputs, not a loss.")
+
+
+# --- per-example gradients of a batch ---
+
+
+def recorded_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers with trainable parameters whose per-example gradients follow from inputs and errors."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if (layers.is_matrix(module) or layers.is_norm(module))
+        and any(p.requires_grad for p in layers.own_parameters(module).values())
+    }
+
+
+def check_batch_mixing(model: nn.Module) -> None:
+    """Raises if a layer mixes the examples of a batch (BatchNorm in training mode)."""
+    for name, module in model.named_modules():
+        if layers.mixes_examples(module):
+            raise ValueError(
+                f"{name} ({type(module).__name__}) mixes the examples of a batch, so it has no per-example "
+                "gradients: call model.eval(), or use a normalisation of single examples."
+            )
+
+
+def gather_gradients(
+    trace: Trace, directions: Sequence[Tensor], check: bool = True, left: set[int] | None = None
+) -> tuple[dict[int, PerExampleGradients], set[int]]:
+    """Per-example gradients by the id of the parameter, and the ids of parameters for which they cannot be computed.
+
+    They can be computed if only recorded layers use the parameter and these layers keep examples separate. The
+    latter is tested: the loss of one example must give errors at that example alone.
+
+    Args:
+        directions: of the outputs; each gives as many gradients as there are examples.
+        check: whether to test that layers keep examples separate.
+        left: the second result of an earlier call with the same trace, which skips the test.
+    """
+    if left is None:
+        mixed = _mixed(trace, directions[0]) if check else set()
+        left = trace.used_elsewhere()
+        for call in trace.pending:
+            module = trace.recorder.layers[call.name]
+            count = 0 if call.input is None else layers.examples_in(module, call.input)
+            if call.name in mixed or count != len(trace.outputs):
+                left |= {id(p) for p in layers.own_parameters(module).values()}
+    passes = [layers.gradients_of_calls(trace.backpropagate(direction), left) for direction in directions]
+    return {id(p): concatenated([found[p] for found in passes]) for p in passes[0]}, left
+
+
+def _mixed(trace: Trace, direction: Tensor) -> set[str]:
+    """The layers whose leading dimension is not that of examples.
+
+    If the examples of a loss have random weights, each error must be multiplied by the weight of its example.
+    """
+    if len(trace.outputs) < 2:
+        return set()
+    generator = torch.Generator().manual_seed(0)
+    weights = (0.5 + torch.rand(len(direction), dtype=torch.float64, generator=generator)).to(direction)
+    names = {id(module): name for name, module in trace.recorder.layers.items()}
+    mixed = set()
+    plain = trace.backpropagate(direction)
+    for one, other in zip(plain, trace.backpropagate(direction * _leading(weights, direction))):
+        if len(one.error) != len(direction):
+            mixed.add(names[id(one.module)])
+            continue
+        error, expected = other.error, one.error * _leading(weights, one.error)
+        size = 1e3 * expected.abs().max() + 10 * direction.abs().max()
+        if bool((error - expected).abs().max() > torch.finfo(error.dtype).eps * size):
+            mixed.add(names[id(one.module)])
+    return mixed
+
+
+def _leading(weights: Tensor, like: Tensor) -> Tensor:
+    return weights.to(like).view(-1, *[1] * (like.dim() - 1))

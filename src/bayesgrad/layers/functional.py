@@ -1,0 +1,90 @@
+"""Per-example gradients by torch.func, for parameters whose layers are not recorded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bayesgrad.kernels import compute_dtype
+from bayesgrad.layers.network import parameters_of
+from bayesgrad.layers.per_example import CHUNK, PerExampleGradients, StoredGradients
+
+
+def gradients_by_vmap(
+    model: nn.Module,
+    params: Mapping[str, nn.Parameter],
+    inputs: tuple[Tensor, ...],
+    directions: Sequence[Tensor],
+    outputs: Tensor,
+) -> dict[str, PerExampleGradients]:
+    """Per-example gradients of some parameters by torch.func.vmap, in chunks.
+
+    Args:
+        outputs: of the batch, which single examples must reproduce.
+    """
+
+    constants = {name: p.detach() for name, p in parameters_of(model).items()}  # without a graph
+
+    def inner(values: dict[str, Tensor], direction: Tensor, *example: Tensor) -> tuple[Tensor, Tensor]:
+        output = functional_call(model, {**constants, **values}, tuple(x[None] for x in example))[0]
+        return (output * direction).sum(), output
+
+    values = {name: p.detach() for name, p in params.items()}
+    inputs = tuple(x.detach() for x in inputs)
+    try:
+        if any(isinstance(module, (nn.RNNBase, nn.RNNCellBase)) for module in model.modules()):
+            parts = _one_by_one(grad(inner, has_aux=True), values, inputs, directions)
+        else:
+            size = max(1, CHUNK // max(1, sum(p.numel() for p in values.values())))
+            chunk = min(size, len(inputs[0]))
+            one = vmap(grad(inner, has_aux=True), in_dims=(None, 0, *[0] * len(inputs)), chunk_size=chunk)
+            with sdpa_kernel(SDPBackend.MATH):  # vmap does not support the other kernels
+                parts = [one(values, direction, *inputs) for direction in directions]
+    except RuntimeError as error:
+        if "randomness" in str(error):
+            raise ValueError(
+                f"{next(iter(params))} needs additional passes, in which dropout would differ: call model.eval()."
+            ) from error
+        for name, module in model.named_modules() if "renorm" in str(error) else ():
+            if (limit := getattr(module, "max_norm", None)) is not None:
+                raise ValueError(
+                    f"{name} has max_norm={limit}, which rescales its rows in place in every forward pass: set its "
+                    "max_norm to None after training."
+                ) from error
+        raise
+    alone = parts[0][1][: len(outputs)]
+    if (alone - outputs).norm() > math.sqrt(torch.finfo(outputs.dtype).eps) * outputs.norm():
+        raise ValueError(
+            f"{next(iter(params))} has no per-example gradients: the model's outputs for single examples differ from "
+            "those in a batch, so it mixes the examples of a batch."
+        )
+    return {
+        name: StoredGradients(p.shape, torch.cat([part[name] for part, _ in parts]).to(compute_dtype(p.dtype)))
+        for name, p in params.items()
+    }
+
+
+def _one_by_one(
+    gradient: Callable[..., tuple[dict[str, Tensor], Tensor]],
+    values: dict[str, Tensor],
+    inputs: tuple[Tensor, ...],
+    directions: Sequence[Tensor],
+) -> list[tuple[dict[str, Tensor], Tensor]]:
+    """Without vmap, which does not support recurrent layers. Like vmap, it refuses random operations."""
+    before = _random_states(inputs[0].device)
+    rows = [gradient(values, *row) for direction in directions for row in zip(direction, *inputs)]
+    if any(not torch.equal(a, b) for a, b in zip(before, _random_states(inputs[0].device))):
+        raise RuntimeError("randomness in a pass of one example")
+    gradients = {name: torch.stack([row[name] for row, _ in rows]) for name in values}
+    return [(gradients, torch.stack([output for _, output in rows]))]
+
+
+def _random_states(device: torch.device) -> list[Tensor]:
+    """The states of the generators that a forward pass on this device may use."""
+    states = [torch.get_rng_state()]
+    return states if device.type == "cpu" else [*states, torch.get_device_module(device).get_rng_state(device)]

@@ -1,0 +1,191 @@
+"""Per-example gradients of a layer's parameters, from its input and the error at its output.
+
+Supported are layers of torch.nn with their own forward pass. A subclass that overrides it, or a weight with a
+parametrisation, is not supported. Inputs and errors are reshaped to (groups, example, position, feature), in the dtype
+of the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from bayesgrad.kernels import compute_dtype
+from bayesgrad.layers.per_example import (
+    EmbeddingGradients,
+    OuterProducts,
+    PerExampleGradients,
+    StoredGradients,
+    summed,
+)
+from bayesgrad.layers.recorder import LayerCall
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _BatchNorm)
+
+
+def is_matrix(module: nn.Module) -> bool:
+    """Whether the layer multiplies by a matrix: Linear, Conv and Embedding."""
+    if not _own_weight(module):
+        return False
+    if isinstance(module, nn.Linear):  # attention uses the weight of its output projection without calling the module
+        return type(module).forward is nn.Linear.forward and not isinstance(module, NonDynamicallyQuantizableLinear)
+    if isinstance(module, CONVOLUTIONS):
+        base = next(kind for kind in CONVOLUTIONS if isinstance(module, kind))
+        return type(module).forward is base.forward and type(module)._conv_forward is base._conv_forward
+    return is_lookup(module)
+
+
+def is_lookup(module: nn.Module) -> bool:
+    plain = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
+    return plain and _own_weight(module) and module.max_norm is None and not module.scale_grad_by_freq
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether the layer normalises each example by itself and has a weight."""
+    return normalises(module) and not mixes_examples(module)
+
+
+def normalises(module: nn.Module) -> bool:
+    """As `is_norm`, but also for batch statistics, which are then treated as constants."""
+    return isinstance(module, NORMS) and _own_weight(module)
+
+
+def mixes_examples(module: nn.Module) -> bool:
+    """Whether an example's output depends on the other examples of its batch."""
+    return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+
+
+def _own_weight(module: nn.Module) -> bool:
+    replaced = "forward" in module.__dict__ or "parametrizations" in module._modules
+    return module._parameters.get("weight") is not None and not replaced
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name in ("weight", "bias") if (p := module._parameters.get(name)) is not None}
+
+
+def groups_of(module: nn.Module) -> int:
+    return module.groups if isinstance(module, CONVOLUTIONS) else 1
+
+
+def examples_in(module: nn.Module, x: Tensor) -> int:
+    """The length of the leading dimension; 1 for an unbatched input."""
+    return 1 if x.dim() == _dimensions(module) else x.shape[0]
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """The weight of a layer that has one."""
+    return module._parameters["weight"]  # pyright: ignore[reportReturnType]
+
+
+def _dtype(module: nn.Module) -> torch.dtype:
+    return compute_dtype(weight_of(module).dtype)
+
+
+def _dimensions(module: nn.Module) -> int:
+    """The number of dimensions of an unbatched input."""
+    if isinstance(module, CONVOLUTIONS):
+        return 1 + len(module.kernel_size)
+    return 0 if isinstance(module, nn.Embedding) else 1
+
+
+def inputs_of(module: nn.Module, x: Tensor) -> Tensor:
+    """a, (groups, N, positions, in), for Linear and Conv: out = a W' + b at each position."""
+    x = x.to(_dtype(module))
+    if x.dim() == _dimensions(module):
+        x = x[None]
+    if not isinstance(module, CONVOLUTIONS):
+        return x.reshape(1, len(x), -1, x.shape[-1])
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    x = F.pad(x, module._reversed_padding_repeated_twice, mode=mode)
+    rank = len(module.kernel_size)
+    for d, (kernel, stride, dilation) in enumerate(zip(module.kernel_size, module.stride, module.dilation)):
+        x = x.unfold(2 + d, (kernel - 1) * dilation + 1, stride)[..., ::dilation]
+    x = x.unflatten(1, (module.groups, -1))  # (N, groups, channels, *places, *kernel)
+    order = (1, 0, *range(3, 3 + rank), 2, *range(3 + rank, 3 + 2 * rank))
+    x = x.permute(order)
+    return x.reshape(*x.shape[:2], x.shape[2 : 2 + rank].numel(), -1)
+
+
+def errors_of(module: nn.Module, error: Tensor) -> Tensor:
+    """e, (groups, N, positions, out): the derivative of the loss by the layer's output."""
+    error = error.to(_dtype(module))
+    if error.dim() == _dimensions(module):
+        error = error[None]
+    if not isinstance(module, CONVOLUTIONS):
+        return error.reshape(1, len(error), -1, error.shape[-1])
+    error = error.flatten(2).mT  # (N, positions, out)
+    return error.unflatten(2, (module.groups, -1)).permute(2, 0, 1, 3)
+
+
+def lookups_of(module: nn.Embedding, x: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices (N, positions) and errors (N, positions, features), zero at the padding index."""
+    indices = x.reshape(len(x) if x.dim() else 1, -1)
+    errors = error.to(_dtype(module)).reshape(*indices.shape, -1)
+    if module.padding_idx is not None:
+        errors = errors.masked_fill((indices == module.padding_idx)[..., None], 0.0)
+    return indices, errors
+
+
+def per_example_gradients(
+    module: nn.Module, x: Tensor, error: Tensor
+) -> Iterator[tuple[nn.Parameter, PerExampleGradients]]:
+    """The per-example gradients of each parameter of the layer that requires gradients."""
+    trained = {name: p for name, p in own_parameters(module).items() if p.requires_grad}
+    if not trained:
+        return
+    if is_lookup(module):
+        yield trained["weight"], EmbeddingGradients(trained["weight"].shape, *lookups_of(module, x, error))  # pyright: ignore
+        return
+    if is_matrix(module):
+        errors = errors_of(module, error)
+        if "weight" in trained:
+            yield trained["weight"], OuterProducts(trained["weight"].shape, inputs_of(module, x), errors)
+        if "bias" in trained:
+            bias = trained["bias"]
+            sums = errors.squeeze(2) if errors.shape[2] == 1 else errors.sum(2)
+            yield bias, StoredGradients(bias.shape, sums.transpose(0, 1).reshape(-1, *bias.shape))
+        return
+    x, error = (t.to(_dtype(module)) for t in (x, error))
+    products = {"weight": error * _normalised(module, x), "bias": error}
+    for name, p in trained.items():
+        if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+            values = products[name].reshape(len(x), -1, *p.shape).sum(1)
+        else:
+            values = products[name].reshape(len(x), p.numel(), -1).sum(2)
+        yield p, StoredGradients(p.shape, values)
+
+
+def gradients_of_calls(
+    calls: Iterable[LayerCall], without: Collection[int] = ()
+) -> dict[nn.Parameter, PerExampleGradients]:
+    """The per-example gradients of the parameters of the called layers, summed over the calls.
+
+    Args:
+        calls: of one pass.
+        without: ids of parameters to leave out.
+    """
+    found: dict[nn.Parameter, list[PerExampleGradients]] = {}
+    for call in calls:
+        if any(id(p) not in without for p in own_parameters(call.module).values()):
+            for p, columns in per_example_gradients(call.module, call.input, call.error):
+                found.setdefault(p, []).append(columns)
+    return {p: summed(parts) for p, parts in found.items() if id(p) not in without}
+
+
+def _normalised(module: nn.Module, x: Tensor) -> Tensor:
+    if isinstance(module, nn.LayerNorm):
+        return F.layer_norm(x, module.normalized_shape, eps=module.eps)
+    if isinstance(module, nn.RMSNorm):
+        return F.rms_norm(x, module.normalized_shape, eps=module.eps)
+    if isinstance(module, nn.GroupNorm):
+        return F.group_norm(x, module.num_groups, eps=module.eps)
+    if mixes_examples(module):  # statistics are treated as constants
+        return F.batch_norm(x, None, None, training=True, eps=module.eps)  # pyright: ignore
+    return F.batch_norm(x, module.running_mean, module.running_var, eps=module.eps)  # pyright: ignore

@@ -1,0 +1,188 @@
+"""The model of a posterior: its parameters by name, and its outputs as a function of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from bayesgrad.kernels import compute_dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
+    """A model's outputs for given inputs, as a function of its weights.
+
+    Args:
+        model: without wrappers.
+        inputs: its arguments.
+        statistics: arguments from which BatchNorm's statistics are estimated; None for the running statistics.
+        chunk: the number of inputs that are processed at once; None for all.
+    """
+
+    model: nn.Module
+    inputs: tuple[Tensor, ...]
+    statistics: tuple[Tensor, ...] | None = None
+    chunk: int | None = None
+
+    def __call__(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """The outputs for all inputs with these weights."""
+        run = self.at(weights)
+        if self.chunk is None or len(self.inputs[0]) <= self.chunk:
+            return run(*self.inputs)
+        return torch.cat([run(*parts) for parts in zip(*[x.split(self.chunk) for x in self.inputs])])
+
+    def at(self, weights: Mapping[str, Tensor]) -> Callable[..., Tensor]:
+        """The model as a function of inputs, with these weights by name and its own values for all others."""
+        names = {clean_name(name): name for name, _ in self.model.named_parameters()}
+        values = {names[name]: weight for name, weight in weights.items()}
+        if self.statistics is not None:
+            values |= _estimated(self.model, values, self.statistics)
+
+        def run(*inputs: Tensor) -> Tensor:
+            found = functional_call(self.model, values, inputs)
+            return found.to(compute_dtype(found.dtype))  # half precision would not suffice for averages
+
+        return run
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model without the wrappers of torch.compile and data parallelism."""
+    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    while isinstance(model, wrappers) or hasattr(model, "_orig_mod"):
+        model = model.module if isinstance(model, wrappers) else model._orig_mod  # pyright: ignore
+    return model
+
+
+def clean_name(name: str) -> str:
+    """A parameter's name without the prefixes of compiled submodules."""
+    return name.replace("_orig_mod.", "")
+
+
+def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The model's parameters by their names without wrappers."""
+    return {clean_name(name): parameter for name, parameter in unwrap(model).named_parameters()}
+
+
+def named_groups(model: nn.Module, params: Any) -> list[dict[str, Any]]:
+    """Param groups of (name, parameter) pairs, from parameters, named parameters or groups; None for all."""
+    names = {id(p): name for name, p in parameters_of(model).items()}
+    given: list[Any] = list(parameters_of(model).values()) if params is None else list(params)
+    if not given:
+        raise ValueError("optimizer got an empty parameter list")
+    groups = given if isinstance(given[0], dict) else [{"params": given}]
+    named = []
+    for group in groups:
+        some = group["params"]
+        members: list[Any] = [some] if isinstance(some, Tensor) else list(some)
+        members = [p[1] if isinstance(p, tuple) else p for p in members]
+        for p in members:
+            if id(p) not in names:
+                raise ValueError(
+                    f"params must be parameters of the model, got one of shape {tuple(p.shape)} that is not."
+                )
+        named.append({**group, "params": [(names[id(p)], p) for p in members]})
+    return named
+
+
+def matching_parameters(model: nn.Module, shapes: Mapping[str, torch.Size], whose: str) -> dict[str, nn.Parameter]:
+    """The model's parameters with these names, which must have these shapes.
+
+    Args:
+        whose: names and shapes, for the error.
+    """
+    found = parameters_of(model)
+    for name, shape in shapes.items():
+        if name not in found:
+            raise ValueError(f"the {whose} has a parameter {name!r} that the model lacks: build the same architecture.")
+        if found[name].shape != shape:
+            raise ValueError(
+                f"parameter {name!r} has shape {tuple(found[name].shape)} in the model and {tuple(shape)} in the "
+                f"{whose}: build the same architecture."
+            )
+    return {name: found[name] for name in shapes}
+
+
+def architecture(model: nn.Module) -> dict[str, list[int]]:
+    """The shape of each parameter."""
+    return {name: list(p.shape) for name, p in parameters_of(model).items()}
+
+
+def check_architecture(model: nn.Module, expected: Mapping[str, list[int]]) -> None:
+    """Raises if a model's parameters do not have the expected names and shapes."""
+    found = architecture(model)
+    shapes = [
+        f"{n!r} with shape {found[n]} instead of {s}" for n, s in expected.items() if n in found and found[n] != s
+    ]
+    wrong = [
+        *[f"lacks {name!r}" for name in expected if name not in found],
+        *[f"has the extra parameter {name!r}" for name in found if name not in expected],
+        *[f"has {shape}" for shape in shapes],
+    ]
+    if wrong:
+        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ValueError(f"the model does not have the architecture of the posterior: it {', '.join(wrong[:3])}{more}.")
+
+
+@contextmanager
+def temporary_weights(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Sets parameters to these values within the context, and restores them bit for bit afterwards."""
+    saved = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    try:
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(values[name])
+        yield
+    finally:
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(saved[name])
+
+
+@contextmanager
+def requires_grad_only(model: nn.Module, chosen: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """Sets requires_grad for these parameters alone within the context, and restores it afterwards."""
+    flags = [(p, p.requires_grad) for p in model.parameters()]
+    own = {id(p) for p in chosen.values()}
+    try:
+        for p, _ in flags:
+            p.requires_grad_(id(p) in own)
+        yield
+    finally:
+        for p, flag in flags:
+            p.requires_grad_(flag)
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Sets evaluation mode within the context, and restores each module's mode afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _estimated(model: nn.Module, weights: Mapping[str, Tensor], inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """The buffers of BatchNorm layers by name, estimated from one pass of these inputs."""
+    norms = {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
+    buffers = {f"{name}.{key}": b.clone() for name, norm in norms.items() for key, b in norm.named_buffers()}
+    momenta = {norm: norm.momentum for norm in norms.values()}
+    try:
+        for norm in norms.values():
+            norm.train()
+            norm.momentum = 1.0  # replaces the running statistics
+        functional_call(model, {**weights, **buffers}, inputs)
+    finally:
+        for norm, momentum in momenta.items():
+            norm.eval()
+            norm.momentum = momentum
+    return buffers

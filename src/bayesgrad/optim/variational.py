@@ -1,0 +1,166 @@
+"""The family of optimizers that fit a Gaussian by the Bayesian learning rule."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesgrad import kernels
+from bayesgrad.constraints import COUNT, FRACTION, INTEGER, NONNEGATIVE, POSITIVE, POSITIVE_INTEGER
+from bayesgrad.optimizer import BeliefOptimizer
+from bayesgrad.posterior import GaussianPosterior, Posterior
+from bayesgrad.precision import Diagonal
+from bayesgrad.rules import Forget, NaturalStep, UpdateRule
+from bayesgrad.rules.update import PRIOR_MEAN, PRIOR_PRECISION
+from bayesgrad.sources import WeightSampling
+
+CHECK_AT_STEP = 1000  # the step at which to warn about a Hessian that has not changed
+
+
+class VariationalOptimizer(BeliefOptimizer):
+    """Base class: fits q = N(m, S^-1) with diagonal S to minimise E_q[loss] + kl_weight KL(q, prior)/N for N data.
+
+    The state is v = 1/(h + kl_weight delta/N), with h the moving average of the curvature of an example's loss and
+    delta the prior precision. The variance of q is kl_weight v/N.
+
+    Args:
+        params, defaults: as for `BeliefOptimizer`.
+        prior: the Gaussian posterior of an earlier task, used as the prior of this one. Parameters are matched by name,
+            so pass named parameters (or the model). Parameters that it does not contain have the prior
+            N(0, 1/prior_precision).
+    """
+
+    accepts = {
+        **BeliefOptimizer.accepts,
+        "num_data": COUNT,
+        "prior_precision": NONNEGATIVE,
+        "hess_init": POSITIVE,
+        "kl_weight": POSITIVE,
+        "clip_radius": POSITIVE,
+        "natural_momentum": FRACTION,
+        "samples": POSITIVE_INTEGER,
+        "seed": INTEGER,
+    }
+
+    def load_prior(self, prior: Posterior | None) -> None:
+        """Copies the prior of each parameter to the state."""
+        if prior is None:
+            return
+        if not isinstance(prior, GaussianPosterior):
+            raise TypeError(f"prior must be a Gaussian posterior, got {type(prior).__name__}.")
+        means, variances = prior.mean, prior.variance()
+        check_prior(self.param_groups, means)
+        for group in self.param_groups:
+            for name, p in zip(group["param_names"], group["params"]):
+                mean = torch.zeros_like(p, dtype=kernels.compute_dtype(p.dtype))
+                precision = torch.full_like(mean, group["prior_precision"])
+                if name in means:
+                    mean.copy_(means[name])
+                    precision.copy_(1 / variances[name])
+                self.state[p] |= {PRIOR_MEAN: mean, PRIOR_PRECISION: precision}
+            group["informed"] = True
+
+    def slots(self, group: Mapping[str, Any], rule: UpdateRule) -> tuple[str, ...]:
+        return (*super().slots(group, rule), *((PRIOR_PRECISION, PRIOR_MEAN) if group.get("informed") else ()))
+
+    def is_partial(self, entry: Mapping[str, Tensor]) -> bool:
+        return "step" not in entry
+
+    def rule_of(self, group: Mapping[str, Any]) -> UpdateRule:
+        """The rule, with momentum of the natural parameters if `natural_momentum` is not zero."""
+        return _with_natural_momentum(type(self).rule) if group["natural_momentum"] else type(self).rule
+
+    def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
+        beta = group["betas"][1]
+        return {"keep": beta, "take": 1 - beta}
+
+    def strength(self, group: Mapping[str, Any]) -> float:
+        """The prior precision in units of the curvature of one example."""
+        delta = 1.0 if group.get("informed") else group["prior_precision"]
+        return group["kl_weight"] * delta / group["num_data"]
+
+    def scalars(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
+        n = super().scalars(group, step)
+        n["prior"] = self.strength(group)
+        if math.isfinite(group.get("clip_radius", math.inf)):
+            n["radius"] = group["clip_radius"]
+        if group["natural_momentum"]:
+            n["natural_momentum"] = (
+                group["natural_momentum"] if group["lr"] > 0 else 0.0
+            )  # where lr is 0, nothing moves
+        return n
+
+    def prior_variance(self, group: Mapping[str, Any]) -> float:
+        return 1 / (group["hess_init"] + self.strength(group))
+
+    def initial(self, slot: str, group: Mapping[str, Any], p: Tensor) -> float | Tensor:
+        known = self.state[p].get(PRIOR_PRECISION) if slot in self.rule.transition.variances else None
+        if known is None:
+            return super().initial(slot, group, p)
+        return 1 / (group["hess_init"] + self.strength(group) * known)
+
+    def _variance_unit(self, group: Mapping[str, Any]) -> float:
+        """The factor from v to the variance of q."""
+        return group["kl_weight"] / group["num_data"]
+
+    def variance_of(self, group: Mapping[str, Any], p: Tensor) -> Tensor:
+        entry = self.state.get(p, {})
+        if "variance" in entry:
+            return self._variance_unit(group) * Diagonal(entry["variance"]).variance()
+        like = torch.ones_like(p, dtype=kernels.compute_dtype(p.dtype))
+        return self._variance_unit(group) * self.initial("variance", group, p) * like
+
+    def weight_sampling(self, evidence: str | None) -> WeightSampling:
+        """The source of gradients at weights sampled from q."""
+        return WeightSampling(evidence, lambda group: [self._variance_unit(group)])
+
+    def finished(self) -> None:
+        """Warns once, after many steps at sampled weights, if the Hessian still has its initial value."""
+        for group in self.param_groups if self.needs.draws else ():
+            moved = [
+                float((entry["variance"] / self.initial("variance", group, p) - 1).abs().mean())
+                for p in group["params"]
+                if (entry := self.state.get(p)) and "variance" in entry and int(entry["step"]) == CHECK_AT_STEP
+            ]
+            if moved and max(moved) < 0.01:
+                warnings.warn(
+                    f"after {CHECK_AT_STEP} steps the Hessian has changed by {max(moved):.1%} of hess_init="
+                    f"{group['hess_init']:g}: the variances are still the initial ones. "
+                    f"Lower betas[1]={group['betas'][1]:g} or hess_init.",
+                    UserWarning,
+                    stacklevel=4,
+                )
+
+
+@cache
+def _with_natural_momentum(rule: UpdateRule) -> UpdateRule:
+    assert isinstance(rule.transition, Forget)
+    transition = replace(rule.transition, natural_momentum=True)
+    return replace(rule, transition=transition, move=NaturalStep(natural_momentum=True))
+
+
+def check_prior(groups: list[dict[str, Any]], prior: Mapping[str, Tensor]) -> None:
+    """Checks that a prior fits the parameters.
+
+    Raises:
+        ValueError: parameters have no names, or the prior contains none of them, or one with another shape.
+    """
+    if any(group.get("param_names") is None for group in groups):
+        raise ValueError("prior= needs named parameters: pass model.named_parameters().")
+    named = {name: p for group in groups for name, p in zip(group["param_names"], group["params"])}
+    if not named.keys() & prior.keys():
+        raise ValueError(
+            f"the prior must contain parameters of the optimizer, such as {next(iter(named))!r}, got none of them."
+        )
+    for name in named.keys() & prior.keys():
+        if prior[name].shape != named[name].shape:
+            raise ValueError(
+                f"{name!r} must have the shape {tuple(named[name].shape)} in the prior, got {tuple(prior[name].shape)}."
+            )

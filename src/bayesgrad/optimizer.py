@@ -1,0 +1,447 @@
+"""`BeliefOptimizer`, the base class of all optimizers and samplers here.
+
+An optimizer keeps a belief about each weight: a Gaussian whose mean is the parameter and whose precision is in the
+optimizer's state. Each step updates both from the gradient. A subclass does not write `step()`. It declares a rule, and
+what its hyperparameters mean to it:
+
+    >>> from bayesgrad.rules import NaturalStep, OrnsteinUhlenbeck, SquaredGradient, SteadyState
+    >>> class Adam(BeliefOptimizer):
+    ...     rule = UpdateRule(
+    ...         SquaredGradient(),  # information of a batch: h = g^2
+    ...         SteadyState(OrnsteinUhlenbeck()),  # precision: P = sqrt(<h>)
+    ...         NaturalStep(),  # mean: w <- w - lr P^-1 <g>
+    ...     )
+    ...
+    ...     def dynamics(self, group, step):  # arguments of the transition's scalars()
+    ...         return {"beta": group["betas"][1], "step": step}
+
+    >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
+    >>> optimizer = Adam([weight], {"lr": 0.1, "betas": (0.9, 0.999)})
+    >>> weight.grad = torch.tensor([5.0])
+    >>> optimizer.step()
+    >>> weight.data
+    tensor([0.9000])
+
+An optimizer that needs more than gradients also declares *sources* (`bayesgrad.sources`), and one whose precision is a
+matrix a *preconditioner* (`bayesgrad.preconditioners`). `step()` does this:
+
+1. `_check` validates the param groups, and `_skips` handles gradients that are not finite.
+2. The preconditioner turns the gradients of the parameters that it covers into directions (KFAC, FOOF).
+3. The sources return what the curvature needs beside `.grad`, such as per-example squares (OGN) or Hessians (Newton).
+4. `_layout` groups parameters into blocks that one kernel call updates.
+5. For each block, `scalars` computes the hyperparameters of this step, and `kernels.run` applies the rule in place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bayesgrad import kernels, likelihoods
+from bayesgrad.belief import Joint
+from bayesgrad.checkpoint import CheckedOptimizer
+from bayesgrad.packing import Block, Directions, Job, Layout, gradient_of
+from bayesgrad.parts import Groups, Needs, Noise, Part, Preconditioner, Source
+from bayesgrad.posterior import Posterior
+from bayesgrad.posterior.filtered import filtered_variance, gaussian_posterior
+from bayesgrad.rules.update import Update, UpdateRule
+
+
+class BeliefOptimizer(CheckedOptimizer):
+    """A torch optimizer that keeps a Gaussian belief about each weight and updates it with each gradient.
+
+    A subclass sets `rule` as a class attribute, and overrides a few one-line methods:
+
+    | method | meaning | default |
+    |---|---|---|
+    | `rule_of(group)` | the rule, if an option in `common` selects it | the class attribute |
+    | `dynamics(group, step)` | arguments of the transition's `scalars` | none |
+    | `step_scale(group)` | factor of the step | lr |
+    | `gradient_scale(group)` | factor of the gradient before it is squared | None, for 1 |
+    | `prior_variance(group)` | variance before the first gradient, in the units of the state | 1 |
+    | `build_sources()` | what collects evidence beside gradients | none |
+    | `build_preconditioner()` | the belief that does not factorise over elements | none |
+    | `evaluation_weights()` | parameter -> its weights in evaluation mode, where they differ | none |
+
+    State is in `state[p]`: a `step` counter and one tensor for each slot of the rule. Hyperparameters are in the param
+    groups, where schedulers find them; see `CheckedOptimizer`.
+
+    Args:
+        params: as for any torch optimizer; with a model, parameters or groups of it, or None for all.
+        defaults: hyperparameters; `weight_decay`, `nonfinite` and `fused` may be omitted.
+        model: for optimizers that use the layers of the model.
+    """
+
+    rule: UpdateRule
+
+    def __init__(self, params: Any, defaults: dict[str, Any], model: Any = None) -> None:
+        self._reset()
+        super().__init__(params, {"weight_decay": 0.0, "nonfinite": "ignore", "fused": None, **defaults}, model)
+        self._build()
+
+    def _reset(self) -> None:
+        """The attributes of an optimizer that are not saved."""
+        self.sources: tuple[Source, ...] = ()
+        self.preconditioner: Preconditioner | None = None
+        self._parts: tuple[Part, ...] = ()
+        self._blocks = Layout()
+        self._checked: dict[int, tuple] = {}
+        self._marked: list[tuple[int, int]] = []  # gradients at the last observation
+
+    def _build(self) -> None:
+        """Builds sources and preconditioner; an optimizer that raises in its constructor has changed nothing."""
+        for part in self._parts:
+            part.close()
+        self.rule = self.rule_of(self.param_groups[0])
+        self.sources = tuple(self.build_sources())
+        self.preconditioner = self.build_preconditioner()
+        self._parts = (*self.sources, *([self.preconditioner] if self.preconditioner else ()))
+        for part in self._parts:
+            part.bind(self)
+
+    # --- declarations ---
+
+    def build_sources(self) -> Iterable[Source]:
+        return ()
+
+    def build_preconditioner(self) -> Preconditioner | None:
+        return None
+
+    def rule_of(self, group: Mapping[str, Any]) -> UpdateRule:
+        return type(self).rule
+
+    def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
+        return {}
+
+    def step_scale(self, group: Mapping[str, Any]) -> float:
+        return float(group["lr"])
+
+    def gradient_scale(self, group: Mapping[str, Any]) -> float | None:
+        return None
+
+    def prior_variance(self, group: Mapping[str, Any]) -> float:
+        return 1.0
+
+    def slots(self, group: Mapping[str, Any], rule: UpdateRule) -> tuple[str, ...]:
+        """The names of the state tensors of a parameter in this group."""
+        return rule.slots(group)
+
+    def scalars(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
+        """All scalars of one step."""
+        scales = self.step_scale(group), self.dynamics(group, step), self.gradient_scale(group)
+        return self.rule.scalars(group, step, *scales)
+
+    def finished(self) -> None:
+        """Called at the end of a step."""
+
+    def initial(self, slot: str, group: Mapping[str, Any], p: Tensor) -> float | Tensor:
+        """The initial value of a state tensor."""
+        return self.rule.initial(slot, p, lambda: self.prior_variance(group))
+
+    @property
+    def needs(self) -> Needs:
+        """What a training loop has to do beside calling `backward()` and `step()`."""
+        draws, outputs, loss = (any(part.needs[i] for part in self._parts) for i in range(3))
+        return Needs(draws, outputs, loss, self.model is not None)
+
+    # --- the training loop ---
+
+    @contextmanager
+    def sampled(self, noise: Noise | None = None) -> Iterator[None]:
+        """A context in which weights are one sample of the belief; afterwards they are the mean again, bit for bit.
+
+        It does nothing for an optimizer whose gradients are computed at the mean (`needs.draws` is False).
+
+        Run forward and backward passes inside. Call `zero_grad` inside or before it; clip and unscale gradients between
+        the context and `step()`. Micro-batches inside one context share the sample; a context for each samples anew.
+        Divide losses by the number of micro-batches and draws, as for any gradient accumulation. Parameters that do not
+        require gradients are not perturbed. Draws under `torch.no_grad()` do not affect training.
+
+        Args:
+            noise: noise to use in place of random numbers (standard normal for a Gaussian belief, uniform in (0, 1) for
+                binary weights, the masks of units for SpikeSlab), as a dict by parameter or as a function of the
+                parameter.
+        """
+        source = next((source for source in self.sources if source.needs.draws), None)
+        if source is None:
+            if noise is not None:
+                raise ValueError(
+                    f"this {type(self).__name__} computes gradients at the mean and takes no noise: call sampled() "
+                    "without it, or sample posterior(model)."
+                )
+            yield
+            return
+        self.require_training("sampled()")
+        with source.draw(noise):
+            yield
+
+    def observe(self, outputs: Any = None, *, loss: Any = None, labels: Any = None) -> None:
+        """Collects what the optimizer needs from a forward pass beside gradients; see `needs`.
+
+        Call it before `loss.backward()`. It changes neither the graph nor `.grad`, and does nothing where nothing is
+        needed. Several calls before a step act like one call with a larger batch. `zero_grad()` discards what was
+        observed for a step that was not taken.
+
+        Args:
+            outputs: of the model, with their graph; of the batch of the loss, or of another.
+            loss: the mean loss, a tensor with one element, for second derivatives. With micro-batches, divide it by
+                their number, because Hessians add up like gradients. With a `GradScaler`, pass it before `scale`.
+            labels: replace the labels that are sampled from the model's predictions.
+        """
+        needs = self.needs
+        for name, needed, given in (("outputs", needs.outputs, outputs), ("loss", needs.loss, loss)):
+            if needed and given is None:
+                how = "observe(outputs)" if name == "outputs" else "observe(loss=loss)"
+                raise ValueError(f"{type(self).__name__} needs the {name} of a forward pass: call {how}.")
+        for part in self._parts:
+            part.observe(outputs, loss, labels)
+        if self._parts:
+            self._marked = self._mark()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch.optim; discards recorded passes and draws, and what was observed for a step not taken."""
+        stale = bool(self._parts) and self._marked != self._mark()
+        super().zero_grad(set_to_none)
+        for part in self._parts:
+            part.zeroed(stale)
+        if self._parts:
+            self._marked = self._mark()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates weights and state from the gradients in `.grad`, which do not change.
+
+        Args:
+            closure: re-evaluates the model, calls backward and returns the loss. It is called once for each of
+                `samples` draws, if gradients are computed at sampled weights, and the gradients are averaged.
+
+        Returns:
+            The return value of the closure.
+        """
+        if not self.param_groups[0]["train_mode"]:
+            self.require_training("step()")
+        for part in self._parts:
+            part.prepare(closure)
+        loss = None if closure is None else self._evaluate(closure)
+        groups = [{**group, "lr": _rate(group)} for group in self.param_groups]
+        active = [[p for p in group["params"] if p.grad is not None] for group in groups]
+        for index, group in enumerate(groups):
+            values = tuple(group.get(name) for name in self.accepts)
+            if self._checked.get(index) != values:
+                self.check_group(group)
+                self._checked[index] = values
+                self.rule = self.rule_of(groups[0])
+        if not self._skips(active):
+            self._update(groups, active)
+            for part in self._parts:
+                part.finish(closure, loss)
+            self.finished()
+        for part in self._parts:
+            part.reset()
+        return loss
+
+    def _update(self, groups: Groups, active: list[list[Tensor]]) -> None:
+        for group, now, params in zip(self.param_groups, groups, active):
+            if params and now["lr"] > 0:
+                now["base_lr"] = group["base_lr"] = group["base_lr"] or now["lr"]
+                now["last_lr"] = group["last_lr"] = now["lr"]
+        directions = self.preconditioner.directions(groups, active) if self.preconditioner else {}
+        evidence: dict[str, Mapping[Tensor, Tensor]] = {}
+        for source in self.sources:
+            evidence |= source.collect(groups, active)
+        layout = self._layout(groups, active, directions)
+        elements = sum(block.elements for *_, blocks in layout for block in blocks)
+        for owner, group, blocks in layout:
+            for block in blocks:
+                block.step += 1
+                scalars = owner.scalars(group, int(block.step))
+                update = Update(owner.rule, tuple(scalars), block.slots, tuple(evidence))
+                fused = kernels.should_compile(block.device, elements) if group["fused"] is None else group["fused"]
+                axpy_coefficients = (
+                    owner.rule.move.axpy_coefficients(scalars, block.slots) if owner is not self else None
+                )
+                for rows in block.rows(directions, axpy_coefficients, list(evidence.values())):
+                    kernels.run(update, list(scalars.values()), rows, fused)
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        """Calls the closure; if gradients are computed at sampled weights, once for each draw."""
+        if not self.needs.draws:
+            with torch.enable_grad():
+                loss = closure()
+        else:
+            loss = self._average_draws(closure, int(self.param_groups[0]["samples"]))
+        if loss is not None:
+            for part in self._parts:
+                part.note_loss(loss)
+        return loss
+
+    def _average_draws(self, closure: Callable[[], Any], samples: int) -> Any:
+        losses: list[Any] = []
+        totals: dict[Tensor, Tensor] = {}
+        for _ in range(samples):
+            self.zero_grad()
+            with torch.enable_grad(), self.sampled():
+                losses.append(closure())
+            if samples == 1:
+                return losses[0]
+            for part in self._parts:
+                part.store_draw(samples)
+            for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+                totals[p] = totals[p] + gradient_of(p) if p in totals else gradient_of(p).clone()
+        for p, total in totals.items():
+            p.grad = total / samples
+        for part in self._parts:
+            part.merge_draws(samples)
+        return sum(losses[1:], losses[0]) / samples if losses[0] is not None else None
+
+    def _layout(
+        self, groups: Groups, active: list[list[Tensor]], directions: Directions
+    ) -> list[tuple[Any, dict[str, Any], list[Block]]]:
+        """The blocks of each group, for parameters with and without a direction, and whose rule updates them."""
+        jobs: list[Job] = []
+        for group, params in zip(groups, active):
+            rest = [p for p in params if p not in directions] if directions else params
+            jobs.append((self, group, rest, self.slots(group, self.rule)))
+            if (other := self.preconditioner) is not None:
+                direct = [p for p in params if p in directions]
+                jobs.append((other, group, direct, other.slots(group, other.rule)))
+        return self._blocks.of(jobs, self.state, self.initialise)
+
+    def initialise(self, owner: Any, group: Mapping[str, Any], params: list[Tensor]) -> None:
+        """Creates missing state tensors; `owner` is this optimizer or its preconditioner."""
+        # An average of the gradient that is added late in a run starts at the current gradient.
+        started = self.rule.averages(group) if owner is self else ()
+        for p in params:
+            entry = self.state[p]
+            if "step" not in entry:
+                entry["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+            entry["step"] = entry["step"].to("cpu", torch.float32)
+            for slot in owner.slots(group, owner.rule):
+                if slot not in entry:
+                    entry[slot] = torch.empty_like(p, dtype=kernels.compute_dtype(p.dtype))
+                    value = self.initial(slot, group, p)
+                    entry[slot].copy_(value) if isinstance(value, Tensor) else entry[slot].fill_(value)
+                    if slot in started and entry["step"] > 0:
+                        entry[slot].copy_(gradient_of(p))
+                if entry[slot].shape != p.shape:
+                    raise ValueError(
+                        f"{slot} of a parameter has shape {tuple(entry[slot].shape)}, but the parameter now has "
+                        f"{tuple(p.shape)}: build a new optimizer after reshaping parameters."
+                    )
+
+    def _mark(self) -> list[tuple[int, int]]:
+        """Identity and version of all gradients: two equal results mean that no gradient changed in between."""
+        every = (p for group in self.param_groups for p in group["params"])
+        return [(id(p.grad), p.grad._version) for p in every if p.grad is not None]
+
+    # --- draws ---
+
+    @property
+    def draws(self) -> int:
+        """The number of random draws so far."""
+        return self.param_groups[0]["draws"]
+
+    @draws.setter
+    def draws(self, number: int) -> None:
+        self.param_groups[0]["draws"] = number
+
+    def draw_labels(self, outputs: Tensor) -> Tensor:
+        """Labels sampled from the model's predictions, by the options `likelihood` and `seed`."""
+        group = self.param_groups[0]
+        self.draws += 1
+        return likelihoods.draw(likelihoods.named(group["likelihood"]), outputs, group["seed"], self.draws - 1)
+
+    # --- bad gradients ---
+
+    def _skips(self, active: list[list[Tensor]]) -> bool:
+        """Whether to skip this step because something is not finite; called before anything changes."""
+        for index, (group, params) in enumerate(zip(self.param_groups, active)):
+            for p in params:
+                if p.grad.layout is not torch.strided:  # pyright: ignore[reportOptionalMemberAccess]
+                    raise RuntimeError(
+                        f"{type(self).__name__} needs dense gradients, but that of {self.name_of(p)} is sparse: "
+                        "build the embedding with sparse=False."
+                    )
+            if group["nonfinite"] == "ignore" or not params:
+                continue
+            bad = self._nonfinite(index, params)
+            if bad and group["nonfinite"] == "skip":
+                return True
+            if bad:
+                raise self.nonfinite_error(f"{bad}; nothing was changed. Lower lr, or pass nonfinite='skip'.")
+        return False
+
+    def _nonfinite(self, index: int, params: list[Tensor]) -> str | None:
+        """What is not finite, in words."""
+        # The largest magnitude is finite if and only if all entries are; a finite sum could overflow.
+        gradients = [gradient_of(p) for p in params if p.numel()]
+        norms = torch._foreach_norm(gradients, math.inf) if gradients else []
+        if norms and not bool(torch.stack([norm.isfinite().to(norms[0].device) for norm in norms]).all()):
+            for p in params:
+                if count := int((~torch.isfinite(gradient_of(p))).sum()):
+                    return f"the gradient of {self.name_of(p)} has {count} entries of {p.numel()} that are not finite"
+        return next((words for part in self._parts if (words := part.nonfinite(index, params))), None)
+
+    def nonfinite_error(self, message: str) -> Exception:
+        return FloatingPointError(message)
+
+    # --- groups and copies ---
+
+    def group_added(self) -> None:
+        for part in self._parts:
+            part.bind(self)
+
+    def state_loaded(self) -> None:
+        self._build()
+
+    def on_cpu(self) -> set[str]:
+        return {"step", *(name for part in self._parts for name in part.on_cpu)}
+
+    def slots_of(self, p: Tensor, group: Mapping[str, Any]) -> tuple[str, ...]:
+        covers = self.preconditioner is not None and self.preconditioner.covers(p)
+        if covers and self.preconditioner:
+            return self.preconditioner.slots(group, self.preconditioner.rule)
+        return self.slots(group, self.rule_of(group))
+
+    def check_loaded(self, saved: Mapping[str, Any]) -> None:
+        super().check_loaded(saved)
+        for part in self._parts:
+            part.check_loaded(saved)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "defaults" in state:  # a copy; load_state_dict() calls this too
+            self._reset()
+            self._build()
+
+    # --- posterior ---
+
+    def posterior(self, model: nn.Module, scale: float = 1.0) -> Posterior:
+        """A copy of the belief about the model's weights, as a `Posterior`.
+
+        Args:
+            model: the model whose parameters were given to the optimizer. Its other parameters, and frozen parameters
+                that were never updated, are constants.
+            scale: multiplies every variance. Choose it by held-out likelihood; docs/choosing.md says why.
+        """
+        with self.mode(training=False):
+            return gaussian_posterior(self, model, scale)
+
+    def joint_beliefs(self, names: Mapping[int, str], scale: float) -> Iterable[tuple[str, Joint]]:
+        """Joint beliefs about several parameters, by the name of one of them; `names` maps ids to names."""
+        return ()
+
+    def variance_of(self, group: Mapping[str, Any], p: Tensor) -> Tensor:
+        """The variance of each weight after the last step."""
+        return filtered_variance(self, group, p)
+
+
+def _rate(group: Mapping[str, Any]) -> float:
+    """The learning rate; zero if a schedule ended at zero minus a rounding error."""
+    lr = float(group["lr"])
+    return 0.0 if -1e-9 * group["base_lr"] < lr < 0 else lr

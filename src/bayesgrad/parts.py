@@ -1,0 +1,164 @@
+"""The parts of an optimizer beside its rule: sources of evidence and preconditioners."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from bayesgrad.packing import Directions
+from bayesgrad.rules.transition import Static
+from bayesgrad.rules.update import NaturalStep, UpdateRule
+
+Groups = list[dict[str, Any]]
+Noise = Mapping[Any, Tensor] | Callable[[Tensor], Tensor]
+Evidence = dict[str, Mapping[Tensor, Tensor]]
+
+
+class Needs(NamedTuple):
+    """What a training loop has to do for an optimizer beside calling `backward()` and `step()`.
+
+    Args:
+        draws: whether forward and backward passes must run inside `sampled()`.
+        outputs: whether `observe` needs the outputs of the model.
+        loss: whether `observe` needs the loss.
+        model: whether the optimizer was built from the model.
+    """
+
+    draws: bool = False
+    outputs: bool = False
+    loss: bool = False
+    model: bool = False
+
+
+class Host(Protocol):
+    """What a part may use of the optimizer that it belongs to; `BeliefOptimizer` explains each of them."""
+
+    model: nn.Module | None
+    param_groups: list[dict[str, Any]]
+    state: Any
+    sources: tuple[Source, ...]
+    warned: set[Tensor]  # parameters that a warning has named
+
+    @property
+    def draws(self) -> int: ...
+
+    @draws.setter
+    def draws(self, number: int) -> None: ...
+
+    def draw_labels(self, outputs: Tensor) -> Tensor: ...
+
+    def initialise(self, owner: Any, group: Mapping[str, Any], params: list[Tensor]) -> None: ...
+
+    def name_of(self, p: Tensor) -> str: ...
+
+    def nonfinite_error(self, message: str) -> Exception: ...
+
+
+class Part:
+    """What sources and preconditioners have in common. Methods that a part does not need do nothing.
+
+    Attributes:
+        needs: what the training loop has to do for this part.
+        on_cpu: names of its tensors in the optimizer's state that Python reads, which stay on the CPU.
+        optimizer: the optimizer that it belongs to; its groups and state are read there.
+    """
+
+    needs: Needs = Needs()
+    on_cpu: tuple[str, ...] = ()
+    optimizer: Host
+
+    def bind(self, optimizer: Host) -> None:
+        """Called when the optimizer is built, copied or loaded, and when a param group was added."""
+        self.optimizer = optimizer
+
+    def observe(self, outputs: Any, loss: Any, labels: Any) -> None:
+        """Collects from a forward pass, before `loss.backward()`."""
+
+    def note_loss(self, loss: Any) -> None:
+        """Called with the loss that a closure returns."""
+
+    def zeroed(self, stale: bool) -> None:
+        """Called after `zero_grad()`.
+
+        Args:
+            stale: whether gradients were computed since the last observation: it belongs to a step that was not taken.
+        """
+
+    def prepare(self, closure: Callable[[], Any] | None) -> None:
+        """Raises if a step cannot be taken; called before anything changes."""
+
+    def nonfinite(self, index: int, params: list[Tensor]) -> str | None:
+        """What was collected for the parameters of a group and is not finite, in words; None if all is finite."""
+        return None
+
+    def collect(self, groups: Groups, active: list[list[Tensor]]) -> Evidence:
+        """What the curvature needs beside gradients: name -> parameter -> tensor, for parameters with a gradient.
+
+        Args:
+            groups: the param groups, with lr as a number.
+            active: the parameters of each group that have a gradient.
+        """
+        return {}
+
+    def reset(self) -> None:
+        """Discards what was collected; called after every step, and after one that was skipped."""
+
+    def store_draw(self, samples: int) -> None:
+        """Stores what one of several draws of a closure gives beside gradients."""
+
+    def merge_draws(self, samples: int) -> None:
+        """Replaces what was collected by the average over the stored draws; gradients are averaged already."""
+
+    def finish(self, closure: Callable[[], Any] | None, loss: Any) -> None:
+        """Called at the end of a step."""
+
+    def check_loaded(self, saved: Mapping[str, Any]) -> None:
+        """Raises ValueError if a state dict does not fit."""
+
+    def close(self) -> None:
+        """Removes hooks."""
+
+
+class Source(Part):
+    """Collects evidence for the curvature beside `.grad`: draws of weights, labels, Hessians, per-example squares."""
+
+    @property
+    def drawing(self) -> bool:
+        """Whether weights are a sample now, in training."""
+        return False
+
+    def draw(self, noise: Noise | None) -> AbstractContextManager[None]:
+        """A context in which weights are a sample; of sources with `needs.draws`."""
+        raise NotImplementedError
+
+
+class Preconditioner(Part, ABC):
+    """A belief that does not factorise over elements: it turns gradients into directions.
+
+    The elementwise step of a parameter with a direction uses that direction in place of its gradient, by `rule`. All
+    other parameters follow the rule of the optimizer.
+    """
+
+    rule: ClassVar[UpdateRule] = UpdateRule(None, Static(), NaturalStep(heavy_ball=True))
+
+    @abstractmethod
+    def covers(self, p: Tensor) -> bool:
+        """Whether the state of this parameter is that of a parameter with directions."""
+
+    @abstractmethod
+    def directions(self, groups: Groups, active: list[list[Tensor]]) -> Directions:
+        """The preconditioned gradients, by parameter."""
+
+    def slots(self, group: Mapping[str, Any], rule: UpdateRule) -> tuple[str, ...]:
+        return rule.slots(group)
+
+    def step_scale(self, group: Mapping[str, Any]) -> float:
+        return float(group["lr"])
+
+    def scalars(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
+        """As in `BeliefOptimizer`; directions are already damped."""
+        return self.rule.scalars({**group, "damping": 0.0}, step, self.step_scale(group))

@@ -1,0 +1,68 @@
+"""The posterior of an optimizer: a copy of its belief."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bayesgrad.belief import Belief, Joint
+from bayesgrad.kernels import compute_dtype
+from bayesgrad.layers.network import parameters_of
+from bayesgrad.posterior.gaussian import GaussianPosterior
+from bayesgrad.precision import Diagonal
+
+
+def names_in(optimizer: Any, model: nn.Module) -> dict[int, str]:
+    """The id of each parameter of the optimizer -> its name in the model; raises if the model lacks one."""
+    names = {id(p): name for name, p in parameters_of(model).items()}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if id(p) not in names:
+                raise ValueError(f"{optimizer.name_of(p)} is not in the model: pass the model that was optimised.")
+    return names
+
+
+def check_scale(scale: float) -> None:
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale must be a finite positive number, got {scale!r}.")
+
+
+def gaussian_posterior(optimizer: Any, model: nn.Module, scale: float) -> GaussianPosterior:
+    """The belief of an optimizer about the model's weights, which are the mean; see `BeliefOptimizer.posterior`."""
+    check_scale(scale)
+    names = names_in(optimizer, model)
+    beliefs: dict[str, Belief] = dict(optimizer.joint_beliefs(names, scale))
+    joint = {name for belief in beliefs.values() if isinstance(belief, Joint) for name in belief.shapes}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if names[id(p)] in joint or (not p.requires_grad and not optimizer.state.get(p)):
+                continue
+            variance = optimizer.variance_of(group, p) * scale
+            beliefs[names[id(p)]] = Belief(p.detach().clone(), Diagonal(variance))
+    return GaussianPosterior(beliefs, model)
+
+
+def filtered_variance(optimizer: Any, group: Mapping[str, Any], p: Tensor) -> Tensor:
+    """sigma_post^2 of each weight after the last step of a filter.
+
+    The mean moves by step_scale P^-1 g for the mean gradient g, and by sigma_post^2 (B g), so
+    sigma_post^2 = step_scale P^-1 / B.
+    """
+    name, rule = type(optimizer).__name__, optimizer.rule
+    if rule.curvature is None or "batch_size" not in group:
+        raise TypeError(f"{name} has no posterior: it does not estimate the variance of weights.")
+    if group["batch_size"] is None:
+        raise ValueError(f"a posterior needs the number of examples in a gradient: pass batch_size= to {name}.")
+    # Before the first step with lr > 0 the belief is the prior, which does not depend on this choice of lr.
+    then = {**group, "lr": group["last_lr"] or 1.0, "base_lr": group["base_lr"] or 1.0}
+    step_scale = optimizer.step_scale(then) / group["batch_size"]
+    entry = optimizer.state.get(p, {})
+    if "step" not in entry:
+        variance = step_scale * optimizer.prior_variance(then)
+        return torch.full_like(p, variance, dtype=compute_dtype(p.dtype))
+    scalars = rule.transition.scalars(**optimizer.dynamics(then, int(entry["step"])))
+    return step_scale * rule.transition.current_precision(entry, scalars).variance()

@@ -1,0 +1,262 @@
+"""The preconditioner of DenseFilter: the Kalman filter with the covariance of all weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesgrad import layers, likelihoods
+from bayesgrad.checkpoint import saved_entry
+from bayesgrad.layers.fisher import check_batch_mixing, check_outputs, gather_gradients
+from bayesgrad.layers.per_example import gradients_one_by_one
+from bayesgrad.packing import Directions, gradient_of
+from bayesgrad.parts import Groups, Host, Needs
+from bayesgrad.precision import Dense
+from bayesgrad.precision.low_rank import Matrix
+from bayesgrad.preconditioners.network import NetworkPreconditioner
+from bayesgrad.rules.transition import OrnsteinUhlenbeck
+from bayesgrad.sources.recorded_layers import RecordedLayers
+
+LIMIT = 10_000  # entries of the state: their covariance has 0.8 GB, a step takes seconds
+DEFAULT_SGD_LR = 0.1  # the first step with prior_std = inf, as in AdaBayes
+
+
+class DenseKalman(NetworkPreconditioner):
+    """The covariance of all weights and latent values, in float64, in the state of the first parameter.
+
+    The parameters are the predicted mean, where the next gradient is taken; the direction is the difference between
+    this predicted mean and the next one.
+    """
+
+    needs = Needs(outputs=True)
+    on_cpu = ()
+    ou = OrnsteinUhlenbeck()
+
+    def bind(self, optimizer: Host) -> None:
+        if any("covariance" in entry for entry in optimizer.state.values()) and "recorded" in self.__dict__:
+            optimizer.param_groups.pop()
+            raise ValueError(
+                "parameters cannot be added after the first step of a joint covariance: build a new optimizer."
+            )
+        super().bind(optimizer)
+        self.size()
+
+    def record(self, optimizer: Host) -> RecordedLayers:
+        # Gradients outside of the known layers are computed one example at a time.
+        check_batch_mixing(optimizer.model)  # pyright: ignore[reportArgumentType]
+        known = (layers.is_matrix, layers.is_norm)
+        return RecordedLayers(optimizer, None, known, by_layer=False, record_backward=False, annotate_graph=True)
+
+    def step_scale(self, group: Mapping[str, Any]) -> float:
+        """The direction is the whole step; the weight decay follows it."""
+        return 1 - float(group["lr"]) * group["weight_decay"]
+
+    def size(self, group: Mapping[str, Any] | None = None) -> int:
+        """The number of weights and latent values."""
+        group = self.optimizer.param_groups[0] if group is None else group
+        size = weights = sum(p.numel() for p in self.order())
+        if group["transition"] is not None:
+            size = len(group["transition"][0])
+            if size % weights:
+                raise ValueError(
+                    f"A and Q of transition must have {weights} rows, one for each weight, or a multiple of that for "
+                    f"latent values; got {size}."
+                )
+        if size > LIMIT:
+            raise ValueError(
+                f"DenseFilter stores a covariance matrix of at most {LIMIT} values, got {size}: pass some of "
+                "the parameters as params=, or use NaturalGradient or KFAC."
+            )
+        given = group["prior_covariance"]
+        if given is not None and len(given) != size:
+            raise ValueError(f"prior_covariance must have shape {(size, size)}, got {tuple(given.shape)}.")
+        return size
+
+    # --- evidence ---
+
+    def observe(self, outputs: Any, loss: Any, labels: Any) -> None:
+        check_batch_mixing(self.recorded.model)
+        check_outputs(outputs)
+        group = self.optimizer.param_groups[0]
+        kind, fisher = likelihoods.named(group["likelihood"]), group["fisher"]
+        if labels is None and fisher in ("empirical", "centered"):
+            raise ValueError(f"fisher={fisher!r} needs labels: call observe(outputs, labels=labels).")
+        if labels is not None and fisher == "exact":
+            raise ValueError("fisher='exact' sums over all labels: call observe(outputs) without labels.")
+        trace = self.recorded.recorder.trace(outputs)
+        if fisher == "exact":
+            directions = list(kind.hessian_roots(outputs))
+        else:
+            directions = [kind.residual(outputs, labels if labels is not None else self.optimizer.draw_labels(outputs))]
+        columns, _ = gather_gradients(trace, directions)
+        order = self.order()
+        rest = [p for p in order if id(p) not in columns and id(p) in trace.read_counts]
+        written = dict(zip(rest, gradients_one_by_one(outputs, rest, directions)))
+        count = len(outputs) * len(directions)
+        parts = []
+        for p in order:
+            rows = columns[id(p)].rows() if id(p) in columns else written.get(p, p.new_zeros(count, p.numel()))
+            parts.append(rows.detach().reshape(count, -1).to(order[0].device, torch.float64))
+        self.observed.append((torch.cat(parts, 1), len(outputs)))
+
+    def _columns(self) -> Tensor:
+        """U', (columns, weights), from all calls of observe() since the last step."""
+        group = self.optimizer.param_groups[0]
+        if not self.observed:
+            raise self.recorded.missing_observation(
+                "observe() was not called since the last step",
+                "call observe(outputs), before loss.backward(), on outputs",
+            )
+        parts, counts = zip(*self.observed)
+        self.observed = []
+        rows, count = torch.cat(parts), sum(counts)
+        if group["fisher"] == "centered":
+            if count < 2:
+                raise ValueError("fisher='centered' needs at least two examples in a step, got 1.")
+            rows = (rows - rows.mean(0)) * math.sqrt(count / (count - 1))
+        return rows * math.sqrt(group["batch_size"] / (group["losses_per_example"] * count))
+
+    def nonfinite(self, index: int, params: list[Tensor]) -> str | None:
+        good = index > 0 or all(bool(torch.isfinite(rows).all()) for rows, _ in self.observed)
+        return None if good else "observe() found per-example gradients that are not finite"
+
+    # --- the step ---
+
+    def directions(self, groups: Groups, active: list[list[Tensor]]) -> Directions:
+        owners = {p: group for group, params in zip(groups, active) for p in params}
+        if not owners:
+            return {}
+        order = self.order()
+        entry = self.optimizer.state[order[0]]
+        still = self._without_gradient(order, owners)
+        U = self._columns().masked_fill_(still, 0.0).mT
+        prior, latent = self._predicted()
+        size, count = len(prior.covariance), len(U)
+        U = torch.cat([U, U.new_zeros(size - count, U.shape[1])])
+        state = torch.cat([*(p.detach().flatten().to(latent) for p in order), latent])
+        gradient = torch.zeros_like(state)
+        batch_size = float(groups[0]["batch_size"])
+        parts = [
+            batch_size * gradient_of(p).flatten().to(latent) if p in owners else latent.new_zeros(p.numel())
+            for p in order
+        ]
+        gradient[:count] = torch.cat(parts)
+        if bool(torch.isfinite(U).all() & torch.isfinite(gradient).all()):
+            belief = self._updated(prior, U, still)
+            step = belief.solve(gradient)
+            step[:count].masked_fill_(still, 0.0)
+            entry.update(covariance=belief.covariance, mean=state - step)
+            change = self._drifted(entry, state, step, owners)
+        else:  # gradients that are not finite change the weights, as in torch.optim
+            change = prior.solve(gradient)
+        pieces = change[:count].split([p.numel() for p in order])
+        return {p: piece.view(p.shape).to(p.device) for p, piece in zip(order, pieces) if p in owners}
+
+    def _without_gradient(self, order: Sequence[Tensor], owners: Mapping[Tensor, Any]) -> Tensor:
+        """A mask of the weights without a gradient, (weights,)."""
+        missing = [p not in owners for p in order]
+        if any(missing) and self.optimizer.param_groups[0]["transition"] is not None:
+            names = {
+                p: n for group in self.optimizer.param_groups for n, p in zip(group["param_names"], group["params"])
+            }
+            raise ValueError(
+                f"transition=(A, Q) needs a gradient of every parameter, but {names[order[missing.index(True)]]} has "
+                "none: pass params= without it."
+            )
+        sizes = torch.tensor([p.numel() for p in order])
+        return torch.tensor(missing).repeat_interleave(sizes).to(order[0].device)
+
+    def _updated(self, prior: Dense, U: Tensor, still: Tensor) -> Dense:
+        """The posterior; weights without a gradient have a Kalman gain of zero (Schmidt-Kalman filter)."""
+        belief = prior.add(Matrix(U))
+        if bool(still.any()):
+            kept = still.nonzero()[:, 0]
+            belief.covariance[kept[:, None], kept] = prior.covariance[kept[:, None], kept]
+        return belief
+
+    def _drifted(
+        self, entry: dict[str, Tensor], state: Tensor, step: Tensor, owners: Mapping[Tensor, Mapping[str, Any]]
+    ) -> Tensor:
+        """state - (I - A)(state - step): the difference between this predicted mean and the next one."""
+        transition = self.optimizer.param_groups[0]["transition"]
+        if transition is not None:
+            return step + transition[0].to(state) @ (state - step)
+        retain, noise = [], []  # stored with the lr of this step; the covariance is propagated at the next step
+        for p in self.order():
+            n = {"retain": 1.0, "noise": 0.0}
+            if p in owners:
+                lr, prior_std = float(owners[p]["lr"]), float(owners[p]["prior_std"])
+                n = self.ou.scalars(process=lr**2, stationary=prior_std**2)
+            retain.append(state.new_full((p.numel(),), n["retain"]))
+            noise.append(state.new_full((p.numel(),), n["noise"]))
+        entry.update(retain=torch.cat(retain), noise=torch.cat(noise))
+        root = entry["retain"].sqrt()
+        return root * step + (1 - root) * state
+
+    # --- posterior ---
+
+    def _posterior_covariance(self) -> Dense:
+        """The posterior covariance of weights and latent values; before the first step, the prior's."""
+        order, size = self.order(), self.size()
+        entry, group = self.optimizer.state.get(order[0], {}), self.optimizer.param_groups[0]
+        if "covariance" in entry:
+            return Dense(entry["covariance"], (size,))
+        if group["prior_covariance"] is not None:
+            return Dense(group["prior_covariance"].to(order[0].device), (size,))
+        variances = torch.zeros(size, dtype=torch.float64, device=order[0].device)
+        owners = {p: group for group in self.optimizer.param_groups for p in group["params"]}
+        start = 0
+        for p in order:
+            sigma = float(owners[p]["prior_std"])
+            variance = DEFAULT_SGD_LR / float(group["batch_size"]) if math.isinf(sigma) else sigma**2
+            variances[start : start + p.numel()] = variance
+            start += p.numel()
+        return Dense(torch.diag(variances), (size,))
+
+    def _predicted(self) -> tuple[Dense, Tensor]:
+        """The predicted covariance, and the predicted mean of latent values, (latent,)."""
+        order, believed = self.order(), self._posterior_covariance()
+        entry, transition = self.optimizer.state.get(order[0], {}), self.optimizer.param_groups[0]["transition"]
+        weights = sum(p.numel() for p in order)
+        if "covariance" not in entry:
+            return believed, believed.covariance.new_zeros(len(believed.covariance) - weights)
+        if transition is None:
+            return believed.propagate(entry["retain"], entry["noise"]), entry["mean"][weights:]
+        A, Q = (matrix.to(entry["mean"]) for matrix in transition)
+        return believed.transform(A, Q), (entry["mean"] - A @ entry["mean"])[weights:]
+
+    def posterior_means(self) -> dict[Tensor, Tensor]:
+        order = self.order()
+        mean = self.optimizer.state.get(order[0], {}).get("mean")
+        if mean is None:
+            return {}
+        sizes = [p.numel() for p in order]
+        return {p: piece.view(p.shape) for p, piece in zip(order, mean[: sum(sizes)].split(sizes))}
+
+    def covariance(self) -> Tensor:
+        """A copy of Sigma_post of the weights, in the order of `torch.nn.utils.parameters_to_vector`; float64."""
+        weights = sum(p.numel() for p in self.order())
+        return self._posterior_covariance().covariance[:weights, :weights].clone()
+
+    # --- checkpoints ---
+
+    def check_loaded(self, saved: Mapping[str, Any]) -> None:
+        group = saved["param_groups"][0]
+        size = self.size(group)
+        entry, _ = saved_entry(self.optimizer, saved, self.order()[0])
+        shapes = {"covariance": (size, size), "mean": (size,)}
+        if group["transition"] is None:
+            shapes |= {"retain": (size,), "noise": (size,)}
+        lost = sorted(set(shapes) - set(entry))
+        if 0 < len(lost) < len(shapes):
+            raise ValueError(f"the saved state lacks {lost}: it is not a state of DenseFilter, or it is truncated.")
+        for name, shape in shapes.items():
+            if name in entry and entry[name].shape != shape:
+                raise ValueError(
+                    f"{name} has shape {tuple(entry[name].shape)} in the saved state, but {shape} is needed: load it "
+                    "into the model it came from."
+                )

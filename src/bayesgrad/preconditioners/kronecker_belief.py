@@ -1,0 +1,196 @@
+"""The preconditioners of the Kronecker filters: matrix normal beliefs about layers, filtered or at steady state."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesgrad.layers.layer import Layer
+from bayesgrad.layers.probe import estimated_factor
+from bayesgrad.layers.statistics import KroneckerFisher, LayerStatistics, symmetric
+from bayesgrad.precision import Kronecker, Precision, Spectral
+from bayesgrad.precision.linalg import eigenvalues
+from bayesgrad.precision.projection import Factors
+from bayesgrad.preconditioners.layered import MERGED, MERGES, SIDES, LayerPreconditioner, Settings, store
+from bayesgrad.rules.transition import OrnsteinUhlenbeck, Static, average
+from bayesgrad.rules.update import NaturalStep, UpdateRule
+
+MEAN_DECAY = 0.99  # decay of the average of errors, as in CentredGradient
+FLOOR = 1e-4  # of a moment's eigenvalues, relative to the largest
+
+
+class LayerBelief(LayerPreconditioner):
+    """Base class: an input covariance and an error covariance for each layer.
+
+    The option `fisher` says how errors are computed: for labels sampled from the model by `observe(outputs)`
+    ("sampled"), or from the backward passes of the loss, without ("empirical") or minus ("centered") their mean over
+    earlier batches. Inputs and errors that are not finite, or whose squares are not, do not change a layer's factors.
+    """
+
+    layer_curvature = KroneckerFisher()
+    rule = UpdateRule(None, Static(), NaturalStep())
+
+    def from_labels(self, group: Mapping[str, Any]) -> bool:
+        return group["fisher"] == "sampled"
+
+    def setting(self, group: Mapping[str, Any]) -> float:
+        return 0.0
+
+    @abstractmethod
+    def belief(self, layer: Layer, group: Mapping[str, Any]) -> Precision:
+        """The belief about [W b], with the covariance that the last step used."""
+
+    def believed_layers(self) -> list[Layer]:
+        """The layers that have taken a step with a direction."""
+        state, elsewhere = self.optimizer.state, self.recorded.read_elsewhere
+        return [
+            layer
+            for layer in self.recorded.layers
+            if "damped" in state.get(layer.owner, {}) and layer.weight not in elsewhere
+        ]
+
+    def statistics(
+        self, current: list[Layer], settings: Settings, passes: Mapping[Layer, LayerStatistics]
+    ) -> dict[Layer, LayerStatistics]:
+        found = super().statistics(current, settings, passes)
+        for layer in found:
+            if not self.from_labels(settings[layer]):
+                scale = settings[layer]["batch_size"] * estimated_factor(layer, found[layer])
+                found[layer] = found[layer].with_errors(found[layer].errors * scale)
+        if not found:
+            return {}
+        finite = torch.stack([batch.is_finite().cpu() for batch in found.values()]).tolist()
+        found = {layer: batch for (layer, batch), good in zip(found.items(), finite) if good}
+        for layer, batch in found.items():
+            if settings[layer]["fisher"] == "centered":
+                found[layer] = self._centred(layer, batch)
+        return found
+
+    def _centred(self, layer: Layer, batch: LayerStatistics) -> LayerStatistics:
+        """The errors minus their mean over earlier batches; the first batch is not centred."""
+        entry = self.optimizer.state[layer.owner]
+        here = batch.errors.mean(1)  # (groups, out)
+        mean = entry.get("error_mean")
+        if mean is None or mean.shape != here.shape:
+            entry["error_mean"] = here
+            return batch
+        centred = batch.with_errors(batch.errors - mean[:, None].to(here))
+        keep, take = average(MEAN_DECAY, 1 + int(entry["clock"][MERGES]) if "clock" in entry else 1)
+        entry["error_mean"] = keep * mean.to(here) + take * here
+        return centred
+
+
+class KroneckerBelief(LayerBelief):
+    """A covariance Σ_x ⊗ Σ_δ for each layer, as filtered by `KroneckerFilter`.
+
+    Layers with a larger side than `max_factor`, and Embedding layers, are not covered.
+
+    Args:
+        fallback: by what other parameters are trained.
+        unit: param group -> what the state is a multiple of.
+        drift: param group and number of steps -> arguments of the Ornstein-Uhlenbeck transition.
+        start: param group -> the variance before the first gradient.
+    """
+
+    factor = "covariance"
+
+    def __init__(
+        self,
+        fallback: str,
+        unit: Callable[[Mapping[str, Any]], float],
+        drift: Callable[[Mapping[str, Any], int], dict[str, float]],
+        start: Callable[[Mapping[str, Any]], float],
+    ) -> None:
+        super().__init__(fallback)
+        self.unit, self.drift, self.start = unit, drift, start
+
+    def uses(self, layer: Layer) -> bool:
+        limit = {p: group["max_factor"] for group in self.optimizer.param_groups for p in group["params"]}
+        return not layer.lookup and max(layer.shape[1:]) <= limit[layer.owner]
+
+    def step_scale(self, group: Mapping[str, Any]) -> float:
+        return self.unit(group) * group["batch_size"]
+
+    def initial_factor(self, zeros: Tensor, group: Mapping[str, Any]) -> Tensor:
+        zeros.diagonal(dim1=1, dim2=2).fill_(math.sqrt(self.start(group)))
+        return zeros
+
+    def merge(
+        self, layer: Layer, entry: dict[str, Tensor], statistics: LayerStatistics, group: Mapping[str, Any]
+    ) -> None:
+        unit, steps = self.unit(group), int(entry.get("step", 0)) + 1 - int(entry["clock"][MERGED])
+        if unit == 0:
+            return
+        drift = OrnsteinUhlenbeck().scalars(**self.drift(group, steps))
+        share = unit * steps * group["batch_size"] / (statistics.examples * group["losses_per_example"])
+        errors = statistics.errors * math.sqrt(share)
+        self._keep(entry, self._factors(entry).propagate(**drift).observe(statistics.inputs, errors))
+
+    def invert(self, layer: Layer, entry: dict[str, Tensor], group: Mapping[str, Any]) -> None:
+        self._keep(entry, self._factors(entry).with_exact_traces())
+
+    def _factors(self, entry: Mapping[str, Tensor]) -> Factors:
+        sides = entry["input_covariance"], entry["error_covariance"]
+        if "traces" in entry:
+            return Factors(*sides, entry["traces"])
+        return Factors(*sides, torch.stack([(1 / side[:, 0, 0]).double().cpu() for side in sides]))
+
+    def _keep(self, entry: dict[str, Tensor], belief: Factors) -> None:
+        entry["input_covariance"], entry["error_covariance"] = belief.inputs, belief.errors
+        entry["traces"] = belief.traces
+
+    def precision(self, layer: Layer, group: Mapping[str, Any]) -> Precision:
+        entry = self.optimizer.state[layer.owner]
+        return Kronecker(entry["error_covariance"], entry["input_covariance"], layer.shape)
+
+    def belief(self, layer: Layer, group: Mapping[str, Any]) -> Precision:
+        return self.precision(layer, group).scale(1 / self.unit(group))
+
+
+class Whitening(LayerBelief):
+    """The steady state of `KroneckerBelief`: gradients whitened by the second moments of inputs and errors.
+
+    With a finite `prior_std` the steady state is computed in the eigenbasis of the moments. Else it is the product of
+    their inverse square roots.
+    """
+
+    def setting(self, group: Mapping[str, Any]) -> float:
+        """1 with a finite prior_std, else 0."""
+        return float(math.isfinite(group["prior_std"]))
+
+    def step_scale(self, group: Mapping[str, Any]) -> float:
+        lr, batch = float(group["lr"]), group["batch_size"]
+        return lr * batch if self.setting(group) else lr * math.sqrt(batch)
+
+    def invert(self, layer: Layer, entry: dict[str, Tensor], group: Mapping[str, Any]) -> None:
+        for side in SIDES:
+            moment = symmetric(entry[f"{side}_moment"])
+            values, vectors = eigenvalues(moment)
+            if self.setting(group):
+                store(entry, f"{side}_values", values)
+                if vectors is not None:
+                    store(entry, f"{side}_basis", vectors)
+                continue
+            largest = values.amax(1, keepdim=True)
+            root = torch.where(largest > 0, values.maximum(FLOOR * largest).rsqrt(), 0.0)  # zero without data
+            store(entry, f"{side}_root", root if vectors is None else (vectors * root[:, None]) @ vectors.mT)
+
+    def precision(self, layer: Layer, group: Mapping[str, Any]) -> Precision:
+        entry = self.optimizer.state[layer.owner]
+        left, right = ("input", "error") if layer.lookup else ("error", "input")
+        if not self.setting(group):
+            return Kronecker(entry[f"{left}_root"], entry[f"{right}_root"], layer.shape)
+        # At lr = 0 the weights are constant, but the average of directions is still updated.
+        lr = float(group["lr"]) or group["last_lr"] or 1.0
+        half = lr / (2 * group["prior_std"] ** 2)
+        information = entry[f"{left}_values"][..., :, None] * entry[f"{right}_values"][..., None, :]
+        spectrum = half + (half * half + group["batch_size"] * information).sqrt()
+        return Spectral(entry.get(f"{left}_basis"), entry.get(f"{right}_basis"), spectrum)
+
+    def belief(self, layer: Layer, group: Mapping[str, Any]) -> Precision:
+        return self.precision(layer, group).scale(group["batch_size"] / self.step_scale(group))

@@ -1,0 +1,72 @@
+"""The preconditioners of FOOF and KFAC: inverse second moments of each layer's inputs, and of its errors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesgrad.layers.layer import Layer
+from bayesgrad.layers.statistics import InputMoment, KroneckerFisher, symmetric
+from bayesgrad.precision import Precision, Spectral
+from bayesgrad.precision.linalg import not_invertible
+from bayesgrad.preconditioners.layered import SIDES, LayerPreconditioner, store
+
+
+class InputFactor(LayerPreconditioner):
+    """(A + damping I)^-1 for each layer, with the second moment A of its inputs, from backward passes."""
+
+    layer_curvature = InputMoment()
+
+
+class KroneckerFactors(LayerPreconditioner):
+    """(A ⊗ E + damping)^-1 for each layer, with second moments of inputs and of errors for sampled labels.
+
+    The damping is divided between the factors, or, with the option `exact_damping`, added to their product.
+    """
+
+    layer_curvature = KroneckerFisher()
+
+    def from_labels(self, group: Mapping[str, Any]) -> bool:
+        return True
+
+    def dampings(self, entry: Mapping[str, Tensor], group: Mapping[str, Any]) -> dict[str, float]:
+        means = {}
+        for side in SIDES:
+            moment = entry[f"{side}_moment"]
+            diagonal = moment if moment.dim() == 2 else moment.diagonal(dim1=-2, dim2=-1)
+            means[side] = diagonal.mean().item()
+        pi = math.sqrt(means["input"] / means["error"]) if means["error"] > 0 and means["input"] > 0 else 1.0
+        root = math.sqrt(group["damping"])
+        return {"input": pi * root, "error": root / pi}
+
+    def invert(self, layer: Layer, entry: dict[str, Tensor], group: Mapping[str, Any]) -> None:
+        if not group["exact_damping"]:
+            super().invert(layer, entry, group)
+            return
+        spectra = {}
+        for side in SIDES:
+            moment = symmetric(entry[f"{side}_moment"])
+            if not bool(torch.isfinite(moment).all()):
+                raise not_invertible(moment, group["damping"], f"the {side} factor of layer {layer.names[0]!r}")
+            if moment.dim() == 2:  # a diagonal needs no eigenvectors
+                spectra[side] = moment
+            else:
+                values, vectors = torch.linalg.eigh(moment)
+                spectra[side] = values.clamp(min=0)
+                store(entry, f"{side}_basis", vectors)
+        left, right = ("input", "error") if layer.lookup else ("error", "input")
+        spectrum = spectra[left][..., :, None] * spectra[right][..., None, :] + group["damping"]
+        if not bool((spectrum > 0).all()):
+            raise not_invertible(spectrum, group["damping"], f"the Fisher of layer {layer.names[0]!r}")
+        store(entry, "spectrum", spectrum)
+
+    def precision(self, layer: Layer, group: Mapping[str, Any]) -> Precision:
+        if not group["exact_damping"]:
+            return super().precision(layer, group)
+        entry = self.optimizer.state[layer.owner]
+        left, right = ("input", "error") if layer.lookup else ("error", "input")
+        return Spectral(entry.get(f"{left}_basis"), entry.get(f"{right}_basis"), entry["spectrum"])

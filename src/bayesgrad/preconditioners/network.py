@@ -1,0 +1,72 @@
+"""Preconditioners with one matrix for all parameters of a network."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesgrad.parts import Host, Preconditioner
+from bayesgrad.sources.recorded_layers import RecordedLayers
+
+MERGES, MERGED = range(2)  # entries of `clock`: number of observations, step of the last
+
+
+class NetworkPreconditioner(Preconditioner):
+    """Base class: observations of per-example gradients, and a clock in the state of the first parameter."""
+
+    on_cpu = ("clock",)
+
+    @abstractmethod
+    def record(self, optimizer: Host) -> RecordedLayers:
+        """Begins to record the layers of the model."""
+
+    def bind(self, optimizer: Host) -> None:
+        super().bind(optimizer)
+        self.close()
+        self.recorded = self.record(optimizer)
+        self.observed: list[Any] = []
+
+    def close(self) -> None:
+        if "recorded" in self.__dict__:
+            self.recorded.close()
+
+    def prepare(self, closure: Callable[[], Any] | None) -> None:
+        self.recorded.check_processes()
+
+    def covers(self, p: Tensor) -> bool:
+        return True
+
+    def zeroed(self, stale: bool) -> None:
+        if stale:
+            self.observed = []
+        self.recorded.recorder.clear()
+
+    def reset(self) -> None:
+        self.observed = []
+        self.recorded.recorder.clear()
+
+    def order(self) -> list[Tensor]:
+        """The parameters of all groups in the order of the model; the first has the state of the whole network."""
+        return self.recorded.in_model_order()
+
+    def clock(self) -> Tensor | None:
+        return self.optimizer.state.get(self.order()[0], {}).get("clock")
+
+    def count_merge(self) -> int:
+        """Notes that the matrix was updated for the next step; returns how often it was so far."""
+        clock = self.optimizer.state[self.order()[0]].setdefault("clock", torch.zeros(3, dtype=torch.int64))
+        clock[MERGES] += 1
+        clock[MERGED] = self.steps_taken() + 1
+        return int(clock[MERGES])
+
+    def due(self, every: int) -> bool:
+        """Whether the matrix is to be updated in the next step."""
+        clock = self.clock()
+        return clock is None or self.steps_taken() + 1 - int(clock[MERGED]) >= every
+
+    def steps_taken(self) -> int:
+        return max((int(entry["step"]) for entry in self.optimizer.state.values() if "step" in entry), default=0)

@@ -1,0 +1,277 @@
+"""The preconditioner of NaturalGradient: the inverse of a batch's damped Fisher matrix, by the Woodbury identity."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesgrad import layers, likelihoods
+from bayesgrad.checkpoint import saved_entry
+from bayesgrad.layers.fisher import check_batch_mixing, check_outputs, gather_gradients
+from bayesgrad.layers.per_example import PerExampleGradients, concatenated, is_stored, restored
+from bayesgrad.layers.probe import common_factor
+from bayesgrad.layers.squares import Examples
+from bayesgrad.packing import Directions, gradient_of
+from bayesgrad.parts import Groups, Host, Needs
+from bayesgrad.precision.linalg import cholesky
+from bayesgrad.preconditioners.network import NetworkPreconditioner
+from bayesgrad.rules.update import MOMENTUM
+from bayesgrad.sources.recorded_layers import RecordedLayers
+
+ADAPT_EVERY = 5  # steps between changes of the damping, as in Martens and Grosse, 2015, section 6.5
+ADAPT_FACTOR = (19 / 20) ** ADAPT_EVERY
+
+
+class Woodbury(NetworkPreconditioner):
+    """(F + damping I)^-1 for the Fisher matrix F = G G' of the observed batch; G is never formed.
+
+    The state has the inputs and errors of each layer, which `observe(outputs)` replaces if an update is due.
+    """
+
+    needs = Needs(outputs=True)
+    on_cpu = ("clock", "dual_damping", "gram_of")
+
+    def __init__(self, fallback: str) -> None:
+        self.fallback = fallback
+
+    def bind(self, optimizer: Host) -> None:
+        super().bind(optimizer)
+        self.checked_shapes: set[Any] = set()  # input shapes for which gradients were found to be per example
+        self.unexplained: set[int] = set()
+        self.predicted_change: float | None = None  # of the loss, by the quadratic model
+        self.momentum = 0.0  # by the quadratic model
+
+    def record(self, optimizer: Host) -> RecordedLayers:
+        check_batch_mixing(optimizer.model)  # pyright: ignore[reportArgumentType]
+        known = (layers.is_matrix, layers.is_norm)
+        return RecordedLayers(
+            optimizer, self.fallback, known, by_layer=False, record_backward=False, annotate_graph=True
+        )
+
+    # --- observations ---
+
+    def observe(self, outputs: Any, loss: Any, labels: Any) -> None:
+        check_batch_mixing(self.recorded.model)
+        check_outputs(outputs)
+        group = self.optimizer.param_groups[0]
+        if not self.due(group["update_every"]):
+            return
+        trace = self.recorded.recorder.trace(outputs)
+        given = labels is not None
+        labels = labels if labels is not None else self.optimizer.draw_labels(outputs)
+        residual = likelihoods.named(group["likelihood"]).residual(outputs, labels)
+        shapes = tuple((call.name, call.input.shape) for call in trace.pending if call.input is not None)
+        columns, left = gather_gradients(trace, [residual], check=shapes not in self.checked_shapes)
+        if shapes not in self.checked_shapes and len(outputs) > 1:
+            self.unexplained |= left
+            self.checked_shapes.add(shapes)
+        self.observed.append(({key: c for key, c in columns.items() if key not in self.unexplained}, given))
+
+    def check_loaded(self, saved: Mapping[str, Any]) -> None:
+        for p in self.order():
+            entry, _ = saved_entry(self.optimizer, saved, p)
+            columns = restored(entry, p.shape)
+            if columns is not None and not columns.fits():
+                raise ValueError(
+                    f"the per-example gradients of {self.optimizer.name_of(p)} in the saved state must fit its shape "
+                    f"{tuple(p.shape)}, but do not: load the state into the model it came from."
+                )
+
+    # --- the step ---
+
+    def directions(self, groups: Groups, active: list[list[Tensor]]) -> Directions:
+        owners = {p: group for group, params in zip(groups, active) for p in params}
+        self.predicted_change = None
+        fresh = self._merge()
+        columns = {
+            p: c
+            for p in self.order()
+            if p in owners and (c := restored(self.optimizer.state.get(p, {}), p.shape)) is not None
+        }
+        recorded = {p for module in self.recorded.recorder.layers.values() for p in module.parameters(recurse=False)}
+        seen = self.clock() is not None and self.unexplained
+        if not columns and not seen and any(bool(gradient_of(p).any()) for p in owners if p in recorded):
+            raise self.recorded.missing_observation(
+                "observe() was never called", "call observe(outputs), before loss.backward(), on outputs"
+            )
+        lost = (p for p in owners if p in recorded and p not in columns)
+        self.recorded.warn_fallback({p for p in lost if bool(gradient_of(p).any())})
+        if groups[0]["blocks"] == "full" and len({float(owners[p]["damping"]) for p in columns}) > 1:
+            raise ValueError("blocks='full' needs the same damping in all groups: set it, or use blocks='layer'.")
+        found: dict[Tensor, Tensor] = {}
+        for block in self._blocks_of(columns, groups[0]):
+            own = {p: columns[p] for p in block}
+            found |= self._solved(own, owners[block[0]], fresh)
+        if found and groups[0]["step_size"] == "quadratic":
+            self._scale_by_model(found, columns, groups[0])
+        if groups[0]["adapt_damping"]:
+            self._predict(found, columns, owners)
+        return found
+
+    def _merge(self) -> bool:
+        """Replaces the Fisher matrix by the observed one; True if labels were given, perhaps those of this batch."""
+        if not self.observed:
+            return False
+        observed, self.observed = self.observed, []
+        named = {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
+        keys = [key for key in observed[0][0] if key in named and all(key in columns for columns, _ in observed)]
+        merged = {named[key]: concatenated([columns[key] for columns, _ in observed]) for key in keys}
+        for p in named.values():
+            entry = self.optimizer.state[p]
+            for key in [key for key in entry if key in ("gram", "dual") or is_stored(key)]:
+                del entry[key]
+        for p, columns in merged.items():
+            self.optimizer.state[p].update({name: value.detach() for name, value in columns.tensors().items()})
+        self.count_merge()
+        return all(given for _, given in observed)
+
+    def _blocks_of(self, columns: Mapping[Tensor, PerExampleGradients], group: Mapping[str, Any]) -> list[list[Tensor]]:
+        if not columns:
+            return []
+        if group["blocks"] == "full":
+            return [list(columns)]
+        blocks, seen = [], set()
+        for module in self.recorded.recorder.layers.values():
+            own = [p for p in module.parameters(recurse=False) if p in columns and p not in seen]
+            seen.update(own)
+            blocks += [own] if own else []
+        return blocks
+
+    def _solved(
+        self, columns: Mapping[Tensor, PerExampleGradients], group: Mapping[str, Any], fresh: bool
+    ) -> dict[Tensor, Tensor]:
+        """The preconditioned gradient of one block."""
+        params = list(columns)
+        count, damping = columns[params[0]].count, float(group["damping"])
+        scale = 1 / math.sqrt(count * group["losses_per_example"])
+        factor = self._dual(columns, damping, scale**2)
+        if fresh and (c := _common_factor(columns)) is not None:
+            rest = torch.full((count, 1), c / scale, dtype=factor.dtype, device=factor.device)
+            weights = scale * torch.cholesky_solve(rest, factor)[:, 0]
+            return {p: own.combine(weights.to(_kind(own))) for p, own in columns.items()}
+        projection = torch.stack(
+            [own.project(gradient_of(p).to(_kind(own))).to(factor) for p, own in columns.items()]
+        ).sum(0)
+        weights = torch.cholesky_solve(scale * projection[:, None], factor)[:, 0] * (-scale / damping)
+        return {
+            p: own.combine_onto(gradient_of(p).to(_kind(own)), weights.to(_kind(own)), 1 / damping)
+            for p, own in columns.items()
+        }
+
+    def _dual(self, columns: Mapping[Tensor, PerExampleGradients], damping: float, weight: float) -> Tensor:
+        """The Cholesky factor of λI + G'G, cached in the state of the block's first parameter."""
+        owner = next(iter(columns))
+        entry, device = self.optimizer.state[owner], owner.device
+        order = self.order()
+        members = torch.tensor([i for i, p in enumerate(order) if p in columns])
+        if "gram" not in entry or not torch.equal(entry["gram_of"], members):
+            grams = [own.gram() for own in columns.values()]
+            dtype = torch.float64 if any(g.dtype == torch.float64 for g in grams) else grams[0].dtype
+            entry["gram"] = torch.stack([g.to(device, dtype) for g in grams]).sum(0) * weight
+            entry["gram_of"] = members
+            entry.pop("dual", None)
+        if "dual" not in entry or entry["dual_damping"] != damping:
+            entry["dual"] = cholesky(entry["gram"], damping, "the Gram matrix of the gradients")
+            entry["dual_damping"] = torch.tensor(damping, dtype=torch.float64)
+        return entry["dual"]
+
+    # --- the quadratic model ---
+
+    def _fisher_products(
+        self, vectors: list[dict[Tensor, Tensor]], columns: Mapping[Tensor, PerExampleGradients]
+    ) -> Tensor:
+        """v'F u for all pairs of vectors, in float64."""
+        count = next(iter(columns.values())).count
+        blocks = self._blocks_of(columns, self.optimizer.param_groups[0])
+        total = torch.zeros(len(vectors), len(vectors), dtype=torch.float64)
+        for block in blocks:
+            rows = torch.stack(
+                [sum(columns[p].project(v[p].to(_kind(columns[p]))).double() for p in block) for v in vectors]  # pyright: ignore
+            )
+            total += (rows @ rows.T / (count * self.optimizer.param_groups[0]["losses_per_example"])).cpu()
+        return total
+
+    def _scale_by_model(
+        self, found: dict[Tensor, Tensor], columns: Mapping[Tensor, PerExampleGradients], group: Mapping[str, Any]
+    ) -> None:
+        """Scales direction and momentum buffer to the minimum of g'δ + δ'(F + λI)δ/2 over δ = -(a d + m b)."""
+        state = self.optimizer.state
+        buffers = {p: state[p][MOMENTUM] for p in found if MOMENTUM in state.get(p, {})}
+        vectors = (
+            [found, buffers] if len(buffers) == len(found) and any(bool(b.any()) for b in buffers.values()) else [found]
+        )
+        inner = torch.stack([_dot({p: gradient_of(p) for p in found}, v) for v in vectors])
+        norms = torch.stack([torch.stack([_dot(a, b) for a in vectors]) for b in vectors])
+        matrix = self._fisher_products(vectors, columns) + float(group["damping"]) * norms
+        best = torch.linalg.lstsq(matrix, inner[:, None]).solution[:, 0].tolist()
+        for p in found:
+            found[p] = best[0] * found[p]
+        self.momentum = best[1] if len(best) > 1 else 0.0
+
+    def scalars(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
+        n = super().scalars(group, step)
+        if group["step_size"] == "quadratic" and "momentum" in n:
+            n["momentum"] = self.momentum
+        return n
+
+    def _predict(
+        self, found: Mapping[Tensor, Tensor], columns: Mapping[Tensor, PerExampleGradients], owners: Mapping
+    ) -> None:
+        """Stores the change of the loss that the undamped quadratic model predicts for this step."""
+        steps = {}
+        for p, d in found.items():
+            group = owners[p]
+            buffer = self.optimizer.state.get(p, {}).get(MOMENTUM)
+            momentum = self.momentum if group["step_size"] == "quadratic" else group["momentum"]
+            moved = d if buffer is None or not group["momentum"] else d + momentum * buffer
+            steps[p] = -float(group["lr"]) * moved
+        if steps:
+            linear = _dot({p: gradient_of(p) for p in steps}, steps)
+            self.predicted_change = (linear + self._fisher_products([steps], columns)[0, 0] / 2).item()
+
+    def prepare(self, closure: Callable[[], Any] | None) -> None:
+        super().prepare(closure)
+        self.adapts = any(group["adapt_damping"] for group in self.optimizer.param_groups)
+        if self.adapts and closure is None:
+            raise ValueError("adapt_damping=True compares losses before and after a step: use step(closure).")
+
+    def finish(self, closure: Callable[[], Any] | None, loss: Any) -> None:
+        due = self.adapts and self.predicted_change is not None and self.steps_taken() % ADAPT_EVERY == 0
+        if due and closure is not None:
+            self._adapt(closure, float(loss.detach() if isinstance(loss, Tensor) else loss))
+
+    def _adapt(self, closure: Callable[[], Any], before: float) -> None:
+        """Levenberg-Marquardt: decreases damping if the quadratic model predicted the loss well, else increases it."""
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        gradients = [None if p.grad is None else p.grad.clone() for p in params]
+        draws = self.optimizer.draws
+        with torch.enable_grad():
+            loss = closure()
+        after = float(loss.detach() if isinstance(loss, Tensor) else loss)
+        for p, gradient in zip(params, gradients):
+            p.grad = gradient
+        self.observed = []  # discard what this evaluation observed
+        self.optimizer.draws = draws
+        ratio = (after - before) / self.predicted_change if self.predicted_change else 0.0
+        change = ADAPT_FACTOR if ratio > 0.75 else 1 / ADAPT_FACTOR if ratio < 0.25 else 1.0
+        for group in self.optimizer.param_groups:
+            group["damping"] = float(group["damping"]) * change
+
+
+def _kind(columns: PerExampleGradients) -> torch.dtype:
+    return next(t.dtype for t in columns.tensors().values() if t.is_floating_point())
+
+
+def _dot(a: Mapping[Tensor, Tensor], b: Mapping[Tensor, Tensor]) -> Tensor:
+    return torch.stack([torch.dot(a[p].flatten().double(), b[p].flatten().double()).cpu() for p in b]).sum()
+
+
+def _common_factor(columns: Mapping[Tensor, PerExampleGradients]) -> float | None:
+    """c, if every gradient is c times the sum of the per-example gradients up to rounding; else None."""
+    if any(gradient_of(p).dtype != _kind(own) for p, own in columns.items()):
+        return None
+    return common_factor([Examples([own]).projection(gradient_of(p)) for p, own in columns.items()])

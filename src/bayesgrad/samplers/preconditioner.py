@@ -1,0 +1,295 @@
+"""The preconditioner of samplers: a metric, with noise and corrections that fit it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesgrad import layers, likelihoods, noise
+from bayesgrad.kernels import compute_dtype
+from bayesgrad.layers.fisher import check_batch_mixing, check_outputs
+from bayesgrad.packing import Directions, gradient_of
+from bayesgrad.parts import Groups, Host, Needs
+from bayesgrad.precision import Precision
+from bayesgrad.preconditioners.network import NetworkPreconditioner
+from bayesgrad.rules.transition import Memory, Scalars, Static, average
+from bayesgrad.rules.update import Move, UpdateRule
+from bayesgrad.samplers.correction import Batch
+from bayesgrad.samplers.metric import Metric, MetricBlock, ObservedBatch, ParameterSpace, root_columns
+from bayesgrad.sources.recorded_layers import RecordedLayers
+
+COLUMNS = 100  # of R, up to which corrections are exact
+NOISE, SIGNS = 1, 2  # words of the random key, for different uses
+
+
+@dataclass(frozen=True)
+class LangevinStep(Move):
+    r"""A step of a Langevin equation on the manifold whose metric is the precision P.
+
+    .. math::
+        w \leftarrow w - \epsilon P^{-1} (g + \lambda w) + \epsilon\tau\, c + \sqrt{2\epsilon\tau}\, P^{-1/2} \xi
+
+    with the gradient g of the mean loss, lambda = delta/N for the prior precision delta, tau = T/N for the temperature
+    T and the number of data N, standard normal xi, and the correction c for a metric that depends on w.
+
+    Args:
+        injected: whether the noise xi is added. If False, the noise of minibatch gradients takes its place.
+
+    Reference: Smith et al. 2018, Eq. 2, 5, 6, 7 and 11, with corrected signs.
+    """
+
+    injected: bool = True
+
+    def scalars(self, group: Mapping[str, Any], step: int, step_scale: float) -> dict[str, float]:
+        return {"step_scale": step_scale}
+
+    def axpy_coefficients(self, n: Scalars, slots: tuple[str, ...]) -> tuple[float, float, float, float]:
+        return 0.0, 1.0, n["step_scale"], 1.0
+
+    def change(
+        self,
+        mean: Tensor,
+        gradient: Tensor,
+        precision: Precision,
+        correction: Tensor | None,
+        noise: Tensor | None,
+        n: Scalars,
+    ) -> Tensor:
+        """What a step subtracts from the weights. `n` has lr, heat (T/N) and pull (lambda; a number or a tensor)."""
+        change = n["lr"] * precision.solve(gradient + n["pull"] * mean)
+        if correction is not None:
+            change = change - n["lr"] * n["heat"] * correction
+        if noise is not None:
+            change = change - (2 * n["lr"] * n["heat"]) ** 0.5 * precision.sample(noise)
+        return change
+
+    def move(self, mean: Tensor, gradient: Tensor, precision: Precision, memory: Memory, n: Scalars) -> Tensor:
+        return mean - n["step_scale"] * precision.solve(gradient)
+
+
+class MetricPreconditioner(NetworkPreconditioner):
+    """Turns gradients into steps of a Langevin equation, with noise and corrections.
+
+    `observe(outputs)` updates the metric from a batch at the next step, if an update is due: of all data, of an
+    independent batch, or of the batch of the gradients. The identity and callable metrics need no call.
+
+    Args:
+        metric: the matrix G.
+        move: the step.
+        scaled_temperature: param group -> T/N.
+    """
+
+    rule = UpdateRule(None, Static(), LangevinStep())
+
+    def __init__(
+        self, metric: Metric, move: LangevinStep, scaled_temperature: Callable[[Mapping[str, Any]], float]
+    ) -> None:
+        self.metric, self.move, self.scaled_temperature = metric, move, scaled_temperature
+        self.needs = Needs(outputs=metric.needs_observe)
+
+    def bind(self, optimizer: Host) -> None:
+        super().bind(optimizer)
+        self.parts: tuple[Any, list[MetricBlock]] | None = None
+        self.left: dict[Any, set[int]] = {}
+
+    def record(self, optimizer: Host) -> RecordedLayers:
+        self.optimizer = optimizer
+        return RecordedLayers(
+            optimizer,
+            None,
+            (layers.is_matrix, layers.is_norm) if self.metric.needs_observe else (),
+            by_layer=False,
+            record_backward=False,
+            annotate_graph=True,
+            record_arguments=self.remembers(),
+        )
+
+    def remembers(self) -> bool:
+        """Whether the arguments of the model's last call are needed."""
+        return self.optimizer.param_groups[0]["correction"] is not None and self.metric.needs_observe
+
+    def step_scale(self, group: Mapping[str, Any]) -> float:
+        """1: the direction already contains the learning rate."""
+        return 1.0
+
+    # --- observations ---
+
+    def observe(self, outputs: Any, loss: Any, labels: Any) -> None:
+        if loss is not None:
+            self.note_loss(loss)
+        group = self.optimizer.param_groups[0]
+        if not self.metric.needs_observe or not self.due(group["update_every"]):
+            return
+        check_batch_mixing(self.recorded.model)
+        check_outputs(outputs)
+        kind = likelihoods.named(group["likelihood"])
+        empirical = group["metric"] == "empirical"
+        if empirical and labels is None:
+            raise ValueError("metric='empirical' needs labels: call observe(outputs, labels=labels).")
+        if labels is not None and not empirical and group["fisher"] == "exact":
+            raise ValueError("fisher='exact' is an expectation over labels and takes none: call observe(outputs).")
+        if labels is None and group["fisher"] == "exact":
+            directions = kind.hessian_roots(outputs)
+        else:
+            labels = self.optimizer.draw_labels(outputs) if labels is None else labels
+            directions = iter([kind.residual(outputs, labels)])
+        trace = self.recorded.recorder.trace(outputs)
+        read = self.metric.read(ObservedBatch(trace, directions, self.order(), self.recorded.layers, self.left))
+        self.observed.append((read, len(outputs), self._batch(outputs, labels if empirical else None)))
+
+    def _batch(self, outputs: Tensor, labels: Tensor | None) -> Batch | None:
+        if not self.remembers():
+            return None
+        args, kwargs = self.recorded.recorder.arguments(outputs)
+        names: dict[Tensor, str] = {p: name for name, p in self.recorded.model.named_parameters()}
+        order = self.order()
+        kind = likelihoods.named(self.optimizer.param_groups[0]["likelihood"])
+        mine = tuple(names[p] for p in order), tuple(p.shape for p in order)
+        return Batch(self.recorded.model, *mine, args, kwargs, labels, kind, len(outputs))
+
+    def _merge(self) -> list[Batch] | None:
+        """Updates the state from the observed batches; returns None if there are none."""
+        if not self.observed:
+            return None
+        observed, self.observed = self.observed, []
+        total = sum(count for _, count, _ in observed)
+        keep, take = average(self.optimizer.param_groups[0]["ema"], self.count_merge())
+        for p in observed[0][0]:
+            entry = self.optimizer.state[p]
+            for slot in observed[0][0][p]:
+                fresh = sum(read[p][slot] * (count / total) for read, count, _ in observed)
+                old = entry.get(slot)
+                entry[slot] = fresh if old is None or not keep else keep * old + take * fresh  # pyright: ignore
+        self.parts = None
+        return [batch for _, _, batch in observed if batch is not None]
+
+    # --- the step ---
+
+    def note_loss(self, loss: Any) -> None:
+        value = float(loss.detach() if isinstance(loss, Tensor) else loss)
+        first = self.optimizer.param_groups[0]
+        if math.isfinite(value):
+            first["last_loss"] = value
+        elif first["nonfinite"] == "raise":
+            raise self.optimizer.nonfinite_error(f"the loss is {value}")
+
+    def directions(self, groups: Groups, active: list[list[Tensor]]) -> Directions:
+        owners = {p: group for group, params in zip(groups, active) for p in params}
+        if not owners:
+            return {}
+        order = self.order()
+        space = ParameterSpace(tuple(p for p in order if p in owners), tuple(order), tuple(self.recorded.layers))
+        fresh = self._merge()
+        if self.metric.needs_observe and self.clock() is None:
+            raise self.recorded.missing_observation(
+                "nothing was ever observed", "call observe(outputs), before loss.backward(), on outputs"
+            )
+        parts = self._precisions(space, float(groups[0]["damping"]))
+        corrections = self._corrections(space, parts, fresh)
+        key, starts = noise.key(groups[0]["seed"], self.steps_taken() + 1, NOISE), self._starts()
+        found: dict[Tensor, Tensor] = {}
+        for part in parts:
+            group = owners[part.members[0]]
+            if len({float(owners[p]["lr"]) for p in part.members}) > 1:
+                raise ValueError(
+                    "parameters with a common metric must have the same lr: use the same lr in their groups."
+                )
+            pulls = {p: owners[p]["prior_precision"] / owners[p]["num_data"] for p in part.members}
+            pull: Any = pulls[part.members[0]]
+            if len(set(pulls.values())) > 1:
+                pull = part.join({p: torch.full_like(p, pulls[p]) for p in part.members})
+            n = {"lr": float(group["lr"]), "heat": self.scaled_temperature(group), "pull": pull}
+            change = self.move.change(
+                part.join({p: p.detach() for p in part.members}),
+                part.join({p: gradient_of(p) for p in part.members}),
+                part.precision,
+                part.join(corrections) if corrections else None,
+                part.join({p: _normal(p, starts[p], key) for p in part.members}) if self.move.injected else None,
+                n,
+            )
+            found |= part.parted(change)
+        if groups[0]["nonfinite"] == "raise" and not all(bool(torch.isfinite(d).all()) for d in found.values()):
+            raise self.optimizer.nonfinite_error("the step is not finite; nothing was changed")
+        return found
+
+    def _starts(self) -> dict[Tensor, int]:
+        """The position of each parameter's first weight; noise is a function of positions."""
+        starts, start = {}, 0
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                starts[p] = noise.signed(start)
+                start += p.numel()
+        return starts
+
+    def _precisions(self, space: ParameterSpace, damping: float) -> list[MetricBlock]:
+        """The metric of these weights; cached until the next observation."""
+        key = (*map(id, space.params), damping)
+        if self.parts is not None and self.metric.needs_observe and self.parts[0] == key:
+            return self.parts[1]
+        parts = self.metric.parts(self.optimizer.state, space, damping)
+        self.parts = (key, parts)
+        return parts
+
+    # --- corrections ---
+
+    def correction_form(self) -> str:
+        if self.optimizer.param_groups[0]["correction"] is None:
+            return "none"
+        form = self.metric.form(self.recorded.model)
+        return "estimated" if form != "zero" and self._estimates() else form
+
+    def _estimates(self) -> bool:
+        known = self.parts[1] if self.parts is not None else []
+        columns = sum(part.columns for part in known) if known else sum(p.numel() for p in self.order())
+        return self.optimizer.param_groups[0]["probes"] is not None or columns > COLUMNS
+
+    def _corrections(
+        self, space: ParameterSpace, parts: list[MetricBlock], fresh: list[Batch] | None
+    ) -> dict[Tensor, Tensor] | None:
+        """G^-1 (-u) or G^-1 (-u + t/2); stored in the state until the metric changes."""
+        group = self.optimizer.param_groups[0]
+        if group["correction"] is None or self.metric.form(self.recorded.model) == "zero":
+            return None
+        if self.metric.needs_observe and fresh is None:
+            if any("correction" not in self.optimizer.state[p] for p in space.params):
+                raise RuntimeError(
+                    "a parameter has a gradient for the first time: call observe(outputs) before step()."
+                )
+            return {p: self.optimizer.state[p]["correction"] for p in space.params}
+        probes = int(group["probes"] or 1) if self._estimates() else None
+        columns = root_columns(parts, space.params, None if probes is None else self._signs(probes))
+        names: dict[Tensor, str] = {p: name for name, p in self.recorded.model.named_parameters()}
+        chosen = {"names": tuple(names[p] for p in space.params), "shapes": tuple(p.shape for p in space.params)}
+        batches = [replace(batch, **chosen) for batch in fresh or ()]
+        drift = self.metric.drift(batches, space, columns, group["correction"]) / (probes or 1)
+        pieces = drift.detach().split([p.numel() for p in space.params])
+        by_name = {p: piece.view(p.shape) for p, piece in zip(space.params, pieces)}
+        found: dict[Tensor, Tensor] = {}
+        for part in parts:
+            found |= part.parted(part.precision.solve(part.join(by_name)))
+        if self.metric.needs_observe:
+            for p in space.params:
+                self.optimizer.state[p]["correction"] = found[p]
+        return found
+
+    def _signs(self, probes: int) -> Callable[[Tensor], Tensor]:
+        seed, step, starts = self.optimizer.param_groups[0]["seed"], self.steps_taken() + 1, self._starts()
+
+        def signs(p: Tensor) -> Tensor:
+            keys = [noise.key(seed, step, SIGNS, probe) for probe in range(probes)]
+            hashed = [noise.bits(noise.positions(starts[p], p), *key)[0] for key in keys]
+            return torch.stack([(1 - 2 * (h & 1)).view(p.shape) for h in hashed])
+
+        return signs
+
+
+def _normal(p: Tensor, start: int, key: noise.Key) -> Tensor:
+    """Standard normal numbers, as a function of key and position."""
+    square, cosine = noise.normal_parts(noise.positions(start, p), *key)
+    dtype = compute_dtype(p.dtype)
+    return (square.to(dtype).sqrt() * cosine.to(dtype)).view(p.shape)

@@ -1,0 +1,186 @@
+"""The diagonal of the Hessian of a loss, by differentiating twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesgrad import noise
+from bayesgrad.constraints import POSITIVE_INTEGER, Constraint, one_of
+from bayesgrad.kernels import compute_dtype
+from bayesgrad.parts import Evidence, Groups, Needs, Source
+
+ROWS = 64  # rows of an exact Hessian that are computed at once
+EXACT_LIMIT = 1000  # weights up to which "auto" is "exact"
+HESSIAN: Mapping[str, Constraint] = {"hessian": one_of("auto", "exact", "hutchinson"), "probes": POSITIVE_INTEGER}
+
+
+class HessianDiagonal(Source):
+    """The diagonal of the Hessian of the loss, computed by `observe(loss=loss)`.
+
+    Call it after `zero_grad()` and before `loss.backward()`. With micro-batches, pass the loss divided by their number,
+    because Hessians add up like gradients. Clipping gradients does not change the Hessian. If a parameter has no
+    gradient yet, an earlier observation of it belongs to an abandoned pass and is replaced. Probes are a function of
+    seed, step (or draw) and position: the micro-batches of a step share them. `hessian`, `probes`, `seed` and the
+    number of `draws` are those of the first param group.
+
+    Args:
+        factor: param group and parameter -> the factor of second derivatives; None for 1.
+    """
+
+    needs = Needs(loss=True)
+
+    def __init__(self, factor: Callable[[Mapping[str, Any], Tensor], float] | None = None) -> None:
+        self.factor = factor
+        self.stored: dict[Tensor, Tensor] = {}  # sums over the draws of a closure
+        self.reset()
+
+    def reset(self) -> None:
+        self.diagonals: dict[Tensor, Tensor] = {}
+
+    def zeroed(self, stale: bool) -> None:
+        self.reset()
+
+    def observe(self, outputs: Any, loss: Any, labels: Any) -> None:
+        optimizer = self.optimizer
+        wanted, start = [], 0
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.requires_grad and p.numel():
+                    wanted.append((group, p, start))
+                start += p.numel()
+        if not wanted:
+            return
+        _, params, starts = zip(*wanted)
+        gradients = gradients_of(loss, params)
+        drawing = next((source for source in optimizer.sources if source.needs.draws), None)
+        if drawing is not None and not drawing.drawing:
+            raise RuntimeError("call observe(loss=loss) inside `with optimizer.sampled():`, before loss.backward().")
+        if drawing is None and not self.diagonals:
+            optimizer.draws += 1
+        first = optimizer.param_groups[0]
+        few = sum(p.numel() for p in params) <= EXACT_LIMIT
+        if first["hessian"] == "exact" or (first["hessian"] == "auto" and few):
+            found = [exact(gradient, p) for gradient, p in zip(gradients, params)]
+        else:
+            keys = [noise.key(first["seed"], optimizer.draws, 0, probe) for probe in range(int(first["probes"]))]
+            found = hutchinson(gradients, params, starts, keys)
+        for (group, p, _), diagonal in zip(wanted, found):
+            diagonal = diagonal.detach().to(compute_dtype(p.dtype)) * (self.factor(group, p) if self.factor else 1.0)
+            known = self.diagonals.get(p) if p.grad is not None else None
+            self.diagonals[p] = diagonal if known is None else known + diagonal
+
+    def store_draw(self, samples: int) -> None:
+        for p, diagonal in self.diagonals.items():
+            part = diagonal / samples
+            self.stored[p] = self.stored[p] + part if p in self.stored else part
+
+    def merge_draws(self, samples: int) -> None:
+        self.diagonals, self.stored = self.stored, {}
+
+    def collect(self, groups: Groups, active: list[list[Tensor]]) -> Evidence:
+        params = [p for some in active for p in some]
+        if any(p.numel() and p not in self.diagonals for p in params):
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__} needs second derivatives: call optimizer.observe(loss=loss) after "
+                "zero_grad() and before loss.backward(), where the loss is computed."
+            )
+        return {"hessian": {p: self.diagonals[p] if p.numel() else torch.zeros_like(p) for p in params}}
+
+    def nonfinite(self, index: int, params: list[Tensor]) -> str | None:
+        for p in params:
+            diagonal = self.diagonals.get(p)
+            if diagonal is not None and not bool(torch.isfinite(diagonal).all()):
+                count = int((~torch.isfinite(diagonal)).sum())
+                name = self.optimizer.name_of(p)
+                return f"the Hessian of {name} has {count} entries of {p.numel()} that are not finite"
+        return None
+
+
+def gradients_of(loss: Tensor, params: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The gradients of a loss, with a graph for second derivatives. Leaves the loss's graph and `.grad` unchanged.
+
+    Raises:
+        TypeError, ValueError: the loss is not a single number with a graph.
+        RuntimeError: the graph has been freed.
+    """
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"loss must be a tensor, got {type(loss).__name__}.")
+    if loss.numel() != 1:
+        raise ValueError(f"loss must be a single number, got shape {tuple(loss.shape)}: average it over the batch.")
+    if not loss.requires_grad:
+        raise ValueError("the loss has no graph: compute it with gradients enabled and do not detach it.")
+    return _grad(loss.reshape(()), params, None, create_graph=True)
+
+
+def exact(gradient: Tensor, p: Tensor) -> Tensor:
+    """dg_i/dp_i for each i, in the shape of p. Each row of the Hessian costs a backward pass."""
+    if not gradient.requires_grad:  # for example of a loss that is linear in p
+        return torch.zeros_like(p)
+    found = []
+    for start in range(0, p.numel(), ROWS):
+        index = torch.arange(start, min(start + ROWS, p.numel()), device=p.device)
+        rows = torch.zeros(len(index), p.numel(), dtype=gradient.dtype, device=p.device)
+        rows[torch.arange(len(index), device=p.device), index] = 1
+        (products,) = _grad(gradient, [p], rows.view(-1, *p.shape), retain_graph=True, is_grads_batched=True)
+        if (
+            products.shape == p.shape
+        ):  # autograd returns zeros without a batch dimension if the gradient does not depend on p
+            return torch.zeros_like(p)
+        found.append(products.reshape(len(index), -1).gather(1, index[:, None])[:, 0])
+    return torch.cat(found).view(p.shape)
+
+
+def hutchinson(
+    gradients: Sequence[Tensor], params: Sequence[Tensor], starts: Sequence[int], keys: Sequence[noise.Key]
+) -> list[Tensor]:
+    """The mean of v * (H v) over random signs v, one v for each key: E[v_i sum_j H_ij v_j] = H_ii.
+
+    Its variance for one v is sum_{j != i} H_ij^2, which is zero for a diagonal Hessian.
+
+    Args:
+        gradients: of the loss, with their graph.
+        params: to differentiate by.
+        starts: the position of each parameter's first weight among all weights; signs are a function of it.
+        keys: one random key for each v.
+    """
+    total = [torch.zeros_like(p) for p in params]
+    for key in keys:
+        signs = [_signs(p, start, key) for p, start in zip(params, starts)]
+        products = _products(gradients, params, signs)
+        total = [t + v * product / len(keys) for t, v, product in zip(total, signs, products)]
+    return total
+
+
+def _signs(p: Tensor, start: int, key: noise.Key) -> Tensor:
+    hashed, _ = noise.bits(noise.positions(noise.signed(start), p), *key)
+    return (1 - 2 * (hashed & 1)).view(p.shape).to(p.dtype)
+
+
+def _products(gradients: Sequence[Tensor], params: Sequence[Tensor], vectors: Sequence[Tensor]) -> list[Tensor]:
+    """H v; zero for a loss that is linear in all parameters, whose gradients have no graph."""
+    curved = [(gradient, v) for gradient, v in zip(gradients, vectors) if gradient.requires_grad]
+    if not curved:
+        return [torch.zeros_like(p) for p in params]
+    outputs, weights = zip(*curved)
+    return list(_grad(outputs, params, weights, retain_graph=True))
+
+
+def _grad(outputs: Tensor | Sequence[Tensor], params: Sequence[Tensor], weights: object, **how: bool) -> tuple:
+    try:
+        return torch.autograd.grad(  # pyright: ignore[reportCallIssue]
+            outputs,  # pyright: ignore[reportArgumentType]
+            params,
+            weights,  # pyright: ignore[reportArgumentType]
+            allow_unused=True,
+            materialize_grads=True,
+            **how,
+        )
+    except RuntimeError as error:
+        raise RuntimeError(
+            "the loss cannot be differentiated twice: call observe(loss=loss) before loss.backward(), and use "
+            f"operations with second derivatives only. The error of torch: {error}"
+        ) from error

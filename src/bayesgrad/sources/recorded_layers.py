@@ -1,0 +1,177 @@
+"""The layers of a model as an optimizer sees them: what is recorded of them, and which parameters they have."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from bayesgrad import layers
+from bayesgrad.layers.layer import Layer
+from bayesgrad.layers.recorder import LayerCall, LayerRecorder
+from bayesgrad.layers.statistics import LayerStatistics
+from bayesgrad.parts import Host
+
+
+class RecordedLayers:
+    """Records the inputs of a model's layers and the errors at their outputs, for sources and preconditioners.
+
+    Args:
+        optimizer: it was built from the model. To use torch.compile, compile the model after building it.
+        fallback: by what parameters outside of known layers are trained, for a warning; None for no warning.
+        recorded: predicates of the layers to record.
+        by_layer: whether only layers that multiply by a matrix are known; else all that are recorded.
+        record_backward: whether inputs and errors are recorded in backward passes.
+        annotate_graph: whether `trace` is used.
+        record_arguments: whether to keep the arguments of the model's last call.
+
+    Attributes:
+        layers: those that multiply by a matrix.
+        read_elsewhere: weights that are used outside of their layers.
+    """
+
+    def __init__(
+        self,
+        optimizer: Host,
+        fallback: str | None,
+        recorded: tuple[Callable[[nn.Module], bool], ...] = (layers.is_matrix,),
+        *,
+        by_layer: bool = True,
+        record_backward: bool = True,
+        annotate_graph: bool = False,
+        record_arguments: bool = False,
+        only: Callable[[Layer], bool] = lambda layer: True,
+    ) -> None:
+        assert optimizer.model is not None
+        self.optimizer, self.model, self.fallback = optimizer, optimizer.model, fallback
+        self.by_layer, self.only = by_layer, only
+        self.read_elsewhere: set[Tensor] = set()
+        mine = self._mine()
+        self.layers = self._find_layers(mine)
+        self.recorder = LayerRecorder(
+            self.model,
+            {
+                name: module
+                for name, module in self.model.named_modules()
+                if any(is_known(module) for is_known in recorded)
+                and any(id(p) in mine for p in layers.own_parameters(module).values())
+            },
+            record_backward=record_backward,
+            annotate_graph=annotate_graph,
+            record_arguments=record_arguments,
+        )
+        self.flags = self._flags()
+        self._warn_unmodelled()
+
+    def close(self) -> None:
+        self.recorder.close()
+
+    def _mine(self) -> set[int]:
+        return {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+
+    def _flags(self) -> list[bool]:
+        return [p.requires_grad for group in self.optimizer.param_groups for p in group["params"]]
+
+    def update_trainable(self) -> None:
+        """Finds the layers again if `requires_grad` of a parameter has changed."""
+        if self.flags != self._flags():
+            self.flags = self._flags()
+            self.layers = self._find_layers(self._mine())
+            self._warn_unmodelled()
+
+    def _find_layers(self, mine: set[int]) -> list[Layer]:
+        """Layers that multiply by a matrix; a weight that modules of different types share is excluded."""
+        found: dict[int, list[tuple[str, nn.Module]]] = {}
+        for name, module in self.model.named_modules():
+            if layers.is_matrix(module):
+                found.setdefault(id(module.weight), []).append((name, module))
+        result = []
+        biases = Counter(id(uses[0][1]._parameters.get("bias")) for uses in found.values())
+        for uses in found.values():
+            names, modules = zip(*uses)
+            kinds = {(type(m), layers.groups_of(m), id(m._parameters.get("bias"))) for m in modules}
+            own = layers.own_parameters(modules[0])
+            weight, bias = (
+                p if (p := own.get(k)) is not None and id(p) in mine and p.requires_grad else None
+                for k in ("weight", "bias")
+            )
+            bias = bias if biases[id(bias)] == 1 else None  # a bias that several layers share belongs to none
+            if len(kinds) == 1 and (weight is not None or bias is not None):
+                result.append(Layer(names, modules[0], weight, bias))
+        return [layer for layer in result if self.only(layer)]
+
+    def _warn_unmodelled(self) -> None:
+        """Warns of the parameters outside of known layers."""
+        if self.by_layer:
+            modelled = {p for layer in self.layers for p in layer.members}
+        else:
+            modelled = {p for module in self.recorder.layers.values() for p in module.parameters(recurse=False)}
+        every = (p for group in self.optimizer.param_groups for p in group["params"])
+        self.warn_fallback({p for p in every if p not in modelled and p.requires_grad})
+
+    def warn_fallback(self, params: set[Tensor]) -> None:
+        """Warns once for each parameter that is trained by the fallback."""
+        new = params - self.optimizer.warned
+        groups = self.optimizer.param_groups
+        names = [n for group in groups for n, p in zip(group["param_names"], group["params"]) if p in new]
+        if names and self.fallback is not None:
+            self.optimizer.warned |= new
+            warnings.warn(
+                f"{type(self.optimizer).__name__} does not support {', '.join(names)}: they are trained by "
+                f"{self.fallback}.",
+                UserWarning,
+                stacklevel=6,
+            )
+
+    def layer_statistics(self, uses: Sequence[Sequence[LayerCall]]) -> dict[Layer, LayerStatistics]:
+        """The inputs and errors of each layer in these passes; layers without calls are omitted."""
+        by_weight = {id(layer.module._parameters.get("weight")): layer for layer in self.layers}
+        found: dict[Layer, list[list[LayerCall]]] = {}
+        for one_pass in uses:
+            here: dict[Layer, list[LayerCall]] = {}
+            for use in one_pass:
+                layer = by_weight.get(id(use.module._parameters.get("weight")))
+                if layer is not None:
+                    here.setdefault(layer, []).append(use)
+            for layer, own in here.items():
+                found.setdefault(layer, []).append(own)
+        return {layer: LayerStatistics(layer, passes) for layer, passes in found.items()}
+
+    def backward_passes(self) -> list[list[LayerCall]]:
+        """The calls recorded since `zero_grad()`, as a list for each backward pass."""
+        passes: dict[tuple[int, int], list[LayerCall]] = {}
+        for uses in self.recorder.calls.values():
+            for use in uses:
+                passes.setdefault((use.backward_id, use.forward_id), []).append(use)
+        return list(passes.values())
+
+    def with_nonzero_gradient(self, some: Iterable[Layer]) -> list[Layer]:
+        """Those layers that have a nonzero gradient."""
+        return [layer for layer in some if any(bool(p.grad.any()) for p in layer.members if p.grad is not None)]
+
+    def missing_observation(self, what: str, do: str) -> RuntimeError:
+        """The error of a step without recorded passes or observations."""
+        own = type(self.optimizer).__name__
+        return RuntimeError(
+            f"{what}: {do} of the model that was given to {own} before step(). "
+            f"If the model is compiled, build {own} before torch.compile; if layers were replaced or pruned, build a "
+            f"new {own}."
+        )
+
+    def check_processes(self) -> None:
+        """Raises if several processes train together: each would record only its own batch."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            size = torch.distributed.get_world_size()
+            if size > 1:
+                raise RuntimeError(
+                    f"{type(self.optimizer).__name__} supports one process, got {size}: each would record only the "
+                    "inputs of its own batch. Train in one process."
+                )
+
+    def in_model_order(self) -> list[Tensor]:
+        """The parameters of all groups in the order of the model."""
+        mine = self._mine()
+        return [p for p in self.model.parameters() if id(p) in mine]

@@ -1,0 +1,69 @@
+"""Gradients for labels that are sampled from the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesgrad import likelihoods
+from bayesgrad.kernels import compute_dtype
+from bayesgrad.layers.fisher import check_outputs
+from bayesgrad.layers.recorder import check_graph
+from bayesgrad.parts import Evidence, Groups, Needs, Source
+
+
+class SampledLabels(Source):
+    """Squares of the gradient of the summed loss for labels that are sampled from the model's predictions.
+
+    `observe(outputs)` samples the labels and computes the gradient with a backward pass of its own.
+
+    Reference: Aitchison 2018, section 2.2.8.
+    Checked by: tests/contract/test_evidence.py.
+    """
+
+    needs = Needs(outputs=True)
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.gradients: dict[Tensor, Tensor] = {}
+        self.losses = 0  # the number of losses in their sum
+
+    def zeroed(self, stale: bool) -> None:
+        if stale:
+            self.reset()
+
+    def observe(self, outputs: Any, loss: Any, labels: Any) -> None:
+        check_outputs(outputs)
+        check_graph(outputs)
+        optimizer = self.optimizer
+        likelihood = likelihoods.named(optimizer.param_groups[0]["likelihood"])
+        labels = optimizer.draw_labels(outputs) if labels is None else labels
+        params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        gradients = torch.autograd.grad(
+            outputs, params, likelihood.residual(outputs, labels), retain_graph=True, allow_unused=True
+        )
+        self.losses += likelihood.losses(outputs)
+        for p, gradient in zip(params, gradients):
+            if gradient is not None:
+                self.gradients[p] = self.gradients[p] + gradient if p in self.gradients else gradient
+
+    def collect(self, groups: Groups, active: list[list[Tensor]]) -> Evidence:
+        owners = {p: group for group, params in zip(groups, active) for p in params}
+        missing = next((p for p in owners if p not in self.gradients), None)
+        if missing is not None:
+            raise RuntimeError(
+                f"observe() found no gradient of a parameter of shape {tuple(missing.shape)}: with "
+                "fisher='sampled', call observe(outputs) before loss.backward() in every step."
+            )
+        # B^2 times this estimates the information of a batch of B losses.
+        count = {p: self.losses * (group.get("batch_size") or self.losses) for p, group in owners.items()}
+        return {"squares": {p: self.gradients[p].to(compute_dtype(p.dtype)).square() / count[p] for p in owners}}
+
+    def nonfinite(self, index: int, params: list[Tensor]) -> str | None:
+        found = (self.gradients[p] for p in params if p in self.gradients)
+        good = all(bool(torch.isfinite(gradient).all()) for gradient in found)
+        return None if good else "gradients for the sampled labels are not finite"

@@ -1,0 +1,135 @@
+"""Second moments of a layer's inputs and errors, against sums over examples, positions and directions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bayesgrad import layers
+from bayesgrad.layers.layer import Layer
+from bayesgrad.layers.per_example import EmbeddingGradients, OuterProducts, concatenated, summed
+from bayesgrad.layers.recorder import LayerCall
+from bayesgrad.layers.statistics import LayerStatistics, Moment, symmetric
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Iterator[None]:
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(default)
+
+
+LAYERS = {
+    "linear": (lambda: nn.Linear(3, 2), lambda n: torch.randn(n, 3)),
+    "no bias": (lambda: nn.Linear(3, 2, bias=False), lambda n: torch.randn(n, 3)),
+    "sequence": (lambda: nn.Linear(3, 2), lambda n: torch.randn(n, 4, 3)),
+    "conv": (lambda: nn.Conv2d(2, 4, 3, padding=1), lambda n: torch.randn(n, 2, 4, 5)),
+    "groups": (lambda: nn.Conv1d(4, 6, 2, groups=2), lambda n: torch.randn(n, 4, 5)),
+    "lookup": (lambda: nn.Embedding(7, 2, padding_idx=1), lambda n: torch.randint(7, (n, 3))),
+    "wide": (lambda: nn.Linear(600, 2), lambda n: torch.randn(n, 600)),
+}
+
+
+def layer_of(module: nn.Module) -> Layer:
+    own = layers.own_parameters(module)
+    return Layer(("layer",), module, own["weight"], own.get("bias"))
+
+
+def calls(module: nn.Module, x: Tensor, directions: int) -> list[LayerCall]:
+    return [LayerCall(module, x, torch.randn_like(module(x)), 0) for _ in range(directions)]
+
+
+def rows_of(layer: Layer, call: LayerCall) -> tuple[Tensor, Tensor]:
+    """Inputs and errors of a call, (groups, rows, size)."""
+    if layer.lookup:
+        indices, errors = layers.lookups_of(layer.module, call.input, call.error)  # pyright: ignore
+        return nn.functional.one_hot(indices, 7).double().flatten(0, 1)[None], errors.flatten(0, 1)[None]
+    a = layers.inputs_of(call.module, call.input).flatten(1, 2)
+    a = a if layer.bias is None else torch.cat([a, torch.ones_like(a[..., :1])], -1)
+    return a, layers.errors_of(call.module, call.error).flatten(1, 2)
+
+
+def expected(layer: Layer, passes: list[list[LayerCall]], further: list[list[LayerCall]]) -> dict[str, Tensor]:
+    """The mean over examples of Σ aa' over positions; the mean over both of Σ ee' over directions."""
+    shape = layer.shape[0], layer.sizes["input"], layer.sizes["error"]
+    A, E, rows = torch.zeros(shape[0], shape[1], shape[1]), torch.zeros(shape[0], shape[2], shape[2]), 0
+    for call in (call for one in passes for call in one):
+        a, e = rows_of(layer, call)
+        A, E, rows = A + torch.einsum("gri,grj->gij", a, a), E + torch.einsum("gri,grj->gij", e, e), rows + a.shape[1]
+    for call in (call for one in further for call in one):
+        _, e = rows_of(layer, call)
+        E = E + torch.einsum("gri,grj->gij", e, e)
+    return {"input": A / sum(len(one[0].input) for one in passes), "error": E / rows}
+
+
+def check(found: list[dict[str, Moment]], wanted: dict[str, Tensor]) -> None:
+    """Compares means over several batches."""
+    for side, matrix in wanted.items():
+        moments = [batch[side] for batch in found]
+        total = torch.stack([moment.sum() for moment in moments]).sum(0).double()
+        mean = total / sum(moment.count for moment in moments)
+        torch.testing.assert_close(torch.diag_embed(mean) if mean.dim() == 2 else mean, matrix)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("directions", [1, 3])
+def test_moments_of_calls_and_of_gradients_are_sums_over_examples_positions_and_directions(
+    name: str, directions: int
+) -> None:
+    torch.manual_seed(0)
+    make, data = LAYERS[name]
+    layer = layer_of(module := make())
+    by_direction = [[calls(module, x, directions) for x in (data(n), data(n))] for n in (5, 2)]  # two calls per pass
+    passes = [[uses[0] for uses in one] for one in by_direction]
+    further = [[uses[k] for uses in one] for one in by_direction for k in range(1, directions)]
+    wanted = expected(layer, passes, further)
+
+    if directions == 1:
+        check([LayerStatistics(layer, passes).moments()], wanted)
+    found = []
+    for n, one in zip((5, 2), by_direction):
+        columns = [
+            summed([dict(layers.per_example_gradients(module, u[k].input, u[k].error))[layer.owner] for u in one])
+            for k in range(directions)
+        ]
+        for some, examples in ((columns[:2], n), (columns[2:], 0)):  # in two parts, as `laplace` adds directions
+            if some:
+                joint = concatenated(some)
+                assert isinstance(joint, (OuterProducts, EmbeddingGradients))
+                found.append(LayerStatistics.from_gradients(layer, joint, examples).moments())
+    check(found, wanted)
+
+
+@pytest.mark.parametrize("name", ["linear", "sequence", "conv", "groups"])
+def test_a_mean_is_a_sum_over_its_count(name: str) -> None:
+    torch.manual_seed(1)
+    make, data = LAYERS[name]
+    layer = layer_of(module := make())
+    for moment in LayerStatistics(layer, [calls(module, data(5), 1)]).moments().values():
+        torch.testing.assert_close(moment.mean(), moment.sum() / moment.count)
+
+
+def test_reduced_moments_average_inputs_and_sum_errors_over_positions() -> None:
+    torch.manual_seed(2)
+    layer = layer_of(module := nn.Linear(3, 2))
+    (call,) = calls(module, torch.randn(5, 4, 3), 1)
+    moments = LayerStatistics(layer, [[call]]).moments(sharing="reduce", losses_per_example=4)
+    a = torch.cat([call.input.mean(1), torch.ones(5, 1)], 1)
+    e = call.error.sum(1)
+    torch.testing.assert_close(moments["input"].mean()[0], a.T @ a / 20)
+    torch.testing.assert_close(moments["error"].mean()[0], e.T @ e / 5)
+
+
+def test_a_moving_average_is_formed_in_place() -> None:
+    torch.manual_seed(3)
+    layer = layer_of(module := nn.Linear(600, 2))
+    (call,) = calls(module, torch.randn(5, 600), 1)
+    moment = LayerStatistics(layer, [[call]]).moments(("input",))["input"]
+    old = moment.mean()
+    factor = old.clone()
+    moment.into(factor, 0.25, 0.5)
+    torch.testing.assert_close(symmetric(factor), 0.75 * old)
