@@ -113,7 +113,7 @@ def _inverting(optimizers: Sequence[Any]) -> Iterator[list[str]]:
     try:
         yield failed
     except (ValueError, FloatingPointError) as error:
-        if not uses_layers(optimizers):
+        if isinstance(error, RuntimeError) or not uses_layers(optimizers):  # a chain that diverged says so itself
             raise
         failed.append(str(error))
 
