@@ -71,6 +71,7 @@ def steps(
     loss_fn: Loss = cross_entropy,
     *,
     observed: Callable[[int, Tensor], Tensor | None] | None = None,
+    noise: Callable[[int], Any] | None = None,
     schedules: Sequence[Any] = (),
     limit: float | None = math.inf,
     clock: Callable[[], float] = time.perf_counter,
@@ -81,6 +82,7 @@ def steps(
         optimizers: those that step together, of `bayesgrad`, of torch or of others.
         observed: (number of the step, outputs) -> the outputs that an optimizer observes, None for none of them; the
             outputs of the batch if it is not given.
+        noise: number of the step -> the noise that weights are drawn with, in place of the optimizers' own.
         schedules: stepped after each step.
         limit: a loss that is not below it ends in no step, and `Step.lost`; None to go on whatever the loss is.
         clock: that measures seconds.
@@ -88,8 +90,9 @@ def steps(
     for number, (x, y) in enumerate(batches):
         start, failed = clock(), []
         with contextlib.ExitStack() as stack:
+            given = [] if noise is None else [noise(number)]
             for optimizer in optimizers:
-                stack.enter_context(getattr(optimizer, "sampled", contextlib.nullcontext)())
+                stack.enter_context(getattr(optimizer, "sampled", contextlib.nullcontext)(*given))
                 optimizer.zero_grad()
             outputs = model(x)
             loss = loss_fn(outputs, y)
