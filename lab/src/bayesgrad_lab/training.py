@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR
 
 from bayesgrad import metrics
+from bayesgrad_lab import networks
 from bayesgrad_lab.context import Context, Trial
 from bayesgrad_lab.dataset import Dataset
 from bayesgrad_lab.methods import Method
@@ -159,8 +160,7 @@ def fit(
     rows = shuffled(len(task.data.train_x), task.size, order, task.epochs)
     options = {"loss_fn": task.loss, "clock": context.clock, **options}
     options["schedules"] = [CosineAnnealingLR(optimizer, total) for optimizer in optimizers] if cosine else []
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)  # of dropout's masks
+    with networks.seeded(seed):  # for dropout's masks
         model.train()
         found = steps(model, optimizers, task.batches(rows, context.device, order), **options)
         yield from context.watch(trial, found, task.epochs, task.steps)
@@ -316,8 +316,7 @@ def settle(model: nn.Module, data: Dataset, device: str = "cpu") -> Tensor | Non
         norm.momentum = None
     seen = data.train_x[:STATISTICS].to(device) if norms else None
     if seen is not None:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)  # of dropout's masks
+        with networks.seeded(0):  # for dropout's masks
             model.train()(seen)
     model.eval()
     return seen
