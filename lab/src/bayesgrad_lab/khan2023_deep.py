@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from bayesgrad.inference import Delta, Expected, LogDensity, Node, Prior, step
 from bayesgrad.inference.expectation import Expectation
 from bayesgrad.inference.multimodal import MixtureLogDensity
 from bayesgrad.optim import STE, BayesBiNN, SpikeSlab
+from bayesgrad_lab import training
 from bayesgrad_lab.khan2023_rows import normal, walked
 
 D = torch.float64
@@ -77,23 +77,13 @@ def apart(model: nn.Module, vector: Tensor) -> dict[Tensor, Tensor]:
 def trained(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    around: Callable[[int], Any] | None = None,
+    draws: Callable[[int], Any] | None = None,
     size: int = B,
     read: Callable[[], Tensor] | None = None,
-    hear: bool = False,
 ) -> Tensor:
-    """The path of the weights, or of what `read` gives, in a usual training loop."""
-    path = []
-    for t, (x, y) in enumerate(batches(size)):
-        with contextlib.nullcontext() if around is None else around(t):
-            optimizer.zero_grad()
-            loss = cross_entropy(model(x), y)
-            if hear:
-                optimizer.observe(loss)  # pyright: ignore[reportAttributeAccessIssue]
-            loss.backward()
-        optimizer.step()
-        path.append(flat(model) if read is None else read().clone())
-    return torch.stack(path)
+    """The path of the weights, or of what `read` gives, in the usual loop; `draws` gives the noise of a step."""
+    loop = training.steps(model, [optimizer], batches(size), cross_entropy, noise=draws)
+    return torch.stack([flat(model) if read is None else read().clone() for _ in loop])
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,7 +174,7 @@ def spike_slab() -> Tensor:
     options = {"keep": KEEP, "drop_inputs": True, "update": "newton", "betas": (0.0, 0.0), "eps": 0.0}
     optimizer = SpikeSlab(model, 0.1, hessian="exact", **options)
     (weight,) = model.parameters()
-    return trained(model, optimizer, lambda t: optimizer.sampled({weight: masks(t)}), hear=True)
+    return trained(model, optimizer, lambda t: {weight: masks(t)})
 
 
 def dropout() -> Tensor:
@@ -292,23 +282,23 @@ def variational(
     make: Callable[[], nn.Module] = perceptron,
     size: int = B,
     drawn: bool = False,
-    hear: bool = False,
+    exact: bool = False,
     prior: float = 1.0,
 ) -> Tensor:
     """The same from an optimizer."""
     model = make()
     options: Mapping[str, Any] = {"hess_init": 1.0, "num_data": N, "prior_precision": prior, "betas": (0.0, 1 - RHO)}
-    if hear:
+    if exact:
         optimizer = kind(model.parameters(), RHO, hessian="exact", **options)
     else:
         optimizer = kind(model, RHO, **options)
-    around = (lambda t: optimizer.sampled(noise=apart(model, noise(t, model)))) if drawn else None
+    draws = (lambda t: apart(model, noise(t, model))) if drawn else None
 
     def read() -> Tensor:
         variance = optimizer.posterior(model).variance()
         return torch.cat([flat(model), *[1 / variance[name].flatten() for name, _ in model.named_parameters()]])
 
-    return trained(model, optimizer, around, size, read, hear)
+    return trained(model, optimizer, draws, size, read)
 
 
 def noise(t: int, model: nn.Module) -> Tensor:
@@ -331,8 +321,8 @@ def bayes_binn_optimizer() -> Tensor:
     model = perceptron()
     like = flat(model)
     optimizer = BayesBiNN(model.parameters(), 0.05, num_data=N, relaxation=RELAXATION, eps=0.0, momentum=0.0)
-    around = lambda t: optimizer.sampled(noise=apart(model, uniform(t, like)))  # noqa: E731
-    return trained(model, optimizer, around, read=lambda: latent(optimizer, model, "natural"))
+    draws = lambda t: apart(model, uniform(t, like))  # noqa: E731
+    return trained(model, optimizer, draws, read=lambda: latent(optimizer, model, "natural"))
 
 
 def bayes_binn() -> Tensor:

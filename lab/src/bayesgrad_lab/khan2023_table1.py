@@ -136,7 +136,7 @@ def ladder() -> list[Rung]:
     adaptive = partial(deep.adaptive, make=deep.linear)
     plain = {"root": False, "debias": False}
     optimizer, torchs = (partial(made, make=deep.linear) for made in (deep.variational, deep.torchs))
-    newton = partial(optimizer, Newton, hear=True)
+    newton = partial(optimizer, Newton, exact=True)
     rmsprop = partial(torchs, torch.optim.RMSprop, 0.05, 0.9, 1e-2)
     adam = partial(torchs, torch.optim.Adam, 0.05, (0.9, 0.9), 1e-2)
     by_quadrature, by_delta = partial(gaussian, lambda t: GaussHermite(16)), partial(gaussian, lambda t: Delta())
@@ -144,7 +144,7 @@ def ladder() -> list[Rung]:
     loops = [partial(by_hand, lr, 0.9, 1e-2, root=False) for lr in (0.1, 0.01)]
     return [
         ("expectations by quadrature", "the best Gaussian", by_quadrature, best_gaussian),
-        ("by one draw", "optim.VON", drawn, partial(optimizer, VON, size=deep.N, drawn=True, hear=True)),
+        ("by one draw", "optim.VON", drawn, partial(optimizer, VON, size=deep.N, drawn=True, exact=True)),
         ("delta method", "optim.Newton", by_delta, partial(newton, size=deep.N)),
         ("and batches", "optim.Newton", partial(by_delta, **few), newton),
         ("and squares of each gradient for the Hessian", "optim.OGN", squared, partial(optimizer, OGN)),
@@ -172,7 +172,7 @@ def signs(relaxation: float, eps: float) -> float:
     path = deep.trained(
         model,
         optimizer,
-        lambda t: optimizer.sampled(noise=half),
+        lambda t: half,
         read=lambda: deep.latent(optimizer, model, "natural"),
     )
     return (path - deep.ste(deep.start_of(deep.perceptron()))).abs().max().item()

@@ -145,7 +145,7 @@ Widths = tuple[int, ...] | None
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Weights that are made inside are a function of the seed alone; the global generator is left as it was."""
+    """What is drawn inside is a function of the seed alone; the global generator is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR
 
 from bayesgrad import metrics
+from bayesgrad_lab import networks
 from bayesgrad_lab.context import Context, Trial
 from bayesgrad_lab.dataset import Dataset
 from bayesgrad_lab.methods import Method
@@ -71,6 +72,7 @@ def steps(
     loss_fn: Loss = cross_entropy,
     *,
     observed: Callable[[int, Tensor], Tensor | None] | None = None,
+    noise: Callable[[int], Any] | None = None,
     schedules: Sequence[Any] = (),
     limit: float | None = math.inf,
     clock: Callable[[], float] = time.perf_counter,
@@ -81,6 +83,7 @@ def steps(
         optimizers: those that step together, of `bayesgrad`, of torch or of others.
         observed: (number of the step, outputs) -> the outputs that an optimizer observes, None for none of them; the
             outputs of the batch if it is not given.
+        noise: number of the step -> the noise that weights are drawn with, in place of the optimizers' own.
         schedules: stepped after each step.
         limit: a loss that is not below it ends in no step, and `Step.lost`; None to go on whatever the loss is.
         clock: that measures seconds.
@@ -88,8 +91,9 @@ def steps(
     for number, (x, y) in enumerate(batches):
         start, failed = clock(), []
         with contextlib.ExitStack() as stack:
+            given = [] if noise is None else [noise(number)]
             for optimizer in optimizers:
-                stack.enter_context(getattr(optimizer, "sampled", contextlib.nullcontext)())
+                stack.enter_context(getattr(optimizer, "sampled", contextlib.nullcontext)(*given))
                 optimizer.zero_grad()
             outputs = model(x)
             loss = loss_fn(outputs, y)
@@ -156,8 +160,7 @@ def fit(
     rows = shuffled(len(task.data.train_x), task.size, order, task.epochs)
     options = {"loss_fn": task.loss, "clock": context.clock, **options}
     options["schedules"] = [CosineAnnealingLR(optimizer, total) for optimizer in optimizers] if cosine else []
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)  # of dropout's masks
+    with networks.seeded(seed):  # for dropout's masks
         model.train()
         found = steps(model, optimizers, task.batches(rows, context.device, order), **options)
         yield from context.watch(trial, found, task.epochs, task.steps)
@@ -313,8 +316,7 @@ def settle(model: nn.Module, data: Dataset, device: str = "cpu") -> Tensor | Non
         norm.momentum = None
     seen = data.train_x[:STATISTICS].to(device) if norms else None
     if seen is not None:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)  # of dropout's masks
+        with networks.seeded(0):  # for dropout's masks
             model.train()(seen)
     model.eval()
     return seen
