@@ -50,7 +50,7 @@ def stepper(model: nn.Module, optimizer, data: Data) -> Callable[[], None]:
     def context():
         if hasattr(optimizer, "sampled_params"):
             return optimizer.sampled_params(train=True)
-        return optimizer.sampled() if getattr(optimizer, "takes_draws", False) else nullcontext()
+        return getattr(optimizer, "sampled", nullcontext)()
 
     def step() -> None:
         nonlocal index

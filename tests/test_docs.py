@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from bayesgrad_lab import catalogue
 from bayesgrad_lab.experiments import EXPERIMENTS
 from bayesgrad_lab.report import UNRESOLVED
 
@@ -87,6 +88,15 @@ def test_the_list_says_what_the_page_says(words: str) -> None:
         verdict = verdict_of(name).lower()
         assert verdict.startswith(words), name
         assert verdict.startswith("holds in part") == (words == "holds in part"), name
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_pages_have_the_title_and_the_claim_that_were_fixed_before_the_run(name: str) -> None:
+    """What is in braces depends on the scale of a run."""
+    entry, text = catalogue.read()[name], (ROOT / f"docs/results/{name}.md").read_text()
+    claim = " ".join(text.partition("**Claim.** ")[2].partition("\n\n")[0].split())
+    assert text.startswith(f"# {entry['title']}\n")
+    assert re.fullmatch(re.sub(r"\\{\w+\\}", "[0-9,]+", re.escape(entry["claim"])), claim)
 
 
 def verdict_of(page: str) -> str:

@@ -11,10 +11,15 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from bayesgrad_lab import context, training
 from bayesgrad_lab.cli import main
+from bayesgrad_lab.context import Context
+from bayesgrad_lab.experiments import EXPERIMENTS
+from bayesgrad_lab.report import Report, load
 
 
 @dataclass(frozen=True)
@@ -47,5 +52,45 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Smoke]:
                 outcome.write_text(json.dumps({"code": code, "said": said.getvalue()}))
         copy = tmp_path_factory.mktemp("copy") / whole.name
         return Smoke(**json.loads(outcome.read_text()), folder=shutil.copytree(whole, copy))
+
+    return run
+
+
+def at_smoke_scale(path: Path, **changes: Any) -> Context:
+    """An experiment's context in a folder, silent, with two seeds."""
+    (path / "trials").mkdir(parents=True, exist_ok=True)
+    return Context(path, "smoke", **{"seeds": 2, "say": lambda words: None, **changes})
+
+
+@pytest.fixture
+def second_run(smoke, monkeypatch) -> Callable[..., Report]:
+    """Checks the report of an experiment, and that a second run measures nothing and says the same; returns it.
+
+    Args:
+        whole: of the report's tables, those whose rows are as long as their columns.
+    """
+
+    def run(name: str, whole: slice = slice(None)) -> Report:
+        folder = smoke(name).folder
+        report = load(folder)
+        assert report.claim
+        assert report.tables
+        assert report.figures
+        assert all(len(row) == len(table["columns"]) for table in report.tables[whole] for row in table["rows"])
+        assert all((folder / figure["file"]).exists() for figure in report.figures)
+        assert any(key.startswith("protocol") for key in report.settings)
+        before = {path.name: path.stat().st_mtime_ns for path in (folder / "trials").iterdir()}
+        assert before
+
+        def measured(*_: Any) -> None:
+            raise AssertionError("measured again")
+
+        monkeypatch.setattr(context, "write_tensors", measured)
+        monkeypatch.setattr(training, "write_tensors", measured)
+        again = EXPERIMENTS[name].run(at_smoke_scale(folder))
+        assert {path.name: path.stat().st_mtime_ns for path in (folder / "trials").iterdir()} == before
+        assert again.tables == report.tables
+        assert again.verdict.startswith(("Holds", "Does not hold"))
+        return again
 
     return run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,44 +13,24 @@ from torch import nn
 from torch.nn import functional as F
 
 from bayesgrad.optim import FOOF, KFAC
-from bayesgrad_lab import benzing2021, benzing2021_training, datasets
-from bayesgrad_lab.benzing2021_scales import SIZES
-from bayesgrad_lab.benzing2021_training import Finals, Rule, Task, factor, similarities, train, tune
-from bayesgrad_lab.report import load
-from bayesgrad_lab.study import Context
+from bayesgrad_lab import benzing2021_runs, datasets
+from bayesgrad_lab.benzing2021_runs import KEY, SIZES, Grid, factor, layers_of, rule, score, similarities, train, tune
+from bayesgrad_lab.results import Results
+from bayesgrad_lab.task import Task
+
+from .conftest import at_smoke_scale
 
 FIGURES = ("fig1", "fig2", "fig3", "fig4", "fig5", "fig9", "conv")
 
 
-def context(path: Path, **changes) -> Context:
-    (path / "trials").mkdir(parents=True, exist_ok=True)
-    return Context(path, "smoke", say=lambda words: None, **{"seeds": 2, **changes})
-
-
 @pytest.fixture(scope="module")
 def task() -> Task:
-    return Task(datasets.load("digits").part(100), 20, (8, 8), 6, 4, points=3)
+    return Task(datasets.load("digits").part(100), "mlp", 1, 20, (8, 8), lengths=(6, 4), name=KEY)
 
 
-@pytest.mark.parametrize("experiment", [f"benzing2021-{figure}" for figure in FIGURES])
-def test_an_experiment_reports_and_a_second_run_measures_nothing(experiment: str, smoke, monkeypatch) -> None:
-    run = getattr(benzing2021, experiment.removeprefix("benzing2021-"))
-    folder = smoke(experiment).folder
-    report = load(folder)
-    assert report.claim
-    assert report.tables
-    assert report.figures
-    assert all((folder / figure["file"]).exists() for figure in report.figures)
-    assert "chosen by the training loss" in report.settings["protocol"]
-
-    def measured(*_):
-        raise AssertionError("measured again")
-
-    for name in ("_train", "_times"):
-        monkeypatch.setattr(benzing2021_training, name, measured)
-    again = run(context(folder))
-    assert again.tables == report.tables
-    assert again.verdict.startswith(("Holds", "Does not hold"))
+@pytest.mark.parametrize("figure", FIGURES)
+def test_an_experiment_reports_and_a_second_run_measures_nothing(figure: str, second_run) -> None:
+    assert "chosen by the training loss" in second_run(f"benzing2021-{figure}").settings["protocol"]
 
 
 def test_grids_have_as_many_values_for_each_method_at_laptop_scale() -> None:
@@ -59,30 +40,30 @@ def test_grids_have_as_many_values_for_each_method_at_laptop_scale() -> None:
         assert {len(grid.seconds) for kind, grid in grids.items() if kind not in ("sgd", "adam")} == {count}
 
 
-def test_a_run_that_diverges_stops_and_counts_as_infinite(task: Task, tmp_path: Path) -> None:
+def test_a_run_that_diverges_stops_and_counts_as_infinite(task: Task, tmp_path: Path, monkeypatch) -> None:
     steps: list[int] = []
-    here = context(tmp_path, progress=lambda trial, epoch, step, *_: steps.append(step))
-    run = train(here, replace(task, steps=40), Rule("SGD", "sgd", (1e12,), (0.0,)), 1e12, 0.0, 0, "final")
+    monkeypatch.setattr(benzing2021_runs, "POINTS", 3)
+    here = at_smoke_scale(tmp_path, progress=lambda trial, epoch, step, *_: steps.append(step))
+    run = train(here, replace(task, lengths=(40, 4)), rule("sgd", Grid((1e12,), (0.0,))), 1e12, 0.0, 0, "final")
     assert run["loss"].tolist() == [math.inf] * 3
     assert math.isnan(run["error"])
     assert not steps
 
 
 def test_a_search_takes_the_lowest_training_loss_and_names_edges(task: Task, tmp_path: Path) -> None:
-    rule = Rule("FOOF", "foof", (1e-4, 0.3, 1e9), (0.1, 0.2), power=1.0)
-    here = context(tmp_path)
-    chosen = tune(here, task, rule)
+    foof = rule("foof", Grid((1e-4, 0.3, 1e9), (0.1, 0.2), power=1.0))
+    here = at_smoke_scale(tmp_path)
+    chosen = tune(here, task, foof)
     tried = {
-        (lr * damping, damping): train(here, task, rule, lr * damping, damping, 1000, "search")["loss"][-1].item()
-        for lr in rule.lrs
-        for damping in rule.seconds
+        (lr * damping, damping): train(here, task, foof, lr * damping, damping, 1000, "search")["loss"][-1].item()
+        for lr in foof.lrs
+        for damping in foof.seconds
     }
-    assert (chosen.lr, chosen.second) == min(tried, key=tried.__getitem__)
-    assert chosen.edges == (
-        f"damping {chosen.second:g} is the {'lowest' if chosen.second == 0.1 else 'highest'} tried",
-    )
-    assert tune(here, task, replace(rule, lrs=(1e-6, 1e-5))).edges[0].endswith("is the highest tried")
-    assert tune(here, task, replace(rule, lrs=(1e9,))).edges == ("all that was tried diverged",)
+    lr, damping = chosen.settings["lr"], chosen.settings["damping"]
+    assert (lr, damping) == min(tried, key=tried.__getitem__)
+    assert chosen.edges == (f"damping {damping:g} is the {'lowest' if damping == 0.1 else 'highest'} tried",)
+    assert tune(here, task, replace(foof, lrs=(1e-6, 1e-5))).edges[0].endswith("is the highest tried")
+    assert tune(here, task, replace(foof, lrs=(1e9,))).edges == ("all that was tried diverged",)
 
 
 def test_a_search_does_not_choose_what_went_well_by_luck(task: Task, tmp_path: Path, monkeypatch) -> None:
@@ -94,15 +75,15 @@ def test_a_search_does_not_choose_what_went_well_by_luck(task: Task, tmp_path: P
         asked.append((lr, seed - 1000))
         return {"loss": torch.tensor([losses[lr][seed - 1000]], dtype=torch.float64)}
 
-    monkeypatch.setattr(benzing2021_training, "train", fake)
-    chosen = tune(context(tmp_path), task, Rule("Adam", "adam", tuple(losses)))
+    monkeypatch.setattr(benzing2021_runs, "train", fake)
+    chosen = tune(at_smoke_scale(tmp_path), task, rule("adam", Grid(tuple(losses))))
     assert chosen.lr == 0.3
     assert asked[4:] == [(lr, seed) for lr in (0.1, 0.2, 0.3) for seed in (1, 2)]
 
 
 def test_the_factor_between_losses_is_over_pairs_of_seeds() -> None:
-    def finals(*losses: float) -> Finals:
-        return Finals(Rule("", "sgd", ()), 0.1, 0.0, [{"loss": torch.tensor([loss])} for loss in losses])
+    def finals(*losses: float) -> Results:
+        return Results("", [{"loss": torch.tensor([loss])} for loss in losses], score)
 
     log, error = factor(finals(2.0, 20.0), finals(1.0, 10.0))
     assert log == pytest.approx(math.log(2))
@@ -131,8 +112,9 @@ def test_similarity_is_the_cosine_between_real_steps(exact: bool) -> None:
 
     kfac, optimizer = step(KFAC, damping=damping, exact_damping=exact)
     assert isinstance(optimizer, KFAC)
-    (layer,) = optimizer.layers
+    (layer,) = layers_of(optimizer)
+    preconditioner: Any = optimizer.preconditioner
     entry, group = optimizer.state[layer.owner], optimizer.param_groups[0]
-    foof, _ = step(FOOF, damping=optimizer.dampings(layer, entry, group)["input"])
+    foof, _ = step(FOOF, damping=preconditioner.dampings(entry, group)["input"])
     expected = F.cosine_similarity(kfac, foof, dim=0).item()
     assert similarities(optimizer, (1.0, damping))[int(exact), 1].item() == pytest.approx(expected, rel=1e-9)

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from bayesgrad_lab.cli import _show, main
+from bayesgrad_lab.context import Context
 from bayesgrad_lab.experiments import EXPERIMENTS, Experiment
 from bayesgrad_lab.methods import METHODS
 from bayesgrad_lab.report import Report, load, markdown, render
-from bayesgrad_lab.study import Context
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SMALL = ["compare", "--optimizers", "sgd,adabayes", "--epochs", "2", "--seeds", "2", "--examples", "200"]
@@ -282,7 +282,7 @@ def test_a_disk_that_is_really_full_is_a_sentence(tmp_path: Path) -> None:
 
 
 def test_a_method_that_diverges_does_not_cost_the_comparison(tmp_path: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setitem(METHODS, "sgd", replace(METHODS["sgd"], lr=1e12))
+    monkeypatch.setitem(METHODS, "sgd", replace(METHODS["sgd"], lrs=(1e12,)))
     assert main([*SMALL, "--lr-search", "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "sgd: every learning rate of the search diverged" in said

@@ -12,17 +12,13 @@ import torch
 from torch.testing import assert_close
 
 from bayesgrad import EWC
-from bayesgrad_lab import continual, continual_training, datasets
-from bayesgrad_lab.continual_training import METHODS, Finals, Memory, Stream, run
-from bayesgrad_lab.report import load
-from bayesgrad_lab.study import Context
+from bayesgrad_lab import continual, datasets
+from bayesgrad_lab.continual import METHODS, Memory, Stream, run
+from bayesgrad_lab.results import Results
 
-BY_KEY = {method.key: method for method in METHODS}
+from .conftest import at_smoke_scale as context
 
-
-def context(path: Path, seeds: int = 2) -> Context:
-    (path / "trials").mkdir(parents=True, exist_ok=True)
-    return Context(path, "smoke", say=lambda words: None, seeds=seeds)
+BY_KEY = {method.kind: method for method in METHODS}
 
 
 @pytest.fixture(scope="module")
@@ -32,33 +28,22 @@ def streams() -> dict[str, Stream]:
 
 
 @pytest.mark.parametrize("experiment", ["continual-mnist"])
-def test_the_experiment_reports_and_a_second_run_measures_nothing(experiment: str, smoke, monkeypatch) -> None:
-    folder = smoke(experiment).folder
-    report = load(folder)
-    assert all(len(row) == len(table["columns"]) for table in report.tables[::2] for row in table["rows"])
-    assert all((folder / figure["file"]).exists() for figure in report.figures)
-
-    def measured(*_):
-        raise AssertionError("measured again")
-
-    monkeypatch.setattr(continual_training, "_run", measured)
-    again = continual.continual(context(folder))
-    assert again.tables == report.tables
+def test_the_experiment_reports_and_a_second_run_measures_nothing(experiment: str, second_run) -> None:
+    again = second_run(experiment, slice(None, None, 2))
     assert all("the same for diagonals" in words for words in again.settings.values())
-    assert again.verdict.startswith(("Holds", "Does not hold"))
 
 
 def test_tasks(streams: dict[str, Stream]) -> None:
     """Permutations move pixels, differ by task and seed, and treat training and test images alike; splits are pairs."""
     stream = streams["permuted"]
-    plain, one = stream.data.train_x.flatten(1), stream.task(1, 0)
+    plain, one = stream.data.train_x.flatten(1), stream.part(1, 0)
     assert_close(one.train_x.sort(1).values, plain.sort(1).values)
-    assert not torch.equal(one.train_x, stream.task(2, 0).train_x)
-    assert not torch.equal(one.train_x, stream.task(1, 1).train_x)
+    assert not torch.equal(one.train_x, stream.part(2, 0).train_x)
+    assert not torch.equal(one.train_x, stream.part(1, 1).train_x)
     data = stream.data
-    alike = replace(stream, data=replace(data, test_x=data.train_x, test_y=data.train_y)).task(1, 0)
+    alike = replace(stream, data=replace(data, test_x=data.train_x, test_y=data.train_y)).part(1, 0)
     assert torch.equal(alike.test_x, alike.train_x)
-    pair = streams["split"].task(2, 0)
+    pair = streams["split"].part(2, 0)
     assert len(pair.train_x) == int(((data.train_y == 4) | (data.train_y == 5)).sum())
     assert set(pair.train_y.tolist()) == {0, 1}
 
@@ -68,9 +53,7 @@ def test_tasks(streams: dict[str, Stream]) -> None:
 def test_runs_are_functions_of_their_seed(key: str, kind: str, streams: dict[str, Stream], tmp_path: Path) -> None:
     state = torch.get_rng_state()
     method = BY_KEY[key]
-    found = [
-        run(context(tmp_path / str(i)), streams[kind], method, 1.0, seed, True) for i, seed in enumerate((1, 1, 2))
-    ]
+    found = [run(context(tmp_path / str(i)), streams[kind], method, 1.0, seed) for i, seed in enumerate((1, 1, 2))]
     assert torch.equal(torch.get_rng_state(), state)
     accuracy = found[0]["accuracy"]
     assert torch.equal(accuracy.isnan(), torch.ones(3, 3).triu(1).bool())
@@ -84,7 +67,7 @@ def test_a_firm_memory_holds_earlier_tasks_where_they_were(streams: dict[str, St
     stream = replace(streams["split"], epochs=8)
     lost = []
     for key, strength in (("none", 1.0), ("ewc-kron", 1e4)):
-        accuracy = run(context(tmp_path), stream, replace(BY_KEY[key], lr=0.03), strength, 0, True)["accuracy"]
+        accuracy = run(context(tmp_path), stream, replace(BY_KEY[key], lrs=(0.03,)), strength, 0)["accuracy"]
         lost.append((accuracy.diagonal() - accuracy[-1])[:-1].mean().item())
     assert lost[1] < min(0.02, lost[0])
 
@@ -94,7 +77,7 @@ def test_numbers_kept(streams: dict[str, Stream]) -> None:
     stream = streams["permuted"]
     weights, moments = stream.weights, (65**2 + 8**2) + (9**2 + 10**2)
     assert weights == 65 * 8 + 9 * 10
-    data = stream.task(0, 0)
+    data = stream.part(0, 0)
     expected = {"ewc-diag": 2 * weights, "ewc-input": weights + 65**2 + 9**2, "ewc-kron": weights + 2 * moments}
     for key in (*expected, "ewc-subsampled-same"):
         memory, model = Memory(stream, BY_KEY[key], 1.0, 0), stream.model(0)
@@ -111,10 +94,10 @@ def test_numbers_kept(streams: dict[str, Stream]) -> None:
 def test_scores_by_hand() -> None:
     matrix = torch.tensor([[0.9, math.nan], [0.6, 0.8]])
     one, two = (
-        Finals(METHODS[0], 1.0, [{"accuracy": matrix + shift * torch.tensor([[0.0, 0.0], [1.0, 0.0]])}], {})
+        Results("some", [{"accuracy": matrix + shift * torch.tensor([[0.0, 0.0], [1.0, 0.0]])}], continual.score)
         for shift in (0.0, 0.2)
     )
-    found: dict[str, Any] = {name: one.scores(name)[0] for name in ("end", "learned", "lost")}
+    found: dict[str, Any] = {name: one.values(name)[0] for name in ("end", "learned", "lost")}
     assert found == pytest.approx({"end": 0.7, "learned": 0.85, "lost": 0.3})
     assert two.less(one, "lost")[0] == pytest.approx(-0.2)
-    assert one.path() == [pytest.approx([90.0, 70.0])]
+    assert continual.path(one) == [pytest.approx([90.0, 70.0])]

@@ -11,31 +11,29 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from bayesgrad_lab import datasets, khan2023, khan2023_training
-from bayesgrad_lab.khan2023 import STEEP, best_gaussian, expected, wall, wells
-from bayesgrad_lab.khan2023_training import (
+from bayesgrad_lab import datasets, khan2023, khan2023_runs
+from bayesgrad_lab.khan2023 import STEEP, Part, best_gaussian, expected, wall, wells
+from bayesgrad_lab.khan2023_runs import (
     BINARY,
     METHODS,
-    Finals,
-    Task,
+    classifier,
+    dropped,
     ensemble,
     finals,
     like,
     run,
+    ways,
 )
-from bayesgrad_lab.report import load
-from bayesgrad_lab.study import Context
+from bayesgrad_lab.results import Results
+from bayesgrad_lab.task import Task
 
-
-def context(path: Path, **changes) -> Context:
-    (path / "trials").mkdir(parents=True, exist_ok=True)
-    return Context(path, "smoke", say=lambda words: None, **{"seeds": 2, **changes})
+from .conftest import at_smoke_scale as context
 
 
 @pytest.fixture(scope="module")
 def task() -> Task:
     data = datasets.load("digits").part(100)
-    return Task(data, data.test_x[:20], (8,), 2, 20, samples=3)
+    return classifier(data, data.test_x[:20], (8,), 2, 20, samples=3)
 
 
 @pytest.fixture(scope="module")
@@ -46,26 +44,12 @@ def deep(task: Task) -> Task:
     data = replace(data, test_y=data.test_y[:30])
     grey = task.data.test_x[:20, :, 1:7, 1:7]
     outside = like(grey, task.data.train_x, data.train_x)
-    return Task(data, outside, None, 1, 20, samples=2, channels=4, seeds=1, origin="digits, cut")
+    return classifier(data, outside, (4,), 1, 20, "resnet", samples=2)
 
 
 @pytest.mark.parametrize("experiment", ["khan2023-fig1", "khan2023-uncertainty", "khan2023-binary"])
-def test_an_experiment_reports_and_a_second_run_measures_nothing(experiment: str, smoke, monkeypatch) -> None:
-    folder = smoke(experiment).folder
-    report = load(folder)
-    assert report.claim
-    assert all(len(row) == len(table["columns"]) for table in report.tables for row in table["rows"])
-    assert all((folder / figure["file"]).exists() for figure in report.figures)
-    assert any(key.startswith("protocol") for key in report.settings)
-
-    def measured(*_):
-        raise AssertionError("measured again")
-
-    monkeypatch.setattr(khan2023, "follow", measured)
-    monkeypatch.setattr(khan2023_training, "_run", measured)
-    again = getattr(khan2023, experiment.removeprefix("khan2023-"))(context(folder))
-    assert again.tables == report.tables
-    assert again.verdict.startswith(("Holds", "Does not hold"))
+def test_an_experiment_reports_and_a_second_run_measures_nothing(experiment: str, second_run) -> None:
+    second_run(experiment)
 
 
 def test_expectations_and_best_belief_of_the_wall_in_closed_form() -> None:
@@ -101,12 +85,12 @@ def test_runs_are_functions_of_their_seed_and_leave_the_global_generator(
     method = replace(method, options={k: v for k, v in method.options.items() if k != "fused"})
     state = torch.get_rng_state()
     found = [
-        run(context(tmp_path / str(i)), task, method, method.lrs[0], method.seconds[0], seed, True)
+        run(context(tmp_path / str(i)), task, method, (method.lrs[0], method.seconds[0]), seed)
         for i, seed in enumerate((1, 1, 2))
     ]
     assert torch.equal(torch.get_rng_state(), state)
-    assert method.ways == ("mean",) or not torch.equal(found[0]["mean"], found[0]["drawn"])
-    for way in method.ways:
+    assert ways(method) == ("mean",) or not torch.equal(found[0]["mean"], found[0]["drawn"])
+    for way in ways(method):
         assert_close(found[0][way].sum(1), torch.ones(len(task.data.test_x)))
         assert torch.equal(found[0][way], found[1][way])
         assert not torch.equal(found[0][way], found[2][way])
@@ -114,18 +98,18 @@ def test_runs_are_functions_of_their_seed_and_leave_the_global_generator(
 
 
 def test_binary_weights_are_binary_and_normalised_by_their_own_statistics(task: Task, tmp_path: Path) -> None:
-    binary = replace(task, binary=True, judge="error")
+    binary = replace(task, network="binary", make=khan2023_runs.binary_perceptron)
     model = binary.model(0)
     method = replace(BINARY[1], options={})
-    optimizer = method.build(model, binary, 1e-3, 0.3, 0)
+    (optimizer,) = method.build(model, binary, 1e-3, 0, 0.3)
     assert {p.abs().unique().item() for p in model.parameters()} == {1.0}
-    ways = khan2023_training.predictions(binary, method, model, optimizer, "cpu")
+    ways = khan2023_runs.predictions(binary, method, model, optimizer, "cpu")
     x = binary.data.train_x
     model.train()
     with torch.no_grad():
         assert_close(ways["mean"](x).argmax(1), model(x).argmax(1))
     model.eval()
-    assert_close(ways["mean"](x), optimizer.posterior(model).predict(x, method="mode", statistics=x))  # pyright: ignore
+    assert_close(ways["mean"](x), optimizer.posterior(model).predict(x, method="mode", statistics=x))
 
 
 def test_images_of_another_kind_are_scaled_like_one_s_own() -> None:
@@ -150,29 +134,29 @@ def test_an_ensemble_averages_probabilities_and_counts_all_times(task: Task, tmp
     adam = replace(METHODS[0], lrs=(1e-2,), seconds=(0.0,))
     here = context(tmp_path, seeds=1)
     (single,) = finals(here, task, adam)
-    both = ensemble(here, task, single, 2)
-    runs = [run(here, task, adam, 1e-2, 0.0, seed, True) for seed in (0, khan2023_training.MEMBERS + 1)]
+    both = ensemble(here, task, adam, single, 2)
+    runs = [run(here, task, adam, (1e-2, 0.0), seed) for seed in (0, khan2023_runs.MEMBERS + 1)]
     p = (runs[0]["mean"] + runs[1]["mean"]) / 2
-    assert both.scores[0]["nll"] == pytest.approx(-p.log()[range(len(p)), task.data.test_y].mean().item(), rel=1e-5)
-    assert both.scores[0]["seconds"] == pytest.approx(sum(r["seconds"] for r in runs).median().item())
+    assert both.runs[0]["nll"] == pytest.approx(-p.log()[range(len(p)), task.data.test_y].mean().item(), rel=1e-5)
+    assert both.runs[0]["seconds"] == pytest.approx((runs[0]["seconds"] + runs[1]["seconds"]).median().item())
 
 
 def test_differences_are_paired() -> None:
-    one, two = (Finals(METHODS[0], "mean", 1.0, 1.0, [{"nll": a}, {"nll": a + 1.0}]) for a in (0.5, 0.3))
+    one, two = (Results("some", [{"nll": a}, {"nll": a + 1.0}]) for a in (0.5, 0.3))
     assert one.less(two, "nll") == pytest.approx((0.2, 0.0))
 
 
 def test_a_run_that_diverges_has_no_scores(task: Task, tmp_path: Path) -> None:
     ogn = replace(METHODS[2], lrs=(1e30,), seconds=(1.0,), options={})
-    rows = [row for one in finals(context(tmp_path, seeds=1), task, ogn) for row in one.scores]
+    rows = [row for one in finals(context(tmp_path, seeds=1), task, ogn) for row in one.runs]
     assert all(math.isnan(row["nll"]) for row in rows)
 
 
 def test_dropout_is_inside_of_blocks_and_leaves_weights_as_they_are(deep: Task) -> None:
-    plain, dropped = deep.model(3), deep.model(3, 0.3)
-    assert len(list(plain.parameters())) == len(list(dropped.parameters()))
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), dropped.parameters()))
-    first = [part for part in dropped.modules() if isinstance(part, torch.nn.Sequential) and len(part) == 2]
+    plain, drops = deep.model(3), dropped(deep.model(3), 0.3)
+    assert len(list(plain.parameters())) == len(list(drops.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), drops.parameters()))
+    first = [part for part in drops.modules() if isinstance(part, torch.nn.Sequential) and len(part) == 2]
     kinds = [type(part[1]).__name__ for part in first if isinstance(part[0], torch.nn.Dropout)]
     assert kinds == ["Conv2d", "Conv2d", "Conv2d", "Linear"]
     assert not any(isinstance(part, torch.nn.Dropout) for part in plain.modules())
@@ -184,14 +168,14 @@ def test_batch_norm_has_statistics_of_the_mean_and_of_each_draw(kind: str, deep:
     method = next(replace(m, options={}) for m in METHODS if m.kind == kind)
     model: Any = deep.model(0)
     x = deep.data.train_x
-    optimizer = method.build(model, deep, 1e-3, 0.3, 0)
-    ways = khan2023_training.predictions(deep, method, model, optimizer, "cpu")
+    (optimizer,) = method.build(model, deep, 1e-3, 0, 0.3)
+    ways = khan2023_runs.predictions(deep, method, model, optimizer, "cpu")
     stem, norm, *_ = model.stem
     with torch.no_grad():
         hidden = stem(x)
         assert_close(norm.running_mean, hidden.mean((0, 2, 3)))
         assert_close(norm.running_var, hidden.var((0, 2, 3)))
-        belief: Any = optimizer.posterior(model)  # pyright: ignore[reportAttributeAccessIssue]
+        belief: Any = optimizer.posterior(model)
         assert torch.equal(ways["drawn"](x), belief.predict(x, samples=2, statistics=x))
         assert not torch.allclose(ways["drawn"](x), belief.predict(x, samples=2), atol=1e-4)
 
@@ -199,9 +183,9 @@ def test_batch_norm_has_statistics_of_the_mean_and_of_each_draw(kind: str, deep:
 def test_a_task_that_takes_long_has_fewer_seeds_and_says_so(tmp_path: Path, monkeypatch, deep: Task) -> None:
     adam = replace(METHODS[0], lrs=(1e-2,), seconds=(0.0,))
     vogn = replace(METHODS[3], lrs=(0.1,), seconds=(0.3,), options={})
-    monkeypatch.setattr(khan2023, "_tasks", lambda _: [(deep, 2, [adam, vogn])])
+    monkeypatch.setattr(khan2023, "parts", lambda _: [Part(deep, 2, [adam, vogn], "digits, cut", 1)])
     report = khan2023.uncertainty(context(tmp_path, seeds=3))
     finals = {path.name.split("seed")[1] for path in (tmp_path / "trials").glob("final-*")}
-    assert finals == {"0.pt", f"{khan2023_training.MEMBERS + 1}.pt"}  # one seed, and the ensemble's other member
+    assert finals == {"0.pt", f"{khan2023_runs.MEMBERS + 1}.pt"}  # one seed, and the ensemble's other member
     (protocol,) = (words for key, words in report.settings.items() if key == f"protocol of {deep.key}")
     assert all(words in protocol for words in ("1 seed;", "20 images of digits, cut", "BatchNorm", "4 to 16 channels"))

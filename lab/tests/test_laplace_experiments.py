@@ -11,33 +11,27 @@ from torch import nn
 from torch.testing import assert_close
 
 from bayesgrad import laplace
-from bayesgrad_lab import benzing2021_laplace, datasets, khan2023_laplace, khan2023_training, laplace_training
-from bayesgrad_lab.khan2023_training import Task
-from bayesgrad_lab.laplace_report import named
-from bayesgrad_lab.laplace_training import (
+from bayesgrad_lab import benzing2021_laplace, datasets, laplace_runs
+from bayesgrad_lab.khan2023_runs import Prediction, classifier, named
+from bayesgrad_lab.laplace_runs import (
     Approximation,
-    Row,
     averaged,
     choose,
     laplace_rows,
     linearised,
     steps,
 )
-from bayesgrad_lab.report import load
-from bayesgrad_lab.study import Context
+from bayesgrad_lab.results import Results
+from bayesgrad_lab.task import Task
 
-
-def context(path: Path, **changes) -> Context:
-    (path / "trials").mkdir(parents=True, exist_ok=True)
-    return Context(path, "smoke", say=lambda words: None, **{"seeds": 2, **changes})
+from .conftest import at_smoke_scale as context
 
 
 @pytest.fixture(scope="module")
 def task() -> Task:
     data = datasets.load("digits").part(60)
-    return Task(
-        replace(data, test_x=data.test_x[:40], test_y=data.test_y[:40]), data.test_x[40:60], (6,), 2, 20, samples=3
-    )
+    few = replace(data, test_x=data.test_x[:40], test_y=data.test_y[:40])
+    return classifier(few, data.test_x[40:60], (6,), 2, 20, samples=3)
 
 
 @pytest.fixture(scope="module")
@@ -75,16 +69,16 @@ def test_links_agree_for_a_linear_model_and_a_cold_one_is_the_network_alone() ->
 
 def test_the_pair_with_the_lowest_held_out_nll_is_chosen(task: Task, tmp_path: Path) -> None:
     kind = Approximation("Diagonal", "diag", links=("linear",))
-    pair = choose(context(tmp_path), task, kind, 1e-2, 1e-3)["linear"]
+    pair = choose(context(tmp_path), task, kind, (1e-2, 1e-3))["linear"]
     held = replace(task, data=task.data.validation())
-    model = laplace_training.network(context(tmp_path), held, 1e-2, 1e-3, laplace_training.SEARCH_SEED, False)
+    model = laplace_runs.network(context(tmp_path), held, (1e-2, 1e-3), laplace_runs.SEARCH_SEED, "search")
     belief = kind.posterior(model, held.data, 0)
     values = {}
-    for prior in laplace_training.PRIORS:
-        some = steps(belief.set_prior(prior), task.samples, laplace_training.SEARCH_SEED)
+    for prior in laplace_runs.PRIORS:
+        some = steps(belief.set_prior(prior), task.samples, laplace_runs.SEARCH_SEED)
         for t, p in zip(
-            laplace_training.TEMPERATURES,
-            averaged(model, some, held.data.test_x, laplace_training.TEMPERATURES, "linear"),
+            laplace_runs.TEMPERATURES,
+            averaged(model, some, held.data.test_x, laplace_runs.TEMPERATURES, "linear"),
         ):
             values[prior, t] = -p[range(len(p)), held.data.test_y].log().mean().item()
     assert (pair.prior, pair.temperature) == min(values, key=values.__getitem__)
@@ -93,16 +87,16 @@ def test_the_pair_with_the_lowest_held_out_nll_is_chosen(task: Task, tmp_path: P
 
 def test_a_network_is_trained_once_and_read_as_it_was(task: Task, tmp_path: Path, monkeypatch) -> None:
     here = context(tmp_path)
-    one = laplace_training.network(here, task, 1e-2, 1e-3, 0, True)
-    monkeypatch.setattr(laplace_training, "fit", None)
-    two = laplace_training.network(here, task, 1e-2, 1e-3, 0, True)
+    one = laplace_runs.network(here, task, (1e-2, 1e-3), 0)
+    monkeypatch.setattr(laplace_runs, "fit", None)
+    two = laplace_runs.network(here, task, (1e-2, 1e-3), 0)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters()))
     assert not two.training
 
 
 def test_rows_are_paired_and_each_way_of_tuning_has_one(task: Task, tmp_path: Path) -> None:
     rows = laplace_rows(context(tmp_path), task, [Approximation("Input factor", "input")])
-    assert [row.key for row in rows] == [
+    assert [row.of.key for row in rows] == [
         ("map",),
         ("soft",),
         ("input", "linear", "evidence"),
@@ -111,29 +105,29 @@ def test_rows_are_paired_and_each_way_of_tuning_has_one(task: Task, tmp_path: Pa
         ("input", "draws", "held out"),
     ]
     one = named(rows, "input", "linear", "held out")
-    gaps = [a["nll"] - b["nll"] for a, b in zip(one.scores, rows[0].scores)]
+    gaps = [a["nll"] - b["nll"] for a, b in zip(one.runs, rows[0].runs)]
     assert one.less(rows[0], "nll")[0] == pytest.approx(sum(gaps) / 2)
-    assert rows[0].first is not None
-    nll = -rows[0].first[range(40), task.data.test_y].log().mean().item()
-    assert rows[0].scores[0]["nll"] == pytest.approx(nll, rel=1e-5)
+    assert rows[0].of.first is not None
+    nll = -rows[0].of.first[range(40), task.data.test_y].log().mean().item()
+    assert rows[0].runs[0]["nll"] == pytest.approx(nll, rel=1e-5)
 
 
 def test_the_peer_s_posterior_is_ours_with_separate_biases(posterior) -> None:
     """laplace-torch's draws have the variance of our Kronecker factors: within five standard errors."""
-    if laplace_training.peer_package() is None:
+    if laplace_runs.peer_package() is None:
         pytest.skip("laplace-torch is not installed")
     _, model, x = posterior
     y, n = torch.arange(20) % 4, 1000
     ours = laplace(model, [(x, y)], likelihood="categorical", structure="kron", bias="separate").variance()
-    drawn = torch.cat([s["0.weight"][None] for s in steps(laplace_training.Peer(model, [(x, y)]), n, 0)])
+    drawn = torch.cat([s["0.weight"][None] for s in steps(laplace_runs.Peer(model, [(x, y)]), n, 0)])
     ratio = drawn.square().mean(0) / ours["0.weight"]
     assert_close(ratio, torch.ones_like(ratio), rtol=0, atol=5 * (2 / n) ** 0.5)
 
 
 def test_what_counts_as_as_good_as_both_factors() -> None:
-    def row(kind: str, nll: float, ece: float, auroc: float) -> Row:
+    def row(kind: str, nll: float, ece: float, auroc: float) -> Results:
         values = [{"nll": nll + k, "ece": ece + k, "auroc entropy": auroc + k} for k in (0.0, 0.1)]
-        return Row(kind, "", (kind, "linear", "held out"), values)
+        return Results(kind, values, of=Prediction((kind, "linear", "held out"), ""))
 
     both = row("kron", 0.5, 0.02, 0.9)
     for other, fine in (((0.4, 0.02, 0.9), True), ((0.6, 0.02, 0.9), False), ((0.5, 0.02, 0.8), False)):
@@ -141,26 +135,6 @@ def test_what_counts_as_as_good_as_both_factors() -> None:
         assert benzing2021_laplace.compared(rows, "linear", "held out")[0] is fine
 
 
-@pytest.mark.parametrize(
-    ("experiment", "make"),
-    [
-        ("benzing2021-laplace", benzing2021_laplace.input_factor),
-        ("khan2023-laplace-vs-variational", khan2023_laplace.against),
-    ],
-)
-def test_an_experiment_reports_and_a_second_run_measures_nothing(experiment: str, make, smoke, monkeypatch) -> None:
-    folder = smoke(experiment).folder
-    report = load(folder)
-    assert report.claim
-    assert all(len(row) == len(table["columns"]) for table in report.tables for row in table["rows"])
-    assert all((folder / figure["file"]).exists() for figure in report.figures)
-
-    def measured(*_):
-        raise AssertionError("measured again")
-
-    monkeypatch.setattr(laplace_training, "_final", measured)
-    monkeypatch.setattr(laplace_training, "fit", measured)
-    monkeypatch.setattr(khan2023_training, "_run", measured)
-    again = make(context(folder))
-    assert again.tables == report.tables
-    assert again.verdict.startswith(("Holds", "Does not hold"))
+@pytest.mark.parametrize("experiment", ["benzing2021-laplace", "khan2023-laplace-vs-variational"])
+def test_an_experiment_reports_and_a_second_run_measures_nothing(experiment: str, second_run) -> None:
+    second_run(experiment)

@@ -14,11 +14,14 @@ import pytest
 import torch
 from torch import nn
 
-from bayesgrad_lab import datasets, networks, runner
+from bayesgrad_lab import datasets, networks, store, training
+from bayesgrad_lab.compare import Budget, compare
+from bayesgrad_lab.context import Context, Trial
 from bayesgrad_lab.dataset import Dataset
-from bayesgrad_lab.methods import METHODS, Amounts, method
-from bayesgrad_lab.runner import Trial
-from bayesgrad_lab.study import Context, Search, compare, mean_and_error
+from bayesgrad_lab.methods import METHODS, Setup, method
+from bayesgrad_lab.results import mean_and_error
+from bayesgrad_lab.task import Task, augmented
+from bayesgrad_lab.training import train
 
 HERE = Path(__file__).parent
 
@@ -39,20 +42,21 @@ class Interrupted(Exception):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_resumes_to_the_same_numbers(name: str, digits: Dataset, tmp_path: Path) -> None:
-    trial = Trial("mlp", name, METHODS[name].lr, 1, 3, 50, (2,), decay=5e-4, augment=True)
-    whole = runner.train(trial, digits, folder(tmp_path / "whole"))
+    task = Task(digits, "mlp", 3, 50, milestones=(2,), decay=5e-4, augment=True)
+    trial = task, METHODS[name], METHODS[name].lr, 1
+    whole = train(Context(folder(tmp_path / "whole")), *trial)
 
     def stop(trial: Trial, epoch: int, step: int, *_: float) -> None:
         if epoch == 1 and step == 4:
             raise Interrupted
 
-    broken = folder(tmp_path / "broken")
+    broken = Context(folder(tmp_path / "broken"), progress=stop)
     with pytest.raises(Interrupted):
-        runner.train(trial, digits, broken, progress=stop)
-    resumed = runner.train(trial, digits, broken)
+        train(broken, *trial)
+    resumed = train(replace(broken, progress=None), *trial)
     assert (resumed.rows, resumed.final) == (whole.rows, whole.final)
     assert len(whole.rows) == 3
-    again = runner.train(trial, digits, broken, progress=stop)  # finished: nothing runs
+    again = train(broken, *trial)  # finished: nothing runs
     assert again.final == whole.final
 
 
@@ -73,35 +77,35 @@ def test_kills_at_random_moments_change_nothing(count: int, tmp_path: Path) -> N
 
 def test_a_folder_belongs_to_one_run(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    with runner.run_folder(path, {"seeds": 3}, False):
-        with pytest.raises(ValueError, match="holds a run already: pass --resume"), runner.run_folder(path, {}, False):
+    with store.run_folder(path, {"seeds": 3}, False):
+        with pytest.raises(ValueError, match="holds a run already: pass --resume"), store.run_folder(path, {}, False):
             pass
-        with pytest.raises(ValueError, match="another process is writing"), runner.run_folder(path, {"seeds": 3}, True):
+        with pytest.raises(ValueError, match="another process is writing"), store.run_folder(path, {"seeds": 3}, True):
             pass
-    with runner.run_folder(path, {"seeds": 3}, True):
+    with store.run_folder(path, {"seeds": 3}, True):
         pass
     with (
         pytest.raises(ValueError, match="was started with seeds=3, not 4"),
-        runner.run_folder(path, {"seeds": 4}, True),
+        store.run_folder(path, {"seeds": 4}, True),
     ):
         pass
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("")
-    other = runner.run_folder(tmp_path / "other", {}, True)
+    other = store.run_folder(tmp_path / "other", {}, True)
     with pytest.raises(ValueError, match="holds files of something else"), other:
         pass
 
 
 def test_writing_is_all_or_nothing(tmp_path: Path) -> None:
     path = tmp_path / "value.json"
-    runner.write_json(path, {"a": 1})
+    store.write_json(path, {"a": 1})
 
     def fails(partial: Path) -> None:
         partial.write_text("half")
         raise Interrupted
 
     with pytest.raises(Interrupted):
-        runner.write_atomically(path, fails)
+        store.write_atomically(path, fails)
     assert json.loads(path.read_text()) == {"a": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["value.json"]
 
@@ -117,7 +121,7 @@ def test_scores_by_hand() -> None:
 
     x = torch.arange(3.0)[:, None]
     data = Dataset("fixed", x, labels, x, labels, 2, "table")
-    scores = runner.final_scores(Fixed(), data)
+    scores = training.final_scores(Fixed(), data)
     assert scores["error"] == pytest.approx(1 / 3)
     assert scores["nll"] == pytest.approx(-(math.log(0.7) + math.log(0.6) + math.log(0.1)) / 3, rel=1e-6)
     assert scores["brier"] == pytest.approx((2 * 0.3**2 + 2 * 0.4**2 + 2 * 0.9**2) / 3, rel=1e-6)
@@ -127,7 +131,7 @@ def test_scores_by_hand() -> None:
 def test_augmentation_shifts_and_mirrors() -> None:
     x = torch.arange(2 * 3 * 8 * 8.0).view(2, 3, 8, 8) + 1
     generator = torch.Generator().manual_seed(0)
-    seen = [runner.augmented(x, generator) for _ in range(200)]
+    seen = [augmented(x, generator) for _ in range(200)]
     for moved in seen[:20]:
         for image, original in zip(moved, x):
             candidates = [
@@ -142,19 +146,18 @@ def test_augmentation_shifts_and_mirrors() -> None:
 
 def test_search_uses_the_same_budget_for_all_and_never_the_test_data(digits: Dataset, tmp_path: Path) -> None:
     spoilt = replace(digits, test_y=torch.zeros_like(digits.test_y))  # labels that would mislead whoever looks at them
-    base = Trial("mlp", "", 0.0, 0, 2, 50)
-    search = Search((0.1, 1.0), 1, 100)
+    task, search = Task(digits, "mlp", 2, 50), Budget((0.1, 1.0), 1, 100)
     chosen = {}
     for name, data in (("true", digits), ("spoilt", spoilt)):
         said: list[str] = []
         context = Context(folder(tmp_path / name), seeds=2, say=said.append)
-        results = compare(context, data, ["sgd", "adabayes"], base, search)
+        results = compare(context, replace(task, data=data), ["sgd", "adabayes"], search)
         chosen[name] = {method: (finals.lr, finals.tried) for method, finals in results.items()}
         budget = "2 learning rates each, 1 epoch of 100 training examples at a constant rate"
         assert said[0] == f"search on mlp: {budget}, chosen by validation NLL"
         for finals in results.values():
-            assert len(finals.histories) == 2
-            assert finals.lr == min(finals.tried, key=finals.tried.__getitem__)
+            assert len(finals.runs) == 2
+            assert (finals.lr,) == min(finals.tried, key=finals.tried.__getitem__)
     assert chosen["true"] == chosen["spoilt"]
 
 
@@ -167,8 +170,8 @@ def test_mean_and_standard_error() -> None:
 def test_trials_of_different_data_do_not_share_files(digits: Dataset, tmp_path: Path) -> None:
     other = replace(digits, name="other", test_y=(digits.test_y + 1) % 10)
     context = Context(folder(tmp_path), seeds=1)
-    base = Trial("mlp", "", 0.0, 0, 1, 50)
-    first, second = (compare(context, data, ["sgd"], base, None)["sgd"].histories[0] for data in (digits, other))
+    tasks = (Task(data, "mlp", 1, 50) for data in (digits, other))
+    first, second = (compare(context, task, ["sgd"], None)["sgd"].runs[0] for task in tasks)
     assert first.final != second.final
     assert len(list((tmp_path / "trials").glob("*.json"))) == 2
 
@@ -177,14 +180,14 @@ def test_a_model_that_diverged_has_no_scores(digits: Dataset) -> None:
     model = networks.build("mlp", digits, 0)
     with torch.no_grad():
         next(model.parameters()).fill_(math.nan)
-    assert all(map(math.isnan, runner.final_scores(model, digits).values()))
-    assert all(map(math.isnan, runner.evaluate(model, digits.test_x, digits.test_y).values()))
+    assert all(map(math.isnan, training.final_scores(model, digits).values()))
+    assert all(map(math.isnan, training.evaluate(model, digits.test_x, digits.test_y).values()))
 
 
 @pytest.mark.parametrize("name", ["foof", "kfac", "naturalgradient"])
 def test_rules_that_invert_give_up_when_they_diverge(name: str, digits: Dataset, tmp_path: Path) -> None:
     for lr in (1e3, 1e12):
-        history = runner.train(Trial("mlp", name, lr, 0, 3, 50), digits, folder(tmp_path / f"{lr:g}"))
+        history = train(Context(folder(tmp_path / f"{lr:g}")), Task(digits, "mlp", 3, 50), METHODS[name], lr, 0)
         assert all(map(math.isnan, history.final.values()))
 
 
@@ -194,7 +197,7 @@ def test_what_cannot_be_inverted_ends_a_trial_with_a_word(digits: Dataset, tmp_p
     said: list[str] = []
     context = Context(folder(tmp_path), seeds=2, say=said.append)
     tiny = replace(spoilt, train_y=torch.zeros_like(digits.train_y), classes=1)
-    finals = compare(context, tiny, ["foof"], Trial("mlp", "", 0.0, 0, 1, 50), None)["foof"]
+    finals = compare(context, Task(tiny, "mlp", 1, 50), ["foof"], None)["foof"]
     assert math.isnan(finals.mean("error")[0])
     assert len(said) == 1
     assert said[0].startswith("foof at lr 0.3 gave up: the input factor of layer '1' is not finite")
@@ -203,33 +206,33 @@ def test_what_cannot_be_inverted_ends_a_trial_with_a_word(digits: Dataset, tmp_p
 def test_what_optimizers_warn_of_is_said_once(digits: Dataset, tmp_path: Path) -> None:
     said: list[str] = []
     context = Context(folder(tmp_path), seeds=2, say=said.append)
-    compare(context, digits.part(60), ["foof", "kfac"], Trial("resnet", "", 0.0, 0, 1, 50), None)
+    compare(context, Task(digits.part(60), "resnet", 1, 50), ["foof", "kfac"], None)
     assert [words.split(" does not support stem.1.weight")[0] for words in said] == ["FOOF", "KFAC"]
 
 
 def test_rules_know_how_many_losses_an_example_has() -> None:
     model = nn.Linear(3, 2)
     for name in ("foof", "kfac", "naturalgradient"):
-        (optimizer,) = method(name).build(model, 0.1, Amounts(4, 7), 0.01)
+        (optimizer,) = method(name).of(model, Setup(0.1, batch=4, losses_per_example=7, decay=0.01))
         group = optimizer.param_groups[0]
         assert (group["lr"], group["losses_per_example"]) == (0.1, 7)
         assert group["lr"] * group["weight_decay"] == pytest.approx(1e-3)
-    (optimizer,) = method("adabayes").build(model, 0.1, Amounts(4, 7), 0.0)
+    (optimizer,) = method("adabayes").of(model, Setup(0.1, batch=4, losses_per_example=7))
     assert optimizer.param_groups[0]["batch_size"] == 28
     for name in ("ogn", "vogn", "ivon"):
-        (optimizer,) = method(name).build(model, 0.1, Amounts(4, 7, 100, seed=3), 0.01)
+        (optimizer,) = method(name).of(model, Setup(0.1, 0.0, 3, 4, 7, 100, 0.01))
         group = optimizer.param_groups[0]
         assert (group["lr"], group["num_data"], group["prior_precision"], group["seed"]) == (0.1, 700, 7.0, 3)
         assert group.get("losses_per_example", 7) == 7
 
 
 def test_a_damaged_checkpoint_costs_time_but_no_result(digits: Dataset, tmp_path: Path) -> None:
-    trial = Trial("mlp", "sgd", 0.1, 0, 2, 50)
-    whole = runner.train(trial, digits, folder(tmp_path / "whole"))
+    trial = Task(digits, "mlp", 2, 50), METHODS["sgd"], 0.1, 0
+    whole = train(Context(folder(tmp_path / "whole")), *trial)
     for damage in (b"", b"PK\x03\x04", b"garbage" * 100):
         spoilt = folder(tmp_path / str(len(damage)))
-        (spoilt / "trials" / f"{trial.key}.pt").write_bytes(damage)
-        assert runner.train(trial, digits, spoilt).final == whole.final
+        (spoilt / "trials" / "final-digits-mlp-sgd-lr0.1-seed0.pt").write_bytes(damage)
+        assert train(Context(spoilt), *trial).final == whole.final
 
 
 def test_a_run_killed_at_its_very_beginning_can_be_resumed(tmp_path: Path) -> None:
@@ -237,7 +240,7 @@ def test_a_run_killed_at_its_very_beginning_can_be_resumed(tmp_path: Path) -> No
     (path / "trials").mkdir(parents=True)
     (path / ".lock").write_text("")
     (path / "config.json.12.partial").write_text("{")
-    with runner.run_folder(path, {"seeds": 1}, True):
+    with store.run_folder(path, {"seeds": 1}, True):
         assert json.loads((path / "config.json").read_text()) == {"seeds": 1}
         assert not list(path.glob("*.partial"))
 

@@ -9,9 +9,9 @@ import pytest
 
 from bayesgrad.models import LatentDirichlet
 from bayesgrad_lab import khan2023_svi as own
+from bayesgrad_lab.context import Context
 from bayesgrad_lab.corpora import associated_press, invented, read_ldac
 from bayesgrad_lab.report import load
-from bayesgrad_lab.study import Context
 
 
 def context(path: Path) -> Context:
@@ -34,7 +34,7 @@ def test_the_experiment_reports_and_a_second_run_trains_nothing(experiment: str,
 @pytest.mark.parametrize("name", own.METHODS)
 def test_methods_find_topics_that_share_no_word(name: str) -> None:
     corpus = invented(200, 20, 2)
-    task = own.Task(corpus[:180], corpus[180:], corpus[180:], 2, ((1,), (1,)), (1, 1))
+    task = own.Documents(corpus[:180], corpus[180:], corpus[180:], 2, ((1,), (1,)), (1, 1))
     found = own.METHODS[name][0](task, (0.1, 0.1), 10, 0)
     halves = found[:, :10].sum(1) / found.sum(1)
     assert halves.min() < 0.1 < 0.9 < halves.max()

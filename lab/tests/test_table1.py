@@ -12,10 +12,11 @@ import torch
 
 from bayesgrad.families import Gamma, Gaussian
 from bayesgrad.inference import Expected, Node, Prior, elbo, run, step
+from bayesgrad.optim import AdaBayesFP
 from bayesgrad_lab import khan2023_deep as deep
 from bayesgrad_lab import khan2023_table1 as table
+from bayesgrad_lab.context import Context
 from bayesgrad_lab.khan2023_rows import difference
-from bayesgrad_lab.study import Context
 
 PRINTED = [
     "Gradient descent",
@@ -74,7 +75,9 @@ def test_neighbouring_rungs_differ() -> None:
 
 
 def test_adabayes_for_a_wide_prior_is_the_engines_adam() -> None:
-    torch.testing.assert_close(deep.adabayes_limit(), deep.adaptive(0.05, 0.9, 0.99, 0.0), rtol=1e-9, atol=1e-9)
+    """Weights whose prior has no width: the same rule, with eps = 0."""
+    limit = deep.torchs(AdaBayesFP, 0.05, sgd_lr=math.inf, betas=(0.9, 0.99))
+    torch.testing.assert_close(limit, deep.adaptive(0.05, 0.9, 0.99, 0.0), rtol=1e-9, atol=1e-9)
 
 
 def test_responsibilities_vanish_with_the_width_of_the_spike() -> None:

@@ -11,17 +11,13 @@ import torch
 from torch.testing import assert_close
 
 from bayesgrad import laplace
-from bayesgrad_lab import uci, uci_regression
-from bayesgrad_lab.report import load
-from bayesgrad_lab.study import Context
-from bayesgrad_lab.uci import METHODS, Choice, Setting, read, scaled
+from bayesgrad_lab import uci
+from bayesgrad_lab.results import Results, sign
+from bayesgrad_lab.uci import METHODS, Recipe, read, scaled
 
-SMALL = Setting(hidden=4, batch=20, steps=6, samples=3, points=10)
+from .conftest import at_smoke_scale as context
 
-
-def context(path: Path, **changes) -> Context:
-    (path / "trials").mkdir(parents=True, exist_ok=True)
-    return Context(path, "smoke", say=lambda words: None, **{"seeds": 2, **changes})
+SMALL = Recipe(hidden=4, batch=20, steps=6, samples=3, points=10)
 
 
 @pytest.fixture
@@ -81,9 +77,7 @@ def test_scores_are_in_the_units_of_the_targets(tmp_path: Path) -> None:
     """Targets times ten: the same network, ten times the error, log 10 more NLL, the same coverage."""
     split = read("diabetes", 0)
     tenfold = replace(split, name="tenfold", unit=10 * split.unit)
-    one, ten = (
-        uci.run(context(tmp_path), SMALL, s, METHODS[0], Choice(0.01, 1e-3, 1.0), True) for s in (split, tenfold)
-    )
+    one, ten = (uci.run(context(tmp_path), SMALL, s, METHODS[0], (0.01, 1e-3), 1.0) for s in (split, tenfold))
     for way in ("map", *uci.STRUCTURES):
         assert_close(ten[way], one[way] * torch.tensor([10, 1, 1]) + torch.tensor([0, np.log(10), 0]).double())
         assert_close(ten[way][0], ten["map"][0])  # linearised predictions have the network's mean
@@ -92,9 +86,9 @@ def test_scores_are_in_the_units_of_the_targets(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: m.kind)
 def test_runs_are_functions_of_their_split(method, tmp_path: Path) -> None:
     split = read("diabetes", 1)
-    choice = Choice(method.lrs[0], method.seconds[0], 0.5)
+    setting = method.seeks[0]
     state = torch.get_rng_state()
-    found = [uci.run(context(tmp_path / str(i)), SMALL, split, method, choice, False) for i in range(2)]
+    found = [uci.run(context(tmp_path / str(i)), SMALL, split, method, setting, 0.5, "search") for i in range(2)]
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(found[0][method.kind], found[1][method.kind])
 
@@ -115,12 +109,12 @@ def test_noise_is_added_once() -> None:
 def test_a_search_takes_the_lowest_validation_nll_and_map_tells_the_noise(tmp_path: Path) -> None:
     split = read("diabetes", 0)
     method = replace(METHODS[0], lrs=(1e-4, 0.1), seconds=(1e-4,))
-    choice = uci.choose(context(tmp_path), SMALL, split, method)
-    assert choice.lr == 0.1
-    assert choice.tried[0.1, 1e-4] < choice.tried[1e-4, 1e-4]
-    best = uci.run(context(tmp_path), SMALL, split.validation(), method, Choice(0.1, 1e-4, 1.0), False)
-    assert choice.noise == best["error"].item()
-    assert best["error"].sqrt().item() * split.unit == pytest.approx(best["map"][0].item())
+    setting, tried, noise = uci.choose(context(tmp_path), SMALL, split, method)
+    assert setting == (0.1, 1e-4)
+    assert tried[0.1, 1e-4] < tried[1e-4, 1e-4]
+    found = uci.run(context(tmp_path), SMALL, split.validation(), method, (0.1, 1e-4), 1.0, "search")
+    assert noise == found["error"].item()
+    assert found["error"].sqrt().item() * split.unit == pytest.approx(found["map"][0].item())
 
 
 def test_searches_are_as_long_for_each_method() -> None:
@@ -128,36 +122,24 @@ def test_searches_are_as_long_for_each_method() -> None:
 
 
 def test_a_run_that_diverges_has_no_scores(tmp_path: Path) -> None:
-    found = uci.run(context(tmp_path), SMALL, read("diabetes", 0), METHODS[2], Choice(1e300, 1.0, 1.0), True)
+    found = uci.run(context(tmp_path), SMALL, read("diabetes", 0), METHODS[2], (1e300, 1.0), 1.0)
     assert bool(torch.isnan(found["ivon"]).all())
 
 
 def test_differences_are_paired_and_signs_take_two_standard_errors() -> None:
-    rows = {"a": {"nll": [1.0, 3.0]}, "b": {"nll": [0.5, 2.5]}}
-    found = uci.Results("some", rows, {})
-    assert found.less("a", "b", "nll") == pytest.approx((0.5, 0.0))
-    assert [uci_regression.sign(gap) for gap in ((0.5, 0.2), (0.5, 0.3), (-0.5, 0.2))] == [1, 0, -1]
+    one, two = (Results("some", [{"nll": a} for a in values]) for values in ([1.0, 3.0], [0.5, 2.5]))
+    assert one.less(two, "nll") == pytest.approx((0.5, 0.0))
+    assert [sign(gap) for gap in ((0.5, 0.2), (0.5, 0.3), (-0.5, 0.2))] == [1, 0, -1]
 
 
 @pytest.mark.parametrize("experiment", ["uci-regression"])
-def test_the_experiment_reports_and_a_second_run_measures_nothing(experiment: str, smoke, monkeypatch) -> None:
-    folder = smoke(experiment).folder
-    report = load(folder)
-    assert all(len(row) == len(table["columns"]) for table in report.tables for row in table["rows"])
-    assert all((folder / figure["file"]).exists() for figure in report.figures)
-
-    def measured(*_):
-        raise AssertionError("measured again")
-
-    monkeypatch.setattr(uci, "_run", measured)
-    again = uci_regression.regression(context(folder))
-    assert again.tables == report.tables
-    assert again.verdict.startswith(("Holds", "Does not hold"))
+def test_the_experiment_reports_and_a_second_run_measures_nothing(experiment: str, second_run) -> None:
+    second_run(experiment)
 
 
 def test_map_s_noise_is_the_mean_squared_training_error(tmp_path: Path) -> None:
     """Of its own training data the NLL is that of the best Gaussian, log(2 pi e noise)/2."""
     split = read("diabetes", 0)
     own = replace(split, test_x=split.train_x, test_y=split.train_y, unit=1.0)
-    found = uci.run(context(tmp_path), SMALL, own, METHODS[0], Choice(0.01, 1e-3, 1.0), False)
+    found = uci.run(context(tmp_path), SMALL, own, METHODS[0], (0.01, 1e-3), 1.0, "search")
     assert found["map"][1].item() == pytest.approx(0.5 * np.log(2 * np.pi * np.e * found["error"].item()))

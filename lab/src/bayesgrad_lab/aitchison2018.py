@@ -8,13 +8,14 @@ from functools import partial
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from bayesgrad import optim
 from bayesgrad.precision.projection import Factors
 from bayesgrad_lab import datasets, figures, networks
+from bayesgrad_lab.context import Context
 from bayesgrad_lab.report import Report
-from bayesgrad_lab.study import Context, mean_and_error
+from bayesgrad_lab.results import mean_and_error, shown
+from bayesgrad_lab.training import steps
 
 # --- where the filter is Adam, RMSProp or neither ---
 
@@ -106,26 +107,23 @@ def drawn_steps(x: float, eta_p: float, weights: int, seed: int, gaussian: bool)
     return {"moved": (start - weight.detach()) / unit, "by_momentum": by_momentum.detach() / unit}
 
 
-def of_network(steps: int, seed: int) -> dict[str, Tensor]:
-    """eta rms of the weights of a perceptron that is trained on digits by Adam's usual settings."""
+def of_network(count: int, seed: int) -> dict[str, Tensor]:
+    """eta rms of the weights of a perceptron that is trained on digits by Adam's usual settings, for so many steps."""
     data = datasets.load("digits")
     model, lr, batch = networks.build("mlp", data, seed), 1e-3, 128
     optimizer = optim.KalmanMomentum(model.parameters(), lr=lr, batch_size=batch, fused=False)
     generator, total = torch.Generator().manual_seed(seed), []
-    for step in range(steps):
-        chosen = torch.randint(len(data.train_x), (batch,), generator=generator)
-        optimizer.zero_grad()
-        F.cross_entropy(model(data.train_x[chosen]), data.train_y[chosen]).backward()
-        if 2 * step >= steps:
+    rows = (torch.randint(len(data.train_x), (batch,), generator=generator) for _ in range(count))
+    for step in steps(model, [optimizer], ((data.train_x[some], data.train_y[some]) for some in rows)):
+        if 2 * step.number >= count:
             total.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).square())
-        optimizer.step()
     rms = torch.stack(total).mean(0).sqrt()
     return {"x": lr * batch * rms[rms > 0]}
 
 
 def momentum(context: Context) -> Report:
     """The filter's steady state over the map eta rms by eta_p: Adam, RMSProp or neither."""
-    across, weights, points, steps = {
+    across, weights, points, count = {
         "smoke": (15, 50, POINTS[1:3], 20),
         "laptop": (141, 400, POINTS, 400),
         "paper": (241, 4000, POINTS, 4000),
@@ -164,20 +162,16 @@ def momentum(context: Context) -> Report:
             held.append(abs(mean - predicted) < 4 * error + 0.01 * predicted and abs(part / mean - portion) < 0.02)
         rows.append([*cells, *parts])
     networks_x = torch.cat(
-        [context.once(f"digits-seed{s}", partial(of_network, steps, s))["x"] for s in range(context.seeds)]
+        [context.once(f"digits-seed{s}", partial(of_network, count, s))["x"] for s in range(context.seeds)]
     )
     low, middle, high = networks_x.quantile(torch.tensor([0.05, 0.5, 0.95])).tolist()
     usual = torch.tensor([low, middle, high]).double(), torch.tensor(0.1).double()
     parts = displacement(*steady(*usual)[:2], *usual)[1].tolist()
     best = {p: printed[int((eta_p[:, 0] - p).abs().argmin())].max().item() for p in (0.1, 0.01, 1e-3)}
     narrow = shares[0] < 0.5
-    report = Report(
-        "aitchison2018-momentum: where the filter is Adam, RMSProp, or neither",
-        claim="Filtering weights with a momentum gives Adam: in its steady state S_wp = eta_p/rms (Aitchison 2018, Eq. "
-        "21), where data are strong and the direct term S_ww is dropped. Without momentum it is RMSProp. Target here: "
-        "a map of where a step agrees within 10 % with either, over 90 % of it by the momentum (Adam) or directly "
-        "(RMSProp).",
-        verdict=f"Holds on {'a part of the map only' if narrow else 'most of the map'}: of the map (eta rms from 1e-3 "
+    report = Report.of("aitchison2018-momentum")
+    report.verdict = (
+        f"Holds on {'a part of the map only' if narrow else 'most of the map'}: of the map (eta rms from 1e-3 "
         f"to 100, eta_p from 1e-4 to 0.5, logarithmic) the filter is Adam on {100 * shares[0]:.0f} %, RMSProp on "
         f"{100 * shares[1]:.0f} %, and neither on {100 * shares[2]:.0f} %. At the usual eta_p = 0.1 it is Adam nowhere "
         f"on the map: S_wp reaches at best {best[0.1]:.2f} of Eq. 21 ({best[0.01]:.2f} at 0.01, {best[1e-3]:.2f} at "
@@ -188,7 +182,7 @@ def momentum(context: Context) -> Report:
         f"{100 * max(smaller):.0f} %, since a large gradient also carries much information. The weights of a "
         f"perceptron trained at lr 1e-3 lie at eta rms {middle:.1g} (median; {low:.1g} to {high:.1g} are 90 %), where "
         f"with eta_p = 0.1 the momentum carries {100 * parts[1]:.2g} % of the displacement ({100 * parts[0]:.1g} to "
-        f"{100 * parts[2]:.2g} %): there the filter is RMSProp.",
+        f"{100 * parts[2]:.2g} %): there the filter is RMSProp."
     )
     if (where[int((eta_p[:, 0] - 0.1).abs().argmin())] == 0).any():
         report.verdict = report.verdict.replace("it is Adam nowhere on the map: ", "")
@@ -210,23 +204,20 @@ def momentum(context: Context) -> Report:
     table = []
     for p in (0.3, 0.1, 0.03, 0.01, 1e-3, 1e-4):
         row = int((eta_p[:, 0] - p).abs().argmin())
-        adam = x[where[row] == 0]
+        adam, rmsprop = x[where[row] == 0], x[where[row] == 1]
         table.append(
-            [
-                f"{eta_p[row].item():.2g}",
-                f"{printed[row].max().item():.2f}",
-                f"{x[printed[row].argmax()].item():.2g}",
-                f"{adam.min().item():.2g} to {adam.max().item():.2g}" if len(adam) else "nowhere",
-                f"below {x[where[row] == 1].max().item():.2g}" if (where[row] == 1).any() else "nowhere",
-            ]
+            {
+                "eta_p": f"{eta_p[row].item():.2g}",
+                "S_wp/Eq. 21": f"{printed[row].max().item():.2f}",
+                "at eta rms": f"{x[printed[row].argmax()].item():.2g}",
+                "Adam at eta rms": f"{adam.min().item():.2g} to {adam.max().item():.2g}" if len(adam) else "nowhere",
+                "RMSProp at eta rms": f"below {rmsprop.max().item():.2g}" if len(rmsprop) else "nowhere",
+            }
         )
-    report.add_table(
-        "By eta_p: the exact S_wp over Eq. 21 at its best, and the regions of both rules",
-        ["eta_p", "S_wp/Eq. 21", "at eta rms", "Adam at eta rms", "RMSProp at eta rms"],
-        table,
-    )
-    figures.regions(
+    report.add_rows("By eta_p: the exact S_wp over Eq. 21 at its best, and the regions of both rules", table)
+    report.draw(
         context.folder / "map.png",
+        figures.regions,
         x.numpy(),
         eta_p[:, 0].numpy(),
         where.numpy(),
@@ -240,16 +231,7 @@ def momentum(context: Context) -> Report:
         (low, middle, high),
         ("η · rms of the summed gradient", "$η_p$"),
     )
-    report.add_figure(
-        "map.png",
-        "Left: regions of the map, with the points of the first table (the displacement that was "
-        "measured beside each), and where the weights of a perceptron lie (bar: 5th, 50th and 95th percentile, eta_p "
-        "= 0.1). Others: contours of three ratios.",
-    )
-    report.settings["protocol"] = (
-        f"{across} x {across} points, the exact steady state by a Riccati solver; drawn gradients with mean "
-        f"{BIAS} rms, as many steps averaged as steps of burn-in; perceptron on digits, {steps} steps"
-    )
+    report.add_protocol(across=across, bias=BIAS, count=count)
     return report
 
 
@@ -323,7 +305,15 @@ def kronecker(context: Context) -> Report:
         wrong = [_shape_error(one, whitening) for one in found]
         against = [_shape_error(one, inverse) for one in found]
         ratios[drift], shapes[drift] = mean_and_error(values), mean_and_error(wrong)
-        rows.append([f"{drift:g}", _plus(values, 3), f"{target:g}", _plus(wrong, 3), _plus(against, 3)])
+        rows.append(
+            {
+                "eta sqrt(tr Cx tr Cd)": f"{drift:g}",
+                "trace ratio": _shown(values),
+                "target": f"{target:g}",
+                "error of the shape": _shown(wrong),
+                "error of the shape if it were Cx^-1 (x) Cd^-1": _shown(against),
+            }
+        )
     times = tuple(t for t in TIMES if t <= longest) or (longest,)
     runs = [
         context.once(f"static-seed{s}", partial(simulate, 0.0, max(times), max(times), chains, s, times))["at"]
@@ -336,79 +326,44 @@ def kronecker(context: Context) -> Report:
         means[t] = [((run[i].mean(0) * t - inverse).norm() / inverse.norm()).item() for run in runs]
         against = [_shape_error(run[i].mean(0), whitening) for run in runs]
         late.append(
-            [f"{t:,}", _plus(errors[t], 3), f"{TIMES.get(t, math.nan):g}", _plus(means[t], 3), _plus(against, 3)]
+            {
+                "examples t": f"{t:,}",
+                "relative error of a run": _shown(errors[t]),
+                "target": f"{TIMES.get(t, math.nan):g}",
+                "of the mean over runs": _shown(means[t]),
+                "error of the shape if it were Cx^-1/2 (x) Cd^-1/2": _shown(against),
+            }
         )
     first, last = min(ratios), times[-1]
     good = abs(ratios[first][0] - DRIFTS[first]) < 0.05 and np.mean(errors[last]) < 1.5 * TIMES.get(last, 1.0)
-    report = Report(
-        "aitchison2018-kronecker: the limits of the factors",
-        claim="With process noise the Kronecker-factored belief tends to eta Cx^-1/2 (x) Cd^-1/2, which whitens "
-        "gradients as RMSProp and Adam do; without it, to (1/t) Cx^-1 (x) Cd^-1, a natural gradient with 1/t rates "
-        "(Aitchison 2018, section 2.1.3). Targets, from a simulation with other moments: trace ratios to the first "
-        "formula of "
-        + ", ".join(f"{v:g}" for v in DRIFTS.values())
-        + " at eta sqrt(tr Cx tr Cd) = "
-        + ", ".join(f"{v:g}" for v in DRIFTS)
-        + "; relative errors of the second of "
-        + ", ".join(f"{v:g}" for v in TIMES.values())
-        + " after "
-        + ", ".join(f"{v:,}" for v in TIMES)
-        + " examples.",
-        verdict=f"{'Holds' if good else 'Does not hold'}, with a bias that vanishes with eta. With process noise the "
+    report = Report.of("aitchison2018-kronecker")
+    report.verdict = (
+        f"{'Holds' if good else 'Does not hold'}, with a bias that vanishes with eta. With process noise the "
         "trace is "
         + ", ".join(f"{m:.3f} times the formula's at {d:g}" for d, (m, _) in ratios.items())
         + f"; its shape differs by {100 * shapes[first][0]:.1f} % at the smallest. Without, the belief of a single run "
-        "is off by " + ", ".join(f"{100 * np.mean(e):.1f} % after {t:,} examples" for t, e in errors.items()) + ".",
+        "is off by " + ", ".join(f"{100 * np.mean(e):.1f} % after {t:,} examples" for t, e in errors.items()) + "."
     )
-    report.add_table(
-        "With process noise: Σ averaged over time, against eta Cx^-1/2 (x) Cd^-1/2",
-        [
-            "eta sqrt(tr Cx tr Cd)",
-            "trace ratio",
-            "target",
-            "error of the shape",
-            "error of the shape if it were Cx^-1 (x) Cd^-1",
-        ],
-        rows,
-    )
-    report.add_table(
-        "Without: Σ t against Cx^-1 (x) Cd^-1",
-        [
-            "examples t",
-            "relative error of a run",
-            "target",
-            "of the mean over runs",
-            "error of the shape if it were Cx^-1/2 (x) Cd^-1/2",
-        ],
-        late,
-    )
-    figures.lines(
+    report.add_rows("With process noise: Σ averaged over time, against eta Cx^-1/2 (x) Cd^-1/2", rows)
+    report.add_rows("Without: Σ t against Cx^-1 (x) Cd^-1", late)
+    traces = {
+        "simulated": (list(ratios), [[m] for m, _ in ratios.values()]),
+        "target": (list(ratios), [[DRIFTS[d]] for d in ratios]),
+    }
+    report.draw(
         context.folder / "kronecker.png",
-        {
-            "with process noise: trace / formula": {
-                "simulated": (list(ratios), [[m] for m, _ in ratios.values()]),
-                "target": (list(ratios), [[DRIFTS[d]] for d in ratios]),
-            },
-        },
+        figures.lines,
+        {"with process noise: trace / formula": traces},
         "η √(tr Cx tr Cδ)",
     )
-    report.add_figure("kronecker.png", "The trace of Σ over that of the formula, with process noise.")
-    figures.lines(
-        context.folder / "static.png",
-        {
-            "without process noise: relative error": {
-                "simulated": (list(times), [errors[t] for t in times]),
-                "target": (list(times), [[TIMES.get(t, math.nan)] for t in times]),
-            }
-        },
-        "examples",
+    relative = {
+        "simulated": (list(times), [errors[t] for t in times]),
+        "target": (list(times), [[TIMES.get(t, math.nan)] for t in times]),
+    }
+    report.draw(
+        context.folder / "static.png", figures.lines, {"without process noise: relative error": relative}, "examples"
     )
-    report.add_figure("static.png", "The relative error of Σ t, of single runs, without process noise.")
-    report.settings["protocol"] = (
-        f"{SIDES[0]} inputs, {SIDES[1]} errors, both Gaussian and independent, eigenvalues of their moments from 0.3 "
-        f"to 3; {chains} chains for each seed; {length}/eta steps before averaging and as many averaged; the exact "
-        "projection of KroneckerFilter, one example at a time, traces measured in every step"
-    )
+    report.add_protocol(sides=SIDES, chains=chains, length=length)
     return report
 
 
@@ -417,6 +372,5 @@ def _shape_error(found: Tensor, formula: Tensor) -> float:
     return (found / found.trace() - formula / formula.trace()).norm().item() / (formula / formula.trace()).norm().item()
 
 
-def _plus(values: list[float], digits: int) -> str:
-    mean, error = mean_and_error(values)
-    return f"{mean:.{digits}f} ± {error:.{digits}f}" if math.isfinite(error) else f"{mean:.{digits}f}"
+def _shown(values: list[float]) -> str:
+    return shown(mean_and_error(values))

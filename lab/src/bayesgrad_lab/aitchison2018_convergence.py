@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from bayesgrad import optim
 from bayesgrad_lab import figures
+from bayesgrad_lab.context import Context
 from bayesgrad_lab.report import Report
-from bayesgrad_lab.study import Context, mean_and_error
+from bayesgrad_lab.results import mean_and_error, outcome
 
 STILL = 1e-12  # eta = 0, for optimizers in which a learning rate of zero stops everything
 RATES = (1e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
@@ -133,13 +134,7 @@ def convergence(context: Context) -> Report:
         "laptop": (12_000, 40_000, 20, RATES),
         "paper": (200_000, 1_000_000, 200, RATES),
     }[context.scale]
-    report = Report(
-        "aitchison2018-convergence: counter-examples to Adam",
-        claim="RMSProp and Adam may fail to converge where squared gradients are averaged over too short a time; the "
-        "filter couples that time to the learning rate, and as eta -> 0 becomes SGD with rates 1/t, which converges "
-        "for convex functions (Aitchison 2018, section 2.2.3, after Reddi et al., 2018). Target: Adam ends at +1, the "
-        "wrong end of [-1, 1], and the filter at eta = 0 or with falling eta at -1.",
-    )
+    report = Report.of("aitchison2018-convergence")
 
     def found(problem: Problem, way: Way, lr: float, steps: int) -> dict[str, Tensor]:
         key = f"{problem.large:g}-{way.kind}-lr{lr:g}"
@@ -157,32 +152,25 @@ def convergence(context: Context) -> Report:
         falling = {w.kind: found(problem, w, FIRST, longer) for w in FALLING}
         falling |= {w.kind: found(problem, w, STILL, longer) for w in STANDING}
         titles = {w.kind: w.title for w in (*FALLING, *STANDING)}
-        rows = [
-            [
-                titles[kind],
-                *(_cell(run["path"][int(part * (len(run["path"]) - 1))].tolist()) for part in (0.01, 0.1)),
-                _cell(run["end"].mean(1).tolist()),
-                f"{run['end'].std().item():.2f}",
-            ]
-            for kind, run in falling.items()
-        ]
-        report.add_table(
-            f"{problem.title}: lr or eta that falls from {FIRST:g}, or is 0",
-            [
-                "",
-                "after 1 % of the steps",
-                "after 10 %",
-                f"where x ends after {longer:,} steps",
-                "deviation over chains",
-            ],
-            rows,
-        )
+        rows = []
+        for kind, run in falling.items():
+            early = {part: run["path"][int(part * (len(run["path"]) - 1))].tolist() for part in (0.01, 0.1)}
+            rows.append(
+                {
+                    "": titles[kind],
+                    "after 1 % of the steps": _cell(early[0.01]),
+                    "after 10 %": _cell(early[0.1]),
+                    f"where x ends after {longer:,} steps": _cell(run["end"].mean(1).tolist()),
+                    "deviation over chains": f"{run['end'].std().item():.2f}",
+                }
+            )
+        report.add_rows(f"{problem.title}: lr or eta that falls from {FIRST:g}, or is 0", rows)
         paths[f"{problem.title}: x"] = {titles[kind]: run["path"].T.tolist() for kind, run in falling.items()}
         adam = panel[WAYS[0].title][rates.index(FIRST)]
         zero, slow = (falling[kind]["end"].mean(1).tolist() for kind in ("filter-still", "filter-falling"))
         means = {rate: mean_and_error(ends)[0] for rate, ends in zip(rates, panel["filter"])}
         right, wrong = ([r for r, v in means.items() if sign * v > 0.5] for sign in (-1, 1))
-        held.append([mean_and_error(adam)[0] > 0.5, *(mean_and_error(v)[0] < -0.5 for v in (zero, slow))])
+        held += [mean_and_error(adam)[0] > 0.5, *(mean_and_error(v)[0] < -0.5 for v in (zero, slow))]
         words.append(
             f"{problem.title}: Adam (β₂ 0.1, lr {FIRST:g}) ends at {_cell(adam)}; the filter with eta = 0 at "
             f"{_cell(zero)}, with eta/√t at {_cell(slow)}; with constant eta it ends below -0.5 for eta "
@@ -192,24 +180,13 @@ def convergence(context: Context) -> Report:
             memory, gap = 1 / (2 * min(wrong) * problem.rms), (1 + problem.large) / (1 + problem.mean)
             words[-1] += f", whose memory 1/(2 eta rms) is {memory:.1f} steps and less, for large ones every {gap:.1f}"
     report.verdict = (
-        f"{'Holds' if all(map(all, held)) else 'Holds in part' if any(map(any, held)) else 'Does not hold'}. "
+        f"{outcome(held)}. "
         f"{'. '.join(words)}. Coupling memory to the learning rate helps only where eta is small or falls; at eta = 0 "
         "steps are 1/t, and the distance covered is logarithmic in their number."
     )
-    figures.lines(context.folder / "rates.png", panels, "learning rate, or η")
-    report.add_figure(
-        "rates.png", "Final x (mean over the last tenth of the steps), by learning rate; -1 is the optimum."
-    )
-    figures.curves(context.folder / "paths.png", paths, f"steps / {max(1, longer // 200)}")
-    report.add_figure(
-        "paths.png", "Path of x, mean over chains and standard error over seeds, where lr or eta falls or is 0."
-    )
-    report.settings["protocol"] = (
-        f"{steps:,} steps from 0 ({longer:,} where rates fall), {chains} chains for each seed (all alike where "
-        "gradients are periodic); gradient C "
-        "every third step, else -1; or C = 10 with probability 0.109, else -1; β₁ = 0; batch size 1, no prior, the "
-        "filters start where SGD's learning rate is 0.1, eta_p = 0.1; eta = 0 is 1e-12"
-    )
+    report.draw(context.folder / "rates.png", figures.lines, panels, "learning rate, or η")
+    report.draw(context.folder / "paths.png", figures.curves, paths, f"steps / {max(1, longer // 200)}")
+    report.add_protocol(steps=steps, longer=longer, chains=chains)
     return report
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-from bayesgrad_lab import datasets, figures
-from bayesgrad_lab.aitchison2018_training import VARIANTS, Finals, Task, Variant, counted, finals
-from bayesgrad_lab.dataset import Dataset
+from bayesgrad_lab import figures
+from bayesgrad_lab.aitchison2018_runs import KEY, VARIANTS, by_epoch, clock, counted, finals, loss_at
+from bayesgrad_lab.context import Context
+from bayesgrad_lab.methods import Method
 from bayesgrad_lab.report import Report
-from bayesgrad_lab.study import Context, mean_and_error
+from bayesgrad_lab.results import Results, Value, mean_and_error, shown
+from bayesgrad_lab.task import Task
 
 T95 = {2: 12.7, 3: 4.30, 4: 3.18, 5: 2.78}  # two-sided 95 % of Student's t, by the number of seeds; 2.6 beyond
 
@@ -42,13 +45,13 @@ QUESTIONS = (
 RIVALS = ("adamw", "soap", "kfac", "foof")
 
 
-def significant(difference: tuple[float, float], seeds: int) -> bool:
+def significant(difference: Value, seeds: int) -> bool:
     """Whether a mean over paired seeds differs from zero, at 95 %; never for one seed."""
     mean, error = difference
     return math.isfinite(mean) and math.isfinite(error) and abs(mean) > T95.get(seeds, 2.6) * error
 
 
-def judged(new: Finals, plain: Finals, score: str) -> str:
+def judged(new: Results, plain: Results, score: str) -> str:
     """In a word, whether a value that should be low is."""
     difference = new.less(plain, score)
     if not math.isfinite(difference[0]):
@@ -61,45 +64,37 @@ def judged(new: Finals, plain: Finals, score: str) -> str:
 
 def open_questions(context: Context) -> Report:
     """Scores of the suggestions on small tasks."""
-    report = Report(
-        "aitchison2018-open-questions: the suggestions of section 2.2",
-        claim="Filtering suggests: centred or sampled evidence in place of raw squares (2.2.8), the direct term beside "
-        "momentum (2.2.7), weight decay before the gradient is taken (2.2.4), gradients at weights drawn from the "
-        "belief (2.2.2), a correction for repeated data (2.2.9), and whitening by Kronecker factors (2.1.3). The paper "
-        "leaves all of them to future work and claims no numbers.",
-    )
+    report = Report.of("aitchison2018-open-questions")
     answers: dict[str, list[str]] = {q.new: [] for q in QUESTIONS}
     words: list[str] = []
-    shown: dict[str, dict[str, tuple[float, float]]] = {}
+    panels: dict[str, dict[str, Value]] = {}
     for task, suggestions, kinds in _tasks(context):
         context.say(f"{task.title}: {task.steps * task.epochs} steps, {len(task.data.test_x):,} test examples")
         wanted = [*dict.fromkeys(k for q in suggestions for k in (q.plain, q.new)), *kinds]
         results = {k: finals(context, task, _scaled(context, VARIANTS[k])) for k in dict.fromkeys(wanted)}
-        report.add_table(
-            f"{task.title}: all runs",
-            ["method", "lr", "test error %", "test NLL", "training loss", "CPU s"],
-            [_row(one) for one in results.values()],
-        )
+        report.add_rows(f"{task.title}: all runs", [_row(one) for one in results.values()])
         if suggestions:
             title = f"{task.network}: Δ test NLL"
-            shown[title] = {q.short: results[q.new].less(results[q.plain], "nll") for q in suggestions}
+            panels[title] = {q.short: results[q.new].less(results[q.plain], "nll") for q in suggestions}
             rows = []
             for q in suggestions:
                 new, plain = results[q.new], results[q.plain]
                 verdicts = [judged(new, plain, s) for s in ("nll", "loss")]
                 answers[q.new].append(f"{verdicts[0]} in test NLL and {verdicts[1]} in training loss on {task.network}")
                 rows.append(
-                    [f"{q.section} {q.words}", *(_difference(new.less(plain, s)) for s in ("nll", "loss")), *verdicts]
+                    {
+                        "suggestion": f"{q.section} {q.words}",
+                        "test NLL": shown(new.less(plain, "nll"), "+.4f"),
+                        "training loss": shown(new.less(plain, "loss"), "+.4f"),
+                        "verdict, test NLL": verdicts[0],
+                        "verdict, training loss": verdicts[1],
+                    }
                 )
-            report.add_table(
-                f"{task.title}: differences over paired seeds, new less plain",
-                ["suggestion", "test NLL", "training loss", "verdict, test NLL", "verdict, training loss"],
-                rows,
-            )
+            report.add_rows(f"{task.title}: differences over paired seeds, new less plain", rows)
         if kinds:
             words.append(_whitening(report, context, task, {k: results[k] for k in kinds}))
         rows = [
-            [one.variant.title, *(f"{lr:.3g}: {v:.3f}" for lr, v in one.tried.items()), "edge" if one.edge else ""]
+            [one.title, *(f"{lr:.3g}: {v:.3f}" for (lr,), v in one.tried.items()), "edge" if one.edges else ""]
             for one in results.values()
         ]
         tries = len(next(iter(results.values())).tried)
@@ -114,13 +109,7 @@ def open_questions(context: Context) -> Report:
             f"a separate seed, then {context.seeds} seeds on all of them; {len(task.data.test_x):,} test examples, "
             "evaluated once"
         )
-    if shown:
-        figures.dots(context.folder / "suggestions.png", shown)
-        report.add_figure(
-            "suggestions.png",
-            "Test NLL of each suggestion less that of its plain counterpart: mean and standard error over paired "
-            "seeds; below zero is better.",
-        )
+    report.draw(context.folder / "suggestions.png", figures.dots, panels)
     repeated = _repeated(report, context)
     lines = [f"{q.section}, {q.words}: {'; '.join(answers[q.new])}." for q in QUESTIONS if answers[q.new]]
     better = sum("better in test NLL" in a for some in answers.values() for a in some)
@@ -136,87 +125,63 @@ def open_questions(context: Context) -> Report:
     return report
 
 
+def _task(
+    context: Context, data: str, examples: int | None, network: str, epochs: int, batch: int = 128, large: bool = False
+) -> Task:
+    return Task(context.load(data, examples), network, epochs, batch, large=large, name=KEY)
+
+
 def _tasks(context: Context) -> list[tuple[Task, Sequence[Question], Sequence[str]]]:
     """Task, suggestions that are tried on it, and the methods that whitening is compared with."""
+    task, every = partial(_task, context), ("kroneckerfp", *RIVALS)
     if context.scale == "smoke":
-        return [(Task(datasets.load("digits").part(200), "mlp", 2, 32), QUESTIONS, ("kroneckerfp", *RIVALS[:1]))]
-
-    def load(name: str, count: int | None):
-        return datasets.load(name, context.data_dir, context.download).part(count)
-
-    every = ("kroneckerfp", *RIVALS)
+        return [(task("digits", 200, "mlp", 2, 32), QUESTIONS, every[:2])]
     if context.scale == "laptop":
+        images = task("cifar10", 1000, "resnet", 5, 64)
+        few = replace(images.data, test_x=images.data.test_x[:2000], test_y=images.data.test_y[:2000])
         return [
-            (Task(load("fashion-mnist", 6000), "mlp", 10), QUESTIONS, every),
-            (Task(_tested(load("cifar10", 1000), 2000), "resnet", 5, 64), QUESTIONS, every),
-            (Task(load("tinyshakespeare", 1600), "gpt", 2, 16), (), every),
+            (task("fashion-mnist", 6000, "mlp", 10), QUESTIONS, every),
+            (replace(images, data=few), QUESTIONS, every),
+            (task("tinyshakespeare", 1600, "gpt", 2, 16), (), every),
         ]
     return [
-        (Task(load("fashion-mnist", None), "mlp", 30, large=True), QUESTIONS, ("kroneckerfp", "kronecker", *RIVALS)),
-        (Task(load("cifar10", None), "resnet", 60), QUESTIONS, every),
-        (Task(load("tinyshakespeare", None), "gpt", 10, 64, large=True), (), every),
+        (task("fashion-mnist", None, "mlp", 30, large=True), QUESTIONS, ("kroneckerfp", "kronecker", *RIVALS)),
+        (task("cifar10", None, "resnet", 60), QUESTIONS, every),
+        (task("tinyshakespeare", None, "gpt", 10, 64, large=True), (), every),
     ]
 
 
-def _tested(data: Dataset, count: int) -> Dataset:
-    """The same with the first test examples only."""
-    return replace(data, test_x=data.test_x[:count], test_y=data.test_y[:count])
-
-
-def _scaled(context: Context, variant: Variant) -> Variant:
+def _scaled(context: Context, method: Method) -> Method:
     """One learning rate where all is only to be run through."""
-    if context.scale != "smoke":
-        return variant
-    return Variant(variant.kind, variant.title, variant.lrs[1:2], variant.build)
+    return replace(method, lrs=method.lrs[1:2]) if context.scale == "smoke" else method
 
 
-def _whitening(report: Report, context: Context, task: Task, results: dict[str, Finals]) -> str:
+def _whitening(report: Report, context: Context, task: Task, results: dict[str, Results]) -> str:
     """Tables and curves by step and by second; and the words for them."""
     own = results["kroneckerfp"]
     budget = results["adamw"].mean("seconds")[0]
     rows = []
     for one in results.values():
-        versus = ["", ""] if one is own else [judged(own, one, "loss"), judged(own, one, "nll")]
+        versus = ["", ""] if one is own else [judged(own, one, score) for score in ("loss", "nll")]
         rows.append(
-            [
-                one.variant.title,
-                _cell(one.mean("loss")),
-                _cell(one.mean("nll")),
-                f"{one.mean('seconds')[0]:.1f}",
-                _cell(one.at(budget)),
-                *versus,
-            ]
-        )
-    report.add_table(
-        f"{task.title}: Kronecker whitening and others",
-        [
-            "method",
-            "training loss, last epoch",
-            "test NLL",
-            "CPU s",
-            f"training loss after {budget:.1f} CPU s",
-            "KroneckerFilterFP's training loss compared with it",
-            "KroneckerFilterFP's test NLL compared with it",
-        ],
-        rows,
-    )
-    name = f"kronecker-{task.data.name}.png"
-    figures.curves(
-        context.folder / name,
-        {f"{task.title}: training loss": {one.variant.title: one.epochs() for one in results.values()}},
-    )
-    report.add_figure(name, f"{task.title}: training loss by epoch, mean and standard error over seeds.")
-    name = f"kronecker-{task.data.name}-time.png"
-    figures.lines(
-        context.folder / name,
-        {
-            f"{task.title}: training loss": {
-                one.variant.title: (one.clock(), list(zip(*one.epochs()))) for one in results.values()
+            {
+                "method": one.title,
+                "training loss, last epoch": shown(one.mean("loss")),
+                "test NLL": shown(one.mean("nll")),
+                "CPU s": f"{one.mean('seconds')[0]:.1f}",
+                f"training loss after {budget:.1f} CPU s": shown(loss_at(one, budget)),
+                "KroneckerFilterFP's training loss compared with it": versus[0],
+                "KroneckerFilterFP's test NLL compared with it": versus[1],
             }
-        },
-        "CPU seconds",
-    )
-    report.add_figure(name, f"{task.title}: the same by processor time, on a machine with other processes.")
+        )
+    report.add_rows(f"{task.title}: Kronecker whitening and others", rows)
+    title, file = f"{task.title}: training loss", f"kronecker-{task.data.name}"
+    curves = {one.title: by_epoch(one) for one in results.values()}
+    words = f"{title} by epoch, mean and standard error over seeds."
+    report.draw(context.folder / f"{file}.png", figures.curves, {title: curves}, caption=words)
+    timed = {one.title: (clock(one), list(zip(*curves[one.title]))) for one in results.values()}
+    words = f"{task.title}: the same by processor time, on a machine with other processes."
+    report.draw(context.folder / f"{file}-time.png", figures.lines, {title: timed}, "CPU seconds", caption=words)
     others = [k for k in results if k != "kroneckerfp"]
     by_step = {k: judged(own, results[k], "loss") for k in others}
     by_test = {k: judged(own, results[k], "nll") for k in others}
@@ -225,11 +190,11 @@ def _whitening(report: Report, context: Context, task: Task, results: dict[str, 
         kinds = dict.fromkeys(found.values())
         return ", ".join(f"{v} than/to {', '.join(VARIANTS[k].title for k in found if found[k] == v)}" for v in kinds)
 
-    first, rival = own.at(budget), results["adamw"].at(budget)
+    first, rival = loss_at(own, budget), loss_at(results["adamw"], budget)
     return (
         (
             f"{task.title}: KroneckerFilterFP's training loss per step is {listed(by_step)}; its test NLL "
-            f"{listed(by_test)}; its loss is {_cell(first)} when AdamW's run ends at {_cell(rival)}."
+            f"{listed(by_test)}; its loss is {shown(first)} when AdamW's run ends at {shown(rival)}."
         )
         .replace("no difference than/to", "not different from")
         .replace("than/to", "than")
@@ -238,12 +203,8 @@ def _whitening(report: Report, context: Context, task: Task, results: dict[str, 
 
 def _repeated(report: Report, context: Context) -> str:
     """How often the belief counts the data, by epoch; and the words for it."""
-    if context.scale == "smoke":
-        task = Task(datasets.load("digits").part(200), "mlp", 2, 32)
-    else:
-        size, epochs = (6000, 10) if context.scale == "laptop" else (None, 30)
-        task = Task(datasets.load("fashion-mnist", context.data_dir, context.download).part(size), "mlp", epochs)
-    lr = 1e-3
+    lr, task = 1e-3, replace(_tasks(context)[0][0], large=False)
+    titles = ("copies of the data counted", "surprise of seen data", "surprise of unseen data")
     rows, ends, panels = [], {}, {"copies": {}, "seen": {}, "unseen": {}}
     for kind in ("adabayes", "revisiting"):
         found = [counted(context, task, VARIANTS[kind], lr, seed) for seed in range(context.seeds)]
@@ -251,20 +212,14 @@ def _repeated(report: Report, context: Context) -> str:
             lines[VARIANTS[kind].title] = [run[name].tolist() for run in found]
         for epoch in sorted({1, 2, task.epochs // 2, task.epochs} - {0}):
             values = [mean_and_error([run[name][epoch - 1].item() for run in found]) for name in panels]
-            rows.append([VARIANTS[kind].title, str(epoch), *(_cell(v) for v in values)])
+            rows.append([VARIANTS[kind].title, str(epoch), *(shown(v) for v in values)])
             ends[kind, epoch] = values
     report.add_table(
         f"Repeated data, {task.title}, lr {lr:g} and constant: the belief compared with the data",
-        ["method", "epoch", "copies of the data counted", "surprise of seen data", "surprise of unseen data"],
+        ["method", "epoch", *titles],
         rows,
     )
-    titles = ("copies of the data counted", "surprise of seen data", "surprise of unseen data")
-    figures.curves(context.folder / "repeated.png", dict(zip(titles, panels.values())))
-    report.add_figure(
-        "repeated.png",
-        "Left: precision that was added to the belief, over the information of the data set at the present weights. "
-        "Others: squared gradients of batches, over what they would be if labels were drawn from the model.",
-    )
+    report.draw(context.folder / "repeated.png", figures.curves, dict(zip(titles, panels.values())))
     first, last = ends["adabayes", 1], ends["adabayes", task.epochs]
     corrected = ends["revisiting", task.epochs]
     return (
@@ -275,27 +230,12 @@ def _repeated(report: Report, context: Context) -> str:
     )
 
 
-def _row(one: Finals) -> list[str]:
-    error, bar = one.mean("error")
-    return [
-        one.variant.title,
-        f"{one.lr:.3g}",
-        _cell((100 * error, 100 * bar), 2),
-        _cell(one.mean("nll")),
-        _cell(one.mean("loss")),
-        f"{one.mean('seconds')[0]:.1f}",
-    ]
-
-
-def _cell(value: tuple[float, float], digits: int = 3) -> str:
-    mean, error = value
-    if not math.isfinite(mean):
-        return "diverged"
-    return f"{mean:.{digits}f} ± {error:.{digits}f}" if math.isfinite(error) else f"{mean:.{digits}f}"
-
-
-def _difference(value: tuple[float, float]) -> str:
-    mean, error = value
-    if not math.isfinite(mean):
-        return "diverged"
-    return f"{mean:+.4f} ± {error:.4f}" if math.isfinite(error) else f"{mean:+.4f}"
+def _row(one: Results) -> dict[str, str]:
+    return {
+        "method": one.title,
+        "lr": f"{one.lr:.3g}",
+        "test error %": shown(one.mean("error"), ".2f", 100),
+        "test NLL": shown(one.mean("nll")),
+        "training loss": shown(one.mean("loss")),
+        "CPU s": f"{one.mean('seconds')[0]:.1f}",
+    }

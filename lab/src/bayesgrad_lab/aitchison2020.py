@@ -7,16 +7,18 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 
-from bayesgrad.block import gradient_of
 from bayesgrad.optim import AdaBayes
+from bayesgrad.packing import gradient_of
 from bayesgrad.precision import Diagonal
-from bayesgrad.transition import OrnsteinUhlenbeck
-from bayesgrad_lab import datasets, figures, networks
+from bayesgrad.rules.transition import OrnsteinUhlenbeck
+from bayesgrad_lab import figures
+from bayesgrad_lab.compare import Budget, compare, curves, table
+from bayesgrad_lab.context import Context, Trial
 from bayesgrad_lab.report import Report
-from bayesgrad_lab.runner import Trial
-from bayesgrad_lab.study import Context, Finals, Search, compare, mean_and_error, table
+from bayesgrad_lab.results import Results, mean_and_error, shown
+from bayesgrad_lab.task import Task
+from bayesgrad_lab.training import fit
 
 BASELINES = ("sgd", "adam", "adagrad", "amsgrad", "adabound", "amsbound", "adamw")
 OURS = ("adabayesfp", "adabayes", "adabayes-paper")
@@ -28,6 +30,12 @@ TABLE_SCORES = {
     "brier": "Brier",
     "best error": "lowest error %",
     "best nll": "lowest NLL",
+}
+CURVES = {
+    "test error": "error",
+    "test loss": "nll",
+    "training error": "train_error",
+    "training loss": "train_loss",
 }
 
 
@@ -77,30 +85,22 @@ def fig1(context: Context) -> Report:
     }
     rates = {name: [covered(*variant, seed)[0] for seed in range(context.seeds)] for name, variant in variants.items()}
     summary = {name: [mean_and_error(column) for column in zip(*runs)] for name, runs in rates.items()}
-    _, (optimum, mean, deviation) = covered(eta, "known")
-    figures.paths_with_bands(
-        context.folder / "fig1.png", optimum[-300:], mean[-300:], deviation[-300:], ("step", "weight")
-    )
+    _, paths = covered(eta, "known")
     exact, squared = (summary[name] for name in variants if "corrected" in name)
     holds = abs(exact[2][0] - 0.95) < 0.01 and abs(exact[1][0] - 0.683) < 0.01
-    report = Report(
-        "aitchison2020-fig1: the optimum of a weight drifts",
-        claim="While the other weights move, the optimum of one weight is a drifting target, which a Kalman filter can "
-        "track (Aitchison 2020, Fig. 1 and Eq. 6-18). The paper's figure is a schematic; this run checks that the "
-        "filter's intervals cover the optimum at their nominal rate where the paper's model is true.",
-        verdict=f"{'Holds' if holds else 'Does not hold'} for the filter with known curvature: 95 % intervals "
+    report = Report.of("aitchison2020-fig1")
+    report.verdict = (
+        f"{'Holds' if holds else 'Does not hold'} for the filter with known curvature: 95 % intervals "
         f"cover {100 * exact[2][0]:.1f} %. With squared gradients in its place, as in AdaBayes, they cover "
-        f"{100 * squared[2][0]:.1f} %. With Eq. 15 as printed, not divided by the curvature, they are too wide.",
+        f"{100 * squared[2][0]:.1f} %. With Eq. 15 as printed, not divided by the curvature, they are too wide."
     )
-    rows = [[name, *(_percent(*cell) for cell in cells)] for name, cells in summary.items()]
+    rows = [[name, *(f"{shown(cell, '.2f', 100)} %" for cell in cells)] for name, cells in summary.items()]
     columns = ["filter", "nominal 50 %", "nominal 68.3 %", "nominal 95 %"]
     report.add_table("Coverage of the filter's intervals", columns, rows)
-    report.add_figure("fig1.png", "One chain: the optimum of a weight and the filter's 95 % interval.")
+    report.draw(
+        context.folder / "fig1.png", figures.paths_with_bands, *(path[-300:] for path in paths), ("step", "weight")
+    )
     return report
-
-
-def _percent(mean: float, error: float) -> str:
-    return f"{100 * mean:.2f} ± {100 * error:.2f} %" if math.isfinite(error) else f"{100 * mean:.2f} %"
 
 
 def fig3(context: Context) -> Report:
@@ -110,36 +110,24 @@ def fig3(context: Context) -> Report:
         "laptop": ("fashion-mnist", "resnet", 12_000, 24),  # 2256 steps: the filter remembers up to 800
         "paper": ("cifar10", "resnet", None, 20),
     }[context.scale]
-    data = datasets.load(name, context.data_dir, context.download).part(examples)
-    context.say(data.note)
-    batch, lr, sgd_lr, beta = 128, 1e-3, 0.1, 0.999
+    task = Task(context.load(name, examples), network, epochs, large=context.scale == "paper")
+    context.say(task.data.note)
+    batch, lr, sgd_lr, beta = task.size, 1e-3, 0.1, 0.999
     sigma2 = sgd_lr / batch
 
     def measure(seed: int) -> dict[str, torch.Tensor]:
         """sigma_post^2 of every weight after training, and the average of its squared gradients G^2."""
-        model = networks.build(network, data, seed, context.scale == "paper").to(context.device)
+        model = task.model(seed).to(context.device)
         optimizer = AdaBayes(model.parameters(), lr=lr, batch_size=batch, sgd_lr=sgd_lr)
         squares = [torch.zeros_like(p) for p in model.parameters()]
-        generator = torch.Generator().manual_seed(seed)
-        steps, trial = 0, Trial(network, "adabayes", lr, seed, epochs, batch, data=data.name)
-        if context.expect:
-            context.expect(trial, epochs, -(-len(data.train_x) // batch))
-        for epoch in range(epochs):
-            for i, part in enumerate(torch.randperm(len(data.train_x), generator=generator).split(batch), 1):
-                optimizer.zero_grad()
-                outputs = model(data.train_x[part].to(context.device))
-                loss = F.cross_entropy(outputs, data.train_y[part].to(context.device))
-                loss.backward()
-                optimizer.step()
-                steps += 1
-                for square, p in zip(squares, model.parameters()):
-                    square.lerp_((batch * gradient_of(p)).square(), 1 - beta)
-                if context.progress:
-                    context.progress(trial, epoch, i, loss.item(), math.nan, math.nan)
+        trial = Trial("final", task.key, "adabayes", {"lr": lr}, seed)
+        for _ in fit(context, trial, task, model, [optimizer], cosine=False, limit=None):
+            for square, p in zip(squares, model.parameters()):
+                square.lerp_((batch * gradient_of(p)).square(), 1 - beta)
         variances = optimizer.posterior(model).variance()
         return {
             "measured": torch.cat([v.flatten() for v in variances.values()]).double().cpu(),
-            "square": torch.cat([s.flatten() for s in squares]).double().cpu() / (1 - beta**steps),
+            "square": torch.cat([s.flatten() for s in squares]).double().cpu() / (1 - beta ** (epochs * task.steps)),
         }
 
     ratios, rate, measured = [], np.empty(0), np.empty(0)
@@ -154,25 +142,17 @@ def fig3(context: Context) -> Report:
     chosen = np.random.default_rng(0).permutation(len(rate))[:20_000]
     low, high = np.quantile(rate, [0.0005, 0.9995]).tolist()
     x = np.geomspace(low, high, 200)
-    figures.scatter_with_curves(
-        context.folder / "fig3.png",
-        rate[chosen],
-        measured[chosen],
-        {
-            "fixed point, Eq. 21": (x, 1 / (1 / (2 * sigma2) + np.sqrt(1 / (4 * sigma2**2) + 1 / x**2))),
-            "Adam": (x, x),
-            "SGD": (x, np.full_like(x, sigma2)),
-        },
-        ("Adam's rate  η/√⟨g²⟩", "measured σ²_post"),
-    )
+    lines = {
+        "fixed point, Eq. 21": (x, 1 / (1 / (2 * sigma2) + np.sqrt(1 / (4 * sigma2**2) + 1 / x**2))),
+        "Adam": (x, x),
+        "SGD": (x, np.full_like(x, sigma2)),
+    }
     holds = abs(median - 1) < 0.1 and within > 0.9
-    report = Report(
-        "aitchison2020-fig3: the learning rate against its fixed point",
-        claim="AdaBayes' learning rate sigma_post^2 lies on the fixed-point curve of Eq. 21, between Adam's rate for "
-        "strong gradients and SGD's for weak ones (Aitchison 2020, Fig. 3).",
-        verdict=f"{'Holds' if holds else 'Does not hold'}: the median of measured over predicted is {median:.3f} "
+    report = Report.of("aitchison2020-fig3")
+    report.verdict = (
+        f"{'Holds' if holds else 'Does not hold'}: the median of measured over predicted is {median:.3f} "
         f"(target: within 10 % of 1), and {100 * within:.1f} % of the weights are within a factor of 1.5 "
-        "(target: 90 %).",
+        "(target: 90 %)."
     )
     rows = [
         [str(seed), f"{np.median(r):.3f}", f"{100 * np.mean((r < 1.5) & (r > 1 / 1.5)):.1f} %"]
@@ -180,57 +160,51 @@ def fig3(context: Context) -> Report:
     ]
     columns = ["seed", "median of measured/predicted", "within a factor of 1.5"]
     report.add_table(f"{network} on {name}, {epochs} epochs", columns, rows)
-    report.add_figure("fig3.png", "Each point is a weight after training: its variance against Adam's learning rate.")
+    report.draw(
+        context.folder / "fig3.png",
+        figures.scatter_with_curves,
+        rate[chosen],
+        measured[chosen],
+        lines,
+        ("Adam's rate  η/√⟨g²⟩", "measured σ²_post"),
+    )
     return report
 
 
 def table1(context: Context) -> Report:
     """Ten optimizers, two networks, a step decay: final error and loss, and the curves behind them."""
-    names, examples, epochs, milestones, search, methods = {
-        "smoke": (("digits",), 256, 2, (1,), Search((1.0,), 1, 100), ("sgd", "adamw", "adabayes", "adabayesfp")),
-        "laptop": (("fashion-mnist",), 6000, 10, (8,), Search((1 / 3, 1.0, 3.0), 3, 2400), METHODS),
+    names, examples, epochs, milestones, budget, methods = {
+        "smoke": (("digits",), 256, 2, (1,), Budget((1.0,), 1, 100), ("sgd", "adamw", "adabayes", "adabayesfp")),
+        "laptop": (("fashion-mnist",), 6000, 10, (8,), Budget((1 / 3, 1.0, 3.0), 3, 2400), METHODS),
         "paper": (("cifar10", "cifar100"), None, 200, (150,), None, METHODS),
     }[context.scale]
     large = context.scale == "paper"
-    report = Report(
-        "aitchison2020-table1: AdaBayes and other optimizers",
-        claim="The best adaptive method is always AdaBayes or AdaBayes-FP, though SGD is often better than all "
-        "adaptive methods; AdaBayes(-FP) improves more rapidly than SGD and Adam at first (Aitchison 2020, Table 1, "
-        "Fig. 4). The paper itself concludes only that they are comparable to other adaptive methods.",
-    )
+    report = Report.of("aitchison2020-table1")
     wins: list[tuple[bool, str]] = []
     starts: list[str] = []
     for name in names:
-        data = datasets.load(name, context.data_dir, context.download).part(examples)
+        data = context.load(name, examples)
         context.say(data.note)
         for network in ("resnet", "densenet"):
             chosen = [
                 f"{m}99" if large and network == "resnet" and m in ("adam", "amsgrad") else m for m in methods
             ]  # the baselines' own settings in the paper
-            base = Trial(network, "", 0.0, 0, epochs, 128, milestones, decay=5e-4, augment=large, large=large)
-            results = compare(context, data, chosen, base, search)
+            task = Task(data, network, epochs, large=large, milestones=milestones, decay=5e-4, augment=large)
+            results = compare(context, task, chosen, budget)
             title = f"{network} on {name}"
             report.add_table(title, **table(results, TABLE_SCORES))
-            panels = {
-                f"{title}: {label}": {
-                    m: [[row[key] for row in h.rows] for h in finals.histories] for m, finals in results.items()
-                }
-                for label, key in (
-                    ("test error", "error"),
-                    ("test loss", "nll"),
-                    ("training error", "train_error"),
-                    ("training loss", "train_loss"),
-                )
-            }
-            file = f"table1-{name}-{network}.png"
-            figures.curves(context.folder / file, panels)
-            report.add_figure(
-                file,
-                f"{title}: curves, mean and standard error over seeds. Test points and the "
-                "lowest values of an epoch, which the paper reports, are computed on 2000 test examples.",
+            panels = {f"{title}: {label}": key for label, key in CURVES.items()}
+            report.draw(
+                context.folder / f"table1-{name}-{network}.png",
+                figures.curves,
+                curves(results, panels),
+                caption=(
+                    f"{title}: curves, mean and standard error over seeds. Test points and the "
+                    "lowest values of an epoch, which the paper reports, are computed on 2000 test examples."
+                ),
             )
             wins += [_best_adaptive(title, results, score) for score in ("error", "nll")]
-            early = {m: np.mean([h.rows[0]["error"] for h in f.histories]) for m, f in results.items()}
+            early = {m: np.mean([run.rows[0]["error"] for run in f.runs]) for m, f in results.items()}
             shown = [
                 m for m in ("sgd", "adam", "adam99", "adamw", "adabayesfp", "adabayes-paper", "adabayes") if m in early
             ]
@@ -240,12 +214,12 @@ def table1(context: Context) -> Report:
         f"{'Holds' if count == len(wins) else 'Does not hold'} here: AdaBayes or AdaBayes-FP is the best adaptive "
         f"method in {count} of {len(wins)} comparisons. {' '.join(words for _, words in wins)} {'. '.join(starts)}."
     )
-    if search:
-        report.settings["search budget"] = search.words()
+    if budget:
+        report.settings["search budget"] = budget.words()
     return report
 
 
-def _best_adaptive(title: str, results: dict[str, Finals], score: str) -> tuple[bool, str]:
+def _best_adaptive(title: str, results: dict[str, Results], score: str) -> tuple[bool, str]:
     """Whether one of the paper's two methods is the best adaptive one by a final score, and the words for it."""
     means = {m: finals.mean(score) for m, finals in results.items() if math.isfinite(finals.mean(score)[0])}
     papers = [m for m in means if m in ("adabayesfp", "adabayes-paper")] or [m for m in means if m in OURS]
@@ -254,8 +228,7 @@ def _best_adaptive(title: str, results: dict[str, Finals], score: str) -> tuple[
     factor, unit = (100, " %") if score == "error" else (1, "")
 
     def show(name: str) -> str:
-        mean, error = means[name]
-        return f"{name} {factor * mean:.3g}" + (f" ± {factor * error:.2g}" if math.isfinite(error) else "") + unit
+        return f"{name} {shown(means[name], '.3g', factor, '.2g')}{unit}"
 
     words = f"{title}, test {score}: {show(own)}, {show(rival)}"
     rest = [m for m in ("adabayes", "sgd") if m in means and m != own]

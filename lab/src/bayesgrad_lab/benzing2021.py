@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 from bayesgrad.optim import FOOF, KFAC
 from bayesgrad_lab import figures
-from bayesgrad_lab.benzing2021_scales import SIZES, TITLES, Size
-from bayesgrad_lab.benzing2021_training import (
-    Finals,
+from bayesgrad_lab.benzing2021_runs import (
+    KINDS,
+    SIZES,
     Rule,
-    Task,
+    Size,
     by_damping,
     factor,
     finish,
+    layers_of,
     similarities,
     step_times,
     tune,
     tuned,
 )
+from bayesgrad_lab.context import Context
 from bayesgrad_lab.report import Report
-from bayesgrad_lab.study import Context, mean_and_error
+from bayesgrad_lab.results import Results, Value, mean_and_error, shown
+from bayesgrad_lab.task import Task
+from bayesgrad_lab.training import steps
 
 T = 100  # steps between inversions in the amortised versions that are timed
 PROTOCOL = (
@@ -40,46 +43,47 @@ PROTOCOL = (
 # --- words and tables ---
 
 
-def _show(mean: float, error: float) -> str:
-    if not math.isfinite(mean):
-        return "diverged"
-    return f"{mean:.3g} ± {error:.2g}" if math.isfinite(error) else f"{mean:.3g}"
+def _show(value: Value) -> str:
+    return shown(value, ".3g", error_form=".2g")
 
 
 def _show_most(values: Sequence[float]) -> str:
     """As `_show`, of the seeds that came to an end, and how many did not."""
     good = [value for value in values if math.isfinite(value)]
     if not good or len(good) == len(values):
-        return _show(*mean_and_error(values))
-    return f"{_show(*mean_and_error(good))} ({len(values) - len(good)} of {len(values)} diverged)"
+        return _show(mean_and_error(values))
+    return f"{_show(mean_and_error(good))} ({len(values) - len(good)} of {len(values)} diverged)"
 
 
-def _table(report: Report, title: str, results: Mapping[str, Finals]) -> None:
+def _table(report: Report, title: str, results: Mapping[str, Results]) -> None:
     rows = []
-    for name, finals in results.items():
-        second = f"{finals.rule.second} {finals.second:g}" if finals.rule.second else "-"
-        scores = [_show_most(finals.losses), _show_most([100 * run["error"].item() for run in finals.runs])]
-        rows.append([name, f"{finals.lr:.3g}", second, *scores, "; ".join(finals.edges) or "-"])
+    for name, one in results.items():
+        second = " ".join(f"{key} {value:g}" for key, value in one.settings.items() if key not in ("lr", "")) or "-"
+        scores = [_show_most(one.values("loss")), _show_most([100 * error for error in one.values("error")])]
+        rows.append([name, f"{one.lr:.3g}", second, *scores, "; ".join(one.edges) or "-"])
     columns = ["method", "lr", "damping or momentum", "training loss", "test error %", "at the edge of the search"]
     report.add_table(title, columns, rows)
 
 
-def _curves(context: Context, report: Report, file: str, panels: Mapping[str, Mapping[str, Finals]]) -> None:
+def _curves(context: Context, report: Report, file: str, panels: Mapping[str, Mapping[str, Results]]) -> None:
     lines = {
-        title: {name: finals.curves for name, finals in results.items() if all(map(math.isfinite, finals.losses))}
+        title: {
+            name: [run["loss"].tolist() for run in one.runs]
+            for name, one in results.items()
+            if all(map(math.isfinite, one.values("loss")))
+        }
         for title, results in panels.items()
     }
     lines = {title: some for title, some in lines.items() if some}
     if lines:
-        figures.curves(context.folder / file, lines, "tenths of the run")
         words = "Training loss over all training images, mean and standard error over seeds."
-        report.add_figure(file, words)
+        report.draw(context.folder / file, figures.curves, lines, "tenths of the run", caption=words)
 
 
 def _protocol(report: Report, task: Task, rules: Sequence[Rule]) -> None:
     words = PROTOCOL.format(
-        search=task.search_steps,
-        steps=task.steps,
+        search=task.lengths[1],
+        steps=task.lengths[0],
         batch=task.batch or "all images",
         examples=len(task.data.train_x),
         grids="; ".join(dict.fromkeys(map(_grid, rules))),
@@ -90,14 +94,14 @@ def _protocol(report: Report, task: Task, rules: Sequence[Rule]) -> None:
 def _grid(rule: Rule) -> str:
     """The values that a search chooses from, in words."""
     lrs, seconds = (", ".join(f"{value:g}" for value in values) for values in (rule.lrs, rule.seconds))
-    unit = {"sgd": " x (1 - momentum)"}.get(rule.kind, f" x damping^{rule.power:g}" if rule.power else "")
+    unit = " x (1 - momentum)" if rule.second == "momentum" else f" x damping^{rule.power:g}" if rule.power else ""
     return f"{rule.title}: lr {lrs}{unit}" + (f", {rule.second} {seconds}" if seconds else "")
 
 
 class Comparison:
     """Whether one training loss is lower than another by two standard errors, in words and as a truth."""
 
-    def __init__(self, where: str, above: str, below: str, results: Mapping[str, Finals]) -> None:
+    def __init__(self, where: str, above: str, below: str, results: Mapping[str, Results]) -> None:
         self.log, error = factor(results[above], results[below])
         self.lower = self.log > (2 * error if math.isfinite(error) else 0)
         self.higher = self.log < (-2 * error if math.isfinite(error) else 0)
@@ -109,16 +113,18 @@ class Comparison:
             self.words = f"{where}: {self._of_the_rest(above, below, results)}"
 
     @staticmethod
-    def _of_the_rest(above: str, below: str, results: Mapping[str, Finals]) -> str:
-        pairs = list(zip(results[above].losses, results[below].losses))
+    def _of_the_rest(above: str, below: str, results: Mapping[str, Results]) -> str:
+        pairs = list(zip(results[above].values("loss"), results[below].values("loss")))
         lost = {name: sum(not math.isfinite(pair[i]) for pair in pairs) for i, name in enumerate((above, below))}
         words = " and ".join(f"{name} diverged for {n} of {len(pairs)} seeds" for name, n in lost.items() if n)
         logs = [math.log(a / b) for a, b in pairs if math.isfinite(a) and math.isfinite(b)]
         if not logs:
             return words
         ratio = math.exp(sum(logs) / len(logs))
-        return f"{words} (counted as an infinite loss); for the other seeds {above}'s training loss is {ratio:.3g} "
-        f"times {below}'s"
+        return (
+            f"{words} (counted as an infinite loss); for the other seeds {above}'s training loss is {ratio:.3g} "
+            f"times {below}'s"
+        )
 
 
 def _verdict(comparisons: Sequence[Comparison], held: Sequence[bool], *more: str) -> str:
@@ -134,23 +140,8 @@ def _verdict(comparisons: Sequence[Comparison], held: Sequence[bool], *more: str
 def fig1(context: Context) -> Report:
     """What exact natural gradients cost, and what they reach beside KFAC."""
     size = SIZES[context.scale]
-    report = Report(
-        "benzing2021-fig1: KFAC against exact natural gradients",
-        claim="Exact natural gradients of a subsampled Fisher cost less than double the time of SGD when the Fisher "
-        "is refreshed every 100 steps, and KFAC, which approximates them, reaches a training loss that is about ten "
-        "times lower (Benzing 2021, Fig. 1).",
-    )
-    rules = [size.rule(kind) for kind in ("sgd", "adam", "kfac", "ng")]
-    panels, comparisons = {}, []
-    tasks = {name: size.task(context, name) for name in size.pair}
-    ratios = _ratios(context, size, tasks[size.pair[0]], ("ng",))
-    _time_table(context, report, "fig1-time.png", ratios)
-    for name, task in tasks.items():
-        panels[name] = tuned(context, task, rules)
-        _table(report, name, panels[name])
-        comparisons.append(Comparison(name, "NG", "KFAC", panels[name]))
-        _protocol(report, task, rules)
-    _curves(context, report, "fig1.png", panels)
+    report = Report.of("benzing2021-fig1")
+    ratios, comparisons = _against_time(context, report, size, "fig1", ("ng",), ("NG", "KFAC"))
     cheap, lower = ratios[f"NG (T={T})"] < 2, [c.lower for c in comparisons]
     tenfold = all(c.log > math.log(5) for c in comparisons)
     report.verdict = _verdict(
@@ -164,6 +155,23 @@ def fig1(context: Context) -> Report:
     return report
 
 
+def _against_time(
+    context: Context, report: Report, size: Size, file: str, timed: Sequence[str], pair: tuple[str, str]
+) -> tuple[dict[str, float], list[Comparison]]:
+    """Time of a step and training loss of a pair of methods, beside SGD and Adam, on two data sets."""
+    kinds = dict.fromkeys(("sgd", "adam", "kfac", *timed))
+    rules, panels = [size.rule(kind) for kind in kinds], {}
+    tasks = {name: size.task(context, name) for name in size.pair}
+    ratios = _ratios(context, size, tasks[size.pair[0]], timed)
+    _time_table(context, report, f"{file}-time.png", ratios)
+    for name, task in tasks.items():
+        panels[name] = tuned(context, task, rules)
+        _table(report, name, panels[name])
+        _protocol(report, task, rules)
+    _curves(context, report, f"{file}.png", panels)
+    return ratios, [Comparison(name, *pair, results) for name, results in panels.items()]
+
+
 def _fisher_words(size: Size, *kinds: str) -> str:
     own = {
         "ng": f"refreshed every {size.refresh} steps",
@@ -171,7 +179,7 @@ def _fisher_words(size: Size, *kinds: str) -> str:
         "steps",
     }
     words = f"of {size.fisher[0]} images independent of the gradient's, one sampled label each; "
-    return words + "; ".join(f"{TITLES[kind]}'s is {own[kind]}" for kind in kinds)
+    return words + "; ".join(f"{KINDS[kind][0]}'s is {own[kind]}" for kind in kinds)
 
 
 def _ratios(context: Context, size: Size, task: Task, kinds: Sequence[str]) -> dict[str, float]:
@@ -181,11 +189,9 @@ def _ratios(context: Context, size: Size, task: Task, kinds: Sequence[str]) -> d
     """
     rules = {"sgd": size.rule("sgd")}
     for kind in kinds:
-        base = size.rule(kind)
-        inverts = {} if kind == "ng" else {"update_every": 1}
-        rests = {} if kind == "ng" else {"update_every": 10**6}
-        rules[f"{kind} whole"] = replace(base, options=inverts, refresh=1)
-        rules[f"{kind} rest"] = replace(base, options=rests, refresh=10**6 if kind == "ng" else 1)
+        for part, often in (("whole", 1), ("rest", 10**6)):
+            options: dict[str, Any] = {"refresh": often} if kind == "ng" else {"refresh": 1, "update_every": often}
+            rules[f"{kind} {part}"] = size.rule(kind, **options)
     seconds = step_times(context, task, rules, size.rounds)
     ratios = {"SGD": 1.0}
     for kind in kinds:
@@ -198,19 +204,14 @@ def _ratios(context: Context, size: Size, task: Task, kinds: Sequence[str]) -> d
 def _time_table(context: Context, report: Report, file: str, ratios: Mapping[str, float]) -> None:
     rows = [[name, f"{ratio:.2f}"] for name, ratio in ratios.items()]
     report.add_table("Time of a step over SGD's, medians of steps measured in turns", ["method", "time / SGD's"], rows)
-    figures.bars(context.folder / file, ratios, "time of a step / SGD's")
-    report.add_figure(file, "Time of a step over SGD's; one inversion (or one Fisher) is used for T steps.")
+    words = "Time of a step over SGD's; one inversion (or one Fisher) is used for T steps."
+    report.draw(context.folder / file, figures.bars, ratios, "time of a step / SGD's", caption=words)
 
 
 def fig2(context: Context) -> Report:
     """KFAC and natural gradients with the same data in their Fishers."""
     size = SIZES[context.scale]
-    report = Report(
-        "benzing2021-fig2: it is not the amount of data in the Fisher",
-        claim="KFAC's advantage over exact natural gradients is not due to using more data for the Fisher: it persists "
-        "(A) when both see the same single batch, (B) when natural gradients see up to ten times more, and (C) when "
-        "both see all of 1000 training images (Benzing 2021, Fig. 2 and 6).",
-    )
+    report = Report.of("benzing2021-fig2")
     one, *more = size.fisher
     single = size.rule("kfac", "KFAC of one batch", "fig2", refresh=size.refresh, ema=0.0, update_every=size.refresh)
     titles = {one: "NG"} | {count: f"NG, Fisher of {count}" for count in more}
@@ -246,12 +247,7 @@ def fig2(context: Context) -> Report:
 def fig3(context: Context) -> Report:
     """KFAC and natural gradients that are both block-diagonal."""
     size = SIZES[context.scale]
-    report = Report(
-        "benzing2021-fig3: it is not the block-diagonal structure",
-        claim="KFAC's advantage over exact natural gradients is not due to a block-diagonal Fisher: it persists (A) in "
-        "a network of one layer, and against layer-wise natural gradients (B) in mini-batches and (C) with all of 1000 "
-        "training images (Benzing 2021, Fig. 3 and 7).",
-    )
+    report = Report.of("benzing2021-fig3")
     panels, comparisons = {}, []
     blocks = size.rule("ng", "layer-wise NG", blocks="layer")
     whole = size.whole("ng", "layer-wise NG", blocks="layer")
@@ -278,11 +274,7 @@ def fig3(context: Context) -> Report:
 def fig4(context: Context) -> Report:
     """How damping makes KFAC similar to FOOF, and better."""
     size = SIZES[context.scale]
-    report = Report(
-        "benzing2021-fig4: damping makes KFAC similar to FOOF",
-        claim="Damping raises KFAC's similarity to FOOF as well as its performance, and damping the factors makes it "
-        "more similar than damping their product (Benzing 2021, Fig. 4 and 8).",
-    )
+    report = Report.of("benzing2021-fig4")
     kfac, foof = size.rule("kfac", where="fig4"), size.rule("foof", where="fig4")
     product = size.rule("kfac", "KFAC, damped product", "product", exact_damping=True)
     similar, losses, held, words, comparisons = {}, {}, [], [], []
@@ -293,25 +285,25 @@ def fig4(context: Context) -> Report:
         neurons = by_damping(context, task, foof)
         best, whole = (finish(context, task, tune(context, task, rule)) for rule in (kfac, product))
         rows, lines = [], {"damped factors": [], "damped product": []}
-        for i, (damping, finals) in enumerate(factors.items()):
-            seen = [run["measured"][:, :, i].mean(0).tolist() for run in finals.runs if "measured" in run]
+        for i, (damping, one) in enumerate(factors.items()):
+            seen = [run["measured"][:, :, i].mean(0).tolist() for run in one.runs if "measured" in run]
             pairs = list(zip(*seen)) or [(math.nan,), (math.nan,)]
             for line, values in zip(lines.values(), pairs):
                 line.append(values)
-            rows.append([f"{damping:g}", *(_show(*mean_and_error(values)) for values in pairs)])
+            rows.append([f"{damping:g}", *(_show(mean_and_error(values)) for values in pairs)])
         columns = ["damping", "damped factors", "damped product"]
         report.add_table(f"{name}: cosine of KFAC's update to FOOF's, averaged over layers", columns, rows)
         results = {f"{r.title}, {d:g}": f for r, some in ((kfac, factors), (foof, neurons)) for d, f in some.items()}
         _table(report, name, {**results, "KFAC, searched": best, f"{product.title}, searched": whole})
         similar[name] = {title: (list(factors), values) for title, values in lines.items()}
         losses[name] = {
-            rule.title: (list(some), [finals.losses for finals in some.values()])
+            rule.title: (list(some), [one.values("loss") for one in some.values()])
             for rule, some in ((kfac, factors), (foof, neurons))
         }
         means = [[mean_and_error(values)[0] for values in line] for line in lines.values()]
         rising = all(a < b for a, b in zip(means[0], means[0][1:]))
         closer = all(a > b for a, b in zip(*means))
-        named = {f"KFAC at damping {d:g}": finals for d, finals in factors.items()}
+        named = {f"KFAC at damping {d:g}": one for d, one in factors.items()}
         gain = Comparison(name, next(iter(named)), list(named)[-1], named)
         pair = Comparison(name, product.title, "KFAC", {product.title: whole, "KFAC": best})
         held += [rising, closer, gain.lower]
@@ -323,12 +315,7 @@ def fig4(context: Context) -> Report:
         )
     panels = {f"{name}: similarity to FOOF": lines for name, lines in similar.items()}
     panels |= {f"{name}: training loss": lines for name, lines in losses.items()}
-    figures.lines(context.folder / "fig4.png", panels, "damping")
-    report.add_figure(
-        "fig4.png",
-        "Cosine of KFAC's update to that of FOOF with KFAC's damping of inputs, and the training loss at each damping "
-        "with its best lr; mean and standard error over seeds.",
-    )
+    report.draw(context.folder / "fig4.png", figures.lines, panels, "damping")
     report.verdict = _verdict(comparisons, held, *words)
     report.settings["Fisher"] = _fisher_words(size, "kfac")
     return report
@@ -337,22 +324,8 @@ def fig4(context: Context) -> Report:
 def fig5(context: Context) -> Report:
     """FOOF beside KFAC: time and training loss."""
     size = SIZES[context.scale]
-    report = Report(
-        "benzing2021-fig5: FOOF against KFAC",
-        claim="FOOF reaches a training loss as low as KFAC's or lower, and takes 1.5 times less time per update when "
-        "inversions are amortised (Benzing 2021, Fig. 5).",
-    )
-    rules = [size.rule(kind) for kind in ("sgd", "adam", "kfac", "foof")]
-    panels, comparisons = {}, []
-    tasks = {name: size.task(context, name) for name in size.pair}
-    ratios = _ratios(context, size, tasks[size.pair[0]], ("kfac", "foof"))
-    _time_table(context, report, "fig5-time.png", ratios)
-    for name, task in tasks.items():
-        panels[name] = tuned(context, task, rules)
-        _table(report, name, panels[name])
-        comparisons.append(Comparison(name, "KFAC", "FOOF", panels[name]))
-        _protocol(report, task, rules)
-    _curves(context, report, "fig5.png", panels)
+    report = Report.of("benzing2021-fig5")
+    ratios, comparisons = _against_time(context, report, size, "fig5", ("kfac", "foof"), ("KFAC", "FOOF"))
     speed = ratios[f"KFAC (T={T})"] / ratios[f"FOOF (T={T})"]
     report.verdict = _verdict(
         comparisons,
@@ -366,14 +339,10 @@ def fig5(context: Context) -> Report:
 def fig9(context: Context) -> Report:
     """Fisher and gradient of the same batch, or of two."""
     size = SIZES[context.scale]
-    report = Report(
-        "benzing2021-fig9: one batch or two for Fisher and gradient",
-        claim="Natural gradients are better when Fisher and gradient are estimated on independent batches than on the "
-        "same one (Benzing 2021, appendix E.5, Fig. 9 and 10).",
-    )
+    report = Report.of("benzing2021-fig9")
     base = size.rule("ng")
-    apart = replace(base, title="independent batches", refresh=1, fisher=size.batch)
-    same = replace(base, title="the same batch", refresh=1, fisher=0)
+    apart = size.rule("ng", "independent batches", refresh=1, fisher=size.batch)
+    same = size.rule("ng", "the same batch", refresh=1, fisher=0)
     panels, comparisons = {}, []
     for name in size.single:
         task = size.task(context, name, size.short)
@@ -381,13 +350,12 @@ def fig9(context: Context) -> Report:
         found = {rule.title: by_damping(context, task, rule) for rule in (apart, same)}
         _table(report, name, {f"{title}, {d:g}": f for title, some in found.items() for d, f in some.items()})
         panels[f"{name}: training loss"] = {
-            title: (list(some), [finals.losses for finals in some.values()]) for title, some in found.items()
+            title: (list(some), [one.values("loss") for one in some.values()]) for title, some in found.items()
         }
         for damping in base.seconds:
             pair = {title: some[damping] for title, some in found.items()}
             comparisons.append(Comparison(f"{name}, damping {damping:g}", same.title, apart.title, pair))
-    figures.lines(context.folder / "fig9.png", panels, "damping")
-    report.add_figure("fig9.png", "Training loss at each damping with its best lr, mean and standard error.")
+    report.draw(context.folder / "fig9.png", figures.lines, panels, "damping")
     report.verdict = _verdict(comparisons, [c.lower for c in comparisons])
     report.settings["Fisher"] = f"of {size.batch} images with one sampled label each, refreshed in every step"
     return report
@@ -396,16 +364,11 @@ def fig9(context: Context) -> Report:
 def conv(context: Context) -> Report:
     """The four findings of section 4, on a small convolutional network."""
     size = SIZES[context.scale]
-    report = Report(
-        "benzing2021-conv: the same on a convolutional network",
-        claim="In convolutional networks too, (1) natural gradients are efficiently computable, (2) they are "
-        "significantly outperformed by KFAC, (3) KFAC's factor of the inputs is FOOF's, and (4) FOOF performs as well "
-        "as KFAC or better (Benzing 2021, section 4).",
-    )
+    report = Report.of("benzing2021-conv")
     rules = [size.rule(kind, where="conv") for kind in ("sgd", "adam", "kfac", "ng", "foof")]
     panels, comparisons, held, words = {}, [], [], []
     for name in size.single[:1]:
-        task = replace(size.task(context, name, size.short), widths=None, large=context.scale == "paper")
+        task = size.task(context, name, size.short, "cnn")
         _protocol(report, task, rules)
         ratios = _ratios(context, size, task, ("ng", "kfac", "foof"))
         _time_table(context, report, "conv-time.png", ratios)
@@ -429,10 +392,6 @@ def _input_factors_differ(task: Task) -> float:
     for make in (KFAC, FOOF):
         model = task.model(0)
         optimizer = make(model, lr=0.0)
-        outputs = model(task.data.train_x[: task.batch])
-        if isinstance(optimizer, KFAC):
-            optimizer.observe(outputs)
-        F.cross_entropy(outputs, task.data.train_y[: task.batch]).backward()
-        optimizer.step()
-        factors.append([optimizer.state[layer.owner]["input_moment"] for layer in optimizer.layers])
+        next(steps(model, [optimizer], task.batches(iter([torch.arange(task.size)]))))
+        factors.append([optimizer.state[layer.owner]["input_moment"] for layer in layers_of(optimizer)])
     return max(float(torch.dist(a, b) / b.norm()) for a, b in zip(*factors))

@@ -122,12 +122,12 @@ def _check_optimizer(name: str, model: Any, network: str) -> None:
     """Refuses an optimizer that cannot train a network; what it warns of is said when it does."""
     import warnings
 
-    from bayesgrad_lab.methods import Amounts, method
+    from bayesgrad_lab.methods import Setup, method
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            method(name).build(model, method(name).lr, Amounts(1), 0.0)
+            method(name).of(model, Setup(method(name).lr))
         except ValueError as error:
             raise ValueError(f"{name} cannot train {network}: {error}") from None
 
@@ -170,11 +170,12 @@ def _run(arguments: argparse.Namespace, command: str) -> None:
 
 def _compare(arguments: argparse.Namespace, command: str) -> None:
     from bayesgrad_lab import datasets, figures, networks
-    from bayesgrad_lab.methods import METHODS, method
+    from bayesgrad_lab.compare import SCORES, Budget, compare, curves, table
+    from bayesgrad_lab.context import Context
+    from bayesgrad_lab.methods import METHODS
     from bayesgrad_lab.names import unknown
     from bayesgrad_lab.report import Report
-    from bayesgrad_lab.runner import Trial
-    from bayesgrad_lab.study import SCORES, Context, Search, compare, table
+    from bayesgrad_lab.task import Task
 
     names = list(dict.fromkeys(name.strip() for name in arguments.optimizers.split(",") if name.strip()))
     for name in names:
@@ -204,31 +205,23 @@ def _compare(arguments: argparse.Namespace, command: str) -> None:
 
     def carry_out(context: Context) -> Report:
         context.say(data.note)
-        search = (
-            Search((0.1, 1 / 3, 1.0, 3.0, 10.0), max(1, arguments.epochs // 3), None) if arguments.lr_search else None
-        )
+        factors = (0.1, 1 / 3, 1.0, 3.0, 10.0)
+        budget = Budget(factors, max(1, arguments.epochs // 3), None) if arguments.lr_search else None
         milestone = max(1, math.ceil(0.75 * arguments.epochs))
-        base = Trial(network, "", 0.0, 0, arguments.epochs, arguments.batch_size, (milestone,))
-        results = compare(context, data, names, base, search)
+        task = Task(data, network, arguments.epochs, arguments.batch_size, milestones=(milestone,))
+        results = compare(context, task, names, budget)
         report = Report(f"{network} on {data.name}")
         report.add_table(f"Test data, after {arguments.epochs} epochs", **table(results, SCORES))
-        panels = {
-            title: {
-                method(name).title: [[row[key] for row in history.rows] for history in finals.histories]
-                for name, finals in results.items()
-            }
-            for title, key in (("training loss", "train_loss"), ("test loss", "nll"), ("test error", "error"))
-        }
-        figures.curves(context.folder / "curves.png", panels)
+        panels = curves(results, {"training loss": "train_loss", "test loss": "nll", "test error": "error"})
         falls = f"; lr falls tenfold after epoch {milestone}" if milestone < arguments.epochs else ""
-        report.add_figure("curves.png", f"Mean and standard error over seeds{falls}. At most 2000 test examples.")
-        if search:
-            report.settings["search budget"] = search.words()
+        words = f"Mean and standard error over seeds{falls}. At most 2000 test examples."
+        report.draw(context.folder / "curves.png", figures.curves, panels, caption=words)
+        if budget:
+            report.settings["search budget"] = budget.words()
             rows = [
-                [method(name).title, *(f"{lr:.2g}: {nll:.3f}" for lr, nll in finals.tried.items())]
-                for name, finals in results.items()
+                [one.title, *(f"{lr:.2g}: {nll:.3f}" for (lr,), nll in one.tried.items())] for one in results.values()
             ]
-            columns = ["optimizer", *(f"{factor:.2g} x usual" for factor in search.factors)]
+            columns = ["optimizer", *(f"{factor:.2g} x usual" for factor in budget.factors)]
             report.add_table("Validation NLL of each lr tried", columns, rows)
         return report
 
@@ -240,8 +233,8 @@ def _carry_out(arguments: argparse.Namespace, folder: Path, settings: dict[str, 
     """Runs `work` in its folder, with progress, and leaves a report."""
     from rich.console import Console
 
-    from bayesgrad_lab.runner import run_folder, versions
-    from bayesgrad_lab.study import Context
+    from bayesgrad_lab.context import Context
+    from bayesgrad_lab.store import run_folder, versions
 
     _check_device(arguments.device)
     console = Console()
@@ -333,7 +326,7 @@ def _report(arguments: argparse.Namespace, command: str) -> None:
     import shutil
 
     from bayesgrad_lab.report import load, markdown, render
-    from bayesgrad_lab.runner import write_atomically
+    from bayesgrad_lab.store import write_atomically
 
     reports = [(load(folder), folder) for folder in arguments.runs]
     names = [report.settings.get("experiment", folder.name) for report, folder in reports]

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 SPLIT_SEED = 0
 
@@ -46,19 +50,18 @@ class Dataset:
         chosen = torch.randperm(len(self.train_x), generator=torch.Generator().manual_seed(seed))[:count]
         return replace(self, train_x=self.train_x[chosen], train_y=self.train_y[chosen])
 
-    def validation(self, fraction: float = 0.2) -> Dataset:
+    def validation(self, fraction: float = 0.2) -> Self:
         """A data set whose test part is held out of this one's training part; the test part is out of reach."""
+        return self.held_out(fraction, SPLIT_SEED + 1)
+
+    def held_out(self, fraction: float, seed: int) -> Self:
+        """The same, by a random choice that is a function of the seed."""
         count = int(fraction * len(self.train_x))
         if count < 1:
             raise ValueError(
                 f"{len(self.train_x)} training examples are too few for a validation split: use at least 5."
             )
-        order = torch.randperm(len(self.train_x), generator=torch.Generator().manual_seed(SPLIT_SEED + 1))
+        order = torch.randperm(len(self.train_x), generator=torch.Generator().manual_seed(seed))
         held, kept = order[:count], order[count:]
-        return replace(
-            self,
-            train_x=self.train_x[kept],
-            train_y=self.train_y[kept],
-            test_x=self.train_x[held],
-            test_y=self.train_y[held],
-        )
+        x, y = self.train_x, self.train_y
+        return replace(self, train_x=x[kept], train_y=y[kept], test_x=x[held], test_y=y[held])

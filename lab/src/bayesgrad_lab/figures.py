@@ -22,6 +22,13 @@ def _few_decades(axis: Any) -> None:
         axis.set_minor_locator(NullLocator())
 
 
+def _fit_scale(axis: Any, values: np.ndarray) -> None:
+    """A logarithmic vertical axis for positive values that differ by more than a factor of ten."""
+    if len(values) and values.min() > 0 and values.max() / values.min() > 10:
+        axis.set_yscale("log")
+        _few_decades(axis.yaxis)
+
+
 def curves(path: Path, panels: Mapping[str, Mapping[str, Sequence[Sequence[float]]]], xlabel: str = "epoch") -> None:
     """One panel for each title, in it a line for each name: the mean over runs, and a band of one standard error.
 
@@ -40,10 +47,7 @@ def curves(path: Path, panels: Mapping[str, Mapping[str, Sequence[Sequence[float
                 error = values.std(0, ddof=1) / np.sqrt(len(values))
                 axis.fill_between(x, mean - error, mean + error, color=colour, alpha=0.18, lw=0)
         axis.set(title=title, xlabel=xlabel)
-        flat = np.concatenate([np.ravel(runs) for runs in lines.values()])
-        if len(flat) and flat.min() > 0 and flat.max() / flat.min() > 10:
-            axis.set_yscale("log")
-            _few_decades(axis.yaxis)
+        _fit_scale(axis, np.concatenate([np.ravel(runs) for runs in lines.values()]))
         axis.xaxis.get_major_locator().set_params(integer=True)
     handles = list({line.get_label(): line for axis in axes for line in axis.get_lines()}.values())
     axes[-1].legend(handles=handles, fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
@@ -81,9 +85,7 @@ def lines(
             axis.minorticks_off()
         else:
             _few_decades(axis.xaxis)
-        if shown and min(shown) > 0 and max(shown) / min(shown) > 10:
-            axis.set_yscale("log")
-            _few_decades(axis.yaxis)
+        _fit_scale(axis, np.array(shown))
         if marks and title in marks:
             axis.axvline(marks[title], color=PALETTE[7], lw=1, ls=":")
         axis.legend(fontsize=8, frameon=False)

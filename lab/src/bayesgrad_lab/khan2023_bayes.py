@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import cache
+from itertools import repeat
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ from bayesgrad.inference import (
     step,
 )
 from bayesgrad.inference.multimodal import MixtureLogDensity
-from bayesgrad_lab.khan2023_rows import normal
+from bayesgrad_lab.khan2023_rows import normal, walked
 
 D = torch.float64
 STEPS = 30
@@ -148,20 +149,22 @@ def mixture(point: bool) -> tuple[Node, list[Node], list]:
     return hidden, [shares, parts], factors
 
 
-def expectation_maximization() -> Tensor:
-    hidden, nodes, factors = mixture(point=True)
+def swept(point: bool) -> list[Node]:
+    """Nodes of parameters after all sweeps."""
+    hidden, nodes, factors = mixture(point)
     for _ in range(SWEEPS):
         step([hidden, *nodes], factors)
-    shares, parts = nodes
+    return nodes
+
+
+def expectation_maximization() -> Tensor:
+    shares, parts = swept(point=True)
     means, precisions = NormalWishart().unpack(parts.family.mode(parts.natural))
     return _listed(shares.family.mode(shares.natural), means, torch.linalg.inv(precisions))
 
 
 def message_passing() -> Tensor:
-    hidden, nodes, factors = mixture(point=False)
-    for _ in range(SWEEPS):
-        step([hidden, *nodes], factors)
-    shares, parts = nodes
+    shares, parts = swept(point=False)
     location, confidence, degrees, scale = NormalWishart().standard_parameters(parts.natural)
     covariances = torch.linalg.inv(scale) / degrees[:, None, None]
     return _listed(shares.natural[0] + 1, location, covariances, confidence, degrees)
@@ -262,11 +265,7 @@ def nonconjugate_messages() -> Tensor:
     node = Node(family, START)
     prior = Prior(node, family.of(torch.zeros(3, dtype=D), torch.ones(3, dtype=D)))
     factor = Expected(lambda mean: poisson_expected(mean[0], mean[1] - mean[0].square()), node)
-    path = []
-    for _ in range(STEPS):
-        step(node, [prior, factor])
-        path.append(torch.cat(node.natural))
-    return torch.stack(path)
+    return walked(node, repeat([prior, factor], STEPS), read=lambda: torch.cat(node.natural))
 
 
 def knowles_and_minka() -> Tensor:

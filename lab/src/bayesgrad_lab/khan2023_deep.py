@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +14,9 @@ from bayesgrad.families import Bernoulli, DiagonalGaussian, FixedGaussian, Gauss
 from bayesgrad.inference import Delta, Expected, LogDensity, Node, Prior, step
 from bayesgrad.inference.expectation import Expectation
 from bayesgrad.inference.multimodal import MixtureLogDensity
-from bayesgrad.optim import STE, AdaBayesFP, BayesBiNN, SpikeSlab
-from bayesgrad_lab.khan2023_rows import normal
+from bayesgrad.optim import STE, BayesBiNN, SpikeSlab
+from bayesgrad_lab import training
+from bayesgrad_lab.khan2023_rows import normal, walked
 
 D = torch.float64
 N, B, STEPS = 40, 10, 24
@@ -63,6 +63,11 @@ def losses(model: nn.Module) -> Loss:
     return of
 
 
+def minus(loss: Loss, x: Tensor, y: Tensor, reduce: Callable[[Tensor], Tensor] = torch.mean) -> Callable:
+    """The logarithm of a batch's density, as a function of all weights."""
+    return lambda w: -reduce(loss(w, x, y))
+
+
 def apart(model: nn.Module, vector: Tensor) -> dict[Tensor, Tensor]:
     """A vector's entries by parameter."""
     parts = vector.split([p.numel() for p in model.parameters()])
@@ -72,30 +77,13 @@ def apart(model: nn.Module, vector: Tensor) -> dict[Tensor, Tensor]:
 def trained(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    around: Callable[[int], Any] | None = None,
+    draws: Callable[[int], Any] | None = None,
     size: int = B,
     read: Callable[[], Tensor] | None = None,
-    hear: bool = False,
 ) -> Tensor:
-    """The path of the weights, or of what `read` gives, in a usual training loop."""
-    path = []
-    for t, (x, y) in enumerate(batches(size)):
-
-        def backward(x: Tensor = x, y: Tensor = y) -> None:
-            optimizer.zero_grad()
-            loss = cross_entropy(model(x), y)
-            if hear:
-                optimizer.observe(loss)  # pyright: ignore[reportAttributeAccessIssue]
-            loss.backward()
-
-        if around is None:
-            backward()
-        else:
-            with around(t):
-                backward()
-        optimizer.step()
-        path.append(flat(model) if read is None else read().clone())
-    return torch.stack(path)
+    """The path of the weights, or of what `read` gives, in the usual loop; `draws` gives the noise of a step."""
+    loop = training.steps(model, [optimizer], batches(size), cross_entropy, noise=draws)
+    return torch.stack([flat(model) if read is None else read().clone() for _ in loop])
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,19 +101,18 @@ class FixedDraws(Expectation):
 # --- SGD: a Gaussian with a fixed covariance, the delta method, batches, and momentum in its natural parameter ---
 
 
+def torchs(kind: Callable[..., torch.optim.Optimizer], *settings: Any, make: Callable = perceptron, **options: Any):
+    """The path of weights with an optimizer that takes parameters."""
+    model = make()
+    return trained(model, kind(model.parameters(), *settings, **options))
+
+
 def sgd() -> Tensor:
     model = perceptron()
-    loss, path = losses(model), []
+    loss = losses(model)
     node = Node(FixedGaussian(1.0), (flat(model),))
-    for x, y in batches():
-        step(node, [LogDensity(node, lambda w: -loss(w, x, y).mean(), Delta())], 0.3, momentum=0.9)  # noqa: B023
-        path.append(node.natural[0])
-    return torch.stack(path)
-
-
-def torchs_sgd() -> Tensor:
-    model = perceptron()
-    return trained(model, torch.optim.SGD(model.parameters(), 0.3, momentum=0.9))
+    steps = ([LogDensity(node, minus(loss, x, y), Delta())] for x, y in batches())
+    return walked(node, steps, 0.3, lambda: node.natural[0], momentum=0.9)
 
 
 # --- RMSprop and Adam ---
@@ -154,8 +141,7 @@ def adaptive(
     scale = Node(family, family.of(theta, torch.ones_like(theta)))
     for t, (x, y) in enumerate(batches(steps=steps), start=1):
         scale.natural = family.of(theta, -2 * scale.natural[1])
-        squares = LogDensity(scale, lambda w: -loss(w, x, y).mean(), Delta("gauss-newton"))  # noqa: B023
-        step(scale, [squares], (1 - beta2) / (1 - beta2**t))
+        step(scale, [LogDensity(scale, minus(loss, x, y), Delta("gauss-newton"))], (1 - beta2) / (1 - beta2**t))
         v = -2 * scale.natural[1] * (1.0 if debias else 1 - beta2**t)
         before, metric = metric, (v.sqrt() if root else v) + eps
         gaussian = FixedGaussian(metric)
@@ -163,7 +149,7 @@ def adaptive(
         momentum = beta1 * (1 - beta1 ** (t - 1)) / (1 - beta1**t)
         if before is not None:
             mean.previous = (mean.natural[0] - before * (theta - last),)
-        factor = LogDensity(mean, lambda w: -loss(w, x, y).mean(), Delta())  # noqa: B023
+        factor = LogDensity(mean, minus(loss, x, y), Delta())
         step(mean, [factor], lr * (1 - beta1) / (1 - beta1**t), momentum=momentum)
         theta, last = mean.family.mode(mean.natural), theta
         path.append(theta)
@@ -172,17 +158,6 @@ def adaptive(
 
 def adam() -> Tensor:
     return adaptive(0.05, 0.9, 0.99, 1e-8)
-
-
-def torchs_adam() -> Tensor:
-    model = perceptron()
-    return trained(model, torch.optim.Adam(model.parameters(), 0.05, (0.9, 0.99), 1e-8))
-
-
-def adabayes_limit() -> Tensor:
-    """AdaBayesFP for weights whose prior has no width: the same rule, with eps = 0."""
-    model = perceptron()
-    return trained(model, AdaBayesFP(model.parameters(), 0.05, sgd_lr=math.inf, betas=(0.9, 0.99)))
 
 
 # --- dropout: a spike and a slab ---
@@ -194,26 +169,25 @@ def masks(t: int) -> Tensor:
     return (torch.rand(2, dtype=D, generator=torch.Generator().manual_seed(t)) < KEEP).to(D)
 
 
-def dropout() -> Tensor:
-    """The slab alone, with gradients through the mask over its probability."""
-    model = linear()
-    loss, path = losses(model), []
-    family = DiagonalGaussian()
-    node = Node(family, family.of(flat(model), torch.ones(2, dtype=D)))
-    for t, (x, y) in enumerate(batches()):
-        z = masks(t)
-        factor = LogDensity(node, lambda w: -loss(z * w, x, y).mean() / KEEP, Delta())  # noqa: B023
-        step(node, [factor], 0.1)
-        path.append(node.moments[0])
-    return torch.stack(path)
-
-
 def spike_slab() -> Tensor:
     model = linear()
     options = {"keep": KEEP, "drop_inputs": True, "update": "newton", "betas": (0.0, 0.0), "eps": 0.0}
     optimizer = SpikeSlab(model, 0.1, hessian="exact", **options)
     (weight,) = model.parameters()
-    return trained(model, optimizer, lambda t: optimizer.sampled({weight: masks(t)}), hear=True)
+    return trained(model, optimizer, lambda t: {weight: masks(t)})
+
+
+def dropout() -> Tensor:
+    """The slab alone, with gradients through the mask over its probability."""
+    model = linear()
+    loss, family = losses(model), DiagonalGaussian()
+    node = Node(family, family.of(flat(model), torch.ones(2, dtype=D)))
+
+    def factor(z: Tensor, x: Tensor, y: Tensor) -> LogDensity:
+        return LogDensity(node, lambda w: -loss(z * w, x, y).mean() / KEEP, Delta())
+
+    steps = ([factor(masks(t), x, y)] for t, (x, y) in enumerate(batches()))
+    return walked(node, steps, 0.1, lambda: node.moments[0])
 
 
 def responsibility(precision: float) -> float:
@@ -225,29 +199,17 @@ def responsibility(precision: float) -> float:
     precisions = torch.stack([4 * torch.eye(2, dtype=D), precision * torch.eye(2, dtype=D)])
     family = MixtureOfGaussians(torch.tensor([KEEP, 1 - KEEP], dtype=D))
     node = Node(family, family.of(torch.stack([slab, spike]), precisions))
-    whole = MixtureLogDensity(node, lambda w: -loss(w, x, y).mean(), Delta()).message(node)
+    whole = MixtureLogDensity(node, minus(loss, x, y), Delta()).message(node)
     alone = Node(Gaussian(), Gaussian().of(slab, precisions[0]))
-    part = LogDensity(alone, lambda w: -loss(w, x, y).mean(), Delta()).message(alone)
+    part = LogDensity(alone, minus(loss, x, y), Delta()).message(alone)
     return max((a[0] - b).abs().max().item() for a, b in zip(whole, part))
 
 
 # --- a sign for each weight ---
 
 
-def ste(start: Tensor | None = None) -> Tensor:
-    """The derivative by the mean, taken at the sign: the delta method for signs."""
-    model = perceptron()
-    loss, path = losses(model), []
-    node = Node(Bernoulli(), (flat(model) if start is None else start,))
-
-    def straight(mean: Tensor) -> Tensor:
-        return mean + (torch.where(mean < 0, -1.0, 1.0) - mean).detach()
-
-    for x, y in batches():
-        factor = Expected(lambda mean: -loss(straight(mean[0]), x, y).mean(), node)  # noqa: B023
-        step(node, [factor], 0.05)
-        path.append(node.natural[0])
-    return torch.stack(path)
+def latent(optimizer: torch.optim.Optimizer, model: nn.Module, slot: str) -> Tensor:
+    return torch.cat([optimizer.state[p][slot].flatten() for p in model.parameters()])
 
 
 def ste_optimizer() -> Tensor:
@@ -257,8 +219,20 @@ def ste_optimizer() -> Tensor:
     return trained(model, optimizer, read=lambda: latent(optimizer, model, "latent"))
 
 
-def latent(optimizer: torch.optim.Optimizer, model: nn.Module, slot: str) -> Tensor:
-    return torch.cat([optimizer.state[p][slot].flatten() for p in model.parameters()])
+def ste(start: Tensor | None = None) -> Tensor:
+    """The derivative by the mean, taken at the sign: the delta method for signs."""
+    model = perceptron()
+    loss = losses(model)
+    node = Node(Bernoulli(), (flat(model) if start is None else start,))
+
+    def straight(mean: tuple) -> Tensor:
+        return mean[0] + (torch.where(mean[0] < 0, -1.0, 1.0) - mean[0]).detach()
+
+    def factor(log_density: Callable[[Tensor], Tensor]) -> Expected:
+        return Expected(lambda mean: log_density(straight(mean)), node)
+
+    steps = ([factor(minus(loss, x, y))] for x, y in batches())
+    return walked(node, steps, 0.05, lambda: node.natural[0])
 
 
 RELAXATION = 0.7
@@ -271,30 +245,6 @@ def uniform(t: int, like: Tensor) -> Tensor:
 def start_of(model: nn.Module) -> Tensor:
     """Weights over their root mean square in each tensor."""
     return torch.cat([(p / p.square().mean().sqrt()).detach().flatten() for p in model.parameters()])
-
-
-def bayes_binn() -> Tensor:
-    """The derivative by the mean of the loss at a relaxed draw; autograd finds the slopes s."""
-    model = perceptron()
-    loss, path = losses(model), []
-    node = Node(Bernoulli(), (start_of(model),))
-    for t, (x, y) in enumerate(batches()):
-        shift = torch.logit(uniform(t, node.natural[0])) / 2
-
-        def relaxed(mean: tuple, x: Tensor = x, y: Tensor = y, shift: Tensor = shift) -> Tensor:
-            return -loss(torch.tanh((torch.atanh(mean[0]) + shift) / RELAXATION), x, y).mean()
-
-        step(node, [Expected(relaxed, node, scale=N)], 0.05)
-        path.append(node.natural[0])
-    return torch.stack(path)
-
-
-def bayes_binn_optimizer() -> Tensor:
-    model = perceptron()
-    like = flat(model)
-    optimizer = BayesBiNN(model.parameters(), 0.05, num_data=N, relaxation=RELAXATION, eps=0.0, momentum=0.0)
-    around = lambda t: optimizer.sampled(noise=apart(model, uniform(t, like)))  # noqa: E731
-    return trained(model, optimizer, around, read=lambda: latent(optimizer, model, "natural"))
 
 
 # --- OGN, VOGN, and what comes before and after them ---
@@ -314,24 +264,16 @@ def gaussian(
 ) -> Tensor:
     """A diagonal Gaussian, with a factor for each example of a batch, or one for all of it; means and precisions."""
     model = make()
-    loss, path = losses(model), []
-    family, zero = DiagonalGaussian(), torch.zeros_like(flat(model))
+    loss, family, zero = losses(model), DiagonalGaussian(), torch.zeros_like(flat(model))
     node = Node(family, family.of(flat(model), zero + N + prior))
     priors = [Prior(node, family.of(zero, zero + prior))] if prior else []
-    for t, (x, y) in enumerate(batches(size, steps)):
-        rule = expectation(t)
-        if each:
-            pairs = list(zip(x.split(1), y.split(1)))
-            factors = [LogDensity(node, _minus(loss, a, b), rule, scale=N / size) for a, b in pairs]
-        else:
-            factors = [LogDensity(node, _minus(loss, x, y), rule, scale=N / size)]
-        step(node, [*priors, *factors], RHO, domain=domain)
-        path.append(torch.cat([node.moments[0], -2 * node.natural[1]]))
-    return torch.stack(path)
 
+    def factors(t: int, x: Tensor, y: Tensor) -> list:
+        rule, pairs = expectation(t), zip(x.split(1), y.split(1)) if each else [(x, y)]
+        return [LogDensity(node, minus(loss, a, b, torch.sum), rule, scale=N / size) for a, b in pairs]
 
-def _minus(loss: Loss, x: Tensor, y: Tensor) -> Callable[[Tensor], Tensor]:
-    return lambda w: -loss(w, x, y).sum()
+    every = ([*priors, *factors(t, x, y)] for t, (x, y) in enumerate(batches(size, steps)))
+    return walked(node, every, RHO, lambda: torch.cat([node.moments[0], -2 * node.natural[1]]), domain=domain)
 
 
 def variational(
@@ -340,23 +282,23 @@ def variational(
     make: Callable[[], nn.Module] = perceptron,
     size: int = B,
     drawn: bool = False,
-    hear: bool = False,
+    exact: bool = False,
     prior: float = 1.0,
 ) -> Tensor:
     """The same from an optimizer."""
     model = make()
     options: Mapping[str, Any] = {"hess_init": 1.0, "num_data": N, "prior_precision": prior, "betas": (0.0, 1 - RHO)}
-    if hear:
+    if exact:
         optimizer = kind(model.parameters(), RHO, hessian="exact", **options)
     else:
         optimizer = kind(model, RHO, **options)
-    around = (lambda t: optimizer.sampled(noise=apart(model, noise(t, model)))) if drawn else None
+    draws = (lambda t: apart(model, noise(t, model))) if drawn else None
 
     def read() -> Tensor:
         variance = optimizer.posterior(model).variance()
         return torch.cat([flat(model), *[1 / variance[name].flatten() for name, _ in model.named_parameters()]])
 
-    return trained(model, optimizer, around, size, read, hear)
+    return trained(model, optimizer, draws, size, read)
 
 
 def noise(t: int, model: nn.Module) -> Tensor:
@@ -370,3 +312,29 @@ def ogn() -> Tensor:
 def vogn() -> Tensor:
     model = perceptron()
     return gaussian(lambda t: FixedDraws(noise(t, model)), each=True)
+
+
+# --- BayesBiNN ---
+
+
+def bayes_binn_optimizer() -> Tensor:
+    model = perceptron()
+    like = flat(model)
+    optimizer = BayesBiNN(model.parameters(), 0.05, num_data=N, relaxation=RELAXATION, eps=0.0, momentum=0.0)
+    draws = lambda t: apart(model, uniform(t, like))  # noqa: E731
+    return trained(model, optimizer, draws, read=lambda: latent(optimizer, model, "natural"))
+
+
+def bayes_binn() -> Tensor:
+    """The derivative by the mean of the loss at a relaxed draw; autograd finds the slopes s."""
+    model = perceptron()
+    loss = losses(model)
+    node = Node(Bernoulli(), (start_of(model),))
+
+    def factor(t: int, x: Tensor, y: Tensor) -> Expected:
+        shift, value = torch.logit(uniform(t, node.natural[0])) / 2, minus(loss, x, y)
+        relaxed = lambda mean: value(torch.tanh((torch.atanh(mean[0]) + shift) / RELAXATION))  # noqa: E731
+        return Expected(relaxed, node, scale=N)
+
+    steps = ([factor(t, x, y)] for t, (x, y) in enumerate(batches()))
+    return walked(node, steps, 0.05, lambda: node.natural[0])

@@ -15,14 +15,15 @@ from bayesgrad.families import FixedGaussian, Gaussian, MixtureOfGaussians
 from bayesgrad.inference import Delta, Node, OutsideDomain, minimize, step
 from bayesgrad.inference.multimodal import MixtureLogDensity
 from bayesgrad_lab import figures
-from bayesgrad_lab.report import Report, outcome
-from bayesgrad_lab.study import Context, mean_and_error
+from bayesgrad_lab.context import Context
+from bayesgrad_lab.report import Report
+from bayesgrad_lab.results import less, mean_and_error, outcome, shown, sign
 
 Loss = Callable[[Tensor], Tensor]
 COMPONENTS, BOX = 6, 5.0
 STARTS = {"spread over the box": BOX, "close together": 0.5}  # half the side of where components begin
 TEMPERATURES = (1.0, 10.0, 100.0)  # the loss is divided by them: the entropy counts for more
-PRECISION = 1.0  # of each component at the start
+PRECISIONS = torch.eye(2, dtype=torch.float64).expand(COMPONENTS, 2, 2)  # of components at the start
 RADIUS = 0.1  # of what counts as having found a minimum, after polishing
 
 
@@ -91,8 +92,7 @@ def starts(seed: int, side: float) -> Tensor:
 def mixture(loss: Loss, seed: int, side: float, steps: int, temperature: float) -> dict[str, Tensor]:
     """The path of all components, (steps + 1, K, 2)."""
     family = MixtureOfGaussians(torch.full((COMPONENTS,), 1 / COMPONENTS, dtype=torch.float64))
-    precision = PRECISION * torch.eye(2, dtype=torch.float64).expand(COMPONENTS, 2, 2)
-    node = Node(family, family.of(starts(seed, side), precision))
+    node = Node(family, family.of(starts(seed, side), PRECISIONS))
     factor = MixtureLogDensity(node, lambda theta: -loss(theta) / temperature, Delta())
     path = [family.moments(node.natural)[1]]
     for _ in range(steps):
@@ -107,9 +107,7 @@ def mixture(loss: Loss, seed: int, side: float, steps: int, temperature: float) 
 
 def restarts(loss: Loss, seed: int, side: float, steps: int, temperature: float) -> dict[str, Tensor]:
     """Newton's method from each start by itself, with the same steps: one component has no neighbour."""
-    begin = starts(seed, side)
-    precision = PRECISION * torch.eye(2, dtype=torch.float64).expand(COMPONENTS, 2, 2)
-    node = Node(Gaussian(), Gaussian().of(begin, precision))
+    node = Node(Gaussian(), Gaussian().of(starts(seed, side), PRECISIONS))
     return {"path": _alone(lambda theta: loss(theta) / temperature, node, steps, 0.1)}
 
 
@@ -150,40 +148,28 @@ def multimodal(context: Context) -> Report:
             scores = {t: np.mean([measured(seed=10_000 + i, temperature=t) for i in range(tuning)]) for t in grid}
             best = chosen[name] = max(scores, key=lambda t: scores[t])
             counts[name] = [measured(seed=seed, temperature=best) for seed in range(finals)]
-            mean, error = mean_and_error(counts[name])
+            minima = f"{shown(mean_and_error(counts[name]), '.2f')} of {total}"
             share = np.mean([value == total for value in counts[name]])
-            rows.append(
-                [title, place, name, f"{best:g}", f"{mean:.2f} ± {error:.2f} of {total}", f"{100 * share:.0f} %"]
-            )
+            rows.append([title, place, name, f"{best:g}", minima, f"{100 * share:.0f} %"])
         for other in list(METHODS)[1:]:
-            gap, error = mean_and_error([a - b for a, b in zip(counts["mixture"], counts[other])])
-            verdicts.append(f"{title}, starts {place}: {gap:+.2f} ± {error:.2f} against {other}")
-            better.append(gap > 2 * max(error, 1e-9))
+            gap = less(counts["mixture"], counts[other])
+            verdicts.append(f"{title}, starts {place}: {shown(gap, '+.2f')} against {other}")
+            better.append(sign(gap) > 0)
         path = mixture(LOSSES[title], 0, STARTS[place], steps, chosen["mixture"])["path"]
         side = torch.linspace(-BOX - 1, BOX + 1, 121, dtype=torch.float64)
         x, y = torch.meshgrid(side, side, indexing="xy")
         height = torch.vmap(torch.vmap(LOSSES[title]))(torch.stack([x, y], -1))
         ground = (height - height.min() + 1).log().numpy()
         panels[f"{title}\n{place}"] = figures.Hills(side.numpy(), ground, path.numpy(), true_minima(title).numpy())
-    report = Report(
-        "khan2023-multimodal: several minima from one run",
-        claim="Components of a mixture can take responsibility for different minima, kept apart by the mixture's "
-        "entropy, so that one run of the rule finds several (Khan and Rue 2023, section 3.2; no figures are given "
-        f"there). Here: does it find more of them than {COMPONENTS} independent runs from the same starts, with as "
-        "many evaluations of gradients and Hessians?",
-        verdict=f"{outcome(better)}. Minima found by the mixture beyond those of others: "
-        + "; ".join(verdicts)
-        + f" ({finals} paired starts).",
+    report = Report.of("khan2023-multimodal")
+    report.verdict = (
+        f"{outcome(better)}. Minima found by the mixture beyond those of others: {'; '.join(verdicts)} "
+        f"({finals} paired starts)."
     )
     report.add_table(
         f"Distinct minima that {COMPONENTS} starts end in, after {steps} steps",
         ["loss", "starts", "method", "temperature", "minima found", "runs that found all"],
         rows,
     )
-    figures.hills(context.folder / "multimodal.png", panels)
-    report.add_figure(
-        "multimodal.png",
-        "Paths of the mixture's components from their starts (dots) to where they end (circles); crosses are the "
-        "minima. Shading is the logarithm of the loss.",
-    )
+    report.draw(context.folder / "multimodal.png", figures.hills, panels)
     return report

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from itertools import repeat
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bayesgrad.families import (
-    FixedGaussian,
-    Gaussian,
-    MixtureOfGaussians,
-)
-from bayesgrad.inference import (
-    Delta,
-    LogDensity,
-    Node,
-    step,
-)
+from bayesgrad.families import FixedGaussian, Gaussian, MixtureOfGaussians
+from bayesgrad.inference import Delta, Factor, LogDensity, Node, step
 from bayesgrad.inference.multimodal import MixtureLogDensity
+from bayesgrad_lab.khan2023_multimodal import himmelblau
 
 D = torch.float64
 
@@ -41,12 +35,12 @@ class Row:
 
     part: str
     algorithm: str
+    section: str
     candidate: str
     approximations: str
-    section: str
+    peer: str
     ours: Callable[[], Tensor]
     theirs: Callable[[], Tensor]
-    peer: str
     tolerance: float = 1e-9
 
 
@@ -82,56 +76,45 @@ def logistic_derivatives(theta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return theta - X.T @ (y * p), np.eye(4) + X.T @ ((p * (1 - p))[:, None] * X)
 
 
-def walked(node: Node, factor: LogDensity | MixtureLogDensity, rho: float, steps: int = STEPS) -> Tensor:
-    """The modes of a node, or of its components, on its way."""
+def walked(
+    node: Node,
+    steps: Iterable[Sequence[Factor]],
+    rho: float = 1.0,
+    read: Callable[[], Tensor] | None = None,
+    **options: Any,
+) -> Tensor:
+    """The path of a node's mode, or of what `read` gives, over steps, each of which has its factors."""
     path = []
-    for _ in range(steps):
-        step(node, [factor], rho, domain="raise")
-        family = node.family
-        several = isinstance(family, MixtureOfGaussians)
-        path.append(family.moments(node.natural)[1] if several else family.mode(node.natural))
+    for factors in steps:
+        step(node, factors, rho, **options)
+        path.append(node.family.mode(node.natural) if read is None else read())
     return torch.stack(path)
+
+
+def by_hand(direction: Callable[[np.ndarray, np.ndarray], np.ndarray], steps: int) -> Tensor:
+    """A path of weights that move against a direction, a function of gradient and Hessian, in NumPy."""
+    theta, path = np.zeros(4), []
+    for _ in range(steps):
+        theta = theta - direction(*logistic_derivatives(theta))
+        path.append(theta)
+    return torch.as_tensor(np.array(path))
+
+
+descent_by_hand = partial(by_hand, lambda gradient, hessian: 0.01 * gradient, STEPS)
+newton_by_hand = partial(by_hand, lambda gradient, hessian: np.linalg.solve(hessian, gradient), 8)
 
 
 def descent() -> Tensor:
     node = Node(FixedGaussian(1.0), (torch.zeros(4, dtype=D),))
-    return walked(node, LogDensity(node, log_joint(), Delta()), 0.01)
-
-
-def descent_by_hand() -> Tensor:
-    theta, path = np.zeros(4), []
-    for _ in range(STEPS):
-        theta = theta - 0.01 * logistic_derivatives(theta)[0]
-        path.append(theta)
-    return torch.as_tensor(np.array(path))
+    return walked(node, repeat([LogDensity(node, log_joint(), Delta())], STEPS), 0.01, domain="raise")
 
 
 def newton() -> Tensor:
     node = Node(Gaussian(), Gaussian().of(torch.zeros(4, dtype=D), torch.eye(4, dtype=D)))
-    return walked(node, LogDensity(node, log_joint(), Delta()), 1.0, 8)
-
-
-def newton_by_hand() -> Tensor:
-    theta, path = np.zeros(4), []
-    for _ in range(8):
-        gradient, hessian = logistic_derivatives(theta)
-        theta = theta - np.linalg.solve(hessian, gradient)
-        path.append(theta)
-    return torch.as_tensor(np.array(path))
-
-
-def himmelblau(theta: Tensor) -> Tensor:
-    x, y = theta[0], theta[1]
-    return (x**2 + y - 11).square() + (x + y**2 - 7).square()
+    return walked(node, repeat([LogDensity(node, log_joint(), Delta())], 8), domain="raise")
 
 
 STARTS = [[2.5, 2.5], [-2.5, 3.3], [-3.5, -3.5], [3.7, -2.2]]
-
-
-def multimodal() -> Tensor:
-    family = MixtureOfGaussians(torch.full((4,), 0.25, dtype=D))
-    node = Node(family, family.of(torch.tensor(STARTS, dtype=D), torch.eye(2, dtype=D).expand(4, 2, 2)))
-    return walked(node, MixtureLogDensity(node, lambda theta: -himmelblau(theta), Delta()), 0.2)
 
 
 def multimodal_by_hand() -> Tensor:
@@ -158,3 +141,10 @@ def multimodal_by_hand() -> Tensor:
         m, S = np.array(moved), np.array(sharper)
         path.append(m)
     return torch.as_tensor(np.array(path))
+
+
+def multimodal() -> Tensor:
+    family = MixtureOfGaussians(torch.full((4,), 0.25, dtype=D))
+    node = Node(family, family.of(torch.tensor(STARTS, dtype=D), torch.eye(2, dtype=D).expand(4, 2, 2)))
+    factor = MixtureLogDensity(node, lambda theta: -himmelblau(theta), Delta())
+    return walked(node, repeat([factor], STEPS), 0.2, lambda: family.moments(node.natural)[1], domain="raise")

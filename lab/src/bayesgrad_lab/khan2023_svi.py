@@ -15,18 +15,21 @@ from torch import Tensor
 
 from bayesgrad.models import LatentDirichlet
 from bayesgrad_lab import figures
+from bayesgrad_lab.context import Context
 from bayesgrad_lab.corpora import Corpus, associated_press, invented
-from bayesgrad_lab.report import Report, outcome
-from bayesgrad_lab.study import Context, mean_and_error
+from bayesgrad_lab.report import Report
+from bayesgrad_lab.results import less, mean_and_error, outcome, shown
 
 PRIORS = ((0.05, 0.05), (0.1, 0.1), (0.5, 0.1))  # of shares and of words, for each method to choose from
 BATCH, OFFSET, DECAY = 128, 10.0, 0.7
 TURNS, TOLERANCE = 100, 1e-3  # of a document
 SPLIT_SEED = 0
+STEPS = dict(learning_offset=OFFSET, learning_decay=DECAY, batch_size=BATCH)
+FIXED = dict(max_doc_update_iter=TURNS, mean_change_tol=TOLERANCE, **STEPS)  # for both packages, whose names are alike
 
 
 @dataclass(frozen=True)
-class Task:
+class Documents:
     """What is learned from, and judged by.
 
     Args:
@@ -52,44 +55,32 @@ def bound(documents: Any, topics: np.ndarray, prior: float) -> float:
     return float(judge.bound(documents, topics).sum() / documents.sum())
 
 
-def common(priors: tuple[float, float], passes: int, seed: int) -> dict[str, Any]:
-    """The options of both packages, under the names that they share."""
-    shares, words = priors
-    return dict(
-        doc_topic_prior=shares,
-        topic_word_prior=words,
-        learning_offset=OFFSET,
-        learning_decay=DECAY,
-        batch_size=BATCH,
-        max_doc_update_iter=TURNS,
-        mean_change_tol=TOLERANCE,
-        max_iter=passes,
-        random_state=seed,
-    )
-
-
-def ours(method: str, task: Task, *settings: Any) -> np.ndarray:
-    model = LatentDirichlet(task.topics, method=method, tol=0, progress=False, **common(*settings))
+def fitted(
+    make: Any, task: Documents, priors: tuple[float, float], passes: int, seed: int, **options: Any
+) -> np.ndarray:
+    """The topics of a model, of either package, by the options that they share and by others."""
+    shared = dict(doc_topic_prior=priors[0], topic_word_prior=priors[1], max_iter=passes, random_state=seed)
+    model = make(task.topics, **FIXED, **shared, **options)
     return model.fit(task.train).components_
 
 
-def theirs(method: str, task: Task, *settings: Any) -> np.ndarray:
+def theirs(method: str, *settings: Any) -> np.ndarray:
     from sklearn.decomposition import LatentDirichletAllocation
 
-    model = LatentDirichletAllocation(task.topics, learning_method=method, **common(*settings))
-    return model.fit(task.train).components_
+    return fitted(LatentDirichletAllocation, *settings, learning_method=method)
 
 
+ours = partial(fitted, LatentDirichlet, tol=0, progress=False)
 METHODS: dict[str, tuple[Callable[..., np.ndarray], bool]] = {  # and whether it sweeps
-    "SVI": (partial(ours, "svi"), False),
-    "batch VB": (partial(ours, "batch"), True),
+    "SVI": (partial(ours, method="svi"), False),
+    "batch VB": (partial(ours, method="batch"), True),
     "scikit-learn, online": (partial(theirs, "online"), False),
     "scikit-learn, batch": (partial(theirs, "batch"), True),
 }
 
 
 def trained(
-    context: Context, task: Task, name: str, priors: tuple[float, float], passes: int, seed: int
+    context: Context, task: Documents, name: str, priors: tuple[float, float], passes: int, seed: int
 ) -> dict[str, Tensor]:
     """The topics and the seconds of the processor that they took."""
 
@@ -104,7 +95,7 @@ def trained(
     return context.once(f"{plain}-{priors[0]:g}-{priors[1]:g}-{passes}-{seed}", compute)
 
 
-def tasks(context: Context) -> tuple[Corpus, Task]:
+def tasks(context: Context) -> tuple[Corpus, Documents]:
     """The corpus, split at random into training, validation and test documents."""
     if context.scale == "smoke":
         corpus, sizes, topics, passes, tuning = invented(), (10, 10), 4, ((1, 2), (1, 2)), (1, 1)
@@ -115,7 +106,9 @@ def tasks(context: Context) -> tuple[Corpus, Task]:
         sizes, topics, tuning = (246, 300), 100 if large else 20, (8, 16) if large else (3, 5)
     order = np.random.RandomState(SPLIT_SEED).permutation(corpus.counts.shape[0])
     a, b = sizes
-    return corpus, Task(corpus[order[a + b :]], corpus[order[:a]], corpus[order[a : a + b]], topics, passes, tuning)
+    return corpus, Documents(
+        corpus[order[a + b :]], corpus[order[:a]], corpus[order[a : a + b]], topics, passes, tuning
+    )
 
 
 def topics(context: Context) -> Report:
@@ -140,9 +133,8 @@ def topics(context: Context) -> Report:
             found = [trained(context, task, name, best, passes, seed) for seed in range(context.seeds)]
             times.append([float(run["seconds"]) for run in found])
             values.append([bound(task.test, run["topics"].numpy(), best[0]) for run in found])
-            mean, error = mean_and_error(values[-1])
-            taken = f"{np.mean(times[-1]):.1f}"
-            rows.append([name, f"{best[0]:g}, {best[1]:g}", f"{passes}", taken, f"{mean:.4f} ± {error:.4f}"])
+            cells = f"{passes}", f"{np.mean(times[-1]):.1f}", shown(mean_and_error(values[-1]), ".4f")
+            rows.append([name, f"{best[0]:g}, {best[1]:g}", *cells])
         curves[name] = ([float(np.mean(some)) for some in times], values)
         last[name], seconds[name] = values[-1], times[-1]
     verdicts, good = [], []
@@ -153,42 +145,33 @@ def topics(context: Context) -> Report:
         words = "does not reach" if reached is None else f"takes {reached:.1f} s to"
         verdicts.append(f"SVI {words} the last bound of {other}, which took {spent:.1f} s")
     for own, other in (("SVI", "scikit-learn, online"), ("batch VB", "scikit-learn, batch")):
-        gap, error = mean_and_error([a - b for a, b in zip(last[own], last[other])])
+        gap = shown(less(last[own], last[other]), "+.4f")
         ratio = float(np.mean(seconds[own]) / np.mean(seconds[other]))
-        verdicts.append(
-            f"{own} ends {gap:+.4f} ± {error:.4f} nats for each word from {other}, in {ratio:.2f} of its time"
-        )
-    report = Report(
-        "khan2023-svi: topics of documents from streams",
-        claim="Local variables that take whole steps and global ones that take small steps by batches make the rule "
-        "stochastic variational inference, which scales to large data (Khan and Rue 2023, section 5.3; no figures are "
-        "given there). Here: does a stream reach the bound of sweeps over all documents in less time, with "
-        f"{task.topics} topics on {task.train.shape[0]:,} documents, and how do both compare with scikit-learn?",
-        verdict=f"{outcome(good)}. By the bound on {task.test.shape[0]} held-out documents: "
-        + "; ".join(verdicts)
-        + f" ({context.seeds} paired seeds).",
+        verdicts.append(f"{own} ends {gap} nats for each word from {other}, in {ratio:.2f} of its time")
+    report = Report.of("khan2023-svi", topics=task.topics, documents=f"{task.train.shape[0]:,}")
+    report.verdict = (
+        f"{outcome(good)}. By the bound on {task.test.shape[0]} held-out documents: {'; '.join(verdicts)} "
+        f"({context.seeds} paired seeds)."
     )
     report.add_table(
         "Held-out bound for each word, ours for the topics of all methods",
         ["method", "priors of shares, words", "passes", "CPU seconds", "bound, nats for each word"],
         rows,
     )
-    shown = trained(context, task, "SVI", chosen["SVI"], task.passes[0][-1], 0)["topics"].numpy()
-    weight = shown.sum(1) / shown.sum()
+    first = trained(context, task, "SVI", chosen["SVI"], task.passes[0][-1], 0)["topics"].numpy()
+    weight = first.sum(1) / first.sum()
     listed = []
     for place in np.argsort(-weight):
-        words = [corpus.vocabulary[i] for i in np.argsort(-shown[place])[:10]]
+        words = [corpus.vocabulary[i] for i in np.argsort(-first[place])[:10]]
         listed.append([f"{100 * weight[place]:.1f} %", ", ".join(words)])
     report.add_table(
         "Topics of SVI, seed 0: their share of all words, and the ten most probable words", ["part", "words"], listed
     )
-    figures.lines(context.folder / "svi.png", {"held-out bound for each word, nats": curves}, "CPU seconds of training")
-    report.add_figure("svi.png", "The bound on held-out documents against time; one thread each.")
-    report.settings["protocol"] = (
-        f"{corpus.note}; {task.train.shape[0]} training documents, {task.validation.shape[0]} to choose priors (the "
-        f"same {len(PRIORS)} pairs for all, {task.tuning[0]} passes or {task.tuning[1]} sweeps, one seed), "
-        f"{task.test.shape[0]} to test; batches of {BATCH}, offset {OFFSET:g}, decay {DECAY:g}, at most {TURNS} "
-        f"iterations for a document, down to a mean change of {TOLERANCE:g}; times are CPU seconds of one thread, for "
-        "whole fits"
+    report.draw(
+        context.folder / "svi.png",
+        figures.lines,
+        {"held-out bound for each word, nats": curves},
+        "CPU seconds of training",
     )
+    report.add_protocol(corpus=corpus, task=task, pairs=len(PRIORS), **FIXED)
     return report

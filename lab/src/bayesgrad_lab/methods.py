@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from inspect import signature
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,110 +13,122 @@ from torch import nn
 
 from bayesgrad import optim
 from bayesgrad_lab.names import unknown
+from bayesgrad_lab.task import Task
 
 
 @dataclass(frozen=True)
-class Amounts:
-    """How much data a gradient is from.
+class Setup:
+    """What an optimizer is built for: hyper-parameters, and how much data a gradient is from.
 
     Args:
+        second: the value of a second hyper-parameter.
+        seed: of draws from beliefs.
         batch: examples of a gradient.
         losses_per_example: losses of an example (the positions of a sequence).
         examples: of the training set; None where that is not known yet.
-        seed: of draws from beliefs.
+        decay: the strength of L2 regularisation that SGD would have.
     """
 
-    batch: int
+    lr: float
+    second: float = 0.0
+    seed: int = 0
+    batch: int = 1
     losses_per_example: int = 1
     examples: int | None = None
-    seed: int = 0
+    decay: float = 0.0
 
     @property
-    def losses(self) -> int:
+    def batch_size(self) -> int:
+        """All losses of a batch."""
+        return self.batch * self.losses_per_example
+
+    @property
+    def num_data(self) -> int:
         """All losses of the training set, or of a batch where that is all that is known."""
         return self.losses_per_example * (self.examples or self.batch)
 
+    @property
+    def prior_precision(self) -> float:
+        """Of the prior that beside all losses is that L2 regularisation, or a weak one."""
+        return self.num_data * self.decay or 1.0
 
-Build = Callable[[nn.Module, float, Amounts, float], list[torch.optim.Optimizer]]
+    @property
+    def decoupled(self) -> float:
+        """Decoupled decay that matches SGD's at learning rate 0.1: lr * weight_decay = 0.1 * decay."""
+        return 0.1 * self.decay / self.lr
+
+
+Build = Callable[..., "torch.optim.Optimizer | list[torch.optim.Optimizer]"]  # of model, setup and options
 
 
 @dataclass(frozen=True)
 class Method:
-    """How one optimizer is built for a comparison.
+    """A way to train, and the values that a search may choose from.
 
     Args:
+        kind: its name, in names of files.
         title: for tables and legends.
-        lr: its usual learning rate, around which a search looks.
-        build: (model, lr, amounts, decay) -> optimizers that step together; `decay` is the strength of L2
-            regularisation that SGD would have, which each takes in its own way.
+        lrs: learning rates.
+        make: builds the optimizer, or several that step together.
+        second: what `seconds` are values of.
+        options: further arguments of `make`.
     """
 
+    kind: str
     title: str
-    lr: float
-    build: Build
+    lrs: tuple[float, ...]
+    make: Build
+    second: str = ""
+    seconds: tuple[float, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def lr(self) -> float:
+        """The usual learning rate, in the middle of those of a search."""
+        return self.lrs[len(self.lrs) // 2]
+
+    @property
+    def seeks(self) -> list[tuple[float, ...]]:
+        """All pairs of a learning rate and a second hyper-parameter, or the learning rates alone."""
+        return [(lr, *rest) for lr in self.lrs for rest in (zip(self.seconds) if self.seconds else [()])]
+
+    def named(self, setting: tuple[float, ...]) -> dict[str, float]:
+        """The hyper-parameters of a setting, by name."""
+        return dict(zip(("lr", self.second), setting))
+
+    def build(self, model: nn.Module, task: Task, lr: float, seed: int, second: float = 0.0) -> list[Any]:
+        """The optimizers of a network for a task; all step together."""
+        amounts = task.size, task.losses_per_example, len(task.data.train_x)
+        return self.of(model, Setup(lr, second, seed, *amounts, task.decay))
+
+    def of(self, model: nn.Module, setup: Setup) -> list[Any]:
+        found = self.make(model, setup, **self.options)
+        return found if isinstance(found, list) else [found]
 
 
-def _simple(make: Callable[..., torch.optim.Optimizer], **fixed: Any):
-    """L2 regularisation in the gradient."""
-    return lambda model, lr, amounts, decay: [make(model.parameters(), lr=lr, weight_decay=decay, **fixed)]
+def built(make: Any, **arguments: Any) -> Build:
+    """Builds an optimizer of the model, or of its parameters, with arguments that may be functions of the setup."""
+    layers = "model" in signature(make).parameters
 
-
-def _decoupled(make: Callable[..., torch.optim.Optimizer], **fixed: Any):
-    """Decoupled decay that matches SGD's at learning rate 0.1: lr * weight_decay = 0.1 * decay."""
-    return lambda model, lr, amounts, decay: [make(model.parameters(), lr=lr, weight_decay=0.1 * decay / lr, **fixed)]
-
-
-def _adabayes(make: Callable[..., torch.optim.Optimizer], **fixed: Any):
-    """As `_decoupled`, with sgd_lr = 100 lr, the ratio of the paper: a search moves both."""
-
-    def build(model: nn.Module, lr: float, amounts: Amounts, decay: float) -> list[torch.optim.Optimizer]:
-        batch_size = amounts.batch * amounts.losses_per_example
-        return _decoupled(make, sgd_lr=100 * lr, batch_size=batch_size, **fixed)(model, lr, amounts, decay)
-
-    return build
-
-
-def _layerwise(make: Callable[..., torch.optim.Optimizer], **fixed: Any):
-    """As `_decoupled`, for rules that take the model."""
-    return lambda model, lr, amounts, decay: [
-        make(model, lr=lr, losses_per_example=amounts.losses_per_example, weight_decay=0.1 * decay / lr, **fixed)
-    ]
-
-
-def _prior(amounts: Amounts, decay: float) -> dict[str, Any]:
-    """The prior whose precision beside all losses is that L2 regularisation, or a weak one."""
-    return dict(num_data=amounts.losses, prior_precision=amounts.losses * decay or 1.0, seed=amounts.seed)
-
-
-def _gauss_newton(make: Callable[..., torch.optim.Optimizer], **fixed: Any) -> Build:
-    return lambda model, lr, amounts, decay: [
-        make(model, lr=lr, losses_per_example=amounts.losses_per_example, **_prior(amounts, decay), **fixed)
-    ]
-
-
-def _ivon(model: nn.Module, lr: float, amounts: Amounts, decay: float) -> list[torch.optim.Optimizer]:
-    """With a Hessian that moves within a few thousand steps."""
-    prior = _prior(amounts, decay)
-    return [optim.IVON(model.parameters(), lr=lr, betas=(0.9, 0.9995), **prior)]
-
-
-def _filtered(make: Callable[..., torch.optim.Optimizer], **fixed: Any) -> Build:
-    """As `_layerwise`, for filters, which ask how many losses a gradient is the mean of."""
-
-    def build(model: nn.Module, lr: float, amounts: Amounts, decay: float) -> list[torch.optim.Optimizer]:
-        counts = dict(
-            batch_size=amounts.batch * amounts.losses_per_example,
-            losses_per_example=amounts.losses_per_example,
-            seed=amounts.seed,
-        )
-        return [make(model, lr=lr, weight_decay=0.1 * decay / lr, **counts, **fixed)]
+    def build(model: nn.Module, setup: Setup, **options: Any) -> torch.optim.Optimizer:
+        every = {**arguments, **options}
+        given = {name: value(setup) if callable(value) else value for name, value in every.items()}
+        return make(model if layers else model.parameters(), lr=setup.lr, **given)
 
     return build
 
 
-def _kalman(model: nn.Module, lr: float, amounts: Amounts, decay: float) -> list[torch.optim.Optimizer]:
-    batch_size = amounts.batch * amounts.losses_per_example
-    return _decoupled(optim.KalmanMomentum, batch_size=batch_size)(model, lr, amounts, decay)
+def of_setup(*names: str) -> dict[str, Callable[[Setup], Any]]:
+    """Arguments that are properties of the setup with the same name."""
+    return {name: attrgetter(name) for name in names}
+
+
+L2 = {"weight_decay": attrgetter("decay")}  # in the gradient
+DECOUPLED = {"weight_decay": attrgetter("decoupled")}
+PAPER_RATIO = {"sgd_lr": lambda setup: 100 * setup.lr}  # of Aitchison 2020: a search moves both
+POSITIONS = of_setup("losses_per_example")
+GRADIENT = of_setup("batch_size", "seed")  # of filters, which ask how many losses a gradient is the mean of
+VARIATIONAL = of_setup("num_data", "prior_precision", "seed")
 
 
 def soap() -> Callable[..., torch.optim.Optimizer]:
@@ -126,43 +140,49 @@ def soap() -> Callable[..., torch.optim.Optimizer]:
     return SOAP
 
 
-def _muon(model: nn.Module, lr: float, amounts: Amounts, decay: float) -> list[torch.optim.Optimizer]:
+def _muon(model: nn.Module, setup: Setup) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the network, AdamW at a twentieth of its rate elsewhere, as its authors advise."""
     outer = ("tokens", "positions", "out")
     inner = [p for name, p in model.named_parameters() if p.dim() == 2 and not name.startswith(outer)]
     chosen = {id(p) for p in inner}
     rest = [p for p in model.parameters() if id(p) not in chosen]
-    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, lr=lr / 20, weight_decay=2 * decay / lr)]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(rest, lr=setup.lr / 20, weight_decay=20 * setup.decoupled)
+    ]
     if inner:
-        optimizers.append(torch.optim.Muon(inner, lr=lr, weight_decay=0.1 * decay / lr))
+        optimizers.append(torch.optim.Muon(inner, lr=setup.lr, weight_decay=setup.decoupled))
     return optimizers
 
 
-# Those of OGN, VOGN and IVON were chosen on validation data: see docs/results/khan2023-uncertainty.md.
-METHODS: dict[str, Method] = {
-    "sgd": Method("SGD", 0.1, _simple(torch.optim.SGD, momentum=0.9)),
-    "adam": Method("Adam", 1e-3, _simple(torch.optim.Adam)),
-    "adam99": Method("Adam (β₁ 0.99)", 1e-3, _simple(torch.optim.Adam, betas=(0.99, 0.999))),
-    "adagrad": Method("AdaGrad", 1e-2, _simple(torch.optim.Adagrad)),
-    "amsgrad": Method("AMSGrad", 1e-3, _simple(torch.optim.Adam, amsgrad=True)),
-    "amsgrad99": Method("AMSGrad (β₁ 0.99)", 1e-3, _simple(torch.optim.Adam, amsgrad=True, betas=(0.99, 0.999))),
-    "adabound": Method("AdaBound", 1e-3, _simple(optim.AdaBound)),
-    "amsbound": Method("AMSBound", 1e-3, _simple(optim.AMSBound)),
-    "adamw": Method("AdamW", 1e-3, _decoupled(torch.optim.AdamW)),
-    "adabayes": Method("AdaBayes", 1e-3, _adabayes(optim.AdaBayes)),
-    "adabayes-paper": Method("AdaBayes (follow_lr=False)", 1e-3, _adabayes(optim.AdaBayes, follow_lr=False)),
-    "adabayesfp": Method("AdaBayesFP", 1e-3, _adabayes(optim.AdaBayesFP)),
-    "kalmanmomentum": Method("KalmanMomentum", 1e-3, _kalman),
-    "kronecker": Method("KroneckerFilter", 1e-3, _filtered(optim.KroneckerFilter)),
-    "kroneckerfp": Method("KroneckerFilterFP", 1e-3, _filtered(optim.KroneckerFilterFP)),
-    "foof": Method("FOOF", 0.3, _layerwise(optim.FOOF)),
-    "kfac": Method("KFAC", 0.03, _layerwise(optim.KFAC)),
-    "naturalgradient": Method("NaturalGradient", 0.1, _layerwise(optim.NaturalGradient)),
-    "ogn": Method("OGN", 0.3, _gauss_newton(optim.OGN)),
-    "vogn": Method("VOGN", 0.3, _gauss_newton(optim.VOGN)),
-    "ivon": Method("IVON", 0.3, _ivon),
-    "muon": Method("Muon", 2e-2, _muon),
-}
+_ADAM, _ADABAYES = torch.optim.Adam, {**GRADIENT, **PAPER_RATIO, **DECOUPLED}
+_SLOW = {"betas": (0.9, 0.9995)}  # a Hessian that moves within a few thousand steps
+
+# Learning rates of OGN, VOGN and IVON were chosen on validation data: see docs/results/khan2023-uncertainty.md.
+_ROWS: Sequence[tuple[str, str, float, Build]] = (
+    ("sgd", "SGD", 0.1, built(torch.optim.SGD, momentum=0.9, **L2)),
+    ("adam", "Adam", 1e-3, built(_ADAM, **L2)),
+    ("adam99", "Adam (β₁ 0.99)", 1e-3, built(_ADAM, betas=(0.99, 0.999), **L2)),
+    ("adagrad", "AdaGrad", 1e-2, built(torch.optim.Adagrad, **L2)),
+    ("amsgrad", "AMSGrad", 1e-3, built(_ADAM, amsgrad=True, **L2)),
+    ("amsgrad99", "AMSGrad (β₁ 0.99)", 1e-3, built(_ADAM, amsgrad=True, betas=(0.99, 0.999), **L2)),
+    ("adabound", "AdaBound", 1e-3, built(optim.AdaBound, **L2)),
+    ("amsbound", "AMSBound", 1e-3, built(optim.AMSBound, **L2)),
+    ("adamw", "AdamW", 1e-3, built(torch.optim.AdamW, **DECOUPLED)),
+    ("adabayes", "AdaBayes", 1e-3, built(optim.AdaBayes, **_ADABAYES)),
+    ("adabayes-paper", "AdaBayes (follow_lr=False)", 1e-3, built(optim.AdaBayes, follow_lr=False, **_ADABAYES)),
+    ("adabayesfp", "AdaBayesFP", 1e-3, built(optim.AdaBayesFP, **_ADABAYES)),
+    ("kalmanmomentum", "KalmanMomentum", 1e-3, built(optim.KalmanMomentum, **GRADIENT, **DECOUPLED)),
+    ("kronecker", "KroneckerFilter", 1e-3, built(optim.KroneckerFilter, **GRADIENT, **POSITIONS, **DECOUPLED)),
+    ("kroneckerfp", "KroneckerFilterFP", 1e-3, built(optim.KroneckerFilterFP, **GRADIENT, **POSITIONS, **DECOUPLED)),
+    ("foof", "FOOF", 0.3, built(optim.FOOF, **POSITIONS, **DECOUPLED)),
+    ("kfac", "KFAC", 0.03, built(optim.KFAC, **POSITIONS, **DECOUPLED)),
+    ("naturalgradient", "NaturalGradient", 0.1, built(optim.NaturalGradient, **POSITIONS, **DECOUPLED)),
+    ("ogn", "OGN", 0.3, built(optim.OGN, **POSITIONS, **VARIATIONAL)),
+    ("vogn", "VOGN", 0.3, built(optim.VOGN, **POSITIONS, **VARIATIONAL)),
+    ("ivon", "IVON", 0.3, built(optim.IVON, **_SLOW, **VARIATIONAL)),
+    ("muon", "Muon", 2e-2, _muon),
+)
+METHODS = {kind: Method(kind, title, (lr,), build) for kind, title, lr, build in _ROWS}
 
 
 def method(name: str) -> Method:

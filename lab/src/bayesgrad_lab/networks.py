@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -138,13 +140,29 @@ class GPT(nn.Module):
         return self.out(self.norm(hidden))
 
 
-def _mlp(data: Dataset, large: bool) -> nn.Module:
-    width, size = (1000 if large else 100), math.prod(data.train_x.shape[1:])
-    hidden = [nn.Linear(size, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
-    return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(width, data.classes))
+Widths = tuple[int, ...] | None
 
 
-def _cnn(data: Dataset, large: bool) -> nn.Module:
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """What is drawn inside is a function of the seed alone; the global generator is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def perceptron(sizes: Sequence[int]) -> nn.Sequential:
+    """Linear layers between these sizes, with rectifiers in between."""
+    layers = [part for pair in pairwise(sizes) for part in (nn.Linear(*pair), nn.ReLU())]
+    return nn.Sequential(*layers[:-1])
+
+
+def _mlp(data: Dataset, large: bool, widths: Widths) -> nn.Module:
+    hidden = (1000 if large else 100,) * 2 if widths is None else widths
+    return nn.Sequential(nn.Flatten(), *perceptron((math.prod(data.train_x.shape[1:]), *hidden, data.classes)))
+
+
+def _cnn(data: Dataset, large: bool, widths: Widths) -> nn.Module:
     width, channels = (32 if large else 16), data.train_x.shape[1]
     return nn.Sequential(
         nn.Conv2d(channels, width, 3, padding=1),
@@ -158,26 +176,26 @@ def _cnn(data: Dataset, large: bool) -> nn.Module:
     )
 
 
-def _resnet(data: Dataset, large: bool) -> nn.Module:
+def _resnet(data: Dataset, large: bool, widths: Widths) -> nn.Module:
     channels = data.train_x.shape[1]
     if large:
         return ResNet(channels, data.classes, (3, 4, 6, 3), 64)
-    return ResNet(channels, data.classes, (1, 1, 1), 16, 1 + (data.train_x.shape[2] >= 28))
+    return ResNet(channels, data.classes, (1, 1, 1), (widths or (16,))[0], 1 + (data.train_x.shape[2] >= 28))
 
 
-def _densenet(data: Dataset, large: bool) -> nn.Module:
+def _densenet(data: Dataset, large: bool, widths: Widths) -> nn.Module:
     channels = data.train_x.shape[1]
     if large:
         return DenseNet(channels, data.classes, (6, 12, 24, 16), 32)
     return DenseNet(channels, data.classes, (3, 3), 8, 1 + (data.train_x.shape[2] >= 28))
 
 
-def _gpt(data: Dataset, large: bool) -> nn.Module:
+def _gpt(data: Dataset, large: bool, widths: Widths) -> nn.Module:
     size = dict(width=384, depth=6, heads=6) if large else dict(width=64, depth=2, heads=4)
     return GPT(data.classes, data.train_x.shape[1], **size)
 
 
-NETWORKS: dict[str, tuple[Callable[[Dataset, bool], nn.Module], tuple[str, ...]]] = {
+NETWORKS: dict[str, tuple[Callable[[Dataset, bool, Widths], nn.Module], tuple[str, ...]]] = {
     "mlp": (_mlp, ("image", "table")),
     "cnn": (_cnn, ("image",)),
     "resnet": (_resnet, ("image",)),
@@ -186,17 +204,23 @@ NETWORKS: dict[str, tuple[Callable[[Dataset, bool], nn.Module], tuple[str, ...]]
 }
 
 
-def build(name: str, data: Dataset, seed: int, large: bool = False) -> nn.Module:
-    """The network of that name for a data set, its weights a function of the seed alone."""
+def build(name: str, data: Dataset, seed: int, large: bool = False, widths: Widths = None) -> nn.Module:
+    """The network of that name for a data set, its weights a function of the seed alone.
+
+    Args:
+        large: in the size of the papers.
+        widths: of the hidden layers of a perceptron, or the channels of a ResNet's first stage, where they are others.
+    """
     if name not in NETWORKS:
         raise unknown("model", name, NETWORKS)
     make, kinds = NETWORKS[name]
     if data.kind not in kinds:
         fitting = ", ".join(other for other, (_, kinds) in NETWORKS.items() if data.kind in kinds)
         raise ValueError(f"{name} takes {' or '.join(kinds)} data, but {data.name} is {data.kind} data; use {fitting}.")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = make(data, large)
+    with seeded(seed):
+        model = make(data, large, widths)
+    if data.train_x.is_floating_point():
+        model = model.to(data.train_x.dtype)
     try:
         with torch.no_grad():
             model.eval()(data.train_x[:1])

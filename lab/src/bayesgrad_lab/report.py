@@ -5,20 +5,16 @@ from __future__ import annotations
 import base64
 import html
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bayesgrad_lab.runner import read_json, write_atomically, write_json
+from bayesgrad_lab import catalogue
+from bayesgrad_lab.store import read_json, write_atomically, write_json
 
 UNRESOLVED = "not resolved at this size"
 NO_VERDICT = "Smoke run: no verdict."
-
-
-def outcome(held: Sequence[bool]) -> str:
-    """How much of a claim holds, in the words that a verdict begins with."""
-    return "Holds" if all(held) else "Holds in part" if any(held) else "Does not hold"
 
 
 @dataclass
@@ -43,11 +39,33 @@ class Report:
     settings: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, experiment: str, **values: Any) -> Report:
+        """A report with the title and the claim of an experiment; `values` are for braces in the claim."""
+        entry = catalogue.read()[experiment]
+        return cls(entry["title"], entry["claim"].format(**values))
+
     def add_table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         self.tables.append({"title": title, "columns": list(columns), "rows": [list(row) for row in rows]})
 
+    def add_rows(self, title: str, rows: Sequence[Mapping[str, str]]) -> None:
+        """A table of rows by column."""
+        self.add_table(title, list(rows[0]), [list(row.values()) for row in rows])
+
     def add_figure(self, file: str, caption: str) -> None:
         self.figures.append({"file": file, "caption": caption})
+
+    def text(self, part: str, **values: Any) -> str:
+        """The experiment's protocol, or the caption of a figure, from `experiments.md`; `values` are for its braces."""
+        return catalogue.read()[self.title.partition(":")[0]][part].format(**values)
+
+    def add_protocol(self, **values: Any) -> None:
+        self.settings["protocol"] = self.text("protocol", **values)
+
+    def draw(self, path: Path, plot: Callable[..., None], *args: Any, caption: str = "", **options: Any) -> None:
+        """Draws a figure into the run's folder, by a function of `figures` or `plots`, and adds it."""
+        plot(path, *args, **options)
+        self.add_figure(path.name, caption or self.text(path.name))
 
     def save(self, folder: Path) -> Path:
         """Writes report.json and report.html into the run's folder; returns the page."""

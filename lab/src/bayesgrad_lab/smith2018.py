@@ -5,59 +5,32 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 from bayesgrad.samplers import batch_size
-from bayesgrad_lab import datasets
+from bayesgrad_lab import smith2018_chains as chains
+from bayesgrad_lab.context import Context
 from bayesgrad_lab.dataset import Dataset
 from bayesgrad_lab.report import Report
-from bayesgrad_lab.smith2018_training import (
-    Task,
-    add_sweeps,
-    begun,
-    convolutional,
-    perceptron,
-    projected,
-    protocol,
-    sweep,
-    verdict,
-    where,
-)
-from bayesgrad_lab.study import Context
 
 # --- Fig. 4 and 5: a perceptron ---
 
 
-@cache
-def _images(name: str, data_dir: str | None, download: bool) -> Dataset:
-    return datasets.load(name, data_dir, download)
-
-
 def mnist(context: Context) -> Dataset:
-    if context.scale == "smoke":
-        return _images("digits", None, False)
-    return _images("mnist", context.data_dir, context.download)
+    return context.load("digits" if context.scale == "smoke" else "mnist")
 
 
-def mlp(context: Context, count: int) -> Task:
+def mlp(context: Context, count: int) -> chains.Chain:
     """10 projected features, 40 hidden units; one drawn label for each of the Fisher's examples."""
-    burn_in, steps, thin, examples, begins = {
-        "smoke": (10, 10, 5, 64, 20),
-        "laptop": (100, 200, 2, 512, 1000),
-        "paper": (500, 500, 1, 1024, 0),
+    hidden, length, examples, begins = {
+        "smoke": (6, dict(burn_in=10, steps=10, thin=5), 64, 20),
+        "laptop": (40, dict(burn_in=100, steps=200, thin=2), 512, 1000),
+        "paper": (40, dict(burn_in=500, steps=500, thin=1), 1024, 0),
     }[context.scale]
-    task = Task(
-        f"mlp{count}",
-        partial(projected, mnist(context), count),
-        partial(perceptron, (10, 6 if context.scale == "smoke" else 40, 10)),
-        1 / 8,
-        0.1,
-        burn_in,
-        steps,
-        prior_precision=20.0,
-        thin=thin,
-        examples=min(examples, count),
-    )
-    return begun(context, task, begins) if begins else task
+    data, network = partial(chains.projected, mnist(context), count), partial(chains.perceptron, (10, hidden, 10))
+    fixed: Any = dict(lr=1 / 8, damping=0.1, prior_precision=20.0, examples=min(examples, count))
+    task = chains.Chain(f"mlp{count}", data, network, **{**fixed, **length})
+    return chains.begun(context, task, begins) if begins else task
 
 
 def fig4(context: Context) -> Report:
@@ -65,37 +38,17 @@ def fig4(context: Context) -> Report:
     count = 128 if context.scale == "smoke" else 1024
     task = mlp(context, count)
     sizes = [4, 8, 16] if context.scale == "smoke" else [16, 32, 64, 128, 256]
-    found = {f"N = {count}": sweep(context, task, sizes=sizes)}
-    report = Report(
-        "smith2018-fig4: batch size, a perceptron",
-        claim="A perceptron with 40 hidden units on 10 randomly projected features of MNIST, N = 1024: accuracy and "
-        "cross-entropy of ensembles of minibatch natural gradients are best at B = lr N/2 = 64, where T = 1; single "
-        "samples get better with any larger batch (Smith et al. 2018, Fig. 4). Target here: the smallest cross-entropy "
-        "at a B within a factor of 2 of that.",
-        verdict=verdict(found),
-    )
-    report.settings["protocol"] = protocol(task)
-    return add_sweeps(context, report, found, "fig4.png", by="batch")
+    found = {f"N = {count}": chains.sweep(context, task, sizes=sizes)}
+    return chains.reported(context, Report.of("smith2018-fig4"), found, chains.protocol(task), "batch")
 
 
 def fig5(context: Context) -> Report:
     """The same with more data."""
-    grids = {
-        4096: [64, 128, 256, 512, 1024],
-        16384: [256, 512, 1024, 2048, 4096],
-    }
-    if context.scale == "smoke":
-        grids = {256: [8, 16, 64]}
-    found = {f"N = {count}": sweep(context, mlp(context, count), sizes=sizes) for count, sizes in grids.items()}
-    report = Report(
-        "smith2018-fig5: batch size and the size of the training set",
-        claim="The best batch size grows with the training set: the cross-entropy of the ensemble is smallest at B = "
-        "256 for N = 4096, and for N = 16384 the minimum near T = 1 is flatter (Smith et al. 2018, Fig. 5). Target "
-        "here: minima at a B within a factor of 2 of lr N/2.",
-        verdict=verdict(found),
-    )
-    report.settings["protocol"] = protocol(mlp(context, max(grids)))
-    return add_sweeps(context, report, found, "fig5.png", by="batch")
+    grids = {4096: [64, 128, 256, 512, 1024], 16384: [256, 512, 1024, 2048, 4096]}
+    grids = {256: [8, 16, 64]} if context.scale == "smoke" else grids
+    found = {f"N = {count}": chains.sweep(context, mlp(context, count), sizes=sizes) for count, sizes in grids.items()}
+    protocol = chains.protocol(mlp(context, max(grids)))
+    return chains.reported(context, Report.of("smith2018-fig5"), found, protocol, "batch")
 
 
 def ablation(context: Context) -> Report:
@@ -110,20 +63,15 @@ def ablation(context: Context) -> Report:
         "damping 0.1, prior 5": replace(base, name=f"{base.name}-p5", prior_precision=5.0),
         "damping 0.1, prior 80": replace(base, name=f"{base.name}-p80", prior_precision=80.0),
     }
-    found = {name: sweep(context, task, sizes=sizes) for name, task in variants.items()}
+    found = {name: chains.sweep(context, task, sizes=sizes) for name, task in variants.items()}
     places = {name: some.temperatures[some.best()] for name, some in found.items()}
     weak = max(places.values()) <= 4.1 * min(places.values())
-    report = Report(
-        "smith2018-ablation: damping, prior and the best temperature",
-        claim="The optimum temperature may depend on the damping or the regulariser, though one would expect that to "
-        "be weak (Smith et al. 2018, footnote 2; the authors show no results). Target here: minima within a factor of "
-        "4.",
-        verdict=f"{'Holds' if weak else 'Does not hold'}. Best temperatures: "
-        + "; ".join(f"{name}: {where(some)}" for name, some in found.items())
-        + ".",
-    )
-    report.settings["protocol"] = protocol(base)
-    return add_sweeps(context, report, found, "ablation.png", by="temperature", singles=False)
+    report = Report.of("smith2018-ablation")
+    minima = "; ".join(f"{name}: {chains.where(some)}" for name, some in found.items())
+    report.verdict = f"{'Holds' if weak else 'Does not hold'}. Best temperatures: {minima}."
+    report.settings["protocol"] = chains.protocol(base)
+    chains.add_sweeps(context, report, found, "ablation.png", singles=False)
+    return report
 
 
 # --- Fig. 6: a convolutional network ---
@@ -142,42 +90,26 @@ def fig6(context: Context) -> Report:
     }[context.scale]
     seeds = min(context.seeds, 2) if context.scale == "laptop" else context.seeds
 
-    base = Task(
-        "fig6",
-        lambda seed: images,
-        partial(convolutional, size=images.train_x.shape[-1], channels=2 if context.scale == "smoke" else 10),
-        0.0,
-        0.1,
-        0,
-        0,
-        prior_precision=40.0,
-        examples=examples,
-        refresh=refresh,
-    )
-    base = begun(context, base, begins)
+    channels = 2 if context.scale == "smoke" else 10
+    network = partial(chains.convolutional, size=images.train_x.shape[-1], channels=channels)
+    fixed: Any = dict(damping=0.1, prior_precision=40.0, refresh=refresh)
+    base = chains.begun(context, chains.Chain("fig6", lambda seed: images, network, **fixed), begins)
 
-    def task(lr: float, count: int) -> Task:
+    def task(lr: float, count: int) -> chains.Chain:
         updates = math.ceil(length / lr)
         kept = max(1, updates // 5)
-        return replace(
-            base,
-            name=f"fig6-lr{lr:g}-N{count}",
-            data=cache(partial(images.part, count)),
-            lr=lr,
-            burn_in=updates - kept,
-            steps=kept,
-            thin=max(1, kept // 40),
-            examples=min(examples, count),
-        )
+        lengths: Any = dict(burn_in=updates - kept, steps=kept, thin=max(1, kept // 40))
+        some: Any = dict(data=cache(partial(images.part, count)), examples=min(examples, count))
+        return replace(base, name=f"fig6-lr{lr:g}-N{count}", lr=lr, **some, **lengths)
 
     middle, most = 0.05, 8192 if 8192 in counts else counts[-1]  # the paper's
     rated, counted = {}, {}
     for lr in rates:
         sizes = [batch_size(heat, lr, most) for heat in heats]
-        rated[f"lr = {lr:g}"] = sweep(context, task(lr, most), sizes=sizes, seeds=seeds)
+        rated[f"lr = {lr:g}"] = chains.sweep(context, task(lr, most), sizes=sizes, seeds=seeds)
     for count in counts:
         sizes = [batch_size(heat, middle, count) for heat in heats]
-        counted[f"N = {count}"] = sweep(context, task(middle, count), sizes=sizes, seeds=seeds)
+        counted[f"N = {count}"] = chains.sweep(context, task(middle, count), sizes=sizes, seeds=seeds)
     cool = {name: some.mean(some.one(), "nll")[0] for name, some in rated.items()}
     stable = {name: nll for name, nll in cool.items() if math.isfinite(nll)}
     rises = {name: some.mean(-1, "nll")[0] / some.mean(some.one(), "nll")[0] for name, some in counted.items()}
@@ -188,23 +120,42 @@ def fig6(context: Context) -> Report:
     risen = ", ".join(
         f"{f'{ratio:.2f}' if math.isfinite(ratio) else 'infinitely large'} ({name})" for name, ratio in rises.items()
     )
-    report = Report(
-        "smith2018-fig6: learning rate and training set of a convolutional network",
-        claim="A convolutional network with 3490 weights on MNIST: at constant temperature the test cross-entropy of "
-        "ensembles hardly depends on the learning rate, and for any size of the training set it rises rapidly once T > "
-        "1 (Smith et al. 2018, Fig. 6). Target here: within 25 % of one another at T = 1; at least 25 % more at the "
-        "highest T.",
-        verdict=f"{'Holds' if whole else 'Holds in part' if same or hot else 'Does not hold'}. At T = 1 the "
-        f"cross-entropy is {at_one}. At T = "
-        f"{heats[-1]:g} it is {risen} times that at T = "
-        f"1. Minima: {'; '.join(f'{name}: {where(some)}' for name, some in (rated | counted).items())}.",
+    report = Report.of("smith2018-fig6")
+    minima = "; ".join(f"{name}: {chains.where(some)}" for name, some in (rated | counted).items())
+    report.verdict = (
+        f"{'Holds' if whole else 'Holds in part' if same or hot else 'Does not hold'}. At T = 1 the cross-entropy is "
+        f"{at_one}. At T = {heats[-1]:g} it is {risen} times that at T = 1. Minima: {minima}."
     )
-    report.settings["protocol"] = protocol(task(middle, most))
-    report = add_sweeps(context, report, rated, "fig6a.png", by="temperature", singles=False)
-    report = add_sweeps(context, report, counted, "fig6b.png", by="temperature", singles=False)
-    report.settings["protocol of all"] = (
-        f"Adam uses all {len(images.train_x):,} training images; ceil({length:g}/lr) updates after it, with samples "
-        f"from the last fifth; {seeds} seeds; the moving average of the Fisher in the paper keeps 0.95^(1000 lr) of "
-        "its past per update, which is negligible between two refreshes here: only the latest batch is used"
-    )
+    report.settings["protocol"] = chains.protocol(task(middle, most))
+    chains.add_sweeps(context, report, rated, "fig6a.png", singles=False)
+    chains.add_sweeps(context, report, counted, "fig6b.png", singles=False)
+    words = report.text("protocol", images=len(images.train_x), length=length, seeds=seeds)
+    report.settings["protocol of all"] = words
     return report
+
+
+# --- a Kronecker metric ---
+
+
+def kronecker(context: Context) -> Report:
+    """Natural gradients with a Kronecker metric at many temperatures, on a network of 17,000 weights."""
+    images = mnist(context)
+    count, width, steps, begins = {
+        "smoke": (200, 8, 10, 20),
+        "laptop": (4096, 64, 250, 500),
+        "paper": (16384, 256, 2000, 2000),
+    }[context.scale]
+    network = partial(chains.perceptron, (images.train_x[0].numel() // 4, width, width, 10))
+    fixed: Any = dict(
+        lr=0.1, damping=0.1, prior_precision=20.0, metric="kronecker", examples=min(1024, count), refresh=5
+    )
+    length: Any = dict(burn_in=steps, steps=steps, thin=5)
+    task = chains.Chain(f"kronecker{count}", partial(chains.pooled, images, count), network, **fixed, **length)
+    task = chains.begun(context, task, begins)
+    heats = [0.5, 2.0] if context.scale == "smoke" else [2.0**k for k in range(-3, 4)]
+    sizes = [batch_size(heat, task.lr, count) for heat in heats]
+    dampings = {f"damping {d:g}": replace(task, name=f"{task.name}-d{d:g}", damping=d) for d in (0.1, 0.3)}
+    found = {name: chains.sweep(context, one, sizes=sizes) for name, one in dampings.items()}
+    size = sum(p.numel() for p in task.network(0).parameters())
+    report = Report.of("ngd-kronecker", weights=f"{size:,}")
+    return chains.reported(context, report, found, chains.protocol(task))

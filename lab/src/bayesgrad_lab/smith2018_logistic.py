@@ -5,6 +5,7 @@ Data sets differ by their seed and are sampled side by side: a metric that is a 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,26 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bayesgrad.samplers import (
-    SNGD,
-    Ensemble,
-    Langevin,
-    Predictive,
-    batch_size,
-    langevin_covariance,
-    minibatch_covariance,
-    temperature,
-)
+from bayesgrad.samplers import Ensemble, Predictive, batch_size, langevin_covariance, minibatch_covariance
 from bayesgrad_lab import figures
+from bayesgrad_lab import smith2018_chains as chains
+from bayesgrad_lab.context import Context
 from bayesgrad_lab.report import Report
-from bayesgrad_lab.smith2018_training import SCORES, Sweep, add_sweeps, batches, plus_minus, value, verdict
-from bayesgrad_lab.study import Context, mean_and_error
 
 DAMPING, LR = 1e-4, 0.1
 
 
 @dataclass(frozen=True)
-class Task:
+class Regression:
     """Logistic regression on standard normal inputs, labels drawn with weights (16, 0, ..., 0).
 
     Smith et al. 2018, section 6.1.
@@ -50,6 +42,18 @@ class Task:
     steps: int
     thin: int = 1
     damping: float = DAMPING
+    lr: float = LR
+
+    @property
+    def count(self) -> int:
+        return self.examples
+
+    def scores(
+        self, context: Context, label: str, batch: int | None, heat: float, seeds: int
+    ) -> list[dict[str, float]]:
+        """Of ensembles and of their members, for each data set."""
+        found = context.once(f"{self.name}-{label}", partial(sample, self, seeds, batch=batch, heat=heat))
+        return [{name: found[name][seed].item() for name in chains.SCORES} for seed in range(seeds)]
 
     def data(self, seed: int) -> tuple[Tensor, Tensor]:
         """Inputs (examples + tests, inputs) and labels.
@@ -74,15 +78,14 @@ class Regressions(nn.Module):
         return (x @ self.weight[..., None])[..., 0]
 
 
-def sample(task: Task, seeds: int, *, batch: int | None = None, heat: float = 1.0, keep: bool = False) -> dict:
+def sample(task: Regression, seeds: int, *, batch: int | None = None, heat: float = 1.0, keep: bool = False) -> dict:
     """Scores of each data set's ensemble, (seeds,), and the mean scores of its members; with `keep`, the samples.
 
     Args:
         batch: of minibatch natural gradients; None is Langevin dynamics with gradients of all data.
         heat: the temperature of the latter.
     """
-    pairs = [task.data(seed) for seed in range(seeds)]
-    x, y = (torch.stack(parts) for parts in zip(*pairs))
+    x, y = (torch.stack(parts) for parts in zip(*(task.data(seed) for seed in range(seeds))))
     (x, tests), (y, truth) = (part.split([task.examples, task.tests], 1) for part in (x, y))
     model = Regressions(seeds, task.inputs)
 
@@ -90,29 +93,21 @@ def sample(task: Task, seeds: int, *, batch: int | None = None, heat: float = 1.
         p = (x @ w.view(seeds, -1, 1)).sigmoid()
         return (x * (p * (1 - p))).mT @ x / task.examples
 
-    settings: dict[str, Any] = dict(num_data=task.examples, metric=fisher, damping=task.damping, likelihood="bernoulli")
-    if batch is None:
-        sampler = Langevin(model, LR, temperature=heat, **settings)
-    else:
-        sampler = SNGD(model, LR, batch_size=batch, **settings)
+    settings = dict(num_data=task.examples, metric=fisher, damping=task.damping, likelihood="bernoulli")
+    sampler = chains.sampler_of(model, task.lr, batch, heat, **settings)
     ensemble = Ensemble(model, burn_in=task.burn_in, thin=task.thin, sampler=sampler, keep=keep)
     running = Predictive(model, tests, likelihood="bernoulli")
-    rows = [batches(task.examples, batch or task.examples, seed) for seed in range(seeds)]
-    singles = []
-    for _ in range(task.burn_in + task.steps):
-        here, labels = x, y
-        if batch is not None:
-            chosen = torch.stack([next(some) for some in rows])
-            here, labels = x.gather(1, chosen[..., None].expand(-1, -1, task.inputs)), y.gather(1, chosen)
-        sampler.zero_grad()
-        outputs = model(here)
-        losses = nn.functional.softplus(outputs) - labels * outputs
-        loss = losses.mean(1).sum()
-        loss.backward()
-        sampler.step(loss=loss)
-        if ensemble.collect(loss):
-            singles.append(scores(running.collect(), truth))
-    found = dict(zip(SCORES, (*scores(running.prediction(), truth), *torch.stack(singles).mean(0))))  # pyright: ignore
+    rows = [chains.batches(task.examples, batch or task.examples, seed) for seed in range(seeds)]
+
+    def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+        for _ in range(task.burn_in + task.steps):
+            if batch is None:
+                yield x, y
+            else:
+                chosen = torch.stack([next(some) for some in rows])
+                yield x.gather(1, chosen[..., None].expand(-1, -1, task.inputs)), y.gather(1, chosen)
+
+    found = chains.collected(sampler, ensemble, running, pairs(), chains.logistic_loss, lambda p: scores(p, truth))
     return found | ({"samples": ensemble.draws()["weight"][0]} if keep else {})
 
 
@@ -140,7 +135,7 @@ def fig1(context: Context) -> Report:
     examples, burn_in, steps = {"smoke": (400, 50, 50), "laptop": (1000, 1000, 5000), "paper": (1000, 5000, 20_000)}[
         context.scale
     ]
-    base = Task("fig1", 2, examples, 10, burn_in, steps)
+    base = Regression("fig1", 2, examples, 10, burn_in, steps)
     batch = round(LR * examples / 2)
     methods = {
         "Langevin, T = 1": (base, None),
@@ -172,104 +167,55 @@ def fig1(context: Context) -> Report:
         tables[name] = torch.stack(rows).numpy()  # (seeds, 3, 2)
         context.say(f"{name}: variance over Laplace's {tables[name][:, 0].mean(0).round(2)}")
     langevin, ngd, undamped = tables.values()
-    predicted = [mean_and_error(list(ngd[:, 0, axis] / ngd[:, 1, axis])) for axis in (0, 1)]
-    alike = [mean_and_error(list(ngd[:, 0, axis] / langevin[:, 0, axis])) for axis in (0, 1)]
     close = all(0.5 < ngd[:, 0, axis].mean() < 1.5 for axis in (0, 1))
     lost = 100 * (1 - (ngd[:, 1, 0] / undamped[:, 1, 0]).mean())
-    report = Report(
-        "smith2018-fig1: samples of Langevin dynamics and of natural gradients",
-        claim="Logistic regression with two weights: samples of preconditioned Langevin dynamics at T = 1 and of "
-        "minibatch natural gradients with B = lr N/2 have nearly the same distribution, close to Laplace's "
-        "approximation of the posterior (Smith et al. 2018, Fig. 1).",
-        verdict=f"{'Holds, roughly' if close else 'Does not hold'}. Variance over Laplace's in the flat and in the "
-        f"steep direction: Langevin {plus_minus(langevin[:, 0, 0])} and {plus_minus(langevin[:, 0, 1])}, natural "
-        f"gradients {plus_minus(ngd[:, 0, 0])} and {plus_minus(ngd[:, 0, 1])}; the latter over the former "
-        f"{value(*alike[0])} and {value(*alike[1])}. The spread of natural gradients follows their own noise, which "
+
+    def both(values: np.ndarray) -> str:
+        """Of the flat and of the steep direction, in words."""
+        return " and ".join(map(chains.plus_minus, values.T))
+
+    report = Report.of("smith2018-fig1")
+    report.verdict = (
+        f"{'Holds, roughly' if close else 'Does not hold'}. Variance over Laplace's in the flat and in the "
+        f"steep direction: Langevin {both(langevin[:, 0])}, natural gradients {both(ngd[:, 0])}; the latter over the "
+        f"former {both(ngd[:, 0] / langevin[:, 0])}. The spread of natural gradients follows their own noise, which "
         "differs between data sets: variance over the prediction of the discrete Lyapunov equation "
-        f"{value(*predicted[0])} and {value(*predicted[1])}. Damping, which does not affect minibatch noise, removes "
-        f"{lost:.0f} % of the variance in the flat direction.",
+        f"{both(ngd[:, 0] / ngd[:, 1])}. Damping, which does not affect minibatch noise, removes {lost:.0f} % of the "
+        "variance in the flat direction."
     )
     columns = [f"{axis}: {what}" for axis in ("flat", "steep") for what in ("variance", "predicted", "ratio of both")]
     cells = []
     for name, some in tables.items():
-        ratios = [(some[:, 0, a], some[:, 1, a], some[:, 0, a] / some[:, 1, a]) for a in (0, 1)]
-        shown = [plus_minus(column) for three in ratios for column in three]
-        cells.append([name, *shown, plus_minus(some[:, 2, 0]), plus_minus(some[:, 2, 1])])
+        axes = [(some[:, 0, a], some[:, 1, a], some[:, 0, a] / some[:, 1, a]) for a in (0, 1)]
+        cells.append([name, *(chains.plus_minus(column) for column in (*axes[0], *axes[1], *some[:, 2].T))])
     report.add_table(
         "Variances over Laplace's, and shifts of the mean in its standard deviations",
         ["method", *columns, "flat: shift", "steep: shift"],
         cells,
     )
-    figures.clouds(context.folder / "fig1.png", clouds)
-    report.add_figure(
-        "fig1.png",
-        "Iterates after the burn-in (red), Laplace's approximation (blue) and the covariance of the iterates (green), "
-        "each to three standard deviations; data set 0.",
-    )
-    report.settings["protocol"] = (
-        f"{examples} examples, lr {LR}, damping {DAMPING}, from zero, {burn_in} updates of burn-in and {steps} that "
-        "are all kept; exact Fisher of all examples in each update; Langevin's noise has the covariance of the damped "
-        "metric (the paper's that of the Fisher alone); a data set for each seed"
-    )
+    report.draw(context.folder / "fig1.png", figures.clouds, clouds)
+    report.add_protocol(task=base)
     return report
-
-
-def _task(context: Context) -> Task:
-    return {
-        "smoke": Task("logistic", 8, 200, 500, 30, 30, 5),
-        "laptop": Task("logistic", 64, 1000, 5000, 500, 500, 5),
-        "paper": Task("logistic", 64, 1000, 10_000, 1000, 1000),
-    }[context.scale]
-
-
-def _sweep(context: Context, task: Task, heats: list[float], minibatches: bool) -> Sweep:
-    sizes = sorted({batch_size(heat, LR, task.examples) for heat in heats}, reverse=True) if minibatches else []
-    heats = [temperature(LR, task.examples, size) for size in sizes] if sizes else heats
-    runs = []
-    for i, heat in enumerate(heats):
-        batch = sizes[i] if sizes else None
-        key = f"{task.name}-{f'B{batch}' if batch else f'T{heat:g}'}"
-        found = context.once(key, partial(sample, task, context.seeds, batch=batch, heat=heat))
-        runs.append([{name: found[name][seed].item() for name in SCORES} for seed in range(context.seeds)])
-        context.say(f"{key}, T = {heat:.3g}: NLL {np.mean([run['nll'] for run in runs[-1]]):.4f}")
-    return Sweep(heats, sizes, runs, LR * task.examples / 2)
-
-
-def _protocol(context: Context, task: Task) -> str:
-    return (
-        f"{task.inputs} inputs, {task.examples:,} examples, lr {LR}, damping {task.damping}, no prior; exact Fisher of "
-        f"all examples in each update; from zero, {task.burn_in} updates of burn-in, {task.steps} after it, one in "
-        f"{task.thin} is a sample; {task.tests:,} test examples; {context.seeds} data sets"
-    )
 
 
 def fig2(context: Context) -> Report:
     """Langevin dynamics at many temperatures."""
-    report = Report(
-        "smith2018-fig2: temperature, Langevin dynamics",
-        claim="Logistic regression with one relevant input and 63 others: the ensemble predicts better than single "
-        "samples, and its test cross-entropy is smallest at T = 1 (Smith et al. 2018, Fig. 2).",
-    )
-    return _swept(context, report, "fig2", "Langevin dynamics", False)
+    return _swept(context, "fig2", "Langevin dynamics", False)
 
 
 def fig3(context: Context) -> Report:
     """Minibatch natural gradients at as many temperatures, by their batch size."""
-    report = Report(
-        "smith2018-fig3: temperature, minibatches",
-        claim="The same task with minibatches for the only noise: natural gradients behave like Langevin dynamics at "
-        "T = lr N/(2B), and the ensemble's cross-entropy is smallest at T = 1 (Smith et al. 2018, Fig. 3).",
-    )
-    return _swept(context, report, "fig3", "natural gradients", True)
+    return _swept(context, "fig3", "natural gradients", True)
 
 
-def _swept(context: Context, report: Report, name: str, method: str, minibatches: bool) -> Report:
-    task = replace(_task(context), name=name)
-    found = {method: _sweep(context, task, _heats(context), minibatches)}
-    report.verdict, report.settings["protocol"] = verdict(found), _protocol(context, task)
-    return add_sweeps(context, report, found, f"{name}.png")
-
-
-def _heats(context: Context) -> list[float]:
-    reach = {"smoke": 1, "laptop": 3, "paper": 5}[context.scale]
-    return [2.0**k for k in range(-reach, reach + 1)]
+def _swept(context: Context, name: str, method: str, minibatches: bool) -> Report:
+    sizes, reach = {
+        "smoke": ((8, 200, 500, 30, 30, 5), 1),
+        "laptop": ((64, 1000, 5000, 500, 500, 5), 3),
+        "paper": ((64, 1000, 10_000, 1000, 1000, 1), 5),
+    }[context.scale]
+    task, heats = Regression(name, *sizes), [2.0**k for k in range(-reach, reach + 1)]
+    batches = [batch_size(heat, LR, task.examples) for heat in heats] if minibatches else ()
+    found = {method: chains.sweep(context, task, sizes=batches, heats=heats)}
+    protocol = Report.of("smith2018-fig2").text("protocol", task=task, seeds=context.seeds)  # of both figures
+    return chains.reported(context, Report.of(f"smith2018-{name}"), found, protocol)

@@ -1,4 +1,4 @@
-"""Regression data with fixed splits, and networks of one hidden layer trained on them.
+"""Regression by one hidden layer: point estimates, Laplace's method and variational rules on fixed splits.
 
 Six data sets of the UCI repository with twenty splits each (Hernandez-Lobato and Adams, 2015; the files are those of
 Gal and Ghahramani, 2016): data.txt, index_features.txt, index_target.txt, index_train_K.txt and index_test_K.txt in a
@@ -7,11 +7,11 @@ folder for each.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bayesgrad import laplace, metrics, optim
+from bayesgrad import laplace, metrics, optim, plots
 from bayesgrad.likelihoods import Moments
+from bayesgrad_lab import figures, networks
+from bayesgrad_lab.context import Context, Trial
+from bayesgrad_lab.dataset import Dataset
 from bayesgrad_lab.datasets import Files
-from bayesgrad_lab.khan2023_training import fit
+from bayesgrad_lab.methods import Method, built, of_setup
 from bayesgrad_lab.names import unknown
-from bayesgrad_lab.runner import Trial
-from bayesgrad_lab.study import Context, mean_and_error
+from bayesgrad_lab.report import Report
+from bayesgrad_lab.results import Results, outcome, shown, sign
+from bayesgrad_lab.search import Setting, chosen
+from bayesgrad_lab.task import Task
+from bayesgrad_lab.training import epoch_seconds, fit, steps
 
 FOLDERS = {
     "boston": "bostonHousing",
@@ -44,32 +50,21 @@ SEARCHED = 0  # the split on whose training data hyper-parameters are chosen
 
 
 @dataclass(frozen=True)
-class Split:
+class Split(Dataset):
     """Training and test data, in float64, scaled to mean 0 and deviation 1 over the training part.
 
     Args:
         train_y, test_y: (n, 1).
+        number: of the split.
         unit: what targets were divided by.
     """
 
-    name: str
-    number: int
-    train_x: Tensor
-    train_y: Tensor
-    test_x: Tensor
-    test_y: Tensor
-    unit: float
-
-    @property
-    def key(self) -> str:
-        return f"{self.name}-split{self.number}"
+    number: int = 0
+    unit: float = 1.0
 
     def validation(self, fraction: float = 0.2) -> Split:
         """A fifth of the training part in place of the test part, which is out of reach."""
-        order = torch.randperm(len(self.train_x), generator=torch.Generator().manual_seed(self.number))
-        held, kept = order[: int(fraction * len(order))], order[int(fraction * len(order)) :]
-        x, y = self.train_x, self.train_y
-        return replace(self, train_x=x[kept], train_y=y[kept], test_x=x[held], test_y=y[held])
+        return self.held_out(fraction, self.number)
 
 
 def scaled(name: str, number: int, x: np.ndarray, y: np.ndarray, train: np.ndarray, test: np.ndarray) -> Split:
@@ -79,7 +74,8 @@ def scaled(name: str, number: int, x: np.ndarray, y: np.ndarray, train: np.ndarr
         mean, deviation = values[train].mean(0), values[train].std(0, correction=0)
         deviation = torch.where(deviation > 0, deviation, 1.0)  # of columns that are constant
         parts += [(values[train] - mean) / deviation, (values[test] - mean) / deviation, deviation]
-    return Split(name, number, parts[0], parts[3], parts[1], parts[4], float(parts[5]))
+    train_x, test_x, _, train_y, test_y, unit = parts
+    return Split(name, train_x, train_y, test_x, test_y, 1, "table", number=number, unit=float(unit))
 
 
 def read(name: str, number: int, data_dir: str | None = None) -> Split:
@@ -123,7 +119,7 @@ def _table(path: Path) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Setting:
+class Recipe:
     """How networks are trained, all alike.
 
     Args:
@@ -138,68 +134,37 @@ class Setting:
     samples: int = 100
     points: int = 100
 
-    def model(self, split: Split) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(split.number)
-            layers = nn.Linear(split.train_x.shape[1], self.hidden), nn.ReLU(), nn.Linear(self.hidden, 1)
-            return nn.Sequential(*layers).double()
-
-    def epochs(self, split: Split) -> int:
-        return max(1, round(self.steps / -(-len(split.train_x) // self.batch)))
+    def task(self, split: Split) -> Task:
+        epochs = max(1, round(self.steps / -(-len(split.train_x) // self.batch)))
+        name, widths = f"{{data}}-split{split.number}", (self.hidden,)
+        return Task(split, "mlp", epochs, self.batch, widths, samples=self.samples, name=name, make=regressor)
 
 
-@dataclass(frozen=True)
-class Method:
-    """A way to train, and the values a search may choose from: as many for each method.
-
-    Args:
-        kind: "map", "vogn" or "ivon".
-        lrs: where the schedule begins; of the variational rules, in units of a Newton step.
-        second: what `seconds` are values of.
-    """
-
-    title: str
-    kind: str
-    lrs: tuple[float, ...]
-    second: str
-    seconds: tuple[float, ...]
-
-    def build(self, model: nn.Module, split: Split, noise: float, lr: float, second: float) -> Any:
-        """An optimizer of the mean of losses |f - y|^2/(2 noise), whose second derivative by f is 1/noise."""
-        if self.kind == "map":
-            return torch.optim.Adam(model.parameters(), lr=lr, weight_decay=second)
-        fixed: dict[str, Any] = dict(num_data=len(split.train_x), prior_precision=second, hess_init=1 / noise)
-        fixed |= dict(lr=lr, seed=split.number, fused=False)
-        if self.kind == "vogn":
-            return optim.VOGN(model, betas=(0.9, 0.99), **fixed)
-        steady: dict[str, Any] = dict(betas=(0.9, 0.999), rescale_lr=False, clip_radius=CLIP)
-        return optim.IVON(model.parameters(), **steady, **fixed)
+def regressor(
+    network: str, data: Dataset, seed: int, large: bool = False, widths: tuple[int, ...] | None = None
+) -> nn.Module:
+    """A perceptron in float64 with one output."""
+    with networks.seeded(seed):
+        return networks.perceptron((data.train_x.shape[1], *(widths or ()), 1)).double()
 
 
+SECOND = attrgetter("second")
+NEWTON = {"prior_precision": SECOND, "fused": False, **of_setup("num_data", "seed")}
+STEADY = {"betas": (0.9, 0.999), "rescale_lr": False, "clip_radius": CLIP}
+# Learning rates of the variational rules are in units of a Newton step.
 METHODS = (
-    Method("MAP", "map", (0.01, 0.03, 0.1), "weight_decay", (1e-4, 1e-3)),
-    Method("VOGN", "vogn", (0.1, 0.3, 1.0), "prior_precision", (1.0, 10.0)),
-    Method("IVON", "ivon", (0.3, 1.0, 3.0), "prior_precision", (1.0, 10.0)),
+    Method("map", "MAP", (0.01, 0.03, 0.1), built(torch.optim.Adam, weight_decay=SECOND), "weight_decay", (1e-4, 1e-3)),
+    Method(
+        "vogn", "VOGN", (0.1, 0.3, 1.0), built(optim.VOGN, betas=(0.9, 0.99), **NEWTON), "prior_precision", (1.0, 10.0)
+    ),
+    Method("ivon", "IVON", (0.3, 1.0, 3.0), built(optim.IVON, **STEADY, **NEWTON), "prior_precision", (1.0, 10.0)),
 )
 STRUCTURES = ("diag", "kron", "input", "full", "subsampled")
 SCORES = ("rmse", "nll", "coverage")
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Hyper-parameters of a method on one data set, and the validation score of each pair that was tried.
-
-    Args:
-        noise: the variance of the scaled targets that losses are divided by.
-    """
-
-    lr: float
-    second: float
-    noise: float
-    tried: Mapping[tuple[float, float], float] = field(default_factory=dict)
-
-
 def half_square(outputs: Tensor, targets: Tensor, noise: float = 1.0) -> Tensor:
+    """|f - y|^2/(2 noise), whose second derivative by f is 1/noise."""
     return (outputs - targets).square().mean() / (2 * noise)
 
 
@@ -208,119 +173,220 @@ def with_noise(moments: Moments, noise: float) -> Moments:
     return Moments(moments.mean, moments.variance + noise)
 
 
-def run(context: Context, setting: Setting, split: Split, method: Method, choice: Choice, final: bool) -> dict:
+def run(
+    context: Context,
+    recipe: Recipe,
+    split: Split,
+    method: Method,
+    setting: Setting,
+    noise: float,
+    purpose: str = "final",
+) -> dict[str, Tensor]:
     """One training run, from the run's folder where it is there: scores in the targets' own units by way of predicting.
 
     Ways are "map", "vogn" or "ivon"; and for a final of MAP, each structure of Laplace's method. "error" is the mean
     squared one of the scaled test part.
+
+    Args:
+        noise: the variance of the scaled targets that losses are divided by.
     """
-    purpose = "final" if final else "search"
-    key = f"{purpose}-{split.key}-{method.kind}-lr{choice.lr:g}-{method.second}{choice.second:g}"
-    return context.once(key, partial(_run, context, setting, split, method, choice, final))
+    task = replace(recipe.task(split), loss=partial(half_square, noise=noise))
+    trial = Trial(purpose, task.key, method.kind, method.named(setting))
+    options = {} if method.kind == "map" else {"hess_init": 1 / noise}
 
+    def compute() -> dict[str, Tensor]:
+        model = task.model(split.number).to(context.device)
+        (optimizer,) = replace(method, options=options).build(model, task, setting[0], split.number, setting[1])
+        seconds = epoch_seconds(fit(context, trial, task, model, [optimizer], seed=split.number), task)
+        nothing = torch.full((len(SCORES),), math.nan, dtype=torch.float64)
+        if not torch.isfinite(seconds).all():
+            return {method.kind: nothing, "error": nothing[0]}
+        model.eval()
+        x, found = split.test_x.to(context.device), {}
+        if method.kind == "map":
+            with torch.no_grad():
+                mean, fitted = model(x), model(split.train_x.to(context.device)).cpu()
+            own = float((fitted - split.train_y).square().mean())
+            predictions = {"map": with_noise(Moments(mean, torch.zeros_like(mean)), own)}
+            if purpose == "final":
+                predictions |= approximations(context, recipe, split, model, own, x)
+        else:
+            moments = optimizer.posterior(model).predict(x, samples=task.samples, likelihood="gaussian")
+            predictions = {method.kind: with_noise(moments, noise)}
+        for way, (mean, variance) in predictions.items():
+            values = metrics.regression(mean.cpu(), variance.cpu(), split.test_y)
+            values |= {"rmse": values["rmse"] * split.unit, "nll": values["nll"] + math.log(split.unit)}
+            found[way] = torch.tensor([values[name] for name in SCORES], dtype=torch.float64)
+        error = (predictions[method.kind].mean.cpu() - split.test_y).square().mean()
+        return {**found, "error": error}
 
-def _run(context: Context, setting: Setting, split: Split, method: Method, choice: Choice, final: bool) -> dict:
-    model = setting.model(split).to(context.device)
-    optimizer = method.build(model, split, choice.noise, choice.lr, choice.second)
-    purpose, epochs = "final" if final else "search", setting.epochs(split)
-    trial = Trial("mlp", method.kind, choice.lr, split.number, epochs, setting.batch, purpose=purpose, data=split.name)
-    loss = partial(half_square, noise=choice.noise)
-    with context.hearing():
-        seconds = fit(context, trial, model, optimizer, split.train_x, split.train_y, loss)
-    nothing = torch.full((len(SCORES),), math.nan, dtype=torch.float64)
-    if not torch.isfinite(seconds).all():
-        return {method.kind: nothing, "error": nothing[0]}
-    model.eval()
-    x, found = split.test_x.to(context.device), {}
-    if method.kind == "map":
-        with torch.no_grad():
-            mean, fitted = model(x), model(split.train_x.to(context.device)).cpu()
-        noise = float((fitted - split.train_y).square().mean())
-        predictions = {"map": with_noise(Moments(mean, torch.zeros_like(mean)), noise)}
-        if final:
-            predictions |= approximations(context, setting, split, model, noise, x)
-    else:
-        moments = optimizer.posterior(model).predict(x, samples=setting.samples, likelihood="gaussian")
-        predictions = {method.kind: with_noise(moments, choice.noise)}
-    for way, (mean, variance) in predictions.items():
-        values = metrics.regression(mean.cpu(), variance.cpu(), split.test_y)
-        values |= {"rmse": values["rmse"] * split.unit, "nll": values["nll"] + math.log(split.unit)}
-        found[way] = torch.tensor([values[name] for name in SCORES], dtype=torch.float64)
-    error = (predictions[method.kind].mean.cpu() - split.test_y).square().mean()
-    return {**found, "error": error}
+    return context.once(trial, compute)
 
 
 def approximations(
-    context: Context, setting: Setting, split: Split, model: nn.Module, noise: float, x: Tensor
+    context: Context, recipe: Recipe, split: Split, model: nn.Module, noise: float, x: Tensor
 ) -> dict[str, Moments]:
     """Linearised predictions of Laplace's method, prior precision and noise by evidence, for each structure."""
     found = {}
     batches = list(zip(split.train_x.split(1000), split.train_y.split(1000)))
+    fixed: dict[str, Any] = dict(likelihood="gaussian", noise_scale=math.sqrt(noise), seed=split.number)
     for structure in STRUCTURES:
-        few = min(setting.points, len(split.train_x)) if structure == "subsampled" else None
-        posterior = laplace(
-            model,
-            batches,
-            likelihood="gaussian",
-            structure=structure,
-            noise_scale=math.sqrt(noise),
-            subsample=few,
-            seed=split.number,
-        )
+        few = min(recipe.points, len(split.train_x)) if structure == "subsampled" else None
+        posterior = laplace(model, batches, structure=structure, subsample=few, **fixed)
         try:
             posterior.tune_prior(noise_scale=True)
         except ValueError as error:
-            context.say(f"{split.key}, {structure}: {error} Continuing with prior precision 1.")
+            key = recipe.task(split).key
+            context.say(f"{key}, {structure}: {error} Continuing with prior precision 1.")
         moments = posterior.predict(x, method="linear", likelihood="gaussian")
         found[structure] = with_noise(moments, posterior.noise_scale**2)
     return found
 
 
-def choose(context: Context, setting: Setting, split: Split, method: Method, noise: float = 1.0) -> Choice:
+def choose(
+    context: Context, recipe: Recipe, split: Split, method: Method, noise: float = 1.0
+) -> tuple[Setting, dict[Setting, float], float]:
     """The pair with the lowest validation NLL on a fifth of a split's training data.
 
     Returns:
-        The choice; of MAP, with the mean squared validation error as the noise that others may take for granted.
+        It; the NLL of all of them; and the noise, of MAP the mean squared validation error of the best pair, which
+        others may take for granted.
     """
-    held, tried, errors = split.validation(), {}, {}
-    for lr, second in itertools.product(method.lrs, method.seconds):
-        found = run(context, setting, held, method, Choice(lr, second, noise), False)
-        nll = found[method.kind][SCORES.index("nll")].item()
-        tried[lr, second] = nll if math.isfinite(nll) else math.inf
-        errors[lr, second] = found["error"].item()
-    best = min(tried, key=tried.__getitem__)
-    return Choice(best[0], best[1], errors[best] if method.kind == "map" else noise, tried)
+    held, runs = split.validation(), {}
+
+    def nll(setting: Setting, seed: int) -> float:
+        runs[setting] = run(context, recipe, held, method, setting, noise, "search")
+        return runs[setting][method.kind][SCORES.index("nll")].item()
+
+    setting, tried = chosen(context, f"{split.name}, {method.title}", ("lr", method.second), method.seeks, nll)
+    return setting, tried, runs[setting]["error"].item() if method.kind == "map" else noise
 
 
-@dataclass(frozen=True)
-class Results:
-    """Scores of all ways to predict on one data set: way -> score -> a value for each split."""
-
-    name: str
-    scores: Mapping[str, Mapping[str, list[float]]]
-    choices: Mapping[str, Choice]
-
-    def mean(self, way: str, score: str) -> tuple[float, float]:
-        return mean_and_error(self.scores[way][score])
-
-    def less(self, way: str, rival: str, score: str) -> tuple[float, float]:
-        """Mean and standard error over splits of this way's score less the other's."""
-        return mean_and_error([a - b for a, b in zip(self.scores[way][score], self.scores[rival][score])])
-
-
-def results(context: Context, setting: Setting, name: str, methods: tuple[Method, ...], splits: int) -> Results:
+def results(context: Context, recipe: Recipe, name: str, methods: Sequence[Method], splits: int) -> dict[str, Results]:
     """All ways to predict on so many splits of one data set, hyper-parameters chosen on the first."""
-    first = read(name, SEARCHED, context.data_dir)
-    choices: dict[str, Choice] = {}
-    found: dict[str, dict[str, list[float]]] = {}
+    first, found, noise = read(name, SEARCHED, context.data_dir), {}, 1.0
     for method in methods:
-        noise = choices["map"].noise if choices else 1.0
-        choices[method.kind] = choice = choose(context, setting, first, method, noise)
-        final = replace(choice, noise=1.0) if method.kind == "map" else choice
-        for number in range(splits):
-            values = run(context, setting, read(name, number, context.data_dir), method, final, True)
-            for way in set(values) - {"error"}:
-                rows = found.setdefault(way, {score: [] for score in SCORES})
-                for score, value in zip(SCORES, values[way].tolist()):
-                    rows[score].append(value)
-    return Results(name, found, choices)
+        setting, tried, noise = choose(context, recipe, first, method, noise)
+        every = [read(name, number, context.data_dir) for number in range(splits)]
+        used = 1.0 if method.kind == "map" else noise
+        runs = [run(context, recipe, split, method, setting, used) for split in every]
+        for way in set(runs[0]) - {"error"}:
+            values = [dict(zip(SCORES, one[way].tolist())) for one in runs]
+            own = {"settings": method.named(setting), "tried": tried} if way == method.kind else {}
+            found[way] = Results(TITLES[way], values, **own, of=name)
+    return {way: found[way] for way in TITLES if way in found}
+
+
+# --- the report ---
+
+TITLES = {
+    "map": "MAP",
+    **{name: f"Laplace, {name}" for name in STRUCTURES},
+    "vogn": "VOGN",
+    "ivon": "IVON",
+}
+SHOWN = {"nll": ("log-likelihood", -1, 3), "rmse": ("RMSE", 1, 3), "coverage": ("coverage of 90 % intervals", 100, 1)}
+SIZES: dict[str, tuple[Recipe, tuple[str, ...], tuple[str, ...]]] = {
+    "smoke": (Recipe(8, 40, 20, 5, 10), ("diabetes",), ("map", "vogn", "ivon")),
+    "laptop": (Recipe(), tuple(FOLDERS), ("map", "ivon")),
+    "paper": (Recipe(steps=20_000), tuple(FOLDERS), ("map", "vogn", "ivon")),
+}  # recipe, data sets, methods
+
+
+def everything(context: Context, kinds: Sequence[str]) -> dict[str, dict[str, Results]]:
+    """All ways to predict on all data sets of a scale, on as many splits as there are seeds."""
+    recipe, names, _ = SIZES[context.scale]
+    methods = [method for method in METHODS if method.kind in kinds]
+    return {name: results(context, recipe, name, methods, min(SPLITS, context.seeds)) for name in names}
+
+
+def regression(context: Context) -> Report:
+    """Test log-likelihood and error of MAP, Laplace's method and variational training."""
+    report = Report.of("uci-regression")
+    kinds = SIZES[context.scale][2]
+    found = everything(context, kinds)
+    ways = list(next(iter(found.values())))
+    columns = ["method", *found]
+    for score, (title, factor, digits) in SHOWN.items():
+        rows = [
+            [TITLES[way], *(shown(one[way].mean(score), f".{digits}f", factor) for one in found.values())]
+            for way in ways
+        ]
+        report.add_table(f"Test data: {title}", columns, rows)
+    rows, words = [], []
+    for way in ways[1:]:
+        gaps = [one[way].less(one["map"], "nll") for one in found.values()]
+        signs = [sign(gap) for gap in gaps]
+        rows.append([TITLES[way], *(shown(gap, "+.3f", -1) for gap in gaps)])
+        words.append(f"{TITLES[way]}: ahead of MAP on {signs.count(-1)}, behind on {signs.count(1)} of {len(found)}.")
+    report.add_table("Log-likelihood less MAP's, paired", columns, rows)
+    searched = [(name, one[kind]) for name, one in found.items() for kind in kinds]
+    chosen = [
+        [name, one.title, *(f"{v:g}" for v in one.settings.values()), *(f"{v:.3f}" for v in one.tried.values())]
+        for name, one in searched
+    ]
+    report.add_table(
+        "Chosen, and the validation NLL of each pair tried: learning rates, each with both second hyper-parameters",
+        ["data", "method", "lr", "weight decay or prior precision", *map(str, range(1, len(searched[0][1].tried) + 1))],
+        chosen,
+    )
+    won = [sign(one[way].less(one["map"], "nll")) < 0 for one in found.values() for way in STRUCTURES]
+    report.verdict = (
+        f"{outcome(won)} here: in {sum(won)} of {len(won)} pairs of structure and data set. {' '.join(words)}"
+    )
+    for first in range(0, len(found), 3):
+        panels = {}
+        for name in list(found)[first : first + 3]:
+            values = {way: found[name][way].mean("nll") for way in ways}
+            panels[name] = {TITLES[way]: (-mean, error) for way, (mean, error) in values.items()}
+        report.draw(
+            context.folder / f"likelihood-{first // 3 + 1}.png",
+            figures.dots,
+            panels,
+            caption="Test log-likelihood for each target, mean and standard error over splits.",
+        )
+    report.draw(context.folder / "bands.png", plots.bands, *picture(20 if context.scale == "smoke" else 3000))
+    report.settings["protocol"] = protocol(context, kinds)
+    return report
+
+
+def protocol(context: Context, kinds: Sequence[str]) -> str:
+    """How the regressions were measured, for people."""
+    recipe = SIZES[context.scale][0]
+    others = " and ".join(TITLES[kind] for kind in kinds if kind != "map")
+    prior = f" (prior precision of {others})" if others else ""
+    bound = f"IVON's steps at most {CLIP} times lr; " if "ivon" in kinds else ""
+    noise = f", that of {others} the mean squared validation error of MAP" if others else ""
+    return (
+        f"{min(SPLITS, context.seeds)} fixed splits, 90 % for training; {recipe.hidden} ReLU units; inputs and "
+        f"targets scaled by the training part, scores in the targets' units; about {recipe.steps} steps, batches of "
+        f"{recipe.batch}, cosine schedule, float64; lr and weight decay{prior} "
+        "chosen for each data set by validation NLL on a fifth of "
+        f"the training data of split {SEARCHED}, 6 pairs for each method; MAP's noise is the mean squared training "
+        f"error{noise}; one prior precision for a network; "
+        f"{recipe.samples} draws of variational posteriors; {bound}{recipe.points} points in subsampled Fishers; "
+        "± over splits, whose data overlap"
+    )
+
+
+def picture(count: int) -> tuple[Mapping[str, plots.Band], np.ndarray]:
+    """Bands of four structures around one network, and its data."""
+    generator = torch.Generator().manual_seed(0)
+    x = 2 * torch.rand(2, 40, 1, dtype=torch.float64, generator=generator) + torch.tensor([-3.0, 1.0])[:, None, None]
+    x = x.reshape(-1, 1)
+    y = (2 * x).sin() + 0.15 * torch.randn(x.shape, dtype=torch.float64, generator=generator)
+    with networks.seeded(0):
+        model = nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, 1)).double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=1e-4)
+    for _ in steps(model, [optimizer], [(x, y)] * count, half_square):
+        pass
+    ground = torch.linspace(-4.5, 4.5, 181, dtype=torch.float64)[:, None]
+    named = {}
+    for structure in ("full", "kron", "input", "diag"):
+        posterior = laplace(model, [(x, y)], likelihood="gaussian", structure=structure, noise_scale=0.02**0.5)
+        posterior.tune_prior(noise_scale=True)
+        mean, variance = posterior.predict(ground, method="linear", likelihood="gaussian")
+        noisy = with_noise(Moments(mean, variance), posterior.noise_scale**2)
+        deviations = variance.sqrt(), noisy.variance.sqrt()
+        named[structure] = plots.Band(*(part[:, 0].numpy() for part in (ground, mean, *deviations)))
+    return named, torch.cat([x, y], 1).numpy()

@@ -15,27 +15,27 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bayesgrad.curvature import SubsampledFisher
+from bayesgrad import SubsampledFisher
 from bayesgrad.optim import FOOF, KFAC, NaturalGradient
 from bayesgrad_lab.benchmarks import page
+from bayesgrad_lab.networks import perceptron, seeded
+from bayesgrad_lab.training import Step, steps
 
 BATCH, BATCHES = 100, 60
 TURN = 10  # steps of one optimizer before it is another's turn
 
 
 def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    sizes = (784, 1000, 1000, 1000)
-    layers = [module for a, b in pairwise(sizes) for module in (nn.Linear(a, b), nn.ReLU())]
-    return nn.Sequential(*layers, nn.Linear(1000, 10))
+    with seeded(0):
+        return perceptron((784, 1000, 1000, 1000, 10))
 
 
 class Data:
@@ -120,63 +120,42 @@ def peers() -> dict[str, Callable]:
     except ImportError as error:
         print(f"  no SINGD: {error}", file=sys.stderr)
 
-    class Pair:
-        """Muon for matrices, SGD for biases."""
+    def muon(model: nn.Module) -> list[torch.optim.Optimizer]:
+        """For matrices; SGD for biases."""
+        matrices, vectors = ([p for p in model.parameters() if (p.dim() == 2) == wanted] for wanted in (True, False))
+        return [torch.optim.Muon(matrices, lr=1e-4), torch.optim.SGD(vectors, lr=1e-4)]
 
-        def __init__(self, model: nn.Module) -> None:
-            matrices = [p for p in model.parameters() if p.dim() == 2]
-            vectors = [p for p in model.parameters() if p.dim() != 2]
-            self.own = [torch.optim.Muon(matrices, lr=1e-4), torch.optim.SGD(vectors, lr=1e-4)]
-
-        def zero_grad(self) -> None:
-            for optimizer in self.own:
-                optimizer.zero_grad()
-
-        def step(self) -> None:
-            for optimizer in self.own:
-                optimizer.step()
-
-    found["Muon (torch)"] = Pair
+    found["Muon (torch)"] = muon
     return found
 
 
-def stepper(model: nn.Module, optimizer, data: Data) -> Callable[[], None]:
-    index = 0
-    independent = isinstance(optimizer, NaturalGradient)  # its Fisher batch is another one, when it is due
+def loop(make: Callable, data: Data) -> Iterator[Step]:
+    """Steps of the optimizer, or of those that step together, that `make` builds for a network."""
+    model = network()
+    found = make(model)
+    optimizers = found if isinstance(found, list) else [found]
 
-    def step() -> None:
-        nonlocal index
-        x, y = data.batch(index)
-        optimizer.zero_grad()
-        if independent and index % optimizer.param_groups[0]["update_every"] == 0:
-            optimizer.observe(model(data.batch(index + 7)[0]))
-        outputs = model(x)
-        if not independent and hasattr(optimizer, "observe"):
-            optimizer.observe(outputs)
-        F.cross_entropy(outputs, y).backward()
-        optimizer.step()
-        index += 1
+    def observed(index: int, outputs: torch.Tensor) -> torch.Tensor | None:
+        if not isinstance(found, NaturalGradient):
+            return outputs
+        due = index % found.param_groups[0]["update_every"] == 0
+        return model(data.batch(index + 7)[0]) if due else None  # its Fisher batch is another one
 
-    return step
+    return steps(model, optimizers, map(data.batch, count()), observed=observed, limit=None)
 
 
 def measure(makers: dict[str, Callable], warm: int, rounds: int) -> dict[str, list[float]]:
-    data, steps = Data(), {}
-    for name, make in makers.items():
-        model = network()
-        steps[name] = stepper(model, make(model), data)
-    for name, step in steps.items():  # early in a run inversions are more frequent than they will be
+    data = Data()
+    loops = {name: loop(make, data) for name, make in makers.items()}
+    for name, own in loops.items():  # early in a run inversions are more frequent than they will be
         print(f"  warming up {name}", file=sys.stderr)
         for _ in range(warm):
-            step()
-    times: dict[str, list[float]] = {name: [] for name in steps}
+            next(own)
+    times: dict[str, list[float]] = {name: [] for name in loops}
     for i in range(0, rounds, TURN):
         print(f"\r  round {i + TURN}/{rounds}", end="", file=sys.stderr, flush=True)
-        for name, step in steps.items():
-            for _ in range(min(TURN, rounds - i)):
-                start = time.perf_counter()
-                step()
-                times[name].append(time.perf_counter() - start)
+        for name, own in loops.items():
+            times[name] += [next(own).seconds for _ in range(min(TURN, rounds - i))]
     print(file=sys.stderr)
     return times
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -21,28 +21,23 @@ from torch import Tensor, nn
 from torch.func import functional_call, jvp
 from torch.nn import functional as F
 
-from bayesgrad import laplace
+from bayesgrad import laplace, metrics, plots
+from bayesgrad_lab import figures
+from bayesgrad_lab import khan2023_runs as runs
+from bayesgrad_lab.context import Context, Trial
 from bayesgrad_lab.dataset import Dataset
-from bayesgrad_lab.khan2023_training import (
-    METHODS,
-    SEARCH_SEED,
-    Finals,
-    Method,
-    Task,
-    fit,
-    on_edge,
-    run,
-    scores,
-    tune,
-)
-from bayesgrad_lab.runner import Trial
-from bayesgrad_lab.study import Context, mean_and_error
+from bayesgrad_lab.methods import Method
+from bayesgrad_lab.report import Report
+from bayesgrad_lab.results import Results, mean_and_error
+from bayesgrad_lab.search import SEARCH_SEED, Setting, edges, grid
+from bayesgrad_lab.task import Task
+from bayesgrad_lab.training import epoch_seconds, fit, in_batches
 
-ADAM = METHODS[0]
 PRIORS = (1.0, 10.0, 100.0, 1e3, 1e4)
 TEMPERATURES = tuple(10 ** (i / 2) for i in range(-6, 7))
+DIVISORS = tuple(10 ** (i / 12) for i in range(-6, 13))  # of logits
 LINKS = ("linear", "draws")
-AT_ONCE = 2500  # images of a pass
+COLUMNS = ("error", "nll", "ece", "auroc entropy")
 
 
 @dataclass(frozen=True)
@@ -126,18 +121,29 @@ def peer_package() -> Any:
 # --- networks ---
 
 
-def network(context: Context, task: Task, lr: float, decay: float, seed: int, final: bool) -> nn.Module:
+def task_of(context: Context) -> tuple[Task, str]:
+    """Fashion-MNIST, or digits, at a scale, and where the outside images are from."""
+    if context.scale == "smoke":
+        data = context.load("digits", 150)
+        return runs.classifier(data, runs.scrambled(data)[:30], (8,), 3, 32, samples=3), "scrambled digits"
+    images, other = context.load("fashion-mnist"), context.load("mnist")
+    foreign = runs.like(other.test_x, other.train_x, images.train_x)
+    if context.scale == "paper":
+        return runs.classifier(images, foreign, (400, 400), 50, samples=100), "mnist"
+    few = replace(images.part(10_000), test_x=images.test_x[:5000], test_y=images.test_y[:5000])
+    return runs.classifier(few, foreign[:5000], (100, 100), 15, samples=24), "mnist"
+
+
+def network(context: Context, task: Task, setting: Setting, seed: int, purpose: str = "final") -> nn.Module:
     """Trained with Adam, or read from the run's folder."""
-    model = task.model(seed).to(context.device)
-    purpose = "final" if final else "search"
+    model, (lr, decay) = task.model(seed).to(context.device), setting
+    trial = Trial(f"network-{purpose}", task.key, "", {"lr": lr, "decay": decay}, seed)
 
     def trained() -> dict[str, Tensor]:
-        trial = Trial(task.key, "adam", lr, seed, task.epochs, task.batch, purpose=purpose)
-        optimizer = ADAM.build(model, task, lr, decay, seed)
-        seconds = fit(context, trial, model, optimizer, task.data.train_x, task.data.train_y)
+        seconds = epoch_seconds(fit(context, trial, task, model, runs.ADAM.build(model, task, lr, seed, decay)), task)
         return {**{name: p.detach().cpu() for name, p in model.named_parameters()}, "seconds": seconds}
 
-    found = context.once(f"network-{purpose}-{task.key}-lr{lr:g}-decay{decay:g}-seed{seed}", trained)
+    found = context.once(trial, trained)
     model.load_state_dict({name: value for name, value in found.items() if name != "seconds"})
     model.eval()
     return model
@@ -185,14 +191,6 @@ def steps(posterior: Any, samples: int, seed: int) -> list[dict[str, Tensor]]:
     return [{name: value[k] for name, value in away.items()} for k in range(samples)]
 
 
-def in_parts(
-    model: nn.Module, some: Sequence[Mapping[str, Tensor]], x: Tensor, temperature: float, link: str
-) -> Tensor:
-    """Probabilities (n, classes) of many images."""
-    parts: Iterator[Tensor] = (averaged(model, some, part, (temperature,), link)[0] for part in x.split(AT_ONCE))
-    return torch.cat([part.cpu() for part in parts])
-
-
 def nll(p: Tensor, labels: Tensor) -> float:
     value = F.nll_loss(p.double().clamp(min=1e-12).log(), labels).item()
     return value if math.isfinite(value) else math.inf
@@ -210,20 +208,16 @@ class Pair:
     value: float
 
     def words(self) -> str:
-        edges = [
-            name
-            for name, value, every in (("δ", self.prior, PRIORS), ("T", self.temperature, TEMPERATURES))
-            if on_edge(value, every)
-        ]
-        return f"δ {self.prior:g}, T {self.temperature:.3g}{' (edge of the search)' if edges else ''}"
+        at_edge = edges(grid(PRIORS, TEMPERATURES), (self.prior, self.temperature))
+        return f"δ {self.prior:g}, T {self.temperature:.3g}{' (edge of the search)' if at_edge else ''}"
 
 
-def choose(context: Context, task: Task, kind: Approximation, lr: float, decay: float) -> dict[str, Pair]:
+def choose(context: Context, task: Task, kind: Approximation, setting: Setting) -> dict[str, Pair]:
     """For each link the pair with the lowest NLL on a fifth of the training images, of 65."""
-    held = replace(task, data=task.data.validation())
+    held = task.held_out
 
     def tried() -> dict[str, Tensor]:
-        model = network(context, held, lr, decay, SEARCH_SEED, False)
+        model = network(context, held, setting, SEARCH_SEED, "search")
         posterior = kind.posterior(model, held.data, SEARCH_SEED)
         x, found = held.data.test_x.to(context.device), {link: [] for link in kind.links}
         for prior in PRIORS:
@@ -242,68 +236,41 @@ def choose(context: Context, task: Task, kind: Approximation, lr: float, decay: 
     return pairs
 
 
-def softness(context: Context, task: Task, lr: float, decay: float) -> Pair:
+def softness(context: Context, task: Task, setting: Setting) -> float:
     """What the logits of the network itself are best divided by (temperature scaling), by the same held-out images."""
-    held = replace(task, data=task.data.validation())
-    model = network(context, held, lr, decay, SEARCH_SEED, False)
+    held = task.held_out
+    model = network(context, held, setting, SEARCH_SEED, "search")
     with torch.no_grad():
         logits = model(held.data.test_x.to(context.device)).cpu()
-    divisors = [10 ** (i / 12) for i in range(-6, 13)]
-    values = [nll((logits / t).softmax(-1), held.data.test_y) for t in divisors]
-    best = min(range(len(values)), key=values.__getitem__)
-    return Pair(math.nan, divisors[best], values[best])
+    return min(DIVISORS, key=lambda t: nll((logits / t).softmax(-1), held.data.test_y))
 
 
 # --- finals ---
 
 
-@dataclass(frozen=True)
-class Row:
-    """One way to predict: its scores for each seed.
-
-    Args:
-        key: of the way, for whoever looks for it: structure, link and what it was tuned by.
-        first: probabilities of test images, of the first seed.
-    """
-
-    title: str
-    chosen: str
-    key: tuple[str, ...]
-    scores: list[dict[str, float]]
-    first: Tensor | None = None
-
-    def mean(self, name: str) -> tuple[float, float]:
-        return mean_and_error([row[name] for row in self.scores])
-
-    def less(self, other: Row, name: str) -> tuple[float, float]:
-        """Mean and standard error, over paired seeds, of this score less the other's."""
-        return mean_and_error([a[name] - b[name] for a, b in zip(self.scores, other.scores)])
-
-
-def row_of(context: Context, task: Task, one: Finals) -> Row:
-    """A method of Khan and Rue 2023 as a row among these."""
-    first = run(context, task, one.method, one.lr, one.second, 0, True).get(one.way)
-    words = f"lr {one.lr:g}, {one.method.second} {one.second:g}"
-    return Row(one.title, words, (one.method.kind, one.way), one.scores, first)
-
-
-def laplace_rows(context: Context, task: Task, kinds: Sequence[Approximation], adam: Method = ADAM) -> list[Row]:
+def laplace_rows(
+    context: Context, task: Task, kinds: Sequence[Approximation], adam: Method = runs.ADAM
+) -> list[Results]:
     """Adam's network alone, with its temperature, and under each approximation, link and way of tuning."""
-    tried = tune(context, task, adam)
-    lr, decay = min(tried, key=tried.__getitem__)
-    models = [network(context, task, lr, decay, seed, True) for seed in range(context.seeds)]
-    soft = softness(context, task, lr, decay)
-    logits = [{end: _logits(model, x, context.device) for end, x in _images(task).items()} for model in models]
+    setting, _ = runs.tune(context, task, adam)
+    models = [network(context, task, setting, seed) for seed in range(context.seeds)]
+    soft = softness(context, task, setting)
+    logits = [predicted(context, task, model) for model in models]
     rows = []
+
+    def add(title: str, words: str, key: tuple[str, ...], way: str, found: Sequence[Mapping[str, Tensor]]) -> None:
+        values = [runs.scores(one, way, task) for one in found]
+        rows.append(Results(title, values, of=runs.Prediction(key, words, found[0][way])))
+
     for way, divisor, title, words in (
-        ("map", 1.0, "MAP", f"lr {lr:g}, weight decay {decay:g}"),
-        ("soft", soft.temperature, "MAP, temperature", f"logits/{soft.temperature:.2g}"),
+        ("map", 1.0, "MAP", "lr {:g}, weight decay {:g}".format(*setting)),
+        ("soft", soft, "MAP, temperature", f"logits/{soft:.2g}"),
     ):
         alone = [{f"{way}{end}": (z / divisor).softmax(-1) for end, z in one.items()} for one in logits]
-        rows.append(Row(title, words, (way,), [_scored(found, way, task) for found in alone], alone[0][way]))
+        add(title, words, (way,), way, alone)
     for kind in kinds:
         context.say(f"{task.key}: {kind.title}")
-        pairs = choose(context, task, kind, lr, decay) if kind.searched else {}
+        pairs = choose(context, task, kind, setting) if kind.searched else {}
         finals = []
         for seed, model in enumerate(models):
             compute = partial(_final, context, task, kind, model, pairs, seed)
@@ -311,24 +278,14 @@ def laplace_rows(context: Context, task: Task, kinds: Sequence[Approximation], a
         prior = mean_and_error([found["prior"].item() for found in finals])[0]
         for tuned, link in itertools.product(("evidence", "held out") if kind.searched else ("evidence",), kind.links):
             words = pairs[link].words() if tuned == "held out" else f"δ {prior:.3g}"
-            way, key = f"{link} {tuned}", (kind.structure, link, tuned)
-            values = [_scored(found, way, task) for found in finals]
-            rows.append(Row(f"{kind.title}, {link}, {tuned}", words, key, values, finals[0][way]))
+            add(f"{kind.title}, {link}, {tuned}", words, (kind.structure, link, tuned), f"{link} {tuned}", finals)
     return rows
 
 
-def _images(task: Task) -> dict[str, Tensor]:
-    """The images that finals look at, by what is added to the names of their predictions."""
-    return {"": task.data.test_x, "_outside": task.outside}
-
-
-@torch.no_grad()
-def _logits(model: nn.Module, x: Tensor, device: str) -> Tensor:
-    return torch.cat([model(part.to(device)).cpu() for part in x.split(AT_ONCE)])
-
-
-def _scored(found: Mapping[str, Tensor], way: str, task: Task) -> dict[str, float]:
-    return scores({**found, "seconds": torch.zeros(1)}, way, task)
+def predicted(context: Context, task: Task, predict: Callable[[Tensor], Tensor], name: str = "") -> dict[str, Tensor]:
+    """Predictions of the test images and of those from outside."""
+    images = {name: task.data.test_x, f"{name}_outside": task.outside}
+    return {key: in_batches(predict, x, context.device, runs.AT_ONCE) for key, x in images.items()}
 
 
 def _final(
@@ -338,20 +295,53 @@ def _final(
     posterior = kind.posterior(model, task.data, seed)
     posterior.tune_prior()
     found = {"prior": torch.tensor(posterior.prior_precision, dtype=torch.float64)}
-    some = steps(posterior, task.samples, seed)
+
+    def add(link: str, temperature: float, tuned: str) -> None:
+        some = steps(posterior, task.samples, seed)
+        found.update(
+            predicted(context, task, lambda x: averaged(model, some, x, (temperature,), link)[0], f"{link} {tuned}")
+        )
+
     for link in kind.links:
-        found |= _both(context, task, model, some, 1.0, link, "evidence")
+        add(link, 1.0, "evidence")
     for link, pair in pairs.items():
         posterior.set_prior(pair.prior)
-        some = steps(posterior, task.samples, seed)
-        found |= _both(context, task, model, some, pair.temperature, link, "held out")
+        add(link, pair.temperature, "held out")
     return found
 
 
-def _both(
-    context: Context, task: Task, model: nn.Module, some: list, temperature: float, link: str, tuned: str
-) -> dict[str, Tensor]:
-    return {
-        f"{link} {tuned}{end}": in_parts(model, some, x.to(context.device), temperature, link)
-        for end, x in _images(task).items()
-    }
+# --- reports ---
+
+
+def protocol(context: Context, task: Task, origin: str, pairs: int = len(runs.ADAM.seeks)) -> str:
+    """How networks and their posteriors were made and measured, for people."""
+    weights = sum(p.numel() for p in task.model(0).parameters())
+    return (
+        f"{len(task.data.train_x):,} images, {task.epochs} epochs of Adam, batches of {task.batch}, cosine schedule; "
+        f"a perceptron with hidden layers of {task.widths}, {weights:,} weights; lr and weight decay chosen by the "
+        f"validation NLL of the network alone, {pairs} pairs, 20 % held out, with a separate seed; posteriors with the "
+        "exact Fisher, one block for weight and bias; one prior precision δ by evidence, or δ and a temperature T, "
+        "covariance T (H + δ)^-1, by held-out NLL around the search's network, of 65 pairs for each structure and "
+        f"link; {task.samples} draws; linear: of the network linearised at its weights; {context.seeds} seeds; "
+        f"{len(task.data.test_x):,} test images; AUROC of the entropy, against {len(task.outside):,} images of "
+        f"{origin}"
+    )
+
+
+def add_classification(report: Report, context: Context, task: Task, rows: Sequence[Results]) -> None:
+    """A table of all ways to predict, and a figure of those that were tuned by held-out images or not at all."""
+    report.add_table(f"{task.key}, test data", **runs.score_table(rows, COLUMNS))
+    report.draw(
+        context.folder / "scores.png",
+        figures.dots,
+        runs.score_panels([row for row in rows if row.of.key[-1] != "evidence"], COLUMNS),
+        caption=f"{task.key}: mean and standard error over seeds; priors by evidence are left out.",
+    )
+
+
+def add_reliability(report: Report, context: Context, task: Task, rows: Sequence[Results]) -> None:
+    """A diagram for each of these ways to predict."""
+    some = {row.title: row.of.first for row in rows if row.of.first is not None}
+    bins = {title: metrics.reliability(first, task.data.test_y) for title, first in some.items()}
+    words = "Accuracy against the confidence in the predicted class; seed 0."
+    report.draw(context.folder / "reliability.png", plots.reliability, bins, caption=words)

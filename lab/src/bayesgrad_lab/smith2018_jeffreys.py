@@ -1,32 +1,23 @@
-"""Open questions of Smith et al. 2018: the corrected rule, and sampling with a Kronecker metric."""
+"""Open questions of Smith et al. 2018: the corrected rule on known targets, and in two parameterisations."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.func import grad, jacrev, vmap
 
-from bayesgrad.samplers import SNGD, Langevin, batch_size
+from bayesgrad.samplers import SNGD, Langevin
 from bayesgrad_lab import figures
+from bayesgrad_lab.context import Context
 from bayesgrad_lab.report import Report
-from bayesgrad_lab.smith2018 import mnist
-from bayesgrad_lab.smith2018_training import (
-    Task,
-    add_sweeps,
-    begun,
-    perceptron,
-    pooled,
-    protocol,
-    sweep,
-    value,
-    verdict,
-)
-from bayesgrad_lab.study import Context, mean_and_error
+from bayesgrad_lab.results import mean_and_error, shown
+from bayesgrad_lab.smith2018_chains import logistic_loss
+from bayesgrad_lab.training import steps
 
 
 class Points(nn.Module):
@@ -35,6 +26,19 @@ class Points(nn.Module):
     def __init__(self, start: Tensor) -> None:
         super().__init__()
         self.weight = nn.Parameter(start.clone())
+
+
+class Curves(Points):
+    """Logits of many chains, each with parameters of intercept and slope."""
+
+    def __init__(self, start: Tensor, way: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(start)
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of inputs (chains, n), or (n,) for all chains."""
+        w = vmap(self.way)(self.weight)
+        return w[:, :1] + w[:, 1:] * x
 
 
 def blocks(metric: Callable[[Tensor], Tensor], chains: int) -> Callable[[Tensor], Tensor]:
@@ -170,23 +174,23 @@ def functions(
     x, y = curve.data()
     mapped, start = WAYS[way]
     lr = 2 * batch / curve.count
-    model = Points(torch.tensor(start, dtype=torch.float64).expand(chains, 2))
+    model = Curves(torch.tensor(start, dtype=torch.float64).expand(chains, 2), mapped)
     metric = blocks(partial(information, x, mapped), chains)
     sampler = SNGD(
         model, lr, num_data=curve.count, batch_size=batch, metric=metric, correction=correction, likelihood="bernoulli"
     )
     generator = torch.Generator().manual_seed(seed)
-    total, count, steps = torch.zeros(chains, len(PLACES), dtype=torch.float64), 0, round(time / lr)
-    for step in range(steps):
-        rows = torch.rand(chains, curve.count, generator=generator).topk(batch, 1).indices
-        sampler.zero_grad()
-        w = vmap(mapped)(model.weight)
-        outputs = w[:, :1] + w[:, 1:] * x[rows]
-        (nn.functional.softplus(outputs) - y[rows] * outputs).mean(1).sum().backward()
-        sampler.step()
-        if step >= steps // 5 and step % 2 == 0:
-            w = vmap(mapped)(model.weight.detach())
-            total, count = total + (w[:, :1] + w[:, 1:] * PLACES).sigmoid(), count + 1
+    total, count, updates = torch.zeros(chains, len(PLACES), dtype=torch.float64), 0, round(time / lr)
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        for _ in range(updates):
+            rows = torch.rand(chains, curve.count, generator=generator).topk(batch, 1).indices
+            yield x[rows], y[rows]
+
+    for step in steps(model, [sampler], batches(), logistic_loss, observed=lambda number, outputs: None, limit=None):
+        if step.number >= updates // 5 and step.number % 2 == 0:
+            with torch.no_grad():
+                total, count = total + model(PLACES).sigmoid(), count + 1
     return {"p": total / count}
 
 
@@ -232,7 +236,7 @@ def vanishing(context: Context, repeats: list[int], copies: int, time: float) ->
             gaps = paired(context, curve, sizes, correction, copies, time)
             slope = (gaps[0] - gaps[1]) / (lrs[0] - lrs[1])
             limit = (gaps[1] - lrs[1] * slope).tolist()
-            cells = [value(*mean_and_error(some), 4) for some in (*gaps.tolist(), limit)]
+            cells = [shown(mean_and_error(some), ".4f") for some in (*gaps.tolist(), limit)]
             rows.append([str(curve.count), name, *cells])
             context.say(f"{name}, N = {curve.count}, the same minibatches: {' then '.join(cells)} at lr 0")
     return rows
@@ -245,14 +249,7 @@ def jeffreys(context: Context) -> Report:
         "laptop": (1000, 0.01, 500, 14, [16, 4], 200, 50.0),
         "paper": (20_000, 0.0025, 8000, 14, [16, 8, 4, 2], 1000, 400.0),
     }[context.scale]
-    report = Report(
-        "sngd-jeffreys: corrected natural gradients as samplers",
-        claim="Natural gradients with the correction of Smith et al. 2018, Eq. 2 and 6 (with corrected signs), "
-        "sample exp(-cost) det(G)^1/2, in any parameterisation of the model; without it they do not. Girolami and "
-        "Calderhead's correction, which is twice that, is said to sample exp(-cost) and does not (Smith et al. 2018, "
-        "appendix). The authors show no experiments. Target here: functions sampled in two parameterisations agree "
-        "within two standard errors with the correction at the smallest step, and differ by more than five without.",
-    )
+    report = Report.of("sngd-jeffreys")
     schemes = {
         "jeffreys: exp(-cost) det(G)^1/2": ("jeffreys", False, 0.5),
         "flat: exp(-cost)": ("flat", False, 0.0),
@@ -334,65 +331,9 @@ def jeffreys(context: Context) -> Report:
         f"(jeffreys) and {off[2, flat][0]:.3f} (flat) in any moment, by Girolami and Calderhead's form by "
         f"{off[2, girolami][0]:.3f}; in one dimension that form misses by {off[1, girolami][0]:.3f}."
     )
-    figures.lines(
-        context.folder / "jeffreys.png",
-        {"difference between two parameterisations": gaps},
-        "lr",
+    report.draw(
+        context.folder / "jeffreys.png", figures.lines, {"difference between two parameterisations": gaps}, "lr"
     )
-    report.add_figure(
-        "jeffreys.png",
-        "The mean prediction where it differs most between parameterisations, in standard deviations of the posterior, "
-        "against the step; errors are over chains.",
-    )
-    report.settings["protocol"] = (
-        f"known targets: {chains} Langevin chains, step {lr}, {steps} steps (three times that for one weight), the "
-        f"second half is used; parameterisations: logistic regression on {curve.count} labels, whose frequencies are "
-        f"exactly those of the best weights, {copies} chains of minibatch natural gradients for a time of {time:g} (lr "
-        "times updates, the first fifth is burn-in), B = lr N/2, no damping; errors are over chains; those with the "
-        "same minibatches take 0.6 of that time"
-    )
+    sizes = dict(chains=chains, lr=lr, steps=steps, labels=curve.count, copies=copies, time=time)
+    report.add_protocol(**sizes)
     return report
-
-
-# --- a Kronecker metric ---
-
-
-def kronecker(context: Context) -> Report:
-    """Natural gradients with a Kronecker metric at many temperatures, on a network of 17,000 weights."""
-    images = mnist(context)
-    count, width, burn_in, steps, refresh, begins = {
-        "smoke": (200, 8, 10, 10, 5, 20),
-        "laptop": (4096, 64, 250, 250, 5, 500),
-        "paper": (16384, 256, 2000, 2000, 5, 2000),
-    }[context.scale]
-    inputs = images.train_x[0].numel() // 4
-    task = Task(
-        f"kronecker{count}",
-        partial(pooled, images, count),
-        partial(perceptron, (inputs, width, width, 10)),
-        0.1,
-        0.1,
-        burn_in,
-        steps,
-        prior_precision=20.0,
-        thin=5,
-        metric="kronecker",
-        examples=min(1024, count),
-        refresh=refresh,
-    )
-    task = begun(context, task, begins)
-    heats = [0.5, 2.0] if context.scale == "smoke" else [2.0**k for k in range(-3, 4)]
-    sizes = [batch_size(heat, task.lr, count) for heat in heats]
-    dampings = {f"damping {d:g}": replace(task, name=f"{task.name}-d{d:g}", damping=d) for d in (0.1, 0.3)}
-    found = {name: sweep(context, one, sizes=sizes) for name, one in dampings.items()}
-    size = sum(p.numel() for p in task.network(0).parameters())
-    report = Report(
-        "ngd-kronecker: temperature with a Kronecker metric",
-        claim="The authors expect their conclusions to carry over to larger networks with approximate natural "
-        "gradients such as K-FAC (Smith et al. 2018, section 2). Target here: the cross-entropy of ensembles of "
-        f"minibatch natural gradients with a Kronecker metric, on a perceptron of {size:,} weights, is smallest at a T "
-        "within a factor of 2 of 1.",
-        verdict=verdict(found),
-    )
-    report.settings["protocol"] = protocol(task)
-    return add_sweeps(context, report, found, "kronecker.png", by="temperature")

@@ -1,0 +1,87 @@
+"""Comparisons by one protocol: learning rates chosen on held-out training data, then finals over seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bayesgrad_lab.context import Context
+from bayesgrad_lab.methods import method
+from bayesgrad_lab.results import Results, shown
+from bayesgrad_lab.search import best, edges, search
+from bayesgrad_lab.task import Task
+from bayesgrad_lab.training import History, train
+
+SHOWN = {"error": (100, 2), "ece": (100, 2), "steps/s": (1, 0), "memory": (1, 0)}  # factor and decimals in tables
+SCORES = {
+    "error": "error %",
+    "nll": "NLL",
+    "ece": "ECE %",
+    "brier": "Brier",
+    "steps/s": "steps/s",
+    "memory": "MiB",  # the peak of the whole process
+}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Of choosing lr, the same for every method: factors of its usual lr, epochs, and training examples."""
+
+    factors: tuple[float, ...]
+    epochs: int
+    examples: int | None
+
+    def words(self) -> str:
+        amount = "80 % of the training examples" if self.examples is None else f"{self.examples:,} training examples"
+        count = f"{len(self.factors)} learning rates each"
+        epochs = f"{self.epochs} epoch{'s' * (self.epochs > 1)}"
+        return f"{count}, {epochs} of {amount} at a constant rate, chosen by validation NLL"
+
+
+def compare(context: Context, task: Task, methods: Sequence[str], budget: Budget | None) -> dict[str, Results]:
+    """Each method on one task: its lr searched for or as usual, then `context.seeds` finals."""
+    short = task
+    if budget:
+        held = task.data.validation().part(budget.examples)
+        short = replace(task, data=held, epochs=budget.epochs, milestones=())
+        context.say(f"search on {task.network}: {budget.words()}")
+    results = {}
+    for name in methods:
+        kind, tried = method(name), {}
+        (lr,) = kind.lrs
+        if budget:
+            tried = search(
+                [(lr * factor,) for factor in budget.factors],
+                lambda setting, seed: train(context, short, kind, setting[0], seed, "search").final["nll"],  # noqa: B023
+                seed=0,
+            )
+            (lr,) = best(tried)
+            if not math.isfinite(tried[lr,]):
+                context.say(f"{name}: every learning rate of the search diverged; continuing with {lr:.2g}")
+            elif edges(tried, (lr,)):
+                context.say(f"{name}: the best learning rate, {lr:.2g}, is at the edge of the search")
+        finals = [train(context, task, kind, lr, seed) for seed in range(context.seeds)]
+        results[name] = Results(kind.title, finals, History.score, {"lr": lr}, tried)
+    return results
+
+
+def table(results: dict[str, Results], scores: dict[str, str]) -> dict[str, Any]:
+    """A table for a report: a row for each method, mean ± standard error for each score (key -> column title)."""
+    rows = []
+    for one in results.values():
+        cells = [one.title, f"{one.lr:.2g}"]
+        for score in scores:
+            factor, digits = SHOWN.get(score.removeprefix("best "), (1, 3))
+            cells.append(shown(one.mean(score), f".{digits}f", factor))
+        rows.append(cells)
+    return {"columns": ["optimizer", "lr", *scores.values()], "rows": rows}
+
+
+def curves(results: dict[str, Results], names: dict[str, str]) -> dict[str, dict[str, list[list[float]]]]:
+    """Panels of learning curves: title -> method -> for each seed the values of a column of its history."""
+    return {
+        title: {one.title: [[row[name] for row in run.rows] for run in one.runs] for one in results.values()}
+        for title, name in names.items()
+    }

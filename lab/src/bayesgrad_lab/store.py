@@ -1,0 +1,127 @@
+"""Runs that survive: a folder with a lock, and files that are whole or absent.
+
+A run is a folder. `config.json` says what it is, `trials/<key>.pt` holds what a trial has measured, or its last
+finished epoch, `trials/<key>.json` its metrics so far, `report.json`, `report.html` and the plots come at the end.
+Files are written beside their name and renamed, so that whatever kills the process leaves whole files behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import platform
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
+    """Writes beside `path` and renames, so that a reader finds the old file or the new one."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        write(partial)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_atomically(path, lambda p: p.write_text(json.dumps(value, indent=1, allow_nan=True)))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object that was written by `write_json`."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is damaged: delete it and run again with --resume.")
+    return value
+
+
+def write_tensors(path: Path, value: Any) -> None:
+    """Saves through memory, so that a full disk is an OSError and not one of torch's own."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    write_atomically(path, lambda p: p.write_bytes(buffer.getvalue()))
+
+
+def read_tensors(path: Path, device: str = "cpu") -> Any:
+    """What `write_tensors` wrote, or None where the file is damaged: whatever it held can be computed again."""
+    try:
+        return torch.load(path, weights_only=True, map_location=device)
+    except (RuntimeError, EOFError, IndexError, KeyError, ValueError, pickle.UnpicklingError):
+        return None
+
+
+def versions() -> dict[str, str]:
+    import bayesgrad
+
+    threads = torch.get_num_threads()
+    return {
+        "bayesgrad": bayesgrad.__version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {threads} thread{'s' * (threads > 1)}",
+    }
+
+
+@contextlib.contextmanager
+def run_folder(path: Path, config: dict[str, Any], resume: bool) -> Iterator[Path]:
+    """Opens a folder for one run alone.
+
+    Raises:
+        ValueError: the folder belongs to another run, or to the same and `resume` was not asked for.
+        OSError: it cannot be written.
+    """
+    existing = path / "config.json"
+    foreign = [p for p in path.iterdir() if not _ours(p)] if path.is_dir() else []
+    if foreign and not existing.exists():
+        raise ValueError(f"{path} holds files of something else: choose another --out.")
+    if existing.exists():
+        if not resume:
+            raise ValueError(f"{path} holds a run already: pass --resume to continue it, or choose another --out.")
+        before = read_json(existing)
+        changed = sorted(k for k in {*before, *config} if before.get(k) != config.get(k))
+        if changed:
+            k = changed[0]
+            raise ValueError(
+                f"{path} was started with {k}={before.get(k)!r}, not {config.get(k)!r}: "
+                "resume with the same arguments, or choose another --out."
+            )
+    (path / "trials").mkdir(parents=True, exist_ok=True)
+    with _lock(path / ".lock", path):
+        for partial in path.rglob("*.partial"):
+            partial.unlink()  # of a process that was killed while it wrote
+        if not existing.exists():
+            write_json(existing, config)
+        yield path
+
+
+def _ours(path: Path) -> bool:
+    """What a run that was killed at its very beginning may have left."""
+    return path.name == ".lock" or path.suffix == ".partial" or (path.name == "trials" and not any(path.iterdir()))
+
+
+@contextlib.contextmanager
+def _lock(path: Path, folder: Path) -> Iterator[None]:
+    """A lock that the operating system takes back when the process dies, however it dies."""
+    try:
+        import fcntl
+    except ImportError:  # no such locks on this system
+        yield
+        return
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"another process is writing into {folder}: wait for it, or choose another --out."
+            ) from None
+        yield
