@@ -281,6 +281,8 @@ class BeliefOptimizer(CheckedOptimizer):
         return loss
 
     def _average_draws(self, closure: Callable[[], Any], samples: int) -> Any:
+        for part in self._parts:
+            part.begin_draws()
         losses: list[Any] = []
         totals: dict[Tensor, Tensor] = {}
         for _ in range(samples):

@@ -107,6 +107,9 @@ class Part:
     def reset(self) -> None:
         """Discards what was collected; called after every step, and after one that was skipped."""
 
+    def begin_draws(self) -> None:
+        """Called before the draws of a closure: forgets those of a closure that raised."""
+
     def store_draw(self, samples: int) -> None:
         """Stores what one of several draws of a closure gives beside gradients."""
 

@@ -112,7 +112,7 @@ def test_steps_at_lr_zero_before_the_first_positive_lr_keep_the_prior(case: Case
     optimizer, late = case.of(model, lr=0.01), case.of(other, lr=0.0)
     for p, q in zip(model.parameters(), other.parameters()):
         p.grad, q.grad = torch.full_like(p, 1e-3), torch.full_like(q, 1e-3)
-    if "gradient_mean" in case.slots or getattr(optimizer, "takes_draws", False):
+    if "gradient_mean" in case.slots or optimizer.needs.draws:
         return  # the information of a second equal gradient differs from that of the first
     late.step()
     late.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"] = 0.01

@@ -207,7 +207,7 @@ def test_newton_needs_second_derivatives() -> None:
     optimizer = SpikeSlab(model, update="newton")
     with optimizer.sampled():
         loss_of(model).backward()
-    with pytest.raises(RuntimeError, match=r"call optimizer.observe\(loss\)"):
+    with pytest.raises(RuntimeError, match=r"call optimizer.observe\(loss=loss\)"):
         optimizer.step()
     with pytest.raises(RuntimeError, match=r"call observe\(loss\) inside"):
         optimizer.observe(loss=loss_of(model))

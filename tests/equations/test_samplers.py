@@ -13,6 +13,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, vmap
 
 from bayesgrad import likelihoods, noise, samplers
 from bayesgrad.samplers import SNGD, Langevin
+from bayesgrad.samplers.preconditioner import LangevinStep
 
 NUM_DATA, TEMPERATURE, PRIOR, DAMPING, LR = 50, 0.7, 0.4, 0.05, 0.01
 
@@ -234,7 +235,7 @@ def form(problem: Problem, name: str) -> str:
 def sum_of_parts(sampler: Langevin, problem: Problem, normal: torch.Tensor) -> torch.Tensor:
     pieces = dict(zip(problem.model.parameters(), normal.split([s.numel() for s in problem.shapes])))
     found = {}
-    for part in sampler._parts[1]:
+    for part in sampler.preconditioner.parts[1]:
         found |= part.parted(part.precision.sample(part.join({p: v.view(p.shape) for p, v in pieces.items()})))
     return torch.cat([found[p].flatten() for p in problem.model.parameters()])
 
@@ -264,7 +265,7 @@ def cut(problem: Problem, flat: torch.Tensor) -> dict[torch.Tensor, torch.Tensor
 def corrections(sampler: Langevin, problem: Problem, name: str) -> torch.Tensor:
     """The step without gradient, prior and noise, which leaves the correction."""
     before = problem.w
-    sampler.rule = type(sampler.rule)(injected=False)
+    sampler.preconditioner.move = LangevinStep(injected=False)
     sampler.param_groups[0]["prior_precision"] = 0.0
     sampler.observe(problem.model(problem.x))
     for p in problem.model.parameters():

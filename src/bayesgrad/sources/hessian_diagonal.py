@@ -73,13 +73,16 @@ class HessianDiagonal(Source):
             known = self.diagonals.get(p) if p.grad is not None else None
             self.diagonals[p] = diagonal if known is None else known + diagonal
 
+    def begin_draws(self) -> None:
+        self.stored = {}
+
     def store_draw(self, samples: int) -> None:
         for p, diagonal in self.diagonals.items():
             part = diagonal / samples
             self.stored[p] = self.stored[p] + part if p in self.stored else part
 
     def merge_draws(self, samples: int) -> None:
-        self.diagonals, self.stored = self.stored, {}
+        self.diagonals = self.stored
 
     def collect(self, groups: Groups, active: list[list[Tensor]]) -> Evidence:
         params = [p for some in active for p in some]

@@ -85,6 +85,9 @@ class PerExampleSquares(Source):
             return {"squares": {p: torch.stack(parts).mean(0) for p, parts in every.items()}}
         return {"squares": self._squares(params)}
 
+    def begin_draws(self) -> None:
+        self.stored = []
+
     def store_draw(self, samples: int) -> None:
         params = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         self.stored.append(self._squares(params))

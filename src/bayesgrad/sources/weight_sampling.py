@@ -100,6 +100,9 @@ class Draws(Source):
             )
         return {}
 
+    def begin_draws(self) -> None:
+        self.stored = {}
+
     def merge_draws(self, samples: int) -> None:
         self.reset()
         every = (p for group in self.optimizer.param_groups for p in group["params"])
@@ -258,7 +261,6 @@ class WeightSampling(Draws):
         self.count = 1
         self.sums = {p: value / samples for p, value in self.stored.items()}
         self.seen = dict.fromkeys(self.stored)
-        self.stored = {}
 
 
 _NOTHING = torch.empty(0, 0, 0)
