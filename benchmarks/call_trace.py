@@ -1,7 +1,7 @@
 """Through how many files one warm training step of an optimizer runs, and how often it changes from one to another.
 
 A tracer notes the file of each call of a Python function of the package. "files" is the number of different files,
-"switches" the number of times that a call leads into another file than the call before. The step is the fourth of a
+"switches" the number of times that a call leads into another file than the call before. The step is the 31st of a
 model with one or two Linear layers, with the loop of the documentation: sampled, zero_grad, forward pass, observe,
 backward, step.
 
@@ -67,7 +67,7 @@ def trace(build: Callable[[nn.Module], Any], widths: tuple[int, ...]) -> list[st
     model = nn.Sequential(*[nn.Linear(a, b) for a, b in pairwise(widths)])
     optimizer = build(model)
     x, y = torch.randn(16, widths[0]), torch.randint(0, widths[-1], (16,))
-    for _ in range(3):
+    for _ in range(30):
         train(model, optimizer, x, y)
     return files_of(lambda: train(model, optimizer, x, y))
 

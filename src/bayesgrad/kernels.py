@@ -26,7 +26,7 @@ from __future__ import annotations
 import types
 import warnings
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from functools import cache, partial
 from operator import itemgetter
 from typing import Any
 
@@ -46,6 +46,7 @@ _compiled: dict[Hashable, Callable | None] = {}
 _unusable: set[str] = set()  # device types whose compiler has failed once
 
 
+@cache
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of the state and of the computation: float32 for half-precision weights."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
@@ -94,7 +95,12 @@ def tanh(x: Tensor) -> Tensor:
 
 
 def run(
-    function: Callable, scalars: Sequence[float], rows: list[Row], fused: bool, places: list[Place] | None = None
+    function: Callable,
+    scalars: Sequence[float],
+    rows: list[Row],
+    fused: bool | None,
+    elements: int = 0,
+    places: list[Place] | None = None,
 ) -> None:
     """Applies `function` to each row in place: its results replace weight and state.
 
@@ -102,11 +108,14 @@ def run(
         function: an elementwise function, hashable.
         scalars: its scalars.
         rows: tuples of flat tensors.
-        fused: whether to compile it.
+        fused: whether to compile it; None for large models on a device with a compiler.
+        elements: of the whole model, for `fused=None`.
         places: a place for each row, if the function needs positions.
     """
     if not rows:
         return
+    if fused is None:
+        fused = should_compile(rows[0][0].device, elements)
     work = list(zip(rows, places or [()] * len(rows)))
     if fused:
         work = _run_positional(function, scalars, work) if places else _run_compiled(function, scalars, rows)

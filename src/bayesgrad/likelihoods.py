@@ -69,9 +69,9 @@ class Likelihood(ABC):
     def link(self, outputs: Tensor) -> Tensor:
         """The quantity that predictions average over weights: probabilities, rates, or the outputs themselves."""
 
-    @abstractmethod
     def from_moments(self, mean: Tensor, variance: Tensor) -> Tensor | Moments:
         """The prediction from the mean and variance of link(f) over weights."""
+        return mean
 
     @abstractmethod
     def from_gaussian(self, mean: Tensor, variance: Tensor) -> Tensor | Moments:
@@ -109,9 +109,9 @@ class Likelihood(ABC):
         """log p(labels | outputs) of each example, (N,); `noise_scale` is the standard deviation of Gaussian data."""
         return -self.loss(outputs, labels)
 
-    @abstractmethod
     def residual(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """The derivative of each example's loss by the outputs."""
+        return self.link(outputs.detach()) - _real(labels, outputs)
 
     @abstractmethod
     def hessian_roots(self, outputs: Tensor) -> Iterator[Tensor]:
@@ -138,9 +138,6 @@ class Categorical(Likelihood):
 
     def losses(self, outputs: Tensor) -> int:
         return outputs.shape[:-1].numel()
-
-    def from_moments(self, mean: Tensor, variance: Tensor) -> Tensor:
-        return mean
 
     def from_gaussian(self, mean: Tensor, variance: Tensor) -> Tensor:
         return self.link(mean / (1 + math.pi / 8 * variance).sqrt())
@@ -226,8 +223,7 @@ class Bernoulli(Categorical):
             raise ValueError(f"labels must be in [0, 1], got {labels.min():g} to {labels.max():g}.")
         return (softplus(outputs) - labels * outputs).reshape(len(outputs), -1).sum(1)
 
-    def residual(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        return outputs.detach().sigmoid() - _real(labels, outputs)
+    residual = Likelihood.residual
 
     def hessian_roots(self, outputs: Tensor) -> Iterator[Tensor]:
         p = outputs.detach().sigmoid()
@@ -279,9 +275,6 @@ class Gaussian(Likelihood):
     def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
         return (outputs - _real(labels, outputs)).square().reshape(len(outputs), -1).sum(1) / 2
 
-    def residual(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        return outputs.detach() - _real(labels, outputs)
-
     def hessian_roots(self, outputs: Tensor) -> Iterator[Tensor]:
         yield from _one_by_one(torch.ones_like(outputs))
 
@@ -299,9 +292,6 @@ class Poisson(Likelihood):
 
     def link(self, outputs: Tensor) -> Tensor:
         return outputs.exp()
-
-    def from_moments(self, mean: Tensor, variance: Tensor) -> Tensor:
-        return mean
 
     def from_gaussian(self, mean: Tensor, variance: Tensor) -> Tensor:
         return (mean + variance / 2).exp()
@@ -330,9 +320,6 @@ class Poisson(Likelihood):
         if bool((labels < 0).any()):
             raise ValueError(f"labels must be counts, got {labels.min():g}.")
         return (outputs.exp() - labels * outputs + (labels + 1).lgamma()).reshape(len(outputs), -1).sum(1)
-
-    def residual(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        return outputs.detach().exp() - _real(labels, outputs)
 
     def hessian_roots(self, outputs: Tensor) -> Iterator[Tensor]:
         yield from _one_by_one((outputs.detach() / 2).exp())

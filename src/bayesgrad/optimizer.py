@@ -49,7 +49,7 @@ from bayesgrad.packing import Block, Directions, Job, Layout, gradient_of
 from bayesgrad.parts import Groups, Needs, Noise, Part, Preconditioner, Source
 from bayesgrad.posterior import Posterior
 from bayesgrad.posterior.filtered import filtered_variance, gaussian_posterior
-from bayesgrad.rules.update import Update, UpdateRule
+from bayesgrad.rules.update import UpdateRule, kernel_of
 
 
 class BeliefOptimizer(CheckedOptimizer):
@@ -176,7 +176,8 @@ class BeliefOptimizer(CheckedOptimizer):
                 )
             yield
             return
-        self.require_training("sampled()")
+        if not self.param_groups[0]["train_mode"]:
+            self.require_training("sampled()")
         with source.draw(noise):
             yield
 
@@ -260,13 +261,12 @@ class BeliefOptimizer(CheckedOptimizer):
             for block in blocks:
                 block.step += 1
                 scalars = owner.scalars(group, int(block.step))
-                update = Update(owner.rule, tuple(scalars), block.slots, tuple(evidence))
-                fused = kernels.should_compile(block.device, elements) if group["fused"] is None else group["fused"]
+                update = kernel_of(owner.rule, tuple(scalars), block.slots, tuple(evidence))
                 axpy_coefficients = (
                     owner.rule.move.axpy_coefficients(scalars, block.slots) if owner is not self else None
                 )
                 for rows in block.rows(directions, axpy_coefficients, list(evidence.values())):
-                    kernels.run(update, list(scalars.values()), rows, fused)
+                    kernels.run(update, list(scalars.values()), rows, group["fused"], elements)
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """Calls the closure; if gradients are computed at sampled weights, once for each draw."""

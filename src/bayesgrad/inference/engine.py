@@ -53,7 +53,7 @@ def message(node: Node, factors: Iterable[Factor]) -> Parameters:
 
 def elbo(nodes: Iterable[Node], factors: Iterable[Factor]) -> Tensor:
     """E_q[log p(data, x)] + H(q), with all constants: the log evidence of a conjugate model at its posterior."""
-    values = [_weighted(factor.scale, factor.value()).sum() for factor in factors]
+    values = [(factor.scale * factor.value()).sum() for factor in factors]
     return torch.stack([*values, *[node.entropy for node in nodes]]).sum()
 
 
@@ -263,10 +263,6 @@ def _scaled(node: Node, factor: Factor) -> Parameters:
     ratio = factor.scale / node.scale
     own = factor.message(node)
     return own if isinstance(ratio, float) and ratio == 1 else node.scale_by_plate(ratio, own)
-
-
-def _weighted(scale: float | Tensor, value: Tensor) -> Tensor:
-    return value if isinstance(scale, float) and scale == 1 else scale * value
 
 
 def _sum_messages(node: Node, messages: Sequence[Parameters]) -> Parameters:

@@ -27,6 +27,7 @@ from torch.func import grad, jacrev, vmap
 
 from bayesgrad.noise import generator_of, seed32
 
+Function = Callable[[Tensor], Tensor]
 HESSIANS = ("exact", "gauss-newton", "reparameterised")
 
 
@@ -52,7 +53,7 @@ class Expectation(ABC):
 
     hessian: str = "exact"
 
-    def scalar(self, function: Callable[[Tensor], Tensor], mean: Tensor, variance: Tensor) -> Moments:
+    def scalar(self, function: Function, mean: Tensor, variance: Tensor) -> Moments:
         """Moments of an elementwise function; all tensors have the same shape."""
         deviation = variance.sqrt()
         at, noise, weights = self.points(mean[..., None], deviation[..., None, None])
@@ -64,7 +65,7 @@ class Expectation(ABC):
             second = first * noise / deviation.clamp_min(torch.finfo(deviation.dtype).tiny ** 0.5)
         return Moments(*[(weights * part).sum(0) for part in (value, first, second)])
 
-    def rows(self, function: Callable[[Tensor], Tensor], mean: Tensor, root: Tensor) -> Moments:
+    def rows(self, function: Function, mean: Tensor, root: Tensor) -> Moments:
         """Moments of a function that maps (..., n, K) to (..., n), with exact Hessians.
 
         Args:
@@ -87,7 +88,7 @@ class Expectation(ABC):
         parts = value.detach(), first.detach(), torch.stack(columns, -2)
         return Moments(*[torch.einsum("s,s...->...", weights, part) for part in parts])
 
-    def vector(self, function: Callable[[Tensor], Tensor], mean: Tensor, root: Tensor) -> Moments:
+    def vector(self, function: Function, mean: Tensor, root: Tensor) -> Moments:
         """Moments of a function from one vector (P,) to a scalar; vectorised over plates and points.
 
         Returns:
@@ -130,15 +131,15 @@ class Delta(Expectation):
     def points(self, mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return mean[None], torch.zeros_like(mean)[None], mean.new_ones(1)
 
-    def scalar(self, function: Callable[[Tensor], Tensor], mean: Tensor, variance: Tensor) -> Moments:
+    def scalar(self, function: Function, mean: Tensor, variance: Tensor) -> Moments:
         found = super().scalar(function, mean, variance)
         return found._replace(value=found.value + variance * found.second / 2)
 
-    def rows(self, function: Callable[[Tensor], Tensor], mean: Tensor, root: Tensor) -> Moments:
+    def rows(self, function: Function, mean: Tensor, root: Tensor) -> Moments:
         found = super().rows(function, mean, root)
         return found._replace(value=found.value + (root * (found.second @ root)).sum((-2, -1)) / 2)
 
-    def vector(self, function: Callable[[Tensor], Tensor], mean: Tensor, root: Tensor) -> Moments:
+    def vector(self, function: Function, mean: Tensor, root: Tensor) -> Moments:
         found = super().vector(function, mean, root)
         trace = (root * (found.second @ root)).sum((-2, -1))
         return found._replace(value=found.value + trace / 2)
@@ -239,7 +240,7 @@ class MonteCarlo(Expectation):
         return mean + _times_root(root, noise), noise, weights
 
 
-def _vectorise(function: Callable[[Tensor], Tensor], row: Tensor) -> Callable[..., Callable[[Tensor], Tensor]]:
+def _vectorise(function: Function, row: Tensor) -> Callable[..., Function]:
     """`vmap`, or a loop with the same interface for functions that vmap does not support.
 
     Raises:
@@ -284,9 +285,7 @@ def _check_hessian(hessian: str, known: tuple[str, ...]) -> None:
         raise ValueError(f"hessian must be one of {', '.join(map(repr, known))}, got {hessian!r}.")
 
 
-def derivatives(
-    function: Callable[[Tensor], Tensor], at: Tensor, *, second: bool = True
-) -> tuple[Tensor, Tensor, Tensor]:
+def derivatives(function: Function, at: Tensor, *, second: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     """f, f' and f'' of an elementwise function; f'' = 0 if `second` is False."""
     with torch.enable_grad():
         at = at.detach().requires_grad_()

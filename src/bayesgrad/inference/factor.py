@@ -50,7 +50,7 @@ from torch.func import vmap
 
 from bayesgrad.families import DiagonalGaussian, FixedGaussian, Gaussian, Parameters
 from bayesgrad.families.gaussian import LOG_2PI
-from bayesgrad.inference.expectation import Expectation, GaussHermite, Moments
+from bayesgrad.inference.expectation import Expectation, Function, GaussHermite, Moments
 from bayesgrad.inference.node import Node, check_finite, check_scale
 
 GAUSSIANS = (Gaussian, DiagonalGaussian, FixedGaussian)
@@ -267,7 +267,7 @@ class LinearPredictorFactor(MomentsFactor):
         self,
         node: Node,
         design: Tensor,
-        log_likelihood: Callable[[Tensor], Tensor],
+        log_likelihood: Function,
         expectation: Expectation | None = None,
         *,
         scale: float | Tensor = 1.0,
@@ -368,12 +368,7 @@ class LogDensity(MomentsFactor):
     """
 
     def __init__(
-        self,
-        node: Node,
-        function: Callable[[Tensor], Tensor],
-        expectation: Expectation,
-        *,
-        scale: float | Tensor = 1.0,
+        self, node: Node, function: Function, expectation: Expectation, *, scale: float | Tensor = 1.0
     ) -> None:
         super().__init__(node, scale=scale)
         _check_gaussian(node)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from bayesgrad.families import Gaussian, MixtureOfGaussians, Parameters
-from bayesgrad.inference.expectation import Expectation, Moments
+from bayesgrad.inference.expectation import Expectation, Function, Moments
 from bayesgrad.inference.factor import MomentsFactor
 from bayesgrad.inference.node import Node
 
@@ -35,9 +33,7 @@ class MixtureLogDensity(MomentsFactor):
     Checked by: tests/equations/test_multimodal.py.
     """
 
-    def __init__(
-        self, node: Node, function: Callable[[Tensor], Tensor], expectation: Expectation, *, scale: float = 1.0
-    ) -> None:
+    def __init__(self, node: Node, function: Function, expectation: Expectation, *, scale: float = 1.0) -> None:
         super().__init__(node, scale=scale)
         if not isinstance(node.family, MixtureOfGaussians) or node.family.plates(node.natural):
             raise TypeError(f"this factor needs a MixtureOfGaussians node without plates, got {node}.")

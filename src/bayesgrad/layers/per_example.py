@@ -95,6 +95,11 @@ class PerExampleGradients(ABC):
         return {f"{kind}_{name}": getattr(self, name) for name in own}
 
 
+def floating_tensor(columns: PerExampleGradients) -> Tensor:
+    """One of their floating-point tensors, for its dtype and device."""
+    return next(t for t in columns.tensors().values() if t.is_floating_point())
+
+
 def is_stored(name: str) -> bool:
     """Whether a state tensor of this name is one of `PerExampleGradients.tensors`."""
     return any(name.startswith(f"{kind}_") for kind in PerExampleGradients.kinds)

@@ -41,12 +41,8 @@ class Counts:
         """From a dense array or tensor, or a sparse matrix of SciPy or torch; not validated."""
         device = X.device if isinstance(X, Tensor) else None
         if isinstance(X, Tensor):
-            X = X.detach().cpu()
-            if X.layout != torch.strided:
-                X = X.to_sparse_coo().coalesce()
-                X = csr_matrix((X.values().numpy(), X.indices().numpy()), shape=tuple(X.shape))
-            else:
-                X = X.numpy()
+            X = X.detach().cpu().to_sparse_coo().coalesce()
+            X = csr_matrix((X.values().numpy(), X.indices().numpy()), shape=tuple(X.shape))
         matrix = csr_matrix(X, dtype=np.float64, copy=issparse(X))
         matrix.sum_duplicates()
         matrix.eliminate_zeros()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -64,6 +65,7 @@ class Supervised(Estimator):
 
     likelihood: Any
     classes_: Any
+    predict: Callable[..., Any]
     _binary: ClassVar[tuple[str, ...]] = ()  # likelihoods of two classes only
 
     def __sklearn_tags__(self) -> Tags:
@@ -107,9 +109,6 @@ class Supervised(Estimator):
         labels = as_numpy(self.classes_)[probabilities.argmax(-1).cpu().numpy()]
         tensors = isinstance(X, Tensor) and labels.dtype.kind in "biuf"
         return torch.as_tensor(labels, device=X.device) if tensors else labels
-
-    def predict(self, X: Any) -> Any:
-        raise NotImplementedError
 
     def score(self, X: Any, y: Any) -> float:
         """Accuracy for classification, R² for regression."""

@@ -182,7 +182,8 @@ class ScoresFactor(LatentVariableFactor):
         z, A, patterns, place, values = infer(self.rows, known)
         extended = torch.cat([z, torch.ones_like(z[:, :1])], 1)
         U, width = len(patterns), extended.shape[1]
-        sums = z.new_zeros(U, width * width).index_add_(0, place, _outer(extended).flatten(1)).view(U, width, width)
+        outer = (extended[:, :, None] * extended[:, None, :]).flatten(1)
+        sums = z.new_zeros(U, width * width).index_add_(0, place, outer).view(U, width, width)
         counts = torch.bincount(place, minlength=U).to(z)
         spread = counts[:, None, None] * A
         sums[:, :-1, :-1] += spread
@@ -192,10 +193,6 @@ class ScoresFactor(LatentVariableFactor):
         residual = self.rows.left(extended, known.first).square().sum(0) + ((unsure @ W[..., None])[..., 0] * W).sum(1)
         value = values.sum() - (self.floor * seen * known.precision).sum() / 2
         return value, self.rows.values.mT @ extended, moments, residual, seen
-
-
-def _outer(rows: Tensor) -> Tensor:
-    return rows[:, :, None] * rows[:, None, :]
 
 
 class RelevancePrior(Factor):

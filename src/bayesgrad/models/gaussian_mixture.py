@@ -20,17 +20,10 @@ from bayesgrad.families import Dirichlet, Family, Parameters, Point
 from bayesgrad.inference import Factor, LatentVariableFactor, Node, Prior
 from bayesgrad.models import checks
 from bayesgrad.models.covariances import COVARIANCES, Components, Covariance, MixtureFactor
-from bayesgrad.models.latent import Latent, random_rows
+from bayesgrad.models.latent import Latent
 
 METHODS = ("em", "vmp", "svi")
 STARTS = ("kmeans", "k-means++", "random", "random_from_data")
-PRIORS = (
-    "weight_concentration_prior",
-    "mean_precision_prior",
-    "mean_prior",
-    "degrees_of_freedom_prior",
-    "covariance_prior",
-)
 
 
 def _is_em(model: GaussianMixture) -> bool:
@@ -143,7 +136,8 @@ class GaussianMixture(DensityMixin, Latent):
         checks.require_one_of(self, method=METHODS, covariance_type=COVARIANCES, init_params=STARTS)
         checks.require_positive_integer(n_components=self.n_components)
         checks.require_non_negative(reg_covar=self.reg_covar)
-        given = [name for name in PRIORS if getattr(self, name) is not None]
+        priors = [name for name in self.get_params(deep=False) if name.endswith("_prior")]
+        given = [name for name in priors if getattr(self, name) is not None]
         if _is_em(self) and given:
             raise ValueError(f"method='em' has no priors, but {given[0]} was set: use method='vmp', or None.")
 
@@ -202,9 +196,6 @@ class GaussianMixture(DensityMixin, Latent):
     def _covariance(self) -> Covariance:
         return COVARIANCES[self.covariance_type]
 
-    def _uses_batches(self) -> bool:
-        return self.method == "svi"
-
     def _start(self, data: Tensor, random: np.random.RandomState) -> list[Node]:
         some = max(10 * self.batch_size, 200 * self.n_components)
         rows = (
@@ -225,7 +216,8 @@ class GaussianMixture(DensityMixin, Latent):
         """Responsibilities of the components for each row, (K, n)."""
         K, count = self.n_components, len(rows)
         if self.init_params == "random":
-            return random_rows(count, K, random).mT.to(rows)
+            drawn = random.uniform(size=(count, K))  # as in scikit-learn
+            return torch.as_tensor(drawn / drawn.sum(1, keepdims=True)).mT.to(rows)
         plain = rows.cpu().numpy()
         if self.init_params == "kmeans":
             means: Any = KMeans(K, n_init=1, random_state=random)  # pyright: ignore[reportArgumentType]

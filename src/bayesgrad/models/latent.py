@@ -26,7 +26,8 @@ class Latent(Estimator, ABC):
     the latent variables.
 
     `fit` repeats steps with rho = 1 until the bound converges, from `n_init` starts, and keeps the best result. If
-    `_uses_batches` is True, an iteration is a pass over shuffled batches, as in `partial_fit`, with steps of
+    `_uses_batches` is True (with method "svi"), an iteration is a pass over shuffled batches, as in `partial_fit`, with
+    steps of
 
     .. math::
         \rho_t = (t + \tau)^{-\kappa}, \quad t = 1, 2, \dots
@@ -104,7 +105,7 @@ class Latent(Estimator, ABC):
 
     def _uses_batches(self) -> bool:
         """Whether `fit` uses batches."""
-        return False
+        return getattr(self, "method", None) == "svi"
 
     def _num_units(self, data: Any) -> float:
         """The number that changes of the bound are divided by."""
@@ -124,13 +125,11 @@ class Latent(Estimator, ABC):
         self._batches = 0
         best: tuple[list[Node], Result] | None = None
         failure: Exception | None = None
-        interrupted = False
+        interrupted, iterate = False, self._iterate_batches if self._uses_batches() else self._iterate
         for _ in range(self.n_init):
             try:
                 nodes = self._start(data, random)
-                result = (
-                    self._iterate_batches(data, nodes, random) if self._uses_batches() else self._iterate(data, nodes)
-                )
+                result = iterate(data, nodes, random)
             except (OutsideDomain, torch.linalg.LinAlgError) as error:
                 failure = error
                 continue
@@ -204,7 +203,7 @@ class Latent(Estimator, ABC):
         self._set_attributes(self._nodes)
         return self
 
-    def _iterate(self, data: Any, nodes: list[Node]) -> Result:
+    def _iterate(self, data: Any, nodes: list[Node], random: np.random.RandomState) -> Result:
         factors = [*self._priors(nodes), self._full_data_factor(data, nodes)]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=r".*(not converged after|interrupted in step)")
@@ -262,9 +261,3 @@ class Latent(Estimator, ABC):
         checks.require_non_negative(**{first: offset})
         if self.total_samples is not None and not (checks.is_number(self.total_samples) and self.total_samples > 0):
             raise ValueError(f"total_samples must be a positive number or None, got {self.total_samples!r}.")
-
-
-def random_rows(count: int, columns: int, random: np.random.RandomState) -> torch.Tensor:
-    """Random rows (count, columns) that sum to one, as drawn by scikit-learn for init_params="random"."""
-    drawn = random.uniform(size=(count, columns))
-    return torch.as_tensor(drawn / drawn.sum(1, keepdims=True))

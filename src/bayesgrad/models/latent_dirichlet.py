@@ -182,9 +182,6 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         self.topic_word_prior_ = float(self._prior("topic_word_prior"))
         self.components_ = self._kind(concentration)
 
-    def _uses_batches(self) -> bool:
-        return self.method == "svi"
-
     def _num_units(self, data: Counts) -> float:
         return data.words
 

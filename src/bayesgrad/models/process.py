@@ -248,34 +248,22 @@ def _cholesky_solve(lower: Tensor, right: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(lower.mT, half, upper=True)[:, 0]
 
 
-def _inverse(lower: Tensor) -> Tensor:
+def _inverse(lower: Tensor, out: Tensor | None = None) -> Tensor:
     """The inverse of a triangular matrix, by recursive halving: matrix products are faster than solving for I."""
-    found = torch.zeros_like(lower)
-    _invert(lower, found)
-    return found
-
-
-def _invert(lower: Tensor, found: Tensor) -> None:
-    size = len(lower)
+    size, half = len(lower), len(lower) // 2
+    found = torch.zeros_like(lower) if out is None else out
     if size <= 64:
-        found.copy_(torch.linalg.solve_triangular(lower, torch.eye(size).to(lower), upper=False))
-        return
-    half = size // 2
-    _invert(lower[:half, :half], found[:half, :half])
-    _invert(lower[half:, half:], found[half:, half:])
-    inner = lower.new_empty(size - half, half)
-    _times_lower(lower[half:, :half], found[:half, :half], inner)
-    cut = (size - half) // 2  # the upper right quarter of the left matrix is zero
+        return found.copy_(torch.linalg.solve_triangular(lower, torch.eye(size).to(lower), upper=False))
+    left, upper = lower[half:, :half], _inverse(lower[:half, :half], found[:half, :half])
+    _inverse(lower[half:, half:], found[half:, half:])
+    inner, cut = lower.new_empty(size - half, half), half // 2  # a quarter of each triangular matrix is zero
+    torch.mm(left, upper[:, :cut], out=inner[:, :cut])
+    torch.mm(left[:, cut:], upper[cut:, cut:], out=inner[:, cut:])
+    cut = (size - half) // 2
     torch.mm(found[half : half + cut, half : half + cut], inner[:cut], out=found[half : half + cut, :half])
     torch.mm(found[half + cut :, half:], inner, out=found[half + cut :, :half])
     found[half:, :half].neg_()
-
-
-def _times_lower(left: Tensor, lower: Tensor, out: Tensor) -> None:
-    """left @ lower, skipping the quarter of zeros."""
-    cut = len(lower) // 2
-    torch.mm(left, lower[:, :cut], out=out[:, :cut])
-    torch.mm(left[:, cut:], lower[cut:, cut:], out=out[:, cut:])
+    return found
 
 
 class InducingPointFactor(LinearPredictorFactor):

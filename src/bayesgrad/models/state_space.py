@@ -224,7 +224,8 @@ class LinearStateSpace(Estimator):
         """
         checks.require_positive_integer(steps=steps)
         rows, filtered, log_likelihood = self._condition(y)
-        rows.only_equal("forecast")
+        if len(set(rows.lengths)) > 1:
+            raise ValueError(f"forecast needs sequences of equal length, got {rows.lengths}: pass one at a time.")
         (F, Q, *_), H, R = self._matrices
         mean, covariance = filtered.mean[-1], filtered.covariance[-1]
         means, covariances = [], []
@@ -361,10 +362,6 @@ class _Rows:
             self.lengths = [len(self.values)] * self.values.shape[1]
         if bool(self.values.isinf().any()):
             raise ValueError("y contains infinity: use NaN for missing observations.")
-
-    def only_equal(self, what: str) -> None:
-        if len(set(self.lengths)) > 1:
-            raise ValueError(f"{what} needs sequences of equal length, got {self.lengths}: pass one at a time.")
 
     def kind(self, value: Tensor) -> Any:
         return value.detach().numpy() if self.numpy else value

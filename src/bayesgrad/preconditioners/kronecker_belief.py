@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bayesgrad.layers.layer import Layer
-from bayesgrad.layers.probe import estimated_factor
+from bayesgrad.layers.rescaling import estimated_factor
 from bayesgrad.layers.statistics import LayerStatistics, symmetric
 from bayesgrad.precision import Kronecker, Precision, Spectral
 from bayesgrad.precision.linalg import eigenvalues

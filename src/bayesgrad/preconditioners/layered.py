@@ -3,7 +3,7 @@
 The gradient of the mean loss is E'A, with a row of inputs A (a one appended for the bias) and a row of errors E for
 each example and position. L E'A R can be computed from the gradient, or as (E L)'(A R), which is cheaper if rows are
 fewer than outputs. Both agree only if `.grad` was not changed since the backward pass (clipping, unscaling, penalties).
-So `layers.probe.gradient_factors` first compares E'A with `.grad`, and allows for a common factor.
+So `layers.rescaling.gradient_factors` first compares E'A with `.grad`, and allows for a common factor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.fisher import check_outputs
 from bayesgrad.layers.layer import Layer
 from bayesgrad.layers.per_example import matmul
-from bayesgrad.layers.probe import gradient_factors, gradient_from_calls
+from bayesgrad.layers.rescaling import gradient_factors, gradient_from_calls
 from bayesgrad.layers.statistics import LayerStatistics, defer, flush
 from bayesgrad.packing import Directions, Product, gradient_of
 from bayesgrad.parts import Groups, Host, Needs, Preconditioner
@@ -311,7 +311,7 @@ def directions(blocks: Sequence[tuple[Layer, Precision, LayerStatistics | None]]
         for layer, precision, batch in blocks
         if isinstance(precision, Kronecker) and batch is not None and _is_cheaper(layer, precision, batch)
     ]
-    factors = gradient_factors(few)
+    factors = gradient_factors(few) if few else {}
     found: dict[Tensor, Tensor | Product] = {}
     for layer, precision, batch in blocks:
         if layer in factors and isinstance(precision, Kronecker) and batch is not None:

@@ -13,8 +13,7 @@ from bayesgrad import layers, likelihoods
 from bayesgrad.checkpoint import saved_entry
 from bayesgrad.layers.fisher import check_batch_mixing, check_outputs, gather_gradients
 from bayesgrad.layers.per_example import PerExampleGradients, concatenated, is_stored, restored
-from bayesgrad.layers.probe import common_factor
-from bayesgrad.layers.squares import Examples
+from bayesgrad.layers.rescaling import common_factor, per_example_projection
 from bayesgrad.packing import Directions, gradient_of
 from bayesgrad.parts import Groups, Host, Needs
 from bayesgrad.precision.linalg import cholesky
@@ -274,4 +273,4 @@ def _common_factor(columns: Mapping[Tensor, PerExampleGradients]) -> float | Non
     """c, if every gradient is c times the sum of the per-example gradients up to rounding; else None."""
     if any(gradient_of(p).dtype != _kind(own) for p, own in columns.items()):
         return None
-    return common_factor([Examples([own]).projection(gradient_of(p)) for p, own in columns.items()])
+    return common_factor([per_example_projection([own], gradient_of(p)) for p, own in columns.items()])

@@ -18,6 +18,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -389,7 +390,7 @@ class Update:
     slots: tuple[str, ...]
     evidence: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def writes(self) -> tuple[int, ...]:
         first = 2 + len(self.evidence)
         return (0, *range(first, first + len(self.slots)))
@@ -400,3 +401,6 @@ class Update:
         memory = dict(zip(self.slots, more[len(self.evidence) :]))
         weight = self.rule(n, weight, gradient, evidence, memory)
         return (weight, *(memory[slot] for slot in self.slots))
+
+
+kernel_of = cache(Update)  # one object for each rule, so that nothing is computed twice

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor
 from bayesgrad import layers, likelihoods
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.fisher import check_outputs
-from bayesgrad.layers.probe import fit_factors
-from bayesgrad.layers.squares import Examples, examples_of
+from bayesgrad.layers.per_example import PerExampleGradients
+from bayesgrad.layers.recorder import LayerCall
+from bayesgrad.layers.rescaling import fit_factors, per_example_projection
 from bayesgrad.packing import gradient_of
 from bayesgrad.parts import Evidence, Groups, Host, Needs, Source
 from bayesgrad.sources.recorded_layers import RecordedLayers
@@ -91,16 +92,16 @@ class PerExampleSquares(Source):
     def _squares(self, params: list[Tensor]) -> dict[Tensor, Tensor]:
         group = self.optimizer.param_groups[0]
         passes = self.recorded.backward_passes()
-        recorded = examples_of(passes) if passes else {}
+        recorded = _by_parameter(passes)
         if not recorded and any(bool(gradient_of(p).any()) for p in params):
             raise self.recorded.missing_observation("no backward pass was recorded", "call loss.backward() on outputs")
-        count = max((examples.count for examples in recorded.values()), default=1) * group["losses_per_example"]
+        count = max((_count(columns) for columns in recorded.values()), default=1) * group["losses_per_example"]
         if self.fisher != "empirical":
             return self._observed_squares(params, count)
         known = [p for p in params if p in recorded]
         factors, odd = self._factors(known, recorded)
         found = {
-            p: recorded[p].squares().mul_(recorded[p].count * group["losses_per_example"] * factors[p] ** 2)
+            p: _squares(recorded[p]).mul_(_count(recorded[p]) * group["losses_per_example"] * factors[p] ** 2)
             for p in known
             if p not in odd
         }
@@ -111,7 +112,7 @@ class PerExampleSquares(Source):
         return found
 
     def _factors(
-        self, params: list[Tensor], recorded: Mapping[Tensor, Examples]
+        self, params: list[Tensor], recorded: Mapping[Tensor, list[PerExampleGradients]]
     ) -> tuple[dict[Tensor, float], set[Tensor]]:
         """The factors by which gradients were multiplied since the backward pass; parameters with other gradients.
 
@@ -123,7 +124,7 @@ class PerExampleSquares(Source):
         untouched = all(gradient_of(p)._version == 0 for p in params)
         good = [p for p in params if self.explained.get(p, True)]
         some = (good[:1] or params) if untouched and all(p in self.explained for p in params) else params
-        table = fit_factors([recorded[p].projection(gradient_of(p)) for p in some])
+        table = fit_factors([per_example_projection(recorded[p], gradient_of(p)) for p in some])
         factors = {p: factor for p, (factor, _) in zip(some, table)}
         if untouched:
             self.explained |= {p: excess <= MAX_EXCESS for p, (_, excess) in zip(some, table)}
@@ -141,8 +142,29 @@ class PerExampleSquares(Source):
         found: dict[Tensor, Tensor] = {}
         for directions, _ in observed:
             for uses in directions:
-                for p, examples in examples_of([uses]).items():
-                    squares = examples.squares() / total
+                for p, columns in _by_parameter([uses]).items():
+                    squares = _squares(columns) / total
                     found[p] = found[p] + squares if p in found else squares
         self.recorded.warn_fallback({p for p in params if p not in found and bool(gradient_of(p).any())})
         return {p: found[p] if p in found else gradient_of(p).square() * count for p in params}
+
+
+def _by_parameter(passes: Sequence[Sequence[LayerCall]]) -> dict[Tensor, list[PerExampleGradients]]:
+    """The per-example gradients of every parameter of the called layers, for each pass; its calls are summed."""
+    found: dict[Tensor, list[PerExampleGradients]] = {}
+    for calls in passes:
+        for p, columns in layers.gradients_of_calls(calls).items():
+            found.setdefault(p, []).append(columns)
+    return found
+
+
+def _count(passes: Sequence[PerExampleGradients]) -> int:
+    return sum(columns.count for columns in passes)
+
+
+def _squares(passes: Sequence[PerExampleGradients]) -> Tensor:
+    """The sum of g_j^2 over all examples of all passes."""
+    first, *others = (columns.squares() for columns in passes)
+    for squares in others:
+        first += squares
+    return first

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from bayesgrad import kernels, noise
-from bayesgrad.packing import flat
-from bayesgrad.sources.weight_sampling import SampledBlock
+from bayesgrad.packing import SampledBlock, flat
 
 
 @dataclass(frozen=True)
@@ -70,8 +69,8 @@ class Relaxed(SampledBlock):
     def extra_buffers(self, i: int | None) -> tuple[Tensor, ...]:
         return (self.slope if i is None else flat(self.slopes[i]),)
 
-    def restore(self, offsets: bool, fused: bool) -> None:
-        super().restore(False, fused)
+    def restore(self, offsets: bool, elements: int) -> None:
+        super().restore(False, elements)
 
     def offsets(self) -> Iterator[tuple[Tensor, Tensor]]:
         for i, p in enumerate(self.params):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bayesgrad import kernels, noise
 from bayesgrad.parts import Noise
 from bayesgrad.posterior.units import Units, units_of
-from bayesgrad.sources.draws import Draws, mark, same
+from bayesgrad.sources.weight_sampling import Draws, mark, same
 
 
 class MaskedUnits(NamedTuple):

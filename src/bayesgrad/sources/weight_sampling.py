@@ -2,182 +2,117 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bayesgrad import kernels, noise
-from bayesgrad.packing import SMALL, flat, gradient_of, is_dense, layout_of
-from bayesgrad.parts import Evidence, Groups, Noise
-from bayesgrad.sources.draws import Draws, mark, same
+from bayesgrad.packing import SampledBlock, gradient_of
+from bayesgrad.parts import Evidence, Groups, Needs, Noise, Source
+
+Mark = tuple[Tensor, int] | None
 
 
-@dataclass(frozen=True)
-class Perturb:
-    """w + sqrt(scale v) e for standard normal e: a kernel of (weight, variance, saved) and optional positions.
+class Draws(Source):
+    """Base class: runs the context of `sampled()` and records which gradients were computed in it."""
 
-    Args:
-        has_positions: whether the row ends with the positions of its elements; else they are consecutive.
-    """
+    needs = Needs(draws=True)
 
-    has_positions: bool
-    writes = (2, 0)
+    def __init__(self) -> None:
+        self.active = False  # whether weights are changed now
+        self.key: noise.Key | None = None  # of the current draw in training
+        self.before: dict[Tensor, Mark] = {}  # gradients at the beginning of the current context
+        self.at_zero_grad: dict[Tensor, Mark] = {}
+        self.without_grad = 0  # draws under torch.no_grad() since the last draw in training
+        self.stored: dict[Tensor, Tensor] = {}  # of several draws of a closure
+        self.reset()
 
-    def __call__(self, scalars: Sequence[Any], place: Sequence[Any], *row: Tensor) -> tuple[Tensor, ...]:
-        weight, variance, _, *position = row
-        where = position[0] if self.has_positions else noise.positions(place[2], weight)
-        square, cosine = noise.normal_parts(where, place[0], place[1])
-        dtype = kernels.compute_dtype(weight.dtype)
-        spread = kernels.sqrt(scalars[0] * variance.to(dtype) * square.to(dtype))
-        return weight, weight.to(dtype) + spread * cosine.to(dtype)
+    @abstractmethod
+    def perturb(self, key: noise.Key, given: Noise | None, training: bool) -> None:
+        """Changes the weights."""
 
+    @abstractmethod
+    def restore(self, finished: bool) -> None:
+        """Restores them, bit for bit. `finished` is False under `torch.no_grad()` and after an error."""
 
-@dataclass(frozen=True)
-class Restore:
-    """(weight, saved) <- (saved, weight - saved): restores the mean and keeps the offset of the sample."""
+    @property
+    def drawing(self) -> bool:
+        return self.key is not None
 
-    writes = (0, 1)
+    def begin(self, training: bool) -> None:
+        """Called before the weights are changed."""
 
-    def __call__(self, scalars: Sequence[Any], weight: Tensor, saved: Tensor) -> tuple[Tensor, Tensor]:
-        return saved, weight - saved
+    @abstractmethod
+    def end(self) -> None:
+        """Called after the weights were restored, if gradients were computed in training."""
 
+    def reset(self) -> None:
+        self.sampled: set[Tensor] = set()  # parameters whose gradients were computed in sampled()
 
-class SampledBlock:
-    """Parameters of one group, dtype and device that are perturbed together.
+    def zeroed(self, stale: bool) -> None:
+        self.reset()
+        self.at_zero_grad = self.before = {p: mark(p) for group in self.optimizer.param_groups for p in group["params"]}
 
-    Args:
-        group: the param group.
-        params: the parameters to perturb.
-        starts: the position of each parameter's first element among all weights, which determines its noise.
-    """
+    @contextmanager
+    def draw(self, noise: Noise | None) -> Iterator[None]:
+        if self.active:
+            raise RuntimeError("sampled() is already active: leave the context before entering it again.")
+        training = torch.is_grad_enabled()
+        if training:
+            every = (p for group in self.optimizer.param_groups for p in group["params"])
+            self.before = {p: mark(p) for p in every if p.requires_grad}
+        self.begin(training)
+        key = self._next_key(training)
+        self.key = key if training else None
+        self.active = True
+        finished = False
+        try:
+            with torch.no_grad():
+                self.perturb(key, noise, training)
+            yield
+            finished = training
+        finally:
+            with torch.no_grad():
+                self.restore(finished)
+            self.active, self.key = False, None
+            if finished:
+                self.end()
+            self.before = {}
 
-    state_key: ClassVar[str] = "variance"  # the slot that determines the distribution
-    kernel: ClassVar[Callable[..., Any]] = Perturb
+    def _next_key(self, training: bool) -> noise.Key:
+        optimizer, seed = self.optimizer, self.optimizer.param_groups[0]["seed"]
+        if training:
+            optimizer.draws += 1
+            return noise.key(seed, optimizer.draws)
+        self.without_grad += 1
+        return noise.key(seed, optimizer.draws, self.without_grad)
 
-    def __init__(self, group: dict[str, Any], params: list[Tensor], starts: list[int]) -> None:
-        self.group, self.params = group, params
-        self.device, self.dtype = params[0].device, params[0].dtype
-        self.elements = sum(p.numel() for p in params)
-        self.layout = [layout_of(p) for p in params]
-        self.large = [i for i, p in enumerate(params) if p.numel() > SMALL and is_dense(p)]
-        chosen = set(self.large)
-        self.small = [i for i in range(len(params)) if i not in chosen]
-        self.starts = [noise.signed(start) for start in starts]
-        self.saved = {i: torch.empty_like(params[i]) for i in self.large}
-        self.order = {i: _order(params[i], self.starts[i]) for i in self.large if not params[i].is_contiguous()}
-        size = sum(params[i].numel() for i in self.small)
-        self.pack = [torch.empty(size, dtype=self.dtype, device=self.device) for _ in range(2)]
-        self.state_values = torch.empty(size, dtype=kernels.compute_dtype(self.dtype), device=self.device)
-        self.views = [self._views(buffer) for buffer in (*self.pack, self.state_values)]
-        self.positions = torch.cat(
-            [torch.empty(0, dtype=torch.int32, device=self.device)]
-            + [noise.positions(self.starts[i], params[i]) for i in self.small]
-        )
-        self.entered = False
-
-    def _views(self, buffer: Tensor) -> list[Tensor]:
-        some = [self.params[i] for i in self.small]
-        return [part.view(p.shape) for part, p in zip(buffer.split([p.numel() for p in some]), some)]
-
-    def fits(self) -> bool:
-        """Whether dtype, device, shape and strides of all parameters are still the same."""
-        return all(layout_of(p) == layout for p, layout in zip(self.params, self.layout))
-
-    def perturb(
-        self,
-        states: list[Tensor],
-        scalars: list[float],
-        key: noise.Key,
-        given: Mapping[Any, Tensor] | Callable[[Tensor], Tensor] | None,
-        fused: bool,
-    ) -> None:
-        """Replaces each parameter by a sample.
-
-        Args:
-            states: the state tensor `state_key` of each parameter.
-            scalars: of the kernel.
-            key: determines the noise.
-            given: noise to use in place of random numbers.
-            fused: whether to compile the kernel.
-        """
-        weights, saved, spread = self.views
-        small = [self.params[i] for i in self.small]
-        if small:
-            torch._foreach_copy_(weights, small)
-            torch._foreach_copy_(saved, small)
-        for i in self.large:
-            if given is not None:
-                self.saved[i].copy_(self.params[i])
-        self.entered = True
-        if given is not None:
-            for i, (p, one) in enumerate(zip(self.params, states)):
-                e = given(p) if callable(given) else given[p]
-                if e.shape != p.shape:
-                    raise ValueError(
-                        f"noise must have the shape of its parameter, {tuple(p.shape)}, got {tuple(e.shape)}."
-                    )
-                self.perturb_with(i, one, e.to(one), scalars)
-            return
-        rows = [
-            (flat(self.params[i]), flat(_like(states[i], self.params[i])), flat(self.saved[i]), *self.extra_buffers(i))
-            for i in self.large
-        ]
-        for i, row in zip(self.large, rows):
-            order = [self.order[i]] if i in self.order else []
-            kernels.run(
-                self.kernel(has_positions=bool(order)), scalars, [(*row, *order)], fused, [(*key, self.starts[i])]
+    def collect(self, groups: Groups, active: list[list[Tensor]]) -> Evidence:
+        missing = next((p for some in active for p in some if p not in self.sampled), None)
+        if missing is not None:
+            raise RuntimeError(
+                f"a gradient of shape {tuple(missing.shape)} was not computed at sampled weights: run forward and "
+                f"backward passes inside `with optimizer.sampled():`, then call {type(self.optimizer).__name__}.step()."
             )
-        if small:
-            torch._foreach_copy_(spread, [states[i] for i in self.small])
-            row = (self.pack[0], self.state_values, self.pack[1], *self.extra_buffers(None), self.positions)
-            kernels.run(self.kernel(has_positions=True), scalars, [row], fused, [(*key, 0)])
-            torch._foreach_copy_(small, weights)
+        return {}
 
-    def perturb_with(self, i: int, spread: Tensor, noise: Tensor, scalars: list[float]) -> None:
-        """Perturbs the i-th parameter with given noise."""
-        p = self.params[i]
-        p.copy_(p.to(spread.dtype) + (scalars[0] * spread).sqrt() * noise)
-
-    def extra_buffers(self, i: int | None) -> tuple[Tensor, ...]:
-        """Further outputs of the kernel, for the i-th parameter or for all small ones (None)."""
-        return ()
-
-    def restore(self, offsets: bool, fused: bool) -> None:
-        """Restores the means; with `offsets`, stores the differences between samples and means."""
-        if not self.entered:
-            return
-        self.entered = False
-        weights, saved, _ = self.views
-        small = [self.params[i] for i in self.small]
-        if small:
-            if offsets:
-                torch._foreach_copy_(weights, small)
-                self.pack[0].sub_(self.pack[1])
-            torch._foreach_copy_(small, saved)
-        if offsets:
-            rows = [(flat(self.params[i]), flat(self.saved[i])) for i in self.large]
-            kernels.run(Restore(), [], rows, fused)
-        elif self.large:
-            torch._foreach_copy_([self.params[i] for i in self.large], [self.saved[i] for i in self.large])
-
-    def offsets(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The difference between the last sample and the mean of each parameter."""
-        for i in self.large:
-            yield self.params[i], self.saved[i]
-        for i, view in zip(self.small, self.views[0]):
-            yield self.params[i], view
+    def merge_draws(self, samples: int) -> None:
+        self.reset()
+        every = (p for group in self.optimizer.param_groups for p in group["params"])
+        self.sampled = {p for p in every if p.grad is not None}
 
 
-def _order(p: Tensor, start: int) -> Tensor:
-    """The positions of a parameter's elements, in memory order."""
-    return flat(torch.empty_like(p, dtype=torch.int32).copy_(noise.positions(start, p).view(p.shape)))
+def mark(p: Tensor) -> Mark:
+    return None if p.grad is None else (p.grad, p.grad._version)
 
 
-def _like(values: Tensor, p: Tensor) -> Tensor:
-    return values if values.stride() == p.stride() else torch.empty_like(p, dtype=values.dtype).copy_(values)
+def same(a: Mark, b: Mark) -> bool:
+    """Whether a gradient did not change between two marks."""
+    return a is b or (a is not None and b is not None and a[0] is b[0] and a[1] == b[1])
 
 
 class WeightSampling(Draws):
@@ -232,12 +167,12 @@ class WeightSampling(Draws):
         state = self.optimizer.state
         for part in self.drawn:
             states = [state[p][self.block_type.state_key] for p in part.params]
-            part.perturb(states, self.scalars(part.group), key, given, _fused(part, elements))
+            part.perturb(states, self.scalars(part.group), key, given, elements)
 
     def restore(self, finished: bool) -> None:
         elements = sum(part.elements for part in self.drawn)
         for part in self.drawn:
-            part.restore(self.evidence is not None and finished, _fused(part, elements))
+            part.restore(self.evidence is not None and finished, elements)
 
     def _layout(self) -> list[SampledBlock]:
         """The blocks of parameters to perturb; reused from draw to draw until parameters change."""
@@ -327,8 +262,3 @@ class WeightSampling(Draws):
 
 
 _NOTHING = torch.empty(0, 0, 0)
-
-
-def _fused(part: SampledBlock, elements: int) -> bool:
-    wanted = part.group["fused"]
-    return kernels.should_compile(part.device, elements) if wanted is None else wanted

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from bayesgrad import likelihoods
 from bayesgrad.layers.fisher import BatchGradients, Gradients, batch_gradients, sum_terms
 from bayesgrad.layers.network import parameters_of, requires_grad_only
-from bayesgrad.layers.per_example import OuterProducts, PerExampleGradients, concatenated, restored
-from bayesgrad.layers.squares import floating_tensor
+from bayesgrad.layers.per_example import OuterProducts, PerExampleGradients, concatenated, floating_tensor, restored
 from bayesgrad.precision import LowRank, Precision, Rescaled
 from bayesgrad.precision.linalg import cholesky
 from bayesgrad.structures.structure import Accumulator, Structure

@@ -24,7 +24,7 @@ from torch import Tensor
 from bayesgrad import layers
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.layer import Layer
-from bayesgrad.layers.per_example import matmul
+from bayesgrad.layers.per_example import OuterProducts, PerExampleGradients, floating_tensor, matmul
 from bayesgrad.layers.recorder import LayerCall
 from bayesgrad.layers.statistics import LayerStatistics
 
@@ -167,3 +167,26 @@ def _projection(layer: Layer, batch: LayerStatistics) -> Projection | None:
     made = matmul(errors[..., some].mT, rows).flatten()
     sizes = torch.stack(torch._foreach_norm([features, errors]))
     return Projection(seen, made, sizes, torch.finfo(made.dtype).eps, 0 if layer.bias is None else features.shape[1])
+
+
+def per_example_projection(passes: Sequence[PerExampleGradients], gradient: Tensor) -> Projection:
+    """Random projections of `gradient` and of the sum of per-example gradients, to which it should be proportional."""
+    if all(isinstance(columns, OuterProducts) for columns in passes):
+        outers = [columns for columns in passes if isinstance(columns, OuterProducts)]
+        groups, _, _, fan_out = outers[0].errors.shape
+        matrix = gradient.reshape(groups, fan_out, -1).to(outers[0].inputs.dtype)
+        some = rows_to_compare([gradient], fan_out)
+        probe = random_column(matrix.shape[-1], matrix.dtype, matrix.device)
+        seen = (matrix[:, some] @ probe).flatten()
+        parts = [(own.inputs.flatten(1, 2), own.errors.flatten(1, 2)) for own in outers]
+        made = torch.stack([matmul(e[..., some].mT, a @ probe).flatten() for a, e in parts]).sum(0)
+        norms = torch._foreach_norm([rows for pair in parts for rows in pair])
+    else:
+        sums = [columns.combine(torch.ones(columns.count).to(floating_tensor(columns))) for columns in passes]
+        made = torch.stack(sums).sum(0).flatten()
+        seen = gradient.flatten().to(made.dtype)
+        own = [t for columns in passes for t in columns.tensors().values() if t.is_floating_point()]
+        total = made.abs().max() + torch.stack(torch._foreach_norm(own)).sum()
+        norms = [total, torch.ones_like(total)]
+    eps = max(torch.finfo(dtype).eps for dtype in (made.dtype, gradient.dtype))
+    return Projection(seen, made, torch.stack(list(norms)), eps)
