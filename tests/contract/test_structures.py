@@ -150,6 +150,23 @@ def test_the_full_matrix_is_that_of_explicit_jacobians() -> None:
             close(block.dense(), torch.diag(wanted.diagonal()) if name == "diag" else wanted, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("name", ["kron", "input", "full", "subsampled", "block diagonal"])
+def test_blocks_of_one_linear_convolution_are_exact(name: str, bias: str) -> None:
+    """With unit noise each position has the errors of every channel, so E = I and H = Σ aa' over positions."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(4, 6, 2, groups=2), nn.Flatten()).to(D)
+    x = torch.randn(N, 4, 5, dtype=D)
+    y = torch.zeros(N, 24, dtype=D)
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    slopes = jacrev(lambda p: functional_call(model, p, (x,)).flatten())(params)
+    J = torch.cat([part.flatten(1) for part in slopes.values()], 1)
+    places = dict(zip(params, torch.arange(J.shape[1]).split([p.numel() for p in params.values()])))
+    posterior = laplace(model, [(x[:3], y[:3]), (x[3:], y[3:])], likelihood="gaussian", structure=name, bias=bias)
+    for block in posterior.hessians:
+        index = joined(block, {own: places[own].view(shape).to(D) for own, shape in block.shapes.items()}).long()
+        close(block.dense(), (J.T @ J)[index[:, None], index], rtol=1e-10, atol=1e-10)
+
+
 # --- algebra ---
 
 
@@ -229,7 +246,7 @@ def jacobian(model: nn.Module, block: Structure, params: Mapping[str, Tensor], e
 
 
 def test_covariances_of_outputs(structure: str) -> None:
-    model, posterior = network(), fitted(structure)
+    model, posterior = network(), fitted(structure, num_data=3 * N)
     x, _ = data(5)
     for block, way in zip(posterior.hessians, posterior._output_covariances):
         if way is not None:
