@@ -66,6 +66,7 @@ class BeliefOptimizer(CheckedOptimizer):
     | `prior_variance(group)` | variance before the first gradient, in the units of the state | 1 |
     | `build_sources()` | what collects evidence beside gradients | none |
     | `build_preconditioner()` | the belief that does not factorise over elements | none |
+    | `variance_of(group, p)` | the variance that `posterior()` reports | step_scale P^-1 / `batch_size` |
     | `evaluation_weights()` | parameter -> its weights in evaluation mode, where they differ | none |
 
     State is in `state[p]`: a `step` counter and one tensor for each slot of the rule. Hyperparameters are in the param

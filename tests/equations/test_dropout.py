@@ -209,7 +209,7 @@ def test_newton_needs_second_derivatives() -> None:
         loss_of(model).backward()
     with pytest.raises(RuntimeError, match=r"call optimizer.observe\(loss=loss\)"):
         optimizer.step()
-    with pytest.raises(RuntimeError, match=r"call observe\(loss\) inside"):
+    with pytest.raises(RuntimeError, match=r"call observe\(loss=loss\) inside"):
         optimizer.observe(loss=loss_of(model))
 
 

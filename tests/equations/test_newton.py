@@ -446,7 +446,7 @@ def test_what_cannot_be_observed_is_one_clear_error() -> None:
         loss_of(model).backward()
     with pytest.raises(RuntimeError, match=r"^VON needs second derivatives: call optimizer.observe\(loss=loss\)"):
         von.step()
-    with pytest.raises(RuntimeError, match=r"^call observe\(loss\) inside `with optimizer.sampled"):
+    with pytest.raises(RuntimeError, match=r"^call observe\(loss=loss\) inside `with optimizer.sampled"):
         von.observe(loss=loss_of(model))
     with pytest.raises(TypeError, match=r"^loss must be a tensor, got float\.$"):
         optimizer.observe(loss=0.5)
@@ -456,7 +456,7 @@ def test_what_cannot_be_observed_is_one_clear_error() -> None:
         optimizer.observe(loss=loss_of(model).detach())
     loss = loss_of(model)
     loss.backward()
-    with pytest.raises(RuntimeError, match=r"call observe\(loss\) before loss.backward\(\)"):
+    with pytest.raises(RuntimeError, match=r"call observe\(loss=loss\) before loss.backward\(\)"):
         optimizer.observe(loss=loss)
     assert same(before, weights(model))
     assert optimizer.param_groups[0]["draws"] == 0

@@ -251,7 +251,7 @@ def test_an_estimated_correction_has_the_exact_one_for_its_mean() -> None:
             for k in range(8):
                 signs = torch.tensor([1.0 - 2 * (k >> i & 1) for i in range(3)], dtype=torch.float64)
                 estimated = langevin(problem, given, correction=correction, probes=1)
-                estimated._signs = lambda probes, signs=signs: lambda p: cut(problem, signs)[p][None]
+                estimated.preconditioner._signs = lambda probes, signs=signs: lambda p: cut(problem, signs)[p][None]
                 mean = mean + corrections(estimated, problem, name) / 8
                 assert estimated.correction_form == "estimated"
             torch.testing.assert_close(mean, exact, rtol=1e-10, atol=1e-12)

@@ -120,8 +120,9 @@ class Static(Transition):
 class Forget(Transition):
     """P <- keep P + take h: the weight of old increments decays exponentially.
 
-    With take = 1 this is the fading-memory filter. With take = 1 - keep it is the moving average of the Bayesian
-    learning rule. Its steady state is P = take/(1-keep) <h>: a mean-square normaliser.
+    With take = 1 this is the fading-memory filter, whose variance grows without bound where gradients are zero. With
+    take = 1 - keep it is the moving average of the Bayesian learning rule. Its steady state is P = take/(1-keep) <h>: a
+    mean-square normaliser.
 
     Args:
         retract: P <- P (1 + x + x^2/2), x = take (h - P)/P, for take = 1 - keep. This equals keep P + take h to first

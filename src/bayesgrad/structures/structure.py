@@ -9,6 +9,7 @@ A structure is one subclass of `Structure` in one file. Its name is known to `ba
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -60,8 +61,8 @@ class Structure(Accumulator):
 
     Class attributes:
         name: of the structure in `bayesgrad.laplace`; a subclass that defines it is registered.
-        kind: of its blocks in files. A subclass with the tensors of its base inherits it; its blocks are loaded as
-            blocks of the base. The default is the name of the class.
+        kind: of its blocks in files. A subclass without tensors of its own inherits it; its blocks are loaded as
+            blocks of the base. Else the default is the name of the class.
 
     Checked by: tests/contract/test_structures.py, each operation against the dense matrix, for all registered ones.
     """
@@ -73,10 +74,14 @@ class Structure(Accumulator):
     by_kind: ClassVar[dict[str, type[Structure]]] = {}
 
     def __init_subclass__(cls) -> None:
-        if not hasattr(cls, "kind"):
+        own = {name for name, kind in inspect.get_annotations(cls).items() if "ClassVar" not in str(kind)}
+        if not hasattr(cls, "kind") or (own and "kind" not in cls.__dict__):
             cls.kind = cls.__name__
         Structure.by_kind.setdefault(cls.kind, cls)
         if "name" in cls.__dict__:
+            known = Structure.by_name.setdefault(cls.name, cls)
+            if known.__qualname__ != cls.__qualname__:
+                raise TypeError(f"{cls.__name__} needs another name: {cls.name!r} is that of {known.__name__}.")
             Structure.by_name[cls.name] = cls
 
     # --- from gradients ---
@@ -102,10 +107,10 @@ class Structure(Accumulator):
     @classmethod
     def empty(cls, params: Mapping[str, nn.Parameter]) -> Structure:
         """H = 0 for a block of these parameters."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{cls.__name__} must define empty() and add(), or blocks() with other accumulators.")
 
     def add(self, seen: BatchGradients) -> None:
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define add(), or blocks() with other accumulators.")
 
     def finish(self, total: float, count: int) -> Structure:
         return self.times(total / count)
