@@ -312,19 +312,20 @@ class BeliefOptimizer(CheckedOptimizer):
             jobs.append((self, group, rest, self.slots(group, self.rule)))
             if (other := self.preconditioner) is not None:
                 direct = [p for p in params if p in directions]
-                jobs.append((other, group, direct, other.slots(group, other.rule)))
+                jobs.append((other, group, direct, other.rule.slots(group)))
         return self._blocks.of(jobs, self.state, self.initialise)
 
     def initialise(self, owner: Any, group: Mapping[str, Any], params: list[Tensor]) -> None:
         """Creates missing state tensors; `owner` is this optimizer or its preconditioner."""
         # An average of the gradient that is added late in a run starts at the current gradient.
         started = self.rule.averages(group) if owner is self else ()
+        slots = self.slots(group, self.rule) if owner is self else owner.rule.slots(group)
         for p in params:
             entry = self.state[p]
             if "step" not in entry:
                 entry["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             entry["step"] = entry["step"].to("cpu", torch.float32)
-            for slot in owner.slots(group, owner.rule):
+            for slot in slots:
                 if slot not in entry:
                     entry[slot] = torch.empty_like(p, dtype=kernels.compute_dtype(p.dtype))
                     value = self.initial(slot, group, p)
@@ -408,7 +409,7 @@ class BeliefOptimizer(CheckedOptimizer):
     def slots_of(self, p: Tensor, group: Mapping[str, Any]) -> tuple[str, ...]:
         covers = self.preconditioner is not None and self.preconditioner.covers(p)
         if covers and self.preconditioner:
-            return self.preconditioner.slots(group, self.preconditioner.rule)
+            return self.preconditioner.rule.slots(group)
         return self.slots(group, self.rule_of(group))
 
     def check_loaded(self, saved: Mapping[str, Any]) -> None:

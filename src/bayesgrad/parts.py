@@ -156,9 +156,6 @@ class Preconditioner(Part, ABC):
     def directions(self, groups: Groups, active: list[list[Tensor]]) -> Directions:
         """The preconditioned gradients, by parameter."""
 
-    def slots(self, group: Mapping[str, Any], rule: UpdateRule) -> tuple[str, ...]:
-        return rule.slots(group)
-
     def step_scale(self, group: Mapping[str, Any]) -> float:
         return float(group["lr"])
 

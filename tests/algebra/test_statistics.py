@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad import layers
-from bayesgrad.layers.layer import Layer
+from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.per_example import EmbeddingGradients, OuterProducts, concatenated, summed
 from bayesgrad.layers.recorder import LayerCall
 from bayesgrad.layers.statistics import LayerStatistics, Moment, symmetric

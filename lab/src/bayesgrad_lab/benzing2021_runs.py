@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bayesgrad import optim
-from bayesgrad.layers.layer import Layer
+from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.statistics import flush
 from bayesgrad_lab.context import Context, Trial
 from bayesgrad_lab.methods import Method, built

@@ -1,4 +1,4 @@
-"""Per-example gradients of a layer's parameters, from its input and the error at its output.
+"""The layers that are known: their matrices, and per-example gradients from their inputs and errors.
 
 Supported are layers of torch.nn with their own forward pass. A subclass that overrides it, or a weight with a
 parametrisation, is not supported. Inputs and errors are reshaped to (groups, example, position, feature), in the dtype
@@ -7,7 +7,9 @@ of the state.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -189,3 +191,72 @@ def _normalised(module: nn.Module, x: Tensor) -> Tensor:
     if mixes_examples(module):  # statistics are treated as constants
         return F.batch_norm(x, None, None, training=True, eps=module.eps)  # pyright: ignore
     return F.batch_norm(x, module.running_mean, module.running_var, eps=module.eps)  # pyright: ignore
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """The parameters of a layer that multiplies by a matrix; several modules may share them.
+
+    Args:
+        names: names of the modules.
+        module: the first of them.
+        weight, bias: the trained parameters; at least one is not None.
+    """
+
+    names: tuple[str, ...]
+    module: nn.Module
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    @cached_property
+    def owner(self) -> nn.Parameter:
+        """The parameter whose state has the layer's factors."""
+        return self.weight if self.weight is not None else self.bias  # pyright: ignore[reportReturnType]
+
+    @cached_property
+    def members(self) -> list[nn.Parameter]:
+        return [p for p in (self.weight, self.bias) if p is not None]
+
+    @cached_property
+    def lookup(self) -> bool:
+        """Whether this is an Embedding, whose weight (rows, features) is the transpose of that of a Linear layer."""
+        return is_lookup(self.module)
+
+    @cached_property
+    def shape(self) -> tuple[int, int, int]:
+        """(groups, out, in) of [W b]; for an Embedding (1, rows, features)."""
+        groups, rows = groups_of(self.module), len(self.owner)
+        size = self.weight.numel() // rows if self.weight is not None else 0
+        return groups, rows // groups, size + (self.bias is not None)
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """The number of inputs and of errors of a row, in each group: the sizes of the second moments of both sides."""
+        _, fan_out, fan_in = self.shape
+        return {"input": fan_out, "error": fan_in} if self.lookup else {"input": fan_in, "error": fan_out}
+
+    def matrix(self) -> Tensor:
+        """The gradient of [W b], (groups, out, in), with zeros for a parameter without a gradient."""
+        dtype = compute_dtype(self.owner.dtype)
+        return self.join([(torch.zeros_like(p) if p.grad is None else p.grad).to(dtype) for p in self.members])
+
+    def values(self) -> Tensor:
+        """A copy of [W b], (groups, out, in)."""
+        dtype = compute_dtype(self.owner.dtype)
+        return self.join([p.detach().to(dtype, copy=True) for p in self.members])
+
+    def split(self, matrix: Tensor) -> dict[Tensor, Tensor]:
+        """Splits a matrix (groups, out, in) into a tensor for each parameter that has a gradient."""
+        return {p: part for p, part in zip(self.members, self.parted(matrix)) if p.grad is not None}
+
+    def join(self, values: Sequence[Tensor]) -> Tensor:
+        """Tensors in the shapes of the members as one matrix (groups, out, in)."""
+        groups, fan_out, _ = self.shape
+        parts = [part.reshape(groups, fan_out, -1) for part in values]
+        return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+
+    def parted(self, matrix: Tensor) -> list[Tensor]:
+        """The inverse of `join`."""
+        groups, fan_out, _ = self.shape
+        pieces = matrix.split([p.numel() // (groups * fan_out) for p in self.members], -1)
+        return [piece.reshape(p.shape) for p, piece in zip(self.members, pieces)]

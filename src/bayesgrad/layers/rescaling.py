@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bayesgrad import layers
 from bayesgrad.kernels import compute_dtype
-from bayesgrad.layers.layer import Layer
+from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.per_example import OuterProducts, PerExampleGradients, floating_tensor, matmul
 from bayesgrad.layers.recorder import LayerCall
 from bayesgrad.layers.statistics import LayerStatistics

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad import layers
-from bayesgrad.layers.layer import Layer
+from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.per_example import EmbeddingGradients, OuterProducts
 from bayesgrad.layers.recorder import LayerCall
 

@@ -143,7 +143,7 @@ class DenseFilter(BeliefOptimizer):
         return self._kalman.covariance()
 
     def joint_beliefs(self, names: Mapping[int, str], scale: float) -> list[tuple[str, Joint]]:
-        order = self._kalman.order()
+        order = self._kalman.params
         mean = torch.cat([p.detach().double().flatten() for p in order])
         belief = Dense(scale * self.covariance(), tuple(mean.shape))
         return [(names[id(order[0])], Joint(mean, belief, {names[id(p)]: p.shape for p in order}))]

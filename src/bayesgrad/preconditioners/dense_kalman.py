@@ -58,7 +58,7 @@ class DenseKalman(NetworkPreconditioner):
     def size(self, group: Mapping[str, Any] | None = None) -> int:
         """The number of weights and latent values."""
         group = self.optimizer.param_groups[0] if group is None else group
-        size = weights = sum(p.numel() for p in self.order())
+        size = weights = sum(p.numel() for p in self.params)
         if group["transition"] is not None:
             size = len(group["transition"][0])
             if size % weights:
@@ -93,7 +93,7 @@ class DenseKalman(NetworkPreconditioner):
         else:
             directions = [kind.residual(outputs, labels if labels is not None else self.optimizer.draw_labels(outputs))]
         columns, _ = gather_gradients(trace, directions)
-        order = self.order()
+        order = self.params
         rest = [p for p in order if id(p) not in columns and id(p) in trace.read_counts]
         written = dict(zip(rest, gradients_one_by_one(outputs, rest, directions)))
         count = len(outputs) * len(directions)
@@ -130,7 +130,7 @@ class DenseKalman(NetworkPreconditioner):
         owners = {p: group for group, params in zip(groups, active) for p in params}
         if not owners:
             return {}
-        order = self.order()
+        order = self.params
         entry = self.optimizer.state[order[0]]
         still = self._without_gradient(order, owners)
         U = self._columns().masked_fill_(still, 0.0).mT
@@ -186,7 +186,7 @@ class DenseKalman(NetworkPreconditioner):
         if transition is not None:
             return step + transition[0].to(state) @ (state - step)
         retain, noise = [], []  # stored with the lr of this step; the covariance is propagated at the next step
-        for p in self.order():
+        for p in self.params:
             n = {"retain": 1.0, "noise": 0.0}
             if p in owners:
                 lr, prior_std = float(owners[p]["lr"]), float(owners[p]["prior_std"])
@@ -201,7 +201,7 @@ class DenseKalman(NetworkPreconditioner):
 
     def _posterior_covariance(self) -> Dense:
         """The posterior covariance of weights and latent values; before the first step, the prior's."""
-        order, size = self.order(), self.size()
+        order, size = self.params, self.size()
         entry, group = self.optimizer.state.get(order[0], {}), self.optimizer.param_groups[0]
         if "covariance" in entry:
             return Dense(entry["covariance"], (size,))
@@ -219,7 +219,7 @@ class DenseKalman(NetworkPreconditioner):
 
     def _predicted(self) -> tuple[Dense, Tensor]:
         """The predicted covariance, and the predicted mean of latent values, (latent,)."""
-        order, believed = self.order(), self._posterior_covariance()
+        order, believed = self.params, self._posterior_covariance()
         entry, transition = self.optimizer.state.get(order[0], {}), self.optimizer.param_groups[0]["transition"]
         weights = sum(p.numel() for p in order)
         if "covariance" not in entry:
@@ -230,7 +230,7 @@ class DenseKalman(NetworkPreconditioner):
         return believed.transform(A, Q), (entry["mean"] - A @ entry["mean"])[weights:]
 
     def posterior_means(self) -> dict[Tensor, Tensor]:
-        order = self.order()
+        order = self.params
         mean = self.optimizer.state.get(order[0], {}).get("mean")
         if mean is None:
             return {}
@@ -239,7 +239,7 @@ class DenseKalman(NetworkPreconditioner):
 
     def covariance(self) -> Tensor:
         """A copy of Sigma_post of the weights, in the order of `torch.nn.utils.parameters_to_vector`; float64."""
-        weights = sum(p.numel() for p in self.order())
+        weights = sum(p.numel() for p in self.params)
         return self._posterior_covariance().covariance[:weights, :weights].clone()
 
     # --- checkpoints ---
@@ -247,7 +247,7 @@ class DenseKalman(NetworkPreconditioner):
     def check_loaded(self, saved: Mapping[str, Any]) -> None:
         group = saved["param_groups"][0]
         size = self.size(group)
-        entry, _ = saved_entry(self.optimizer, saved, self.order()[0])
+        entry, _ = saved_entry(self.optimizer, saved, self.params[0])
         shapes = {"covariance": (size, size), "mean": (size,)}
         if group["transition"] is None:
             shapes |= {"retain": (size,), "noise": (size,)}

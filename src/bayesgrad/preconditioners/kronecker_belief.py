@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesgrad.layers.layer import Layer
+from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.rescaling import estimated_factor
 from bayesgrad.layers.statistics import LayerStatistics, symmetric
 from bayesgrad.precision import Kronecker, Precision, Spectral

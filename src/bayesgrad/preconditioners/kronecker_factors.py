@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesgrad.layers.layer import Layer
+from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.statistics import symmetric
 from bayesgrad.precision import Precision, Spectral
 from bayesgrad.precision.linalg import not_invertible

@@ -19,7 +19,7 @@ from bayesgrad import likelihoods
 from bayesgrad.checkpoint import saved_entry
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.fisher import check_outputs
-from bayesgrad.layers.layer import Layer
+from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.per_example import matmul
 from bayesgrad.layers.rescaling import gradient_factors, gradient_from_calls
 from bayesgrad.layers.statistics import LayerStatistics, defer, flush
@@ -128,9 +128,9 @@ class LayerPreconditioner(Preconditioner):
         recorded, state = self.recorded, self.optimizer.state
         labelled = [layer for layer in current if self.from_labels(settings[layer])]
         rest = [layer for layer in current if layer not in labelled and self.due(layer, settings[layer])]
-        observed = recorded.layer_statistics(self.observed)
-        ever = any("clock" in state.get(layer.owner, {}) for layer in labelled)
-        if not observed and not ever and (names := recorded.with_nonzero_gradient(labelled)):
+        observed = recorded.layer_statistics(self.observed) if self.observed else {}
+        never = not any("clock" in state.get(layer.owner, {}) for layer in labelled)
+        if labelled and never and not observed and (names := recorded.with_nonzero_gradient(labelled)):
             raise recorded.missing_observation(
                 f"observe() was never called for layers {[layer.names[0] for layer in names]}",
                 "call observe(outputs), before loss.backward(), on outputs",
@@ -166,8 +166,9 @@ class LayerPreconditioner(Preconditioner):
         fresh = self.statistics(current, settings, passes)
         known = [layer for layer in current if layer in fresh or "clock" in state.get(layer.owner, {})]
         known = [layer for layer in known if layer.weight not in recorded.read_elsewhere]
-        lost = recorded.with_nonzero_gradient(set(current) - set(known))
-        recorded.warn_fallback({p for layer in lost for p in layer.members})
+        if lost := set(current) - set(known):
+            lost = recorded.with_nonzero_gradient(lost)
+            recorded.warn_fallback({p for layer in lost for p in layer.members})
         for layer in known:
             self._refresh(layer, fresh.get(layer), settings[layer])
         return directions([(layer, self.precision(layer, settings[layer]), passes.get(layer)) for layer in known])

@@ -16,7 +16,11 @@ MERGES, MERGED = range(2)  # entries of `clock`: number of observations, step of
 
 
 class NetworkPreconditioner(Preconditioner):
-    """Base class: observations of per-example gradients, and a clock in the state of the first parameter."""
+    """Base class: observations of per-example gradients, and a clock in the state of the first parameter.
+
+    Attributes:
+        params: the parameters of all groups in the order of the model; the first has the state of the whole network.
+    """
 
     on_cpu = ("clock",)
 
@@ -28,6 +32,7 @@ class NetworkPreconditioner(Preconditioner):
         super().bind(optimizer)
         self.close()
         self.recorded = self.record(optimizer)
+        self.params = self.recorded.in_model_order()
         self.observed: list[Any] = []
 
     def close(self) -> None:
@@ -49,16 +54,12 @@ class NetworkPreconditioner(Preconditioner):
         self.observed = []
         self.recorded.recorder.clear()
 
-    def order(self) -> list[Tensor]:
-        """The parameters of all groups in the order of the model; the first has the state of the whole network."""
-        return self.recorded.in_model_order()
-
     def clock(self) -> Tensor | None:
-        return self.optimizer.state.get(self.order()[0], {}).get("clock")
+        return self.optimizer.state.get(self.params[0], {}).get("clock")
 
     def count_merge(self) -> int:
         """Notes that the matrix was updated for the next step; returns how often it was so far."""
-        clock = self.optimizer.state[self.order()[0]].setdefault("clock", torch.zeros(3, dtype=torch.int64))
+        clock = self.optimizer.state[self.params[0]].setdefault("clock", torch.zeros(3, dtype=torch.int64))
         clock[MERGES] += 1
         clock[MERGED] = self.steps_taken() + 1
         return int(clock[MERGES])

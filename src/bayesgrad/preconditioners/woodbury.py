@@ -71,7 +71,7 @@ class Woodbury(NetworkPreconditioner):
         self.observed.append(({key: c for key, c in columns.items() if key not in self.unexplained}, given))
 
     def check_loaded(self, saved: Mapping[str, Any]) -> None:
-        for p in self.order():
+        for p in self.params:
             entry, _ = saved_entry(self.optimizer, saved, p)
             columns = restored(entry, p.shape)
             if columns is not None and not columns.fits():
@@ -88,7 +88,7 @@ class Woodbury(NetworkPreconditioner):
         fresh = self._merge()
         columns = {
             p: c
-            for p in self.order()
+            for p in self.params
             if p in owners and (c := restored(self.optimizer.state.get(p, {}), p.shape)) is not None
         }
         recorded = {p for module in self.recorded.recorder.layers.values() for p in module.parameters(recurse=False)}
@@ -165,7 +165,7 @@ class Woodbury(NetworkPreconditioner):
         """The Cholesky factor of λI + G'G, cached in the state of the block's first parameter."""
         owner = next(iter(columns))
         entry, device = self.optimizer.state[owner], owner.device
-        order = self.order()
+        order = self.params
         members = torch.tensor([i for i, p in enumerate(order) if p in columns])
         if "gram" not in entry or not torch.equal(entry["gram_of"], members):
             grams = [own.gram() for own in columns.values()]

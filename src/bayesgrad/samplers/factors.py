@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.func import vjp, vmap
 
-from bayesgrad.layers.layer import Layer
-from bayesgrad.layers.modules import errors_of, inputs_of
+from bayesgrad.layers.modules import Layer, errors_of, inputs_of
 from bayesgrad.samplers.correction import Batch
 
 

@@ -26,7 +26,7 @@ from torch.func import vmap
 
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.fisher import gather_gradients
-from bayesgrad.layers.layer import Layer
+from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.per_example import PerExampleGradients, StoredGradients, gradients_one_by_one
 from bayesgrad.layers.recorder import Trace
 from bayesgrad.layers.statistics import LayerStatistics

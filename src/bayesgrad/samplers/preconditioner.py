@@ -139,7 +139,7 @@ class MetricPreconditioner(NetworkPreconditioner):
             labels = self.optimizer.draw_labels(outputs) if labels is None else labels
             directions = iter([kind.residual(outputs, labels)])
         trace = self.recorded.recorder.trace(outputs)
-        read = self.metric.read(ObservedBatch(trace, directions, self.order(), self.recorded.layers, self.left))
+        read = self.metric.read(ObservedBatch(trace, directions, self.params, self.recorded.layers, self.left))
         self.observed.append((read, len(outputs), self._batch(outputs, labels if empirical else None)))
 
     def _batch(self, outputs: Tensor, labels: Tensor | None) -> Batch | None:
@@ -147,7 +147,7 @@ class MetricPreconditioner(NetworkPreconditioner):
             return None
         args, kwargs = self.recorded.recorder.arguments(outputs)
         names: dict[Tensor, str] = {p: name for name, p in self.recorded.model.named_parameters()}
-        order = self.order()
+        order = self.params
         kind = likelihoods.named(self.optimizer.param_groups[0]["likelihood"])
         mine = tuple(names[p] for p in order), tuple(p.shape for p in order)
         return Batch(self.recorded.model, *mine, args, kwargs, labels, kind, len(outputs))
@@ -182,7 +182,7 @@ class MetricPreconditioner(NetworkPreconditioner):
         owners = {p: group for group, params in zip(groups, active) for p in params}
         if not owners:
             return {}
-        order = self.order()
+        order = self.params
         space = ParameterSpace(tuple(p for p in order if p in owners), tuple(order), tuple(self.recorded.layers))
         fresh = self._merge()
         if self.metric.needs_observe and self.clock() is None:
@@ -245,7 +245,7 @@ class MetricPreconditioner(NetworkPreconditioner):
 
     def _estimates(self) -> bool:
         known = self.parts[1] if self.parts is not None else []
-        columns = sum(part.columns for part in known) if known else sum(p.numel() for p in self.order())
+        columns = sum(part.columns for part in known) if known else sum(p.numel() for p in self.params)
         return self.optimizer.param_groups[0]["probes"] is not None or columns > COLUMNS
 
     def _corrections(

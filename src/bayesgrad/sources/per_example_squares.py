@@ -108,7 +108,8 @@ class PerExampleSquares(Source):
             for p in known
             if p not in odd
         }
-        self.recorded.warn_fallback({p for p in params if p not in recorded and bool(gradient_of(p).any())} | odd)
+        if lost := {p for p in params if p not in recorded and bool(gradient_of(p).any())} | odd:
+            self.recorded.warn_fallback(lost)
         for p in params:
             if p not in found:
                 found[p] = gradient_of(p).to(compute_dtype(p.dtype)).square() * count

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad import layers
-from bayesgrad.layers.layer import Layer
+from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.recorder import LayerCall, LayerRecorder
 from bayesgrad.layers.statistics import LayerStatistics
 from bayesgrad.parts import Host

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from bayesgrad import layers
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.fisher import BatchGradients
-from bayesgrad.layers.layer import Layer
+from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.per_example import EmbeddingGradients, OuterProducts
 from bayesgrad.layers.statistics import LayerStatistics
 from bayesgrad.precision import Kronecker, Spectral
