@@ -313,13 +313,19 @@ class BeliefOptimizer(CheckedOptimizer):
             if (other := self.preconditioner) is not None:
                 direct = [p for p in params if p in directions]
                 jobs.append((other, group, direct, other.rule.slots(group)))
-        return self._blocks.of(jobs, self.state, self.initialise)
 
-    def initialise(self, owner: Any, group: Mapping[str, Any], params: list[Tensor]) -> None:
-        """Creates missing state tensors; `owner` is this optimizer or its preconditioner."""
+        def initialise(owner: Any, group: dict[str, Any], params: list[Tensor]) -> None:
+            self.initialise(group, params, None if owner is self else owner)
+
+        return self._blocks.of(jobs, self.state, initialise)
+
+    def initialise(
+        self, group: Mapping[str, Any], params: list[Tensor], preconditioner: Preconditioner | None = None
+    ) -> None:
+        """Creates missing state tensors, of parameters that follow this optimizer's rule or its preconditioner's."""
         # An average of the gradient that is added late in a run starts at the current gradient.
-        started = self.rule.averages(group) if owner is self else ()
-        slots = self.slots(group, self.rule) if owner is self else owner.rule.slots(group)
+        started = () if preconditioner else self.rule.averages(group)
+        slots = preconditioner.rule.slots(group) if preconditioner else self.slots(group, self.rule)
         for p in params:
             entry = self.state[p]
             if "step" not in entry:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -34,6 +35,18 @@ class Needs(NamedTuple):
     model: bool = False
 
 
+def weak(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A bound method that does not keep its object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        bound = reference()
+        assert bound is not None, "the object of this method was deleted"
+        return bound(*args)
+
+    return call
+
+
 class Host(Protocol):
     """What a part may use of the optimizer that it belongs to; `BeliefOptimizer` explains each of them."""
 
@@ -51,7 +64,7 @@ class Host(Protocol):
 
     def draw_labels(self, outputs: Tensor) -> Tensor: ...
 
-    def initialise(self, owner: Any, group: Mapping[str, Any], params: list[Tensor]) -> None: ...
+    def initialise(self, group: Mapping[str, Any], params: list[Tensor]) -> None: ...
 
     def name_of(self, p: Tensor) -> str: ...
 
@@ -65,15 +78,22 @@ class Part:
         needs: what the training loop has to do for this part.
         on_cpu: names of its tensors in the optimizer's state that Python reads, which stay on the CPU.
         optimizer: the optimizer that it belongs to; its groups and state are read there.
+        recorded: the layers of the model (`RecordedLayers`), for parts that use them.
+        observed: what `observe` has collected since the last step, for parts that keep it as a list.
     """
 
     needs: Needs = Needs()
     on_cpu: tuple[str, ...] = ()
     optimizer: Host
+    recorded: Any = None
+    observed: list[Any]
 
     def bind(self, optimizer: Host) -> None:
-        """Called when the optimizer is built, copied or loaded, and when a param group was added."""
-        self.optimizer = optimizer
+        """Called when the optimizer is built, copied or loaded, and when a param group was added.
+
+        A part does not keep its optimizer alive: else memory and hooks would be freed late, by the garbage collector.
+        """
+        self.optimizer = weakref.proxy(optimizer)
 
     def observe(self, outputs: Any, loss: Any, labels: Any) -> None:
         """Collects from a forward pass, before `loss.backward()`."""
@@ -87,9 +107,15 @@ class Part:
         Args:
             stale: whether gradients were computed since the last observation: it belongs to a step that was not taken.
         """
+        if stale:
+            self.observed = []
+        if self.recorded is not None:
+            self.recorded.recorder.clear()
 
     def prepare(self, closure: Callable[[], Any] | None) -> None:
         """Raises if a step cannot be taken; called before anything changes."""
+        if self.recorded is not None:
+            self.recorded.check_processes()
 
     def nonfinite(self, index: int, params: list[Tensor]) -> str | None:
         """What was collected for the parameters of a group and is not finite, in words; None if all is finite."""
@@ -106,6 +132,7 @@ class Part:
 
     def reset(self) -> None:
         """Discards what was collected; called after every step, and after one that was skipped."""
+        self.zeroed(stale=True)
 
     def begin_draws(self) -> None:
         """Called before the draws of a closure: forgets those of a closure that raised."""
@@ -124,6 +151,8 @@ class Part:
 
     def close(self) -> None:
         """Removes hooks."""
+        if self.recorded is not None:
+            self.recorded.close()
 
 
 class Source(Part):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -54,6 +56,24 @@ def test_groups_can_be_added_in_every_form(case: Case, named: bool) -> None:
         warnings.simplefilter("ignore")
         train(model, optimizer, range(2))
     assert [p for group in optimizer.param_groups for p in group["params"]] == list(model.parameters())
+
+
+@every_case
+def test_an_optimizer_that_is_deleted_is_freed_at_once_with_its_hooks(case: Case) -> None:
+    """Not by the garbage collector: it would keep memory, and remove hooks in the middle of a forward pass."""
+    model = small_model(width=30)
+    optimizer = built(case, model, None if case.layers else model.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(model, optimizer, range(2))
+    gone = weakref.ref(optimizer)
+    gc.disable()
+    try:
+        del optimizer
+        assert gone() is None
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    finally:
+        gc.enable()
 
 
 def test_a_model_is_the_first_argument_of_every_optimizer_that_takes_one() -> None:

@@ -117,8 +117,8 @@ class Hook:
 class LayerHook(Hook):
     """The forward hook of one layer."""
 
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        recorder = self.recorder()
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any = None) -> None:
+        recorder = self.recorder()  # a hook that is removed during a pass is called without kwargs
         if (
             recorder is None
             or not isinstance(output, Tensor)
@@ -142,7 +142,7 @@ class PassCounter(Hook):
 class InputHook(Hook):
     """Stores the arguments of the model's last call."""
 
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any = None) -> None:
         recorder = self.recorder()
         if recorder is None or not isinstance(output, Tensor) or not torch.is_grad_enabled():
             return

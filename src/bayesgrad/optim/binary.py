@@ -86,7 +86,7 @@ class BinaryOptimizer(BeliefOptimizer):
     def binarise(self) -> None:
         for group in self.param_groups:
             new = [p for p in group["params"] if p.requires_grad and self.rule.latent not in self.state.get(p, {})]
-            self.initialise(self, group, new)
+            self.initialise(group, new)
 
     def group_added(self) -> None:
         super().group_added()
@@ -94,9 +94,9 @@ class BinaryOptimizer(BeliefOptimizer):
             self.binarise()
 
     @torch.no_grad()
-    def initialise(self, owner: Any, group: Mapping[str, Any], params: list[Tensor]) -> None:
+    def initialise(self, group: Mapping[str, Any], params: list[Tensor], preconditioner: Any = None) -> None:
         new = [p for p in params if self.rule.latent not in self.state.get(p, {})]
-        super().initialise(owner, group, params)
+        super().initialise(group, params, preconditioner)
         for p in new:
             p.copy_(signs(self.state[p][self.rule.latent]))
 

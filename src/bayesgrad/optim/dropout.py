@@ -168,8 +168,11 @@ class SpikeSlab(BeliefOptimizer):
     def build_sources(self) -> Iterator[Source]:
         yield UnitDropout(self._masked, self.keep_of)
         if self.param_groups[0]["update"] == "newton":
-            # The mask's hook divided by keep for each of the two derivatives; h needs only one division.
-            yield HessianDiagonal(lambda group, p: self.keep_of(group, p) or 1.0)
+            yield HessianDiagonal(self._hessian_factor)
+
+    def _hessian_factor(self, group: Mapping[str, Any], p: Tensor) -> float:
+        # The mask's hook divided by keep for each of the two derivatives; h needs only one division.
+        return self.keep_of(group, p) or 1.0
 
     @cached_property
     def _masked(self) -> dict[Tensor, MaskedUnits]:

@@ -119,7 +119,10 @@ class VariationalOptimizer(BeliefOptimizer):
 
     def weight_sampling(self, evidence: str | None) -> WeightSampling:
         """The source of gradients at weights sampled from q."""
-        return WeightSampling(evidence, lambda group: [self._variance_unit(group)])
+        return WeightSampling(evidence, self._sampling_scalars)
+
+    def _sampling_scalars(self, group: Mapping[str, Any]) -> list[float]:
+        return [self._variance_unit(group)]
 
     def finished(self) -> None:
         """Warns once, after many steps at sampled weights, if the Hessian still has its initial value."""

@@ -37,7 +37,7 @@ class DenseKalman(NetworkPreconditioner):
     ou = OrnsteinUhlenbeck()
 
     def bind(self, optimizer: Host) -> None:
-        if any("covariance" in entry for entry in optimizer.state.values()) and "recorded" in self.__dict__:
+        if any("covariance" in entry for entry in optimizer.state.values()) and self.recorded is not None:
             optimizer.param_groups.pop()
             raise ValueError(
                 "parameters cannot be added after the first step of a joint covariance: build a new optimizer."
@@ -99,7 +99,8 @@ class DenseKalman(NetworkPreconditioner):
         count = len(outputs) * len(directions)
         parts = []
         for p in order:
-            rows = columns[id(p)].rows() if id(p) in columns else written.get(p, p.new_zeros(count, p.numel()))
+            rows: Tensor = written.get(p, p.new_zeros(count, p.numel()))
+            rows = columns[id(p)].rows() if id(p) in columns else rows
             parts.append(rows.detach().reshape(count, -1).to(order[0].device, torch.float64))
         self.observed.append((torch.cat(parts, 1), len(outputs)))
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.rescaling import estimated_factor
 from bayesgrad.layers.statistics import LayerStatistics, symmetric
+from bayesgrad.parts import weak
 from bayesgrad.precision import Kronecker, Precision, Spectral
 from bayesgrad.precision.linalg import eigenvalues
 from bayesgrad.precision.projection import Factors
@@ -106,7 +107,7 @@ class KroneckerBelief(LayerBelief):
         start: Callable[[Mapping[str, Any]], float],
     ) -> None:
         super().__init__(fallback)
-        self.unit, self.drift, self.start = unit, drift, start
+        self.unit, self.drift, self.start = weak(unit), weak(drift), weak(start)
 
     def uses(self, layer: Layer) -> bool:
         limit = {p: group["max_factor"] for group in self.optimizer.param_groups for p in group["params"]}

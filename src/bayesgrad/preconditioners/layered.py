@@ -9,7 +9,7 @@ So `layers.rescaling.gradient_factors` first compares E'A with `.grad`, and allo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +24,7 @@ from bayesgrad.layers.per_example import matmul
 from bayesgrad.layers.rescaling import gradient_factors, gradient_from_calls
 from bayesgrad.layers.statistics import LayerStatistics, defer, flush
 from bayesgrad.packing import Directions, Product, gradient_of
-from bayesgrad.parts import Groups, Host, Needs, Preconditioner
+from bayesgrad.parts import Groups, Host, Needs, Preconditioner, weak
 from bayesgrad.precision import Kronecker, Precision
 from bayesgrad.precision.linalg import diagonal_inverse, inverse
 from bayesgrad.rules.transition import average
@@ -70,31 +70,15 @@ class LayerPreconditioner(Preconditioner):
         labels = [self.from_labels(group) for group in optimizer.param_groups]
         self.needs = Needs(outputs=any(labels))
         self.close()
-        self.recorded = RecordedLayers(optimizer, self.fallback, annotate_graph=any(labels), only=self.uses)
-        self.observed: list[Any] = []
+        self.recorded = RecordedLayers(self.optimizer, self.fallback, annotate_graph=any(labels), only=weak(self.uses))
+        self.observed = []
         for layer in () if all(labels) else self.recorded.layers:
             if layer.weight is not None:
                 hook = _FirstPass(self.recorded, layer)
                 hook.handle = layer.weight.register_post_accumulate_grad_hook(hook)
 
-    def close(self) -> None:
-        if "recorded" in self.__dict__:
-            self.recorded.close()
-
     def covers(self, p: Tensor) -> bool:
         return any(p is q for layer in self.recorded.layers for q in layer.members)
-
-    def prepare(self, closure: Callable[[], Any] | None) -> None:
-        self.recorded.check_processes()
-
-    def zeroed(self, stale: bool) -> None:
-        if stale:
-            self.observed = []
-        self.recorded.recorder.clear()
-
-    def reset(self) -> None:
-        self.observed = []
-        self.recorded.recorder.clear()
 
     # --- statistics ---
 
@@ -242,7 +226,7 @@ class LayerPreconditioner(Preconditioner):
         return shapes
 
     def check_loaded(self, saved: Mapping[str, Any]) -> None:
-        own = type(self.optimizer).__name__
+        own = self.optimizer.__class__.__name__
         for layer in self.recorded.layers:
             entry, group = saved_entry(self.optimizer, saved, layer.owner)
             if not entry:

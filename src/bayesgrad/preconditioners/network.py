@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,28 +29,12 @@ class NetworkPreconditioner(Preconditioner):
     def bind(self, optimizer: Host) -> None:
         super().bind(optimizer)
         self.close()
-        self.recorded = self.record(optimizer)
+        self.recorded = self.record(self.optimizer)
         self.params = self.recorded.in_model_order()
-        self.observed: list[Any] = []
-
-    def close(self) -> None:
-        if "recorded" in self.__dict__:
-            self.recorded.close()
-
-    def prepare(self, closure: Callable[[], Any] | None) -> None:
-        self.recorded.check_processes()
+        self.observed = []
 
     def covers(self, p: Tensor) -> bool:
         return True
-
-    def zeroed(self, stale: bool) -> None:
-        if stale:
-            self.observed = []
-        self.recorded.recorder.clear()
-
-    def reset(self) -> None:
-        self.observed = []
-        self.recorded.recorder.clear()
 
     def clock(self) -> Tensor | None:
         return self.optimizer.state.get(self.params[0], {}).get("clock")

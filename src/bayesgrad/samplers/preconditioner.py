@@ -14,7 +14,7 @@ from bayesgrad import layers, likelihoods, noise
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.fisher import check_batch_mixing, check_outputs
 from bayesgrad.packing import Directions, gradient_of
-from bayesgrad.parts import Groups, Host, Needs
+from bayesgrad.parts import Groups, Host, Needs, weak
 from bayesgrad.precision import Precision
 from bayesgrad.preconditioners.network import NetworkPreconditioner
 from bayesgrad.rules.transition import Memory, Scalars, Static, average
@@ -89,7 +89,7 @@ class MetricPreconditioner(NetworkPreconditioner):
     def __init__(
         self, metric: Metric, move: LangevinStep, scaled_temperature: Callable[[Mapping[str, Any]], float]
     ) -> None:
-        self.metric, self.move, self.scaled_temperature = metric, move, scaled_temperature
+        self.metric, self.move, self.scaled_temperature = metric, move, weak(scaled_temperature)
         self.needs = Needs(outputs=metric.needs_observe)
 
     def bind(self, optimizer: Host) -> None:
@@ -98,7 +98,6 @@ class MetricPreconditioner(NetworkPreconditioner):
         self.left: dict[Any, set[int]] = {}
 
     def record(self, optimizer: Host) -> RecordedLayers:
-        self.optimizer = optimizer
         return RecordedLayers(
             optimizer,
             None,

@@ -11,7 +11,7 @@ from torch import Tensor
 from bayesgrad import noise
 from bayesgrad.constraints import POSITIVE_INTEGER, Constraint, one_of
 from bayesgrad.kernels import compute_dtype
-from bayesgrad.parts import Evidence, Groups, Needs, Source
+from bayesgrad.parts import Evidence, Groups, Needs, Source, weak
 
 ROWS = 64  # rows of an exact Hessian that are computed at once
 EXACT_LIMIT = 1000  # weights up to which "auto" is "exact"
@@ -34,7 +34,7 @@ class HessianDiagonal(Source):
     needs = Needs(loss=True)
 
     def __init__(self, factor: Callable[[Mapping[str, Any], Tensor], float] | None = None) -> None:
-        self.factor = factor
+        self.factor = weak(factor) if factor else None
         self.stored: dict[Tensor, Tensor] = {}  # sums over the draws of a closure
         self.reset()
 
@@ -88,8 +88,8 @@ class HessianDiagonal(Source):
         params = [p for some in active for p in some]
         if any(p.numel() and p not in self.diagonals for p in params):
             raise RuntimeError(
-                f"{type(self.optimizer).__name__} needs second derivatives: call optimizer.observe(loss=loss) after "
-                "zero_grad() and before loss.backward(), where the loss is computed."
+                f"{self.optimizer.__class__.__name__} needs second derivatives: call optimizer.observe(loss=loss) "
+                "after zero_grad() and before loss.backward(), where the loss is computed."
             )
         return {"hessian": {p: self.diagonals[p] if p.numel() else torch.zeros_like(p) for p in params}}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,28 +41,13 @@ class PerExampleSquares(Source):
         self.fisher = optimizer.param_groups[0]["fisher"]
         self.needs = Needs(outputs=self.fisher != "empirical")
         self.recorded = RecordedLayers(
-            optimizer,
+            self.optimizer,
             "the squares of their mean gradients, times the batch size",
             (layers.is_matrix, layers.normalises),
             by_layer=False,
             annotate_graph=True,
         )
-        self.observed: list[Any] = []
-
-    def close(self) -> None:
-        self.recorded.close()
-
-    def prepare(self, closure: Callable[[], Any] | None) -> None:
-        self.recorded.check_processes()
-
-    def zeroed(self, stale: bool) -> None:
-        if stale:
-            self.observed = []
-        self.recorded.recorder.clear()
-
-    def reset(self) -> None:
         self.observed = []
-        self.recorded.recorder.clear()
 
     def observe(self, outputs: Any, loss: Any, labels: Any) -> None:
         if self.fisher == "empirical":

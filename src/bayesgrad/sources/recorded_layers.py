@@ -120,7 +120,7 @@ class RecordedLayers:
         if names and self.fallback is not None:
             self.optimizer.warned |= new
             warnings.warn(
-                f"{type(self.optimizer).__name__} does not support {', '.join(names)}: they are trained by "
+                f"{self.optimizer.__class__.__name__} does not support {', '.join(names)}: they are trained by "
                 f"{self.fallback}.",
                 UserWarning,
                 stacklevel=6,
@@ -154,7 +154,7 @@ class RecordedLayers:
 
     def missing_observation(self, what: str, do: str) -> RuntimeError:
         """The error of a step without recorded passes or observations."""
-        own = type(self.optimizer).__name__
+        own = self.optimizer.__class__.__name__
         return RuntimeError(
             f"{what}: {do} of the model that was given to {own} before step(). "
             f"If the model is compiled, build {own} before torch.compile; if layers were replaced or pruned, build a "
@@ -167,7 +167,7 @@ class RecordedLayers:
             size = torch.distributed.get_world_size()
             if size > 1:
                 raise RuntimeError(
-                    f"{type(self.optimizer).__name__} supports one process, got {size}: each would record only the "
+                    f"{self.optimizer.__class__.__name__} supports one process, got {size}: each would record only the "
                     "inputs of its own batch. Train in one process."
                 )
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad import kernels, noise
-from bayesgrad.parts import Noise
+from bayesgrad.parts import Noise, weak
 from bayesgrad.posterior.units import Units, units_of
 from bayesgrad.sources.weight_sampling import Draws, mark, same
 
@@ -58,7 +58,7 @@ class UnitDropout(Draws):
     def __init__(
         self, masked: Mapping[Tensor, MaskedUnits], keep_of: Callable[[Mapping[str, Any], Tensor], float | None]
     ) -> None:
-        self.masked, self.keep_of = masked, keep_of
+        self.masked, self.keep_of = masked, weak(keep_of)
         self.buffers: dict[Tensor, Tensor] = {}
         self.saved: list[tuple[Tensor, Tensor]] = []
         self.hooks: list[Any] = []

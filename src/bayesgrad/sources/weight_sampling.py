@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bayesgrad import kernels, noise
 from bayesgrad.packing import SampledBlock, gradient_of
-from bayesgrad.parts import Evidence, Groups, Needs, Noise, Source
+from bayesgrad.parts import Evidence, Groups, Needs, Noise, Source, weak
 
 Mark = tuple[Tensor, int] | None
 
@@ -94,9 +94,10 @@ class Draws(Source):
     def collect(self, groups: Groups, active: list[list[Tensor]]) -> Evidence:
         missing = next((p for some in active for p in some if p not in self.sampled), None)
         if missing is not None:
+            name = self.optimizer.__class__.__name__
             raise RuntimeError(
                 f"a gradient of shape {tuple(missing.shape)} was not computed at sampled weights: run forward and "
-                f"backward passes inside `with optimizer.sampled():`, then call {type(self.optimizer).__name__}.step()."
+                f"backward passes inside `with optimizer.sampled():`, then call {name}.step()."
             )
         return {}
 
@@ -135,7 +136,7 @@ class WeightSampling(Draws):
         scalars: Callable[[Mapping[str, Any]], list[float]],
         block_type: type[SampledBlock] = SampledBlock,
     ) -> None:
-        self.evidence, self.scalars, self.block_type = evidence, scalars, block_type
+        self.evidence, self.scalars, self.block_type = evidence, weak(scalars), block_type
         self.layout: list[SampledBlock] = []
         super().__init__()
 
@@ -202,7 +203,7 @@ class WeightSampling(Draws):
         for group, params in wanted:
             if any(state.get(p, {}).get(self.block_type.state_key, _NOTHING).shape != p.shape for p in params):
                 with torch.no_grad():
-                    self.optimizer.initialise(self.optimizer, group, params)
+                    self.optimizer.initialise(group, params)
         return parts
 
     def _fold(self, p: Tensor) -> None:
