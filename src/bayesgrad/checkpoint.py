@@ -53,6 +53,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Any, defaults: dict[str, Any], model: Any) -> None:
         self.model: nn.Module | None = None
         self.warned: set[Tensor] = set()  # parameters that a warning has named
+        self.selected: dict[str, Any] = {}  # the options in `common` with which the optimizer was built
         if self.takes_model:
             if not isinstance(model, nn.Module):
                 name = type(self).__name__
@@ -115,6 +116,23 @@ class CheckedOptimizer(torch.optim.Optimizer):
 
     def check_options(self, group: Mapping[str, Any]) -> None:
         """Raises if the hyperparameters of a group do not fit together; each of them is valid."""
+
+    def check_selected(self, group: Mapping[str, Any]) -> None:
+        """Raises if an option that selects sources has changed since they were built."""
+        for name, built in self.selected.items():
+            if isinstance(built, (str, bool)) and group[name] != built:
+                raise ValueError(
+                    f"{name} cannot change during a run, from {built!r} to {group[name]!r}: build a new optimizer."
+                )
+
+    @property
+    def draws(self) -> int:
+        """The number of random draws so far."""
+        return self.param_groups[0]["draws"]
+
+    @draws.setter
+    def draws(self, number: int) -> None:
+        self.param_groups[0]["draws"] = number
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch.optim, but with copies of all tensors: later steps do not change it."""

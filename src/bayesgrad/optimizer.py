@@ -99,6 +99,7 @@ class BeliefOptimizer(CheckedOptimizer):
         for part in self._parts:
             part.close()
         self.rule = self.rule_of(self.param_groups[0])
+        self.selected = {name: self.param_groups[0].get(name) for name in self.common}
         self.sources = tuple(self.build_sources())
         self.preconditioner = self.build_preconditioner()
         self._parts = (*self.sources, *([self.preconditioner] if self.preconditioner else ()))
@@ -236,6 +237,7 @@ class BeliefOptimizer(CheckedOptimizer):
             values = tuple(group.get(name) for name in self.accepts)
             if self._checked.get(index) != values:
                 self.check_group(group)
+                self.check_selected(group)
                 self._checked[index] = values
                 self.rule = self.rule_of(groups[0])
         if not self._skips(active):
@@ -350,15 +352,6 @@ class BeliefOptimizer(CheckedOptimizer):
         return [(id(p.grad), p.grad._version) for p in every if p.grad is not None]
 
     # --- draws ---
-
-    @property
-    def draws(self) -> int:
-        """The number of random draws so far."""
-        return self.param_groups[0]["draws"]
-
-    @draws.setter
-    def draws(self, number: int) -> None:
-        self.param_groups[0]["draws"] = number
 
     def draw_labels(self, outputs: Tensor) -> Tensor:
         """Labels sampled from the model's predictions, by the options `likelihood` and `seed`."""

@@ -240,3 +240,18 @@ def test_a_state_names_its_rule_and_is_refused_by_another() -> None:
         words = f"the saved state is that of {make.__name__}, but this optimizer is {other.__name__}."
         with pytest.raises(ValueError, match=f"^{words}$"):
             refusing.load_state_dict(optimizer.state_dict())
+
+
+def test_an_option_that_selects_what_is_collected_cannot_change_during_a_run() -> None:
+    model = nn.Linear(4, 3)
+    optimizer = optim.AdaBayes(model.parameters(), batch_size=2)
+    before = weights(model)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.param_groups[0]["fisher"] = "sampled"
+    words = "fisher cannot change during a run, from 'empirical' to 'sampled': build a new optimizer"
+    with pytest.raises(ValueError, match=words):
+        optimizer.step()
+    assert same(before, weights(model))
+    optimizer.param_groups[0]["fisher"] = "empirical"
+    optimizer.step()
+    assert not same(before, weights(model))

@@ -99,7 +99,7 @@ class DenseKalman(NetworkPreconditioner):
         count = len(outputs) * len(directions)
         parts = []
         for p in order:
-            rows: Tensor = written.get(p, p.new_zeros(count, p.numel()))
+            rows = written[p] if p in written else p.new_zeros(count, p.numel())
             rows = columns[id(p)].rows() if id(p) in columns else rows
             parts.append(rows.detach().reshape(count, -1).to(order[0].device, torch.float64))
         self.observed.append((torch.cat(parts, 1), len(outputs)))
