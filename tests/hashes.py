@@ -193,6 +193,7 @@ def carry_out(run: Run) -> list[str]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", "compiling the optimizer step")  # eager steps have the same bits
         try:
             model, optimizer = fresh()
             if run.way == "resume":

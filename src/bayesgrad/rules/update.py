@@ -17,8 +17,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -389,11 +389,11 @@ class Update:
     names: tuple[str, ...]
     slots: tuple[str, ...]
     evidence: tuple[str, ...] = ()
+    writes: tuple[int, ...] = field(init=False, compare=False)  # see `kernels`
 
-    @cached_property
-    def writes(self) -> tuple[int, ...]:
+    def __post_init__(self) -> None:
         first = 2 + len(self.evidence)
-        return (0, *range(first, first + len(self.slots)))
+        object.__setattr__(self, "writes", (0, *range(first, first + len(self.slots))))
 
     def __call__(self, scalars: Sequence[Any], weight: Tensor, gradient: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
         n = dict(zip(self.names, scalars))
