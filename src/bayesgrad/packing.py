@@ -23,6 +23,7 @@ SMALL = 1 << 15  # elements up to which a tensor is packed with others
 PACK = 1 << 18  # elements of one pack at most: bounds the memory of the gathered copies
 
 State = dict[str, Tensor]
+VARIANCE = "variance"  # the slot of the variance of each weight, in the units of its optimizer
 gradient_of: Callable[[Tensor], Tensor] = attrgetter("grad")  # `p.grad` of a parameter that has one, as type Tensor
 Job = tuple[Any, dict[str, Any], list[Tensor], tuple[str, ...]]
 
@@ -311,7 +312,7 @@ class SampledBlock:
         starts: the position of each parameter's first element among all weights, which determines its noise.
     """
 
-    state_key: ClassVar[str] = "variance"  # the slot that determines the distribution
+    state_key: ClassVar[str] = VARIANCE  # the slot that determines the distribution
     kernel: ClassVar[Callable[..., Any]] = Perturb
 
     def __init__(self, group: dict[str, Any], params: list[Tensor], starts: list[int]) -> None:

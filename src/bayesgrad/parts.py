@@ -165,7 +165,7 @@ class Source(Part):
 
     def draw(self, noise: Noise | None) -> AbstractContextManager[None]:
         """A context in which weights are a sample; of sources with `needs.draws`."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not draw weights.")
 
 
 class Preconditioner(Part, ABC):

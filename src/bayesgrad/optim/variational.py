@@ -15,6 +15,7 @@ from torch import Tensor
 from bayesgrad import kernels
 from bayesgrad.constraints import COUNT, FRACTION, INTEGER, NONNEGATIVE, POSITIVE, POSITIVE_INTEGER
 from bayesgrad.optimizer import BeliefOptimizer
+from bayesgrad.packing import VARIANCE
 from bayesgrad.posterior import GaussianPosterior, Posterior
 from bayesgrad.precision import Diagonal
 from bayesgrad.rules import Forget, NaturalStep, UpdateRule
@@ -112,10 +113,10 @@ class VariationalOptimizer(BeliefOptimizer):
 
     def variance_of(self, group: Mapping[str, Any], p: Tensor) -> Tensor:
         entry = self.state.get(p, {})
-        if "variance" in entry:
-            return self._variance_unit(group) * Diagonal(entry["variance"]).variance()
+        if VARIANCE in entry:
+            return self._variance_unit(group) * Diagonal(entry[VARIANCE]).variance()
         like = torch.ones_like(p, dtype=kernels.compute_dtype(p.dtype))
-        return self._variance_unit(group) * self.initial("variance", group, p) * like
+        return self._variance_unit(group) * self.initial(VARIANCE, group, p) * like
 
     def weight_sampling(self, evidence: str | None) -> WeightSampling:
         """The source of gradients at weights sampled from q."""
@@ -128,9 +129,9 @@ class VariationalOptimizer(BeliefOptimizer):
         """Warns once, after many steps at sampled weights, if the Hessian still has its initial value."""
         for group in self.param_groups if self.needs.draws else ():
             moved = [
-                float((entry["variance"] / self.initial("variance", group, p) - 1).abs().mean())
+                float((entry[VARIANCE] / self.initial(VARIANCE, group, p) - 1).abs().mean())
                 for p in group["params"]
-                if (entry := self.state.get(p)) and "variance" in entry and int(entry["step"]) == CHECK_AT_STEP
+                if (entry := self.state.get(p)) and VARIANCE in entry and int(entry["step"]) == CHECK_AT_STEP
             ]
             if moved and max(moved) < 0.01:
                 warnings.warn(

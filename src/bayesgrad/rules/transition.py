@@ -50,6 +50,7 @@ import torch
 from torch import Tensor
 
 from bayesgrad.kernels import sqrt
+from bayesgrad.packing import VARIANCE
 from bayesgrad.precision import Diagonal, Pair
 
 FLOOR = torch.finfo(torch.float32).tiny
@@ -77,8 +78,8 @@ class Transition(ABC):
     squares are finite: a moving average that is infinite once stays infinite.
     """
 
-    slots: tuple[str, ...] = ("variance",)
-    variances: tuple[str, ...] = ("variance", "last_variance")
+    slots: tuple[str, ...] = (VARIANCE,)
+    variances: tuple[str, ...] = (VARIANCE, "last_variance")
     averages_squares: bool = False
 
     def scalars(self, *args: Any, **dynamics: Any) -> dict[str, float]:
@@ -100,7 +101,7 @@ class Transition(ABC):
 
     def current_precision(self, memory: Memory, n: Scalars) -> Diagonal:
         """The precision of the weights according to the state in `memory`, without an update."""
-        return Diagonal(memory["variance"])
+        return Diagonal(memory[VARIANCE])
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,8 @@ class Static(Transition):
     """
 
     def merge(self, memory: Memory, increment: Tensor, n: Scalars) -> Diagonal:
-        posterior = Diagonal(memory["variance"]).add(increment)
-        memory["variance"] = posterior.storable()
+        posterior = Diagonal(memory[VARIANCE]).add(increment)
+        memory[VARIANCE] = posterior.storable()
         return posterior
 
 
@@ -144,7 +145,7 @@ class Forget(Transition):
 
     @property
     def slots(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return ("variance", "last_variance") if self.natural_momentum else ("variance",)
+        return (VARIANCE, "last_variance") if self.natural_momentum else (VARIANCE,)
 
     def scalars(self, *, keep: float, take: float) -> dict[str, float]:
         return {"take": take} if self.retract else {"keep": keep, "take": take}
@@ -154,7 +155,7 @@ class Forget(Transition):
         return self.retract
 
     def merge(self, memory: Memory, increment: Tensor, n: Scalars) -> Diagonal:
-        variance = memory["variance"]
+        variance = memory[VARIANCE]
         if self.retract:
             x = n["take"] * (increment * variance - 1)
             posterior = Diagonal(variance / (1 + x + 0.5 * x * x))
@@ -168,7 +169,7 @@ class Forget(Transition):
             change = n["natural_momentum"] * (1 / variance - 1 / older) * posterior.covariance
             posterior = Diagonal(posterior.covariance / (1 + change.clamp(min=-0.5)))
             memory["last_variance"] = variance
-        memory["variance"] = posterior.storable()
+        memory[VARIANCE] = posterior.storable()
         return posterior
 
 
@@ -223,8 +224,8 @@ class OrnsteinUhlenbeck(Transition):
         return {"retain": math.exp(-process / stationary), "noise": -stationary * math.expm1(-process / stationary)}
 
     def merge(self, memory: Memory, increment: Tensor, n: Scalars) -> Diagonal:
-        posterior = Diagonal(memory["variance"]).propagate(n["retain"], n["noise"]).add(increment)
-        memory["variance"] = posterior.storable()
+        posterior = Diagonal(memory[VARIANCE]).propagate(n["retain"], n["noise"]).add(increment)
+        memory[VARIANCE] = posterior.storable()
         return posterior
 
     def steady_scalars(self, *, half: float = 0.0) -> dict[str, float]:
@@ -259,7 +260,7 @@ class OrnsteinUhlenbeckPair(Transition):
     Checked by: tests/equations/test_momentum_filter.py, against the 2x2 matrix filter and its Riccati equation.
     """
 
-    slots = ("variance", "cross", "momentum_variance")
+    slots = (VARIANCE, "cross", "momentum_variance")
 
     def scalars(self, *, eta: float, eta_p: float, eta_w: float, retain: float) -> dict[str, float]:
         """Args: retain: c_w."""
@@ -283,7 +284,7 @@ class OrnsteinUhlenbeckPair(Transition):
             n["momentum_retain"] * pp + n["momentum_noise"],
         )
         posterior = prior.add(increment)
-        memory["variance"] = posterior.of_weights().storable()
+        memory[VARIANCE] = posterior.of_weights().storable()
         memory["cross"], memory["momentum_variance"] = posterior.cross, posterior.momentum
         return posterior
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from bayesgrad.kernels import compute_dtype
+from bayesgrad.packing import VARIANCE
 from bayesgrad.precision import Precision, Scalar
 from bayesgrad.rules.transition import OLDER_VARIANCE, Memory, Scalars, Transition, average
 
@@ -140,7 +141,7 @@ class Reparameterised(Curvature):
         product = evidence.product
         if product is None:
             product = evidence.gradient * evidence.offset  # pyright: ignore[reportOperatorIssue]
-        return n["gradient_scale"] * product / memory["variance"]
+        return n["gradient_scale"] * product / memory[VARIANCE]
 
 
 @dataclass(frozen=True)
