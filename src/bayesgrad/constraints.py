@@ -42,6 +42,7 @@ LAYER_OPTIONS: Mapping[str, Constraint] = {
     "stats_every": POSITIVE_INTEGER,
     "max_factor": COUNT,
     "losses_per_example": COUNT,
+    "precondition": one_of("step", "backward"),
     "likelihood": one_of("categorical", "bernoulli", "gaussian"),
     "seed": INTEGER,
 }

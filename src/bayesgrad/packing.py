@@ -30,19 +30,18 @@ Job = tuple[Any, dict[str, Any], list[Tensor], tuple[str, ...]]
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """A direction factor * left.T @ right as its two factors, left (rows, out) and right (rows, in)."""
+    """A direction left.T @ right as its two factors, left (rows, out) and right (rows, in)."""
 
     left: Tensor
     right: Tensor
-    factor: float
     shape: torch.Size
 
     def dense(self) -> Tensor:
-        return (self.left.T @ self.right).mul_(self.factor).view(self.shape)
+        return (self.left.T @ self.right).view(self.shape)
 
     def into(self, target: Tensor, keep: float, fresh: float) -> None:
         """target <- keep target + fresh direction, in one pass over it."""
-        target.view(self.left.shape[1], -1).addmm_(self.left.T, self.right, beta=keep, alpha=fresh * self.factor)
+        target.view(self.left.shape[1], -1).addmm_(self.left.T, self.right, beta=keep, alpha=fresh)
 
     def subtract_from(
         self, p: Tensor, momentum: Tensor | None, keep: float, fresh: float, step_scale: float, shrink: float

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from bayesgrad.layers.call import LayerCall, Pair
 from bayesgrad.packing import Directions
 from bayesgrad.rules.transition import Static
 from bayesgrad.rules.update import NaturalStep, UpdateRule
@@ -107,10 +108,26 @@ class Part:
         Args:
             stale: whether gradients were computed since the last observation: it belongs to a step that was not taken.
         """
-        if stale:
-            self.observed = []
+        self.forget(stale)
         if self.recorded is not None:
-            self.recorded.recorder.clear()
+            self.recorded.marks.zeroed()
+
+    def forget(self, observed: bool) -> None:
+        """Discards what backward passes have given, and what was observed if `observed` is True."""
+        if observed:
+            self.observed = []
+
+    def receive(self, call: LayerCall, restarted: bool) -> Pair | None:
+        """Called with each call of a recorded layer in a backward pass, for parts that pass it to `RecordedLayers`.
+
+        Args:
+            call: with the layer's input and error.
+            restarted: whether what was received before for the layer's parameters belongs to discarded gradients.
+
+        Returns:
+            The gradients of weight and bias to use instead of the layer's own; None to use those.
+        """
+        return None
 
     def prepare(self, closure: Callable[[], Any] | None) -> None:
         """Raises if a step cannot be taken; called before anything changes."""
@@ -132,7 +149,7 @@ class Part:
 
     def reset(self) -> None:
         """Discards what was collected; called after every step, and after one that was skipped."""
-        self.zeroed(stale=True)
+        self.forget(observed=True)
 
     def begin_draws(self) -> None:
         """Called before the draws of a closure: forgets those of a closure that raised."""

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad import layers
+from bayesgrad.layers.call import LayerCall
 from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.per_example import EmbeddingGradients, OuterProducts, concatenated, summed
-from bayesgrad.layers.recorder import LayerCall
 from bayesgrad.layers.statistics import LayerStatistics, Moment, symmetric
 
 
@@ -39,8 +39,8 @@ def layer_of(module: nn.Module) -> Layer:
     return Layer(("layer",), module, own["weight"], own.get("bias"))
 
 
-def calls(module: nn.Module, x: Tensor, directions: int) -> list[LayerCall]:
-    return [LayerCall(module, x, torch.randn_like(module(x)), 0) for _ in range(directions)]
+def calls(module: nn.Module, x: Tensor, directions: int, forward_id: int = 0) -> list[LayerCall]:
+    return [LayerCall(module, x, torch.randn_like(module(x)), 0, forward_id) for _ in range(directions)]
 
 
 def rows_of(layer: Layer, call: LayerCall) -> tuple[Tensor, Tensor]:
@@ -83,13 +83,18 @@ def test_moments_of_calls_and_of_gradients_are_sums_over_examples_positions_and_
     torch.manual_seed(0)
     make, data = LAYERS[name]
     layer = layer_of(module := make())
-    by_direction = [[calls(module, x, directions) for x in (data(n), data(n))] for n in (5, 2)]  # two calls per pass
+    by_direction = [[calls(module, x, directions, n) for x in (data(n), data(n))] for n in (5, 2)]  # two calls per pass
     passes = [[uses[0] for uses in one] for one in by_direction]
     further = [[uses[k] for uses in one] for one in by_direction for k in range(1, directions)]
     wanted = expected(layer, passes, further)
 
     if directions == 1:
-        check([LayerStatistics(layer, passes).moments()], wanted)
+        for keep in (False, True):
+            found = LayerStatistics.of(layer, [call for one in passes for call in one], keep=keep)
+            check([found.moments()], wanted)
+            diagonal = LayerStatistics.of(layer, found.calls, diagonal=("input", "error")).moments() if keep else {}
+            for side, moment in diagonal.items():
+                torch.testing.assert_close(moment.sum().double() / moment.count, wanted[side].diagonal(dim1=1, dim2=2))
     found = []
     for n, one in zip((5, 2), by_direction):
         columns = [
@@ -109,7 +114,7 @@ def test_a_mean_is_a_sum_over_its_count(name: str) -> None:
     torch.manual_seed(1)
     make, data = LAYERS[name]
     layer = layer_of(module := make())
-    for moment in LayerStatistics(layer, [calls(module, data(5), 1)]).moments().values():
+    for moment in LayerStatistics.of(layer, calls(module, data(5), 1)).moments().values():
         torch.testing.assert_close(moment.mean(), moment.sum() / moment.count)
 
 
@@ -117,7 +122,7 @@ def test_reduced_moments_average_inputs_and_sum_errors_over_positions() -> None:
     torch.manual_seed(2)
     layer = layer_of(module := nn.Linear(3, 2))
     (call,) = calls(module, torch.randn(5, 4, 3), 1)
-    moments = LayerStatistics(layer, [[call]]).moments(sharing="reduce", losses_per_example=4)
+    moments = LayerStatistics.of(layer, [call], sharing="reduce").moments(losses_per_example=4)
     a = torch.cat([call.input.mean(1), torch.ones(5, 1)], 1)
     e = call.error.sum(1)
     torch.testing.assert_close(moments["input"].mean()[0], a.T @ a / 20)
@@ -128,8 +133,12 @@ def test_a_moving_average_is_formed_in_place() -> None:
     torch.manual_seed(3)
     layer = layer_of(module := nn.Linear(600, 2))
     (call,) = calls(module, torch.randn(5, 600), 1)
-    moment = LayerStatistics(layer, [[call]]).moments(("input",))["input"]
-    old = moment.mean()
-    factor = old.clone()
-    moment.into(factor, 0.25, 0.5)
-    torch.testing.assert_close(symmetric(factor), 0.75 * old)
+    for rows in (1, 40):  # rows that are stored, and rows that are summed at once
+        statistics = LayerStatistics.of(layer, [call] * rows, sides=("input",))
+        moment = statistics.moments()["input"]
+        assert (moment.total is None) == (rows == 1)
+        old = moment.mean()
+        for scale in (None, torch.tensor(3.0)):
+            factor = old.clone()
+            moment.into(factor, 0.25, 0.5, scale)
+            torch.testing.assert_close(symmetric(factor), (0.25 + 0.5 * (1 if scale is None else 3)) * old)

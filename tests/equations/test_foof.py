@@ -187,36 +187,6 @@ def test_large_moments_are_computed_in_strips_of_the_lower_triangle() -> None:
     close(inverse @ (x.T @ x / 7 + torch.eye(600, dtype=D)), torch.eye(600, dtype=D), 1e-9)
 
 
-def test_rows_that_wait_are_part_of_the_average_and_of_the_state() -> None:
-    """Few rows are merged four batches at a time: the average is the same, also after a checkpoint in between."""
-    torch.manual_seed(0)
-    layer, other = nn.Linear(40, 3, bias=False).to(D), nn.Linear(40, 3, bias=False).to(D)
-    optimizer = FOOF(layer, ema=0.7, update_every=6)
-    moment = torch.zeros(40, 40, dtype=D)
-    for t in range(1, 22):
-        x = torch.randn(5, 40, dtype=D)
-        optimizer.zero_grad()
-        layer(x).square().mean().backward()
-        optimizer.step()
-        moment = 0.7 * moment + 0.3 * x.T @ x / 5
-        entry = optimizer.state[layer.weight]
-        waiting = [name for name in entry if "waiting" in name]
-        assert len(waiting) == {9: 1, 11: 1, 13: 1, 14: 2, 16: 1, 17: 2, 19: 1, 20: 2, 21: 3}.get(t, 0)
-        if not waiting:
-            close(entry["input_moment"][0], moment / (1 - 0.7**t))
-    saved = optimizer.state_dict()
-    other.load_state_dict(layer.state_dict())
-    resumed = FOOF(other)
-    resumed.load_state_dict(saved)
-    for _ in range(4):
-        x = torch.randn(5, 40, dtype=D)
-        for net, opt in ((layer, optimizer), (other, resumed)):
-            opt.zero_grad()
-            net(x).square().mean().backward()
-            opt.step()
-    assert torch.equal(layer.weight, other.weight)
-
-
 def test_a_mean_over_tokens_is_one_over_examples_that_are_tokens() -> None:
     """With losses_per_example=T, sequences of T tokens take the step of N T examples."""
     torch.manual_seed(0)

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 
 from bayesgrad import optim
 from bayesgrad.layers.modules import Layer
-from bayesgrad.layers.statistics import flush
 from bayesgrad_lab.context import Context, Trial
 from bayesgrad_lab.methods import Method, built
 from bayesgrad_lab.results import Results, Value, mean_and_error
@@ -275,7 +274,6 @@ def _similarity(optimizer: optim.KFAC, layer: Layer, dampings: Sequence[float]) 
     entry, group = optimizer.state[layer.owner], optimizer.param_groups[0]
     values, turned = {}, layer.matrix()[0]
     for side in ("input", "error"):
-        flush(entry, side)
         values[side], basis = torch.linalg.eigh(entry[f"{side}_moment"][0])
         turned = turned @ basis if side == "input" else basis.T @ turned
     inputs, errors = values["input"].clamp(min=0)[None], values["error"].clamp(min=0)[:, None]

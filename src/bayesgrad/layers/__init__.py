@@ -15,6 +15,7 @@ from bayesgrad.layers.modules import (
     normalises,
     own_parameters,
     per_example_gradients,
+    rows_in,
     weight_of,
 )
 
@@ -33,5 +34,6 @@ __all__ = [
     "normalises",
     "own_parameters",
     "per_example_gradients",
+    "rows_in",
     "weight_of",
 ]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from bayesgrad import layers, likelihoods
 from bayesgrad.kernels import compute_dtype
+from bayesgrad.layers.call import LayerCall
 from bayesgrad.layers.functional import gradients_by_vmap
 from bayesgrad.layers.network import parameters_of, unwrap
 from bayesgrad.layers.per_example import PerExampleGradients, StoredGradients, concatenated
@@ -250,7 +251,7 @@ def batch_gradients(
     parameters = {name: p for name, p in parameters_of(model).items() if p.requires_grad}
     if not parameters:
         raise ValueError("the model has no trainable parameters.")
-    recorder = LayerRecorder(model, recorded_layers(model), record_backward=False)
+    recorder = LayerRecorder(model, recorded_layers(model))
     try:
         with torch.enable_grad():
             outputs = model(*arguments)
@@ -265,10 +266,10 @@ def batch_gradients(
             labels = kind.sample(outputs, generator)
         directions = kind.hessian_roots(outputs) if labels is None else iter([kind.residual(outputs, labels)])
         ids = {id(p): name for name, p in parameters.items()}
-        left: set[int] | None = None
+        checked: dict[Any, set[int]] = {}
+        first = True
         while some := list(islice(directions, at_once)):
-            first = left is None
-            columns, left = gather_gradients(trace, some, left=left)
+            columns, left = gather_gradients(trace, some, checked)
             named = {ids[key]: value for key, value in columns.items() if key in ids}
             read = {*trace.read_counts, *left}
             rest = {name: p for name, p in parameters.items() if name not in named and id(p) in read}
@@ -279,6 +280,7 @@ def batch_gradients(
                     zeros = torch.zeros(len(outputs) * len(some), *p.shape, dtype=compute_dtype(p.dtype))
                     named[name] = StoredGradients(p.shape, zeros.to(p.device))
             yield BatchGradients({name: named[name] for name in parameters}, outputs.detach(), labels, first)
+            first = False
     finally:
         recorder.close()
 
@@ -315,7 +317,7 @@ def check_batch_mixing(model: nn.Module) -> None:
 
 
 def gather_gradients(
-    trace: Trace, directions: Sequence[Tensor], check: bool = True, left: set[int] | None = None
+    trace: Trace, directions: Sequence[Tensor], checked: dict[Any, set[int]]
 ) -> tuple[dict[int, PerExampleGradients], set[int]]:
     """Per-example gradients by the id of the parameter, and the ids of parameters for which they cannot be computed.
 
@@ -323,23 +325,26 @@ def gather_gradients(
     latter is tested: the loss of one example must give errors at that example alone.
 
     Args:
+        trace: of the outputs.
         directions: of the outputs; each gives as many gradients as there are examples.
-        check: whether to test that layers keep examples separate.
-        left: the second result of an earlier call with the same trace, which skips the test.
+        checked: the second result by the names of the called layers and the shapes of their inputs; what was found
+            before is not tested again.
     """
-    if left is None:
-        mixed = _mixed(trace, directions[0]) if check else set()
-        left = trace.used_elsewhere()
-        for call in trace.pending:
-            module = trace.recorder.layers[call.name]
-            count = 0 if call.input is None else layers.examples_in(module, call.input)
-            if call.name in mixed or count != len(trace.outputs):
-                left |= {id(p) for p in layers.own_parameters(module).values()}
-    passes = [layers.gradients_of_calls(trace.backpropagate(direction), left) for direction in directions]
+    first = trace.backpropagate(directions[0])
+    key = tuple((call.name, call.input.shape) for call in first)
+    if key not in checked:
+        mixed = _mixed(trace, directions[0], first)
+        checked[key] = trace.used_elsewhere()
+        for call in first:
+            if call.name in mixed or layers.examples_in(call.module, call.input) != len(trace.outputs):
+                checked[key] |= {id(p) for p in layers.own_parameters(call.module).values()}
+    left = checked[key] if len(trace.outputs) > 1 else checked.pop(key)  # one example alone tells nothing
+    passes = [layers.gradients_of_calls(first, left)]
+    passes += [layers.gradients_of_calls(trace.backpropagate(direction), left) for direction in directions[1:]]
     return {id(p): concatenated([found[p] for found in passes]) for p in passes[0]}, left
 
 
-def _mixed(trace: Trace, direction: Tensor) -> set[str]:
+def _mixed(trace: Trace, direction: Tensor, plain: Sequence[LayerCall]) -> set[str]:
     """The layers whose leading dimension is not that of examples.
 
     If the examples of a loss have random weights, each error must be multiplied by the weight of its example.
@@ -348,17 +353,15 @@ def _mixed(trace: Trace, direction: Tensor) -> set[str]:
         return set()
     generator = torch.Generator().manual_seed(0)
     weights = (0.5 + torch.rand(len(direction), dtype=torch.float64, generator=generator)).to(direction)
-    names = {id(module): name for name, module in trace.recorder.layers.items()}
     mixed = set()
-    plain = trace.backpropagate(direction)
     for one, other in zip(plain, trace.backpropagate(direction * _leading(weights, direction))):
         if len(one.error) != len(direction):
-            mixed.add(names[id(one.module)])
+            mixed.add(one.name)
             continue
         error, expected = other.error, one.error * _leading(weights, one.error)
         size = 1e3 * expected.abs().max() + 10 * direction.abs().max()
         if bool((error - expected).abs().max() > torch.finfo(error.dtype).eps * size):
-            mixed.add(names[id(one.module)])
+            mixed.add(one.name)
     return mixed
 
 

@@ -2,7 +2,7 @@
 
 Supported are layers of torch.nn with their own forward pass. A subclass that overrides it, or a weight with a
 parametrisation, is not supported. Inputs and errors are reshaped to (groups, example, position, feature), in the dtype
-of the state.
+of the state. The input of a layer is here what its weight is applied to: see `layers.operations.prepare`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from bayesgrad.kernels import compute_dtype
+from bayesgrad.layers.call import LayerCall
+from bayesgrad.layers.call import forward as recorded_forward
+from bayesgrad.layers.operations import CONVOLUTIONS, NORMS, padding_of
 from bayesgrad.layers.per_example import (
     EmbeddingGradients,
     OuterProducts,
@@ -25,10 +28,6 @@ from bayesgrad.layers.per_example import (
     StoredGradients,
     summed,
 )
-from bayesgrad.layers.recorder import LayerCall
-
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _BatchNorm)
 
 
 def is_matrix(module: nn.Module) -> bool:
@@ -36,15 +35,15 @@ def is_matrix(module: nn.Module) -> bool:
     if not _own_weight(module):
         return False
     if isinstance(module, nn.Linear):  # attention uses the weight of its output projection without calling the module
-        return type(module).forward is nn.Linear.forward and not isinstance(module, NonDynamicallyQuantizableLinear)
+        return _own_forward(module, (nn.Linear,)) and not isinstance(module, NonDynamicallyQuantizableLinear)
     if isinstance(module, CONVOLUTIONS):
         base = next(kind for kind in CONVOLUTIONS if isinstance(module, kind))
-        return type(module).forward is base.forward and type(module)._conv_forward is base._conv_forward
+        return _own_forward(module, CONVOLUTIONS) and type(module)._conv_forward is base._conv_forward
     return is_lookup(module)
 
 
 def is_lookup(module: nn.Module) -> bool:
-    plain = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
+    plain = isinstance(module, nn.Embedding) and _own_forward(module, (nn.Embedding,))
     return plain and _own_weight(module) and module.max_norm is None and not module.scale_grad_by_freq
 
 
@@ -55,7 +54,7 @@ def is_norm(module: nn.Module) -> bool:
 
 def normalises(module: nn.Module) -> bool:
     """As `is_norm`, but also for batch statistics, which are then treated as constants."""
-    return isinstance(module, NORMS) and _own_weight(module)
+    return isinstance(module, NORMS) and _own_forward(module, NORMS) and _own_weight(module)
 
 
 def mixes_examples(module: nn.Module) -> bool:
@@ -63,9 +62,16 @@ def mixes_examples(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
 
 
+def _own_forward(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
+    """Whether the forward pass is that of torch.nn, for this class and this instance."""
+    base = next(kind for kind in kinds if isinstance(module, kind))
+    given = getattr(module.__dict__.get("forward"), "__func__", None)
+    mine = "forward" not in module.__dict__ or given in (recorded_forward, base.forward)
+    return type(module).forward is base.forward and mine
+
+
 def _own_weight(module: nn.Module) -> bool:
-    replaced = "forward" in module.__dict__ or "parametrizations" in module._modules
-    return module._parameters.get("weight") is not None and not replaced
+    return module._parameters.get("weight") is not None and "parametrizations" not in module._modules
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -79,6 +85,13 @@ def groups_of(module: nn.Module) -> int:
 def examples_in(module: nn.Module, x: Tensor) -> int:
     """The length of the leading dimension; 1 for an unbatched input."""
     return 1 if x.dim() == _dimensions(module) else x.shape[0]
+
+
+def rows_in(module: nn.Module, error: Tensor) -> int:
+    """The number of pairs of an example and a position."""
+    if isinstance(module, CONVOLUTIONS):
+        return examples_in(module, error) * error.shape[-len(module.kernel_size) :].numel()
+    return error.numel() // error.shape[-1]
 
 
 def weight_of(module: nn.Module) -> Tensor:
@@ -104,8 +117,8 @@ def inputs_of(module: nn.Module, x: Tensor) -> Tensor:
         x = x[None]
     if not isinstance(module, CONVOLUTIONS):
         return x.reshape(1, len(x), -1, x.shape[-1])
-    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-    x = F.pad(x, module._reversed_padding_repeated_twice, mode=mode)
+    if padding_of(module) is not None:  # else it is padded already
+        x = F.pad(x, module._reversed_padding_repeated_twice)
     rank = len(module.kernel_size)
     for d, (kernel, stride, dilation) in enumerate(zip(module.kernel_size, module.stride, module.dilation)):
         x = x.unfold(2 + d, (kernel - 1) * dilation + 1, stride)[..., ::dilation]
@@ -155,7 +168,7 @@ def per_example_gradients(
             yield bias, StoredGradients(bias.shape, sums.transpose(0, 1).reshape(-1, *bias.shape))
         return
     x, error = (t.to(_dtype(module)) for t in (x, error))
-    products = {"weight": error * _normalised(module, x), "bias": error}
+    products = {"weight": error * x, "bias": error}
     for name, p in trained.items():
         if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
             values = products[name].reshape(len(x), -1, *p.shape).sum(1)
@@ -179,18 +192,6 @@ def gradients_of_calls(
             for p, columns in per_example_gradients(call.module, call.input, call.error):
                 found.setdefault(p, []).append(columns)
     return {p: summed(parts) for p, parts in found.items() if id(p) not in without}
-
-
-def _normalised(module: nn.Module, x: Tensor) -> Tensor:
-    if isinstance(module, nn.LayerNorm):
-        return F.layer_norm(x, module.normalized_shape, eps=module.eps)
-    if isinstance(module, nn.RMSNorm):
-        return F.rms_norm(x, module.normalized_shape, eps=module.eps)
-    if isinstance(module, nn.GroupNorm):
-        return F.group_norm(x, module.num_groups, eps=module.eps)
-    if mixes_examples(module):  # statistics are treated as constants
-        return F.batch_norm(x, None, None, training=True, eps=module.eps)  # pyright: ignore
-    return F.batch_norm(x, module.running_mean, module.running_var, eps=module.eps)  # pyright: ignore
 
 
 @dataclass(frozen=True, eq=False)

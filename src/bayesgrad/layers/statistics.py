@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
@@ -11,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad import layers
+from bayesgrad.layers.call import LayerCall
 from bayesgrad.layers.modules import Layer
-from bayesgrad.layers.per_example import EmbeddingGradients, OuterProducts
-from bayesgrad.layers.recorder import LayerCall
+from bayesgrad.layers.per_example import CHUNK, EmbeddingGradients, OuterProducts
 
-WAIT = 4  # batches of rows that are added to a factor at once
+SIDES = ("input", "error")
 
 
 class LayerStatistics:
-    r"""What one layer received in some passes: rows of inputs and errors, and the second moments of both.
+    r"""What one layer received in some passes: the second moments of its inputs and errors.
 
     .. math::
         A = \frac1{N l} \sum_{j,t} a_{jt} a_{jt}^T, \quad E = \frac1{N T} \sum_{j,t} e_{jt} e_{jt}^T
@@ -36,9 +35,14 @@ class LayerStatistics:
     With `sharing="reduce"`, inputs are averaged and errors summed over positions first: A is the mean of aa', E the
     mean of ee' over examples. Both are exact for one example at one position.
 
+    The moments are summed as calls arrive (`add`). Rows of inputs and errors are not stored, unless `keep` asks for it.
+
     Args:
         layer: the layer.
-        passes: the recorded calls of each pass; the examples of a pass are counted once.
+        sides: "input" for A, "error" for E.
+        sharing: "expand" or "reduce".
+        diagonal: the sides of which only the diagonal is formed.
+        keep: whether `inputs` and `errors` are used, which need all calls.
 
     Reference: Benzing 2021, section 2.2 and Eq. 1-4; Eschenhagen et al., 2023, for expand and reduce.
     Differs from the paper: means instead of sums; E is averaged over positions.
@@ -46,14 +50,44 @@ class LayerStatistics:
     against curvlinops.
     """
 
-    def __init__(self, layer: Layer, passes: Sequence[Sequence[LayerCall]]) -> None:
-        self.layer = layer
-        self.passes = passes
-        self.examples = sum(max(layers.examples_in(use.module, use.input) for use in uses) for uses in passes)
+    def __init__(
+        self,
+        layer: Layer,
+        sides: Sequence[str] = SIDES,
+        *,
+        sharing: str = "expand",
+        diagonal: Sequence[str] = (),
+        keep: bool = False,
+    ) -> None:
+        self.layer, self.sides, self.diagonal = layer, sides, diagonal
+        self.reduces = sharing == "reduce" and not layer.lookup
+        self.keeps = keep or self.reduces
+        self.calls: list[LayerCall] = []
+        self.rows = 0  # pairs of an example and a position
+        self._examples: dict[tuple[int, int], int] = {}
+        self._moments = {side: self._moment(side, side == "input" and self._has_ones) for side in sides}
+
+    def _moment(self, side: str, ones: bool) -> Moment:
+        return Moment(self.layer.sizes[side], ones, side in self.diagonal)
+
+    @property
+    def _has_ones(self) -> bool:
+        return self.layer.bias is not None and not self.layer.lookup
+
+    @property
+    def examples(self) -> int:
+        return sum(self._examples.values())
+
+    @classmethod
+    def of(cls, layer: Layer, calls: Iterable[LayerCall], **options: object) -> LayerStatistics:
+        made = cls(layer, **options)  # pyright: ignore[reportArgumentType]
+        for call in calls:
+            made.add(call)
+        return made
 
     @classmethod
     def from_gradients(
-        cls, layer: Layer, gradients: OuterProducts | EmbeddingGradients, examples: int
+        cls, layer: Layer, gradients: OuterProducts | EmbeddingGradients, examples: int, sides: Sequence[str] = SIDES
     ) -> LayerStatistics:
         """From the per-example gradients of the layer's weight.
 
@@ -61,101 +95,101 @@ class LayerStatistics:
             gradients: ordered by direction, then by example.
             examples: the number of examples, of which these are the first directions; 0 for further directions of
                 examples that were counted before.
+            sides: as in the constructor.
         """
-        made = cls(layer, ())
-        made.examples = examples
+        made = cls(layer, sides)
+        made._examples[0, 0] = examples
         if isinstance(gradients, EmbeddingGradients):
-            indices = gradients.indices[:examples].flatten()
-            made.__dict__ |= {"indices": indices, "errors": gradients.errors.flatten(0, 1)[None], "rows": len(indices)}
+            inputs, errors = gradients.indices[:examples].flatten(), gradients.errors.flatten(0, 1)[None]
+            made.rows = len(inputs)
         else:
-            features = gradients.inputs[:, :examples].flatten(1, 2)
-            made.__dict__ |= {"features": features, "errors": gradients.errors.flatten(1, 2), "rows": features.shape[1]}
+            inputs, errors = gradients.inputs[:, :examples].flatten(1, 2), gradients.errors.flatten(1, 2)
+            made.rows = inputs.shape[1]
+        for side, rows in zip(SIDES, (inputs, errors)):
+            if side in sides:
+                made._moments[side].add(rows)
         return made
 
-    # --- rows ---
+    def add(self, call: LayerCall) -> None:
+        """Adds one call of the layer."""
+        examples = layers.examples_in(call.module, call.input)
+        self._examples[call.pass_id] = max(self._examples.get(call.pass_id, 0), examples)
+        self.rows += layers.rows_in(call.module, call.error)
+        if self.keeps:
+            self.calls.append(call.kept())
+            return
+        call = call.kept() if self._moments[self.sides[0]].stores(self.rows) else call
+        if "error" in self.sides:
+            self._moments["error"].add(_errors(call))
+        if "input" in self.sides and self.layer.lookup:
+            self._moments["input"].add(call.input.flatten())
+        elif "input" in self.sides:
+            # The inputs of a convolution are many times its activations, so they are formed in parts.
+            size = self.layer.sizes["input"] * layers.rows_in(call.module, call.error) // examples
+            batched = call.input if examples == len(call.input) else call.input[None]
+            parts = batched.split(max(1, 4 * CHUNK // size)) if call.input.dim() > 2 else [call.input]
+            for part in parts:
+                self._moments["input"].add(self._features(call.module, part))
 
-    @property
-    def uses(self) -> Iterable[LayerCall]:
-        return (use for uses in self.passes for use in uses)
+    def _features(self, module: nn.Module, x: Tensor) -> Tensor:
+        """Inputs without the column of ones, (groups, rows, in)."""
+        rows = layers.inputs_of(module, x).flatten(1, 2)
+        return rows if self.layer.weight is not None else rows[..., :0]
 
-    @cached_property
-    def rows(self) -> int:
-        """The number of pairs of an example and a position, without forming rows."""
-        if isinstance(self.layer.module, layers.CONVOLUTIONS):
-            rank = len(self.layer.module.kernel_size)
-            return sum(layers.examples_in(use.module, use.error) * use.error.shape[-rank:].numel() for use in self.uses)
-        return sum(use.error.numel() // use.error.shape[-1] for use in self.uses)
-
-    @cached_property
-    def indices(self) -> Tensor:
-        """The indices of an Embedding's inputs, (rows,)."""
-        return torch.cat([use.input.flatten() for use in self.uses])
-
-    @cached_property
-    def features(self) -> Tensor:
-        """The inputs without the column of ones, (groups, rows, in)."""
-        if self.layer.weight is None:
-            return self.errors[..., :0]
-        parts = [layers.inputs_of(use.module, use.input).flatten(1, 2) for use in self.uses]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    # --- kept rows ---
 
     @cached_property
     def inputs(self) -> Tensor:
-        """A: features, with a column of ones for the bias."""
-        return _with_ones(self.features) if self.layer.bias is not None else self.features
+        """A: the inputs, with a column of ones for the bias, (groups, rows, in)."""
+        rows = torch.cat([self._features(call.module, call.input) for call in self.calls], 1)
+        return _with_ones(rows) if self._has_ones else rows
 
     @cached_property
     def errors(self) -> Tensor:
         """E, (groups, rows, out); for an Embedding (1, rows, features)."""
-        parts = [self._errors(use) for use in self.uses]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-
-    def _errors(self, use: LayerCall) -> Tensor:
-        if isinstance(use.module, nn.Embedding):
-            return layers.lookups_of(use.module, use.input, use.error)[1].flatten(0, 1)[None]
-        return layers.errors_of(use.module, use.error).flatten(1, 2)
-
-    def with_errors(self, errors: Tensor) -> LayerStatistics:
-        """A copy with other errors, in the shape of `errors`."""
-        other = LayerStatistics(self.layer, self.passes)
-        other.__dict__ |= {**self.__dict__, "errors": errors}
-        return other
-
-    def is_finite(self) -> Tensor:
-        """Whether inputs, errors and their squares are finite, as a tensor."""
-        rows = [self.errors] if self.layer.lookup else [self.inputs, self.errors]
-        return torch.stack([torch.linalg.vector_norm(part) for part in rows]).isfinite().all()
+        return torch.cat([_errors(call) for call in self.calls], 1)
 
     # --- moments ---
 
-    def moments(
-        self, sides: Sequence[str] = ("input", "error"), *, losses_per_example: float = 1, sharing: str = "expand"
-    ) -> dict[str, Moment]:
-        """A ("input") and E ("error"), as sums that are not formed yet."""
-        if sharing == "reduce" and not self.layer.lookup:
-            inputs, errors = self._reduced()
-            rows, pairs = {"input": inputs, "error": errors}, errors.shape[1]
-        else:
-            read = {"input": "indices" if self.layer.lookup else "inputs", "error": "errors"}
-            rows, pairs = {side: getattr(self, read[side]) for side in sides}, self.rows
-        counts = {"input": self.examples * losses_per_example, "error": pairs}
-        return {side: Moment(rows[side], counts[side], self.layer.sizes[side]) for side in sides}
+    def moments(self, losses_per_example: float = 1) -> dict[str, Moment]:
+        """A ("input") and E ("error"), as sums that are divided by their counts later."""
+        moments, pairs = self._moments, self.rows
+        if self.keeps:
+            if self.reduces:
+                rows = dict(zip(SIDES, self._reduced()))
+                pairs = rows["error"].shape[1]
+            else:
+                inputs = torch.cat([call.input.flatten() for call in self.calls]) if self.layer.lookup else self.inputs
+                rows = {"input": inputs, "error": self.errors}
+            moments = {side: self._moment(side, False) for side in self.sides}
+            for side, moment in moments.items():
+                moment.add(rows[side])  # pyright: ignore[reportArgumentType]
+        for side, moment in moments.items():
+            moment.count = pairs if side == "error" else self.examples * losses_per_example
+        return moments
 
     def _reduced(self) -> tuple[Tensor, Tensor]:
         """One row for each example: the mean of inputs and the sum of errors over its positions."""
         inputs, errors = [], []
-        for uses in self.passes:
-            if len({layers.examples_in(use.module, use.input) for use in uses}) > 1:
+        for key in self._examples:
+            calls = [call for call in self.calls if call.pass_id == key]
+            if len({layers.examples_in(call.module, call.input) for call in calls}) > 1:
                 raise ValueError(
                     f"layer {self.layer.names[0]!r} was called with different numbers of examples in one pass: "
                     "sharing='reduce' needs the same number in all calls, use 'expand'."
                 )
-            a = torch.cat([layers.inputs_of(use.module, use.input) for use in uses], 2).mean(2)
-            e = torch.cat([layers.errors_of(use.module, use.error) for use in uses], 2).sum(2)
+            a = torch.cat([layers.inputs_of(call.module, call.input) for call in calls], 2).mean(2)
+            e = torch.cat([layers.errors_of(call.module, call.error) for call in calls], 2).sum(2)
             a = a if self.layer.weight is not None else a[..., :0]
-            inputs.append(_with_ones(a) if self.layer.bias is not None else a)
+            inputs.append(_with_ones(a) if self._has_ones else a)
             errors.append(e)
         return torch.cat(inputs, 1), torch.cat(errors, 1)
+
+
+def _errors(call: LayerCall) -> Tensor:
+    if isinstance(call.module, nn.Embedding):
+        return layers.lookups_of(call.module, call.input, call.error)[1].flatten(0, 1)[None]
+    return layers.errors_of(call.module, call.error).flatten(1, 2)
 
 
 def _with_ones(rows: Tensor) -> Tensor:
@@ -166,52 +200,112 @@ def _with_ones(rows: Tensor) -> Tensor:
     return wider
 
 
-@dataclass(frozen=True, eq=False)
 class Moment:
-    """Σ r r' / count over some rows r, in each group.
+    """Σ r r' / count over rows r that arrive in parts, in each group.
+
+    Rows are stored while they are few, so that one product adds them to a moving average. Else products are summed.
 
     Args:
-        rows: (groups, n, size), or indices (n,) of one-hot rows.
+        size: of a row.
+        ones: whether a one is appended to each row.
+        diagonal: whether only the diagonal is formed.
+
+    Attributes:
+        parts: stored rows, (groups, n, size), without ones; or indices (n,) of one-hot rows.
+        total: the sum of products of further rows, of which only the lower triangle is valid; or its diagonal.
         count: what the sum is divided by.
-        size: of one-hot rows.
     """
 
-    rows: Tensor
-    count: float
-    size: int = 0
+    def __init__(self, size: int, ones: bool, diagonal: bool = False) -> None:
+        self.size, self.ones, self.diagonal = size, ones, diagonal
+        self.parts: list[Tensor] = []
+        self.total: Tensor | None = None
+        self.count = 1.0
 
-    @property
-    def weight(self) -> float:
-        return 1 / self.count
+    def stores(self, rows: int) -> bool:
+        """Whether so many rows are stored."""
+        return not self.diagonal and 4 * rows <= self.size
+
+    def add(self, rows: Tensor) -> None:
+        if not rows.is_floating_point():
+            self.parts.append(rows)
+        elif self.diagonal:
+            squares = rows.square().sum(1)
+            squares = torch.cat([squares, squares.new_full((len(rows), 1), rows.shape[1])], 1) if self.ones else squares
+            self.total = squares if self.total is None else self.total + squares
+        else:
+            self.parts.append(rows)
+            if len(rows) > 1 or not self.stores(sum(part.shape[1] for part in self.parts)):
+                if self.total is None:
+                    self.total = rows.new_zeros(len(rows), self.size, self.size)
+                self._add_to(self.total, 1.0, 1.0)
+                self.parts = []
+
+    def _add_to(self, matrix: Tensor, keep: float, take: float) -> None:
+        """matrix <- keep * matrix + take * Σ r r' over the stored rows, in its lower triangle."""
+        rows = self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts, 1)
+        size = rows.shape[-1]
+        if len(matrix) == 1:
+            one = rows[0]
+            for start, end in _strips(size):
+                strip = matrix[0, start:end, :end]
+                strip.addmm_(one[:, start:end].T, one[:, :end], beta=keep, alpha=take)
+        else:
+            matrix[:, :size, :size].baddbmm_(rows.mT, rows, beta=keep, alpha=take)
+        if self.ones:
+            last = matrix[:, size]
+            last.mul_(keep)
+            last[:, :size].add_(rows.sum(1), alpha=take)
+            last[:, size].add_(take * rows.shape[1])
 
     def mean(self) -> Tensor:
         """The moment as a matrix (groups, size, size), with both triangles."""
-        return self.weight * self.rows.mT @ self.rows
+        return self.sum() / self.count
 
     def sum(self) -> Tensor:
         """Σ r r', (groups, size, size), with both triangles; of one-hot rows the diagonal (1, size), as integers."""
-        if self.rows.is_floating_point():
-            return self.rows.mT @ self.rows
-        return torch.bincount(self.rows, minlength=self.size)[None]
+        if self.parts and not self.parts[0].is_floating_point():
+            return torch.bincount(torch.cat(self.parts), minlength=self.size)[None]
+        assert self.parts or self.total is not None
+        like = self.parts[0] if self.parts else self.total
+        shape = (self.size,) if self.diagonal else (self.size, self.size)
+        total = like.new_zeros(len(like), *shape)  # pyright: ignore
+        self._sum_into(total, 0.0, 1.0)
+        return symmetric(total)
 
-    def into(self, factor: Tensor, keep: float, take: float) -> None:
-        """factor <- keep * factor + take * moment, in place and in one pass; only the diagonal if that is one.
+    def into(self, factor: Tensor, keep: float, take: float, scale: Tensor | None = None) -> None:
+        """factor <- keep * factor + take * moment, in place; only the diagonal if that is one.
 
         Only the lower triangle of the result is valid: use `symmetric` to fill the upper one.
+
+        Args:
+            factor: (groups, size, size), or (groups, size) for a diagonal.
+            keep, take: weights of old and new.
+            scale: a tensor with one element that multiplies the moment.
         """
-        take *= self.weight
-        if not self.rows.is_floating_point():
-            counts = torch.bincount(self.rows, minlength=factor.shape[-1])
+        self._sum_into(factor, keep, take / self.count, scale)
+
+    def _sum_into(self, factor: Tensor, keep: float, take: float, scale: Tensor | None = None) -> None:
+        if self.parts and not self.parts[0].is_floating_point():
+            counts = torch.bincount(torch.cat(self.parts), minlength=self.size)[None]
             factor.mul_(keep).add_(counts.to(factor), alpha=take)
-        elif factor.dim() == 2:
-            factor.mul_(keep).add_(self.rows.square().sum(1), alpha=take)
-        elif len(factor) == 1:
-            rows, matrix = self.rows[0], factor[0]
-            for start, end in _strips(len(matrix)):
-                strip = matrix[start:end, :end]
-                strip.addmm_(rows[:, start:end].T, rows[:, :end], beta=keep, alpha=take)
+        elif scale is None and self.total is None and self.parts:
+            self._add_to(factor, keep, take)
         else:
-            factor.baddbmm_(self.rows.mT, self.rows, beta=keep, alpha=take)
+            if self.parts:
+                self.total = torch.zeros_like(factor) if self.total is None else self.total
+                self._add_to(self.total, 1.0, 1.0)
+                self.parts = []
+            factor.mul_(keep)
+            if self.total is not None:
+                factor.add_(self.total if scale is None else self.total * scale, alpha=take)
+
+    def is_finite(self) -> Tensor:
+        """Whether all rows and their squares are finite, as a tensor."""
+        parts = [torch.linalg.vector_norm(part) for part in self.parts if part.is_floating_point()]
+        if self.total is not None:
+            parts.append((self.total if self.diagonal else self.total.diagonal(dim1=1, dim2=2)).sum())
+        return torch.stack(parts).isfinite().all() if parts else torch.tensor(True)
 
 
 def _strips(size: int) -> list[tuple[int, int]]:
@@ -224,35 +318,3 @@ def _strips(size: int) -> list[tuple[int, int]]:
 def symmetric(factor: Tensor) -> Tensor:
     """A factor with its upper triangle filled in; a diagonal is returned unchanged."""
     return factor if factor.dim() == 2 else factor.tril() + factor.tril(-1).mT
-
-
-def defer(entry: dict[str, Tensor], side: str, moment: Moment, keep: float, take: float) -> None:
-    """factor <- keep * factor + take * moment, now, or later if one product with more rows is cheaper.
-
-    Deferred rows are part of the state: `<side>_waiting_0` and so on, and `<side>_waits`, which contains the weight of
-    each and, last, the weight of the factor.
-    """
-    factor, waits = entry[f"{side}_moment"], entry.get(f"{side}_waits")
-    rows = moment.rows
-    few = factor.dim() == 3 and len(factor) == 1 and rows.is_floating_point() and 4 * rows.shape[1] <= rows.shape[2]
-    if not few:
-        flush(entry, side)
-        moment.into(factor, keep, take)
-        return
-    old = torch.ones(1, dtype=torch.float64) if waits is None else waits
-    entry[f"{side}_waits"] = torch.cat(
-        [old[:-1] * keep, torch.tensor([take * moment.weight], dtype=torch.float64), old[-1:] * keep]
-    )
-    entry[f"{side}_waiting_{len(old) - 1}"] = rows
-    if len(old) >= WAIT:
-        flush(entry, side)
-
-
-def flush(entry: dict[str, Tensor], side: str) -> None:
-    """Adds all deferred rows to the factor."""
-    waits = entry.pop(f"{side}_waits", None)
-    if waits is None:
-        return
-    *weights, keep = waits.tolist()
-    rows = [entry.pop(f"{side}_waiting_{k}")[0] * weight**0.5 for k, weight in enumerate(weights)]
-    Moment(torch.cat(rows)[None], 1.0).into(entry[f"{side}_moment"], keep, 1.0)

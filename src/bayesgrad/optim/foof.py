@@ -39,6 +39,7 @@ class FOOF(BeliefOptimizer):
             if the loss is a mean over tokens.
         momentum: as in torch.optim.SGD, of the preconditioned gradient.
         weight_decay: decoupled.
+        precondition: "step" or "backward": where gradients are preconditioned; see below.
         max_factor: a factor with more rows than this is approximated by its diagonal.
         nonfinite, fused: as in `AdaBayes`.
 
@@ -76,6 +77,7 @@ class FOOF(BeliefOptimizer):
         losses_per_example: int = 1,
         momentum: float = 0.0,
         weight_decay: float = 0.0,
+        precondition: str = "step",
         max_factor: int = 8192,
         nonfinite: str = "ignore",
         fused: bool | None = None,

@@ -47,6 +47,7 @@ class KFAC(BeliefOptimizer):
         sharing: how positions are treated: "expand" as above, or "reduce", which first averages inputs and sums errors
             over the positions of an example.
         exact_damping: add lambda to the product A ⊗ E in place of damping the factors; this needs eigendecompositions.
+        precondition: "step" or "backward": where gradients are preconditioned; see below.
         max_factor: a factor with more rows than this is approximated by its diagonal.
         seed: seed of the sampled labels.
         nonfinite, fused: as in `AdaBayes`.
@@ -94,6 +95,7 @@ class KFAC(BeliefOptimizer):
         weight_decay: float = 0.0,
         sharing: str = "expand",
         exact_damping: bool = False,
+        precondition: str = "step",
         max_factor: int = 8192,
         seed: int = 0,
         nonfinite: str = "ignore",

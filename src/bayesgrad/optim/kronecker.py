@@ -197,6 +197,7 @@ class KroneckerFilterFP(KroneckerOptimizer):
         stats_every: steps between updates of the moments; observe() does nothing in between.
         losses_per_example: the number of losses per example in the mean loss: 1, or the number of tokens per sequence
             if the loss is a mean over tokens.
+        precondition: "step" or "backward": where gradients are preconditioned; see below.
         max_factor: a factor with more rows than this is approximated by its diagonal.
         seed: seed of the sampled labels.
         nonfinite, fused: as in `AdaBayes`.
@@ -238,6 +239,7 @@ class KroneckerFilterFP(KroneckerOptimizer):
         update_every: int = 100,
         stats_every: int = 1,
         losses_per_example: int = 1,
+        precondition: str = "step",
         max_factor: int = 8192,
         seed: int = 0,
         nonfinite: str = "ignore",

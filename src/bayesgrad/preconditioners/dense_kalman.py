@@ -49,7 +49,7 @@ class DenseKalman(NetworkPreconditioner):
         # Gradients outside of the known layers are computed one example at a time.
         check_batch_mixing(optimizer.model)  # pyright: ignore[reportArgumentType]
         known = (layers.is_matrix, layers.is_norm)
-        return RecordedLayers(optimizer, None, known, by_layer=False, record_backward=False, annotate_graph=True)
+        return RecordedLayers(optimizer, None, known, by_layer=False)
 
     def step_scale(self, group: Mapping[str, Any]) -> float:
         """The direction is the whole step; the weight decay follows it."""
@@ -92,7 +92,7 @@ class DenseKalman(NetworkPreconditioner):
             directions = list(kind.hessian_roots(outputs))
         else:
             directions = [kind.residual(outputs, labels if labels is not None else self.optimizer.draw_labels(outputs))]
-        columns, _ = gather_gradients(trace, directions)
+        columns, _ = gather_gradients(trace, directions, {})
         order = self.params
         rest = [p for p in order if id(p) not in columns and id(p) in trace.read_counts]
         written = dict(zip(rest, gradients_one_by_one(outputs, rest, directions)))

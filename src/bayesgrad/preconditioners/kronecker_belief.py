@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from bayesgrad.layers.modules import Layer
-from bayesgrad.layers.rescaling import estimated_factor
-from bayesgrad.layers.statistics import LayerStatistics, symmetric
+from bayesgrad.layers.statistics import SIDES, LayerStatistics, symmetric
 from bayesgrad.parts import weak
 from bayesgrad.precision import Kronecker, Precision, Spectral
 from bayesgrad.precision.linalg import eigenvalues
 from bayesgrad.precision.projection import Factors
-from bayesgrad.preconditioners.layered import MERGED, MERGES, SIDES, LayerPreconditioner, Settings, store
+from bayesgrad.preconditioners.layered import MERGED, MERGES, LayerPreconditioner, Settings, store
 from bayesgrad.rules.transition import OrnsteinUhlenbeck, Static, average
 from bayesgrad.rules.update import NaturalStep, UpdateRule
 
@@ -54,35 +53,53 @@ class LayerBelief(LayerPreconditioner):
             if "damped" in state.get(layer.owner, {}) and layer.weight not in elsewhere
         ]
 
-    def statistics(
-        self, current: list[Layer], settings: Settings, passes: Mapping[Layer, LayerStatistics]
-    ) -> dict[Layer, LayerStatistics]:
-        found = super().statistics(current, settings, passes)
-        for layer in found:
-            if not self.from_labels(settings[layer]):
-                scale = settings[layer]["batch_size"] * estimated_factor(layer, found[layer])
-                found[layer] = found[layer].with_errors(found[layer].errors * scale)
+    def keeps_rows(self, group: Mapping[str, Any]) -> bool:
+        return group["fisher"] == "centered"
+
+    def statistics(self, current: list[Layer], settings: Settings) -> dict[Layer, LayerStatistics]:
+        found = super().statistics(current, settings)
         if not found:
             return {}
-        finite = torch.stack([batch.is_finite().cpu() for batch in found.values()]).tolist()
+        self.factor_of_gradients = self.recorded.marks.factor()
+        finite = torch.stack([self._is_finite(batch).cpu() for batch in found.values()]).tolist()
         found = {layer: batch for (layer, batch), good in zip(found.items(), finite) if good}
         for layer, batch in found.items():
-            if settings[layer]["fisher"] == "centered":
-                found[layer] = self._centred(layer, batch)
+            if batch.keeps and not self.from_labels(settings[layer]):
+                batch.errors = batch.errors * self._scale(settings[layer])
+                if settings[layer]["fisher"] == "centered":
+                    self._centre(layer, batch)
         return found
 
-    def _centred(self, layer: Layer, batch: LayerStatistics) -> LayerStatistics:
-        """The errors minus their mean over earlier batches; the first batch is not centred."""
+    def _is_finite(self, batch: LayerStatistics) -> Tensor:
+        rows = [] if not batch.keeps else [batch.errors] if batch.layer.lookup else [batch.inputs, batch.errors]
+        finite = [torch.linalg.vector_norm(part).isfinite() for part in rows]
+        return torch.stack(finite or [moment.is_finite() for moment in batch.moments().values()]).all()
+
+    def _scale(self, group: Mapping[str, Any]) -> Tensor:
+        """What errors of the mean loss, perhaps scaled by a `GradScaler`, are multiplied by to be those of examples."""
+        factor = self.factor_of_gradients
+        return group["batch_size"] * (torch.ones(()) if factor is None else factor)
+
+    def _centre(self, layer: Layer, batch: LayerStatistics) -> None:
+        """Subtracts from the errors their mean over earlier batches; the first batch is not centred."""
         entry = self.optimizer.state[layer.owner]
         here = batch.errors.mean(1)  # (groups, out)
         mean = entry.get("error_mean")
         if mean is None or mean.shape != here.shape:
             entry["error_mean"] = here
-            return batch
-        centred = batch.with_errors(batch.errors - mean[:, None].to(here))
+            return
+        batch.errors = batch.errors - mean[:, None].to(here)
         keep, take = average(MEAN_DECAY, 1 + int(entry["clock"][MERGES]) if "clock" in entry else 1)
         entry["error_mean"] = keep * mean.to(here) + take * here
-        return centred
+
+    def merge(
+        self, layer: Layer, entry: dict[str, Tensor], statistics: LayerStatistics, group: Mapping[str, Any]
+    ) -> None:
+        keep, take = average(group["ema"], int(entry["clock"][MERGES]))
+        own = statistics.keeps or self.from_labels(group)  # errors of single examples
+        for side, moment in statistics.moments(group["losses_per_example"]).items():
+            scale = None if own or side == "input" else self._scale(group).square()
+            moment.into(entry[f"{side}_moment"], keep, take, scale)
 
 
 class KroneckerBelief(LayerBelief):
@@ -98,6 +115,9 @@ class KroneckerBelief(LayerBelief):
     """
 
     factor = "covariance"
+
+    def keeps_rows(self, group: Mapping[str, Any]) -> bool:
+        return True
 
     def __init__(
         self,
@@ -158,6 +178,9 @@ class Whitening(LayerBelief):
     With a finite `prior_std` the steady state is computed in the eigenbasis of the moments. Else it is the product of
     their inverse square roots.
     """
+
+    def is_kronecker(self, group: Mapping[str, Any]) -> bool:
+        return not self.setting(group)
 
     def setting(self, group: Mapping[str, Any]) -> float:
         """1 with a finite prior_std, else 0."""

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from bayesgrad.layers.modules import Layer
-from bayesgrad.layers.statistics import symmetric
+from bayesgrad.layers.statistics import SIDES, symmetric
 from bayesgrad.precision import Precision, Spectral
 from bayesgrad.precision.linalg import not_invertible
-from bayesgrad.preconditioners.layered import SIDES, LayerPreconditioner, store
+from bayesgrad.preconditioners.layered import LayerPreconditioner, store
 
 
 class InputFactor(LayerPreconditioner):
@@ -30,6 +30,9 @@ class KroneckerFactors(LayerPreconditioner):
 
     def from_labels(self, group: Mapping[str, Any]) -> bool:
         return True
+
+    def is_kronecker(self, group: Mapping[str, Any]) -> bool:
+        return not group["exact_damping"]
 
     def dampings(self, entry: Mapping[str, Tensor], group: Mapping[str, Any]) -> dict[str, float]:
         means = {}

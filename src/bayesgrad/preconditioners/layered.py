@@ -2,13 +2,15 @@
 
 The gradient of the mean loss is E'A, with a row of inputs A (a one appended for the bias) and a row of errors E for
 each example and position. L E'A R can be computed from the gradient, or as (E L)'(A R), which is cheaper if rows are
-fewer than outputs. Both agree only if `.grad` was not changed since the backward pass (clipping, unscaling, penalties).
-So `layers.rescaling.gradient_factors` first compares E'A with `.grad`, and allows for a common factor.
+fewer than outputs. By the option `precondition` it is computed in one of two places:
+
+- "step": in `step()`, from `.grad`. (E L)'(A R) takes its place if a single backward pass made the gradient and it was
+  not changed in place since, so both are equal.
+- "backward": in the backward pass, which returns it as the gradient. The gradient itself is never formed.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -18,12 +20,13 @@ from torch import Tensor
 from bayesgrad import likelihoods
 from bayesgrad.checkpoint import saved_entry
 from bayesgrad.kernels import compute_dtype
+from bayesgrad.layers.call import LayerCall, Pair
 from bayesgrad.layers.fisher import check_outputs
-from bayesgrad.layers.modules import Layer
+from bayesgrad.layers.modules import Layer, errors_of, inputs_of, rows_in
+from bayesgrad.layers.operations import operation, parameter_gradients
 from bayesgrad.layers.per_example import matmul
-from bayesgrad.layers.rescaling import gradient_factors, gradient_from_calls
-from bayesgrad.layers.statistics import LayerStatistics, defer, flush
-from bayesgrad.packing import Directions, Product, gradient_of
+from bayesgrad.layers.statistics import SIDES, LayerStatistics
+from bayesgrad.packing import Directions, Product, dense
 from bayesgrad.parts import Groups, Host, Needs, Preconditioner, weak
 from bayesgrad.precision import Kronecker, Precision
 from bayesgrad.precision.linalg import diagonal_inverse, inverse
@@ -32,7 +35,6 @@ from bayesgrad.sources.recorded_layers import RecordedLayers
 
 MERGES, MERGED, INVERTED = range(3)  # entries of `clock`: number of merges, step of the last merge and inversion
 LAYER_KEYS = ("spectrum", "damped", "clock", "traces")
-SIDES = ("input", "error")
 Settings = Mapping[Layer, Mapping[str, Any]]
 
 
@@ -52,7 +54,7 @@ class LayerPreconditioner(Preconditioner):
 
     sides: ClassVar[tuple[str, ...]] = SIDES  # whose second moments are kept
     factor: ClassVar[str] = "moment"  # the name of each side's matrix in the state
-    on_cpu = ("clock", "damped", "traces", *(f"{side}_waits" for side in SIDES))
+    on_cpu = ("clock", "damped", "traces")
 
     def __init__(self, fallback: str) -> None:
         self.fallback = fallback
@@ -70,12 +72,18 @@ class LayerPreconditioner(Preconditioner):
         labels = [self.from_labels(group) for group in optimizer.param_groups]
         self.needs = Needs(outputs=any(labels))
         self.close()
-        self.recorded = RecordedLayers(self.optimizer, self.fallback, annotate_graph=any(labels), only=weak(self.uses))
-        self.observed = []
-        for layer in () if all(labels) else self.recorded.layers:
-            if layer.weight is not None:
-                hook = _FirstPass(self.recorded, layer)
-                hook.handle = layer.weight.register_post_accumulate_grad_hook(hook)
+        self.recorded = RecordedLayers(self.optimizer, self.fallback, receive=weak(self.receive), only=weak(self.uses))
+        self.groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+        self.forget(observed=True)
+
+    def forget(self, observed: bool) -> None:
+        super().forget(observed)
+        if observed:
+            self.from_observations: dict[Layer, LayerStatistics] = {}
+        self.from_passes: dict[Layer, LayerStatistics] = {}
+        self.kept: dict[Layer, list[LayerCall]] = {}  # the calls of a single backward pass
+        self.passes: dict[Layer, int] = {}  # the number of backward passes
+        self.preconditioned: set[Layer] = set()  # layers whose `.grad` is preconditioned already
 
     def covers(self, p: Tensor) -> bool:
         return any(p is q for layer in self.recorded.layers for q in layer.members)
@@ -90,14 +98,92 @@ class LayerPreconditioner(Preconditioner):
         groups = {p: group for group in optimizer.param_groups for p in group["params"]}
         if not any(self.due(layer, groups[layer.owner]) for layer in recorded.layers):
             return
-        trace = recorded.recorder.trace(outputs)
         labels = optimizer.draw_labels(outputs) if labels is None else labels
         residual = likelihoods.named(optimizer.param_groups[0]["likelihood"]).residual(outputs, labels)
-        self.observed.append(trace.backpropagate(residual))
-        elsewhere = trace.used_elsewhere()
-        recorded.read_elsewhere |= {
-            layer.weight for layer in recorded.layers if layer.weight is not None and id(layer.weight) in elsewhere
-        }
+        recorded.recorder.backpropagate(outputs, residual, self._observed)
+        if len(self.from_observations) < len(recorded.layers):
+            recorded.recorder.trace(outputs)  # raises if checkpointing hides layers
+
+    def _observed(self, call: LayerCall) -> None:
+        if (layer := self.recorded.layer_of(call.module)) is not None and self.due(layer, self.groups[layer.owner]):
+            self._add(self.from_observations, layer, call)
+
+    def receive(self, call: LayerCall, restarted: bool) -> Pair | None:
+        if (layer := self.recorded.layer_of(call.module)) is None:
+            return None
+        group = self.groups[layer.owner]
+        if restarted:
+            for found in (self.from_passes, self.kept, self.passes):
+                found.pop(layer, None)
+            self.preconditioned.discard(layer)
+        if not self.from_labels(group) and self.due(layer, group):
+            self._add(self.from_passes, layer, call)
+        if group.get("precondition") == "backward":
+            return self._precondition(layer, call, group)
+        self._keep_call(layer, call, group)
+        return None
+
+    def _add(self, found: dict[Layer, LayerStatistics], layer: Layer, call: LayerCall) -> None:
+        if layer not in found:
+            group = self.groups[layer.owner]
+            shapes = self._shapes(layer, group)
+            diagonal = [side for side, shape in shapes.items() if len(shape) == 2]
+            found[layer] = LayerStatistics(
+                layer,
+                self.sides,
+                sharing=group.get("sharing", "expand"),
+                diagonal=diagonal,
+                keep=self.keeps_rows(group),
+            )
+        found[layer].add(call)
+
+    def keeps_rows(self, group: Mapping[str, Any]) -> bool:
+        """Whether `merge` needs rows of inputs and errors, and not only their moments."""
+        return False
+
+    def _keep_call(self, layer: Layer, call: LayerCall, group: Mapping[str, Any]) -> None:
+        """Keeps a call of the first backward pass, if its rows may be cheaper to precondition than the gradient."""
+        kept = self.kept.get(layer, [])
+        if kept and kept[-1].backward_id == call.backward_id:
+            kept.append(call.kept())
+        elif layer in self.passes:
+            self.kept.pop(layer, None)
+        elif self.is_kronecker(group) and self._rows_are_cheaper(layer, call, group):
+            self.kept[layer] = [call.kept()]
+        self.passes[layer] = call.backward_id
+
+    def _precondition(self, layer: Layer, call: LayerCall, group: Mapping[str, Any]) -> Pair | None:
+        """The preconditioned gradients of weight and bias; None before the first update."""
+        clock = self.optimizer.state.get(layer.owner, {}).get("clock")
+        if clock is None or not int(clock[INVERTED]) or layer.weight in self.recorded.read_elsewhere:
+            return None
+        self.preconditioned.add(layer)
+        precision = self.precision(layer, group)
+        if isinstance(precision, Kronecker) and self._rows_are_cheaper(layer, call, group):
+            found = _from_rows(layer, precision, [call])
+        else:
+            needs = layer.weight is not None, layer.bias is not None
+            weight = call.module._parameters["weight"].to(call.error.dtype)  # pyright: ignore[reportOptionalMemberAccess]
+            pair = parameter_gradients(operation(call.module), call.error, call.input, weight, needs)
+            kind = compute_dtype(layer.owner.dtype)
+            parts = layer.parted(precision.solve(layer.join([g.to(kind) for g in pair if g is not None])))
+            found = dict(zip(layer.members, parts))
+        weight, bias = (None if p is None else dense(found[p]) for p in (layer.weight, layer.bias))
+        return weight, bias
+
+    def is_kronecker(self, group: Mapping[str, Any]) -> bool:
+        """Whether `precision` is a Kronecker product of matrices that are applied to rows."""
+        return True
+
+    def _rows_are_cheaper(self, layer: Layer, call: LayerCall, group: Mapping[str, Any]) -> bool:
+        """Whether (E L)'(A R) needs fewer multiplications than L G R."""
+        if layer.lookup:
+            return False
+        _, fan_out, fan_in = layer.shape
+        full = [side for side, shape in self._shapes(layer, group).items() if len(shape) == 3]  # the rest is diagonal
+        sizes = [layer.sizes[side] for side in full]
+        per_row = fan_in * fan_out + sum(size * size for size in sizes)
+        return rows_in(call.module, call.error) * per_row < fan_in * fan_out * sum(sizes)
 
     def due(self, layer: Layer, group: Mapping[str, Any]) -> bool:
         """Whether statistics are due in the next step."""
@@ -105,38 +191,33 @@ class LayerPreconditioner(Preconditioner):
         clock = entry.get("clock")
         return clock is None or int(entry.get("step", 0)) + 1 - int(clock[MERGED]) >= group["stats_every"]
 
-    def statistics(
-        self, current: list[Layer], settings: Settings, passes: Mapping[Layer, LayerStatistics]
-    ) -> dict[Layer, LayerStatistics]:
+    def statistics(self, current: list[Layer], settings: Settings) -> dict[Layer, LayerStatistics]:
         """The data to merge in this step, by layer. A layer that never had any is trained by the fallback."""
         recorded, state = self.recorded, self.optimizer.state
         labelled = [layer for layer in current if self.from_labels(settings[layer])]
         rest = [layer for layer in current if layer not in labelled and self.due(layer, settings[layer])]
-        observed = recorded.layer_statistics(self.observed) if self.observed else {}
+        observed = self.from_observations
         never = not any("clock" in state.get(layer.owner, {}) for layer in labelled)
         if labelled and never and not observed and (names := recorded.with_nonzero_gradient(labelled)):
             raise recorded.missing_observation(
                 f"observe() was never called for layers {[layer.names[0] for layer in names]}",
                 "call observe(outputs), before loss.backward(), on outputs",
             )
-        if not passes and (names := recorded.with_nonzero_gradient(rest)):
+        if not self.from_passes and (names := recorded.with_nonzero_gradient(rest)):
             raise recorded.missing_observation(
                 f"no inputs were recorded for layers {[layer.names[0] for layer in names]}",
                 "run forward and backward passes",
             )
-        found = {layer: observed[layer] for layer in observed if layer in labelled and self.due(layer, settings[layer])}
-        return found | {layer: passes[layer] for layer in rest if layer in passes}
+        found = {layer: observed[layer] for layer in observed if layer in labelled}
+        return found | {layer: self.from_passes[layer] for layer in rest if layer in self.from_passes}
 
     def merge(
         self, layer: Layer, entry: dict[str, Tensor], statistics: LayerStatistics, group: Mapping[str, Any]
     ) -> None:
         """Updates the factors; `clock` already counts this merge but has the step of the last one."""
         keep, take = average(group["ema"], int(entry["clock"][MERGES]))
-        moments = statistics.moments(
-            self.sides, losses_per_example=group["losses_per_example"], sharing=group.get("sharing", "expand")
-        )
-        for side, moment in moments.items():
-            defer(entry, side, moment, keep, take)
+        for side, moment in statistics.moments(group["losses_per_example"]).items():
+            moment.into(entry[f"{side}_moment"], keep, take)
 
     # --- the step ---
 
@@ -146,16 +227,32 @@ class LayerPreconditioner(Preconditioner):
         owners = {p: group for group, params in zip(groups, active) for p in params}
         current = [layer for layer in recorded.layers if any(p in owners for p in layer.members)]
         settings = {layer: next(owners[p] for p in layer.members if p in owners) for layer in current}
-        passes = recorded.layer_statistics(recorded.backward_passes())
-        fresh = self.statistics(current, settings, passes)
+        fresh = self.statistics(current, settings)
         known = [layer for layer in current if layer in fresh or "clock" in state.get(layer.owner, {})]
         known = [layer for layer in known if layer.weight not in recorded.read_elsewhere]
-        if lost := set(current) - set(known):
+        lost = set(current) - set(known)
+        if lost and not {p for layer in lost for p in layer.members} <= self.optimizer.warned:
             lost = recorded.with_nonzero_gradient(lost)
             recorded.warn_fallback({p for layer in lost for p in layer.members})
         for layer in known:
             self._refresh(layer, fresh.get(layer), settings[layer])
-        return directions([(layer, self.precision(layer, settings[layer]), passes.get(layer)) for layer in known])
+        return self._directions(known, settings)
+
+    def _directions(self, known: list[Layer], settings: Settings) -> Directions:
+        """The preconditioned gradients of layers, for each parameter."""
+        found: dict[Any, Tensor | Product] = {}
+        marks = self.recorded.marks
+        few = {layer for layer in known if layer in self.kept and marks.untouched(layer.members)}
+        factor = marks.factor() if few else None
+        for layer in known:
+            precision = self.precision(layer, settings[layer])
+            if layer in self.preconditioned:
+                found |= {p: p.grad for p in layer.members if p.grad is not None}
+            elif layer in few and isinstance(precision, Kronecker):
+                found |= _from_rows(layer, precision, self.kept[layer], factor)
+            else:
+                found |= layer.split(precision.solve(layer.matrix()))
+        return found
 
     def _refresh(self, layer: Layer, statistics: LayerStatistics | None, group: Mapping[str, Any]) -> None:
         entry = self.optimizer.state[layer.owner]
@@ -169,8 +266,6 @@ class LayerPreconditioner(Preconditioner):
         due = clock[MERGED] > last and step >= last + min(max(1, last // 4), group["update_every"])
         if not last or due or entry["damped"] != setting:
             entry["damped"] = torch.tensor(setting, dtype=torch.float64)
-            for side in self.sides:
-                flush(entry, side)
             self.invert(layer, entry, group)
             clock[INVERTED] = step
 
@@ -259,92 +354,44 @@ def store(entry: dict[str, Tensor], name: str, value: Tensor) -> None:
         entry[name] = value
 
 
-class _FirstPass:
-    """A hook that compares a weight's first gradient with the one that follows from the recorded layer calls."""
-
-    def __init__(self, recorded: RecordedLayers, layer: Layer) -> None:
-        self.recorded, self.layer = weakref.ref(recorded), layer
-        self.handle: Any = None
-
-    def __call__(self, weight: Tensor) -> None:
-        recorded, task = self.recorded(), torch._C._current_graph_task_id()
-        if recorded is None:
-            self.handle.remove()
-            return
-        recorder = recorded.recorder
-        uses = [use for name in self.layer.names for use in recorder.calls.get(name, ()) if use.backward_id == task]
-        if not uses or not all(recorder.from_zero_grad.get(name, True) for name in self.layer.names):
-            return
-        self.handle.remove()
-        made, gradient = gradient_from_calls(self.layer, uses), gradient_of(weight).detach()
-        # The difference is smaller in half precision, and larger if something else uses the weight.
-        if bool((made.to(gradient) - gradient).norm() > 0.1 * gradient.norm()):
-            recorded.read_elsewhere.add(weight)
-
-
 # --- directions ---
 
 
-def directions(blocks: Sequence[tuple[Layer, Precision, LayerStatistics | None]]) -> dict[Tensor, Tensor | Product]:
-    """The preconditioned gradients of layers, for each parameter.
-
-    Args:
-        blocks: layers with their precisions, and the inputs and errors of the backward passes, if recorded.
-    """
-    few = [
-        (layer, batch)
-        for layer, precision, batch in blocks
-        if isinstance(precision, Kronecker) and batch is not None and _is_cheaper(layer, precision, batch)
-    ]
-    factors = gradient_factors(few) if few else {}
-    found: dict[Tensor, Tensor | Product] = {}
-    for layer, precision, batch in blocks:
-        if layer in factors and isinstance(precision, Kronecker) and batch is not None:
-            found |= _from_rows(layer, precision, batch, factors[layer])
-        else:
-            found |= layer.split(precision.solve(layer.matrix()))
-    return found
-
-
-def _is_cheaper(layer: Layer, precision: Kronecker, batch: LayerStatistics) -> bool:
-    """Whether (E L)'(A R) needs fewer multiplications than L G R."""
-    if layer.lookup or any(p.grad is None for p in layer.members):
-        return False
-    _, fan_out, fan_in = layer.shape
-    per_row = fan_in * fan_out
-    whole = 0
-    for factor, size in ((precision.left, fan_out), (precision.right, fan_in)):
-        if factor is not None and factor.dim() == 3:
-            per_row += size * size
-            whole += fan_in * fan_out * size
-    return batch.rows * per_row < whole
-
-
 def _from_rows(
-    layer: Layer, precision: Kronecker, batch: LayerStatistics, factor: float
-) -> dict[Tensor, Tensor | Product]:
-    inputs, errors = _inputs_times(batch, precision.right), _times(batch.errors, precision.left)
-    size = inputs.shape[-1] - (layer.bias is not None)
-    found: dict[Tensor, Tensor | Product] = {}
+    layer: Layer, precision: Kronecker, calls: Sequence[LayerCall], factor: Tensor | None = None
+) -> dict[Tensor | None, Tensor | Product]:
+    """factor (E L)'(A R) of each parameter, with the rows of these calls."""
+    errors = torch.cat([errors_of(call.module, call.error).flatten(1, 2) for call in calls], 1)
+    errors = _times(errors, precision.left)
+    errors = errors if factor is None else errors * factor.to(errors)
+    rows = torch.cat([inputs_of(call.module, call.input).flatten(1, 2) for call in calls], 1)
+    inputs, ones = _inputs_times(layer, rows, precision.right)
+    found: dict[Tensor | None, Tensor | Product] = {}
     if layer.weight is not None:
-        right = inputs[..., :size]
         if len(inputs) == 1:
-            found[layer.weight] = Product(errors[0], right[0], factor, layer.weight.shape)
+            found[layer.weight] = Product(errors[0], inputs[0], layer.weight.shape)
         else:
-            found[layer.weight] = torch.bmm(errors.mT, right).mul_(factor).view(layer.weight.shape)
-    if layer.bias is not None:
-        found[layer.bias] = matmul(errors.mT, inputs[..., size:]).mul_(factor).view(layer.bias.shape)
+            found[layer.weight] = torch.bmm(errors.mT, inputs).view(layer.weight.shape)
+    if ones is not None and layer.bias is not None:
+        found[layer.bias] = matmul(errors.mT, ones).view(layer.bias.shape)
     return found
 
 
-def _inputs_times(batch: LayerStatistics, factor: Tensor | None) -> Tensor:
-    """A times a factor, without forming the column of ones where possible."""
-    if batch.layer.bias is None or factor is None or factor.dim() == 2 or "inputs" in batch.__dict__:
-        return _times(batch.inputs, factor)
-    rows = batch.features
+def _inputs_times(layer: Layer, rows: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """A times a factor, without forming the column of ones: the columns of the weight and that of the bias."""
+    size = rows.shape[-1] if layer.weight is not None else 0
+    rows = rows[..., :size]
+    if layer.bias is None:
+        return _times(rows, factor), None
+    if factor is None:
+        return rows, rows.new_ones(*rows.shape[:-1], 1)
+    if factor.dim() == 2:
+        return rows * factor[:, None, :size], factor[:, None, size:].expand(-1, rows.shape[1], -1)
     if len(factor) > 1:
-        return torch.baddbmm(factor[:, -1:], rows, factor[:, :-1])
-    return torch.addmm(factor[0, -1:], rows[0], factor[0, :-1])[None]
+        found = torch.baddbmm(factor[:, size:], rows, factor[:, :size])
+    else:
+        found = torch.addmm(factor[0, size:], rows[0], factor[0, :size])[None]
+    return found[..., :size], found[..., size:]
 
 
 def _times(rows: Tensor, factor: Tensor | None) -> Tensor:

@@ -31,7 +31,7 @@ class NetworkPreconditioner(Preconditioner):
         self.close()
         self.recorded = self.record(self.optimizer)
         self.params = self.recorded.in_model_order()
-        self.observed = []
+        self.forget(observed=True)
 
     def covers(self, p: Tensor) -> bool:
         return True

@@ -11,11 +11,18 @@ from torch import Tensor
 
 from bayesgrad import layers, likelihoods
 from bayesgrad.checkpoint import saved_entry
+from bayesgrad.layers.call import LayerCall
 from bayesgrad.layers.fisher import check_batch_mixing, check_outputs, gather_gradients
-from bayesgrad.layers.per_example import PerExampleGradients, concatenated, is_stored, restored
-from bayesgrad.layers.rescaling import common_factor, per_example_projection
+from bayesgrad.layers.per_example import (
+    OuterProducts,
+    PerExampleGradients,
+    concatenated,
+    floating_tensor,
+    is_stored,
+    restored,
+)
 from bayesgrad.packing import Directions, gradient_of
-from bayesgrad.parts import Groups, Host, Needs
+from bayesgrad.parts import Groups, Host, Needs, weak
 from bayesgrad.precision.linalg import cholesky
 from bayesgrad.preconditioners.network import NetworkPreconditioner
 from bayesgrad.rules.update import MOMENTUM
@@ -23,6 +30,7 @@ from bayesgrad.sources.recorded_layers import RecordedLayers
 
 ADAPT_EVERY = 5  # steps between changes of the damping, as in Martens and Grosse, 2015, section 6.5
 ADAPT_FACTOR = (19 / 20) ** ADAPT_EVERY
+SLACK = 8  # tolerance in units of the rounding error
 
 
 class Woodbury(NetworkPreconditioner):
@@ -39,7 +47,8 @@ class Woodbury(NetworkPreconditioner):
 
     def bind(self, optimizer: Host) -> None:
         super().bind(optimizer)
-        self.checked_shapes: set[Any] = set()  # input shapes for which gradients were found to be per example
+        self.gradient_factor: Tensor | None = None
+        self.checked: dict[Any, set[int]] = {}  # see `gather_gradients`
         self.unexplained: set[int] = set()
         self.predicted_change: float | None = None  # of the loss, by the quadratic model
         self.momentum = 0.0  # by the quadratic model
@@ -47,11 +56,33 @@ class Woodbury(NetworkPreconditioner):
     def record(self, optimizer: Host) -> RecordedLayers:
         check_batch_mixing(optimizer.model)  # pyright: ignore[reportArgumentType]
         known = (layers.is_matrix, layers.is_norm)
-        return RecordedLayers(
-            optimizer, self.fallback, known, by_layer=False, record_backward=False, annotate_graph=True
-        )
+        return RecordedLayers(optimizer, self.fallback, known, by_layer=False, receive=weak(self.receive))
+
+    def forget(self, observed: bool) -> None:
+        super().forget(observed)
+        self.projections: dict[Tensor, Tensor | None] = {}  # G'g of a parameter, as far as backward passes have given g
 
     # --- observations ---
+
+    def receive(self, call: LayerCall, restarted: bool) -> None:
+        """Adds to G'g: inner products with the columns of G follow from those of inputs and of errors."""
+        own = layers.own_parameters(call.module)
+        if restarted:
+            for p in own.values():
+                self.projections.pop(p, None)
+        state = self.optimizer.state
+        columns = {name: restored(state.get(p, {}), p.shape) for name, p in own.items() if p.requires_grad}
+        weight = columns.get("weight")
+        several = call.input.dim() > 2 or self.observed  # positions, or columns that are not merged yet
+        if several or not isinstance(weight, OuterProducts) or weight.inputs.shape[2] > 1:
+            self.projections |= dict.fromkeys(own.values())  # these follow from the gradients
+            return
+        inputs, errors = (rows[0, :, 0] for rows in (weight.inputs, weight.errors))
+        products = errors @ call.error.to(errors).T
+        found = {"weight": (inputs @ call.input.to(inputs).T).mul_(products).sum(1), "bias": products.sum(1)}
+        for name in columns:
+            before = self.projections.get(own[name], 0)
+            self.projections[own[name]] = None if before is None else before + found[name]
 
     def observe(self, outputs: Any, loss: Any, labels: Any) -> None:
         check_batch_mixing(self.recorded.model)
@@ -63,11 +94,8 @@ class Woodbury(NetworkPreconditioner):
         given = labels is not None
         labels = labels if labels is not None else self.optimizer.draw_labels(outputs)
         residual = likelihoods.named(group["likelihood"]).residual(outputs, labels)
-        shapes = tuple((call.name, call.input.shape) for call in trace.pending if call.input is not None)
-        columns, left = gather_gradients(trace, [residual], check=shapes not in self.checked_shapes)
-        if shapes not in self.checked_shapes and len(outputs) > 1:
-            self.unexplained |= left
-            self.checked_shapes.add(shapes)
+        columns, left = gather_gradients(trace, [residual], self.checked)
+        self.unexplained |= left
         self.observed.append(({key: c for key, c in columns.items() if key not in self.unexplained}, given))
 
     def check_loaded(self, saved: Mapping[str, Any]) -> None:
@@ -89,7 +117,9 @@ class Woodbury(NetworkPreconditioner):
         columns = {
             p: c
             for p in self.params
-            if p in owners and (c := restored(self.optimizer.state.get(p, {}), p.shape)) is not None
+            if p in owners
+            and p not in self.recorded.read_elsewhere
+            and (c := restored(self.optimizer.state.get(p, {}), p.shape)) is not None
         }
         recorded = {p for module in self.recorded.recorder.layers.values() for p in module.parameters(recurse=False)}
         seen = self.clock() is not None and self.unexplained
@@ -101,6 +131,7 @@ class Woodbury(NetworkPreconditioner):
         self.recorded.warn_fallback({p for p in lost if bool(gradient_of(p).any())})
         if groups[0]["blocks"] == "full" and len({float(owners[p]["damping"]) for p in columns}) > 1:
             raise ValueError("blocks='full' needs the same damping in all groups: set it, or use blocks='layer'.")
+        self.gradient_factor = self.recorded.marks.factor() if self.projections else None
         found: dict[Tensor, Tensor] = {}
         for block in self._blocks_of(columns, groups[0]):
             own = {p: columns[p] for p in block}
@@ -152,14 +183,20 @@ class Woodbury(NetworkPreconditioner):
             rest = torch.full((count, 1), c / scale, dtype=factor.dtype, device=factor.device)
             weights = scale * torch.cholesky_solve(rest, factor)[:, 0]
             return {p: own.combine(weights.to(_kind(own))) for p, own in columns.items()}
-        projection = torch.stack(
-            [own.project(gradient_of(p).to(_kind(own))).to(factor) for p, own in columns.items()]
-        ).sum(0)
+        projection = torch.stack([self._projected(p, own).to(factor) for p, own in columns.items()]).sum(0)
         weights = torch.cholesky_solve(scale * projection[:, None], factor)[:, 0] * (-scale / damping)
         return {
             p: own.combine_onto(gradient_of(p).to(_kind(own)), weights.to(_kind(own)), 1 / damping)
             for p, own in columns.items()
         }
+
+    def _projected(self, p: Tensor, columns: PerExampleGradients) -> Tensor:
+        """G'g."""
+        marks, found = self.recorded.marks, self.projections.get(p)
+        if found is None or p in marks.unexplained or not marks.untouched([p], passes=None):
+            return columns.project(gradient_of(p).to(_kind(columns)))
+        factor = self.gradient_factor
+        return found if factor is None else found * factor.to(found)
 
     def _dual(self, columns: Mapping[Tensor, PerExampleGradients], damping: float, weight: float) -> Tensor:
         """The Cholesky factor of λI + G'G, cached in the state of the block's first parameter."""
@@ -273,4 +310,12 @@ def _common_factor(columns: Mapping[Tensor, PerExampleGradients]) -> float | Non
     """c, if every gradient is c times the sum of the per-example gradients up to rounding; else None."""
     if any(gradient_of(p).dtype != _kind(own) for p, own in columns.items()):
         return None
-    return common_factor([per_example_projection([own], gradient_of(p)) for p, own in columns.items()])
+    sums = {p: own.combine(torch.ones(own.count).to(floating_tensor(own))) for p, own in columns.items()}
+    square = _dot(sums, sums)
+    factor = float(_dot({p: gradient_of(p) for p in sums}, sums) / square) if square > 0 else 1.0
+    for p, own in columns.items():
+        norms = [part.norm() for part in own.tensors().values() if part.is_floating_point()]
+        allowed = SLACK * torch.finfo(_kind(own)).eps * abs(factor) * torch.stack(norms).prod()
+        if not bool((gradient_of(p) - factor * sums[p]).abs().max() <= allowed):
+            return None
+    return factor

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.func import vjp, vmap
 
 from bayesgrad.layers.modules import Layer, errors_of, inputs_of
+from bayesgrad.layers.operations import prepare
 from bayesgrad.samplers.correction import Batch
 
 
@@ -65,7 +66,7 @@ def _run(
         def note(module: Any, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
             if name in seen:
                 raise ValueError(f"layer {name!r} is called twice: corrections of metric='kronecker' support one call.")
-            seen[name] = (args[0] if args else kwargs["input"], output)
+            seen[name] = (prepare(module, args[0] if args else kwargs["input"]), output)
             return output + added[name] if name in added else output
 
         return note

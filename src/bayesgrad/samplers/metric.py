@@ -130,22 +130,19 @@ class ObservedBatch:
         directions: vectors s of the outputs with Σ s s' = H.
         params: in flat order.
         layers: the Linear, Conv and Embedding layers.
-        left: shapes of a batch -> the parameters without per-example gradients from layers, which is tested once.
+        checked: the parameters without per-example gradients from layers, which is tested once for each shape of batch.
     """
 
     trace: Trace
     directions: Iterable[Tensor]
     params: Sequence[Tensor]
     layers: Sequence[Layer]
-    left: dict[Any, set[int]] = field(default_factory=dict)
+    checked: dict[Any, set[int]] = field(default_factory=dict)
 
     def gradients(self) -> Iterator[dict[Tensor, PerExampleGradients]]:
         """For each direction the per-example gradients, from layers or one by one."""
-        shapes = tuple((call.name, call.input.shape) for call in self.trace.pending if call.input is not None)
         for direction in self.directions:
-            found, left = gather_gradients(self.trace, [direction], left=self.left.get(shapes))
-            if len(self.trace.outputs) > 1:
-                self.left[shapes] = left
+            found, _ = gather_gradients(self.trace, [direction], self.checked)
             rest = [p for p in self.params if id(p) not in found and id(p) in self.trace.read_counts]
             for p, rows in zip(rest, gradients_one_by_one(self.trace.outputs, rest, [direction])):
                 found[id(p)] = StoredGradients(p.shape, rows.to(compute_dtype(p.dtype)))
@@ -220,13 +217,13 @@ class KroneckerFactors(Metric):
         found: Statistics = {}
         for layer in view.layers:
             weight = layer.module._parameters.get("weight")
-            own = [[use for use in uses if use.module._parameters.get("weight") is weight] for uses in passes]
-            if not own[0] or layer.lookup:
+            own = [use for uses in passes for use in uses if use.module._parameters.get("weight") is weight]
+            if not own or layer.lookup:
                 continue
-            means = {side: moment.mean() for side, moment in LayerStatistics(layer, own).moments().items()}
+            means = {side: moment.mean() for side, moment in LayerStatistics.of(layer, own).moments().items()}
             found[layer.owner] = {"input_moment": means["input"], "error_moment": means["error"] * len(directions)}
         members = {p for layer in view.layers if layer.owner in found for p in layer.members}
-        rest = ObservedBatch(view.trace, directions, [p for p in view.params if p not in members], (), view.left)
+        rest = ObservedBatch(view.trace, directions, [p for p in view.params if p not in members], (), view.checked)
         return found | {p: {"fisher": square} for p, square in squares(rest).items()}
 
     def parts(self, state: State, space: ParameterSpace, damping: float) -> list[MetricBlock]:

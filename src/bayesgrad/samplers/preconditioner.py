@@ -95,7 +95,7 @@ class MetricPreconditioner(NetworkPreconditioner):
     def bind(self, optimizer: Host) -> None:
         super().bind(optimizer)
         self.parts: tuple[Any, list[MetricBlock]] | None = None
-        self.left: dict[Any, set[int]] = {}
+        self.checked: dict[Any, set[int]] = {}
 
     def record(self, optimizer: Host) -> RecordedLayers:
         return RecordedLayers(
@@ -103,8 +103,6 @@ class MetricPreconditioner(NetworkPreconditioner):
             None,
             (layers.is_matrix, layers.is_norm) if self.metric.needs_observe else (),
             by_layer=False,
-            record_backward=False,
-            annotate_graph=True,
             record_arguments=self.remembers(),
         )
 
@@ -138,7 +136,7 @@ class MetricPreconditioner(NetworkPreconditioner):
             labels = self.optimizer.draw_labels(outputs) if labels is None else labels
             directions = iter([kind.residual(outputs, labels)])
         trace = self.recorded.recorder.trace(outputs)
-        read = self.metric.read(ObservedBatch(trace, directions, self.params, self.recorded.layers, self.left))
+        read = self.metric.read(ObservedBatch(trace, directions, self.params, self.recorded.layers, self.checked))
         self.observed.append((read, len(outputs), self._batch(outputs, labels if empirical else None)))
 
     def _batch(self, outputs: Tensor, labels: Tensor | None) -> Batch | None:

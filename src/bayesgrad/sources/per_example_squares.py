@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,15 +10,11 @@ from torch import Tensor
 
 from bayesgrad import layers, likelihoods
 from bayesgrad.kernels import compute_dtype
+from bayesgrad.layers.call import LayerCall
 from bayesgrad.layers.fisher import check_outputs
-from bayesgrad.layers.per_example import PerExampleGradients
-from bayesgrad.layers.recorder import LayerCall
-from bayesgrad.layers.rescaling import fit_factors, per_example_projection
 from bayesgrad.packing import gradient_of
-from bayesgrad.parts import Evidence, Groups, Host, Needs, Source
+from bayesgrad.parts import Evidence, Groups, Host, Needs, Source, weak
 from bayesgrad.sources.recorded_layers import RecordedLayers
-
-MAX_EXCESS = 1e3  # in rounding errors; a larger difference means that a gradient has other terms than the layers'
 
 
 class PerExampleSquares(Source):
@@ -34,7 +30,6 @@ class PerExampleSquares(Source):
 
     def __init__(self) -> None:
         self.stored: list[dict[Tensor, Tensor]] = []  # squares of several draws of a closure
-        self.explained: dict[Tensor, bool] = {}  # whether the recorded calls explain a parameter's gradient
 
     def bind(self, optimizer: Host) -> None:
         super().bind(optimizer)
@@ -45,22 +40,56 @@ class PerExampleSquares(Source):
             "the squares of their mean gradients, times the batch size",
             (layers.is_matrix, layers.normalises),
             by_layer=False,
-            annotate_graph=True,
+            receive=weak(self.receive) if self.fisher == "empirical" else None,
         )
-        self.observed = []
+        modules = self.recorded.recorder.layers.values()
+        owners = [set(layers.own_parameters(module).values()) for module in modules]
+        self.siblings = {  # modules that share parameters, whose gradients are summed before they are squared
+            module: min(i for i, other in enumerate(owners) if own & other) for module, own in zip(modules, owners)
+        }
+        self.forget(observed=True)
+
+    def forget(self, observed: bool) -> None:
+        super().forget(observed)
+        self.pending: dict[int, list[LayerCall]] = {}  # the calls of the latest pass, by the first of the siblings
+        self.sums: dict[Tensor, Tensor] = {}  # squares of earlier passes
+        self.counts: dict[Tensor, int] = {}
+
+    def receive(self, call: LayerCall, restarted: bool) -> None:
+        key = self.siblings[call.module]
+        before = self.pending.get(key)
+        if restarted:
+            self.pending.pop(key, None)
+            for p in layers.own_parameters(call.module).values():
+                self.sums.pop(p, None)
+                self.counts.pop(p, None)
+        elif before and before[-1].pass_id != call.pass_id:
+            self._square(self.pending.pop(key))
+        self.pending.setdefault(key, []).append(call.kept())
+
+    def _square(self, calls: Sequence[LayerCall]) -> None:
+        """Adds the squares of one pass."""
+        for p, columns in layers.gradients_of_calls(calls).items():
+            squares = columns.squares()
+            self.sums[p] = self.sums[p].add_(squares) if p in self.sums else squares
+            self.counts[p] = self.counts.get(p, 0) + columns.count
 
     def observe(self, outputs: Any, loss: Any, labels: Any) -> None:
         if self.fisher == "empirical":
             return
         check_outputs(outputs)
         likelihood = likelihoods.named(self.optimizer.param_groups[0]["likelihood"])
-        trace = self.recorded.recorder.trace(outputs)
+        recorder = self.recorded.recorder
         if self.fisher == "exact" and labels is None:
             directions = list(likelihood.hessian_roots(outputs))
         else:
             labels = self.optimizer.draw_labels(outputs) if labels is None else labels
             directions = [likelihood.residual(outputs, labels)]
-        self.observed.append(([trace.backpropagate(direction) for direction in directions], len(outputs)))
+        found: dict[Tensor, Tensor] = {}
+        for direction in directions:
+            for p, columns in layers.gradients_of_calls(recorder.backpropagate(outputs, direction)).items():
+                found[p] = found[p].add_(columns.squares()) if p in found else columns.squares()
+        self.observed.append((found, len(outputs)))
 
     def collect(self, groups: Groups, active: list[list[Tensor]]) -> Evidence:
         params = [p for some in active for p in some]
@@ -79,49 +108,31 @@ class PerExampleSquares(Source):
 
     def _squares(self, params: list[Tensor]) -> dict[Tensor, Tensor]:
         group = self.optimizer.param_groups[0]
-        passes = self.recorded.backward_passes()
-        recorded = _by_parameter(passes)
-        if not recorded and any(bool(gradient_of(p).any()) for p in params):
-            raise self.recorded.missing_observation("no backward pass was recorded", "call loss.backward() on outputs")
-        count = max((_count(columns) for columns in recorded.values()), default=1) * group["losses_per_example"]
         if self.fisher != "empirical":
-            return self._observed_squares(params, count)
-        known = [p for p in params if p in recorded]
-        factors, odd = self._factors(known, recorded)
-        found = {
-            p: _squares(recorded[p]).mul_(_count(recorded[p]) * group["losses_per_example"] * factors[p] ** 2)
-            for p in known
-            if p not in odd
-        }
-        if lost := {p for p in params if p not in recorded and bool(gradient_of(p).any())} | odd:
-            self.recorded.warn_fallback(lost)
-        for p in params:
-            if p not in found:
-                found[p] = gradient_of(p).to(compute_dtype(p.dtype)).square() * count
-        return found
+            return self._observed_squares(params)
+        for calls in self.pending.values():
+            self._square(calls)
+        self.pending = {}
+        if not self.sums and any(bool(gradient_of(p).any()) for p in params):
+            raise self.recorded.missing_observation("no backward pass was recorded", "call loss.backward() on outputs")
+        marks, losses = self.recorded.marks, group["losses_per_example"]
+        odd = marks.unexplained
+        common = marks.factor() if marks.untouched(p for p in params if p in self.sums) else None
+        found = {}
+        for p in (p for p in params if p in self.sums and p not in odd):
+            factor = marks.factor([p]) if common is None else common
+            square = 1.0 if factor is None else factor.to(self.sums[p]).square()
+            found[p] = self.sums[p].mul_(self.counts[p] * losses * square)
+        count = max(self.counts.values(), default=1) * losses
+        return self._with_fallback(found, params, count)
 
-    def _factors(
-        self, params: list[Tensor], recorded: Mapping[Tensor, list[PerExampleGradients]]
-    ) -> tuple[dict[Tensor, float], set[Tensor]]:
-        """The factors by which gradients were multiplied since the backward pass; parameters with other gradients.
+    def _with_fallback(self, found: dict[Tensor, Tensor], params: list[Tensor], count: int) -> dict[Tensor, Tensor]:
+        """The squares of mean gradients, times the number of losses, for parameters without others."""
+        rest = [p for p in params if p not in found]
+        self.recorded.warn_fallback({p for p in rest if p not in self.optimizer.warned and bool(gradient_of(p).any())})
+        return found | {p: gradient_of(p).to(compute_dtype(p.dtype)).square() * count for p in rest}
 
-        If no gradient was modified in place, all have the same factor (unscaling), so one parameter is enough if all
-        were checked before.
-        """
-        if not params:
-            return {}, set()
-        untouched = all(gradient_of(p)._version == 0 for p in params)
-        good = [p for p in params if self.explained.get(p, True)]
-        some = (good[:1] or params) if untouched and all(p in self.explained for p in params) else params
-        table = fit_factors([per_example_projection(recorded[p], gradient_of(p)) for p in some])
-        factors = {p: factor for p, (factor, _) in zip(some, table)}
-        if untouched:
-            self.explained |= {p: excess <= MAX_EXCESS for p, (_, excess) in zip(some, table)}
-            common = next((factors[p] for p in some if self.explained[p]), 1.0)
-            factors = dict.fromkeys(params, common)
-        return factors, {p for p in params if not self.explained.get(p, True)}
-
-    def _observed_squares(self, params: list[Tensor], count: int) -> dict[Tensor, Tensor]:
+    def _observed_squares(self, params: list[Tensor]) -> dict[Tensor, Tensor]:
         observed, self.observed = self.observed, []
         if not observed:
             raise self.recorded.missing_observation(
@@ -129,31 +140,7 @@ class PerExampleSquares(Source):
             )
         total = sum(number for _, number in observed) * self.optimizer.param_groups[0]["losses_per_example"]
         found: dict[Tensor, Tensor] = {}
-        for directions, _ in observed:
-            for uses in directions:
-                for p, columns in _by_parameter([uses]).items():
-                    squares = _squares(columns) / total
-                    found[p] = found[p] + squares if p in found else squares
-        self.recorded.warn_fallback({p for p in params if p not in found and bool(gradient_of(p).any())})
-        return {p: found[p] if p in found else gradient_of(p).square() * count for p in params}
-
-
-def _by_parameter(passes: Sequence[Sequence[LayerCall]]) -> dict[Tensor, list[PerExampleGradients]]:
-    """The per-example gradients of every parameter of the called layers, for each pass; its calls are summed."""
-    found: dict[Tensor, list[PerExampleGradients]] = {}
-    for calls in passes:
-        for p, columns in layers.gradients_of_calls(calls).items():
-            found.setdefault(p, []).append(columns)
-    return found
-
-
-def _count(passes: Sequence[PerExampleGradients]) -> int:
-    return sum(columns.count for columns in passes)
-
-
-def _squares(passes: Sequence[PerExampleGradients]) -> Tensor:
-    """The sum of g_j^2 over all examples of all passes."""
-    first, *others = (columns.squares() for columns in passes)
-    for squares in others:
-        first += squares
-    return first
+        for squares, _ in observed:
+            for p, square in squares.items():
+                found[p] = found[p] + square / total if p in found else square / total
+        return self._with_fallback({p: found[p] for p in params if p in found}, params, total)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 
 from bayesgrad import layers
+from bayesgrad.layers.call import LayerCall, Pair
+from bayesgrad.layers.gradients import GradientMarks
 from bayesgrad.layers.modules import Layer
-from bayesgrad.layers.recorder import LayerCall, LayerRecorder
-from bayesgrad.layers.statistics import LayerStatistics
-from bayesgrad.parts import Host
+from bayesgrad.layers.recorder import LayerRecorder
+from bayesgrad.parts import Host, weak
 
 
 class RecordedLayers:
@@ -24,13 +25,14 @@ class RecordedLayers:
         fallback: by what parameters outside of known layers are trained, for a warning; None for no warning.
         recorded: predicates of the layers to record.
         by_layer: whether only layers that multiply by a matrix are known; else all that are recorded.
-        record_backward: whether inputs and errors are recorded in backward passes.
-        annotate_graph: whether `trace` is used.
+        receive: called with each call of a layer in a backward pass, and with whether what it received before for the
+            layer's parameters belongs to gradients that were discarded. It may return gradients, as in `LayerRecorder`.
         record_arguments: whether to keep the arguments of the model's last call.
+        only: whether a layer is used.
 
     Attributes:
         layers: those that multiply by a matrix.
-        read_elsewhere: weights that are used outside of their layers.
+        marks: what happens to the gradients of the parameters, if `receive` is given.
     """
 
     def __init__(
@@ -40,17 +42,16 @@ class RecordedLayers:
         recorded: tuple[Callable[[nn.Module], bool], ...] = (layers.is_matrix,),
         *,
         by_layer: bool = True,
-        record_backward: bool = True,
-        annotate_graph: bool = False,
+        receive: Callable[[LayerCall, bool], Pair | None] | None = None,
         record_arguments: bool = False,
         only: Callable[[Layer], bool] = lambda layer: True,
     ) -> None:
         assert optimizer.model is not None
         self.optimizer, self.model, self.fallback = optimizer, optimizer.model, fallback
-        self.by_layer, self.only = by_layer, only
-        self.read_elsewhere: set[Tensor] = set()
+        self.by_layer, self.only, self.receive = by_layer, only, receive
+        self.backward_ids: dict[int, int] = {}  # id of a layer's first parameter -> its latest backward pass
         mine = self._mine()
-        self.layers = self._find_layers(mine)
+        self._set_layers(mine)
         self.recorder = LayerRecorder(
             self.model,
             {
@@ -59,15 +60,30 @@ class RecordedLayers:
                 if any(is_known(module) for is_known in recorded)
                 and any(id(p) in mine for p in layers.own_parameters(module).values())
             },
-            record_backward=record_backward,
-            annotate_graph=annotate_graph,
+            None if receive is None else weak(self._received),
+            self.marks,
             record_arguments=record_arguments,
         )
-        self.flags = self._flags()
         self._warn_unmodelled()
 
     def close(self) -> None:
         self.recorder.close()
+        self.marks.close()
+
+    def _received(self, call: LayerCall) -> Pair | None:
+        own = [p for p in call.module.parameters(recurse=False) if p.requires_grad]
+        restarted = self.backward_ids.get(id(own[0])) != call.backward_id and self.marks.restarted(own)
+        self.backward_ids[id(own[0])] = call.backward_id
+        assert self.receive is not None
+        return self.receive(call, restarted)
+
+    def layer_of(self, module: nn.Module) -> Layer | None:
+        return self._by_weight.get(id(module._parameters.get("weight")))
+
+    @property
+    def read_elsewhere(self) -> set[Tensor]:
+        """Parameters that are used outside of their layers."""
+        return self.marks.unexplained
 
     def _mine(self) -> set[int]:
         return {id(p) for group in self.optimizer.param_groups for p in group["params"]}
@@ -78,9 +94,17 @@ class RecordedLayers:
     def update_trainable(self) -> None:
         """Finds the layers again if `requires_grad` of a parameter has changed."""
         if self.flags != self._flags():
-            self.flags = self._flags()
-            self.layers = self._find_layers(self._mine())
+            self.marks.close()
+            self._set_layers(self._mine())
+            self.recorder.marks = self.marks
             self._warn_unmodelled()
+
+    def _set_layers(self, mine: set[int]) -> None:
+        self.flags = self._flags()
+        self.layers = self._find_layers(mine)
+        self._by_weight = {id(layer.module._parameters.get("weight")): layer for layer in self.layers}
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.marks = GradientMarks(params if self.receive is not None else ())
 
     def _find_layers(self, mine: set[int]) -> list[Layer]:
         """Layers that multiply by a matrix; a weight that modules of different types share is excluded."""
@@ -125,28 +149,6 @@ class RecordedLayers:
                 UserWarning,
                 stacklevel=6,
             )
-
-    def layer_statistics(self, uses: Sequence[Sequence[LayerCall]]) -> dict[Layer, LayerStatistics]:
-        """The inputs and errors of each layer in these passes; layers without calls are omitted."""
-        by_weight = {id(layer.module._parameters.get("weight")): layer for layer in self.layers}
-        found: dict[Layer, list[list[LayerCall]]] = {}
-        for one_pass in uses:
-            here: dict[Layer, list[LayerCall]] = {}
-            for use in one_pass:
-                layer = by_weight.get(id(use.module._parameters.get("weight")))
-                if layer is not None:
-                    here.setdefault(layer, []).append(use)
-            for layer, own in here.items():
-                found.setdefault(layer, []).append(own)
-        return {layer: LayerStatistics(layer, passes) for layer, passes in found.items()}
-
-    def backward_passes(self) -> list[list[LayerCall]]:
-        """The calls recorded since `zero_grad()`, as a list for each backward pass."""
-        passes: dict[tuple[int, int], list[LayerCall]] = {}
-        for uses in self.recorder.calls.values():
-            for use in uses:
-                passes.setdefault((use.backward_id, use.forward_id), []).append(use)
-        return list(passes.values())
 
     def with_nonzero_gradient(self, some: Iterable[Layer]) -> list[Layer]:
         """Those layers that have a nonzero gradient."""

@@ -172,9 +172,10 @@ class LayerFactors(Accumulator):
                 f"the layer of {weight} mixes the examples of a later batch, but not of the first one: begin with a "
                 "batch of several examples, or use structure='diag'."
             )
-        statistics = LayerStatistics.from_gradients(self.layer, columns, len(seen.outputs) if seen.first else 0)
+        examples = len(seen.outputs) if seen.first else 0
+        statistics = LayerStatistics.from_gradients(self.layer, columns, examples, self.structure.sides)
         self.positions += statistics.rows
-        for side, moment in statistics.moments(self.structure.sides).items():
+        for side, moment in statistics.moments().items():
             self.sums[side] = self.sums[side] + moment.sum()
 
     def finish(self, total: float, count: int) -> Structure:

@@ -1,0 +1,206 @@
+"""One call of a layer, and the autograd function that passes it to recorders.
+
+See `layers.recorder` for how it works.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from bayesgrad.layers.operations import Operation, input_gradient, operation, parameter_gradients, prepare, run
+
+if TYPE_CHECKING:
+    from bayesgrad.layers.recorder import LayerRecorder
+
+SITE = "_bayesgrad_site"  # the attribute of a recorded module
+Pair = tuple[Tensor | None, Tensor | None]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """One call of a layer: its input, and the derivative of the loss with respect to its output.
+
+    Args:
+        module: the layer.
+        input: what the weight is applied to, see `layers.operations.prepare`.
+        error: the derivative with respect to the output, in the output's shape.
+        backward_id: identifies the backward pass; negative for calls from `LayerRecorder.backpropagate`.
+        forward_id: identifies the forward pass. Calls with the same one have the same examples.
+        name: of the layer.
+        volatile: whether the input is a tensor of the caller, who may overwrite it in place.
+    """
+
+    module: nn.Module
+    input: Tensor
+    error: Tensor
+    backward_id: int
+    forward_id: int = 0
+    name: str = ""
+    volatile: bool = False
+
+    @property
+    def pass_id(self) -> tuple[int, int]:
+        return self.backward_id, self.forward_id
+
+    def kept(self) -> LayerCall:
+        """The same call, safe to keep until the next step."""
+        return replace(self, input=self.input.clone(), volatile=False) if self.volatile else self
+
+
+class Site:
+    """The recorders of one module. A copy of the module (deepcopy, pickle) has none."""
+
+    handles = count()
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        self.module = weakref.ref(module) if module is not None else lambda: None
+        self.recorders: list[tuple[Callable[[], LayerRecorder | None], str]] = []
+        self.handle = next(Site.handles)
+        # For compiled models, which would be compiled again for other integers: the handle, and a count of passes.
+        self.key = torch.tensor(self.handle)
+        self.counter = torch.zeros((), dtype=torch.int64)
+
+    def __reduce__(self) -> tuple:
+        return Site, ()
+
+    def forward_id(self) -> int:
+        return next((recorder.forward_count for ref, _ in self.recorders if (recorder := ref()) is not None), 0)
+
+    def gradients(
+        self,
+        op: Operation,
+        error: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        needs: tuple[bool, bool],
+        forward_id: int,
+        volatile: bool = False,
+    ) -> Pair:
+        """Passes input and error to the recorders, and returns the gradients of weight and bias."""
+        module = self.module()
+        alive = [(recorder, name) for ref, name in self.recorders if (recorder := ref()) is not None]
+        if module is None or not alive or not x.numel():
+            return parameter_gradients(op, error, x, weight, needs)
+        call = LayerCall(module, x.detach(), error.detach(), 0, forward_id, "", volatile)
+        for recorder, name in alive:
+            if recorder.capture is not None:
+                with torch.no_grad():
+                    recorder.capture(replace(call, name=name, backward_id=recorder.captures))
+                return None, None
+        if not any(_accumulates(p) for p in module.parameters(recurse=False) if p.requires_grad):
+            return parameter_gradients(op, error, x, weight, needs)
+        task = torch._C._current_graph_task_id()
+        with torch.no_grad():
+            found = [recorder.received(replace(call, name=name, backward_id=task)) for recorder, name in alive]
+        pair = next((one for one in found if one is not None), None)
+        if pair is None:
+            pair = parameter_gradients(op, error, x, weight, needs)
+        elif torch.is_grad_enabled():
+            raise RuntimeError(
+                "precondition='backward' does not support backward(create_graph=True), because derivatives of a "
+                "preconditioned gradient are not those of the loss: use precondition='step'."
+            )
+        for recorder, _ in alive:
+            if recorder.marks is not None:
+                recorder.marks.returned(module, pair, task)
+        return pair
+
+
+SITES: weakref.WeakValueDictionary[int, Site] = weakref.WeakValueDictionary()
+
+
+@torch.library.custom_op("bayesgrad::parameter_gradients", mutates_args=())
+def _compiled_gradients(
+    error: Tensor, x: Tensor, weight: Tensor, forward_id: Tensor, key: Tensor, needs_weight: bool, needs_bias: bool
+) -> tuple[Tensor, Tensor]:
+    # Tensors of a compiled graph are overwritten after the call, so recorders get copies.
+    site, needs = SITES[int(key)], (needs_weight, needs_bias)
+    module = site.module()
+    assert module is not None
+    x, error = x.clone(), error.clone()
+    weight_gradient, bias_gradient = site.gradients(operation(module), error, x, weight, needs, int(forward_id))
+    if weight_gradient is None:
+        weight_gradient = torch.zeros_like(weight) if needs_weight else weight.new_empty(0)
+    if bias_gradient is None:
+        bias_gradient = weight.new_zeros(len(weight)) if needs_bias else weight.new_empty(0)
+    return weight_gradient.contiguous(), bias_gradient.contiguous()
+
+
+@_compiled_gradients.register_fake
+def _(
+    error: Tensor, x: Tensor, weight: Tensor, forward_id: Tensor, key: Tensor, needs_weight: bool, needs_bias: bool
+) -> tuple[Tensor, Tensor]:
+    by_weight = weight.new_empty(weight.shape) if needs_weight else weight.new_empty(0)
+    return by_weight, weight.new_empty(weight.shape[0] if needs_bias else 0)
+
+
+class RecordedLayer(torch.autograd.Function):
+    """The operation of a layer, whose backward passes input and error to the recorders of the layer."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, op: Operation, forward_id: Any, handle: Any) -> Tensor:
+        return run(op, x, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        x, weight, _, ctx.op, forward_id, handle = inputs
+        compiled = isinstance(handle, Tensor)
+        ctx.save_for_backward(x, weight, *((forward_id, handle) if compiled else ()))
+        ctx.forward_id, ctx.handle = (0, 0) if compiled else (forward_id, handle)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple:
+        (error,) = grad_outputs
+        if error is None:
+            return (None,) * 6
+        x, weight, *compiled = ctx.saved_tensors
+        needs_input, *needs = ctx.needs_input_grad[:3]
+        # Under autocast the output has another dtype than weight and input.
+        a = x.to(error.dtype) if x.is_floating_point() else x
+        w = weight.to(error.dtype)
+        by_input = input_gradient(ctx.op, error, a, w).to(x.dtype) if needs_input else None
+        by_weight = by_bias = None
+        if compiled:
+            by_weight, by_bias = _compiled_gradients(error, a, w, *compiled, *needs)
+            by_weight, by_bias = (g if n else None for g, n in zip((by_weight, by_bias), needs))
+        elif (site := SITES.get(ctx.handle)) is not None:
+            by_weight, by_bias = site.gradients(ctx.op, error, a, w, tuple(needs), ctx.forward_id, x.is_leaf)
+        else:
+            by_weight, by_bias = parameter_gradients(ctx.op, error, a, w, needs)
+        by_weight, by_bias = (None if g is None else g.to(weight.dtype) for g in (by_weight, by_bias))
+        return by_input, by_weight, by_bias, None, None, None
+
+
+def forward(self: nn.Module, input: Tensor) -> Tensor:
+    """The forward pass of a recorded module."""
+    site, weight, bias = getattr(self, SITE), self._parameters.get("weight"), self._parameters.get("bias")
+    compiling = torch.compiler.is_compiling()
+    plain = weight is None or not torch.is_grad_enabled() or not site.recorders  # a weight may be pruned later
+    plain = plain or getattr(self, "sparse", False)  # an embedding with sparse gradients
+    if plain or not (weight.requires_grad or (bias is not None and bias.requires_grad)):  # pyright: ignore
+        return type(self).forward(self, input)
+    if not compiling and torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore
+        return type(self).forward(self, input)
+    ids = (site.counter.clone(), site.key) if compiling else (site.forward_id(), site.handle)
+    return RecordedLayer.apply(prepare(self, input), weight, bias, operation(self), *ids)  # pyright: ignore
+
+
+def _accumulates(p: Tensor) -> bool:
+    """Whether the running backward pass adds to `p.grad`."""
+    try:
+        # An operator runs without autograd, which has the node of the parameter.
+        key = torch._C.DispatchKey.AutogradFunctionality  # pyright: ignore[reportAttributeAccessIssue]
+        with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(key, False):  # pyright: ignore
+            node = get_gradient_edge(p).node
+        return torch._C._will_engine_execute_node(node)  # pyright: ignore[reportAttributeAccessIssue]
+    except RuntimeError:  # raised inside torch.autograd.grad(), which never adds to .grad
+        return False

@@ -1,0 +1,156 @@
+"""Follows the gradients of layers: what is added to `.grad` in backward passes, and whether it was changed since.
+
+Between `backward()` and `step()`, clipping and penalties change `.grad` in place, which increments its version counter.
+`GradScaler.unscale_` multiplies all gradients by one number without incrementing it, so some entries of each gradient
+are copied in the backward pass, and the factor follows from them. No value is read by the host, but in the first pass.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
+
+ROWS = 16  # rows of a gradient that are copied
+UNEXPLAINED = 0.1  # of a gradient's norm; larger differences are not rounding, even in half precision
+
+
+class Mark(NamedTuple):
+    """A gradient at the end of a backward pass.
+
+    Args:
+        gradient: returns it while it exists.
+        version: its version counter.
+        sample: a copy of some rows.
+        passes: the number of backward passes that added to it since it was zero.
+    """
+
+    gradient: Any
+    version: int
+    sample: Tensor
+    passes: int
+
+    def untouched(self, gradient: Tensor | None) -> bool:
+        return gradient is not None and self.gradient() is gradient and gradient._version == self.version
+
+
+class GradientMarks:
+    """What happened to the gradients of some parameters since their last backward pass.
+
+    Args:
+        params: leaf tensors that require gradients.
+
+    Attributes:
+        unexplained: parameters whose gradient has more terms than those of their layers, as far as is known: a tied
+            weight, or one that the model also uses directly. It is found in the first pass, and again in the pass that
+            follows one in which the layers were called more or less often.
+        close: removes the hooks.
+    """
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        self.marks: dict[Tensor, Mark] = {}
+        self.unexplained: set[Tensor] = set()
+        self._calls: dict[Tensor, int] = {}  # calls of its layers in the pass that was checked
+        # backward pass, calls, sum of their gradients, whether the gradient was zero before
+        self._sums: dict[Tensor, tuple[int, int, Tensor | None, bool]] = {}
+        owner = weakref.ref(self)
+
+        def note(p: Tensor) -> None:
+            if (own := owner()) is not None:
+                own._accumulated(p)
+
+        handles = [p.register_post_accumulate_grad_hook(note) for p in params if p.requires_grad]
+        self.close = weakref.finalize(self, _remove, handles)
+
+    def returned(self, module: nn.Module, gradients: Sequence[Tensor | None], task: int) -> None:
+        """Called with the gradients that a layer returns for its weight and bias."""
+        for name, gradient in zip(("weight", "bias"), gradients):
+            p = module._parameters.get(name)
+            if gradient is None or p is None:
+                continue
+            before, calls, total, from_zero = self._sums.get(p, (-1, 0, None, False))
+            if before != task:
+                calls, total, from_zero = 0, None, self._is_zero(p)
+            if p not in self._calls:
+                gradient = gradient.detach()
+                total = gradient if total is None else total + gradient
+            self._sums[p] = task, calls + 1, total, from_zero
+
+    def _is_zero(self, p: Tensor) -> bool:
+        """Whether a gradient is known to be None or zero."""
+        mark = self.marks.get(p)
+        return p.grad is None or (mark is not None and not mark.passes and mark.untouched(p.grad))
+
+    def _accumulated(self, p: Tensor) -> None:
+        gradient = p.grad
+        if gradient is None or gradient.layout is not torch.strided:
+            return
+        old = self.marks.get(p)
+        task, calls, total, from_zero = self._sums.pop(p, (-1, 0, None, False))
+        passes = 1 if from_zero else 2 if old is None else old.passes + 1
+        if from_zero and task == torch._C._current_graph_task_id():
+            if total is not None:
+                self._calls[p] = calls
+                rest = (gradient - total.to(gradient)).norm()
+                explained = not bool(rest > UNEXPLAINED * gradient.norm())
+                (self.unexplained.discard if explained else self.unexplained.add)(p)
+            elif calls != self._calls.get(p):
+                self._calls.pop(p, None)
+        self.marks[p] = Mark(TensorWeakRef(gradient), gradient._version, _rows(gradient).clone(), passes)
+
+    def restarted(self, params: Iterable[Tensor]) -> bool:
+        """Whether these gradients are None or zero, so that what was recorded before belongs to no gradient."""
+        for p in params:
+            gradient, mark = p.grad, self.marks.get(p)
+            if gradient is None:
+                continue
+            if mark is not None and mark.untouched(gradient):
+                if mark.passes:
+                    return False
+            elif bool(gradient.any()):
+                return False
+        return True
+
+    def untouched(self, params: Iterable[Tensor], passes: int | None = 1) -> bool:
+        """Whether so many backward passes (any number, for None) made these gradients, which were not changed since."""
+        found = ((self.marks.get(p), p.grad) for p in params)
+        return all(
+            mark is not None and mark.untouched(gradient) and passes in (None, mark.passes) for mark, gradient in found
+        )
+
+    def factor(self, params: Iterable[Tensor] | None = None) -> Tensor | None:
+        """The number by which these gradients (all, for None) were multiplied since their last pass, as a tensor.
+
+        1 if they are zero or not finite; None if no gradient is known. If they were changed in another way, it is the
+        least-squares fit.
+        """
+        pairs = [
+            (mark.sample, _rows(gradient))
+            for p, mark in self.marks.items()
+            if (gradient := p.grad) is not None
+            and _rows(gradient).shape == mark.sample.shape
+            and (params is None or any(p is q for q in params))
+        ]
+        if not pairs:
+            return None
+        then, now = (torch.cat([part[i].reshape(-1) for part in pairs]) for i in range(2))
+        factor = (now @ then) / (then @ then)
+        return torch.where(factor.isfinite(), factor, 1.0)
+
+    def zeroed(self) -> None:
+        """Called when the gradients were set to zero or None."""
+        marks = ((p, p.grad) for p in self.marks)
+        self.marks = {p: Mark(TensorWeakRef(g), g._version, _rows(g), 0) for p, g in marks if g is not None}
+
+
+def _rows(gradient: Tensor) -> Tensor:
+    return gradient[:: max(1, len(gradient) // ROWS)] if gradient.dim() > 1 else gradient
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
