@@ -109,8 +109,8 @@ class Likelihood(ABC):
         """log p(labels | outputs) of each example, (N,); `noise_scale` is the standard deviation of Gaussian data."""
         return -self.loss(outputs, labels)
 
-    def residual(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """The derivative of each example's loss by the outputs."""
+    def residual(self, outputs: Tensor, labels: Tensor, check: bool = True) -> Tensor:
+        """The derivative of each example's loss by the outputs; `check` is False for labels that were sampled here."""
         return self.link(outputs.detach()) - _real(labels, outputs)
 
     @abstractmethod
@@ -161,8 +161,9 @@ class Categorical(Likelihood):
         at_label = outputs.log_softmax(-1).gather(-1, labels[..., None].long())
         return -at_label.reshape(len(outputs), -1).sum(1)
 
-    def residual(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        self._check(outputs, labels)
+    def residual(self, outputs: Tensor, labels: Tensor, check: bool = True) -> Tensor:
+        if check:
+            self._check(outputs, labels)
         error = outputs.detach().softmax(-1)
         ones = torch.ones_like(labels[..., None], dtype=error.dtype)
         return error.scatter_add(-1, labels[..., None].long(), -ones)

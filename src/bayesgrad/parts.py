@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from bayesgrad import likelihoods
 from bayesgrad.layers.call import LayerCall, Pair
 from bayesgrad.packing import Directions
 from bayesgrad.rules.transition import Static
@@ -98,6 +99,13 @@ class Part:
 
     def observe(self, outputs: Any, loss: Any, labels: Any) -> None:
         """Collects from a forward pass, before `loss.backward()`."""
+
+    def residual(self, outputs: Tensor, labels: Tensor | None) -> Tensor:
+        """The derivative of each example's loss by the outputs, at these labels, or at sampled ones."""
+        likelihood = likelihoods.named(self.optimizer.param_groups[0]["likelihood"])
+        if labels is not None:
+            return likelihood.residual(outputs, labels)
+        return likelihood.residual(outputs, self.optimizer.draw_labels(outputs), check=False)
 
     def note_loss(self, loss: Any) -> None:
         """Called with the loss that a closure returns."""

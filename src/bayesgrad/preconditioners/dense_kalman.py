@@ -82,16 +82,16 @@ class DenseKalman(NetworkPreconditioner):
         check_batch_mixing(self.recorded.model)
         check_outputs(outputs)
         group = self.optimizer.param_groups[0]
-        kind, fisher = likelihoods.named(group["likelihood"]), group["fisher"]
+        fisher = group["fisher"]
         if labels is None and fisher in ("empirical", "centered"):
             raise ValueError(f"fisher={fisher!r} needs labels: call observe(outputs, labels=labels).")
         if labels is not None and fisher == "exact":
             raise ValueError("fisher='exact' sums over all labels: call observe(outputs) without labels.")
         trace = self.recorded.recorder.trace(outputs)
         if fisher == "exact":
-            directions = list(kind.hessian_roots(outputs))
+            directions = list(likelihoods.named(group["likelihood"]).hessian_roots(outputs))
         else:
-            directions = [kind.residual(outputs, labels if labels is not None else self.optimizer.draw_labels(outputs))]
+            directions = [self.residual(outputs, labels)]
         columns, _ = gather_gradients(trace, directions, {})
         order = self.params
         rest = [p for p in order if id(p) not in columns and id(p) in trace.read_counts]
@@ -147,7 +147,7 @@ class DenseKalman(NetworkPreconditioner):
         ]
         gradient[:count] = torch.cat(parts)
         if bool(torch.isfinite(U).all() & torch.isfinite(gradient).all()):
-            belief = self._updated(prior, U, still)
+            belief = self._updated(prior, U, still, owners)
             step = belief.solve(gradient)
             step[:count].masked_fill_(still, 0.0)
             entry.update(covariance=belief.covariance, mean=state - step)
@@ -171,10 +171,10 @@ class DenseKalman(NetworkPreconditioner):
         sizes = torch.tensor([p.numel() for p in order])
         return torch.tensor(missing).repeat_interleave(sizes).to(order[0].device)
 
-    def _updated(self, prior: Dense, U: Tensor, still: Tensor) -> Dense:
+    def _updated(self, prior: Dense, U: Tensor, still: Tensor, owners: Mapping[Tensor, Any]) -> Dense:
         """The posterior; weights without a gradient have a Kalman gain of zero (Schmidt-Kalman filter)."""
         belief = prior.add(Matrix(U))
-        if bool(still.any()):
+        if len(owners) < len(self.params):
             kept = still.nonzero()[:, 0]
             belief.covariance[kept[:, None], kept] = prior.covariance[kept[:, None], kept]
         return belief

@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bayesgrad import likelihoods
 from bayesgrad.checkpoint import saved_entry
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.call import LayerCall, Pair
@@ -98,9 +97,7 @@ class LayerPreconditioner(Preconditioner):
         groups = {p: group for group in optimizer.param_groups for p in group["params"]}
         if not any(self.due(layer, groups[layer.owner]) for layer in recorded.layers):
             return
-        labels = optimizer.draw_labels(outputs) if labels is None else labels
-        residual = likelihoods.named(optimizer.param_groups[0]["likelihood"]).residual(outputs, labels)
-        recorded.recorder.backpropagate(outputs, residual, self._observed)
+        recorded.recorder.backpropagate(outputs, self.residual(outputs, labels), self._observed)
         if len(self.from_observations) < len(recorded.layers):
             recorded.recorder.trace(outputs)  # raises if checkpointing hides layers
 
@@ -263,8 +260,8 @@ class LayerPreconditioner(Preconditioner):
             self.merge(layer, entry, statistics, group)
             clock[MERGED] = step
         last, setting = int(clock[INVERTED]), self.setting(group)
-        due = clock[MERGED] > last and step >= last + min(max(1, last // 4), group["update_every"])
-        if not last or due or entry["damped"] != setting:
+        due = int(clock[MERGED]) > last and step >= last + min(max(1, last // 4), group["update_every"])
+        if not last or due or float(entry["damped"]) != setting:
             entry["damped"] = torch.tensor(setting, dtype=torch.float64)
             self.invert(layer, entry, group)
             clock[INVERTED] = step

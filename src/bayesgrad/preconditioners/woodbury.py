@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesgrad import layers, likelihoods
+from bayesgrad import layers
 from bayesgrad.checkpoint import saved_entry
 from bayesgrad.layers.call import LayerCall
 from bayesgrad.layers.fisher import check_batch_mixing, check_outputs, gather_gradients
@@ -91,12 +91,10 @@ class Woodbury(NetworkPreconditioner):
         if not self.due(group["update_every"]):
             return
         trace = self.recorded.recorder.trace(outputs)
-        given = labels is not None
-        labels = labels if labels is not None else self.optimizer.draw_labels(outputs)
-        residual = likelihoods.named(group["likelihood"]).residual(outputs, labels)
-        columns, left = gather_gradients(trace, [residual], self.checked)
+        columns, left = gather_gradients(trace, [self.residual(outputs, labels)], self.checked)
         self.unexplained |= left
-        self.observed.append(({key: c for key, c in columns.items() if key not in self.unexplained}, given))
+        known = {key: c for key, c in columns.items() if key not in self.unexplained}
+        self.observed.append((known, labels is not None))
 
     def check_loaded(self, saved: Mapping[str, Any]) -> None:
         for p in self.params:
@@ -210,7 +208,7 @@ class Woodbury(NetworkPreconditioner):
             entry["gram"] = torch.stack([g.to(device, dtype) for g in grams]).sum(0) * weight
             entry["gram_of"] = members
             entry.pop("dual", None)
-        if "dual" not in entry or entry["dual_damping"] != damping:
+        if "dual" not in entry or float(entry["dual_damping"]) != damping:
             entry["dual"] = cholesky(entry["gram"], damping, "the Gram matrix of the gradients")
             entry["dual_damping"] = torch.tensor(damping, dtype=torch.float64)
         return entry["dual"]

@@ -133,8 +133,7 @@ class MetricPreconditioner(NetworkPreconditioner):
         if labels is None and group["fisher"] == "exact":
             directions = kind.hessian_roots(outputs)
         else:
-            labels = self.optimizer.draw_labels(outputs) if labels is None else labels
-            directions = iter([kind.residual(outputs, labels)])
+            directions = iter([self.residual(outputs, labels)])
         trace = self.recorded.recorder.trace(outputs)
         read = self.metric.read(ObservedBatch(trace, directions, self.params, self.recorded.layers, self.checked))
         self.observed.append((read, len(outputs), self._batch(outputs, labels if empirical else None)))
@@ -168,8 +167,10 @@ class MetricPreconditioner(NetworkPreconditioner):
     # --- the step ---
 
     def note_loss(self, loss: Any) -> None:
-        value = float(loss.detach() if isinstance(loss, Tensor) else loss)
         first = self.optimizer.param_groups[0]
+        if first["nonfinite"] == "ignore":
+            return  # reading the loss would make the host wait for it
+        value = float(loss.detach() if isinstance(loss, Tensor) else loss)
         if math.isfinite(value):
             first["last_loss"] = value
         elif first["nonfinite"] == "raise":

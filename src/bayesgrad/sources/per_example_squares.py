@@ -78,13 +78,12 @@ class PerExampleSquares(Source):
         if self.fisher == "empirical":
             return
         check_outputs(outputs)
-        likelihood = likelihoods.named(self.optimizer.param_groups[0]["likelihood"])
         recorder = self.recorded.recorder
         if self.fisher == "exact" and labels is None:
+            likelihood = likelihoods.named(self.optimizer.param_groups[0]["likelihood"])
             directions = list(likelihood.hessian_roots(outputs))
         else:
-            labels = self.optimizer.draw_labels(outputs) if labels is None else labels
-            directions = [likelihood.residual(outputs, labels)]
+            directions = [self.residual(outputs, labels)]
         found: dict[Tensor, Tensor] = {}
         for direction in directions:
             for p, columns in layers.gradients_of_calls(recorder.backpropagate(outputs, direction)).items():

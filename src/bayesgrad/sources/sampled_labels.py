@@ -40,13 +40,11 @@ class SampledLabels(Source):
         check_outputs(outputs)
         check_graph(outputs)
         optimizer = self.optimizer
-        likelihood = likelihoods.named(optimizer.param_groups[0]["likelihood"])
-        labels = optimizer.draw_labels(outputs) if labels is None else labels
         params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         gradients = torch.autograd.grad(
-            outputs, params, likelihood.residual(outputs, labels), retain_graph=True, allow_unused=True
+            outputs, params, self.residual(outputs, labels), retain_graph=True, allow_unused=True
         )
-        self.losses += likelihood.losses(outputs)
+        self.losses += likelihoods.named(optimizer.param_groups[0]["likelihood"]).losses(outputs)
         for p, gradient in zip(params, gradients):
             if gradient is not None:
                 self.gradients[p] = self.gradients[p] + gradient if p in self.gradients else gradient
