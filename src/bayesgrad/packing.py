@@ -129,6 +129,9 @@ class Block:
                 and gradient.left.dtype == p.dtype
             ):
                 gradient.subtract_from(p, state[0].view_as(p) if state else None, *axpy_coefficients)
+            elif axpy_coefficients and not state and isinstance(gradient, Tensor) and gradient.dtype == p.dtype:
+                *_, step_scale, shrink = axpy_coefficients
+                (p if shrink == 1 else p.mul_(shrink)).add_(gradient, alpha=-step_scale)
             else:
                 gradient = gradient_of(p) if gradient is None else dense(gradient)
                 more = [flat(_laid_out(values[p], p, values[p].dtype)) for values in evidence]

@@ -146,16 +146,13 @@ class RecordedLayer(torch.autograd.Function):
     """The operation of a layer, whose backward passes input and error to the recorders of the layer."""
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, op: Operation, forward_id: Any, handle: Any) -> Tensor:
-        return run(op, x, weight, bias)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        x, weight, _, ctx.op, forward_id, handle = inputs
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+        ctx.op, forward_id, handle = rest
         compiled = isinstance(handle, Tensor)
         ctx.save_for_backward(x, weight, *((forward_id, handle) if compiled else ()))
         ctx.forward_id, ctx.handle = (0, 0) if compiled else (forward_id, handle)
         ctx.set_materialize_grads(False)
+        return run(ctx.op, x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple:

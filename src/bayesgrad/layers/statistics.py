@@ -141,13 +141,13 @@ class LayerStatistics:
     @cached_property
     def inputs(self) -> Tensor:
         """A: the inputs, with a column of ones for the bias, (groups, rows, in)."""
-        rows = torch.cat([self._features(call.module, call.input) for call in self.calls], 1)
+        rows = joined([self._features(call.module, call.input) for call in self.calls])
         return _with_ones(rows) if self._has_ones else rows
 
     @cached_property
     def errors(self) -> Tensor:
         """E, (groups, rows, out); for an Embedding (1, rows, features)."""
-        return torch.cat([_errors(call) for call in self.calls], 1)
+        return joined([_errors(call) for call in self.calls])
 
     # --- moments ---
 
@@ -190,6 +190,11 @@ def _errors(call: LayerCall) -> Tensor:
     if isinstance(call.module, nn.Embedding):
         return layers.lookups_of(call.module, call.input, call.error)[1].flatten(0, 1)[None]
     return layers.errors_of(call.module, call.error).flatten(1, 2)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Rows of several calls, (groups, rows, size)."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
 
 
 def _with_ones(rows: Tensor) -> Tensor:
@@ -243,7 +248,7 @@ class Moment:
 
     def _add_to(self, matrix: Tensor, keep: float, take: float) -> None:
         """matrix <- keep * matrix + take * Σ r r' over the stored rows, in its lower triangle."""
-        rows = self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts, 1)
+        rows = joined(self.parts)
         size = rows.shape[-1]
         if len(matrix) == 1:
             one = rows[0]
@@ -310,7 +315,7 @@ class Moment:
 
 def _strips(size: int) -> list[tuple[int, int]]:
     """Row ranges of a lower triangle. More strips would save operations but use slower, smaller products."""
-    count = 1 if size < 512 else 3
+    count = 1 if size < 512 else 2
     ends = [round(i * size / count) for i in range(count + 1)]
     return list(pairwise(ends))
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bayesgrad.precision.algebra import Precision
-from bayesgrad.precision.linalg import cholesky
+from bayesgrad.precision.linalg import cholesky, inverse_factor
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +69,7 @@ class Blocks(Precision):
         return torch.linalg.solve_triangular(self.factor.mT, self._columns(noise), upper=True).reshape(noise.shape)
 
     def variance(self) -> Tensor:
-        return torch.cholesky_inverse(self.factor).diagonal(dim1=-2, dim2=-1).reshape(self.shape)
+        return inverse_factor(self.factor).square().sum(-2).reshape(self.shape)
 
     def logdet(self) -> Tensor:
         return 2 * self.factor.diagonal(dim1=-2, dim2=-1).log().sum()

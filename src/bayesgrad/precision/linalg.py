@@ -27,7 +27,14 @@ def cholesky(matrix: Tensor, damping: float, name: str) -> Tensor:
 
 def inverse(matrix: Tensor, damping: float, name: str) -> Tensor:
     """(matrix + damping I)^-1."""
-    return torch.cholesky_inverse(cholesky(matrix, damping, name))
+    root = inverse_factor(cholesky(matrix, damping, name))
+    return root.mT @ root
+
+
+def inverse_factor(factor: Tensor) -> Tensor:
+    """L^-1 of a Cholesky factor L: (L L')^-1 = L^-T L^-1. Much faster on CPUs than torch.cholesky_inverse."""
+    eye = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
+    return torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False)
 
 
 def diagonal_inverse(diagonal: Tensor, damping: float, name: str) -> Tensor:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bayesgrad.precision.linalg import inverse_factor
+
 CHUNKS = 8  # the largest number of chunks of a batch; each costs a pass over the factors
 
 
@@ -180,5 +182,5 @@ def _affine(factor: Tensor, scale: Tensor, shift: Tensor | None = None) -> Tenso
 def _mean_precision(factor: Tensor, otherwise: Tensor) -> Tensor:
     """tr(S^-1)/n, (groups,), or `otherwise` if there is no Cholesky factor."""
     root, info = torch.linalg.cholesky_ex(factor)
-    found = torch.cholesky_inverse(root).diagonal(dim1=1, dim2=2).double().mean(1).cpu()
+    found = inverse_factor(root).double().square().sum((1, 2)).div(factor.shape[-1]).cpu()
     return torch.where((info == 0).cpu() & found.isfinite(), found, otherwise)

@@ -24,7 +24,7 @@ from bayesgrad.layers.fisher import check_outputs
 from bayesgrad.layers.modules import Layer, errors_of, inputs_of, rows_in
 from bayesgrad.layers.operations import operation, parameter_gradients
 from bayesgrad.layers.per_example import matmul
-from bayesgrad.layers.statistics import SIDES, LayerStatistics
+from bayesgrad.layers.statistics import SIDES, LayerStatistics, joined
 from bayesgrad.packing import Directions, Product, dense
 from bayesgrad.parts import Groups, Host, Needs, Preconditioner, weak
 from bayesgrad.precision import Kronecker, Precision
@@ -71,7 +71,14 @@ class LayerPreconditioner(Preconditioner):
         labels = [self.from_labels(group) for group in optimizer.param_groups]
         self.needs = Needs(outputs=any(labels))
         self.close()
-        self.recorded = RecordedLayers(self.optimizer, self.fallback, receive=weak(self.receive), only=weak(self.uses))
+        rescaled = not all(group.get("precondition") == "backward" for group in optimizer.param_groups)
+        self.recorded = RecordedLayers(
+            self.optimizer,
+            self.fallback,
+            receive=weak(self.receive),
+            sample_gradients=rescaled or not all(labels),
+            only=weak(self.uses),
+        )
         self.groups = {p: group for group in optimizer.param_groups for p in group["params"]}
         self.forget(observed=True)
 
@@ -358,10 +365,9 @@ def _from_rows(
     layer: Layer, precision: Kronecker, calls: Sequence[LayerCall], factor: Tensor | None = None
 ) -> dict[Tensor | None, Tensor | Product]:
     """factor (E L)'(A R) of each parameter, with the rows of these calls."""
-    errors = torch.cat([errors_of(call.module, call.error).flatten(1, 2) for call in calls], 1)
-    errors = _times(errors, precision.left)
+    errors = _times(joined([errors_of(call.module, call.error).flatten(1, 2) for call in calls]), precision.left)
     errors = errors if factor is None else errors * factor.to(errors)
-    rows = torch.cat([inputs_of(call.module, call.input).flatten(1, 2) for call in calls], 1)
+    rows = joined([inputs_of(call.module, call.input).flatten(1, 2) for call in calls])
     inputs, ones = _inputs_times(layer, rows, precision.right)
     found: dict[Tensor | None, Tensor | Product] = {}
     if layer.weight is not None:
