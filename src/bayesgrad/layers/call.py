@@ -6,7 +6,7 @@ See `layers.recorder` for how it works.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -71,6 +71,12 @@ class Site:
     def __reduce__(self) -> tuple:
         return Site, ()
 
+    def own_nodes(self, nodes: Sequence[Any]) -> list[Any]:
+        """Those that add to gradients of the module's parameters, and not of tensors in their place."""
+        module = self.module()
+        own = () if module is None else module._parameters.values()
+        return [node for node in nodes if any(getattr(node, "variable", None) is p for p in own if p is not None)]
+
     def forward_id(self) -> int:
         return next((recorder.forward_count for ref, _ in self.recorders if (recorder := ref()) is not None), 0)
 
@@ -83,8 +89,15 @@ class Site:
         needs: tuple[bool, bool],
         forward_id: int,
         volatile: bool = False,
+        nodes: Sequence[Any] | None = None,
     ) -> Pair:
-        """Passes input and error to the recorders, and returns the gradients of weight and bias."""
+        """Passes input and error to the recorders, and returns the gradients of weight and bias.
+
+        Args:
+            op, error, x, weight, needs: as in `operations.parameter_gradients`.
+            forward_id, volatile: of the call.
+            nodes: which add to the gradients of weight and bias, if they are known.
+        """
         module = self.module()
         alive = [(recorder, name) for ref, name in self.recorders if (recorder := ref()) is not None]
         if module is None or not alive or not x.numel():
@@ -95,7 +108,9 @@ class Site:
                 with torch.no_grad():
                     recorder.capture(replace(call, name=name, backward_id=recorder.captures))
                 return None, None
-        if not any(_accumulates(p) for p in module.parameters(recurse=False) if p.requires_grad):
+        if nodes is None:
+            nodes = [_node(p) for p in module._parameters.values() if p is not None and p.requires_grad]
+        if not any(map(_is_executed, nodes)):
             return parameter_gradients(op, error, x, weight, needs)
         task = torch._C._current_graph_task_id()
         with torch.no_grad():
@@ -170,7 +185,8 @@ class RecordedLayer(torch.autograd.Function):
             by_weight, by_bias = _compiled_gradients(error, a, w, *compiled, *needs)
             by_weight, by_bias = (g if n else None for g, n in zip((by_weight, by_bias), needs))
         elif (site := SITES.get(ctx.handle)) is not None:
-            by_weight, by_bias = site.gradients(ctx.op, error, a, w, tuple(needs), ctx.forward_id, x.is_leaf)
+            nodes = site.own_nodes([node for node, _ in ctx.next_functions[1:3]])
+            by_weight, by_bias = site.gradients(ctx.op, error, a, w, tuple(needs), ctx.forward_id, x.is_leaf, nodes)
         else:
             by_weight, by_bias = parameter_gradients(ctx.op, error, a, w, needs)
         by_weight, by_bias = (None if g is None else g.to(weight.dtype) for g in (by_weight, by_bias))
@@ -191,13 +207,16 @@ def forward(self: nn.Module, input: Tensor) -> Tensor:
     return RecordedLayer.apply(prepare(self, input), weight, bias, operation(self), *ids)  # pyright: ignore
 
 
-def _accumulates(p: Tensor) -> bool:
-    """Whether the running backward pass adds to `p.grad`."""
+def _is_executed(node: Any) -> bool:
+    """Whether the running backward pass runs a node, which adds to the gradient of a parameter."""
     try:
-        # An operator runs without autograd, which has the node of the parameter.
-        key = torch._C.DispatchKey.AutogradFunctionality  # pyright: ignore[reportAttributeAccessIssue]
-        with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(key, False):  # pyright: ignore
-            node = get_gradient_edge(p).node
         return torch._C._will_engine_execute_node(node)  # pyright: ignore[reportAttributeAccessIssue]
     except RuntimeError:  # raised inside torch.autograd.grad(), which never adds to .grad
         return False
+
+
+def _node(p: Tensor) -> Any:
+    # An operator runs without autograd, which has the node of the parameter.
+    key = torch._C.DispatchKey.AutogradFunctionality  # pyright: ignore[reportAttributeAccessIssue]
+    with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(key, False):  # pyright: ignore
+        return get_gradient_edge(p).node

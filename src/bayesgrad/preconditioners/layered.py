@@ -53,6 +53,7 @@ class LayerPreconditioner(Preconditioner):
 
     sides: ClassVar[tuple[str, ...]] = SIDES  # whose second moments are kept
     factor: ClassVar[str] = "moment"  # the name of each side's matrix in the state
+    scales_errors: ClassVar[bool] = False  # whether it needs to know by what a `GradScaler` multiplied the loss
     on_cpu = ("clock", "damped", "traces")
 
     def __init__(self, fallback: str) -> None:
@@ -76,7 +77,7 @@ class LayerPreconditioner(Preconditioner):
             self.optimizer,
             self.fallback,
             receive=weak(self.receive),
-            sample_gradients=rescaled or not all(labels),
+            sample_gradients=rescaled or (self.scales_errors and not all(labels)),
             only=weak(self.uses),
         )
         self.groups = {p: group for group in optimizer.param_groups for p in group["params"]}

@@ -74,7 +74,7 @@ class RecordedLayers:
         self.marks.close()
 
     def _received(self, call: LayerCall) -> Pair | None:
-        own = [p for p in call.module.parameters(recurse=False) if p.requires_grad]
+        own = [p for p in call.module._parameters.values() if p is not None and p.requires_grad]
         restarted = self.backward_ids.get(id(own[0])) != call.backward_id and self.marks.restarted(own)
         self.backward_ids[id(own[0])] = call.backward_id
         assert self.receive is not None
