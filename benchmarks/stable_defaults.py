@@ -2,12 +2,12 @@
 
 Run: python benchmarks/stable_defaults.py --out runs/stable.jsonl [--write docs/results/stable-defaults.md]
 
-The claim: with default settings FOOF, KFAC, KroneckerFilterFP and NaturalGradient bring the loss below two thirds of its
-start within three times the processor time that AdamW(lr=1e-3) takes for that, on five tasks, for three seeds each, and
-no run diverges. Only required arguments are passed: the model, and where they apply `batch_size`, `likelihood` and
+The claim: with default settings FOOF, KFAC, KroneckerFilterFP and NaturalGradient bring the loss below two thirds of
+its start within three times the processor time that AdamW(lr=1e-3) takes for that, on five tasks, for three seeds each,
+and no run diverges. Only required arguments are passed: the model, and where they apply `batch_size`, `likelihood` and
 `losses_per_example`.
 
-- The start is the loss of the first batch. The loss is the mean of the last ten training losses, from the tenth step on.
+- The start is the loss of the first batch. The loss is the mean of the last ten training losses, from the tenth step.
 - The time is `time.process_time` of whole steps: forward pass, backward pass and optimizer, on one thread. AdamW is
   timed in the same process, with the same network and batches, just before. Kernels are compiled before the clock
   starts, by three steps of a copy.
@@ -29,6 +29,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,10 @@ class Run:
     diverged: str
 
 
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+
 def take_step(optimizer: Any, model: nn.Module, task: Task, x: Tensor, y: Tensor) -> float:
     """The loop that fits every optimizer of the library; torch's own need less of it."""
     if isinstance(optimizer, torch.optim.AdamW):
@@ -220,7 +225,7 @@ def train(task: Task, make: Callable[[nn.Module], Any], model: nn.Module, data: 
     rehearsal = copy.deepcopy(model)
     optimizer, batches = make(rehearsal), task.batches(*data, seed)
     for _ in range(3):
-        take_step(optimizer, rehearsal, task, *next(batches))
+        take_step(optimizer, rehearsal, task, *next(batches))  # pyright: ignore[reportCallIssue]
     optimizer, batches = make(model), task.batches(*data, seed)
     losses: list[float] = []
     run = Run(math.inf, math.inf, math.nan, math.nan, 0, "")
@@ -260,17 +265,10 @@ def compare(task_name: str, names: list[str], seed: int, data_dir: str | None, l
     for name in names:
         grouped = name == "NaturalGradient" and any(isinstance(m, nn.BatchNorm2d) for m in network(False).modules())
         if grouped not in baselines:
-            baselines[grouped] = train(
-                task,
-                lambda m: torch.optim.AdamW(m.parameters(), 1e-3, fused=True),
-                network(grouped),
-                pairs,
-                seed,
-                limit,
-            )
+            baselines[grouped] = train(task, adamw, network(grouped), pairs, seed, limit)
         base = baselines[grouped]
-        options = required(task, name)
-        run = train(task, lambda m: OPTIMIZERS[name](m, **options), network(grouped), pairs, seed, limit)
+        make = partial(OPTIMIZERS[name], **required(task, name))
+        run = train(task, make, network(grouped), pairs, seed, limit)
         yield {"task": task_name, "optimizer": name, "seed": seed, **vars(run), "adamw": vars(base)}
 
 
@@ -291,8 +289,8 @@ def tables(runs: list[dict]) -> list[str]:
     lines = [
         "# Default settings of layer-wise optimizers",
         "",
-        f"`python benchmarks/stable_defaults.py`, {page.setting()}. {passed} of {len(runs)} runs bring the loss below two "
-        f"thirds of its start within {LIMIT:g} times the processor time of AdamW(lr=1e-3); {diverged} diverged. "
+        f"`python benchmarks/stable_defaults.py`, {page.setting()}. {passed} of {len(runs)} runs bring the loss below "
+        f"two thirds of its start within {LIMIT:g} times the processor time of AdamW(lr=1e-3); {diverged} diverged. "
         f"{seeds} seeds. The script says how this is measured.",
         "",
         "Processor time to the target as a multiple of AdamW's, for each seed; in brackets the mean number of steps.",
@@ -323,9 +321,7 @@ def tables(runs: list[dict]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--out", type=Path, required=True, help="a file of JSON lines that finished runs are appended to"
-    )
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines, to which finished runs are appended")
     parser.add_argument("--task", choices=TASKS, action="append", help="may be repeated; all if omitted")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, action="append", help="may be repeated; all if omitted")
     parser.add_argument("--seed", type=int, action="append", help="may be repeated; 0, 1 and 2 if omitted")

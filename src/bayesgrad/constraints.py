@@ -43,6 +43,9 @@ LAYER_OPTIONS: Mapping[str, Constraint] = {
     "max_factor": COUNT,
     "losses_per_example": COUNT,
     "precondition": one_of("step", "backward"),
+    "damping_mode": one_of("absolute", "relative"),
+    "max_norm": POSITIVE,
+    "fallback_lr": NONNEGATIVE,
     "likelihood": one_of("categorical", "bernoulli", "gaussian"),
     "seed": INTEGER,
 }

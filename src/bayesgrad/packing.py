@@ -36,6 +36,10 @@ class Product:
     right: Tensor
     shape: torch.Size
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.left.dtype
+
     def dense(self) -> Tensor:
         return (self.left.T @ self.right).view(self.shape)
 
@@ -54,11 +58,53 @@ class Product:
         (p if shrink == 1 else p.mul_(shrink)).add_(momentum, alpha=-step_scale)
 
 
-Directions = Mapping[Tensor, Tensor | Product]
+@dataclass(frozen=True, eq=False)
+class Scaled:
+    """A direction times a tensor with one element, which the host does not read."""
+
+    values: Tensor
+    factor: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    def dense(self) -> Tensor:
+        return self.values * self.factor.to(self.values)
+
+    def subtract_from(
+        self, p: Tensor, momentum: Tensor | None, keep: float, fresh: float, step_scale: float, shrink: float
+    ) -> None:
+        """As `Product.subtract_from`."""
+        p = p if shrink == 1 else p.mul_(shrink)
+        if momentum is None:
+            p.addcmul_(self.values, self.factor.to(p), value=-step_scale)
+            return
+        momentum.mul_(keep).addcmul_(self.values, self.factor.to(momentum), value=fresh)
+        p.add_(momentum, alpha=-step_scale)
 
 
-def dense(direction: Tensor | Product) -> Tensor:
-    return direction.dense() if isinstance(direction, Product) else direction
+Direction = Tensor | Product | Scaled
+Directions = Mapping[Tensor, Direction]
+
+
+def dense(direction: Direction) -> Tensor:
+    return direction if isinstance(direction, Tensor) else direction.dense()
+
+
+def scaled(direction: Direction, factor: Tensor) -> Direction:
+    """A direction times a tensor with one element."""
+    if isinstance(direction, Product):
+        return Product(direction.left * factor.to(direction.left), direction.right, direction.shape)
+    return Scaled(dense(direction), factor)
+
+
+def square_norm(direction: Direction) -> Tensor:
+    """The sum of squares, as a tensor."""
+    if isinstance(direction, Product):
+        left, right = direction.left, direction.right
+        return torch.sum((left @ left.T) * (right @ right.T))
+    return torch.linalg.vector_norm(dense(direction)).square()
 
 
 class Block:
@@ -123,10 +169,10 @@ class Block:
         for p, state in zip(self.large, self.flat):
             gradient = directions.get(p)
             if (
-                isinstance(gradient, Product)
+                isinstance(gradient, (Product, Scaled))
                 and axpy_coefficients
                 and p.is_contiguous()
-                and gradient.left.dtype == p.dtype
+                and gradient.dtype == p.dtype
             ):
                 gradient.subtract_from(p, state[0].view_as(p) if state else None, *axpy_coefficients)
             elif axpy_coefficients and not state and isinstance(gradient, Tensor) and gradient.dtype == p.dtype:

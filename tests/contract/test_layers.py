@@ -52,13 +52,13 @@ def passes(model: Callable, optimizer: torch.optim.Optimizer, index: int, change
 def fast(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Records the layers whose direction is computed from inputs and errors."""
     used: list[str] = []
-    original = layer_block._from_rows
+    original = layer_block.from_rows
 
     def counted(layer, *args):
         used.append(layer.names[0])
         return original(layer, *args)
 
-    monkeypatch.setattr(layer_block, "_from_rows", counted)
+    monkeypatch.setattr(layer_block, "from_rows", counted)
     return used
 
 

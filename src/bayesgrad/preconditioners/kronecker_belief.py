@@ -12,11 +12,13 @@ from torch import Tensor
 
 from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.statistics import SIDES, LayerStatistics, symmetric
-from bayesgrad.parts import weak
+from bayesgrad.packing import Directions
+from bayesgrad.parts import Groups, weak
 from bayesgrad.precision import Kronecker, Precision, Spectral
 from bayesgrad.precision.linalg import eigenvalues
 from bayesgrad.precision.projection import Factors
 from bayesgrad.preconditioners.layered import MERGED, MERGES, LayerPreconditioner, Settings, store
+from bayesgrad.preconditioners.stability import limit_size
 from bayesgrad.rules.transition import OrnsteinUhlenbeck, Static, average
 from bayesgrad.rules.update import NaturalStep, UpdateRule
 
@@ -190,6 +192,15 @@ class Whitening(LayerBelief):
     def step_scale(self, group: Mapping[str, Any]) -> float:
         lr, batch = float(group["lr"]), group["batch_size"]
         return lr * batch if self.setting(group) else lr * math.sqrt(batch)
+
+    def directions(self, groups: Groups, active: list[list[Tensor]]) -> Directions:
+        owners = {p: group for group in groups for p in group["params"]}
+        limits = []
+        for layer in self.recorded.layers:
+            group = owners[layer.owner]
+            batch = group["batch_size"]
+            limits.append((layer.members, group["max_step"] / (batch if self.setting(group) else math.sqrt(batch))))
+        return limit_size(super().directions(groups, active), limits)
 
     def invert(self, layer: Layer, entry: dict[str, Tensor], group: Mapping[str, Any]) -> None:
         for side in SIDES:

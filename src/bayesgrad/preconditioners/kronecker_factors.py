@@ -14,6 +14,7 @@ from bayesgrad.layers.statistics import SIDES, symmetric
 from bayesgrad.precision import Precision, Spectral
 from bayesgrad.precision.linalg import not_invertible
 from bayesgrad.preconditioners.layered import LayerPreconditioner, store
+from bayesgrad.preconditioners.stability import mean_eigenvalue
 
 
 class InputFactor(LayerPreconditioner):
@@ -34,16 +35,6 @@ class KroneckerFactors(LayerPreconditioner):
     def is_kronecker(self, group: Mapping[str, Any]) -> bool:
         return not group["exact_damping"]
 
-    def dampings(self, entry: Mapping[str, Tensor], group: Mapping[str, Any]) -> dict[str, float]:
-        means = {}
-        for side in SIDES:
-            moment = entry[f"{side}_moment"]
-            diagonal = moment if moment.dim() == 2 else moment.diagonal(dim1=-2, dim2=-1)
-            means[side] = diagonal.mean().item()
-        pi = math.sqrt(means["input"] / means["error"]) if means["error"] > 0 and means["input"] > 0 else 1.0
-        root = math.sqrt(group["damping"])
-        return {"input": pi * root, "error": root / pi}
-
     def invert(self, layer: Layer, entry: dict[str, Tensor], group: Mapping[str, Any]) -> None:
         if not group["exact_damping"]:
             super().invert(layer, entry, group)
@@ -60,9 +51,12 @@ class KroneckerFactors(LayerPreconditioner):
                 spectra[side] = values.clamp(min=0)
                 store(entry, f"{side}_basis", vectors)
         left, right = ("input", "error") if layer.lookup else ("error", "input")
-        spectrum = spectra[left][..., :, None] * spectra[right][..., None, :] + group["damping"]
+        damping = group["damping"]
+        if group["damping_mode"] == "relative":
+            damping *= math.prod(mean_eigenvalue(entry[f"{side}_moment"]) for side in SIDES)
+        spectrum = spectra[left][..., :, None] * spectra[right][..., None, :] + damping
         if not bool((spectrum > 0).all()):
-            raise not_invertible(spectrum, group["damping"], f"the Fisher of layer {layer.names[0]!r}")
+            raise not_invertible(spectrum, damping, f"the Fisher of layer {layer.names[0]!r}")
         store(entry, "spectrum", spectrum)
 
     def precision(self, layer: Layer, group: Mapping[str, Any]) -> Precision:

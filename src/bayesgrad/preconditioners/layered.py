@@ -11,7 +11,8 @@ fewer than outputs. By the option `precondition` it is computed in one of two pl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -21,14 +22,15 @@ from bayesgrad.checkpoint import saved_entry
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.call import LayerCall, Pair
 from bayesgrad.layers.fisher import check_outputs
-from bayesgrad.layers.modules import Layer, errors_of, inputs_of, rows_in
+from bayesgrad.layers.modules import Layer, rows_in
 from bayesgrad.layers.operations import operation, parameter_gradients
-from bayesgrad.layers.per_example import matmul
-from bayesgrad.layers.statistics import SIDES, LayerStatistics, joined
-from bayesgrad.packing import Directions, Product, dense
+from bayesgrad.layers.statistics import SIDES, LayerStatistics
+from bayesgrad.packing import Direction, Directions, dense
 from bayesgrad.parts import Groups, Host, Needs, Preconditioner, weak
 from bayesgrad.precision import Kronecker, Precision
 from bayesgrad.precision.linalg import diagonal_inverse, inverse
+from bayesgrad.preconditioners.rows import InnerProduct, from_rows
+from bayesgrad.preconditioners.stability import limit_norm, split_damping, with_growing_damping
 from bayesgrad.rules.transition import average
 from bayesgrad.sources.recorded_layers import RecordedLayers
 
@@ -41,8 +43,8 @@ class LayerPreconditioner(Preconditioner):
     """Base class: keeps moving averages of each layer's second moments, and their inverses.
 
     The averages are updated every `stats_every` steps and inverted every `update_every` steps. Early in a run the
-    averages change fast and training with an old inverse diverges, so they are inverted whenever the number of steps
-    has grown by a quarter.
+    averages change fast and training with an old inverse diverges, so both happen whenever the number of steps has
+    doubled.
 
     Statistics come from the backward passes of the loss, or from `observe(outputs)`: a label is sampled for each
     output, and the errors at the layers' outputs are stored until the next step.
@@ -81,6 +83,7 @@ class LayerPreconditioner(Preconditioner):
             only=weak(self.uses),
         )
         self.groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+        self.warned: set[str] = set()  # factors that were singular
         self.forget(observed=True)
 
     def forget(self, observed: bool) -> None:
@@ -91,6 +94,7 @@ class LayerPreconditioner(Preconditioner):
         self.kept: dict[Layer, list[LayerCall]] = {}  # the calls of a single backward pass
         self.passes: dict[Layer, int] = {}  # the number of backward passes
         self.preconditioned: set[Layer] = set()  # layers whose `.grad` is preconditioned already
+        self.inner_products: dict[int, InnerProduct] = {}  # of their directions and gradients, by backward pass
 
     def covers(self, p: Tensor) -> bool:
         return any(p is q for layer in self.recorded.layers for q in layer.members)
@@ -164,15 +168,19 @@ class LayerPreconditioner(Preconditioner):
             return None
         self.preconditioned.add(layer)
         precision = self.precision(layer, group)
+        limit = group.get("max_norm", math.inf)
+        inner = self.inner_products.setdefault(call.backward_id, InnerProduct(math.isfinite(limit)))
         if isinstance(precision, Kronecker) and self._rows_are_cheaper(layer, call, group):
-            found = _from_rows(layer, precision, [call])
+            found = from_rows(layer, precision, [call], inner)
         else:
             needs = layer.weight is not None, layer.bias is not None
             weight = call.module._parameters["weight"].to(call.error.dtype)  # pyright: ignore[reportOptionalMemberAccess]
             pair = parameter_gradients(operation(call.module), call.error, call.input, weight, needs)
             kind = compute_dtype(layer.owner.dtype)
-            parts = layer.parted(precision.solve(layer.join([g.to(kind) for g in pair if g is not None])))
-            found = dict(zip(layer.members, parts))
+            gradient = layer.join([g.to(kind) for g in pair if g is not None])
+            solved = precision.solve(gradient)
+            inner.add(solved, gradient)
+            found = dict(zip(layer.members, layer.parted(solved)))
         weight, bias = (None if p is None else dense(found[p]) for p in (layer.weight, layer.bias))
         return weight, bias
 
@@ -194,7 +202,12 @@ class LayerPreconditioner(Preconditioner):
         """Whether statistics are due in the next step."""
         entry = self.optimizer.state.get(layer.owner, {})
         clock = entry.get("clock")
-        return clock is None or int(entry.get("step", 0)) + 1 - int(clock[MERGED]) >= group["stats_every"]
+        return clock is None or self.is_due(entry, MERGED, group["stats_every"])
+
+    def is_due(self, entry: Mapping[str, Tensor], what: int, every: int) -> bool:
+        """Whether something that the clock counts is due: after `every` steps, or when the steps have doubled."""
+        last, step = int(entry["clock"][what]), int(entry.get("step", 0)) + 1
+        return step >= last + min(max(1, last), every)
 
     def statistics(self, current: list[Layer], settings: Settings) -> dict[Layer, LayerStatistics]:
         """The data to merge in this step, by layer. A layer that never had any is trained by the fallback."""
@@ -244,9 +257,10 @@ class LayerPreconditioner(Preconditioner):
         return self._directions(known, settings)
 
     def _directions(self, known: list[Layer], settings: Settings) -> Directions:
-        """The preconditioned gradients of layers, for each parameter."""
-        found: dict[Any, Tensor | Product] = {}
-        marks = self.recorded.marks
+        """The preconditioned gradients d of layers, for each parameter; their norm is bounded by `max_norm`."""
+        found: dict[Any, Direction] = {}
+        limit = settings[known[0]].get("max_norm", math.inf) if known else math.inf
+        marks, inner = self.recorded.marks, InnerProduct(math.isfinite(limit))
         few = {layer for layer in known if layer in self.kept and marks.untouched(layer.members)}
         factor = marks.factor() if few else None
         for layer in known:
@@ -254,10 +268,15 @@ class LayerPreconditioner(Preconditioner):
             if layer in self.preconditioned:
                 found |= {p: p.grad for p in layer.members if p.grad is not None}
             elif layer in few and isinstance(precision, Kronecker):
-                found |= _from_rows(layer, precision, self.kept[layer], factor)
+                found |= from_rows(layer, precision, self.kept[layer], inner, factor)
             else:
-                found |= layer.split(precision.solve(layer.matrix()))
-        return found
+                gradient = layer.matrix()
+                solved = precision.solve(gradient)
+                inner.add(solved, gradient)
+                found |= layer.split(solved)
+        if self.inner_products:
+            inner.join(self.inner_products.values(), marks.factor())
+        return limit_norm(found, limit, inner.total)
 
     def _refresh(self, layer: Layer, statistics: LayerStatistics | None, group: Mapping[str, Any]) -> None:
         entry = self.optimizer.state[layer.owner]
@@ -268,7 +287,7 @@ class LayerPreconditioner(Preconditioner):
             self.merge(layer, entry, statistics, group)
             clock[MERGED] = step
         last, setting = int(clock[INVERTED]), self.setting(group)
-        due = int(clock[MERGED]) > last and step >= last + min(max(1, last // 4), group["update_every"])
+        due = int(clock[MERGED]) > last and self.is_due(entry, INVERTED, group["update_every"])
         if not last or due or float(entry["damped"]) != setting:
             entry["damped"] = torch.tensor(setting, dtype=torch.float64)
             self.invert(layer, entry, group)
@@ -279,8 +298,8 @@ class LayerPreconditioner(Preconditioner):
         return float(group["damping"])
 
     def dampings(self, entry: Mapping[str, Tensor], group: Mapping[str, Any]) -> dict[str, float]:
-        """The damping of each side."""
-        return {"input": group["damping"]}
+        """What is added to the factor of each side."""
+        return split_damping({side: entry[f"{side}_moment"] for side in self.sides}, group)
 
     def invert(self, layer: Layer, entry: dict[str, Tensor], group: Mapping[str, Any]) -> None:
         """Computes from the factors what `precision` reads."""
@@ -288,7 +307,8 @@ class LayerPreconditioner(Preconditioner):
             moment = entry[f"{side}_moment"]
             invert = diagonal_inverse if moment.dim() == 2 else inverse
             name = f"the {side} factor of layer {layer.names[0]!r}"
-            store(entry, f"{side}_inverse", invert(moment, float(damping), name))
+            found, _ = with_growing_damping(invert, moment, float(damping), name, self.warned)
+            store(entry, f"{side}_inverse", found)
 
     def precision(self, layer: Layer, group: Mapping[str, Any]) -> Precision:
         """The precision of [W b]."""
@@ -357,48 +377,3 @@ def store(entry: dict[str, Tensor], name: str, value: Tensor) -> None:
         entry[name].copy_(value)
     else:
         entry[name] = value
-
-
-# --- directions ---
-
-
-def _from_rows(
-    layer: Layer, precision: Kronecker, calls: Sequence[LayerCall], factor: Tensor | None = None
-) -> dict[Tensor | None, Tensor | Product]:
-    """factor (E L)'(A R) of each parameter, with the rows of these calls."""
-    errors = _times(joined([errors_of(call.module, call.error).flatten(1, 2) for call in calls]), precision.left)
-    errors = errors if factor is None else errors * factor.to(errors)
-    rows = joined([inputs_of(call.module, call.input).flatten(1, 2) for call in calls])
-    inputs, ones = _inputs_times(layer, rows, precision.right)
-    found: dict[Tensor | None, Tensor | Product] = {}
-    if layer.weight is not None:
-        if len(inputs) == 1:
-            found[layer.weight] = Product(errors[0], inputs[0], layer.weight.shape)
-        else:
-            found[layer.weight] = torch.bmm(errors.mT, inputs).view(layer.weight.shape)
-    if ones is not None and layer.bias is not None:
-        found[layer.bias] = matmul(errors.mT, ones).view(layer.bias.shape)
-    return found
-
-
-def _inputs_times(layer: Layer, rows: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """A times a factor, without forming the column of ones: the columns of the weight and that of the bias."""
-    size = rows.shape[-1] if layer.weight is not None else 0
-    rows = rows[..., :size]
-    if layer.bias is None:
-        return _times(rows, factor), None
-    if factor is None:
-        return rows, rows.new_ones(*rows.shape[:-1], 1)
-    if factor.dim() == 2:
-        return rows * factor[:, None, :size], factor[:, None, size:].expand(-1, rows.shape[1], -1)
-    if len(factor) > 1:
-        found = torch.baddbmm(factor[:, size:], rows, factor[:, :size])
-    else:
-        found = torch.addmm(factor[0, size:], rows[0], factor[0, :size])[None]
-    return found[..., :size], found[..., size:]
-
-
-def _times(rows: Tensor, factor: Tensor | None) -> Tensor:
-    if factor is None:
-        return rows
-    return matmul(rows, factor) if factor.dim() == 3 else rows * factor[:, None]

@@ -47,9 +47,12 @@ class NetworkPreconditioner(Preconditioner):
         return int(clock[MERGES])
 
     def due(self, every: int) -> bool:
-        """Whether the matrix is to be updated in the next step."""
+        """Whether the matrix is to be updated in the next step: after `every`, or when the steps have doubled."""
         clock = self.clock()
-        return clock is None or self.steps_taken() + 1 - int(clock[MERGED]) >= every
+        if clock is None:
+            return True
+        last = int(clock[MERGED])
+        return self.steps_taken() + 1 >= last + min(max(1, last), every)
 
     def steps_taken(self) -> int:
         return max((int(entry["step"]) for entry in self.optimizer.state.values() if "step" in entry), default=0)

@@ -21,10 +21,11 @@ from bayesgrad.layers.per_example import (
     is_stored,
     restored,
 )
-from bayesgrad.packing import Directions, gradient_of
+from bayesgrad.packing import Directions, dense, gradient_of
 from bayesgrad.parts import Groups, Host, Needs, weak
 from bayesgrad.precision.linalg import cholesky
 from bayesgrad.preconditioners.network import NetworkPreconditioner
+from bayesgrad.preconditioners.stability import limit_norm, with_growing_damping
 from bayesgrad.rules.update import MOMENTUM
 from bayesgrad.sources.recorded_layers import RecordedLayers
 
@@ -50,6 +51,8 @@ class Woodbury(NetworkPreconditioner):
         self.gradient_factor: Tensor | None = None
         self.checked: dict[Any, set[int]] = {}  # see `gather_gradients`
         self.unexplained: set[int] = set()
+        self.dampings: dict[Tensor, float] = {}  # λ, by parameter
+        self.warned: set[str] = set()
         self.predicted_change: float | None = None  # of the loss, by the quadratic model
         self.momentum = 0.0  # by the quadratic model
 
@@ -134,11 +137,14 @@ class Woodbury(NetworkPreconditioner):
         for block in self._blocks_of(columns, groups[0]):
             own = {p: columns[p] for p in block}
             found |= self._solved(own, owners[block[0]], fresh)
-        if found and groups[0]["step_size"] == "quadratic":
-            self._scale_by_model(found, columns, groups[0])
+        if not found or groups[0]["step_size"] == "quadratic":
+            self._scale_by_model(found, columns)
+            bounded: Directions = found
+        else:
+            bounded = limit_norm(found, groups[0]["max_norm"])
         if groups[0]["adapt_damping"]:
-            self._predict(found, columns, owners)
-        return found
+            self._predict({p: dense(d) for p, d in bounded.items()}, columns, owners)
+        return bounded
 
     def _merge(self) -> bool:
         """Replaces the Fisher matrix by the observed one; True if labels were given, perhaps those of this batch."""
@@ -174,9 +180,10 @@ class Woodbury(NetworkPreconditioner):
     ) -> dict[Tensor, Tensor]:
         """The preconditioned gradient of one block."""
         params = list(columns)
-        count, damping = columns[params[0]].count, float(group["damping"])
+        count = columns[params[0]].count
         scale = 1 / math.sqrt(count * group["losses_per_example"])
-        factor = self._dual(columns, damping, scale**2)
+        factor, damping = self._dual(columns, float(group["damping"]), scale**2)
+        self.dampings |= dict.fromkeys(params, damping)
         if fresh and (c := _common_factor(columns)) is not None:
             rest = torch.full((count, 1), c / scale, dtype=factor.dtype, device=factor.device)
             weights = scale * torch.cholesky_solve(rest, factor)[:, 0]
@@ -196,8 +203,10 @@ class Woodbury(NetworkPreconditioner):
         factor = self.gradient_factor
         return found if factor is None else found * factor.to(found)
 
-    def _dual(self, columns: Mapping[Tensor, PerExampleGradients], damping: float, weight: float) -> Tensor:
-        """The Cholesky factor of λI + G'G, cached in the state of the block's first parameter."""
+    def _dual(
+        self, columns: Mapping[Tensor, PerExampleGradients], damping: float, weight: float
+    ) -> tuple[Tensor, float]:
+        """The Cholesky factor of λI + G'G, cached in the state of the block's first parameter, and λ."""
         owner = next(iter(columns))
         entry, device = self.optimizer.state[owner], owner.device
         order = self.params
@@ -208,10 +217,11 @@ class Woodbury(NetworkPreconditioner):
             entry["gram"] = torch.stack([g.to(device, dtype) for g in grams]).sum(0) * weight
             entry["gram_of"] = members
             entry.pop("dual", None)
-        if "dual" not in entry or float(entry["dual_damping"]) != damping:
-            entry["dual"] = cholesky(entry["gram"], damping, "the Gram matrix of the gradients")
-            entry["dual_damping"] = torch.tensor(damping, dtype=torch.float64)
-        return entry["dual"]
+        if "dual" not in entry or float(entry["dual_damping"][0]) != damping:
+            name = "the Gram matrix of the gradients"
+            entry["dual"], used = with_growing_damping(cholesky, entry["gram"], damping, name, self.warned)
+            entry["dual_damping"] = torch.tensor([damping, used], dtype=torch.float64)  # asked for, and used
+        return entry["dual"], float(entry["dual_damping"][1])
 
     # --- the quadratic model ---
 
@@ -229,18 +239,19 @@ class Woodbury(NetworkPreconditioner):
             total += (rows @ rows.T / (count * self.optimizer.param_groups[0]["losses_per_example"])).cpu()
         return total
 
-    def _scale_by_model(
-        self, found: dict[Tensor, Tensor], columns: Mapping[Tensor, PerExampleGradients], group: Mapping[str, Any]
-    ) -> None:
+    def _scale_by_model(self, found: dict[Tensor, Tensor], columns: Mapping[Tensor, PerExampleGradients]) -> None:
         """Scales direction and momentum buffer to the minimum of g'δ + δ'(F + λI)δ/2 over δ = -(a d + m b)."""
+        if not found:
+            return
         state = self.optimizer.state
         buffers = {p: state[p][MOMENTUM] for p in found if MOMENTUM in state.get(p, {})}
         vectors = (
             [found, buffers] if len(buffers) == len(found) and any(bool(b.any()) for b in buffers.values()) else [found]
         )
         inner = torch.stack([_dot({p: gradient_of(p) for p in found}, v) for v in vectors])
-        norms = torch.stack([torch.stack([_dot(a, b) for a in vectors]) for b in vectors])
-        matrix = self._fisher_products(vectors, columns) + float(group["damping"]) * norms
+        damped = [{p: self.dampings[p] * v[p] for p in found} for v in vectors]
+        norms = torch.stack([torch.stack([_dot(a, b) for a in damped]) for b in vectors])
+        matrix = self._fisher_products(vectors, columns) + norms
         best = torch.linalg.lstsq(matrix, inner[:, None]).solution[:, 0].tolist()
         for p in found:
             found[p] = best[0] * found[p]

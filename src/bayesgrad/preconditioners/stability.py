@@ -1,0 +1,125 @@
+"""What keeps steps with inverse matrices stable: bounds of a step, relative damping, damping that grows if needed."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesgrad.packing import Directions, dense, gradient_of, scaled, square_norm
+
+ATTEMPTS = 20  # how often damping grows tenfold before a matrix is given up
+
+
+# --- bounds of a step ---
+
+
+def limit_norm(directions: Directions, limit: float, square: Tensor | None = None) -> Directions:
+    """Directions d times min(1, limit/sqrt(d·g)), with the gradients g; the inner product is over all parameters.
+
+    For d = P^-1 g, sqrt(d·g) is the norm of d in the metric P. The factor stays a tensor: nothing is read from the
+    device.
+
+    Args:
+        directions: by parameter.
+        limit: `inf` for no bound.
+        square: d·g, if it is known.
+    """
+    if not directions or math.isinf(limit):
+        return directions
+    if square is None:
+        parts = [inner_product(dense(d), gradient_of(p)) for p, d in directions.items()]
+        square = torch.stack([part.to(parts[0]) for part in parts]).sum()
+    factor = (limit * square.clamp(min=torch.finfo(square.dtype).tiny).rsqrt()).clamp(max=1)
+    return {p: scaled(d, factor) for p, d in directions.items()}
+
+
+def inner_product(a: Tensor, b: Tensor) -> Tensor:
+    return torch.dot(a.reshape(-1), b.to(a).reshape(-1))
+
+
+def limit_size(directions: Directions, blocks: Iterable[tuple[Sequence[Tensor], float]]) -> Directions:
+    """Directions times min(1, limit/r), with r the root mean square of the entries in a block of parameters.
+
+    Args:
+        directions: by parameter.
+        blocks: parameters, and the limit.
+    """
+    found = dict(directions)
+    for members, limit in blocks:
+        params = [p for p in members if p in found]
+        if not params or math.isinf(limit):
+            continue
+        squares = [square_norm(found[p]) for p in params]
+        size = (torch.stack([s.to(squares[0]) for s in squares]).sum() / sum(p.numel() for p in params)).sqrt()
+        factor = (limit / size.clamp(min=torch.finfo(size.dtype).tiny)).clamp(max=1)
+        found |= {p: scaled(found[p], factor) for p in params}
+    return found
+
+
+# --- damping ---
+
+
+def mean_eigenvalue(moment: Tensor) -> float:
+    """The mean of the eigenvalues of a matrix, or of the entries of a diagonal."""
+    diagonal = moment if moment.dim() == 2 else moment.diagonal(dim1=-2, dim2=-1)
+    return float(diagonal.mean())
+
+
+def split_damping(moments: Mapping[str, Tensor], group: Mapping[str, Any]) -> dict[str, float]:
+    """What is added to each of one or two factors, so that about `damping` is added to their Kronecker product.
+
+    With λ = `damping`, n factors and m the mean eigenvalue of a factor, this is λ^(1/n) m if `damping_mode` is
+    "relative". Else it is λ for one factor, and π√λ and √λ/π for two, with π^2 the ratio of their mean eigenvalues.
+    """
+    means = {side: mean_eigenvalue(moment) for side, moment in moments.items()}
+    share = float(group["damping"]) ** (1 / len(means))
+    if group["damping_mode"] == "relative":
+        return {side: share * (mean if mean else 1.0) for side, mean in means.items()}  # 1 without data
+    if len(means) == 1 or min(means.values()) <= 0:
+        return dict.fromkeys(means, share)
+    first, second = means
+    pi = math.sqrt(means[first] / means[second])
+    return {first: pi * share, second: share / pi}
+
+
+def with_growing_damping(
+    invert: Callable[[Tensor, float, str], Tensor], matrix: Tensor, damping: float, name: str, warned: set[str]
+) -> tuple[Tensor, float]:
+    """invert(matrix, damping, name), with damping multiplied by ten until the matrix is positive; one warning says so.
+
+    Args:
+        invert: raises ValueError for a matrix that is singular with this damping.
+        matrix: to invert.
+        damping: the first to try; 0 never grows.
+        name: of the matrix.
+        warned: names of matrices that a warning has named.
+
+    Returns:
+        The result, and the damping.
+
+    Raises:
+        ValueError: the matrix is singular, and damping is 0.
+        FloatingPointError: the matrix has entries that are not finite.
+    """
+    given = damping
+    for attempt in range(ATTEMPTS + 1):
+        try:
+            found = invert(matrix, damping, name)
+        except ValueError:
+            if not damping or attempt == ATTEMPTS:
+                raise
+            damping *= 10
+        else:
+            break
+    if damping != given and name not in warned:
+        warned.add(name)
+        warnings.warn(
+            f"{name} is singular with damping {given:g} and was inverted with damping {damping:g}: raise damping.",
+            stacklevel=2,
+        )
+    return found, damping  # pyright: ignore[reportPossiblyUnboundVariable]
