@@ -92,11 +92,17 @@ def eigenvalues(matrix: Tensor) -> tuple[Tensor, Tensor | None]:
     """Eigenvalues (..., n), clamped at zero, and eigenvectors of a symmetric matrix; a diagonal has None for them."""
     if matrix.dim() == 2:
         return matrix, None
-    try:
-        values, vectors = torch.linalg.eigh(matrix)
-    except torch.linalg.LinAlgError:  # it may converge in float64
-        values, vectors = (part.to(matrix) for part in torch.linalg.eigh(matrix.double()))
-    return values.clamp(min=0), vectors
+    for dtype in dict.fromkeys((matrix.dtype, torch.float64)):
+        try:
+            values, vectors = torch.linalg.eigh(matrix.to(dtype))
+        except torch.linalg.LinAlgError:  # it may converge in float64
+            if dtype == torch.float64:
+                raise
+            continue
+        # LAPACK can return NaN for a finite matrix with many equal eigenvalues, without an error.
+        if dtype == torch.float64 or bool(torch.isfinite(vectors).all()):
+            return values.to(matrix).clamp(min=0), vectors.to(matrix)
+    raise AssertionError  # the last dtype returns or raises
 
 
 def not_invertible(matrix: Tensor, damping: float, name: str) -> Exception:

@@ -12,7 +12,7 @@ from torch import Tensor
 from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.statistics import SIDES, symmetric
 from bayesgrad.precision import Precision, Spectral
-from bayesgrad.precision.linalg import not_invertible
+from bayesgrad.precision.linalg import eigenvalues, not_invertible
 from bayesgrad.preconditioners.layered import LayerPreconditioner, store
 from bayesgrad.preconditioners.stability import mean_eigenvalue
 
@@ -47,9 +47,8 @@ class KroneckerFactors(LayerPreconditioner):
             if moment.dim() == 2:  # a diagonal needs no eigenvectors
                 spectra[side] = moment
             else:
-                values, vectors = torch.linalg.eigh(moment)
-                spectra[side] = values.clamp(min=0)
-                store(entry, f"{side}_basis", vectors)
+                spectra[side], vectors = eigenvalues(moment)
+                store(entry, f"{side}_basis", vectors)  # pyright: ignore[reportArgumentType]
         left, right = ("input", "error") if layer.lookup else ("error", "input")
         damping = group["damping"]
         if group["damping_mode"] == "relative":

@@ -76,7 +76,7 @@ def split_damping(moments: Mapping[str, Tensor], group: Mapping[str, Any]) -> di
     With λ = `damping`, n factors and m the mean eigenvalue of a factor, this is λ^(1/n) m if `damping_mode` is
     "relative". Else it is λ for one factor, and π√λ and √λ/π for two, with π^2 the ratio of their mean eigenvalues.
     """
-    means = {side: mean_eigenvalue(moment) for side, moment in moments.items()}
+    means: dict[str, float] = {side: mean_eigenvalue(moment) for side, moment in moments.items()}
     share = float(group["damping"]) ** (1 / len(means))
     if group["damping_mode"] == "relative":
         return {side: share * (mean if mean else 1.0) for side, mean in means.items()}  # 1 without data
