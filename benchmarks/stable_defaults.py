@@ -223,10 +223,10 @@ def take_step(optimizer: Any, model: nn.Module, task: Task, x: Tensor, y: Tensor
 def train(task: Task, make: Callable[[nn.Module], Any], model: nn.Module, data: Any, seed: int, limit: float) -> Run:
     """Trains until twice the steps to the target, or until the time is over."""
     rehearsal = copy.deepcopy(model)
-    optimizer, batches = make(rehearsal), task.batches(*data, seed)
+    optimizer, batches = make(rehearsal), task.batches(data[0], data[1], seed)
     for _ in range(3):
-        take_step(optimizer, rehearsal, task, *next(batches))  # pyright: ignore[reportCallIssue]
-    optimizer, batches = make(model), task.batches(*data, seed)
+        take_step(optimizer, rehearsal, task, *next(batches))
+    optimizer, batches = make(model), task.batches(data[0], data[1], seed)
     losses: list[float] = []
     run = Run(math.inf, math.inf, math.nan, math.nan, 0, "")
     elapsed = 0.0

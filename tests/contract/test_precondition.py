@@ -88,10 +88,15 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
     ),
 }
 RULES: dict[str, Callable[..., Any]] = {
-    "FOOF": lambda m, **k: FOOF(m, lr=0.1, damping=0.3, stats_every=1, **k),
-    "KFAC": lambda m, **k: KFAC(m, lr=0.1, damping=0.3, stats_every=1, **k),
+    "FOOF": lambda m, **k: FOOF(m, lr=0.1, damping=0.3, stats_every=1, **{"max_norm": math.inf, **k}),
+    "KFAC": lambda m, **k: KFAC(m, lr=0.1, damping=0.3, stats_every=1, **{"max_norm": math.inf, **k}),
     "KroneckerFilterFP": lambda m, **k: KroneckerFilterFP(
-        m, lr=0.01, batch_size=BATCH, momentum=0.0, stats_every=1, fisher="empirical", **k
+        m,
+        lr=0.01,
+        batch_size=BATCH,
+        stats_every=1,
+        fisher="empirical",
+        **{"max_step": math.inf, "momentum": 0.0, **k},
     ),
 }
 
@@ -225,6 +230,52 @@ def test_a_model_compiled_in_one_graph_gives_the_eager_numbers(rule: str, backen
                 opt.step()
     for p, q in zip(model.parameters(), other.parameters()):
         torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+@pytest.mark.parametrize("place", ["step", "backward"])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", ["plain", "repeated calls", "convolution", "groups", "embedding"])
+def test_steps_are_bounded_alike_in_both_places(name: str, rule: str, place: str, momentum: float) -> None:
+    """By sqrt(d·g) over all layers, or by the root mean square of d in each layer."""
+    if name == "repeated calls" and place == "backward" and rule != "KroneckerFilterFP":
+        pytest.skip("two calls in one pass are two contributions to the norm, of which it is the upper bound")
+    torch.manual_seed(0)
+    make, data = MODELS[name]
+    model = make()
+    limit = 0.01
+    bound = {"max_step": limit} if rule == "KroneckerFilterFP" else {"max_norm": limit}
+    optimizer = RULES[rule](model, precondition=place, **bound, momentum=momentum)
+    names = {id(p): name for name, p in model.named_parameters()}
+    known = optimizer.preconditioner.recorded.layers
+    scale = 0.01 * math.sqrt(BATCH) if rule == "KroneckerFilterFP" else 0.1
+    for step in range(3):
+        x, y = data(BATCH), torch.randint(CLASSES, (BATCH,))
+        wanted = gradients(model, x, y)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        sides = {layer: factors(optimizer, layer) for layer in known}
+        old = {p: optimizer.state[p]["momentum"].clone() for p in optimizer.state if "momentum" in optimizer.state[p]}
+        optimizer.zero_grad()
+        outputs = model(x)
+        optimizer.observe(outputs)
+        F.cross_entropy(outputs, y).backward()
+        optimizer.step()
+        if place == "step" or step == 0:
+            sides = {layer: factors(optimizer, layer) for layer in known}
+        found = {layer: solved(layer, names, wanted, sides[layer]) for layer in known}
+        square = sum(float((d * wanted[name]).sum()) for own in found.values() for name, d in own.items())
+        assert square > limit**2
+        for layer, own in found.items():
+            size = math.sqrt(sum(float(d.square().sum()) for d in own.values()) / sum(d.numel() for d in own.values()))
+            factor = limit / math.sqrt(square)
+            if rule == "KroneckerFilterFP":
+                factor = min(1.0, limit / math.sqrt(BATCH) / size)
+            for p in layer.members if not momentum else ():
+                moved = (before[names[id(p)]] - p.detach()) / scale
+                torch.testing.assert_close(moved, factor * own[names[id(p)]], rtol=1e-7, atol=1e-9)
+            for p in layer.members if momentum and rule != "KroneckerFilterFP" and old else ():
+                wanted_momentum = momentum * old[p] + factor * own[names[id(p)]]
+                torch.testing.assert_close(optimizer.state[p]["momentum"], wanted_momentum, rtol=1e-7, atol=1e-9)
 
 
 def test_derivatives_of_preconditioned_gradients_are_refused() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +12,12 @@ from torch.nn import functional as F
 
 from bayesgrad import SubsampledFisher
 from bayesgrad.optim import FOOF, KFAC
+
+PLAIN: dict[str, Any] = {
+    "damping_mode": "absolute",
+    "max_norm": math.inf,
+    "stats_every": 1,
+}  # the equations of the paper
 
 D = torch.float64
 
@@ -40,7 +49,9 @@ def test_layers_over_steps(likelihood: str, exact: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 30), nn.Tanh(), nn.Linear(30, 3)).to(D)
     lr, damping, ema = 0.1, 0.05, 0.8
-    optimizer = KFAC(model, lr, damping=damping, ema=ema, likelihood=likelihood, exact_damping=exact, update_every=1)
+    optimizer = KFAC(
+        model, lr, damping=damping, ema=ema, likelihood=likelihood, exact_damping=exact, update_every=1, **PLAIN
+    )
     moments = [[torch.zeros(5, 5, dtype=D), torch.zeros(30, 30, dtype=D)]]
     moments += [[torch.zeros(31, 31, dtype=D), torch.zeros(3, 3, dtype=D)]]
     for t in range(1, 5):
@@ -72,7 +83,7 @@ def test_one_example_is_exact() -> None:
     """For one example the Fisher of a layer is the Kronecker product: (F + damping I)^-1 g with exact damping."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(D)
-    optimizer = KFAC(model, lr=1.0, damping=0.1, exact_damping=True)
+    optimizer = KFAC(model, lr=1.0, damping=0.1, exact_damping=True, **PLAIN)
     x, y = torch.randn(1, 3, dtype=D), torch.tensor([1])
     outputs = model(x)
     optimizer.observe(outputs, labels=y)
@@ -100,7 +111,7 @@ def test_tends_to_foof_as_the_damping_of_errors_grows(relative: float, bound: fl
     lE = (relative * mean_E).item()
     damping = (lE * (mean_A / mean_E).sqrt().item()) ** 2
     lA = damping / lE
-    kfac, foof = KFAC(model, lr=lE, damping=damping), FOOF(other, lr=1.0, damping=lA)
+    kfac, foof = KFAC(model, lr=lE, damping=damping, **PLAIN), FOOF(other, lr=1.0, damping=lA, **PLAIN)
     outputs = model(x)
     kfac.observe(outputs, labels=y)
     start = flat(model)
@@ -116,7 +127,7 @@ def test_tends_to_foof_as_the_damping_of_errors_grows(relative: float, bound: fl
 def test_positions_are_expanded_or_reduced(sharing: str) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(4, 3).to(D)
-    optimizer = KFAC(layer, lr=1.0, damping=0.05, sharing=sharing)
+    optimizer = KFAC(layer, lr=1.0, damping=0.05, sharing=sharing, **PLAIN)
     x, y = torch.randn(6, 5, 4, dtype=D), torch.randint(0, 3, (6, 5))
     outputs = layer(x)
     optimizer.observe(outputs, labels=y)
@@ -138,7 +149,7 @@ def test_the_trace_of_an_expanded_block_is_near_the_exact_one() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(4 * 36, 10)).to(D)
     x = torch.randn(200, 1, 8, 8, dtype=D)
-    optimizer = KFAC(model, damping=1.0)
+    optimizer = KFAC(model, damping=1.0, **PLAIN)
     outputs = model(x)
     optimizer.observe(outputs)
     outputs.square().mean().backward()
@@ -153,7 +164,7 @@ def test_sampled_labels_give_the_expected_error_factor() -> None:
     """E[e e'] for labels from the model is the mean of diag(p) - pp', within five standard errors."""
     torch.manual_seed(0)
     layer = nn.Linear(3, 4).to(D)
-    optimizer = KFAC(layer, damping=1.0, seed=3)
+    optimizer = KFAC(layer, damping=1.0, seed=3, **PLAIN)
     x = torch.randn(20_000, 3, dtype=D)
     outputs = layer(x)
     optimizer.observe(outputs)
@@ -171,7 +182,7 @@ def test_sampled_labels_give_the_expected_error_factor() -> None:
 def test_embedding_has_a_diagonal_and_an_error_factor() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(6, 3), nn.Flatten(), nn.Linear(6, 4, bias=False)).to(D)
-    optimizer = KFAC(model, lr=1.0, damping=0.04)
+    optimizer = KFAC(model, lr=1.0, damping=0.04, **PLAIN)
     x, y = torch.tensor([[0, 1], [2, 2], [5, 0]]), torch.tensor([1, 0, 3])
     outputs = model(x)
     optimizer.observe(outputs, labels=y)
@@ -188,7 +199,7 @@ def test_embedding_has_a_diagonal_and_an_error_factor() -> None:
 def test_exact_damping_of_a_diagonal_side() -> None:
     torch.manual_seed(0)
     layer = nn.Linear(6, 3, bias=False).to(D)
-    optimizer = KFAC(layer, lr=1.0, damping=0.05, exact_damping=True, max_factor=5)
+    optimizer = KFAC(layer, lr=1.0, damping=0.05, exact_damping=True, max_factor=5, **PLAIN)
     x, y = torch.randn(9, 6, dtype=D), torch.randint(0, 3, (9,))
     outputs = layer(x)
     optimizer.observe(outputs, labels=y)

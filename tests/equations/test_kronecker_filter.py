@@ -72,7 +72,7 @@ def test_steady_state_over_steps(prior: float, how: str) -> None:
     """Moments, s_ij, averaged steps and decay; given labels are the empirical errors."""
     model, B, lr, ema, decay = network(), 6, 0.01, 0.8, 0.5
     options = {"batch_size": B, "prior_std": prior, "ema": ema, "weight_decay": decay, "fisher": how}
-    optimizer = KroneckerFilterFP(model, lr, update_every=1, **options)
+    optimizer = KroneckerFilterFP(model, lr, update_every=1, stats_every=1, max_step=math.inf, **options)
     moments = [[0.0, 0.0], [0.0, 0.0]]
     momentum = [0.0, 0.0]
     expected: list[torch.Tensor] = []
@@ -122,7 +122,7 @@ def test_equals_adabayes_fp_on_a_single_weight_with_constant_input(prior: float)
     twin.load_state_dict(model.state_dict())
     options = {"fisher": "empirical", "likelihood": "gaussian", "ema": 0.999, "update_every": 1, "weight_decay": 0.1}
     options |= {"batch_size": 1, "prior_std": prior, "momentum": 0.0}
-    optimizer = KroneckerFilterFP(model, 1e-2, **options)
+    optimizer = KroneckerFilterFP(model, 1e-2, stats_every=1, max_step=math.inf, **options)
     reference = AdaBayesFP(twin.parameters(), 1e-2, sgd_lr=prior**2, weight_decay=0.1, betas=(0.0, 0.999))
     x, generator = torch.full((1, 1), 1.7, dtype=D), torch.Generator().manual_seed(0)
     for _ in range(50):
@@ -181,7 +181,9 @@ def test_filter_equals_adabayes_on_a_single_weight() -> None:
 
 def test_centred_errors_lose_the_mean_of_earlier_batches() -> None:
     model, B = network(), 6
-    optimizer = KroneckerFilterFP(model, 0.01, batch_size=B, fisher="centered", ema=0.0)
+    optimizer = KroneckerFilterFP(
+        model, 0.01, batch_size=B, fisher="centered", ema=0.0, stats_every=1, max_step=math.inf
+    )
     mean = None
     for t, seen in steps(model, optimizer, range(1, 4)):
         e = seen[1][1]
@@ -284,7 +286,7 @@ def test_posterior_is_the_matrix_normal_that_moved_the_mean(rule: type, prior: f
 def test_linear_predictions_use_the_joint_covariance() -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 2).to(D)
-    optimizer = KroneckerFilterFP(model, 0.01, batch_size=6, likelihood="gaussian")
+    optimizer = KroneckerFilterFP(model, 0.01, batch_size=6, likelihood="gaussian", max_step=math.inf)
     x, _ = data(0)
     outputs = model(x)
     optimizer.observe(outputs)

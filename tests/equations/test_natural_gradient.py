@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +12,8 @@ from torch.nn import functional as F
 
 from bayesgrad import SubsampledFisher
 from bayesgrad.optim import NaturalGradient
+
+PLAIN: dict[str, Any] = {"max_norm": math.inf, "update_every": 1}  # the equations of the paper
 
 D = torch.float64
 
@@ -41,7 +46,9 @@ def conv() -> nn.Sequential:
 @pytest.mark.parametrize("blocks", ["full", "layer"])
 def test_independent_batch_against_a_dense_solve(build, blocks: str) -> None:
     model = build()
-    optimizer = NaturalGradient(model, lr=0.1, damping=0.05, blocks=blocks, update_every=2, weight_decay=0.3, seed=5)
+    optimizer = NaturalGradient(
+        model, lr=0.1, damping=0.05, max_norm=math.inf, blocks=blocks, update_every=2, weight_decay=0.3, seed=5
+    )
     fisher = torch.zeros(0)
     for t in range(4):
         optimizer.zero_grad()
@@ -80,7 +87,7 @@ def test_same_batch_and_labels_take_the_stable_form(ratio: float) -> None:
     x, y = data(12, dtype=torch.float32)
     fisher = SubsampledFisher(exact, x.to(D), labels=y, fisher="empirical")
     damping = torch.linalg.eigvalsh(fisher.gram())[-1].item() / ratio
-    optimizer = NaturalGradient(model, lr=1.0, damping=damping)
+    optimizer = NaturalGradient(model, lr=1.0, damping=damping, **PLAIN)
     outputs = model(x)
     optimizer.observe(outputs, labels=y)
     F.cross_entropy(outputs, y).backward()
@@ -111,7 +118,7 @@ def test_two_observations_are_one_batch() -> None:
 def test_the_quadratic_model_chooses_step_and_momentum() -> None:
     """(a, m) minimise g'd + d'(F + damping I)d/2 over d = -(a n + m b), b the buffer; by the normal equations."""
     model = mlp()
-    optimizer = NaturalGradient(model, lr=0.5, damping=0.05, momentum=0.9, step_size="quadratic")
+    optimizer = NaturalGradient(model, lr=0.5, damping=0.05, momentum=0.9, step_size="quadratic", **PLAIN)
     buffer = torch.zeros(0)
     for t in range(4):
         optimizer.zero_grad()
@@ -134,7 +141,7 @@ def test_without_momentum_the_quadratic_model_takes_the_whole_step() -> None:
     model, other = mlp(), mlp()
     x, y = data(9)
     for net, options in ((model, {"step_size": "quadratic"}), (other, {})):
-        optimizer = NaturalGradient(net, lr=1.0, damping=0.05, **options)
+        optimizer = NaturalGradient(net, lr=1.0, damping=0.05, **PLAIN, **options)
         optimizer.observe(net(data(7, 1)[0]), labels=data(7, 1)[1])
         F.cross_entropy(net(x), y).backward()
         optimizer.step()
@@ -145,7 +152,7 @@ def test_without_momentum_the_quadratic_model_takes_the_whole_step() -> None:
 def test_damping_adapts_to_how_well_the_model_predicts(lr: float, grows: bool) -> None:
     """The model predicts small steps well; much too large steps increase the loss."""
     model = mlp()
-    optimizer = NaturalGradient(model, lr=lr, damping=0.05, adapt_damping=True)
+    optimizer = NaturalGradient(model, lr=lr, damping=0.05, adapt_damping=True, **PLAIN)
     x, y = data(30)
     calls = []
 
@@ -177,7 +184,7 @@ def test_terms_divide_the_fisher(labelled: bool) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 3).to(D)
     x, y = torch.randn(6, 5, 4, dtype=D), torch.randint(0, 3, (6, 5))
-    optimizer = NaturalGradient(model, lr=1.0, damping=0.05, losses_per_example=5)
+    optimizer = NaturalGradient(model, lr=1.0, damping=0.05, losses_per_example=5, **PLAIN)
     outputs = model(x)
     optimizer.observe(outputs, labels=y if labelled else 2 - y)
     F.cross_entropy(outputs.flatten(0, 1), y.flatten()).backward()

@@ -77,11 +77,11 @@ def split_damping(moments: Mapping[str, Tensor], group: Mapping[str, Any]) -> di
     "relative". Else it is λ for one factor, and π√λ and √λ/π for two, with π^2 the ratio of their mean eigenvalues.
     """
     means: dict[str, float] = {side: mean_eigenvalue(moment) for side, moment in moments.items()}
-    share = float(group["damping"]) ** (1 / len(means))
+    share: float = float(group["damping"]) ** (1 / len(means))
     if group["damping_mode"] == "relative":
-        return {side: share * (mean if mean else 1.0) for side, mean in means.items()}  # 1 without data
+        return {side: share * (means[side] or 1.0) for side in means}  # 1 for a factor without data
     if len(means) == 1 or min(means.values()) <= 0:
-        return dict.fromkeys(means, share)
+        return {side: float(share) for side in means}
     first, second = means
     pi = math.sqrt(means[first] / means[second])
     return {first: pi * share, second: share / pi}

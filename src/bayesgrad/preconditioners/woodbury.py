@@ -150,7 +150,7 @@ class Woodbury(NetworkPreconditioner):
         """Replaces the Fisher matrix by the observed one; True if labels were given, perhaps those of this batch."""
         if not self.observed:
             return False
-        observed, self.observed = self.observed, []
+        observed, self.observed, self.projections = self.observed, [], {}
         named = {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
         keys = [key for key in observed[0][0] if key in named and all(key in columns for columns, _ in observed)]
         merged = {named[key]: concatenated([columns[key] for columns, _ in observed]) for key in keys}
