@@ -63,11 +63,13 @@ WHOLE: dict[str, Callable] = {
     "SGD(fused=True)": layerwise.OURS["SGD(fused=True)"],
     "its products (lower bound)": TwoSided,
     "KroneckerFilterFP(update_every=100, stats_every=10)": lambda m: KroneckerFilterFP(
-        m, lr=1e-5, batch_size=100, update_every=100, stats_every=10
+        m, lr=1e-5, batch_size=100, update_every=100, stats_every=10, max_factor=8192
     ),
-    "KroneckerFilterFP(update_every=100)": lambda m: KroneckerFilterFP(m, lr=1e-5, batch_size=100, update_every=100),
+    "KroneckerFilterFP(update_every=100)": lambda m: KroneckerFilterFP(
+        m, lr=1e-5, batch_size=100, update_every=100, stats_every=1, max_factor=8192
+    ),
     "KroneckerFilterFP(update_every=100, fisher='empirical')": lambda m: KroneckerFilterFP(
-        m, lr=1e-5, batch_size=100, update_every=100, fisher="empirical"
+        m, lr=1e-5, batch_size=100, update_every=100, stats_every=1, max_factor=8192, fisher="empirical"
     ),
     "KroneckerFilter(stats_every=10)": lambda m: KroneckerFilter(m, lr=1e-5, batch_size=100, stats_every=10),
 }

@@ -50,14 +50,15 @@ def test_independent_batch_against_a_dense_solve(build, blocks: str) -> None:
         model, lr=0.1, damping=0.05, max_norm=math.inf, blocks=blocks, update_every=2, weight_decay=0.3, seed=5
     )
     fisher = torch.zeros(0)
-    for t in range(4):
+    draws = {0: 0, 1: 1, 3: 2, 5: 3}  # steps that update the Fisher matrix, and the draw of labels
+    for t in range(6):
         optimizer.zero_grad()
         observed, _ = data(9, 10 + t)
         x, y = data(6, t)
         outputs = model(observed)
         optimizer.observe(outputs)
-        if t % 2 == 0:  # the labels of the optimizer's draw t/2
-            draw = torch.Generator().manual_seed((5 * 0x9E3779B97F4A7C15 + t // 2) % 2**63)
+        if t in draws:
+            draw = torch.Generator().manual_seed((5 * 0x9E3779B97F4A7C15 + draws[t]) % 2**63)
             fisher = SubsampledFisher(model, observed, labels=_labels(outputs, draw)).dense()
         if blocks == "layer":
             kept = torch.zeros_like(fisher)

@@ -53,6 +53,8 @@ def _adabayes(make: Any = optim.AdaBayes, **options: Any) -> Build:
     return built(make, **GRADIENT, **PAPER_RATIO, **options)
 
 
+PLAIN = {"damping_mode": "absolute", "max_norm": math.inf, "stats_every": 1}  # the settings of the recorded runs
+WHITENED = {"max_step": math.inf, "stats_every": 1, "max_factor": 8192}
 # The middle learning rates were chosen in single runs on validation data; as many are tried for each.
 VARIANTS = {
     kind: Method(kind, title, (lr / 3, lr, 3 * lr), build)
@@ -68,10 +70,10 @@ VARIANTS = {
         ("noisy", "KalmanMomentum, weight_noise = lr", 1e-2, _kalman(weight_noise=attrgetter("lr"))),
         ("late-decay", "KalmanMomentum, plain decay", 1e-2, _kalman(weight_decay=DECAY, nesterov_decay=False)),
         ("early-decay", "KalmanMomentum, Nesterov decay", 1e-2, _kalman(weight_decay=DECAY, nesterov_decay=True)),
-        ("kroneckerfp", "KroneckerFilterFP", 1e-3, built(optim.KroneckerFilterFP, **GRADIENT, **POSITIONS)),
+        ("kroneckerfp", "KroneckerFilterFP", 1e-3, built(optim.KroneckerFilterFP, **GRADIENT, **POSITIONS, **WHITENED)),
         ("kronecker", "KroneckerFilter", 1e-3, built(optim.KroneckerFilter, **GRADIENT, **POSITIONS)),
-        ("kfac", "KFAC", 0.02, built(optim.KFAC, **of_setup("losses_per_example", "seed"))),
-        ("foof", "FOOF", 0.1, built(optim.FOOF, **POSITIONS)),
+        ("kfac", "KFAC", 0.02, built(optim.KFAC, damping=0.01, **of_setup("losses_per_example", "seed"), **PLAIN)),
+        ("foof", "FOOF", 0.1, built(optim.FOOF, damping=0.1, **POSITIONS, **PLAIN)),
         ("soap", "SOAP", 3e-3, built(lambda params, **options: soap()(params, **options), weight_decay=0.0)),
     )
 }

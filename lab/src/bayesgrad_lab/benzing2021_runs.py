@@ -92,6 +92,10 @@ def rule(kind: str, values: Grid, title: str = "", fisher: int = 100, refresh: i
     timing = TIMING.get(kind)
     key = kind + "".join(f"-{option}={value}" for option, value in sorted(options.items()))
     arguments = {second: attrgetter("second")} if second else {}
+    if kind in ("kfac", "foof"):
+        arguments |= {"damping_mode": "absolute", "max_norm": math.inf, "stats_every": 1}
+    elif kind == "ng":
+        arguments |= {"max_norm": math.inf}
     if timing:
         key += f"-fisher{fisher}-every{refresh}"
         arguments |= {timing: refresh, "seed": attrgetter("seed")}

@@ -93,12 +93,12 @@ def _whole(layer: nn.Linear) -> torch.Tensor:
 OURS: dict[str, Callable] = {
     "SGD(fused=True)": lambda m: torch.optim.SGD(m.parameters(), lr=1e-3, fused=True),
     "FOOF's products": Products,
-    "FOOF": lambda m: FOOF(m, lr=1e-3),
+    "FOOF": lambda m: FOOF(m, lr=1e-3, stats_every=1),
     "FOOF(stats_every=10)": lambda m: FOOF(m, lr=1e-3, stats_every=10),
     "KFAC(stats_every=10)": lambda m: KFAC(m, lr=1e-4, damping=1.0, stats_every=10),
-    "KFAC": lambda m: KFAC(m, lr=1e-4, damping=1.0),
+    "KFAC": lambda m: KFAC(m, lr=1e-4, damping=1.0, stats_every=1),
     "NaturalGradient(update_every=100)": lambda m: NaturalGradient(m, lr=1e-4, damping=1.0, update_every=100),
-    "NaturalGradient": lambda m: NaturalGradient(m, lr=1e-4, damping=1.0),
+    "NaturalGradient": lambda m: NaturalGradient(m, lr=1e-4, damping=1.0, update_every=1),
 }
 
 
