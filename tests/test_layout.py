@@ -34,7 +34,7 @@ LAYERS = [
     ["precision"],
     ["likelihoods"],
     ["packing"],
-    ["kernels", "noise"],
+    ["directions", "kernels", "noise"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

@@ -102,7 +102,7 @@ def test_similarity_is_the_cosine_between_real_steps(exact: bool) -> None:
     def step(make, **settings) -> tuple[torch.Tensor, torch.optim.Optimizer]:
         model = nn.Linear(5, 4, dtype=torch.float64)
         model.load_state_dict(start.state_dict())
-        optimizer = make(model, lr=1.0, **settings)
+        optimizer = make(model, lr=1.0, damping_mode="absolute", max_norm=math.inf, **settings)
         outputs = model(x)
         if make is KFAC:
             optimizer.observe(outputs)

@@ -45,7 +45,8 @@ from torch import Tensor, nn
 from bayesgrad import kernels, likelihoods
 from bayesgrad.belief import Joint
 from bayesgrad.checkpoint import CheckedOptimizer
-from bayesgrad.packing import Block, Directions, Job, Layout, gradient_of
+from bayesgrad.directions import Directions
+from bayesgrad.packing import Block, Job, Layout, gradient_of
 from bayesgrad.parts import Groups, Needs, Noise, Part, Preconditioner, Source
 from bayesgrad.posterior import Posterior
 from bayesgrad.posterior.filtered import filtered_variance, gaussian_posterior
@@ -350,8 +351,6 @@ class BeliefOptimizer(CheckedOptimizer):
         """Identity and version of all gradients: two equal results mean that no gradient changed in between."""
         every = (p for group in self.param_groups for p in group["params"])
         return [(id(p.grad), p.grad._version) for p in every if p.grad is not None]
-
-    # --- draws ---
 
     def draw_labels(self, outputs: Tensor) -> Tensor:
         """Labels sampled from the model's predictions, by the options `likelihood` and `seed`."""

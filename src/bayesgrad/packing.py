@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from bayesgrad import kernels, noise
+from bayesgrad.directions import Directions, Product, Scaled, dense
 from bayesgrad.kernels import Row, compute_dtype
 
 SMALL = 1 << 15  # elements up to which a tensor is packed with others
@@ -26,85 +27,6 @@ State = dict[str, Tensor]
 VARIANCE = "variance"  # the slot of the variance of each weight, in the units of its optimizer
 gradient_of: Callable[[Tensor], Tensor] = attrgetter("grad")  # `p.grad` of a parameter that has one, as type Tensor
 Job = tuple[Any, dict[str, Any], list[Tensor], tuple[str, ...]]
-
-
-@dataclass(frozen=True, eq=False)
-class Product:
-    """A direction left.T @ right as its two factors, left (rows, out) and right (rows, in)."""
-
-    left: Tensor
-    right: Tensor
-    shape: torch.Size
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.left.dtype
-
-    def dense(self) -> Tensor:
-        return (self.left.T @ self.right).view(self.shape)
-
-    def into(self, target: Tensor, keep: float, fresh: float) -> None:
-        """target <- keep target + fresh direction, in one pass over it."""
-        target.view(self.left.shape[1], -1).addmm_(self.left.T, self.right, beta=keep, alpha=fresh)
-
-    def subtract_from(
-        self, p: Tensor, momentum: Tensor | None, keep: float, fresh: float, step_scale: float, shrink: float
-    ) -> None:
-        """p <- shrink p - step_scale m, with m the direction or its momentum, m <- keep m + fresh direction."""
-        if momentum is None:
-            self.into(p, shrink, -step_scale)
-            return
-        self.into(momentum, keep, fresh)
-        (p if shrink == 1 else p.mul_(shrink)).add_(momentum, alpha=-step_scale)
-
-
-@dataclass(frozen=True, eq=False)
-class Scaled:
-    """A direction times a tensor with one element, which the host does not read."""
-
-    values: Tensor
-    factor: Tensor
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.values.dtype
-
-    def dense(self) -> Tensor:
-        return self.values * self.factor.to(self.values)
-
-    def subtract_from(
-        self, p: Tensor, momentum: Tensor | None, keep: float, fresh: float, step_scale: float, shrink: float
-    ) -> None:
-        """As `Product.subtract_from`."""
-        p = p if shrink == 1 else p.mul_(shrink)
-        if momentum is None:
-            p.addcmul_(self.values, self.factor.to(p), value=-step_scale)
-            return
-        momentum.mul_(keep).addcmul_(self.values, self.factor.to(momentum), value=fresh)
-        p.add_(momentum, alpha=-step_scale)
-
-
-Direction = Tensor | Product | Scaled
-Directions = Mapping[Tensor, Direction]
-
-
-def dense(direction: Direction) -> Tensor:
-    return direction if isinstance(direction, Tensor) else direction.dense()
-
-
-def scaled(direction: Direction, factor: Tensor) -> Direction:
-    """A direction times a tensor with one element."""
-    if isinstance(direction, Product):
-        return Product(direction.left * factor.to(direction.left), direction.right, direction.shape)
-    return Scaled(dense(direction), factor)
-
-
-def square_norm(direction: Direction) -> Tensor:
-    """The sum of squares, as a tensor."""
-    if isinstance(direction, Product):
-        left, right = direction.left, direction.right
-        return torch.sum((left @ left.T) * (right @ right.T))
-    return torch.linalg.vector_norm(dense(direction)).square()
 
 
 class Block:

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from bayesgrad import likelihoods
+from bayesgrad.directions import Directions
 from bayesgrad.layers.call import LayerCall, Pair
-from bayesgrad.packing import Directions
 from bayesgrad.rules.transition import Static
 from bayesgrad.rules.update import NaturalStep, UpdateRule
 

@@ -67,7 +67,8 @@ def counted(optimizer: Any, found: Counter[str]) -> Iterator[None]:
 def refreshes(optimizer: Any, case: Case) -> list[list[int]]:
     """The steps of the latest refresh: an inversion, or, for filters, an update from a batch that is checked first."""
     clocks = [entry["clock"].tolist() for entry in optimizer.state.values() if "clock" in entry]
-    return clocks if "Kronecker" in case.name or case in SAMPLERS else [clock[2:] for clock in clocks]
+    by_batch = case.name.startswith(("Kronecker", "NaturalGradient")) or case in SAMPLERS
+    return clocks if by_batch else [clock[2:] for clock in clocks]
 
 
 @every_case

@@ -127,7 +127,7 @@ class LayerStatistics:
             # The inputs of a convolution are many times its activations, so they are formed in parts.
             size = self.layer.sizes["input"] * layers.rows_in(call.module, call.error) // examples
             batched = call.input if examples == len(call.input) else call.input[None]
-            parts = batched.split(max(1, 4 * CHUNK // size)) if call.input.dim() > 2 else [call.input]
+            parts = batched.split(max(1, CHUNK // size)) if call.input.dim() > 2 else [call.input]
             for part in parts:
                 self._moments["input"].add(self._features(call.module, part))
 

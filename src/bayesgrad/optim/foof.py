@@ -46,13 +46,14 @@ class FOOF(BeliefOptimizer):
         max_norm: c; `inf` for no bound.
         fallback_lr: learning rate of Adam for other parameters. Under a schedule of lr, fallback_lr/lr is constant.
         ema: decay of the average of A.
-        update_every: steps between inversions (early in a run, whenever the number of steps has doubled).
-        stats_every: steps between updates of A (early in a run, whenever the number of steps has doubled).
+        update_every: steps between inversions (early in a run, whenever the number of steps has grown by half).
+        stats_every: steps between updates of A (early in a run, whenever the number of steps has grown by half).
         losses_per_example: the number of losses per example in the mean loss: 1, or the number of tokens per sequence
             if the loss is a mean over tokens.
         momentum: as in torch.optim.SGD, of the preconditioned gradient.
         weight_decay: decoupled.
-        precondition: "step" or "backward": where gradients are preconditioned; see below.
+        precondition: "step": `step()` preconditions `.grad`. "backward": the backward pass does, and `.grad` is the
+            preconditioned gradient, which is cheaper for batches of few rows; see docs/choosing.md.
         max_factor: a factor with more rows than this is approximated by its diagonal.
         nonfinite, fused: as in `AdaBayes`.
 

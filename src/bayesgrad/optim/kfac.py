@@ -52,8 +52,8 @@ class KFAC(BeliefOptimizer):
         fallback_lr: learning rate of Adam for other parameters. Under a schedule of lr, fallback_lr/lr is constant.
         likelihood: "categorical", "bernoulli" or "gaussian", from which labels are sampled.
         ema: decay of the averages.
-        update_every: steps between inversions (early in a run, whenever the number of steps has doubled).
-        stats_every: steps between updates of A and E (early in a run, whenever the number of steps has doubled);
+        update_every: steps between inversions (early in a run, whenever the number of steps has grown by half).
+        stats_every: steps between updates of A and E (early in a run, whenever the number of steps has grown by half);
             observe() does nothing in between.
         losses_per_example: the number of losses per example in the mean loss: 1, or the number of tokens per sequence
             if the loss is a mean over tokens.
@@ -62,7 +62,8 @@ class KFAC(BeliefOptimizer):
         sharing: how positions are treated: "expand" as above, or "reduce", which first averages inputs and sums errors
             over the positions of an example.
         exact_damping: add lambda to the product A ⊗ E in place of damping the factors; this needs eigendecompositions.
-        precondition: "step" or "backward": where gradients are preconditioned; see below.
+        precondition: "step": `step()` preconditions `.grad`. "backward": the backward pass does, and `.grad` is the
+            preconditioned gradient, which is cheaper for batches of few rows; see docs/choosing.md.
         max_factor: a factor with more rows than this is approximated by its diagonal.
         seed: seed of the sampled labels.
         nonfinite, fused: as in `AdaBayes`.

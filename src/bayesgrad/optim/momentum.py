@@ -12,10 +12,11 @@ from torch import Tensor
 
 from bayesgrad.checkpoint import settings
 from bayesgrad.constraints import BOOLEAN, COUNT, FRACTION, NONNEGATIVE, POSITIVE, Constraint
+from bayesgrad.directions import Directions
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.optim.adabayes import FISHER_OPTIONS, check_centred, fisher_sources
 from bayesgrad.optimizer import BeliefOptimizer
-from bayesgrad.packing import Block, Directions
+from bayesgrad.packing import Block
 from bayesgrad.parts import Groups, Source
 from bayesgrad.precision import Pair, Precision
 from bayesgrad.rules import (

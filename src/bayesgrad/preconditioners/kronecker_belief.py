@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bayesgrad.directions import Directions
 from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.statistics import SIDES, LayerStatistics, symmetric
-from bayesgrad.packing import Directions
 from bayesgrad.parts import Groups, weak
 from bayesgrad.precision import Kronecker, Precision, Spectral
 from bayesgrad.precision.linalg import eigenvalues
@@ -185,6 +185,10 @@ class Whitening(LayerBelief):
     def is_kronecker(self, group: Mapping[str, Any]) -> bool:
         return not self.setting(group)
 
+    def shapes(self, layer: Layer, group: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        found = super().shapes(layer, group)
+        return found if group["whiten"] == "both" else {**found, "error": found["error"][:2]}
+
     def setting(self, group: Mapping[str, Any]) -> float:
         """1 with a finite prior_std, else 0."""
         return float(math.isfinite(group["prior_std"]))
@@ -206,6 +210,8 @@ class Whitening(LayerBelief):
         for side in SIDES:
             moment = symmetric(entry[f"{side}_moment"])
             values, vectors = eigenvalues(moment)
+            if side == "error" and group["whiten"] == "input":
+                values = values.mean(1, keepdim=True).expand_as(values)
             if self.setting(group):
                 store(entry, f"{side}_values", values)
                 if vectors is not None:

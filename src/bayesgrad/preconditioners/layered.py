@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from bayesgrad.checkpoint import saved_entry
+from bayesgrad.directions import Direction, Directions, dense
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.call import LayerCall, Pair
 from bayesgrad.layers.fisher import check_outputs
 from bayesgrad.layers.modules import Layer, rows_in
 from bayesgrad.layers.operations import operation, parameter_gradients
 from bayesgrad.layers.statistics import SIDES, LayerStatistics
-from bayesgrad.packing import Direction, Directions, dense
 from bayesgrad.parts import Groups, Host, Needs, Preconditioner, weak
 from bayesgrad.precision import Kronecker, Precision
 from bayesgrad.precision.linalg import diagonal_inverse, inverse
@@ -34,6 +34,7 @@ from bayesgrad.preconditioners.stability import limit_norm, split_damping, with_
 from bayesgrad.rules.transition import average
 from bayesgrad.sources.recorded_layers import RecordedLayers
 
+LARGE = 512  # inputs of a layer from which its statistics are gathered less often if its outputs are few
 MERGES, MERGED, INVERTED = range(3)  # entries of `clock`: number of merges, step of the last merge and inversion
 LAYER_KEYS = ("spectrum", "damped", "clock", "traces")
 Settings = Mapping[Layer, Mapping[str, Any]]
@@ -42,9 +43,10 @@ Settings = Mapping[Layer, Mapping[str, Any]]
 class LayerPreconditioner(Preconditioner):
     """Base class: keeps moving averages of each layer's second moments, and their inverses.
 
-    The averages are updated every `stats_every` steps and inverted every `update_every` steps. Early in a run the
-    averages change fast and training with an old inverse diverges, so both happen whenever the number of steps has
-    doubled.
+    The averages are updated every `stats_every` steps and inverted every `update_every` steps, layers one after the
+    other. Early in a run the averages change fast and training with an old inverse diverges, so both happen whenever
+    the number of steps has grown by half. A large layer with few outputs, whose statistics would cost more than its
+    gradient, is updated every 4 `stats_every` steps.
 
     Statistics come from the backward passes of the loss, or from `observe(outputs)`: a label is sampled for each
     output, and the errors at the layers' outputs are stored until the next step.
@@ -135,7 +137,7 @@ class LayerPreconditioner(Preconditioner):
     def _add(self, found: dict[Layer, LayerStatistics], layer: Layer, call: LayerCall) -> None:
         if layer not in found:
             group = self.groups[layer.owner]
-            shapes = self._shapes(layer, group)
+            shapes = self.shapes(layer, group)
             diagonal = [side for side, shape in shapes.items() if len(shape) == 2]
             found[layer] = LayerStatistics(
                 layer,
@@ -193,7 +195,7 @@ class LayerPreconditioner(Preconditioner):
         if layer.lookup:
             return False
         _, fan_out, fan_in = layer.shape
-        full = [side for side, shape in self._shapes(layer, group).items() if len(shape) == 3]  # the rest is diagonal
+        full = [side for side, shape in self.shapes(layer, group).items() if len(shape) == 3]  # the rest is diagonal
         sizes = [layer.sizes[side] for side in full]
         per_row = fan_in * fan_out + sum(size * size for size in sizes)
         return rows_in(call.module, call.error) * per_row < fan_in * fan_out * sum(sizes)
@@ -201,13 +203,18 @@ class LayerPreconditioner(Preconditioner):
     def due(self, layer: Layer, group: Mapping[str, Any]) -> bool:
         """Whether statistics are due in the next step."""
         entry = self.optimizer.state.get(layer.owner, {})
-        clock = entry.get("clock")
-        return clock is None or self.is_due(entry, MERGED, group["stats_every"])
+        if entry.get("clock") is None:
+            return True
+        few = layer.sizes["input"] >= LARGE and layer.sizes["input"] >= 16 * layer.sizes["error"]
+        return self.is_due(entry, MERGED, group["stats_every"] * (4 if few else 1))
 
-    def is_due(self, entry: Mapping[str, Tensor], what: int, every: int) -> bool:
-        """Whether something that the clock counts is due: after `every` steps, or when the steps have doubled."""
+    def is_due(self, entry: Mapping[str, Tensor], what: int, every: int, offset: int = 0) -> bool:
+        """Whether something that the clock counts is due: after `every` steps; early in a run, after half of them.
+
+        With an offset, later updates are at the steps that are `offset` modulo `every`.
+        """
         last, step = int(entry["clock"][what]), int(entry.get("step", 0)) + 1
-        return step >= last + min(max(1, last), every)
+        return step >= last + min(max(1, last // 2), every) or (step > last >= every and (step - offset) % every == 0)
 
     def statistics(self, current: list[Layer], settings: Settings) -> dict[Layer, LayerStatistics]:
         """The data to merge in this step, by layer. A layer that never had any is trained by the fallback."""
@@ -287,7 +294,9 @@ class LayerPreconditioner(Preconditioner):
             self.merge(layer, entry, statistics, group)
             clock[MERGED] = step
         last, setting = int(clock[INVERTED]), self.setting(group)
-        due = int(clock[MERGED]) > last and self.is_due(entry, INVERTED, group["update_every"])
+        every, order = group["update_every"], self.recorded.layers
+        offset = order.index(layer) * every // len(order)  # not all layers in one step
+        due = int(clock[MERGED]) > last and self.is_due(entry, INVERTED, every, offset)
         if not last or due or float(entry["damped"]) != setting:
             entry["damped"] = torch.tensor(setting, dtype=torch.float64)
             self.invert(layer, entry, group)
@@ -321,7 +330,7 @@ class LayerPreconditioner(Preconditioner):
 
     def _initialise(self, layer: Layer, entry: dict[str, Tensor], group: Mapping[str, Any]) -> None:
         like = {"dtype": compute_dtype(layer.owner.dtype), "device": layer.owner.device}
-        for side, shape in self._shapes(layer, group).items():
+        for side, shape in self.shapes(layer, group).items():
             name = f"{side}_{self.factor}"
             if name in entry and entry[name].shape != shape:
                 for key in _factors(entry):
@@ -337,7 +346,7 @@ class LayerPreconditioner(Preconditioner):
         """The initial value of a factor."""
         return zeros
 
-    def _shapes(self, layer: Layer, group: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    def shapes(self, layer: Layer, group: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes = {}
         for side in self.sides:
             size = layer.sizes[side]
@@ -351,7 +360,7 @@ class LayerPreconditioner(Preconditioner):
             entry, group = saved_entry(self.optimizer, saved, layer.owner)
             if not entry:
                 continue
-            for side, shape in self._shapes(layer, group).items():
+            for side, shape in self.shapes(layer, group).items():
                 kept, name = f"{side}_{self.factor}", layer.names[0]
                 moment = entry.get(kept)
                 if moment is None:

@@ -47,12 +47,9 @@ class NetworkPreconditioner(Preconditioner):
         return int(clock[MERGES])
 
     def due(self, every: int) -> bool:
-        """Whether the matrix is to be updated in the next step: after `every`, or when the steps have doubled."""
+        """Whether the matrix is to be updated in the next step."""
         clock = self.clock()
-        if clock is None:
-            return True
-        last = int(clock[MERGED])
-        return self.steps_taken() + 1 >= last + min(max(1, last), every)
+        return clock is None or self.steps_taken() + 1 - int(clock[MERGED]) >= every
 
     def steps_taken(self) -> int:
         return max((int(entry["step"]) for entry in self.optimizer.state.values() if "step" in entry), default=0)

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from bayesgrad.directions import Direction, Product
 from bayesgrad.layers.call import LayerCall
 from bayesgrad.layers.modules import Layer, errors_of, inputs_of
 from bayesgrad.layers.per_example import matmul
 from bayesgrad.layers.statistics import joined
-from bayesgrad.packing import Direction, Product
 from bayesgrad.precision import Kronecker
 from bayesgrad.preconditioners.stability import inner_product
 
@@ -33,8 +33,9 @@ class InnerProduct:
     def add_rows(self, left: Tensor, errors: Tensor, right: Tensor, rows: Tensor, ones: Tensor | None) -> None:
         """For d = left' [right ones] and g = errors' [rows 1], without forming them."""
         if self.needed:
-            inputs = right @ rows.mT
-            self._add(torch.sum((left @ errors.mT) * (inputs if ones is None else inputs + ones)))
+            inputs = matmul(right, rows.mT)
+            inputs = inputs if ones is None else inputs.add_(ones)
+            self._add(torch.dot(matmul(left, errors.mT).flatten(), inputs.flatten()))
 
     def join(self, passes: Iterable[InnerProduct], factor: Tensor | None) -> None:
         """Adds the square of the sum of roots, an upper bound of the square for the sum of the passes' gradients."""

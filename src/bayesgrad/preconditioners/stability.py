@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesgrad.packing import Directions, dense, gradient_of, scaled, square_norm
+from bayesgrad.directions import Directions, dense, scaled, square_norm
+from bayesgrad.packing import gradient_of
 
 ATTEMPTS = 20  # how often damping grows tenfold before a matrix is given up
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bayesgrad import layers
 from bayesgrad.checkpoint import saved_entry
+from bayesgrad.directions import Directions, dense
 from bayesgrad.layers.call import LayerCall
 from bayesgrad.layers.fisher import check_batch_mixing, check_outputs, gather_gradients
 from bayesgrad.layers.per_example import (
@@ -21,10 +22,10 @@ from bayesgrad.layers.per_example import (
     is_stored,
     restored,
 )
-from bayesgrad.packing import Directions, dense, gradient_of
+from bayesgrad.packing import gradient_of
 from bayesgrad.parts import Groups, Host, Needs, weak
 from bayesgrad.precision.linalg import cholesky
-from bayesgrad.preconditioners.network import NetworkPreconditioner
+from bayesgrad.preconditioners.network import MERGED, NetworkPreconditioner
 from bayesgrad.preconditioners.stability import limit_norm, with_growing_damping
 from bayesgrad.rules.update import MOMENTUM
 from bayesgrad.sources.recorded_layers import RecordedLayers
@@ -55,6 +56,11 @@ class Woodbury(NetworkPreconditioner):
         self.warned: set[str] = set()
         self.predicted_change: float | None = None  # of the loss, by the quadratic model
         self.momentum = 0.0  # by the quadratic model
+
+    def due(self, every: int) -> bool:
+        """After `every` steps; early in a run, whenever the number of steps has grown by half."""
+        clock = self.clock()
+        return super().due(every if clock is None else min(max(1, int(clock[MERGED]) // 2), every))
 
     def record(self, optimizer: Host) -> RecordedLayers:
         check_batch_mixing(optimizer.model)  # pyright: ignore[reportArgumentType]

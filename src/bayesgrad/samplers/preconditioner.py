@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from bayesgrad import layers, likelihoods, noise
+from bayesgrad.directions import Directions
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.fisher import check_batch_mixing, check_outputs
-from bayesgrad.packing import Directions, gradient_of
+from bayesgrad.packing import gradient_of
 from bayesgrad.parts import Groups, Host, Needs, weak
 from bayesgrad.precision import Precision
 from bayesgrad.preconditioners.network import NetworkPreconditioner
