@@ -133,7 +133,7 @@ def test_a_moving_average_is_formed_in_place() -> None:
     torch.manual_seed(3)
     layer = layer_of(module := nn.Linear(600, 2))
     (call,) = calls(module, torch.randn(5, 600), 1)
-    for rows in (1, 40):  # rows that are stored, and rows that are summed at once
+    for rows in (1, 80):  # rows that are stored, and rows that are summed at once
         statistics = LayerStatistics.of(layer, [call] * rows, sides=("input",))
         moment = statistics.moments()["input"]
         assert (moment.total is None) == (rows == 1)

@@ -229,7 +229,7 @@ class Moment:
 
     def stores(self, rows: int) -> bool:
         """Whether so many rows are stored."""
-        return not self.diagonal and 4 * rows <= self.size
+        return not self.diagonal and 2 * rows <= self.size
 
     def add(self, rows: Tensor) -> None:
         if not rows.is_floating_point():
@@ -252,7 +252,7 @@ class Moment:
         size = rows.shape[-1]
         if len(matrix) == 1:
             one = rows[0]
-            for start, end in _strips(size):
+            for start, end in _strips(size, len(one)):
                 strip = matrix[0, start:end, :end]
                 strip.addmm_(one[:, start:end].T, one[:, :end], beta=keep, alpha=take)
         else:
@@ -313,9 +313,9 @@ class Moment:
         return torch.stack(parts).isfinite().all() if parts else torch.tensor(True)
 
 
-def _strips(size: int) -> list[tuple[int, int]]:
-    """Row ranges of a lower triangle. More strips would save operations but use slower, smaller products."""
-    count = 1 if size < 512 else 2
+def _strips(size: int, rows: int) -> list[tuple[int, int]]:
+    """Ranges of a lower triangle. More of them would save operations but use slower, smaller products."""
+    count = 1 if size < 512 else 2 if rows < 256 else 3
     ends = [round(i * size / count) for i in range(count + 1)]
     return list(pairwise(ends))
 

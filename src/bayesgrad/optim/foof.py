@@ -46,8 +46,8 @@ class FOOF(BeliefOptimizer):
         max_norm: c; `inf` for no bound.
         fallback_lr: learning rate of Adam for other parameters. Under a schedule of lr, fallback_lr/lr is constant.
         ema: decay of the average of A.
-        update_every: steps between inversions (early in a run, whenever the number of steps has grown by half).
-        stats_every: steps between updates of A (early in a run, whenever the number of steps has grown by half).
+        update_every: steps between inversions (early in a run, whenever the number of steps has doubled).
+        stats_every: steps between updates of A (early in a run, whenever the number of steps has doubled).
         losses_per_example: the number of losses per example in the mean loss: 1, or the number of tokens per sequence
             if the loss is a mean over tokens.
         momentum: as in torch.optim.SGD, of the preconditioned gradient.

@@ -52,8 +52,8 @@ class KFAC(BeliefOptimizer):
         fallback_lr: learning rate of Adam for other parameters. Under a schedule of lr, fallback_lr/lr is constant.
         likelihood: "categorical", "bernoulli" or "gaussian", from which labels are sampled.
         ema: decay of the averages.
-        update_every: steps between inversions (early in a run, whenever the number of steps has grown by half).
-        stats_every: steps between updates of A and E (early in a run, whenever the number of steps has grown by half);
+        update_every: steps between inversions (early in a run, whenever the number of steps has doubled).
+        stats_every: steps between updates of A and E (early in a run, whenever the number of steps has doubled);
             observe() does nothing in between.
         losses_per_example: the number of losses per example in the mean loss: 1, or the number of tokens per sequence
             if the loss is a mean over tokens.

@@ -83,9 +83,9 @@ class KroneckerFilter(KroneckerOptimizer):
             `loss.backward()`; "empirical": from the backward passes of the loss; "centered": the same, minus their mean
             over earlier batches (this centres the gradients only if errors do not depend on inputs).
         update_every: steps between computations of the traces that the drift needs; they are extrapolated in between
-            (early in a run, whenever the number of steps has grown by half).
-        stats_every: steps between updates of the covariance (early in a run, whenever the number of steps has grown by
-            half); the batch of that step stands for all of them.
+            (early in a run, whenever the number of steps has doubled).
+        stats_every: steps between updates of the covariance (early in a run, whenever the number of steps has
+            doubled); the batch of that step stands for all of them.
         losses_per_example: the number of losses per example in the mean loss: 1, or the number of tokens per sequence
             if the loss is a mean over tokens.
         max_factor: layers with a larger side are trained by AdaBayes.
@@ -199,10 +199,10 @@ class KroneckerFilterFP(KroneckerOptimizer):
             over earlier batches (this centres the gradients only if errors do not depend on inputs).
         ema: decay of the moments' averages.
         max_step: c; `inf` for no bound.
-        update_every: steps between eigendecompositions (early in a run, whenever the number of steps has grown by
-            half).
-        stats_every: steps between updates of the moments (early in a run, whenever the number of steps has grown by
-            half); observe() does nothing in between.
+        update_every: steps between eigendecompositions (early in a run, whenever the number of steps has
+            doubled).
+        stats_every: steps between updates of the moments (early in a run, whenever the number of steps has
+            doubled); observe() does nothing in between.
         losses_per_example: the number of losses per example in the mean loss: 1, or the number of tokens per sequence
             if the loss is a mean over tokens.
         whiten: "both", or "input": C_delta is replaced by its mean eigenvalue times the identity, which saves an

@@ -45,7 +45,7 @@ class NaturalGradient(BeliefOptimizer):
         fallback_lr: learning rate of Adam for other parameters. Under a schedule of lr, fallback_lr/lr is constant.
         ema: decay of the average of squared gradients, for other parameters.
         update_every: steps between updates of the Fisher matrix (early in a run, whenever the number of steps has
-            grown by half); observe() does nothing in between.
+            doubled); observe() does nothing in between.
         losses_per_example: the number of losses per example in the mean loss: 1, or the number of tokens per sequence
             if the loss is a mean over tokens.
         momentum: as in torch.optim.SGD, of the preconditioned gradient.

@@ -30,7 +30,7 @@ from bayesgrad.parts import Groups, Host, Needs, Preconditioner, weak
 from bayesgrad.precision import Kronecker, Precision
 from bayesgrad.precision.linalg import diagonal_inverse, inverse
 from bayesgrad.preconditioners.rows import InnerProduct, from_rows
-from bayesgrad.preconditioners.stability import limit_norm, split_damping, with_growing_damping
+from bayesgrad.preconditioners.stability import early_interval, limit_norm, split_damping, with_growing_damping
 from bayesgrad.rules.transition import average
 from bayesgrad.sources.recorded_layers import RecordedLayers
 
@@ -45,7 +45,7 @@ class LayerPreconditioner(Preconditioner):
 
     The averages are updated every `stats_every` steps and inverted every `update_every` steps, layers one after the
     other. Early in a run the averages change fast and training with an old inverse diverges, so both happen whenever
-    the number of steps has grown by half. A large layer with few outputs, whose statistics would cost more than its
+    the number of steps has doubled. A large layer with few outputs, whose statistics would cost more than its
     gradient, is updated every 4 `stats_every` steps.
 
     Statistics come from the backward passes of the loss, or from `observe(outputs)`: a label is sampled for each
@@ -209,12 +209,14 @@ class LayerPreconditioner(Preconditioner):
         return self.is_due(entry, MERGED, group["stats_every"] * (4 if few else 1))
 
     def is_due(self, entry: Mapping[str, Tensor], what: int, every: int, offset: int = 0) -> bool:
-        """Whether something that the clock counts is due: after `every` steps; early in a run, after half of them.
+        """Whether something that the clock counts is due: after `every` steps; early in a run, by `early_interval`.
 
         With an offset, later updates are at the steps that are `offset` modulo `every`.
         """
         last, step = int(entry["clock"][what]), int(entry.get("step", 0)) + 1
-        return step >= last + min(max(1, last // 2), every) or (step > last >= every and (step - offset) % every == 0)
+        return step >= last + min(early_interval(last), every) or (
+            step > last >= every and (step - offset) % every == 0
+        )
 
     def statistics(self, current: list[Layer], settings: Settings) -> dict[Layer, LayerStatistics]:
         """The data to merge in this step, by layer. A layer that never had any is trained by the fallback."""

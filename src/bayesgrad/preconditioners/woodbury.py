@@ -26,7 +26,7 @@ from bayesgrad.packing import gradient_of
 from bayesgrad.parts import Groups, Host, Needs, weak
 from bayesgrad.precision.linalg import cholesky
 from bayesgrad.preconditioners.network import MERGED, NetworkPreconditioner
-from bayesgrad.preconditioners.stability import limit_norm, with_growing_damping
+from bayesgrad.preconditioners.stability import early_interval, limit_norm, with_growing_damping
 from bayesgrad.rules.update import MOMENTUM
 from bayesgrad.sources.recorded_layers import RecordedLayers
 
@@ -58,9 +58,9 @@ class Woodbury(NetworkPreconditioner):
         self.momentum = 0.0  # by the quadratic model
 
     def due(self, every: int) -> bool:
-        """After `every` steps; early in a run, whenever the number of steps has grown by half."""
+        """After `every` steps; early in a run, whenever the number of steps has doubled."""
         clock = self.clock()
-        return super().due(every if clock is None else min(max(1, int(clock[MERGED]) // 2), every))
+        return super().due(every if clock is None else min(early_interval(int(clock[MERGED])), every))
 
     def record(self, optimizer: Host) -> RecordedLayers:
         check_batch_mixing(optimizer.model)  # pyright: ignore[reportArgumentType]
