@@ -25,13 +25,13 @@ class Mark(NamedTuple):
     Args:
         gradient: returns it while it exists.
         version: its version counter.
-        sample: a copy of some rows, or None.
+        sample: a copy of some rows.
         passes: the number of backward passes that added to it since it was zero.
     """
 
     gradient: Any
     version: int
-    sample: Tensor | None
+    sample: Tensor
     passes: int
 
     def untouched(self, gradient: Tensor | None) -> bool:
@@ -43,7 +43,6 @@ class GradientMarks:
 
     Args:
         params: leaf tensors that require gradients.
-        sample: whether `factor` is used, for which some rows of each gradient are copied.
 
     Attributes:
         unexplained: parameters whose gradient has more terms than those of their layers, as far as is known: a tied
@@ -52,8 +51,7 @@ class GradientMarks:
         close: removes the hooks.
     """
 
-    def __init__(self, params: Iterable[Tensor], sample: bool = True) -> None:
-        self.sample = sample
+    def __init__(self, params: Iterable[Tensor]) -> None:
         self.marks: dict[Tensor, Mark] = {}
         self.unexplained: set[Tensor] = set()
         self._calls: dict[Tensor, int] = {}  # calls of its layers in the pass that was checked
@@ -102,8 +100,7 @@ class GradientMarks:
                 (self.unexplained.discard if explained else self.unexplained.add)(p)
             elif calls != self._calls.get(p):
                 self._calls.pop(p, None)
-        sample = _rows(gradient).clone() if self.sample else None
-        self.marks[p] = Mark(TensorWeakRef(gradient), gradient._version, sample, passes)
+        self.marks[p] = Mark(TensorWeakRef(gradient), gradient._version, _rows(gradient).clone(), passes)
 
     def restarted(self, params: Iterable[Tensor]) -> bool:
         """Whether these gradients are None or zero, so that what was recorded before belongs to no gradient."""
@@ -135,7 +132,6 @@ class GradientMarks:
             (mark.sample, _rows(gradient))
             for p, mark in self.marks.items()
             if (gradient := p.grad) is not None
-            and mark.sample is not None
             and _rows(gradient).shape == mark.sample.shape
             and (params is None or any(p is q for q in params))
         ]

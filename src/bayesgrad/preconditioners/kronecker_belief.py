@@ -35,7 +35,6 @@ class LayerBelief(LayerPreconditioner):
     """
 
     rule = UpdateRule(None, Static(), NaturalStep())
-    scales_errors = True
 
     def from_labels(self, group: Mapping[str, Any]) -> bool:
         return group["fisher"] == "sampled"

@@ -12,6 +12,7 @@ fewer than outputs. By the option `precondition` it is computed in one of two pl
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -57,7 +58,6 @@ class LayerPreconditioner(Preconditioner):
 
     sides: ClassVar[tuple[str, ...]] = SIDES  # whose second moments are kept
     factor: ClassVar[str] = "moment"  # the name of each side's matrix in the state
-    scales_errors: ClassVar[bool] = False  # whether it needs to know by what a `GradScaler` multiplied the loss
     on_cpu = ("clock", "damped", "traces")
 
     def __init__(self, fallback: str) -> None:
@@ -76,14 +76,7 @@ class LayerPreconditioner(Preconditioner):
         labels = [self.from_labels(group) for group in optimizer.param_groups]
         self.needs = Needs(outputs=any(labels))
         self.close()
-        rescaled = not all(group.get("precondition") == "backward" for group in optimizer.param_groups)
-        self.recorded = RecordedLayers(
-            self.optimizer,
-            self.fallback,
-            receive=weak(self.receive),
-            sample_gradients=rescaled or (self.scales_errors and not all(labels)),
-            only=weak(self.uses),
-        )
+        self.recorded = RecordedLayers(self.optimizer, self.fallback, receive=weak(self.receive), only=weak(self.uses))
         self.groups = {p: group for group in optimizer.param_groups for p in group["params"]}
         self.warned: set[str] = set()  # factors that were singular
         self.forget(observed=True)
@@ -94,9 +87,11 @@ class LayerPreconditioner(Preconditioner):
             self.from_observations: dict[Layer, LayerStatistics] = {}
         self.from_passes: dict[Layer, LayerStatistics] = {}
         self.kept: dict[Layer, list[LayerCall]] = {}  # the calls of a single backward pass
-        self.passes: dict[Layer, int] = {}  # the number of backward passes
+        self.passes: dict[Layer, int] = {}  # the latest backward pass
         self.preconditioned: set[Layer] = set()  # layers whose `.grad` is preconditioned already
-        self.inner_products: dict[int, InnerProduct] = {}  # of their directions and gradients, by backward pass
+        # Of their directions and gradients: by backward pass, and for the first calls of layers in it, the second, ...
+        self.inner_products: dict[tuple[int, int], InnerProduct] = {}
+        self.calls: Counter[tuple[int, Layer]] = Counter()  # calls of a layer in a backward pass
 
     def covers(self, p: Tensor) -> bool:
         return any(p is q for layer in self.recorded.layers for q in layer.members)
@@ -107,13 +102,13 @@ class LayerPreconditioner(Preconditioner):
         if not self.needs.outputs:
             return
         check_outputs(outputs)
-        optimizer, recorded = self.optimizer, self.recorded
-        groups = {p: group for group in optimizer.param_groups for p in group["params"]}
-        if not any(self.due(layer, groups[layer.owner]) for layer in recorded.layers):
+        recorder = self.recorded.recorder
+        due = [layer for layer in self.recorded.layers if self.due(layer, self.groups[layer.owner])]
+        if not due:
             return
-        recorded.recorder.backpropagate(outputs, self.residual(outputs, labels), self._observed)
-        if len(self.from_observations) < len(recorded.layers):
-            recorded.recorder.trace(outputs)  # raises if checkpointing hides layers
+        recorder.backpropagate(outputs, self.residual(outputs, labels), self._observed)
+        if not all(layer in self.from_observations for layer in due):
+            recorder.trace(outputs)  # raises if checkpointing hides layers
 
     def _observed(self, call: LayerCall) -> None:
         if (layer := self.recorded.layer_of(call.module)) is not None and self.due(layer, self.groups[layer.owner]):
@@ -127,6 +122,7 @@ class LayerPreconditioner(Preconditioner):
             for found in (self.from_passes, self.kept, self.passes):
                 found.pop(layer, None)
             self.preconditioned.discard(layer)
+            self.inner_products = {key: i for key, i in self.inner_products.items() if key[0] == call.backward_id}
         if not self.from_labels(group) and self.due(layer, group):
             self._add(self.from_passes, layer, call)
         if group.get("precondition") == "backward":
@@ -171,7 +167,9 @@ class LayerPreconditioner(Preconditioner):
         self.preconditioned.add(layer)
         precision = self.precision(layer, group)
         limit = group.get("max_norm", math.inf)
-        inner = self.inner_products.setdefault(call.backward_id, InnerProduct(math.isfinite(limit)))
+        self.calls[call.backward_id, layer] += 1
+        turn = call.backward_id, self.calls[call.backward_id, layer]
+        inner = self.inner_products.setdefault(turn, InnerProduct(math.isfinite(limit)))
         if isinstance(precision, Kronecker) and self._rows_are_cheaper(layer, call, group):
             found = from_rows(layer, precision, [call], inner)
         else:

@@ -37,9 +37,9 @@ class InnerProduct:
             inputs = inputs if ones is None else inputs.add_(ones)
             self._add(torch.dot(matmul(left, errors.mT).flatten(), inputs.flatten()))
 
-    def join(self, passes: Iterable[InnerProduct], factor: Tensor | None) -> None:
-        """Adds the square of the sum of roots, an upper bound of the square for the sum of the passes' gradients."""
-        roots = [one.total.clamp(min=0).sqrt() for one in passes if one.total is not None]
+    def join(self, parts: Iterable[InnerProduct], factor: Tensor | None) -> None:
+        """Adds the square of the sum of roots: d·g is at most that, if d and g are sums of these parts."""
+        roots = [one.total.clamp(min=0).sqrt() for one in parts if one.total is not None]
         if self.needed and roots:
             square = torch.stack(roots).sum().square()
             self._add(square if factor is None else square * factor.to(square).square())

@@ -27,7 +27,6 @@ class RecordedLayers:
         by_layer: whether only layers that multiply by a matrix are known; else all that are recorded.
         receive: called with each call of a layer in a backward pass, and with whether what it received before for the
             layer's parameters belongs to gradients that were discarded. It may return gradients, as in `LayerRecorder`.
-        sample_gradients: whether `marks.factor` is used.
         record_arguments: whether to keep the arguments of the model's last call.
         only: whether a layer is used.
 
@@ -44,14 +43,12 @@ class RecordedLayers:
         *,
         by_layer: bool = True,
         receive: Callable[[LayerCall, bool], Pair | None] | None = None,
-        sample_gradients: bool = True,
         record_arguments: bool = False,
         only: Callable[[Layer], bool] = lambda layer: True,
     ) -> None:
         assert optimizer.model is not None
         self.optimizer, self.model, self.fallback = optimizer, optimizer.model, fallback
         self.by_layer, self.only, self.receive = by_layer, only, receive
-        self.sample_gradients = sample_gradients
         self.backward_ids: dict[int, int] = {}  # id of a layer's first parameter -> its latest backward pass
         mine = self._mine()
         self._set_layers(mine)
@@ -107,7 +104,7 @@ class RecordedLayers:
         self.layers = self._find_layers(mine)
         self._by_weight = {id(layer.module._parameters.get("weight")): layer for layer in self.layers}
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self.marks = GradientMarks(params if self.receive is not None else (), self.sample_gradients)
+        self.marks = GradientMarks(params if self.receive is not None else ())
 
     def _find_layers(self, mine: set[int]) -> list[Layer]:
         """Layers that multiply by a matrix; a weight that modules of different types share is excluded."""
