@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from bayesgrad.checkpoint import settings
-from bayesgrad.constraints import LAYER_OPTIONS
-from bayesgrad.optimizer import BeliefOptimizer
+from bayesgrad.optim.layerwise import FALLBACK, LayerOptimizer
 from bayesgrad.preconditioners import InputFactor
-from bayesgrad.rules import NaturalStep, OrnsteinUhlenbeck, SquaredGradient, SteadyState, UpdateRule
 
 
-class FOOF(BeliefOptimizer):
+class FOOF(LayerOptimizer):
     r"""Gradient descent on neurons: updates the weights of each layer so that its *outputs* follow their gradients.
 
     .. math::
@@ -75,9 +71,6 @@ class FOOF(BeliefOptimizer):
     Checked by: tests/equations/test_foof.py.
     """
 
-    takes_model = True
-    rule = UpdateRule(SquaredGradient(), SteadyState(OrnsteinUhlenbeck()), NaturalStep())
-    accepts = {**BeliefOptimizer.accepts, **LAYER_OPTIONS}
     common = ("damping_mode", "max_norm")
 
     def __init__(
@@ -104,13 +97,4 @@ class FOOF(BeliefOptimizer):
         super().__init__(params, settings(locals()), model)
 
     def build_preconditioner(self) -> InputFactor:
-        return InputFactor("Adam with learning rate fallback_lr")
-
-    def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
-        return {"beta": group["ema"], "step": step}
-
-    def step_scale(self, group: Mapping[str, Any]) -> float:
-        return group["fallback_lr"] * float(group["lr"]) / (group["base_lr"] or math.inf)
-
-    def scalars(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
-        return super().scalars({**group, "damping": 0.0}, step)
+        return InputFactor(FALLBACK)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from bayesgrad.checkpoint import settings
-from bayesgrad.constraints import LAYER_OPTIONS, one_of
-from bayesgrad.optimizer import BeliefOptimizer
+from bayesgrad.constraints import one_of
+from bayesgrad.optim.layerwise import FALLBACK, LayerOptimizer
 from bayesgrad.preconditioners import KroneckerFactors
-from bayesgrad.rules import NaturalStep, OrnsteinUhlenbeck, SquaredGradient, SteadyState, UpdateRule
 
 
-class KFAC(BeliefOptimizer):
+class KFAC(LayerOptimizer):
     r"""Natural gradients with the Fisher matrix of each layer approximated by a Kronecker product.
 
     .. math::
@@ -87,11 +84,8 @@ class KFAC(BeliefOptimizer):
     Checked by: tests/equations/test_kfac.py.
     """
 
-    takes_model = True
-    rule = UpdateRule(SquaredGradient(), SteadyState(OrnsteinUhlenbeck()), NaturalStep())
     accepts = {
-        **BeliefOptimizer.accepts,
-        **LAYER_OPTIONS,
+        **LayerOptimizer.accepts,
         "sharing": one_of("expand", "reduce"),
         "exact_damping": one_of(True, False),
     }
@@ -125,13 +119,4 @@ class KFAC(BeliefOptimizer):
         super().__init__(params, settings(locals()), model)
 
     def build_preconditioner(self) -> KroneckerFactors:
-        return KroneckerFactors("Adam with learning rate fallback_lr")
-
-    def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
-        return {"beta": group["ema"], "step": step}
-
-    def step_scale(self, group: Mapping[str, Any]) -> float:
-        return group["fallback_lr"] * float(group["lr"]) / (group["base_lr"] or math.inf)
-
-    def scalars(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
-        return super().scalars({**group, "damping": 0.0}, step)
+        return KroneckerFactors(FALLBACK)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from bayesgrad.checkpoint import settings
-from bayesgrad.constraints import LAYER_OPTIONS, POSITIVE, one_of
-from bayesgrad.optimizer import BeliefOptimizer
+from bayesgrad.constraints import POSITIVE, one_of
+from bayesgrad.optim.layerwise import FALLBACK, LayerOptimizer
 from bayesgrad.preconditioners import Woodbury
-from bayesgrad.rules import NaturalStep, OrnsteinUhlenbeck, SquaredGradient, SteadyState, UpdateRule
 
 
-class NaturalGradient(BeliefOptimizer):
+class NaturalGradient(LayerOptimizer):
     r"""The exact damped natural gradient for the Fisher matrix of a batch, by the Woodbury identity.
 
     .. math::
@@ -79,11 +76,8 @@ class NaturalGradient(BeliefOptimizer):
     Checked by: tests/equations/test_natural_gradient.py.
     """
 
-    takes_model = True
-    rule = UpdateRule(SquaredGradient(), SteadyState(OrnsteinUhlenbeck()), NaturalStep())
     accepts = {
-        **BeliefOptimizer.accepts,
-        **LAYER_OPTIONS,
+        **LayerOptimizer.accepts,
         "damping": POSITIVE,
         "blocks": one_of("full", "layer"),
         "step_size": one_of("lr", "quadratic"),
@@ -116,13 +110,4 @@ class NaturalGradient(BeliefOptimizer):
         super().__init__(params, settings(locals()), model)
 
     def build_preconditioner(self) -> Woodbury:
-        return Woodbury("Adam with learning rate fallback_lr")
-
-    def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
-        return {"beta": group["ema"], "step": step}
-
-    def step_scale(self, group: Mapping[str, Any]) -> float:
-        return group["fallback_lr"] * float(group["lr"]) / (group["base_lr"] or math.inf)
-
-    def scalars(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
-        return super().scalars({**group, "damping": 0.0}, step)
+        return Woodbury(FALLBACK)
