@@ -28,45 +28,52 @@ class Product:
         """target <- keep target + fresh direction, in one pass over it."""
         target.view(self.left.shape[1], -1).addmm_(self.left.T, self.right, beta=keep, alpha=fresh)
 
-    def subtract_from(
-        self, p: Tensor, momentum: Tensor | None, keep: float, fresh: float, step_scale: float, shrink: float
-    ) -> None:
-        """p <- shrink p - step_scale m, with m the direction or its momentum, m <- keep m + fresh direction."""
-        if momentum is None:
-            self.into(p, shrink, -step_scale)
-            return
-        self.into(momentum, keep, fresh)
-        (p if shrink == 1 else p.mul_(shrink)).add_(momentum, alpha=-step_scale)
-
 
 @dataclass(frozen=True, eq=False)
 class Scaled:
-    """A direction times a tensor with one element, which the host does not read."""
+    """The direction factor * values + product, for a factor with one element, which the host does not read."""
 
     values: Tensor
     factor: Tensor
+    product: Product | None = None
 
     @property
     def dtype(self) -> torch.dtype:
         return self.values.dtype
 
     def dense(self) -> Tensor:
-        return self.values * self.factor.to(self.values)
+        found = (self.values * self.factor.to(self.values)).contiguous()
+        if self.product is not None:
+            self.product.into(found, 1.0, 1.0)
+        return found
 
-    def subtract_from(
-        self, p: Tensor, momentum: Tensor | None, keep: float, fresh: float, step_scale: float, shrink: float
-    ) -> None:
-        """As `Product.subtract_from`."""
-        p = p if shrink == 1 else p.mul_(shrink)
-        if momentum is None:
-            p.addcmul_(self.values, self.factor.to(p), value=-step_scale)
-            return
-        momentum.mul_(keep).addcmul_(self.values, self.factor.to(momentum), value=fresh)
-        p.add_(momentum, alpha=-step_scale)
+    def into(self, target: Tensor, keep: float, fresh: float) -> None:
+        """As `Product.into`."""
+        target = target if keep == 1 else target.mul_(keep)
+        target.addcmul_(self.values, self.factor.to(target), value=fresh)
+        if self.product is not None:
+            self.product.into(target, 1.0, fresh)
 
 
 Direction = Tensor | Product | Scaled
 Directions = Mapping[Tensor, Direction]
+
+
+def subtract(
+    direction: Product | Scaled,
+    p: Tensor,
+    momentum: Tensor | None,
+    keep: float,
+    fresh: float,
+    step_scale: float,
+    shrink: float,
+) -> None:
+    """p <- shrink p - step_scale m, with m the direction or its momentum, m <- keep m + fresh direction."""
+    if momentum is None:
+        direction.into(p, shrink, -step_scale)
+        return
+    direction.into(momentum, keep, fresh)
+    (p if shrink == 1 else p.mul_(shrink)).add_(momentum, alpha=-step_scale)
 
 
 def dense(direction: Direction) -> Tensor:
@@ -77,7 +84,10 @@ def scaled(direction: Direction, factor: Tensor) -> Direction:
     """A direction times a tensor with one element."""
     if isinstance(direction, Product):
         return Product(direction.left * factor.to(direction.left), direction.right, direction.shape)
-    return Scaled(dense(direction), factor)
+    if isinstance(direction, Scaled):
+        product = None if direction.product is None else scaled(direction.product, factor)
+        return Scaled(direction.values, direction.factor * factor.to(direction.factor), product)  # pyright: ignore
+    return Scaled(direction, factor)
 
 
 def square_norm(direction: Direction) -> Tensor:

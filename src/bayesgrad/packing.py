@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bayesgrad import kernels, noise
-from bayesgrad.directions import Directions, Product, Scaled, dense
+from bayesgrad.directions import Directions, Product, Scaled, dense, subtract
 from bayesgrad.kernels import Row, compute_dtype
 
 SMALL = 1 << 15  # elements up to which a tensor is packed with others
@@ -96,7 +96,7 @@ class Block:
                 and p.is_contiguous()
                 and gradient.dtype == p.dtype
             ):
-                gradient.subtract_from(p, state[0].view_as(p) if state else None, *axpy_coefficients)
+                subtract(gradient, p, state[0].view_as(p) if state else None, *axpy_coefficients)
             elif axpy_coefficients and not state and isinstance(gradient, Tensor) and gradient.dtype == p.dtype:
                 *_, step_scale, shrink = axpy_coefficients
                 (p if shrink == 1 else p.mul_(shrink)).add_(gradient, alpha=-step_scale)
@@ -173,7 +173,7 @@ class Pack:
         return (self.weight, self.gradient, *more, *self.state)
 
     def step_axpy(self, directions: Directions, keep: float, fresh: float, step_scale: float, shrink: float) -> bool:
-        """The step of `Product.subtract_from` for all parameters, without a kernel; False if it does not apply."""
+        """The step of `directions.subtract` for all parameters, without a kernel; False if it does not apply."""
         steps = [dense(directions[p]) for p in self.params if p in directions]
         if len(steps) < len(self.params) or any(d.dtype != p.dtype for d, p in zip(steps, self.params)):
             return False

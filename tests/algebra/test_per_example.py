@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bayesgrad.directions import dense
 from bayesgrad.layers import per_example as module
 from bayesgrad.layers.per_example import (
     EmbeddingGradients,
@@ -96,7 +97,7 @@ def test_products(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> Non
     assert case.count == G.shape[1]
     close(case.project(u), G.T @ u.flatten())
     close(case.combine(w), (G @ w).view(case.shape))
-    close(case.combine_onto(u, w, 0.3), 0.3 * u + (G @ w).view(case.shape))
+    close(dense(case.combination(w)), (G @ w).view(case.shape))
     close(case.gram(), G.T @ G)
     close(case.squares(), G.square().sum(1).view(case.shape))
     close(case.rows(), G.T.view(case.count, *case.shape))

@@ -65,7 +65,8 @@ def counted(optimizer: Any, found: Counter[str]) -> Iterator[None]:
 
 
 def refreshes(optimizer: Any, case: Case) -> list[list[int]]:
-    """The steps of the latest refresh: an inversion, or, for filters, an update from a batch that is checked first."""
+    """The steps of the latest refresh: an inversion, or a comparison that decides about one; for filters also an update
+    from a batch, which is checked first."""
     clocks = [entry["clock"].tolist() for entry in optimizer.state.values() if "clock" in entry]
     by_batch = case.name.startswith(("Kronecker", "NaturalGradient")) or case in SAMPLERS
     return clocks if by_batch else [clock[2:] for clock in clocks]

@@ -164,16 +164,15 @@ def test_strong_damping_is_sgd() -> None:
 
 def test_inverses_are_refreshed_when_due_and_kept_otherwise() -> None:
     torch.manual_seed(0)
-    layer = nn.Linear(3, 2).to(D)
+    layer, x = nn.Linear(3, 2).to(D), torch.randn(4, 3, dtype=D)
     optimizer = FOOF(layer, update_every=3, stats_every=1)
-    kept = []
+    inverted = []
     for _ in range(20):
         optimizer.zero_grad()
-        layer(torch.randn(4, 3, dtype=D)).square().mean().backward()
+        layer(x).square().mean().backward()
         optimizer.step()
-        kept.append(optimizer.state[layer.weight]["input_inverse"].clone())
-    refreshed = [1] + [t + 1 for t in range(1, 20) if not torch.equal(kept[t], kept[t - 1])]
-    assert refreshed == [1, 2, 3, 6, 9, 12, 15, 18]
+        inverted.append(int(optimizer.state[layer.weight]["clock"][2]))
+    assert sorted(set(inverted)) == [1, 2, 3, 6, 9, 12, 15, 18]
     optimizer = FOOF(layer, stats_every=4)
     merged = []
     for t in range(9):
@@ -183,6 +182,22 @@ def test_inverses_are_refreshed_when_due_and_kept_otherwise() -> None:
         optimizer.step()
         merged.append(before is None or not torch.equal(before, optimizer.state[layer.weight]["input_moment"]))
     assert [t + 1 for t, new in enumerate(merged) if new] == [1, 2, 3, 6, 8]
+
+
+def test_inverses_are_refreshed_early_when_moments_have_changed() -> None:
+    """Moments are compared with those at the last inversion after every tenth of update_every steps."""
+    layer, x = nn.Linear(3, 2, bias=False).to(D), torch.eye(3, dtype=D)
+    optimizer = FOOF(layer, update_every=40, stats_every=1, ema=0.5)
+    inverted = []
+    for t in range(100):
+        scale = 1.0 if t < 50 else 1.05 if t < 70 else 2.0
+        optimizer.zero_grad()
+        layer(scale * x).square().mean().backward()
+        optimizer.step()
+        inverted.append(int(optimizer.state[layer.weight]["clock"][2]))
+    # In steps 51 to 70 squares grow by 10 %, which is too little. From step 71 on they are 4: the average is 3.28 in
+    # step 72, and 3.95, or 21 % more, in step 76. Step 80 is a multiple of 40.
+    assert sorted(set(inverted)) == [1, 2, 3, 6, 12, 24, 48, 72, 76, 80]
 
 
 def test_large_moments_are_computed_in_strips_of_the_lower_triangle() -> None:

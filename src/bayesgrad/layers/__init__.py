@@ -2,10 +2,12 @@
 
 from bayesgrad.layers.modules import (
     CONVOLUTIONS,
+    error_rows,
     errors_of,
     examples_in,
     gradients_of_calls,
     groups_of,
+    input_rows,
     inputs_of,
     is_lookup,
     is_matrix,
@@ -21,10 +23,12 @@ from bayesgrad.layers.modules import (
 
 __all__ = [
     "CONVOLUTIONS",
+    "error_rows",
     "errors_of",
     "examples_in",
     "gradients_of_calls",
     "groups_of",
+    "input_rows",
     "inputs_of",
     "is_lookup",
     "is_matrix",

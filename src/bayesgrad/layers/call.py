@@ -24,7 +24,7 @@ SITE = "_bayesgrad_site"  # the attribute of a recorded module
 Pair = tuple[Tensor | None, Tensor | None]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class LayerCall:
     """One call of a layer: its input, and the derivative of the loss with respect to its output.
 
@@ -102,11 +102,11 @@ class Site:
         alive = [(recorder, name) for ref, name in self.recorders if (recorder := ref()) is not None]
         if module is None or not alive or not x.numel():
             return parameter_gradients(op, error, x, weight, needs)
-        call = LayerCall(module, x.detach(), error.detach(), 0, forward_id, "", volatile)
+        seen = x.detach(), error.detach()
         for recorder, name in alive:
             if recorder.capture is not None:
                 with torch.no_grad():
-                    recorder.capture(replace(call, name=name, backward_id=recorder.captures))
+                    recorder.capture(LayerCall(module, *seen, recorder.captures, forward_id, name, volatile))
                 return None, None
         if nodes is None:
             nodes = [_node(p) for p in module._parameters.values() if p is not None and p.requires_grad]
@@ -114,7 +114,10 @@ class Site:
             return parameter_gradients(op, error, x, weight, needs)
         task = torch._C._current_graph_task_id()
         with torch.no_grad():
-            found = [recorder.received(replace(call, name=name, backward_id=task)) for recorder, name in alive]
+            found = [
+                recorder.received(LayerCall(module, *seen, task, forward_id, name, volatile))
+                for recorder, name in alive
+            ]
         pair = next((one for one in found if one is not None), None)
         if pair is None:
             pair = parameter_gradients(op, error, x, weight, needs)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-ROWS = 16  # rows of a gradient that are copied
+SAMPLE = 256  # entries of a gradient that are copied
 UNEXPLAINED = 0.1  # of a gradient's norm; larger differences are not rounding, even in half precision
 
 
@@ -25,7 +25,7 @@ class Mark(NamedTuple):
     Args:
         gradient: returns it while it exists.
         version: its version counter.
-        sample: a copy of some rows.
+        sample: a copy of some entries.
         passes: the number of backward passes that added to it since it was zero.
     """
 
@@ -100,7 +100,7 @@ class GradientMarks:
                 (self.unexplained.discard if explained else self.unexplained.add)(p)
             elif calls != self._calls.get(p):
                 self._calls.pop(p, None)
-        self.marks[p] = Mark(TensorWeakRef(gradient), gradient._version, _rows(gradient).clone(), passes)
+        self.marks[p] = Mark(TensorWeakRef(gradient), gradient._version, _sample(gradient).clone(), passes)
 
     def restarted(self, params: Iterable[Tensor]) -> bool:
         """Whether these gradients are None or zero, so that what was recorded before belongs to no gradient."""
@@ -128,27 +128,23 @@ class GradientMarks:
         1 if they are zero or not finite; None if no gradient is known. If they were changed in another way, it is the
         least-squares fit.
         """
-        pairs = [
-            (mark.sample, _rows(gradient))
-            for p, mark in self.marks.items()
-            if (gradient := p.grad) is not None
-            and _rows(gradient).shape == mark.sample.shape
-            and (params is None or any(p is q for q in params))
-        ]
+        some = self.marks if params is None else [p for p in params if p in self.marks]
+        pairs = ((self.marks[p].sample, _sample(p.grad)) for p in some if p.grad is not None)
+        pairs = [(then, now) for then, now in pairs if then.shape == now.shape]
         if not pairs:
             return None
-        then, now = (torch.cat([part[i].reshape(-1) for part in pairs]) for i in range(2))
-        factor = (now @ then) / (then @ then)
-        return torch.where(factor.isfinite(), factor, 1.0)
+        then, now = map(torch.cat, zip(*pairs))
+        return (torch.dot(now, then) / torch.dot(then, then)).nan_to_num_(1.0, 1.0, 1.0)
 
     def zeroed(self) -> None:
         """Called when the gradients were set to zero or None."""
         marks = ((p, p.grad) for p in self.marks)
-        self.marks = {p: Mark(TensorWeakRef(g), g._version, _rows(g), 0) for p, g in marks if g is not None}
+        self.marks = {p: Mark(TensorWeakRef(g), g._version, _sample(g), 0) for p, g in marks if g is not None}
 
 
-def _rows(gradient: Tensor) -> Tensor:
-    return gradient[:: max(1, len(gradient) // ROWS)] if gradient.dim() > 1 else gradient
+def _sample(gradient: Tensor) -> Tensor:
+    """Some entries of a gradient, as a view where that is possible."""
+    return gradient.reshape(-1)[:: 1 + gradient.numel() // SAMPLE]
 
 
 def _remove(handles: list[Any]) -> None:

@@ -139,6 +139,20 @@ def errors_of(module: nn.Module, error: Tensor) -> Tensor:
     return error.unflatten(2, (module.groups, -1)).permute(2, 0, 1, 3)
 
 
+def input_rows(module: nn.Module, x: Tensor) -> Tensor:
+    """a, (groups, rows, in), with a row for each example and position."""
+    if isinstance(module, nn.Linear):
+        return x.to(_dtype(module)).reshape(1, -1, x.shape[-1])
+    return inputs_of(module, x).flatten(1, 2)
+
+
+def error_rows(module: nn.Module, error: Tensor) -> Tensor:
+    """e, (groups, rows, out)."""
+    if isinstance(module, nn.Linear):
+        return error.to(_dtype(module)).reshape(1, -1, error.shape[-1])
+    return errors_of(module, error).flatten(1, 2)
+
+
 def lookups_of(module: nn.Embedding, x: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
     """Indices (N, positions) and errors (N, positions, features), zero at the padding index."""
     indices = x.reshape(len(x) if x.dim() else 1, -1)

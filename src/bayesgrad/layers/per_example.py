@@ -24,6 +24,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from bayesgrad.directions import Product
+
 CHUNK = 1 << 22  # elements of a temporary tensor: limits the memory of products
 
 
@@ -51,9 +53,9 @@ class PerExampleGradients(ABC):
     def combine(self, w: Tensor) -> Tensor:
         """G w in the parameter's shape, for w (N,)."""
 
-    def combine_onto(self, u: Tensor, w: Tensor, beta: float) -> Tensor:
-        """beta u + G w."""
-        return self.combine(w).add_(u, alpha=beta)
+    def combination(self, w: Tensor) -> Tensor | Product:
+        """G w, as a `Product` where there is one."""
+        return self.combine(w)
 
     @abstractmethod
     def gram(self) -> Tensor:
@@ -143,17 +145,18 @@ class OuterProducts(PerExampleGradients):
         return (matmul(a, matrix.mT) * e).sum((0, 2, 3))
 
     def combine(self, w: Tensor) -> Tensor:
+        a, e = self._weighted(w)
+        return matmul(e.mT, a).reshape(self.shape)
+
+    def combination(self, w: Tensor) -> Tensor | Product:
+        a, e = self._weighted(w)
+        return Product(e[0], a[0], self.shape) if len(a) == 1 else matmul(e.mT, a).reshape(self.shape)
+
+    def _weighted(self, w: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of inputs and errors, (groups, rows, features); the smaller of them times the weights of examples."""
         a, e, w = self.inputs, self.errors, w.view(1, -1, 1, 1)
         a, e = (a * w, e) if a.shape[-1] <= e.shape[-1] else (a, e * w)
-        return matmul(e.flatten(1, 2).mT, a.flatten(1, 2)).reshape(self.shape)
-
-    def combine_onto(self, u: Tensor, w: Tensor, beta: float) -> Tensor:
-        if len(self.inputs) > 1:
-            return super().combine_onto(u, w, beta)
-        a, e, w = self.inputs[0], self.errors[0], w.view(-1, 1, 1)
-        a, e = (a * w, e) if a.shape[-1] <= e.shape[-1] else (a, e * w)
-        a, e = a.flatten(0, 1), e.flatten(0, 1)
-        return torch.addmm(u.reshape(e.shape[1], -1), e.T, a, beta=beta).view(self.shape)
+        return a.flatten(1, 2), e.flatten(1, 2)
 
     def gram(self) -> Tensor:
         _, count, positions, fan_in = self.inputs.shape

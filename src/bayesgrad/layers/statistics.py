@@ -133,7 +133,7 @@ class LayerStatistics:
 
     def _features(self, module: nn.Module, x: Tensor) -> Tensor:
         """Inputs without the column of ones, (groups, rows, in)."""
-        rows = layers.inputs_of(module, x).flatten(1, 2)
+        rows = layers.input_rows(module, x)
         return rows if self.layer.weight is not None else rows[..., :0]
 
     # --- kept rows ---
@@ -189,7 +189,7 @@ class LayerStatistics:
 def _errors(call: LayerCall) -> Tensor:
     if isinstance(call.module, nn.Embedding):
         return layers.lookups_of(call.module, call.input, call.error)[1].flatten(0, 1)[None]
-    return layers.errors_of(call.module, call.error).flatten(1, 2)
+    return layers.error_rows(call.module, call.error)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

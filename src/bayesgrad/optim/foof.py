@@ -42,7 +42,8 @@ class FOOF(LayerOptimizer):
         max_norm: c; `inf` for no bound.
         fallback_lr: learning rate of Adam for other parameters. Under a schedule of lr, fallback_lr/lr is constant.
         ema: decay of the average of A.
-        update_every: steps between inversions (early in a run, whenever the number of steps has doubled).
+        update_every: the largest number of steps between inversions (early in a run, whenever the number of steps has
+            doubled). After every tenth of them, a factor whose diagonal has changed by a fifth is inverted anew.
         stats_every: steps between updates of A (early in a run, whenever the number of steps has doubled).
         losses_per_example: the number of losses per example in the mean loss: 1, or the number of tokens per sequence
             if the loss is a mean over tokens.
@@ -84,7 +85,7 @@ class FOOF(LayerOptimizer):
         max_norm: float = 1.0,
         fallback_lr: float = 1e-3,
         ema: float = 0.95,
-        update_every: int = 100,
+        update_every: int = 500,
         stats_every: int = 10,
         losses_per_example: int = 1,
         momentum: float = 0.0,

@@ -49,7 +49,8 @@ class KFAC(LayerOptimizer):
         fallback_lr: learning rate of Adam for other parameters. Under a schedule of lr, fallback_lr/lr is constant.
         likelihood: "categorical", "bernoulli" or "gaussian", from which labels are sampled.
         ema: decay of the averages.
-        update_every: steps between inversions (early in a run, whenever the number of steps has doubled).
+        update_every: the largest number of steps between inversions (early in a run, whenever the number of steps has
+            doubled). After every tenth of them, a factor whose diagonal has changed by a fifth is inverted anew.
         stats_every: steps between updates of A and E (early in a run, whenever the number of steps has doubled);
             observe() does nothing in between.
         losses_per_example: the number of losses per example in the mean loss: 1, or the number of tokens per sequence
@@ -99,11 +100,11 @@ class KFAC(LayerOptimizer):
         params: Any = None,
         damping: float = 3.0,
         damping_mode: str = "relative",
-        max_norm: float = 1.0,
+        max_norm: float = 3.0,
         fallback_lr: float = 1e-3,
         likelihood: str = "categorical",
         ema: float = 0.95,
-        update_every: int = 100,
+        update_every: int = 500,
         stats_every: int = 10,
         losses_per_example: int = 1,
         momentum: float = 0.0,

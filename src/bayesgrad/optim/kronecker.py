@@ -199,8 +199,9 @@ class KroneckerFilterFP(KroneckerOptimizer):
             over earlier batches (this centres the gradients only if errors do not depend on inputs).
         ema: decay of the moments' averages.
         max_step: c; `inf` for no bound.
-        update_every: steps between eigendecompositions (early in a run, whenever the number of steps has
-            doubled).
+        update_every: the largest number of steps between eigendecompositions (early in a run, whenever the number of
+            steps has doubled). After every tenth of them, moments whose diagonal has changed by a fifth are decomposed
+            anew.
         stats_every: steps between updates of the moments (early in a run, whenever the number of steps has
             doubled); observe() does nothing in between.
         losses_per_example: the number of losses per example in the mean loss: 1, or the number of tokens per sequence
@@ -250,7 +251,7 @@ class KroneckerFilterFP(KroneckerOptimizer):
         fisher: str = "sampled",
         max_step: float = 1.0,
         ema: float = 0.95,
-        update_every: int = 100,
+        update_every: int = 500,
         stats_every: int = 10,
         losses_per_example: int = 1,
         whiten: str = "both",

@@ -35,8 +35,10 @@ from bayesgrad.preconditioners.stability import early_interval, limit_norm, spli
 from bayesgrad.rules.transition import average
 from bayesgrad.sources.recorded_layers import RecordedLayers
 
+CHANGED = 0.2  # the relative change of a moment from which its inverse is computed anew
 LARGE = 512  # inputs of a layer from which its statistics are gathered less often if its outputs are few
-MERGES, MERGED, INVERTED = range(3)  # entries of `clock`: number of merges, step of the last merge and inversion
+# Entries of `clock`: number of merges; steps of the last merge, inversion and comparison with the moments at inversion.
+MERGES, MERGED, INVERTED, COMPARED = range(4)
 LAYER_KEYS = ("spectrum", "damped", "clock", "traces")
 Settings = Mapping[Layer, Mapping[str, Any]]
 
@@ -44,9 +46,11 @@ Settings = Mapping[Layer, Mapping[str, Any]]
 class LayerPreconditioner(Preconditioner):
     """Base class: keeps moving averages of each layer's second moments, and their inverses.
 
-    The averages are updated every `stats_every` steps and inverted every `update_every` steps, layers one after the
-    other. Early in a run the averages change fast and training with an old inverse diverges, so both happen whenever
-    the number of steps has doubled. A large layer with few outputs, whose statistics would cost more than its
+    The averages are updated every `stats_every` steps. They are inverted when they have changed: a tenth of
+    `update_every` steps after an inversion, and after every further tenth, the diagonals of the averages are compared
+    with those at the inversion, and after `update_every` steps at the latest, layers one after the other. Early in a
+    run the averages change fast and training with an old inverse diverges, so averages and inverses are updated
+    whenever the number of steps has doubled. A large layer with few outputs, whose statistics would cost more than its
     gradient, is updated every 4 `stats_every` steps.
 
     Statistics come from the backward passes of the loss, or from `observe(outputs)`: a label is sampled for each
@@ -79,7 +83,12 @@ class LayerPreconditioner(Preconditioner):
         self.recorded = RecordedLayers(self.optimizer, self.fallback, receive=weak(self.receive), only=weak(self.uses))
         self.groups = {p: group for group in optimizer.param_groups for p in group["params"]}
         self.warned: set[str] = set()  # factors that were singular
+        self.scheduled: dict[Layer, tuple[int, bool]] = {}  # `stats_every`, and whether statistics are due
         self.forget(observed=True)
+
+    def reset(self) -> None:
+        super().reset()
+        self.scheduled = {}
 
     def forget(self, observed: bool) -> None:
         super().forget(observed)
@@ -122,7 +131,9 @@ class LayerPreconditioner(Preconditioner):
             for found in (self.from_passes, self.kept, self.passes):
                 found.pop(layer, None)
             self.preconditioned.discard(layer)
-            self.inner_products = {key: i for key, i in self.inner_products.items() if key[0] == call.backward_id}
+            if self.inner_products:
+                kept = ((key, one) for key, one in self.inner_products.items() if key[0] == call.backward_id)
+                self.inner_products = dict(kept)
         if not self.from_labels(group) and self.due(layer, group):
             self._add(self.from_passes, layer, call)
         if group.get("precondition") == "backward":
@@ -161,8 +172,7 @@ class LayerPreconditioner(Preconditioner):
 
     def _precondition(self, layer: Layer, call: LayerCall, group: Mapping[str, Any]) -> Pair | None:
         """The preconditioned gradients of weight and bias; None before the first update."""
-        clock = self.optimizer.state.get(layer.owner, {}).get("clock")
-        if clock is None or not int(clock[INVERTED]) or layer.weight in self.recorded.read_elsewhere:
+        if layer.weight in self.recorded.read_elsewhere or "damped" not in self.optimizer.state.get(layer.owner, {}):
             return None
         self.preconditioned.add(layer)
         precision = self.precision(layer, group)
@@ -200,11 +210,14 @@ class LayerPreconditioner(Preconditioner):
 
     def due(self, layer: Layer, group: Mapping[str, Any]) -> bool:
         """Whether statistics are due in the next step."""
-        entry = self.optimizer.state.get(layer.owner, {})
-        if entry.get("clock") is None:
-            return True
-        few = layer.sizes["input"] >= LARGE and layer.sizes["input"] >= 16 * layer.sizes["error"]
-        return self.is_due(entry, MERGED, group["stats_every"] * (4 if few else 1))
+        every, due = self.scheduled.get(layer, (0, False))
+        if every != group["stats_every"]:
+            every = group["stats_every"]
+            few = layer.sizes["input"] >= LARGE and layer.sizes["input"] >= 16 * layer.sizes["error"]
+            entry = self.optimizer.state.get(layer.owner, {})
+            due = "clock" not in entry or self.is_due(entry, MERGED, every * (4 if few else 1))
+            self.scheduled[layer] = every, due
+        return due
 
     def is_due(self, entry: Mapping[str, Tensor], what: int, every: int, offset: int = 0) -> bool:
         """Whether something that the clock counts is due: after `every` steps; early in a run, by `early_interval`.
@@ -259,8 +272,7 @@ class LayerPreconditioner(Preconditioner):
         if lost and not {p for layer in lost for p in layer.members} <= self.optimizer.warned:
             lost = recorded.with_nonzero_gradient(lost)
             recorded.warn_fallback({p for layer in lost for p in layer.members})
-        for layer in known:
-            self._refresh(layer, fresh.get(layer), settings[layer])
+        self._refresh(known, fresh, settings)
         return self._directions(known, settings)
 
     def _directions(self, known: list[Layer], settings: Settings) -> Directions:
@@ -285,22 +297,51 @@ class LayerPreconditioner(Preconditioner):
             inner.join(self.inner_products.values(), marks.factor())
         return limit_norm(found, limit, inner.total)
 
-    def _refresh(self, layer: Layer, statistics: LayerStatistics | None, group: Mapping[str, Any]) -> None:
-        entry = self.optimizer.state[layer.owner]
-        self._initialise(layer, entry, group)
-        clock, step = entry["clock"], int(entry.get("step", 0)) + 1
-        if statistics is not None:
-            clock[MERGES] += 1
-            self.merge(layer, entry, statistics, group)
-            clock[MERGED] = step
-        last, setting = int(clock[INVERTED]), self.setting(group)
-        every, order = group["update_every"], self.recorded.layers
-        offset = order.index(layer) * every // len(order)  # not all layers in one step
-        due = int(clock[MERGED]) > last and self.is_due(entry, INVERTED, every, offset)
-        if not last or due or float(entry["damped"]) != setting:
-            entry["damped"] = torch.tensor(setting, dtype=torch.float64)
+    def _refresh(self, known: list[Layer], fresh: Mapping[Layer, LayerStatistics], settings: Settings) -> None:
+        """Updates averages and inverses where that is due."""
+        due: dict[Layer, Tensor | bool] = {}  # whether the inverse is due; a tensor where the change decides
+        order = self.recorded.layers
+        for layer in known:
+            entry, group = self.optimizer.state[layer.owner], settings[layer]
+            self._initialise(layer, entry, group)
+            step = int(entry.get("step", 0)) + 1
+            if layer in fresh:
+                entry["clock"][MERGES] += 1
+                self.merge(layer, entry, fresh[layer], group)
+                entry["clock"][MERGED] = step
+            _, merged, last, compared = entry["clock"].tolist()
+            every = group["update_every"]
+            if not last or float(entry["damped"]) != self.setting(group):
+                due[layer] = True
+            elif merged > last:
+                offset = order.index(layer) * every // len(order)  # not all layers in one step
+                if self.is_due(entry, INVERTED, every, offset):
+                    due[layer] = True
+                elif step >= max(last, compared) + every / 10 and merged > compared and self._diagonals(entry):
+                    entry["clock"][COMPARED] = step
+                    due[layer] = self._change(entry) > CHANGED
+        measured = [layer for layer, one in due.items() if isinstance(one, Tensor)]
+        if measured:
+            changed = torch.stack([due[layer].cpu() for layer in measured]).tolist()  # pyright: ignore
+            due |= dict(zip(measured, changed))
+        for layer in (layer for layer, one in due.items() if one):
+            entry, group = self.optimizer.state[layer.owner], settings[layer]
             self.invert(layer, entry, group)
-            clock[INVERTED] = step
+            entry["damped"] = torch.tensor(self.setting(group), dtype=torch.float64)
+            for side, diagonal in self._diagonals(entry).items():
+                store(entry, f"{side}_diagonal", diagonal.clone())
+            entry["clock"][INVERTED] = int(entry.get("step", 0)) + 1
+
+    def _diagonals(self, entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The diagonal of each moment."""
+        moments = {side: m for side in self.sides if (m := entry.get(f"{side}_moment")) is not None}
+        return {side: m if m.dim() == 2 else m.diagonal(dim1=1, dim2=2) for side, m in moments.items()}
+
+    def _change(self, entry: Mapping[str, Tensor]) -> Tensor:
+        """The largest relative change of a moment's diagonal since the inversion."""
+        pairs = [(now, entry[f"{side}_diagonal"]) for side, now in self._diagonals(entry).items()]
+        smallest = torch.finfo(pairs[0][1].dtype).tiny
+        return torch.stack([(now - then).abs().sum() / then.sum().clamp(min=smallest) for now, then in pairs]).max()
 
     def setting(self, group: Mapping[str, Any]) -> float:
         """The hyperparameter that inverses depend on: they are computed anew when it changes."""
@@ -340,7 +381,7 @@ class LayerPreconditioner(Preconditioner):
             elif entry[name].dtype != like["dtype"]:  # the model was cast
                 for key in (key for key in _factors(entry) if key not in self.on_cpu):
                     entry[key] = entry[key].to(**like)
-        entry.setdefault("clock", torch.zeros(3, dtype=torch.int64))
+        entry.setdefault("clock", torch.zeros(4, dtype=torch.int64))
 
     def initial_factor(self, zeros: Tensor, group: Mapping[str, Any]) -> Tensor:
         """The initial value of a factor."""

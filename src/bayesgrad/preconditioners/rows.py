@@ -9,8 +9,7 @@ from torch import Tensor
 
 from bayesgrad.directions import Direction, Product
 from bayesgrad.layers.call import LayerCall
-from bayesgrad.layers.modules import Layer, errors_of, inputs_of
-from bayesgrad.layers.per_example import matmul
+from bayesgrad.layers.modules import Layer, error_rows, input_rows
 from bayesgrad.layers.statistics import joined
 from bayesgrad.precision import Kronecker
 from bayesgrad.preconditioners.stability import inner_product
@@ -28,23 +27,24 @@ class InnerProduct:
 
     def add(self, direction: Tensor, gradient: Tensor) -> None:
         if self.needed:
-            self._add(inner_product(direction, gradient))
+            self.include(inner_product(direction, gradient))
 
     def add_rows(self, left: Tensor, errors: Tensor, right: Tensor, rows: Tensor, ones: Tensor | None) -> None:
         """For d = left' [right ones] and g = errors' [rows 1], without forming them."""
         if self.needed:
-            inputs = matmul(right, rows.mT)
+            inputs = right @ rows.mT
             inputs = inputs if ones is None else inputs.add_(ones)
-            self._add(torch.dot(matmul(left, errors.mT).flatten(), inputs.flatten()))
+            self.include(torch.dot((left @ errors.mT).flatten(), inputs.flatten()))
 
     def join(self, parts: Iterable[InnerProduct], factor: Tensor | None) -> None:
         """Adds the square of the sum of roots: d·g is at most that, if d and g are sums of these parts."""
         roots = [one.total.clamp(min=0).sqrt() for one in parts if one.total is not None]
         if self.needed and roots:
             square = torch.stack(roots).sum().square()
-            self._add(square if factor is None else square * factor.to(square).square())
+            self.include(square if factor is None else square * factor.to(square).square())
 
-    def _add(self, value: Tensor) -> None:
+    def include(self, value: Tensor) -> None:
+        """Adds the inner product of some parameters."""
         self.total = value if self.total is None else self.total + value.to(self.total)
 
 
@@ -52,21 +52,24 @@ def from_rows(
     layer: Layer, precision: Kronecker, calls: Sequence[LayerCall], inner: InnerProduct, factor: Tensor | None = None
 ) -> dict[Tensor | None, Direction]:
     """factor (E L)'(A R) of each parameter, with the rows of these calls."""
-    errors = joined([errors_of(call.module, call.error).flatten(1, 2) for call in calls])
+    errors = joined([error_rows(call.module, call.error) for call in calls])
+    rows = joined([input_rows(call.module, call.input) for call in calls])
+    by_rows, by_columns = precision.left, precision.right
+    if len(errors) == 1:  # products of plain matrices are faster than those of stacks
+        errors, rows = errors[0], rows[0]
+        by_rows, by_columns = (None if side is None else side[0] for side in (by_rows, by_columns))
     errors = errors if factor is None else errors * factor.to(errors)
-    left = _times(errors, precision.left)
-    rows = joined([inputs_of(call.module, call.input).flatten(1, 2) for call in calls])
     rows = rows if layer.weight is not None else rows[..., :0]
-    inputs, ones = _inputs_times(layer, rows, precision.right)
+    left = _times(errors, by_rows)
+    inputs, ones = _inputs_times(layer, rows, by_columns)
     inner.add_rows(left, errors, inputs, rows, ones)
     found: dict[Tensor | None, Direction] = {}
     if layer.weight is not None:
-        if len(inputs) == 1:
-            found[layer.weight] = Product(left[0], inputs[0], layer.weight.shape)
-        else:
-            found[layer.weight] = torch.bmm(left.mT, inputs).view(layer.weight.shape)
+        found[layer.weight] = (
+            Product(left, inputs, layer.weight.shape) if left.dim() == 2 else (left.mT @ inputs).view_as(layer.weight)
+        )
     if ones is not None and layer.bias is not None:
-        found[layer.bias] = matmul(left.mT, ones).view(layer.bias.shape)
+        found[layer.bias] = (left.mT @ ones).view_as(layer.bias)
     return found
 
 
@@ -77,16 +80,14 @@ def _inputs_times(layer: Layer, rows: Tensor, factor: Tensor | None) -> tuple[Te
         return _times(rows, factor), None
     if factor is None:
         return rows, rows.new_ones(*rows.shape[:-1], 1)
-    if factor.dim() == 2:
-        return rows * factor[:, None, :size], factor[:, None, size:].expand(-1, rows.shape[1], -1)
-    if len(factor) > 1:
-        found = torch.baddbmm(factor[:, size:], rows, factor[:, :size])
-    else:
-        found = torch.addmm(factor[0, size:], rows[0], factor[0, :size])[None]
+    if factor.dim() < rows.dim():
+        return rows * factor[..., None, :size], factor[..., None, size:].expand(*rows.shape[:-1], 1)
+    multiply = torch.addmm if rows.dim() == 2 else torch.baddbmm
+    found = multiply(factor[..., size:, :], rows, factor[..., :size, :])
     return found[..., :size], found[..., size:]
 
 
 def _times(rows: Tensor, factor: Tensor | None) -> Tensor:
     if factor is None:
         return rows
-    return matmul(rows, factor) if factor.dim() == 3 else rows * factor[:, None]
+    return rows @ factor if factor.dim() == rows.dim() else rows * factor[..., None, :]

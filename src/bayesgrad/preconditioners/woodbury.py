@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bayesgrad import layers
 from bayesgrad.checkpoint import saved_entry
-from bayesgrad.directions import Directions, dense
+from bayesgrad.directions import Direction, Directions, Product, Scaled, dense
 from bayesgrad.layers.call import LayerCall
 from bayesgrad.layers.fisher import check_batch_mixing, check_outputs, gather_gradients
 from bayesgrad.layers.per_example import (
@@ -26,7 +26,8 @@ from bayesgrad.packing import gradient_of
 from bayesgrad.parts import Groups, Host, Needs, weak
 from bayesgrad.precision.linalg import cholesky
 from bayesgrad.preconditioners.network import MERGED, NetworkPreconditioner
-from bayesgrad.preconditioners.stability import early_interval, limit_norm, with_growing_damping
+from bayesgrad.preconditioners.rows import InnerProduct
+from bayesgrad.preconditioners.stability import early_interval, inner_product, limit_norm, with_growing_damping
 from bayesgrad.rules.update import MOMENTUM
 from bayesgrad.sources.recorded_layers import RecordedLayers
 
@@ -139,15 +140,16 @@ class Woodbury(NetworkPreconditioner):
         if groups[0]["blocks"] == "full" and len({float(owners[p]["damping"]) for p in columns}) > 1:
             raise ValueError("blocks='full' needs the same damping in all groups: set it, or use blocks='layer'.")
         self.gradient_factor = self.recorded.marks.factor() if self.projections else None
-        found: dict[Tensor, Tensor] = {}
+        found: dict[Tensor, Direction] = {}
+        by_model, limit = groups[0]["step_size"] == "quadratic", groups[0]["max_norm"]
+        inner = InnerProduct(not by_model and math.isfinite(limit))
         for block in self._blocks_of(columns, groups[0]):
             own = {p: columns[p] for p in block}
-            found |= self._solved(own, owners[block[0]], fresh)
-        if not found or groups[0]["step_size"] == "quadratic":
-            self._scale_by_model(found, columns)
-            bounded: Directions = found
+            found |= self._solved(own, owners[block[0]], fresh, inner)
+        if by_model:
+            bounded: Directions = self._scaled_by_model({p: dense(d) for p, d in found.items()}, columns)
         else:
-            bounded = limit_norm(found, groups[0]["max_norm"])
+            bounded = limit_norm(found, limit, inner.total)
         if groups[0]["adapt_damping"]:
             self._predict({p: dense(d) for p, d in bounded.items()}, columns, owners)
         return bounded
@@ -182,9 +184,9 @@ class Woodbury(NetworkPreconditioner):
         return blocks
 
     def _solved(
-        self, columns: Mapping[Tensor, PerExampleGradients], group: Mapping[str, Any], fresh: bool
-    ) -> dict[Tensor, Tensor]:
-        """The preconditioned gradient of one block."""
+        self, columns: Mapping[Tensor, PerExampleGradients], group: Mapping[str, Any], fresh: bool, inner: InnerProduct
+    ) -> dict[Tensor, Direction]:
+        """The preconditioned gradient d of one block; d·g is added to `inner`."""
         params = list(columns)
         count = columns[params[0]].count
         scale = 1 / math.sqrt(count * group["losses_per_example"])
@@ -193,13 +195,26 @@ class Woodbury(NetworkPreconditioner):
         if fresh and (c := _common_factor(columns)) is not None:
             rest = torch.full((count, 1), c / scale, dtype=factor.dtype, device=factor.device)
             weights = scale * torch.cholesky_solve(rest, factor)[:, 0]
-            return {p: own.combine(weights.to(_kind(own))) for p, own in columns.items()}
-        projection = torch.stack([self._projected(p, own).to(factor) for p, own in columns.items()]).sum(0)
-        weights = torch.cholesky_solve(scale * projection[:, None], factor)[:, 0] * (-scale / damping)
-        return {
-            p: own.combine_onto(gradient_of(p).to(_kind(own)), weights.to(_kind(own)), 1 / damping)
-            for p, own in columns.items()
-        }
+            directions = {p: own.combine(weights.to(_kind(own))) for p, own in columns.items()}
+            for p, d in directions.items():
+                inner.add(d, gradient_of(p))
+            return dict(directions)
+        projection = scale * torch.stack([self._projected(p, own).to(factor) for p, own in columns.items()]).sum(0)
+        dual = torch.cholesky_solve(projection[:, None], factor)[:, 0]
+        weights, share = dual * (-scale / damping), torch.full_like(dual[0], 1 / damping)
+        solved: dict[Tensor, Direction] = {}
+        for p, own in columns.items():
+            gradient, rest = gradient_of(p).to(_kind(own)), own.combination(weights.to(_kind(own)))
+            if isinstance(rest, Product):
+                solved[p] = Scaled(gradient, share, rest)
+            else:
+                solved[p] = rest.add_(gradient, alpha=1 / damping)
+        if inner.needed:  # d·g = λ d·d + u·u, with the dual u = G'd, and λ^2 d·d = g·g - u·G'g - λ u·u
+            gradients = map(gradient_of, columns)
+            total = torch.stack([inner_product(g, g).to(factor) for g in gradients]).sum()
+            square = dual.square().sum()
+            inner.include(square + (total - dual @ projection - damping * square).clamp(min=0) / damping)
+        return solved
 
     def _projected(self, p: Tensor, columns: PerExampleGradients) -> Tensor:
         """G'g."""
@@ -245,10 +260,12 @@ class Woodbury(NetworkPreconditioner):
             total += (rows @ rows.T / (count * self.optimizer.param_groups[0]["losses_per_example"])).cpu()
         return total
 
-    def _scale_by_model(self, found: dict[Tensor, Tensor], columns: Mapping[Tensor, PerExampleGradients]) -> None:
+    def _scaled_by_model(
+        self, found: dict[Tensor, Tensor], columns: Mapping[Tensor, PerExampleGradients]
+    ) -> dict[Tensor, Tensor]:
         """Scales direction and momentum buffer to the minimum of g'δ + δ'(F + λI)δ/2 over δ = -(a d + m b)."""
         if not found:
-            return
+            return {}
         state = self.optimizer.state
         buffers = {p: state[p][MOMENTUM] for p in found if MOMENTUM in state.get(p, {})}
         vectors = (
@@ -259,9 +276,8 @@ class Woodbury(NetworkPreconditioner):
         norms = torch.stack([torch.stack([_dot(a, b) for a in damped]) for b in vectors])
         matrix = self._fisher_products(vectors, columns) + norms
         best = torch.linalg.lstsq(matrix, inner[:, None]).solution[:, 0].tolist()
-        for p in found:
-            found[p] = best[0] * found[p]
         self.momentum = best[1] if len(best) > 1 else 0.0
+        return {p: best[0] * d for p, d in found.items()}
 
     def scalars(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         n = super().scalars(group, step)
