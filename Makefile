@@ -8,7 +8,7 @@ STAMP := $(VENV)/.test
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-.PHONY: test slow soak demo lint types fast bench hashes format clean
+.PHONY: test slow soak demo lint types fast bench format clean
 
 test: lint types  ## lint, types and all tests but those that take long, doctests included
 	$(PYTEST) -m "not slow and not soak"
@@ -24,9 +24,6 @@ demo: $(LAB)  ## compare optimizers on scikit-learn's digits; ends by saying whe
 
 fast: $(STAMP)  ## the tests that take no compilation, up to the first that fails
 	$(PYTEST) -m "not compiled and not slow and not soak" -x
-
-hashes: $(STAMP)  ## weights and state of every optimizer, to the bit, against the record of golden hashes
-	$(BIN)/python tests/hashes.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

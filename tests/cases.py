@@ -309,7 +309,9 @@ LAYERWISE = (
         {"lr": 0.03, "momentum": 0.9, "weight_decay": 0.1, "update_every": 2, "stats_every": 2},
         layers=True,
     ),
+    Case("FOOF-backward", optim.FOOF, {"precondition": "backward"}, (), FOOF, layers=True),
     Case("KFAC", optim.KFAC, {}, (), KFAC, layers=True),
+    Case("KFAC-backward", optim.KFAC, {"precondition": "backward", "momentum": 0.5}, bad=KFAC, layers=True),
     Case("KFAC-exact", optim.KFAC, {"lr": 0.01, "momentum": 0.5, "exact_damping": True, "max_factor": 64}, layers=True),
     Case("KroneckerFilter", optim.KroneckerFilter, {"batch_size": 32}, bad=KRONECKER, layers=True),
     Case(
@@ -328,6 +330,13 @@ LAYERWISE = (
         layers=True,
     ),
     Case("KroneckerFilterFP", optim.KroneckerFilterFP, {"batch_size": 32}, bad=KRONECKER, layers=True),
+    Case(
+        "KroneckerFilterFP-backward",
+        optim.KroneckerFilterFP,
+        {"batch_size": 32, "precondition": "backward"},
+        bad=KRONECKER,
+        layers=True,
+    ),
     Case(
         "KroneckerFilterFP-prior",
         optim.KroneckerFilterFP,
