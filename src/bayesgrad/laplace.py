@@ -226,7 +226,7 @@ def _select(model: nn.Module, params: str | Iterable[str] | None) -> dict[str, n
             raise ValueError("the model has no trainable parameters.")
         return found
     if params == "last_layer":
-        last = [module for module in model.modules() if layers.is_matrix(module)][-1:]
+        last = [module for _, module in layers.known_layers(model) if layers.is_matrix(module)][-1:]
         own = {id(p) for module in last for p in layers.own_parameters(module).values()}
         if not own:
             raise ValueError("the model has no Linear, Conv or Embedding layer: name parameters in params= instead.")

@@ -6,10 +6,10 @@ See `layers.recorder` for how it works.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,7 @@ class Site:
     def __init__(self, module: nn.Module | None = None) -> None:
         self.module = weakref.ref(module) if module is not None else lambda: None
         self.recorders: list[tuple[Callable[[], LayerRecorder | None], str]] = []
+        self.parts: Mapping[str, nn.Module] = {}  # see `layers.composite`
         self.handle = next(Site.handles)
         # For compiled models, which would be compiled again for other integers: the handle, and a count of passes.
         self.key = torch.tensor(self.handle)
@@ -193,18 +194,45 @@ class RecordedLayer(torch.autograd.Function):
         return by_input, by_weight, by_bias, None, None, None
 
 
-def forward(self: nn.Module, input: Tensor) -> Tensor:
-    """The forward pass of a recorded module."""
-    site, weight, bias = getattr(self, SITE), self._parameters.get("weight"), self._parameters.get("bias")
-    compiling = torch.compiler.is_compiling()
-    plain = weight is None or not torch.is_grad_enabled() or not site.recorders  # a weight may be pruned later
+def forward(self: nn.Module, input: Tensor, *rest: Any, **options: Any) -> Tensor:
+    """The forward pass of a recorded module. A call with further arguments is not recorded."""
+    weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
+    plain = weight is None or rest or options  # a weight may be pruned later
     plain = plain or getattr(self, "sparse", False)  # an embedding with sparse gradients
-    if plain or not (weight.requires_grad or (bias is not None and bias.requires_grad)):  # pyright: ignore
-        return type(self).forward(self, input)
-    if not compiling and torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore
-        return type(self).forward(self, input)
+    if plain or not is_recorded(self, weight, bias):
+        return type(self).forward(self, input, *rest, **options)
+    return applied(self, prepare(self, input), weight, bias)  # pyright: ignore[reportArgumentType]
+
+
+def is_recorded(module: nn.Module, *params: Tensor | None) -> bool:
+    """Whether a call of this module with these parameters is recorded."""
+    site = module.__dict__.get(SITE)
+    if site is None or not site.recorders or not torch.is_grad_enabled():
+        return False
+    if not any(p is not None and p.requires_grad for p in params):
+        return False
+    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None  # pyright: ignore
+
+
+def applied(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The operation of a recorded module with these parameters."""
+    site: Site = getattr(module, SITE)
+    compiling = torch.compiler.is_compiling()
     ids = (site.counter.clone(), site.key) if compiling else (site.forward_id(), site.handle)
-    return RecordedLayer.apply(prepare(self, input), weight, bias, operation(self), *ids)  # pyright: ignore
+    return RecordedLayer.apply(x, weight, bias, operation(module), *ids)  # pyright: ignore[reportReturnType]
+
+
+class Part(NamedTuple):
+    """A layer inside of a module that does not call it (`layers.composite`), with its parameters in this call."""
+
+    module: nn.Module
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if is_recorded(self.module, self.weight, self.bias):
+            return applied(self.module, x, self.weight, self.bias)
+        return run(operation(self.module), x, self.weight, self.bias)
 
 
 def _is_executed(node: Any) -> bool:

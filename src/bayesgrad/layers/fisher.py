@@ -300,7 +300,7 @@ def recorded_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The layers with trainable parameters whose per-example gradients follow from inputs and errors."""
     return {
         name: module
-        for name, module in model.named_modules()
+        for name, module in layers.known_layers(model)
         if (layers.is_matrix(module) or layers.is_norm(module))
         and any(p.requires_grad for p in layers.own_parameters(module).values())
     }

@@ -61,10 +61,11 @@ def from_rows(
     inner.add_rows(left, errors, inputs, rows, ones)
     found: dict[Tensor | None, Direction] = {}
     if layer.weight is not None:
+        sides = (inputs, left) if layer.transposed else (left, inputs)
         if len(inputs) == 1:
-            found[layer.weight] = Product(left[0], inputs[0], layer.weight.shape)
+            found[layer.weight] = Product(sides[0][0], sides[1][0], layer.weight.shape)
         else:
-            found[layer.weight] = torch.bmm(left.mT, inputs).view(layer.weight.shape)
+            found[layer.weight] = torch.bmm(sides[0].mT, sides[1]).view(layer.weight.shape)
     if ones is not None and layer.bias is not None:
         found[layer.bias] = matmul(left.mT, ones).view(layer.bias.shape)
     return found
