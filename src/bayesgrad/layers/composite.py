@@ -36,7 +36,7 @@ def known_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def parts_of(module: nn.Module) -> Mapping[str, nn.Module]:
-    """The parts of a module by their names in it; empty for a module that has none. They are always the same objects."""
+    """The parts of a module by their names in it; empty for a module that has none. They are the same in all calls."""
     kind = _kind_of(module)
     paths = {} if kind is None else kind.paths(module)
     if kind is None or any(_value(module, path) is None for path, _ in paths.values()):

@@ -221,10 +221,15 @@ def per_example_gradients(
         errors = errors_of(module, error)
         if "weight" in trained:
             sides = inputs_of(module, x), errors
-            yield trained["weight"], OuterProducts(trained["weight"].shape, *(sides[::-1] if is_transposed(module) else sides))
+            yield (
+                trained["weight"],
+                OuterProducts(trained["weight"].shape, *(sides[::-1] if is_transposed(module) else sides)),
+            )
         if "bias" in trained:
             bias = trained["bias"]
-            errors = errors if joins_bias(module) else error.to(_dtype(module)).reshape(1, len(errors[0]), len(bias), -1).mT
+            errors = (
+                errors if joins_bias(module) else error.to(_dtype(module)).reshape(1, len(errors[0]), len(bias), -1).mT
+            )
             sums = errors.squeeze(2) if errors.shape[2] == 1 else errors.sum(2)
             yield bias, StoredGradients(bias.shape, sums.transpose(0, 1).reshape(-1, *bias.shape))
         return
@@ -294,7 +299,9 @@ class Layer:
         """(groups, out, in) of [W b]; for an Embedding (1, rows, features)."""
         groups, rows = groups_of(self.module), len(self.owner)
         size = self.weight.numel() // rows if self.weight is not None else 0
-        fan_out, fan_in = (size, rows // groups) if self.transposed and self.weight is not None else (rows // groups, size)
+        fan_out, fan_in = (
+            (size, rows // groups) if self.transposed and self.weight is not None else (rows // groups, size)
+        )
         return groups, fan_out, fan_in + (self.bias is not None)
 
     @cached_property

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, _VF, nn
+from torch import _VF, Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
@@ -60,30 +60,40 @@ class Cell(NamedTuple):
 def _run_lstm(
     gates: Tensor, bias: None, weight: Tensor, project: Tensor | None, h: Tensor, c: Tensor
 ) -> tuple[list[Tensor], Tensor]:
-    """i, f, o = σ(gates), g = tanh(gates); c_t = f c_{t-1} + i g; h_t = o tanh(c_t), times W_hr' if there is one."""
+    """i, f, o = sigmoid(gates), g = tanh(gates); c_t = f c_{t-1} + i g; h_t = o tanh(c_t), times W_hr' if given."""
     size = c.shape[-1]
     hidden, cells = _states(h, gates), _states(c, gates)
+    squashed = torch.empty_like(cells[:, 1:])  # tanh(c_t)
     for t in range(gates.shape[1]):
         now = gates[:, t].addmm_(hidden[:, t], weight.T)
         now[:, : 2 * size].sigmoid_()
         now[:, 2 * size : 3 * size].tanh_()
         now[:, 3 * size :].sigmoid_()
         i, f, g, o = now.chunk(4, -1)
-        c = torch.mul(f, cells[:, t]).addcmul_(i, g)
-        cells[:, t + 1] = c
-        outputs = o * c.tanh()
-        hidden[:, t + 1] = outputs if project is None else outputs @ project.T
-    return [hidden, gates, cells], c
+        c = torch.mul(f, cells[:, t], out=cells[:, t + 1]).addcmul_(i, g)
+        torch.tanh(c, out=squashed[:, t])
+        if project is None:
+            torch.mul(o, squashed[:, t], out=hidden[:, t + 1])
+        else:
+            torch.mm(o * squashed[:, t], project.T, out=hidden[:, t + 1])
+    return [hidden, gates, cells, squashed], c.clone()
 
 
 def _lstm_errors(
     saved: Sequence[Tensor], weight: Tensor, project: Tensor | None, slopes: Tensor, h: Tensor, c: Tensor
 ) -> Errors:
-    hidden, gates, cells = saved
-    (i, f, g, o), before, squashed = gates.chunk(4, -1), cells[:, :-1], cells[:, 1:].tanh()
-    errors = torch.cat([i * (1 - i) * g, f * (1 - f) * before, i * (1 - g * g), o * (1 - o) * squashed], -1)
-    by_cell = o * (1 - squashed * squashed)
-    parts = errors.unflatten(-1, (4, -1))  # derivatives by c_t, the last by h_t, until they are multiplied
+    _, gates, cells, squashed = saved
+    (i, f, g, o), errors = gates.chunk(4, -1), torch.empty_like(gates)
+    parts = errors.unflatten(-1, (4, -1))
+    # Until they are multiplied: derivatives of c_t by the first three gates, and of o tanh(c_t) by the last one.
+    product = i * g
+    torch.addcmul(product, product, i, value=-1, out=parts[:, :, 0])  # i (1 - i) g
+    torch.addcmul(i, product, g, value=-1, out=parts[:, :, 2])
+    torch.mul(f, cells[:, :-1], out=product)
+    torch.addcmul(product, product, f, value=-1, out=parts[:, :, 1])
+    torch.mul(o, squashed, out=product)
+    torch.addcmul(product, product, o, value=-1, out=parts[:, :, 3])
+    by_cell = torch.addcmul(o, product, squashed, value=-1)
     outputs = torch.empty_like(slopes, memory_format=torch.contiguous_format)
     for t in reversed(range(gates.shape[1])):
         torch.add(slopes[:, t], h, out=outputs[:, t])
@@ -103,7 +113,7 @@ def _lstm_errors(
 def _run_gru(
     gates: Tensor, bias: Tensor | None, weight: Tensor, project: None, h: Tensor, c: None
 ) -> tuple[list[Tensor], None]:
-    """r, z = σ(gates + W h + b); n = tanh(gates_n + r (W h + b)_n); h_t = (1 - z) n + z h_{t-1}."""
+    """r, z = sigmoid(gates + W h + b); n = tanh(gates_n + r (W h + b)_n); h_t = (1 - z) n + z h_{t-1}."""
     size = h.shape[-1]
     hidden, news = _states(h, gates), torch.empty_like(gates[..., :size])
     for t in range(gates.shape[1]):
@@ -117,9 +127,7 @@ def _run_gru(
     return [hidden, gates, news], None
 
 
-def _gru_errors(
-    saved: Sequence[Tensor], weight: Tensor, project: None, slopes: Tensor, h: Tensor, c: None
-) -> Errors:
+def _gru_errors(saved: Sequence[Tensor], weight: Tensor, project: None, slopes: Tensor, h: Tensor, c: None) -> Errors:
     hidden, gates, news = saved
     (r, z, n), before = gates.chunk(3, -1), hidden[:, :-1]
     by_new = (1 - z) * (1 - n * n)
@@ -148,9 +156,7 @@ def _run_rnn(squash: Callable[[Tensor], Tensor]) -> Callable[..., tuple[list[Ten
 
 
 def _rnn_errors(slope: Callable[[Tensor], Tensor]) -> Callable[..., Errors]:
-    def errors(
-        saved: Sequence[Tensor], weight: Tensor, project: None, slopes: Tensor, h: Tensor, c: None
-    ) -> Errors:
+    def errors(saved: Sequence[Tensor], weight: Tensor, project: None, slopes: Tensor, h: Tensor, c: None) -> Errors:
         found = slope(saved[0][:, 1:])
         outputs = torch.empty_like(slopes, memory_format=torch.contiguous_format)
         for t in reversed(range(slopes.shape[1])):
@@ -187,11 +193,11 @@ class RecordedRecurrence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        tensors, (ctx.name, ctx.forward_id, ctx.handles) = given[:8], given[8:]
+        tensors, (ctx.kind, ctx.forward_id, ctx.handles) = given[:8], given[8:]
         x, w_ih, b_ih, w_hh, b_hh, w_hr, h, c = tensors
         ctx.handle = max(ctx.handles)
         ctx.present = [tensor is not None for tensor in tensors]
-        cell = CELLS[ctx.name]
+        cell = CELLS[ctx.kind]
         gates = F.linear(x, w_ih, b_ih + b_hh if cell.folds and b_ih is not None else b_ih)
         cast = [None if t is None else t.to(gates.dtype) for t in (b_hh, w_hh, w_hr, h, c)]  # for autocast
         with torch.autocast(gates.device.type, enabled=False):
@@ -213,14 +219,14 @@ class RecordedRecurrence(torch.autograd.Function):
         by_h = torch.zeros_like(saved[0][:, 0]) if by_h is None else by_h
         by_c = torch.zeros_like(c, dtype=dtype) if by_c is None and c is not None else by_c
         inner = [None if w is None else w.to(dtype) for w in (w_hh, w_hr)]
-        found = CELLS[ctx.name].errors(saved, *inner, by_outputs, by_h, by_c)
+        found = CELLS[ctx.kind].errors(saved, *inner, by_outputs, by_h, by_c)
         nodes = iter([node for node, _ in ctx.next_functions])
         nodes = [next(nodes) if present else None for present in ctx.present]
         gradients: list[Tensor | None] = [None] * 8
         calls = [(1, x.to(dtype), w_ih, b_ih, found.inputs), (3, saved[0][:, :-1], w_hh, b_hh, found.hidden)]
         if w_hr is not None:
-            o, squashed = saved[1].chunk(4, -1)[3], saved[2][:, 1:].tanh()
-            calls.append((5, o * squashed, w_hr, None, found.outputs))
+            _, gates, _, squashed = saved
+            calls.append((5, gates.chunk(4, -1)[3] * squashed, w_hr, None, found.outputs))
         for handle, (place, inputs, weight, bias, errors) in zip(ctx.handles, calls):
             needed = needs[place], bias is not None and needs[place + 1]
             own = nodes[place : place + 1 + (bias is not None)]
@@ -254,7 +260,7 @@ def _gradients(
 
 def _differentiable(ctx: Any, tensors: Sequence[Any], slopes: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The gradients with a graph, for second derivatives, by torch's implementation. Nothing is recorded."""
-    pairs = [(output, slope) for output, slope in zip(_fused(ctx.name, *tensors), slopes) if slope is not None]
+    pairs = [(output, slope) for output, slope in zip(_fused(ctx.kind, *tensors), slopes) if slope is not None]
     wanted = [i for i, needed in enumerate(ctx.needs_input_grad[:8]) if needed]
     found = torch.autograd.grad(
         [output for output, _ in pairs],
@@ -300,7 +306,8 @@ def recur(
         found = []
         for d, end in enumerate(("", "_reverse")[:directions]):
             ih, hh, hr = (parts.get(f"{side}_l{layer}{end}") for side in ("ih", "hh", "hr"))
-            assert ih is not None and hh is not None
+            assert ih is not None
+            assert hh is not None
             k = layer * directions + d
             outputs, *state = _recurrence(name, x.flip(1) if d else x, ih, hh, hr, h[k], c[k])
             found.append(outputs.flip(1) if d else outputs)

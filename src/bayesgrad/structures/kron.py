@@ -29,8 +29,9 @@ from bayesgrad.structures.structure import Accumulator, Structure, quadratic_for
 class KroneckerStructure(Structure):
     """L ⊗ R for a matrix [W b] (groups, out, in); the prior is added in the eigenbasis, in which this is exact.
 
-    For a layer, L = E are the second moments of errors and R = A those of inputs; the weight of an Embedding is the
-    transpose, as is that of a transposed convolution, whose bias is a block by itself. All parameters that are not in a layer get a diagonal.
+    For a layer, L = E are the second moments of errors and R = A those of inputs. The weight of an Embedding is the
+    transpose, as is that of a transposed convolution, whose bias is a block by itself. All parameters that are not in a
+    layer get a diagonal.
 
     Args:
         left, right: (groups, out, out) and (groups, in, in), the diagonals of these, or None for the identity. At least
