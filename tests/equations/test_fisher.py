@@ -62,6 +62,13 @@ class Centred(nn.Module):
         return x - x.mean(0)
 
 
+class Take(nn.Module):
+    """The outputs of a recurrent layer, without its state."""
+
+    def forward(self, x: Tensor | tuple[Tensor, object]) -> Tensor:
+        return x[0] if isinstance(x, tuple) else x
+
+
 class Merged(nn.Module):
     """Examples and positions in one dimension."""
 

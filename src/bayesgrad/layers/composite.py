@@ -56,7 +56,7 @@ def owners(part: nn.Module) -> list[nn.Module]:
     return [] if owner is None or owner() is None else [owner()]
 
 
-def composite_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward pass of a module with recorded parts. Arguments that are not supported are not recorded."""
     site, kind = self.__dict__[SITE], _kind_of(self)
     parts = {}
@@ -93,7 +93,7 @@ def _kind_of(module: nn.Module) -> Composite | None:
     if base is None or type(module).forward is not base.forward or "parametrizations" in module._modules:
         return None
     given = getattr(module.__dict__.get("forward"), "__func__", base.forward)
-    own = given in (composite_forward, base.forward)
+    own = given in (forward, base.forward)
     return KINDS[base] if own and KINDS[base].supports(module) else None
 
 

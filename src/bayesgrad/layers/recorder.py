@@ -49,7 +49,8 @@ import torch.compiler.config
 from torch import Tensor, nn
 
 from bayesgrad.layers.call import SITE, SITES, LayerCall, Pair, Site, forward
-from bayesgrad.layers.composite import composite_forward, owners, parts_of
+from bayesgrad.layers.composite import forward as composite_forward
+from bayesgrad.layers.composite import owners, parts_of
 from bayesgrad.layers.gradients import GradientMarks
 
 

@@ -208,7 +208,8 @@ class RecordedRecurrence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor | None) -> tuple:
-        tensors, saved = ctx.saved_tensors[:8], ctx.saved_tensors[8:]
+        saved = ctx.saved_tensors  # read once, as checkpointing requires
+        tensors, saved = saved[:8], saved[8:]
         if torch.is_grad_enabled():
             return *_differentiable(ctx, tensors, slopes), None, None, None
         x, w_ih, b_ih, w_hh, b_hh, w_hr, h, c = tensors

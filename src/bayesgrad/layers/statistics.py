@@ -103,8 +103,8 @@ class LayerStatistics:
             inputs, errors = gradients.indices[:examples].flatten(), gradients.errors.flatten(0, 1)[None]
             made.rows = len(inputs)
         else:
-            sides = gradients.inputs, gradients.errors
-            inputs, errors = (side.flatten(1, 2) for side in (sides[::-1] if layer.transposed else sides))
+            pair = gradients.inputs, gradients.errors
+            inputs, errors = (rows.flatten(1, 2) for rows in (pair[::-1] if layer.transposed else pair))
             inputs = inputs[:, : examples * gradients.inputs.shape[2]]
             made.rows = inputs.shape[1]
         for side, rows in zip(SIDES, (inputs, errors)):
