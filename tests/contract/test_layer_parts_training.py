@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
@@ -21,6 +23,7 @@ from bayesgrad.layers.call import LayerCall
 from bayesgrad.layers.fisher import recorded_layers
 from bayesgrad.layers.recorder import LayerRecorder
 from bayesgrad.optim import FOOF, KFAC, OGN, VOGN, KroneckerFilter, KroneckerFilterFP, NaturalGradient
+from bayesgrad.samplers import SNGD
 from layer_models import CLASSES, N, Sequences, Words, build, close
 
 
@@ -215,6 +218,20 @@ def test_a_frozen_projection_is_skipped() -> None:
     recorder.close()
 
 
+def test_a_layer_that_is_pruned_later_is_trained_by_the_fallback() -> None:
+    model, x, y = build("GRU")
+    plain = copy.deepcopy(model)
+    optimizer = FOOF(model)
+    for one in (model, plain):
+        prune.l1_unstructured(one.layer, "weight_hh_l0", 0.5)
+    F.cross_entropy(plain(x), y).backward()
+    F.cross_entropy(model(x), y).backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters()):
+        close(mine.grad, theirs.grad, 1e-12)
+    with pytest.warns(UserWarning, match=r"FOOF does not support layer\.weight_ih_l0"):
+        optimizer.step()
+
+
 def test_names_of_parts() -> None:
     def names(model: nn.Module) -> list[str]:
         return [name for name, _ in known_layers(model)]
@@ -234,6 +251,18 @@ def test_names_of_parts() -> None:
             return super().forward(x)[0]
 
     assert names(Other(2, 3)) == [""]
+
+
+@pytest.mark.filterwarnings("ignore:lr=.* samples at temperature")
+def test_corrections_of_samplers_refuse_parts_by_name() -> None:
+    """They run the model inside of torch.func and read layers there, where parts are not called."""
+    model, x, y = build("LSTM")
+    sampler = SNGD(model, 1e-3, num_data=N, batch_size=N, metric="kronecker", damping=0.1, correction="flat")
+    outputs = model(x)
+    sampler.observe(outputs)
+    F.cross_entropy(outputs, y).backward()
+    with pytest.raises(ValueError, match=r"supports parameters of Linear and Conv layers, got layer\."):
+        sampler.step()
 
 
 # --- tied weights and adapters ---
@@ -277,3 +306,24 @@ def test_adapters(rule: str) -> None:
     train(model, optimizer, x, y, 2)
     assert all(torch.equal(p, old) for p, old in zip((p for p in model.parameters() if not p.requires_grad), frozen))
     assert not any(torch.equal(p, old) for p, old in zip((p for p in model.parameters() if p.requires_grad), before))
+
+
+# --- torch.compile ---
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("name", ["attention", "decoder", "Bilinear", "EmbeddingBag, mean", "ConvTranspose1d", "LSTM"])
+def test_compiled_models_train_as_eager_ones(name: str) -> None:
+    """In one graph, but for recurrent layers, which torch.compile does not trace by default."""
+    model, x, y = build(name)
+    other = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's own, and those of fallbacks
+        optimizer, reference = FOOF(model), FOOF(other)
+        compiled = torch.compile(model, fullgraph=name != "LSTM", backend="aot_eager")
+        train(compiled, optimizer, x, y, 3)
+        train(other, reference, x, y, 3)
+    for mine, theirs in zip(model.parameters(), other.parameters()):
+        close(mine, theirs)
+        assert optimizer.state[mine].keys() == reference.state[theirs].keys()
+    torch.compiler.reset()

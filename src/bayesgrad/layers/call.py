@@ -135,9 +135,10 @@ SITES: weakref.WeakValueDictionary[int, Site] = weakref.WeakValueDictionary()
 
 @torch.library.custom_op("bayesgrad::parameter_gradients", mutates_args=())
 def _compiled_gradients(
-    error: Tensor, x: Tensor, weight: Tensor, forward_id: Tensor, key: Tensor, needs_weight: bool, needs_bias: bool
+    error: Tensor, x: Tensor, weight: Tensor, forward_id: Tensor, key: Tensor, needs_weight: bool, bias_shape: list[int]
 ) -> tuple[Tensor, Tensor]:
     # Tensors of a compiled graph are overwritten after the call, so recorders get copies.
+    needs_bias = bias_shape != [0]
     site, needs = SITES[int(key)], (needs_weight, needs_bias)
     module = site.module()
     assert module is not None
@@ -146,16 +147,16 @@ def _compiled_gradients(
     if weight_gradient is None:
         weight_gradient = torch.zeros_like(weight) if needs_weight else weight.new_empty(0)
     if bias_gradient is None:
-        bias_gradient = weight.new_zeros(len(weight)) if needs_bias else weight.new_empty(0)
+        bias_gradient = weight.new_zeros(bias_shape)
     return weight_gradient.contiguous(), bias_gradient.contiguous()
 
 
 @_compiled_gradients.register_fake
 def _(
-    error: Tensor, x: Tensor, weight: Tensor, forward_id: Tensor, key: Tensor, needs_weight: bool, needs_bias: bool
+    error: Tensor, x: Tensor, weight: Tensor, forward_id: Tensor, key: Tensor, needs_weight: bool, bias_shape: list[int]
 ) -> tuple[Tensor, Tensor]:
     by_weight = weight.new_empty(weight.shape) if needs_weight else weight.new_empty(0)
-    return by_weight, weight.new_empty(weight.shape[0] if needs_bias else 0)
+    return by_weight, weight.new_empty(bias_shape)
 
 
 class RecordedLayer(torch.autograd.Function):
@@ -167,6 +168,7 @@ class RecordedLayer(torch.autograd.Function):
         compiled = isinstance(handle, Tensor)
         ctx.save_for_backward(x, weight, *((forward_id, handle) if compiled else ()))
         ctx.forward_id, ctx.handle = (0, 0) if compiled else (forward_id, handle)
+        ctx.bias_shape = [0] if bias is None else list(bias.shape)
         ctx.set_materialize_grads(False)
         return run(ctx.op, x, weight, bias)
 
@@ -183,7 +185,9 @@ class RecordedLayer(torch.autograd.Function):
         by_input = input_gradient(ctx.op, error, a, w).to(x.dtype) if needs_input else None
         by_weight = by_bias = None
         if compiled:
-            by_weight, by_bias = _compiled_gradients(error, a, w, *compiled, *needs)
+            by_weight, by_bias = _compiled_gradients(
+                error, a, w, *compiled, needs[0], ctx.bias_shape if needs[1] else [0]
+            )
             by_weight, by_bias = (g if n else None for g, n in zip((by_weight, by_bias), needs))
         elif (site := SITES.get(ctx.handle)) is not None:
             nodes = site.own_nodes([node for node, _ in ctx.next_functions[1:3]])

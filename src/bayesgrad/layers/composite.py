@@ -44,8 +44,7 @@ def parts_of(module: nn.Module) -> Mapping[str, nn.Module]:
     if _PARTS.get(module, {}).keys() != paths.keys():
         _PARTS[module] = {key: kind.build(module, _value(module, path)) for key, (path, _) in paths.items()}
     for key, part in _PARTS[module].items():
-        values = dict(zip(("weight", "bias"), (path and _value(module, path) for path in paths[key])))
-        part._parameters.update(values)
+        part._parameters["weight"], part._parameters["bias"] = (_value(module, path) for path in paths[key])
         part.__dict__.update({OWNER: weakref.ref(module), PATHS: paths[key]})
     return _PARTS[module]
 
@@ -61,10 +60,11 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     site, kind = self.__dict__[SITE], _kind_of(self)
     parts = {}
     for key, module in site.parts.items():
-        weight, bias = (path and _value(self, path) for path in module.__dict__[PATHS])
-        parts[key] = Part(module, weight, bias)
+        parts[key] = Part(module, *(_value(self, path) for path in module.__dict__[PATHS]))
     found = None
-    if kind is not None and is_recorded(self, *[p for part in parts.values() for p in (part.weight, part.bias)]):
+    params = [p for part in parts.values() for p in (part.weight, part.bias)]
+    pruned = any(part.weight is None for part in parts.values())  # later than it was recorded
+    if kind is not None and not pruned and is_recorded(self, *params):
         found = kind.run(self, parts, *args, **kwargs)
     return type(self).forward(self, *args, **kwargs) if found is None else found
 
@@ -97,7 +97,10 @@ def _kind_of(module: nn.Module) -> Composite | None:
     return KINDS[base] if own and KINDS[base].supports(module) else None
 
 
-def _value(module: nn.Module, path: str) -> Tensor | None:
+def _value(module: nn.Module, path: str | None) -> Any:
+    """The parameter at a path, or the tensor that functional_call has put in its place."""
+    if path is None:
+        return None
     *inner, name = path.split(".")
     for key in inner:
         module = module._modules[key]  # pyright: ignore[reportAssignmentType]

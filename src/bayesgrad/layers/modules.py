@@ -13,6 +13,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -119,7 +120,7 @@ def rows_in(module: nn.Module, error: Tensor) -> int:
     return error.numel() // error.shape[-1]
 
 
-def _places(module: nn.Module, error: Tensor) -> list[int]:
+def _places(module: Any, error: Tensor) -> list[int]:
     """The size of a transposed convolution's input in each dimension, from the error at its output."""
     settings = zip(module.kernel_size, module.stride, module.padding, module.dilation, module.output_padding)
     sizes = error.shape[-len(module.kernel_size) :]
@@ -159,7 +160,7 @@ def inputs_of(module: nn.Module, x: Tensor) -> Tensor:
     return _windows(module, x)
 
 
-def _windows(module: nn.Module, x: Tensor) -> Tensor:
+def _windows(module: Any, x: Tensor) -> Tensor:
     """What the kernel covers at each position, (groups, N, positions, channels * kernel), of x (N, channels, *size)."""
     rank = len(module.kernel_size)
     for d, (kernel, stride, dilation) in enumerate(zip(module.kernel_size, module.stride, module.dilation)):
@@ -180,20 +181,19 @@ def errors_of(module: nn.Module, error: Tensor) -> Tensor:
     if error.dim() == _dimensions(module):
         error = error[None]
     if isinstance(module, TRANSPOSED_CONVOLUTIONS):
-        ends = [
-            (places - 1) * stride + dilation * (kernel - 1) + 1
-            for places, stride, dilation, kernel in zip(
-                _places(module, error), module.stride, module.dilation, module.kernel_size
-            )
-        ]
-        pads = [(p, end - size - p) for p, end, size in zip(module.padding, ends, error.shape[2:])]
-        return _windows(module, F.pad(error, [n for pair in reversed(pads) for n in pair]))
+        return _windows(module, _uncropped(module, error))
     if not isinstance(module, CONVOLUTIONS):
         return error.reshape(1, len(error), -1, error.shape[-1])
     return _channels_last(module, error)
 
 
-def _channels_last(module: nn.Module, x: Tensor) -> Tensor:
+def _uncropped(module: Any, error: Tensor) -> Tensor:
+    """The error at the whole area that kernels cover: with zeros for `padding`, and without `output_padding`."""
+    ends = [(p, p - extra) for p, extra in zip(module.padding, module.output_padding)]
+    return F.pad(error, [n for pair in reversed(ends) for n in pair])
+
+
+def _channels_last(module: Any, x: Tensor) -> Tensor:
     """(groups, N, positions, channels), of x (N, channels, *size)."""
     return x.flatten(2).mT.unflatten(2, (module.groups, -1)).permute(2, 0, 1, 3)
 

@@ -212,7 +212,7 @@ class RecordedRecurrence(torch.autograd.Function):
         tensors, saved = saved[:8], saved[8:]
         if torch.is_grad_enabled():
             return *_differentiable(ctx, tensors, slopes), None, None, None
-        x, w_ih, b_ih, w_hh, b_hh, w_hr, h, c = tensors
+        x, w_ih, b_ih, w_hh, b_hh, w_hr, _, c = tensors
         dtype, needs = saved[0].dtype, ctx.needs_input_grad
         by_outputs, by_h, by_c = slopes
         if by_outputs is None:
@@ -238,8 +238,8 @@ class RecordedRecurrence(torch.autograd.Function):
                     gradients[place + i] = gradient.to(weight.dtype)
         if needs[0]:
             gradients[0] = (found.inputs @ w_ih.to(dtype)).to(x.dtype)
-        for place, first, gradient in ((6, h, found.h), (7, c, found.c)):
-            gradients[place] = gradient.to(first.dtype) if gradient is not None and needs[place] else None
+        for place, gradient in ((6, found.h), (7, found.c)):
+            gradients[place] = gradient.to(tensors[place].dtype) if gradient is not None and needs[place] else None
         return *gradients, None, None, None
 
 
