@@ -172,6 +172,20 @@ def test_a_resumed_run_is_the_same(rule: str, name: str) -> None:
         assert torch.equal(mine, theirs)
 
 
+def test_inputs_may_be_overwritten_after_the_backward_pass() -> None:
+    x, y, found = torch.randn(1, 2, 12), torch.randint(CLASSES, (1,)), []
+    for overwrite in (False, True):
+        torch.manual_seed(0)
+        model, given = Sequences(nn.GRU(12, 8, batch_first=True)), x.clone()
+        optimizer = FOOF(model)
+        F.cross_entropy(model(given), y).backward()
+        if overwrite:
+            given.zero_()
+        optimizer.step()
+        found.append(list(model.parameters()))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found))
+
+
 @pytest.mark.parametrize("rule", ["FOOF", "KFAC", "NaturalGradient", "OGN"])
 @pytest.mark.parametrize("name", ["LSTM, two layers, both directions", "GRU", "Bilinear", "Conv1D"])
 def test_nothing_is_left_to_the_fallback(rule: str, name: str) -> None:

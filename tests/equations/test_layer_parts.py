@@ -399,11 +399,10 @@ def test_factors_of_transposed_convolutions(name: str) -> None:
     close(block.dense(), torch.block_diag(*[torch.kron(one, other) for one, other in zip(A, E / (6 * N))]))
 
 
-def test_conv1d_acts_as_a_linear_layer() -> None:
-    """The same directions as for nn.Linear with the transposed weight, for every rule."""
-    torch.manual_seed(0)
-    x, y = torch.randn(8, 4), torch.randint(3, (8,))
-    for rule, options in (
+@pytest.mark.parametrize("sizes", [(8, 4, 6), (2, 20, 30)], ids=["many rows", "few rows"])
+@pytest.mark.parametrize(
+    ("rule", "options"),
+    [
         (FOOF, {}),
         (FOOF, {"precondition": "backward"}),
         (KFAC, {}),
@@ -411,22 +410,27 @@ def test_conv1d_acts_as_a_linear_layer() -> None:
         (KroneckerFilter, {"batch_size": 8}),
         (KroneckerFilterFP, {"batch_size": 8}),
         (OGN, {"num_data": 8}),
-    ):
-        torch.manual_seed(1)
-        turned = nn.Sequential(Conv1D(6, 4), nn.Tanh(), Conv1D(3, 6))
-        plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
-        for i in (0, 2):
-            plain[i].weight.data.copy_(turned[i].weight.T)
-            plain[i].bias.data.copy_(turned[i].bias)
-        for model in (turned, plain):
-            optimizer = rule(model, **options)
-            for _ in range(3):
-                optimizer.zero_grad()
-                outputs = model(x)
-                loss = F.cross_entropy(outputs, y)
-                optimizer.observe(outputs, loss=loss, labels=y) if rule is not OGN else None
-                loss.backward()
-                optimizer.step()
-        for i in (0, 2):
-            close(turned[i].weight.T, plain[i].weight)
-            close(turned[i].bias, plain[i].bias)
+    ],
+)
+def test_conv1d_acts_as_a_linear_layer(rule: Any, options: dict[str, Any], sizes: tuple[int, int, int]) -> None:
+    """The same directions as for nn.Linear with the transposed weight, also in steps without an observation."""
+    count, fan_in, hidden = sizes
+    x, y = torch.randn(count, fan_in), torch.randint(3, (count,))
+    turned = nn.Sequential(Conv1D(hidden, fan_in), nn.Tanh(), Conv1D(3, hidden))
+    plain = nn.Sequential(nn.Linear(fan_in, hidden), nn.Tanh(), nn.Linear(hidden, 3))
+    for i in (0, 2):
+        turned[i].weight.data.div_(math.sqrt(fan_in))
+        plain[i].weight.data.copy_(turned[i].weight.T)
+        plain[i].bias.data.copy_(turned[i].bias)
+    for model in (turned, plain):
+        optimizer = rule(model, **options)
+        for _ in range(5):
+            optimizer.zero_grad()
+            outputs = model(x)
+            loss = F.cross_entropy(outputs, y)
+            optimizer.observe(outputs, loss=loss, labels=y) if rule is not OGN else None
+            loss.backward()
+            optimizer.step()
+    for i in (0, 2):
+        close(turned[i].weight.T, plain[i].weight, 1e-9)
+        close(turned[i].bias, plain[i].bias, 1e-9)
