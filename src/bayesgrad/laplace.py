@@ -60,8 +60,8 @@ def laplace(
     | `"subsampled"` | exact for the examples of a subsample, as products with their gradients |
 
     The model stays in its mode, which must be evaluation mode if it has BatchNorm or dropout. Weights, gradients and
-    statistics do not change. Parameters that are not in a Linear, Conv or Embedding layer (normalisation, attention)
-    get a diagonal under `"kron"` and `"input"`, with a warning.
+    statistics do not change. Parameters that are not in a layer with a matrix (normalisation, raw parameters; see
+    docs/layers.md) get a diagonal under `"kron"` and `"input"`, with a warning.
 
     Args:
         model: the trained model.
@@ -77,7 +77,7 @@ def laplace(
         subsample: the number of examples, drawn at random, from which H is computed. The loss uses all examples.
         seed: of drawn labels, of the subsample, and of the posterior's samples.
         params: names of parameters or modules to which the posterior is restricted; `"last_layer"` for the last
-            Linear, Conv or Embedding layer. All other parameters are fixed.
+            layer with a matrix, such as Linear or Conv. All other parameters are fixed.
         progress: whether to show a progress bar (needs rich); None shows it in a terminal.
 
     Raises:
@@ -226,7 +226,7 @@ def _select(model: nn.Module, params: str | Iterable[str] | None) -> dict[str, n
             raise ValueError("the model has no trainable parameters.")
         return found
     if params == "last_layer":
-        last = [module for module in model.modules() if layers.is_matrix(module)][-1:]
+        last = [module for _, module in layers.known_layers(model) if layers.is_matrix(module)][-1:]
         own = {id(p) for module in last for p in layers.own_parameters(module).values()}
         if not own:
             raise ValueError("the model has no Linear, Conv or Embedding layer: name parameters in params= instead.")

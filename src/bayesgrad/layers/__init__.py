@@ -1,5 +1,6 @@
 """The layers of a model: which are known, what is recorded of them, and what follows for gradients and curvature."""
 
+from bayesgrad.layers.composite import known_layers
 from bayesgrad.layers.modules import (
     CONVOLUTIONS,
     error_rows,
@@ -12,6 +13,8 @@ from bayesgrad.layers.modules import (
     is_lookup,
     is_matrix,
     is_norm,
+    is_transposed,
+    joins_bias,
     lookups_of,
     mixes_examples,
     normalises,
@@ -33,6 +36,9 @@ __all__ = [
     "is_lookup",
     "is_matrix",
     "is_norm",
+    "is_transposed",
+    "joins_bias",
+    "known_layers",
     "lookups_of",
     "mixes_examples",
     "normalises",

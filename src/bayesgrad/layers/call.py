@@ -6,10 +6,10 @@ See `layers.recorder` for how it works.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,7 @@ class Site:
     def __init__(self, module: nn.Module | None = None) -> None:
         self.module = weakref.ref(module) if module is not None else lambda: None
         self.recorders: list[tuple[Callable[[], LayerRecorder | None], str]] = []
+        self.parts: Mapping[str, nn.Module] = {}  # see `layers.composite`
         self.handle = next(Site.handles)
         # For compiled models, which would be compiled again for other integers: the handle, and a count of passes.
         self.key = torch.tensor(self.handle)
@@ -137,9 +138,10 @@ SITES: weakref.WeakValueDictionary[int, Site] = weakref.WeakValueDictionary()
 
 @torch.library.custom_op("bayesgrad::parameter_gradients", mutates_args=())
 def _compiled_gradients(
-    error: Tensor, x: Tensor, weight: Tensor, forward_id: Tensor, key: Tensor, needs_weight: bool, needs_bias: bool
+    error: Tensor, x: Tensor, weight: Tensor, forward_id: Tensor, key: Tensor, needs_weight: bool, bias_shape: list[int]
 ) -> tuple[Tensor, Tensor]:
     # Tensors of a compiled graph are overwritten after the call, so recorders get copies.
+    needs_bias = bias_shape != [0]
     site, needs = SITES[int(key)], (needs_weight, needs_bias)
     module = site.module()
     assert module is not None
@@ -148,16 +150,16 @@ def _compiled_gradients(
     if weight_gradient is None:
         weight_gradient = torch.zeros_like(weight) if needs_weight else weight.new_empty(0)
     if bias_gradient is None:
-        bias_gradient = weight.new_zeros(len(weight)) if needs_bias else weight.new_empty(0)
+        bias_gradient = weight.new_zeros(bias_shape)
     return weight_gradient.contiguous(), bias_gradient.contiguous()
 
 
 @_compiled_gradients.register_fake
 def _(
-    error: Tensor, x: Tensor, weight: Tensor, forward_id: Tensor, key: Tensor, needs_weight: bool, needs_bias: bool
+    error: Tensor, x: Tensor, weight: Tensor, forward_id: Tensor, key: Tensor, needs_weight: bool, bias_shape: list[int]
 ) -> tuple[Tensor, Tensor]:
     by_weight = weight.new_empty(weight.shape) if needs_weight else weight.new_empty(0)
-    return by_weight, weight.new_empty(weight.shape[0] if needs_bias else 0)
+    return by_weight, weight.new_empty(bias_shape)
 
 
 class RecordedLayer(torch.autograd.Function):
@@ -169,6 +171,7 @@ class RecordedLayer(torch.autograd.Function):
         compiled = isinstance(handle, Tensor)
         ctx.save_for_backward(x, weight, *((forward_id, handle) if compiled else ()))
         ctx.forward_id, ctx.handle = (0, 0) if compiled else (forward_id, handle)
+        ctx.bias_shape = [0] if bias is None else list(bias.shape)
         ctx.set_materialize_grads(False)
         return run(ctx.op, x, weight, bias)
 
@@ -185,7 +188,9 @@ class RecordedLayer(torch.autograd.Function):
         by_input = input_gradient(ctx.op, error, a, w).to(x.dtype) if needs_input else None
         by_weight = by_bias = None
         if compiled:
-            by_weight, by_bias = _compiled_gradients(error, a, w, *compiled, *needs)
+            by_weight, by_bias = _compiled_gradients(
+                error, a, w, *compiled, needs[0], ctx.bias_shape if needs[1] else [0]
+            )
             by_weight, by_bias = (g if n else None for g, n in zip((by_weight, by_bias), needs))
         elif (site := SITES.get(ctx.handle)) is not None:
             nodes = site.own_nodes([node for node, _ in ctx.next_functions[1:3]])
@@ -196,18 +201,45 @@ class RecordedLayer(torch.autograd.Function):
         return by_input, by_weight, by_bias, None, None, None
 
 
-def forward(self: nn.Module, input: Tensor) -> Tensor:
-    """The forward pass of a recorded module."""
-    site, weight, bias = getattr(self, SITE), self._parameters.get("weight"), self._parameters.get("bias")
-    compiling = torch.compiler.is_compiling()
-    plain = weight is None or not torch.is_grad_enabled() or not site.recorders  # a weight may be pruned later
+def forward(self: nn.Module, input: Tensor, *rest: Any, **options: Any) -> Tensor:
+    """The forward pass of a recorded module. A call with further arguments is not recorded."""
+    weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
+    plain = weight is None or rest or options  # a weight may be pruned later
     plain = plain or getattr(self, "sparse", False)  # an embedding with sparse gradients
-    if plain or not (weight.requires_grad or (bias is not None and bias.requires_grad)):  # pyright: ignore
-        return type(self).forward(self, input)
-    if not compiling and torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore
-        return type(self).forward(self, input)
+    if plain or not is_recorded(self, weight, bias):
+        return type(self).forward(self, input, *rest, **options)
+    return applied(self, prepare(self, input), weight, bias)  # pyright: ignore[reportArgumentType]
+
+
+def is_recorded(module: nn.Module, *params: Tensor | None) -> bool:
+    """Whether a call of this module with these parameters is recorded."""
+    site = module.__dict__.get(SITE)
+    if site is None or not site.recorders or not torch.is_grad_enabled():
+        return False
+    if not any(p is not None and p.requires_grad for p in params):
+        return False
+    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None  # pyright: ignore
+
+
+def applied(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The operation of a recorded module with these parameters."""
+    site: Site = getattr(module, SITE)
+    compiling = torch.compiler.is_compiling()
     ids = (site.counter.clone(), site.key) if compiling else (site.forward_id(), site.handle)
-    return RecordedLayer.apply(prepare(self, input), weight, bias, operation(self), *ids)  # pyright: ignore
+    return RecordedLayer.apply(x, weight, bias, operation(module), *ids)  # pyright: ignore[reportReturnType]
+
+
+class Part(NamedTuple):
+    """A layer inside of a module that does not call it (`layers.composite`), with its parameters in this call."""
+
+    module: nn.Module
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if is_recorded(self.module, self.weight, self.bias):
+            return applied(self.module, x, self.weight, self.bias)
+        return run(operation(self.module), x, self.weight, self.bias)
 
 
 def _is_executed(node: Any) -> bool:

@@ -79,9 +79,9 @@ class SubsampledFisher:
         (F + \lambda I)^{-1} v = \frac{1}{\lambda} \left(v - G (\lambda I + G^T G)^{-1} G^T v\right), \quad F = G G^T
 
     Vectors are flat, in the order of `torch.nn.utils.parameters_to_vector` over the trainable parameters, or dicts by
-    name; results have the same form. Weight gradients of Linear, Conv and Embedding layers are stored as inputs and
-    errors. Per-example gradients of parameters outside of these and of normalisation layers (attention, LSTM, bare
-    parameters) are computed by `torch.func` and stored.
+    name; results have the same form. Weight gradients of layers with a matrix (Linear, Conv, Embedding, recurrent
+    layers, attention: see docs/layers.md) are stored as inputs and errors. Per-example gradients of parameters outside
+    of these and of normalisation layers (bare parameters) are computed by `torch.func` and stored.
 
     Args:
         model: in the mode in which to differentiate it; BatchNorm must be in evaluation mode.
@@ -300,7 +300,7 @@ def recorded_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The layers with trainable parameters whose per-example gradients follow from inputs and errors."""
     return {
         name: module
-        for name, module in model.named_modules()
+        for name, module in layers.known_layers(model)
         if (layers.is_matrix(module) or layers.is_norm(module))
         and any(p.requires_grad for p in layers.own_parameters(module).values())
     }

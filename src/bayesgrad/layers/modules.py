@@ -1,5 +1,7 @@
 """The layers that are known: their matrices, and per-example gradients from their inputs and errors.
 
+`known_layers` lists those of a model, including the linear layers inside of recurrent layers and attention.
+
 Supported are layers of torch.nn with their own forward pass. A subclass that overrides it, or a weight with a
 parametrisation, is not supported. Inputs and errors are reshaped to (groups, example, position, feature), in the dtype
 of the state. The input of a layer is here what its weight is applied to: see `layers.operations.prepare`.
@@ -7,9 +9,11 @@ of the state. The input of a layer is here what its weight is applied to: see `l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +24,13 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.call import LayerCall
 from bayesgrad.layers.call import forward as recorded_forward
-from bayesgrad.layers.operations import CONVOLUTIONS, NORMS, padding_of
+from bayesgrad.layers.operations import (
+    CONVOLUTIONS,
+    NORMS,
+    TRANSPOSED_CONVOLUTIONS,
+    is_transposed_linear,
+    padding_of,
+)
 from bayesgrad.layers.per_example import (
     EmbeddingGradients,
     OuterProducts,
@@ -31,15 +41,29 @@ from bayesgrad.layers.per_example import (
 
 
 def is_matrix(module: nn.Module) -> bool:
-    """Whether the layer multiplies by a matrix: Linear, Conv and Embedding."""
+    """Whether the layer multiplies by a matrix: Linear, Conv, ConvTranspose and Embedding."""
     if not _own_weight(module):
         return False
+    if isinstance(module, TRANSPOSED_CONVOLUTIONS):
+        return _own_forward(module, TRANSPOSED_CONVOLUTIONS)
+    if is_transposed_linear(module):
+        return _own_forward(module, (type(module),))
     if isinstance(module, nn.Linear):  # attention uses the weight of its output projection without calling the module
         return _own_forward(module, (nn.Linear,)) and not isinstance(module, NonDynamicallyQuantizableLinear)
     if isinstance(module, CONVOLUTIONS):
         base = next(kind for kind in CONVOLUTIONS if isinstance(module, kind))
         return _own_forward(module, CONVOLUTIONS) and type(module)._conv_forward is base._conv_forward
     return is_lookup(module)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether the weight is (in, out), the transpose of that of a Linear layer."""
+    return isinstance(module, TRANSPOSED_CONVOLUTIONS) or is_transposed_linear(module)
+
+
+def joins_bias(module: nn.Module) -> bool:
+    """Whether the bias belongs to an input that is always one. ConvTranspose adds it at more positions than inputs."""
+    return not isinstance(module, TRANSPOSED_CONVOLUTIONS)
 
 
 def is_lookup(module: nn.Module) -> bool:
@@ -79,7 +103,7 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def groups_of(module: nn.Module) -> int:
-    return module.groups if isinstance(module, CONVOLUTIONS) else 1
+    return module.groups if isinstance(module, (*CONVOLUTIONS, *TRANSPOSED_CONVOLUTIONS)) else 1
 
 
 def examples_in(module: nn.Module, x: Tensor) -> int:
@@ -91,7 +115,19 @@ def rows_in(module: nn.Module, error: Tensor) -> int:
     """The number of pairs of an example and a position."""
     if isinstance(module, CONVOLUTIONS):
         return examples_in(module, error) * error.shape[-len(module.kernel_size) :].numel()
+    if isinstance(module, TRANSPOSED_CONVOLUTIONS):
+        return examples_in(module, error) * math.prod(_places(module, error))
     return error.numel() // error.shape[-1]
+
+
+def _places(module: Any, error: Tensor) -> list[int]:
+    """The size of a transposed convolution's input in each dimension, from the error at its output."""
+    settings = zip(module.kernel_size, module.stride, module.padding, module.dilation, module.output_padding)
+    sizes = error.shape[-len(module.kernel_size) :]
+    return [
+        (size + 2 * padding - dilation * (kernel - 1) - 1 - extra) // stride + 1
+        for size, (kernel, stride, padding, dilation, extra) in zip(sizes, settings)
+    ]
 
 
 def weight_of(module: nn.Module) -> Tensor:
@@ -105,7 +141,7 @@ def _dtype(module: nn.Module) -> torch.dtype:
 
 def _dimensions(module: nn.Module) -> int:
     """The number of dimensions of an unbatched input."""
-    if isinstance(module, CONVOLUTIONS):
+    if isinstance(module, (*CONVOLUTIONS, *TRANSPOSED_CONVOLUTIONS)):
         return 1 + len(module.kernel_size)
     return 0 if isinstance(module, nn.Embedding) else 1
 
@@ -115,10 +151,17 @@ def inputs_of(module: nn.Module, x: Tensor) -> Tensor:
     x = x.to(_dtype(module))
     if x.dim() == _dimensions(module):
         x = x[None]
+    if isinstance(module, TRANSPOSED_CONVOLUTIONS):
+        return _channels_last(module, x)
     if not isinstance(module, CONVOLUTIONS):
         return x.reshape(1, len(x), -1, x.shape[-1])
     if padding_of(module) is not None:  # else it is padded already
         x = F.pad(x, module._reversed_padding_repeated_twice)
+    return _windows(module, x)
+
+
+def _windows(module: Any, x: Tensor) -> Tensor:
+    """What the kernel covers at each position, (groups, N, positions, channels * kernel), of x (N, channels, *size)."""
     rank = len(module.kernel_size)
     for d, (kernel, stride, dilation) in enumerate(zip(module.kernel_size, module.stride, module.dilation)):
         x = x.unfold(2 + d, (kernel - 1) * dilation + 1, stride)[..., ::dilation]
@@ -129,14 +172,30 @@ def inputs_of(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def errors_of(module: nn.Module, error: Tensor) -> Tensor:
-    """e, (groups, N, positions, out): the derivative of the loss by the layer's output."""
+    """e, (groups, N, positions, out): the derivative of the loss by the layer's output.
+
+    A transposed convolution adds a W' to its output around each position of its input, so its positions are those, and
+    e is what the kernel covers of the error at the output, (groups, N, positions, out * kernel).
+    """
     error = error.to(_dtype(module))
     if error.dim() == _dimensions(module):
         error = error[None]
+    if isinstance(module, TRANSPOSED_CONVOLUTIONS):
+        return _windows(module, _uncropped(module, error))
     if not isinstance(module, CONVOLUTIONS):
         return error.reshape(1, len(error), -1, error.shape[-1])
-    error = error.flatten(2).mT  # (N, positions, out)
-    return error.unflatten(2, (module.groups, -1)).permute(2, 0, 1, 3)
+    return _channels_last(module, error)
+
+
+def _uncropped(module: Any, error: Tensor) -> Tensor:
+    """The error at the whole area that kernels cover: with zeros for `padding`, and without `output_padding`."""
+    ends = [(p, p - extra) for p, extra in zip(module.padding, module.output_padding)]
+    return F.pad(error, [n for pair in reversed(ends) for n in pair])
+
+
+def _channels_last(module: Any, x: Tensor) -> Tensor:
+    """(groups, N, positions, channels), of x (N, channels, *size)."""
+    return x.flatten(2).mT.unflatten(2, (module.groups, -1)).permute(2, 0, 1, 3)
 
 
 def input_rows(module: nn.Module, x: Tensor) -> Tensor:
@@ -175,9 +234,16 @@ def per_example_gradients(
     if is_matrix(module):
         errors = errors_of(module, error)
         if "weight" in trained:
-            yield trained["weight"], OuterProducts(trained["weight"].shape, inputs_of(module, x), errors)
+            sides = inputs_of(module, x), errors
+            yield (
+                trained["weight"],
+                OuterProducts(trained["weight"].shape, *(sides[::-1] if is_transposed(module) else sides)),
+            )
         if "bias" in trained:
             bias = trained["bias"]
+            errors = (
+                errors if joins_bias(module) else error.to(_dtype(module)).reshape(1, len(errors[0]), len(bias), -1).mT
+            )
             sums = errors.squeeze(2) if errors.shape[2] == 1 else errors.sum(2)
             yield bias, StoredGradients(bias.shape, sums.transpose(0, 1).reshape(-1, *bias.shape))
         return
@@ -238,11 +304,19 @@ class Layer:
         return is_lookup(self.module)
 
     @cached_property
+    def transposed(self) -> bool:
+        """Whether the weight is (in, out). Matrices of the layer are (groups, out, in) nevertheless."""
+        return is_transposed(self.module)
+
+    @cached_property
     def shape(self) -> tuple[int, int, int]:
         """(groups, out, in) of [W b]; for an Embedding (1, rows, features)."""
         groups, rows = groups_of(self.module), len(self.owner)
         size = self.weight.numel() // rows if self.weight is not None else 0
-        return groups, rows // groups, size + (self.bias is not None)
+        fan_out, fan_in = (
+            (size, rows // groups) if self.transposed and self.weight is not None else (rows // groups, size)
+        )
+        return groups, fan_out, fan_in + (self.bias is not None)
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -267,11 +341,18 @@ class Layer:
     def join(self, values: Sequence[Tensor]) -> Tensor:
         """Tensors in the shapes of the members as one matrix (groups, out, in)."""
         groups, fan_out, _ = self.shape
-        parts = [part.reshape(groups, fan_out, -1) for part in values]
+        parts = [
+            part.reshape(groups, -1, fan_out).mT if self._is_turned(p) else part.reshape(groups, fan_out, -1)
+            for p, part in zip(self.members, values)
+        ]
         return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
     def parted(self, matrix: Tensor) -> list[Tensor]:
         """The inverse of `join`."""
         groups, fan_out, _ = self.shape
         pieces = matrix.split([p.numel() // (groups * fan_out) for p in self.members], -1)
-        return [piece.reshape(p.shape) for p, piece in zip(self.members, pieces)]
+        turned = [piece.mT if self._is_turned(p) else piece for p, piece in zip(self.members, pieces)]
+        return [piece.reshape(p.shape) for p, piece in zip(self.members, turned)]
+
+    def _is_turned(self, p: Tensor) -> bool:
+        return self.transposed and p is self.weight

@@ -16,8 +16,11 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED_CONVOLUTIONS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _BatchNorm)
-LINEAR, CONVOLUTION, EMBEDDING, AFFINE = "linear", "convolution", "embedding", "affine"
+LINEAR, TRANSPOSED_LINEAR, CONVOLUTION, EMBEDDING, AFFINE = (
+    "linear", "transposed linear", "convolution", "embedding", "affine"
+)  # fmt: skip
 Operation = tuple[Any, ...]
 
 
@@ -25,12 +28,22 @@ def operation(module: nn.Module) -> Operation:
     """The operation of a layer that is known."""
     if isinstance(module, nn.Linear):
         return (LINEAR,)
+    if is_transposed_linear(module):
+        return (TRANSPOSED_LINEAR,)
     if isinstance(module, CONVOLUTIONS):
         padding = padding_of(module) or (0,) * len(module.kernel_size)
-        return CONVOLUTION, module.stride, padding, module.dilation, module.groups
+        return CONVOLUTION, module.stride, padding, module.dilation, module.groups, None
+    if isinstance(module, TRANSPOSED_CONVOLUTIONS):
+        return CONVOLUTION, module.stride, module.padding, module.dilation, module.groups, module.output_padding
     if isinstance(module, nn.Embedding):
         return EMBEDDING, module.padding_idx
     return AFFINE, not isinstance(module, (nn.LayerNorm, nn.RMSNorm))  # whether the weight is one for each channel
+
+
+def is_transposed_linear(module: nn.Module) -> bool:
+    """Whether this is the Conv1D of transformers: a Linear layer whose weight is (in, out)."""
+    kind = type(module)
+    return (kind.__module__, kind.__qualname__) == ("transformers.pytorch_utils", "Conv1D")
 
 
 def padding_of(module: nn.Module) -> tuple[int, ...] | None:
@@ -72,10 +85,16 @@ def run(op: Operation, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     """The output."""
     kind = op[0]
     if kind == LINEAR:
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight.flatten(1), bias)
+    if kind == TRANSPOSED_LINEAR:
+        return F.linear(x, weight.T, bias)
     if kind == CONVOLUTION:
-        convolve = (F.conv1d, F.conv2d, F.conv3d)[len(op[1]) - 1]
-        return convolve(x, weight, bias, *op[1:])
+        _, stride, padding, dilation, groups, output_padding = op
+        if output_padding is not None:
+            convolve = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[len(stride) - 1]
+            return convolve(x, weight, bias, stride, padding, output_padding, groups, dilation)
+        convolve = (F.conv1d, F.conv2d, F.conv3d)[len(stride) - 1]
+        return convolve(x, weight, bias, stride, padding, dilation, groups)
     if kind == EMBEDDING:
         return F.embedding(x, weight, op[1])
     scaled = x * _broadcast(op, weight, x)
@@ -85,7 +104,9 @@ def run(op: Operation, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 def input_gradient(op: Operation, error: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """The derivative of a loss by the input, given that by the output."""
     if op[0] == LINEAR:
-        return error @ weight
+        return error @ weight.flatten(1)
+    if op[0] == TRANSPOSED_LINEAR:
+        return error @ weight.T
     if op[0] == CONVOLUTION:
         return _convolution_backward(op, error, x, weight, (True, False, False))[0]
     return error * _broadcast(op, weight, x)
@@ -96,9 +117,12 @@ def parameter_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The derivatives of a loss by weight and bias where they are needed, given that by the output."""
     kind, (needs_weight, needs_bias) = op[0], needs
-    if kind == LINEAR:
+    if kind in (LINEAR, TRANSPOSED_LINEAR):
         rows = error.reshape(-1, error.shape[-1])
-        by_weight = rows.T @ x.reshape(-1, x.shape[-1]) if needs_weight else None
+        by_weight = None
+        if needs_weight:
+            inputs = x.reshape(-1, x.shape[-1])
+            by_weight = (rows.T @ inputs).view(weight.shape) if kind == LINEAR else inputs.T @ rows
         return by_weight, rows.sum(0) if needs_bias else None
     if kind == CONVOLUTION:
         found = _convolution_backward(op, error, x, weight, (False, needs_weight, needs_bias))
@@ -112,13 +136,14 @@ def parameter_gradients(
 
 
 def _convolution_backward(op: Operation, error: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]) -> Any:
-    _, stride, padding, dilation, groups = op
+    _, stride, padding, dilation, groups, output_padding = op
     batched = x.dim() == weight.dim()
     if not batched:
         error, x = error[None], x[None]
-    none = [0] * len(stride)
+    transposed, extra = output_padding is not None, output_padding or [0] * len(stride)
+    sizes = [error.shape[1]]
     found = torch.ops.aten.convolution_backward(
-        error, x, weight, [len(weight)], stride, padding, dilation, False, none, groups, mask
+        error, x, weight, sizes, stride, padding, dilation, transposed, extra, groups, mask
     )
     return found if batched or found[0] is None else (found[0][0], *found[1:])
 

@@ -21,7 +21,8 @@ forming the gradients themselves. How a layer's pair becomes gradients of its pa
 **How.** The `forward` of each recorded module, of this instance alone, is replaced by a method that calls
 `RecordedLayer`, an autograd function. It runs the operation of the layer, and its backward sees input and error
 together. Nothing is stored beside what autograd stores. The layer may be followed by operations in place, run under
-autocast, be checkpointed, or be called several times. In a compiled model (`torch.compile(model, fullgraph=True)`) the
+autocast, be checkpointed, or be called several times. A recurrent layer, and attention, are recorded as the linear
+layers that they consist of (`layers.composite`). In a compiled model (`torch.compile(model, fullgraph=True)`) the
 part of the backward that calls recorders is an operator of its own, `bayesgrad::parameter_gradients`, which is not
 traced.
 
@@ -48,6 +49,8 @@ import torch.compiler.config
 from torch import Tensor, nn
 
 from bayesgrad.layers.call import SITE, SITES, LayerCall, Pair, Site, forward
+from bayesgrad.layers.composite import forward as composite_forward
+from bayesgrad.layers.composite import owners, parts_of
 from bayesgrad.layers.gradients import GradientMarks
 
 
@@ -131,15 +134,17 @@ class LayerRecorder:
         if record_arguments:
             handles.append(model.register_forward_hook(InputHook(self), with_kwargs=True))
         added = []
-        for name, module in self.layers.items():
-            if (site := module.__dict__.get(SITE)) is None or site.module() is not module:
-                site = Site(module)
-                SITES[site.handle] = site
-                module.__dict__.update({SITE: site, "forward": MethodType(forward, module)})
-            site.counter = self.counter
-            entry = (weakref.ref(self), name)
-            site.recorders.append(entry)
-            added.append((site, entry))
+        for name, layer in self.layers.items():
+            for module, run in ((layer, forward), *[(owner, composite_forward) for owner in owners(layer)]):
+                if (site := module.__dict__.get(SITE)) is None or site.module() is not module:
+                    site = Site(module)
+                    SITES[site.handle] = site
+                    module.__dict__.update({SITE: site, "forward": MethodType(run, module)})
+                site.parts = parts_of(module)
+                site.counter = self.counter
+                entry = (weakref.ref(self), name)
+                site.recorders.append(entry)
+                added.append((site, entry))
         self.close = weakref.finalize(self, _remove, handles, added)
 
     def received(self, call: LayerCall) -> Pair | None:

@@ -103,7 +103,9 @@ class LayerStatistics:
             inputs, errors = gradients.indices[:examples].flatten(), gradients.errors.flatten(0, 1)[None]
             made.rows = len(inputs)
         else:
-            inputs, errors = gradients.inputs[:, :examples].flatten(1, 2), gradients.errors.flatten(1, 2)
+            pair = gradients.inputs, gradients.errors
+            inputs, errors = (rows.flatten(1, 2) for rows in (pair[::-1] if layer.transposed else pair))
+            inputs = inputs[:, : examples * gradients.inputs.shape[2]]
             made.rows = inputs.shape[1]
         for side, rows in zip(SIDES, (inputs, errors)):
             if side in sides:

@@ -54,8 +54,8 @@ class FOOF(LayerOptimizer):
         max_factor: a factor with more rows than this is approximated by its diagonal.
         nonfinite, fused: as in `AdaBayes`.
 
-    Other parameters (of normalisation layers, LSTM and attention, and raw parameters) are trained by Adam with learning
-    rate fallback_lr and betas (momentum, ema).
+    Other parameters (of normalisation layers, raw ones, and those that docs/layers.md lists) are trained by Adam with
+    learning rate fallback_lr and betas (momentum, ema).
 
     Example:
         >>> model = torch.nn.Linear(3, 1)

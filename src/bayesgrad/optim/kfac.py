@@ -66,8 +66,8 @@ class KFAC(LayerOptimizer):
         seed: seed of the sampled labels.
         nonfinite, fused: as in `AdaBayes`.
 
-    Other parameters (of normalisation layers, LSTM and attention, and raw parameters) are trained by Adam with learning
-    rate fallback_lr and betas (momentum, ema).
+    Other parameters (of normalisation layers, raw ones, and those that docs/layers.md lists) are trained by Adam with
+    learning rate fallback_lr and betas (momentum, ema).
 
     Example:
         >>> model = torch.nn.Linear(3, 2)

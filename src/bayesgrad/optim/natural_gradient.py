@@ -58,8 +58,8 @@ class NaturalGradient(LayerOptimizer):
         seed: seed of the sampled labels.
         nonfinite, fused: as in `AdaBayes`.
 
-    Other parameters (of LSTM and attention, and raw parameters) are trained by Adam with learning rate fallback_lr and
-    betas (momentum, ema).
+    Other parameters (raw ones, and those that docs/layers.md lists) are trained by Adam with learning rate fallback_lr
+    and betas (momentum, ema).
 
     Example:
         >>> model = torch.nn.Linear(3, 2)

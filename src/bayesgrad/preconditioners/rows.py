@@ -65,9 +65,9 @@ def from_rows(
     inner.add_rows(left, errors, inputs, rows, ones)
     found: dict[Tensor | None, Direction] = {}
     if layer.weight is not None:
-        found[layer.weight] = (
-            Product(left, inputs, layer.weight.shape) if left.dim() == 2 else (left.mT @ inputs).view_as(layer.weight)
-        )
+        rows, columns = (inputs, left) if layer.transposed else (left, inputs)
+        shape = layer.weight.shape
+        found[layer.weight] = Product(rows, columns, shape) if left.dim() == 2 else (rows.mT @ columns).view(shape)
     if ones is not None and layer.bias is not None:
         found[layer.bias] = (left.mT @ ones).view_as(layer.bias)
     return found

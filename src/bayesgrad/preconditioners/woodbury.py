@@ -84,6 +84,7 @@ class Woodbury(NetworkPreconditioner):
         columns = {name: restored(state.get(p, {}), p.shape) for name, p in own.items() if p.requires_grad}
         weight = columns.get("weight")
         several = call.input.dim() > 2 or self.observed  # positions, or columns that are not merged yet
+        several = several or layers.is_transposed(call.module)
         if several or not isinstance(weight, OuterProducts) or weight.inputs.shape[2] > 1:
             self.projections |= dict.fromkeys(own.values())  # these follow from the gradients
             return

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from bayesgrad.kernels import compute_dtype
+from bayesgrad.layers.composite import owners
 from bayesgrad.layers.fisher import gather_gradients
 from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.per_example import PerExampleGradients, StoredGradients, gradients_one_by_one
@@ -243,7 +244,8 @@ class KroneckerFactors(Metric):
 
     def drift(self, batches: Sequence[Batch], space: ParameterSpace, roots: Tensor, kind: str) -> Tensor:
         names: dict[Tensor, str] = {p: name for name, p in batches[0].model.named_parameters()}
-        layers = [layer for layer in space.layers if set(layer.members) & set(space.params) and not layer.lookup]
+        own = [layer for layer in space.layers if set(layer.members) & set(space.params)]
+        layers = [layer for layer in own if not layer.lookup and not owners(layer.module)]
         lost = set(space.params) - {p for layer in layers for p in layer.members}
         if lost:
             raise ValueError(

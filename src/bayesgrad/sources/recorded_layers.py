@@ -56,7 +56,7 @@ class RecordedLayers:
             self.model,
             {
                 name: module
-                for name, module in self.model.named_modules()
+                for name, module in layers.known_layers(self.model)
                 if any(is_known(module) for is_known in recorded)
                 and any(id(p) in mine for p in layers.own_parameters(module).values())
             },
@@ -109,7 +109,7 @@ class RecordedLayers:
     def _find_layers(self, mine: set[int]) -> list[Layer]:
         """Layers that multiply by a matrix; a weight that modules of different types share is excluded."""
         found: dict[int, list[tuple[str, nn.Module]]] = {}
-        for name, module in self.model.named_modules():
+        for name, module in layers.known_layers(self.model):
             if layers.is_matrix(module):
                 found.setdefault(id(module.weight), []).append((name, module))
         result = []
@@ -122,7 +122,8 @@ class RecordedLayers:
                 p if (p := own.get(k)) is not None and id(p) in mine and p.requires_grad else None
                 for k in ("weight", "bias")
             )
-            bias = bias if biases[id(bias)] == 1 else None  # a bias that several layers share belongs to none
+            # A bias that several layers share belongs to none.
+            bias = bias if biases[id(bias)] == 1 and layers.joins_bias(modules[0]) else None
             if len(kinds) == 1 and (weight is not None or bias is not None):
                 result.append(Layer(names, modules[0], weight, bias))
         return [layer for layer in result if self.only(layer)]

@@ -29,8 +29,9 @@ from bayesgrad.structures.structure import Accumulator, Structure, quadratic_for
 class KroneckerStructure(Structure):
     """L ⊗ R for a matrix [W b] (groups, out, in); the prior is added in the eigenbasis, in which this is exact.
 
-    For a layer, L = E are the second moments of errors and R = A those of inputs; the weight of an Embedding is the
-    transpose. All parameters that are not in a layer get a diagonal.
+    For a layer, L = E are the second moments of errors and R = A those of inputs. The weight of an Embedding is the
+    transpose, as is that of a transposed convolution, whose bias is a block by itself. All parameters that are not in a
+    layer get a diagonal.
 
     Args:
         left, right: (groups, out, out) and (groups, in, in), the diagonals of these, or None for the identity. At least
@@ -181,7 +182,7 @@ class LayerFactors(Accumulator):
     def finish(self, total: float, count: int) -> Structure:
         inputs = total / count * self.sums["input"].to(compute_dtype(self.layer.owner.dtype))
         errors = self.sums["error"] / self.positions if "error" in self.sums else None
-        left, right = (inputs, errors) if self.layer.lookup else (errors, inputs)
+        left, right = (inputs, errors) if self.layer.lookup or self.layer.transposed else (errors, inputs)
         return self.structure(self.shapes, left, right)
 
 
@@ -218,7 +219,7 @@ def _plan(
 ) -> tuple[dict[str, Layer], dict[str, str | None]]:
     """The layers by the name of their weight, and the weight of each bias that is a block by itself."""
     names = {id(p): name for name, p in params.items()}
-    modules = [module for module in model.modules() if layers.is_matrix(module)]
+    modules = [module for _, module in layers.known_layers(model) if layers.is_matrix(module)]
     owners = Counter(id(p) for module in modules for p in layers.own_parameters(module).values())
     kinds: dict[int, set[bool]] = {}
     for module in modules:
@@ -231,7 +232,7 @@ def _plan(
         if len(kinds[id(layers.weight_of(module))]) > 1:
             weight = None  # a weight that is shared by an Embedding and a Linear
         alone = all(owners[id(p)] == 1 for p in layers.own_parameters(module).values())
-        together = joint_bias and alone and weight is not None
+        together = joint_bias and alone and weight is not None and not layers.is_transposed(module)
         if weight is not None and weight not in known:
             inside = params[shift] if together and shift is not None else None
             known[weight] = Layer((weight,), module, params[weight], inside)
