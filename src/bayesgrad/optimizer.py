@@ -184,7 +184,15 @@ class BeliefOptimizer(CheckedOptimizer):
         with source.draw(noise):
             yield
 
-    def observe(self, outputs: Any = None, *, loss: Any = None, labels: Any = None) -> None:
+    def observe(
+        self,
+        outputs: Any = None,
+        *,
+        loss: Any = None,
+        labels: Any = None,
+        weights: Tensor | None = None,
+        class_dim: int | None = None,
+    ) -> None:
         """Collects what the optimizer needs from a forward pass beside gradients; see `needs`.
 
         Call it before `loss.backward()`. It changes neither the graph nor `.grad`, and does nothing where nothing is
@@ -195,15 +203,25 @@ class BeliefOptimizer(CheckedOptimizer):
             outputs: of the model, with their graph; of the batch of the loss, or of another.
             loss: the mean loss, a tensor with one element, for second derivatives. With micro-batches, divide it by
                 their number, because Hessians add up like gradients. With a `GradScaler`, pass it before `scale`.
-            labels: replace the labels that are sampled from the model's predictions.
+            labels: replace the labels that are sampled from the model's predictions. Labels of -100 have no loss: they
+                are not counted.
+            weights: how often each loss counts, in the shape of the labels; for example `labels != -100`, if some
+                labels are ignored and those of the Fisher are sampled. A weight of 2 counts a loss twice.
+            class_dim: the dimension of the classes, for a categorical likelihood: 1 for outputs (N, C, ...) as in
+                `torch.nn.functional.cross_entropy`. By default it is the last one.
         """
         needs = self.needs
         for name, needed, given in (("outputs", needs.outputs, outputs), ("loss", needs.loss, loss)):
             if needed and given is None:
                 how = "observe(outputs)" if name == "outputs" else "observe(loss=loss)"
                 raise ValueError(f"{type(self).__name__} needs the {name} of a forward pass: call {how}.")
+        if isinstance(outputs, Tensor) and needs.outputs:
+            if class_dim is not None:
+                outputs = outputs.movedim(class_dim, -1)
+            elif self.param_groups[0].get("likelihood") == "categorical":
+                likelihoods.check_class_dim(outputs, loss)
         for part in self._parts:
-            part.observe(outputs, loss, labels)
+            part.observe(outputs, loss, labels, weights)
         if self._parts:
             self._marked = self._mark()
 

@@ -20,6 +20,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.call import LayerCall
 from bayesgrad.layers.call import forward as recorded_forward
+from bayesgrad.layers.layout import MIXED, Layout
 from bayesgrad.layers.operations import CONVOLUTIONS, NORMS, padding_of
 from bayesgrad.layers.per_example import (
     EmbeddingGradients,
@@ -87,6 +88,13 @@ def examples_in(module: nn.Module, x: Tensor) -> int:
     return 1 if x.dim() == _dimensions(module) else x.shape[0]
 
 
+def leading_rows(module: nn.Module, error: Tensor) -> int:
+    """The number of rows that each belong to one example: of a convolution its first dimension, else all positions."""
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        return error.numel() // weight_of(module).numel()
+    return rows_in(module, error) if isinstance(module, (nn.Linear, nn.Embedding)) else examples_in(module, error)
+
+
 def rows_in(module: nn.Module, error: Tensor) -> int:
     """The number of pairs of an example and a position."""
     if isinstance(module, CONVOLUTIONS):
@@ -107,16 +115,18 @@ def _dimensions(module: nn.Module) -> int:
     """The number of dimensions of an unbatched input."""
     if isinstance(module, CONVOLUTIONS):
         return 1 + len(module.kernel_size)
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        return len(module.normalized_shape)
     return 0 if isinstance(module, nn.Embedding) else 1
 
 
-def inputs_of(module: nn.Module, x: Tensor) -> Tensor:
+def inputs_of(module: nn.Module, x: Tensor, layout: Layout | None = None) -> Tensor:
     """a, (groups, N, positions, in), for Linear and Conv: out = a W' + b at each position."""
     x = x.to(_dtype(module))
     if x.dim() == _dimensions(module):
         x = x[None]
     if not isinstance(module, CONVOLUTIONS):
-        return x.reshape(1, len(x), -1, x.shape[-1])
+        return _arranged(x.reshape(1, -1, 1, x.shape[-1]), layout or Layout(1, len(x)))
     if padding_of(module) is not None:  # else it is padded already
         x = F.pad(x, module._reversed_padding_repeated_twice)
     rank = len(module.kernel_size)
@@ -125,43 +135,49 @@ def inputs_of(module: nn.Module, x: Tensor) -> Tensor:
     x = x.unflatten(1, (module.groups, -1))  # (N, groups, channels, *places, *kernel)
     order = (1, 0, *range(3, 3 + rank), 2, *range(3 + rank, 3 + 2 * rank))
     x = x.permute(order)
-    return x.reshape(*x.shape[:2], x.shape[2 : 2 + rank].numel(), -1)
+    return _arranged(x.reshape(*x.shape[:2], x.shape[2 : 2 + rank].numel(), -1), layout)
 
 
-def errors_of(module: nn.Module, error: Tensor) -> Tensor:
+def errors_of(module: nn.Module, error: Tensor, layout: Layout | None = None) -> Tensor:
     """e, (groups, N, positions, out): the derivative of the loss by the layer's output."""
     error = error.to(_dtype(module))
     if error.dim() == _dimensions(module):
         error = error[None]
     if not isinstance(module, CONVOLUTIONS):
-        return error.reshape(1, len(error), -1, error.shape[-1])
+        return _arranged(error.reshape(1, -1, 1, error.shape[-1]), layout or Layout(1, len(error)))
     error = error.flatten(2).mT  # (N, positions, out)
-    return error.unflatten(2, (module.groups, -1)).permute(2, 0, 1, 3)
+    return _arranged(error.unflatten(2, (module.groups, -1)).permute(2, 0, 1, 3), layout)
 
 
-def lookups_of(module: nn.Embedding, x: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
+def _arranged(rows: Tensor, layout: Layout | None) -> Tensor:
+    """(groups, rows, positions, features) as (groups, examples, positions, features)."""
+    return rows if layout is None or layout == (1, rows.shape[1]) else layout.arrange(rows, 1)
+
+
+def lookups_of(module: nn.Embedding, x: Tensor, error: Tensor, layout: Layout | None = None) -> tuple[Tensor, Tensor]:
     """Indices (N, positions) and errors (N, positions, features), zero at the padding index."""
-    indices = x.reshape(len(x) if x.dim() else 1, -1)
-    errors = error.to(_dtype(module)).reshape(*indices.shape, -1)
+    layout = layout or Layout(1, len(x) if x.dim() else 1)
+    indices = layout.arrange(x.reshape(-1, 1), 0)
+    errors = layout.arrange(error.to(_dtype(module)).reshape(x.numel(), 1, -1), 0)
     if module.padding_idx is not None:
         errors = errors.masked_fill((indices == module.padding_idx)[..., None], 0.0)
     return indices, errors
 
 
 def per_example_gradients(
-    module: nn.Module, x: Tensor, error: Tensor
+    module: nn.Module, x: Tensor, error: Tensor, layout: Layout | None = None
 ) -> Iterator[tuple[nn.Parameter, PerExampleGradients]]:
     """The per-example gradients of each parameter of the layer that requires gradients."""
     trained = {name: p for name, p in own_parameters(module).items() if p.requires_grad}
     if not trained:
         return
     if is_lookup(module):
-        yield trained["weight"], EmbeddingGradients(trained["weight"].shape, *lookups_of(module, x, error))  # pyright: ignore
+        yield trained["weight"], EmbeddingGradients(trained["weight"].shape, *lookups_of(module, x, error, layout))  # pyright: ignore
         return
     if is_matrix(module):
-        errors = errors_of(module, error)
+        errors = errors_of(module, error, layout)
         if "weight" in trained:
-            yield trained["weight"], OuterProducts(trained["weight"].shape, inputs_of(module, x), errors)
+            yield trained["weight"], OuterProducts(trained["weight"].shape, inputs_of(module, x, layout), errors)
         if "bias" in trained:
             bias = trained["bias"]
             sums = errors.squeeze(2) if errors.shape[2] == 1 else errors.sum(2)
@@ -169,12 +185,12 @@ def per_example_gradients(
         return
     x, error = (t.to(_dtype(module)) for t in (x, error))
     products = {"weight": error * x, "bias": error}
+    layout = layout or Layout(1, examples_in(module, x))
     for name, p in trained.items():
-        if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
-            values = products[name].reshape(len(x), -1, *p.shape).sum(1)
-        else:
-            values = products[name].reshape(len(x), p.numel(), -1).sum(2)
-        yield p, StoredGradients(p.shape, values)
+        values = products[name]
+        if not isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+            values = values.reshape(-1, p.numel(), values.shape[2:].numel()).sum(2)
+        yield p, StoredGradients(p.shape, layout.arrange(values.reshape(-1, 1, *p.shape), 0).sum(1))
 
 
 def gradients_of_calls(
@@ -182,16 +198,25 @@ def gradients_of_calls(
 ) -> dict[nn.Parameter, PerExampleGradients]:
     """The per-example gradients of the parameters of the called layers, summed over the calls.
 
+    Those of layers that mix examples are left out.
+
     Args:
         calls: of one pass.
         without: ids of parameters to leave out.
     """
+    calls = list(calls)
+    without = {*without, *mixed_parameters(calls)}
     found: dict[nn.Parameter, list[PerExampleGradients]] = {}
     for call in calls:
         if any(id(p) not in without for p in own_parameters(call.module).values()):
-            for p, columns in per_example_gradients(call.module, call.input, call.error):
+            for p, columns in per_example_gradients(call.module, call.input, call.error, call.layout):
                 found.setdefault(p, []).append(columns)
     return {p: summed(parts) for p, parts in found.items() if id(p) not in without}
+
+
+def mixed_parameters(calls: Iterable[LayerCall]) -> set[int]:
+    """The ids of the parameters of layers that mix examples."""
+    return {id(p) for call in calls if call.layout == MIXED for p in own_parameters(call.module).values()}
 
 
 @dataclass(frozen=True, eq=False)

@@ -110,7 +110,7 @@ class DenseFilter(BeliefOptimizer):
         fisher: str = "exact",
         weight_decay: float = 0.0,
         seed: int = 0,
-        losses_per_example: int = 1,
+        losses_per_example: int | None = None,
         nonfinite: str = "ignore",
     ) -> None:
         if transition is not None:

@@ -86,7 +86,7 @@ class FOOF(LayerOptimizer):
         ema: float = 0.95,
         update_every: int = 100,
         stats_every: int = 10,
-        losses_per_example: int = 1,
+        losses_per_example: int | None = None,
         momentum: float = 0.0,
         weight_decay: float = 0.0,
         precondition: str = "step",

@@ -105,7 +105,7 @@ class KFAC(LayerOptimizer):
         ema: float = 0.95,
         update_every: int = 100,
         stats_every: int = 10,
-        losses_per_example: int = 1,
+        losses_per_example: int | None = None,
         momentum: float = 0.0,
         weight_decay: float = 0.0,
         sharing: str = "expand",

@@ -98,7 +98,7 @@ class NaturalGradient(LayerOptimizer):
         fallback_lr: float = 1e-3,
         ema: float = 0.95,
         update_every: int = 10,
-        losses_per_example: int = 1,
+        losses_per_example: int | None = None,
         momentum: float = 0.0,
         weight_decay: float = 0.0,
         step_size: str = "lr",

@@ -1,0 +1,124 @@
+"""Finds out which rows of a layer belong to which example, by backpropagation of random weights.
+
+If the outputs of example j are multiplied by a weight w_j, the errors of its rows must be multiplied by w_j. All
+layouts (outer, N, inner) of a layer's rows are compared; see `layers.layout`. A layer that none of them fits mixes
+examples, or has them in another order, which may depend on the data: it has no per-example gradients.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesgrad import layers
+from bayesgrad.layers.call import LayerCall
+from bayesgrad.layers.layout import MIXED, Layout
+
+ATTEMPTS = 8  # with other data, if rows without an error leave several possibilities
+CLEARLY = 8.0  # the ratio of differences from which one layout fits better than another
+Backpropagate = Callable[[Tensor, Tensor], list[LayerCall]]
+Shapes = tuple[tuple[torch.Size, ...], int]
+
+
+class RowLayouts:
+    """The layouts of a model's layers, found once for each shape of the outputs and of the layers' errors.
+
+    Args:
+        tolerant: whether modules that are known to mix examples (BatchNorm in training mode) are allowed. The layout
+            that fits best is then used, and their batch statistics are treated as constants.
+    """
+
+    def __init__(self, tolerant: bool = False) -> None:
+        self.tolerant = tolerant
+        self._found: dict[tuple[Shapes, str, torch.Size], Layout] = {}
+        self._attempts: Counter[Any] = Counter()
+        self._settled: set[Any] = set()
+
+    def attach(
+        self, calls: Sequence[LayerCall], outputs: Tensor, backpropagate: Backpropagate, group: int = 1
+    ) -> list[LayerCall]:
+        """The calls of one pass with their layouts.
+
+        Args:
+            calls: from some direction of the outputs.
+            outputs: of the model, with their graph.
+            backpropagate: as in `LayerRecorder`.
+            group: the number of rows of the outputs that are one example.
+        """
+        self.search([outputs], backpropagate, group, tuple((call.name, call.error.shape) for call in calls))
+        return [self.of(call, (outputs.shape,), group) for call in calls]
+
+    def of(self, call: LayerCall, outputs: tuple[torch.Size, ...], group: int) -> LayerCall:
+        """A call with its layout; batch first if the outputs do not depend on it."""
+        layout = self._found.get(((outputs, group), call.name, call.error.shape))
+        if layout is None:
+            examples = outputs[0][0] // group
+            layout = Layout(1, examples) if layers.leading_rows(call.module, call.error) == examples else MIXED
+        return replace(call, layout=layout)
+
+    def search(self, outputs: Sequence[Tensor], backpropagate: Backpropagate, group: int, what: Any) -> None:
+        """Finds the layouts of the layers that the outputs depend on, unless it was done before.
+
+        Args:
+            outputs: with the same number of examples.
+            what: distinguishes passes with outputs of the same shapes.
+        """
+        key = tuple(t.shape for t in outputs), group
+        if (key, what) in self._settled:
+            return
+        generator = torch.Generator().manual_seed(0)
+        directions = [torch.randn(t.shape, dtype=torch.float64, generator=generator).to(t) for t in outputs]
+        weights = 0.5 + torch.rand(len(outputs[0]) // group, dtype=torch.float64, generator=generator)
+        plain = _calls(outputs, directions, backpropagate)
+        rows = weights.repeat_interleave(group)
+        weighted = _calls(outputs, [d * rows.to(d).view(-1, *[1] * (d.dim() - 1)) for d in directions], backpropagate)
+        scale = max(float(d.abs().max()) for d in directions)
+        found: dict[Any, Layout] = {}
+        settled = True
+        for one, other in zip(plain, weighted, strict=True):
+            place = key, one.name, one.error.shape
+            layout, clear = _best(one, other, weights, scale, self.tolerant)
+            found[place] = layout if found.get(place, layout) == layout else MIXED
+            settled = settled and clear
+        self._found |= found
+        self._attempts[key, what] += 1
+        if settled or self._attempts[key, what] >= ATTEMPTS:
+            self._settled.add((key, what))
+
+
+def _calls(outputs: Sequence[Tensor], directions: Sequence[Tensor], backpropagate: Backpropagate) -> list[LayerCall]:
+    with torch.enable_grad():
+        total = torch.stack([(t * d).sum().float() for t, d in zip(outputs, directions)]).sum()
+    return backpropagate(total, torch.ones_like(total))
+
+
+def _best(one: LayerCall, other: LayerCall, weights: Tensor, scale: float, tolerant: bool) -> tuple[Layout, bool]:
+    """The layout that fits best, and whether no other fits as well.
+
+    Args:
+        one, other: the same call, with errors of outputs without and with weights of examples.
+        scale: the largest entry of the direction.
+    """
+    examples, rows = len(weights), layers.leading_rows(one.module, one.error)
+    if rows % examples:
+        return MIXED, True
+    if examples == 1:
+        return Layout(1, 1), True
+    plain, weighted = one.error.reshape(rows, -1), other.error.reshape(rows, -1)
+    share = rows // examples
+    outer = [a for a in range(1, share + 1) if share % a == 0]
+    gaps = []
+    for a in outer:
+        expected = weights.to(plain).view(1, -1, 1).expand(a, -1, share // a).reshape(-1, 1) * plain
+        gaps.append((weighted - expected).abs().max())
+    *values, largest = torch.stack([*gaps, plain.abs().max()]).tolist()
+    least = min(values)
+    layout = Layout(outer[values.index(least)], examples)
+    clear = sum(value <= CLEARLY * least for value in values) == 1
+    fits = least <= torch.finfo(plain.dtype).eps * (5e3 * largest + 100 * scale)
+    return (layout, clear) if fits or tolerant else (MIXED, True)
