@@ -6,8 +6,7 @@ label), `"gaussian"` (the outputs are means; the noise has standard deviation 1 
 `"poisson"` (the outputs are logarithms of rates).
 
 The loss of an example is its negative log-likelihood, summed over all dimensions of the outputs after the first. For
-`"gaussian"` it is half the squared error, without the constant that depends on the noise alone. A label of `IGNORED`
-has no loss in `BeliefOptimizer.observe`, as with the default `ignore_index` of torch's cross entropy.
+`"gaussian"` it is half the squared error, without the constant that depends on the noise alone.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from torch.nn.functional import softplus
 
 from bayesgrad.noise import generator_of
 
-IGNORED = -100  # a label without a loss
+IGNORED = -100  # a label without a loss, as in torch's cross entropy
 
 
 class Moments(NamedTuple):
@@ -67,6 +66,7 @@ class Likelihood(ABC):
     """The distribution of labels given the outputs f of a network."""
 
     closed_form: ClassVar[bool] = False  # whether predictions for Gaussian outputs are exact
+    has_classes: ClassVar[bool] = False  # whether a loss is about the last dimension, and not about a whole example
 
     @abstractmethod
     def link(self, outputs: Tensor) -> Tensor:
@@ -116,10 +116,6 @@ class Likelihood(ABC):
         """The derivative of each example's loss by the outputs; `check` is False for labels that were sampled here."""
         return self.link(outputs.detach()) - _real(labels, outputs)
 
-    def counted_residual(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """As `residual`, and zero for labels with the value `IGNORED`."""
-        return self.residual(outputs, labels)
-
     @abstractmethod
     def hessian_roots(self, outputs: Tensor) -> Iterator[Tensor]:
         """Vectors s with sum s s' = H, the Hessian of each example's loss by the outputs, which is also the Fisher."""
@@ -132,44 +128,19 @@ class Likelihood(ABC):
     def third_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
         """The derivative of H v along v, equal to that of v'H v by the outputs; v may have extra leading dimensions."""
 
-    has_positions: ClassVar[bool] = False  # whether outputs with more than two dimensions have several losses
-
     def losses(self, outputs: Tensor) -> int:
         """The number of terms in a mean loss over these outputs: examples, or positions that each have a label."""
         return len(outputs)
 
-    def counted(self, labels: Tensor | None) -> Tensor | None:
+    def mask(self, labels: Tensor | None) -> Tensor | None:
         """Which labels have a loss; None for all of them."""
         return None
-
-    def loss_weights(self, outputs: Tensor, labels: Tensor | None, weights: Tensor | None) -> Tensor | None:
-        """How often each loss counts, in a shape that multiplies the outputs; None if all count once.
-
-        Args:
-            labels: those with the value `IGNORED` do not count.
-            weights: in the shape of the outputs' leading dimensions; of all but the classes for categorical outputs.
-        """
-        counted = self.counted(labels)
-        if weights is None:
-            return (
-                None if counted is None else counted.to(outputs.dtype)[(..., *[None] * (outputs.dim() - counted.dim()))]
-            )
-        _check_tensor(weights, "weights")
-        size = outputs.dim() - 1 if self.has_positions else weights.dim()
-        if not 0 < weights.dim() == size or weights.shape != outputs.shape[:size]:
-            wanted = tuple(outputs.shape[:-1] if self.has_positions else outputs.shape)
-            raise ValueError(
-                f"weights must have one number for each loss, of shape {wanted}, got {tuple(weights.shape)}."
-            )
-        weights = weights.to(outputs)
-        weights = weights if counted is None else weights * counted
-        return weights[(..., *[None] * (outputs.dim() - weights.dim()))]
 
 
 class Categorical(Likelihood):
     """Softmax over the last dimension. Gaussian logits use MacKay's probit approximation."""
 
-    has_positions = True
+    has_classes = True
 
     def link(self, outputs: Tensor) -> Tensor:
         return outputs.softmax(-1)
@@ -199,9 +170,6 @@ class Categorical(Likelihood):
         at_label = outputs.log_softmax(-1).gather(-1, labels[..., None].long())
         return -at_label.reshape(len(outputs), -1).sum(1)
 
-    def counted(self, labels: Tensor | None) -> Tensor | None:
-        return None if labels is None else labels != IGNORED
-
     def residual(self, outputs: Tensor, labels: Tensor, check: bool = True) -> Tensor:
         if check:
             self._check(outputs, labels)
@@ -209,19 +177,13 @@ class Categorical(Likelihood):
         ones = torch.ones_like(labels[..., None], dtype=error.dtype)
         return error.scatter_add(-1, labels[..., None].long(), -ones)
 
-    def counted_residual(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        kept = labels != IGNORED if isinstance(labels, Tensor) else None
-        if kept is None:
-            return self.residual(outputs, labels)
-        return self.residual(outputs, torch.where(kept, labels, 0)) * kept[..., None]
-
     @staticmethod
     def _check(outputs: Tensor, labels: Tensor) -> None:
         classes = outputs.shape[-1]
         _check_tensor(labels)
         _check_classes(outputs)
         if labels.shape != outputs.shape[:-1] and labels.shape == outputs.shape[:1] + outputs.shape[2:]:
-            raise ValueError(_classes_second(outputs, f"labels of shape {tuple(labels.shape)} fit"))
+            raise ValueError(classes_second(outputs, f"labels of shape {tuple(labels.shape)} fit"))
         if labels.shape != outputs.shape[:-1] or labels.is_floating_point() or labels.is_complex():
             raise ValueError(
                 f"labels must be whole numbers of shape {tuple(outputs.shape[:-1])} for outputs of shape "
@@ -232,6 +194,9 @@ class Categorical(Likelihood):
                 f"labels must be in 0..{classes - 1}, got {int(labels.min())} to {int(labels.max())}: "
                 "leave out examples without a label."
             )
+
+    def mask(self, labels: Tensor | None) -> Tensor | None:
+        return None if labels is None else labels != IGNORED
 
     def hessian_roots(self, outputs: Tensor) -> Iterator[Tensor]:
         _check_classes(outputs)
@@ -257,7 +222,7 @@ class Categorical(Likelihood):
 class Bernoulli(Categorical):
     """A logistic probability for each output."""
 
-    has_positions = False
+    has_classes = False
 
     def link(self, outputs: Tensor) -> Tensor:
         return outputs.sigmoid()
@@ -275,8 +240,7 @@ class Bernoulli(Categorical):
             raise ValueError(f"labels must be in [0, 1], got {labels.min():g} to {labels.max():g}.")
         return (softplus(outputs) - labels * outputs).reshape(len(outputs), -1).sum(1)
 
-    residual = Likelihood.residual
-    counted, counted_residual = Likelihood.counted, Likelihood.counted_residual
+    residual, mask = Likelihood.residual, Likelihood.mask
 
     def hessian_roots(self, outputs: Tensor) -> Iterator[Tensor]:
         p = outputs.detach().sigmoid()
@@ -423,30 +387,17 @@ def _check_classes(outputs: Tensor) -> None:
         )
 
 
-def _classes_second(outputs: Tensor, why: str) -> str:
+def classes_second(outputs: Tensor, why: str) -> str:
+    """The error of outputs whose classes are in dimension 1."""
     return (
         f"{why} classes in dimension 1 of outputs of shape {tuple(outputs.shape)}, and classes are expected in the "
         "last one: pass class_dim=1 to observe() or SubsampledFisher, or let the model return outputs.movedim(1, -1)."
     )
 
 
-def check_class_dim(outputs: Tensor, loss: Any) -> None:
-    """Raises if a loss was computed from these outputs with classes in another dimension than the last one."""
-    node = getattr(loss, "grad_fn", None)
-    for _ in range(8):  # a mean over tokens, and what torch puts between logits and loss
-        if node is None or outputs.dim() < 3:
-            return
-        first = node.next_functions[0][0] if node.next_functions else None
-        if node.name().startswith("LogSoftmax") and first is outputs.grad_fn:
-            if node._saved_dim % 2**64 == 1:
-                raise ValueError(_classes_second(outputs, "the loss has"))
-            return
-        node = first
-
-
-def _check_tensor(values: object, name: str = "labels") -> None:
-    if not isinstance(values, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(values).__name__}.")
+def _check_tensor(labels: object) -> None:
+    if not isinstance(labels, Tensor):
+        raise TypeError(f"labels must be a tensor, got {type(labels).__name__}.")
 
 
 def _real(labels: Tensor, outputs: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from bayesgrad import likelihoods
 from bayesgrad.directions import Directions
 from bayesgrad.layers.call import LayerCall, Pair
 from bayesgrad.layers.layout import ForwardPass
+from bayesgrad.layers.observed import loss_weights, residual
 from bayesgrad.rules.transition import Static
 from bayesgrad.rules.update import NaturalStep, UpdateRule
 
@@ -66,8 +67,6 @@ class Host(Protocol):
     @draws.setter
     def draws(self, number: int) -> None: ...
 
-    def draw_labels(self, outputs: Tensor) -> Tensor: ...
-
     def initialise(self, group: Mapping[str, Any], params: list[Tensor]) -> None: ...
 
     def name_of(self, p: Tensor) -> str: ...
@@ -114,15 +113,18 @@ class Part:
         """
         likelihood = likelihoods.named(self.optimizer.param_groups[0]["likelihood"])
         if labels is not None:
-            found = iter([likelihood.counted_residual(outputs, labels)])
+            found = iter([residual(likelihood, outputs, labels)])
         elif exact:
             found = likelihood.hessian_roots(outputs)
         else:
-            found = iter([likelihood.residual(outputs, self.optimizer.draw_labels(outputs), check=False)])
+            seed, draw = self.optimizer.param_groups[0]["seed"], self.optimizer.draws
+            self.optimizer.draws += 1
+            drawn = likelihoods.draw(likelihood, outputs, seed, draw)
+            found = iter([likelihood.residual(outputs, drawn, check=False)])
         if weights is None:  # ignored labels have no residual
             return found
-        root = likelihood.loss_weights(outputs, labels, weights).sqrt()  # pyright: ignore[reportOptionalMemberAccess]
-        return (direction * root for direction in found)
+        each = loss_weights(likelihood, outputs, labels, weights)
+        return (direction * each.sqrt() for direction in found)  # pyright: ignore[reportOptionalMemberAccess]
 
     def observed_pass(
         self, outputs: Tensor, labels: Tensor | None, weights: Tensor | None
@@ -132,13 +134,13 @@ class Part:
         known, shape, share = self.recorded.recorder.pass_of(outputs), outputs.shape, 1.0
         if known is not None and known.outputs[1:] == shape[1:] and known.outputs[0] > shape[0]:
             shape, share = known.outputs, shape[0] / known.outputs[0]
-        each = likelihood.loss_weights(outputs, labels, weights)
+        each = loss_weights(likelihood, outputs, labels, weights)
         share = share if each is None else share * float(each.mean())
         if not share > 0:
             raise ValueError("observe() needs at least one loss that counts: all labels are ignored, or have weight 0.")
         arguments = torch.Size() if known is None else known.arguments
-        class_dim = -1 if likelihood.has_positions else None
-        return ForwardPass(shape, arguments, class_dim, single=likelihood.has_positions), share
+        class_dim = -1 if likelihood.has_classes else None
+        return ForwardPass(shape, arguments, class_dim, single=likelihood.has_classes), share
 
     def note_loss(self, loss: Any) -> None:
         """Called with the loss that a closure returns."""

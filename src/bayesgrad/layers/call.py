@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from bayesgrad.layers.layout import Layout
+from bayesgrad.layers.layout import RowLayout
 from bayesgrad.layers.operations import Operation, input_gradient, operation, parameter_gradients, prepare, run
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class LayerCall:
     forward_id: int = 0
     name: str = ""
     volatile: bool = False
-    layout: Layout | None = None
+    layout: RowLayout | None = None
 
     @property
     def pass_id(self) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bayesgrad import layers
 from bayesgrad.layers.call import LayerCall
-from bayesgrad.layers.layout import MIXED, Layout
+from bayesgrad.layers.layout import MIXED, RowLayout
 
 ATTEMPTS = 8  # with other data, if rows without an error leave several possibilities
 CLEARLY = 8.0  # the ratio of differences from which one layout fits better than another
@@ -35,7 +35,7 @@ class RowLayouts:
 
     def __init__(self, tolerant: bool = False) -> None:
         self.tolerant = tolerant
-        self._found: dict[tuple[Shapes, str, torch.Size], Layout] = {}
+        self._found: dict[tuple[Shapes, str, torch.Size], RowLayout] = {}
         self._attempts: Counter[Any] = Counter()
         self._settled: set[Any] = set()
 
@@ -58,7 +58,7 @@ class RowLayouts:
         layout = self._found.get(((outputs, group), call.name, call.error.shape))
         if layout is None:
             examples = outputs[0][0] // group
-            layout = Layout(1, examples) if layers.leading_rows(call.module, call.error) == examples else MIXED
+            layout = RowLayout(1, examples) if layers.leading_rows(call.module, call.error) == examples else MIXED
         return replace(call, layout=layout)
 
     def search(self, outputs: Sequence[Tensor], backpropagate: Backpropagate, group: int, what: Any) -> None:
@@ -78,7 +78,7 @@ class RowLayouts:
         rows = weights.repeat_interleave(group)
         weighted = _calls(outputs, [d * rows.to(d).view(-1, *[1] * (d.dim() - 1)) for d in directions], backpropagate)
         scale = max(float(d.abs().max()) for d in directions)
-        found: dict[Any, Layout] = {}
+        found: dict[Any, RowLayout] = {}
         settled = True
         for one, other in zip(plain, weighted, strict=True):
             place = key, one.name, one.error.shape
@@ -97,7 +97,7 @@ def _calls(outputs: Sequence[Tensor], directions: Sequence[Tensor], backpropagat
     return backpropagate(total, torch.ones_like(total))
 
 
-def _best(one: LayerCall, other: LayerCall, weights: Tensor, scale: float, tolerant: bool) -> tuple[Layout, bool]:
+def _best(one: LayerCall, other: LayerCall, weights: Tensor, scale: float, tolerant: bool) -> tuple[RowLayout, bool]:
     """The layout that fits best, and whether no other fits as well.
 
     Args:
@@ -108,7 +108,7 @@ def _best(one: LayerCall, other: LayerCall, weights: Tensor, scale: float, toler
     if rows % examples:
         return MIXED, True
     if examples == 1:
-        return Layout(1, 1), True
+        return RowLayout(1, 1), True
     plain, weighted = one.error.reshape(rows, -1), other.error.reshape(rows, -1)
     share = rows // examples
     outer = [a for a in range(1, share + 1) if share % a == 0]
@@ -118,7 +118,7 @@ def _best(one: LayerCall, other: LayerCall, weights: Tensor, scale: float, toler
         gaps.append((weighted - expected).abs().max())
     *values, largest = torch.stack([*gaps, plain.abs().max()]).tolist()
     least = min(values)
-    layout = Layout(outer[values.index(least)], examples)
+    layout = RowLayout(outer[values.index(least)], examples)
     clear = sum(value <= CLEARLY * least for value in values) == 1
     fits = least <= torch.finfo(plain.dtype).eps * (5e3 * largest + 100 * scale)
     return (layout, clear) if fits or tolerant else (MIXED, True)

@@ -16,6 +16,7 @@ from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.functional import gradients_by_vmap
 from bayesgrad.layers.network import parameters_of, unwrap
+from bayesgrad.layers.observed import classes_last
 from bayesgrad.layers.per_example import PerExampleGradients, StoredGradients, concatenated
 from bayesgrad.layers.recorder import LayerRecorder, Trace
 from bayesgrad.noise import seed32
@@ -90,6 +91,7 @@ class SubsampledFisher:
         fisher: "sampled" (one label for each example, drawn with `seed`), "exact" or "empirical" (needs `labels`).
         labels: the targets for "empirical", or labels to use instead of sampled ones.
         seed: of sampled labels; None is 0.
+        class_dim: the dimension of classes in the outputs: 1 for (N, C, ...); None for the last one.
 
     Attributes:
         labels: the labels that were used, None for the exact Fisher.
@@ -117,6 +119,7 @@ class SubsampledFisher:
         fisher: str = "sampled",
         labels: Tensor | None = None,
         seed: int | None = None,
+        class_dim: int | None = None,
     ) -> None:
         if fisher not in FISHERS:
             raise ValueError(f"fisher must be one of {', '.join(map(repr, FISHERS))}, got {fisher!r}.")
@@ -125,7 +128,7 @@ class SubsampledFisher:
             raise ValueError(f"fisher={fisher!r} {need}.")
         kind = likelihoods.named(likelihood)
         generator = torch.Generator().manual_seed(seed32(seed or 0))
-        (seen,) = batch_gradients(model, inputs, kind, fisher, labels, generator)
+        (seen,) = batch_gradients(model, inputs, kind, fisher, labels, generator, class_dim=class_dim)
         self._parameters = {name: p for name, p in parameters_of(unwrap(model)).items() if p.requires_grad}
         self.names = list(self._parameters)
         self.labels = seen.labels
@@ -240,11 +243,13 @@ def batch_gradients(
     generator: torch.Generator,
     at_once: int | None = None,
     layouts: RowLayouts | None = None,
+    class_dim: int | None = None,
 ) -> Generator[BatchGradients, None, None]:
     """Per-example gradients of every trainable parameter, for `at_once` directions at a time; see `SubsampledFisher`.
 
     Args:
         layouts: those of earlier batches.
+        class_dim: the dimension of classes in the model's outputs; None for the last one.
 
     Raises:
         ValueError: the model mixes the examples of a batch, or labels do not fit.
@@ -265,6 +270,7 @@ def batch_gradients(
                     f"the first dimension of inputs and outputs must be that of examples, got {len(arguments[0])} "
                     f"inputs and outputs of shape {tuple(outputs.shape)}."
                 )
+            outputs = classes_last(outputs, class_dim, None)
             trace = recorder.trace(outputs)
         if labels is None and fisher == "sampled":
             labels = kind.sample(outputs, generator)
@@ -278,7 +284,7 @@ def batch_gradients(
             read = {*trace.read_counts, *left}
             rest = {name: p for name, p in parameters.items() if name not in named and id(p) in read}
             if rest:
-                named |= gradients_by_vmap(model, rest, arguments, some, outputs.detach())
+                named |= gradients_by_vmap(model, rest, arguments, some, outputs.detach(), class_dim)
             for name, p in parameters.items():
                 if name not in named:  # the outputs do not depend on it
                     zeros = torch.zeros(len(outputs) * len(some), *p.shape, dtype=compute_dtype(p.dtype))

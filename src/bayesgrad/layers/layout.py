@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-class Layout(NamedTuple):
+class RowLayout(NamedTuple):
     """The rows of a layer as (outer, examples, inner); no examples if rows mix them."""
 
     outer: int
@@ -32,7 +32,7 @@ class Layout(NamedTuple):
         return split.flatten(dim + 1, dim + 3)
 
 
-MIXED = Layout(0, 0)
+MIXED = RowLayout(0, 0)
 
 
 class ForwardPass(NamedTuple):

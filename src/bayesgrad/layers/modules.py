@@ -20,7 +20,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.call import LayerCall
 from bayesgrad.layers.call import forward as recorded_forward
-from bayesgrad.layers.layout import MIXED, Layout
+from bayesgrad.layers.layout import MIXED, RowLayout
 from bayesgrad.layers.operations import CONVOLUTIONS, NORMS, padding_of
 from bayesgrad.layers.per_example import (
     EmbeddingGradients,
@@ -120,13 +120,13 @@ def _dimensions(module: nn.Module) -> int:
     return 0 if isinstance(module, nn.Embedding) else 1
 
 
-def inputs_of(module: nn.Module, x: Tensor, layout: Layout | None = None) -> Tensor:
+def inputs_of(module: nn.Module, x: Tensor, layout: RowLayout | None = None) -> Tensor:
     """a, (groups, N, positions, in), for Linear and Conv: out = a W' + b at each position."""
     x = x.to(_dtype(module))
     if x.dim() == _dimensions(module):
         x = x[None]
     if not isinstance(module, CONVOLUTIONS):
-        return _arranged(x.reshape(1, -1, 1, x.shape[-1]), layout or Layout(1, len(x)))
+        return _arranged(x.reshape(1, -1, 1, x.shape[-1]), layout or RowLayout(1, len(x)))
     if padding_of(module) is not None:  # else it is padded already
         x = F.pad(x, module._reversed_padding_repeated_twice)
     rank = len(module.kernel_size)
@@ -138,25 +138,27 @@ def inputs_of(module: nn.Module, x: Tensor, layout: Layout | None = None) -> Ten
     return _arranged(x.reshape(*x.shape[:2], x.shape[2 : 2 + rank].numel(), -1), layout)
 
 
-def errors_of(module: nn.Module, error: Tensor, layout: Layout | None = None) -> Tensor:
+def errors_of(module: nn.Module, error: Tensor, layout: RowLayout | None = None) -> Tensor:
     """e, (groups, N, positions, out): the derivative of the loss by the layer's output."""
     error = error.to(_dtype(module))
     if error.dim() == _dimensions(module):
         error = error[None]
     if not isinstance(module, CONVOLUTIONS):
-        return _arranged(error.reshape(1, -1, 1, error.shape[-1]), layout or Layout(1, len(error)))
+        return _arranged(error.reshape(1, -1, 1, error.shape[-1]), layout or RowLayout(1, len(error)))
     error = error.flatten(2).mT  # (N, positions, out)
     return _arranged(error.unflatten(2, (module.groups, -1)).permute(2, 0, 1, 3), layout)
 
 
-def _arranged(rows: Tensor, layout: Layout | None) -> Tensor:
+def _arranged(rows: Tensor, layout: RowLayout | None) -> Tensor:
     """(groups, rows, positions, features) as (groups, examples, positions, features)."""
     return rows if layout is None or layout == (1, rows.shape[1]) else layout.arrange(rows, 1)
 
 
-def lookups_of(module: nn.Embedding, x: Tensor, error: Tensor, layout: Layout | None = None) -> tuple[Tensor, Tensor]:
+def lookups_of(
+    module: nn.Embedding, x: Tensor, error: Tensor, layout: RowLayout | None = None
+) -> tuple[Tensor, Tensor]:
     """Indices (N, positions) and errors (N, positions, features), zero at the padding index."""
-    layout = layout or Layout(1, len(x) if x.dim() else 1)
+    layout = layout or RowLayout(1, len(x) if x.dim() else 1)
     indices = layout.arrange(x.reshape(-1, 1), 0)
     errors = layout.arrange(error.to(_dtype(module)).reshape(x.numel(), 1, -1), 0)
     if module.padding_idx is not None:
@@ -165,7 +167,7 @@ def lookups_of(module: nn.Embedding, x: Tensor, error: Tensor, layout: Layout | 
 
 
 def per_example_gradients(
-    module: nn.Module, x: Tensor, error: Tensor, layout: Layout | None = None
+    module: nn.Module, x: Tensor, error: Tensor, layout: RowLayout | None = None
 ) -> Iterator[tuple[nn.Parameter, PerExampleGradients]]:
     """The per-example gradients of each parameter of the layer that requires gradients."""
     trained = {name: p for name, p in own_parameters(module).items() if p.requires_grad}
@@ -185,7 +187,7 @@ def per_example_gradients(
         return
     x, error = (t.to(_dtype(module)) for t in (x, error))
     products = {"weight": error * x, "bias": error}
-    layout = layout or Layout(1, examples_in(module, x))
+    layout = layout or RowLayout(1, examples_in(module, x))
     for name, p in trained.items():
         values = products[name]
         if not isinstance(module, (nn.LayerNorm, nn.RMSNorm)):

@@ -14,6 +14,7 @@ from bayesgrad.layers.call import LayerCall
 from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.fisher import check_outputs
 from bayesgrad.layers.layout import ForwardPass
+from bayesgrad.layers.observed import loss_weights
 from bayesgrad.packing import gradient_of
 from bayesgrad.parts import Evidence, Groups, Host, Needs, Source, weak
 from bayesgrad.sources.recorded_layers import RecordedLayers
@@ -119,7 +120,7 @@ class PerExampleSquares(Source):
         if self.fisher == "empirical":
             if labels is None and weights is None:
                 return
-            each = likelihoods.named(group["likelihood"]).loss_weights(outputs, labels, weights)
+            each = loss_weights(likelihoods.named(group["likelihood"]), outputs, labels, weights)
             if each is not None:
                 self.shares[recorder.current] = each.mean().detach()
             return

@@ -92,7 +92,7 @@ class RecordedLayers:
         """
         found = self.recorder.forward_pass(call.forward_id)
         likelihood = self.optimizer.param_groups[0].get("likelihood")
-        if found is None or likelihood is None or likelihoods.named(likelihood).has_positions:
+        if found is None or likelihood is None or likelihoods.named(likelihood).has_classes:
             return found
         return found._replace(class_dim=None)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from bayesgrad import likelihoods
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.fisher import check_outputs
+from bayesgrad.layers.observed import loss_weights
 from bayesgrad.layers.recorder import check_graph
 from bayesgrad.parts import Evidence, Groups, Needs, Source
 
@@ -44,7 +45,7 @@ class SampledLabels(Source):
         (direction,) = self.output_directions(outputs, labels, weights)
         gradients = torch.autograd.grad(outputs, params, direction, retain_graph=True, allow_unused=True)
         likelihood = likelihoods.named(optimizer.param_groups[0]["likelihood"])
-        each = likelihood.loss_weights(outputs, labels, weights)
+        each = loss_weights(likelihood, outputs, labels, weights)
         self.losses += likelihood.losses(outputs) * (1 if each is None else float(each.mean()))
         for p, gradient in zip(params, gradients):
             if gradient is not None:
