@@ -7,6 +7,7 @@ examples, or has them in another order, which may depend on the data: it has no 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -54,11 +55,11 @@ class RowLayouts:
         return [self.of(call, (outputs.shape,), group) for call in calls]
 
     def of(self, call: LayerCall, outputs: tuple[torch.Size, ...], group: int) -> LayerCall:
-        """A call with its layout; batch first if the outputs do not depend on it."""
+        """A call with its layout; if that is not known, the first dimension must have one index for each example."""
         layout = self._found.get(((outputs, group), call.name, call.error.shape))
         if layout is None:
             examples = outputs[0][0] // group
-            layout = RowLayout(1, examples) if layers.leading_rows(call.module, call.error) == examples else MIXED
+            layout = RowLayout(1, examples) if layers.examples_in(call.module, call.input) == examples else MIXED
         return replace(call, layout=layout)
 
     def search(self, outputs: Sequence[Tensor], backpropagate: Backpropagate, group: int, what: Any) -> None:
@@ -71,10 +72,17 @@ class RowLayouts:
         key = tuple(t.shape for t in outputs), group
         if (key, what) in self._settled:
             return
+        self._attempts[key, what] += 1
         generator = torch.Generator().manual_seed(0)
         directions = [torch.randn(t.shape, dtype=torch.float64, generator=generator).to(t) for t in outputs]
         weights = 0.5 + torch.rand(len(outputs[0]) // group, dtype=torch.float64, generator=generator)
-        plain = _calls(outputs, directions, backpropagate)
+        try:
+            plain = _calls(outputs, directions, backpropagate)
+        except RuntimeError as error:
+            if "checkpoint" not in str(error):
+                raise
+            self._settled.add((key, what))  # reentrant checkpointing allows backward() alone
+            return
         rows = weights.repeat_interleave(group)
         weighted = _calls(outputs, [d * rows.to(d).view(-1, *[1] * (d.dim() - 1)) for d in directions], backpropagate)
         scale = max(float(d.abs().max()) for d in directions)
@@ -86,7 +94,6 @@ class RowLayouts:
             found[place] = layout if found.get(place, layout) == layout else MIXED
             settled = settled and clear
         self._found |= found
-        self._attempts[key, what] += 1
         if settled or self._attempts[key, what] >= ATTEMPTS:
             self._settled.add((key, what))
 
@@ -117,6 +124,8 @@ def _best(one: LayerCall, other: LayerCall, weights: Tensor, scale: float, toler
         expected = weights.to(plain).view(1, -1, 1).expand(a, -1, share // a).reshape(-1, 1) * plain
         gaps.append((weighted - expected).abs().max())
     *values, largest = torch.stack([*gaps, plain.abs().max()]).tolist()
+    if not all(map(math.isfinite, values)):
+        return MIXED, False
     least = min(values)
     layout = RowLayout(outer[values.index(least)], examples)
     clear = sum(value <= CLEARLY * least for value in values) == 1

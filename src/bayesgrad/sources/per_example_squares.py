@@ -13,7 +13,6 @@ from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.call import LayerCall
 from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.fisher import check_outputs
-from bayesgrad.layers.layout import ForwardPass
 from bayesgrad.layers.observed import loss_weights
 from bayesgrad.packing import gradient_of
 from bayesgrad.parts import Evidence, Groups, Host, Needs, Source, weak
@@ -81,7 +80,8 @@ class PerExampleSquares(Source):
         for old in [key for key in self.shapes if key not in recorder.passes]:
             del self.shapes[old]
 
-    def _with_layout(self, call: LayerCall, forward: ForwardPass | None) -> LayerCall:
+    def _with_layout(self, call: LayerCall) -> LayerCall:
+        forward = self.recorded.forward_pass(call)
         if forward is None:
             return call
         group = forward.group(self.optimizer.param_groups[0]["losses_per_example"])
@@ -89,8 +89,7 @@ class PerExampleSquares(Source):
 
     def receive(self, call: LayerCall, restarted: bool) -> None:
         key = self.siblings[call.module]
-        forward = self.recorded.forward_pass(call)
-        call = self._with_layout(call, forward)
+        call = self._with_layout(call)
         before = self.pending.get(key)
         if restarted:
             self.pending.pop(key, None)
@@ -102,18 +101,24 @@ class PerExampleSquares(Source):
         elif before and before[-1].pass_id != call.pass_id:
             self._square(self.pending.pop(key))
         self.pending.setdefault(key, []).append(call.kept())
+        self.losses[call.pass_id] = self._count(call)
+
+    def _count(self, call: LayerCall) -> Any:
+        """The number of losses of the pass of a call."""
         per_example = self.optimizer.param_groups[0]["losses_per_example"]
-        count = self.recorded.losses(call, forward, per_example) or layers.examples_in(call.module, call.input)
+        count = self.recorded.losses(call, self.recorded.forward_pass(call), per_example)
+        count = layers.examples_in(call.module, call.input) if count is None else count
         share = self.shares.get(call.forward_id)
-        self.losses[call.pass_id] = count if share is None else count * share
+        return count if share is None else count * share
 
     def _square(self, calls: Sequence[LayerCall]) -> None:
         """Adds the squares of one pass."""
         self.mixed |= layers.mixed_parameters(calls)
+        count = self._count(calls[0])
         for p, columns in layers.gradients_of_calls(calls).items():
             squares = columns.squares()
             self.sums[p] = self.sums[p].add_(squares) if p in self.sums else squares
-            self.counts[p] = self.counts.get(p, 0) + self.losses[calls[0].pass_id]
+            self.counts[p] = self.counts.get(p, 0) + count
 
     def observe(self, outputs: Any, loss: Any, labels: Any, weights: Any) -> None:
         recorder, group = self.recorded.recorder, self.optimizer.param_groups[0]
