@@ -49,8 +49,8 @@ class OGN(VariationalOptimizer):
             predicts, `"sampled"` or `"exact"` (OGGN). The latter two need `observe(outputs)` before `loss.backward()`.
         likelihood: the likelihood of the outputs, for `observe`: "categorical", "bernoulli" or "gaussian".
         losses_per_example: the number of losses of an example (the length of a sequence with a loss for each token).
-            None follows from the outputs, as in `FOOF`. B is the number of losses, and i an example: one index of the first
-            dimension of the outputs. For ignored labels, call `observe(outputs, labels=labels)`.
+            None follows from the outputs, as in `FOOF`. B is the number of losses, and i an example: one index of the
+            first dimension of the outputs. For ignored labels, call `observe(outputs, labels=labels)`.
         natural_momentum: gamma, momentum of the natural parameters of the Gaussian (Khan and Rue 2023, appendix F,
             Eq. 79-81), in place of or in addition to beta_1. Checked by tests/equations/test_ivon.py,
             test_natural_momentum_is_momentum_of_natural_parameters.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bayesgrad import layers, likelihoods
 from bayesgrad.kernels import compute_dtype
-from bayesgrad.layers.call import LayerCall
+from bayesgrad.layers.call import COMPILED, LayerCall
 from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.fisher import check_outputs
 from bayesgrad.layers.observed import loss_weights
@@ -67,7 +67,8 @@ class PerExampleSquares(Source):
         self.losses: dict[tuple[int, int], Any] = {}  # of each pass
         self.mixed: set[int] = set()  # ids of parameters of layers that mix examples
         if observed:
-            self.shares: dict[int, Tensor] = {}  # of the losses of a forward pass, those that count
+            # The part of the losses of a forward pass that counts; those of compiled models share an entry.
+            self.shares: dict[int, Tensor] = {}
 
     def returned(self, outputs: list[Tensor], arguments: Any) -> None:
         """Finds out which rows of layers belong to which example."""
@@ -108,7 +109,7 @@ class PerExampleSquares(Source):
         per_example = self.optimizer.param_groups[0]["losses_per_example"]
         count = self.recorded.losses(call, self.recorded.forward_pass(call), per_example)
         count = layers.examples_in(call.module, call.input) if count is None else count
-        share = self.shares.get(call.forward_id)
+        share = self.shares.get(min(call.forward_id, COMPILED))
         return count if share is None else count * share
 
     def _square(self, calls: Sequence[LayerCall]) -> None:
@@ -123,11 +124,10 @@ class PerExampleSquares(Source):
     def observe(self, outputs: Any, loss: Any, labels: Any, weights: Any) -> None:
         recorder, group = self.recorded.recorder, self.optimizer.param_groups[0]
         if self.fisher == "empirical":
-            if labels is None and weights is None:
-                return
-            each = loss_weights(likelihoods.named(group["likelihood"]), outputs, labels, weights)
-            if each is not None:
-                self.shares[recorder.current] = each.mean().detach()
+            if isinstance(outputs, Tensor) and (labels is not None or weights is not None):
+                each = loss_weights(likelihoods.named(group["likelihood"]), outputs, labels, weights)
+                if each is not None:
+                    self.shares[recorder.current] = self.shares[COMPILED] = each.mean()
             return
         check_outputs(outputs)
         forward, share = self.observed_pass(outputs, labels, weights)
