@@ -519,6 +519,20 @@ def test_layouts_that_are_found(turn: Any, layout: RowLayout, dtype: torch.dtype
     recorder.close()
 
 
+@pytest.mark.parametrize("layout", ["batch", "sequence", "flat", "windows", "reversed"])
+def test_layouts_are_found_under_autocast(layout: str) -> None:
+    """Powers of two change no rounding: layouts are told apart in half precision, and a reversed order is none."""
+    x, y = data()
+    model = Tokens(layout).float()
+    optimizer = OGN(model, num_data=50)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = F.cross_entropy(model(x).flatten(0, 1).float(), y.flatten())
+    loss.backward()
+    (source,) = optimizer.sources
+    wanted = MIXED if layout == "reversed" else RowLayout(T if layout == "sequence" else 1, B)
+    assert {call.layout for calls in source.pending.values() for call in calls} == {wanted}
+
+
 def test_numbers_of_losses() -> None:
     size = torch.Size
     tokens = ForwardPass(size((4, 6, 3)))

@@ -2,6 +2,7 @@
 
 from bayesgrad.layers.modules import (
     CONVOLUTIONS,
+    NORMS,
     errors_of,
     examples_in,
     gradients_of_calls,
@@ -23,6 +24,7 @@ from bayesgrad.layers.modules import (
 
 __all__ = [
     "CONVOLUTIONS",
+    "NORMS",
     "errors_of",
     "examples_in",
     "gradients_of_calls",

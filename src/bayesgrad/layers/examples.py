@@ -1,6 +1,7 @@
 """Finds out which rows of a layer belong to which example, by backpropagation of random weights.
 
-If the outputs of example j are multiplied by a weight w_j, the errors of its rows must be multiplied by w_j. All
+If the outputs of example j are multiplied by a weight w_j, the errors of its rows must be multiplied by w_j. Weights
+are powers of two, which change no rounding, so this holds exactly in any precision, but for sums in random order. All
 layouts (outer, N, inner) of a layer's rows are compared; see `layers.layout`. A layer that none of them fits mixes
 examples, or has them in another order, which may depend on the data: it has no per-example gradients.
 """
@@ -75,7 +76,7 @@ class RowLayouts:
         self._attempts[key, what] += 1
         generator = torch.Generator().manual_seed(0)
         directions = [torch.randn(t.shape, dtype=torch.float64, generator=generator).to(t) for t in outputs]
-        weights = 0.5 + torch.rand(len(outputs[0]) // group, dtype=torch.float64, generator=generator)
+        weights = 2.0 ** (torch.randperm(len(outputs[0]) // group, generator=generator) % 4)
         try:
             plain = _calls(outputs, directions, backpropagate)
         except RuntimeError as error:
@@ -85,12 +86,12 @@ class RowLayouts:
             return
         rows = weights.repeat_interleave(group)
         weighted = _calls(outputs, [d * rows.to(d).view(-1, *[1] * (d.dim() - 1)) for d in directions], backpropagate)
-        scale = max(float(d.abs().max()) for d in directions)
+        eps = max(torch.finfo(dtype).eps for dtype in {*[t.dtype for t in outputs], *[c.error.dtype for c in plain]})
         found: dict[Any, RowLayout] = {}
         settled = True
         for one, other in zip(plain, weighted, strict=True):
             place = key, one.name, one.error.shape
-            layout, clear = _best(one, other, weights, scale, self.tolerant)
+            layout, clear = _best(one, other, weights, eps, self.tolerant)
             found[place] = layout if found.get(place, layout) == layout else MIXED
             settled = settled and clear
         self._found |= found
@@ -104,12 +105,12 @@ def _calls(outputs: Sequence[Tensor], directions: Sequence[Tensor], backpropagat
     return backpropagate(total, torch.ones_like(total))
 
 
-def _best(one: LayerCall, other: LayerCall, weights: Tensor, scale: float, tolerant: bool) -> tuple[RowLayout, bool]:
+def _best(one: LayerCall, other: LayerCall, weights: Tensor, eps: float, tolerant: bool) -> tuple[RowLayout, bool]:
     """The layout that fits best, and whether no other fits as well.
 
     Args:
         one, other: the same call, with errors of outputs without and with weights of examples.
-        scale: the largest entry of the direction.
+        eps: the precision of the backward pass.
     """
     examples, rows = len(weights), layers.leading_rows(one.module, one.error)
     if rows % examples:
@@ -129,5 +130,5 @@ def _best(one: LayerCall, other: LayerCall, weights: Tensor, scale: float, toler
     least = min(values)
     layout = RowLayout(outer[values.index(least)], examples)
     clear = sum(value <= CLEARLY * least for value in values) == 1
-    fits = least <= torch.finfo(plain.dtype).eps * (5e3 * largest + 100 * scale)
+    fits = least <= min(1e3 * eps, 0.05) * largest
     return (layout, clear) if fits or tolerant else (MIXED, True)

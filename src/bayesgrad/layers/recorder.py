@@ -190,8 +190,8 @@ class LayerRecorder:
             return
         given = [value.shape for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         self.passes[self.current] = ForwardPass(outputs[0].shape, *given[:1], class_dim=_class_dim(outputs[0]))  # pyright: ignore
-        for old in list(self.passes)[:-MAX_PASSES]:
-            del self.passes[old]
+        if len(self.passes) > MAX_PASSES:
+            del self.passes[next(iter(self.passes))]
         self.latest = weakref.ref(outputs[0])
         if self.returned is not None:
             self.returned(outputs, tuple(given))

@@ -50,6 +50,7 @@ class PerExampleSquares(Source):
             receive=weak(self.receive) if self.fisher == "empirical" else None,
             returned=weak(self.returned) if self.fisher == "empirical" else None,
         )
+        self.norms = [module for module in self.recorded.model.modules() if isinstance(module, layers.NORMS)]
         self.layouts = RowLayouts()
         self.shapes: dict[int, tuple[torch.Size, ...]] = {}  # of the outputs of forward passes
         modules = self.recorded.recorder.layers.values()
@@ -75,11 +76,11 @@ class PerExampleSquares(Source):
         recorder = self.recorded.recorder
         forward = recorder.passes[recorder.current]
         group = forward.group(self.optimizer.param_groups[0]["losses_per_example"])
-        self.layouts.tolerant = any(map(layers.mixes_examples, self.recorded.model.modules()))
+        self.layouts.tolerant = any(map(layers.mixes_examples, self.norms))
         self.layouts.search(outputs, recorder.backpropagate, group, (arguments, self.layouts.tolerant))
         self.shapes[recorder.current] = tuple(t.shape for t in outputs)
-        for old in [key for key in self.shapes if key not in recorder.passes]:
-            del self.shapes[old]
+        if len(self.shapes) > len(recorder.passes):
+            del self.shapes[next(iter(self.shapes))]
 
     def _with_layout(self, call: LayerCall) -> LayerCall:
         forward = self.recorded.forward_pass(call)
@@ -132,7 +133,7 @@ class PerExampleSquares(Source):
         check_outputs(outputs)
         forward, share = self.observed_pass(outputs, labels, weights)
         size = forward.group(group["losses_per_example"])
-        self.layouts.tolerant = any(map(layers.mixes_examples, self.recorded.model.modules()))
+        self.layouts.tolerant = any(map(layers.mixes_examples, self.norms))
         found: dict[Tensor, Tensor] = {}
         for direction in self.output_directions(outputs, labels, weights, self.fisher == "exact"):
             calls = recorder.backpropagate(outputs, direction)
