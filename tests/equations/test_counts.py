@@ -687,3 +687,44 @@ def test_weights_must_fit() -> None:
         optimizer.observe(model(x), weights=torch.ones(B))
     with pytest.raises(ValueError, match="at least one loss that counts"):
         optimizer.observe(model(x), labels=torch.full((B, T), -100))
+
+
+@pytest.mark.parametrize("fisher", ["sampled", "exact"])
+def test_a_weight_of_two_counts_a_loss_twice(fisher: str) -> None:
+    """As with class weights, by which the mean loss is divided too."""
+    model, x, y = first_of_many()
+    weights = torch.tensor([2.0, 1.0, 3.0, 1.0])
+    found = []
+    for repeated in (False, True):
+        rows = torch.arange(4).repeat_interleave(weights.long()) if repeated else torch.arange(4)
+        optimizer = OGN(model, num_data=50, fisher=fisher)
+        out = model(x[rows])
+        given = {"labels": y[rows]} if fisher == "sampled" else {}
+        optimizer.observe(out, weights=None if repeated else weights, **given)
+        F.cross_entropy(out, y[rows]).backward()
+        found.append(squares(optimizer, model))
+    for n in found[0]:
+        close(found[0][n], found[1][n])
+
+
+def test_two_optimizers_of_one_model_count_the_same_passes() -> None:
+    """The second one was built after a forward pass, so that it has counted fewer of them."""
+    x, y = data()
+    model = Tokens("sequence")
+    first = OGN(model, params=model.first.parameters(), num_data=50)
+    F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+    first.step()
+    second = FOOF(model, lr=0.0, params=model.second.parameters())
+    caught: list[Tensor] = []
+    model.second.register_forward_pre_hook(lambda m, args: caught.append(args[0].detach()))
+    model.zero_grad()
+    first.zero_grad()
+    F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+    second.step()
+    a = torch.cat([caught[0].flatten(0, 1), torch.ones(B * T, 1, dtype=D)], 1)
+    close(symmetric(second.state[model.second.weight]["input_moment"])[0], a.T @ a / (B * T))
+    (source,) = first.sources
+    found = source._squares(list(model.first.parameters()))
+    wanted = per_sequence(model, x, y)
+    for n in ("first.weight", "first.bias"):
+        close(found[model.get_parameter(n)], wanted[n].square().sum(0) / (B * T))
