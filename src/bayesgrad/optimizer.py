@@ -207,7 +207,7 @@ class BeliefOptimizer(CheckedOptimizer):
             if needed and given is None:
                 how = "observe(outputs)" if name == "outputs" else "observe(loss=loss)"
                 raise ValueError(f"{type(self).__name__} needs the {name} of a forward pass: call {how}.")
-        if isinstance(outputs, Tensor) and needs.outputs:
+        if isinstance(outputs, Tensor) and (needs.outputs or class_dim is not None):
             outputs = classes_last(outputs, class_dim, loss)
         for part in self._parts:
             part.observe(outputs, loss, labels, weights)

@@ -583,7 +583,8 @@ def test_a_part_of_the_outputs_is_observed() -> None:
 
 @pytest.mark.parametrize("how", ["labels", "weights"])
 @pytest.mark.parametrize("fisher", ["empirical", "sampled"])
-def test_ignored_labels_are_not_counted(how: str, fisher: str) -> None:
+@pytest.mark.parametrize("second", [False, True])
+def test_ignored_labels_are_not_counted(how: str, fisher: str, second: bool) -> None:
     """A third of the labels is ignored: squares are divided by the number of the others."""
     x, y = data()
     ignored = y.masked_fill(torch.arange(B * T).view(B, T) % 3 == 0, -100)
@@ -591,7 +592,11 @@ def test_ignored_labels_are_not_counted(how: str, fisher: str) -> None:
     model = Tokens("sequence")
     optimizer = OGN(model, num_data=50, fisher=fisher)
     out = model(x)
-    optimizer.observe(out, **({"labels": ignored} if how == "labels" else {"labels": y, "weights": kept}))
+    given: dict[str, Any] = {"labels": ignored} if how == "labels" else {"labels": y, "weights": kept}
+    if second:
+        optimizer.observe(out.movedim(-1, 1), class_dim=1, **given)
+    else:
+        optimizer.observe(out, **given)
     F.cross_entropy(out.flatten(0, 1), ignored.flatten()).backward()
     expected, found = per_sequence(model, x, y, kept), squares(optimizer, model)
     for n in expected:

@@ -173,7 +173,7 @@ class PerExampleSquares(Source):
             factor = marks.factor([p]) if common is None else common
             square = 1.0 if factor is None else factor.to(self.sums[p]).square()
             found[p] = self.sums[p].mul_(self.counts[p] * square)
-        return self._with_fallback(found, params, sum(self.losses.values()) or 1)
+        return self._with_fallback(found, params, sum(self.losses.values()) if self.losses else 1)
 
     def _with_fallback(self, found: dict[Tensor, Tensor], params: list[Tensor], count: Any) -> dict[Tensor, Tensor]:
         """The squares of mean gradients, times the number of losses, for parameters without others."""
