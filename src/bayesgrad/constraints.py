@@ -41,7 +41,7 @@ LAYER_OPTIONS: Mapping[str, Constraint] = {
     "update_every": POSITIVE_INTEGER,
     "stats_every": POSITIVE_INTEGER,
     "max_factor": COUNT,
-    "losses_per_example": COUNT,
+    "losses_per_example": OPTIONAL_COUNT,
     "precondition": one_of("step", "backward"),
     "damping_mode": one_of("absolute", "relative"),
     "max_norm": POSITIVE,

@@ -13,6 +13,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from bayesgrad import layers, likelihoods
 from bayesgrad.kernels import compute_dtype
+from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.fisher import FISHERS, batch_gradients, check_batch_mixing, check_outputs
 from bayesgrad.layers.network import parameters_of, requires_grad_only, unwrap
 from bayesgrad.noise import seed32
@@ -114,12 +115,13 @@ def laplace(
     blocks: list[Accumulator] = []
     device = next(iter(chosen.values())).device
     at_once = 1 if kept.one_direction else DIRECTIONS
+    layouts = RowLayouts()
     examples = used = 0
     loss, numbers = 0.0, 0
 
     def accumulate(inputs: tuple[Tensor, ...], labels: Tensor) -> Tensor:
         given, outputs = labels if fisher == "empirical" else None, labels
-        with closing(batch_gradients(network, inputs, kind, fisher, given, generator, at_once)) as parts:
+        with closing(batch_gradients(network, inputs, kind, fisher, given, generator, at_once, layouts)) as parts:
             for seen in parts:
                 outputs = seen.outputs
                 _check_finite(outputs)

@@ -23,6 +23,8 @@ from torch.nn.functional import softplus
 
 from bayesgrad.noise import generator_of
 
+IGNORED = -100  # a label without a loss, as in torch's cross entropy
+
 
 class Moments(NamedTuple):
     """Mean and variance of the network's outputs f under the posterior of the weights, without the noise of the data.
@@ -64,6 +66,7 @@ class Likelihood(ABC):
     """The distribution of labels given the outputs f of a network."""
 
     closed_form: ClassVar[bool] = False  # whether predictions for Gaussian outputs are exact
+    has_classes: ClassVar[bool] = False  # whether a loss is about the last dimension, and not about a whole example
 
     @abstractmethod
     def link(self, outputs: Tensor) -> Tensor:
@@ -129,9 +132,15 @@ class Likelihood(ABC):
         """The number of terms in a mean loss over these outputs: examples, or positions that each have a label."""
         return len(outputs)
 
+    def mask(self, labels: Tensor | None) -> Tensor | None:
+        """Which labels have a loss; None for all of them."""
+        return None
+
 
 class Categorical(Likelihood):
     """Softmax over the last dimension. Gaussian logits use MacKay's probit approximation."""
+
+    has_classes = True
 
     def link(self, outputs: Tensor) -> Tensor:
         return outputs.softmax(-1)
@@ -173,6 +182,8 @@ class Categorical(Likelihood):
         classes = outputs.shape[-1]
         _check_tensor(labels)
         _check_classes(outputs)
+        if labels.shape != outputs.shape[:-1] and labels.shape == outputs.shape[:1] + outputs.shape[2:]:
+            raise ValueError(classes_second(outputs, f"labels of shape {tuple(labels.shape)} fit"))
         if labels.shape != outputs.shape[:-1] or labels.is_floating_point() or labels.is_complex():
             raise ValueError(
                 f"labels must be whole numbers of shape {tuple(outputs.shape[:-1])} for outputs of shape "
@@ -183,6 +194,9 @@ class Categorical(Likelihood):
                 f"labels must be in 0..{classes - 1}, got {int(labels.min())} to {int(labels.max())}: "
                 "leave out examples without a label."
             )
+
+    def mask(self, labels: Tensor | None) -> Tensor | None:
+        return None if labels is None else labels != IGNORED
 
     def hessian_roots(self, outputs: Tensor) -> Iterator[Tensor]:
         _check_classes(outputs)
@@ -208,6 +222,8 @@ class Categorical(Likelihood):
 class Bernoulli(Categorical):
     """A logistic probability for each output."""
 
+    has_classes = False
+
     def link(self, outputs: Tensor) -> Tensor:
         return outputs.sigmoid()
 
@@ -224,7 +240,7 @@ class Bernoulli(Categorical):
             raise ValueError(f"labels must be in [0, 1], got {labels.min():g} to {labels.max():g}.")
         return (softplus(outputs) - labels * outputs).reshape(len(outputs), -1).sum(1)
 
-    residual = Likelihood.residual
+    residual, mask = Likelihood.residual, Likelihood.mask
 
     def hessian_roots(self, outputs: Tensor) -> Iterator[Tensor]:
         p = outputs.detach().sigmoid()
@@ -369,6 +385,14 @@ def _check_classes(outputs: Tensor) -> None:
             "a categorical likelihood needs logits of at least two classes in the outputs' last dimension, got "
             f"outputs of shape {tuple(outputs.shape)}: for one logit use 'bernoulli'."
         )
+
+
+def classes_second(outputs: Tensor, why: str) -> str:
+    """The error of outputs whose classes are in dimension 1."""
+    return (
+        f"{why} classes in dimension 1 of outputs of shape {tuple(outputs.shape)}, and classes are expected in the "
+        "last one: pass class_dim=1 to observe() or SubsampledFisher, or let the model return outputs.movedim(1, -1)."
+    )
 
 
 def _check_tensor(labels: object) -> None:

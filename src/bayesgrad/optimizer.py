@@ -42,10 +42,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesgrad import kernels, likelihoods
+from bayesgrad import kernels
 from bayesgrad.belief import Joint
 from bayesgrad.checkpoint import CheckedOptimizer
 from bayesgrad.directions import Directions
+from bayesgrad.layers.observed import classes_last
 from bayesgrad.packing import Block, Job, Layout, gradient_of
 from bayesgrad.parts import Groups, Needs, Noise, Part, Preconditioner, Source
 from bayesgrad.posterior import Posterior
@@ -184,7 +185,9 @@ class BeliefOptimizer(CheckedOptimizer):
         with source.draw(noise):
             yield
 
-    def observe(self, outputs: Any = None, *, loss: Any = None, labels: Any = None) -> None:
+    def observe(
+        self, outputs: Any = None, *, loss: Any = None, labels: Any = None, weights: Any = None, class_dim: Any = None
+    ) -> None:
         """Collects what the optimizer needs from a forward pass beside gradients; see `needs`.
 
         Call it before `loss.backward()`. It changes neither the graph nor `.grad`, and does nothing where nothing is
@@ -195,15 +198,19 @@ class BeliefOptimizer(CheckedOptimizer):
             outputs: of the model, with their graph; of the batch of the loss, or of another.
             loss: the mean loss, a tensor with one element, for second derivatives. With micro-batches, divide it by
                 their number, because Hessians add up like gradients. With a `GradScaler`, pass it before `scale`.
-            labels: replace the labels that are sampled from the model's predictions.
+            labels: replace the labels that are sampled from the model's predictions; -100 for no loss.
+            weights: how often each loss counts, in the shape of labels: `labels != -100` if some have no loss.
+            class_dim: the dimension of classes: 1 for outputs (N, C, ...) as in cross entropy; None for the last one.
         """
         needs = self.needs
         for name, needed, given in (("outputs", needs.outputs, outputs), ("loss", needs.loss, loss)):
             if needed and given is None:
                 how = "observe(outputs)" if name == "outputs" else "observe(loss=loss)"
                 raise ValueError(f"{type(self).__name__} needs the {name} of a forward pass: call {how}.")
+        if isinstance(outputs, Tensor) and (needs.outputs or class_dim is not None):
+            outputs = classes_last(outputs, class_dim, loss)
         for part in self._parts:
-            part.observe(outputs, loss, labels)
+            part.observe(outputs, loss, labels, weights)
         if self._parts:
             self._marked = self._mark()
 
@@ -351,12 +358,6 @@ class BeliefOptimizer(CheckedOptimizer):
         """Identity and version of all gradients: two equal results mean that no gradient changed in between."""
         every = (p for group in self.param_groups for p in group["params"])
         return [(id(p.grad), p.grad._version) for p in every if p.grad is not None]
-
-    def draw_labels(self, outputs: Tensor) -> Tensor:
-        """Labels sampled from the model's predictions, by the options `likelihood` and `seed`."""
-        group = self.param_groups[0]
-        self.draws += 1
-        return likelihoods.draw(likelihoods.named(group["likelihood"]), outputs, group["seed"], self.draws - 1)
 
     # --- bad gradients ---
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from bayesgrad import likelihoods
 from bayesgrad.directions import Directions
 from bayesgrad.layers.call import LayerCall, Pair
+from bayesgrad.layers.layout import ForwardPass
+from bayesgrad.layers.observed import loss_weights, residual
 from bayesgrad.rules.transition import Static
 from bayesgrad.rules.update import NaturalStep, UpdateRule
 
@@ -64,8 +67,6 @@ class Host(Protocol):
     @draws.setter
     def draws(self, number: int) -> None: ...
 
-    def draw_labels(self, outputs: Tensor) -> Tensor: ...
-
     def initialise(self, group: Mapping[str, Any], params: list[Tensor]) -> None: ...
 
     def name_of(self, p: Tensor) -> str: ...
@@ -97,15 +98,49 @@ class Part:
         """
         self.optimizer = weakref.proxy(optimizer)
 
-    def observe(self, outputs: Any, loss: Any, labels: Any) -> None:
-        """Collects from a forward pass, before `loss.backward()`."""
+    def observe(self, outputs: Any, loss: Any, labels: Any, weights: Any) -> None:
+        """Collects from a forward pass, before `loss.backward()`; arguments are those of `BeliefOptimizer.observe`."""
 
-    def residual(self, outputs: Tensor, labels: Tensor | None) -> Tensor:
-        """The derivative of each example's loss by the outputs, at these labels, or at sampled ones."""
+    def output_directions(
+        self, outputs: Tensor, labels: Tensor | None, weights: Tensor | None, exact: bool = False
+    ) -> Iterator[Tensor]:
+        """Vectors s of the outputs, whose ss' are summed: one for all losses, or, for the exact Fisher, several.
+
+        Args:
+            labels: at which the loss is differentiated; None for sampled ones.
+            weights: how often each loss counts.
+            exact: whether to sum over all labels if none are given.
+        """
         likelihood = likelihoods.named(self.optimizer.param_groups[0]["likelihood"])
         if labels is not None:
-            return likelihood.residual(outputs, labels)
-        return likelihood.residual(outputs, self.optimizer.draw_labels(outputs), check=False)
+            found = iter([residual(likelihood, outputs, labels)])
+        elif exact:
+            found = likelihood.hessian_roots(outputs)
+        else:
+            seed, draw = self.optimizer.param_groups[0]["seed"], self.optimizer.draws
+            self.optimizer.draws += 1
+            drawn = likelihoods.draw(likelihood, outputs, seed, draw)
+            found = iter([likelihood.residual(outputs, drawn, check=False)])
+        if weights is None:  # ignored labels have no residual
+            return found
+        each = loss_weights(likelihood, outputs, labels, weights)
+        return (direction * each.sqrt() for direction in found)  # pyright: ignore[reportOptionalMemberAccess]
+
+    def observed_pass(
+        self, outputs: Tensor, labels: Tensor | None, weights: Tensor | None
+    ) -> tuple[ForwardPass, float]:
+        """The shapes of the forward pass of these outputs, and the part of its losses that is observed."""
+        likelihood = likelihoods.named(self.optimizer.param_groups[0]["likelihood"])
+        known, shape, share = self.recorded.recorder.pass_of(outputs), outputs.shape, 1.0
+        if known is not None and known.outputs[1:] == shape[1:] and known.outputs[0] > shape[0]:
+            shape, share = known.outputs, shape[0] / known.outputs[0]
+        each = loss_weights(likelihood, outputs, labels, weights)
+        share = share if each is None else share * float(each.mean())
+        if not share > 0:
+            raise ValueError("observe() needs at least one loss that counts: all labels are ignored, or have weight 0.")
+        arguments = torch.Size() if known is None else known.arguments
+        class_dim = -1 if likelihood.has_classes else None
+        return ForwardPass(shape, arguments, class_dim, single=likelihood.has_classes), share
 
     def note_loss(self, loss: Any) -> None:
         """Called with the loss that a closure returns."""

@@ -122,7 +122,7 @@ def test_reduced_moments_average_inputs_and_sum_errors_over_positions() -> None:
     torch.manual_seed(2)
     layer = layer_of(module := nn.Linear(3, 2))
     (call,) = calls(module, torch.randn(5, 4, 3), 1)
-    moments = LayerStatistics.of(layer, [call], sharing="reduce").moments(losses_per_example=4)
+    moments = LayerStatistics.of(layer, [call], losses=20, sharing="reduce").moments()
     a = torch.cat([call.input.mean(1), torch.ones(5, 1)], 1)
     e = call.error.sum(1)
     torch.testing.assert_close(moments["input"].mean()[0], a.T @ a / 20)

@@ -113,7 +113,7 @@ def test_convolutions_sum_over_places(name: str) -> None:
     conv = CONVOLUTIONS[name]().to(D)
     x = torch.randn(5, conv.in_channels, 7, 6, dtype=D)
     before = copied(conv)
-    optimizer = FOOF(conv, lr=0.5, damping=0.7, **PLAIN)
+    optimizer = FOOF(conv, lr=0.5, damping=0.7, losses_per_example=1, **PLAIN)
     conv(x).square().mean().backward()
     optimizer.step()
     padded = F.pad(x, conv._reversed_padding_repeated_twice, mode="reflect" if name == "reflected" else "constant")
@@ -132,7 +132,7 @@ def test_convolutions_sum_over_places(name: str) -> None:
 def test_an_embedding_is_divided_by_how_often_rows_were_looked_up() -> None:
     table = nn.Embedding(5, 3).to(D)
     before = table.weight.detach().clone()
-    optimizer = FOOF(table, lr=1.0, damping=0.5, **PLAIN)
+    optimizer = FOOF(table, lr=1.0, damping=0.5, losses_per_example=1, **PLAIN)
     x = torch.tensor([[0, 1, 1], [1, 4, 4]])
     (table(x) * torch.arange(18, dtype=D).view(2, 3, 3)).sum().backward()
     optimizer.step()

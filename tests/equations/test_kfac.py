@@ -127,7 +127,7 @@ def test_tends_to_foof_as_the_damping_of_errors_grows(relative: float, bound: fl
 def test_positions_are_expanded_or_reduced(sharing: str) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(4, 3).to(D)
-    optimizer = KFAC(layer, lr=1.0, damping=0.05, sharing=sharing, **PLAIN)
+    optimizer = KFAC(layer, lr=1.0, damping=0.05, sharing=sharing, losses_per_example=1, **PLAIN)
     x, y = torch.randn(6, 5, 4, dtype=D), torch.randint(0, 3, (6, 5))
     outputs = layer(x)
     optimizer.observe(outputs, labels=y)

@@ -382,17 +382,17 @@ def test_what_has_no_factors_gets_a_diagonal() -> None:
 
 
 def test_a_layer_that_mixes_examples_in_a_later_batch() -> None:
-    """One example alone cannot show that a layer's first dimension counts something else."""
+    """One example alone cannot show that a layer has its examples in another order."""
 
-    class Turned(nn.Module):
+    class Reversed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.inner = nn.Linear(IN, OUT, dtype=torch.float64)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x[None])[0]
+            return self.inner(x.flip(0)).flip(0)
 
-    model, (x, y) = Turned(), data()
+    model, (x, y) = Reversed(), data()
     with pytest.raises(ValueError, match=r"inner.weight mixes the examples of a later batch.* structure='diag'"):
         fitted(model, "kron", loader=[(x[:1], y[:1]), (x[1:], y[1:])])
     found = fitted(model, "full", loader=[(x[:1], y[:1]), (x[1:], y[1:])])

@@ -3,6 +3,7 @@
 from bayesgrad.layers.composite import known_layers
 from bayesgrad.layers.modules import (
     CONVOLUTIONS,
+    NORMS,
     error_rows,
     errors_of,
     examples_in,
@@ -15,7 +16,9 @@ from bayesgrad.layers.modules import (
     is_norm,
     is_transposed,
     joins_bias,
+    leading_rows,
     lookups_of,
+    mixed_parameters,
     mixes_examples,
     normalises,
     own_parameters,
@@ -26,6 +29,7 @@ from bayesgrad.layers.modules import (
 
 __all__ = [
     "CONVOLUTIONS",
+    "NORMS",
     "error_rows",
     "errors_of",
     "examples_in",
@@ -39,7 +43,9 @@ __all__ = [
     "is_transposed",
     "joins_bias",
     "known_layers",
+    "leading_rows",
     "lookups_of",
+    "mixed_parameters",
     "mixes_examples",
     "normalises",
     "own_parameters",

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from bayesgrad.layers.layout import RowLayout
 from bayesgrad.layers.operations import Operation, input_gradient, operation, parameter_gradients, prepare, run
 
 if TYPE_CHECKING:
     from bayesgrad.layers.recorder import LayerRecorder
 
 SITE = "_bayesgrad_site"  # the attribute of a recorded module
+COMPILED = 1 << 40  # added to the ids of the forward passes of compiled models
 Pair = tuple[Tensor | None, Tensor | None]
 
 
@@ -36,6 +38,7 @@ class LayerCall:
         forward_id: identifies the forward pass. Calls with the same one have the same examples.
         name: of the layer.
         volatile: whether the input is a tensor of the caller, who may overwrite it in place.
+        layout: which rows belong to which example, if it was found out; else the first dimension is that of examples.
     """
 
     module: nn.Module
@@ -45,6 +48,7 @@ class LayerCall:
     forward_id: int = 0
     name: str = ""
     volatile: bool = False
+    layout: RowLayout | None = None
 
     @property
     def pass_id(self) -> tuple[int, int]:
@@ -79,7 +83,7 @@ class Site:
         return [node for node in nodes if any(getattr(node, "variable", None) is p for p in own if p is not None)]
 
     def forward_id(self) -> int:
-        return next((recorder.forward_count for ref, _ in self.recorders if (recorder := ref()) is not None), 0)
+        return next((recorder.forward_id for ref, _ in self.recorders if (recorder := ref()) is not None), 0)
 
     def gradients(
         self,
@@ -146,7 +150,9 @@ def _compiled_gradients(
     module = site.module()
     assert module is not None
     x, error = x.clone(), error.clone()
-    weight_gradient, bias_gradient = site.gradients(operation(module), error, x, weight, needs, int(forward_id))
+    weight_gradient, bias_gradient = site.gradients(
+        operation(module), error, x, weight, needs, COMPILED + int(forward_id)
+    )
     if weight_gradient is None:
         weight_gradient = torch.zeros_like(weight) if needs_weight else weight.new_empty(0)
     if bias_gradient is None:

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from bayesgrad import layers, likelihoods
 from bayesgrad.kernels import compute_dtype
-from bayesgrad.layers.call import LayerCall
+from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.functional import gradients_by_vmap
 from bayesgrad.layers.network import parameters_of, unwrap
+from bayesgrad.layers.observed import classes_last
 from bayesgrad.layers.per_example import PerExampleGradients, StoredGradients, concatenated
 from bayesgrad.layers.recorder import LayerRecorder, Trace
 from bayesgrad.noise import seed32
@@ -90,6 +91,7 @@ class SubsampledFisher:
         fisher: "sampled" (one label for each example, drawn with `seed`), "exact" or "empirical" (needs `labels`).
         labels: the targets for "empirical", or labels to use instead of sampled ones.
         seed: of sampled labels; None is 0.
+        class_dim: the dimension of classes in the outputs: 1 for (N, C, ...); None for the last one.
 
     Attributes:
         labels: the labels that were used, None for the exact Fisher.
@@ -117,6 +119,7 @@ class SubsampledFisher:
         fisher: str = "sampled",
         labels: Tensor | None = None,
         seed: int | None = None,
+        class_dim: int | None = None,
     ) -> None:
         if fisher not in FISHERS:
             raise ValueError(f"fisher must be one of {', '.join(map(repr, FISHERS))}, got {fisher!r}.")
@@ -125,7 +128,7 @@ class SubsampledFisher:
             raise ValueError(f"fisher={fisher!r} {need}.")
         kind = likelihoods.named(likelihood)
         generator = torch.Generator().manual_seed(seed32(seed or 0))
-        (seen,) = batch_gradients(model, inputs, kind, fisher, labels, generator)
+        (seen,) = batch_gradients(model, inputs, kind, fisher, labels, generator, class_dim=class_dim)
         self._parameters = {name: p for name, p in parameters_of(unwrap(model)).items() if p.requires_grad}
         self.names = list(self._parameters)
         self.labels = seen.labels
@@ -239,8 +242,14 @@ def batch_gradients(
     labels: Tensor | None,
     generator: torch.Generator,
     at_once: int | None = None,
+    layouts: RowLayouts | None = None,
+    class_dim: int | None = None,
 ) -> Generator[BatchGradients, None, None]:
     """Per-example gradients of every trainable parameter, for `at_once` directions at a time; see `SubsampledFisher`.
+
+    Args:
+        layouts: those of earlier batches.
+        class_dim: the dimension of classes in the model's outputs; None for the last one.
 
     Raises:
         ValueError: the model mixes the examples of a batch, or labels do not fit.
@@ -261,20 +270,21 @@ def batch_gradients(
                     f"the first dimension of inputs and outputs must be that of examples, got {len(arguments[0])} "
                     f"inputs and outputs of shape {tuple(outputs.shape)}."
                 )
+            outputs = classes_last(outputs, class_dim, None)
             trace = recorder.trace(outputs)
         if labels is None and fisher == "sampled":
             labels = kind.sample(outputs, generator)
         directions = kind.hessian_roots(outputs) if labels is None else iter([kind.residual(outputs, labels)])
         ids = {id(p): name for name, p in parameters.items()}
-        checked: dict[Any, set[int]] = {}
+        layouts = RowLayouts() if layouts is None else layouts
         first = True
         while some := list(islice(directions, at_once)):
-            columns, left = gather_gradients(trace, some, checked)
+            columns, left = gather_gradients(trace, some, layouts)
             named = {ids[key]: value for key, value in columns.items() if key in ids}
             read = {*trace.read_counts, *left}
             rest = {name: p for name, p in parameters.items() if name not in named and id(p) in read}
             if rest:
-                named |= gradients_by_vmap(model, rest, arguments, some, outputs.detach())
+                named |= gradients_by_vmap(model, rest, arguments, some, outputs.detach(), class_dim)
             for name, p in parameters.items():
                 if name not in named:  # the outputs do not depend on it
                     zeros = torch.zeros(len(outputs) * len(some), *p.shape, dtype=compute_dtype(p.dtype))
@@ -317,53 +327,22 @@ def check_batch_mixing(model: nn.Module) -> None:
 
 
 def gather_gradients(
-    trace: Trace, directions: Sequence[Tensor], checked: dict[Any, set[int]]
+    trace: Trace, directions: Sequence[Tensor], layouts: RowLayouts, group: int = 1
 ) -> tuple[dict[int, PerExampleGradients], set[int]]:
     """Per-example gradients by the id of the parameter, and the ids of parameters for which they cannot be computed.
 
-    They can be computed if only recorded layers use the parameter and these layers keep examples separate. The
-    latter is tested: the loss of one example must give errors at that example alone.
+    They can be computed if only recorded layers use the parameter, and these layers keep examples separate.
 
     Args:
         trace: of the outputs.
         directions: of the outputs; each gives as many gradients as there are examples.
-        checked: the second result by the names of the called layers and the shapes of their inputs; what was found
-            before is not tested again.
+        layouts: which rows of the layers belong to which example, as far as it is known.
+        group: the number of rows of the outputs that are one example.
     """
-    first = trace.backpropagate(directions[0])
-    key = tuple((call.name, call.input.shape) for call in first)
-    if key not in checked:
-        mixed = _mixed(trace, directions[0], first)
-        checked[key] = trace.used_elsewhere()
-        for call in first:
-            if call.name in mixed or layers.examples_in(call.module, call.input) != len(trace.outputs):
-                checked[key] |= {id(p) for p in layers.own_parameters(call.module).values()}
-    left = checked[key] if len(trace.outputs) > 1 else checked.pop(key)  # one example alone tells nothing
-    passes = [layers.gradients_of_calls(first, left)]
-    passes += [layers.gradients_of_calls(trace.backpropagate(direction), left) for direction in directions[1:]]
+    passes = []
+    left = trace.used_elsewhere()
+    for direction in directions:
+        calls = layouts.attach(trace.backpropagate(direction), trace.outputs, trace.recorder.backpropagate, group)
+        left |= layers.mixed_parameters(calls)
+        passes.append(layers.gradients_of_calls(calls, left))
     return {id(p): concatenated([found[p] for found in passes]) for p in passes[0]}, left
-
-
-def _mixed(trace: Trace, direction: Tensor, plain: Sequence[LayerCall]) -> set[str]:
-    """The layers whose leading dimension is not that of examples.
-
-    If the examples of a loss have random weights, each error must be multiplied by the weight of its example.
-    """
-    if len(trace.outputs) < 2:
-        return set()
-    generator = torch.Generator().manual_seed(0)
-    weights = (0.5 + torch.rand(len(direction), dtype=torch.float64, generator=generator)).to(direction)
-    mixed = set()
-    for one, other in zip(plain, trace.backpropagate(direction * _leading(weights, direction))):
-        if len(one.error) != len(direction):
-            mixed.add(one.name)
-            continue
-        error, expected = other.error, one.error * _leading(weights, one.error)
-        size = 1e3 * expected.abs().max() + 10 * direction.abs().max()
-        if bool((error - expected).abs().max() > torch.finfo(error.dtype).eps * size):
-            mixed.add(one.name)
-    return mixed
-
-
-def _leading(weights: Tensor, like: Tensor) -> Tensor:
-    return weights.to(like).view(-1, *[1] * (like.dim() - 1))

@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.network import parameters_of
+from bayesgrad.layers.observed import classes_last
 from bayesgrad.layers.per_example import CHUNK, PerExampleGradients, StoredGradients
 
 
@@ -21,17 +22,20 @@ def gradients_by_vmap(
     inputs: tuple[Tensor, ...],
     directions: Sequence[Tensor],
     outputs: Tensor,
+    class_dim: int | None = None,
 ) -> dict[str, PerExampleGradients]:
     """Per-example gradients of some parameters by torch.func.vmap, in chunks.
 
     Args:
         outputs: of the batch, which single examples must reproduce.
+        class_dim: the dimension of the model's outputs that is the last one of `outputs` and `directions`.
     """
 
     constants = {name: p.detach() for name, p in parameters_of(model).items()}  # without a graph
 
     def inner(values: dict[str, Tensor], direction: Tensor, *example: Tensor) -> tuple[Tensor, Tensor]:
-        output = functional_call(model, {**constants, **values}, tuple(x[None] for x in example))[0]
+        found = functional_call(model, {**constants, **values}, tuple(x[None] for x in example))
+        output = classes_last(found, class_dim, None)[0]
         return (output * direction).sum(), output
 
     values = {name: p.detach() for name, p in params.items()}

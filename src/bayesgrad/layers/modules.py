@@ -24,6 +24,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.call import LayerCall
 from bayesgrad.layers.call import forward as recorded_forward
+from bayesgrad.layers.layout import MIXED, RowLayout
 from bayesgrad.layers.operations import (
     CONVOLUTIONS,
     NORMS,
@@ -111,6 +112,13 @@ def examples_in(module: nn.Module, x: Tensor) -> int:
     return 1 if x.dim() == _dimensions(module) else x.shape[0]
 
 
+def leading_rows(module: nn.Module, error: Tensor) -> int:
+    """The number of rows that each belong to one example: of a convolution its first dimension, else all positions."""
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        return error.numel() // weight_of(module).numel()
+    return rows_in(module, error) if isinstance(module, (nn.Linear, nn.Embedding)) else examples_in(module, error)
+
+
 def rows_in(module: nn.Module, error: Tensor) -> int:
     """The number of pairs of an example and a position."""
     if isinstance(module, CONVOLUTIONS):
@@ -143,21 +151,23 @@ def _dimensions(module: nn.Module) -> int:
     """The number of dimensions of an unbatched input."""
     if isinstance(module, (*CONVOLUTIONS, *TRANSPOSED_CONVOLUTIONS)):
         return 1 + len(module.kernel_size)
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        return len(module.normalized_shape)
     return 0 if isinstance(module, nn.Embedding) else 1
 
 
-def inputs_of(module: nn.Module, x: Tensor) -> Tensor:
+def inputs_of(module: nn.Module, x: Tensor, layout: RowLayout | None = None) -> Tensor:
     """a, (groups, N, positions, in), for Linear and Conv: out = a W' + b at each position."""
     x = x.to(_dtype(module))
     if x.dim() == _dimensions(module):
         x = x[None]
     if isinstance(module, TRANSPOSED_CONVOLUTIONS):
-        return _channels_last(module, x)
+        return _arranged(_channels_last(module, x), layout)
     if not isinstance(module, CONVOLUTIONS):
-        return x.reshape(1, len(x), -1, x.shape[-1])
+        return _arranged(x.reshape(1, -1, 1, x.shape[-1]), layout or RowLayout(1, len(x)))
     if padding_of(module) is not None:  # else it is padded already
         x = F.pad(x, module._reversed_padding_repeated_twice)
-    return _windows(module, x)
+    return _arranged(_windows(module, x), layout)
 
 
 def _windows(module: Any, x: Tensor) -> Tensor:
@@ -171,7 +181,7 @@ def _windows(module: Any, x: Tensor) -> Tensor:
     return x.reshape(*x.shape[:2], x.shape[2 : 2 + rank].numel(), -1)
 
 
-def errors_of(module: nn.Module, error: Tensor) -> Tensor:
+def errors_of(module: nn.Module, error: Tensor, layout: RowLayout | None = None) -> Tensor:
     """e, (groups, N, positions, out): the derivative of the loss by the layer's output.
 
     A transposed convolution adds a W' to its output around each position of its input, so its positions are those, and
@@ -181,10 +191,10 @@ def errors_of(module: nn.Module, error: Tensor) -> Tensor:
     if error.dim() == _dimensions(module):
         error = error[None]
     if isinstance(module, TRANSPOSED_CONVOLUTIONS):
-        return _windows(module, _uncropped(module, error))
+        return _arranged(_windows(module, _uncropped(module, error)), layout)
     if not isinstance(module, CONVOLUTIONS):
-        return error.reshape(1, len(error), -1, error.shape[-1])
-    return _channels_last(module, error)
+        return _arranged(error.reshape(1, -1, 1, error.shape[-1]), layout or RowLayout(1, len(error)))
+    return _arranged(_channels_last(module, error), layout)
 
 
 def _uncropped(module: Any, error: Tensor) -> Tensor:
@@ -212,49 +222,57 @@ def error_rows(module: nn.Module, error: Tensor) -> Tensor:
     return errors_of(module, error).flatten(1, 2)
 
 
-def lookups_of(module: nn.Embedding, x: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
+def _arranged(rows: Tensor, layout: RowLayout | None) -> Tensor:
+    """(groups, rows, positions, features) as (groups, examples, positions, features)."""
+    return rows if layout is None or layout == (1, rows.shape[1]) else layout.arrange(rows, 1)
+
+
+def lookups_of(
+    module: nn.Embedding, x: Tensor, error: Tensor, layout: RowLayout | None = None
+) -> tuple[Tensor, Tensor]:
     """Indices (N, positions) and errors (N, positions, features), zero at the padding index."""
-    indices = x.reshape(len(x) if x.dim() else 1, -1)
-    errors = error.to(_dtype(module)).reshape(*indices.shape, -1)
+    layout = layout or RowLayout(1, len(x) if x.dim() else 1)
+    indices = layout.arrange(x.reshape(-1, 1), 0)
+    errors = layout.arrange(error.to(_dtype(module)).reshape(x.numel(), 1, -1), 0)
     if module.padding_idx is not None:
         errors = errors.masked_fill((indices == module.padding_idx)[..., None], 0.0)
     return indices, errors
 
 
 def per_example_gradients(
-    module: nn.Module, x: Tensor, error: Tensor
+    module: nn.Module, x: Tensor, error: Tensor, layout: RowLayout | None = None
 ) -> Iterator[tuple[nn.Parameter, PerExampleGradients]]:
     """The per-example gradients of each parameter of the layer that requires gradients."""
     trained = {name: p for name, p in own_parameters(module).items() if p.requires_grad}
     if not trained:
         return
     if is_lookup(module):
-        yield trained["weight"], EmbeddingGradients(trained["weight"].shape, *lookups_of(module, x, error))  # pyright: ignore
+        yield trained["weight"], EmbeddingGradients(trained["weight"].shape, *lookups_of(module, x, error, layout))  # pyright: ignore
         return
     if is_matrix(module):
-        errors = errors_of(module, error)
+        errors = errors_of(module, error, layout)
         if "weight" in trained:
-            sides = inputs_of(module, x), errors
+            sides = inputs_of(module, x, layout), errors
             yield (
                 trained["weight"],
                 OuterProducts(trained["weight"].shape, *(sides[::-1] if is_transposed(module) else sides)),
             )
         if "bias" in trained:
             bias = trained["bias"]
-            errors = (
-                errors if joins_bias(module) else error.to(_dtype(module)).reshape(1, len(errors[0]), len(bias), -1).mT
-            )
+            if not joins_bias(module):  # at the positions of the output
+                places = error.shape[-len(module.kernel_size) :].numel()  # pyright: ignore[reportArgumentType]
+                errors = _arranged(error.to(_dtype(module)).reshape(1, -1, len(bias), places).mT, layout)
             sums = errors.squeeze(2) if errors.shape[2] == 1 else errors.sum(2)
             yield bias, StoredGradients(bias.shape, sums.transpose(0, 1).reshape(-1, *bias.shape))
         return
     x, error = (t.to(_dtype(module)) for t in (x, error))
     products = {"weight": error * x, "bias": error}
+    layout = layout or RowLayout(1, examples_in(module, x))
     for name, p in trained.items():
-        if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
-            values = products[name].reshape(len(x), -1, *p.shape).sum(1)
-        else:
-            values = products[name].reshape(len(x), p.numel(), -1).sum(2)
-        yield p, StoredGradients(p.shape, values)
+        values = products[name]
+        if not isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+            values = values.reshape(-1, p.numel(), values.shape[2:].numel()).sum(2)
+        yield p, StoredGradients(p.shape, layout.arrange(values.reshape(-1, 1, *p.shape), 0).sum(1))
 
 
 def gradients_of_calls(
@@ -262,16 +280,25 @@ def gradients_of_calls(
 ) -> dict[nn.Parameter, PerExampleGradients]:
     """The per-example gradients of the parameters of the called layers, summed over the calls.
 
+    Those of layers that mix examples are left out.
+
     Args:
         calls: of one pass.
         without: ids of parameters to leave out.
     """
+    calls = list(calls)
+    without = {*without, *mixed_parameters(calls)}
     found: dict[nn.Parameter, list[PerExampleGradients]] = {}
     for call in calls:
         if any(id(p) not in without for p in own_parameters(call.module).values()):
-            for p, columns in per_example_gradients(call.module, call.input, call.error):
+            for p, columns in per_example_gradients(call.module, call.input, call.error, call.layout):
                 found.setdefault(p, []).append(columns)
     return {p: summed(parts) for p, parts in found.items() if id(p) not in without}
+
+
+def mixed_parameters(calls: Iterable[LayerCall]) -> set[int]:
+    """The ids of the parameters of layers that mix examples."""
+    return {id(p) for call in calls if call.layout == MIXED for p in own_parameters(call.module).values()}
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 import torch
@@ -89,6 +89,11 @@ class PerExampleGradients(ABC):
             name: part.double() for name, part in own.items() if isinstance(part, Tensor) and part.is_floating_point()
         }
         return type(self)(**{**own, **wide})
+
+    def scale(self, factor: float) -> PerExampleGradients:
+        """factor G."""
+        *_, last = fields(self)  # errors, or the gradients themselves
+        return replace(self, **{last.name: factor * getattr(self, last.name)})
 
     def tensors(self) -> dict[str, Tensor]:
         """Its tensors by name, for a checkpoint; `restored` is the inverse."""

@@ -48,10 +48,15 @@ import torch._functorch.config
 import torch.compiler.config
 from torch import Tensor, nn
 
-from bayesgrad.layers.call import SITE, SITES, LayerCall, Pair, Site, forward
+from bayesgrad.layers.call import COMPILED, SITE, SITES, LayerCall, Pair, Site, forward
 from bayesgrad.layers.composite import forward as composite_forward
 from bayesgrad.layers.composite import owners, parts_of
 from bayesgrad.layers.gradients import GradientMarks
+from bayesgrad.layers.layout import ForwardPass
+from bayesgrad.layers.operations import CONVOLUTION
+
+MAX_DIMS = 6  # of outputs of a compiled model whose shape is noted
+MAX_PASSES = 256  # forward passes whose shapes are kept until their backward pass
 
 
 class Hook:
@@ -60,6 +65,7 @@ class Hook:
     def __init__(self, recorder: LayerRecorder | None = None) -> None:
         self.recorder = weakref.ref(recorder) if recorder is not None else lambda: None
         self.counter = torch.zeros((), dtype=torch.int64) if recorder is None else recorder.counter
+        self.sizes = torch.zeros(MAX_DIMS, dtype=torch.int64) if recorder is None else recorder.sizes
 
     def __reduce__(self) -> tuple:
         return type(self), ()
@@ -72,7 +78,19 @@ class PassCounter(Hook):
         if torch.compiler.is_compiling():
             self.counter.add_(1)
         elif (recorder := self.recorder()) is not None:
-            recorder.forward_count += 1
+            recorder.begin_pass()
+
+
+class OutputHook(Hook):
+    """Notes the shapes of the model's outputs."""
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any = None) -> None:
+        if torch.compiler.is_compiling():
+            if isinstance(output, Tensor) and output.dim() <= MAX_DIMS:
+                for dim in range(MAX_DIMS):
+                    self.sizes[dim].fill_(output.shape[dim] if dim < output.dim() else 0)
+        elif (recorder := self.recorder()) is not None:
+            recorder.end_pass(args, kwargs, output)
 
 
 class InputHook(Hook):
@@ -107,8 +125,11 @@ class LayerRecorder:
             may return the gradients of weight and bias that autograd shall use instead of their own.
         marks: what follows the gradients of the parameters.
         record_arguments: whether to keep the arguments of the model's last call, which `arguments` needs.
+        returned: called with the outputs of a forward pass that have a graph, and with the shapes of its arguments. It
+            is not called for a compiled model.
 
     Attributes:
+        inside: whether the model is being called.
         capture: what receives calls instead, during `backpropagate`.
         captures: minus the number of its calls.
         close: restores the modules; called when the recorder is garbage collected.
@@ -122,15 +143,23 @@ class LayerRecorder:
         marks: GradientMarks | None = None,
         *,
         record_arguments: bool = False,
+        returned: Callable[[list[Tensor], Any], None] | None = None,
     ) -> None:
         _allow_two_passes()
         self.layers, self.receive, self.marks = dict(layers), receive, marks
         self.capture: Callable[[LayerCall], Any] | None = None
         self.captures = 0
+        self.returned = returned
         self.forward_count = 0
+        self.inside = False
+        self.current = 0  # the id of the latest forward pass
+        self.latest: Callable[[], Tensor | None] = lambda: None  # its outputs
+        self.passes: dict[int, ForwardPass] = {}
         self.counter = torch.zeros((), dtype=torch.int64)
+        self.sizes = torch.zeros(MAX_DIMS, dtype=torch.int64)  # the shape of a compiled model's outputs
         self.last_call: tuple[Any, tuple, dict] | None = None
         handles = [model.register_forward_pre_hook(PassCounter(self))]
+        handles.append(model.register_forward_hook(OutputHook(self), with_kwargs=True))
         if record_arguments:
             handles.append(model.register_forward_hook(InputHook(self), with_kwargs=True))
         added = []
@@ -146,6 +175,45 @@ class LayerRecorder:
                 site.recorders.append(entry)
                 added.append((site, entry))
         self.close = weakref.finalize(self, _remove, handles, added)
+
+    @property
+    def forward_id(self) -> int:
+        """Identifies the forward pass that a layer is called in; another one if it is called outside of the model."""
+        recomputed = torch._C._current_graph_task_id() != -1  # by activation checkpointing, in the backward pass
+        return self.forward_count if self.inside or recomputed else -1 - self.forward_count
+
+    def begin_pass(self) -> None:
+        self.forward_count += 1
+        self.inside = True
+        sites = (module.__dict__.get(SITE) for module in self.layers.values())
+        self.current = next((site.forward_id() for site in sites if site is not None), self.forward_count)
+
+    def end_pass(self, args: tuple, kwargs: dict, output: Any) -> None:
+        self.inside = False
+        outputs = _output_tensors(output) if torch.is_grad_enabled() else []
+        if not outputs:
+            return
+        given = [value.shape for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        self.passes[self.current] = ForwardPass(outputs[0].shape, *given[:1], class_dim=_class_dim(outputs[0]))  # pyright: ignore
+        if len(self.passes) > MAX_PASSES:
+            del self.passes[next(iter(self.passes))]
+        self.latest = weakref.ref(outputs[0])
+        if self.returned is not None:
+            self.returned(outputs, tuple(given))
+
+    def forward_pass(self, forward_id: int) -> ForwardPass | None:
+        """The shapes of a forward pass; None if the model did not return a tensor with examples."""
+        if forward_id < COMPILED:
+            return self.passes.get(forward_id)
+        shape = torch.Size(size for size in self.sizes.tolist() if size)
+        return ForwardPass(shape, class_dim=-1 if len(shape) < 4 else 1) if shape else None
+
+    def pass_of(self, outputs: Tensor) -> ForwardPass | None:
+        """The shapes of the latest forward pass if it returned these outputs, or a tensor that they are a view of."""
+        latest = self.latest()
+        if latest is None or latest.untyped_storage().data_ptr() != outputs.untyped_storage().data_ptr():
+            return None
+        return self.passes.get(self.current)
 
     def received(self, call: LayerCall) -> Pair | None:
         return None if self.receive is None else self.receive(call)
@@ -175,6 +243,8 @@ class LayerRecorder:
         calls: list[LayerCall] = []
         self.captures -= 1
         params = {p: None for m in self.layers.values() for p in m.parameters(recurse=False) if p.requires_grad}
+        if not params:
+            return calls
         self.capture = calls.append if receive is None else receive
         try:
             torch.autograd.grad(outputs, list(params), direction, retain_graph=True, allow_unused=True)
@@ -218,6 +288,24 @@ class LayerRecorder:
                     seen.add(following)
                     nodes.append(following)
         return trace
+
+
+def _output_tensors(output: Any) -> list[Tensor]:
+    """The tensors with a graph that a model returned for the same examples; the first has the predictions."""
+    output = getattr(output, "logits", output)
+    several = (
+        output.values() if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else (output,)
+    )
+    found = [t for t in several if isinstance(t, Tensor) and t.dim() and t.numel() and t.grad_fn is not None]
+    if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in found):  # pyright: ignore
+        return []
+    return [t for t in found if len(t) == len(found[0])]
+
+
+def _class_dim(output: Tensor) -> int:
+    """The dimension of channels, which one loss is about: 1 for images and outputs of convolutions, else the last."""
+    by_convolution = getattr(output.grad_fn, "op", (None,))[0] == CONVOLUTION
+    return 1 if output.dim() > 3 or by_convolution else -1
 
 
 def _allow_two_passes() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from bayesgrad import layers
 from bayesgrad.layers.call import LayerCall
+from bayesgrad.layers.layout import MIXED
 from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.per_example import CHUNK, EmbeddingGradients, OuterProducts
 
@@ -21,19 +22,24 @@ class LayerStatistics:
     r"""What one layer received in some passes: the second moments of its inputs and errors.
 
     .. math::
-        A = \frac1{N l} \sum_{j,t} a_{jt} a_{jt}^T, \quad E = \frac1{N T} \sum_{j,t} e_{jt} e_{jt}^T
+        A = \frac1L \sum_r a_r a_r^T, \quad E = \frac1R \sum_r e_r e_r^T
 
-    An example j is one index of the first dimension of the layer's input, and the examples of a pass are counted once.
-    A position t is a place of a convolution, an element of a sequence, or one of several calls of the layer in a pass.
-    l is the number of losses of an example (`losses_per_example`). For the bias, a one is appended to each input. The
-    input of an Embedding is a one-hot vector, stored as its index. An exact Fisher sums ee' over several directions of
-    the model's outputs, which have the same inputs: see `from_gradients`.
+    A row r is a pair of an example and a position: a place of a convolution, an element of a sequence, or one of
+    several calls of the layer in a pass. Rows may be in any order and layout (batch first, sequence first, flattened,
+    windows), so L does not depend on them. L is the number of losses of the passes, whose mean is differentiated. It
+    follows from the model's outputs: an example is one index of their first dimension, and has one loss, or one for
+    each position if the outputs have more than two dimensions (see `layers.layout.ForwardPass`). So outputs (N, T, C)
+    and flattened outputs (N T, C) have the same L, A and E. R is the number of rows; if only a part of the losses was
+    observed (masked labels, some of the outputs), it is multiplied by that part. For the bias, a one is appended to
+    each input. The input of an Embedding is a one-hot vector, stored as its index. An exact Fisher sums ee' over
+    several directions of the model's outputs, which have the same inputs: see `from_gradients`.
 
     A contains no derivatives: it is the Gram matrix of the least-squares problem of moving a layer's outputs along
     their gradients. A ⊗ E approximates the Fisher information of the layer's weights.
 
-    With `sharing="reduce"`, inputs are averaged and errors summed over positions first: A is the mean of aa', E the
-    mean of ee' over examples. Both are exact for one example at one position.
+    With `sharing="reduce"`, inputs are averaged and errors summed over the positions of an example first: A is the sum
+    of aa' over examples, divided by L, and E the mean of ee' over examples. Both are exact for one example at one
+    position.
 
     The moments are summed as calls arrive (`add`). Rows of inputs and errors are not stored, unless `keep` asks for it.
 
@@ -64,7 +70,8 @@ class LayerStatistics:
         self.keeps = keep or self.reduces
         self.calls: list[LayerCall] = []
         self.rows = 0  # pairs of an example and a position
-        self._examples: dict[tuple[int, int], int] = {}
+        self.observed = 0.0  # those that belong to observed losses
+        self._losses: dict[tuple[int, int], float] = {}
         self._moments = {side: self._moment(side, side == "input" and self._has_ones) for side in sides}
 
     def _moment(self, side: str, ones: bool) -> Moment:
@@ -75,14 +82,16 @@ class LayerStatistics:
         return self.layer.bias is not None and not self.layer.lookup
 
     @property
-    def examples(self) -> int:
-        return sum(self._examples.values())
+    def losses(self) -> float:
+        return sum(self._losses.values())
 
     @classmethod
-    def of(cls, layer: Layer, calls: Iterable[LayerCall], **options: object) -> LayerStatistics:
+    def of(
+        cls, layer: Layer, calls: Iterable[LayerCall], losses: float | None = None, **options: object
+    ) -> LayerStatistics:
         made = cls(layer, **options)  # pyright: ignore[reportArgumentType]
         for call in calls:
-            made.add(call)
+            made.add(call, losses)
         return made
 
     @classmethod
@@ -98,7 +107,7 @@ class LayerStatistics:
             sides: as in the constructor.
         """
         made = cls(layer, sides)
-        made._examples[0, 0] = examples
+        made._losses[0, 0] = examples
         if isinstance(gradients, EmbeddingGradients):
             inputs, errors = gradients.indices[:examples].flatten(), gradients.errors.flatten(0, 1)[None]
             made.rows = len(inputs)
@@ -107,16 +116,24 @@ class LayerStatistics:
             inputs, errors = (rows.flatten(1, 2) for rows in (pair[::-1] if layer.transposed else pair))
             inputs = inputs[:, : examples * gradients.inputs.shape[2]]
             made.rows = inputs.shape[1]
+        made.observed = made.rows
         for side, rows in zip(SIDES, (inputs, errors)):
             if side in sides:
                 made._moments[side].add(rows)
         return made
 
-    def add(self, call: LayerCall) -> None:
-        """Adds one call of the layer."""
+    def add(self, call: LayerCall, losses: float | None = None, share: float = 1.0) -> None:
+        """Adds one call of the layer.
+
+        Args:
+            losses: of the pass; None for one in each index of the first dimension of the layer's input.
+            share: the part of them that was observed.
+        """
         examples = layers.examples_in(call.module, call.input)
-        self._examples[call.pass_id] = max(self._examples.get(call.pass_id, 0), examples)
-        self.rows += layers.rows_in(call.module, call.error)
+        losses = examples if losses is None else losses
+        self._losses[call.pass_id] = max(self._losses.get(call.pass_id, 0), losses)
+        rows = layers.rows_in(call.module, call.error)
+        self.rows, self.observed = self.rows + rows, self.observed + share * rows
         if self.keeps:
             self.calls.append(call.kept())
             return
@@ -127,7 +144,7 @@ class LayerStatistics:
             self._moments["input"].add(call.input.flatten())
         elif "input" in self.sides:
             # The inputs of a convolution are many times its activations, so they are formed in parts.
-            size = self.layer.sizes["input"] * layers.rows_in(call.module, call.error) // examples
+            size = self.layer.sizes["input"] * rows // examples
             batched = call.input if examples == len(call.input) else call.input[None]
             parts = batched.split(max(1, CHUNK // size)) if call.input.dim() > 2 else [call.input]
             for part in parts:
@@ -153,13 +170,13 @@ class LayerStatistics:
 
     # --- moments ---
 
-    def moments(self, losses_per_example: float = 1) -> dict[str, Moment]:
+    def moments(self) -> dict[str, Moment]:
         """A ("input") and E ("error"), as sums that are divided by their counts later."""
-        moments, pairs = self._moments, self.rows
+        moments, pairs = self._moments, self.observed
         if self.keeps:
             if self.reduces:
                 rows = dict(zip(SIDES, self._reduced()))
-                pairs = rows["error"].shape[1]
+                pairs = rows["error"].shape[1] * self.observed / self.rows
             else:
                 inputs = torch.cat([call.input.flatten() for call in self.calls]) if self.layer.lookup else self.inputs
                 rows = {"input": inputs, "error": self.errors}
@@ -167,25 +184,29 @@ class LayerStatistics:
             for side, moment in moments.items():
                 moment.add(rows[side])  # pyright: ignore[reportArgumentType]
         for side, moment in moments.items():
-            moment.count = pairs if side == "error" else self.examples * losses_per_example
+            moment.count = pairs if side == "error" else self.losses
         return moments
 
     def _reduced(self) -> tuple[Tensor, Tensor]:
         """One row for each example: the mean of inputs and the sum of errors over its positions."""
         inputs, errors = [], []
-        for key in self._examples:
+        for key in self._losses:
             calls = [call for call in self.calls if call.pass_id == key]
-            if len({layers.examples_in(call.module, call.input) for call in calls}) > 1:
+            if len({_examples(call) for call in calls}) > 1 or any(call.layout == MIXED for call in calls):
                 raise ValueError(
-                    f"layer {self.layer.names[0]!r} was called with different numbers of examples in one pass: "
-                    "sharing='reduce' needs the same number in all calls, use 'expand'."
+                    f"layer {self.layer.names[0]!r} was called with rows that do not belong to one example each, or "
+                    "with different numbers of examples in one pass: use sharing='expand'."
                 )
-            a = torch.cat([layers.inputs_of(call.module, call.input) for call in calls], 2).mean(2)
-            e = torch.cat([layers.errors_of(call.module, call.error) for call in calls], 2).sum(2)
+            a = torch.cat([layers.inputs_of(call.module, call.input, call.layout) for call in calls], 2).mean(2)
+            e = torch.cat([layers.errors_of(call.module, call.error, call.layout) for call in calls], 2).sum(2)
             a = a if self.layer.weight is not None else a[..., :0]
             inputs.append(_with_ones(a) if self._has_ones else a)
             errors.append(e)
         return torch.cat(inputs, 1), torch.cat(errors, 1)
+
+
+def _examples(call: LayerCall) -> int:
+    return layers.examples_in(call.module, call.input) if call.layout is None else call.layout.examples
 
 
 def _errors(call: LayerCall) -> Tensor:

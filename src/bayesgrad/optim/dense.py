@@ -64,7 +64,8 @@ class DenseFilter(BeliefOptimizer):
             sqrt(N/(N-1)), so that U U' is an unbiased estimate of N times the covariance of the gradients.
         weight_decay: decoupled, applied after the prediction.
         seed: seed of the sampled labels.
-        losses_per_example: the number of losses per example in the mean loss, as in `NaturalGradient`.
+        losses_per_example: the number of losses of an example in the mean loss; None follows from the outputs, as in
+            `NaturalGradient`. Rows of flattened outputs are always examples.
         nonfinite: as in `AdaBayes`; also checks the observed gradients. With "ignore", gradients that are not finite
             change all weights, but not the covariance.
 
@@ -110,7 +111,7 @@ class DenseFilter(BeliefOptimizer):
         fisher: str = "exact",
         weight_decay: float = 0.0,
         seed: int = 0,
-        losses_per_example: int = 1,
+        losses_per_example: int | None = None,
         nonfinite: str = "ignore",
     ) -> None:
         if transition is not None:

@@ -29,8 +29,9 @@ class FOOF(LayerOptimizer):
     the outputs of all layers together change by at most eta c. If the loss is multiplied by a constant, D is multiplied
     by it; steps that are bounded by c do not change.
 
-    An example is one index of the first dimension, with one loss. If an example has T losses (tokens of a sequence) and
-    the loss is the mean over all of them, A is divided by `losses_per_example` = T.
+    An example is one index of the first dimension of the model's outputs, with one loss. If an example has T losses
+    (tokens of a sequence) and the loss is the mean over all of them, A is also divided by T (`losses_per_example`). If
+    the model returns no tensor but a loss, an example is one index of the first dimension of a layer's input.
 
     Args:
         model: the network; the training loop is that of any torch optimizer.
@@ -45,8 +46,9 @@ class FOOF(LayerOptimizer):
         update_every: the largest number of steps between inversions (early in a run, whenever the number of steps has
             doubled). After every tenth of them, a factor whose diagonal has changed by a fifth is inverted anew.
         stats_every: steps between updates of A (early in a run, whenever the number of steps has doubled).
-        losses_per_example: the number of losses per example in the mean loss: 1, or the number of tokens per sequence
-            if the loss is a mean over tokens.
+        losses_per_example: the number of losses of an example in the mean loss. None follows from the outputs: 1, or
+            the number of positions of outputs with more than two dimensions, (N, T, C) or (N, C, H, W). If the model
+            flattens inputs (N, T) to outputs (N T, C), T rows are one example; else each row has this number.
         momentum: as in torch.optim.SGD, of the preconditioned gradient.
         weight_decay: decoupled.
         precondition: "step": `step()` preconditions `.grad`. "backward": the backward pass does, and `.grad` is the
@@ -87,7 +89,7 @@ class FOOF(LayerOptimizer):
         ema: float = 0.95,
         update_every: int = 500,
         stats_every: int = 10,
-        losses_per_example: int = 1,
+        losses_per_example: int | None = None,
         momentum: float = 0.0,
         weight_decay: float = 0.0,
         precondition: str = "step",

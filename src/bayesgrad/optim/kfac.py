@@ -53,8 +53,9 @@ class KFAC(LayerOptimizer):
             doubled). After every tenth of them, a factor whose diagonal has changed by a fifth is inverted anew.
         stats_every: steps between updates of A and E (early in a run, whenever the number of steps has doubled);
             observe() does nothing in between.
-        losses_per_example: the number of losses per example in the mean loss: 1, or the number of tokens per sequence
-            if the loss is a mean over tokens.
+        losses_per_example: the number of losses of an example in the mean loss. None follows from the outputs: 1, or
+            the number of positions of outputs (N, T, C). Rows of flattened outputs (N T, C) are examples with one loss;
+            with losses_per_example=T, T rows are one example, and the number of losses is the same.
         momentum: as in torch.optim.SGD, of the preconditioned gradient.
         weight_decay: decoupled.
         sharing: how positions are treated: "expand" as above, or "reduce", which first averages inputs and sums errors
@@ -106,7 +107,7 @@ class KFAC(LayerOptimizer):
         ema: float = 0.95,
         update_every: int = 500,
         stats_every: int = 10,
-        losses_per_example: int = 1,
+        losses_per_example: int | None = None,
         momentum: float = 0.0,
         weight_decay: float = 0.0,
         sharing: str = "expand",

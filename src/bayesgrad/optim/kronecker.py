@@ -86,8 +86,9 @@ class KroneckerFilter(KroneckerOptimizer):
             (early in a run, whenever the number of steps has doubled).
         stats_every: steps between updates of the covariance (early in a run, whenever the number of steps has
             doubled); the batch of that step stands for all of them.
-        losses_per_example: the number of losses per example in the mean loss: 1, or the number of tokens per sequence
-            if the loss is a mean over tokens.
+        losses_per_example: the number of losses of an example in the mean loss. None follows from the outputs: 1, or
+            the number of positions of outputs (N, T, C). Rows of flattened outputs (N T, C) are examples with one loss;
+            with losses_per_example=T, T rows are one example, and the number of losses is the same.
         max_factor: layers with a larger side are trained by AdaBayes.
         seed: seed of the sampled labels.
         nonfinite, fused: as in `AdaBayes`.
@@ -127,7 +128,7 @@ class KroneckerFilter(KroneckerOptimizer):
         fisher: str = "sampled",
         update_every: int = 100,
         stats_every: int = 1,
-        losses_per_example: int = 1,
+        losses_per_example: int | None = None,
         max_factor: int = 8192,
         seed: int = 0,
         nonfinite: str = "ignore",
@@ -204,8 +205,9 @@ class KroneckerFilterFP(KroneckerOptimizer):
             anew.
         stats_every: steps between updates of the moments (early in a run, whenever the number of steps has
             doubled); observe() does nothing in between.
-        losses_per_example: the number of losses per example in the mean loss: 1, or the number of tokens per sequence
-            if the loss is a mean over tokens.
+        losses_per_example: the number of losses of an example in the mean loss. None follows from the outputs: 1, or
+            the number of positions of outputs (N, T, C). Rows of flattened outputs (N T, C) are examples with one loss;
+            with losses_per_example=T, T rows are one example, and the number of losses is the same.
         whiten: "both", or "input": C_delta is replaced by its mean eigenvalue times the identity, which saves an
             eigendecomposition and a product.
         precondition: "step": `step()` preconditions `.grad`. "backward": the backward pass does, and `.grad` is the
@@ -253,7 +255,7 @@ class KroneckerFilterFP(KroneckerOptimizer):
         ema: float = 0.95,
         update_every: int = 500,
         stats_every: int = 10,
-        losses_per_example: int = 1,
+        losses_per_example: int | None = None,
         whiten: str = "both",
         precondition: str = "step",
         max_factor: int = 768,

@@ -43,8 +43,9 @@ class NaturalGradient(LayerOptimizer):
         ema: decay of the average of squared gradients, for other parameters.
         update_every: steps between updates of the Fisher matrix (early in a run, whenever the number of steps has
             doubled); observe() does nothing in between.
-        losses_per_example: the number of losses per example in the mean loss: 1, or the number of tokens per sequence
-            if the loss is a mean over tokens.
+        losses_per_example: the number of losses of an example in the mean loss. None follows from the outputs: 1, or
+            the number of positions of outputs (N, T, C). Rows of flattened outputs (N T, C) are examples with one loss;
+            with losses_per_example=T, T rows are one example, and the number of losses is the same.
         momentum: as in torch.optim.SGD, of the preconditioned gradient.
         weight_decay: decoupled.
         step_size: "lr", or "quadratic": scale the natural gradient (and the momentum) to the minimum of the damped
@@ -98,7 +99,7 @@ class NaturalGradient(LayerOptimizer):
         fallback_lr: float = 1e-3,
         ema: float = 0.95,
         update_every: int = 10,
-        losses_per_example: int = 1,
+        losses_per_example: int | None = None,
         momentum: float = 0.0,
         weight_decay: float = 0.0,
         step_size: str = "lr",

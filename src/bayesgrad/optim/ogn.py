@@ -48,7 +48,9 @@ class OGN(VariationalOptimizer):
         fisher: which gradients are squared: those of the loss (`"empirical"`), or those for labels that the model
             predicts, `"sampled"` or `"exact"` (OGGN). The latter two need `observe(outputs)` before `loss.backward()`.
         likelihood: the likelihood of the outputs, for `observe`: "categorical", "bernoulli" or "gaussian".
-        losses_per_example: the number of losses per example (the length of a sequence with a loss for each token).
+        losses_per_example: the number of losses of an example (the length of a sequence with a loss for each token).
+            None follows from the outputs, as in `FOOF`. B is the number of losses, and i an example: one index of the
+            first dimension of the outputs. For ignored labels, call `observe(outputs, labels=labels)`.
         natural_momentum: gamma, momentum of the natural parameters of the Gaussian (Khan and Rue 2023, appendix F,
             Eq. 79-81), in place of or in addition to beta_1. Checked by tests/equations/test_ivon.py,
             test_natural_momentum_is_momentum_of_natural_parameters.
@@ -83,7 +85,7 @@ class OGN(VariationalOptimizer):
         samples: int = 1,
         fisher: str = "empirical",
         likelihood: str = "categorical",
-        losses_per_example: int = 1,
+        losses_per_example: int | None = None,
         natural_momentum: float = 0.0,
         prior: Posterior | None = None,
         seed: int = 0,
@@ -140,7 +142,7 @@ class VOGN(VariationalOptimizer):
         samples: int = 1,
         fisher: str = "empirical",
         likelihood: str = "categorical",
-        losses_per_example: int = 1,
+        losses_per_example: int | None = None,
         natural_momentum: float = 0.0,
         prior: Posterior | None = None,
         seed: int = 0,

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesgrad import layers, likelihoods
+from bayesgrad import layers
 from bayesgrad.checkpoint import saved_entry
 from bayesgrad.directions import Directions
+from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.fisher import check_batch_mixing, check_outputs, gather_gradients
 from bayesgrad.layers.per_example import gradients_one_by_one
 from bayesgrad.packing import gradient_of
@@ -44,6 +45,7 @@ class DenseKalman(NetworkPreconditioner):
                 "parameters cannot be added after the first step of a joint covariance: build a new optimizer."
             )
         super().bind(optimizer)
+        self.layouts = RowLayouts()
         self.size()
 
     def record(self, optimizer: Host) -> RecordedLayers:
@@ -79,7 +81,7 @@ class DenseKalman(NetworkPreconditioner):
 
     # --- evidence ---
 
-    def observe(self, outputs: Any, loss: Any, labels: Any) -> None:
+    def observe(self, outputs: Any, loss: Any, labels: Any, weights: Any) -> None:
         check_batch_mixing(self.recorded.model)
         check_outputs(outputs)
         group = self.optimizer.param_groups[0]
@@ -89,11 +91,10 @@ class DenseKalman(NetworkPreconditioner):
         if labels is not None and fisher == "exact":
             raise ValueError("fisher='exact' sums over all labels: call observe(outputs) without labels.")
         trace = self.recorded.recorder.trace(outputs)
-        if fisher == "exact":
-            directions = list(likelihoods.named(group["likelihood"]).hessian_roots(outputs))
-        else:
-            directions = [self.residual(outputs, labels)]
-        columns, _ = gather_gradients(trace, directions, {})
+        directions = list(self.output_directions(outputs, labels, weights, fisher == "exact"))
+        forward, share = self.observed_pass(outputs, labels, weights)
+        losses = share * forward.losses(group["losses_per_example"])
+        columns, _ = gather_gradients(trace, directions, self.layouts)
         order = self.params
         rest = [p for p in order if id(p) not in columns and id(p) in trace.read_counts]
         written = dict(zip(rest, gradients_one_by_one(outputs, rest, directions)))
@@ -103,7 +104,7 @@ class DenseKalman(NetworkPreconditioner):
             rows = written[p] if p in written else p.new_zeros(count, p.numel())
             rows = columns[id(p)].rows() if id(p) in columns else rows
             parts.append(rows.detach().reshape(count, -1).to(order[0].device, torch.float64))
-        self.observed.append((torch.cat(parts, 1), len(outputs)))
+        self.observed.append((torch.cat(parts, 1), len(outputs), losses))
 
     def _columns(self) -> Tensor:
         """U', (columns, weights), from all calls of observe() since the last step."""
@@ -113,17 +114,17 @@ class DenseKalman(NetworkPreconditioner):
                 "observe() was not called since the last step",
                 "call observe(outputs), before loss.backward(), on outputs",
             )
-        parts, counts = zip(*self.observed)
+        parts, counts, losses = zip(*self.observed)
         self.observed = []
         rows, count = torch.cat(parts), sum(counts)
         if group["fisher"] == "centered":
             if count < 2:
                 raise ValueError("fisher='centered' needs at least two examples in a step, got 1.")
             rows = (rows - rows.mean(0)) * math.sqrt(count / (count - 1))
-        return rows * math.sqrt(group["batch_size"] / (group["losses_per_example"] * count))
+        return rows * math.sqrt(group["batch_size"] / sum(losses))
 
     def nonfinite(self, index: int, params: list[Tensor]) -> str | None:
-        good = index > 0 or all(bool(torch.isfinite(rows).all()) for rows, _ in self.observed)
+        good = index > 0 or all(bool(torch.isfinite(rows).all()) for rows, *_ in self.observed)
         return None if good else "observe() found per-example gradients that are not finite"
 
     # --- the step ---

@@ -99,7 +99,7 @@ class LayerBelief(LayerPreconditioner):
     ) -> None:
         keep, take = average(group["ema"], int(entry["clock"][MERGES]))
         own = statistics.keeps or self.from_labels(group)  # errors of single examples
-        for side, moment in statistics.moments(group["losses_per_example"]).items():
+        for side, moment in statistics.moments().items():
             scale = None if own or side == "input" else self._scale(group).square()
             moment.into(entry[f"{side}_moment"], keep, take, scale)
 
@@ -149,7 +149,8 @@ class KroneckerBelief(LayerBelief):
         if unit == 0:
             return
         drift = OrnsteinUhlenbeck().scalars(**self.drift(group, steps))
-        share = unit * steps * group["batch_size"] / (statistics.examples * group["losses_per_example"])
+        losses = statistics.losses * (statistics.observed / statistics.rows)
+        share = unit * steps * group["batch_size"] / losses
         errors = statistics.errors * math.sqrt(share)
         self._keep(entry, self._factors(entry).propagate(**drift).observe(statistics.inputs, errors))
 

@@ -23,7 +23,9 @@ from bayesgrad.checkpoint import saved_entry
 from bayesgrad.directions import Direction, Directions, dense
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.call import LayerCall, Pair
+from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.fisher import check_outputs
+from bayesgrad.layers.layout import ForwardPass
 from bayesgrad.layers.modules import Layer, rows_in
 from bayesgrad.layers.operations import operation, parameter_gradients
 from bayesgrad.layers.statistics import SIDES, LayerStatistics
@@ -84,6 +86,7 @@ class LayerPreconditioner(Preconditioner):
         self.groups = {p: group for group in optimizer.param_groups for p in group["params"]}
         self.warned: set[str] = set()  # factors that were singular
         self.scheduled: dict[Layer, tuple[int, bool]] = {}  # `stats_every`, and whether statistics are due
+        self.layouts = RowLayouts()
         self.forget(observed=True)
 
     def reset(self) -> None:
@@ -107,7 +110,7 @@ class LayerPreconditioner(Preconditioner):
 
     # --- statistics ---
 
-    def observe(self, outputs: Any, loss: Any, labels: Any) -> None:
+    def observe(self, outputs: Any, loss: Any, labels: Any, weights: Any) -> None:
         if not self.needs.outputs:
             return
         check_outputs(outputs)
@@ -115,13 +118,24 @@ class LayerPreconditioner(Preconditioner):
         due = [layer for layer in self.recorded.layers if self.due(layer, self.groups[layer.owner])]
         if not due:
             return
-        recorder.backpropagate(outputs, self.residual(outputs, labels), self._observed)
+        (direction,) = self.output_directions(outputs, labels, weights)
+        forward, share = self.observed_pass(outputs, labels, weights)
+
+        def receive(call: LayerCall) -> None:
+            layer = self.recorded.layer_of(call.module)
+            if layer is not None and self.due(layer, self.groups[layer.owner]):
+                self._add(self.from_observations, layer, call, forward, share)
+
+        reduces = [group for group in self.optimizer.param_groups if group.get("sharing") == "reduce"]
+        if reduces:  # positions of an example are summed
+            size = forward.group(reduces[0]["losses_per_example"])
+            calls = recorder.backpropagate(outputs, direction)
+            for call in self.layouts.attach(calls, outputs, recorder.backpropagate, size):
+                receive(call)
+        else:
+            recorder.backpropagate(outputs, direction, receive)
         if not all(layer in self.from_observations for layer in due):
             recorder.trace(outputs)  # raises if checkpointing hides layers
-
-    def _observed(self, call: LayerCall) -> None:
-        if (layer := self.recorded.layer_of(call.module)) is not None and self.due(layer, self.groups[layer.owner]):
-            self._add(self.from_observations, layer, call)
 
     def receive(self, call: LayerCall, restarted: bool) -> Pair | None:
         if (layer := self.recorded.layer_of(call.module)) is None:
@@ -135,15 +149,22 @@ class LayerPreconditioner(Preconditioner):
                 kept = ((key, one) for key, one in self.inner_products.items() if key[0] == call.backward_id)
                 self.inner_products = dict(kept)
         if not self.from_labels(group) and self.due(layer, group):
-            self._add(self.from_passes, layer, call)
+            self._add(self.from_passes, layer, call, self.recorded.forward_pass(call))
         if group.get("precondition") == "backward":
             return self._precondition(layer, call, group)
         self._keep_call(layer, call, group)
         return None
 
-    def _add(self, found: dict[Layer, LayerStatistics], layer: Layer, call: LayerCall) -> None:
+    def _add(
+        self,
+        found: dict[Layer, LayerStatistics],
+        layer: Layer,
+        call: LayerCall,
+        forward: ForwardPass | None,
+        share: float = 1.0,
+    ) -> None:
+        group = self.groups[layer.owner]
         if layer not in found:
-            group = self.groups[layer.owner]
             shapes = self.shapes(layer, group)
             diagonal = [side for side, shape in shapes.items() if len(shape) == 2]
             found[layer] = LayerStatistics(
@@ -153,7 +174,8 @@ class LayerPreconditioner(Preconditioner):
                 diagonal=diagonal,
                 keep=self.keeps_rows(group),
             )
-        found[layer].add(call)
+        losses = self.recorded.losses(call, forward, group["losses_per_example"])
+        found[layer].add(call, losses, share)
 
     def keeps_rows(self, group: Mapping[str, Any]) -> bool:
         """Whether `merge` needs rows of inputs and errors, and not only their moments."""
@@ -254,7 +276,7 @@ class LayerPreconditioner(Preconditioner):
     ) -> None:
         """Updates the factors; `clock` already counts this merge but has the step of the last one."""
         keep, take = average(group["ema"], int(entry["clock"][MERGES]))
-        for side, moment in statistics.moments(group["losses_per_example"]).items():
+        for side, moment in statistics.moments().items():
             moment.into(entry[f"{side}_moment"], keep, take)
 
     # --- the step ---

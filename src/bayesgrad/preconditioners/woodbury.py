@@ -13,6 +13,7 @@ from bayesgrad import layers
 from bayesgrad.checkpoint import saved_entry
 from bayesgrad.directions import Direction, Directions, Product, Scaled, dense
 from bayesgrad.layers.call import LayerCall
+from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.fisher import check_batch_mixing, check_outputs, gather_gradients
 from bayesgrad.layers.per_example import (
     OuterProducts,
@@ -51,7 +52,7 @@ class Woodbury(NetworkPreconditioner):
     def bind(self, optimizer: Host) -> None:
         super().bind(optimizer)
         self.gradient_factor: Tensor | None = None
-        self.checked: dict[Any, set[int]] = {}  # see `gather_gradients`
+        self.layouts = RowLayouts()
         self.unexplained: set[int] = set()
         self.dampings: dict[Tensor, float] = {}  # λ, by parameter
         self.warned: set[str] = set()
@@ -95,17 +96,21 @@ class Woodbury(NetworkPreconditioner):
             before = self.projections.get(own[name], 0)
             self.projections[own[name]] = None if before is None else before + found[name]
 
-    def observe(self, outputs: Any, loss: Any, labels: Any) -> None:
+    def observe(self, outputs: Any, loss: Any, labels: Any, weights: Any) -> None:
         check_batch_mixing(self.recorded.model)
         check_outputs(outputs)
         group = self.optimizer.param_groups[0]
         if not self.due(group["update_every"]):
             return
         trace = self.recorded.recorder.trace(outputs)
-        columns, left = gather_gradients(trace, [self.residual(outputs, labels)], self.checked)
+        directions = list(self.output_directions(outputs, labels, weights))
+        forward, share = self.observed_pass(outputs, labels, weights)
+        per_example = group["losses_per_example"]
+        columns, left = gather_gradients(trace, directions, self.layouts, forward.group(per_example))
         self.unexplained |= left
         known = {key: c for key, c in columns.items() if key not in self.unexplained}
-        self.observed.append((known, labels is not None))
+        given = labels is not None and weights is None
+        self.observed.append((known, given, share * forward.losses(per_example)))
 
     def check_loaded(self, saved: Mapping[str, Any]) -> None:
         for p in self.params:
@@ -161,8 +166,15 @@ class Woodbury(NetworkPreconditioner):
             return False
         observed, self.observed, self.projections = self.observed, [], {}
         named = {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
-        keys = [key for key in observed[0][0] if key in named and all(key in columns for columns, _ in observed)]
-        merged = {named[key]: concatenated([columns[key] for columns, _ in observed]) for key in keys}
+        keys = [key for key in observed[0][0] if key in named and all(key in columns for columns, *_ in observed)]
+        losses = sum(number for *_, number in observed)
+        merged = {}
+        for key in keys:
+            columns = concatenated([columns[key] for columns, *_ in observed])
+            # The state has no number of losses: F is the mean over examples of gg' for these columns g.
+            merged[named[key]] = (
+                columns if columns.count == losses else columns.scale(math.sqrt(columns.count / losses))
+            )
         for p in named.values():
             entry = self.optimizer.state[p]
             for key in [key for key in entry if key in ("gram", "dual") or is_stored(key)]:
@@ -170,7 +182,7 @@ class Woodbury(NetworkPreconditioner):
         for p, columns in merged.items():
             self.optimizer.state[p].update({name: value.detach() for name, value in columns.tensors().items()})
         self.count_merge()
-        return all(given for _, given in observed)
+        return all(given for _, given, _ in observed)
 
     def _blocks_of(self, columns: Mapping[Tensor, PerExampleGradients], group: Mapping[str, Any]) -> list[list[Tensor]]:
         if not columns:
@@ -190,7 +202,7 @@ class Woodbury(NetworkPreconditioner):
         """The preconditioned gradient d of one block; d·g is added to `inner`."""
         params = list(columns)
         count = columns[params[0]].count
-        scale = 1 / math.sqrt(count * group["losses_per_example"])
+        scale = 1 / math.sqrt(count)
         factor, damping = self._dual(columns, float(group["damping"]), scale**2)
         self.dampings |= dict.fromkeys(params, damping)
         if fresh and (c := _common_factor(columns)) is not None:
@@ -258,7 +270,7 @@ class Woodbury(NetworkPreconditioner):
             rows = torch.stack(
                 [sum(columns[p].project(v[p].to(_kind(columns[p]))).double() for p in block) for v in vectors]  # pyright: ignore
             )
-            total += (rows @ rows.T / (count * self.optimizer.param_groups[0]["losses_per_example"])).cpu()
+            total += (rows @ rows.T / count).cpu()
         return total
 
     def _scaled_by_model(

@@ -48,6 +48,11 @@ def factors(batch: Batch, layers: Sequence[Layer], weights: Tensor) -> dict[Laye
             a = torch.cat([a, torch.ones_like(a[..., :1]) if a.shape[-1] else a.new_ones(*a.shape[:-1], 1)], -1)
         e = vmap(lambda error, module=module: errors_of(module, error))(back[name])
         groups, count, positions, fan_out = e.shape[1:]  # e is (outputs, groups, N, positions, out)
+        if count != len(found):
+            raise ValueError(
+                f"the first dimension of layer {name!r} has {count} entries for {len(found)} examples: corrections of "
+                "metric='kronecker' support layers whose first dimension is that of examples."
+            )
         by_output = e.permute(2, 0, 1, 3, 4).reshape(count, width, -1)
         curved = vmap(lambda v: batch.hessian(found, v.reshape(found.shape)).reshape(v.shape), -1, -1)(by_output)
         e, curved = (x.reshape(count, width, groups, positions, fan_out) for x in (by_output, curved))

@@ -26,6 +26,7 @@ from torch.func import vmap
 
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.composite import owners
+from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.fisher import gather_gradients
 from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.per_example import PerExampleGradients, StoredGradients, gradients_one_by_one
@@ -131,19 +132,19 @@ class ObservedBatch:
         directions: vectors s of the outputs with Σ s s' = H.
         params: in flat order.
         layers: the Linear, Conv and Embedding layers.
-        checked: the parameters without per-example gradients from layers, which is tested once for each shape of batch.
+        layouts: which rows of layers belong to which example, as far as it is known.
     """
 
     trace: Trace
     directions: Iterable[Tensor]
     params: Sequence[Tensor]
     layers: Sequence[Layer]
-    checked: dict[Any, set[int]] = field(default_factory=dict)
+    layouts: RowLayouts = field(default_factory=RowLayouts)
 
     def gradients(self) -> Iterator[dict[Tensor, PerExampleGradients]]:
         """For each direction the per-example gradients, from layers or one by one."""
         for direction in self.directions:
-            found, _ = gather_gradients(self.trace, [direction], self.checked)
+            found, _ = gather_gradients(self.trace, [direction], self.layouts)
             rest = [p for p in self.params if id(p) not in found and id(p) in self.trace.read_counts]
             for p, rows in zip(rest, gradients_one_by_one(self.trace.outputs, rest, [direction])):
                 found[id(p)] = StoredGradients(p.shape, rows.to(compute_dtype(p.dtype)))
@@ -221,10 +222,11 @@ class KroneckerFactors(Metric):
             own = [use for uses in passes for use in uses if use.module._parameters.get("weight") is weight]
             if not own or layer.lookup:
                 continue
-            means = {side: moment.mean() for side, moment in LayerStatistics.of(layer, own).moments().items()}
+            statistics = LayerStatistics.of(layer, own, len(view.trace.outputs))
+            means = {side: moment.mean() for side, moment in statistics.moments().items()}
             found[layer.owner] = {"input_moment": means["input"], "error_moment": means["error"] * len(directions)}
         members = {p for layer in view.layers if layer.owner in found for p in layer.members}
-        rest = ObservedBatch(view.trace, directions, [p for p in view.params if p not in members], (), view.checked)
+        rest = ObservedBatch(view.trace, directions, [p for p in view.params if p not in members], (), view.layouts)
         return found | {p: {"fisher": square} for p, square in squares(rest).items()}
 
     def parts(self, state: State, space: ParameterSpace, damping: float) -> list[MetricBlock]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from bayesgrad import layers, likelihoods, noise
 from bayesgrad.directions import Directions
 from bayesgrad.kernels import compute_dtype
+from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.fisher import check_batch_mixing, check_outputs
 from bayesgrad.packing import gradient_of
 from bayesgrad.parts import Groups, Host, Needs, weak
@@ -96,7 +97,7 @@ class MetricPreconditioner(NetworkPreconditioner):
     def bind(self, optimizer: Host) -> None:
         super().bind(optimizer)
         self.parts: tuple[Any, list[MetricBlock]] | None = None
-        self.checked: dict[Any, set[int]] = {}
+        self.layouts = RowLayouts()
 
     def record(self, optimizer: Host) -> RecordedLayers:
         return RecordedLayers(
@@ -117,7 +118,7 @@ class MetricPreconditioner(NetworkPreconditioner):
 
     # --- observations ---
 
-    def observe(self, outputs: Any, loss: Any, labels: Any) -> None:
+    def observe(self, outputs: Any, loss: Any, labels: Any, weights: Any) -> None:
         if loss is not None:
             self.note_loss(loss)
         group = self.optimizer.param_groups[0]
@@ -125,18 +126,14 @@ class MetricPreconditioner(NetworkPreconditioner):
             return
         check_batch_mixing(self.recorded.model)
         check_outputs(outputs)
-        kind = likelihoods.named(group["likelihood"])
         empirical = group["metric"] == "empirical"
         if empirical and labels is None:
             raise ValueError("metric='empirical' needs labels: call observe(outputs, labels=labels).")
         if labels is not None and not empirical and group["fisher"] == "exact":
             raise ValueError("fisher='exact' is an expectation over labels and takes none: call observe(outputs).")
-        if labels is None and group["fisher"] == "exact":
-            directions = kind.hessian_roots(outputs)
-        else:
-            directions = iter([self.residual(outputs, labels)])
+        directions = self.output_directions(outputs, labels, weights, group["fisher"] == "exact")
         trace = self.recorded.recorder.trace(outputs)
-        read = self.metric.read(ObservedBatch(trace, directions, self.params, self.recorded.layers, self.checked))
+        read = self.metric.read(ObservedBatch(trace, directions, self.params, self.recorded.layers, self.layouts))
         self.observed.append((read, len(outputs), self._batch(outputs, labels if empirical else None)))
 
     def _batch(self, outputs: Tensor, labels: Tensor | None) -> Batch | None:

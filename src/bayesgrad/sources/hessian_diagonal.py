@@ -44,7 +44,7 @@ class HessianDiagonal(Source):
     def zeroed(self, stale: bool) -> None:
         self.reset()
 
-    def observe(self, outputs: Any, loss: Any, labels: Any) -> None:
+    def observe(self, outputs: Any, loss: Any, labels: Any, weights: Any) -> None:
         optimizer = self.optimizer
         wanted, start = [], 0
         for group in optimizer.param_groups:

@@ -10,19 +10,26 @@ from torch import Tensor
 
 from bayesgrad import layers, likelihoods
 from bayesgrad.kernels import compute_dtype
-from bayesgrad.layers.call import LayerCall
+from bayesgrad.layers.call import COMPILED, LayerCall
+from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.fisher import check_outputs
+from bayesgrad.layers.observed import loss_weights
 from bayesgrad.packing import gradient_of
 from bayesgrad.parts import Evidence, Groups, Host, Needs, Source, weak
 from bayesgrad.sources.recorded_layers import RecordedLayers
 
 
 class PerExampleSquares(Source):
-    """The mean over examples of squared gradients, for each parameter.
+    """The sum over examples of squared gradients, divided by the number of losses, for each parameter.
 
     The option `fisher` of the first param group says which gradients are squared: those of the loss (`"empirical"`), or
     those for labels that the model predicts, `"sampled"` or `"exact"`, which `observe(outputs)` computes. Parameters
-    outside of known layers have the squares of their mean gradients, times the batch size.
+    outside of known layers, and of layers that mix examples, have the squares of their mean gradients, times the number
+    of losses.
+
+    An example is one index of the first dimension of the model's outputs. Which rows of a layer belong to it is found
+    by two more backward passes of the first forward pass with given shapes. In a compiled model, and if the model
+    returns no tensor, it is the first dimension of the layer's input.
 
     Reference: Khan and Rue 2023, Eq. 47-48.
     Checked by: tests/equations/test_vogn.py, against BackPACK.
@@ -41,7 +48,11 @@ class PerExampleSquares(Source):
             (layers.is_matrix, layers.normalises),
             by_layer=False,
             receive=weak(self.receive) if self.fisher == "empirical" else None,
+            returned=weak(self.returned) if self.fisher == "empirical" else None,
         )
+        self.norms = [module for module in self.recorded.model.modules() if isinstance(module, layers.NORMS)]
+        self.layouts = RowLayouts()
+        self.shapes: dict[int, tuple[torch.Size, ...]] = {}  # of the outputs of forward passes
         modules = self.recorded.recorder.layers.values()
         owners = [set(layers.own_parameters(module).values()) for module in modules]
         self.siblings = {  # modules that share parameters, whose gradients are summed before they are squared
@@ -53,42 +64,83 @@ class PerExampleSquares(Source):
         super().forget(observed)
         self.pending: dict[int, list[LayerCall]] = {}  # the calls of the latest pass, by the first of the siblings
         self.sums: dict[Tensor, Tensor] = {}  # squares of earlier passes
-        self.counts: dict[Tensor, int] = {}
+        self.counts: dict[Tensor, Any] = {}
+        self.losses: dict[tuple[int, int], Any] = {}  # of each pass
+        self.mixed: set[int] = set()  # ids of parameters of layers that mix examples
+        if observed:
+            # The part of the losses of a forward pass that counts; those of compiled models share an entry.
+            self.shares: dict[int, Tensor] = {}
+
+    def returned(self, outputs: list[Tensor], arguments: Any) -> None:
+        """Finds out which rows of layers belong to which example."""
+        recorder = self.recorded.recorder
+        forward = recorder.passes[recorder.current]
+        group = forward.group(self.optimizer.param_groups[0]["losses_per_example"])
+        self.layouts.tolerant = any(map(layers.mixes_examples, self.norms))
+        self.layouts.search(outputs, recorder.backpropagate, group, (arguments, self.layouts.tolerant))
+        self.shapes[recorder.current] = tuple(t.shape for t in outputs)
+        if len(self.shapes) > len(recorder.passes):
+            del self.shapes[next(iter(self.shapes))]
+
+    def _with_layout(self, call: LayerCall) -> LayerCall:
+        forward = self.recorded.forward_pass(call)
+        if forward is None:
+            return call
+        group = forward.group(self.optimizer.param_groups[0]["losses_per_example"])
+        return self.layouts.of(call, self.shapes.get(call.forward_id, (forward.outputs,)), group)
 
     def receive(self, call: LayerCall, restarted: bool) -> None:
         key = self.siblings[call.module]
+        call = self._with_layout(call)
         before = self.pending.get(key)
         if restarted:
             self.pending.pop(key, None)
             for p in layers.own_parameters(call.module).values():
                 self.sums.pop(p, None)
                 self.counts.pop(p, None)
+                self.mixed.discard(id(p))
+            self.losses = {key: count for key, count in self.losses.items() if key[0] == call.backward_id}
         elif before and before[-1].pass_id != call.pass_id:
             self._square(self.pending.pop(key))
         self.pending.setdefault(key, []).append(call.kept())
+        self.losses[call.pass_id] = self._count(call)
+
+    def _count(self, call: LayerCall) -> Any:
+        """The number of losses of the pass of a call."""
+        per_example = self.optimizer.param_groups[0]["losses_per_example"]
+        count = self.recorded.losses(call, self.recorded.forward_pass(call), per_example)
+        count = layers.examples_in(call.module, call.input) if count is None else count
+        share = self.shares.get(min(call.forward_id, COMPILED))
+        return count if share is None else count * share
 
     def _square(self, calls: Sequence[LayerCall]) -> None:
         """Adds the squares of one pass."""
+        self.mixed |= layers.mixed_parameters(calls)
+        count = self._count(calls[0])
         for p, columns in layers.gradients_of_calls(calls).items():
             squares = columns.squares()
             self.sums[p] = self.sums[p].add_(squares) if p in self.sums else squares
-            self.counts[p] = self.counts.get(p, 0) + columns.count
+            self.counts[p] = self.counts.get(p, 0) + count
 
-    def observe(self, outputs: Any, loss: Any, labels: Any) -> None:
+    def observe(self, outputs: Any, loss: Any, labels: Any, weights: Any) -> None:
+        recorder, group = self.recorded.recorder, self.optimizer.param_groups[0]
         if self.fisher == "empirical":
+            if isinstance(outputs, Tensor) and (labels is not None or weights is not None):
+                each = loss_weights(likelihoods.named(group["likelihood"]), outputs, labels, weights)
+                if each is not None:
+                    self.shares[recorder.current] = self.shares[COMPILED] = each.mean()
             return
         check_outputs(outputs)
-        recorder = self.recorded.recorder
-        if self.fisher == "exact" and labels is None:
-            likelihood = likelihoods.named(self.optimizer.param_groups[0]["likelihood"])
-            directions = list(likelihood.hessian_roots(outputs))
-        else:
-            directions = [self.residual(outputs, labels)]
+        forward, share = self.observed_pass(outputs, labels, weights)
+        size = forward.group(group["losses_per_example"])
+        self.layouts.tolerant = any(map(layers.mixes_examples, self.norms))
         found: dict[Tensor, Tensor] = {}
-        for direction in directions:
-            for p, columns in layers.gradients_of_calls(recorder.backpropagate(outputs, direction)).items():
+        for direction in self.output_directions(outputs, labels, weights, self.fisher == "exact"):
+            calls = recorder.backpropagate(outputs, direction)
+            calls = self.layouts.attach(calls, outputs, recorder.backpropagate, size)
+            for p, columns in layers.gradients_of_calls(calls).items():
                 found[p] = found[p].add_(columns.squares()) if p in found else columns.squares()
-        self.observed.append((found, len(outputs)))
+        self.observed.append((found, share * forward.losses(group["losses_per_example"])))
 
     def collect(self, groups: Groups, active: list[list[Tensor]]) -> Evidence:
         params = [p for some in active for p in some]
@@ -106,26 +158,24 @@ class PerExampleSquares(Source):
         self.stored.append(self._squares(params))
 
     def _squares(self, params: list[Tensor]) -> dict[Tensor, Tensor]:
-        group = self.optimizer.param_groups[0]
         if self.fisher != "empirical":
             return self._observed_squares(params)
         for calls in self.pending.values():
             self._square(calls)
         self.pending = {}
-        if not self.sums and any(bool(gradient_of(p).any()) for p in params):
+        if not self.losses and any(bool(gradient_of(p).any()) for p in params):
             raise self.recorded.missing_observation("no backward pass was recorded", "call loss.backward() on outputs")
-        marks, losses = self.recorded.marks, group["losses_per_example"]
-        odd = marks.unexplained
+        marks = self.recorded.marks
+        odd = {p for p in self.sums if p in marks.unexplained or id(p) in self.mixed}
         common = marks.factor() if marks.untouched(p for p in params if p in self.sums) else None
         found = {}
         for p in (p for p in params if p in self.sums and p not in odd):
             factor = marks.factor([p]) if common is None else common
             square = 1.0 if factor is None else factor.to(self.sums[p]).square()
-            found[p] = self.sums[p].mul_(self.counts[p] * losses * square)
-        count = max(self.counts.values(), default=1) * losses
-        return self._with_fallback(found, params, count)
+            found[p] = self.sums[p].mul_(self.counts[p] * square)
+        return self._with_fallback(found, params, sum(self.losses.values()) if self.losses else 1)
 
-    def _with_fallback(self, found: dict[Tensor, Tensor], params: list[Tensor], count: int) -> dict[Tensor, Tensor]:
+    def _with_fallback(self, found: dict[Tensor, Tensor], params: list[Tensor], count: Any) -> dict[Tensor, Tensor]:
         """The squares of mean gradients, times the number of losses, for parameters without others."""
         rest = [p for p in params if p not in found]
         self.recorded.warn_fallback({p for p in rest if p not in self.optimizer.warned and bool(gradient_of(p).any())})
@@ -137,7 +187,7 @@ class PerExampleSquares(Source):
             raise self.recorded.missing_observation(
                 "observe() was not called", "call observe(outputs), before loss.backward(), on outputs"
             )
-        total = sum(number for _, number in observed) * self.optimizer.param_groups[0]["losses_per_example"]
+        total = sum(number for _, number in observed)
         found: dict[Tensor, Tensor] = {}
         for squares, _ in observed:
             for p, square in squares.items():

@@ -5,13 +5,15 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bayesgrad import layers
+from bayesgrad import layers, likelihoods
 from bayesgrad.layers.call import LayerCall, Pair
 from bayesgrad.layers.gradients import GradientMarks
+from bayesgrad.layers.layout import ForwardPass
 from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.recorder import LayerRecorder
 from bayesgrad.parts import Host, weak
@@ -28,6 +30,7 @@ class RecordedLayers:
         receive: called with each call of a layer in a backward pass, and with whether what it received before for the
             layer's parameters belongs to gradients that were discarded. It may return gradients, as in `LayerRecorder`.
         record_arguments: whether to keep the arguments of the model's last call.
+        returned: called with the outputs of forward passes, as in `LayerRecorder`.
         only: whether a layer is used.
 
     Attributes:
@@ -44,6 +47,7 @@ class RecordedLayers:
         by_layer: bool = True,
         receive: Callable[[LayerCall, bool], Pair | None] | None = None,
         record_arguments: bool = False,
+        returned: Callable[[list[Tensor], Any], None] | None = None,
         only: Callable[[Layer], bool] = lambda layer: True,
     ) -> None:
         assert optimizer.model is not None
@@ -63,6 +67,7 @@ class RecordedLayers:
             None if receive is None else weak(self._received),
             self.marks,
             record_arguments=record_arguments,
+            returned=returned,
         )
         self._warn_unmodelled()
 
@@ -79,6 +84,23 @@ class RecordedLayers:
 
     def layer_of(self, module: nn.Module) -> Layer | None:
         return self._by_weight.get(id(module._parameters.get("weight")))
+
+    def forward_pass(self, call: LayerCall) -> ForwardPass | None:
+        """The shapes of the forward pass of a call; None if the model returned no tensor with examples.
+
+        Outputs of a likelihood without positions have one loss for each example.
+        """
+        found = self.recorder.forward_pass(call.forward_id)
+        likelihood = self.optimizer.param_groups[0].get("likelihood")
+        if found is None or likelihood is None or likelihoods.named(likelihood).has_classes:
+            return found
+        return found._replace(class_dim=None)
+
+    def losses(self, call: LayerCall, forward: ForwardPass | None, per_example: float | None) -> float | None:
+        """The losses of a pass, by the option `losses_per_example`; None for one in each row of the layer's input."""
+        if forward is not None:
+            return forward.losses(per_example)
+        return None if per_example is None else per_example * layers.examples_in(call.module, call.input)
 
     @property
     def read_elsewhere(self) -> set[Tensor]:

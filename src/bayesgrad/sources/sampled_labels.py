@@ -10,6 +10,7 @@ from torch import Tensor
 from bayesgrad import likelihoods
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.fisher import check_outputs
+from bayesgrad.layers.observed import loss_weights
 from bayesgrad.layers.recorder import check_graph
 from bayesgrad.parts import Evidence, Groups, Needs, Source
 
@@ -36,15 +37,16 @@ class SampledLabels(Source):
         if stale:
             self.reset()
 
-    def observe(self, outputs: Any, loss: Any, labels: Any) -> None:
+    def observe(self, outputs: Any, loss: Any, labels: Any, weights: Any) -> None:
         check_outputs(outputs)
         check_graph(outputs)
         optimizer = self.optimizer
         params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        gradients = torch.autograd.grad(
-            outputs, params, self.residual(outputs, labels), retain_graph=True, allow_unused=True
-        )
-        self.losses += likelihoods.named(optimizer.param_groups[0]["likelihood"]).losses(outputs)
+        (direction,) = self.output_directions(outputs, labels, weights)
+        gradients = torch.autograd.grad(outputs, params, direction, retain_graph=True, allow_unused=True)
+        likelihood = likelihoods.named(optimizer.param_groups[0]["likelihood"])
+        each = loss_weights(likelihood, outputs, labels, weights)
+        self.losses += likelihood.losses(outputs) * (1 if each is None else float(each.mean()))
         for p, gradient in zip(params, gradients):
             if gradient is not None:
                 self.gradients[p] = self.gradients[p] + gradient if p in self.gradients else gradient

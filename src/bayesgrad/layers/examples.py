@@ -1,0 +1,134 @@
+"""Finds out which rows of a layer belong to which example, by backpropagation of random weights.
+
+If the outputs of example j are multiplied by a weight w_j, the errors of its rows must be multiplied by w_j. Weights
+are powers of two, which change no rounding, so this holds exactly in any precision, but for sums in random order. All
+layouts (outer, N, inner) of a layer's rows are compared; see `layers.layout`. A layer that none of them fits mixes
+examples, or has them in another order, which may depend on the data: it has no per-example gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesgrad import layers
+from bayesgrad.layers.call import LayerCall
+from bayesgrad.layers.layout import MIXED, RowLayout
+
+ATTEMPTS = 8  # with other data, if rows without an error leave several possibilities
+CLEARLY = 8.0  # the ratio of differences from which one layout fits better than another
+Backpropagate = Callable[[Tensor, Tensor], list[LayerCall]]
+Shapes = tuple[tuple[torch.Size, ...], int]
+
+
+class RowLayouts:
+    """The layouts of a model's layers, found once for each shape of the outputs and of the layers' errors.
+
+    Args:
+        tolerant: whether modules that are known to mix examples (BatchNorm in training mode) are allowed. The layout
+            that fits best is then used, and their batch statistics are treated as constants.
+    """
+
+    def __init__(self, tolerant: bool = False) -> None:
+        self.tolerant = tolerant
+        self._found: dict[tuple[Shapes, str, torch.Size], RowLayout] = {}
+        self._attempts: Counter[Any] = Counter()
+        self._settled: set[Any] = set()
+
+    def attach(
+        self, calls: Sequence[LayerCall], outputs: Tensor, backpropagate: Backpropagate, group: int = 1
+    ) -> list[LayerCall]:
+        """The calls of one pass with their layouts.
+
+        Args:
+            calls: from some direction of the outputs.
+            outputs: of the model, with their graph.
+            backpropagate: as in `LayerRecorder`.
+            group: the number of rows of the outputs that are one example.
+        """
+        self.search([outputs], backpropagate, group, tuple((call.name, call.error.shape) for call in calls))
+        return [self.of(call, (outputs.shape,), group) for call in calls]
+
+    def of(self, call: LayerCall, outputs: tuple[torch.Size, ...], group: int) -> LayerCall:
+        """A call with its layout; if that is not known, the first dimension must have one index for each example."""
+        layout = self._found.get(((outputs, group), call.name, call.error.shape))
+        if layout is None:
+            examples = outputs[0][0] // group
+            layout = RowLayout(1, examples) if layers.examples_in(call.module, call.input) == examples else MIXED
+        return replace(call, layout=layout)
+
+    def search(self, outputs: Sequence[Tensor], backpropagate: Backpropagate, group: int, what: Any) -> None:
+        """Finds the layouts of the layers that the outputs depend on, unless it was done before.
+
+        Args:
+            outputs: with the same number of examples.
+            what: distinguishes passes with outputs of the same shapes.
+        """
+        key = tuple(t.shape for t in outputs), group
+        if (key, what) in self._settled:
+            return
+        self._attempts[key, what] += 1
+        generator = torch.Generator().manual_seed(0)
+        directions = [torch.randn(t.shape, dtype=torch.float64, generator=generator).to(t) for t in outputs]
+        weights = 2.0 ** (torch.randperm(len(outputs[0]) // group, generator=generator) % 4)
+        try:
+            plain = _calls(outputs, directions, backpropagate)
+        except RuntimeError as error:
+            if "checkpoint" not in str(error):
+                raise
+            self._settled.add((key, what))  # reentrant checkpointing allows backward() alone
+            return
+        rows = weights.repeat_interleave(group)
+        weighted = _calls(outputs, [d * rows.to(d).view(-1, *[1] * (d.dim() - 1)) for d in directions], backpropagate)
+        eps = max(torch.finfo(dtype).eps for dtype in {*[t.dtype for t in outputs], *[c.error.dtype for c in plain]})
+        found: dict[Any, RowLayout] = {}
+        settled = True
+        for one, other in zip(plain, weighted, strict=True):
+            place = key, one.name, one.error.shape
+            layout, clear = _best(one, other, weights, eps, self.tolerant)
+            found[place] = layout if found.get(place, layout) == layout else MIXED
+            settled = settled and clear
+        self._found |= found
+        if settled or self._attempts[key, what] >= ATTEMPTS:
+            self._settled.add((key, what))
+
+
+def _calls(outputs: Sequence[Tensor], directions: Sequence[Tensor], backpropagate: Backpropagate) -> list[LayerCall]:
+    with torch.enable_grad():
+        total = torch.stack([(t * d).sum().float() for t, d in zip(outputs, directions)]).sum()
+    return backpropagate(total, torch.ones_like(total))
+
+
+def _best(one: LayerCall, other: LayerCall, weights: Tensor, eps: float, tolerant: bool) -> tuple[RowLayout, bool]:
+    """The layout that fits best, and whether no other fits as well.
+
+    Args:
+        one, other: the same call, with errors of outputs without and with weights of examples.
+        eps: the precision of the backward pass.
+    """
+    examples, rows = len(weights), layers.leading_rows(one.module, one.error)
+    if rows % examples:
+        return MIXED, True
+    if examples == 1:
+        return RowLayout(1, 1), True
+    plain, weighted = one.error.reshape(rows, -1), other.error.reshape(rows, -1)
+    share = rows // examples
+    outer = [a for a in range(1, share + 1) if share % a == 0]
+    gaps = []
+    for a in outer:
+        expected = weights.to(plain).view(1, -1, 1).expand(a, -1, share // a).reshape(-1, 1) * plain
+        gaps.append((weighted - expected).abs().max())
+    *values, largest = torch.stack([*gaps, plain.abs().max()]).tolist()
+    if not all(map(math.isfinite, values)):
+        return MIXED, False
+    least = min(values)
+    layout = RowLayout(outer[values.index(least)], examples)
+    clear = sum(value <= CLEARLY * least for value in values) == 1
+    fits = least <= min(1e3 * eps, 0.05) * largest
+    return (layout, clear) if fits or tolerant else (MIXED, True)

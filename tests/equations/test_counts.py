@@ -1,0 +1,732 @@
+"""Examples, positions and losses are counted right in any layout of a layer's rows, against torch.func."""
+
+from __future__ import annotations
+
+import copy
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+from bayesgrad import SubsampledFisher, laplace
+from bayesgrad.layers.examples import RowLayouts
+from bayesgrad.layers.layout import MIXED, ForwardPass, RowLayout
+from bayesgrad.layers.per_example import OuterProducts
+from bayesgrad.layers.recorder import LayerRecorder
+from bayesgrad.layers.statistics import symmetric
+from bayesgrad.optim import FOOF, KFAC, OGN, VOGN, AdaBayes, DenseFilter, KroneckerFilterFP, NaturalGradient
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not support norm")
+D = torch.float64
+B, T, C = 4, 6, 3
+
+
+def close(a: Tensor, b: Tensor, rtol: float = 1e-10) -> None:
+    torch.testing.assert_close(a.detach(), b.detach(), rtol=rtol, atol=1e-13)
+
+
+class Tokens(nn.Module):
+    """Sequences (B, T) of tokens, each of which also sees the mean of its sequence.
+
+    Args:
+        layout: of the rows of the layers: "batch", "sequence", "flat", "windows" or "reversed" examples.
+        outputs: the layout of the outputs: "batch", "sequence", "flat" or "mean" over tokens.
+    """
+
+    def __init__(self, layout: str, outputs: str = "batch") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layout, self.outputs = layout, outputs
+        self.table, self.first, self.norm, self.second = (
+            nn.Embedding(7, 5),
+            nn.Linear(5, 6),
+            nn.LayerNorm(6),
+            nn.Linear(6, C),
+        )
+        self.double()
+
+    def arranged(self, x: Tensor) -> Tensor:
+        if self.layout == "sequence":
+            return x.transpose(0, 1)
+        if self.layout == "flat":
+            return x.flatten(0, 1)
+        if self.layout == "windows":
+            return x.unflatten(1, (3, 2)).flatten(0, 1)
+        return x.flip(0) if self.layout == "reversed" else x
+
+    def restored(self, x: Tensor, count: int) -> Tensor:
+        if self.layout == "sequence":
+            return x.transpose(0, 1)
+        x = x.flip(0) if self.layout == "reversed" else x
+        return x.reshape(count, -1, x.shape[-1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(self.table(self.arranged(x))).tanh()
+        h = self.restored(h, len(x))
+        h = self.arranged(h + h.mean(1, keepdim=True))
+        out = self.restored(self.second(self.norm(h)), len(x))
+        if self.outputs == "mean":
+            return out.mean(1)
+        return (
+            out.transpose(0, 1) if self.outputs == "sequence" else out.flatten(0, 1) if self.outputs == "flat" else out
+        )
+
+
+def data() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randint(0, 7, (B, T)), torch.randint(0, C, (B, T))
+
+
+def labels_like(y: Tensor, outputs: str) -> Tensor:
+    return y.T if outputs == "sequence" else y.flatten() if outputs == "flat" else y
+
+
+def per_sequence(model: nn.Module, x: Tensor, y: Tensor, weights: Tensor | None = None) -> dict[str, Tensor]:
+    """The gradient of each sequence's summed loss, (B, *shape), by torch.func."""
+    weights = torch.ones_like(y, dtype=D) if weights is None else weights.to(D)
+
+    def loss(params: dict[str, Tensor], x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        logits = functional_call(model, params, (x[None],)).reshape(-1, C)
+        return (F.cross_entropy(logits, y.flatten(), reduction="none") * w.flatten()).sum()
+
+    params = {n: p.detach() for n, p in model.named_parameters()}
+    with sdpa_kernel(SDPBackend.MATH):
+        return vmap(grad(loss), (None, 0, 0, 0))(params, x, y, weights)
+
+
+def squares(optimizer: OGN | VOGN, model: nn.Module) -> dict[str, Tensor]:
+    params = list(model.parameters())
+    found = optimizer.sources[-1]._squares(params)
+    return {n: found[p] for n, p in model.named_parameters()}
+
+
+# --- moments ---
+
+LAYOUTS = [("batch", "batch"), ("sequence", "sequence"), ("sequence", "batch"), ("flat", "flat"), ("windows", "batch")]
+PLAIN: dict[str, Any] = {"damping_mode": "absolute", "max_norm": math.inf}
+MAKE = {
+    "FOOF": lambda m, n: FOOF(m, lr=0.1, fallback_lr=0.0, losses_per_example=n, **PLAIN),
+    "KFAC": lambda m, n: KFAC(m, lr=0.1, damping=0.1, fallback_lr=0.0, losses_per_example=n, **PLAIN),
+    "reduce": lambda m, n: KFAC(m, lr=0.1, fallback_lr=0.0, losses_per_example=n, sharing="reduce", **PLAIN),
+    "FP": lambda m, n: KroneckerFilterFP(m, batch_size=B * T, losses_per_example=n),
+    "empirical": lambda m, n: KroneckerFilterFP(m, batch_size=B * T, losses_per_example=n, fisher="empirical"),
+}
+
+
+@pytest.mark.parametrize("explicit", [None, T])
+@pytest.mark.parametrize("name", MAKE)
+def test_the_same_loss_in_other_layouts_takes_the_same_step(name: str, explicit: int | None) -> None:
+    """Moments A and E of all layers, and the weights after two steps."""
+    x, y = data()
+    results = []
+    for layout, outputs in LAYOUTS:
+        if name == "reduce" and outputs == "sequence":
+            continue  # the positions of an example are those of its index in the outputs' first dimension
+        if name == "reduce" and outputs == "flat" and explicit is None:
+            continue
+        model = Tokens(layout, outputs)
+        optimizer = MAKE[name](model, explicit)
+        for _ in range(2):
+            optimizer.zero_grad()
+            out = model(x)
+            optimizer.observe(out, labels=labels_like(y, outputs))
+            F.cross_entropy(out.reshape(-1, C), labels_like(y, outputs).flatten()).backward()
+            optimizer.step()
+        state = {n: optimizer.state[p] for n, p in model.named_parameters()}
+        results.append((dict(model.named_parameters()), state))
+    (weights, state), *others = results
+    assert len(others) >= 2
+    for other, its in others:
+        for n, p in other.items():
+            close(p, weights[n])
+        for n in ("table.weight", "first.weight", "second.weight"):
+            for side in ("input_moment", "error_moment"):
+                if side in state[n]:
+                    close(symmetric(its[n][side]), symmetric(state[n][side]))
+
+
+def test_moments_are_sums_over_all_rows() -> None:
+    """A = Σ aa'/L and E = Σ ee'/R, with errors by autograd, in sequence-first layers."""
+    x, y = data()
+    model = Tokens("sequence")
+    caught: list[Tensor] = []
+    model.second.register_forward_pre_hook(lambda m, args: caught.append(args[0].detach()))
+    optimizer = KFAC(model, lr=0.0, fallback_lr=0.0)
+    out = model(x)
+    optimizer.observe(out, labels=y)
+    F.cross_entropy(out.flatten(0, 1), y.flatten()).backward()
+    optimizer.step()
+    a = torch.cat([caught[0].flatten(0, 1), torch.ones(B * T, 1, dtype=D)], 1)
+    e = (out.softmax(-1) - F.one_hot(y, C)).flatten(0, 1).detach()
+    entry = optimizer.state[model.second.weight]
+    close(symmetric(entry["input_moment"])[0], a.T @ a / (B * T))
+    close(symmetric(entry["error_moment"])[0], e.T @ e / (B * T))
+
+
+@pytest.mark.parametrize("wrap", ["logits", "tuple", "dict", "loss"])
+def test_what_a_model_may_return(wrap: str) -> None:
+    """An object with logits, a tuple, a dictionary; a model that returns its loss has the first dimension of inputs."""
+
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(5, C).double()
+
+        def forward(self, x: Tensor) -> Any:
+            out = self.inner(x.transpose(0, 1)).transpose(0, 1)
+            loss = out.square().sum() / (B * T)
+            if wrap == "loss":
+                return loss
+            return {
+                "logits": SimpleNamespace(loss=loss, logits=out),
+                "tuple": (loss, out),
+                "dict": {"loss": loss, "outputs": out},
+            }[wrap]
+
+    torch.manual_seed(0)
+    x = torch.randn(B, T, 5, dtype=D)
+    model = Wrapped()
+    optimizer = FOOF(model, lr=0.0)
+    found = model(x)
+    loss = {"logits": lambda: found.loss, "tuple": lambda: found[0], "dict": lambda: found["loss"]}.get(
+        wrap, lambda: found
+    )
+    loss().backward()
+    optimizer.step()
+    rows = torch.cat([x.flatten(0, 1), torch.ones(B * T, 1, dtype=D)], 1)
+    count = T if wrap == "loss" else B * T
+    close(symmetric(optimizer.state[model.inner.weight]["input_moment"])[0], rows.T @ rows / count)
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_a_compiled_model_notes_the_shape_of_its_outputs() -> None:
+    x, y = data()
+    moments = []
+    for compiled in (False, True):
+        model = Tokens("sequence")
+        model.norm.requires_grad_(False)
+        optimizer = FOOF(model, lr=0.0)
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        F.cross_entropy(run(x).flatten(0, 1), y.flatten()).backward()
+        optimizer.step()
+        moments.append(symmetric(optimizer.state[model.first.weight]["input_moment"]))
+    close(*moments)
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_squares_of_a_compiled_model_need_the_batch_in_the_first_dimension() -> None:
+    x, y = data()
+    for layout in ("batch", "flat"):
+        model = Tokens(layout)
+        optimizer = OGN(model, num_data=50)
+        run = torch.compile(model, backend="aot_eager", fullgraph=True)
+        F.cross_entropy(run(x).flatten(0, 1), y.flatten()).backward()
+        expected, found = per_sequence(model, x, y), squares(optimizer, model)
+        for n, p in model.named_parameters():
+            wanted = expected[n].square().sum(0) / (B * T) if layout == "batch" else B * T * p.grad.square()
+            close(found[n], wanted)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_squares_of_a_checkpointed_model(reentrant: bool) -> None:
+    """Reentrant checkpointing allows no further backward passes: the first dimension is taken for that of examples."""
+    model, x, y = first_of_many()
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, x.requires_grad_(), use_reentrant=reentrant)  # pyright: ignore
+
+    outer = Checkpointed()
+    optimizer = OGN(outer, num_data=50)
+    F.cross_entropy(outer(x), y).backward()
+    found, expected = squares(optimizer, outer), per_sequence(model, x.detach(), y)
+    for n in expected:
+        close(found[f"inner.{n}"], expected[n].square().mean(0))
+
+
+def test_layers_called_outside_of_the_model_are_not_counted_by_its_last_outputs() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
+    optimizer = FOOF(model, lr=0.0)
+    model(torch.randn(5, 3, dtype=D))
+    x = torch.randn(8, 3, dtype=D)
+    model[1](model[0](x)).sum().backward()
+    optimizer.step()
+    rows = torch.cat([x, torch.ones(8, 1, dtype=D)], 1)
+    close(symmetric(optimizer.state[model[0].weight]["input_moment"])[0], rows.T @ rows / 8)
+
+
+def test_images_have_a_loss_for_each_pixel() -> None:
+    torch.manual_seed(0)
+    model = nn.Conv2d(2, 3, 1, bias=False).double()
+    x = torch.randn(2, 2, 4, 5, dtype=D)
+    optimizer = FOOF(model, lr=0.0)
+    F.cross_entropy(model(x), torch.randint(0, 3, (2, 4, 5))).backward()
+    optimizer.step()
+    rows = x.permute(0, 2, 3, 1).reshape(-1, 2)
+    close(symmetric(optimizer.state[model.weight]["input_moment"])[0], rows.T @ rows / 40)
+
+
+# --- per-example gradients ---
+
+
+@pytest.mark.parametrize("layout", ["batch", "sequence", "flat", "windows"])
+@pytest.mark.parametrize("make", [OGN, VOGN])
+@pytest.mark.parametrize("outputs", ["batch", "flat", "mean"])
+def test_squares_are_those_of_sequences(layout: str, make: Any, outputs: str) -> None:
+    """h = Σ_j g_j^2/L for sequences j, also for flattened outputs of which T rows are one sequence."""
+    x, y = data()
+    y = y[:, 0] if outputs == "mean" else y
+    model = Tokens(layout, outputs)
+    optimizer = make(model, num_data=50, losses_per_example=T if outputs == "flat" else None)
+    with optimizer.sampled(noise=torch.zeros_like) if make is VOGN else optimizer.sampled():
+        F.cross_entropy(model(x).reshape(-1, C), y.flatten()).backward()
+    expected = per_sequence(model, x, y)
+    found = squares(optimizer, model)
+    for n in expected:
+        close(found[n], expected[n].square().sum(0) / y.numel())
+
+
+@pytest.mark.parametrize("fisher", ["sampled", "exact"])
+@pytest.mark.parametrize("layout", ["sequence", "flat", "windows"])
+def test_observed_squares_are_those_of_sequences(layout: str, fisher: str) -> None:
+    x, y = data()
+    model, plain = Tokens(layout, "mean"), Tokens("batch", "mean")
+    optimizer = OGN(model, num_data=50, fisher=fisher)
+    out = model(x)
+    optimizer.observe(out, labels=y[:, 0] if fisher == "sampled" else None)
+    F.cross_entropy(out, y[:, 0]).backward()
+    if fisher == "sampled":
+        expected = {n: g.square().mean(0) for n, g in per_sequence(plain, x, y[:, 0]).items()}
+    else:
+        p = plain(x).softmax(-1).detach()
+        each = [per_sequence(plain, x, torch.full((B,), c)) for c in range(C)]
+        names = [n for n, _ in plain.named_parameters()]
+        expected = {
+            n: sum(torch.einsum("n,n...->...", p[:, c], g[n].square()) for c, g in enumerate(each)) / B for n in names
+        }
+    found = squares(optimizer, model)
+    for n in expected:
+        close(found[n], expected[n])
+
+
+def test_rows_of_flattened_outputs_are_examples() -> None:
+    """Without losses_per_example, a row of the outputs is an example: a network that treats tokens alike."""
+    x, y = data()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(7, 5), nn.Flatten(0, 1), nn.Tanh(), nn.Linear(5, C)).double()
+    optimizer = OGN(model, num_data=50)
+    F.cross_entropy(model(x), y.flatten()).backward()
+    tokens = per_sequence(model, x.reshape(-1, 1), y.reshape(-1, 1))
+    found = squares(optimizer, model)
+    for n in tokens:
+        close(found[n], tokens[n].square().mean(0))
+
+
+class Encoder(nn.Module):
+    """nn.TransformerEncoderLayer in its default layout, which is sequence first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(7, 4)
+        self.layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0)
+        self.head = nn.Linear(4, C)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(self.table(x.T)).mean(0))
+
+
+class Pairs(nn.Module):
+    """One call of an encoder for both halves of pairs (B, 2, d)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder, self.head = nn.Linear(5, 4), nn.Linear(4, C)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.encoder(torch.cat([x[:, 0], x[:, 1]])).tanh().chunk(2)
+        return self.head((a - b).square())
+
+
+class Frames(nn.Module):
+    """A convolution of frames (B T, channels, height, width), interleaved with time first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.norm, self.head = nn.Conv2d(2, 4, 2), nn.GroupNorm(2, 4), nn.Linear(4, C)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.conv(x.transpose(0, 1).flatten(0, 1))).tanh().mean((2, 3))
+        return self.head(h.unflatten(0, (-1, len(x))).mean(0))
+
+
+def inputs_of(kind: type) -> Tensor:
+    torch.manual_seed(2)
+    if kind is Encoder:
+        return torch.randint(0, 7, (B, T))
+    return torch.randn(B, 2, 5, dtype=D) if kind is Pairs else torch.randn(B, 3, 2, 3, 3, dtype=D)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not support layer.self_attn")
+@pytest.mark.parametrize("kind", [Encoder, Pairs, Frames])
+def test_networks_whose_layers_do_not_begin_with_the_batch(kind: type) -> None:
+    """Squares of OGN, and the matrix of SubsampledFisher, which stores inputs and errors."""
+    x, y = inputs_of(kind), torch.tensor([0, 1, 2, 1])
+    model = kind()
+    expected = per_sequence(model, x, y)
+    optimizer = OGN(model, num_data=50)
+    F.cross_entropy(model(x), y).backward()
+    found = squares(optimizer, model)
+    for n in expected:
+        close(found[n], expected[n].square().mean(0))
+    fisher = SubsampledFisher(model, x, labels=y)
+    rows = torch.cat([g.flatten(1) for g in expected.values()], 1)
+    close(fisher.dense(), rows.T @ rows / B)
+    weights = [n for n, c in fisher._gradients.columns.items() if isinstance(c, OuterProducts)]
+    assert weights == [n for n, p in model.named_parameters() if p.dim() > 1 and "table" not in n]
+
+
+def test_natural_gradients_of_sequences() -> None:
+    """(F + damping)^-1 g with F = Σ_j g_j g_j'/L in all layouts."""
+    x, y = data()
+    expected = per_sequence(Tokens("batch"), x, y)
+    rows = torch.cat([g.flatten(1) for g in expected.values()], 1)
+    direction = torch.linalg.solve(
+        rows.T @ rows / (B * T) + 0.1 * torch.eye(rows.shape[1], dtype=D), rows.sum(0) / (B * T)
+    )
+    for layout, outputs, explicit in [
+        *[(*one, None) for one in LAYOUTS[::2]],
+        ("flat", "flat", T),
+        ("batch", "batch", T),
+    ]:
+        model = Tokens(layout, outputs)
+        before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+        optimizer = NaturalGradient(model, lr=1.0, damping=0.1, max_norm=math.inf, losses_per_example=explicit)
+        out = model(x)
+        optimizer.observe(out, labels=labels_like(y, outputs))
+        F.cross_entropy(out.reshape(-1, C), labels_like(y, outputs).flatten()).backward()
+        optimizer.step()
+        close(nn.utils.parameters_to_vector(model.parameters()), before - direction, 1e-8)
+
+
+def test_kronecker_factors_of_laplace_in_all_layouts() -> None:
+    x, y = data()
+    wanted = None
+    for layout in ("batch", "sequence", "flat", "windows"):
+        model = Tokens(layout, "mean")
+        model.norm.requires_grad_(False)
+        posterior = laplace(model, [(x, y[:, 0])], likelihood="categorical", structure="kron")
+        found = torch.cat([h.dense().flatten() for h in posterior.hessians])
+        wanted = found if wanted is None else wanted
+        close(found, wanted)
+
+
+def test_layers_that_mix_examples_have_the_squares_of_mean_gradients() -> None:
+    x, y = data()
+    model = Tokens("reversed")
+    optimizer = OGN(model, num_data=50)
+    F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+    with pytest.warns(UserWarning, match=r"OGN does not support table.weight, first.weight, .*squares of their mean"):
+        found = squares(optimizer, model)
+    for n, p in model.named_parameters():
+        close(found[n], B * T * p.grad.square())
+    reduced = KFAC(model, sharing="reduce")
+    reduced.observe(model(x))
+    with pytest.raises(ValueError, match="use sharing='expand'"):
+        reduced.step()
+
+
+def test_a_layout_is_searched_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two more backward passes in the first pass with a shape; none in later ones."""
+    x, y = data()
+    calls: list[int] = []
+    backpropagate = LayerRecorder.backpropagate
+    monkeypatch.setattr(LayerRecorder, "backpropagate", lambda *a: calls.append(1) or backpropagate(*a))
+    model = Tokens("sequence")
+    optimizer = OGN(model, num_data=50)
+    for rows in (B, B, B - 1, B, B - 1):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x[:rows]).flatten(0, 1), y[:rows].flatten()).backward()
+        optimizer.step()
+    assert len(calls) == 4
+
+
+def test_a_layout_that_is_not_visible_yet_is_searched_again() -> None:
+    """Errors of a network whose last layer is zero are zero, which fits every layout."""
+    x, y = data()
+    model = Tokens("sequence")
+    nn.init.zeros_(model.second.weight)
+    optimizer = OGN(model, num_data=50)
+    F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+    optimizer.step()
+    torch.manual_seed(5)
+    nn.init.normal_(model.second.weight)
+    optimizer.zero_grad()
+    F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+    expected, found = per_sequence(model, x, y), squares(optimizer, model)
+    for n in expected:
+        close(found[n], expected[n].square().sum(0) / (B * T))
+
+
+@pytest.mark.parametrize(
+    ("turn", "layout"),
+    [
+        (lambda x: x, RowLayout(1, B)),
+        (lambda x: x.transpose(0, 1), RowLayout(T, B)),
+        (lambda x: x.flatten(0, 1), RowLayout(1, B)),
+        (lambda x: x.unflatten(1, (2, 3)).permute(1, 0, 2, 3), RowLayout(2, B)),
+        (lambda x: x.flip(0), MIXED),
+        (lambda x: x - x.mean(0), MIXED),
+        (lambda x: x[:, :, None].expand(-1, -1, 2, -1).reshape(2, -1, 5), RowLayout(1, B)),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_layouts_that_are_found(turn: Any, layout: RowLayout, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(5, 3, dtype=dtype)
+    recorder = LayerRecorder(nn.Module(), {"layer": layer})
+    x = torch.randn(B, T, 5, dtype=dtype)
+    scale = torch.ones(B, T, 1, dtype=dtype, requires_grad=True)
+    rows = turn(x * scale)
+    # The outputs are those of the layer, brought back to the order of the examples by the derivative of `turn`.
+    (outputs,) = torch.autograd.grad(rows, scale, layer(rows).sum(-1, keepdim=True).expand_as(rows), create_graph=True)
+    calls = recorder.backpropagate(outputs, torch.ones_like(outputs))
+    (call, *_) = RowLayouts().attach(calls, outputs, recorder.backpropagate)
+    assert call.layout == layout
+    if layout != MIXED:
+        arranged = layout.arrange(turn(x).reshape(-1, 1, 5), 0)
+        assert {tuple(row) for row in arranged[0].tolist()} == {tuple(row) for row in x[0].tolist()}
+    recorder.close()
+
+
+@pytest.mark.parametrize("layout", ["batch", "sequence", "flat", "windows", "reversed"])
+def test_layouts_are_found_under_autocast(layout: str) -> None:
+    """Powers of two change no rounding: layouts are told apart in half precision, and a reversed order is none."""
+    x, y = data()
+    model = Tokens(layout).float()
+    optimizer = OGN(model, num_data=50)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = F.cross_entropy(model(x).flatten(0, 1).float(), y.flatten())
+    loss.backward()
+    (source,) = optimizer.sources
+    wanted = MIXED if layout == "reversed" else RowLayout(T if layout == "sequence" else 1, B)
+    assert {call.layout for calls in source.pending.values() for call in calls} == {wanted}
+
+
+def test_numbers_of_losses() -> None:
+    size = torch.Size
+    tokens = ForwardPass(size((4, 6, 3)))
+    assert [tokens.losses(n) for n in (None, 6, 4, 1, 2)] == [24, 24, 24, 4, 8]
+    flat = ForwardPass(size((24, 3)), single=True)
+    assert [flat.losses(n) for n in (None, 6, 1)] == [24, 24, 24]
+    assert [flat.group(n) for n in (None, 6, 1)] == [1, 6, 1]
+    inside = ForwardPass(size((24, 3)), size((4, 6)))  # flattened in the model
+    assert (inside.losses(6), inside.group(6)) == (24, 6)
+    regression = ForwardPass(size((4, 6)), size((4, 9)))
+    assert (regression.losses(None), regression.losses(6)) == (4, 24)
+    with pytest.raises(ValueError, match="losses_per_example=5 does not divide"):
+        flat.losses(5)
+
+
+# --- parts of outputs, ignored labels, classes ---
+
+
+def first_of_many() -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, C)).double()
+    return model, torch.randn(40, 5, dtype=D), torch.randint(0, C, (40,))
+
+
+def test_a_part_of_the_outputs_is_observed() -> None:
+    """The errors of ten examples among forty have the moment of the ten, and squares are those of the ten."""
+    model, x, y = first_of_many()
+    results = []
+    for rows in (40, 10):
+        optimizer = KFAC(copy.deepcopy(model), lr=0.0)
+        out = optimizer.model(x[:rows])
+        optimizer.observe(out[:10], labels=y[:10])
+        F.cross_entropy(out, y[:rows]).backward()
+        optimizer.step()
+        results.append([optimizer.state[p] for p in optimizer.model.parameters()][::2])
+    whole = torch.cat([x, torch.ones(40, 1, dtype=D)], 1)
+    for i in (0, 1):
+        close(symmetric(results[0][i]["error_moment"]), symmetric(results[1][i]["error_moment"]))
+    close(symmetric(results[0][0]["input_moment"])[0], whole.T @ whole / 40)
+    optimizer = OGN(model, num_data=50, fisher="sampled")
+    out = model(x)
+    optimizer.observe(out[:10], labels=y[:10])
+    F.cross_entropy(out, y).backward()
+    found, expected = squares(optimizer, model), per_sequence(model, x[:10], y[:10])
+    for n in expected:
+        close(found[n], expected[n].square().mean(0))
+
+
+@pytest.mark.parametrize("how", ["labels", "weights"])
+@pytest.mark.parametrize("fisher", ["empirical", "sampled"])
+@pytest.mark.parametrize("second", [False, True])
+def test_ignored_labels_are_not_counted(how: str, fisher: str, second: bool) -> None:
+    """A third of the labels is ignored: squares are divided by the number of the others."""
+    x, y = data()
+    ignored = y.masked_fill(torch.arange(B * T).view(B, T) % 3 == 0, -100)
+    kept = ignored != -100
+    model = Tokens("sequence")
+    optimizer = OGN(model, num_data=50, fisher=fisher)
+    out = model(x)
+    given: dict[str, Any] = {"labels": ignored} if how == "labels" else {"labels": y, "weights": kept}
+    if second:
+        optimizer.observe(out.movedim(-1, 1), class_dim=1, **given)
+    else:
+        optimizer.observe(out, **given)
+    F.cross_entropy(out.flatten(0, 1), ignored.flatten()).backward()
+    expected, found = per_sequence(model, x, y, kept), squares(optimizer, model)
+    for n in expected:
+        close(found[n], expected[n].square().sum(0) / kept.sum())
+
+
+def test_sampled_labels_without_a_loss_have_no_residual() -> None:
+    """KFAC with weights: the labels that it draws for ignored positions do not count, nor do those positions."""
+    x, y = data()
+    kept = torch.arange(B * T).view(B, T) % 3 != 0
+    model = Tokens("batch")
+    optimizer = KFAC(model, lr=0.0, fallback_lr=0.0, seed=3)
+    out = model(x)
+    optimizer.observe(out, weights=kept)
+    drawn = torch.Generator().manual_seed((3 * 0x9E3779B97F4A7C15) % 2**63)
+    u = torch.rand(B, T, dtype=D, generator=drawn)[..., None]
+    labels = (out.softmax(-1).cumsum(-1) <= u).sum(-1).clamp(max=C - 1)
+    F.cross_entropy(out.flatten(0, 1), y.flatten()).backward()
+    optimizer.step()
+    e = (out.softmax(-1) - F.one_hot(labels, C)).detach()[kept]
+    close(symmetric(optimizer.state[model.second.weight]["error_moment"])[0], e.T @ e / kept.sum())
+
+
+@pytest.mark.parametrize("make", ["NaturalGradient", "DenseFilter", "AdaBayes", "KroneckerFilterFP"])
+def test_a_mask_is_a_smaller_batch(make: str) -> None:
+    """Examples without a loss might as well be left out, for each rule that observes outputs."""
+    model, x, y = first_of_many()
+    build = {
+        "NaturalGradient": lambda m: NaturalGradient(m, lr=0.1, damping=0.1),
+        "DenseFilter": lambda m: DenseFilter(m, batch_size=10, prior_std=0.3, fisher="sampled"),
+        "AdaBayes": lambda m: AdaBayes(m.named_parameters(), batch_size=10, fisher="sampled"),
+        "KroneckerFilterFP": lambda m: KroneckerFilterFP(m, batch_size=10, prior_std=0.1),
+    }[make]
+    mask = torch.arange(40) < 10
+    results = []
+    for how in ("whole", "ignored", "weights"):
+        net = copy.deepcopy(model)
+        optimizer = build(net)
+        # The inputs of the others do not matter for per-example gradients, but for the moments of inputs: repeat them.
+        inputs = x[:10] if how == "whole" else x[:10].repeat(4, 1)
+        out = net(inputs)
+        if how == "whole":
+            optimizer.observe(out, labels=y[:10])
+        elif how == "ignored":
+            optimizer.observe(out, labels=torch.cat([y[:10], torch.full((30,), -100)]))
+        else:
+            optimizer.observe(out, labels=y[:10].repeat(4), weights=mask)
+        F.cross_entropy(out[:10], y[:10]).backward()
+        optimizer.step()
+        results.append(nn.utils.parameters_to_vector(net.parameters()))
+    for other in results[1:]:
+        close(other, results[0], 1e-8)
+
+
+def test_classes_in_the_second_dimension() -> None:
+    """class_dim=1 of outputs (N, C, L): the moments are those with classes last; else loss or labels refuse them."""
+    x, y = data()
+
+    class Turned(Tokens):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).movedim(-1, 1)
+
+    found = []
+    for model, dim in ((Tokens("batch"), None), (Turned("batch"), 1)):
+        optimizer = KFAC(model, lr=0.0, fallback_lr=0.0, seed=4)
+        out = model(x)
+        loss = F.cross_entropy(out.movedim(-1, 1) if dim is None else out, y)
+        optimizer.observe(out, loss=loss, class_dim=dim)
+        loss.backward()
+        optimizer.step()
+        entry = optimizer.state[model.second.weight]
+        found.append((symmetric(entry["input_moment"]), symmetric(entry["error_moment"])))
+    close(found[0][0], found[1][0])
+    close(found[0][1], found[1][1])
+    model = Turned("batch")
+    out = model(x)
+    optimizer = KFAC(model)
+    with pytest.raises(ValueError, match=r"the loss has classes in dimension 1 .* pass class_dim=1 to observe\(\)"):
+        optimizer.observe(out, loss=F.cross_entropy(out, y))
+    with pytest.raises(ValueError, match=r"labels of shape \(4, 6\) fit classes in dimension 1"):
+        optimizer.observe(out, labels=y)
+    with pytest.raises(ValueError, match=r"labels of shape .* fit classes in dimension 1"):
+        laplace(model, [(x, y)], likelihood="categorical")
+    expected = SubsampledFisher(Tokens("batch"), x, fisher="exact").dense()
+    close(SubsampledFisher(model, x, fisher="exact", class_dim=1).dense(), expected, 1e-9)
+
+
+def test_weights_must_fit() -> None:
+    x, _ = data()
+    model = Tokens("batch")
+    optimizer = KFAC(model, fallback_lr=0.0)
+    with pytest.raises(ValueError, match=r"weights must be a tensor of shape \(4, 6\), with one entry for each loss"):
+        optimizer.observe(model(x), weights=torch.ones(B))
+    with pytest.raises(ValueError, match="at least one loss that counts"):
+        optimizer.observe(model(x), labels=torch.full((B, T), -100))
+
+
+@pytest.mark.parametrize("fisher", ["sampled", "exact"])
+def test_a_weight_of_two_counts_a_loss_twice(fisher: str) -> None:
+    """As with class weights, by which the mean loss is divided too."""
+    model, x, y = first_of_many()
+    weights = torch.tensor([2.0, 1.0, 3.0, 1.0])
+    found = []
+    for repeated in (False, True):
+        rows = torch.arange(4).repeat_interleave(weights.long()) if repeated else torch.arange(4)
+        optimizer = OGN(model, num_data=50, fisher=fisher)
+        out = model(x[rows])
+        given = {"labels": y[rows]} if fisher == "sampled" else {}
+        optimizer.observe(out, weights=None if repeated else weights, **given)
+        F.cross_entropy(out, y[rows]).backward()
+        found.append(squares(optimizer, model))
+    for n in found[0]:
+        close(found[0][n], found[1][n])
+
+
+def test_two_optimizers_of_one_model_count_the_same_passes() -> None:
+    """The second one was built after a forward pass, so that it has counted fewer of them."""
+    x, y = data()
+    model = Tokens("sequence")
+    first = OGN(model, params=model.first.parameters(), num_data=50)
+    F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+    first.step()
+    second = FOOF(model, lr=0.0, params=model.second.parameters())
+    caught: list[Tensor] = []
+    model.second.register_forward_pre_hook(lambda m, args: caught.append(args[0].detach()))
+    model.zero_grad()
+    first.zero_grad()
+    F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+    second.step()
+    a = torch.cat([caught[0].flatten(0, 1), torch.ones(B * T, 1, dtype=D)], 1)
+    close(symmetric(second.state[model.second.weight]["input_moment"])[0], a.T @ a / (B * T))
+    (source,) = first.sources
+    found = source._squares(list(model.first.parameters()))
+    wanted = per_sequence(model, x, y)
+    for n in ("first.weight", "first.bias"):
+        close(found[model.get_parameter(n)], wanted[n].square().sum(0) / (B * T))
