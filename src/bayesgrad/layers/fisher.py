@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -16,7 +17,7 @@ from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.call import LayerCall
 from bayesgrad.layers.functional import gradients_by_vmap
 from bayesgrad.layers.network import parameters_of, unwrap
-from bayesgrad.layers.per_example import PerExampleGradients, StoredGradients, concatenated
+from bayesgrad.layers.per_example import PerExampleGradients, StoredGradients
 from bayesgrad.layers.recorder import LayerRecorder, Trace
 from bayesgrad.noise import seed32
 from bayesgrad.precision import LowRank
@@ -219,7 +220,7 @@ class BatchGradients:
     """Per-example gradients of one batch, for some directions of the outputs.
 
     Args:
-        columns: name -> per-example gradients; examples of one direction are consecutive.
+        columns: name -> per-example gradients; the directions of one example are consecutive.
         outputs: of the model.
         labels: the labels that were used, None for the exact Fisher.
         first: whether these are the first directions of the batch.
@@ -245,6 +246,35 @@ def batch_gradients(
     Raises:
         ValueError: the model mixes the examples of a batch, or labels do not fit.
     """
+    used = labels
+
+    def directions(outputs: Tensor) -> Iterator[Tensor]:
+        nonlocal used
+        if used is None and fisher == "sampled":
+            used = kind.sample(outputs, generator)
+        return kind.hessian_roots(outputs) if used is None else iter([kind.residual(outputs, used)])
+
+    with closing(directional_gradients(model, inputs, directions, at_once)) as parts:
+        for seen in parts:
+            yield replace(seen, labels=used)
+
+
+def directional_gradients(
+    model: nn.Module,
+    inputs: Tensor | tuple[Tensor, ...],
+    directions: Callable[[Tensor], Iterator[Tensor]],
+    at_once: int | None = None,
+    checked: dict[Any, set[int]] | None = None,
+) -> Generator[BatchGradients, None, None]:
+    """Per-example gradients of every trainable parameter, for `at_once` directions of the outputs at a time.
+
+    Args:
+        directions: of the outputs, given these: derivatives of some loss by the outputs.
+        checked: see `gather_gradients`.
+
+    Raises:
+        ValueError: the model mixes the examples of a batch.
+    """
     model = unwrap(model)
     check_batch_mixing(model)
     arguments = inputs if isinstance(inputs, tuple) else (inputs,)
@@ -262,13 +292,11 @@ def batch_gradients(
                     f"inputs and outputs of shape {tuple(outputs.shape)}."
                 )
             trace = recorder.trace(outputs)
-        if labels is None and fisher == "sampled":
-            labels = kind.sample(outputs, generator)
-        directions = kind.hessian_roots(outputs) if labels is None else iter([kind.residual(outputs, labels)])
+        given = directions(outputs)
         ids = {id(p): name for name, p in parameters.items()}
-        checked: dict[Any, set[int]] = {}
+        checked = {} if checked is None else checked
         first = True
-        while some := list(islice(directions, at_once)):
+        while some := list(islice(given, at_once)):
             columns, left = gather_gradients(trace, some, checked)
             named = {ids[key]: value for key, value in columns.items() if key in ids}
             read = {*trace.read_counts, *left}
@@ -279,7 +307,7 @@ def batch_gradients(
                 if name not in named:  # the outputs do not depend on it
                     zeros = torch.zeros(len(outputs) * len(some), *p.shape, dtype=compute_dtype(p.dtype))
                     named[name] = StoredGradients(p.shape, zeros.to(p.device))
-            yield BatchGradients({name: named[name] for name in parameters}, outputs.detach(), labels, first)
+            yield BatchGradients({name: named[name] for name in parameters}, outputs.detach(), None, first)
             first = False
     finally:
         recorder.close()
@@ -339,9 +367,38 @@ def gather_gradients(
             if call.name in mixed or layers.examples_in(call.module, call.input) != len(trace.outputs):
                 checked[key] |= {id(p) for p in layers.own_parameters(call.module).values()}
     left = checked[key] if len(trace.outputs) > 1 else checked.pop(key)  # one example alone tells nothing
-    passes = [layers.gradients_of_calls(first, left)]
-    passes += [layers.gradients_of_calls(trace.backpropagate(direction), left) for direction in directions[1:]]
-    return {id(p): concatenated([found[p] for found in passes]) for p in passes[0]}, left
+    calls = first if len(directions) == 1 else _with_directions(trace, directions, first, left)
+    return {id(p): columns for p, columns in layers.gradients_of_calls(calls, left).items()}, left
+
+
+def _with_directions(
+    trace: Trace, directions: Sequence[Tensor], first: Sequence[LayerCall], left: set[int]
+) -> list[LayerCall]:
+    """Calls whose inputs are stored once, with the errors of all directions: those of an example are consecutive.
+
+    Args:
+        first: the calls with the errors of the first direction.
+        left: the ids of parameters whose layers are not needed.
+    """
+    needed = [any(id(p) not in left for p in layers.own_parameters(call.module).values()) for call in first]
+    examples = len(trace.outputs)
+    errors = [
+        call.error.new_empty(examples, len(directions), call.error.numel() // examples) if used else None
+        for call, used in zip(first, needed)
+    ]
+    for k, direction in enumerate(directions):
+        for call, into in zip(trace.backpropagate(direction) if k else first, errors, strict=True):
+            if into is not None:
+                into[:, k] = call.error.reshape(examples, -1)
+    return [
+        replace(
+            call,
+            input=call.input[None] if layers.is_unbatched(call.module, call.input) else call.input,
+            error=into.view(-1, *call.error.shape[not layers.is_unbatched(call.module, call.input) :]),
+        )
+        for call, into in zip(first, errors)
+        if into is not None
+    ]
 
 
 def _mixed(trace: Trace, direction: Tensor, plain: Sequence[LayerCall]) -> set[str]:

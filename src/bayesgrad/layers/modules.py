@@ -84,7 +84,12 @@ def groups_of(module: nn.Module) -> int:
 
 def examples_in(module: nn.Module, x: Tensor) -> int:
     """The length of the leading dimension; 1 for an unbatched input."""
-    return 1 if x.dim() == _dimensions(module) else x.shape[0]
+    return 1 if is_unbatched(module, x) else x.shape[0]
+
+
+def is_unbatched(module: nn.Module, x: Tensor) -> bool:
+    """Whether an input is one example without a leading dimension."""
+    return x.dim() == _dimensions(module)
 
 
 def rows_in(module: nn.Module, error: Tensor) -> int:
@@ -113,7 +118,7 @@ def _dimensions(module: nn.Module) -> int:
 def inputs_of(module: nn.Module, x: Tensor) -> Tensor:
     """a, (groups, N, positions, in), for Linear and Conv: out = a W' + b at each position."""
     x = x.to(_dtype(module))
-    if x.dim() == _dimensions(module):
+    if is_unbatched(module, x):
         x = x[None]
     if not isinstance(module, CONVOLUTIONS):
         return x.reshape(1, len(x), -1, x.shape[-1])
@@ -140,18 +145,25 @@ def errors_of(module: nn.Module, error: Tensor) -> Tensor:
 
 
 def lookups_of(module: nn.Embedding, x: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices (N, positions) and errors (N, positions, features), zero at the padding index."""
+    """Indices (examples, positions) and errors (N, positions, features), zero at the padding index."""
     indices = x.reshape(len(x) if x.dim() else 1, -1)
-    errors = error.to(_dtype(module)).reshape(*indices.shape, -1)
+    errors = error.to(_dtype(module)).reshape(len(indices), -1, indices.shape[1], error.shape[-1])
     if module.padding_idx is not None:
-        errors = errors.masked_fill((indices == module.padding_idx)[..., None], 0.0)
+        errors = errors.masked_fill((indices == module.padding_idx)[:, None, :, None], 0.0)
+    errors = errors.flatten(0, 1)
     return indices, errors
 
 
 def per_example_gradients(
     module: nn.Module, x: Tensor, error: Tensor
 ) -> Iterator[tuple[nn.Parameter, PerExampleGradients]]:
-    """The per-example gradients of each parameter of the layer that requires gradients."""
+    """The per-example gradients of each parameter of the layer that requires gradients.
+
+    Args:
+        module: the layer.
+        x: its input.
+        error: of each example of x, or of several directions for each example, which are consecutive.
+    """
     trained = {name: p for name, p in own_parameters(module).items() if p.requires_grad}
     if not trained:
         return
@@ -168,6 +180,8 @@ def per_example_gradients(
             yield bias, StoredGradients(bias.shape, sums.transpose(0, 1).reshape(-1, *bias.shape))
         return
     x, error = (t.to(_dtype(module)) for t in (x, error))
+    if len(error) > len(x):
+        x = x.repeat_interleave(len(error) // len(x), 0)
     products = {"weight": error * x, "bias": error}
     for name, p in trained.items():
         if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
