@@ -20,18 +20,16 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
-from torch.func import vjp, vmap
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bayesgrad import layers
 from bayesgrad.belief import Belief, Joint
-from bayesgrad.layers.fisher import directional_gradients, sum_terms
+from bayesgrad.layers.fisher import BatchGradients, directional_gradients, sum_terms
 from bayesgrad.layers.network import Network, matching_parameters, requires_grad_only, temporary_weights
 from bayesgrad.layers.per_example import (
     CHUNK,
@@ -65,8 +63,8 @@ class OutputCovariance(Protocol):
         """
         ...
 
-    def workspace(self, jacobian: Jacobian) -> int:
-        """The number of elements that it writes for each row."""
+    def workspace(self, jacobian: Jacobian, count: int) -> int:
+        """The number of elements that it writes for each row, given some rows of so many examples."""
         ...
 
 
@@ -81,48 +79,70 @@ def output_covariance(
         parts: of S.
         joint: whether to compute covariances, or variances alone.
     """
-    parameters = matching_parameters(network.model, {name: w.shape for name, w in mean.items()}, "posterior")
-    by_layers = network.statistics is None and not any(layers.mixes_examples(m) for m in network.model.modules())
-    rows = RecordedRows(network) if by_layers else WrittenRows(network, mean)
-    with temporary_weights(parameters, mean), requires_grad_only(network.model, parameters):
+    model, checked = network.model, {}
+    parameters = matching_parameters(model, {name: w.shape for name, w in mean.items()}, "posterior")
+    estimated = network.estimated_statistics(mean)
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in estimated}
+    with (
+        temporary_weights({**parameters, **buffers}, {**mean, **estimated}),
+        requires_grad_only(model, parameters),
+    ):
         probe = tuple(x[:2] for x in network.inputs)
-        with closing(rows.blocks(probe, 0, 1)) as blocks:
+        with closing(_rows(model, probe, 0, 2, checked)) as blocks:
             first = next(blocks)
-        with torch.no_grad():
-            width = network.at(mean)(*[x[:1] for x in probe]).numel()
-        shared, each = _sizes(first, len(probe[0]))
-        each += sum(part.workspace(first) for part in parts)
+        examples, width = len(first.outputs), first.outputs[0].numel()
+        shared, each = _sizes(first.columns, examples, min(2, width))
+        each += sum(part.workspace(first.columns, examples) for part in parts)
         count = max(1, CHUNK // (shared + width * each))
         at_once = width if count > 1 else max(1, min(width, BLOCK // each))
         pieces = zip(*[x.split(min(count, network.chunk or count)) for x in network.inputs])
-        return torch.cat([_covariance(rows, examples, width, at_once, parts, joint) for examples in pieces])
+        return torch.cat([_covariance(model, some, width, at_once, checked, parts, joint) for some in pieces])
 
 
-def _sizes(rows: Jacobian, count: int) -> tuple[int, int]:
+def _rows(
+    model: nn.Module, examples: tuple[Tensor, ...], start: int, at_once: int, checked: dict[Any, set[int]]
+) -> Generator[BatchGradients, None, None]:
+    """The gradients of `at_once` outputs at a time, from output `start` on."""
+
+    def directions(outputs: Tensor) -> Iterator[Tensor]:
+        for k in range(start, outputs[0].numel()):
+            direction = torch.zeros_like(outputs)
+            direction.view(len(outputs), -1)[:, k] = 1
+            yield direction
+
+    return directional_gradients(model, examples, directions, at_once, checked)
+
+
+def _sizes(jacobian: Jacobian, count: int, outputs: int) -> tuple[int, int]:
     """The number of elements of inputs for each example, and of errors or gradients for each row."""
-    shared = sum(own.inputs.numel() for own in rows.values() if isinstance(own, OuterProducts))
-    total = sum(t.numel() for own in rows.values() for t in own.tensors().values())
-    return shared // count, max(1, (total - shared) // count)
+    shared = sum(own.inputs.numel() for own in jacobian.values() if _shares_inputs(own, count))  # pyright: ignore
+    total = sum(t.numel() for own in jacobian.values() for t in own.tensors().values())
+    return shared // count, max(1, (total - shared) // (count * outputs))
+
+
+def _shares_inputs(columns: PerExampleGradients, count: int) -> bool:
+    """Whether the outputs of an example have the same inputs; those of a table that is also a head do not."""
+    return isinstance(columns, OuterProducts) and columns.inputs.shape[1] == count
 
 
 def _covariance(
-    rows: RecordedRows | WrittenRows,
+    model: nn.Module,
     examples: tuple[Tensor, ...],
     width: int,
     at_once: int,
+    checked: dict[Any, set[int]],
     parts: Sequence[OutputCovariance],
     joint: bool,
 ) -> Tensor:
     """The covariance of some examples, by blocks of outputs. A pair of blocks needs another pass for the second."""
     count = len(examples[0])
     found: list[list[Tensor]] = []
-    with closing(rows.blocks(examples, 0, at_once)) as blocks:
+    with closing(_rows(model, examples, 0, at_once, checked)) as blocks:
         for start, one in zip(range(0, width, at_once), blocks):
-            found.append([sum_terms(part.covariance(one, one, count, joint) for part in parts)])
+            found.append([_sum(parts, one, one, count, joint)])
             if joint and start + at_once < width:
-                with closing(rows.blocks(examples, start + at_once, at_once)) as others:
-                    for other in others:
-                        found[-1].append(sum_terms(part.covariance(one, other, count, joint) for part in parts))
+                with closing(_rows(model, examples, start + at_once, at_once, checked)) as others:
+                    found[-1] += [_sum(parts, one, other, count, joint) for other in others]
     if not joint:
         return torch.cat([row[0] for row in found], 1)
     total = found[0][0].new_empty(count, width, width)
@@ -135,59 +155,10 @@ def _covariance(
     return total
 
 
-# --- rows of Jacobians ---
-
-
-@dataclass(frozen=True, eq=False)
-class RecordedRows:
-    """From the inputs and errors of recorded layers; by torch.func for other parameters.
-
-    Args:
-        network: whose parameters have the weights at which it is linearised.
-        checked: see `gather_gradients`.
-    """
-
-    network: Network
-    checked: dict[Any, set[int]] = field(default_factory=dict)
-
-    def blocks(self, examples: tuple[Tensor, ...], start: int, at_once: int) -> Generator[Jacobian, None, None]:
-        """Of so many outputs at once, from output `start` on."""
-
-        def directions(outputs: Tensor) -> Iterator[Tensor]:
-            for k in range(start, outputs[0].numel()):
-                direction = torch.zeros_like(outputs)
-                direction.view(len(outputs), -1)[:, k] = 1
-                yield direction
-
-        with closing(directional_gradients(self.network.model, examples, directions, at_once, self.checked)) as parts:
-            for seen in parts:
-                yield seen.columns
-
-
-@dataclass(frozen=True, eq=False)
-class WrittenRows:
-    """By torch.func, where outputs depend on the weights in other ways: through estimated normalisation statistics."""
-
-    network: Network
-    mean: Mapping[str, Tensor]
-
-    def blocks(self, examples: tuple[Tensor, ...], start: int, at_once: int) -> Generator[Jacobian, None, None]:
-        """As `RecordedRows.blocks`."""
-        mean = dict(self.mean)
-
-        def outputs(weights: Mapping[str, Tensor], *example: Tensor) -> Tensor:
-            return self.network.at(weights)(*[x[None] for x in example]).flatten()
-
-        def pulled(directions: Tensor, *example: Tensor) -> dict[str, Tensor]:
-            (found,) = vmap(vjp(lambda weights: outputs(weights, *example), mean)[1])(directions)
-            return found
-
-        with torch.no_grad():
-            like = outputs(mean, *[x[0] for x in examples])
-        for some in torch.eye(len(like)).to(like)[start:].split(at_once):
-            with torch.enable_grad():
-                found = vmap(pulled, in_dims=(None, *[0] * len(examples)))(some, *examples)
-            yield {name: StoredGradients(mean[name].shape, g.detach().flatten(0, 1)) for name, g in found.items()}
+def _sum(
+    parts: Sequence[OutputCovariance], one: BatchGradients, other: BatchGradients, count: int, joint: bool
+) -> Tensor:
+    return sum_terms(part.covariance(one.columns, other.columns, count, joint) for part in parts)
 
 
 # --- covariances ---
@@ -213,20 +184,20 @@ class BlockCovariance:
     def form(self) -> BilinearForm | None:
         return self.belief.precision.bilinear_form()
 
-    def _has_factors(self, jacobian: Jacobian) -> bool:
+    def _has_factors(self, jacobian: Jacobian, count: int) -> bool:
         """Whether inputs and errors suffice, and no rows need be written."""
         weight, *bias = (jacobian[name] for name in self.names)
         if self.form is None or any(not isinstance(part, StoredGradients) for part in bias) or len(bias) > 1:
             return False
         if isinstance(weight, EmbeddingGradients):
             return not bias and self.form.rows is None
-        return isinstance(weight, OuterProducts)
+        return _shares_inputs(weight, count)
 
-    def workspace(self, jacobian: Jacobian) -> int:
-        return 0 if self._has_factors(jacobian) else self.belief.mean.numel()
+    def workspace(self, jacobian: Jacobian, count: int) -> int:
+        return 0 if self._has_factors(jacobian, count) else self.belief.mean.numel()
 
     def covariance(self, one: Jacobian, other: Jacobian, count: int, joint: bool) -> Tensor:
-        if self.form is None or not self._has_factors(one):
+        if self.form is None or not self._has_factors(one, count):
             return self._from_rows(one, other, count, joint)
         first, second = ([jacobian[name] for name in self.names] for jacobian in (one, other))
         if isinstance(first[0], EmbeddingGradients):

@@ -179,7 +179,7 @@ class GradientProducts:
     def factor(self) -> Tensor:
         return cholesky(self._gram().mul_(self.scale), 1.0, "the Gram matrix of the gradients")
 
-    def workspace(self, jacobian: Jacobian) -> int:
+    def workspace(self, jacobian: Jacobian, count: int) -> int:
         written = [own.shape.numel() for own in self.gradients.values() if not _at_one_position(own)]
         return 2 * (len(self.factor) + sum(written))  # in float64
 
