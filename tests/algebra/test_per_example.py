@@ -7,14 +7,13 @@ import torch
 from torch import Tensor
 
 from bayesgrad.layers import per_example as module
+from bayesgrad.layers.combination import concatenated, summed
 from bayesgrad.layers.per_example import (
     EmbeddingGradients,
     OuterProducts,
     PerExampleGradients,
     StoredGradients,
-    concatenated,
     restored,
-    summed,
 )
 
 GENERATOR = torch.Generator().manual_seed(0)

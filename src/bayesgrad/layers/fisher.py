@@ -265,12 +265,15 @@ def directional_gradients(
     directions: Callable[[Tensor], Iterator[Tensor]],
     at_once: int | None = None,
     checked: dict[Any, set[int]] | None = None,
+    copies: int = 1,
 ) -> Generator[BatchGradients, None, None]:
     """Per-example gradients of every trainable parameter, for `at_once` directions of the outputs at a time.
 
     Args:
         directions: of the outputs, given these: derivatives of some loss by the outputs.
         checked: see `gather_gradients`.
+        copies: how often each example goes through the model, so that one backward pass has so many directions. A
+            backward pass of few examples takes about as long.
 
     Raises:
         ValueError: the model mixes the examples of a batch.
@@ -284,20 +287,21 @@ def directional_gradients(
     recorder = LayerRecorder(model, recorded_layers(model))
     try:
         with torch.enable_grad():
-            outputs = model(*arguments)
-            check_outputs(outputs)
-            if outputs.shape[:1] != arguments[0].shape[:1]:
+            repeated = model(*[x.repeat_interleave(copies, 0) for x in arguments] if copies > 1 else arguments)
+            check_outputs(repeated)
+            if repeated.shape[:1] != (copies * len(arguments[0]),):
                 raise ValueError(
                     f"the first dimension of inputs and outputs must be that of examples, got {len(arguments[0])} "
-                    f"inputs and outputs of shape {tuple(outputs.shape)}."
+                    f"inputs and outputs of shape {tuple(repeated.shape)}."
                 )
-            trace = recorder.trace(outputs)
+            trace = recorder.trace(repeated)
+        outputs = repeated[::copies]
         given = directions(outputs)
         ids = {id(p): name for name, p in parameters.items()}
         checked = {} if checked is None else checked
         first = True
         while some := list(islice(given, at_once)):
-            columns, left = gather_gradients(trace, some, checked)
+            columns, left = gather_gradients(trace, some, checked, copies)
             named = {ids[key]: value for key, value in columns.items() if key in ids}
             read = {*trace.read_counts, *left}
             rest = {name: p for name, p in parameters.items() if name not in named and id(p) in read}
@@ -345,7 +349,7 @@ def check_batch_mixing(model: nn.Module) -> None:
 
 
 def gather_gradients(
-    trace: Trace, directions: Sequence[Tensor], checked: dict[Any, set[int]]
+    trace: Trace, directions: Sequence[Tensor], checked: dict[Any, set[int]], copies: int = 1
 ) -> tuple[dict[int, PerExampleGradients], set[int]]:
     """Per-example gradients by the id of the parameter, and the ids of parameters for which they cannot be computed.
 
@@ -357,48 +361,61 @@ def gather_gradients(
         directions: of the outputs; each gives as many gradients as there are examples.
         checked: the second result by the names of the called layers and the shapes of their inputs; what was found
             before is not tested again.
+        copies: of each example in the outputs of the trace, and of none in the directions.
     """
-    first = trace.backpropagate(directions[0])
+    grouped = _grouped(directions, copies)
+    first = trace.backpropagate(grouped[0])
     key = tuple((call.name, call.input.shape) for call in first)
     if key not in checked:
-        mixed = _mixed(trace, directions[0], first)
+        mixed = _mixed(trace, grouped[0], first)
         checked[key] = trace.used_elsewhere()
         for call in first:
             if call.name in mixed or layers.examples_in(call.module, call.input) != len(trace.outputs):
                 checked[key] |= {id(p) for p in layers.own_parameters(call.module).values()}
     left = checked[key] if len(trace.outputs) > 1 else checked.pop(key)  # one example alone tells nothing
-    calls = first if len(directions) == 1 else _with_directions(trace, directions, first, left)
+    several = len(directions) > 1 or copies > 1
+    calls = _with_directions(trace, grouped, first, left, len(directions), copies) if several else first
     return {id(p): columns for p, columns in layers.gradients_of_calls(calls, left).items()}, left
 
 
+def _grouped(directions: Sequence[Tensor], copies: int) -> list[Tensor]:
+    """So many directions in each tensor, one for each copy of an example; the last ones are repeated where needed."""
+    if copies == 1:
+        return list(directions)
+    groups = [directions[k : k + copies] for k in range(0, len(directions), copies)]
+    return [torch.stack([*some, *[some[-1]] * (copies - len(some))], 1).flatten(0, 1) for some in groups]
+
+
 def _with_directions(
-    trace: Trace, directions: Sequence[Tensor], first: Sequence[LayerCall], left: set[int]
+    trace: Trace, grouped: Sequence[Tensor], first: Sequence[LayerCall], left: set[int], directions: int, copies: int
 ) -> list[LayerCall]:
     """Calls whose inputs are stored once, with the errors of all directions: those of an example are consecutive.
 
     Args:
-        first: the calls with the errors of the first direction.
+        grouped: directions for all copies of examples.
+        first: the calls with the errors of the first of these.
         left: the ids of parameters whose layers are not needed.
+        directions: their number.
+        copies: of each example.
     """
-    needed = [any(id(p) not in left for p in layers.own_parameters(call.module).values()) for call in first]
-    examples = len(trace.outputs)
-    errors = [
-        call.error.new_empty(examples, len(directions), call.error.numel() // examples) if used else None
-        for call, used in zip(first, needed)
-    ]
-    for k, direction in enumerate(directions):
+    examples = len(trace.outputs) // copies
+    errors: list[Tensor | None] = []
+    for call in first:
+        needed = any(id(p) not in left for p in layers.own_parameters(call.module).values())
+        size = call.error.numel() // (examples * copies)
+        errors.append(call.error.new_empty(examples, directions, size) if needed else None)
+    for k, direction in enumerate(grouped):
+        start, stop = k * copies, min((k + 1) * copies, directions)
         for call, into in zip(trace.backpropagate(direction) if k else first, errors, strict=True):
             if into is not None:
-                into[:, k] = call.error.reshape(examples, -1)
-    return [
-        replace(
-            call,
-            input=call.input[None] if layers.is_unbatched(call.module, call.input) else call.input,
-            error=into.view(-1, *call.error.shape[not layers.is_unbatched(call.module, call.input) :]),
-        )
-        for call, into in zip(first, errors)
-        if into is not None
-    ]
+                into[:, start:stop] = call.error.reshape(examples, copies, -1)[:, : stop - start]
+    found = []
+    for call, into in zip(first, errors):
+        if into is not None:
+            alone = layers.is_unbatched(call.module, call.input)
+            x = call.input[None] if alone else call.input[::copies]
+            found.append(replace(call, input=x, error=into.view(-1, *call.error.shape[not alone :])))
+    return found
 
 
 def _mixed(trace: Trace, direction: Tensor, plain: Sequence[LayerCall]) -> set[str]:

@@ -1,4 +1,4 @@
-"""Per-example gradients by torch.func, for parameters whose layers are not recorded."""
+"""Per-example gradients by torch.func or by single passes, for parameters whose layers are not recorded."""
 
 from __future__ import annotations
 
@@ -92,3 +92,17 @@ def _random_states(device: torch.device) -> list[Tensor]:
     """The states of the generators that a forward pass on this device may use."""
     states = [torch.get_rng_state()]
     return states if device.type == "cpu" else [*states, torch.get_device_module(device).get_rng_state(device)]
+
+
+def gradients_one_by_one(outputs: Tensor, params: Sequence[Tensor], directions: Sequence[Tensor]) -> list[Tensor]:
+    """Per-example gradients by one backward pass for each example, (columns, *shape) for each parameter."""
+    if not params:
+        return []
+    rows: list[list[Tensor]] = [[] for _ in params]
+    for example in range(len(outputs)):
+        for direction in directions:
+            alone = torch.zeros_like(direction)
+            alone[example] = direction[example]
+            for row, gradient in zip(rows, torch.autograd.grad(outputs, params, alone, retain_graph=True)):
+                row.append(gradient)
+    return [torch.stack(row) for row in rows]

@@ -20,13 +20,13 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.call import LayerCall
 from bayesgrad.layers.call import forward as recorded_forward
+from bayesgrad.layers.combination import summed
 from bayesgrad.layers.operations import CONVOLUTIONS, NORMS, padding_of
 from bayesgrad.layers.per_example import (
     EmbeddingGradients,
     OuterProducts,
     PerExampleGradients,
     StoredGradients,
-    summed,
 )
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -44,6 +44,7 @@ from bayesgrad.precision import LowRank, Rescaled
 from bayesgrad.precision.algebra import BilinearForm
 
 BLOCK = 1 << 24  # elements of the errors of one block of outputs
+BATCH = 64  # of fewer examples, copies go through the model, for several outputs in one backward pass
 Jacobian = Mapping[str, PerExampleGradients]  # rows of Jacobians by parameter: a direction is an output
 
 
@@ -79,7 +80,7 @@ def output_covariance(
         parts: of S.
         joint: whether to compute covariances, or variances alone.
     """
-    model, checked = network.model, {}
+    model = network.model
     parameters = matching_parameters(model, {name: w.shape for name, w in mean.items()}, "posterior")
     estimated = network.estimated_statistics(mean)
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in estimated}
@@ -88,29 +89,46 @@ def output_covariance(
         requires_grad_only(model, parameters),
     ):
         probe = tuple(x[:2] for x in network.inputs)
-        with closing(_rows(model, probe, 0, 2, checked)) as blocks:
+        with closing(Rows(model, 2).blocks(probe, 0)) as blocks:
             first = next(blocks)
         examples, width = len(first.outputs), first.outputs[0].numel()
         shared, each = _sizes(first.columns, examples, min(2, width))
         each += sum(part.workspace(first.columns, examples) for part in parts)
         count = max(1, CHUNK // (shared + width * each))
         at_once = width if count > 1 else max(1, min(width, BLOCK // each))
-        pieces = zip(*[x.split(min(count, network.chunk or count)) for x in network.inputs])
-        return torch.cat([_covariance(model, some, width, at_once, checked, parts, joint) for some in pieces])
+        count = min(count, network.chunk or count, len(network.inputs[0]))
+        batch = min(BATCH, CHUNK // each, network.chunk or BATCH)
+        rows = Rows(model, at_once, max(1, min(at_once, batch // count)))
+        pieces = zip(*[x.split(count) for x in network.inputs])
+        return torch.cat([_covariance(rows, some, width, parts, joint) for some in pieces])
 
 
-def _rows(
-    model: nn.Module, examples: tuple[Tensor, ...], start: int, at_once: int, checked: dict[Any, set[int]]
-) -> Generator[BatchGradients, None, None]:
-    """The gradients of `at_once` outputs at a time, from output `start` on."""
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows of Jacobians: the gradients of outputs.
 
-    def directions(outputs: Tensor) -> Iterator[Tensor]:
-        for k in range(start, outputs[0].numel()):
-            direction = torch.zeros_like(outputs)
-            direction.view(len(outputs), -1)[:, k] = 1
-            yield direction
+    Args:
+        model: at the weights at which it is linearised.
+        at_once: the number of outputs of a block.
+        copies: of each example, for a backward pass of so many outputs.
+        checked: see `gather_gradients`.
+    """
 
-    return directional_gradients(model, examples, directions, at_once, checked)
+    model: nn.Module
+    at_once: int
+    copies: int = 1
+    checked: dict[Any, set[int]] = field(default_factory=dict)
+
+    def blocks(self, examples: tuple[Tensor, ...], start: int) -> Generator[BatchGradients, None, None]:
+        """The gradients of each block of outputs, from output `start` on."""
+
+        def directions(outputs: Tensor) -> Iterator[Tensor]:
+            for k in range(start, outputs[0].numel()):
+                direction = torch.zeros_like(outputs)
+                direction.view(len(outputs), -1)[:, k] = 1
+                yield direction
+
+        return directional_gradients(self.model, examples, directions, self.at_once, self.checked, self.copies)
 
 
 def _sizes(jacobian: Jacobian, count: int, outputs: int) -> tuple[int, int]:
@@ -126,22 +144,16 @@ def _shares_inputs(columns: PerExampleGradients, count: int) -> bool:
 
 
 def _covariance(
-    model: nn.Module,
-    examples: tuple[Tensor, ...],
-    width: int,
-    at_once: int,
-    checked: dict[Any, set[int]],
-    parts: Sequence[OutputCovariance],
-    joint: bool,
+    rows: Rows, examples: tuple[Tensor, ...], width: int, parts: Sequence[OutputCovariance], joint: bool
 ) -> Tensor:
     """The covariance of some examples, by blocks of outputs. A pair of blocks needs another pass for the second."""
-    count = len(examples[0])
+    count, at_once = len(examples[0]), rows.at_once
     found: list[list[Tensor]] = []
-    with closing(_rows(model, examples, 0, at_once, checked)) as blocks:
+    with closing(rows.blocks(examples, 0)) as blocks:
         for start, one in zip(range(0, width, at_once), blocks):
             found.append([_sum(parts, one, one, count, joint)])
             if joint and start + at_once < width:
-                with closing(_rows(model, examples, start + at_once, at_once, checked)) as others:
+                with closing(rows.blocks(examples, start + at_once)) as others:
                     found[-1] += [_sum(parts, one, other, count, joint) for other in others]
     if not joint:
         return torch.cat([row[0] for row in found], 1)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad.belief import Belief
+from bayesgrad.layers.combination import concatenated
 from bayesgrad.layers.fisher import BatchGradients, Gradients, sum_terms
 from bayesgrad.layers.output_covariance import BlockCovariance, Jacobian
-from bayesgrad.layers.per_example import OuterProducts, PerExampleGradients, concatenated, floating_tensor, restored
+from bayesgrad.layers.per_example import OuterProducts, PerExampleGradients, floating_tensor, restored
 from bayesgrad.precision import LowRank, Precision, Rescaled, Scalar
 from bayesgrad.precision.linalg import cholesky
 from bayesgrad.structures.structure import Accumulator, Structure
