@@ -11,7 +11,8 @@ whichever takes fewer operations. The latter needs no M. At a single position it
 
 Examples and outputs are processed in blocks. In memory are at once the errors of two blocks of outputs at most (BLOCK
 elements each, or those of one output of one example), the activations of their examples, a few temporary tensors of
-CHUNK elements, and the result. Nothing has the size of examples x outputs x weights.
+CHUNK elements, and the result: beside the result, less than 8 BLOCK elements. Nothing has the size of examples x outputs
+x weights.
 
 Checked by: tests/equations/test_output_covariance.py, against dense Jacobians by torch.func.
 """
@@ -99,8 +100,13 @@ def output_covariance(
         count = min(count, network.chunk or count, len(network.inputs[0]))
         batch = min(BATCH, CHUNK // each, network.chunk or BATCH)
         rows = Rows(model, at_once, max(1, min(at_once, batch // count)))
-        pieces = zip(*[x.split(count) for x in network.inputs])
-        return torch.cat([_covariance(rows, some, width, parts, joint) for some in pieces])
+        number, total = len(network.inputs[0]), None
+        for start in range(0, number, count):
+            part = _covariance(rows, tuple(x[start : start + count] for x in network.inputs), width, parts, joint)
+            total = part.new_empty(number, *part.shape[1:]) if total is None else total
+            total[start : start + count] = part
+    assert total is not None
+    return total
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,12 +264,13 @@ class Sides:
         a, e = weight.inputs, weight.by_direction()
         if not bias:
             return Sides(a, e)
-        slopes = bias[0].rows().reshape(*e.shape[1:3], len(e), 1, -1).movedim(2, 0)
-        if e.shape[3] == 1 and torch.equal(slopes, e):
+        sums = weight.errors.squeeze(2) if e.shape[3] == 1 else weight.errors.sum(2)
+        slopes = bias[0].rows().reshape(sums.shape[1], len(e), -1).transpose(0, 1)
+        if torch.equal(sums, slopes):
             return Sides(F.pad(a, (0, 1), value=1.0), e)
         a = F.pad(a, (0, 1, 0, 1))  # one more position, which is right whatever else reads the bias
         a[..., -1, -1] = 1.0
-        return Sides(a, torch.cat([e, slopes], 3))
+        return Sides(a, torch.cat([e, slopes.unflatten(1, e.shape[1:3])[:, :, :, None]], 3))
 
     def rotated(self, rows: Tensor | None, columns: Tensor | None) -> Sides:
         a, e = self.inputs, self.errors
@@ -332,12 +339,15 @@ def _by_positions(one: Sides, other: Sides, variance: Tensor | None, joint: bool
     """From products of positions."""
     if variance is None:
         return _through(one.inputs @ other.inputs.mT, one.errors, other.errors, joint)
-    products = one.inputs[:, :, :, None] * other.inputs[:, :, None]  # (groups, examples, positions, positions, in)
-    K = matmul(products, variance.mT)
-    if K.shape[2:4] == (1, 1):
-        moved = one.errors * K
-    else:
-        moved = torch.einsum("gntso,gncto->gncso", K, one.errors)
+    groups, count, positions, fan_in = other.inputs.shape
+    moved: Tensor | None = None
+    step = max(1, CHUNK // (groups * count * positions * (fan_in + one.errors.shape[-1])))
+    for a, e in zip(one.inputs.split(step, 2), one.errors.split(step, 3)):
+        products = a[:, :, :, None] * other.inputs[:, :, None]  # (groups, examples, positions, positions, in)
+        K = matmul(products, variance.mT)
+        part = e * K if positions == 1 == len(K[0, 0]) else torch.einsum("gntso,gncto->gncso", K, e)
+        moved = part if moved is None else moved.add_(part)
+    assert moved is not None
     return _inner(moved.flatten(3), other.errors.flatten(3), joint).sum(0)
 
 
