@@ -79,9 +79,9 @@ def dense(posterior: LaplacePosterior, x: Tensor, joint: bool) -> Tensor:
     return vmap(one, chunk_size=16)(x).detach()
 
 
-def seconds(call: Callable[[], object]) -> float:
+def seconds(way: Callable[..., Tensor], *arguments: object) -> float:
     start = time.perf_counter()
-    call()
+    way(*arguments)
     return time.perf_counter() - start
 
 
@@ -90,9 +90,9 @@ def compare(rounds: int) -> list[str]:
     for structure in STRUCTURES:
         posterior = fitted(structure, SMALL)
         for joint in (False, True):
-            ways = [lambda way=way: way(posterior, x, joint) for way in (dense, ours)]
-            torch.testing.assert_close(ways[0](), ways[1](), rtol=1e-3, atol=1e-4)
-            times = [[seconds(way) for way in ways] for _ in range(rounds)]
+            found = [way(posterior, x, joint) for way in (dense, ours)]
+            torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
+            times = [[seconds(way, posterior, x, joint) for way in (dense, ours)] for _ in range(rounds)]
             old, new = (1e3 / IMAGES * statistics.median(column) for column in zip(*times))
             ratio = statistics.median(a / b for a, b in times)
             kind = "covariances" if joint else "variances"
@@ -106,7 +106,7 @@ def large(rounds: int) -> list[str]:
     for structure in STRUCTURES:
         posterior = fitted(structure, LARGE)
         taken = [
-            statistics.median(seconds(lambda: ours(posterior, images(2), joint)) for _ in range(rounds)) / 2
+            statistics.median(seconds(ours, posterior, images(2), joint) for _ in range(rounds)) / 2
             for joint in (False, True)
         ]
         lines.append(f"| {structure} | {taken[0]:.2f} | {taken[1]:.2f} |")
@@ -122,15 +122,15 @@ def main() -> None:
         "# Linearised predictions",
         "",
         f"`python benchmarks/linearised.py`: Conv 16, Conv 32, Linear 128, {SMALL} classes, 28 x 28 images, "
-        f"{IMAGES} at a time, {page.setting()}. Milliseconds for each image, medians over rounds in which both ways take "
-        "turns.",
+        f"{IMAGES} at a time, {page.setting()}. Milliseconds for each image, medians over rounds in which both "
+        "ways take turns.",
         "",
         "| structure | | dense Jacobians | ours | ratio |",
         "|---|---|---|---|---|",
         *compare(arguments.rounds),
         "",
-        f"With {LARGE:,} classes, where the Jacobian of one image would take {4e-6 * LARGE * weights:.0f} MB, seconds for "
-        "each image:",
+        f"With {LARGE:,} classes, where the Jacobian of one image would take {4e-6 * LARGE * weights:.0f} MB, seconds "
+        "for each image:",
         "",
         "| structure | variances | covariances |",
         "|---|---|---|",

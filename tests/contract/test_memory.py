@@ -153,7 +153,9 @@ def test_linearised_predictions_of_many_classes(structure: str, joint: bool, mon
     monkeypatch.setattr(output_covariance, "CHUNK", 1 << 20)
     x, y = torch.randn(2, 1, 14, 14), torch.tensor([0, 1])
     model = classifier(CLASSES)
-    posterior = laplace(model, [(x, y)], likelihood="categorical", structure=structure, fisher="sampled", progress=False)
+    posterior = laplace(
+        model, [(x, y)], likelihood="categorical", structure=structure, fisher="sampled", progress=False
+    )
     with torch.no_grad(), Memory(x) as memory:
         found = posterior._linear_moments(Network(model, (x,)), joint)[1]
     limit = 4 * 8 * (1 << 20)
@@ -171,9 +173,7 @@ def test_the_exact_fisher_has_the_inputs_of_layers_once(fisher: str) -> None:
         x, y = torch.randn(16, 8, 8, 8), torch.zeros(16, dtype=torch.long)
         with Memory(x) as memory:
             if fisher == "laplace":
-                posterior = laplace(
-                    model, [(x, y)], likelihood="categorical", structure="subsampled", progress=False
-                )
+                posterior = laplace(model, [(x, y)], likelihood="categorical", structure="subsampled", progress=False)
                 kept = posterior.hessians
             else:
                 kept = SubsampledFisher(model, x, fisher="exact")

@@ -20,7 +20,6 @@ from bayesgrad.layers.network import Network
 from bayesgrad.likelihoods import Categorical
 from bayesgrad.posterior import LaplacePosterior, load
 
-
 close = torch.testing.assert_close
 STRUCTURES = ("diag", "kron", "input", "full", "subsampled")
 N, IN, OUT = 12, 3, 3

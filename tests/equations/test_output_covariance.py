@@ -101,7 +101,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         lambda: nn.Sequential(nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, 8), nn.Flatten(), nn.Linear(16, OUT)),
         lambda: floats(2, 8),
     ),
-    "outputs at positions": (lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, OUT)), lambda: floats(2, 3)),
+    "outputs at positions": (
+        lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, OUT)),
+        lambda: floats(2, 3),
+    ),
     "embedding": (
         lambda: nn.Sequential(nn.Embedding(6, 4, padding_idx=1), nn.Tanh(), nn.Flatten(), nn.Linear(20, OUT)),
         words,
@@ -109,7 +112,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "tied embedding": (Tied, lambda: words(OUT)),
     "normalised": (
         lambda: nn.Sequential(
-            nn.Conv1d(2, 4, 2), nn.GroupNorm(2, 4), nn.BatchNorm1d(4), nn.Flatten(), nn.LayerNorm(12), nn.Linear(12, OUT)
+            nn.Conv1d(2, 4, 2),
+            nn.GroupNorm(2, 4),
+            nn.BatchNorm1d(4),
+            nn.Flatten(),
+            nn.LayerNorm(12),
+            nn.Linear(12, OUT),
         ),
         lambda: floats(2, 4),
     ),
@@ -192,7 +200,9 @@ PRECISIONS: dict[str, Callable[[tuple[int, ...]], Precision]] = {
     "Diagonal": lambda s: Diagonal(torch.rand(s, dtype=D) + 0.1),
     "Kronecker": lambda s: Kronecker(spd(s[0], s[1]), spd(s[0], s[2]), s),
     "Kronecker, one side": lambda s: Kronecker(None, spd(s[0], s[2]), s),
-    "Kronecker, diagonals": lambda s: Kronecker(torch.rand(s[:2], dtype=D) + 0.1, torch.rand(s[0], s[2], dtype=D) + 0.1, s),
+    "Kronecker, diagonals": lambda s: Kronecker(
+        torch.rand(s[:2], dtype=D) + 0.1, torch.rand(s[0], s[2], dtype=D) + 0.1, s
+    ),
     "Kronecker, one diagonal": lambda s: Kronecker(torch.rand(s[:2], dtype=D) + 0.1, spd(s[0], s[2]), s),
     "Spectral": lambda s: Spectral(
         torch.linalg.eigh(spd(s[0], s[1]))[1], torch.linalg.eigh(spd(s[0], s[2]))[1], torch.rand(s, dtype=D) + 0.5
@@ -202,7 +212,9 @@ PRECISIONS: dict[str, Callable[[tuple[int, ...]], Precision]] = {
 
 
 @pytest.mark.parametrize("chunk", [1, 1 << 22])
-@pytest.mark.parametrize("name", ["mlp", "many positions", "groups, stride, dilation", "sequence", "embedding", "shared bias"])
+@pytest.mark.parametrize(
+    "name", ["mlp", "many positions", "groups, stride, dilation", "sequence", "embedding", "shared bias"]
+)
 @pytest.mark.parametrize("kind", PRECISIONS)
 def test_precisions(kind: str, name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Joint beliefs about weight and bias of each layer."""
@@ -274,6 +286,19 @@ def test_models_that_mix_examples_are_refused() -> None:
     beliefs = {n: Belief(p.detach(), Diagonal(torch.rand_like(p))) for n, p in model.named_parameters()}
     with pytest.raises(ValueError, match="mixes the examples of a batch"):
         GaussianPosterior(beliefs, model).predict(floats(3), method="linear")
+
+
+def test_inference_mode() -> None:
+    """Predictions within torch.inference_mode() are the same, and leave the model trainable."""
+    model, x = built("many positions")
+    beliefs = {n: Belief(p.detach(), Diagonal(torch.rand_like(p))) for n, p in model.named_parameters()}
+    posterior = GaussianPosterior(beliefs, model)
+    wanted = posterior.predict(x, method="linear", likelihood="gaussian").variance
+    with torch.inference_mode():
+        for inputs in (x, 1 * x):
+            found = posterior.predict(inputs, method="linear", likelihood="gaussian").variance
+            torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    model(x).sum().backward()
 
 
 def test_half_precision_and_wrappers() -> None:

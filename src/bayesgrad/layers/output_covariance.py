@@ -11,8 +11,8 @@ whichever takes fewer operations. The latter needs no M. At a single position it
 
 Examples and outputs are processed in blocks. In memory are at once the errors of two blocks of outputs at most (BLOCK
 elements each, or those of one output of one example), the activations of their examples, a few temporary tensors of
-CHUNK elements, and the result: beside the result, less than 8 BLOCK elements. Nothing has the size of examples x outputs
-x weights.
+CHUNK elements, and the result: beside the result, less than 8 BLOCK elements (tests/contract/test_memory.py). Nothing
+has the size of examples x outputs x weights.
 
 Checked by: tests/equations/test_output_covariance.py, against dense Jacobians by torch.func.
 """
@@ -86,10 +86,12 @@ def output_covariance(
     estimated = network.estimated_statistics(mean)
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in estimated}
     with (
+        torch.inference_mode(False),  # in which there are no backward passes
         temporary_weights({**parameters, **buffers}, {**mean, **estimated}),
         requires_grad_only(model, parameters),
     ):
-        probe = tuple(x[:2] for x in network.inputs)
+        inputs = tuple(x.clone() if x.is_inference() else x for x in network.inputs)
+        probe = tuple(x[:2] for x in inputs)
         with closing(Rows(model, 2).blocks(probe, 0)) as blocks:
             first = next(blocks)
         examples, width = len(first.outputs), first.outputs[0].numel()
@@ -97,12 +99,12 @@ def output_covariance(
         each += sum(part.workspace(first.columns, examples) for part in parts)
         count = max(1, CHUNK // (shared + width * each))
         at_once = width if count > 1 else max(1, min(width, BLOCK // each))
-        count = min(count, network.chunk or count, len(network.inputs[0]))
+        count = min(count, network.chunk or count, len(inputs[0]))
         batch = min(BATCH, CHUNK // each, network.chunk or BATCH)
         rows = Rows(model, at_once, max(1, min(at_once, batch // count)))
-        number, total = len(network.inputs[0]), None
+        number, total = len(inputs[0]), None
         for start in range(0, number, count):
-            part = _covariance(rows, tuple(x[start : start + count] for x in network.inputs), width, parts, joint)
+            part = _covariance(rows, tuple(x[start : start + count] for x in inputs), width, parts, joint)
             total = part.new_empty(number, *part.shape[1:]) if total is None else total
             total[start : start + count] = part
     assert total is not None

@@ -20,7 +20,7 @@ Checked by: tests/algebra/test_per_example.py, each product against the matrix i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
@@ -308,7 +308,11 @@ class EmbeddingGradients(PerExampleGradients):
         return replace(self, indices=self._each)
 
     def fits(self) -> bool:
-        return self.errors.shape[-1:] == self.shape[1:] and int(self.indices.max()) < self.shape[0] and len(self._each) == self.count
+        return (
+            self.errors.shape[-1:] == self.shape[1:]
+            and int(self.indices.max()) < self.shape[0]
+            and len(self._each) == self.count
+        )
 
     def project(self, u: Tensor) -> Tensor:
         return (u[self._each] * self.errors).sum((1, 2))

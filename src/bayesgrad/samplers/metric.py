@@ -26,8 +26,8 @@ from torch.func import vmap
 
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.fisher import gather_gradients
-from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.functional import gradients_one_by_one
+from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.per_example import PerExampleGradients, StoredGradients
 from bayesgrad.layers.recorder import Trace
 from bayesgrad.layers.statistics import LayerStatistics
