@@ -19,6 +19,7 @@ Checked by: tests/equations/test_output_covariance.py, against dense Jacobians b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -45,7 +46,7 @@ from bayesgrad.precision import LowRank, Rescaled
 from bayesgrad.precision.algebra import BilinearForm
 
 BLOCK = 1 << 24  # elements of the errors of one block of outputs
-BATCH = 64  # of fewer examples, copies go through the model, for several outputs in one backward pass
+BATCH = 32  # of fewer examples, copies go through the model, for several outputs in one backward pass
 Jacobian = Mapping[str, PerExampleGradients]  # rows of Jacobians by parameter: a direction is an output
 
 
@@ -99,10 +100,12 @@ def output_covariance(
         each += sum(part.workspace(first.columns, examples) for part in parts)
         count = max(1, CHUNK // (shared + width * each))
         at_once = width if count > 1 else max(1, min(width, BLOCK // each))
-        count = min(count, network.chunk or count, len(inputs[0]))
+        number = len(inputs[0])
+        count = min(count, network.chunk or count)
+        count = math.ceil(number / math.ceil(number / count))  # equal parts, whose layers are tested once
         batch = min(BATCH, CHUNK // each, network.chunk or BATCH)
         rows = Rows(model, at_once, max(1, min(at_once, batch // count)))
-        number, total = len(inputs[0]), None
+        total: Tensor | None = None
         for start in range(0, number, count):
             part = _covariance(rows, tuple(x[start : start + count] for x in inputs), width, parts, joint)
             total = part.new_empty(number, *part.shape[1:]) if total is None else total
@@ -365,8 +368,8 @@ def _through(K: Tensor, one: Tensor, other: Tensor, joint: bool) -> Tensor:
 
 def _of_lookups(one: EmbeddingGradients, other: EmbeddingGradients, form: BilinearForm, joint: bool) -> Tensor:
     """Positions with the same row of the table add up before they are multiplied."""
-    x, shape = one.indices, one.shape
-    _, columns, variance = form.like(one.errors, (1, *shape))
+    x, (size, features) = one.indices, one.shape
+    _, columns, variance = form.like(one.errors, (1, size, features))
     same = (x[:, :, None] == x[:, None])[None].to(one.errors)
     e, f = (rows.errors.unflatten(0, (len(x), -1))[None] for rows in (one, other))
     if columns is not None:
