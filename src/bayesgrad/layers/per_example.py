@@ -224,7 +224,7 @@ class OuterProducts(PerExampleGradients):
         step = max(1, CHUNK // (self.count * fan_in))
         for g in range(groups):
             for part in self.errors[g].split(step, -1):
-                rows = outer_sums(part[None], self.inputs[g, None])[0].flatten(1)
+                rows = outer_sums(part, self.inputs[g]).flatten(1)
                 gram.addmm_(rows, rows.T)
         return gram
 
@@ -244,7 +244,7 @@ class OuterProducts(PerExampleGradients):
     def weighted_diagonal(self, factor: Tensor) -> Tensor:
         groups, _, _, fan_in = self.inputs.shape
         parts = [
-            _lengths(factor, outer_sums(part[None], self.inputs[g, None])[0].flatten(1))
+            _lengths(factor, outer_sums(part, self.inputs[g]).flatten(1))
             for g in range(groups)
             for part in self.errors[g].split(max(1, CHUNK // (self.count * fan_in)), -1)
         ]
@@ -260,9 +260,10 @@ class OuterProducts(PerExampleGradients):
         total = self.inputs.new_zeros(groups, self.errors.shape[-1], fan_in)
         step = max(1, CHUNK // (total.numel() * each))
         width = max(1, CHUNK // (groups * step * each * fan_in))
-        for a, e in zip(self.inputs.split(step, 1), self.errors.split(step * each, 1)):
+        for chosen in torch.arange(examples, device=total.device).split(step):
+            a, e = self.inputs[:, chosen], self.by_direction()[:, chosen].flatten(1, 2)
             for into, part in zip(total.split(width, 1), e.split(width, 3)):
-                into += outer_sums(part, a).square_().sum(1)
+                into += outer_sums(part, a).transpose(0, 1).flatten(1).square().sum(0).view(into.shape)
         return total.view(self.shape)
 
     def rows(self) -> Tensor:
@@ -270,13 +271,12 @@ class OuterProducts(PerExampleGradients):
 
 
 def outer_sums(errors: Tensor, inputs: Tensor) -> Tensor:
-    """The sums over positions of e a', (groups, N, out, in); see `OuterProducts`. Inputs are not repeated."""
-    groups, count, positions, fan_out = errors.shape
-    examples, fan_in = inputs.shape[1], inputs.shape[3]
-    if count == examples:
+    """The sums over positions of e a', (..., N, out, in), for errors (..., N, positions, out) and inputs of examples."""
+    *groups, examples, positions, fan_in = inputs.shape
+    if errors.shape[-3] == examples:
         return errors.mT @ inputs
-    tall = errors.unflatten(1, (examples, -1)).mT.reshape(groups, examples, -1, positions)  # (.., directions out, ..)
-    return (tall @ inputs).view(groups, count, fan_out, fan_in)
+    tall = errors.unflatten(-3, (examples, -1)).mT.reshape(*groups, examples, -1, positions)  # all directions
+    return (tall @ inputs).view(*groups, -1, errors.shape[-1], fan_in)
 
 
 @dataclass(frozen=True, eq=False)
