@@ -271,7 +271,7 @@ class OuterProducts(PerExampleGradients):
 
 
 def outer_sums(errors: Tensor, inputs: Tensor) -> Tensor:
-    """The sums over positions of e a', (..., N, out, in), for errors (..., N, positions, out) and inputs of examples."""
+    """The sums over positions of e a', (..., N, out, in), for errors (..., N, positions, out). Repeats no inputs."""
     *groups, examples, positions, fan_in = inputs.shape
     if errors.shape[-3] == examples:
         return errors.mT @ inputs
