@@ -114,7 +114,7 @@ def laplace(
     pool = RandomSubset(subsample, other) if subsample else None
     blocks: list[Accumulator] = []
     device = next(iter(chosen.values())).device
-    at_once = 1 if kept.one_direction else DIRECTIONS
+    at_once = None if kept.stores_gradients else 1 if kept.one_direction else DIRECTIONS
     layouts = RowLayouts()
     examples = used = 0
     loss, numbers = 0.0, 0

@@ -8,14 +8,13 @@ from torch import Tensor
 
 from bayesgrad.directions import dense
 from bayesgrad.layers import per_example as module
+from bayesgrad.layers.combination import concatenated, summed
 from bayesgrad.layers.per_example import (
     EmbeddingGradients,
     OuterProducts,
     PerExampleGradients,
     StoredGradients,
-    concatenated,
     restored,
-    summed,
 )
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -26,15 +25,19 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=GENERATOR)
 
 
-def outer(groups: int = 1, positions: int = 1, fan_in: int = 3, fan_out: int = 4, count: int = COUNT) -> OuterProducts:
-    inputs, errors = normal(groups, count, positions, fan_in), normal(groups, count, positions, fan_out)
+def outer(
+    groups: int = 1, positions: int = 1, fan_in: int = 3, fan_out: int = 4, count: int = COUNT, each: int = 1
+) -> OuterProducts:
+    inputs, errors = normal(groups, count, positions, fan_in), normal(groups, count * each, positions, fan_out)
     return OuterProducts(torch.Size((groups * fan_out, fan_in)), inputs, errors)
 
 
-def lookup(positions: int = 6, rows: int = 4, features: int = 3, count: int = COUNT) -> EmbeddingGradients:
+def lookup(
+    positions: int = 6, rows: int = 4, features: int = 3, count: int = COUNT, each: int = 1
+) -> EmbeddingGradients:
     """With more positions than rows, so that each example repeats some."""
     indices = torch.randint(rows, (count, positions), generator=GENERATOR)
-    return EmbeddingGradients(torch.Size((rows, features)), indices, normal(count, positions, features))
+    return EmbeddingGradients(torch.Size((rows, features)), indices, normal(count * each, positions, features))
 
 
 def rows(*shape: int, count: int = COUNT) -> StoredGradients:
@@ -53,6 +56,12 @@ CASES = {
     "OuterProducts, positions, implicit, 3 groups": outer(groups=3, positions=2, fan_in=12, fan_out=12),
     "OuterProducts, kernel": OuterProducts(torch.Size((4, 3, 2, 1)), normal(2, COUNT, 3, 6), normal(2, COUNT, 3, 2)),
     "OuterProducts, one example": outer(positions=3, count=1),
+    "OuterProducts, 2 directions": outer(each=2),
+    "OuterProducts, 2 directions, 3 groups": outer(groups=3, each=2, fan_in=6, fan_out=2),
+    "OuterProducts, 3 directions, positions, explicit": outer(positions=4, each=3),
+    "OuterProducts, 3 directions, positions, explicit, groups": outer(groups=2, positions=4, each=3),
+    "OuterProducts, 3 directions, positions, implicit": outer(positions=2, fan_in=12, fan_out=12, each=3),
+    "EmbeddingGradients, 2 directions": lookup(each=2),
     "EmbeddingGradients": lookup(),
     "EmbeddingGradients, one position": lookup(positions=1),
     "StoredGradients": rows(4),
@@ -67,14 +76,15 @@ def written(case: PerExampleGradients) -> Tensor:
         return case.values.reshape(case.count, -1)
     gradients = []
     for j in range(case.count):
+        example = j // case.directions  # whose inputs these are
         if isinstance(case, EmbeddingGradients):
             total = torch.zeros(case.shape, dtype=torch.float64)
-            for index, error in zip(case.indices[j], case.errors[j]):
+            for index, error in zip(case.indices[example], case.errors[j]):
                 total[index] += error
         else:
             assert isinstance(case, OuterProducts)
             groups = [
-                sum(torch.outer(e, a) for e, a in zip(errors[j], inputs[j]))
+                sum(torch.outer(e, a) for e, a in zip(errors[j], inputs[example]))
                 for errors, inputs in zip(case.errors, case.inputs)
             ]
             total = torch.cat(groups)
@@ -105,6 +115,12 @@ def test_products(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> Non
     close(case.weighted_diagonal(L), (G @ torch.cholesky_inverse(L) @ G.T).diagonal().view(case.shape))
     close(case.cross(case), G.T @ G)
     close(case.cross(StoredGradients(case.shape, 2 * u[None])), 2 * (G.T @ u.flatten())[:, None])
+    for other in (case.repeated(), *CASES.values()):
+        if other.shape == case.shape:
+            close(case.cross(other), G.T @ written(other).T)
+    examples = case.count // case.directions
+    some = case.of_examples(examples, slice(examples // 2, examples))
+    close(some.rows().reshape(some.count, -1), G.T[examples // 2 * case.directions :])
     assert torch.equal(u, kept[0])
     assert torch.equal(w, kept[1])
 
@@ -141,6 +157,9 @@ SUMS = {
         StoredGradients,
     ),
     "EmbeddingGradients + EmbeddingGradients": ([lookup(), lookup(positions=2)], EmbeddingGradients),
+    "two directions": ([outer(positions=2, each=2), outer(each=2)], OuterProducts),
+    "EmbeddingGradients + OuterProducts, two directions": ([lookup(each=2), outer(each=2)], OuterProducts),
+    "EmbeddingGradients, two directions": ([lookup(each=2), lookup(positions=2, each=2)], EmbeddingGradients),
     "EmbeddingGradients + OuterProducts": ([lookup(), outer(positions=2)], OuterProducts),
     "OuterProducts + EmbeddingGradients": ([outer(), lookup()], OuterProducts),
     "StoredGradients + StoredGradients": ([rows(4, 3), rows(4, 3)], StoredGradients),
@@ -155,7 +174,7 @@ def test_uses_of_one_parameter_add_up(name: str) -> None:
     parts, kind = SUMS[name]
     total = summed(parts)
     G = sum(written(part) for part in parts).T
-    u, w = normal(4, 3), normal(COUNT)
+    u, w = normal(4, 3), normal(G.shape[1])
     assert isinstance(total, kind)
     close(total.rows().flatten(1), G.T)
     close(total.project(u), G.T @ u.flatten())
@@ -177,6 +196,10 @@ BATCHES = {
     "OuterProducts, groups": [outer(groups=3), outer(groups=3, count=2), outer(groups=3, count=1)],
     "EmbeddingGradients": [lookup(), lookup(count=2)],
     "StoredGradients": [rows(4), rows(4, count=2)],
+    "two directions": [outer(positions=2, each=2), outer(positions=2, each=2, count=2)],
+    "one and two directions": [outer(positions=2), outer(positions=2, each=2, count=2)],
+    "EmbeddingGradients, two directions": [lookup(each=2), lookup(each=2, count=2)],
+    "EmbeddingGradients, one and two directions": [lookup(), lookup(each=2, count=2)],
 }
 
 

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from bayesgrad import layers
 from bayesgrad.layers.call import LayerCall
+from bayesgrad.layers.combination import concatenated, summed
 from bayesgrad.layers.modules import Layer
-from bayesgrad.layers.per_example import EmbeddingGradients, OuterProducts, concatenated, summed
+from bayesgrad.layers.per_example import EmbeddingGradients, OuterProducts
 from bayesgrad.layers.statistics import LayerStatistics, Moment, symmetric
 
 

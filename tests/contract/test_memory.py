@@ -13,6 +13,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from bayesgrad import SubsampledFisher, laplace
+from bayesgrad.layers import output_covariance
+from bayesgrad.layers.network import Network
 from bayesgrad.optim import FOOF, KFAC, OGN, VOGN, KroneckerFilterFP
 
 
@@ -117,3 +120,64 @@ def test_nothing_is_kept_after_a_step() -> None:
             optimizer.zero_grad()
         sizes.append(memory.now)
     assert sizes[-1] <= sizes[1]
+
+
+# --- many outputs ---
+
+CLASSES = 1000
+
+
+def classifier(classes: int) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(4, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(392, 64),
+        nn.ReLU(),
+        nn.Linear(64, classes),
+    ).eval()
+
+
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("structure", ["diag", "kron", "input"])
+def test_linearised_predictions_of_many_classes(structure: str, joint: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most 8 BLOCK elements beside the result: errors of two blocks of outputs, activations, temporary tensors.
+
+    The Jacobian of a single example is ten times as large.
+    """
+    monkeypatch.setattr(output_covariance, "BLOCK", 1 << 20)
+    monkeypatch.setattr(output_covariance, "CHUNK", 1 << 20)
+    x, y = torch.randn(2, 1, 14, 14), torch.tensor([0, 1])
+    model = classifier(CLASSES)
+    posterior = laplace(
+        model, [(x, y)], likelihood="categorical", structure=structure, fisher="sampled", progress=False
+    )
+    with torch.no_grad(), Memory(x) as memory:
+        found = posterior._linear_moments(Network(model, (x,)), joint)[1]
+    limit = 4 * 8 * (1 << 20)
+    assert 4 * CLASSES * sum(p.numel() for p in model.parameters()) > 10 * limit
+    assert memory.peak < limit + found.nbytes
+
+
+@pytest.mark.parametrize("fisher", ["SubsampledFisher", "laplace"])
+def test_the_exact_fisher_has_the_inputs_of_layers_once(fisher: str) -> None:
+    """Inputs are much larger than errors here; ten times the classes may not take twice the memory."""
+    sizes = []
+    for classes in (2, 20):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(8, 2, 5), nn.Tanh(), nn.Flatten(), nn.Linear(32, classes))
+        x, y = torch.randn(16, 8, 8, 8), torch.zeros(16, dtype=torch.long)
+        with Memory(x) as memory:
+            if fisher == "laplace":
+                posterior = laplace(model, [(x, y)], likelihood="categorical", structure="subsampled", progress=False)
+                kept = posterior.hessians
+            else:
+                kept = SubsampledFisher(model, x, fisher="exact")
+            sizes.append(memory.now)
+        del kept
+    inputs = 4 * 16 * 16 * 200  # of the convolution, unfolded
+    assert inputs < sizes[0] < sizes[1] < 2 * inputs

@@ -17,6 +17,8 @@ from torch.func import functional_call, jacrev
 from bayesgrad import EWC, laplace
 from bayesgrad.belief import Joint
 from bayesgrad.layers.fisher import BatchGradients
+from bayesgrad.layers.network import Network
+from bayesgrad.layers.output_covariance import output_covariance
 from bayesgrad.posterior import LaplacePosterior, load
 from bayesgrad.structures import Structure
 
@@ -248,12 +250,12 @@ def jacobian(model: nn.Module, block: Structure, params: Mapping[str, Tensor], e
 def test_covariances_of_outputs(structure: str) -> None:
     model, posterior = network(), fitted(structure, num_data=3 * N)
     x, _ = data(5)
-    for block, way in zip(posterior.hessians, posterior._output_covariances):
-        if way is not None:
-            params = {name: posterior.mean[name] for name in block.shapes}
-            J = torch.stack([jacobian(model, block, params, example) for example in x])
-            P = block.dense() + torch.eye(block.size, dtype=D)
-            close(way.covariance(model, (x,)), J @ torch.linalg.inv(P) @ J.mT, rtol=1e-9, atol=1e-10)
+    for block, way in zip(posterior.hessians, posterior._output_covariances(), strict=True):
+        params = {name: posterior.mean[name] for name in block.shapes}
+        J = torch.stack([jacobian(model, block, params, example) for example in x])
+        P = block.dense() + torch.eye(block.size, dtype=D)
+        found = output_covariance(Network(model, (x,)), params, [way], joint=True)
+        close(found, J @ torch.linalg.inv(P) @ J.mT, rtol=1e-9, atol=1e-10)
 
 
 # --- what is built on them ---

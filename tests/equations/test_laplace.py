@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 import bayesgrad
 from bayesgrad.belief import Joint
+from bayesgrad.layers import output_covariance
 from bayesgrad.layers.network import Network
 from bayesgrad.likelihoods import Categorical
 from bayesgrad.posterior import LaplacePosterior, load
-from bayesgrad.structures import subsampled
 
 close = torch.testing.assert_close
 STRUCTURES = ("diag", "kron", "input", "full", "subsampled")
@@ -305,7 +305,8 @@ def test_linearised_prediction(structure: str, make: Callable[[], nn.Module], mo
     """Outputs have the covariance J P^-1 J', whatever the model's weights and flags are by now."""
     model, (x, _) = make().eval(), data()
     posterior = fitted(model, structure, "gaussian")
-    monkeypatch.setattr(subsampled, "MAX_ROWS", 4 * OUT)
+    monkeypatch.setattr(output_covariance, "CHUNK", 200)
+    monkeypatch.setattr(output_covariance, "BLOCK", 30)
     J, f = jacobians(model, x), model(x).detach()
     expected = torch.einsum("nci,ij,ndj->ncd", J, torch.linalg.inv(dense(posterior)), J)
     model.requires_grad_(False)

@@ -4,6 +4,7 @@ from bayesgrad.layers.composite import known_layers
 from bayesgrad.layers.modules import (
     CONVOLUTIONS,
     NORMS,
+    batch_first,
     error_rows,
     errors_of,
     examples_in,
@@ -15,6 +16,7 @@ from bayesgrad.layers.modules import (
     is_matrix,
     is_norm,
     is_transposed,
+    is_unbatched,
     joins_bias,
     leading_rows,
     lookups_of,
@@ -30,6 +32,7 @@ from bayesgrad.layers.modules import (
 __all__ = [
     "CONVOLUTIONS",
     "NORMS",
+    "batch_first",
     "error_rows",
     "errors_of",
     "examples_in",
@@ -41,6 +44,7 @@ __all__ = [
     "is_matrix",
     "is_norm",
     "is_transposed",
+    "is_unbatched",
     "joins_bias",
     "known_layers",
     "leading_rows",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -13,11 +14,13 @@ from torch import Tensor, nn
 
 from bayesgrad import layers, likelihoods
 from bayesgrad.kernels import compute_dtype
+from bayesgrad.layers.call import LayerCall
 from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.functional import gradients_by_vmap
+from bayesgrad.layers.layout import RowLayout
 from bayesgrad.layers.network import parameters_of, unwrap
 from bayesgrad.layers.observed import classes_last
-from bayesgrad.layers.per_example import PerExampleGradients, StoredGradients, concatenated
+from bayesgrad.layers.per_example import PerExampleGradients, StoredGradients
 from bayesgrad.layers.recorder import LayerRecorder, Trace
 from bayesgrad.noise import seed32
 from bayesgrad.precision import LowRank
@@ -222,7 +225,7 @@ class BatchGradients:
     """Per-example gradients of one batch, for some directions of the outputs.
 
     Args:
-        columns: name -> per-example gradients; examples of one direction are consecutive.
+        columns: name -> per-example gradients; the directions of one example are consecutive.
         outputs: of the model.
         labels: the labels that were used, None for the exact Fisher.
         first: whether these are the first directions of the batch.
@@ -254,6 +257,39 @@ def batch_gradients(
     Raises:
         ValueError: the model mixes the examples of a batch, or labels do not fit.
     """
+    used = labels
+
+    def directions(outputs: Tensor) -> Iterator[Tensor]:
+        nonlocal used
+        if used is None and fisher == "sampled":
+            used = kind.sample(outputs, generator)
+        return kind.hessian_roots(outputs) if used is None else iter([kind.residual(outputs, used)])
+
+    with closing(directional_gradients(model, inputs, directions, at_once, layouts, class_dim)) as parts:
+        for seen in parts:
+            yield replace(seen, labels=used)
+
+
+def directional_gradients(
+    model: nn.Module,
+    inputs: Tensor | tuple[Tensor, ...],
+    directions: Callable[[Tensor], Iterator[Tensor]],
+    at_once: int | None = None,
+    layouts: RowLayouts | None = None,
+    class_dim: int | None = None,
+    copies: int = 1,
+) -> Generator[BatchGradients, None, None]:
+    """Per-example gradients of every trainable parameter, for `at_once` directions of the outputs at a time.
+
+    Args:
+        directions: of the outputs, given these: derivatives of some loss by the outputs.
+        layouts, class_dim: as in `batch_gradients`.
+        copies: how often each example goes through the model, so that one backward pass has so many directions. A
+            backward pass of few examples takes about as long.
+
+    Raises:
+        ValueError: the model mixes the examples of a batch.
+    """
     model = unwrap(model)
     check_batch_mixing(model)
     arguments = inputs if isinstance(inputs, tuple) else (inputs,)
@@ -263,23 +299,22 @@ def batch_gradients(
     recorder = LayerRecorder(model, recorded_layers(model))
     try:
         with torch.enable_grad():
-            outputs = model(*arguments)
-            check_outputs(outputs)
-            if outputs.shape[:1] != arguments[0].shape[:1]:
+            repeated = model(*[x.repeat_interleave(copies, 0) for x in arguments] if copies > 1 else arguments)
+            check_outputs(repeated)
+            if repeated.shape[:1] != (copies * len(arguments[0]),):
                 raise ValueError(
                     f"the first dimension of inputs and outputs must be that of examples, got {len(arguments[0])} "
-                    f"inputs and outputs of shape {tuple(outputs.shape)}."
+                    f"inputs and outputs of shape {tuple(repeated.shape)}."
                 )
-            outputs = classes_last(outputs, class_dim, None)
-            trace = recorder.trace(outputs)
-        if labels is None and fisher == "sampled":
-            labels = kind.sample(outputs, generator)
-        directions = kind.hessian_roots(outputs) if labels is None else iter([kind.residual(outputs, labels)])
+            repeated = classes_last(repeated, class_dim, None)
+            trace = recorder.trace(repeated)
+        outputs = repeated[::copies]
+        given = directions(outputs)
         ids = {id(p): name for name, p in parameters.items()}
         layouts = RowLayouts() if layouts is None else layouts
         first = True
-        while some := list(islice(directions, at_once)):
-            columns, left = gather_gradients(trace, some, layouts)
+        while some := list(islice(given, at_once)):
+            columns, left = gather_gradients(trace, some, layouts, copies=copies)
             named = {ids[key]: value for key, value in columns.items() if key in ids}
             read = {*trace.read_counts, *left}
             rest = {name: p for name, p in parameters.items() if name not in named and id(p) in read}
@@ -289,7 +324,7 @@ def batch_gradients(
                 if name not in named:  # the outputs do not depend on it
                     zeros = torch.zeros(len(outputs) * len(some), *p.shape, dtype=compute_dtype(p.dtype))
                     named[name] = StoredGradients(p.shape, zeros.to(p.device))
-            yield BatchGradients({name: named[name] for name in parameters}, outputs.detach(), labels, first)
+            yield BatchGradients({name: named[name] for name in parameters}, outputs.detach(), None, first)
             first = False
     finally:
         recorder.close()
@@ -327,7 +362,7 @@ def check_batch_mixing(model: nn.Module) -> None:
 
 
 def gather_gradients(
-    trace: Trace, directions: Sequence[Tensor], layouts: RowLayouts, group: int = 1
+    trace: Trace, directions: Sequence[Tensor], layouts: RowLayouts, group: int = 1, copies: int = 1
 ) -> tuple[dict[int, PerExampleGradients], set[int]]:
     """Per-example gradients by the id of the parameter, and the ids of parameters for which they cannot be computed.
 
@@ -338,11 +373,64 @@ def gather_gradients(
         directions: of the outputs; each gives as many gradients as there are examples.
         layouts: which rows of the layers belong to which example, as far as it is known.
         group: the number of rows of the outputs that are one example.
+        copies: of each example in the outputs of the trace, and of none in the directions.
     """
-    passes = []
-    left = trace.used_elsewhere()
-    for direction in directions:
-        calls = layouts.attach(trace.backpropagate(direction), trace.outputs, trace.recorder.backpropagate, group)
-        left |= layers.mixed_parameters(calls)
-        passes.append(layers.gradients_of_calls(calls, left))
-    return {id(p): concatenated([found[p] for found in passes]) for p in passes[0]}, left
+    grouped = _grouped(directions, copies)
+    back = trace.recorder.backpropagate
+    found = layouts.attach(trace.backpropagate(grouped[0]), trace.outputs, back, group)
+    several = len(directions) > 1 or copies > 1
+    calls = [layers.batch_first(call) for call in found] if several else found
+    left = trace.used_elsewhere() | layers.mixed_parameters(calls)
+    if several:
+        known = [call.layout for call in found]
+        calls = _with_directions(trace, grouped, calls, known, left, len(directions), copies)
+    return {id(p): columns for p, columns in layers.gradients_of_calls(calls, left).items()}, left
+
+
+def _grouped(directions: Sequence[Tensor], copies: int) -> list[Tensor]:
+    """So many directions in each tensor, one for each copy of an example; the last ones are repeated where needed."""
+    if copies == 1:
+        return list(directions)
+    groups = [directions[k : k + copies] for k in range(0, len(directions), copies)]
+    return [torch.stack([*some, *[some[-1]] * (copies - len(some))], 1).flatten(0, 1) for some in groups]
+
+
+def _with_directions(
+    trace: Trace,
+    grouped: Sequence[Tensor],
+    first: Sequence[LayerCall],
+    layouts: Sequence[RowLayout | None],
+    left: set[int],
+    directions: int,
+    copies: int,
+) -> list[LayerCall]:
+    """Calls whose inputs are stored once, with the errors of all directions: those of an example are consecutive.
+
+    Args:
+        grouped: directions for all copies of examples.
+        first: the calls with the errors of the first of these, batch first.
+        layouts: of these calls before.
+        left: the ids of parameters whose layers are not needed.
+        directions: their number.
+        copies: of each example.
+    """
+    examples = len(trace.outputs) // copies
+    errors: list[Tensor | None] = []
+    for call in first:
+        needed = any(id(p) not in left for p in layers.own_parameters(call.module).values())
+        size = call.error.numel() // (examples * copies)
+        errors.append(call.error.new_empty(examples, directions, size) if needed else None)
+    for k, direction in enumerate(grouped):
+        start, stop = k * copies, min((k + 1) * copies, directions)
+        calls = trace.backpropagate(direction) if k else first
+        for call, layout, into in zip(calls, layouts, errors, strict=True):
+            if into is not None:
+                error = layers.batch_first(replace(call, layout=layout)).error if k else call.error
+                into[:, start:stop] = error.reshape(examples, copies, -1)[:, : stop - start]
+    found = []
+    for call, into in zip(first, errors):
+        if into is not None:
+            alone = layers.is_unbatched(call.module, call.input)
+            x = call.input[None] if alone else call.input[::copies]
+            found.append(replace(call, input=x, error=into.view(-1, *call.error.shape[not alone :])))
+    return found

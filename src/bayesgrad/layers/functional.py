@@ -1,4 +1,4 @@
-"""Per-example gradients by torch.func, for parameters whose layers are not recorded."""
+"""Per-example gradients by torch.func or by single passes, for parameters whose layers are not recorded."""
 
 from __future__ import annotations
 
@@ -61,14 +61,16 @@ def gradients_by_vmap(
                     "max_norm to None after training."
                 ) from error
         raise
-    alone = parts[0][1][: len(outputs)]
+    alone = parts[0][1]
     if (alone - outputs).norm() > math.sqrt(torch.finfo(outputs.dtype).eps) * outputs.norm():
         raise ValueError(
             f"{next(iter(params))} has no per-example gradients: the model's outputs for single examples differ from "
             "those in a batch, so it mixes the examples of a batch."
         )
     return {
-        name: StoredGradients(p.shape, torch.cat([part[name] for part, _ in parts]).to(compute_dtype(p.dtype)))
+        name: StoredGradients(
+            p.shape, torch.stack([part[name] for part, _ in parts], 1).flatten(0, 1).to(compute_dtype(p.dtype))
+        )
         for name, p in params.items()
     }
 
@@ -81,14 +83,30 @@ def _one_by_one(
 ) -> list[tuple[dict[str, Tensor], Tensor]]:
     """Without vmap, which does not support recurrent layers. Like vmap, it refuses random operations."""
     before = _random_states(inputs[0].device)
-    rows = [gradient(values, *row) for direction in directions for row in zip(direction, *inputs)]
+    passes = [[gradient(values, *row) for row in zip(direction, *inputs)] for direction in directions]
     if any(not torch.equal(a, b) for a, b in zip(before, _random_states(inputs[0].device))):
         raise RuntimeError("randomness in a pass of one example")
-    gradients = {name: torch.stack([row[name] for row, _ in rows]) for name in values}
-    return [(gradients, torch.stack([output for _, output in rows]))]
+    return [
+        ({name: torch.stack([row[name] for row, _ in rows]) for name in values}, torch.stack([out for _, out in rows]))
+        for rows in passes
+    ]
 
 
 def _random_states(device: torch.device) -> list[Tensor]:
     """The states of the generators that a forward pass on this device may use."""
     states = [torch.get_rng_state()]
     return states if device.type == "cpu" else [*states, torch.get_device_module(device).get_rng_state(device)]
+
+
+def gradients_one_by_one(outputs: Tensor, params: Sequence[Tensor], directions: Sequence[Tensor]) -> list[Tensor]:
+    """Per-example gradients by one backward pass for each example, (columns, *shape) for each parameter."""
+    if not params:
+        return []
+    rows: list[list[Tensor]] = [[] for _ in params]
+    for example in range(len(outputs)):
+        for direction in directions:
+            alone = torch.zeros_like(direction)
+            alone[example] = direction[example]
+            for row, gradient in zip(rows, torch.autograd.grad(outputs, params, alone, retain_graph=True)):
+                row.append(gradient)
+    return [torch.stack(row) for row in rows]

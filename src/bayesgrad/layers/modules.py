@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.call import LayerCall
 from bayesgrad.layers.call import forward as recorded_forward
+from bayesgrad.layers.combination import summed
 from bayesgrad.layers.layout import MIXED, RowLayout
 from bayesgrad.layers.operations import (
     CONVOLUTIONS,
@@ -37,7 +38,6 @@ from bayesgrad.layers.per_example import (
     OuterProducts,
     PerExampleGradients,
     StoredGradients,
-    summed,
 )
 
 
@@ -109,7 +109,12 @@ def groups_of(module: nn.Module) -> int:
 
 def examples_in(module: nn.Module, x: Tensor) -> int:
     """The length of the leading dimension; 1 for an unbatched input."""
-    return 1 if x.dim() == _dimensions(module) else x.shape[0]
+    return 1 if is_unbatched(module, x) else x.shape[0]
+
+
+def is_unbatched(module: nn.Module, x: Tensor) -> bool:
+    """Whether an input is one example without a leading dimension."""
+    return x.dim() == _dimensions(module)
 
 
 def leading_rows(module: nn.Module, error: Tensor) -> int:
@@ -159,7 +164,7 @@ def _dimensions(module: nn.Module) -> int:
 def inputs_of(module: nn.Module, x: Tensor, layout: RowLayout | None = None) -> Tensor:
     """a, (groups, N, positions, in), for Linear and Conv: out = a W' + b at each position."""
     x = x.to(_dtype(module))
-    if x.dim() == _dimensions(module):
+    if is_unbatched(module, x):
         x = x[None]
     if isinstance(module, TRANSPOSED_CONVOLUTIONS):
         return _arranged(_channels_last(module, x), layout)
@@ -230,19 +235,29 @@ def _arranged(rows: Tensor, layout: RowLayout | None) -> Tensor:
 def lookups_of(
     module: nn.Embedding, x: Tensor, error: Tensor, layout: RowLayout | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Indices (N, positions) and errors (N, positions, features), zero at the padding index."""
-    layout = layout or RowLayout(1, len(x) if x.dim() else 1)
-    indices = layout.arrange(x.reshape(-1, 1), 0)
-    errors = layout.arrange(error.to(_dtype(module)).reshape(x.numel(), 1, -1), 0)
+    """Indices (examples, positions) and errors (N, positions, features), zero at the padding index."""
+    arranged = layout or RowLayout(1, len(x) if x.dim() else 1)
+    indices = arranged.arrange(x.reshape(-1, 1), 0)
+    errors = error.to(_dtype(module)).reshape(-1, 1, error.shape[-1])
+    errors = arranged.arrange(errors, 0) if layout else errors  # of several directions there is no layout
+    errors = errors.reshape(len(indices), -1, indices.shape[1], error.shape[-1])
     if module.padding_idx is not None:
-        errors = errors.masked_fill((indices == module.padding_idx)[..., None], 0.0)
+        errors = errors.masked_fill((indices == module.padding_idx)[:, None, :, None], 0.0)
+    errors = errors.flatten(0, 1)
     return indices, errors
 
 
 def per_example_gradients(
     module: nn.Module, x: Tensor, error: Tensor, layout: RowLayout | None = None
 ) -> Iterator[tuple[nn.Parameter, PerExampleGradients]]:
-    """The per-example gradients of each parameter of the layer that requires gradients."""
+    """The per-example gradients of each parameter of the layer that requires gradients.
+
+    Args:
+        module: the layer.
+        x: its input.
+        error: of each example of x, or of several directions for each example, which are consecutive.
+        layout: of the rows of x and error; None if the first dimension is that of examples.
+    """
     trained = {name: p for name, p in own_parameters(module).items() if p.requires_grad}
     if not trained:
         return
@@ -252,11 +267,12 @@ def per_example_gradients(
     if is_matrix(module):
         errors = errors_of(module, error, layout)
         if "weight" in trained:
-            sides = inputs_of(module, x, layout), errors
-            yield (
-                trained["weight"],
-                OuterProducts(trained["weight"].shape, *(sides[::-1] if is_transposed(module) else sides)),
-            )
+            inputs, shape = inputs_of(module, x, layout), trained["weight"].shape
+            if is_transposed(module):
+                directions = errors.shape[1] // inputs.shape[1]
+                yield trained["weight"], OuterProducts(shape, errors, inputs.repeat_interleave(directions, 1))
+            else:
+                yield trained["weight"], OuterProducts(shape, inputs, errors)
         if "bias" in trained:
             bias = trained["bias"]
             if not joins_bias(module):  # at the positions of the output
@@ -266,6 +282,8 @@ def per_example_gradients(
             yield bias, StoredGradients(bias.shape, sums.transpose(0, 1).reshape(-1, *bias.shape))
         return
     x, error = (t.to(_dtype(module)) for t in (x, error))
+    if len(error) > len(x):
+        x = x.repeat_interleave(len(error) // len(x), 0)
     products = {"weight": error * x, "bias": error}
     layout = layout or RowLayout(1, examples_in(module, x))
     for name, p in trained.items():
@@ -273,6 +291,23 @@ def per_example_gradients(
         if not isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
             values = values.reshape(-1, p.numel(), values.shape[2:].numel()).sum(2)
         yield p, StoredGradients(p.shape, layout.arrange(values.reshape(-1, 1, *p.shape), 0).sum(1))
+
+
+def batch_first(call: LayerCall) -> LayerCall:
+    """The same call with examples as the first dimension, and without a layout; it mixes examples if there is none."""
+    layout = call.layout
+    if layout is None or layout == MIXED:
+        return call
+    if layout == (1, examples_in(call.module, call.input)):
+        return replace(call, layout=None)
+    if not isinstance(call.module, (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm)):
+        return replace(call, layout=MIXED)
+    trailing = 0 if isinstance(call.module, nn.Embedding) else _dimensions(call.module)
+    x, error = (
+        layout.arrange(t.reshape(-1, 1, *t.shape[t.dim() - n :]), 0)
+        for t, n in ((call.input, trailing), (call.error, max(1, trailing)))
+    )
+    return replace(call, input=x, error=error, layout=None)
 
 
 def gradients_of_calls(

@@ -42,14 +42,20 @@ class Network:
         """The model as a function of inputs, with these weights by name and its own values for all others."""
         names = {clean_name(name): name for name, _ in self.model.named_parameters()}
         values = {names[name]: weight for name, weight in weights.items()}
-        if self.statistics is not None:
-            values |= _estimated(self.model, values, self.statistics)
+        values |= self.estimated_statistics(weights)
 
         def run(*inputs: Tensor) -> Tensor:
             found = functional_call(self.model, values, inputs)
             return found.to(compute_dtype(found.dtype))  # half precision would not suffice for averages
 
         return run
+
+    def estimated_statistics(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """BatchNorm's buffers by name, estimated with these weights; empty where running statistics are used."""
+        if self.statistics is None:
+            return {}
+        names = {clean_name(name): name for name, _ in self.model.named_parameters()}
+        return _estimated(self.model, {names[name]: weight for name, weight in weights.items()}, self.statistics)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -131,8 +137,8 @@ def check_architecture(model: nn.Module, expected: Mapping[str, list[int]]) -> N
 
 
 @contextmanager
-def temporary_weights(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Sets parameters to these values within the context, and restores them bit for bit afterwards."""
+def temporary_weights(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Sets parameters, or buffers, to these values within the context, and restores them bit for bit afterwards."""
     saved = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     try:
         with torch.no_grad():

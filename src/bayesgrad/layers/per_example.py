@@ -10,6 +10,9 @@ g_j^2, `weighted_diagonal` is the diagonal of G M G'. Each class computes them w
 | `EmbeddingGradients` | g_j = sum_t 1[x_jt] e_jt', one-hot rows | weights of Embedding |
 | `StoredGradients` | g_j itself is stored | biases, normalisation layers, parameters outside of these layers |
 
+An example may have several gradients, one for each of some directions of the model's outputs. They are consecutive
+columns of G, and have the same inputs, which are stored once.
+
 Reference: Benzing 2021, Eq. 19-21, corrected: sums over positions come before any product of two gradients.
 Checked by: tests/algebra/test_per_example.py, each product against the matrix itself.
 """
@@ -17,7 +20,7 @@ Checked by: tests/algebra/test_per_example.py, each product against the matrix i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
@@ -82,6 +85,26 @@ class PerExampleGradients(ABC):
     def fits(self) -> bool:
         """Whether the tensors fit a parameter of this shape."""
 
+    @property
+    def directions(self) -> int:
+        """The number of gradients of each example, which share its inputs."""
+        return 1
+
+    def repeated(self) -> PerExampleGradients:
+        """The same gradients, each with inputs of its own."""
+        return self
+
+    def of_examples(self, count: int, chosen: slice) -> PerExampleGradients:
+        """The gradients of some of `count` examples."""
+        parts = {}
+        for field in fields(self):
+            part = getattr(self, field.name)
+            if isinstance(part, Tensor):
+                each = part.shape[self.example_dim] // count
+                size = (chosen.stop - chosen.start) * each
+                parts[field.name] = part.narrow(self.example_dim, chosen.start * each, size)
+        return replace(self, **parts)
+
     def double(self) -> PerExampleGradients:
         """The same gradients in float64."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -126,8 +149,8 @@ class OuterProducts(PerExampleGradients):
     """g_j = sum_t e_jt a_jt', for each group of channels.
 
     Args:
-        inputs: a, (groups, N, positions, in).
-        errors: e, (groups, N, positions, out).
+        inputs: a, (groups, examples, positions, in).
+        errors: e, (groups, N, positions, out), with N/examples directions for each example.
     """
 
     inputs: Tensor
@@ -136,15 +159,29 @@ class OuterProducts(PerExampleGradients):
 
     @property
     def count(self) -> int:
-        return self.inputs.shape[1]
+        return self.errors.shape[1]
+
+    @property
+    def directions(self) -> int:
+        return self.errors.shape[1] // max(1, self.inputs.shape[1])
+
+    def by_direction(self) -> Tensor:
+        """Errors as (groups, examples, directions, positions, out)."""
+        return self.errors.unflatten(1, (self.inputs.shape[1], -1))
+
+    def repeated(self) -> OuterProducts:
+        return replace(self, inputs=self.inputs.repeat_interleave(self.directions, 1))
 
     def fits(self) -> bool:
-        return len(self.errors) * self.errors.shape[-1] * self.inputs.shape[-1] == self.shape.numel()
+        whole = self.inputs.shape[1] * self.directions == self.count
+        return whole and len(self.errors) * self.errors.shape[-1] * self.inputs.shape[-1] == self.shape.numel()
 
     def project(self, u: Tensor) -> Tensor:
         groups, _, _, fan_out = self.errors.shape
         matrix = u.reshape(groups, fan_out, -1)
         a, e = self.inputs, self.errors
+        if self.directions > 1:
+            return (matmul(a, matrix.mT)[:, :, None] * self.by_direction()).sum((0, 3, 4)).flatten()
         if a.shape[-1] <= fan_out:
             return (matmul(e, matrix) * a).sum((0, 2, 3))
         return (matmul(a, matrix.mT) * e).sum((0, 2, 3))
@@ -158,70 +195,95 @@ class OuterProducts(PerExampleGradients):
         return Product(e[0], a[0], self.shape) if len(a) == 1 else matmul(e.mT, a).reshape(self.shape)
 
     def _weighted(self, w: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of inputs and errors, (groups, rows, features); the smaller of them times the weights of examples."""
-        a, e, w = self.inputs, self.errors, w.view(1, -1, 1, 1)
-        a, e = (a * w, e) if a.shape[-1] <= e.shape[-1] else (a, e * w)
+        """Rows of inputs and errors, (groups, rows, features), whose outer products add up to G w."""
+        a, e = self.inputs, self.errors
+        if self.directions > 1:
+            e = torch.einsum("gndto,nd->gnto", self.by_direction(), w.view(a.shape[1], -1))
+        else:
+            w = w.view(1, -1, 1, 1)
+            a, e = (a * w, e) if a.shape[-1] <= e.shape[-1] else (a, e * w)
         return a.flatten(1, 2), e.flatten(1, 2)
 
     def gram(self) -> Tensor:
-        _, count, positions, fan_in = self.inputs.shape
+        positions, fan_in = self.inputs.shape[2:]
         fan_out = self.errors.shape[-1]
         if positions == 1:
-            a, e = self.inputs.squeeze(2), self.errors.squeeze(2)
-            product = matmul(a, a.mT).mul_(matmul(e, e.mT))
-            return product[0] if len(product) == 1 else product.sum(0)
+            return self._simple_cross(self)
         # The costs of both algorithms, without their common factor.
-        if positions**2 * (fan_in + fan_out) < fan_in * fan_out * (1 + positions / count):
-            return _pairs(count, positions, self._overlap)
+        shared = positions**2 * (fan_in / self.directions**2 + fan_out)
+        if shared < fan_in * fan_out * (1 + positions / self.count):
+            return _pairs(self.count, positions, self._overlap)
         return self._explicit_gram()
 
     def _overlap(self, some: slice, others: slice) -> Tensor:
-        a, e = self.inputs, self.errors
-        pairs = [torch.einsum("gnsi,gmti->gnsmt", x[:, some], x[:, others]) for x in (a, e)]
-        return (pairs[0] * pairs[1]).sum((0, 2, 4))
+        a, e, each = self.inputs, self.errors, self.directions
+        first, second = (slice(s.start // each, (s.stop - 1) // each + 1) for s in (some, others))
+        pairs = torch.einsum("gnsi,gmti->gnsmt", a[:, first], a[:, second])
+        if each > 1:
+            for dim, own in ((1, some), (3, others)):
+                columns = torch.arange(own.start, own.stop, device=a.device) // each
+                pairs = pairs.index_select(dim, columns - own.start // each)
+        return (pairs * torch.einsum("gnsi,gmti->gnsmt", e[:, some], e[:, others])).sum((0, 2, 4))
 
     def _explicit_gram(self) -> Tensor:
-        groups, count, _, fan_in = self.inputs.shape
-        gram = self.inputs.new_zeros(count, count)
-        step = max(1, CHUNK // (count * fan_in))
+        groups, _, _, fan_in = self.inputs.shape
+        gram = self.inputs.new_zeros(self.count, self.count)
+        step = max(1, CHUNK // (self.count * fan_in))
         for g in range(groups):
             for part in self.errors[g].split(step, -1):
-                rows = torch.bmm(part.mT, self.inputs[g]).flatten(1)
+                rows = outer_sums(part, self.inputs[g]).flatten(1)
                 gram.addmm_(rows, rows.T)
         return gram
 
     def cross(self, others: PerExampleGradients) -> Tensor:
         if not isinstance(others, OuterProducts) or self.inputs.shape[2] > 1 or others.inputs.shape[2] > 1:
             return super().cross(others)
+        return self._simple_cross(others)
+
+    def _simple_cross(self, others: OuterProducts) -> Tensor:
+        """G'H if there is one position."""
         sides = ((self.inputs, others.inputs), (self.errors, others.errors))
         a, e = (matmul(one.squeeze(2), other.squeeze(2).mT) for one, other in sides)
-        return a.mul_(e).sum(0)
+        each = e.view(len(a), a.shape[1], self.directions, a.shape[2], others.directions)
+        each.mul_(a[:, :, None, :, None])
+        return e[0] if len(e) == 1 else e.sum(0)
 
     def weighted_diagonal(self, factor: Tensor) -> Tensor:
-        groups, count, _, fan_in = self.inputs.shape
+        groups, _, _, fan_in = self.inputs.shape
         parts = [
-            _lengths(factor, torch.bmm(part.mT, self.inputs[g]).flatten(1))
+            _lengths(factor, outer_sums(part, self.inputs[g]).flatten(1))
             for g in range(groups)
-            for part in self.errors[g].split(max(1, CHUNK // (count * fan_in)), -1)
+            for part in self.errors[g].split(max(1, CHUNK // (self.count * fan_in)), -1)
         ]
         return torch.cat(parts).view(self.shape)
 
     def squares(self) -> Tensor:
-        _, count, positions, _ = self.inputs.shape
+        groups, examples, positions, fan_in = self.inputs.shape
+        each = self.directions
         if positions == 1:
             a, e = self.inputs.squeeze(2).square(), self.errors.squeeze(2).square()
+            e = e if each == 1 else e.unflatten(1, (examples, each)).sum(2)
             return matmul(e.mT, a).reshape(self.shape)
-        total = self.inputs.new_zeros(self.shape)
-        for chosen in torch.arange(count, device=total.device).split(max(1, CHUNK // total.numel())):
-            total += self._rows(chosen).square().sum(0)
-        return total
+        total = self.inputs.new_zeros(groups, self.errors.shape[-1], fan_in)
+        step = max(1, CHUNK // (total.numel() * each))
+        width = max(1, CHUNK // (groups * step * each * fan_in))
+        for chosen in torch.arange(examples, device=total.device).split(step):
+            a, e = self.inputs[:, chosen], self.by_direction()[:, chosen].flatten(1, 2)
+            for into, part in zip(total.split(width, 1), e.split(width, 3)):
+                into += outer_sums(part, a).transpose(0, 1).flatten(1).square().sum(0).view(into.shape)
+        return total.view(self.shape)
 
     def rows(self) -> Tensor:
-        return self._rows(slice(None))
+        return outer_sums(self.errors, self.inputs).transpose(0, 1).reshape(-1, *self.shape)
 
-    def _rows(self, chosen: Tensor | slice) -> Tensor:
-        rows = self.errors[:, chosen].mT @ self.inputs[:, chosen]  # (groups, n, out, in)
-        return rows.transpose(0, 1).reshape(-1, *self.shape)
+
+def outer_sums(errors: Tensor, inputs: Tensor) -> Tensor:
+    """The sums over positions of e a', (..., N, out, in), for errors (..., N, positions, out). Repeats no inputs."""
+    *groups, examples, positions, fan_in = inputs.shape
+    if errors.shape[-3] == examples:
+        return errors.mT @ inputs
+    tall = errors.unflatten(-3, (examples, -1)).mT.reshape(*groups, examples, -1, positions)  # all directions
+    return (tall @ inputs).view(*groups, -1, errors.shape[-1], fan_in)
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,8 +291,8 @@ class EmbeddingGradients(PerExampleGradients):
     """g_j = sum_t 1[x_jt] e_jt': each position has a gradient for one row of the table.
 
     Args:
-        indices: x, (N, positions).
-        errors: e, (N, positions, features); zero at the padding index.
+        indices: x, (examples, positions).
+        errors: e, (N, positions, features), with N/examples directions for each example; zero at the padding index.
     """
 
     indices: Tensor
@@ -238,23 +300,39 @@ class EmbeddingGradients(PerExampleGradients):
 
     @property
     def count(self) -> int:
-        return self.indices.shape[0]
+        return self.errors.shape[0]
+
+    @property
+    def directions(self) -> int:
+        return self.count // max(1, len(self.indices))
+
+    @property
+    def _each(self) -> Tensor:
+        """x of each gradient, (N, positions)."""
+        return self.indices if self.directions == 1 else self.indices.repeat_interleave(self.directions, 0)
+
+    def repeated(self) -> EmbeddingGradients:
+        return replace(self, indices=self._each)
 
     def fits(self) -> bool:
-        return self.errors.shape[-1:] == self.shape[1:] and int(self.indices.max()) < self.shape[0]
+        return (
+            self.errors.shape[-1:] == self.shape[1:]
+            and int(self.indices.max()) < self.shape[0]
+            and len(self._each) == self.count
+        )
 
     def project(self, u: Tensor) -> Tensor:
-        return (u[self.indices] * self.errors).sum((1, 2))
+        return (u[self._each] * self.errors).sum((1, 2))
 
     def combine(self, w: Tensor) -> Tensor:
         total = self.errors.new_zeros(self.shape)
-        return total.index_add_(0, self.indices.flatten(), (self.errors * w.view(-1, 1, 1)).flatten(0, 1))
+        return total.index_add_(0, self._each.flatten(), (self.errors * w.view(-1, 1, 1)).flatten(0, 1))
 
     def gram(self) -> Tensor:
         return _pairs(self.count, self.indices.shape[1], self._overlap)
 
     def _overlap(self, some: slice, others: slice) -> Tensor:
-        e, x = self.errors, self.indices
+        e, x = self.errors, self._each
         same = x[some, :, None, None] == x[others]
         return (torch.einsum("nsi,mti->nsmt", e[some], e[others]) * same).sum((1, 3))
 
@@ -269,18 +347,18 @@ class EmbeddingGradients(PerExampleGradients):
     def squares(self) -> Tensor:
         # Sum over the positions of an example with the same row before squaring.
         example = torch.arange(self.count, device=self.indices.device)[:, None]
-        keys, place = (example * self.shape[0] + self.indices).unique(return_inverse=True)
+        keys, place = (example * self.shape[0] + self._each).unique(return_inverse=True)
         sums = self.errors.new_zeros(len(keys), self.shape[1]).index_add_(0, place.flatten(), self.errors.flatten(0, 1))
         return self.errors.new_zeros(self.shape).index_add_(0, keys % self.shape[0], sums.square())
 
     def rows(self) -> Tensor:
-        example = torch.arange(self.count, device=self.indices.device)[:, None].expand_as(self.indices)
+        example = torch.arange(self.count, device=self.indices.device)[:, None].expand_as(self._each)
         rows = self.errors.new_zeros(self.count, *self.shape)
-        return rows.index_put_((example, self.indices), self.errors, accumulate=True)
+        return rows.index_put_((example, self._each), self.errors, accumulate=True)
 
     def as_outer(self) -> OuterProducts:
         """The same with explicit one-hot vectors, to be summed with other uses of the table."""
-        hot = torch.nn.functional.one_hot(self.indices, self.shape[0]).to(self.errors.dtype)
+        hot = torch.nn.functional.one_hot(self._each, self.shape[0]).to(self.errors.dtype)
         return OuterProducts(self.shape, self.errors[None], hot[None])
 
 
@@ -322,60 +400,6 @@ class StoredGradients(PerExampleGradients):
 
     def _flat(self) -> Tensor:
         return self.values.reshape(self.count, -1)  # works for parameters without dimensions too
-
-
-def summed(parts: Sequence[PerExampleGradients]) -> PerExampleGradients:
-    """The per-example gradients of a parameter that is used several times: the sum over its uses."""
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    if any(isinstance(part, OuterProducts) for part in parts):
-        parts = [part.as_outer() if isinstance(part, EmbeddingGradients) else part for part in parts]
-    if not isinstance(parts[0], StoredGradients) and _alike(parts, positions=True):
-        return _joined(parts, 1 + parts[0].example_dim)  # a sum over more positions
-    return StoredGradients(first.shape, torch.stack([part.rows() for part in parts]).sum(0))
-
-
-def concatenated(parts: Sequence[PerExampleGradients]) -> PerExampleGradients:
-    """The per-example gradients of several batches, concatenated along the examples."""
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    if not _alike(parts):
-        raise ValueError(
-            "batches that were observed together must have the same shape but for the number of examples: "
-            "observe batches of one length, or call step() in between."
-        )
-    return _joined(parts, first.example_dim)
-
-
-def _joined(parts: Sequence[PerExampleGradients], dim: int) -> PerExampleGradients:
-    own = [field.name for field in fields(parts[0]) if field.name != "shape"]
-    return type(parts[0])(parts[0].shape, *(torch.cat([getattr(p, name) for p in parts], dim) for name in own))
-
-
-def _alike(parts: Sequence[PerExampleGradients], positions: bool = False) -> bool:
-    """Whether all are of one class, with tensors of one shape but for examples, and for `positions`."""
-    dims = {parts[0].example_dim, 1 + parts[0].example_dim} if positions else {parts[0].example_dim}
-    shapes = {
-        tuple(tuple(size for dim, size in enumerate(t.shape) if dim not in dims) for t in part.tensors().values())
-        for part in parts
-    }
-    return len({type(part) for part in parts}) == 1 and len(shapes) == 1
-
-
-def gradients_one_by_one(outputs: Tensor, params: Sequence[Tensor], directions: Sequence[Tensor]) -> list[Tensor]:
-    """Per-example gradients by one backward pass for each example, (columns, *shape) for each parameter."""
-    if not params:
-        return []
-    rows: list[list[Tensor]] = [[] for _ in params]
-    for direction in directions:
-        for example in range(len(outputs)):
-            alone = torch.zeros_like(direction)
-            alone[example] = direction[example]
-            for row, gradient in zip(rows, torch.autograd.grad(outputs, params, alone, retain_graph=True)):
-                row.append(gradient)
-    return [torch.stack(row) for row in rows]
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:

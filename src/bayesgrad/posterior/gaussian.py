@@ -13,6 +13,7 @@ from bayesgrad import likelihoods
 from bayesgrad.belief import Belief, Joint
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.network import Network, evaluation_mode, unwrap
+from bayesgrad.layers.output_covariance import BlockCovariance, OutputCovariance
 from bayesgrad.posterior.posterior import Posterior
 from bayesgrad.precision import Dense, Diagonal, Kronecker, LowRank, Precision, Rescaled, Spectral
 from bayesgrad.structures.structure import check_prior
@@ -88,22 +89,8 @@ class GaussianPosterior(Posterior):
             return belief.precision.draw(noise.to(mean.device), few.to(mean.device)).add_(mean)
         return belief.sample(noise.to(mean.device))
 
-    def _independent_variances(self) -> dict[str, Tensor]:
-        alone = {name: belief for name, belief in self.beliefs.items() if not isinstance(belief, Joint)}
-        return {name: belief.precision.variance() for name, belief in alone.items()}
-
-    def _jacobian_products(
-        self, jacobian: Mapping[str, Tensor], variance: Mapping[str, Tensor]
-    ) -> Iterator[tuple[Tensor, ...]]:
-        yield from super()._jacobian_products(jacobian, variance)
-        for name, belief in self.beliefs.items():
-            if isinstance(belief, Joint):
-                columns = belief.join(jacobian).to(belief.mean)  # (outputs, *mean.shape)
-                if isinstance(belief.precision, LowRank | Rescaled):
-                    solved = torch.stack([belief.precision.solve(row) for row in columns])
-                else:
-                    solved = belief.precision.solve(columns)
-                yield tuple(part.flatten(1).to(jacobian[name].dtype) for part in (columns, solved))
+    def _output_covariances(self) -> list[OutputCovariance]:
+        return [BlockCovariance(name, belief) for name, belief in self.beliefs.items()]
 
     @torch.no_grad()
     def elbo(

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad import likelihoods
-from bayesgrad.layers.network import Network, evaluation_mode, temporary_weights, unwrap
+from bayesgrad.layers.network import Network, evaluation_mode, unwrap
+from bayesgrad.layers.output_covariance import OutputCovariance
 from bayesgrad.posterior.gaussian import GaussianPosterior
 from bayesgrad.posterior.tuning import maximise_by_gradient, maximise_by_search
 from bayesgrad.structures.structure import Structure, check_prior, prior_by_name
@@ -103,22 +104,17 @@ class LaplacePosterior(GaussianPosterior):
         beliefs = {next(iter(h.shapes)): h.belief(self._weights, prior, scale) for h in self.hessians}
         self.prior_precision, self.noise_scale, self.temperature = prior_precision, noise_scale, temperature
         self.beliefs = beliefs
-        self._output_covariances = [h.output_covariance(prior, scale) for h in self.hessians]
+        self._covariances = [
+            h.output_covariance(belief, prior, scale) for h, belief in zip(self.hessians, beliefs.values(), strict=True)
+        ]
         return self
 
     def _by_parameter(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         parted = super()._by_parameter(values)
         return {name: parted[name] for name in self._weights}  # in the order of the model
 
-    def _linear_moments(self, network: Network, joint: bool) -> tuple[Tensor, Tensor]:
-        ways = [way for way in self._output_covariances if way is not None]
-        if len(ways) != len(self._output_covariances) or network.statistics is not None or not len(network.inputs[0]):
-            return super()._linear_moments(network, joint)
-        parameters, mean = self._parameters(network.model), self._cast(self._weights, network.model)
-        with temporary_weights(parameters, mean):
-            spread = torch.stack([way.covariance(network.model, network.inputs) for way in ways]).sum(0)
-        centre = network(mean)
-        return centre, (spread if joint else spread.diagonal(dim1=1, dim2=2).reshape(centre.shape)).to(centre.dtype)
+    def _output_covariances(self) -> list[OutputCovariance]:
+        return self._covariances
 
     def log_marginal_likelihood(self, prior_precision: Any = None, noise_scale: Any = None) -> Tensor:
         """The log evidence log p(D), in float64; differentiable in arguments that are tensors.

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal, overload
 
 import torch
 from torch import Tensor, nn
-from torch.func import jacrev, vmap
 
 from bayesgrad import likelihoods
+from bayesgrad.belief import Belief
 from bayesgrad.layers.network import (
     Network,
     architecture,
@@ -22,13 +22,14 @@ from bayesgrad.layers.network import (
     temporary_weights,
     unwrap,
 )
+from bayesgrad.layers.output_covariance import BlockCovariance, OutputCovariance, output_covariance
 from bayesgrad.likelihoods import Averages, Decomposed, Likelihood, Moments
 from bayesgrad.noise import generator_of
 from bayesgrad.posterior import storage
+from bayesgrad.precision import Diagonal
 
 METHODS = ("mc", "linear", "mean")
 LINKS = ("probit", "mc")
-JACOBIAN = 1 << 27  # elements of the Jacobians that are in memory at once
 
 
 class Posterior(ABC):
@@ -260,35 +261,17 @@ class Posterior(ABC):
         Args:
             joint: whether to return the covariance of each example's outputs, (examples, outputs, outputs).
         """
-        mean, variance = (self._cast(part, network.model) for part in (self.mean, self._independent_variances()))
+        mean = self._cast(self.mean, network.model)
         centre = network(mean)
         count = centre[:1].numel()
         if not len(centre):
             return centre, centre.new_zeros(0, count, count) if joint else torch.zeros_like(centre)
-
-        def one(*example: Tensor) -> Tensor:
-            alone = [part[None] for part in example]
-            jacobian = jacrev(lambda weights: network.at(weights)(*alone).flatten())(mean)
-            pairs = self._jacobian_products(jacobian, variance)
-            spread = [j @ s.mT if joint else (j * s).sum(1) for j, s in pairs]
-            return torch.stack(spread).sum(0)
-
-        with torch.enable_grad():
-            size = sum(weight.numel() for weight in mean.values()) * count
-            spread = vmap(one, chunk_size=min(16, max(1, JACOBIAN // size)))(*network.inputs).detach()
+        spread = output_covariance(network, mean, self._output_covariances(), joint).to(centre)
         return centre, spread if joint else spread.view_as(centre)
 
-    def _independent_variances(self) -> dict[str, Tensor]:
-        """Name -> variances of the parameters whose weights are independent, for `_jacobian_products`."""
-        return self.variance()
-
-    def _jacobian_products(
-        self, jacobian: Mapping[str, Tensor], variance: Mapping[str, Tensor]
-    ) -> Iterator[tuple[Tensor, ...]]:
-        """J and J Σ, (outputs, weights), for each block of weights."""
-        for name in variance:
-            rows = jacobian[name].flatten(1)
-            yield rows, rows * variance[name].flatten()
+    def _output_covariances(self) -> Sequence[OutputCovariance]:
+        """The covariances of linearised outputs for independent blocks of weights."""
+        return [BlockCovariance(name, Belief(v, Diagonal(v))) for name, v in self.variance().items()]
 
     def _cast(self, weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
         like = self._parameters(model)

@@ -26,7 +26,12 @@ def write(path: str | os.PathLike, state: Mapping[str, Any]) -> None:
     path = Path(path)
     given = {_key(group, name): t for group, named in state["tensors"].items() for name, t in named.items()}
     layout = {key: _layout(t) for key, t in given.items() if _layout(t) != list(range(t.dim()))}
-    tensors = {key: _alone(t.permute(_layout(t))) for key, t in given.items()}
+    tensors, storages = {}, set()
+    for key, t in given.items():
+        tensors[key] = _alone(t.permute(_layout(t)))
+        if tensors[key].untyped_storage()._cdata in storages:  # a bias may share the errors of its layer's weight
+            tensors[key] = tensors[key].clone()
+        storages.add(tensors[key].untyped_storage()._cdata)
     plain = {key: value for key, value in state.items() if key != "tensors"}
     order = {group: list(named) for group, named in state["tensors"].items()}
     header = {"format": FORMAT, "version": str(VERSION), "state": json.dumps(plain), "order": json.dumps(order)}

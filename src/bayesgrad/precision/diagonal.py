@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesgrad.precision.algebra import Precision
+from bayesgrad.precision.algebra import BilinearForm, Precision
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +48,9 @@ class Diagonal(Precision):
 
     def to_dense(self) -> Tensor:
         return torch.diag(1 / self.variance().flatten())
+
+    def bilinear_form(self) -> BilinearForm:
+        return BilinearForm(variance=self.covariance)
 
     def storable(self) -> Tensor:
         """The variances plus the smallest normal number, so that their reciprocals are finite."""

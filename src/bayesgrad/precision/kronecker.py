@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesgrad.precision.algebra import Precision
+from bayesgrad.precision.algebra import BilinearForm, Precision
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +106,17 @@ class Kronecker(Precision):
         left, right = (torch.linalg.inv(factor) for factor in self.matrices())
         return block_kron(left, right)
 
+    def bilinear_form(self) -> BilinearForm:
+        """L V R, without roots of the factors; diagonals are variances."""
+        factors, variance = [], None
+        for side, dim in ((self.left, -1), (self.right, -2)):
+            diagonal = side is not None and self._is_diagonal(side)
+            if side is not None and diagonal:
+                spread = side.unsqueeze(dim).expand(self.shape)
+                variance = spread if variance is None else variance * spread
+            factors.append(None if diagonal else side)
+        return BilinearForm(factors[0], factors[1], variance, both=False)
+
 
 @dataclass(frozen=True, eq=False)
 class Spectral(Precision):
@@ -158,6 +169,9 @@ class Spectral(Precision):
         left, right = (eye if basis is None else basis for basis, eye in zip((self.rows, self.columns), eyes))
         basis = block_kron(left, right)
         return basis @ torch.diag(self.spectrum.flatten()) @ basis.T
+
+    def bilinear_form(self) -> BilinearForm:
+        return BilinearForm(self.rows, self.columns, 1 / self.spectrum)
 
 
 def block_kron(left: Tensor, right: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bayesgrad.precision.algebra import BilinearForm
 from bayesgrad.precision.diagonal import Diagonal
 
 
@@ -29,3 +30,6 @@ class Scalar(Diagonal):
 
     def logdet(self) -> Tensor:
         return -self.covariance.log() * torch.Size(self.shape).numel()
+
+    def bilinear_form(self) -> BilinearForm:
+        return BilinearForm(scale=self.covariance)

@@ -14,7 +14,7 @@ from bayesgrad.checkpoint import saved_entry
 from bayesgrad.directions import Directions
 from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.fisher import check_batch_mixing, check_outputs, gather_gradients
-from bayesgrad.layers.per_example import gradients_one_by_one
+from bayesgrad.layers.functional import gradients_one_by_one
 from bayesgrad.packing import gradient_of
 from bayesgrad.parts import Groups, Host, Needs
 from bayesgrad.precision import Dense

@@ -13,12 +13,12 @@ from bayesgrad import layers
 from bayesgrad.checkpoint import saved_entry
 from bayesgrad.directions import Direction, Directions, Product, Scaled, dense
 from bayesgrad.layers.call import LayerCall
+from bayesgrad.layers.combination import concatenated
 from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.fisher import check_batch_mixing, check_outputs, gather_gradients
 from bayesgrad.layers.per_example import (
     OuterProducts,
     PerExampleGradients,
-    concatenated,
     floating_tensor,
     is_stored,
     restored,

@@ -28,8 +28,9 @@ from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.composite import owners
 from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.fisher import gather_gradients
+from bayesgrad.layers.functional import gradients_one_by_one
 from bayesgrad.layers.modules import Layer
-from bayesgrad.layers.per_example import PerExampleGradients, StoredGradients, gradients_one_by_one
+from bayesgrad.layers.per_example import PerExampleGradients, StoredGradients
 from bayesgrad.layers.recorder import Trace
 from bayesgrad.layers.statistics import LayerStatistics
 from bayesgrad.precision import Blocks, Diagonal, Precision, Scalar, Spectral

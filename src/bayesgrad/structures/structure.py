@@ -15,21 +15,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from bayesgrad.belief import Belief, Joint
 from bayesgrad.layers.fisher import BatchGradients
+from bayesgrad.layers.output_covariance import BlockCovariance, OutputCovariance
 from bayesgrad.precision import Dense, Precision
 from bayesgrad.precision.linalg import inverse
-
-
-class OutputCovariance(Protocol):
-    """J P^-1 J' of each example, (examples, outputs, outputs), for the Jacobian J of a model's outputs."""
-
-    def covariance(self, model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor: ...
 
 
 class Accumulator(ABC):
@@ -63,6 +58,8 @@ class Structure(Accumulator):
         name: of the structure in `bayesgrad.laplace`; a subclass that defines it is registered.
         kind: of its blocks in files. A subclass without tensors of its own inherits it; its blocks are loaded as
             blocks of the base. Else the default is the name of the class.
+        stores_gradients: whether it stores the gradients that it adds. It then receives all directions of a batch at
+            once, which share the inputs of layers.
 
     Checked by: tests/contract/test_structures.py, each operation against the dense matrix, for all registered ones.
     """
@@ -70,6 +67,7 @@ class Structure(Accumulator):
     shapes: Mapping[str, torch.Size]
     name: ClassVar[str]
     kind: ClassVar[str]
+    stores_gradients: ClassVar[bool] = False
     by_name: ClassVar[dict[str, type[Structure]]] = {}
     by_kind: ClassVar[dict[str, type[Structure]]] = {}
 
@@ -189,9 +187,9 @@ class Structure(Accumulator):
         """Of H, in float64; zeros may be left out."""
         return torch.linalg.eigvalsh(self._matrix.double()).clamp(min=0)
 
-    def output_covariance(self, prior: Mapping[str, float], scale: float) -> OutputCovariance | None:
-        """The covariance of linearised outputs, if it can be computed without a dense Jacobian; else None."""
-        return None
+    def output_covariance(self, belief: Belief, prior: Mapping[str, float], scale: float) -> OutputCovariance:
+        """The covariance of linearised outputs, for the `belief` with this prior and scale."""
+        return BlockCovariance(next(iter(self.shapes)), belief)
 
     @cached_property
     def _matrix(self) -> Tensor:

@@ -10,16 +10,14 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from bayesgrad import likelihoods
-from bayesgrad.layers.fisher import BatchGradients, Gradients, batch_gradients, sum_terms
-from bayesgrad.layers.network import parameters_of, requires_grad_only
-from bayesgrad.layers.per_example import OuterProducts, PerExampleGradients, concatenated, floating_tensor, restored
-from bayesgrad.precision import LowRank, Precision, Rescaled
+from bayesgrad.belief import Belief
+from bayesgrad.layers.combination import concatenated
+from bayesgrad.layers.fisher import BatchGradients, Gradients, sum_terms
+from bayesgrad.layers.output_covariance import BlockCovariance, Jacobian
+from bayesgrad.layers.per_example import OuterProducts, PerExampleGradients, floating_tensor, restored
+from bayesgrad.precision import LowRank, Precision, Rescaled, Scalar
 from bayesgrad.precision.linalg import cholesky
 from bayesgrad.structures.structure import Accumulator, Structure
-
-MAX_ROWS = 512  # of a Jacobian, processed at once
-MAX_ELEMENTS = 1 << 27  # of the stored part of a Jacobian
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +33,7 @@ class SubsampledStructure(Structure):
     scale: float
     name = "subsampled"
     kind = "SubsampledHessian"
+    stores_gradients = True
 
     @classmethod
     def blocks(
@@ -103,7 +102,7 @@ class SubsampledStructure(Structure):
         volume = 2 * torch.linalg.cholesky(inner).diagonal().log().sum()
         return volume + torch.stack([s.numel() * prior[name].log() for name, s in self.shapes.items()]).sum()
 
-    def output_covariance(self, prior: Mapping[str, float], scale: float) -> GradientProducts:
+    def output_covariance(self, belief: Belief, prior: Mapping[str, float], scale: float) -> GradientProducts:
         return GradientProducts(self.columns, prior, scale * self.scale**2)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -174,37 +173,35 @@ class GradientProducts:
     prior: Mapping[str, float]
     scale: float
 
-    def _gram(self, columns: Mapping[str, PerExampleGradients]) -> Tensor:
-        return sum_terms(c.double().gram().div_(self.prior[name]) for name, c in columns.items())
-
-    def _cross(self, jacobian: Mapping[str, PerExampleGradients]) -> Tensor:
-        root = math.sqrt(self.scale)
-        pairs = ((self.prior[name], c.double(), jacobian[name].double()) for name, c in self.gradients.items())
-        return sum_terms(own.cross(other).mul_(root / prior) for prior, own, other in pairs)
+    def _gram(self) -> Tensor:
+        return sum_terms(c.double().gram().div_(self.prior[name]) for name, c in self.gradients.items())
 
     @cached_property
     def factor(self) -> Tensor:
-        return cholesky(self._gram(self.gradients).mul_(self.scale), 1.0, "the Gram matrix of the gradients")
+        return cholesky(self._gram().mul_(self.scale), 1.0, "the Gram matrix of the gradients")
 
-    def covariance(self, model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
-        with torch.no_grad():
-            width = model(*[x[:1] for x in inputs]).numel()
-        implicit = {
-            name for name, c in self.gradients.items() if isinstance(c, OuterProducts) and c.inputs.shape[2] == 1
-        }
-        written = sum(c.shape.numel() for name, c in self.gradients.items() if name not in implicit)
-        step = max(1, min(MAX_ROWS, MAX_ELEMENTS // max(1, written)) // width)
-        kind = likelihoods.named("gaussian")  # its Hessian roots are the single outputs
-        spread = []
-        with requires_grad_only(model, {name: parameters_of(model)[name] for name in self.prior}):
-            for parts in zip(*[x.split(step) for x in inputs]):
-                (seen,) = batch_gradients(model, parts, kind, "exact", None, torch.Generator())
-                spread.append(self._output_covariance(seen.columns, width))
-        return torch.cat(spread)
+    def workspace(self, jacobian: Jacobian, count: int) -> int:
+        written = [own.shape.numel() for own in self.gradients.values() if not _at_one_position(own)]
+        return 2 * (len(self.factor) + sum(written))  # in float64
 
-    def _output_covariance(self, jacobian: Mapping[str, PerExampleGradients], width: int) -> Tensor:
-        own, K = self._gram(jacobian), self._cross(jacobian)
-        solved = torch.linalg.solve_triangular(self.factor, K, upper=False).view(len(K), width, -1)
-        count = solved.shape[-1]  # number of examples; rows are ordered by output, then by example
-        terms = own.view(width, count, width, count).diagonal(dim1=1, dim2=3).permute(2, 0, 1)
-        return terms - torch.einsum("kcn,kdn->ncd", solved, solved)
+    def covariance(self, one: Jacobian, other: Jacobian, count: int, joint: bool) -> Tensor:
+        first = {name: one[name].double() for name in self.gradients}
+        second = first if other is one else {name: other[name].double() for name in self.gradients}
+        alone = []
+        for name, own in self.gradients.items():
+            variance = floating_tensor(own).new_full((), 1 / self.prior[name], dtype=torch.float64)
+            belief = Belief(variance.expand(own.shape), Scalar(variance, own.shape))
+            alone.append(BlockCovariance(name, belief).covariance(first, second, count, joint))
+        solved = [self._solved(rows, count) for rows in ((first,) if other is one else (first, second))]
+        return sum_terms(alone) - torch.einsum("knc,knd->ncd" if joint else "knc,knc->nc", solved[0], solved[-1])
+
+    def _solved(self, rows: Jacobian, count: int) -> Tensor:
+        """L^-1 K for the factor L, (gradients, examples, outputs)."""
+        root = math.sqrt(self.scale)
+        pairs = ((self.prior[name], c.double(), rows[name]) for name, c in self.gradients.items())
+        K = sum_terms(own.cross(other).mul_(root / prior) for prior, own, other in pairs)
+        return torch.linalg.solve_triangular(self.factor, K, upper=False).unflatten(1, (count, -1))
+
+
+def _at_one_position(columns: PerExampleGradients) -> bool:
+    return isinstance(columns, OuterProducts) and columns.inputs.shape[2] == 1
