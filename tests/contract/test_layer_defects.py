@@ -1,0 +1,264 @@
+"""Layers in unusual models and loops: subclasses, masks, split losses, late readers, derived weights, odd batches.
+
+References are per-example gradients by torch.func, dense solves, or the same run in the usual loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn import functional as F
+
+from bayesgrad import SubsampledFisher, layers
+from bayesgrad.optim import FOOF, KFAC, OGN, VOGN, KroneckerFilter, KroneckerFilterFP, NaturalGradient
+from cases import observe, same, states, weights
+
+D = torch.float64
+EACH: dict[str, Any] = {"stats_every": 1, "update_every": 1}
+LINEAR: dict[str, Any] = {"max_norm": math.inf}
+RULES: dict[str, Callable[..., Any]] = {
+    "FOOF": lambda model, **o: FOOF(model, **{**EACH, **LINEAR, **o}),
+    "KFAC": lambda model, **o: KFAC(model, **{**EACH, **LINEAR, **o}),
+    "KFAC exact": lambda model, **o: KFAC(model, exact_damping=True, **{**EACH, **LINEAR, **o}),
+    "NaturalGradient": lambda model, **o: NaturalGradient(model, update_every=1, **{**LINEAR, **o}),
+    "OGN": lambda model, **o: OGN(model, num_data=100, betas=(0.9, 0.5), **o),
+    "VOGN": lambda model, **o: VOGN(model, num_data=100, betas=(0.9, 0.5), **o),
+    "OGN sampled": lambda model, **o: OGN(model, num_data=100, betas=(0.9, 0.5), fisher="sampled", **o),
+    "KroneckerFilter": lambda model, **o: KroneckerFilter(model, batch_size=8, **o),
+    "KroneckerFilter empirical": lambda model, **o: KroneckerFilter(model, batch_size=8, fisher="empirical", **o),
+    "KroneckerFilter centered": lambda model, **o: KroneckerFilter(model, batch_size=8, fisher="centered", **o),
+    "FP": lambda model, **o: KroneckerFilterFP(model, batch_size=8, **{**EACH, **o}),
+    "FP empirical": lambda model, **o: KroneckerFilterFP(model, batch_size=8, fisher="empirical", **{**EACH, **o}),
+    "FP centered": lambda model, **o: KroneckerFilterFP(model, batch_size=8, fisher="centered", **{**EACH, **o}),
+}
+every_rule = pytest.mark.parametrize("name", list(RULES))
+
+
+def network(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 40), nn.ReLU(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3)).double()
+
+
+def data(index: int = 0, n: int = 8) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(index)
+    return torch.randn(n, 6, dtype=D, generator=generator), torch.randint(0, 3, (n,), generator=generator)
+
+
+def passes(
+    model: Callable, optimizer: Any, index: int, differentiate: Callable | None = None, x: Tensor | None = None
+) -> None:
+    """Forward and backward passes of a batch; noise, if any, is constant."""
+    inputs, y = data(index)
+    noise = (lambda p: torch.full_like(p, 0.5)) if optimizer.needs.draws else None
+    optimizer.zero_grad()
+    with optimizer.sampled(noise=noise):
+        outputs = model(inputs if x is None else x)
+        observe(optimizer, outputs, y)
+        if differentiate is None:
+            F.cross_entropy(outputs, y).backward()
+        else:
+            differentiate(outputs, y)
+
+
+def assert_same_step(model: nn.Module, other: nn.Module, rtol: float = 1e-9) -> None:
+    for p, q in zip(model.parameters(), other.parameters()):
+        torch.testing.assert_close(p.detach(), q.detach(), rtol=rtol, atol=1e-11)
+
+
+def per_example(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """Gradients of the examples' losses, (N, *shape)."""
+
+    def loss(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(functional_call(model, params, (x[None],)), y[None])
+
+    return vmap(grad(loss), (None, 0, 0))({n: p.detach() for n, p in model.named_parameters()}, x, y)
+
+
+def squares(optimizer: Any, model: nn.Module) -> dict[str, Tensor]:
+    found = optimizer.sources[-1]._squares([p for p in model.parameters() if p.grad is not None])
+    return {n: found[p] for n, p in model.named_parameters() if p in found}
+
+
+# --- subclasses of torch's layers ---
+
+
+class BatchNormAct2d(nn.BatchNorm2d):
+    """As in timm: normalisation and activation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+class LayerNorm2d(nn.LayerNorm):
+    """As in timm: over the channels of an image."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.permute(0, 2, 3, 1)
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps).permute(0, 3, 1, 2)
+
+
+class StandardisedConv2d(nn.Conv2d):
+    """As in timm: the weight is standardised first."""
+
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(x, weight - weight.mean((1, 2, 3), keepdim=True), bias)
+
+
+class SquaredLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.square(), self.bias)
+
+
+class Scaled(nn.Embedding):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Plain(nn.Linear):
+    """A subclass whose forward pass is that of torch."""
+
+
+class Subclasses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.conv, self.norm = Scaled(7, 9), StandardisedConv2d(1, 4, 2), LayerNorm2d(4)
+        self.act, self.hidden, self.out = BatchNormAct2d(4), SquaredLinear(16, 5), Plain(5, 3)
+        self.double().eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        images = self.table(x).view(len(x), 1, 3, 3)
+        return self.out(self.hidden(self.act(self.norm(self.conv(images))).flatten(1)).tanh())
+
+
+def test_a_subclass_with_another_forward_pass_is_not_taken_for_a_layer() -> None:
+    """Fisher matrix by torch.func; per-example squares where they are known, else the fallback."""
+    model, x = Subclasses(), torch.arange(6) % 7
+    y = torch.arange(6) % 3
+    known = {name for name, m in model.named_modules() if layers.is_matrix(m) or layers.normalises(m)}
+    assert known == {"out"}
+    rows = per_example(model, x, y)
+    flat = torch.cat([rows[n].flatten(1) for n, _ in model.named_parameters()], 1)
+    fisher = SubsampledFisher(model, x, fisher="empirical", labels=y)
+    torch.testing.assert_close(fisher.dense(), flat.T @ flat / 6, rtol=1e-10, atol=1e-14)
+    with pytest.warns(UserWarning, match=r"OGN does not support table.weight, conv.weight, .*, hidden.bias: they"):
+        optimizer = OGN(model, num_data=10)
+    F.cross_entropy(model(x), y).backward()
+    found = squares(optimizer, model)
+    for name, p in model.named_parameters():
+        expected = rows[name].square().mean(0) if name.startswith("out") else 6 * p.grad.square()
+        torch.testing.assert_close(found[name], expected, rtol=1e-10, atol=1e-16)
+
+
+@pytest.mark.parametrize("rule", [FOOF, KFAC, NaturalGradient])
+def test_the_weights_of_such_a_subclass_are_trained_by_the_fallback(rule: type) -> None:
+    model, x = Subclasses(), torch.arange(6) % 7
+    with pytest.warns(UserWarning, match=r"does not support table.weight, conv.weight, .*, hidden.bias: they"):
+        optimizer = rule(model, lr=0.1, fallback_lr=0.02)
+    before = weights(model)
+    outputs = model(x)
+    observe(optimizer, outputs, torch.arange(6) % 3)
+    F.cross_entropy(outputs, torch.arange(6) % 3).backward()
+    optimizer.step()
+    for name, p in model.named_parameters():
+        if not name.startswith("out"):  # the first step of Adam
+            torch.testing.assert_close(p.detach(), before[name] - 0.02 * p.grad.sign() * (p.grad != 0))
+
+
+# --- the fallback of OGN ---
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "sampled", "exact"])
+def test_the_fallback_of_ogn_is_the_squared_mean_gradient_times_the_batch_size(fisher: str) -> None:
+    """Also for micro-batches: B is the number of examples of the step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), SquaredLinear(5, 3)).double()
+    with pytest.warns(UserWarning, match="squares of their mean gradients, times the batch size"):
+        optimizer = OGN(model, num_data=10, fisher=fisher)
+    x, y = data()
+    for part in (slice(0, 3), slice(3, 8)):
+        outputs = model(x[part])
+        observe(optimizer, outputs, None if fisher == "exact" else y[part])
+        (F.cross_entropy(outputs, y[part], reduction="sum") / 8).backward()
+    mean = {n: rows.mean(0) for n, rows in per_example(model, x, y).items()}
+    found = squares(optimizer, model)
+    for name in ("2.weight", "2.bias"):
+        torch.testing.assert_close(found[name], 8 * mean[name].square(), rtol=1e-10, atol=0)
+
+
+# --- gradients that were replaced ---
+
+
+def masked(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad = p.grad * (torch.arange(p.numel()).view(p.shape) % 3 > 0)
+
+
+def test_a_masked_gradient_is_what_foof_and_natural_gradient_solve() -> None:
+    model = network()
+    optimizer = RULES["FOOF"](model, lr=0.1, damping=0.3, damping_mode="absolute")
+    before, (x, _) = weights(model), data()
+    passes(model, optimizer, 0)
+    masked(model)
+    optimizer.step()
+    inputs = x
+    for i in (0, 2, 4):
+        a = torch.cat([inputs, torch.ones(8, 1, dtype=D)], 1)
+        gradient = torch.cat([model[i].weight.grad, model[i].bias.grad[:, None]], 1)
+        step = gradient @ torch.linalg.inv(a.T @ a / 8 + 0.3 * torch.eye(a.shape[1], dtype=D))
+        torch.testing.assert_close(model[i].weight.detach(), before[f"{i}.weight"] - 0.1 * step[:, :-1])
+        torch.testing.assert_close(model[i].bias.detach(), before[f"{i}.bias"] - 0.1 * step[:, -1])
+        linear = F.linear(inputs, before[f"{i}.weight"], before[f"{i}.bias"])
+        inputs = linear.relu() if i == 0 else linear.tanh()
+
+    model = network()
+    rows = torch.cat([r.flatten(1) for r in per_example(model, *data()).values()], 1)
+    optimizer = RULES["NaturalGradient"](model, lr=0.1, damping=0.05)
+    start = nn.utils.parameters_to_vector(model.parameters()).detach()
+    passes(model, optimizer, 0)
+    masked(model)
+    optimizer.step()
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+    step = torch.linalg.solve(rows.T @ rows / 8 + 0.05 * torch.eye(rows.shape[1], dtype=D), gradient)
+    torch.testing.assert_close(nn.utils.parameters_to_vector(model.parameters()).detach(), start - 0.1 * step)
+
+
+@every_rule
+def test_a_gradient_that_was_replaced_acts_like_one_that_was_changed_in_place(name: str) -> None:
+    """Where rows of inputs and errors could take the place of the gradient, too."""
+    model, other = network(), network()
+    optimizer, reference = RULES[name](model), RULES[name](other)
+    for index in range(3):
+        passes(model, optimizer, index)
+        masked(model)
+        optimizer.step()
+        passes(other, reference, index)
+        with torch.no_grad():
+            for p in other.parameters():
+                p.grad.mul_(torch.arange(p.numel()).view(p.shape) % 3 > 0)
+        for part in ("kept", "projections"):  # no rows
+            if hasattr(reference.preconditioner, part):
+                setattr(reference.preconditioner, part, {})
+        reference.step()
+    assert same(weights(model), weights(other))
+
+
+def test_a_mask_leaves_the_squares_of_ogn_alone() -> None:
+    """A factor common to all entries scales squares; entries that are zero say nothing about it."""
+    for scale in (1.0, 0.25):
+        model = network()
+        optimizer = RULES["OGN"](model)
+        expected = {n: rows.square().mean(0) for n, rows in per_example(model, *data()).items()}
+        passes(model, optimizer, 0)
+        masked(model)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.grad.mul_(scale)
+        for name, found in squares(optimizer, model).items():
+            torch.testing.assert_close(found, scale**2 * expected[name], rtol=1e-10, atol=0)
