@@ -126,7 +126,7 @@ class GradientMarks:
         """The number by which these gradients (all, for None) were multiplied since their last pass, as a tensor.
 
         1 if they are zero or not finite; None if no gradient is known. If they were changed in another way, it is the
-        least-squares fit.
+        least-squares fit. Entries that are zero now are left out, so that a mask does not count as a factor.
         """
         pairs = [
             (mark.sample, _rows(gradient))
@@ -138,6 +138,7 @@ class GradientMarks:
         if not pairs:
             return None
         then, now = (torch.cat([part[i].reshape(-1) for part in pairs]) for i in range(2))
+        then = torch.where(now == 0, 0.0, then)
         factor = (now @ then) / (then @ then)
         return torch.where(factor.isfinite(), factor, 1.0)
 
