@@ -262,3 +262,44 @@ def test_a_mask_leaves_the_squares_of_ogn_alone() -> None:
                 p.grad.mul_(scale)
         for name, found in squares(optimizer, model).items():
             torch.testing.assert_close(found, scale**2 * expected[name], rtol=1e-10, atol=0)
+
+
+# --- damping that changes ---
+
+
+@pytest.mark.parametrize(("rule", "options"), [(FOOF, {}), (KFAC, {}), (KFAC, {"exact_damping": True})])
+def test_a_schedule_of_damping_inverts_again_for_changes_of_more_than_a_tenth(
+    rule: type, options: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Smaller changes take effect at the next inversion; the state has the damping in use."""
+    model = network()
+    optimizer = rule(model, **options)
+    inverted: list[str] = []
+    kind = type(optimizer.preconditioner)
+    original = kind.invert
+
+    def counted(self: Any, layer: Any, *args: Any) -> None:
+        inverted.append(layer.names[0])
+        original(self, layer, *args)
+
+    monkeypatch.setattr(kind, "invert", counted)
+    for index in range(400):
+        if index == 200:
+            inverted.clear()
+        optimizer.param_groups[0]["damping"] = 3.0 * 0.99 ** max(0, index - 199)
+        passes(model, optimizer, index % 5)
+        optimizer.step()
+        if index >= 200:
+            damped = [float(optimizer.state[model[i].weight]["damped"]) for i in (0, 2, 4)]
+            assert all(abs(optimizer.param_groups[0]["damping"] - d) <= 0.1 * d for d in damped)
+    # 0.99^11 < 0.9: every 11 steps, or earlier because of the two inversions in 200 steps that are due anyway.
+    for name in ("0", "2", "4"):
+        assert 18 <= inverted.count(name) <= 21
+    model, other = network(), network()
+    optimizer, reference = (rule(net, damping=d, **EACH, **options) for net, d in ((model, 1.0), (other, 2.0)))
+    passes(model, optimizer, 0)
+    passes(other, reference, 0)
+    optimizer.param_groups[0]["damping"] = 2.0
+    optimizer.step()
+    reference.step()
+    assert same(weights(model), weights(other))

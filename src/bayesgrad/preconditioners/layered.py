@@ -35,6 +35,7 @@ from bayesgrad.preconditioners.stability import early_interval, limit_norm, spli
 from bayesgrad.rules.transition import average
 from bayesgrad.sources.recorded_layers import RecordedLayers
 
+CHANGE = 0.1  # of the damping, relative to that in use: larger changes are not left for the next inversion
 LARGE = 512  # inputs of a layer from which its statistics are gathered less often if its outputs are few
 MERGES, MERGED, INVERTED = range(3)  # entries of `clock`: number of merges, step of the last merge and inversion
 LAYER_KEYS = ("spectrum", "damped", "clock", "traces")
@@ -297,13 +298,13 @@ class LayerPreconditioner(Preconditioner):
         every, order = group["update_every"], self.recorded.layers
         offset = order.index(layer) * every // len(order)  # not all layers in one step
         due = int(clock[MERGED]) > last and self.is_due(entry, INVERTED, every, offset)
-        if not last or due or float(entry["damped"]) != setting:
+        if not last or due or abs(setting - float(entry["damped"])) > CHANGE * float(entry["damped"]):
             entry["damped"] = torch.tensor(setting, dtype=torch.float64)
             self.invert(layer, entry, group)
             clock[INVERTED] = step
 
     def setting(self, group: Mapping[str, Any]) -> float:
-        """The hyperparameter that inverses depend on: they are computed anew when it changes."""
+        """The hyperparameter that inverses depend on: they are computed anew when it changes by more than a tenth."""
         return float(group["damping"])
 
     def dampings(self, entry: Mapping[str, Tensor], group: Mapping[str, Any]) -> dict[str, float]:
