@@ -303,3 +303,80 @@ def test_a_schedule_of_damping_inverts_again_for_changes_of_more_than_a_tenth(
     optimizer.step()
     reference.step()
     assert same(weights(model), weights(other))
+
+
+# --- batches that are not finite ---
+
+FACTORS = ("moment", "inverse", "root", "values", "basis", "covariance", "spectrum", "gram", "dual", "outerproducts")
+by_layer = pytest.mark.parametrize("name", [name for name in RULES if "OGN" not in name])
+
+
+def factors(optimizer: Any) -> dict[str, Tensor]:
+    return {key: value for key, value in states(optimizer).items() if any(word in key for word in FACTORS)}
+
+
+@by_layer
+@pytest.mark.parametrize("bad", [math.inf, math.nan, 1e200])
+def test_a_batch_that_is_not_finite_does_not_change_factors(name: str, bad: float) -> None:
+    """Once the weights are restored, the run goes on as if the batch had not been there."""
+    model, other = network(), network()
+    options = {"momentum": 0.0, "seed": 3} if name != "FOOF" else {}
+    optimizer, reference = RULES[name](model, **options), RULES[name](other, **options)
+    for index in range(3):
+        for net, opt in ((model, optimizer), (other, reference)):
+            passes(net, opt, index)
+            opt.step()
+    x, start, kept = data(9)[0], weights(model), factors(optimizer)
+    x[2, 1] = bad
+    passes(model, optimizer, 9, x=x)
+    optimizer.step()
+    touched = factors(optimizer)
+    assert all(value.isfinite().all() for value in touched.values())
+    if bad != 1e200:  # else some layers saw numbers whose squares are finite
+        fixed = [key for key in kept if "moment" in key or "outerproducts" in key]
+        assert all(torch.equal(touched[key], kept[key]) for key in fixed)
+    model.load_state_dict(start)
+    passes(model, optimizer, 4)
+    optimizer.step()
+    assert all(p.isfinite().all() for p in model.parameters())
+    if bad != 1e200 and name in ("FOOF", "KFAC", "KFAC exact", "NaturalGradient"):
+        passes(other, reference, 4)
+        reference.step()
+        assert_same_step(model, other)
+
+
+@every_rule
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+def test_a_batch_that_is_not_finite_is_refused_before_anything_changes(name: str, nonfinite: str) -> None:
+    model = network()
+    optimizer = RULES[name](model, nonfinite=nonfinite)
+    passes(model, optimizer, 0)
+    optimizer.step()
+    before, kept = weights(model), states(optimizer)
+    x = data(1)[0]
+    x[0, 0] = math.inf
+    passes(model, optimizer, 1, x=x)
+    if nonfinite == "raise":
+        with pytest.raises(FloatingPointError, match="not finite; nothing was changed"):
+            optimizer.step()
+    else:
+        optimizer.step()
+    assert same(before, weights(model))
+    assert same(kept, states(optimizer))
+    passes(model, optimizer, 2)
+    optimizer.step()
+    assert not same(before, weights(model))
+
+
+@pytest.mark.parametrize("name", ["KFAC", "NaturalGradient", "FP"])
+def test_observations_that_are_not_finite_are_refused_beside_finite_gradients(name: str) -> None:
+    model = network()
+    optimizer = RULES[name](model, nonfinite="raise")
+    x, y = data(1)
+    optimizer.observe(model(x * math.inf), labels=y)
+    F.cross_entropy(model(x), y).backward()
+    before = weights(model)
+    with pytest.raises(FloatingPointError, match=r"(errors of layers|observe\(\) found).* not finite; nothing was"):
+        optimizer.step()
+    assert same(before, weights(model))
+    assert not states(optimizer)

@@ -151,6 +151,15 @@ class LayerStatistics:
 
     # --- moments ---
 
+    def is_finite(self) -> Tensor:
+        """Whether all inputs and errors that are used, and their squares, are finite, as a tensor."""
+        if not self.keeps:
+            return torch.stack(
+                [moment.is_finite().to(self.layer.owner.device) for moment in self._moments.values()]
+            ).all()
+        rows = [part for call in self.calls for part in (call.input, call.error) if part.is_floating_point()]
+        return torch.stack([torch.linalg.vector_norm(part).isfinite() for part in rows]).all()
+
     def moments(self, losses_per_example: float = 1) -> dict[str, Moment]:
         """A ("input") and E ("error"), as sums that are divided by their counts later."""
         moments, pairs = self._moments, self.rows

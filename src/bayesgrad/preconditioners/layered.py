@@ -46,7 +46,8 @@ class LayerPreconditioner(Preconditioner):
     """Base class: keeps moving averages of each layer's second moments, and their inverses.
 
     The averages are updated every `stats_every` steps and inverted every `update_every` steps, layers one after the
-    other. Early in a run the averages change fast and training with an old inverse diverges, so both happen whenever
+    other. Inputs and errors that are not finite, or whose squares are not, do not change a layer's averages.
+    Early in a run the averages change fast and training with an old inverse diverges, so both happen whenever
     the number of steps has doubled. A large layer with few outputs, whose statistics would cost more than its
     gradient, is updated every 4 `stats_every` steps.
 
@@ -235,7 +236,15 @@ class LayerPreconditioner(Preconditioner):
                 "run forward and backward passes",
             )
         found = {layer: observed[layer] for layer in observed if layer in labelled}
-        return found | {layer: self.from_passes[layer] for layer in rest if layer in self.from_passes}
+        return _finite(found | {layer: self.from_passes[layer] for layer in rest if layer in self.from_passes})
+
+    def nonfinite(self, index: int, params: list[Tensor]) -> str | None:
+        bad = [
+            layer.names[0]
+            for found in (self.from_observations, self.from_passes)
+            for layer in set(found) - set(_finite(found))
+        ]
+        return f"the inputs or errors of layers {sorted(set(bad))} are not finite" if bad and not index else None
 
     def merge(
         self, layer: Layer, entry: dict[str, Tensor], statistics: LayerStatistics, group: Mapping[str, Any]
@@ -374,6 +383,13 @@ class LayerPreconditioner(Preconditioner):
                         f"{kept} of layer {name!r} has shape {tuple(moment.shape)} in the saved state, "
                         f"but the layer needs {shape}: load it into the model it came from."
                     )
+
+
+def _finite(found: Mapping[Layer, LayerStatistics]) -> dict[Layer, LayerStatistics]:
+    """Those statistics that are finite, and whose squares are; the host reads one tensor."""
+    flags = [batch.is_finite() for batch in found.values()]
+    good = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []
+    return {layer: batch for (layer, batch), finite in zip(found.items(), good) if finite}
 
 
 def _factors(entry: Mapping[str, Tensor]) -> list[str]:

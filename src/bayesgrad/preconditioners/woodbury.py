@@ -105,6 +105,20 @@ class Woodbury(NetworkPreconditioner):
         known = {key: c for key, c in columns.items() if key not in self.unexplained}
         self.observed.append((known, labels is not None))
 
+    def _finite(self) -> list[tuple[dict[int, PerExampleGradients], bool]]:
+        """The observations whose gradients and their inner products are finite; the host reads one tensor."""
+        flags = [
+            torch.stack([_size(own).square().isfinite().cpu() for own in columns.values()]).all()
+            for columns, _ in self.observed
+            if columns
+        ]
+        good = iter(torch.stack(flags).tolist() if flags else [])
+        return [(columns, given) for columns, given in self.observed if not columns or next(good)]
+
+    def nonfinite(self, index: int, params: list[Tensor]) -> str | None:
+        good = index > 0 or len(self._finite()) == len(self.observed)
+        return None if good else "observe() found per-example gradients that are not finite"
+
     def check_loaded(self, saved: Mapping[str, Any]) -> None:
         for p in self.params:
             entry, _ = saved_entry(self.optimizer, saved, p)
@@ -156,7 +170,15 @@ class Woodbury(NetworkPreconditioner):
         """Replaces the Fisher matrix by the observed one; True if labels were given, perhaps those of this batch."""
         if not self.observed:
             return False
-        observed, self.observed, self.projections = self.observed, [], {}
+        observed, self.observed = self._finite(), []
+        if not observed:  # the Fisher matrix of an earlier batch stays
+            if self.clock() is None:
+                raise self.optimizer.nonfinite_error(
+                    "observe() found per-example gradients that are not finite: training has diverged or inputs "
+                    "overflow; lower lr."
+                )
+            return False
+        self.projections = {}
         named = {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
         keys = [key for key in observed[0][0] if key in named and all(key in columns for columns, _ in observed)]
         merged = {named[key]: concatenated([columns[key] for columns, _ in observed]) for key in keys}
@@ -317,6 +339,11 @@ def _kind(columns: PerExampleGradients) -> torch.dtype:
     return next(t.dtype for t in columns.tensors().values() if t.is_floating_point())
 
 
+def _size(columns: PerExampleGradients) -> Tensor:
+    """A bound of the norm of the gradients."""
+    return torch.stack([part.norm() for part in columns.tensors().values() if part.is_floating_point()]).prod()
+
+
 def _dot(a: Mapping[Tensor, Tensor], b: Mapping[Tensor, Tensor]) -> Tensor:
     return torch.stack([torch.dot(a[p].flatten().double(), b[p].flatten().double()).cpu() for p in b]).sum()
 
@@ -329,8 +356,7 @@ def _common_factor(columns: Mapping[Tensor, PerExampleGradients]) -> float | Non
     square = _dot(sums, sums)
     factor = float(_dot({p: gradient_of(p) for p in sums}, sums) / square) if square > 0 else 1.0
     for p, own in columns.items():
-        norms = [part.norm() for part in own.tensors().values() if part.is_floating_point()]
-        allowed = SLACK * torch.finfo(_kind(own)).eps * abs(factor) * torch.stack(norms).prod()
+        allowed = SLACK * torch.finfo(_kind(own)).eps * abs(factor) * _size(own)
         if not bool((gradient_of(p) - factor * sums[p]).abs().max() <= allowed):
             return None
     return factor
