@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -380,3 +381,129 @@ def test_observations_that_are_not_finite_are_refused_beside_finite_gradients(na
         optimizer.step()
     assert same(before, weights(model))
     assert not states(optimizer)
+
+
+# --- readers of a weight beside its layer ---
+
+
+class Reader(nn.Module):
+    """Reads the weight of its last layer a second time, if `reads` is True."""
+
+    def __init__(self, before: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.hidden, self.last = nn.Linear(6, 40), nn.Linear(40, 40), nn.Linear(40, 3)
+        self.before, self.reads = before, False
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.hidden(self.hidden(self.first(x).relu()).tanh())
+        if not self.reads:
+            return self.last(hidden)
+        extra = 3 * F.linear(hidden.tanh(), self.last.weight)
+        return extra + self.last(hidden) if self.before else self.last(hidden) + extra
+
+
+LOOPS: dict[str, Callable[[nn.Module], Any]] = {
+    "plain": lambda model: None,
+    "clip": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
+    "replace": lambda model: [setattr(p, "grad", 0.5 * p.grad) for p in model.parameters()],
+}
+
+
+@every_rule
+@pytest.mark.parametrize("loop", list(LOOPS))
+@pytest.mark.parametrize("start", [0, 5])
+def test_another_reader_of_a_weight_is_found_when_it_appears(name: str, loop: str, start: int) -> None:
+    """At once where `observe` reads the graph, else in the following pass; it takes the fallback, with a warning."""
+    model = Reader(before=start == 0)
+    optimizer = RULES[name](model)
+    for index in range(start):
+        passes(model, optimizer, index)
+        LOOPS[loop](model)
+        optimizer.step()
+    model.reads = True
+    at_once = start == 0 or name in ("NaturalGradient", "OGN sampled")
+    if not at_once:
+        passes(model, optimizer, start)
+        LOOPS[loop](model)
+        optimizer.step()
+    passes(model, optimizer, start)
+    LOOPS[loop](model)
+    with pytest.warns(UserWarning, match=r"does not support last\.weight(, last\.bias)?: they are trained by"):
+        optimizer.step()
+    for index in range(start, start + 3):  # the bias may still be a layer of its own
+        passes(model, optimizer, index)
+        LOOPS[loop](model)
+        optimizer.step()
+        if name == "OGN":
+            assert model.last.weight in optimizer.sources[-1].recorded.read_elsewhere
+
+
+def test_squares_of_a_weight_with_a_late_reader_are_the_fallback() -> None:
+    for name, at_once in (("OGN", False), ("OGN sampled", True)):
+        model = Reader(before=False)
+        optimizer = RULES[name](model)
+        for index in range(8):
+            model.reads = index >= 5
+            passes(model, optimizer, index)
+            expected = {n: rows.square().mean(0) for n, rows in per_example(model, *data(index)).items()}
+            if index > 5 or (index == 5 and at_once):
+                expected["last.weight"] = 8 * model.last.weight.grad.square()
+            with pytest.warns() if index == 6 - at_once else nullcontext():
+                found = squares(optimizer, model)
+            for key, value in found.items():
+                if index != 5 or at_once or key != "last.weight":
+                    torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-16)
+            optimizer.zero_grad()
+
+
+class WideReader(nn.Module):
+    """Its second layer is so wide that rows of inputs and errors take the place of the gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.wide, self.last, self.reads = nn.Linear(6, 40), nn.Linear(40, 40), nn.Linear(40, 3), False
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).relu()
+        extra = 3 * F.linear(hidden.tanh(), self.wide.weight) if self.reads else 0
+        return self.last(self.wide(hidden) + extra)
+
+
+def test_the_gradient_is_what_is_solved_in_the_step_in_which_a_reader_appears() -> None:
+    model, before = WideReader(), {}
+    optimizer = RULES["FOOF"](model, lr=0.1, damping=0.3, damping_mode="absolute", ema=0.0)
+    for index in range(6):
+        model.reads = index == 5
+        passes(model, optimizer, index)
+        before = weights(model)
+        optimizer.step()
+    hidden = F.linear(data(5)[0], before["first.weight"], before["first.bias"]).relu()
+    a = torch.cat([hidden, torch.ones(8, 1, dtype=D)], 1)
+    gradient = torch.cat([model.wide.weight.grad, model.wide.bias.grad[:, None]], 1)
+    step = gradient @ torch.linalg.inv(a.T @ a / 8 + 0.3 * torch.eye(41, dtype=D))
+    torch.testing.assert_close(model.wide.weight.detach(), before["wide.weight"] - 0.1 * step[:, :-1])
+
+
+def test_gradients_that_are_zeroed_in_place_are_compared_every_ten_passes() -> None:
+    model = Reader(before=False)
+    optimizer = RULES["FOOF"](model)
+
+    def run(steps: range) -> None:
+        for index in steps:
+            F.cross_entropy(model(data(index)[0]), data(index)[1]).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+
+    run(range(12))
+    assert not optimizer.preconditioner.recorded.read_elsewhere
+    model.reads = True
+    with pytest.warns(UserWarning, match=r"does not support last\.weight"):
+        run(range(12, 24))
+    assert optimizer.preconditioner.recorded.read_elsewhere == {model.last.weight}
+    model.reads = False
+    run(range(24, 36))
+    assert not optimizer.preconditioner.recorded.read_elsewhere

@@ -327,18 +327,19 @@ def gather_gradients(
     Args:
         trace: of the outputs.
         directions: of the outputs; each gives as many gradients as there are examples.
-        checked: the second result by the names of the called layers and the shapes of their inputs; what was found
-            before is not tested again.
+        checked: parameters of layers that mix examples, by the names of the called layers and the shapes of their
+            inputs; what was found before is not tested again.
     """
     first = trace.backpropagate(directions[0])
     key = tuple((call.name, call.input.shape) for call in first)
     if key not in checked:
         mixed = _mixed(trace, directions[0], first)
-        checked[key] = trace.used_elsewhere()
+        checked[key] = set()
         for call in first:
             if call.name in mixed or layers.examples_in(call.module, call.input) != len(trace.outputs):
                 checked[key] |= {id(p) for p in layers.own_parameters(call.module).values()}
     left = checked[key] if len(trace.outputs) > 1 else checked.pop(key)  # one example alone tells nothing
+    left = left | trace.used_elsewhere()
     passes = [layers.gradients_of_calls(first, left)]
     passes += [layers.gradients_of_calls(trace.backpropagate(direction), left) for direction in directions[1:]]
     return {id(p): concatenated([found[p] for found in passes]) for p in passes[0]}, left

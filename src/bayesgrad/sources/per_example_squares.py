@@ -78,7 +78,8 @@ class PerExampleSquares(Source):
         if self.fisher == "empirical":
             return
         check_outputs(outputs)
-        recorder = self.recorded.recorder
+        trace = self.recorded.recorder.trace(outputs)
+        elsewhere = trace.used_elsewhere()
         if self.fisher == "exact" and labels is None:
             likelihood = likelihoods.named(self.optimizer.param_groups[0]["likelihood"])
             directions = list(likelihood.hessian_roots(outputs))
@@ -86,7 +87,7 @@ class PerExampleSquares(Source):
             directions = [self.residual(outputs, labels)]
         found: dict[Tensor, Tensor] = {}
         for direction in directions:
-            for p, columns in layers.gradients_of_calls(recorder.backpropagate(outputs, direction)).items():
+            for p, columns in layers.gradients_of_calls(trace.backpropagate(direction), elsewhere).items():
                 found[p] = found[p].add_(columns.squares()) if p in found else columns.squares()
         self.observed.append((found, len(outputs)))
 
