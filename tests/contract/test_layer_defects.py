@@ -507,3 +507,66 @@ def test_gradients_that_are_zeroed_in_place_are_compared_every_ten_passes() -> N
     model.reads = False
     run(range(24, 36))
     assert not optimizer.preconditioner.recorded.read_elsewhere
+
+
+# --- weights that are not the model's own ---
+
+
+def doubled(model: nn.Module, params: Any, x: Tensor, which: tuple[str, ...]) -> Tensor:
+    return functional_call(model, {**params, **{name: 2 * params[name] for name in which}}, (x,))
+
+
+@every_rule
+def test_passes_with_derived_weights_are_refused_or_take_the_fallback(name: str) -> None:
+    """The gradient of a layer's weight is not that of the parameter from which it is computed."""
+    model = network()
+    optimizer, own = RULES[name](model), dict(model.named_parameters())
+    before = weights(model)
+    passes(lambda x: doubled(model, own, x, tuple(own)), optimizer, 0)
+    if name == "OGN sampled":  # the fallback needs only the number of examples
+        with pytest.warns(UserWarning, match=r"does not support 0\.weight, .*, 4\.bias: they are trained by"):
+            optimizer.step()
+        return
+    with pytest.raises(RuntimeError, match=r"Passes with other weights than the model's own \(functional_call\) are"):
+        optimizer.step()
+    assert same(before, weights(model))
+
+
+@every_rule
+@pytest.mark.parametrize("which", [("2.weight",), ("2.weight", "2.bias")])
+def test_a_layer_with_derived_weights_takes_the_fallback(name: str, which: tuple[str, ...]) -> None:
+    model = network()
+    optimizer, own = RULES[name](model), dict(model.named_parameters())
+    passes(lambda x: doubled(model, own, x, which), optimizer, 0)
+    with pytest.warns(UserWarning, match=r"does not support 2\.weight(, 2\.bias)?: they are trained by"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("which", [("2.weight",), ("2.weight", "2.bias")])
+def test_derived_weights_of_one_layer_leave_the_others_exact(which: tuple[str, ...]) -> None:
+    """Squares of OGN, and the Fisher matrix of NaturalGradient, by torch.func."""
+    model, (x, y) = network(), data()
+    start = weights(model)
+    loss = lambda params, x, y: F.cross_entropy(doubled(model, params, x[None], which), y[None])  # noqa: E731
+    rows = vmap(grad(loss), (None, 0, 0))(start, x, y)
+    for name in ("OGN", "OGN sampled"):
+        model = network()
+        optimizer, own = RULES[name](model), dict(model.named_parameters())
+        passes(lambda x, model=model, own=own: doubled(model, own, x, which), optimizer, 0)
+        lost = which if name == "OGN" else ("2.weight", "2.bias")  # observations leave out the whole layer
+        with pytest.warns(UserWarning, match="does not support " + ", ".join(lost)):
+            found = squares(optimizer, model)
+        for key, value in found.items():
+            expected = 8 * rows[key].mean(0).square() if key in lost else rows[key].square().mean(0)
+            torch.testing.assert_close(value, expected, rtol=1e-10, atol=0)
+
+    model = network()
+    optimizer, own = RULES["NaturalGradient"](model, lr=0.1, damping=0.05), dict(model.named_parameters())
+    passes(lambda x: doubled(model, own, x, which), optimizer, 0)
+    with pytest.warns(UserWarning, match="does not support 2.weight, 2.bias"):
+        optimizer.step()
+    known = [n for n in rows if not n.startswith("2")]
+    flat = torch.cat([rows[n].flatten(1) for n in known], 1)
+    step = torch.linalg.solve(flat.T @ flat / 8 + 0.05 * torch.eye(flat.shape[1], dtype=D), flat.mean(0))
+    moved = torch.cat([(start[n] - model.get_parameter(n).detach()).flatten() for n in known])
+    torch.testing.assert_close(moved, 0.1 * step, rtol=1e-8, atol=1e-12)

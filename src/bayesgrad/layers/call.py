@@ -103,13 +103,15 @@ class Site:
         if module is None or not alive or not x.numel():
             return parameter_gradients(op, error, x, weight, needs)
         call = LayerCall(module, x.detach(), error.detach(), 0, forward_id, "", volatile)
+        trained = [p for p in module._parameters.values() if p is not None and p.requires_grad]
+        if nodes is None:
+            nodes = [_node(p) for p in trained]
         for recorder, name in alive:
             if recorder.capture is not None:
-                with torch.no_grad():
-                    recorder.capture(replace(call, name=name, backward_id=recorder.captures))
+                if len(nodes) == len(trained):  # else other weights were in place of the module's own
+                    with torch.no_grad():
+                        recorder.capture(replace(call, name=name, backward_id=recorder.captures))
                 return None, None
-        if nodes is None:
-            nodes = [_node(p) for p in module._parameters.values() if p is not None and p.requires_grad]
         if not any(map(_is_executed, nodes)):
             return parameter_gradients(op, error, x, weight, needs)
         task = torch._C._current_graph_task_id()
