@@ -25,6 +25,7 @@ EACH: dict[str, Any] = {"stats_every": 1, "update_every": 1}
 LINEAR: dict[str, Any] = {"max_norm": math.inf}
 RULES: dict[str, Callable[..., Any]] = {
     "FOOF": lambda model, **o: FOOF(model, **{**EACH, **LINEAR, **o}),
+    "FOOF backward": lambda model, **o: FOOF(model, precondition="backward", **{**EACH, **LINEAR, **o}),
     "KFAC": lambda model, **o: KFAC(model, **{**EACH, **LINEAR, **o}),
     "KFAC exact": lambda model, **o: KFAC(model, exact_damping=True, **{**EACH, **LINEAR, **o}),
     "NaturalGradient": lambda model, **o: NaturalGradient(model, update_every=1, **{**LINEAR, **o}),
@@ -321,7 +322,7 @@ def factors(optimizer: Any) -> dict[str, Tensor]:
 def test_a_batch_that_is_not_finite_does_not_change_factors(name: str, bad: float) -> None:
     """Once the weights are restored, the run goes on as if the batch had not been there."""
     model, other = network(), network()
-    options = {"momentum": 0.0, "seed": 3} if name != "FOOF" else {}
+    options = {"momentum": 0.0, "seed": 3} if "FOOF" not in name else {}
     optimizer, reference = RULES[name](model, **options), RULES[name](other, **options)
     for index in range(3):
         for net, opt in ((model, optimizer), (other, reference)):
@@ -570,3 +571,89 @@ def test_derived_weights_of_one_layer_leave_the_others_exact(which: tuple[str, .
     step = torch.linalg.solve(flat.T @ flat / 8 + 0.05 * torch.eye(flat.shape[1], dtype=D), flat.mean(0))
     moved = torch.cat([(start[n] - model.get_parameter(n).detach()).flatten() for n in known])
     torch.testing.assert_close(moved, 0.1 * step, rtol=1e-8, atol=1e-12)
+
+
+# --- losses that are differentiated in parts ---
+
+
+def halves(outputs: Tensor, y: Tensor) -> None:
+    """Of the examples."""
+    losses = F.cross_entropy(outputs, y, reduction="none") / len(y)
+    losses[:3].sum().backward(retain_graph=True)
+    losses[3:].sum().backward()
+
+
+def terms(outputs: Tensor, y: Tensor, share: float = 1.0) -> None:
+    (share * outputs.logsumexp(1).mean()).backward(retain_graph=True)
+    (-share * outputs.gather(1, y[:, None]).mean()).backward()
+
+
+def thirds(outputs: Tensor, y: Tensor) -> None:
+    for number in range(3):
+        (F.cross_entropy(outputs, y) / 3).backward(retain_graph=number < 2)
+
+
+class Called(nn.Module):
+    """A layer that is called twice, by a model whose forward pass is not called by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.twice, self.last = nn.Linear(6, 40), nn.Linear(40, 40), nn.Linear(40, 3)
+        self.double()
+
+    def run(self, x: Tensor) -> Tensor:
+        return self.last(self.twice(self.twice(self.first(x).relu()).tanh()))
+
+
+@every_rule
+@pytest.mark.parametrize("split", [halves, terms, thirds])
+@pytest.mark.parametrize("called", [False, True], ids=["model", "function"])
+def test_a_loss_that_is_differentiated_in_parts_is_one_loss(name: str, split: Callable, called: bool) -> None:
+    model, other = (Called(), Called()) if called else (network(), network())
+    run, run_other = (model.run, other.run) if called else (model, other)
+    optimizer, reference = RULES[name](model), RULES[name](other)
+    for index in range(3):
+        passes(run, optimizer, index, split)
+        optimizer.step()
+        passes(run_other, reference, index)
+        reference.step()
+    assert_same_step(model, other)
+
+
+@every_rule
+@pytest.mark.parametrize("called", [False, True], ids=["model", "function"])
+def test_micro_batches_in_parts_act_like_one_batch(name: str, called: bool) -> None:
+    model, other = (Called(), Called()) if called else (network(), network())
+    run, run_other = (model.run, other.run) if called else (model, other)
+    optimizer, reference = RULES[name](model), RULES[name](other)
+    for index in range(3):
+        x, y = data(index)
+        optimizer.zero_grad()
+        with optimizer.sampled(noise=(lambda p: torch.full_like(p, 0.5)) if optimizer.needs.draws else None):
+            for part in (slice(0, 4), slice(4, 8)):
+                outputs = run(x[part])
+                observe(optimizer, outputs, y[part])
+                terms(outputs, y[part], 0.5)
+        optimizer.step()
+        passes(run_other, reference, index)
+        reference.step()
+    assert_same_step(model, other)
+
+
+@pytest.mark.parametrize("name", ["OGN", "VOGN", "FP empirical"])
+def test_parts_of_two_losses_in_turn_are_refused(name: str) -> None:
+    model = network()
+    optimizer = RULES[name](model)
+
+    def in_turn(outputs: Tensor, y: Tensor) -> None:
+        more = model(data(1)[0])
+        for part, last in ((0, False), (1, True)):
+            for one in (outputs, more):
+                F.cross_entropy(one[4 * part : 4 * part + 4], y[:4]).backward(retain_graph=not last)
+
+    before = weights(model)
+    passes(model, optimizer, 0, in_turn)
+    with pytest.raises(ValueError, match=r"differentiated in several backward passes, .*: call backward\(\) once"):
+        optimizer.step()
+    assert same(before, weights(model))

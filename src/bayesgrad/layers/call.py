@@ -36,6 +36,8 @@ class LayerCall:
         forward_id: identifies the forward pass. Calls with the same one have the same examples.
         name: of the layer.
         volatile: whether the input is a tensor of the caller, who may overwrite it in place.
+        call_id: identifies the call in its forward pass, whose graph may be differentiated by several backward passes;
+            None if that cannot be.
     """
 
     module: nn.Module
@@ -45,10 +47,17 @@ class LayerCall:
     forward_id: int = 0
     name: str = ""
     volatile: bool = False
+    call_id: int | None = None
 
     @property
     def pass_id(self) -> tuple[int, int]:
-        return self.backward_id, self.forward_id
+        """Calls with the same one have the same examples, and the same loss, perhaps in several terms."""
+        return min(self.backward_id, 0), self.forward_id
+
+    @property
+    def key(self) -> tuple[tuple[int, int], int] | None:
+        """The same for calls that bring errors of several terms of a loss, in several backward passes."""
+        return None if self.call_id is None else (self.pass_id, self.call_id)
 
     def kept(self) -> LayerCall:
         """The same call, safe to keep until the next step."""
@@ -67,6 +76,7 @@ class Site:
         # For compiled models, which would be compiled again for other integers: the handle, and a count of passes.
         self.key = torch.tensor(self.handle)
         self.counter = torch.zeros((), dtype=torch.int64)
+        self.latest = -1, 0  # the latest backward pass, and the calls that it has differentiated
 
     def __reduce__(self) -> tuple:
         return Site, ()
@@ -90,12 +100,13 @@ class Site:
         forward_id: int,
         volatile: bool = False,
         nodes: Sequence[Any] | None = None,
+        call_id: int | None = None,
     ) -> Pair:
         """Passes input and error to the recorders, and returns the gradients of weight and bias.
 
         Args:
             op, error, x, weight, needs: as in `operations.parameter_gradients`.
-            forward_id, volatile: of the call.
+            forward_id, volatile, call_id: of the call.
             nodes: which add to the gradients of weight and bias, if they are known.
         """
         module = self.module()
@@ -115,8 +126,12 @@ class Site:
         if not any(map(_is_executed, nodes)):
             return parameter_gradients(op, error, x, weight, needs)
         task = torch._C._current_graph_task_id()
+        call_id = self._turn(task) if call_id is None else call_id
         with torch.no_grad():
-            found = [recorder.received(replace(call, name=name, backward_id=task)) for recorder, name in alive]
+            found = [
+                recorder.received(replace(call, name=name, backward_id=task, call_id=call_id))
+                for recorder, name in alive
+            ]
         pair = next((one for one in found if one is not None), None)
         if pair is None:
             pair = parameter_gradients(op, error, x, weight, needs)
@@ -129,6 +144,11 @@ class Site:
             if recorder.marks is not None:
                 recorder.marks.returned(module, pair, task)
         return pair
+
+    def _turn(self, task: int) -> int:
+        """How many calls of the module the backward pass has differentiated."""
+        self.latest = task, 1 + (self.latest[1] if self.latest[0] == task else 0)
+        return self.latest[1]
 
 
 SITES: weakref.WeakValueDictionary[int, Site] = weakref.WeakValueDictionary()
@@ -188,7 +208,9 @@ class RecordedLayer(torch.autograd.Function):
             by_weight, by_bias = (g if n else None for g, n in zip((by_weight, by_bias), needs))
         elif (site := SITES.get(ctx.handle)) is not None:
             nodes = site.own_nodes([node for node, _ in ctx.next_functions[1:3]])
-            by_weight, by_bias = site.gradients(ctx.op, error, a, w, tuple(needs), ctx.forward_id, x.is_leaf, nodes)
+            by_weight, by_bias = site.gradients(
+                ctx.op, error, a, w, tuple(needs), ctx.forward_id, x.is_leaf, nodes, id(ctx)
+            )
         else:
             by_weight, by_bias = parameter_gradients(ctx.op, error, a, w, needs)
         by_weight, by_bias = (None if g is None else g.to(weight.dtype) for g in (by_weight, by_bias))

@@ -7,6 +7,7 @@ are copied in the backward pass, and the factor follows from them. No value is r
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from torch.utils.weak import TensorWeakRef
 
 ROWS = 16  # rows of a gradient that are copied
 CHECK_EVERY = 10  # passes between comparisons of values, if memory does not show who contributed to a gradient
-UNEXPLAINED = 0.1  # of a gradient's norm; larger differences are not rounding, even in half precision
+UNEXPLAINED = 0.1  # of a gradient's norm; larger differences are not rounding in half precision
 
 NOTHING = (-1, 0, None, False, (0, 0))  # of a parameter whose layers were not called
 
@@ -104,7 +105,8 @@ class GradientMarks:
             if total is not None:
                 self._calls[p] = calls
                 rest = (gradient - total.to(gradient)).norm()
-                explained = not bool(rest > UNEXPLAINED * gradient.norm())
+                eps = max(torch.finfo(t.dtype).eps for t in (gradient, total))
+                explained = not bool(rest > min(UNEXPLAINED, 10 * math.sqrt(eps)) * gradient.norm())
                 (self.unexplained.discard if explained else self.unexplained.add)(p)
             else:
                 # Autograd adds further terms in place, or to a copy.

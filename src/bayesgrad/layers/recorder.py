@@ -69,7 +69,7 @@ class PassCounter(Hook):
         if torch.compiler.is_compiling():
             self.counter.add_(1)
         elif (recorder := self.recorder()) is not None:
-            recorder.forward_count += 1
+            recorder.next_pass()
 
 
 class InputHook(Hook):
@@ -125,6 +125,7 @@ class LayerRecorder:
         self.capture: Callable[[LayerCall], Any] | None = None
         self.captures = 0
         self.forward_count = 0
+        self.latest = -1  # backward pass
         self.counter = torch.zeros((), dtype=torch.int64)
         self.last_call: tuple[Any, tuple, dict] | None = None
         handles = [model.register_forward_pre_hook(PassCounter(self))]
@@ -142,7 +143,16 @@ class LayerRecorder:
             added.append((site, entry))
         self.close = weakref.finalize(self, _remove, handles, added)
 
+    def next_pass(self) -> None:
+        """Counts another forward pass, for layers that are compiled and for those that are not."""
+        if torch._C._functorch.peek_interpreter_stack() is None:  # pyright: ignore[reportAttributeAccessIssue]
+            self.forward_count += 1
+            self.counter.add_(1)
+
     def received(self, call: LayerCall) -> Pair | None:
+        if call.backward_id != self.latest:  # what is called from now on, perhaps not by the model, is another pass
+            self.latest = call.backward_id
+            self.next_pass()
         return None if self.receive is None else self.receive(call)
 
     def arguments(self, outputs: Tensor) -> tuple[tuple, dict]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -15,6 +16,10 @@ from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.per_example import CHUNK, EmbeddingGradients, OuterProducts
 
 SIDES = ("input", "error")
+SPLIT = (
+    "the loss of one forward pass was differentiated in several backward passes, with another pass of layer {!r} in "
+    "between, so that the errors of an example are not known: call backward() once, on the sum of its terms."
+)
 
 
 class LayerStatistics:
@@ -65,6 +70,8 @@ class LayerStatistics:
         self.calls: list[LayerCall] = []
         self.rows = 0  # pairs of an example and a position
         self._examples: dict[tuple[int, int], int] = {}
+        self._added: set[tuple[tuple[int, int], int]] = set()  # passes and calls
+        self._lost = False  # whether an error came too late to be added to another one
         self._moments = {side: self._moment(side, side == "input" and self._has_ones) for side in sides}
 
     def _moment(self, side: str, ones: bool) -> Moment:
@@ -111,13 +118,45 @@ class LayerStatistics:
         return made
 
     def add(self, call: LayerCall) -> None:
-        """Adds one call of the layer."""
+        """Adds one call of the layer; the errors of several terms of its loss are summed before they are squared."""
+        if call.key in self._added:
+            self._add_error(call)
+            return
+        if call.key is not None:
+            self._added.add(call.key)
         examples = layers.examples_in(call.module, call.input)
         self._examples[call.pass_id] = max(self._examples.get(call.pass_id, 0), examples)
         self.rows += layers.rows_in(call.module, call.error)
-        if self.keeps:
+        waits = "error" in self.sides and call.key is not None  # another backward pass may follow
+        if not self.keeps and self.calls and (not waits or self.calls[-1].pass_id != call.pass_id):
+            self._absorb()
+        if self.keeps or waits:
             self.calls.append(call.kept())
-            return
+        else:
+            self._add_moments(call)
+
+    def _add_error(self, call: LayerCall) -> None:
+        for index, other in enumerate(self.calls):
+            if call.key == other.key:
+                self.calls[index] = replace(other, error=other.error + call.error)
+                return
+        self._lost |= "error" in self.sides
+
+    def _absorb(self) -> None:
+        """Adds the calls of the latest pass to the moments."""
+        calls, self.calls = self.calls, []
+        for call in calls:
+            self._add_moments(call)
+
+    def _complete(self) -> None:
+        """Called when no further pass follows."""
+        if self._lost:
+            raise ValueError(SPLIT.format(self.layer.names[0]))
+        if not self.keeps:
+            self._absorb()
+
+    def _add_moments(self, call: LayerCall) -> None:
+        examples = layers.examples_in(call.module, call.input)
         call = call.kept() if self._moments[self.sides[0]].stores(self.rows) else call
         if "error" in self.sides:
             self._moments["error"].add(_errors(call))
@@ -153,6 +192,7 @@ class LayerStatistics:
 
     def is_finite(self) -> Tensor:
         """Whether all inputs and errors that are used, and their squares, are finite, as a tensor."""
+        self._complete()
         if not self.keeps:
             return torch.stack(
                 [moment.is_finite().to(self.layer.owner.device) for moment in self._moments.values()]
@@ -162,6 +202,7 @@ class LayerStatistics:
 
     def moments(self, losses_per_example: float = 1) -> dict[str, Moment]:
         """A ("input") and E ("error"), as sums that are divided by their counts later."""
+        self._complete()
         moments, pairs = self._moments, self.rows
         if self.keeps:
             if self.reduces:

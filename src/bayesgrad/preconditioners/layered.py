@@ -183,7 +183,8 @@ class LayerPreconditioner(Preconditioner):
             solved = precision.solve(gradient)
             inner.add(solved, gradient)
             found = dict(zip(layer.members, layer.parted(solved)))
-        weight, bias = (None if p is None else dense(found[p]) for p in (layer.weight, layer.bias))
+        # Autograd would copy tensors that are not contiguous, and `GradientMarks` could not follow them.
+        weight, bias = (None if p is None else dense(found[p]).contiguous() for p in (layer.weight, layer.bias))
         return weight, bias
 
     def is_kronecker(self, group: Mapping[str, Any]) -> bool:

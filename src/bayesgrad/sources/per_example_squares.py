@@ -12,6 +12,7 @@ from bayesgrad import layers, likelihoods
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.call import LayerCall
 from bayesgrad.layers.fisher import check_outputs
+from bayesgrad.layers.statistics import SPLIT
 from bayesgrad.packing import gradient_of
 from bayesgrad.parts import Evidence, Groups, Host, Needs, Source, weak
 from bayesgrad.sources.recorded_layers import RecordedLayers
@@ -54,6 +55,8 @@ class PerExampleSquares(Source):
         self.pending: dict[int, list[LayerCall]] = {}  # the calls of the latest pass, by the first of the siblings
         self.sums: dict[Tensor, Tensor] = {}  # squares of earlier passes
         self.counts: dict[Tensor, int] = {}
+        self.squared: set[tuple[int, tuple[int, int]]] = set()  # siblings and passes
+        self.lost: str | None = None  # a layer that got errors of a pass that was squared before
 
     def receive(self, call: LayerCall, restarted: bool) -> None:
         key = self.siblings[call.module]
@@ -63,8 +66,12 @@ class PerExampleSquares(Source):
             for p in layers.own_parameters(call.module).values():
                 self.sums.pop(p, None)
                 self.counts.pop(p, None)
+            self.squared = {(other, passed) for other, passed in self.squared if other != key}
         elif before and before[-1].pass_id != call.pass_id:
+            self.squared.add((key, before[-1].pass_id))
             self._square(self.pending.pop(key))
+        if (key, call.pass_id) in self.squared:
+            self.lost = call.name
         self.pending.setdefault(key, []).append(call.kept())
 
     def _square(self, calls: Sequence[LayerCall]) -> None:
@@ -115,6 +122,8 @@ class PerExampleSquares(Source):
         self.pending = {}
         if not self.sums and any(bool(gradient_of(p).any()) for p in params):
             raise self.recorded.missing_observation("no backward pass was recorded", "call loss.backward() on outputs")
+        if self.lost is not None:
+            raise ValueError(SPLIT.format(self.lost))
         marks, losses = self.recorded.marks, group["losses_per_example"]
         odd = marks.unexplained
         common = marks.factor() if marks.untouched(p for p in params if p in self.sums) else None
