@@ -37,7 +37,7 @@ class LayerCall:
         name: of the layer.
         volatile: whether the input is a tensor of the caller, who may overwrite it in place.
         call_id: identifies the call in its forward pass, whose graph may be differentiated by several backward passes;
-            None if that cannot be.
+            None if it is not known, or for calls from `backpropagate`.
     """
 
     module: nn.Module
@@ -52,7 +52,7 @@ class LayerCall:
     @property
     def pass_id(self) -> tuple[int, int]:
         """Calls with the same one have the same examples, and the same loss, perhaps in several terms."""
-        return min(self.backward_id, 0), self.forward_id
+        return 0 if self.call_id is not None else self.backward_id, self.forward_id
 
     @property
     def key(self) -> tuple[tuple[int, int], int] | None:
@@ -126,7 +126,6 @@ class Site:
         if not any(map(_is_executed, nodes)):
             return parameter_gradients(op, error, x, weight, needs)
         task = torch._C._current_graph_task_id()
-        call_id = self._turn(task) if call_id is None else call_id
         with torch.no_grad():
             found = [
                 recorder.received(replace(call, name=name, backward_id=task, call_id=call_id))
@@ -145,8 +144,9 @@ class Site:
                 recorder.marks.returned(module, pair, task)
         return pair
 
-    def _turn(self, task: int) -> int:
-        """How many calls of the module the backward pass has differentiated."""
+    def turn(self) -> int:
+        """How many calls of the module the running backward pass has differentiated."""
+        task = torch._C._current_graph_task_id()
         self.latest = task, 1 + (self.latest[1] if self.latest[0] == task else 0)
         return self.latest[1]
 
@@ -163,7 +163,9 @@ def _compiled_gradients(
     module = site.module()
     assert module is not None
     x, error = x.clone(), error.clone()
-    weight_gradient, bias_gradient = site.gradients(operation(module), error, x, weight, needs, int(forward_id))
+    number = int(forward_id)
+    call_id = site.turn() if number else None  # passes of layers that are compiled by themselves are not counted
+    weight_gradient, bias_gradient = site.gradients(operation(module), error, x, weight, needs, number, call_id=call_id)
     if weight_gradient is None:
         weight_gradient = torch.zeros_like(weight) if needs_weight else weight.new_empty(0)
     if bias_gradient is None:

@@ -69,7 +69,7 @@ class PassCounter(Hook):
         if torch.compiler.is_compiling():
             self.counter.add_(1)
         elif (recorder := self.recorder()) is not None:
-            recorder.next_pass()
+            recorder.forward_count += 1
 
 
 class InputHook(Hook):
@@ -143,16 +143,10 @@ class LayerRecorder:
             added.append((site, entry))
         self.close = weakref.finalize(self, _remove, handles, added)
 
-    def next_pass(self) -> None:
-        """Counts another forward pass, for layers that are compiled and for those that are not."""
-        if torch._C._functorch.peek_interpreter_stack() is None:  # pyright: ignore[reportAttributeAccessIssue]
-            self.forward_count += 1
-            self.counter.add_(1)
-
     def received(self, call: LayerCall) -> Pair | None:
         if call.backward_id != self.latest:  # what is called from now on, perhaps not by the model, is another pass
             self.latest = call.backward_id
-            self.next_pass()
+            self.forward_count += 1
         return None if self.receive is None else self.receive(call)
 
     def arguments(self, outputs: Tensor) -> tuple[tuple, dict]:
