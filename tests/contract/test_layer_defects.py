@@ -6,6 +6,7 @@ References are per-example gradients by torch.func, dense solves, or the same ru
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -657,3 +658,29 @@ def test_parts_of_two_losses_in_turn_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"differentiated in several backward passes, .*: call backward\(\) once"):
         optimizer.step()
     assert same(before, weights(model))
+
+
+@pytest.mark.parametrize("name", ["OGN", "FP empirical"])
+@pytest.mark.parametrize("kind", ["parts", "two forward passes", "compiled layers"])
+def test_passes_of_compiled_models_are_told_apart(name: str, kind: str) -> None:
+    model, other = network(), network()
+    optimizer, reference = RULES[name](model), RULES[name](other)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    if kind == "compiled layers":
+        compiled = nn.Sequential(*(torch.compile(layer, backend="aot_eager") for layer in model))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's own
+        for index in range(3):
+            x, y = data(index)
+            optimizer.zero_grad()
+            if kind == "parts":
+                terms(compiled(x), y)
+            elif kind == "two forward passes":
+                F.cross_entropy(torch.cat([compiled(x[:4]), compiled(x[4:])]), y).backward()
+            else:
+                for part in (slice(0, 4), slice(4, 8)):
+                    (F.cross_entropy(compiled(x[part]), y[part]) / 2).backward()
+            optimizer.step()
+            passes(other, reference, index)
+            reference.step()
+    assert_same_step(model, other)

@@ -181,6 +181,17 @@ def _(
     return by_weight, weight.new_empty(weight.shape[0] if needs_bias else 0)
 
 
+@torch.library.custom_op("bayesgrad::copy_of", mutates_args=())
+def _copy_of(counter: Tensor) -> Tensor:
+    # The compiler would save the counter itself for the backward pass, although the next forward pass changes it.
+    return counter.clone()
+
+
+@_copy_of.register_fake
+def _(counter: Tensor) -> Tensor:
+    return torch.empty_like(counter)
+
+
 class RecordedLayer(torch.autograd.Function):
     """The operation of a layer, whose backward passes input and error to the recorders of the layer."""
 
@@ -229,7 +240,7 @@ def forward(self: nn.Module, input: Tensor) -> Tensor:
         return type(self).forward(self, input)
     if not compiling and torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore
         return type(self).forward(self, input)
-    ids = (site.counter.clone(), site.key) if compiling else (site.forward_id(), site.handle)
+    ids = (_copy_of(site.counter), site.key) if compiling else (site.forward_id(), site.handle)
     return RecordedLayer.apply(prepare(self, input), weight, bias, operation(self), *ids)  # pyright: ignore
 
 
