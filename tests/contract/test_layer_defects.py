@@ -315,7 +315,8 @@ by_layer = pytest.mark.parametrize("name", [name for name in RULES if "OGN" not 
 
 
 def factors(optimizer: Any) -> dict[str, Tensor]:
-    return {key: value for key, value in states(optimizer).items() if any(word in key for word in FACTORS)}
+    found = {key: value for key, value in states(optimizer).items() if any(word in key for word in FACTORS)}
+    return {key: value for key, value in found.items() if not key.endswith("momentum")}
 
 
 @by_layer
@@ -684,3 +685,95 @@ def test_passes_of_compiled_models_are_told_apart(name: str, kind: str) -> None:
             passes(other, reference, index)
             reference.step()
     assert_same_step(model, other)
+
+
+# --- odd batches and models ---
+
+
+class Bare(nn.Module):
+    """No layer that is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.linspace(-1, 1, 18, dtype=D).view(6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.matrix
+
+
+@every_rule
+def test_a_model_without_known_layers_is_trained_by_the_fallback_or_refused(name: str) -> None:
+    model = Bare()
+    if name in ("OGN", "VOGN"):
+        with (
+            pytest.warns(UserWarning, match="does not support matrix"),
+            pytest.raises(ValueError, match=r"counts examples at Linear, .* found none of them: use IVON"),
+        ):
+            RULES[name](model)
+        return
+    with pytest.warns(UserWarning, match="does not support matrix: they are trained by"):
+        optimizer = RULES[name](model)
+    before = model.matrix.detach().clone()
+    passes(model, optimizer, 0)
+    if name == "OGN sampled":
+        torch.testing.assert_close(squares(optimizer, model)["matrix"], 8 * model.matrix.grad.square())
+        passes(model, optimizer, 0)
+    optimizer.step()
+    if name in ("FOOF", "FOOF backward", "KFAC", "KFAC exact", "NaturalGradient"):  # the first step of Adam
+        torch.testing.assert_close(model.matrix.detach(), before - 1e-3 * model.matrix.grad.sign())
+    assert not torch.equal(before, model.matrix)
+
+
+@every_rule
+@pytest.mark.parametrize("start", [0, 2])
+def test_an_empty_batch_changes_no_factors(name: str, start: int) -> None:
+    model, other = network(), network()
+    optimizer, reference = RULES[name](model), RULES[name](other)
+    for index in range(start):
+        for net, opt in ((model, optimizer), (other, reference)):
+            passes(net, opt, index)
+            opt.step()
+    kept = {key: value for key, value in factors(optimizer).items() if "covariance" not in key}  # which drift
+    optimizer.zero_grad()
+    with optimizer.sampled(noise=(lambda p: torch.full_like(p, 0.5)) if optimizer.needs.draws else None):
+        outputs = model(data()[0][:0])
+        observe(optimizer, outputs, data()[1][:0])
+        F.cross_entropy(outputs, data()[1][:0], reduction="sum").backward()
+    optimizer.step()
+    assert all(torch.equal(value, factors(optimizer)[key]) for key, value in kept.items())
+    assert all(value.isfinite().all() for value in (*states(optimizer).values(), *model.parameters()))
+    for index in range(start, start + 2):
+        for net, opt in ((model, optimizer), (other, reference)):
+            passes(net, opt, index)
+            opt.step()
+    if name in ("FOOF", "FOOF backward", "KFAC", "KFAC exact", "NaturalGradient"):
+        assert_same_step(model, other)
+
+
+class Doubling(nn.Module):
+    """A layer that sees the batch, and twice the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.out = nn.Linear(6, 5), nn.Linear(5, 3)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        twice = self.layer(torch.cat([x, x])).view(2, len(x), -1)
+        return self.out(self.layer(x).tanh() + twice[0] - 0.3 * twice[1])
+
+
+@pytest.mark.parametrize("name", ["OGN", "VOGN", "OGN sampled"])
+def test_squares_for_different_numbers_of_examples_in_one_pass_are_refused(name: str) -> None:
+    model = Doubling()
+    optimizer = RULES[name](model)
+    before = weights(model)
+
+    def step() -> None:
+        passes(model, optimizer, 0)
+        optimizer.step()
+
+    with pytest.raises(ValueError, match=r"shape \(5, 6\) was used with 8 and 16 examples in one forward pass, so its"):
+        step()
+    assert same(before, weights(model))

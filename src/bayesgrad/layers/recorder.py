@@ -174,6 +174,8 @@ class LayerRecorder:
         calls: list[LayerCall] = []
         self.captures -= 1
         params = {p: None for m in self.layers.values() for p in m.parameters(recurse=False) if p.requires_grad}
+        if not params:
+            return calls
         self.capture = calls.append if receive is None else receive
         try:
             torch.autograd.grad(outputs, list(params), direction, retain_graph=True, allow_unused=True)

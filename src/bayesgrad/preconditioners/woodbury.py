@@ -97,7 +97,7 @@ class Woodbury(NetworkPreconditioner):
         check_batch_mixing(self.recorded.model)
         check_outputs(outputs)
         group = self.optimizer.param_groups[0]
-        if not self.due(group["update_every"]):
+        if not len(outputs) or not self.due(group["update_every"]):
             return
         trace = self.recorded.recorder.trace(outputs)
         columns, left = gather_gradients(trace, [self.residual(outputs, labels)], self.checked)
