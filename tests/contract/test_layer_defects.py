@@ -704,17 +704,14 @@ class Bare(nn.Module):
 @every_rule
 def test_a_model_without_known_layers_is_trained_by_the_fallback_or_refused(name: str) -> None:
     model = Bare()
-    if name in ("OGN", "VOGN"):
-        with (
-            pytest.warns(UserWarning, match="does not support matrix"),
-            pytest.raises(ValueError, match=r"counts examples at Linear, .* found none of them: use IVON"),
-        ):
-            RULES[name](model)
-        return
     with pytest.warns(UserWarning, match="does not support matrix: they are trained by"):
         optimizer = RULES[name](model)
     before = model.matrix.detach().clone()
     passes(model, optimizer, 0)
+    if name in ("OGN", "VOGN"):
+        with pytest.raises(ValueError, match=r"counts examples at Linear, .* found none of them: use IVON"):
+            optimizer.step()
+        return
     if name == "OGN sampled":
         torch.testing.assert_close(squares(optimizer, model)["matrix"], 8 * model.matrix.grad.square())
         passes(model, optimizer, 0)

@@ -44,11 +44,6 @@ class PerExampleSquares(Source):
             receive=weak(self.receive) if self.fisher == "empirical" else None,
         )
         modules = self.recorded.recorder.layers.values()
-        if not modules and self.fisher == "empirical":
-            raise ValueError(
-                f"{type(optimizer).__name__} counts examples at Linear, Conv, Embedding and normalisation layers, but "
-                "found none of them: use IVON, or fisher='sampled' or 'exact' with observe(outputs)."
-            )
         owners = [set(layers.own_parameters(module).values()) for module in modules]
         self.siblings = {  # modules that share parameters, whose gradients are summed before they are squared
             module: min(i for i, other in enumerate(owners) if own & other) for module, own in zip(modules, owners)
@@ -125,6 +120,11 @@ class PerExampleSquares(Source):
         for calls in self.pending.values():
             self._square(calls)
         self.pending = {}
+        if not self.recorded.recorder.layers:
+            raise ValueError(
+                f"{self.optimizer.__class__.__name__} counts examples at Linear, Conv, Embedding and normalisation "
+                "layers, but found none of them: use IVON, or fisher='sampled' or 'exact' with observe(outputs)."
+            )
         if not self.sums and any(bool(gradient_of(p).any()) for p in params):
             raise self.recorded.missing_observation("no backward pass was recorded", "call loss.backward() on outputs")
         if self.lost is not None:
