@@ -32,13 +32,16 @@ from bayesgrad.sources.recorded_layers import RecordedLayers
 
 ADAPT_EVERY = 5  # steps between changes of the damping, as in Martens and Grosse, 2015, section 6.5
 ADAPT_FACTOR = (19 / 20) ** ADAPT_EVERY
+BATCH = ("gram", "gram_of", "dual", "dual_damping")  # beside inputs and errors: their inner products
 SLACK = 8  # tolerance in units of the rounding error
 
 
 class Woodbury(NetworkPreconditioner):
     """(F + damping I)^-1 for the Fisher matrix F = G G' of the observed batch; G is never formed.
 
-    The state has the inputs and errors of each layer, which `observe(outputs)` replaces if an update is due.
+    The state has the inputs and errors of each layer, which `observe(outputs)` replaces if an update is due. Any state
+    that gives the same steps determines the gradients of these examples, so a checkpoint cannot do without them and
+    restore a run bit for bit; see `without_examples`.
     """
 
     needs = Needs(outputs=True)
@@ -58,9 +61,11 @@ class Woodbury(NetworkPreconditioner):
         self.momentum = 0.0  # by the quadratic model
 
     def due(self, every: int) -> bool:
-        """After `every` steps; early in a run, whenever the number of steps has doubled."""
+        """After `every` steps; early in a run, whenever the number of steps has doubled; and without a matrix."""
         clock = self.clock()
-        return super().due(every if clock is None else min(early_interval(int(clock[MERGED])), every))
+        if clock is None or not any(_is_batch(name) for p in self.params for name in self.optimizer.state.get(p, {})):
+            return True
+        return super().due(min(early_interval(int(clock[MERGED])), every))
 
     def record(self, optimizer: Host) -> RecordedLayers:
         check_batch_mixing(optimizer.model)  # pyright: ignore[reportArgumentType]
@@ -184,7 +189,7 @@ class Woodbury(NetworkPreconditioner):
         merged = {named[key]: concatenated([columns[key] for columns, _ in observed]) for key in keys}
         for p in named.values():
             entry = self.optimizer.state[p]
-            for key in [key for key in entry if key in ("gram", "dual") or is_stored(key)]:
+            for key in [key for key in entry if _is_batch(key)]:
                 del entry[key]
         for p, columns in merged.items():
             self.optimizer.state[p].update({name: value.detach() for name, value in columns.tensors().items()})
@@ -337,6 +342,17 @@ class Woodbury(NetworkPreconditioner):
 
 def _kind(columns: PerExampleGradients) -> torch.dtype:
     return next(t.dtype for t in columns.tensors().values() if t.is_floating_point())
+
+
+def without_examples(saved: dict[str, Any]) -> dict[str, Any]:
+    """A state dict without what belongs to the observed batch: inputs, errors, and products of them."""
+    state = {key: {n: v for n, v in entry.items() if not _is_batch(n)} for key, entry in saved["state"].items()}
+    return {**saved, "state": state}
+
+
+def _is_batch(name: str) -> bool:
+    """Whether a state tensor of this name belongs to the observed batch."""
+    return name in BATCH or is_stored(name)
 
 
 def _size(columns: PerExampleGradients) -> Tensor:
