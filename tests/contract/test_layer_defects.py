@@ -575,6 +575,19 @@ def test_derived_weights_of_one_layer_leave_the_others_exact(which: tuple[str, .
     torch.testing.assert_close(moved, 0.1 * step, rtol=1e-8, atol=1e-12)
 
 
+@every_rule
+def test_a_parameter_that_was_added_to_a_layer_does_not_hide_it(name: str) -> None:
+    model, other = network(), network()
+    model[2].register_parameter("extra", nn.Parameter(torch.ones(2, dtype=D)))
+    names = [n for n, _ in other.named_parameters()]
+    optimizer = RULES[name](model, params=[model.get_parameter(n) for n in names])
+    reference = RULES[name](other)
+    for net, opt in ((model, optimizer), (other, reference)):
+        passes(net, opt, 0)
+        opt.step()
+    assert all(torch.equal(model.get_parameter(n), other.get_parameter(n)) for n in names)
+
+
 # --- losses that are differentiated in parts ---
 
 

@@ -114,7 +114,8 @@ class Site:
         if module is None or not alive or not x.numel():
             return parameter_gradients(op, error, x, weight, needs)
         call = LayerCall(module, x.detach(), error.detach(), 0, forward_id, "", volatile)
-        trained = [p for p in module._parameters.values() if p is not None and p.requires_grad]
+        own = (module._parameters.get(name) for name in ("weight", "bias"))
+        trained = [p for p in own if p is not None and p.requires_grad]
         if nodes is None:
             nodes = [_node(p) for p in trained]
         for recorder, name in alive:
