@@ -191,8 +191,8 @@ class BeliefOptimizer(CheckedOptimizer):
         """Collects what the optimizer needs from a forward pass beside gradients; see `needs`.
 
         Call it before `loss.backward()`. It changes neither the graph nor `.grad`, and does nothing where nothing is
-        needed. Several calls before a step act like one call with a larger batch. `zero_grad()` discards what was
-        observed for a step that was not taken.
+        needed, and for an empty batch. Several calls before a step act like one call with a larger batch. `zero_grad()`
+        discards what was observed for a step that was not taken.
 
         Args:
             outputs: of the model, with their graph; of the batch of the loss, or of another.
@@ -209,10 +209,10 @@ class BeliefOptimizer(CheckedOptimizer):
                 raise ValueError(f"{type(self).__name__} needs the {name} of a forward pass: call {how}.")
         if isinstance(outputs, Tensor) and (needs.outputs or class_dim is not None):
             outputs = classes_last(outputs, class_dim, loss)
-        for part in self._parts:
+        empty = isinstance(outputs, Tensor) and outputs.dim() > 0 and not len(outputs)
+        for part in () if empty else self._parts:
             part.observe(outputs, loss, labels, weights)
-        if self._parts:
-            self._marked = self._mark()
+        self._marked = self._mark()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch.optim; discards recorded passes and draws, and what was observed for a step not taken."""

@@ -69,6 +69,7 @@ CHANGES = {
     "value": lambda model: nn.utils.clip_grad_value_(model.parameters(), 1e-2),
     "one value": lambda model: model[2].weight.grad[3, 5].mul_(0.9),
     "penalty": lambda model: [p.grad.add_(p.detach(), alpha=0.1) for p in model.parameters()],
+    "mask": lambda model: [setattr(p, "grad", p.grad * (p > 0)) for p in model.parameters()],
 }
 
 

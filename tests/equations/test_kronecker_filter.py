@@ -179,6 +179,35 @@ def test_filter_equals_adabayes_on_a_single_weight() -> None:
         close(model.weight, twin.weight)
 
 
+@pytest.mark.parametrize("decays", [False, True])
+def test_the_decay_of_the_prior_is_that_of_weight_decay(decays: bool) -> None:
+    """w <- c w - v G, with c = exp(-eta^2/(2 sigma^2)) in Aitchison 2018, and 1 - eta lambda in Aitchison 2020."""
+    model, lr, sigma, x = nn.Linear(1, 1, bias=False).to(D), 0.05, 0.3, 1.7
+    c = math.exp(-(lr**2) / (2 * sigma**2))
+    optimizer = KroneckerFilter(
+        model,
+        lr,
+        batch_size=1,
+        prior_std=sigma,
+        weight_decay=(1 - c) / lr if decays else 0.0,
+        momentum=0.0,
+        fisher="empirical",
+        likelihood="gaussian",
+    )
+    assert abs((1 - c) / lr - lr / (2 * sigma**2)) < 0.01 * lr / (2 * sigma**2)  # the docstring's first-order form
+    w, v, generator = model.weight.item(), sigma**2, torch.Generator().manual_seed(0)
+    for _ in range(30):
+        target = float(torch.randn((), dtype=D, generator=generator))
+        optimizer.zero_grad()
+        (model(torch.full((1, 1), x, dtype=D)) - target).square().sum().backward()
+        optimizer.step()
+        g = 2 * x * (w * x - target)
+        v = c**2 * v + sigma**2 * (1 - c**2)
+        v = v / (1 + v * g**2)
+        w = (c if decays else 1.0) * w - v * g
+        assert abs(model.weight.item() - w) < 1e-10
+
+
 def test_centred_errors_lose_the_mean_of_earlier_batches() -> None:
     model, B = network(), 6
     optimizer = KroneckerFilterFP(

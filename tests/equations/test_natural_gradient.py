@@ -194,3 +194,33 @@ def test_terms_divide_the_fisher(labelled: bool) -> None:
     optimizer.step()
     step = torch.linalg.solve(fisher + 0.05 * torch.eye(len(fisher), dtype=D), g)
     torch.testing.assert_close(flat(model), before - step, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("update_every", [1, 10])
+def test_a_state_without_examples_holds_no_rows_and_observes_at_the_next_step(update_every: int) -> None:
+    def steps(model: nn.Module, optimizer: NaturalGradient, numbers: range) -> None:
+        for index in numbers:
+            x, y = data(7, index)
+            optimizer.zero_grad()
+            outputs = model(x)
+            optimizer.observe(outputs)
+            F.cross_entropy(outputs, y).backward()
+            optimizer.step()
+
+    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.5, "update_every": update_every}
+    model, other = mlp(), mlp()
+    optimizer = NaturalGradient(model, **options)
+    steps(model, optimizer, range(15))
+    saved = optimizer.state_dict_without_examples()
+    assert {name for entry in saved["state"].values() for name in entry} == {"step", "momentum", "clock"}
+    assert any("inputs" in name for entry in optimizer.state_dict()["state"].values() for name in entry)
+    other.load_state_dict(model.state_dict())
+    resumed = NaturalGradient(other, **options)
+    resumed.load_state_dict(saved)
+    before = resumed.param_groups[0]["draws"]
+    steps(other, resumed, range(15, 16))
+    assert resumed.param_groups[0]["draws"] == before + 1  # labels were drawn
+    steps(model, optimizer, range(15, 16))
+    assert torch.equal(flat(model), flat(other)) == (update_every == 1)
+    steps(other, resumed, range(16, 20))
+    assert resumed.param_groups[0]["draws"] == before + (5 if update_every == 1 else 1)

@@ -39,6 +39,8 @@ class LayerCall:
         name: of the layer.
         volatile: whether the input is a tensor of the caller, who may overwrite it in place.
         layout: which rows belong to which example, if it was found out; else the first dimension is that of examples.
+        call_id: identifies the call in its forward pass, whose graph may be differentiated by several backward passes;
+            None if it is not known, or for calls from `backpropagate`.
     """
 
     module: nn.Module
@@ -49,10 +51,17 @@ class LayerCall:
     name: str = ""
     volatile: bool = False
     layout: RowLayout | None = None
+    call_id: int | None = None
 
     @property
     def pass_id(self) -> tuple[int, int]:
-        return self.backward_id, self.forward_id
+        """Calls with the same one have the same examples, and the same loss, perhaps in several terms."""
+        return 0 if self.call_id is not None else self.backward_id, self.forward_id
+
+    @property
+    def key(self) -> tuple[tuple[int, int], int] | None:
+        """The same for calls that bring errors of several terms of a loss, in several backward passes."""
+        return None if self.call_id is None else (self.pass_id, self.call_id)
 
     def kept(self) -> LayerCall:
         """The same call, safe to keep until the next step."""
@@ -72,6 +81,7 @@ class Site:
         # For compiled models, which would be compiled again for other integers: the handle, and a count of passes.
         self.key = torch.tensor(self.handle)
         self.counter = torch.zeros((), dtype=torch.int64)
+        self.latest = -1, 0  # the latest backward pass, and the calls that it has differentiated
 
     def __reduce__(self) -> tuple:
         return Site, ()
@@ -95,12 +105,13 @@ class Site:
         forward_id: int,
         volatile: bool = False,
         nodes: Sequence[Any] | None = None,
+        call_id: int | None = None,
     ) -> Pair:
         """Passes input and error to the recorders, and returns the gradients of weight and bias.
 
         Args:
             op, error, x, weight, needs: as in `operations.parameter_gradients`.
-            forward_id, volatile: of the call.
+            forward_id, volatile, call_id: of the call.
             nodes: which add to the gradients of weight and bias, if they are known.
         """
         module = self.module()
@@ -108,19 +119,22 @@ class Site:
         if module is None or not alive or not x.numel():
             return parameter_gradients(op, error, x, weight, needs)
         seen = x.detach(), error.detach()
+        own = (module._parameters.get(name) for name in ("weight", "bias"))
+        trained = [p for p in own if p is not None and p.requires_grad]
+        if nodes is None:
+            nodes = [_node(p) for p in trained]
         for recorder, name in alive:
             if recorder.capture is not None:
-                with torch.no_grad():
-                    recorder.capture(LayerCall(module, *seen, recorder.captures, forward_id, name, volatile))
+                if len(nodes) == len(trained):  # else other weights were in place of the module's own
+                    with torch.no_grad():
+                        recorder.capture(LayerCall(module, *seen, recorder.captures, forward_id, name, volatile))
                 return None, None
-        if nodes is None:
-            nodes = [_node(p) for p in module._parameters.values() if p is not None and p.requires_grad]
         if not any(map(_is_executed, nodes)):
             return parameter_gradients(op, error, x, weight, needs)
         task = torch._C._current_graph_task_id()
         with torch.no_grad():
             found = [
-                recorder.received(LayerCall(module, *seen, task, forward_id, name, volatile))
+                recorder.received(LayerCall(module, *seen, task, forward_id, name, volatile, None, call_id))
                 for recorder, name in alive
             ]
         pair = next((one for one in found if one is not None), None)
@@ -136,6 +150,12 @@ class Site:
                 recorder.marks.returned(module, pair, task)
         return pair
 
+    def turn(self) -> int:
+        """How many calls of the module the running backward pass has differentiated."""
+        task = torch._C._current_graph_task_id()
+        self.latest = task, 1 + (self.latest[1] if self.latest[0] == task else 0)
+        return self.latest[1]
+
 
 SITES: weakref.WeakValueDictionary[int, Site] = weakref.WeakValueDictionary()
 
@@ -150,8 +170,10 @@ def _compiled_gradients(
     module = site.module()
     assert module is not None
     x, error = x.clone(), error.clone()
+    number = int(forward_id)
+    call_id = site.turn() if number else None  # passes of layers that are compiled by themselves are not counted
     weight_gradient, bias_gradient = site.gradients(
-        operation(module), error, x, weight, needs, COMPILED + int(forward_id)
+        operation(module), error, x, weight, needs, COMPILED + number, call_id=call_id
     )
     if weight_gradient is None:
         weight_gradient = torch.zeros_like(weight) if needs_weight else weight.new_empty(0)
@@ -166,6 +188,17 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     by_weight = weight.new_empty(weight.shape) if needs_weight else weight.new_empty(0)
     return by_weight, weight.new_empty(bias_shape)
+
+
+@torch.library.custom_op("bayesgrad::copy_of", mutates_args=())
+def _copy_of(counter: Tensor) -> Tensor:
+    # The compiler would save the counter itself for the backward pass, although the next forward pass changes it.
+    return counter.clone()
+
+
+@_copy_of.register_fake
+def _(counter: Tensor) -> Tensor:
+    return torch.empty_like(counter)
 
 
 class RecordedLayer(torch.autograd.Function):
@@ -200,7 +233,9 @@ class RecordedLayer(torch.autograd.Function):
             by_weight, by_bias = (g if n else None for g, n in zip((by_weight, by_bias), needs))
         elif (site := SITES.get(ctx.handle)) is not None:
             nodes = site.own_nodes([node for node, _ in ctx.next_functions[1:3]])
-            by_weight, by_bias = site.gradients(ctx.op, error, a, w, tuple(needs), ctx.forward_id, x.is_leaf, nodes)
+            by_weight, by_bias = site.gradients(
+                ctx.op, error, a, w, tuple(needs), ctx.forward_id, x.is_leaf, nodes, id(ctx)
+            )
         else:
             by_weight, by_bias = parameter_gradients(ctx.op, error, a, w, needs)
         by_weight, by_bias = (None if g is None else g.to(weight.dtype) for g in (by_weight, by_bias))
@@ -231,7 +266,7 @@ def applied(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -
     """The operation of a recorded module with these parameters."""
     site: Site = getattr(module, SITE)
     compiling = torch.compiler.is_compiling()
-    ids = (site.counter.clone(), site.key) if compiling else (site.forward_id(), site.handle)
+    ids = (_copy_of(site.counter), site.key) if compiling else (site.forward_id(), site.handle)
     return RecordedLayer.apply(x, weight, bias, operation(module), *ids)  # pyright: ignore[reportReturnType]
 
 

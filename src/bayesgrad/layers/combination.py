@@ -15,6 +15,11 @@ def summed(parts: Sequence[PerExampleGradients]) -> PerExampleGradients:
     first = parts[0]
     if len(parts) == 1:
         return first
+    if len(counts := sorted({part.count for part in parts})) > 1:
+        raise ValueError(
+            f"a parameter of shape {tuple(first.shape)} was used with {' and '.join(map(str, counts))} examples in one "
+            "forward pass, so its per-example gradients are not known: use the same number in all calls of its layers."
+        )
     if any(isinstance(part, OuterProducts) for part in parts):
         parts = [part.as_outer() if isinstance(part, EmbeddingGradients) else part for part in parts]
     parts = _with_equal_directions(parts)

@@ -7,6 +7,7 @@ are copied in the backward pass, and the factor follows from them. No value is r
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +17,10 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 SAMPLE = 256  # entries of a gradient that are copied
-UNEXPLAINED = 0.1  # of a gradient's norm; larger differences are not rounding, even in half precision
+CHECK_EVERY = 10  # passes between comparisons of values, if memory does not show who contributed to a gradient
+UNEXPLAINED = 0.1  # of a gradient's norm; larger differences are not rounding in half precision
+
+NOTHING = (-1, 0, None, False, (0, 0))  # of a parameter whose layers were not called
 
 
 class Mark(NamedTuple):
@@ -46,8 +50,10 @@ class GradientMarks:
 
     Attributes:
         unexplained: parameters whose gradient has more terms than those of their layers, as far as is known: a tied
-            weight, or one that the model also uses directly. It is found in the first pass, and again in the pass that
-            follows one in which the layers were called more or less often.
+            weight, or one that the model also uses directly. It is found in the first pass by comparing values, and
+            again in the pass that follows one in which the layers were called more or less often, or whose gradient is
+            not in the memory of what a layer returned, changed as often as there are further calls. If it never is
+            (gradients that are zeroed in place, autocast), values are compared every ten passes.
         close: removes the hooks.
     """
 
@@ -55,8 +61,9 @@ class GradientMarks:
         self.marks: dict[Tensor, Mark] = {}
         self.unexplained: set[Tensor] = set()
         self._calls: dict[Tensor, int] = {}  # calls of its layers in the pass that was checked
-        # backward pass, calls, sum of their gradients, whether the gradient was zero before
-        self._sums: dict[Tensor, tuple[int, int, Tensor | None, bool]] = {}
+        self._opaque: dict[Tensor, int] = {}  # passes since the last check, where memory does not show who contributed
+        # backward pass, calls, sum of their gradients, whether the gradient was zero before, memory of the first
+        self._sums: dict[Tensor, tuple[int, int, Tensor | None, bool, tuple[int, int]]] = {}
         owner = weakref.ref(self)
 
         def note(p: Tensor) -> None:
@@ -72,13 +79,14 @@ class GradientMarks:
             p = module._parameters.get(name)
             if gradient is None or p is None:
                 continue
-            before, calls, total, from_zero = self._sums.get(p, (-1, 0, None, False))
+            before, calls, total, from_zero, first = self._sums.get(p, NOTHING)
             if before != task:
                 calls, total, from_zero = 0, None, self._is_zero(p)
+                first = gradient.data_ptr(), gradient._version
             if p not in self._calls:
                 gradient = gradient.detach()
                 total = gradient if total is None else total + gradient
-            self._sums[p] = task, calls + 1, total, from_zero
+            self._sums[p] = task, calls + 1, total, from_zero, first
 
     def _is_zero(self, p: Tensor) -> bool:
         """Whether a gradient is known to be None or zero."""
@@ -90,17 +98,44 @@ class GradientMarks:
         if gradient is None or gradient.layout is not torch.strided:
             return
         old = self.marks.get(p)
-        task, calls, total, from_zero = self._sums.pop(p, (-1, 0, None, False))
+        task, calls, total, from_zero, (memory, version) = self._sums.pop(p, NOTHING)
         passes = 1 if from_zero else 2 if old is None else old.passes + 1
+        known = True
         if from_zero and task == torch._C._current_graph_task_id():
             if total is not None:
                 self._calls[p] = calls
                 rest = (gradient - total.to(gradient)).norm()
-                explained = not bool(rest > UNEXPLAINED * gradient.norm())
+                eps = max(torch.finfo(t.dtype).eps for t in (gradient, total))
+                explained = not bool(rest > min(UNEXPLAINED, 10 * math.sqrt(eps)) * gradient.norm())
                 (self.unexplained.discard if explained else self.unexplained.add)(p)
-            elif calls != self._calls.get(p):
-                self._calls.pop(p, None)
-        self.marks[p] = Mark(TensorWeakRef(gradient), gradient._version, _sample(gradient).clone(), passes)
+            else:
+                # Autograd adds further terms in place, or to a copy.
+                whole = gradient.data_ptr() == memory and gradient._version == version + calls - 1
+                known = self._is_as_checked(p, calls, whole)
+        version = gradient._version if known else -1
+        self.marks[p] = Mark(TensorWeakRef(gradient), version, _sample(gradient).clone(), passes)
+
+    def _is_as_checked(self, p: Tensor, calls: int, whole: bool) -> bool:
+        """Whether a gradient has the terms that it had when it was last checked; else it is checked in the next pass.
+
+        Args:
+            calls: of its layers.
+            whole: whether it consists of their gradients alone; if False, this is not known.
+        """
+        same = calls == self._calls.get(p)
+        if whole:
+            self._opaque.pop(p, None)
+            due = not same or p in self.unexplained
+        elif p in self._opaque:
+            self._opaque[p] = (self._opaque[p] + 1) % CHECK_EVERY
+            due = not same or not self._opaque[p]
+        else:
+            due = not same or p not in self.unexplained
+            self._opaque |= {p: 0} if due else {}
+            same = not due
+        if due:
+            self._calls.pop(p, None)
+        return same
 
     def restarted(self, params: Iterable[Tensor]) -> bool:
         """Whether these gradients are None or zero, so that what was recorded before belongs to no gradient."""
@@ -126,7 +161,7 @@ class GradientMarks:
         """The number by which these gradients (all, for None) were multiplied since their last pass, as a tensor.
 
         1 if they are zero or not finite; None if no gradient is known. If they were changed in another way, it is the
-        least-squares fit.
+        least-squares fit. Entries that are zero now are left out, so that a mask does not count as a factor.
         """
         some = self.marks if params is None else [p for p in params if p in self.marks]
         pairs = ((self.marks[p].sample, _sample(p.grad)) for p in some if p.grad is not None)
@@ -134,6 +169,7 @@ class GradientMarks:
         if not pairs:
             return None
         then, now = map(torch.cat, zip(*pairs))
+        then = torch.where(now == 0, 0.0, then)
         return (torch.dot(now, then) / torch.dot(then, then)).nan_to_num_(1.0, 1.0, 1.0)
 
     def zeroed(self) -> None:

@@ -150,11 +150,12 @@ class LayerRecorder:
         self.capture: Callable[[LayerCall], Any] | None = None
         self.captures = 0
         self.returned = returned
-        self.forward_count = 0
+        self.forward_count = self.begun = 0  # passes, and the latest of the model
         self.inside = False
         self.current = 0  # the id of the latest forward pass
         self.latest: Callable[[], Tensor | None] = lambda: None  # its outputs
         self.passes: dict[int, ForwardPass] = {}
+        self.backward_id = -1  # the latest backward pass
         self.counter = torch.zeros((), dtype=torch.int64)
         self.sizes = torch.zeros(MAX_DIMS, dtype=torch.int64)  # the shape of a compiled model's outputs
         self.last_call: tuple[Any, tuple, dict] | None = None
@@ -180,10 +181,11 @@ class LayerRecorder:
     def forward_id(self) -> int:
         """Identifies the forward pass that a layer is called in; another one if it is called outside of the model."""
         recomputed = torch._C._current_graph_task_id() != -1  # by activation checkpointing, in the backward pass
-        return self.forward_count if self.inside or recomputed else -1 - self.forward_count
+        return self.begun if self.inside or recomputed else -1 - self.forward_count
 
     def begin_pass(self) -> None:
         self.forward_count += 1
+        self.begun = self.forward_count
         self.inside = True
         sites = (module.__dict__.get(SITE) for module in self.layers.values())
         self.current = next((site.forward_id() for site in sites if site is not None), self.forward_count)
@@ -216,6 +218,11 @@ class LayerRecorder:
         return self.passes.get(self.current)
 
     def received(self, call: LayerCall) -> Pair | None:
+        if (
+            call.backward_id != self.backward_id
+        ):  # what is called from now on, perhaps not by the model, is another pass
+            self.backward_id = call.backward_id
+            self.forward_count += 1
         return None if self.receive is None else self.receive(call)
 
     def arguments(self, outputs: Tensor) -> tuple[tuple, dict]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -16,6 +17,10 @@ from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.per_example import CHUNK, EmbeddingGradients, OuterProducts
 
 SIDES = ("input", "error")
+SPLIT = (
+    "the loss of one forward pass was differentiated in several backward passes, with another pass of layer {!r} in "
+    "between, so that the errors of an example are not known: call backward() once, on the sum of its terms."
+)
 
 
 class LayerStatistics:
@@ -72,6 +77,8 @@ class LayerStatistics:
         self.rows = 0  # pairs of an example and a position
         self.observed = 0.0  # those that belong to observed losses
         self._losses: dict[tuple[int, int], float] = {}
+        self._added: set[tuple[tuple[int, int], int]] = set()  # passes and calls
+        self._lost = False  # whether an error came too late to be added to another one
         self._moments = {side: self._moment(side, side == "input" and self._has_ones) for side in sides}
 
     def _moment(self, side: str, ones: bool) -> Moment:
@@ -123,20 +130,51 @@ class LayerStatistics:
         return made
 
     def add(self, call: LayerCall, losses: float | None = None, share: float = 1.0) -> None:
-        """Adds one call of the layer.
+        """Adds one call of the layer; the errors of several terms of its loss are summed before they are squared.
 
         Args:
             losses: of the pass; None for one in each index of the first dimension of the layer's input.
             share: the part of them that was observed.
         """
-        examples = layers.examples_in(call.module, call.input)
-        losses = examples if losses is None else losses
+        if call.key in self._added:
+            self._add_error(call)
+            return
+        if call.key is not None:
+            self._added.add(call.key)
+        losses = layers.examples_in(call.module, call.input) if losses is None else losses
         self._losses[call.pass_id] = max(self._losses.get(call.pass_id, 0), losses)
         rows = layers.rows_in(call.module, call.error)
         self.rows, self.observed = self.rows + rows, self.observed + share * rows
-        if self.keeps:
+        waits = "error" in self.sides and call.key is not None  # another backward pass may follow
+        if not self.keeps and self.calls and (not waits or self.calls[-1].pass_id != call.pass_id):
+            self._absorb()
+        if self.keeps or waits:
             self.calls.append(call.kept())
-            return
+        else:
+            self._add_moments(call)
+
+    def _add_error(self, call: LayerCall) -> None:
+        for index, other in enumerate(self.calls):
+            if call.key == other.key:
+                self.calls[index] = replace(other, error=other.error + call.error)
+                return
+        self._lost |= "error" in self.sides
+
+    def _absorb(self) -> None:
+        """Adds the calls of the latest pass to the moments."""
+        calls, self.calls = self.calls, []
+        for call in calls:
+            self._add_moments(call)
+
+    def _complete(self) -> None:
+        """Called when no further pass follows."""
+        if self._lost:
+            raise ValueError(SPLIT.format(self.layer.names[0]))
+        if not self.keeps:
+            self._absorb()
+
+    def _add_moments(self, call: LayerCall) -> None:
+        examples = layers.examples_in(call.module, call.input)
         call = call.kept() if self._moments[self.sides[0]].stores(self.rows) else call
         if "error" in self.sides:
             self._moments["error"].add(_errors(call))
@@ -144,7 +182,7 @@ class LayerStatistics:
             self._moments["input"].add(call.input.flatten())
         elif "input" in self.sides:
             # The inputs of a convolution are many times its activations, so they are formed in parts.
-            size = self.layer.sizes["input"] * rows // examples
+            size = self.layer.sizes["input"] * layers.rows_in(call.module, call.error) // examples
             batched = call.input if examples == len(call.input) else call.input[None]
             parts = batched.split(max(1, CHUNK // size)) if call.input.dim() > 2 else [call.input]
             for part in parts:
@@ -170,8 +208,19 @@ class LayerStatistics:
 
     # --- moments ---
 
+    def is_finite(self) -> Tensor:
+        """Whether all inputs and errors that are used, and their squares, are finite, as a tensor."""
+        self._complete()
+        if not self.keeps:
+            return torch.stack(
+                [moment.is_finite().to(self.layer.owner.device) for moment in self._moments.values()]
+            ).all()
+        rows = [part for call in self.calls for part in (call.input, call.error) if part.is_floating_point()]
+        return torch.stack([torch.linalg.vector_norm(part).isfinite() for part in rows]).all()
+
     def moments(self) -> dict[str, Moment]:
         """A ("input") and E ("error"), as sums that are divided by their counts later."""
+        self._complete()
         moments, pairs = self._moments, self.observed
         if self.keeps:
             if self.reduces:

@@ -37,7 +37,7 @@ class FOOF(LayerOptimizer):
         model: the network; the training loop is that of any torch optimizer.
         lr: eta.
         params: parameters or param groups of the model; None for all.
-        damping: lambda.
+        damping: lambda. Under a schedule, inverses are computed anew when it has changed by more than a tenth.
         damping_mode: "relative": lambda is a multiple of the mean eigenvalue of A; "absolute": in units of squared
             inputs summed over positions.
         max_norm: c; `inf` for no bound.

@@ -43,7 +43,7 @@ class KFAC(LayerOptimizer):
         model: the network.
         lr: eta.
         params: parameters or param groups of the model; None for all.
-        damping: lambda.
+        damping: lambda. Under a schedule, inverses are computed anew when it has changed by more than a tenth.
         damping_mode: "relative": lambda is a multiple of the Fisher's mean eigenvalue; "absolute": in its units.
         max_norm: c; `inf` for no bound.
         fallback_lr: learning rate of Adam for other parameters. Under a schedule of lr, fallback_lr/lr is constant.

@@ -74,7 +74,8 @@ class KroneckerFilter(KroneckerOptimizer):
         params: parameters or param groups of the model; None for all.
         batch_size: B, the number of losses whose mean is differentiated, over all micro-batches (and tokens).
         prior_std: sigma, the standard deviation of weights before the first gradient. With `inf` the drift is a random
-            walk, and the initial covariance is that for which the first step is SGD with learning rate 0.1.
+            walk, and the initial covariance is that for which the first step is SGD with learning rate 0.1. As in
+            AdaBayes, sigma does not decay the weights: lambda = eta/(2 sigma^2) is the decay of the filter's mean.
         momentum: decay of the moving average of the step. (While the covariance is constant, this is the step for an
             averaged gradient.)
         weight_decay: decoupled.
@@ -108,7 +109,8 @@ class KroneckerFilter(KroneckerOptimizer):
 
     Reference: Aitchison 2018, Eq. 24, 28 and section 4.3.
     Differs from the paper: its Eq. 24 lacks factors 1/n_in and 1/n_out and is of first order; batches of several
-    examples; the Ornstein-Uhlenbeck step is exact in time, so the covariance is positive for any lr.
+    examples; the Ornstein-Uhlenbeck step is exact in time, so the covariance is positive for any lr; the decay
+    eta^2/(2 sigma^2) of the mean is replaced by `weight_decay`, as in Aitchison 2020, section 3.
     Checked by: tests/equations/test_kronecker_filter.py.
     """
 
@@ -190,7 +192,8 @@ class KroneckerFilterFP(KroneckerOptimizer):
         params: parameters or param groups of the model; None for all.
         batch_size: B, the number of losses whose mean is differentiated, over all micro-batches (and tokens).
         prior_std: sigma, the standard deviation of weights before the first gradient. A finite value costs four
-            products with eigenvectors per step, `inf` two products with inverse square roots.
+            products with eigenvectors per step, `inf` two products with inverse square roots. As in AdaBayes, sigma
+            does not decay the weights: lambda = eta/(2 sigma^2) is the decay of the filter's mean.
         momentum: decay of the moving average of the step. (While the factors are constant, this is the step for an
             averaged gradient.)
         weight_decay: decoupled.

@@ -10,6 +10,7 @@ from bayesgrad.checkpoint import settings
 from bayesgrad.constraints import POSITIVE, one_of
 from bayesgrad.optim.layerwise import FALLBACK, LayerOptimizer
 from bayesgrad.preconditioners import Woodbury
+from bayesgrad.preconditioners.woodbury import without_examples
 
 
 class NaturalGradient(LayerOptimizer):
@@ -30,6 +31,9 @@ class NaturalGradient(LayerOptimizer):
     before `loss.backward()`. The outputs of an independent batch make the step less biased; those of the same batch
     save a forward pass. With the same batch and its own labels, `observe(outputs, labels=labels)`, the gradient is in
     the span of G, and D is G (λI + G'G)^-1 c', for a vector c' with equal entries, which is free of cancellation.
+
+    `state_dict()` restores a run bit for bit, so it contains these inputs and errors, which are training data. Use
+    `state_dict_without_examples()` for a checkpoint that must not.
 
     Args:
         model: the network; BatchNorm must be in evaluation mode.
@@ -109,6 +113,14 @@ class NaturalGradient(LayerOptimizer):
         fused: bool | None = None,
     ) -> None:
         super().__init__(params, settings(locals()), model)
+
+    def state_dict_without_examples(self) -> dict[str, Any]:
+        """As `state_dict()`, without the inputs and errors of the observed batch, which are training data.
+
+        The first step after loading needs `observe(outputs)`, whatever `update_every` is. A run is restored bit for bit
+        if an update was due in that step, as always with update_every=1.
+        """
+        return without_examples(self.state_dict())
 
     def build_preconditioner(self) -> Woodbury:
         return Woodbury(FALLBACK)

@@ -17,7 +17,8 @@ from bayesgrad.parts import Groups, weak
 from bayesgrad.precision import Kronecker, Precision, Spectral
 from bayesgrad.precision.linalg import eigenvalues
 from bayesgrad.precision.projection import Factors
-from bayesgrad.preconditioners.layered import MERGED, MERGES, LayerPreconditioner, Settings, store
+from bayesgrad.preconditioners.layered import LayerPreconditioner, Settings
+from bayesgrad.preconditioners.refresh import MERGED, MERGES, store
 from bayesgrad.preconditioners.stability import limit_size
 from bayesgrad.rules.transition import OrnsteinUhlenbeck, Static, average
 from bayesgrad.rules.update import NaturalStep, UpdateRule
@@ -31,7 +32,7 @@ class LayerBelief(LayerPreconditioner):
 
     The option `fisher` says how errors are computed: for labels sampled from the model by `observe(outputs)`
     ("sampled"), or from the backward passes of the loss, without ("empirical") or minus ("centered") their mean over
-    earlier batches. Inputs and errors that are not finite, or whose squares are not, do not change a layer's factors.
+    earlier batches.
     """
 
     rule = UpdateRule(None, Static(), NaturalStep())
@@ -63,19 +64,12 @@ class LayerBelief(LayerPreconditioner):
         if not found:
             return {}
         self.factor_of_gradients = self.recorded.marks.factor()
-        finite = torch.stack([self._is_finite(batch).cpu() for batch in found.values()]).tolist()
-        found = {layer: batch for (layer, batch), good in zip(found.items(), finite) if good}
         for layer, batch in found.items():
             if batch.keeps and not self.from_labels(settings[layer]):
                 batch.errors = batch.errors * self._scale(settings[layer])
                 if settings[layer]["fisher"] == "centered":
                     self._centre(layer, batch)
         return found
-
-    def _is_finite(self, batch: LayerStatistics) -> Tensor:
-        rows = [] if not batch.keeps else [batch.errors] if batch.layer.lookup else [batch.inputs, batch.errors]
-        finite = [torch.linalg.vector_norm(part).isfinite() for part in rows]
-        return torch.stack(finite or [moment.is_finite() for moment in batch.moments().values()]).all()
 
     def _scale(self, group: Mapping[str, Any]) -> Tensor:
         """What errors of the mean loss, perhaps scaled by a `GradScaler`, are multiplied by to be those of examples."""

@@ -13,7 +13,8 @@ from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.statistics import SIDES, symmetric
 from bayesgrad.precision import Precision, Spectral
 from bayesgrad.precision.linalg import eigenvalues, not_invertible
-from bayesgrad.preconditioners.layered import LayerPreconditioner, store
+from bayesgrad.preconditioners.layered import LayerPreconditioner
+from bayesgrad.preconditioners.refresh import store
 from bayesgrad.preconditioners.stability import mean_eigenvalue
 
 

@@ -32,23 +32,30 @@ from bayesgrad.layers.statistics import SIDES, LayerStatistics
 from bayesgrad.parts import Groups, Host, Needs, Preconditioner, weak
 from bayesgrad.precision import Kronecker, Precision
 from bayesgrad.precision.linalg import diagonal_inverse, inverse
+from bayesgrad.preconditioners.refresh import (
+    MERGED,
+    MERGES,
+    inversion_due,
+    is_due,
+    layer_tensors,
+    new_clock,
+    note_inversion,
+    store,
+)
 from bayesgrad.preconditioners.rows import InnerProduct, from_rows
-from bayesgrad.preconditioners.stability import early_interval, limit_norm, split_damping, with_growing_damping
+from bayesgrad.preconditioners.stability import limit_norm, split_damping, with_growing_damping
 from bayesgrad.rules.transition import average
 from bayesgrad.sources.recorded_layers import RecordedLayers
 
-CHANGED = 0.2  # the relative change of a moment from which its inverse is computed anew
 LARGE = 512  # inputs of a layer from which its statistics are gathered less often if its outputs are few
-# Entries of `clock`: number of merges; steps of the last merge, inversion and comparison with the moments at inversion.
-MERGES, MERGED, INVERTED, COMPARED = range(4)
-LAYER_KEYS = ("spectrum", "damped", "clock", "traces")
 Settings = Mapping[Layer, Mapping[str, Any]]
 
 
 class LayerPreconditioner(Preconditioner):
     """Base class: keeps moving averages of each layer's second moments, and their inverses.
 
-    The averages are updated every `stats_every` steps. They are inverted when they have changed: a tenth of
+    The averages are updated every `stats_every` steps, but not by inputs and errors that are not finite, or whose
+    squares are not. They are inverted when they have changed: a tenth of
     `update_every` steps after an inversion, and after every further tenth, the diagonals of the averages are compared
     with those at the inversion, and after `update_every` steps at the latest, layers one after the other. Early in a
     run the averages change fast and training with an old inverse diverges, so averages and inverses are updated
@@ -213,7 +220,8 @@ class LayerPreconditioner(Preconditioner):
             solved = precision.solve(gradient)
             inner.add(solved, gradient)
             found = dict(zip(layer.members, layer.parted(solved)))
-        weight, bias = (None if p is None else dense(found[p]) for p in (layer.weight, layer.bias))
+        # Autograd would copy tensors that are not contiguous, and `GradientMarks` could not follow them.
+        weight, bias = (None if p is None else dense(found[p]).contiguous() for p in (layer.weight, layer.bias))
         return weight, bias
 
     def is_kronecker(self, group: Mapping[str, Any]) -> bool:
@@ -237,19 +245,9 @@ class LayerPreconditioner(Preconditioner):
             every = group["stats_every"]
             few = layer.sizes["input"] >= LARGE and layer.sizes["input"] >= 16 * layer.sizes["error"]
             entry = self.optimizer.state.get(layer.owner, {})
-            due = "clock" not in entry or self.is_due(entry, MERGED, every * (4 if few else 1))
+            due = "clock" not in entry or is_due(entry, MERGED, every * (4 if few else 1))
             self.scheduled[layer] = every, due
         return due
-
-    def is_due(self, entry: Mapping[str, Tensor], what: int, every: int, offset: int = 0) -> bool:
-        """Whether something that the clock counts is due: after `every` steps; early in a run, by `early_interval`.
-
-        With an offset, later updates are at the steps that are `offset` modulo `every`.
-        """
-        last, step = int(entry["clock"][what]), int(entry.get("step", 0)) + 1
-        return step >= last + min(early_interval(last), every) or (
-            step > last >= every and (step - offset) % every == 0
-        )
 
     def statistics(self, current: list[Layer], settings: Settings) -> dict[Layer, LayerStatistics]:
         """The data to merge in this step, by layer. A layer that never had any is trained by the fallback."""
@@ -269,7 +267,15 @@ class LayerPreconditioner(Preconditioner):
                 "run forward and backward passes",
             )
         found = {layer: observed[layer] for layer in observed if layer in labelled}
-        return found | {layer: self.from_passes[layer] for layer in rest if layer in self.from_passes}
+        return _finite(found | {layer: self.from_passes[layer] for layer in rest if layer in self.from_passes})
+
+    def nonfinite(self, index: int, params: list[Tensor]) -> str | None:
+        bad = [
+            layer.names[0]
+            for found in (self.from_observations, self.from_passes)
+            for layer in set(found) - set(_finite(found))
+        ]
+        return f"the inputs or errors of layers {sorted(set(bad))} are not finite" if bad and not index else None
 
     def merge(
         self, layer: Layer, entry: dict[str, Tensor], statistics: LayerStatistics, group: Mapping[str, Any]
@@ -321,52 +327,26 @@ class LayerPreconditioner(Preconditioner):
 
     def _refresh(self, known: list[Layer], fresh: Mapping[Layer, LayerStatistics], settings: Settings) -> None:
         """Updates averages and inverses where that is due."""
-        due: dict[Layer, Tensor | bool] = {}  # whether the inverse is due; a tensor where the change decides
+        due: dict[Layer, Tensor | bool] = {}
         order = self.recorded.layers
         for layer in known:
             entry, group = self.optimizer.state[layer.owner], settings[layer]
             self._initialise(layer, entry, group)
-            step = int(entry.get("step", 0)) + 1
             if layer in fresh:
                 entry["clock"][MERGES] += 1
                 self.merge(layer, entry, fresh[layer], group)
-                entry["clock"][MERGED] = step
-            _, merged, last, compared = entry["clock"].tolist()
+                entry["clock"][MERGED] = int(entry.get("step", 0)) + 1
             every = group["update_every"]
-            if not last or float(entry["damped"]) != self.setting(group):
-                due[layer] = True
-            elif merged > last:
-                offset = order.index(layer) * every // len(order)  # not all layers in one step
-                if self.is_due(entry, INVERTED, every, offset):
-                    due[layer] = True
-                elif step >= max(last, compared) + every / 10 and merged > compared and self._diagonals(entry):
-                    entry["clock"][COMPARED] = step
-                    due[layer] = self._change(entry) > CHANGED
-        measured = [layer for layer, one in due.items() if isinstance(one, Tensor)]
-        if measured:
-            changed = torch.stack([due[layer].cpu() for layer in measured]).tolist()  # pyright: ignore
-            due |= dict(zip(measured, changed))
+            due[layer] = inversion_due(entry, every, order.index(layer) * every // len(order), self.setting(group))
+        if compared := [layer for layer, one in due.items() if isinstance(one, Tensor)]:
+            due |= dict(zip(compared, torch.stack([due[layer].cpu() for layer in compared]).tolist()))  # pyright: ignore
         for layer in (layer for layer, one in due.items() if one):
             entry, group = self.optimizer.state[layer.owner], settings[layer]
             self.invert(layer, entry, group)
-            entry["damped"] = torch.tensor(self.setting(group), dtype=torch.float64)
-            for side, diagonal in self._diagonals(entry).items():
-                store(entry, f"{side}_diagonal", diagonal.clone())
-            entry["clock"][INVERTED] = int(entry.get("step", 0)) + 1
-
-    def _diagonals(self, entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The diagonal of each moment."""
-        moments = {side: m for side in self.sides if (m := entry.get(f"{side}_moment")) is not None}
-        return {side: m if m.dim() == 2 else m.diagonal(dim1=1, dim2=2) for side, m in moments.items()}
-
-    def _change(self, entry: Mapping[str, Tensor]) -> Tensor:
-        """The largest relative change of a moment's diagonal since the inversion."""
-        pairs = [(now, entry[f"{side}_diagonal"]) for side, now in self._diagonals(entry).items()]
-        smallest = torch.finfo(pairs[0][1].dtype).tiny
-        return torch.stack([(now - then).abs().sum() / then.sum().clamp(min=smallest) for now, then in pairs]).max()
+            note_inversion(entry, self.setting(group))
 
     def setting(self, group: Mapping[str, Any]) -> float:
-        """The hyperparameter that inverses depend on: they are computed anew when it changes."""
+        """The hyperparameter that inverses depend on: they are computed anew when it changes by more than a tenth."""
         return float(group["damping"])
 
     def dampings(self, entry: Mapping[str, Tensor], group: Mapping[str, Any]) -> dict[str, float]:
@@ -396,14 +376,14 @@ class LayerPreconditioner(Preconditioner):
         for side, shape in self.shapes(layer, group).items():
             name = f"{side}_{self.factor}"
             if name in entry and entry[name].shape != shape:
-                for key in _factors(entry):
+                for key in layer_tensors(entry):
                     del entry[key]  # another part of the layer is trained now, so the old factors do not fit
             if name not in entry:
                 entry[name] = self.initial_factor(torch.zeros(shape, **like), group)
             elif entry[name].dtype != like["dtype"]:  # the model was cast
-                for key in (key for key in _factors(entry) if key not in self.on_cpu):
+                for key in (key for key in layer_tensors(entry) if key not in self.on_cpu):
                     entry[key] = entry[key].to(**like)
-        entry.setdefault("clock", torch.zeros(4, dtype=torch.int64))
+        entry.setdefault("clock", new_clock())
 
     def initial_factor(self, zeros: Tensor, group: Mapping[str, Any]) -> Tensor:
         """The initial value of a factor."""
@@ -438,14 +418,8 @@ class LayerPreconditioner(Preconditioner):
                     )
 
 
-def _factors(entry: Mapping[str, Tensor]) -> list[str]:
-    """The names of the state tensors that belong to the layer, not to the elements of its parameters."""
-    return [key for key in entry if key.startswith(tuple(f"{side}_" for side in SIDES)) or key in LAYER_KEYS]
-
-
-def store(entry: dict[str, Tensor], name: str, value: Tensor) -> None:
-    """Stores a value in the state; copies it into the existing tensor if shape and dtype are the same."""
-    if name in entry and entry[name].shape == value.shape and entry[name].dtype == value.dtype:
-        entry[name].copy_(value)
-    else:
-        entry[name] = value
+def _finite(found: Mapping[Layer, LayerStatistics]) -> dict[Layer, LayerStatistics]:
+    """Those statistics that are finite, and whose squares are; the host reads one tensor."""
+    flags = [batch.is_finite() for batch in found.values()]
+    good = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []
+    return {layer: batch for (layer, batch), finite in zip(found.items(), good) if finite}

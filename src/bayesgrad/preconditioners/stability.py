@@ -16,11 +16,6 @@ from bayesgrad.packing import gradient_of
 ATTEMPTS = 20  # how often damping grows tenfold before a matrix is given up
 
 
-def early_interval(last: int) -> int:
-    """How many steps after step `last` a matrix is updated early in a run: at steps 1, 2, 3, 6, 12 and so on."""
-    return last if last >= 3 else 1
-
-
 # --- bounds of a step ---
 
 

@@ -27,20 +27,24 @@ from bayesgrad.packing import gradient_of
 from bayesgrad.parts import Groups, Host, Needs, weak
 from bayesgrad.precision.linalg import cholesky
 from bayesgrad.preconditioners.network import MERGED, NetworkPreconditioner
+from bayesgrad.preconditioners.refresh import early_interval
 from bayesgrad.preconditioners.rows import InnerProduct
-from bayesgrad.preconditioners.stability import early_interval, inner_product, limit_norm, with_growing_damping
+from bayesgrad.preconditioners.stability import inner_product, limit_norm, with_growing_damping
 from bayesgrad.rules.update import MOMENTUM
 from bayesgrad.sources.recorded_layers import RecordedLayers
 
 ADAPT_EVERY = 5  # steps between changes of the damping, as in Martens and Grosse, 2015, section 6.5
 ADAPT_FACTOR = (19 / 20) ** ADAPT_EVERY
+BATCH = ("gram", "gram_of", "dual", "dual_damping")  # beside inputs and errors: their inner products
 SLACK = 8  # tolerance in units of the rounding error
 
 
 class Woodbury(NetworkPreconditioner):
     """(F + damping I)^-1 for the Fisher matrix F = G G' of the observed batch; G is never formed.
 
-    The state has the inputs and errors of each layer, which `observe(outputs)` replaces if an update is due.
+    The state has the inputs and errors of each layer, which `observe(outputs)` replaces if an update is due. Any state
+    that gives the same steps determines the gradients of these examples, so a checkpoint cannot do without them and
+    restore a run bit for bit; see `without_examples`.
     """
 
     needs = Needs(outputs=True)
@@ -60,9 +64,11 @@ class Woodbury(NetworkPreconditioner):
         self.momentum = 0.0  # by the quadratic model
 
     def due(self, every: int) -> bool:
-        """After `every` steps; early in a run, whenever the number of steps has doubled."""
+        """After `every` steps; early in a run, whenever the number of steps has doubled; and without a matrix."""
         clock = self.clock()
-        return super().due(every if clock is None else min(early_interval(int(clock[MERGED])), every))
+        if clock is None or not any(_is_batch(name) for p in self.params for name in self.optimizer.state.get(p, {})):
+            return True
+        return super().due(min(early_interval(int(clock[MERGED])), every))
 
     def record(self, optimizer: Host) -> RecordedLayers:
         check_batch_mixing(optimizer.model)  # pyright: ignore[reportArgumentType]
@@ -100,7 +106,7 @@ class Woodbury(NetworkPreconditioner):
         check_batch_mixing(self.recorded.model)
         check_outputs(outputs)
         group = self.optimizer.param_groups[0]
-        if not self.due(group["update_every"]):
+        if not len(outputs) or not self.due(group["update_every"]):
             return
         trace = self.recorded.recorder.trace(outputs)
         directions = list(self.output_directions(outputs, labels, weights))
@@ -111,6 +117,20 @@ class Woodbury(NetworkPreconditioner):
         known = {key: c for key, c in columns.items() if key not in self.unexplained}
         given = labels is not None and weights is None
         self.observed.append((known, given, share * forward.losses(per_example)))
+
+    def _finite(self) -> list[tuple[dict[int, PerExampleGradients], bool, float]]:
+        """The observations whose gradients and their inner products are finite; the host reads one tensor."""
+        flags = [
+            torch.stack([_size(own).square().isfinite().cpu() for own in columns.values()]).all()
+            for columns, *_ in self.observed
+            if columns
+        ]
+        good = iter(torch.stack(flags).tolist() if flags else [])
+        return [one for one in self.observed if not one[0] or next(good)]
+
+    def nonfinite(self, index: int, params: list[Tensor]) -> str | None:
+        good = index > 0 or len(self._finite()) == len(self.observed)
+        return None if good else "observe() found per-example gradients that are not finite"
 
     def check_loaded(self, saved: Mapping[str, Any]) -> None:
         for p in self.params:
@@ -164,7 +184,15 @@ class Woodbury(NetworkPreconditioner):
         """Replaces the Fisher matrix by the observed one; True if labels were given, perhaps those of this batch."""
         if not self.observed:
             return False
-        observed, self.observed, self.projections = self.observed, [], {}
+        observed, self.observed = self._finite(), []
+        if not observed:  # the Fisher matrix of an earlier batch stays
+            if self.clock() is None:
+                raise self.optimizer.nonfinite_error(
+                    "observe() found per-example gradients that are not finite: training has diverged or inputs "
+                    "overflow; lower lr."
+                )
+            return False
+        self.projections = {}
         named = {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
         keys = [key for key in observed[0][0] if key in named and all(key in columns for columns, *_ in observed)]
         losses = sum(number for *_, number in observed)
@@ -177,7 +205,7 @@ class Woodbury(NetworkPreconditioner):
             )
         for p in named.values():
             entry = self.optimizer.state[p]
-            for key in [key for key in entry if key in ("gram", "dual") or is_stored(key)]:
+            for key in [key for key in entry if _is_batch(key)]:
                 del entry[key]
         for p, columns in merged.items():
             self.optimizer.state[p].update({name: value.detach() for name, value in columns.tensors().items()})
@@ -346,6 +374,22 @@ def _kind(columns: PerExampleGradients) -> torch.dtype:
     return next(t.dtype for t in columns.tensors().values() if t.is_floating_point())
 
 
+def without_examples(saved: dict[str, Any]) -> dict[str, Any]:
+    """A state dict without what belongs to the observed batch: inputs, errors, and products of them."""
+    state = {key: {n: v for n, v in entry.items() if not _is_batch(n)} for key, entry in saved["state"].items()}
+    return {**saved, "state": state}
+
+
+def _is_batch(name: str) -> bool:
+    """Whether a state tensor of this name belongs to the observed batch."""
+    return name in BATCH or is_stored(name)
+
+
+def _size(columns: PerExampleGradients) -> Tensor:
+    """A bound of the norm of the gradients."""
+    return torch.stack([part.norm() for part in columns.tensors().values() if part.is_floating_point()]).prod()
+
+
 def _dot(a: Mapping[Tensor, Tensor], b: Mapping[Tensor, Tensor]) -> Tensor:
     return torch.stack([torch.dot(a[p].flatten().double(), b[p].flatten().double()).cpu() for p in b]).sum()
 
@@ -358,8 +402,7 @@ def _common_factor(columns: Mapping[Tensor, PerExampleGradients]) -> float | Non
     square = _dot(sums, sums)
     factor = float(_dot({p: gradient_of(p) for p in sums}, sums) / square) if square > 0 else 1.0
     for p, own in columns.items():
-        norms = [part.norm() for part in own.tensors().values() if part.is_floating_point()]
-        allowed = SLACK * torch.finfo(_kind(own)).eps * abs(factor) * torch.stack(norms).prod()
+        allowed = SLACK * torch.finfo(_kind(own)).eps * abs(factor) * _size(own)
         if not bool((gradient_of(p) - factor * sums[p]).abs().max() <= allowed):
             return None
     return factor

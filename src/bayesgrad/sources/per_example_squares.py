@@ -14,6 +14,7 @@ from bayesgrad.layers.call import COMPILED, LayerCall
 from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.fisher import check_outputs
 from bayesgrad.layers.observed import loss_weights
+from bayesgrad.layers.statistics import SPLIT
 from bayesgrad.packing import gradient_of
 from bayesgrad.parts import Evidence, Groups, Host, Needs, Source, weak
 from bayesgrad.sources.recorded_layers import RecordedLayers
@@ -65,7 +66,9 @@ class PerExampleSquares(Source):
         self.pending: dict[int, list[LayerCall]] = {}  # the calls of the latest pass, by the first of the siblings
         self.sums: dict[Tensor, Tensor] = {}  # squares of earlier passes
         self.counts: dict[Tensor, Any] = {}
-        self.losses: dict[tuple[int, int], Any] = {}  # of each pass
+        self.losses: dict[tuple[int, int], tuple[int, Any]] = {}  # of each pass: its backward pass, and their number
+        self.squared: set[tuple[int, tuple[int, int]]] = set()  # siblings and passes
+        self.lost: str | None = None  # a layer that got errors of a pass that was squared before
         self.mixed: set[int] = set()  # ids of parameters of layers that mix examples
         if observed:
             # The part of the losses of a forward pass that counts; those of compiled models share an entry.
@@ -99,11 +102,15 @@ class PerExampleSquares(Source):
                 self.sums.pop(p, None)
                 self.counts.pop(p, None)
                 self.mixed.discard(id(p))
-            self.losses = {key: count for key, count in self.losses.items() if key[0] == call.backward_id}
+            self.squared = {(other, passed) for other, passed in self.squared if other != key}
+            self.losses = {k: one for k, one in self.losses.items() if one[0] == call.backward_id}
         elif before and before[-1].pass_id != call.pass_id:
+            self.squared.add((key, before[-1].pass_id))
             self._square(self.pending.pop(key))
+        if (key, call.pass_id) in self.squared:
+            self.lost = call.name
         self.pending.setdefault(key, []).append(call.kept())
-        self.losses[call.pass_id] = self._count(call)
+        self.losses[call.pass_id] = call.backward_id, self._count(call)
 
     def _count(self, call: LayerCall) -> Any:
         """The number of losses of the pass of a call."""
@@ -134,11 +141,12 @@ class PerExampleSquares(Source):
         forward, share = self.observed_pass(outputs, labels, weights)
         size = forward.group(group["losses_per_example"])
         self.layouts.tolerant = any(map(layers.mixes_examples, self.norms))
+        elsewhere = recorder.trace(outputs).used_elsewhere()
         found: dict[Tensor, Tensor] = {}
         for direction in self.output_directions(outputs, labels, weights, self.fisher == "exact"):
             calls = recorder.backpropagate(outputs, direction)
             calls = self.layouts.attach(calls, outputs, recorder.backpropagate, size)
-            for p, columns in layers.gradients_of_calls(calls).items():
+            for p, columns in layers.gradients_of_calls(calls, elsewhere).items():
                 found[p] = found[p].add_(columns.squares()) if p in found else columns.squares()
         self.observed.append((found, share * forward.losses(group["losses_per_example"])))
 
@@ -163,8 +171,15 @@ class PerExampleSquares(Source):
         for calls in self.pending.values():
             self._square(calls)
         self.pending = {}
+        if not self.recorded.recorder.layers:
+            raise ValueError(
+                f"{self.optimizer.__class__.__name__} counts examples at Linear, Conv, Embedding and normalisation "
+                "layers, but found none of them: use IVON, or fisher='sampled' or 'exact' with observe(outputs)."
+            )
         if not self.losses and any(bool(gradient_of(p).any()) for p in params):
             raise self.recorded.missing_observation("no backward pass was recorded", "call loss.backward() on outputs")
+        if self.lost is not None:
+            raise ValueError(SPLIT.format(self.lost))
         marks = self.recorded.marks
         odd = {p for p in self.sums if p in marks.unexplained or id(p) in self.mixed}
         common = marks.factor() if marks.untouched(p for p in params if p in self.sums) else None
@@ -173,7 +188,7 @@ class PerExampleSquares(Source):
             factor = marks.factor([p]) if common is None else common
             square = 1.0 if factor is None else factor.to(self.sums[p]).square()
             found[p] = self.sums[p].mul_(self.counts[p] * square)
-        return self._with_fallback(found, params, sum(self.losses.values()) if self.losses else 1)
+        return self._with_fallback(found, params, sum(count for _, count in self.losses.values()) or 1)
 
     def _with_fallback(self, found: dict[Tensor, Tensor], params: list[Tensor], count: Any) -> dict[Tensor, Tensor]:
         """The squares of mean gradients, times the number of losses, for parameters without others."""
@@ -183,7 +198,7 @@ class PerExampleSquares(Source):
 
     def _observed_squares(self, params: list[Tensor]) -> dict[Tensor, Tensor]:
         observed, self.observed = self.observed, []
-        if not observed:
+        if not observed and any(bool(gradient_of(p).any()) for p in params):
             raise self.recorded.missing_observation(
                 "observe() was not called", "call observe(outputs), before loss.backward(), on outputs"
             )

@@ -183,7 +183,7 @@ class RecordedLayers:
         return RuntimeError(
             f"{what}: {do} of the model that was given to {own} before step(). "
             f"If the model is compiled, build {own} before torch.compile; if layers were replaced or pruned, build a "
-            f"new {own}."
+            f"new {own}. Passes with other weights than the model's own (functional_call) are not recorded."
         )
 
     def check_processes(self) -> None:

@@ -1,0 +1,89 @@
+"""When the averages of a layer are updated and inverted, and what the state of a layer has for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from bayesgrad.layers.statistics import SIDES
+
+MOMENT_CHANGE = 0.2  # the relative change of a moment from which its inverse is computed anew
+DAMPING_CHANGE = 0.1  # likewise of the damping; smaller changes are left for the next inversion
+# Entries of `clock`: number of merges; steps of the last merge, inversion and comparison with the moments at inversion.
+MERGES, MERGED, INVERTED, COMPARED = range(4)
+LAYER_KEYS = ("spectrum", "damped", "clock", "traces")
+
+
+def new_clock() -> Tensor:
+    return torch.zeros(4, dtype=torch.int64)
+
+
+def early_interval(last: int) -> int:
+    """How many steps after step `last` a matrix is updated early in a run: at steps 1, 2, 3, 6, 12 and so on."""
+    return last if last >= 3 else 1
+
+
+def is_due(entry: Mapping[str, Tensor], what: int, every: int, offset: int = 0) -> bool:
+    """Whether something that the clock counts is due: after `every` steps; early in a run, by `early_interval`.
+
+    With an offset, later updates are at the steps that are `offset` modulo `every`.
+    """
+    last, step = int(entry["clock"][what]), int(entry.get("step", 0)) + 1
+    return step >= last + min(early_interval(last), every) or (step > last >= every and (step - offset) % every == 0)
+
+
+def inversion_due(entry: Mapping[str, Tensor], every: int, offset: int, damping: float) -> bool | Tensor:
+    """Whether the moments of a layer are to be inverted in this step; a tensor, if their change decides.
+
+    Args:
+        entry: the state of the layer.
+        every: the largest number of steps between inversions; after every tenth of them, moments are compared.
+        offset: the first step of later inversions, so that not all layers are inverted in one step.
+        damping: to be used.
+    """
+    _, merged, last, compared = entry["clock"].tolist()
+    used = float(entry["damped"]) if last else 0.0
+    if not last or abs(damping - used) > DAMPING_CHANGE * used:
+        return True
+    if merged <= last:
+        return False
+    if is_due(entry, INVERTED, every, offset):
+        return True
+    step = int(entry.get("step", 0)) + 1
+    if step < max(last, compared) + every / 10 or merged <= compared or not (pairs := _diagonals(entry)):
+        return False
+    entry["clock"][COMPARED] = step
+    changes = []
+    for side, now in pairs.items():
+        then = entry[f"{side}_diagonal"]
+        changes.append((now - then).abs().sum() / then.sum().clamp(min=torch.finfo(then.dtype).tiny))
+    return torch.stack(changes).max() > MOMENT_CHANGE
+
+
+def note_inversion(entry: dict[str, Tensor], damping: float) -> None:
+    """Called after the moments of a layer were inverted."""
+    entry["damped"] = torch.tensor(damping, dtype=torch.float64)
+    for side, diagonal in _diagonals(entry).items():
+        store(entry, f"{side}_diagonal", diagonal.clone())
+    entry["clock"][INVERTED] = int(entry.get("step", 0)) + 1
+
+
+def _diagonals(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The diagonal of each moment."""
+    moments = {side: moment for side in SIDES if (moment := entry.get(f"{side}_moment")) is not None}
+    return {side: m if m.dim() == 2 else m.diagonal(dim1=1, dim2=2) for side, m in moments.items()}
+
+
+def layer_tensors(entry: Mapping[str, Tensor]) -> list[str]:
+    """The names of the state tensors that belong to the layer, not to the elements of its parameters."""
+    return [key for key in entry if key.startswith(tuple(f"{side}_" for side in SIDES)) or key in LAYER_KEYS]
+
+
+def store(entry: dict[str, Tensor], name: str, value: Tensor) -> None:
+    """Stores a value in the state; copies it into the existing tensor if shape and dtype are the same."""
+    if name in entry and entry[name].shape == value.shape and entry[name].dtype == value.dtype:
+        entry[name].copy_(value)
+    else:
+        entry[name] = value
