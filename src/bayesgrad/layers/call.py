@@ -77,6 +77,15 @@ class Site:
         own = () if module is None else module._parameters.values()
         return [node for node in nodes if any(getattr(node, "variable", None) is p for p in own if p is not None)]
 
+    def has_own(self, function: Any) -> bool:
+        """Whether a call has the module's own parameters, and not tensors in their place (functional_call).
+
+        Args:
+            function: the node of the call in the autograd graph.
+        """
+        nodes = [node for node, _ in function.next_functions[1:3] if node is not None]
+        return len(self.own_nodes(nodes)) == len(nodes)
+
     def forward_id(self) -> int:
         return next((recorder.forward_count for ref, _ in self.recorders if (recorder := ref()) is not None), 0)
 
@@ -184,7 +193,7 @@ class RecordedLayer(torch.autograd.Function):
         if compiled:
             by_weight, by_bias = _compiled_gradients(error, a, w, *compiled, *needs)
             by_weight, by_bias = (g if n else None for g, n in zip((by_weight, by_bias), needs))
-        elif (site := SITES.get(ctx.handle)) is not None:
+        elif (site := SITES.get(ctx.handle)) is not None and site.has_own(ctx):
             nodes = site.own_nodes([node for node, _ in ctx.next_functions[1:3]])
             by_weight, by_bias = site.gradients(ctx.op, error, a, w, tuple(needs), ctx.forward_id, x.is_leaf, nodes)
         else:
