@@ -362,8 +362,8 @@ def test_every_parameter_has_a_gradient(name: str) -> None:
     assert zero == WITHOUT_GRADIENT.get(name, ())
 
 
-# Layers whose first dimension is not that of examples: OGN and VOGN square sums of other rows, FOOF and KFAC divide by
-# another number.
+# Mostly layers whose first dimension is not that of examples: OGN and VOGN square sums of other rows, FOOF and KFAC
+# divide by another number.
 SQUARES, ALL = ("OGN", "VOGN"), ("OGN", "VOGN", "FOOF", "KFAC")
 KNOWN_WRONG = {
     "Swin": ALL,
