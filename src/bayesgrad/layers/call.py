@@ -92,6 +92,15 @@ class Site:
         own = () if module is None else module._parameters.values()
         return [node for node in nodes if any(getattr(node, "variable", None) is p for p in own if p is not None)]
 
+    def has_own(self, function: Any) -> bool:
+        """Whether a call has the module's own parameters, and not tensors in their place (functional_call).
+
+        Args:
+            function: the node of the call in the autograd graph.
+        """
+        nodes = [node for node, _ in function.next_functions[1:3] if node is not None]
+        return len(self.own_nodes(nodes)) == len(nodes)
+
     def forward_id(self) -> int:
         return next((recorder.forward_id for ref, _ in self.recorders if (recorder := ref()) is not None), 0)
 
@@ -231,7 +240,7 @@ class RecordedLayer(torch.autograd.Function):
                 error, a, w, *compiled, needs[0], ctx.bias_shape if needs[1] else [0]
             )
             by_weight, by_bias = (g if n else None for g, n in zip((by_weight, by_bias), needs))
-        elif (site := SITES.get(ctx.handle)) is not None:
+        elif (site := SITES.get(ctx.handle)) is not None and site.has_own(ctx):
             nodes = site.own_nodes([node for node, _ in ctx.next_functions[1:3]])
             by_weight, by_bias = site.gradients(
                 ctx.op, error, a, w, tuple(needs), ctx.forward_id, x.is_leaf, nodes, id(ctx)

@@ -40,15 +40,16 @@ def gradients_by_vmap(
 
     values = {name: p.detach() for name, p in params.items()}
     inputs = tuple(x.detach() for x in inputs)
+    gradient = grad(inner, has_aux=True)
     try:
-        if any(isinstance(module, (nn.RNNBase, nn.RNNCellBase)) for module in model.modules()):
-            parts = _one_by_one(grad(inner, has_aux=True), values, inputs, directions)
-        else:
-            size = max(1, CHUNK // max(1, sum(p.numel() for p in values.values())))
-            chunk = min(size, len(inputs[0]))
-            one = vmap(grad(inner, has_aux=True), in_dims=(None, 0, *[0] * len(inputs)), chunk_size=chunk)
-            with sdpa_kernel(SDPBackend.MATH):  # vmap does not support the other kernels
-                parts = [one(values, direction, *inputs) for direction in directions]
+        try:
+            recurrent = any(isinstance(module, (nn.RNNBase, nn.RNNCellBase)) for module in model.modules())
+            parts = None if recurrent else _vectorised(gradient, values, inputs, directions)
+        except RuntimeError as error:
+            if "randomness" in str(error) or "renorm" in str(error):
+                raise
+            parts = None  # shapes or branches that depend on data, or an operation that vmap does not know
+        parts = _one_by_one(gradient, values, inputs, directions) if parts is None else parts
     except RuntimeError as error:
         if "randomness" in str(error):
             raise ValueError(
@@ -73,6 +74,19 @@ def gradients_by_vmap(
         )
         for name, p in params.items()
     }
+
+
+def _vectorised(
+    gradient: Callable[..., tuple[dict[str, Tensor], Tensor]],
+    values: dict[str, Tensor],
+    inputs: tuple[Tensor, ...],
+    directions: Sequence[Tensor],
+) -> list[tuple[dict[str, Tensor], Tensor]]:
+    """In chunks of examples."""
+    size = max(1, CHUNK // max(1, sum(value.numel() for value in values.values())))
+    one = vmap(gradient, in_dims=(None, 0, *[0] * len(inputs)), chunk_size=min(size, len(inputs[0])))
+    with sdpa_kernel(SDPBackend.MATH):  # vmap does not support the other kernels
+        return [one(values, direction, *inputs) for direction in directions]
 
 
 def _one_by_one(

@@ -274,7 +274,7 @@ class LayerRecorder:
         """Finds out which parameters the autograd graph of some outputs reads."""
         check_graph(outputs)
         trace = Trace(self, outputs)
-        handles = {site.handle for m in self.layers.values() if (site := m.__dict__.get(SITE)) is not None}
+        sites = {site.handle: site for m in self.layers.values() if (site := m.__dict__.get(SITE)) is not None}
         nodes: list[Any] = [outputs.grad_fn]
         seen = {outputs.grad_fn}
         while nodes:
@@ -284,7 +284,8 @@ class LayerRecorder:
                     "reentrant activation checkpointing hides layers from observe(): "
                     "pass use_reentrant=False to torch.utils.checkpoint."
                 )
-            recorded = getattr(node, "handle", None) in handles
+            site = sites.get(getattr(node, "handle", -1))
+            recorded = site is not None and site.has_own(node)
             for following, _ in node.next_functions:
                 if following is None:
                     continue

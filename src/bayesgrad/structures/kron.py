@@ -53,6 +53,8 @@ class KroneckerStructure(Structure):
         known, biases = _plan(model, params, joint_bias)
         supported = {n for n in known if isinstance(first.columns[n], (OuterProducts, EmbeddingGradients))}
         factors = {name: LayerFactors(cls, known[name], params) for name in known if name in supported}
+        if "error" not in cls.sides:  # then a bias needs the positions of its weight
+            biases = {name: weight for name, weight in biases.items() if weight in factors}
         taken = {name for block in factors.values() for name in block.shapes} | set(biases)
         rest = [name for name in params if name not in taken]
         if rest:
@@ -192,7 +194,7 @@ class BiasFactor(Accumulator):
     Args:
         structure: whose `sides` are summed.
         name, p: the bias.
-        layer: of its weight, if that is a block.
+        layer: of its weight, if that is a block and no other bias goes with it; needed without errors.
     """
 
     def __init__(
@@ -210,14 +212,14 @@ class BiasFactor(Accumulator):
     def finish(self, total: float, count: int) -> Structure:
         if "error" in self.structure.sides:
             return self.structure(self.shapes, (total / count * self.total)[None], None)
-        positions = self.layer.positions / count if self.layer is not None else 1.0
-        return self.structure(self.shapes, None, self.total.new_full((1, 1), total * positions))
+        assert self.layer is not None
+        return self.structure(self.shapes, None, self.total.new_full((1, 1), total * self.layer.positions / count))
 
 
 def _plan(
     model: nn.Module, params: Mapping[str, nn.Parameter], joint_bias: bool
 ) -> tuple[dict[str, Layer], dict[str, str | None]]:
-    """The layers by the name of their weight, and the weight of each bias that is a block by itself."""
+    """The layers by the name of their weight, and the biases that are blocks by themselves, with their own weight."""
     names = {id(p): name for name, p in params.items()}
     modules = [module for _, module in layers.known_layers(model) if layers.is_matrix(module)]
     owners = Counter(id(p) for module in modules for p in layers.own_parameters(module).values())
@@ -237,5 +239,5 @@ def _plan(
             inside = params[shift] if together and shift is not None else None
             known[weight] = Layer((weight,), module, params[weight], inside)
         if shift is not None and not together:
-            biases[shift] = weight
+            biases[shift] = weight if alone else None
     return known, biases
