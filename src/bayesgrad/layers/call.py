@@ -128,16 +128,13 @@ class Site:
         if module is None or not alive or not x.numel():
             return parameter_gradients(op, error, x, weight, needs)
         seen = x.detach(), error.detach()
-        own = (module._parameters.get(name) for name in ("weight", "bias"))
-        trained = [p for p in own if p is not None and p.requires_grad]
-        if nodes is None:
-            nodes = [_node(p) for p in trained]
         for recorder, name in alive:
             if recorder.capture is not None:
-                if len(nodes) == len(trained):  # else other weights were in place of the module's own
-                    with torch.no_grad():
-                        recorder.capture(LayerCall(module, *seen, recorder.captures, forward_id, name, volatile))
+                with torch.no_grad():
+                    recorder.capture(LayerCall(module, *seen, recorder.captures, forward_id, name, volatile))
                 return None, None
+        if nodes is None:
+            nodes = [_node(p) for p in module._parameters.values() if p is not None and p.requires_grad]
         if not any(map(_is_executed, nodes)):
             return parameter_gradients(op, error, x, weight, needs)
         task = torch._C._current_graph_task_id()
