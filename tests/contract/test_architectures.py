@@ -176,12 +176,12 @@ def _claimed_rows(p: Problem, weight: str, labels: Tensor | None) -> ref.Rows:
         inputs = F.one_hot(columns.indices.flatten(), columns.shape[0]).double()[None]
         return ref.Rows(inputs, [columns.errors.flatten(0, 1)[None]])
     if isinstance(columns, OuterProducts):
-        count, sides = len(p.outputs), (columns.inputs, columns.errors)
+        inputs, errors = columns.inputs, columns.errors
+        directions = columns.count // len(p.outputs)  # those of an example are consecutive
         owner = model.get_submodule(weight.rpartition(".")[0])
         if isinstance(owner, TRANSPOSED) or type(owner).__name__ == "Conv1D":  # the weight is (in, out)
-            sides = sides[::-1]
-        inputs, *errors = sides[0][:, :count].flatten(1, 2), *(e.flatten(1, 2) for e in sides[1].split(count, 1))
-        return ref.Rows(inputs, errors)
+            inputs, errors = errors[:, ::directions], inputs
+        return ref.Rows(inputs.flatten(1, 2), [errors[:, k::directions].flatten(1, 2) for k in range(directions)])
     raise WrongNumber(f"{weight} has Kronecker factors, but there is nothing to compare them with")
 
 
@@ -362,38 +362,10 @@ def test_every_parameter_has_a_gradient(name: str) -> None:
     assert zero == WITHOUT_GRADIENT.get(name, ())
 
 
-# Mostly layers whose first dimension is not that of examples: OGN and VOGN square sums of other rows, FOOF and KFAC
-# divide by another number.
-SQUARES, ALL = ("OGN", "VOGN"), ("OGN", "VOGN", "FOOF", "KFAC")
-KNOWN_WRONG = {
-    "Swin": ALL,
-    "GPT-2": (*SQUARES, "KFAC"),
-    "BERT": (*SQUARES, "FOOF"),
-    "T5": ALL,
-    "TransformerEncoderLayer, positions first": ALL,
-    "TransformerEncoderLayer, as many positions": SQUARES,
-    "positions first": ALL,
-    "positions first, as many": SQUARES,
-    "siamese, stacked": ALL,
-    "DeepSets, merged": ALL,
-    "mixture of experts, routed": ALL,
-    "hypernetwork": (*SQUARES, "KFAC"),
-    "hypernetwork, update": (*SQUARES, "KFAC"),
-    "permuted": SQUARES,
-    "shared layers, read directly": SQUARES,  # up to a tenth of a gradient may come from elsewhere
-    "Perceiver": (*SQUARES, "FOOF"),
-    "transformers GPT-2": (*SQUARES, "KFAC"),
-    "transformers BERT": (*SQUARES, "KFAC"),
-}
-
-
 @every_architecture
 @pytest.mark.parametrize("rule", RULES)
 def test_what_is_not_named_is_exact(name: str, rule: str) -> None:
     found = outcome(name, rule)
-    if rule in KNOWN_WRONG.get(name, ()):
-        assert found.kind == "wrong", "it is right now: delete it from KNOWN_WRONG"
-        pytest.xfail(found.detail)
     assert found.kind in ("exact", "fallback", "refused"), found.detail
 
 
@@ -412,10 +384,7 @@ class Places(nn.Module):
         return self.head((self.table(x) + self.places(places)).tanh().sum(1))
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [pytest.param("(T,)", marks=pytest.mark.xfail(strict=True, reason="positions count as examples")), "(1, T)"],
-)
+@pytest.mark.parametrize("shape", ["(T,)", "(1, T)"])
 def test_foof_does_not_see_whether_positions_are_looked_up_once_or_for_each_example(shape: str) -> None:
     """The function is the same, so its step is."""
     moved = []
@@ -428,15 +397,13 @@ def test_foof_does_not_see_whether_positions_are_looked_up_once_or_for_each_exam
     torch.testing.assert_close(*moved, rtol=1e-10, atol=1e-12)
 
 
-UNSUPPORTED = pytest.mark.xfail(strict=True, reason="Conv1D, tied tables and LSTM are trained by Adam")
 GOALS = [
-    pytest.param("ViT", 0.95),
-    pytest.param("BERT", 0.95),
-    pytest.param("GPT-2", 0.95, marks=UNSUPPORTED),
-    pytest.param("LSTM language model", 0.9, marks=UNSUPPORTED),
-    pytest.param("transformers ViT", 0.95),
-    pytest.param("transformers BERT", 0.95),
-    pytest.param("transformers GPT-2", 0.95, marks=UNSUPPORTED),
+    ("ViT", 0.95),
+    ("BERT", 0.95),
+    ("LSTM language model", 0.9),
+    ("transformers ViT", 0.95),
+    ("transformers BERT", 0.95),
+    ("transformers GPT-2", 0.95),
 ]
 
 

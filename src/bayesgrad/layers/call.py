@@ -216,6 +216,8 @@ class RecordedLayer(torch.autograd.Function):
         compiled = isinstance(handle, Tensor)
         ctx.save_for_backward(x, weight, *((forward_id, handle) if compiled else ()))
         ctx.forward_id, ctx.handle = (0, 0) if compiled else (forward_id, handle)
+        # A tensor of the caller, or a view of one: a parameter, for example, which changes before the step.
+        ctx.volatile = not compiled and (x if x._base is None else x._base).is_leaf
         ctx.bias_shape = [0] if bias is None else list(bias.shape)
         ctx.set_materialize_grads(False)
         return run(ctx.op, x, weight, bias)
@@ -240,7 +242,7 @@ class RecordedLayer(torch.autograd.Function):
         elif (site := SITES.get(ctx.handle)) is not None and site.has_own(ctx):
             nodes = site.own_nodes([node for node, _ in ctx.next_functions[1:3]])
             by_weight, by_bias = site.gradients(
-                ctx.op, error, a, w, tuple(needs), ctx.forward_id, x.is_leaf, nodes, id(ctx)
+                ctx.op, error, a, w, tuple(needs), ctx.forward_id, ctx.volatile, nodes, id(ctx)
             )
         else:
             by_weight, by_bias = parameter_gradients(ctx.op, error, a, w, needs)

@@ -38,6 +38,7 @@ class RowLayouts:
     def __init__(self, tolerant: bool = False) -> None:
         self.tolerant = tolerant
         self._found: dict[tuple[Shapes, str, torch.Size], RowLayout] = {}
+        self._shared: set[tuple[Shapes, str, torch.Size]] = set()  # layers whose rows belong to several examples
         self._attempts: Counter[Any] = Counter()
         self._settled: set[Any] = set()
 
@@ -62,6 +63,13 @@ class RowLayouts:
             examples = outputs[0][0] // group
             layout = RowLayout(1, examples) if layers.examples_in(call.module, call.input) == examples else MIXED
         return replace(call, layout=layout)
+
+    def is_shared(self, call: LayerCall, outputs: tuple[torch.Size, ...], group: int) -> bool:
+        """Whether a layer computes something once for all examples; if it is not known, the number of rows decides."""
+        place = (outputs, group), call.name, call.error.shape
+        if place in self._found:
+            return place in self._shared
+        return layers.leading_rows(call.module, call.error) % (outputs[0][0] // group) != 0
 
     def search(self, outputs: Sequence[Tensor], backpropagate: Backpropagate, group: int, what: Any) -> None:
         """Finds the layouts of the layers that the outputs depend on, unless it was done before.
@@ -93,10 +101,21 @@ class RowLayouts:
             place = key, one.name, one.error.shape
             layout, clear = _best(one, other, weights, eps, self.tolerant)
             found[place] = layout if found.get(place, layout) == layout else MIXED
+            if layout == MIXED and _is_shared(one, other, eps):
+                self._shared.add(place)
             settled = settled and clear
         self._found |= found
         if settled or self._attempts[key, what] >= ATTEMPTS:
             self._settled.add((key, what))
+
+
+def _is_shared(one: LayerCall, other: LayerCall, eps: float) -> bool:
+    """Whether there is a row whose error is no multiple of that without weights."""
+    rows = layers.leading_rows(one.module, one.error)
+    plain, weighted = one.error.reshape(rows, -1), other.error.reshape(rows, -1)
+    ratios = (plain * weighted).sum(1, keepdim=True) / plain.square().sum(1, keepdim=True)
+    gap = (weighted - ratios.nan_to_num() * plain).abs().max()
+    return bool(gap > 1e3 * eps * plain.abs().max())
 
 
 def _calls(outputs: Sequence[Tensor], directions: Sequence[Tensor], backpropagate: Backpropagate) -> list[LayerCall]:

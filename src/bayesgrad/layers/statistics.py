@@ -108,7 +108,7 @@ class LayerStatistics:
         """From the per-example gradients of the layer's weight.
 
         Args:
-            gradients: ordered by direction, then by example.
+            gradients: those of several directions of an example are consecutive.
             examples: the number of examples, of which these are the first directions; 0 for further directions of
                 examples that were counted before.
             sides: as in the constructor.
@@ -119,9 +119,10 @@ class LayerStatistics:
             inputs, errors = gradients.indices[:examples].flatten(), gradients.errors.flatten(0, 1)[None]
             made.rows = len(inputs)
         else:
-            pair = gradients.inputs, gradients.errors
-            inputs, errors = (rows.flatten(1, 2) for rows in (pair[::-1] if layer.transposed else pair))
-            inputs = inputs[:, : examples * gradients.inputs.shape[2]]
+            inputs, errors = gradients.inputs, gradients.errors
+            if layer.transposed:  # the inputs are repeated for each direction
+                inputs, errors = errors[:, :: errors.shape[1] // max(1, examples)], inputs
+            inputs, errors = inputs[:, :examples].flatten(1, 2), errors.flatten(1, 2)
             made.rows = inputs.shape[1]
         made.observed = made.rows
         for side, rows in zip(SIDES, (inputs, errors)):

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bayesgrad.layers.call import LayerCall
+from bayesgrad.layers.layout import ForwardPass
 from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.statistics import SIDES, symmetric
 from bayesgrad.precision import Precision, Spectral
@@ -19,9 +21,27 @@ from bayesgrad.preconditioners.stability import mean_eigenvalue
 
 
 class InputFactor(LayerPreconditioner):
-    """(A + damping I)^-1 for each layer, with the second moment A of its inputs, from backward passes."""
+    """(A + damping I)^-1 for each layer, with the second moment A of its inputs, from backward passes.
+
+    What a layer computes once for all examples (embeddings of positions) is an input of each of them. Such layers are
+    found by two additional backward passes, once for each shape of the outputs.
+    """
 
     sides = ("input",)
+    reads_outputs = True
+
+    def returned(self, outputs: list[Tensor], arguments: Any) -> None:
+        recorder = self.recorded.recorder
+        group = recorder.passes[recorder.current].group(self.optimizer.param_groups[0]["losses_per_example"])
+        self.layouts.search(outputs[:1], recorder.backpropagate, group, arguments)
+
+    def losses(self, call: LayerCall, forward: ForwardPass | None, group: Mapping[str, Any]) -> float | None:
+        losses = super().losses(call, forward, group)
+        if forward is None or losses is None:
+            return losses
+        size = forward.group(group["losses_per_example"])
+        shared = self.layouts.is_shared(call, (forward.outputs,), size)
+        return losses / (forward.outputs[0] // size) if shared else losses
 
 
 class KroneckerFactors(LayerPreconditioner):

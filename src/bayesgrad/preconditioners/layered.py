@@ -71,6 +71,7 @@ class LayerPreconditioner(Preconditioner):
 
     sides: ClassVar[tuple[str, ...]] = SIDES  # whose second moments are kept
     factor: ClassVar[str] = "moment"  # the name of each side's matrix in the state
+    reads_outputs: ClassVar[bool] = False
     on_cpu = ("clock", "damped", "traces")
 
     def __init__(self, fallback: str) -> None:
@@ -89,7 +90,13 @@ class LayerPreconditioner(Preconditioner):
         labels = [self.from_labels(group) for group in optimizer.param_groups]
         self.needs = Needs(outputs=any(labels))
         self.close()
-        self.recorded = RecordedLayers(self.optimizer, self.fallback, receive=weak(self.receive), only=weak(self.uses))
+        self.recorded = RecordedLayers(
+            self.optimizer,
+            self.fallback,
+            receive=weak(self.receive),
+            only=weak(self.uses),
+            returned=weak(self.returned) if self.reads_outputs else None,
+        )
         self.groups = {p: group for group in optimizer.param_groups for p in group["params"]}
         self.warned: set[str] = set()  # factors that were singular
         self.scheduled: dict[Layer, tuple[int, bool]] = {}  # `stats_every`, and whether statistics are due
@@ -181,8 +188,14 @@ class LayerPreconditioner(Preconditioner):
                 diagonal=diagonal,
                 keep=self.keeps_rows(group),
             )
-        losses = self.recorded.losses(call, forward, group["losses_per_example"])
-        found[layer].add(call, losses, share)
+        found[layer].add(call, self.losses(call, forward, group), share)
+
+    def losses(self, call: LayerCall, forward: ForwardPass | None, group: Mapping[str, Any]) -> float | None:
+        """The number of losses of the pass of a call, by which the moment of its inputs is divided."""
+        return self.recorded.losses(call, forward, group["losses_per_example"])
+
+    def returned(self, outputs: list[Tensor], arguments: Any) -> None:
+        """Called with the outputs of each forward pass of the model, if `reads_outputs` is True."""
 
     def keeps_rows(self, group: Mapping[str, Any]) -> bool:
         """Whether `merge` needs rows of inputs and errors, and not only their moments."""

@@ -239,5 +239,5 @@ def _plan(
             inside = params[shift] if together and shift is not None else None
             known[weight] = Layer((weight,), module, params[weight], inside)
         if shift is not None and not together:
-            biases[shift] = weight if alone else None
+            biases[shift] = weight if alone and layers.joins_bias(module) else None
     return known, biases
