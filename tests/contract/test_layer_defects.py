@@ -556,7 +556,7 @@ def test_derived_weights_of_one_layer_leave_the_others_exact(which: tuple[str, .
         model = network()
         optimizer, own = RULES[name](model), dict(model.named_parameters())
         passes(lambda x, model=model, own=own: doubled(model, own, x, which), optimizer, 0)
-        lost = which if name == "OGN" else ("2.weight", "2.bias")  # observations leave out the whole layer
+        lost = ("2.weight", "2.bias")  # the layer is not recorded
         with pytest.warns(UserWarning, match="does not support " + ", ".join(lost)):
             found = squares(optimizer, model)
         for key, value in found.items():

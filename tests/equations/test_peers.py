@@ -174,9 +174,8 @@ def test_kfac_factors(name: str, sharing: str) -> None:
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_kfac_factors_of_tokens(sharing: str) -> None:
-    """Where each position has a label, theirs is of the mean over T positions, ours of their sum."""
+    """Where each position has a label, both are of the mean over all positions."""
     model, x, y = build("tokens")
-    T = y.shape[1]
     operator = theirs(ClassesSecond(model), x, y, "empirical", sharing)
     optimizer = KFAC(model, sharing=sharing, ema=0.5)
     outputs = model(x)
@@ -187,7 +186,7 @@ def test_kfac_factors_of_tokens(sharing: str) -> None:
         entry = optimizer.state[model.get_submodule(layer).weight]
         product = torch.kron(matrix(entry["error_moment"]), matrix(entry["input_moment"]))
         key = f"model.{layer}"
-        close(product, T * torch.kron(operator._gradient_covariances[key], operator._input_covariances[key]))
+        close(product, torch.kron(operator._gradient_covariances[key], operator._input_covariances[key]))
 
 
 def test_kfac_operator() -> None:

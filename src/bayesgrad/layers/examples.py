@@ -64,12 +64,16 @@ class RowLayouts:
             layout = RowLayout(1, examples) if layers.examples_in(call.module, call.input) == examples else MIXED
         return replace(call, layout=layout)
 
-    def is_shared(self, call: LayerCall, outputs: tuple[torch.Size, ...], group: int) -> bool:
-        """Whether a layer computes something once for all examples; if it is not known, the number of rows decides."""
-        place = (outputs, group), call.name, call.error.shape
+    def is_shared(self, call: LayerCall, outputs: torch.Size, batch: int) -> bool:
+        """Whether a layer computes something once for all examples; if it is not known, the number of rows decides.
+
+        Args:
+            batch: the number of examples.
+        """
+        place = ((outputs,), 1), call.name, call.error.shape
         if place in self._found:
             return place in self._shared
-        return layers.leading_rows(call.module, call.error) % (outputs[0][0] // group) != 0
+        return layers.leading_rows(call.module, call.error) % batch != 0
 
     def search(self, outputs: Sequence[Tensor], backpropagate: Backpropagate, group: int, what: Any) -> None:
         """Finds the layouts of the layers that the outputs depend on, unless it was done before.
@@ -96,15 +100,18 @@ class RowLayouts:
         weighted = _calls(outputs, [d * rows.to(d).view(-1, *[1] * (d.dim() - 1)) for d in directions], backpropagate)
         eps = max(torch.finfo(dtype).eps for dtype in {*[t.dtype for t in outputs], *[c.error.dtype for c in plain]})
         found: dict[Any, RowLayout] = {}
+        shared = set()
         settled = True
         for one, other in zip(plain, weighted, strict=True):
             place = key, one.name, one.error.shape
             layout, clear = _best(one, other, weights, eps, self.tolerant)
             found[place] = layout if found.get(place, layout) == layout else MIXED
             if layout == MIXED and _is_shared(one, other, eps):
-                self._shared.add(place)
+                shared.add(place)
             settled = settled and clear
         self._found |= found
+        if any(layout != MIXED for layout in found.values()):  # else the model itself mixes examples
+            self._shared |= shared
         if settled or self._attempts[key, what] >= ATTEMPTS:
             self._settled.add((key, what))
 

@@ -52,6 +52,12 @@ class ForwardPass(NamedTuple):
     single: bool = False
 
     @property
+    def batch(self) -> int | None:
+        """The length of the first dimension of the model's first argument, if it is that of examples."""
+        size = self.arguments[0] if self.arguments else 0
+        return size if size and self.outputs.numel() % size == 0 else None
+
+    @property
     def positions(self) -> int:
         """The number of losses of one index of the outputs' first dimension."""
         if len(self.outputs) < 3 or self.class_dim is None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bayesgrad import layers
 from bayesgrad.layers.call import LayerCall
 from bayesgrad.layers.layout import ForwardPass
 from bayesgrad.layers.modules import Layer
@@ -32,16 +33,16 @@ class InputFactor(LayerPreconditioner):
 
     def returned(self, outputs: list[Tensor], arguments: Any) -> None:
         recorder = self.recorded.recorder
-        group = recorder.passes[recorder.current].group(self.optimizer.param_groups[0]["losses_per_example"])
-        self.layouts.search(outputs[:1], recorder.backpropagate, group, arguments)
+        self.layouts.tolerant = any(map(layers.mixes_examples, self.recorded.model.modules()))
+        if (batch := recorder.passes[recorder.current].batch) is not None and batch == len(outputs[0]):
+            self.layouts.search(outputs[:1], recorder.backpropagate, 1, (arguments, self.layouts.tolerant))
 
     def losses(self, call: LayerCall, forward: ForwardPass | None, group: Mapping[str, Any]) -> float | None:
         losses = super().losses(call, forward, group)
-        if forward is None or losses is None:
+        batch = None if forward is None else forward.batch
+        if forward is None or losses is None or batch is None:
             return losses
-        size = forward.group(group["losses_per_example"])
-        shared = self.layouts.is_shared(call, (forward.outputs,), size)
-        return losses / (forward.outputs[0] // size) if shared else losses
+        return losses / batch if self.layouts.is_shared(call, forward.outputs, batch) else losses
 
 
 class KroneckerFactors(LayerPreconditioner):

@@ -280,7 +280,15 @@ class LayerPreconditioner(Preconditioner):
                 "run forward and backward passes",
             )
         found = {layer: observed[layer] for layer in observed if layer in labelled}
-        return _finite(found | {layer: self.from_passes[layer] for layer in rest if layer in self.from_passes})
+        found |= {layer: self.from_passes[layer] for layer in rest if layer in self.from_passes}
+        good = _finite(found)
+        new = [layer for layer in found if "clock" not in state.get(layer.owner, {})]
+        if bad := [layer.names[0] for layer in new if layer not in good]:
+            raise self.optimizer.nonfinite_error(
+                f"the first inputs or errors of layers {bad}, or their squares, are not finite: lower lr, or scale the "
+                "inputs."
+            )
+        return good
 
     def nonfinite(self, index: int, params: list[Tensor]) -> str | None:
         bad = [

@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -91,8 +92,8 @@ def _whole(layer: nn.Linear) -> torch.Tensor:
     return torch.cat([layer.weight.grad, layer.bias.grad[:, None]], 1)  # pyright: ignore
 
 
-BACKWARD = {"precondition": "backward"}
-WIDE = {"batch_size": BATCH, "max_factor": 8192, **BACKWARD}  # factors of all sides
+BACKWARD: dict[str, Any] = {"precondition": "backward"}
+WIDE: dict[str, Any] = {"batch_size": BATCH, "max_factor": 8192, **BACKWARD}  # factors of all sides
 OURS: dict[str, Callable] = {
     "SGD(fused=True)": lambda m: torch.optim.SGD(m.parameters(), lr=1e-3, fused=True),
     "FOOF's products": Products,
