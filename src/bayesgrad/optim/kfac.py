@@ -101,7 +101,7 @@ class KFAC(LayerOptimizer):
         params: Any = None,
         damping: float = 3.0,
         damping_mode: str = "relative",
-        max_norm: float = 3.0,
+        max_norm: float = 1.0,
         fallback_lr: float = 1e-3,
         likelihood: str = "categorical",
         ema: float = 0.95,
