@@ -24,7 +24,7 @@ from bayesgrad_lab.training import steps
     ("benchmark", "options", "names"),
     [
         (elementwise, ["--seconds", "0", "--rounds", "1"], ["AdaBayes", "AdaBayesFP", "AdaBound", "AMSBound"]),
-        (layerwise, ["--warm", "1", "--rounds", "10"], ["FOOF", "KFAC", "NaturalGradient"]),
+        (layerwise, ["--warm", "1", "--rounds", "10"], ["FOOF", "FOOF, backward", "KFAC, backward"]),
     ],
 )
 def test_a_benchmark_prints_and_writes_its_table(
