@@ -322,6 +322,12 @@ def tables(runs: list[dict]) -> list[str]:
     return lines
 
 
+def finished(out: Path) -> list[dict]:
+    """The runs that were recorded before; creates the folder of the file."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON lines, to which finished runs are appended")
@@ -334,9 +340,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    lines = arguments.out.read_text().splitlines() if arguments.out.exists() else []
-    runs = [json.loads(line) for line in lines]
+    runs = finished(arguments.out)
     present = {(run["task"], run["optimizer"], run["seed"]) for run in runs}
     for task in arguments.task or TASKS:
         for seed in arguments.seed or range(3):

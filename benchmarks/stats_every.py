@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from stable_defaults import OPTIMIZERS, TASKS, required, take_step
+from stable_defaults import OPTIMIZERS, TASKS, finished, required, take_step
 
 from bayesgrad_lab import datasets, networks
 from bayesgrad_lab.benchmarks import page
@@ -85,9 +85,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    lines = arguments.out.read_text().splitlines() if arguments.out.exists() else []
-    runs = [json.loads(line) for line in lines]
+    runs = finished(arguments.out)
     present = {(r["task"], r["rule"], r["every"], r["seed"]) for r in runs}
     for seed in range(5):
         for task in STEPS:
