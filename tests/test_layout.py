@@ -77,11 +77,11 @@ def test_importing_needs_nothing_but_torch_and_numpy_and_no_compiler() -> None:
 @pytest.mark.parametrize(
     ("package", "use", "remedy"),
     [
-        ("sklearn", "import bayesgrad.models", "bayesgrad.models needs scikit-learn: pip install 'bayesgrad[models]'."),
+        ("sklearn", "import bayesgrad.models", "bayesgrad.models needs scikit-learn: pip install scikit-learn."),
         (
             "torchmetrics",
             "import torch; from bayesgrad import metrics; metrics.calibration_error(torch.ones(1, 1), torch.zeros(1))",
-            "scores of predictions need torchmetrics: pip install 'bayesgrad[posterior]'.",
+            "scores of predictions need torchmetrics: pip install torchmetrics.",
         ),
     ],
 )
@@ -94,3 +94,12 @@ def test_a_missing_extra_is_named(package: str, use: str, remedy: str) -> None:
 def test_no_file_asks_to_be_split() -> None:
     long = {path.name: lines for path in SOURCE.rglob("*.py") if (lines := len(path.read_text().splitlines())) > 450}
     assert not long
+
+
+def test_models_are_imported_when_they_are_used() -> None:
+    """They need scikit-learn, which nothing else of the library does."""
+    code = (
+        "import sys, bayesgrad; assert 'sklearn' not in sys.modules; assert 'models' in dir(bayesgrad);"
+        "assert bayesgrad.models.GLM; assert not hasattr(bayesgrad, 'nonesuch')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -334,3 +334,31 @@ def test_nothing_but_a_sentence_reaches_the_terminal() -> None:
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert done.stderr.startswith("bayesgrad: no optimizer is called 'nonesuch'")
+
+
+def test_quiet_prints_where_the_report_is_and_nothing_else(tmp_path: Path, capsys) -> None:
+    assert main(["compare", *QUICK, "--optimizers", "sgd", "--quiet", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    assert said.out == f"The report is in {tmp_path / 'compare-digits-mlp' / 'report.html'}\n"
+    assert not said.err
+
+
+def test_version_and_the_names_that_arguments_may_take(capsys) -> None:
+    for arguments, words in (
+        (["--version"], ["bayesgrad 0.", "torch 2.", "python 3."]),
+        (["compare", "--help"], ["fashion-mnist", "densenet", "kroneckerfp", "--quiet"]),
+        (["run", "--help"], ["aitchison2020-fig1", "uci-regression", "{smoke,laptop,paper}"]),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 0
+        said = capsys.readouterr().out
+        assert all(word in said for word in words), said
+
+
+def test_a_missing_package_is_named_as_pip_knows_it(capsys, monkeypatch) -> None:
+    def absent(*_: object) -> None:
+        raise ModuleNotFoundError("No module named 'sklearn'", name="sklearn")
+
+    monkeypatch.setattr("bayesgrad_lab.cli._list", absent)
+    assert "scikit-learn is missing: pip install scikit-learn." in refused(capsys, ["list"])

@@ -58,9 +58,9 @@ def test_damaged_idx_files_say_so(tmp_path: Path, monkeypatch) -> None:
     with pytest.raises(ValueError, match="19 images but 20 labels"):
         datasets.load("mnist", tmp_path)
     path.write_bytes(whole)
-    official = datasets.Source(len(whole), "0" * 32)
+    official = datasets.Source(len(whole), "0" * 64)
     monkeypatch.setitem(datasets.IDX["mnist"], path.name, official)
-    with pytest.raises(ValueError, match=r"is damaged: its md5 is .*, not 0000"):
+    with pytest.raises(ValueError, match=r"is damaged: its SHA-256 is .*, not 0000"):
         datasets.load("mnist", tmp_path)
 
 

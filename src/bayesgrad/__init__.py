@@ -1,5 +1,8 @@
 """Learning rules as belief updates: Bayesian optimizers for PyTorch."""
 
+import importlib
+from typing import Any
+
 from bayesgrad import families, inference, metrics, optim, plots, posterior, samplers
 from bayesgrad.laplace import laplace
 from bayesgrad.layers.fisher import SubsampledFisher
@@ -19,3 +22,14 @@ __all__ = [
     "posterior",
     "samplers",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`bayesgrad.models`, which needs scikit-learn, is imported when it is first used."""
+    if name == "models":
+        return importlib.import_module("bayesgrad.models")
+    raise AttributeError(f"module 'bayesgrad' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), "models"})

@@ -122,5 +122,5 @@ def _package() -> Any:
     try:
         from torchmetrics.functional import classification as package
     except ImportError as error:
-        raise ImportError("scores of predictions need torchmetrics: pip install 'bayesgrad[posterior]'.") from error
+        raise ImportError("scores of predictions need torchmetrics: pip install torchmetrics.") from error
     return package

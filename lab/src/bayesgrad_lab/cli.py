@@ -6,10 +6,12 @@ import argparse
 import io
 import math
 import os
+import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return arguments.call(arguments, shlex.join(command)) or 0
     except ModuleNotFoundError as error:
-        print(f"bayesgrad: {error.name} is missing: pip install bayesgrad-lab.", file=sys.stderr)
+        package = {"sklearn": "scikit-learn"}.get(error.name or "", error.name)
+        print(f"bayesgrad: {package} is missing: pip install {package}.", file=sys.stderr)
     except (ValueError, OSError) as error:
         if os.environ.get("BAYESGRAD_TRACEBACK"):
             raise
@@ -47,12 +50,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="bayesgrad", description="Compare optimizers on your data, and run the experiments of five papers."
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show versions and exit")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
 
     listing = commands.add_parser("list", help="the experiments, and whether each claim held")
     listing.set_defaults(call=_list)
 
-    run = commands.add_parser("run", help="run an experiment of a paper")
+    run = commands.add_parser("run", help="run an experiment of a paper", choices=_experiment_names)
     run.add_argument("name", help="as shown by 'bayesgrad list'")
     run.add_argument(
         "--scale",
@@ -64,11 +68,11 @@ def _parser() -> argparse.ArgumentParser:
     _common(run)
     run.set_defaults(call=_run)
 
-    compare = commands.add_parser("compare", help="compare optimizers on a data set")
+    compare = commands.add_parser("compare", help="compare optimizers on a data set", choices=_compare_names)
     compare.add_argument(
         "--data", default="digits", help="a data set's name, or FILE.npz, or FILE.csv (default: digits)"
     )
-    compare.add_argument("--model", help="mlp, cnn, resnet, densenet or gpt (default: one that fits the data)")
+    compare.add_argument("--model", help="a network (default: one that fits the data)")
     compare.add_argument(
         "--optimizers", default="sgd,adamw,adabound,adabayes,adabayesfp", help="names, separated by commas"
     )
@@ -101,6 +105,43 @@ def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=Path("runs"), help="a folder for runs (default: runs)")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
+    parser.add_argument("--quiet", action="store_true", help="print nothing but where the report is, and errors")
+
+
+class _Version(argparse.Action):
+    """Versions are looked up only if they are asked for, because importing torch takes seconds."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from bayesgrad_lab.store import versions
+
+        print(", ".join(f"{name} {version}" for name, version in versions().items() if name != "machine"))
+        parser.exit()
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose help lists the names that arguments may take; they are imported only then."""
+
+    def __init__(self, *args: Any, choices: Callable[[], dict[str, Iterable[str]]] | None = None, **kwargs: Any):
+        super().__init__(*args, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+        self.choices = choices
+
+    def format_help(self) -> str:
+        if self.choices:
+            lines = (f"{title}: {', '.join(names)}" for title, names in self.choices().items())
+            self.epilog = "\n".join(textwrap.fill(line, 100, subsequent_indent="  ") for line in lines)
+        return super().format_help()
+
+
+def _experiment_names() -> dict[str, Iterable[str]]:
+    from bayesgrad_lab.experiments import EXPERIMENTS
+
+    return {"experiments": EXPERIMENTS}
+
+
+def _compare_names() -> dict[str, Iterable[str]]:
+    from bayesgrad_lab import datasets, methods, networks
+
+    return {"data sets": datasets.NAMES, "models": networks.NETWORKS, "optimizers": methods.METHODS}
 
 
 def _positive(text: str) -> int:
@@ -137,8 +178,6 @@ def _check_optimizer(name: str, model: Any, network: str) -> None:
 
 def _list(arguments: argparse.Namespace, command: str) -> None:
     """Experiments under their papers, each with its status on the line of its name; a reason has lines of its own."""
-    import textwrap
-
     from rich.console import Console
 
     from bayesgrad_lab.experiments import EXPERIMENTS
@@ -237,7 +276,7 @@ def _carry_out(arguments: argparse.Namespace, folder: Path, settings: dict[str, 
     from bayesgrad_lab.store import run_folder, versions
 
     _check_device(arguments.device)
-    console = Console()
+    console = Console(quiet=arguments.quiet)
     settings = {**settings, "seeds": arguments.seeds, "device": arguments.device}
     with run_folder(folder, settings, arguments.resume), _Display(console) as display:
         context = Context(
@@ -256,8 +295,9 @@ def _carry_out(arguments: argparse.Namespace, folder: Path, settings: dict[str, 
         report.settings = {**settings, **report.settings}
         page = report.save(folder)
     _show(console, report)
-    console.print("The report is in", end=" ")
-    console.print(str(page), style="bold", markup=False, highlight=False, soft_wrap=True)
+    answer = Console()  # also with --quiet
+    answer.print("The report is in", end=" ")
+    answer.print(str(page), style="bold", markup=False, highlight=False, soft_wrap=True)
 
 
 class _Display:
@@ -330,6 +370,9 @@ def _report(arguments: argparse.Namespace, command: str) -> None:
 
     reports = [(load(folder), folder) for folder in arguments.runs]
     names = [report.settings.get("experiment", folder.name) for report, folder in reports]
+    for name in names:
+        if not isinstance(name, str) or not re.fullmatch(r"[\w .+-]+", name) or name.startswith("."):
+            raise ValueError(f"{name!r} cannot be the name of a page: run it again with --resume.")
     if arguments.markdown and len(set(names)) < len(names):
         raise ValueError("two of these runs would become the same Markdown page: name them one at a time.")
     write_atomically(arguments.out, lambda path: path.write_text(render(reports), encoding="utf-8"))

@@ -38,7 +38,7 @@ def associated_press(data_dir: str | None = None) -> Corpus:
     """
     files = Files("ap", data_dir, False)
     path, words = files.need("ap.dat"), files.need("vocab.txt")
-    vocabulary = words.read_text(encoding="utf-8").split()
+    vocabulary = _text(words).split()
     counts = read_ldac(path, len(vocabulary))
     note = f"ap: {counts.shape[0]:,} documents, {len(vocabulary):,} words, {counts.sum():,.0f} tokens"
     return Corpus("ap", counts, vocabulary, note)
@@ -49,19 +49,28 @@ def read_ldac(path: Path, words: int) -> Any:
     from scipy.sparse import csr_matrix
 
     indices, counts, begins = [], [], [0]
-    for number, line in enumerate(path.read_text(encoding="ascii").splitlines(), 1):
+    for number, line in enumerate(_text(path).splitlines(), 1):
         head, *pairs = line.split() or [""]
         try:
             found = [tuple(map(int, pair.split(":"))) for pair in pairs]
             places, values = zip(*found) if found else ((), ())
             if int(head) != len(pairs) or (places and not 0 <= min(places) <= max(places) < words):
                 raise ValueError("a count of pairs or the number of a word is off")
+            if values and not 1 <= min(values) <= max(values) < 1 << 53:
+                raise ValueError("a word must be counted at least once")
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path} is damaged in line {number} ({error}); get it again.") from error
         indices.extend(places)
         counts.extend(values)
         begins.append(len(indices))
     return csr_matrix((np.array(counts, dtype=np.float64), indices, begins), shape=(len(begins) - 1, words))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is damaged: it is not UTF-8 text; get it again.") from error
 
 
 def invented(documents: int = 60, words: int = 40, topics: int = 4, seed: int = 0) -> Corpus:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 SPLIT_SEED = 0
+MOST_BYTES = 1 << 32  # of one array or file; a damaged header may ask for any number
 
 
 @dataclass(frozen=True)

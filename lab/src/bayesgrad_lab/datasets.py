@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
+import math
 import os
 import pickle
+import pickletools
 import struct
 import tarfile
 import zlib
@@ -24,7 +27,7 @@ import torch
 from torch import Tensor
 
 from bayesgrad_lab import own
-from bayesgrad_lab.dataset import SPLIT_SEED, Dataset
+from bayesgrad_lab.dataset import MOST_BYTES, SPLIT_SEED, Dataset
 from bayesgrad_lab.names import unknown
 
 
@@ -54,10 +57,10 @@ def load(name: str, data_dir: str | os.PathLike | None = None, download: bool = 
 
 @dataclass(frozen=True)
 class Source:
-    """An official file: its length in bytes and md5, and where it can be had (a file, or a member of an archive)."""
+    """An official file: its length in bytes, its SHA-256, and where it can be had (a file, or an archive)."""
 
     size: int
-    md5: str
+    sha256: str
     url: str = ""
 
 
@@ -114,7 +117,9 @@ class Files:
 
         folder = Path(self.data_dir or os.environ.get("BAYESGRAD_DATA") or pooch.os_cache("bayesgrad")) / self.name
         try:
-            return Path(pooch.retrieve(source.url, f"md5:{source.md5}", fname=name, path=folder, progressbar=False))
+            return Path(
+                pooch.retrieve(source.url, f"sha256:{source.sha256}", fname=name, path=folder, progressbar=False)
+            )
         except Exception as error:  # pooch raises whatever its transport does
             raise FileNotFoundError(f"{name} could not be downloaded ({error}).") from error
 
@@ -122,48 +127,72 @@ class Files:
 def verify(path: Path, source: Source) -> None:
     """Refuses a file that is as long as the official one and differs from it."""
     if path.stat().st_size == source.size:
-        digest = hashlib.md5(path.read_bytes()).hexdigest()
-        if digest != source.md5:
-            raise ValueError(f"{path} is damaged: its md5 is {digest}, not {source.md5}; get it again.")
+        digest = hashlib.sha256()
+        with path.open("rb") as file:
+            while chunk := file.read(1 << 20):
+                digest.update(chunk)
+        if digest.hexdigest() != source.sha256:
+            raise ValueError(
+                f"{path} is damaged: its SHA-256 is {digest.hexdigest()}, not {source.sha256}; get it again."
+            )
 
 
 # --- MNIST and Fashion-MNIST ---
 
 _MNIST_URL = "https://ossci-datasets.s3.amazonaws.com/mnist/"
-_FASHION_URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
+_FASHION_URL = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/"
 IDX = {
     "mnist": {
-        "train-images-idx3-ubyte.gz": Source(9912422, "f68b3c2dcbeaaa9fbdd348bbdeb94873", _MNIST_URL),
-        "train-labels-idx1-ubyte.gz": Source(28881, "d53e105ee54ea40749a09fcbcd1e9432", _MNIST_URL),
-        "t10k-images-idx3-ubyte.gz": Source(1648877, "9fb629c4189551a2d022fa330f9573f3", _MNIST_URL),
-        "t10k-labels-idx1-ubyte.gz": Source(4542, "ec29112dd5afa0611ce80d1b7f02629c", _MNIST_URL),
+        "train-images-idx3-ubyte.gz": Source(
+            9912422, "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609", _MNIST_URL
+        ),
+        "train-labels-idx1-ubyte.gz": Source(
+            28881, "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c", _MNIST_URL
+        ),
+        "t10k-images-idx3-ubyte.gz": Source(
+            1648877, "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6", _MNIST_URL
+        ),
+        "t10k-labels-idx1-ubyte.gz": Source(
+            4542, "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6", _MNIST_URL
+        ),
     },
     "fashion-mnist": {
-        "train-images-idx3-ubyte.gz": Source(26421880, "8d4fb7e6c68d591d4c3dfef9ec88bf0d", _FASHION_URL),
-        "train-labels-idx1-ubyte.gz": Source(29515, "25c81989df183df01b3e8a0aad5dffbe", _FASHION_URL),
-        "t10k-images-idx3-ubyte.gz": Source(4422102, "bef4ecab320f06d8554ea6380940ec79", _FASHION_URL),
-        "t10k-labels-idx1-ubyte.gz": Source(5148, "bb300cfdad3c16e7a12a480ee83cd310", _FASHION_URL),
+        "train-images-idx3-ubyte.gz": Source(
+            26421880, "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84", _FASHION_URL
+        ),
+        "train-labels-idx1-ubyte.gz": Source(
+            29515, "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845", _FASHION_URL
+        ),
+        "t10k-images-idx3-ubyte.gz": Source(
+            4422102, "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073", _FASHION_URL
+        ),
+        "t10k-labels-idx1-ubyte.gz": Source(
+            5148, "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5", _FASHION_URL
+        ),
     },
 }
 
 
 def read_idx(path: Path) -> np.ndarray:
     """An array of unsigned bytes in the idx format, gzipped or not."""
-    raw = path.read_bytes()
-    if path.suffix == ".gz":
-        try:
-            raw = gzip.decompress(raw)
-        except (OSError, EOFError, zlib.error) as error:
-            raise ValueError(f"{path} is damaged or cut short ({error}); get it again.") from error
-    if len(raw) < 4 or raw[:3] != b"\x00\x00\x08":
-        raise ValueError(f"{path} is no idx file of unsigned bytes; get it again.")
-    dimensions = raw[3]
-    header = 4 + 4 * dimensions
-    shape = struct.unpack(f">{dimensions}I", raw[4:header]) if len(raw) >= header else (-1,)
-    expected = header + int(np.prod(shape, dtype=np.int64))
-    if len(raw) != expected:
-        raise ValueError(f"{path} is cut short or damaged: {len(raw)} bytes, but its header gives {expected}.")
-    return np.frombuffer(raw, np.uint8, offset=header).reshape(shape)
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            start = file.read(4)
+            if len(start) < 4 or start[:3] != b"\x00\x00\x08":
+                raise ValueError(f"{path} is no idx file of unsigned bytes; get it again.")
+            dimensions = file.read(4 * start[3])
+            shape = struct.unpack(f">{start[3]}I", dimensions) if len(dimensions) == 4 * start[3] else (0,)
+            if (expected := math.prod(shape)) > MOST_BYTES:
+                raise ValueError(f"{path} is damaged: its header gives {expected:,} bytes; get it again.")
+            raw = bytearray()  # in chunks: nothing is allocated for bytes that are not there, nor read beyond them
+            while len(raw) <= expected and (chunk := file.read(1 << 20)):
+                raw += chunk
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is damaged or cut short ({error}); get it again.") from error
+    if not shape or len(raw) != expected:
+        found = f"more than {expected}" if len(raw) > expected else len(raw)
+        raise ValueError(f"{path} is cut short or damaged: {found} bytes, but its header gives {expected}.")
+    return np.frombuffer(raw, np.uint8).reshape(shape)
 
 
 def _idx(files: Files) -> Dataset:
@@ -195,14 +224,20 @@ def _images(name: str, train_x: np.ndarray, train_y, test_x: np.ndarray, test_y,
 # --- CIFAR ---
 
 _CIFAR_URL = "https://www.cs.toronto.edu/~kriz/"
-CIFAR_MD5 = {
-    "data_batch_1.bin": "5dd7e06a14cb22eb9f671a540d1b7c25",
-    "data_batch_2.bin": "5ea93a67294ea407fff1d09f752e9692",
-    "test_batch.bin": "803d5f7f4d78ea53de84dbe85f74fb6d",
+CIFAR_SHA256 = {
+    "data_batch_1.bin": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
+    "data_batch_2.bin": "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",
+    "test_batch.bin": "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
 }
 CIFAR_ARCHIVES = {
-    "cifar10": ("cifar-10-binary.tar.gz", Source(170052171, "c32a1d4ab5d03f1284b67883e8d87530")),
-    "cifar100": ("cifar-100-binary.tar.gz", Source(168513733, "03b5dce01913d631647c71ecec9e9cb8")),
+    "cifar10": (
+        "cifar-10-binary.tar.gz",
+        Source(170052171, "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"),
+    ),
+    "cifar100": (
+        "cifar-100-binary.tar.gz",
+        Source(168513733, "58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec"),
+    ),
 }
 
 
@@ -217,17 +252,26 @@ class _ArraysOnly(pickle.Unpickler):
         ("_codecs", "encode"),
     }
 
+    def __init__(self, raw: bytes) -> None:
+        # The unpickler allocates whatever a damaged index or length asks for, before it looks whether that is there.
+        for code, argument, _ in pickletools.genops(raw):
+            if code.name == "BYTEARRAY8" or (code.name.endswith("PUT") and int(argument or 0) > len(raw)):
+                raise pickle.UnpicklingError(f"it has the instruction {code.name} {argument}")
+        super().__init__(io.BytesIO(raw), encoding="bytes")
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self.ALLOWED:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-        return super().find_class(module, name)
+        found = super().find_class(module, name)
+        # An empty array, which its state fills from bytes that are there, whatever shape is asked for.
+        return (lambda *_: found(np.ndarray, (0,), b"b")) if name == "_reconstruct" else found
 
 
 def read_cifar(path: Path, label_bytes: int) -> tuple[np.ndarray, np.ndarray]:
     """Images (n, 3, 32, 32) and labels (n,) of one batch file, binary or python version."""
     if path.suffix == ".bin":
-        if path.name in CIFAR_MD5 and label_bytes == 1:
-            verify(path, Source(30_730_000, CIFAR_MD5[path.name]))
+        if path.name in CIFAR_SHA256 and label_bytes == 1:
+            verify(path, Source(30_730_000, CIFAR_SHA256[path.name]))
         raw = np.fromfile(path, np.uint8)
         width = label_bytes + 3072
         if len(raw) == 0 or len(raw) % width:
@@ -235,10 +279,13 @@ def read_cifar(path: Path, label_bytes: int) -> tuple[np.ndarray, np.ndarray]:
         rows = raw.reshape(-1, width)
         return rows[:, label_bytes:].reshape(-1, 3, 32, 32), rows[:, label_bytes - 1]
     try:
-        with path.open("rb") as file:
-            batch = _ArraysOnly(file, encoding="bytes").load()
-        images = np.asarray(batch[b"data"], np.uint8).reshape(-1, 3, 32, 32)
-        labels = np.asarray(batch[b"fine_labels" if label_bytes == 2 else b"labels"])
+        batch = _ArraysOnly(path.read_bytes()).load()
+        pixels, given = batch[b"data"], batch[b"fine_labels" if label_bytes == 2 else b"labels"]
+        if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8:
+            raise ValueError("its images are no array of bytes")
+        if not isinstance(given, np.ndarray) and not all(isinstance(label, int) for label in given):
+            raise ValueError("its labels are no numbers")
+        images, labels = pixels.reshape(-1, 3, 32, 32), np.asarray(given)
         if labels.dtype.kind not in "iu" or labels.shape != (len(images),):
             raise ValueError(f"{labels.shape} labels of type {labels.dtype} for {len(images)} images")
         return images, labels
@@ -300,7 +347,7 @@ def _mnist1d(files: Files) -> Dataset:
 
 SHAKESPEARE = Source(
     1115394,
-    "6fb458f1232090904fb40fe944165e91",
+    "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
 )
 CONTEXT = 64

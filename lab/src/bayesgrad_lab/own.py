@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import csv
+import math
+import zipfile
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bayesgrad_lab.dataset import SPLIT_SEED, Dataset
+from bayesgrad_lab.dataset import MOST_BYTES, SPLIT_SEED, Dataset
 
 MOST_CLASSES = 100_000
 
@@ -39,9 +41,10 @@ def _checked(path: Path, x: np.ndarray, y: np.ndarray) -> tuple[Tensor, Tensor]:
         )
     if y.ndim == 0 or len(x) != len(y):
         raise ValueError(f"{path}: {len(x)} inputs but {len(y) if y.ndim else 'no'} labels.")
-    inputs = torch.tensor(x.astype(np.float32))
+    with np.errstate(over="ignore", invalid="ignore"):  # checked in the next line
+        inputs = torch.tensor(x.astype(np.float32))
     if not bool(torch.isfinite(inputs).all()):
-        raise ValueError(f"{path}: some inputs are not finite; remove or replace them.")
+        raise ValueError(f"{path}: some inputs are not finite in float32; remove or replace them.")
     return inputs, _integers(y, path)
 
 
@@ -73,11 +76,25 @@ def _own(path: Path, x: np.ndarray, y: np.ndarray, test: tuple[np.ndarray, np.nd
     return Dataset(path.stem, train_x, parts[1], test_x, parts[3], classes, kind, note)
 
 
+def _check_sizes(path: Path) -> None:
+    """Refuses arrays that are larger than what the file holds of them, before anything is allocated for them."""
+    with zipfile.ZipFile(path) as archive:
+        for member in archive.infolist():
+            with archive.open(member) as file:
+                version = np.lib.format.read_magic(file)
+                read_header = np.lib.format.read_array_header_1_0
+                shape, _, dtype = (read_header if version == (1, 0) else np.lib.format.read_array_header_2_0)(file)
+                held, announced = member.file_size - file.tell(), math.prod(shape) * dtype.itemsize
+            if not announced == held <= MOST_BYTES:
+                raise ValueError(f"{member.filename} has {held:,} bytes of data, but its header gives {announced:,}")
+
+
 def read_npz(path: Path) -> Dataset:
     """Arrays x and y, or x_train, y_train, x_test and y_test."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist.")
     try:
+        _check_sizes(path)
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             arrays = {key: file[key] for key in file.files}
     except Exception as error:  # zip, header and pickle errors all mean the same to the user
@@ -90,12 +107,17 @@ def read_npz(path: Path) -> Dataset:
 
 
 def read_csv(path: Path) -> Dataset:
-    """Numbers with a header row or without; the last column is the label."""
+    """Numbers with a header row or without; the last column is the label.
+
+    Columns are separated by semicolons or tabs if the first line has one, otherwise by commas.
+    """
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist.")
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.reader(file)
+            start = file.readline()
+            file.seek(0)
+            reader = csv.reader(file, delimiter=next((mark for mark in ";\t" if mark in start), ","))
             numbered = [(reader.line_num, row) for row in reader if row]
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path} cannot be read as CSV ({error}).") from error
@@ -116,7 +138,12 @@ def read_csv(path: Path) -> Dataset:
         values = [number(cell) for cell in row]
         if None in values:
             j = values.index(None)
-            raise ValueError(f"{path}, line {i}, column {header[j]}: {row[j]!r} is no number; encode text as numbers.")
+            remedy = "is no number; encode text as numbers, and write decimals with a point"
+            if not row[j].strip():
+                remedy = "is blank; fill it in, or remove the line or the column"
+            elif i == numbered[0][0]:
+                remedy = "is no number, but other columns of this line are: give every column a name, or none"
+            raise ValueError(f"{path}, line {i}, column {header[j]}: {row[j]!r} {remedy}.")
         table.append(values)
     if not table or len(header) < 2:
         raise ValueError(f"{path} needs at least one column of numbers and a last column of labels.")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bayesgrad_lab import catalogue
-from bayesgrad_lab.store import read_json, write_atomically, write_json
+from bayesgrad_lab.store import inside, read_json, write_atomically, write_json
 
 UNRESOLVED = "not resolved at this size"
 NO_VERDICT = "Smoke run: no verdict."
@@ -86,7 +86,7 @@ def load(folder: Path) -> Report:
     try:
         report = Report(**read_json(path))
         render([(report, folder)])
-    except (TypeError, KeyError, AttributeError) as error:
+    except (TypeError, KeyError, AttributeError, IndexError) as error:
         raise ValueError(f"{path} is damaged ({error}): run it again with --resume.") from error
     return report
 
@@ -149,7 +149,10 @@ def render(reports: Sequence[tuple[Report, Path]]) -> str:
             parts.append(f'<h2>{escape(table["title"])}</h2><div class="scroll"><table><thead><tr>{head}</tr></thead>')
             parts.append(f"<tbody>{body}</tbody></table></div>")
         for figure in report.figures:
-            picture = base64.b64encode((folder / figure["file"]).read_bytes()).decode()
+            content = inside(folder, figure["file"]).read_bytes()
+            if not content.startswith(b"\x89PNG\r\n"):
+                raise ValueError(f"{folder / figure['file']} is no PNG picture: run it again with --resume.")
+            picture = base64.b64encode(content).decode()
             caption = escape(figure["caption"])
             parts.append(f'<figure><img alt="{caption}" src="data:image/png;base64,{picture}">')
             parts.append(f"<figcaption>{caption}</figcaption></figure>")

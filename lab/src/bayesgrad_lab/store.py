@@ -11,12 +11,12 @@ import contextlib
 import io
 import json
 import os
-import pickle
 import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import filelock
 import torch
 
 
@@ -26,8 +26,26 @@ def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
     try:
         write(partial)
         os.replace(partial, path)
+    except OSError as error:
+        if error.filename is None:  # a full disk is noticed by a write, which knows no name
+            error.filename = os.fspath(path)
+        raise
     finally:
         partial.unlink(missing_ok=True)
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The file of that name in a run's folder, for names that were read from a file.
+
+    Raises:
+        ValueError: the name, or what it links to, is outside of the folder, or it is no file.
+    """
+    path = folder / name
+    if Path(name).name != name or not path.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"{folder} names the file {name!r}, which is not in that folder; run it again with --resume.")
+    if not path.is_file():
+        raise ValueError(f"{path} is missing: run it again with --resume.")
+    return path
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -38,7 +56,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object that was written by `write_json`."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise ValueError(f"{path} is damaged: delete it and run again with --resume.")
@@ -54,9 +72,10 @@ def write_tensors(path: Path, value: Any) -> None:
 
 def read_tensors(path: Path, device: str = "cpu") -> Any:
     """What `write_tensors` wrote, or None where the file is damaged: whatever it held can be computed again."""
+    raw = path.read_bytes()
     try:
-        return torch.load(path, weights_only=True, map_location=device)
-    except (RuntimeError, EOFError, IndexError, KeyError, ValueError, pickle.UnpicklingError):
+        return torch.load(io.BytesIO(raw), weights_only=True, map_location=device)
+    except Exception:  # a damaged file may raise anything; nothing of it is called
         return None
 
 
@@ -112,16 +131,12 @@ def _ours(path: Path) -> bool:
 @contextlib.contextmanager
 def _lock(path: Path, folder: Path) -> Iterator[None]:
     """A lock that the operating system takes back when the process dies, however it dies."""
+    lock = filelock.FileLock(path)
     try:
-        import fcntl
-    except ImportError:  # no such locks on this system
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        raise ValueError(f"another process is writing into {folder}: wait for it, or choose another --out.") from None
+    try:
         yield
-        return
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"another process is writing into {folder}: wait for it, or choose another --out."
-            ) from None
-        yield
+    finally:
+        lock.release()

@@ -8,6 +8,7 @@ folder for each.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -107,8 +108,10 @@ def read(name: str, number: int, data_dir: str | None = None) -> Split:
 
 def _table(path: Path) -> np.ndarray:
     try:
-        values = np.loadtxt(path, ndmin=2)
-    except ValueError as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # an empty file is only warned of
+            values = np.loadtxt(path, ndmin=2)
+    except (ValueError, UserWarning) as error:
         raise ValueError(f"{path} is damaged: it is no table of numbers ({error}); get it again.") from error
     if not values.size or not np.isfinite(values).all():
         raise ValueError(f"{path} is damaged: it has no numbers, or some that are not finite; get it again.")

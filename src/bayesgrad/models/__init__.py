@@ -3,7 +3,7 @@
 try:
     import sklearn as _sklearn  # noqa: F401
 except ImportError as error:
-    raise ImportError("bayesgrad.models needs scikit-learn: pip install 'bayesgrad[models]'.") from error
+    raise ImportError("bayesgrad.models needs scikit-learn: pip install scikit-learn.") from error
 
 from bayesgrad.models import kernels, observations
 from bayesgrad.models.factor_analysis import FactorAnalysis

@@ -337,4 +337,10 @@ def load(path: str | os.PathLike, model: nn.Module | None = None) -> Posterior:
         ValueError: the file is damaged, truncated, altered or of another format, or the model has other parameters than
             the one that the posterior was saved with.
     """
-    return Posterior.from_state_dict(storage.read(path), model)
+    state = storage.read(path)
+    try:
+        return Posterior.from_state_dict(state, model)
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)}: {error}") from error
+    except Exception as error:  # a state that was altered by hand can fail in any way
+        raise ValueError(f"{os.fspath(path)} is damaged ({error!r}); save the posterior again.") from error

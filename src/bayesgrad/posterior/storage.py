@@ -78,6 +78,10 @@ def read(path: str | os.PathLike) -> dict[str, Any]:
         groups = {group: {own: tensors[_key(group, own)] for own in names} for group, names in order.items()}
     except KeyError as error:
         raise ValueError(f"{name} is incomplete: it lacks {error}; save the posterior again.") from error
+    except (ValueError, TypeError, AttributeError, IndexError, RuntimeError, RecursionError) as error:
+        raise ValueError(f"{name} has a damaged header ({error}); save the posterior again.") from error
+    if not isinstance(plain, dict):
+        raise ValueError(f"{name} has a damaged header ({plain!r} is no state); save the posterior again.")
     return {**plain, "tensors": groups}
 
 
@@ -109,7 +113,5 @@ def _package() -> Any:
         import safetensors
         import safetensors.torch
     except ImportError as error:
-        raise ImportError(
-            "saving and loading posteriors needs safetensors: pip install 'bayesgrad[posterior]'."
-        ) from error
+        raise ImportError("saving and loading posteriors needs safetensors: pip install safetensors.") from error
     return safetensors

@@ -22,7 +22,7 @@ def _arviz() -> Any:
         try:
             import arviz
         except ImportError as error:
-            raise ImportError("diagnostics need ArviZ: pip install 'bayesgrad[samplers]'.") from error
+            raise ImportError("diagnostics need ArviZ: pip install arviz.") from error
     return arviz
 
 
