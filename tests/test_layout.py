@@ -21,6 +21,7 @@ LAYERS = [
     ["laplace"],
     ["optim"],
     ["optimizer"],
+    ["finite"],
     ["preconditioners"],
     ["sources"],
     ["checkpoint"],
@@ -34,7 +35,7 @@ LAYERS = [
     ["precision"],
     ["likelihoods"],
     ["packing"],
-    ["directions", "kernels", "noise"],
+    ["directions", "distributed", "kernels", "noise"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

@@ -36,7 +36,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
     """
 
     takes_model: ClassVar[bool] = False
-    kept: ClassVar[tuple[str, ...]] = ("model", "warned")  # attributes that a copy has
+    kept: ClassVar[tuple[str, ...]] = ("model", "warned", "independent")  # attributes that a copy has
     common: ClassVar[tuple[str, ...]] = ()
     accepts: ClassVar[Mapping[str, Constraint]] = {
         "lr": NONNEGATIVE,
@@ -101,6 +101,9 @@ class CheckedOptimizer(torch.optim.Optimizer):
     def state_loaded(self) -> None:
         """Called after a state was loaded."""
 
+    def before_reading(self) -> None:
+        """Called before weights or state are read out."""
+
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Raises if a hyperparameter is not valid."""
         for name, (words, holds) in self.accepts.items():
@@ -136,6 +139,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch.optim, but with copies of all tensors: later steps do not change it."""
+        self.before_reading()
         saved = super().state_dict()
         saved["state"] = {key: copied(entry) for key, entry in saved["state"].items()}
         saved["param_groups"] = [copied(group) for group in saved["param_groups"]]
@@ -208,6 +212,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
         """
         if not self.training:
             return
+        self.before_reading()
         for p, mean in self.evaluation_weights().items():
             self.state[p][TRAINING_WEIGHT] = p.detach().clone()
             p.copy_(mean)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from bayesgrad import layers, likelihoods
+from bayesgrad import distributed, layers, likelihoods
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.fisher import FISHERS, batch_gradients, check_batch_mixing, check_outputs
@@ -103,6 +103,7 @@ def laplace(
     for name, value in (("num_data", num_data), ("subsample", subsample)):
         if value is not None and not value >= 1:
             raise ValueError(f"{name} must be None or a number >= 1, got {value!r}.")
+    distributed.refuse_shard_of_data("laplace", loader, num_data)
     network = unwrap(model)
     chosen = _select(network, params)
     check_prior(prior_precision, noise_scale, chosen, temperature)

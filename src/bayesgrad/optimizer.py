@@ -25,7 +25,7 @@ what its hyperparameters mean to it:
 An optimizer that needs more than gradients also declares *sources* (`bayesgrad.sources`), and one whose precision is a
 matrix a *preconditioner* (`bayesgrad.preconditioners`). `step()` does this:
 
-1. `_check` validates the param groups, and `_skips` handles gradients that are not finite.
+1. `check_group` validates the param groups, and `FiniteCheck` handles gradients that are not finite.
 2. The preconditioner turns the gradients of the parameters that it covers into directions (KFAC, FOOF).
 3. The sources return what the curvature needs beside `.grad`, such as per-example squares (OGN) or Hessians (Newton).
 4. `_layout` groups parameters into blocks that one kernel call updates.
@@ -34,7 +34,6 @@ matrix a *preconditioner* (`bayesgrad.preconditioners`). `step()` does this:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -42,10 +41,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesgrad import kernels
+from bayesgrad import distributed, kernels
 from bayesgrad.belief import Joint
 from bayesgrad.checkpoint import CheckedOptimizer
 from bayesgrad.directions import Directions
+from bayesgrad.finite import FiniteCheck
 from bayesgrad.layers.observed import classes_last
 from bayesgrad.packing import Block, Job, Layout, gradient_of
 from bayesgrad.parts import Groups, Needs, Noise, Part, Preconditioner, Source
@@ -84,6 +84,7 @@ class BeliefOptimizer(CheckedOptimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any], model: Any = None) -> None:
         self._reset()
+        self.independent = distributed.independent()
         super().__init__(params, {"weight_decay": 0.0, "nonfinite": "ignore", "fused": None, **defaults}, model)
         self._build()
 
@@ -95,6 +96,7 @@ class BeliefOptimizer(CheckedOptimizer):
         self._blocks = Layout()
         self._checked: dict[int, tuple] = {}
         self._marked: list[tuple[int, int]] = []  # gradients at the last observation
+        self._finite = FiniteCheck()
 
     def _build(self) -> None:
         """Builds sources and preconditioner; an optimizer that raises in its constructor has changed nothing."""
@@ -105,8 +107,19 @@ class BeliefOptimizer(CheckedOptimizer):
         self.sources = tuple(self.build_sources())
         self.preconditioner = self.build_preconditioner()
         self._parts = (*self.sources, *([self.preconditioner] if self.preconditioner else ()))
+        self._refuse_processes()
         for part in self._parts:
             part.bind(self)
+
+    def _refuse_processes(self) -> None:
+        """Raises if other processes train the same model, and the parts of this optimizer do not support it."""
+        name, params = type(self).__name__, [p for group in self.param_groups for p in group["params"]]
+        distributed.refuse_dtensors(name, params)
+        for part in () if self.independent else self._parts:
+            if part.local is not None:
+                distributed.refuse_local(name, part.local)
+            if part.needs.draws:
+                distributed.refuse_shards(name, params)
 
     # --- declarations ---
 
@@ -248,11 +261,13 @@ class BeliefOptimizer(CheckedOptimizer):
                 self.check_selected(group)
                 self._checked[index] = values
                 self.rule = self.rule_of(groups[0])
-        if not self._skips(active):
+        self._refuse_sparse(active)
+        if not self._finite.skips(self, self._parts, active):
             self._update(groups, active)
             for part in self._parts:
                 part.finish(closure, loss)
             self.finished()
+            self._finite.stepped(self, active)
         for part in self._parts:
             part.reset()
         return loss
@@ -361,34 +376,16 @@ class BeliefOptimizer(CheckedOptimizer):
 
     # --- bad gradients ---
 
-    def _skips(self, active: list[list[Tensor]]) -> bool:
-        """Whether to skip this step because something is not finite; called before anything changes."""
-        for index, (group, params) in enumerate(zip(self.param_groups, active)):
-            for p in params:
-                if p.grad.layout is not torch.strided:  # pyright: ignore[reportOptionalMemberAccess]
-                    raise RuntimeError(
-                        f"{type(self).__name__} needs dense gradients, but that of {self.name_of(p)} is sparse: "
-                        "build the embedding with sparse=False."
-                    )
-            if group["nonfinite"] == "ignore" or not params:
-                continue
-            bad = self._nonfinite(index, params)
-            if bad and group["nonfinite"] == "skip":
-                return True
-            if bad:
-                raise self.nonfinite_error(f"{bad}; nothing was changed. Lower lr, or pass nonfinite='skip'.")
-        return False
+    def _refuse_sparse(self, active: list[list[Tensor]]) -> None:
+        for p in (p for params in active for p in params):
+            if p.grad.layout is not torch.strided:  # pyright: ignore[reportOptionalMemberAccess]
+                raise RuntimeError(
+                    f"{type(self).__name__} needs dense gradients, but that of {self.name_of(p)} is sparse: "
+                    "build the embedding with sparse=False."
+                )
 
-    def _nonfinite(self, index: int, params: list[Tensor]) -> str | None:
-        """What is not finite, in words."""
-        # The largest magnitude is finite if and only if all entries are; a finite sum could overflow.
-        gradients = [gradient_of(p) for p in params if p.numel()]
-        norms = torch._foreach_norm(gradients, math.inf) if gradients else []
-        if norms and not bool(torch.stack([norm.isfinite().to(norms[0].device) for norm in norms]).all()):
-            for p in params:
-                if count := int((~torch.isfinite(gradient_of(p))).sum()):
-                    return f"the gradient of {self.name_of(p)} has {count} entries of {p.numel()} that are not finite"
-        return next((words for part in self._parts if (words := part.nonfinite(index, params))), None)
+    def before_reading(self) -> None:
+        self._finite.report(self, [group["params"] for group in self.param_groups])
 
     def nonfinite_error(self, message: str) -> Exception:
         return FloatingPointError(message)

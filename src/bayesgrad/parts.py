@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from bayesgrad import likelihoods
+from bayesgrad import distributed, likelihoods
 from bayesgrad.directions import Directions
 from bayesgrad.layers.call import LayerCall, Pair
 from bayesgrad.layers.layout import ForwardPass
@@ -60,6 +60,7 @@ class Host(Protocol):
     state: Any
     sources: tuple[Source, ...]
     warned: set[Tensor]  # parameters that a warning has named
+    independent: bool  # whether other processes train other models
 
     @property
     def draws(self) -> int: ...
@@ -79,6 +80,8 @@ class Part:
 
     Attributes:
         needs: what the training loop has to do for this part.
+        local: what it collects from the batch of its own process, in words; None if all processes collect the same once
+            DistributedDataParallel has averaged gradients.
         on_cpu: names of its tensors in the optimizer's state that Python reads, which stay on the CPU.
         optimizer: the optimizer that it belongs to; its groups and state are read there.
         recorded: the layers of the model (`RecordedLayers`), for parts that use them.
@@ -86,6 +89,7 @@ class Part:
     """
 
     needs: Needs = Needs()
+    local: str | None = None
     on_cpu: tuple[str, ...] = ()
     optimizer: Host
     recorded: Any = None
@@ -174,8 +178,8 @@ class Part:
 
     def prepare(self, closure: Callable[[], Any] | None) -> None:
         """Raises if a step cannot be taken; called before anything changes."""
-        if self.recorded is not None:
-            self.recorded.check_processes()
+        if self.local is not None and not self.optimizer.independent:
+            distributed.refuse_local(self.optimizer.__class__.__name__, self.local)
 
     def nonfinite(self, index: int, params: list[Tensor]) -> str | None:
         """What was collected for the parameters of a group and is not finite, in words; None if all is finite."""

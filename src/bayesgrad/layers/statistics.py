@@ -219,6 +219,16 @@ class LayerStatistics:
         rows = [part for call in self.calls for part in (call.input, call.error) if part.is_floating_point()]
         return torch.stack([torch.linalg.vector_norm(part).isfinite() for part in rows]).all()
 
+    def nonfinite_side(self) -> str | None:
+        """Whether "inputs" or, if those are finite, "errors" are not finite, or their squares; None if all are."""
+        for side in SIDES:
+            rows = [getattr(call, side) for call in self.calls]
+            flags = [torch.linalg.vector_norm(part).isfinite() for part in rows if part.is_floating_point()]
+            flags += [self._moments[side].is_finite()] if side in self._moments else []
+            if not all(map(bool, flags)):
+                return f"{side}s"
+        return None
+
     def moments(self) -> dict[str, Moment]:
         """A ("input") and E ("error"), as sums that are divided by their counts later."""
         self._complete()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bayesgrad import distributed
 from bayesgrad.checkpoint import settings
 from bayesgrad.constraints import COUNT, INTEGER, NONNEGATIVE, POSITIVE, POSITIVE_INTEGER
 from bayesgrad.kernels import compute_dtype
@@ -84,6 +85,7 @@ class BinaryOptimizer(BeliefOptimizer):
         self._complete = True
 
     def binarise(self) -> None:
+        distributed.refuse_partition(type(self).__name__)
         for group in self.param_groups:
             new = [p for p in group["params"] if p.requires_grad and self.rule.latent not in self.state.get(p, {})]
             self.initialise(group, new)

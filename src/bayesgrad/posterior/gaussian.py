@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bayesgrad import likelihoods
+from bayesgrad import distributed, likelihoods
 from bayesgrad.belief import Belief, Joint
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.network import Network, evaluation_mode, unwrap
@@ -129,6 +129,7 @@ class GaussianPosterior(Posterior):
         divergence = self.divergence(prior_precision, noise_scale)
         if samples < 1:
             raise ValueError(f"samples must be at least 1, got {samples}.")
+        distributed.refuse_shard_of_data("elbo", loader, num_data)
         network = unwrap(self._model(model))
         counts: set[int] = set()
         values: list[float] = []

@@ -43,7 +43,7 @@ from bayesgrad.preconditioners.refresh import (
     store,
 )
 from bayesgrad.preconditioners.rows import InnerProduct, from_rows
-from bayesgrad.preconditioners.stability import limit_norm, split_damping, with_growing_damping
+from bayesgrad.preconditioners.stability import finite, limit_norm, nonfinite_cause, split_damping, with_growing_damping
 from bayesgrad.rules.transition import average
 from bayesgrad.sources.recorded_layers import RecordedLayers
 
@@ -72,6 +72,7 @@ class LayerPreconditioner(Preconditioner):
     sides: ClassVar[tuple[str, ...]] = SIDES  # whose second moments are kept
     factor: ClassVar[str] = "moment"  # the name of each side's matrix in the state
     reads_outputs: ClassVar[bool] = False
+    local = "inputs and errors of layers"
     on_cpu = ("clock", "damped", "traces")
 
     def __init__(self, fallback: str) -> None:
@@ -281,22 +282,16 @@ class LayerPreconditioner(Preconditioner):
             )
         found = {layer: observed[layer] for layer in observed if layer in labelled}
         found |= {layer: self.from_passes[layer] for layer in rest if layer in self.from_passes}
-        good = _finite(found)
+        good = finite(found)
         new = [layer for layer in found if "clock" not in state.get(layer.owner, {})]
-        if bad := [layer.names[0] for layer in new if layer not in good]:
-            raise self.optimizer.nonfinite_error(
-                f"the first inputs or errors of layers {bad}, or their squares, are not finite: lower lr, or scale the "
-                "inputs."
-            )
+        if bad := nonfinite_cause(recorded.layers, {layer: found[layer] for layer in new if layer not in good}):
+            raise self.optimizer.nonfinite_error(f"{bad}. The first statistics of a layer must be finite.")
         return good
 
     def nonfinite(self, index: int, params: list[Tensor]) -> str | None:
-        bad = [
-            layer.names[0]
-            for found in (self.from_observations, self.from_passes)
-            for layer in set(found) - set(_finite(found))
-        ]
-        return f"the inputs or errors of layers {sorted(set(bad))} are not finite" if bad and not index else None
+        found = (self.from_observations, self.from_passes) if not index else ()
+        bad = {layer: some[layer] for some in found for layer in set(some) - set(finite(some))}
+        return nonfinite_cause(self.recorded.layers, bad)
 
     def merge(
         self, layer: Layer, entry: dict[str, Tensor], statistics: LayerStatistics, group: Mapping[str, Any]
@@ -437,10 +432,3 @@ class LayerPreconditioner(Preconditioner):
                         f"{kept} of layer {name!r} has shape {tuple(moment.shape)} in the saved state, "
                         f"but the layer needs {shape}: load it into the model it came from."
                     )
-
-
-def _finite(found: Mapping[Layer, LayerStatistics]) -> dict[Layer, LayerStatistics]:
-    """Those statistics that are finite, and whose squares are; the host reads one tensor."""
-    flags = [batch.is_finite() for batch in found.values()]
-    good = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []
-    return {layer: batch for (layer, batch), finite in zip(found.items(), good) if finite}

@@ -20,6 +20,7 @@ class NetworkPreconditioner(Preconditioner):
         params: the parameters of all groups in the order of the model; the first has the state of the whole network.
     """
 
+    local = "per-example gradients"
     on_cpu = ("clock",)
 
     @abstractmethod

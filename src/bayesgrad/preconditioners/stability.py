@@ -1,4 +1,4 @@
-"""What keeps steps with inverse matrices stable: bounds of a step, relative damping, damping that grows if needed."""
+"""What keeps steps with inverse matrices stable: bounds of a step, relative and growing damping, finite statistics."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from bayesgrad.directions import Directions, dense, scaled, square_norm
+from bayesgrad.layers.modules import Layer
+from bayesgrad.layers.statistics import LayerStatistics
 from bayesgrad.packing import gradient_of
 
 ATTEMPTS = 20  # how often damping grows tenfold before a matrix is given up
@@ -124,3 +126,26 @@ def with_growing_damping(
             stacklevel=2,
         )
     return found, damping  # pyright: ignore[reportPossiblyUnboundVariable]
+
+
+def finite(found: Mapping[Layer, LayerStatistics]) -> dict[Layer, LayerStatistics]:
+    """Those statistics that are finite, and whose squares are; the host reads one tensor."""
+    flags = [batch.is_finite() for batch in found.values()]
+    good = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []
+    return {layer: batch for (layer, batch), is_good in zip(found.items(), good) if is_good}
+
+
+def nonfinite_cause(layers: Sequence[Layer], bad: Mapping[Layer, LayerStatistics]) -> str | None:
+    """Which statistics are not finite, in words: the inputs of the first such layer, else the errors of the last.
+
+    Args:
+        layers: of the model, in order.
+        bad: statistics that are not finite.
+    """
+    sides = {layer: bad[layer].nonfinite_side() for layer in layers if layer in bad}
+    if first := next((layer for layer, side in sides.items() if side == "inputs"), None):
+        where = "check the batch" if first is layers[0] else "check the batch and the layers before it"
+        return f"the inputs of layer {first.names[0]!r}, or their squares, are not finite: {where}"
+    if last := next((layer for layer, side in reversed(sides.items()) if side == "errors"), None):
+        return f"the errors of layer {last.names[0]!r}, or their squares, are not finite: check the loss and its scale"
+    return None

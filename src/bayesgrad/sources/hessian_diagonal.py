@@ -32,6 +32,7 @@ class HessianDiagonal(Source):
     """
 
     needs = Needs(loss=True)
+    local = "second derivatives"
 
     def __init__(self, factor: Callable[[Mapping[str, Any], Tensor], float] | None = None) -> None:
         self.factor = weak(factor) if factor else None

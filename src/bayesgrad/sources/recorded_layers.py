@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from bayesgrad import layers, likelihoods
@@ -185,16 +184,6 @@ class RecordedLayers:
             f"If the model is compiled, build {own} before torch.compile; if layers were replaced or pruned, build a "
             f"new {own}. Passes with other weights than the model's own (functional_call) are not recorded."
         )
-
-    def check_processes(self) -> None:
-        """Raises if several processes train together: each would record only its own batch."""
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            size = torch.distributed.get_world_size()
-            if size > 1:
-                raise RuntimeError(
-                    f"{self.optimizer.__class__.__name__} supports one process, got {size}: each would record only the "
-                    "inputs of its own batch. Train in one process."
-                )
 
     def in_model_order(self) -> list[Tensor]:
         """The parameters of all groups in the order of the model."""

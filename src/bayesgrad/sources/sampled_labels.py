@@ -25,6 +25,7 @@ class SampledLabels(Source):
     """
 
     needs = Needs(outputs=True)
+    local = "gradients for sampled labels"
 
     def __init__(self) -> None:
         self.reset()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesgrad import kernels, noise
+from bayesgrad import distributed, kernels, noise
 from bayesgrad.packing import SampledBlock, gradient_of
 from bayesgrad.parts import Evidence, Groups, Needs, Noise, Source, weak
 
@@ -161,6 +161,8 @@ class WeightSampling(Draws):
         zeroed = self.at_zero_grad
         # parameters without a gradient at the beginning of the context
         self.fresh = {p for p in params if p.grad is None or (p in zeroed and same(zeroed[p], self.before[p]))}
+        if self.evidence is not None and len(self.fresh) < len(params) and not self.optimizer.independent:
+            distributed.refuse_several_draws(self.optimizer.__class__.__name__)
         for p in params:
             if p not in self.fresh and self.evidence is not None:
                 self._fold(p)

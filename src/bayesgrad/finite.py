@@ -1,0 +1,104 @@
+"""Gradients, weights and state that are not finite: refused, skipped or reported, as the option `nonfinite` says."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from bayesgrad.packing import gradient_of
+from bayesgrad.parts import Host, Part
+
+EVERY = 1000  # steps between two checks with nonfinite="ignore"
+
+
+class FiniteCheck:
+    """Checks the gradients of an optimizer before a step, or, with `nonfinite="ignore"`, looks for NaN now and then.
+
+    With "ignore", other steps never wait for the device to say what is finite. Gradients, weights and state are checked
+    after steps 1, 2, 4, 8, ..., after every 1000th step, and before weights or state are read out (`eval`, `posterior`,
+    `state_dict`). One warning names the first parameter that is not finite.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.warned = False
+
+    def skips(self, optimizer: Host, parts: Iterable[Part], active: list[list[Tensor]]) -> bool:
+        """Whether to skip this step because something is not finite; called before anything changes."""
+        for index, (group, params) in enumerate(zip(optimizer.param_groups, active)):
+            if group["nonfinite"] == "ignore" or not params:
+                continue
+            # What parts have collected is nearer to the cause than the gradient.
+            bad = next((words for part in parts if (words := part.nonfinite(index, params))), None)
+            bad = bad or next(_nonfinite(optimizer, params, [gradient_of(p) for p in params], "the gradient of "), None)
+            if bad and group["nonfinite"] == "skip":
+                return True
+            if bad:
+                raise optimizer.nonfinite_error(
+                    f"{bad}; nothing was changed. Check the batch and the loss, lower lr, or pass nonfinite='skip'."
+                )
+        return False
+
+    def stepped(self, optimizer: Host, active: list[list[Tensor]]) -> None:
+        """Called after a step: warns if something is not finite, in the steps that check it."""
+        self.steps += 1
+        if self.steps & (self.steps - 1) == 0 or self.steps % EVERY == 0:
+            self.report(optimizer, active)
+
+    def report(self, optimizer: Host, active: list[list[Tensor]]) -> None:
+        """Warns once if a gradient or weight of these parameters is not finite, or a state tensor has NaN."""
+        chosen = [p for g, some in zip(optimizer.param_groups, active) if g["nonfinite"] == "ignore" for p in some]
+        if self.warned or not self.steps or not chosen or not _readable(chosen):
+            return
+        given = [p for p in chosen if p.grad is not None and p.grad.layout is torch.strided]
+        entries = ((p, optimizer.state.get(p, {})) for p in chosen)
+        # An infinite variance is a valid state; NaN is not, and signs of it would look like weights.
+        slots = [(p, v) for p, entry in entries for v in entry.values() if v.shape == p.shape and v.is_floating_point()]
+        looks = (
+            _nonfinite(optimizer, given, [gradient_of(p) for p in given], "the gradient of "),
+            _nonfinite(optimizer, chosen, [p.detach() for p in chosen], ""),
+            _nonfinite(optimizer, [p for p, _ in slots], [v for _, v in slots], "the state of ", torch.isnan),
+        )
+        bad = next((words for look in looks for words in look), None)
+        if bad is not None:
+            self.warned = True
+            warnings.warn(
+                f"{optimizer.__class__.__name__}: {bad}, found after {self.steps} steps. With nonfinite='ignore' it "
+                "spreads to all weights, as in torch.optim: go back to the last good checkpoint, check the batch and "
+                "the loss, and pass nonfinite='raise' or nonfinite='skip'.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+
+def _infinite(x: Tensor) -> Tensor:
+    return ~torch.isfinite(x)
+
+
+def _nonfinite(
+    optimizer: Host,
+    params: list[Tensor],
+    values: list[Tensor],
+    what: str,
+    wrong: Callable[[Tensor], Tensor] = _infinite,
+) -> Iterator[str]:
+    """What is not finite, in words, for the first parameter; the host reads one tensor if all is well."""
+    full = [value for value in values if value.numel()]
+    # The largest magnitude is finite if and only if all entries are; a finite sum could overflow.
+    norms = torch._foreach_norm(full, math.inf) if full else []
+    if norms and bool(torch.stack([wrong(norm).to(norms[0].device) for norm in norms]).any()):
+        for p, value in zip(params, values):
+            if count := int(wrong(value).sum()):
+                kind = "NaN" if wrong is torch.isnan else "not finite"
+                yield f"{what}{optimizer.name_of(p)} has {count} entries of {p.numel()} that are {kind}"
+
+
+def _readable(params: list[Tensor]) -> bool:
+    """Whether tensors have values that the host may read: not in a trace, a capture or on the meta device."""
+    if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        return False
+    return all(type(p) in (Tensor, torch.nn.Parameter) and p.device.type != "meta" for p in params)
