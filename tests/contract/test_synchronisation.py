@@ -92,7 +92,7 @@ def test_a_steady_step_reads_nothing(case: Case) -> None:
                 loss.backward()
         with counted(optimizer, found):
             optimizer.step()
-        if index >= 20 and refreshes(optimizer) == before:
+        if index >= 20 and index + 1 != 32 and refreshes(optimizer) == before:  # step 32 looks for NaN
             steady += 1
             assert not found, "\n".join(f"{n}  {what}" for what, n in found.items())
     assert steady > 10

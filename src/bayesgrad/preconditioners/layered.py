@@ -285,7 +285,7 @@ class LayerPreconditioner(Preconditioner):
         good = finite(found)
         new = [layer for layer in found if "clock" not in state.get(layer.owner, {})]
         if bad := nonfinite_cause(recorded.layers, {layer: found[layer] for layer in new if layer not in good}):
-            raise self.optimizer.nonfinite_error(f"{bad}. The first statistics of a layer must be finite.")
+            raise self.optimizer.nonfinite_error(f"{bad}: check the batch and the loss, or scale them.")
         return good
 
     def nonfinite(self, index: int, params: list[Tensor]) -> str | None:

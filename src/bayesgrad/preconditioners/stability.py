@@ -144,8 +144,7 @@ def nonfinite_cause(layers: Sequence[Layer], bad: Mapping[Layer, LayerStatistics
     """
     sides = {layer: bad[layer].nonfinite_side() for layer in layers if layer in bad}
     if first := next((layer for layer, side in sides.items() if side == "inputs"), None):
-        where = "check the batch" if first is layers[0] else "check the batch and the layers before it"
-        return f"the inputs of layer {first.names[0]!r}, or their squares, are not finite: {where}"
+        return f"the inputs of layer {first.names[0]!r}, or their squares, are not finite"
     if last := next((layer for layer, side in reversed(sides.items()) if side == "errors"), None):
-        return f"the errors of layer {last.names[0]!r}, or their squares, are not finite: check the loss and its scale"
+        return f"the errors of layer {last.names[0]!r}, or their squares, are not finite"
     return None

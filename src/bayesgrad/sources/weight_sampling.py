@@ -161,8 +161,6 @@ class WeightSampling(Draws):
         zeroed = self.at_zero_grad
         # parameters without a gradient at the beginning of the context
         self.fresh = {p for p in params if p.grad is None or (p in zeroed and same(zeroed[p], self.before[p]))}
-        if self.evidence is not None and len(self.fresh) < len(params) and not self.optimizer.independent:
-            distributed.refuse_several_draws(self.optimizer.__class__.__name__)
         for p in params:
             if p not in self.fresh and self.evidence is not None:
                 self._fold(p)
@@ -230,6 +228,8 @@ class WeightSampling(Draws):
                 if p in self.fresh:
                     self.offsets[p] = offset
                     continue
+                if not self.optimizer.independent:
+                    distributed.refuse_several_draws(self.optimizer.__class__.__name__)
                 seen = self.seen.get(p)
                 new = gradient_of(p) - seen if seen is not None else gradient_of(p)
                 more = self._contribution(new, offset)

@@ -1,0 +1,108 @@
+"""Two processes that train one model: the weights of one process, or a refusal in one sentence."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bayesgrad.distributed import independent_processes, joint_processes
+from cases import Case, every_case
+
+SCRIPT = Path(__file__).parents[1] / "two_processes.py"
+REPLICATED = {  # what uses gradients and draws alone; DistributedDataParallel averages the gradients
+    *("AdaBayes", "AdaBayes-plain", "AdaBayes-centered", "AdaBayes-paper", "AdaBayes-random-walk", "AdaBayes-drawn"),
+    *("AdaBayesFP", "AdaBayesFP-centered", "AdaBayesFP-adamw", "AdaBound", "AMSBound", "STE", "STE-plain"),
+    *("KalmanMomentum", "KalmanMomentum-prior", "KalmanMomentum-steady", "BayesBiNN", "BayesBiNN-sharp"),
+    *("IVON", "IVON-natural", "SpikeSlab", "SpikeSlab-rmsprop"),
+}
+DRAWS, BINARY = {"IVON", "AdaBayes-drawn", "BayesBiNN"}, {"STE", "BayesBiNN"}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What each of two processes found."""
+    folder = tmp_path_factory.mktemp("processes")
+    command = [sys.executable, "-W", "ignore", str(SCRIPT)]
+    workers = [subprocess.Popen([*command, str(rank), str(folder)]) for rank in range(2)]
+    try:
+        assert [worker.wait(timeout=120) for worker in workers] == [0, 0]
+    finally:
+        for worker in workers:
+            worker.kill()
+    first, second = (torch.load(folder / f"{rank}.pt") for rank in range(2))
+    return first, second
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert not isinstance(found, str), found
+    assert not isinstance(expected, str), expected
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name].view(-1), expected[name].view(-1), rtol=1e-10, atol=1e-12)
+
+
+@every_case
+def test_two_replicas_have_the_weights_of_one_process_or_are_refused(case: Case, found: tuple) -> None:
+    for results in found:
+        result = results[f"ddp {case.name}"]
+        if case.name in REPLICATED:
+            assert_same(result, found[0][f"alone {case.name}"])
+        else:
+            name = case.make.__name__
+            assert result.startswith(f"RuntimeError: {name} supports one process, got 2: each would use "), result
+
+
+@every_case
+def test_independent_processes_train_models_of_their_own(case: Case, found: tuple) -> None:
+    for results in found:
+        assert_same(results[f"own {case.name}"], found[0][f"alone {case.name}"])
+
+
+def test_micro_batches_share_a_draw(found: tuple) -> None:
+    """One draw for all micro-batches of a step, and several draws that are synchronised each."""
+    for results in found:
+        assert_same(results["ddp accumulated"], found[0]["alone accumulated"])
+        assert_same(results["ddp closure"], found[0]["alone closure"])
+        assert results["ddp accumulated twice"].startswith("RuntimeError: IVON supports one draw of weights for each")
+
+
+@pytest.mark.parametrize("name", ["AdaBayes", "AdaBayesFP", "AdaBound", "KalmanMomentum", *sorted(DRAWS | BINARY)])
+def test_shards_are_right_or_refused(name: str, found: tuple) -> None:
+    own = name.partition("-")[0]
+    for results in found:
+        for kind in ("fsdp1", "fsdp1 original"):
+            if name in DRAWS:
+                assert results[f"{kind} {name}"].startswith(f"RuntimeError: {own} draws weights and needs all of them")
+            else:
+                assert_same(results[f"{kind} {name}"], found[0][f"alone {name}"])
+        if name in DRAWS | BINARY:
+            assert results[f"zero {name}"].startswith(f"RuntimeError: {own} changes weights outside of step() and")
+        else:
+            assert_same(results[f"zero {name}"], found[0][f"alone {name}"])
+        assert results[f"fsdp2 {name}"].startswith(f"TypeError: {own} supports ordinary tensors, got DTensor")
+
+
+def test_a_part_of_the_data_is_not_all_data(found: tuple) -> None:
+    for results in found:
+        assert_same(results["laplace all"], found[0]["alone laplace"])
+        assert results["laplace sampler"].startswith("ValueError: laplace needs all data, but the sampler of this")
+        assert results["elbo"].startswith("ValueError: elbo needs all data")
+        assert not isinstance(results["laplace num_data"], str)
+        own, scaled = results["laplace own"], results["laplace num_data"]
+        assert all((own[name] >= scaled[name]).all() for name in own)
+
+
+def test_a_group_that_comes_late_is_noticed_at_the_step(found: tuple) -> None:
+    for results in found:
+        assert results["late"].startswith("RuntimeError: FOOF supports one process, got 2")
+
+
+def test_one_process_is_one() -> None:
+    assert joint_processes() == 1
+    with independent_processes():
+        assert joint_processes() == 1

@@ -1,0 +1,208 @@
+"""What two processes do together, for tests/contract/test_several_processes.py: one process group for everything.
+
+`python two_processes.py RANK FOLDER` saves what it found as FOLDER/RANK.pt: name -> weights, or the message of an error.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import bayesgrad
+from bayesgrad.distributed import independent_processes
+from cases import CASES, Case, batch, small_model, weights
+
+STEPS = 3
+BY_NAME = {case.name: case for case in CASES}
+SHARDED = ("AdaBayes", "AdaBayesFP", "AdaBound", "KalmanMomentum", "IVON", "AdaBayes-drawn", "STE", "BayesBiNN")
+Result = dict[str, Tensor] | str
+
+
+def model_of() -> nn.Module:
+    model = small_model(torch.float64, width=20)
+    model.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))  # FSDP does not support scalars
+    return model
+
+
+def run(net: nn.Module, optimizer: Any, part: slice) -> None:
+    """A few steps on a part of each batch."""
+    for index in range(STEPS):
+        x, y = (t[part] for t in batch(index, torch.float64))
+        with optimizer.sampled():
+            optimizer.zero_grad()
+            outputs = net(x)
+            loss = F.cross_entropy(outputs, y)
+            optimizer.observe(outputs, loss=loss)
+            loss.backward()
+        optimizer.step()
+
+
+def alone(case: Case) -> Result:
+    model = model_of()
+    run(model, case.of(model, fused=False), slice(None))
+    return weights(model)
+
+
+def replicated(case: Case, part: slice) -> Result:
+    model = model_of()
+    run(DistributedDataParallel(model), case.of(model, fused=False), part)
+    return weights(model)
+
+
+def accumulated(part: slice | None, contexts: int) -> Result:
+    """Two micro-batches, inside one context of sampled() or one each; replicas synchronise in the second."""
+    model = model_of()
+    net = model if part is None else DistributedDataParallel(model)
+    optimizer: Any = BY_NAME["IVON"].of(model, fused=False)
+    for index in range(STEPS):
+        x, y = batch(index, torch.float64)
+        # Micro-batches of one process have the examples of both.
+        order = torch.arange(32).view(2, 2, 8).transpose(0, 1) if part is None else torch.arange(32)[part].view(2, 1, 8)
+        optimizer.zero_grad()
+        with optimizer.sampled() if contexts == 1 else nullcontext():
+            for turn, rows in enumerate(order.flatten(1)):
+                silent = isinstance(net, DistributedDataParallel) and turn == 0
+                with optimizer.sampled() if contexts == 2 else nullcontext(), net.no_sync() if silent else nullcontext():
+                    (F.cross_entropy(net(x[rows]), y[rows]) / 2).backward()
+        optimizer.step()
+    return weights(model)
+
+
+def by_closure(part: slice | None) -> Result:
+    """Two draws of weights for each step."""
+    model = model_of()
+    net = model if part is None else DistributedDataParallel(model)
+    optimizer: Any = BY_NAME["IVON"].of(model, fused=False, samples=2)
+    for index in range(STEPS):
+        x, y = (t[part or slice(None)] for t in batch(index, torch.float64))
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            loss = F.cross_entropy(net(x), y)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    return weights(model)
+
+
+def zero(case: Case, part: slice) -> Result:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = model_of()
+    net = DistributedDataParallel(model)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), case.make, **case.options, fused=False)
+    for index in range(STEPS):
+        x, y = (t[part] for t in batch(index, torch.float64))
+        optimizer.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        optimizer.step()
+    return weights(model)
+
+
+def fsdp1(case: Case, part: slice, original: bool) -> Result:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    net = FullyShardedDataParallel(model_of(), use_orig_params=original, device_id=torch.device("cpu"))
+    run(net, case.make(net.parameters(), **case.options, fused=False), part)
+    with FullyShardedDataParallel.summon_full_params(net):
+        return {name.replace("_fsdp_wrapped_module.", ""): w for name, w in weights(net).items()}
+
+
+def fsdp2(case: Case, part: slice) -> Result:
+    from torch.distributed.fsdp import fully_shard
+
+    net = fully_shard(model_of())
+    run(net, case.make(net.parameters(), **case.options, fused=False), part)
+    return {}
+
+
+def independent(case: Case) -> Result:
+    """A model of its own in each process; the context is left before the first step, and the optimizer copied."""
+    model = model_of()
+    with independent_processes():
+        optimizer = case.of(model, fused=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, optimizer = copy.deepcopy((model, optimizer))
+    run(model, optimizer, slice(None))
+    return weights(model)
+
+
+def posterior(how: str) -> Result:
+    """Variances of `laplace` with a loader of all data or of a part, and the ELBO."""
+    x, y = batch(0, torch.float64)
+    data = TensorDataset(x, y)
+    sampler = None if how == "all" else DistributedSampler(data, num_replicas=2, rank=0, shuffle=False)
+    loader = DataLoader(data, batch_size=8, sampler=sampler)
+    with independent_processes() if how == "own" else nullcontext():
+        options = {"num_data": 32} if how == "num_data" else {}
+        found = bayesgrad.laplace(model_of(), loader, likelihood="categorical", **options)
+        return found.variance()
+
+
+def late(before: tuple[nn.Module, Any]) -> Result:
+    """An optimizer that was built before the process group."""
+    run(*before, slice(None))
+    return {}
+
+
+def elbo() -> Result:
+    x, y = batch(0, torch.float64)
+    data = TensorDataset(x, y)
+    found = bayesgrad.laplace(model_of(), [(x, y)], likelihood="categorical")
+    found.elbo(DataLoader(data, sampler=DistributedSampler(data, num_replicas=2, rank=0)), prior_precision=1.0)
+    return {}
+
+
+def attempt(found: dict[str, Result], name: str, what: Callable[..., Result], *args: Any) -> None:
+    try:
+        found[name] = what(*args)
+    except (RuntimeError, ValueError, TypeError) as error:
+        found[name] = f"{type(error).__name__}: {error}"
+
+
+def main(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    found: dict[str, Result] = {}
+    if rank == 0:
+        for case in CASES:
+            attempt(found, f"alone {case.name}", alone, case)
+        attempt(found, "alone accumulated", accumulated, None, 1)
+        attempt(found, "alone closure", by_closure, None)
+        attempt(found, "alone laplace", posterior, "all")
+    model = model_of()
+    before = model, BY_NAME["FOOF"].of(model, fused=False)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
+    part = slice(16 * rank, 16 * rank + 16)
+    for case in CASES:
+        attempt(found, f"ddp {case.name}", replicated, case, part)
+        attempt(found, f"own {case.name}", independent, case)
+    attempt(found, "ddp accumulated", accumulated, part, 1)
+    attempt(found, "ddp accumulated twice", accumulated, part, 2)
+    attempt(found, "ddp closure", by_closure, part)
+    for name in SHARDED:
+        attempt(found, f"zero {name}", zero, BY_NAME[name], part)
+        attempt(found, f"fsdp1 {name}", fsdp1, BY_NAME[name], part, False)
+        attempt(found, f"fsdp1 original {name}", fsdp1, BY_NAME[name], part, True)
+        attempt(found, f"fsdp2 {name}", fsdp2, BY_NAME[name], part)
+    for how in ("all", "sampler", "num_data", "own"):
+        attempt(found, f"laplace {how}", posterior, how)
+    attempt(found, "elbo", elbo)
+    attempt(found, "late", late, before)
+    distributed.destroy_process_group()
+    torch.save(found, folder / f"{rank}.pt")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
