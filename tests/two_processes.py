@@ -73,7 +73,10 @@ def accumulated(part: slice | None, contexts: int) -> Result:
         with optimizer.sampled() if contexts == 1 else nullcontext():
             for turn, rows in enumerate(order.flatten(1)):
                 silent = isinstance(net, DistributedDataParallel) and turn == 0
-                with optimizer.sampled() if contexts == 2 else nullcontext(), net.no_sync() if silent else nullcontext():
+                with (
+                    optimizer.sampled() if contexts == 2 else nullcontext(),
+                    net.no_sync() if silent else nullcontext(),
+                ):
                     (F.cross_entropy(net(x[rows]), y[rows]) / 2).backward()
         optimizer.step()
     return weights(model)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
+from bayesgrad.kernels import compute_dtype
 from bayesgrad.packing import gradient_of
 from bayesgrad.parts import Host, Part
 
@@ -88,9 +88,9 @@ def _nonfinite(
 ) -> Iterator[str]:
     """What is not finite, in words, for the first parameter; the host reads one tensor if all is well."""
     full = [value for value in values if value.numel()]
-    # The largest magnitude is finite if and only if all entries are; a finite sum could overflow.
-    norms = torch._foreach_norm(full, math.inf) if full else []
-    if norms and bool(torch.stack([wrong(norm).to(norms[0].device) for norm in norms]).any()):
+    # A sum is not finite if an entry is not. It may also overflow, so that entries decide; norms would be slower.
+    sums = [value.sum(dtype=compute_dtype(value.dtype)) for value in full]
+    if sums and bool(torch.stack([wrong(one).to(sums[0].device) for one in sums]).any()):
         for p, value in zip(params, values):
             if count := int(wrong(value).sum()):
                 kind = "NaN" if wrong is torch.isnan else "not finite"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,16 +27,23 @@ DRAWS, BINARY = {"IVON", "AdaBayes-drawn", "BayesBiNN"}, {"STE", "BayesBiNN"}
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What each of two processes found."""
-    folder = tmp_path_factory.mktemp("processes")
-    command = [sys.executable, "-W", "ignore", str(SCRIPT)]
-    workers = [subprocess.Popen([*command, str(rank), str(folder)]) for rank in range(2)]
-    try:
-        assert [worker.wait(timeout=120) for worker in workers] == [0, 0]
-    finally:
-        for worker in workers:
-            worker.kill()
-    first, second = (torch.load(folder / f"{rank}.pt") for rank in range(2))
+    """What each of two processes found; they run once, for the test process that asks first."""
+    root = tmp_path_factory.getbasetemp()
+    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "several_processes"
+    folder.mkdir(exist_ok=True)
+    files = [folder / f"{rank}.pt" for rank in range(2)]
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not all(file.exists() for file in files):
+            (folder / "group").unlink(missing_ok=True)  # left by a run that failed
+            command = [sys.executable, "-W", "ignore", str(SCRIPT)]
+            workers = [subprocess.Popen([*command, str(rank), str(folder)]) for rank in range(2)]
+            try:
+                assert [worker.wait(timeout=240) for worker in workers] == [0, 0]
+            finally:
+                for worker in workers:
+                    worker.kill()
+    first, second = map(torch.load, files)
     return first, second
 
 
