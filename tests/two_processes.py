@@ -1,6 +1,6 @@
 """What two processes do together, for tests/contract/test_several_processes.py: one process group for everything.
 
-`python two_processes.py RANK FOLDER` saves what it found as FOLDER/RANK.pt: name -> weights, or the message of an error.
+`python two_processes.py RANK FOLDER` saves what it found as FOLDER/RANK.pt: name -> weights, or an error message.
 """
 
 from __future__ import annotations

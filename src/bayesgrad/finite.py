@@ -47,14 +47,18 @@ class FiniteCheck:
         """Called after a step: warns if something is not finite, in the steps that check it."""
         self.steps += 1
         if self.steps & (self.steps - 1) == 0 or self.steps % EVERY == 0:
-            self.report(optimizer, active)
+            self.report(optimizer, active, gradients=True)
 
-    def report(self, optimizer: Host, active: list[list[Tensor]]) -> None:
-        """Warns once if a gradient or weight of these parameters is not finite, or a state tensor has NaN."""
+    def report(self, optimizer: Host, active: list[list[Tensor]], gradients: bool) -> None:
+        """Warns once if a weight of these parameters is not finite, or a state tensor has NaN.
+
+        Args:
+            gradients: whether to check them too: if they were used by a step. A GradScaler skips those that overflow.
+        """
         chosen = [p for g, some in zip(optimizer.param_groups, active) if g["nonfinite"] == "ignore" for p in some]
         if self.warned or not self.steps or not chosen or not _readable(chosen):
             return
-        given = [p for p in chosen if p.grad is not None and p.grad.layout is torch.strided]
+        given = chosen if gradients else []
         entries = ((p, optimizer.state.get(p, {})) for p in chosen)
         # An infinite variance is a valid state; NaN is not, and signs of it would look like weights.
         slots = [(p, v) for p, entry in entries for v in entry.values() if v.shape == p.shape and v.is_floating_point()]
@@ -67,7 +71,7 @@ class FiniteCheck:
         if bad is not None:
             self.warned = True
             warnings.warn(
-                f"{optimizer.__class__.__name__}: {bad}, found after {self.steps} steps. With nonfinite='ignore' it "
+                f"{optimizer.__class__.__name__}: {bad}, found at step {self.steps}. With nonfinite='ignore' it "
                 "spreads to all weights, as in torch.optim: go back to the last good checkpoint, check the batch and "
                 "the loss, and pass nonfinite='raise' or nonfinite='skip'.",
                 RuntimeWarning,

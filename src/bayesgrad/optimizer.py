@@ -385,7 +385,7 @@ class BeliefOptimizer(CheckedOptimizer):
                 )
 
     def before_reading(self) -> None:
-        self._finite.report(self, [group["params"] for group in self.param_groups])
+        self._finite.report(self, [group["params"] for group in self.param_groups], gradients=False)
 
     def nonfinite_error(self, message: str) -> Exception:
         return FloatingPointError(message)

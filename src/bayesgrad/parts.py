@@ -180,6 +180,8 @@ class Part:
         """Raises if a step cannot be taken; called before anything changes."""
         if self.local is not None and not self.optimizer.independent:
             distributed.refuse_local(self.optimizer.__class__.__name__, self.local)
+        if self.recorded is not None:
+            self.recorded.check_model()
 
     def nonfinite(self, index: int, params: list[Tensor]) -> str | None:
         """What was collected for the parameters of a group and is not finite, in words; None if all is finite."""

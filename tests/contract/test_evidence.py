@@ -139,10 +139,14 @@ def test_a_step_without_observation_is_refused_and_changes_nothing(name: str) ->
     optimizer = MAKERS[name](model.parameters(), fisher="sampled")
     F.cross_entropy(model(x), y).backward()
     before = weights(model)
-    with pytest.raises(RuntimeError, match=r"found no gradient of a parameter of shape .* call observe"):
+    with pytest.raises(RuntimeError, match=r"found no gradient of parameter 0 of group 0 .* call observe"):
         optimizer.step()
     with pytest.raises(RuntimeError, match="the outputs have no autograd graph"), torch.no_grad():
         optimizer.observe(model(x))
+    outputs = model(x)
+    outputs.sum().backward()
+    with pytest.raises(RuntimeError, match=r"a backward pass has freed the graph of these outputs: call observe\(\) b"):
+        optimizer.observe(outputs)
     assert same(before, weights(model))
     plain = MAKERS[name](model.parameters())
     plain.observe(model(x))  # nothing to do

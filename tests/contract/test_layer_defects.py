@@ -333,7 +333,7 @@ def test_a_batch_that_is_not_finite_does_not_change_factors(name: str, bad: floa
     x, start, kept = data(9)[0], weights(model), factors(optimizer)
     x[2, 1] = bad
     passes(model, optimizer, 9, x=x)
-    with pytest.warns(RuntimeWarning, match="not finite, found after 4 steps"):
+    with pytest.warns(RuntimeWarning, match="not finite, found at step 4"):
         optimizer.step()
     touched = factors(optimizer)
     assert all(value.isfinite().all() for value in touched.values())

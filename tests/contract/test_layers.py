@@ -526,6 +526,24 @@ def test_parameters_and_models_are_not_confused(rule: type) -> None:
         rule(network(), params=[nn.Parameter(torch.zeros(2))])
 
 
+@every_rule
+def test_parameters_that_were_reshaped_or_replaced_are_named(rule: type) -> None:
+    model = network()
+    optimizer = rule(model)
+    passes(model, optimizer, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    old, model[2] = model[2], nn.Linear(model[2].in_features, model[2].out_features).double()
+    passes(model, optimizer, 1)
+    words = f"the model no longer has parameter '2.weight', parameter '2.bias', .*build a new {rule.__name__}"
+    with pytest.warns(UserWarning, match=words):
+        optimizer.step()
+    model[2] = old
+    old.bias.data = torch.zeros(7, dtype=torch.float64)
+    with pytest.raises(ValueError, match=rf"parameter '2.bias' has shape \(7,\), but had .* when {rule.__name__} was"):
+        optimizer.step()
+
+
 def test_a_singular_factor_is_one_clear_error() -> None:
     for rule in (FOOF, KFAC):
         model = network()

@@ -109,8 +109,10 @@ def test_a_chain_that_diverges_says_where_and_keeps_the_last_finite_weights() ->
     with pytest.raises(Diverged, match="the loss is nan"):
         sampler.observe(loss=torch.tensor(torch.nan))
     fresh = Langevin(nn.Linear(1, 1), lr=0.1, num_data=4)
-    with pytest.raises(Diverged, match=r"no loss was given: use step\(closure\) or observe\(outputs, loss=loss\)"):
+    with pytest.raises(Diverged, match=r"no finite loss was given by step\(closure\) or observe\(outputs, loss=loss\)"):
         fresh.observe(loss=torch.inf)
+    with pytest.raises(ValueError, match=r"loss must be a single number, got shape \(3,\): average it"):
+        fresh.observe(loss=torch.ones(3))
 
 
 def test_temperatures_far_from_one_and_long_steps_are_warned_of() -> None:

@@ -107,6 +107,20 @@ class InputHook(Hook):
     __call__._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
+def explained(error: RuntimeError) -> RuntimeError:
+    """The error of a backward pass of observed outputs, in our words where the cause is known."""
+    if "donated buffers" in str(error):
+        return RuntimeError(
+            "the model was compiled in a way that allows only one backward pass: build the optimizer before "
+            "torch.compile."
+        )
+    if "backward through the graph a second time" in str(error):
+        return RuntimeError(
+            "a backward pass has freed the graph of these outputs: call observe() before loss.backward()."
+        )
+    return error
+
+
 def check_graph(outputs: Tensor) -> None:
     """Raises unless gradients can be propagated back from the outputs."""
     if outputs.grad_fn is None:
@@ -256,16 +270,7 @@ class LayerRecorder:
         try:
             torch.autograd.grad(outputs, list(params), direction, retain_graph=True, allow_unused=True)
         except RuntimeError as error:
-            if "donated buffers" in str(error):
-                raise RuntimeError(
-                    "the model was compiled in a way that allows only one backward pass: build the optimizer before "
-                    "torch.compile."
-                ) from error
-            if "backward through the graph a second time" in str(error):
-                raise RuntimeError(
-                    "a backward pass has freed the graph of these outputs: call observe() before loss.backward()."
-                ) from error
-            raise
+            raise explained(error) from error
         finally:
             self.capture = None
         return calls

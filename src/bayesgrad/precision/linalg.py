@@ -109,4 +109,4 @@ def not_invertible(matrix: Tensor, damping: float, name: str) -> Exception:
     """The exception to raise for a matrix without an inverse."""
     if bool(torch.isfinite(matrix).all()):
         return ValueError(f"{name} is singular with damping {damping:g}: raise damping.")
-    return FloatingPointError(f"{name} is not finite: training has diverged or inputs overflow; lower lr.")
+    return FloatingPointError(f"{name} is not finite: check the batch and the loss, scale the inputs, or lower lr.")

@@ -168,6 +168,8 @@ class MetricPreconditioner(NetworkPreconditioner):
         first = self.optimizer.param_groups[0]
         if first["nonfinite"] == "ignore":
             return  # reading the loss would make the host wait for it
+        if isinstance(loss, Tensor) and loss.numel() != 1:
+            raise ValueError(f"loss must be a single number, got shape {tuple(loss.shape)}: average it over the batch.")
         value = float(loss.detach() if isinstance(loss, Tensor) else loss)
         if math.isfinite(value):
             first["last_loss"] = value

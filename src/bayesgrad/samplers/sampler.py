@@ -100,13 +100,13 @@ class Sampler(BeliefOptimizer):
         step, temperature, group = self.preconditioner.steps_taken() + 1, self.temperature(), self.param_groups[0]
         loss = group["last_loss"]
         known = (
-            "no loss was given: use step(closure) or observe(outputs, loss=loss)"
+            "no finite loss was given by step(closure) or observe(outputs, loss=loss)"
             if loss is None
             else f"last finite loss {loss:g}"
         )
         return Diverged(
-            f"the chain diverged at step {step}, temperature {temperature:g}, {known}. {message.rstrip('.')}. Lower lr="
-            f"{float(group['lr']):g} or raise damping={group['damping']:g}.",
+            f"the chain diverged at step {step}, temperature {temperature:g}, {known}. {message.rstrip('.')}. "
+            f"Check the batch and the loss, lower lr={float(group['lr']):g}, or raise damping={group['damping']:g}.",
             step,
             temperature,
             loss,

@@ -90,7 +90,8 @@ class HessianDiagonal(Source):
         if any(p.numel() and p not in self.diagonals for p in params):
             raise RuntimeError(
                 f"{self.optimizer.__class__.__name__} needs second derivatives: call optimizer.observe(loss=loss) "
-                "after zero_grad() and before loss.backward(), where the loss is computed."
+                "after zero_grad() and before loss.backward(), where the loss is computed, and take no step for an "
+                "empty batch."
             )
         return {"hessian": {p: self.diagonals[p] if p.numel() else torch.zeros_like(p) for p in params}}
 

@@ -53,6 +53,8 @@ class RecordedLayers:
         self.optimizer, self.model, self.fallback = optimizer, optimizer.model, fallback
         self.by_layer, self.only, self.receive = by_layer, only, receive
         self.backward_ids: dict[int, int] = {}  # id of a layer's first parameter -> its latest backward pass
+        self.shapes = {p: p.shape for group in optimizer.param_groups for p in group["params"]}
+        self.idle: set[Tensor] = set()  # parameters that had no gradient in a step
         mine = self._mine()
         self._set_layers(mine)
         self.recorder = LayerRecorder(
@@ -184,6 +186,28 @@ class RecordedLayers:
             f"If the model is compiled, build {own} before torch.compile; if layers were replaced or pruned, build a "
             f"new {own}. Passes with other weights than the model's own (functional_call) are not recorded."
         )
+
+    def check_model(self) -> None:
+        """Raises if a parameter was reshaped; warns once of those that the model no longer has."""
+        own = self.optimizer.__class__.__name__
+        for p, shape in self.shapes.items():
+            if p.shape != shape:
+                raise ValueError(
+                    f"{self.optimizer.name_of(p)} has shape {tuple(p.shape)}, but had {tuple(shape)} when {own} was "
+                    f"built: build a new {own} after reshaping parameters."
+                )
+        idle = {p for p in self.shapes if p.grad is None and p.requires_grad} - self.idle
+        if idle:
+            self.idle |= idle
+            gone = [p for p in self.shapes if p in idle - set(self.model.parameters())]
+            if gone:
+                names = ", ".join(map(self.optimizer.name_of, gone))
+                warnings.warn(
+                    f"the model no longer has {names}, which {own} was built for: build a new {own} to train what has "
+                    "replaced them.",
+                    UserWarning,
+                    stacklevel=4,
+                )
 
     def in_model_order(self) -> list[Tensor]:
         """The parameters of all groups in the order of the model."""

@@ -11,7 +11,7 @@ from bayesgrad import likelihoods
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.fisher import check_outputs
 from bayesgrad.layers.observed import loss_weights
-from bayesgrad.layers.recorder import check_graph
+from bayesgrad.layers.recorder import check_graph, explained
 from bayesgrad.parts import Evidence, Groups, Needs, Source
 
 
@@ -44,7 +44,10 @@ class SampledLabels(Source):
         optimizer = self.optimizer
         params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         (direction,) = self.output_directions(outputs, labels, weights)
-        gradients = torch.autograd.grad(outputs, params, direction, retain_graph=True, allow_unused=True)
+        try:
+            gradients = torch.autograd.grad(outputs, params, direction, retain_graph=True, allow_unused=True)
+        except RuntimeError as error:
+            raise explained(error) from error
         likelihood = likelihoods.named(optimizer.param_groups[0]["likelihood"])
         each = loss_weights(likelihood, outputs, labels, weights)
         self.losses += likelihood.losses(outputs) * (1 if each is None else float(each.mean()))
@@ -57,8 +60,8 @@ class SampledLabels(Source):
         missing = next((p for p in owners if p not in self.gradients), None)
         if missing is not None:
             raise RuntimeError(
-                f"observe() found no gradient of a parameter of shape {tuple(missing.shape)}: with "
-                "fisher='sampled', call observe(outputs) before loss.backward() in every step."
+                f"observe() found no gradient of {self.optimizer.name_of(missing)}: with fisher='sampled', call "
+                "observe(outputs) before loss.backward() in every step, and take no step for an empty batch."
             )
         # B^2 times this estimates the information of a batch of B losses.
         count = {p: self.losses * (group.get("batch_size") or self.losses) for p, group in owners.items()}

@@ -96,8 +96,8 @@ class Draws(Source):
         if missing is not None:
             name = self.optimizer.__class__.__name__
             raise RuntimeError(
-                f"a gradient of shape {tuple(missing.shape)} was not computed at sampled weights: run forward and "
-                f"backward passes inside `with optimizer.sampled():`, then call {name}.step()."
+                f"the gradient of {self.optimizer.name_of(missing)} was not computed at sampled weights: run forward "
+                f"and backward passes inside `with optimizer.sampled():`, then call {name}.step()."
             )
         return {}
 
