@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from bayesgrad import families, inference, metrics, optim, plots, posterior, samplers
+from bayesgrad import distributed, families, inference, metrics, optim, plots, posterior, samplers
 from bayesgrad.laplace import laplace
 from bayesgrad.layers.fisher import SubsampledFisher
 from bayesgrad.posterior import EWC, Posterior
@@ -13,6 +13,7 @@ __all__ = [
     "EWC",
     "Posterior",
     "SubsampledFisher",
+    "distributed",
     "families",
     "inference",
     "laplace",

