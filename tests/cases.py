@@ -168,6 +168,7 @@ VARIATIONAL = (
     ({"num_data": 0}, "num_data must be a number >= 1, got 0."),
     ({"prior_precision": -1.0}, "prior_precision must be a finite number >= 0, got -1.0."),
     ({"hess_init": 0.0}, "hess_init must be a positive number, got 0.0."),
+    ({"kl_weight": 0.0}, "kl_weight must be a positive number, got 0.0."),
     ({"betas": (0.9, 1.0)}, "betas must be two numbers in [0, 1), got (0.9, 1.0)."),
     ({"samples": 0}, "samples must be an integer >= 1, got 0."),
     ({"natural_momentum": 1.0}, "natural_momentum must be in [0, 1), got 1.0."),
@@ -181,7 +182,6 @@ IVON = (
 )
 GAUSS_NEWTON = (
     *VARIATIONAL,
-    ({"kl_weight": 0.0}, "kl_weight must be a positive number, got 0.0."),
     ({"fisher": "true"}, "fisher must be 'empirical' or 'sampled' or 'exact', got 'true'."),
 )
 SECOND_ORDER = (

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from bayesgrad import noise
-from bayesgrad.optim import IVON
+from bayesgrad.optim import IVON, VON
 from cases import small_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -25,9 +25,17 @@ def network() -> nn.Sequential:
 
 @pytest.mark.parametrize("samples", [1, 3])
 @pytest.mark.parametrize(
-    ("curvature", "rescale", "radius"), [("reparameterised", True, math.inf), ("gradsq", False, 0.01)]
+    ("curvature", "rescale", "radius", "tau"),
+    [
+        ("reparameterised", True, math.inf, 1.0),
+        ("reparameterised", True, math.inf, 0.4),
+        ("gradsq", False, 0.01, 1.0),
+    ],
 )
-def test_follows_ivon_opt_given_the_same_noise(curvature: str, rescale: bool, radius: float, samples: int) -> None:
+def test_follows_ivon_opt_given_the_same_noise(
+    curvature: str, rescale: bool, radius: float, tau: float, samples: int
+) -> None:
+    """kl_weight is the effective sample size N/tau of ivon-opt, with the weight decay tau delta/N."""
     ivon = pytest.importorskip("ivon")
     torch.manual_seed(0)
     x, y = torch.randn(40, 5, **F64), torch.randint(0, 3, (40,))
@@ -40,6 +48,7 @@ def test_follows_ivon_opt_given_the_same_noise(curvature: str, rescale: bool, ra
         prior_precision=delta,
         hess_init=0.3,
         betas=(0.9, 0.99),
+        kl_weight=tau,
         curvature=curvature,
         rescale_lr=rescale,
         clip_radius=radius,
@@ -49,8 +58,8 @@ def test_follows_ivon_opt_given_the_same_noise(curvature: str, rescale: bool, ra
     other = ivon.IVON(
         theirs.parameters(),
         lr=0.1,
-        ess=size,
-        weight_decay=delta / size,
+        ess=size / tau,
+        weight_decay=tau * delta / size,
         hess_init=0.3,
         beta1=0.9,
         beta2=0.99,
@@ -80,12 +89,15 @@ def test_follows_ivon_opt_given_the_same_noise(curvature: str, rescale: bool, ra
         torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
 
 
-def test_is_its_equations() -> None:
-    """Single steps against the equations in h, with three draws of given noise."""
+@pytest.mark.parametrize("curvature", ["reparameterised", "gradsq"])
+@pytest.mark.parametrize("tau", [1.0, 0.3, 4.0])
+def test_is_its_equations(tau: float, curvature: str) -> None:
+    """Twenty steps against the equations in h, with given noise, a tempered prior and momentum."""
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(7, **F64))
     lr, size, delta, b1, b2 = 0.2, 50, 3.0, 0.8, 0.95
-    optimizer = IVON([weight], lr, num_data=size, prior_precision=delta, hess_init=0.7, betas=(b1, b2))
+    options = dict(num_data=size, prior_precision=delta, kl_weight=tau, hess_init=0.7, betas=(b1, b2))
+    optimizer = IVON([weight], lr, curvature=curvature, **options)
     m, h, average = weight.detach().clone(), torch.full((7,), 0.7, **F64), torch.zeros(7, **F64)
     target = torch.randn(7, **F64)
     for t in range(1, 21):
@@ -94,16 +106,16 @@ def test_is_its_equations() -> None:
             optimizer.zero_grad()
             (weight - target).cosh().sum().backward()
         optimizer.step()
-        wd = delta / size
-        sd = 1 / (size * (h + wd)).sqrt()
+        wd = tau * delta / size
+        sd = (tau / (size * (h + wd))).sqrt()
         g = (m + sd * eps - target).sinh()
-        hat = g * eps / sd
+        hat = g * eps / sd if curvature == "reparameterised" else size * g**2
         average = b1 * average + (1 - b1) * g
         h = b2 * h + (1 - b2) * hat + 0.5 * (1 - b2) ** 2 * (h - hat) ** 2 / (h + wd)
         m = m - lr * (0.7 + wd) * (average / (1 - b1**t) + wd * m) / (h + wd)
         torch.testing.assert_close(weight.detach(), m, rtol=1e-10, atol=1e-12)
         variance = optimizer.variance_of(optimizer.param_groups[0], weight)
-        torch.testing.assert_close(variance, 1 / (size * (h + wd)), rtol=1e-10, atol=0)
+        torch.testing.assert_close(variance, tau / (size * (h + wd)), rtol=1e-10, atol=0)
 
 
 @pytest.mark.parametrize("h", [-1e6, -1.0, 0.0, 1e6])
@@ -167,6 +179,70 @@ def test_finds_the_best_gaussian_of_a_logistic_regression(beta2: float, samples:
     mean, precision = np.mean(found, 0)
     assert mean == pytest.approx(m, abs=0.02)
     assert precision == pytest.approx(s, rel=0.03)
+
+
+def stationary(optimizer: IVON | VON, weight: nn.Parameter, curvature: float, noise: float, rho: float) -> np.ndarray:
+    """Stationary means of precision and variance of independent weights, over the right ones: (2, weights).
+
+    Each weight has the mean loss l(w) = (curvature/2) w^2 + (noise xi) w with xi ~ N(0, 1), as from a batch; for VON,
+    which observes Hessians, the curvature is multiplied by the square of another standard normal number.
+    """
+    generator = torch.Generator().manual_seed(0)
+    exact = optimizer.initial("variance", optimizer.param_groups[0], weight)  # hess_init is the curvature
+    sums, steps = torch.zeros(2, weight.numel(), **F64), int(10 / rho)
+    for step in range(int(8 / rho) + steps):
+        optimizer.zero_grad()
+        with optimizer.sampled():
+            first, second = torch.randn(2, weight.numel(), generator=generator, **F64)
+            factor = curvature * second**2 if isinstance(optimizer, VON) else curvature
+            loss = (factor / 2 * weight.square() + noise * first * weight).sum()
+            optimizer.observe(loss=loss)
+            loss.backward()
+        optimizer.step()
+        if step >= int(8 / rho):
+            variance = optimizer.state[weight]["variance"] / exact
+            sums += torch.stack([1 / variance, variance]) / steps
+    return sums.numpy()
+
+
+@pytest.mark.parametrize(
+    ("rho", "delta", "batches", "tau"),
+    [(0.1, 0.0, 0.0, 1.0), (0.05, 0.0, 0.0, 0.5), (0.05, 100.0, 0.0, 1.0), (0.04, 0.0, 8.0, 2.0)],
+)
+def test_the_stationary_precision_is_inflated_and_the_variance_is_not(
+    rho: float, delta: float, batches: float, tau: float
+) -> None:
+    """On a quadratic, E[P]/P* = (1 + rho (V-1)/2)/(1 - rho/2) and E[P*/P] = 1 + rho^2 M/6, for the exact precision P*.
+
+    With x = rho (p - P)/P, P <- P (1 + x + x^2/2) has a stationary mean if E[p - P] + rho/2 E[(p - P)^2/P] = 0, and
+    log P <- log P + x - x^3/6 + ... if E[x] = E[x^3]/6. V and M are the second and third central moments of p/P*. For
+    r = h/P*, draws have the moments 2 r^2 and 8 r^3; gradients whose variance over batches is c h/N add c/tau and
+    6 r c/tau. (c = N/B, if that variance is the Fisher information over B.)
+    """
+    h, size = 2.0, 100.0
+    weight = nn.Parameter(torch.zeros(4_000, **F64))
+    options = dict(num_data=size, prior_precision=delta, kl_weight=tau, hess_init=h, betas=(0.0, 1 - rho))
+    optimizer = IVON([weight], 0.0, **options)
+    found = stationary(optimizer, weight, h, math.sqrt(h * batches / size), rho)
+    (precision, variance), errors = found.mean(1), found.std(1) / math.sqrt(weight.numel())
+    r, c = h / (h + tau * delta / size), batches / tau
+    second, third = 2 * r**2 + c, 8 * r**3 + 6 * r * c
+    inflated, higher = (1 + rho * (second - 1) / 2) / (1 - rho / 2), rho**2 * third / 6
+    assert precision == pytest.approx(inflated, abs=5 * errors[0] + 3 * rho * higher)
+    assert variance == pytest.approx(1 + higher, abs=5 * errors[1] + higher / 2)
+    assert inflated - 1 > 10 * (errors[0] + higher * rho)  # the inflation is larger than what the tolerance allows
+
+
+def test_without_the_last_term_the_variance_is_inflated_instead() -> None:
+    """VON with Hessians h xi^2, whose V is 2: with the term E[P] = (1 + rho/2)/(1 - rho/2), without it E[1/P] > 1."""
+    rho, found = 0.05, {}
+    for improved in (True, False):
+        weight = nn.Parameter(torch.zeros(4_000, **F64))
+        options = dict(num_data=100, prior_precision=0.0, hess_init=2.0, betas=(0.0, 1 - rho), hessian="hutchinson")
+        optimizer = VON([weight], 0.0, improved=improved, **options)
+        found[improved] = stationary(optimizer, weight, 2.0, 0.0, rho).mean(1)
+    assert found[True] == pytest.approx([(1 + rho / 2) / (1 - rho / 2), 1.0], abs=0.008)
+    assert found[False] == pytest.approx([1.0, 1 + rho], abs=0.008)
 
 
 def test_a_draw_is_one_of_the_belief() -> None:

@@ -75,12 +75,18 @@ def precision_of(optimizer: Newton | VON, p: Tensor) -> Tensor:
 # --- the rules ---
 
 
+@pytest.mark.parametrize("tau", [1.0, 0.4, 3.0])
 @pytest.mark.parametrize("rule", ["newton", "improved", "plain"])
-def test_steps_are_those_of_a_transcription(rule: str) -> None:
-    """Ten steps in the paper's units, s = N h + delta, with injected noise and derivatives by torch.func."""
+def test_steps_are_those_of_a_transcription(rule: str, tau: float) -> None:
+    """Ten steps in the paper's units, s = (N/tau) h + delta, with injected noise and derivatives by torch.func.
+
+    E[loss] + tau KL/N is tau/N times the paper's objective for N/tau data.
+    """
     model = network()
     lr, size, delta, b1, b2, start = 0.05, 50.0, 2.0, 0.8, 0.7, 0.3
-    options = dict(num_data=size, prior_precision=delta, hess_init=start, betas=(b1, b2), hessian="exact")
+    options = dict(num_data=size, prior_precision=delta, kl_weight=tau, hess_init=start, betas=(b1, b2))
+    options |= {"hessian": "exact"}
+    size = size / tau
     if rule == "newton":
         optimizer = Newton(model.parameters(), lr, **options)
     else:

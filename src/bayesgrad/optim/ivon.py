@@ -19,15 +19,21 @@ class IVON(VariationalOptimizer):
     r"""The improved variational online Newton method: a Gaussian posterior from gradients at sampled weights.
 
     .. math::
-        \theta &= m + \sigma \epsilon, \quad \sigma^2 = 1/(N (h + \delta/N)), \quad
+        \theta &= m + \sigma \epsilon, \quad \sigma^2 = \tau/(N (h + \tfrac{\tau\delta}{N})), \quad
         \hat g = \nabla \bar\ell(\theta), \quad \hat h = \hat g\, \epsilon/\sigma \\
-        h &\leftarrow \beta_2 h + (1-\beta_2) \hat h + \tfrac12 (1-\beta_2)^2 (h - \hat h)^2/(h + \delta/N) \\
-        m &\leftarrow m - \eta\, (\langle \hat g \rangle + \tfrac{\delta}{N} m)/(h + \tfrac{\delta}{N})
+        h &\leftarrow \beta_2 h + (1-\beta_2) \hat h
+        + \tfrac12 (1-\beta_2)^2 (h - \hat h)^2/(h + \tfrac{\tau\delta}{N}) \\
+        m &\leftarrow m - \eta\, (\langle \hat g \rangle + \tfrac{\tau\delta}{N} m)/(h + \tfrac{\tau\delta}{N})
 
-    with the mean loss l of a batch, N = `num_data`, delta = `prior_precision`, <> a debiased moving average with decay
-    beta_1, and eta = `lr`, times (`hess_init` + delta/N) with `rescale_lr`. h starts at `hess_init`. The estimate of
-    the expected Hessian is unbiased and needs no second derivatives. The last term keeps h + delta/N positive for any
-    gradients.
+    with the mean loss l of a batch, N = `num_data`, delta = `prior_precision`, tau = `kl_weight`, <> a debiased moving
+    average with decay beta_1, and eta = `lr`, times (`hess_init` + tau delta/N) with `rescale_lr`. h starts at
+    `hess_init`. h^ estimates the expected Hessian without bias and without second derivatives. The last term keeps
+    h + tau delta/N positive for any gradients.
+
+    The last term also makes h too large: the stationary mean of h + tau delta/N is multiplied by about
+    1 + (1-beta_2) V/2, with V = Var(h^)/(h + tau delta/N)^2. V is 2 for one weight and all data, and grows by about
+    N/(B tau) for batches of B. This is not corrected, because the stationary mean of the variance sigma^2, and so of a
+    step, is right to first order in 1-beta_2; without the last term it would be multiplied by the same factor.
 
     Compute gradients inside `sampled()`:
 
@@ -44,14 +50,16 @@ class IVON(VariationalOptimizer):
         lr: eta. With `rescale_lr`, use about the learning rate of SGD with momentum: the first steps are lr <g>.
         num_data: N, the number of training examples (for a language model with a mean loss over tokens, of tokens).
         prior_precision: delta, of the prior N(0, 1/delta); prior_precision/num_data is the usual weight decay.
-        hess_init: the initial h. The initial variance is 1/(N (hess_init + delta/N)), so a small value means much
+        hess_init: the initial h. The initial variance is tau/(N (hess_init + tau delta/N)), so a small value means much
             noise at the start.
         betas: decays of the averages of gradient and Hessian. h changes over about 1/(1-beta_2) steps: see below.
+        kl_weight: tau, the weight of KL(q, prior) in mean loss + tau KL/N, the same as N/tau in place of N (except for
+            `"gradsq"`). Keep it constant during a run: h + tau delta/N is averaged as a whole.
         samples: number of weight samples that `step(closure)` averages over.
-        rescale_lr: multiply lr by (hess_init + delta/N).
+        rescale_lr: multiply lr by (hess_init + tau delta/N).
         clip_radius: bound of each coordinate of the step, before it is multiplied by lr.
-        curvature: `"reparameterised"` as above, or `"gradsq"`, h^ = N g^2, which is never negative but is not the
-            Hessian.
+        curvature: `"reparameterised"` as above, or `"gradsq"`, h^ = N g^2 for any tau, which is never negative but is
+            not the Hessian.
         natural_momentum: gamma, momentum of the natural parameters of the Gaussian (Khan and Rue 2023, appendix F,
             Eq. 79-81), in place of or in addition to beta_1. Checked by tests/equations/test_ivon.py,
             test_natural_momentum_is_momentum_of_natural_parameters.
@@ -66,7 +74,7 @@ class IVON(VariationalOptimizer):
     warning is given if h has not changed after a thousand steps. See docs/choosing.md.
 
     Reference: Khan and Rue 2023, Eq. 11-12 and section 4.4; Lin et al., 2020; Shen et al., 2024.
-    Checked by: tests/equations/test_ivon.py, against ivon-opt and a closed form.
+    Checked by: tests/equations/test_ivon.py, against ivon-opt and closed forms.
     """
 
     rule = UpdateRule(Reparameterised(), Forget(retract=True), NaturalStep())
@@ -82,6 +90,7 @@ class IVON(VariationalOptimizer):
         prior_precision: float = 1.0,
         hess_init: float = 1.0,
         betas: tuple[float, float] = (0.9, 0.99999),
+        kl_weight: float = 1.0,
         samples: int = 1,
         rescale_lr: bool = True,
         clip_radius: float = math.inf,
@@ -92,7 +101,7 @@ class IVON(VariationalOptimizer):
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:
-        super().__init__(params, settings(locals(), kl_weight=1.0))
+        super().__init__(params, settings(locals()))
         self.load_prior(prior)
 
     def build_sources(self) -> Iterator[Source]:
@@ -103,10 +112,11 @@ class IVON(VariationalOptimizer):
         return replace(rule, curvature=SquaredGradient()) if group["curvature"] == "gradsq" else rule
 
     def gradient_scale(self, group: Mapping[str, Any]) -> float:
-        return math.sqrt(group["num_data"]) if group["curvature"] == "gradsq" else group["num_data"]
+        size = group["num_data"]
+        return math.sqrt(size) if group["curvature"] == "gradsq" else size / group["kl_weight"]
 
     def step_scale(self, group: Mapping[str, Any]) -> float:
         lr = float(group["lr"])
         if not group["rescale_lr"]:
             return lr
-        return lr * (group["hess_init"] + group["prior_precision"] / group["num_data"])
+        return lr * (group["hess_init"] + group["kl_weight"] * group["prior_precision"] / group["num_data"])

@@ -21,11 +21,12 @@ class Newton(VariationalOptimizer):
 
     .. math::
         h &\leftarrow \beta_2 h + (1-\beta_2)\, |\mathrm{diag}\, \nabla^2 \bar\ell(m)| \\
-        m &\leftarrow m - \eta\, (\langle \nabla \bar\ell(m) \rangle + \tfrac{\delta}{N} m)/(h + \tfrac{\delta}{N}),
-        \quad \sigma^2 = 1/(N (h + \tfrac{\delta}{N}))
+        m &\leftarrow m - \eta\, (\langle \nabla \bar\ell(m) \rangle + \tfrac{\tau\delta}{N} m)
+        /(h + \tfrac{\tau\delta}{N}), \quad \sigma^2 = \tau/(N (h + \tfrac{\tau\delta}{N}))
 
-    with the mean loss l of a batch, N = `num_data`, delta = `prior_precision`, eta = `lr`, <> a debiased moving average
-    with decay beta_1, and the initial h = `hess_init`. The precision of the paper is s = N h + delta.
+    with the mean loss l of a batch, N = `num_data`, delta = `prior_precision`, tau = `kl_weight`, eta = `lr`, <> a
+    debiased moving average with decay beta_1, and the initial h = `hess_init`. The precision of the paper is
+    s = N h + delta, for tau = 1; in general it is N h/tau + delta.
     `observe(loss=loss)` computes the Hessian, before the backward pass:
 
         >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -49,6 +50,8 @@ class Newton(VariationalOptimizer):
         prior_precision: delta, of the prior N(0, 1/delta); delta/N bounds steps where the loss is flat.
         hess_init: the initial h.
         betas: decays of the averages of gradient and Hessian; (0, 0) is Newton's method without averages.
+        kl_weight: tau, the weight of KL(q, prior) in mean loss + tau KL/N, the same as N/tau in place of N. Keep it
+            constant during a run: h + tau delta/N is averaged as a whole.
         hessian: how `observe(loss=loss)` computes the diagonal: `"exact"`, with a backward pass for each weight,
             `"hutchinson"`, the mean of v * (H v) over random signs v, or `"auto"`, exact for up to 1000 weights.
         probes: the number of vectors v to average over.
@@ -82,6 +85,7 @@ class Newton(VariationalOptimizer):
         prior_precision: float = 1.0,
         hess_init: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.999),
+        kl_weight: float = 1.0,
         hessian: str = "auto",
         probes: int = 1,
         natural_momentum: float = 0.0,
@@ -90,7 +94,7 @@ class Newton(VariationalOptimizer):
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:
-        super().__init__(params, settings(locals(), kl_weight=1.0))
+        super().__init__(params, settings(locals()))
         self.load_prior(prior)
 
     def build_sources(self) -> Iterator[Source]:
@@ -101,14 +105,17 @@ class VON(VariationalOptimizer):
     r"""Variational online Newton: gradients and Hessians at weights sampled from the belief.
 
     .. math::
-        \theta &= m + \sigma \epsilon, \quad \sigma^2 = 1/(N (h + \tfrac{\delta}{N})), \quad
+        \theta &= m + \sigma \epsilon, \quad \sigma^2 = \tau/(N (h + \tfrac{\tau\delta}{N})), \quad
         \hat h = \mathrm{diag}\, \nabla^2 \bar\ell(\theta) \\
-        h &\leftarrow \beta_2 h + (1-\beta_2) \hat h + \tfrac12 (1-\beta_2)^2 (h - \hat h)^2/(h + \tfrac{\delta}{N}) \\
-        m &\leftarrow m - \eta\, (\langle \nabla \bar\ell(\theta) \rangle + \tfrac{\delta}{N} m)/(h + \tfrac{\delta}{N})
+        h &\leftarrow \beta_2 h + (1-\beta_2) \hat h
+        + \tfrac12 (1-\beta_2)^2 (h - \hat h)^2/(h + \tfrac{\tau\delta}{N}) \\
+        m &\leftarrow m - \eta\, (\langle \nabla \bar\ell(\theta) \rangle + \tfrac{\tau\delta}{N} m)
+        /(h + \tfrac{\tau\delta}{N})
 
     in the notation of `Newton`. Its fixed point is the optimal Gaussian with a diagonal covariance. The last term of h
-    keeps h + delta/N positive: it never falls below half of its last value. With `improved=False` there is no such
-    term, and this lower bound is applied where the observed Hessian plus delta/N is negative.
+    keeps h + tau delta/N positive: it never falls below half of its last value. It also makes h too large where h^ is
+    noisy; `IVON` says by how much. With `improved=False` there is no such term, and this lower bound is applied where
+    the observed Hessian plus tau delta/N is negative.
 
     Run forward and backward passes inside `sampled()`; the Hessians of several draws add up like gradients:
 
@@ -128,6 +135,8 @@ class VON(VariationalOptimizer):
         prior_precision: delta, of the prior N(0, 1/delta).
         hess_init: the initial h; a small value means much noise at the start.
         betas: decays of the averages of gradient and Hessian.
+        kl_weight: tau, the weight of KL(q, prior) in mean loss + tau KL/N, the same as N/tau in place of N. Keep it
+            constant during a run: h + tau delta/N is averaged as a whole.
         improved: use the last term of h.
         hessian, probes: as for `Newton`.
         samples: number of weight samples that `step(closure)` averages over.
@@ -161,6 +170,7 @@ class VON(VariationalOptimizer):
         prior_precision: float = 1.0,
         hess_init: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.999),
+        kl_weight: float = 1.0,
         improved: bool = True,
         hessian: str = "auto",
         probes: int = 1,
@@ -171,7 +181,7 @@ class VON(VariationalOptimizer):
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:
-        super().__init__(params, settings(locals(), kl_weight=1.0))
+        super().__init__(params, settings(locals()))
         self.load_prior(prior)
 
     def build_sources(self) -> Iterator[Source]:

@@ -43,7 +43,8 @@ class OGN(VariationalOptimizer):
         prior_precision: delta, of the prior N(0, 1/delta).
         hess_init: the initial h.
         betas: decays of the averages of gradient and squares.
-        kl_weight: tau, the weight of KL(q, prior).
+        kl_weight: tau, the weight of KL(q, prior) in mean loss + tau KL/N, the same as N/tau in place of N. Keep it
+            constant during a run: h + tau delta/N is averaged as a whole.
         samples: number of weight samples that `step(closure)` averages over; VOGN only.
         fisher: which gradients are squared: those of the loss (`"empirical"`), or those for labels that the model
             predicts, `"sampled"` or `"exact"` (OGGN). The latter two need `observe(outputs)` before `loss.backward()`.
@@ -62,7 +63,7 @@ class OGN(VariationalOptimizer):
 
     Parameters outside of known layers use the squares of mean gradients, times the batch size; a warning names them.
 
-    Reference: Khan and Rue 2023, section 4.4, Eq. 47-48 at the mean.
+    Reference: Khan and Rue 2023, section 4.4, Eq. 44 with the squares of Eq. 45 for the Hessian.
     Checked by: tests/equations/test_vogn.py, squares against BackPACK.
     """
 
@@ -118,7 +119,7 @@ class VOGN(VariationalOptimizer):
 
     Its fixed point differs slightly from the optimal Gaussian, because squares replace the Hessian.
 
-    Reference: Khan and Rue 2023, section 4.4, Eq. 47-48.
+    Reference: Khan and Rue 2023, section 4.4, Eq. 46 with the squares of Eq. 45 for the Hessian.
     Differs from the paper: the noise has variance 1/s; the text prints s.
     Checked by: tests/equations/test_vogn.py.
     """

@@ -29,7 +29,7 @@ class VariationalOptimizer(BeliefOptimizer):
     """Base class: fits q = N(m, S^-1) with diagonal S to minimise E_q[loss] + kl_weight KL(q, prior)/N for N data.
 
     The state is v = 1/(h + kl_weight delta/N), with h the moving average of the curvature of an example's loss and
-    delta the prior precision. The variance of q is kl_weight v/N.
+    delta the prior precision. The variance of q is kl_weight v/N, its precision N h/kl_weight + delta.
 
     Args:
         params, defaults: as for `BeliefOptimizer`.

@@ -151,7 +151,7 @@ class PerExampleSquare(Curvature):
     It squares per-example gradients. The square of their mean over a batch of B would be B times smaller where the
     gradients average to zero.
 
-    Reference: Khan and Rue 2023, Eq. 47-48.
+    Reference: Khan and Rue 2023, Eq. 45.
     Checked by: tests/equations/test_vogn.py, against BackPACK.
     """
 

@@ -32,7 +32,7 @@ class PerExampleSquares(Source):
     by two more backward passes of the first forward pass with given shapes. In a compiled model, and if the model
     returns no tensor, it is the first dimension of the layer's input.
 
-    Reference: Khan and Rue 2023, Eq. 47-48.
+    Reference: Khan and Rue 2023, Eq. 45.
     Checked by: tests/equations/test_vogn.py, against BackPACK.
     """
 
