@@ -51,6 +51,28 @@ def test_the_engine_gives_the_algorithms_numbers(row: table.Row) -> None:
     assert difference(ours, theirs) < row.tolerance <= 1e-5
 
 
+BY_HAND = {row.algorithm: (row.also, row.theirs) for row in table.ROWS if row.also is not None}
+BY_HAND |= {f"{dropped}: {name}": (others[1], others[0]) for dropped, name, _, others in table.ladder()[1:6]}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_the_optimizers_are_their_equations(name: str) -> None:
+    """Each beside the printed equations in NumPy, corrected; these use nothing of the library."""
+    optimizer, by_hand = BY_HAND[name]
+    assert difference(optimizer(), by_hand()) < 1e-9
+
+
+def test_every_optimizer_of_the_library_has_a_transcription() -> None:
+    """No row compares the library with itself."""
+    assert len(BY_HAND) == 10
+    for row in table.ROWS:
+        assert ("optim." in row.peer.replace("torch.optim", "")) == (row.also is not None)
+        assert row.also is None or row.peer.startswith("NumPy")
+    source = Path(table.deep.transcribed.__file__).read_text()
+    assert "import bayesgrad" not in source
+    assert "from bayesgrad" not in source
+
+
 @pytest.mark.parametrize("row", [row for row in table.ROWS if row.part == "Deep learning"], ids=lambda r: r.algorithm)
 def test_paths_go_somewhere(row: table.Row) -> None:
     """Weights that stay where they were would agree with anything."""

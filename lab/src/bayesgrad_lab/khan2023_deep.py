@@ -1,4 +1,4 @@
-"""Deep-learning rows of Table 1 of Khan and Rue 2023: the engine on a small network beside the optimizers."""
+"""Deep-learning rows of Table 1 of Khan and Rue 2023: the engine on a small network, optimizers, transcriptions."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from bayesgrad.inference import Delta, Expected, LogDensity, Node, Prior, step
 from bayesgrad.inference.expectation import Expectation
 from bayesgrad.inference.multimodal import MixtureLogDensity
 from bayesgrad.optim import STE, BayesBiNN, SpikeSlab
+from bayesgrad_lab import khan2023_transcribed as transcribed
 from bayesgrad_lab import training
 from bayesgrad_lab.khan2023_rows import normal, walked
 
@@ -42,6 +43,11 @@ def batches(size: int = B, steps: int = STEPS) -> Iterator[tuple[Tensor, Tensor]
     pairs = list(zip(X.split(size), y.split(size)))
     for t in range(steps):
         yield pairs[t % len(pairs)]
+
+
+def plain_batches(size: int = B) -> list[transcribed.Batch]:
+    """The same as lists of numbers."""
+    return [(x.tolist(), y[:, 0].tolist()) for x, y in batches(size)]
 
 
 cross_entropy = nn.functional.binary_cross_entropy_with_logits
@@ -177,6 +183,11 @@ def spike_slab() -> Tensor:
     return trained(model, optimizer, lambda t: {weight: masks(t)})
 
 
+def dropout_by_hand() -> Tensor:
+    drawn = [masks(t).tolist() for t in range(STEPS)]
+    return transcribed.dropout(flat(linear()).tolist(), plain_batches(), drawn, keep=KEEP, rho=0.1)
+
+
 def dropout() -> Tensor:
     """The slab alone, with gradients through the mask over its probability."""
     model = linear()
@@ -217,6 +228,10 @@ def ste_optimizer() -> Tensor:
     model = perceptron()
     optimizer = STE(model.parameters(), 0.05, momentum=0.0, weight_decay=1.0)
     return trained(model, optimizer, read=lambda: latent(optimizer, model, "latent"))
+
+
+def ste_by_hand() -> Tensor:
+    return transcribed.straight_through(flat(perceptron()).tolist(), plain_batches(), rho=0.05)
 
 
 def ste(start: Tensor | None = None) -> Tensor:
@@ -301,6 +316,31 @@ def variational(
     return trained(model, optimizer, draws, size, read)
 
 
+def by_hand(
+    *,
+    make: Callable[[], nn.Module] = perceptron,
+    size: int = B,
+    drawn: bool = False,
+    exact: bool = False,
+    prior: float = 1.0,
+    retract: bool = False,
+) -> Tensor:
+    """And from the equations in NumPy."""
+    model = make()
+    gradients = transcribed.perceptron_gradients if make is perceptron else transcribed.logistic_gradients
+    return transcribed.online_newton(
+        flat(model).tolist(),
+        plain_batches(size),
+        gradients,
+        size=N,
+        rho=RHO,
+        delta=prior,
+        hessians=transcribed.logistic_hessians if exact else None,
+        noise=[noise(t, model).tolist() for t in range(STEPS)] if drawn else None,
+        retract=retract,
+    )
+
+
 def noise(t: int, model: nn.Module) -> Tensor:
     return normal(len(flat(model)), seed=100 + t)
 
@@ -323,6 +363,13 @@ def bayes_binn_optimizer() -> Tensor:
     optimizer = BayesBiNN(model.parameters(), 0.05, num_data=N, relaxation=RELAXATION, eps=0.0, momentum=0.0)
     draws = lambda t: apart(model, uniform(t, like))  # noqa: E731
     return trained(model, optimizer, draws, read=lambda: latent(optimizer, model, "natural"))
+
+
+def bayes_binn_by_hand() -> Tensor:
+    model = perceptron()
+    draws = [uniform(t, flat(model)).tolist() for t in range(STEPS)]
+    start = start_of(model).tolist()
+    return transcribed.bayes_binn(start, plain_batches(), draws, size=N, rho=0.05, tau=RELAXATION)
 
 
 def bayes_binn() -> Tensor:

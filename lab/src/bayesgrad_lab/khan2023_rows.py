@@ -31,6 +31,7 @@ class Row:
         theirs: the same numbers of somebody else.
         peer: who that is.
         tolerance: of the difference, relative where numbers are larger than 1.
+        also: the same numbers of this library's optimizer, where it has one.
     """
 
     part: str
@@ -42,6 +43,12 @@ class Row:
     ours: Callable[[], Tensor]
     theirs: Callable[[], Tensor]
     tolerance: float = 1e-9
+    also: Callable[[], Tensor] | None = None
+
+    def gap(self) -> float:
+        """The largest difference of the engine's numbers, and of the optimizer's, from the other's."""
+        theirs = self.theirs()
+        return max(difference(made(), theirs) for made in (self.ours, self.also) if made is not None)
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:
