@@ -26,14 +26,15 @@ SETTINGS = (
     (0.01, 0.0, 20.0, 1.0, 1),
 )
 TEXT = """
-P = h + τδ/N, ρ = 1 - β₂, V = Var(ĥ)/P². Gradients of a batch have noise of variance c h/N, which adds c/τ to V; c is
-N/B, if the covariance of per-example gradients is the Hessian. Each weight has the loss (h/2) w² and stays at zero.
+P = h + tau delta/N, rho = 1 - beta_2, V = Var(h^)/P^2. Gradients of a batch have noise of variance c h/N, which adds
+c/tau to V; c is N/B, if the covariance of per-example gradients is the Hessian. Each weight has the loss (h/2) w^2 and
+stays at zero.
 
-The update is P ← P(1 + x + x²/2) with x = ρ(ĥ + τδ/N - P)/P. It has a stationary mean of P if E[P] exceeds the right
-one by (ρ/2) E[(ĥ + τδ/N - P)²/P], which is ρV/2 of it to first order. But 1 + x + x²/2 is eˣ to second order, so
-log P ← log P + x, and E[x] = 0 says that the mean of 1/P is right. An average without the term x²/2 has the right mean
-of P, and the mean of 1/P is too large by the same ρV/2. Draws and steps use 1/P, so nothing is corrected.
-Checked by tests/equations/test_ivon.py.
+The update is P <- P (1 + x + x^2/2) with x = rho (h^ + tau delta/N - P)/P. It has a stationary mean of P if E[P]
+exceeds the right one by (rho/2) E[(h^ + tau delta/N - P)^2/P], which is rho V/2 of it to first order. But 1 + x + x^2/2
+is exp(x) to second order, so log P <- log P + x, and E[x] = 0 says that the mean of 1/P is right. An average without
+the term x^2/2 has the right mean of P, and the mean of 1/P is too large by the same rho V/2. Draws and steps use 1/P,
+so nothing is corrected. Checked by tests/equations/test_ivon.py.
 """
 
 
@@ -68,10 +69,11 @@ def main() -> None:
     lines = [
         "# The stationary curvature of IVON",
         "",
-        f"`python benchmarks/ivon_curvature.py`, torch {torch.__version__}, float64. Means over {arguments.weights} weights",
-        "and 10/ρ steps after 8/ρ, ± standard errors over weights. The curvature is too large, the variance is not.",
+        f"`python benchmarks/ivon_curvature.py`, torch {torch.__version__}, float64. Means over",
+        f"{arguments.weights} weights and 10/rho steps after 8/rho, ± standard errors over weights.",
+        "The curvature is too large, the variance is not.",
         "",
-        "| ρ | h/P | c | τ | draws of a step | mean of P over the right one | (1 + ρ(V-1)/2)/(1 - ρ/2) "
+        "| rho | h/P | c | tau | draws of a step | mean of P over the right one | (1 + rho (V-1)/2)/(1 - rho/2) "
         "| mean variance over the right one |",
         "|---|---|---|---|---|---|---|---|",
     ]

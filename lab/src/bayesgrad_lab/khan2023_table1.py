@@ -143,7 +143,8 @@ def ladder() -> list[Rung]:
     drawn = partial(gaussian, lambda t: deep.FixedDraws(deep.noise(t, model), "exact"), domain="retract")
     adaptive = partial(deep.adaptive, make=deep.linear)
     plain = {"root": False, "debias": False}
-    optimizer, torchs, hand = (partial(made, make=deep.linear) for made in (deep.variational, deep.torchs, deep.by_hand))
+    made = deep.variational, deep.torchs, deep.by_hand
+    optimizer, torchs, hand = (partial(path, make=deep.linear) for path in made)
     all_data, exact = {"size": deep.N}, {"exact": True}
     newton, von = partial(optimizer, Newton, **exact), partial(optimizer, VON, drawn=True, **all_data, **exact)
     rmsprop = partial(torchs, torch.optim.RMSprop, 0.05, 0.9, 1e-2)

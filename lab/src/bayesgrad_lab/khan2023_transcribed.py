@@ -1,7 +1,7 @@
 """Deep-learning rules of Khan and Rue 2023 in NumPy, weight by weight from the printed equations, without the library.
 
-Gradients are derived by hand. Equations are corrected where they are wrong: the noise of VOGN has the variance 1/s, sums
-over a batch of M are multiplied by N/M, and gradients of dropped weights go through the mask.
+Gradients are derived by hand. Equations are corrected where they are wrong: the noise of VOGN has the variance 1/s,
+sums over a batch of M are multiplied by N/M, and gradients of dropped weights go through the mask.
 """
 
 from __future__ import annotations
