@@ -85,7 +85,7 @@ class Gaussian(Family):
 
         with the mean of the straight step, m <- m + rho S_new^-1 (d_1 + 2 d_2 m).
 
-        Reference: Lin, Schmidt and Khan, 2020; Khan and Rue 2023, section 4.1.
+        Reference: Lin, Schmidt and Khan, 2020; to first order in rho, Khan and Rue 2023, Eq. 12.
         """
         mean, covariance = self.moments(natural)
         change = -2 * direction[1]

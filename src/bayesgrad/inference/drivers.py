@@ -36,7 +36,7 @@ def run_to_convergence(
     Args:
         memory: number of stored differences; 0 disables mixing.
 
-    Reference: Walker and Ni, 2011, for the mixing; Khan and Rue 2023, Eqs. 3 and 60, for the fixed point.
+    Reference: Walker and Ni, 2011, for the mixing; Khan and Rue 2023, Eqs. 5 and 60, for the fixed point.
     Checked by: tests/equations/test_gaussian_process.py.
     """
     check_steps(steps)

@@ -107,7 +107,7 @@ class SpikeSlab(BeliefOptimizer):
     Reference: Khan and Rue 2023, section 4.3, Eq. 39-43, and appendix G.
     Differs from the paper: gradient and Hessian are multiplied by z and z z^T, without which (1/pi_1) E[g] is biased;
     s_0 is large. |h| is the absolute value of the batch's Hessian, not the sum over examples of absolute values
-    (Eq. 36).
+    (after Eq. 36).
     Checked by: tests/equations/test_dropout.py.
     """
 

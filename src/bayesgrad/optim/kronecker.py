@@ -234,7 +234,7 @@ class KroneckerFilterFP(KroneckerOptimizer):
 
     Defaults were chosen by benchmarks/stable_defaults.py, on five small networks.
 
-    Reference: the steady state of Aitchison 2018, section 2.4; Aitchison 2020, Eq. 21, for the prior.
+    Reference: the steady state of Aitchison 2018, section 2.1.3; Aitchison 2020, Eq. 21, for the prior.
     Differs from the paper: the bound c, which makes the first steps stable; pass `max_step=inf`.
     Checked by: tests/equations/test_kronecker_filter.py.
     """

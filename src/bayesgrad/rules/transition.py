@@ -108,7 +108,7 @@ class Transition(ABC):
 class Static(Transition):
     """P <- P + h: the optimal weights are constant, so the precision only grows.
 
-    Reference: Aitchison 2018, section 2.1, in the limit of no process noise (a step size that falls as 1/t).
+    Reference: Aitchison 2018, Eq. 13-14, the limit of no process noise (a step size that falls as 1/t).
     """
 
     def merge(self, memory: Memory, increment: Tensor, n: Scalars) -> Diagonal:
