@@ -63,9 +63,11 @@ class KroneckerFilter(KroneckerOptimizer):
     `batch_size`, lambda = `weight_decay`, and Pi the projection to the Kronecker product with the smallest
     KL(exact || product).
 
-    The projection is exact for one example. The examples of a batch are processed in chunks, whose size is that of the
-    layer's smaller side. This is correct to first order and keeps both factors positive definite for any gradients. For
-    strong data the belief converges to that of `KroneckerFilterFP`.
+    The projection of one example's information is exact. The examples of a batch are processed in chunks, whose size is
+    that of the layer's smaller side. This is correct to first order and keeps both factors positive definite for any
+    gradients. That of the drift, q = sigma^2 (1 - r), is correct to first order in q too:
+    (r Sigma_x + q l_delta I) ⊗ (r Sigma_delta + q l_x I)/(r + q l_x l_delta), with l the mean eigenvalue
+    of a factor's inverse. For strong data the belief converges to that of `KroneckerFilterFP`.
 
     Args:
         model: the network.
