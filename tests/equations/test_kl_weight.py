@@ -65,13 +65,13 @@ def trained(
             loss.backward()
         optimizer.step()
         if step >= skip:
-            belief = optimizer.posterior(model)
-            sums += np.stack([belief.mean["w"].numpy(), belief.variance()["w"].numpy()]) / (steps - skip)
+            variance = optimizer.variance_of(optimizer.param_groups[0], model.w)
+            sums += np.stack([model.w.detach().numpy(), variance.numpy()]) / (steps - skip)
     return sums[0], sums[1]
 
 
 @pytest.mark.parametrize("informed", [False, True], ids=["prior_precision", "prior"])
-@pytest.mark.parametrize("tau", [0.2, 1.0, 5.0])
+@pytest.mark.parametrize("tau", [0.2, 5.0])
 @pytest.mark.parametrize("kind", [Newton, VON, IVON])
 def test_finds_the_closed_form_of_a_quadratic(kind: type[VariationalOptimizer], tau: float, informed: bool) -> None:
     """The precision N h/tau + delta and its mean; exactly where Hessians are observed, within errors for IVON's."""
@@ -83,7 +83,7 @@ def test_finds_the_closed_form_of_a_quadratic(kind: type[VariationalOptimizer], 
     np.testing.assert_allclose(by_search[1], exact, rtol=1e-4)
     copies = 400 if kind is IVON else 1
     more: dict[str, Any] = {"betas": (0.0, 0.98), "lr": 0.1, "rescale_lr": False}
-    steps, skip = 500, 300
+    steps, skip = 450, 250
     if kind is not IVON:
         more = {"betas": (0.0, 0.5), "lr": 0.5, "hessian": "hutchinson"}  # exact for a diagonal Hessian
         steps, skip = 60, 59
