@@ -67,6 +67,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a param group, as in torch.optim; omitted hyperparameters have their default values."""
+        self.require_mean("add_param_group()")
         if self.model is not None:
             (param_group,) = named_groups(self.model, [param_group])
         given = {**self.defaults, **param_group}
@@ -135,7 +136,11 @@ class CheckedOptimizer(torch.optim.Optimizer):
         self.param_groups[0]["draws"] = number
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch.optim, but with copies of all tensors: later steps do not change it."""
+        """As in torch.optim, but with copies of all tensors: later steps do not change it.
+
+        It is refused inside `sampled()`, where a state dict of the model would hold the sample.
+        """
+        self.require_mean("state_dict()")
         saved = super().state_dict()
         saved["state"] = {key: copied(e) if isinstance(e, dict) else e for key, e in saved["state"].items()}
         saved["param_groups"] = [copied(group) for group in saved["param_groups"]]
@@ -185,6 +190,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
         check_saved(self, saved)
 
     def __getstate__(self) -> dict[str, Any]:
+        self.require_mean("a copy")
         kept = super().__getstate__()
         state = {key: unshared(e) if isinstance(e, dict) else e for key, e in kept["state"].items()}
         return {**kept, "state": defaultdict(dict, state), **{name: getattr(self, name) for name in self.kept}}
@@ -208,6 +214,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
         """
         if not self.training:
             return
+        self.require_mean("eval()")
         for p, mean in self.evaluation_weights().items():
             self.state[p][TRAINING_WEIGHT] = p.detach().clone()
             p.copy_(mean)
@@ -223,8 +230,21 @@ class CheckedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             group["train_mode"] = True
 
+    @property
+    def sampling(self) -> bool:
+        """Whether the weights are a sample now, inside `sampled()`."""
+        return False
+
+    def require_mean(self, what: str) -> None:
+        """Raises inside `sampled()`."""
+        if self.sampling:
+            raise RuntimeError(
+                f"{what} needs the mean of the weights, which are a sample now: leave optimizer.sampled() before it."
+            )
+
     def require_training(self, what: str) -> None:
         """Raises if the weights are not those to train with."""
+        self.require_mean(what)
         if not self.training:
             raise RuntimeError(f"{what} needs the weights to train with: call optimizer.train() before it.")
 

@@ -223,7 +223,13 @@ class Part:
 
 
 class Source(Part):
-    """Collects evidence for the curvature beside `.grad`: draws of weights, labels, Hessians, per-example squares."""
+    """Collects evidence for the curvature beside `.grad`: draws of weights, labels, Hessians, per-example squares.
+
+    Attributes:
+        active: whether weights are a sample now.
+    """
+
+    active: bool = False
 
     @property
     def drawing(self) -> bool:
