@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from bayesgrad import noise
 from bayesgrad.constraints import FRACTION, FRACTIONS, NONNEGATIVE, OPTIONAL_BOOLEAN, Constraint, one_of
 from bayesgrad.layers.network import named_groups, unwrap
 from bayesgrad.parts import Host, entries
@@ -25,9 +26,11 @@ class CheckedOptimizer(torch.optim.Optimizer):
     """A torch optimizer with checked hyperparameters, whose state is restored bit for bit or refused.
 
     `accepts` maps the name of a hyperparameter to the values that it may have; those in `common` must be the same in
-    all groups. Groups have a few entries beside hyperparameters: `base_lr`, the initial lr; `last_lr`, the last
-    positive one; `draws` (of the first group), the number of random draws so far; `rule`, the name of the class;
-    `train_mode`, whether weights are those to train with.
+    all groups. A `seed` of None is replaced, when the optimizer is built, by a number that is drawn from torch's global
+    generator and saved with the state: `torch.manual_seed` determines it, and a resumed run continues its draws. In a
+    process group it is that of rank 0, and all ranks have to build the optimizer. Groups have a few entries beside
+    hyperparameters: `base_lr`, the initial lr; `last_lr`, the last positive one; `draws` (of the first group), the
+    number of random draws so far; `rule`, the name of the class; `train_mode`, whether weights are those to train with.
 
     Args:
         params: as for any torch optimizer; with a model, parameters or groups of it, or None for all.
@@ -125,6 +128,15 @@ class CheckedOptimizer(torch.optim.Optimizer):
                 raise ValueError(
                     f"{name} cannot change during a run, from {built!r} to {group[name]!r}: build a new optimizer."
                 )
+
+    def draw_seed(self) -> None:
+        """Replaces a seed of None, once: that of the first group by a drawn number, others by the first group's."""
+        first = self.param_groups[0]
+        if first.get("seed", 0) is None:
+            first["seed"] = noise.fresh_seed(shared=True)
+        for values in (self.defaults, *self.param_groups):
+            if values.get("seed", 0) is None:
+                values["seed"] = first["seed"]
 
     @property
     def draws(self) -> int:

@@ -101,6 +101,7 @@ class BeliefOptimizer(CheckedOptimizer):
         self._parts = (*self.sources, *([self.preconditioner] if self.preconditioner else ()))
         for part in self._parts:
             part.bind(self)
+        self.draw_seed()
 
     # --- declarations ---
 

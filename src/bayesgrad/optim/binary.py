@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad.checkpoint import settings
-from bayesgrad.constraints import COUNT, INTEGER, NONNEGATIVE, POSITIVE, POSITIVE_INTEGER
+from bayesgrad.constraints import COUNT, NONNEGATIVE, OPTIONAL_INTEGER, POSITIVE, POSITIVE_INTEGER
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.optim.variational import check_prior
 from bayesgrad.optimizer import BeliefOptimizer
@@ -202,7 +202,8 @@ class BayesBiNN(BinaryOptimizer):
         samples: number of weight samples that `step(closure)` averages over.
         prior: the `BernoulliPosterior` of an earlier task, used as the prior of this one; parameters must be named.
             Parameters that it does not contain have the uniform prior.
-        seed: noise is a function of the seed, the number of earlier draws and the position of a weight.
+        seed: noise is a function of the seed, the number of earlier draws and the position of a weight; None draws one
+            from torch's global generator.
         nonfinite: what to do if a gradient has infinite or NaN entries: `"ignore"`, `"raise"`, or `"skip"`.
         fused: compile the step (`True`), run it eagerly (`False`), or compile it for large models only (`None`).
 
@@ -223,7 +224,7 @@ class BayesBiNN(BinaryOptimizer):
         "eps": NONNEGATIVE,
         "natural_init": NONNEGATIVE,
         "samples": POSITIVE_INTEGER,
-        "seed": INTEGER,
+        "seed": OPTIONAL_INTEGER,
     }
 
     def __init__(
@@ -238,7 +239,7 @@ class BayesBiNN(BinaryOptimizer):
         natural_init: float = 1.0,
         samples: int = 1,
         prior: Posterior | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:

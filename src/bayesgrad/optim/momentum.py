@@ -104,7 +104,7 @@ class KalmanMomentum(BeliefOptimizer):
         likelihood: the likelihood from which labels are sampled: "categorical", "bernoulli" or "gaussian".
         sample_weights: compute gradients at weights sampled from the belief, inside `with optimizer.sampled():`.
         samples: number of weight samples that `step(closure)` averages over, with sample_weights.
-        seed: seed of sampled weights and labels.
+        seed: seed of sampled weights and labels; None draws one from torch's global generator.
         nonfinite, fused: as in `AdaBayes`.
 
     Example:
@@ -154,7 +154,7 @@ class KalmanMomentum(BeliefOptimizer):
         likelihood: str = "categorical",
         sample_weights: bool = False,
         samples: int = 1,
-        seed: int = 0,
+        seed: int | None = None,
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:
