@@ -5,6 +5,7 @@ It is the part of `BeliefOptimizer` that has nothing to do with a step: param gr
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -55,7 +56,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any], model: Any) -> None:
         self.model: nn.Module | None = None
-        self.warned: set[Tensor] = set()  # parameters that a warning has named
+        self.warned: set[Any] = set()  # parameters that a warning has named, and options
         self.selected: dict[str, Any] = {}  # the options in `common` with which the optimizer was built
         if self.takes_model:
             if not isinstance(model, nn.Module):
@@ -66,6 +67,8 @@ class CheckedOptimizer(torch.optim.Optimizer):
                 )
             self.model = unwrap(model)
             params = named_groups(self.model, params)
+        elif isinstance(params, nn.Module):
+            params = params.named_parameters()
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -128,6 +131,18 @@ class CheckedOptimizer(torch.optim.Optimizer):
                 raise ValueError(
                     f"{name} cannot change during a run, from {built!r} to {group[name]!r}: build a new optimizer."
                 )
+
+    def check_count(self, examples: int) -> None:
+        """Warns once if a batch has more examples than there are data; a loss that is a sum may have num_data=1."""
+        known = self.param_groups[0].get("num_data")
+        if known is not None and examples > known and "num_data" not in self.warned:
+            self.warned.add("num_data")
+            warnings.warn(
+                f"num_data={known:g} is less than the {examples} examples of a batch: it is the number of training "
+                "examples, and the loss is a mean over examples. Pass num_data=len(dataset).",
+                UserWarning,
+                stacklevel=3,
+            )
 
     def draw_seed(self) -> None:
         """Replaces a seed of None, once: that of the first group by a drawn number, others by the first group's."""

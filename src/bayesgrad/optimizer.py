@@ -207,8 +207,9 @@ class BeliefOptimizer(CheckedOptimizer):
                 raise ValueError(f"{type(self).__name__} needs the {name} of a forward pass: call {how}.")
         if isinstance(outputs, Tensor) and (needs.outputs or class_dim is not None):
             outputs = classes_last(outputs, class_dim, loss)
-        empty = isinstance(outputs, Tensor) and outputs.dim() > 0 and not len(outputs)
-        for part in () if empty else self._parts:
+        rows = len(outputs) if isinstance(outputs, Tensor) and outputs.dim() else None
+        self.check_count(rows or 0)
+        for part in () if rows == 0 else self._parts:
             part.observe(outputs, loss, labels, weights)
         self._marked = self._mark()
 
@@ -407,8 +408,7 @@ class BeliefOptimizer(CheckedOptimizer):
         return {"step", *(name for part in self._parts for name in part.on_cpu)}
 
     def slots_of(self, p: Tensor, group: Mapping[str, Any]) -> tuple[str, ...]:
-        covers = self.preconditioner is not None and self.preconditioner.covers(p)
-        if covers and self.preconditioner:
+        if self.preconditioner is not None and self.preconditioner.covers(p):
             return self.preconditioner.rule.slots(group)
         return self.slots(group, self.rule_of(group))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -72,7 +73,8 @@ def signs(latent: Tensor) -> Tensor:
 class BinaryOptimizer(BeliefOptimizer):
     """An optimizer whose parameters are all binary: its constructor sets them to -1 or 1.
 
-    Parameters that do not require gradients are not changed until they do.
+    Parameters that do not require gradients are not changed until they do. Biases and BatchNorm's weights among them
+    are binary too, with a warning.
     """
 
     rule: BinaryRule  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -82,6 +84,16 @@ class BinaryOptimizer(BeliefOptimizer):
         self._complete = False  # a constructor that raises changes no weights
         super().__init__(params, defaults)
         self._complete = True
+        every = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        vectors = [p for p in every if p.dim() < 2]
+        if 0 < len(vectors) < len(every):
+            warnings.warn(
+                f"{type(self).__name__} sets all its parameters to -1 or 1, and {len(vectors)} of them have fewer than "
+                f"two dimensions, as biases and BatchNorm's weights do: see {self.name_of(vectors[0])}. Build layers "
+                "without them, or give them to another optimizer.",
+                UserWarning,
+                stacklevel=3,
+            )
 
     def binarise(self) -> None:
         for group in self.param_groups:
