@@ -43,14 +43,14 @@ class Case:
     def __call__(self, target: Any, **options: Any) -> torch.optim.Optimizer:
         if not self.decays:
             options.pop("weight_decay", None)
-        return self.make(target, **{**self.options, **options})
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".* sets all its parameters")  # networks here have biases
+            return self.make(target, **{**self.options, **options})
 
     def of(self, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-        """The optimizer for all parameters of a model; warnings about fallbacks, temperatures, biases are ignored."""
+        """The optimizer for all parameters of a model; warnings about fallbacks and temperatures are ignored."""
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", ".* does not support |.* sets all its parameters|lr=.* (samples at temperature|is not small)"
-            )
+            warnings.filterwarnings("ignore", ".* does not support |lr=.* (samples at temperature|is not small)")
             return self(model if self.layers else model.named_parameters(), **options)
 
 

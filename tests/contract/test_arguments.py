@@ -64,7 +64,6 @@ def test_every_optimizer_and_sampler_is_in_the_table() -> None:
     assert {c for c in every if issubclass(c, BeliefOptimizer)} - set(CLASSES) <= {optim.DenseFilter}
 
 
-@pytest.mark.filterwarnings("ignore:.* sets all its parameters")
 @pytest.mark.parametrize("case", OF_PARAMETERS, ids=lambda case: case.name)
 def test_a_model_stands_for_its_named_parameters(case: Case) -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
