@@ -25,7 +25,7 @@ FRACTIONS = Constraint("two numbers in [0, 1)", lambda x: len(x) == 2 and all(0 
 COUNT = Constraint("a number >= 1", lambda x: 1 <= x < math.inf)
 OPTIONAL_COUNT = Constraint("None or a number >= 1", lambda x: x is None or 1 <= x < math.inf)
 POSITIVE_INTEGER = Constraint("an integer >= 1", lambda x: x == int(x) and x >= 1)
-INTEGER = Constraint("an integer", lambda x: x == int(x))
+OPTIONAL_INTEGER = Constraint("None or an integer", lambda x: x is None or x == int(x))
 BOOLEAN = Constraint("True or False", lambda x: x is True or x is False)
 OPTIONAL_BOOLEAN = Constraint("None, True or False", lambda x: x is None or x is True or x is False)
 
@@ -47,7 +47,7 @@ LAYER_OPTIONS: Mapping[str, Constraint] = {
     "max_norm": POSITIVE,
     "fallback_lr": NONNEGATIVE,
     "likelihood": one_of("categorical", "bernoulli", "gaussian"),
-    "seed": INTEGER,
+    "seed": OPTIONAL_INTEGER,
 }
 
 

@@ -23,13 +23,7 @@ what its hyperparameters mean to it:
     tensor([0.9000])
 
 An optimizer that needs more than gradients also declares *sources* (`bayesgrad.sources`), and one whose precision is a
-matrix a *preconditioner* (`bayesgrad.preconditioners`). `step()` does this:
-
-1. `check_group` validates the param groups, and `FiniteCheck` handles gradients that are not finite.
-2. The preconditioner turns the gradients of the parameters that it covers into directions (KFAC, FOOF).
-3. The sources return what the curvature needs beside `.grad`, such as per-example squares (OGN) or Hessians (Newton).
-4. `_layout` groups parameters into blocks that one kernel call updates.
-5. For each block, `scalars` computes the hyperparameters of this step, and `kernels.run` applies the rule in place.
+matrix a *preconditioner* (`bayesgrad.preconditioners`). docs/design.md says how one step runs.
 """
 
 from __future__ import annotations
@@ -110,6 +104,7 @@ class BeliefOptimizer(CheckedOptimizer):
         self._refuse_processes()
         for part in self._parts:
             part.bind(self)
+        self.draw_seed()
 
     def _refuse_processes(self) -> None:
         """Raises if other processes train the same model, and the parts of this optimizer do not support it."""
@@ -179,6 +174,9 @@ class BeliefOptimizer(CheckedOptimizer):
         Divide losses by the number of micro-batches and draws, as for any gradient accumulation. Parameters that do not
         require gradients are not perturbed. Draws under `torch.no_grad()` do not affect training.
 
+        What needs the mean is refused inside: `step`, `posterior`, `eval`, copies, state dicts, new groups. A change of
+        sampled weights would be lost, so it raises. Copies and state dicts of the *model* inside hold the sample.
+
         Args:
             noise: noise to use in place of random numbers (standard normal for a Gaussian belief, uniform in (0, 1) for
                 binary weights, the masks of units for SpikeSlab), as a dict by parameter or as a function of the
@@ -222,8 +220,9 @@ class BeliefOptimizer(CheckedOptimizer):
                 raise ValueError(f"{type(self).__name__} needs the {name} of a forward pass: call {how}.")
         if isinstance(outputs, Tensor) and (needs.outputs or class_dim is not None):
             outputs = classes_last(outputs, class_dim, loss)
-        empty = isinstance(outputs, Tensor) and outputs.dim() > 0 and not len(outputs)
-        for part in () if empty else self._parts:
+        rows = len(outputs) if isinstance(outputs, Tensor) and outputs.dim() else None
+        self.check_count(rows or 0)
+        for part in () if rows == 0 else self._parts:
             part.observe(outputs, loss, labels, weights)
         self._marked = self._mark()
 
@@ -247,8 +246,7 @@ class BeliefOptimizer(CheckedOptimizer):
         Returns:
             The return value of the closure.
         """
-        if not self.param_groups[0]["train_mode"]:
-            self.require_training("step()")
+        self.require_training("step()")
         for part in self._parts:
             part.prepare(closure)
         loss = None if closure is None else self._evaluate(closure)
@@ -354,7 +352,7 @@ class BeliefOptimizer(CheckedOptimizer):
         for p in params:
             entry = self.state[p]
             if "step" not in entry:
-                entry["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+                entry["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")  # a constant to FakeTensorMode
             entry["step"] = entry["step"].to("cpu", torch.float32)
             for slot in slots:
                 if slot not in entry:
@@ -392,6 +390,10 @@ class BeliefOptimizer(CheckedOptimizer):
 
     # --- groups and copies ---
 
+    @property
+    def sampling(self) -> bool:
+        return any(source.active for source in self.sources)
+
     def group_added(self) -> None:
         for part in self._parts:
             part.bind(self)
@@ -403,8 +405,7 @@ class BeliefOptimizer(CheckedOptimizer):
         return {"step", *(name for part in self._parts for name in part.on_cpu)}
 
     def slots_of(self, p: Tensor, group: Mapping[str, Any]) -> tuple[str, ...]:
-        covers = self.preconditioner is not None and self.preconditioner.covers(p)
-        if covers and self.preconditioner:
+        if self.preconditioner is not None and self.preconditioner.covers(p):
             return self.preconditioner.rule.slots(group)
         return self.slots(group, self.rule_of(group))
 
@@ -429,8 +430,7 @@ class BeliefOptimizer(CheckedOptimizer):
                 that were never updated, are constants.
             scale: multiplies every variance. Choose it by held-out likelihood; docs/choosing.md says why.
         """
-        with self.mode(training=False):
-            return gaussian_posterior(self, model, scale)
+        return gaussian_posterior(self, model, scale)
 
     def joint_beliefs(self, names: Mapping[int, str], scale: float) -> Iterable[tuple[str, Joint]]:
         """Joint beliefs about several parameters, by the name of one of them; `names` maps ids to names."""

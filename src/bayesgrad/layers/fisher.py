@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesgrad import layers, likelihoods
+from bayesgrad import layers, likelihoods, noise
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.call import LayerCall
 from bayesgrad.layers.examples import RowLayouts
@@ -22,7 +22,6 @@ from bayesgrad.layers.network import parameters_of, unwrap
 from bayesgrad.layers.observed import classes_last
 from bayesgrad.layers.per_example import PerExampleGradients, StoredGradients
 from bayesgrad.layers.recorder import LayerRecorder, Trace
-from bayesgrad.noise import seed32
 from bayesgrad.precision import LowRank
 
 FISHERS = ("sampled", "exact", "empirical")
@@ -93,7 +92,7 @@ class SubsampledFisher:
         likelihood: "categorical", "bernoulli" or "gaussian" (unit variance).
         fisher: "sampled" (one label for each example, drawn with `seed`), "exact" or "empirical" (needs `labels`).
         labels: the targets for "empirical", or labels to use instead of sampled ones.
-        seed: of sampled labels; None is 0.
+        seed: of sampled labels; None draws one from torch's global generator if they are sampled.
         class_dim: the dimension of classes in the outputs: 1 for (N, C, ...); None for the last one.
 
     Attributes:
@@ -130,7 +129,9 @@ class SubsampledFisher:
             need = "needs labels=" if labels is None else "takes no labels"
             raise ValueError(f"fisher={fisher!r} {need}.")
         kind = likelihoods.named(likelihood)
-        generator = torch.Generator().manual_seed(seed32(seed or 0))
+        if seed is None and fisher == "sampled" and labels is None:
+            seed = noise.fresh_seed()
+        generator = torch.Generator().manual_seed(noise.seed32(seed or 0))
         (seen,) = batch_gradients(model, inputs, kind, fisher, labels, generator, class_dim=class_dim)
         self._parameters = {name: p for name, p in parameters_of(unwrap(model)).items() if p.requires_grad}
         self.names = list(self._parameters)

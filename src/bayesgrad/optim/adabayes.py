@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from bayesgrad.checkpoint import settings
-from bayesgrad.constraints import BOOLEAN, COUNT, INTEGER, OPTIONAL_COUNT, POSITIVE, POSITIVE_INTEGER, one_of
+from bayesgrad.constraints import BOOLEAN, COUNT, OPTIONAL_COUNT, OPTIONAL_INTEGER, POSITIVE, POSITIVE_INTEGER, one_of
 from bayesgrad.optimizer import BeliefOptimizer
 from bayesgrad.parts import Source
 from bayesgrad.rules import (
@@ -29,7 +29,7 @@ FISHER_OPTIONS = {
     "likelihood": one_of("categorical", "bernoulli", "gaussian"),
     "sample_weights": BOOLEAN,
     "samples": POSITIVE_INTEGER,
-    "seed": INTEGER,
+    "seed": OPTIONAL_INTEGER,
 }
 
 
@@ -89,7 +89,7 @@ class AdaBayes(BeliefOptimizer):
         likelihood: the likelihood from which labels are sampled: "categorical", "bernoulli" or "gaussian".
         sample_weights: compute gradients at weights sampled from the belief, inside `with optimizer.sampled():`.
         samples: number of weight samples that `step(closure)` averages over, with sample_weights.
-        seed: seed of sampled weights and labels.
+        seed: seed of sampled weights and labels; None draws one from torch's global generator.
         follow_lr: when lr changes by a factor, multiply sigma^2_post by it. `False` is the paper's filter, which needs
             thousands of steps to adapt to a new lr. Do not change this option during a run.
         nonfinite: what to do if a gradient has infinite or NaN entries: `"ignore"` them as torch.optim does,
@@ -136,7 +136,7 @@ class AdaBayes(BeliefOptimizer):
         likelihood: str = "categorical",
         sample_weights: bool = False,
         samples: int = 1,
-        seed: int = 0,
+        seed: int | None = None,
         follow_lr: bool = True,
         nonfinite: str = "ignore",
         fused: bool | None = None,
@@ -204,7 +204,7 @@ class AdaBayesFP(BeliefOptimizer):
         fisher: what s averages: the square of the gradient (`"empirical"`), its variance (`"centered"`), or its square
             for labels sampled from the model (`"sampled"`), which needs `observe(outputs)` in every step.
         likelihood: the likelihood from which labels are sampled: "categorical", "bernoulli" or "gaussian".
-        seed: seed of the sampled labels.
+        seed: seed of the sampled labels; None draws one from torch's global generator.
         nonfinite: what to do if a gradient has infinite or NaN entries: `"ignore"` them as torch.optim does,
             with a warning, `"raise"`, or `"skip"` the step. The last two then change neither weights nor state.
         fused: compile the step (`True`), run it eagerly (`False`), or compile it for large models only (`None`).
@@ -240,7 +240,7 @@ class AdaBayesFP(BeliefOptimizer):
         batch_size: float | None = None,
         fisher: str = "empirical",
         likelihood: str = "categorical",
-        seed: int = 0,
+        seed: int | None = None,
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:

@@ -65,7 +65,8 @@ class IVON(VariationalOptimizer):
             test_natural_momentum_is_momentum_of_natural_parameters.
         prior: the posterior of an earlier task, used as the prior of this one. Parameters that it does not contain
             have the prior N(0, 1/prior_precision).
-        seed: noise is a function of the seed, the number of earlier draws and the position of a weight.
+        seed: noise is a function of the seed, the number of earlier draws and the position of a weight; None draws one
+            from torch's global generator.
         nonfinite: what to do if a gradient has infinite or NaN entries: `"ignore"`, `"raise"`, or `"skip"`.
         fused: compile the step (`True`), run it eagerly (`False`), or compile it for large models only (`None`).
 
@@ -97,7 +98,7 @@ class IVON(VariationalOptimizer):
         curvature: str = "reparameterised",
         natural_momentum: float = 0.0,
         prior: Posterior | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:

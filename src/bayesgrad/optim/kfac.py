@@ -64,7 +64,7 @@ class KFAC(LayerOptimizer):
         precondition: "step": `step()` preconditions `.grad`. "backward": the backward pass does, and `.grad` is the
             preconditioned gradient, which is cheaper for batches of few rows; see docs/choosing.md.
         max_factor: a factor with more rows than this is approximated by its diagonal.
-        seed: seed of the sampled labels.
+        seed: seed of the sampled labels; None draws one from torch's global generator.
         nonfinite, fused: as in `AdaBayes`.
 
     Other parameters (of normalisation layers, raw ones, and those that docs/layers.md lists) are trained by Adam with
@@ -114,7 +114,7 @@ class KFAC(LayerOptimizer):
         exact_damping: bool = False,
         precondition: str = "step",
         max_factor: int = 8192,
-        seed: int = 0,
+        seed: int | None = None,
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:

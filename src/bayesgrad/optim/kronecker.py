@@ -93,7 +93,7 @@ class KroneckerFilter(KroneckerOptimizer):
             the number of positions of outputs (N, T, C). Rows of flattened outputs (N T, C) are examples with one loss;
             with losses_per_example=T, T rows are one example, and the number of losses is the same.
         max_factor: layers with a larger side are trained by AdaBayes.
-        seed: seed of the sampled labels.
+        seed: seed of the sampled labels; None draws one from torch's global generator.
         nonfinite, fused: as in `AdaBayes`.
 
     Other parameters, and those of Embedding layers (whose input side is too large for a covariance), are trained by
@@ -134,7 +134,7 @@ class KroneckerFilter(KroneckerOptimizer):
         stats_every: int = 1,
         losses_per_example: int | None = None,
         max_factor: int = 8192,
-        seed: int = 0,
+        seed: int | None = None,
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:
@@ -218,7 +218,7 @@ class KroneckerFilterFP(KroneckerOptimizer):
         precondition: "step": `step()` preconditions `.grad`. "backward": the backward pass does, and `.grad` is the
             preconditioned gradient, which is cheaper for batches of few rows; see docs/choosing.md.
         max_factor: a factor with more rows than this is approximated by its diagonal.
-        seed: seed of the sampled labels.
+        seed: seed of the sampled labels; None draws one from torch's global generator.
         nonfinite, fused: as in `AdaBayes`.
 
     For sigma = inf, eigenvalues are clamped to at least 1e-4 of the largest, so the factor of a direction without data
@@ -264,7 +264,7 @@ class KroneckerFilterFP(KroneckerOptimizer):
         whiten: str = "both",
         precondition: str = "step",
         max_factor: int = 768,
-        seed: int = 0,
+        seed: int | None = None,
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:

@@ -17,7 +17,7 @@ from bayesgrad.kernels import compute_dtype
 from bayesgrad.optim.adabayes import FISHER_OPTIONS, check_centred, fisher_sources
 from bayesgrad.optimizer import BeliefOptimizer
 from bayesgrad.packing import Block
-from bayesgrad.parts import Groups, Source
+from bayesgrad.parts import Groups, Source, entries
 from bayesgrad.precision import Pair, Precision
 from bayesgrad.rules import (
     CentredGradient,
@@ -104,7 +104,7 @@ class KalmanMomentum(BeliefOptimizer):
         likelihood: the likelihood from which labels are sampled: "categorical", "bernoulli" or "gaussian".
         sample_weights: compute gradients at weights sampled from the belief, inside `with optimizer.sampled():`.
         samples: number of weight samples that `step(closure)` averages over, with sample_weights.
-        seed: seed of sampled weights and labels.
+        seed: seed of sampled weights and labels; None draws one from torch's global generator.
         nonfinite, fused: as in `AdaBayes`.
 
     Example:
@@ -154,7 +154,7 @@ class KalmanMomentum(BeliefOptimizer):
         likelihood: str = "categorical",
         sample_weights: bool = False,
         samples: int = 1,
-        seed: int = 0,
+        seed: int | None = None,
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:
@@ -267,7 +267,7 @@ class KalmanMomentum(BeliefOptimizer):
 
     def evaluation_weights(self) -> dict[Tensor, Tensor]:
         means = {}
-        for p, entry in self.state.items():
+        for p, entry in entries(self):
             if AHEAD in entry:
                 ahead, eta = entry[AHEAD].tolist()
                 means[p] = (p.detach().to(compute_dtype(p.dtype)) - eta * entry[MOMENTUM]) / ahead

@@ -60,7 +60,7 @@ class NaturalGradient(LayerOptimizer):
             quadratic model predicts, and adapt damping. Needs `step(closure)`. Described by Martens and Grosse, 2015,
             section 6.5; tried by Benzing 2021, footnote 2. Checked by tests/equations/test_natural_gradient.py,
             test_damping_adapts_to_how_well_the_model_predicts.
-        seed: seed of the sampled labels.
+        seed: seed of the sampled labels; None draws one from torch's global generator.
         nonfinite, fused: as in `AdaBayes`.
 
     Other parameters (raw ones, and those that docs/layers.md lists) are trained by Adam with learning rate fallback_lr
@@ -108,7 +108,7 @@ class NaturalGradient(LayerOptimizer):
         weight_decay: float = 0.0,
         step_size: str = "lr",
         adapt_damping: bool = False,
-        seed: int = 0,
+        seed: int | None = None,
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:

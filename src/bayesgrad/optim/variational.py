@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bayesgrad import kernels
-from bayesgrad.constraints import COUNT, FRACTION, INTEGER, NONNEGATIVE, POSITIVE, POSITIVE_INTEGER
+from bayesgrad.constraints import COUNT, FRACTION, NONNEGATIVE, OPTIONAL_INTEGER, POSITIVE, POSITIVE_INTEGER
 from bayesgrad.optimizer import BeliefOptimizer
 from bayesgrad.packing import VARIANCE
 from bayesgrad.posterior import GaussianPosterior, Posterior
@@ -47,7 +47,7 @@ class VariationalOptimizer(BeliefOptimizer):
         "clip_radius": POSITIVE,
         "natural_momentum": FRACTION,
         "samples": POSITIVE_INTEGER,
-        "seed": INTEGER,
+        "seed": OPTIONAL_INTEGER,
     }
 
     def load_prior(self, prior: Posterior | None) -> None:

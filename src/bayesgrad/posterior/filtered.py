@@ -17,7 +17,11 @@ from bayesgrad.precision import Diagonal
 
 
 def names_in(optimizer: Any, model: nn.Module) -> dict[int, str]:
-    """The id of each parameter of the optimizer -> its name in the model; raises if the model lacks one."""
+    """The id of each parameter of the optimizer -> its name in the model; raises if the model lacks one.
+
+    It opens every `posterior()`, which is refused inside `sampled()`.
+    """
+    optimizer.require_mean("posterior()")
     names = {id(p): name for name, p in parameters_of(model).items()}
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -35,15 +39,16 @@ def gaussian_posterior(optimizer: Any, model: nn.Module, scale: float) -> Gaussi
     """The belief of an optimizer about the model's weights, which are the mean; see `BeliefOptimizer.posterior`."""
     check_scale(scale)
     names = names_in(optimizer, model)
-    beliefs: dict[str, Belief] = dict(optimizer.joint_beliefs(names, scale))
-    joint = {name for belief in beliefs.values() if isinstance(belief, Joint) for name in belief.shapes}
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if names[id(p)] in joint or (not p.requires_grad and not optimizer.state.get(p)):
-                continue
-            variance = optimizer.variance_of(group, p) * scale
-            beliefs[names[id(p)]] = Belief(p.detach().clone(), Diagonal(variance))
-    return GaussianPosterior(beliefs, model)
+    with optimizer.mode(training=False):
+        beliefs: dict[str, Belief] = dict(optimizer.joint_beliefs(names, scale))
+        joint = {name for belief in beliefs.values() if isinstance(belief, Joint) for name in belief.shapes}
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if names[id(p)] in joint or (not p.requires_grad and not optimizer.state.get(p)):
+                    continue
+                variance = optimizer.variance_of(group, p) * scale
+                beliefs[names[id(p)]] = Belief(p.detach().clone(), Diagonal(variance))
+        return GaussianPosterior(beliefs, model)
 
 
 def filtered_variance(optimizer: Any, group: Mapping[str, Any], p: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -82,6 +82,9 @@ class UnitDropout(Draws):
         for p, mean in self.saved:
             p.copy_(mean)
         self.hooks, self.saved = [], []
+
+    def perturbed(self) -> Iterator[Tensor]:
+        return (p for p, _ in self.saved)
 
     def end(self) -> None:
         for p, earlier in self.before.items():

@@ -39,6 +39,10 @@ class Draws(Source):
     def restore(self, finished: bool) -> None:
         """Restores them, bit for bit. `finished` is False under `torch.no_grad()` and after an error."""
 
+    @abstractmethod
+    def perturbed(self) -> Iterator[Tensor]:
+        """The parameters whose weights are a sample now."""
+
     @property
     def drawing(self) -> bool:
         return self.key is not None
@@ -73,7 +77,14 @@ class Draws(Source):
         try:
             with torch.no_grad():
                 self.perturb(key, noise, training)
+            versions = [(p, p._version) for p in self.perturbed()]
             yield
+            for p, version in versions:
+                if p._version != version:
+                    raise RuntimeError(
+                        f"{self.optimizer.name_of(p)} was changed inside sampled(), which restores the mean at its "
+                        "end: change weights outside of it."
+                    )
             finished = training
         finally:
             with torch.no_grad():
@@ -177,6 +188,9 @@ class WeightSampling(Draws):
         elements = sum(part.elements for part in self.drawn)
         for part in self.drawn:
             part.restore(self.evidence is not None and finished, elements)
+
+    def perturbed(self) -> Iterator[Tensor]:
+        return (p for part in self.drawn for p in part.params)
 
     def _layout(self) -> list[SampledBlock]:
         """The blocks of parameters to perturb; reused from draw to draw until parameters change."""
