@@ -24,7 +24,7 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _fixed_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A seed of None is 0, so that numbers do not depend on the order of tests; tests of None undo it."""
-    monkeypatch.setattr("bayesgrad.noise.fresh_seed", lambda shared=False: 0)
+    monkeypatch.setattr("bayesgrad.noise.fresh_seed", lambda: 0)
 
 
 @pytest.fixture(autouse=True)
