@@ -27,7 +27,7 @@ from torch import Tensor
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.packing import VARIANCE
 from bayesgrad.precision import Precision, Scalar
-from bayesgrad.rules.transition import OLDER_VARIANCE, Memory, Scalars, Transition, average
+from bayesgrad.rules.transition import OLDER_VARIANCE, Memory, Scalars, Transition, average, largest_square_root
 
 MOMENTUM = "momentum"  # the slot of the average of gradients or directions
 PRIOR_PRECISION, PRIOR_MEAN = "prior_precision", "prior_mean"  # slots of a prior: the posterior of an earlier task
@@ -275,7 +275,8 @@ class NaturalStep(Move):
         moved = mean - n["step_scale"] * step
         if self.natural_momentum:
             ratio = precision.variance() / memory[OLDER_VARIANCE]
-            moved = moved + n["natural_momentum"] * ratio * (mean - memory["last_mean"])
+            largest = largest_square_root(mean.dtype)
+            moved = moved + (n["natural_momentum"] * ratio * (mean - memory["last_mean"])).clamp(-largest, largest)
             memory["last_mean"] = mean
         return moved
 
@@ -355,9 +356,8 @@ class UpdateRule:
         weight, gradient = weight.to(dtype), gradient.to(dtype)
         if "l2" in n:
             gradient = gradient + n["l2"] * weight
-        if self.transition.averages_squares:
-            largest = math.sqrt(torch.finfo(dtype).max) / 4
-            gradient = gradient.clamp(-largest, largest)
+        largest = largest_square_root(dtype)  # an average of squares that is infinite once stays infinite
+        gradient = gradient.clamp(-largest, largest)
         if self.curvature is None:  # without curvature, the precision of every weight is 1
             precision = Scalar(torch.ones((), dtype=dtype, device=weight.device), tuple(weight.shape))
         else:
