@@ -84,11 +84,8 @@ class SquaredGradient(Curvature):
 
     def read(self, evidence: Evidence, memory: Memory, n: Scalars) -> Tensor:
         if evidence.squares is not None:  # means of squares over several samples of weights or labels
-            return (
-                n["gradient_scale"] * (n["gradient_scale"] * evidence.squares)
-                if "gradient_scale" in n
-                else evidence.squares
-            )
+            squares = evidence.squares.clamp(max=largest_square_root(evidence.squares.dtype) ** 2)
+            return n["gradient_scale"] * (n["gradient_scale"] * squares) if "gradient_scale" in n else squares
         error = evidence.gradient * n["gradient_scale"] if "gradient_scale" in n else evidence.gradient
         return error * error
 
