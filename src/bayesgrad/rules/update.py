@@ -153,7 +153,8 @@ class PerExampleSquare(Curvature):
     """
 
     def read(self, evidence: Evidence, memory: Memory, n: Scalars) -> Tensor:
-        return evidence.squares  # pyright: ignore[reportReturnType]
+        # A large input has an infinite square; times an error of zero it is NaN, and no information.
+        return evidence.squares.nan_to_num(nan=0.0)  # pyright: ignore[reportOptionalMemberAccess]
 
 
 @dataclass(frozen=True)
