@@ -321,7 +321,9 @@ class Woodbury(NetworkPreconditioner):
             raise self.optimizer.nonfinite_error(
                 "the quadratic model of this step is not finite: lower lr, scale the inputs, or use step_size='lr'."
             )
-        best = torch.linalg.lstsq(matrix, inner[:, None]).solution[:, 0].tolist()
+        # Direction and buffer may differ by many orders of magnitude; in units of their norms the matrix is well scaled.
+        unit = matrix.diagonal().clamp(min=torch.finfo(matrix.dtype).tiny).rsqrt()
+        best = (unit * (torch.linalg.pinv(unit[:, None] * matrix * unit, hermitian=True) @ (unit * inner))).tolist()
         self.momentum = best[1] if len(best) > 1 else 0.0
         return {p: best[0] * d for p, d in found.items()}
 
