@@ -26,7 +26,7 @@ KINDS = (
     "phases",
     "noise",
 )
-MODERATE = {"zero", "constant", "alternating", "sparse", "offset", "noise", "phases"}  # kinds without a trend
+MODERATE = ("zero", "constant", "alternating", "sparse", "offset", "phases", "noise")  # kinds without a trend
 
 
 class Sequences:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from bayesgrad import optim
 from cases import ELEMENTWISE, MASKED, SECOND, SHOWN, Case, same, states, weights
-from hostile import KINDS, Sequences
+from hostile import KINDS, MODERATE, Sequences
 
 IMPROPER = {"num_data": 1000, "prior_precision": 0.0}
 CASES = (
@@ -231,6 +231,61 @@ def refuse(run: Run, gradients: list[Tensor], hessians: list[Tensor]) -> None:
 def test_thousands_of_hostile_sequences(case: Case) -> None:
     for seed, setting in enumerate(SETTINGS[:3]):
         check(case, setting, 100 * len(KINDS), 24, seed)
+
+
+def paths(case: Case, settings: tuple[Setting, Setting], count: int, steps: int, **span: Any) -> list[Tensor]:
+    """The weights (of binary rules, the latent ones) after the same sequences, and the length of the second path."""
+    ends, length = [], torch.zeros(())
+    for setting in settings:
+        run = Run(case, setting, count, steps, 0, **span)
+        gradients = Sequences(run.total, torch.float32, steps, 0, **span)
+        latent, old = getattr(run.optimizer.rule, "latent", None), None
+        length = torch.zeros(())
+        for _ in range(steps):
+            run.next()
+            values = run.of(gradients.next())
+            run.step(values, [g.abs() for g in values])
+            new = [run.optimizer.state[p][latent] if latent else p.detach() for p in run.params]
+            now = torch.cat([value.double().flatten() for value in new])
+            length = length + (0 if old is None else (now - old).abs())
+            old = now
+        ends.append(old)
+    return [*ends, length]
+
+
+# Rules whose steps are not continuous in the gradients of a sequence: the variance of nearly equal gradients is a
+# rounding error, and an estimate of a Hessian may have either sign.
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if "centered" not in case.name and "prior" not in case.name], ids=lambda c: c.name
+)
+def test_float32_agrees_with_float64(case: Case) -> None:
+    """To 1e-3 of the length of the path, for gradients between 1e-8 and 1e8."""
+    settings = Setting(torch.float32), Setting(torch.float64)
+    single, double, length = paths(case, settings, 40 * len(MODERATE), 30, decades=8, kinds=MODERATE)
+    error = (single - double).abs() / (length + 1e-3 * double.abs() + 1e-6)
+    assert error.max() < 1e-3
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("name", ["AdaBayes", "KalmanMomentum", "IVON"])
+def test_compiled_steps_are_those_of_eager_mode(name: str) -> None:
+    (case,) = (case for case in CASES if case.name == name)
+    check_compiled(case)
+
+
+def check_compiled(case: Case) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        runs = [Run(case, Setting(dtype, (1.0, 0.1, 0.0), 0.1, fused), 64 * len(KINDS), 20, 7) for fused in (False, True)]
+        for _ in range(20):
+            for run in runs:
+                run.step(*run.next())
+        assert same(*(run.image() for run in runs)), (case.name, dtype)
+
+
+@pytest.mark.soak
+@every_hostile_case
+def test_compiled_steps_of_every_rule_are_those_of_eager_mode(case: Case) -> None:
+    check_compiled(case)
 
 
 @pytest.mark.soak
