@@ -253,29 +253,35 @@ def paths(case: Case, settings: tuple[Setting, Setting], count: int, steps: int,
     return [*ends, length]
 
 
-# Rules whose steps are not continuous in the gradients of a sequence: the variance of nearly equal gradients is a
-# rounding error, and an estimate of a Hessian may have either sign.
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if "centered" not in case.name and "prior" not in case.name], ids=lambda c: c.name
-)
+# Others amplify rounding errors: the variance of equal gradients is one, as is a Hessian that is estimated from samples
+# where it is small, and without a prior nothing bounds a step.
+SMOOTH = [
+    case
+    for case in CASES
+    if case.make not in (optim.IVON, optim.VON, optim.BayesBiNN)
+    and not case.name.endswith(("centered", "prior", "improper"))
+]
+
+
+@pytest.mark.parametrize("case", SMOOTH, ids=lambda case: case.name)
 def test_float32_agrees_with_float64(case: Case) -> None:
-    """To 1e-3 of the length of the path, for gradients between 1e-8 and 1e8."""
-    settings = Setting(torch.float32), Setting(torch.float64)
-    single, double, length = paths(case, settings, 40 * len(MODERATE), 30, decades=8, kinds=MODERATE)
-    error = (single - double).abs() / (length + 1e-3 * double.abs() + 1e-6)
-    assert error.max() < 1e-3
+    """To 1e-3 of the length of the path and one rounding error per step, for gradients between 1e-8 and 1e8."""
+    settings, steps = (Setting(torch.float32), Setting(torch.float64)), 30
+    single, double, length = paths(case, settings, 40 * len(MODERATE), steps, decades=8, kinds=MODERATE)
+    rounding = steps * torch.finfo(torch.float32).eps * double.abs()
+    assert bool(((single - double).abs() <= 1e-3 * length + rounding + 1e-9).all())
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("name", ["AdaBayes", "KalmanMomentum", "IVON"])
-def test_compiled_steps_are_those_of_eager_mode(name: str) -> None:
-    (case,) = (case for case in CASES if case.name == name)
-    check_compiled(case)
+def test_compiled_steps_are_those_of_eager_mode() -> None:
+    check_compiled(CASES[0], torch.float32)
 
 
-def check_compiled(case: Case) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        runs = [Run(case, Setting(dtype, (1.0, 0.1, 0.0), 0.1, fused), 64 * len(KINDS), 20, 7) for fused in (False, True)]
+def check_compiled(case: Case, *dtypes: torch.dtype) -> None:
+    for dtype in dtypes:
+        runs = [
+            Run(case, Setting(dtype, (1.0, 0.1, 0.0), 0.1, fused), 64 * len(KINDS), 20, 7) for fused in (False, True)
+        ]
         for _ in range(20):
             for run in runs:
                 run.step(*run.next())
@@ -285,7 +291,7 @@ def check_compiled(case: Case) -> None:
 @pytest.mark.soak
 @every_hostile_case
 def test_compiled_steps_of_every_rule_are_those_of_eager_mode(case: Case) -> None:
-    check_compiled(case)
+    check_compiled(case, torch.float32, torch.bfloat16, torch.float64)
 
 
 @pytest.mark.soak

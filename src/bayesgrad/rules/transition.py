@@ -61,7 +61,7 @@ Scalars = Mapping[str, Any]
 
 
 def largest_square_root(dtype: torch.dtype) -> float:
-    """A quarter of the largest number whose square is finite, 4.6e18 in float32: the bound of gradients and of steps."""
+    """A quarter of the largest number whose square is finite, 4.6e18 in float32: the bound of gradients."""
     return math.sqrt(torch.finfo(dtype).max) / 4
 
 
