@@ -388,7 +388,7 @@ class Moment:
 
 
 def has_finite_square(norm: Tensor) -> Tensor:
-    """Whether the square is finite, also times 2^20: errors are multiplied by the batch size first, then squared."""
+    """Whether the square is finite, also times 2^20: errors are multiplied by the batch size, then squared."""
     return norm < math.sqrt(torch.finfo(norm.dtype).max) / 1024
 
 
