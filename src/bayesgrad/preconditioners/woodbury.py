@@ -321,7 +321,7 @@ class Woodbury(NetworkPreconditioner):
             raise self.optimizer.nonfinite_error(
                 "the quadratic model of this step is not finite: lower lr, scale the inputs, or use step_size='lr'."
             )
-        # Direction and buffer may differ by many orders of magnitude: in units of their norms, the matrix is well scaled
+        # Direction and buffer may differ by many orders of magnitude; in units of their norms, the scales are alike.
         unit = matrix.diagonal().clamp(min=torch.finfo(matrix.dtype).tiny).rsqrt()
         best = (unit * (torch.linalg.pinv(unit[:, None] * matrix * unit, hermitian=True) @ (unit * inner))).tolist()
         self.momentum = best[1] if len(best) > 1 else 0.0
