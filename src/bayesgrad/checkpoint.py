@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from bayesgrad.constraints import FRACTION, FRACTIONS, NONNEGATIVE, OPTIONAL_BOOLEAN, Constraint, one_of
+from bayesgrad.constraints import FRACTION, FRACTIONS, NONNEGATIVE, OPTIONAL_BOOLEAN, POSITIVE, Constraint, one_of
 from bayesgrad.layers.network import named_groups, unwrap
 from bayesgrad.parts import Host
 
@@ -25,8 +25,9 @@ class CheckedOptimizer(torch.optim.Optimizer):
     """A torch optimizer with checked hyperparameters, whose state is restored bit for bit or refused.
 
     `accepts` maps the name of a hyperparameter to the values that it may have; those in `common` must be the same in
-    all groups. Groups have a few entries beside hyperparameters: `base_lr`, the initial lr; `last_lr`, the last
-    positive one; `draws` (of the first group), the number of random draws so far; `rule`, the name of the class;
+    all groups. Groups have a few entries beside hyperparameters: `base_lr`, the initial lr, and `max_lr`, if a
+    scheduler sets it (see `bayesgrad.schedule`); `last_lr`, the last positive lr; `draws` (of the first group), the
+    number of random draws so far; `rule`, the name of the class;
     `train_mode`, whether weights are those to train with.
 
     Args:
@@ -48,6 +49,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
         "fused": OPTIONAL_BOOLEAN,
         "base_lr": NONNEGATIVE,
         "last_lr": NONNEGATIVE,
+        "max_lr": POSITIVE,
     }
 
     def __init__(self, params: Any, defaults: dict[str, Any], model: Any) -> None:
