@@ -89,7 +89,10 @@ def test_the_list_of_schedulers_is_complete() -> None:
 @every_scheduler
 @pytest.mark.parametrize("sgd_lr", [0.1, math.inf])
 def test_a_schedule_multiplies_both_rates_of_adabayes_fp(name: str, sgd_lr: float) -> None:
-    """Aitchison 2020, Eq. 21, with sgd_lr times lr/reference; for sgd_lr = inf also torch's AdamW."""
+    """Aitchison 2020, Eq. 21, with sgd_lr times lr/reference; for sgd_lr = inf also torch's AdamW.
+
+    Under a cycle of momentum the weights of the gradients in <g> sum to one, which those of torch's AdamW do not.
+    """
     weight = torch.linspace(-1, 1, 5, dtype=torch.float64).requires_grad_()
     optimizer = AdaBayesFP([weight], lr=1e-3, sgd_lr=sgd_lr)
     adam_weight = weight.detach().clone().requires_grad_()
@@ -102,16 +105,17 @@ def test_a_schedule_multiplies_both_rates_of_adabayes_fp(name: str, sgd_lr: floa
         beta1, beta2 = group["betas"]
         sgd_lr_now = sgd_lr * group["lr"] / (1e-2 if "OneCycle" in name else 1e-3)
         gradient = 10 ** torch.linspace(-6, 1, 5, dtype=torch.float64) * torch.randn(5, generator=generator).double()
-        average, square = beta1 * average + (1 - beta1) * gradient, beta2 * square + (1 - beta2) * gradient**2
-        mean, rms = average / (1 - beta1**step), (square / (1 - beta2**step)).sqrt()
+        average = average + (1 - beta1) / (1 - beta1**step) * (gradient - average)
+        square = beta2 * square + (1 - beta2) * gradient**2
+        mean_square = square / (1 - beta2**step)
         if group["lr"]:
             k = group["lr"] / (2 * sgd_lr_now)
-            expected = expected - group["lr"] * mean / (k + (k**2 + rms**2).sqrt())
+            expected = expected - group["lr"] * average / (k + (k**2 + mean_square).sqrt())
         for p, o in ((weight, optimizer), (adam_weight, adam)):
             p.grad = gradient.clone()
             o.step()
         torch.testing.assert_close(weight.detach(), expected, rtol=1e-10, atol=1e-14)
-        if math.isinf(sgd_lr):
+        if math.isinf(sgd_lr) and name not in ("CyclicLR", "OneCycleLR"):
             torch.testing.assert_close(weight, adam_weight, rtol=1e-10, atol=1e-14)
         for scheduler in schedulers:
             follow(scheduler)
@@ -133,7 +137,8 @@ def test_the_step_of_a_weak_gradient_has_the_given_sgd_lr_at_the_peak_and_never_
         assert reached[-1] == pytest.approx(0.1 * lr / (1e-2 if "OneCycle" in name else 1e-3), rel=1e-6, abs=1e-12)
         follow(scheduler)
         optimizer.param_groups[0]["momentum"] = 0.0
-    assert max(reached) == pytest.approx(0.1, rel=0.05)
+    if name not in ("ChainedScheduler", "SequentialLR"):  # which halve lr before their warm-up has ended
+        assert max(reached) == pytest.approx(0.1, rel=0.05)
 
 
 @every_case
@@ -199,9 +204,8 @@ def test_a_rate_above_the_reference_is_named_once_where_it_raises_another(case: 
     backward(model, 1, optimizer)
     before = weights(model)
     name = type(optimizer).__name__
-    words = (
-        rf"lr=0.01 is 10 times the 0.001 for which {name} was given its options, and scales {SCALED.get(case.name, '')}"
-    )
+    words = f"lr=0.01 is 10 times the 0.001 for which {name} was given its options, and scales "
+    words += SCALED.get(case.name, "")
     with pytest.raises(UserWarning, match=words):  # an error here: nothing has changed
         optimizer.step()
     assert same(before, weights(model))
@@ -220,7 +224,7 @@ def test_weight_noise_that_a_schedule_raises_to_the_prior_is_refused() -> None:
     optimizer = KalmanMomentum([weight], lr=1e-3, batch_size=1, prior_std=0.1, weight_noise=0.02)
     optimizer.param_groups[0]["lr"] = 5e-3
     weight.grad = torch.ones(3)
-    with pytest.raises(ValueError, match="prior_std=0.1 must be larger than lr=0.005 and weight_noise=0.1, the"):
+    with pytest.raises(ValueError, match=r"prior_std=0\.1 must be larger than lr=0.005 and weight_noise=0.1, the"):
         optimizer.step()
 
 
