@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bayesgrad.constraints import FRACTION, FRACTIONS, NONNEGATIVE, OPTIONAL_BOOLEAN, POSITIVE, Constraint, one_of
 from bayesgrad.layers.network import named_groups, unwrap
-from bayesgrad.parts import Host
+from bayesgrad.parts import Host, entries
 
 NONFINITE = ("ignore", "raise", "skip")
 TRAINING_WEIGHT = "training_weight"  # in the state of a parameter in evaluation mode
@@ -143,7 +143,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
         """As in torch.optim, but with copies of all tensors: later steps do not change it."""
         self.before_reading()
         saved = super().state_dict()
-        saved["state"] = {key: copied(entry) for key, entry in saved["state"].items()}
+        saved["state"] = {key: copied(e) if isinstance(e, dict) else e for key, e in saved["state"].items()}
         saved["param_groups"] = [copied(group) for group in saved["param_groups"]]
         return saved
 
@@ -192,8 +192,8 @@ class CheckedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         kept = super().__getstate__()
-        state = defaultdict(dict, {p: unshared(entry) for p, entry in kept["state"].items()})
-        return {**kept, "state": state, **{name: getattr(self, name) for name in self.kept}}
+        state = {key: unshared(e) if isinstance(e, dict) else e for key, e in kept["state"].items()}
+        return {**kept, "state": defaultdict(dict, state), **{name: getattr(self, name) for name in self.kept}}
 
     # --- training and evaluation ---
 
@@ -224,7 +224,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def train(self) -> None:
         """Sets the weights to those to train with, bit for bit as they were before `eval()`."""
-        for p, entry in self.state.items():
+        for p, entry in entries(self):
             if TRAINING_WEIGHT in entry:
                 p.copy_(entry.pop(TRAINING_WEIGHT))
         for group in self.param_groups:
@@ -290,6 +290,8 @@ def check_saved(optimizer: CheckedOptimizer, saved: Mapping[str, Any]) -> None:
         for position, (p, key) in enumerate(zip(group["params"], given_group["params"])):
             where = f"parameter {position} of group {index}"
             entry = saved["state"].get(key, {})
+            if not isinstance(entry, Mapping):
+                raise ValueError(f"the saved state of {where} must be a dict, got {type(entry).__name__}.")
             slots = optimizer.slots_of(p, given_group)
             odd = next((k for k, value in entry.items() if not isinstance(value, Tensor)), None)
             if odd is not None or ("step" in entry and entry["step"].numel() != 1):

@@ -358,7 +358,7 @@ class BeliefOptimizer(CheckedOptimizer):
         for p in params:
             entry = self.state[p]
             if "step" not in entry:
-                entry["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+                entry["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")  # a constant to FakeTensorMode
             entry["step"] = entry["step"].to("cpu", torch.float32)
             for slot in slots:
                 if slot not in entry:

@@ -15,7 +15,7 @@ from bayesgrad.constraints import COUNT, INTEGER, NONNEGATIVE, POSITIVE, POSITIV
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.optim.variational import check_prior
 from bayesgrad.optimizer import BeliefOptimizer
-from bayesgrad.parts import Source
+from bayesgrad.parts import Source, entries
 from bayesgrad.posterior import BernoulliPosterior, Posterior
 from bayesgrad.posterior.filtered import check_scale, names_in
 from bayesgrad.rules import Move, NaturalStep, Static, UpdateRule
@@ -109,7 +109,7 @@ class BinaryOptimizer(BeliefOptimizer):
         """Sets the weights to the signs of the loaded latent values."""
         super().state_loaded()
         with torch.no_grad():
-            for p, entry in self.state.items():
+            for p, entry in entries(self):
                 if self.rule.latent in entry:
                     p.copy_(signs(entry[self.rule.latent]))
 

@@ -17,7 +17,7 @@ from bayesgrad.kernels import compute_dtype
 from bayesgrad.optim.adabayes import FISHER_OPTIONS, check_centred, fisher_sources
 from bayesgrad.optimizer import BeliefOptimizer
 from bayesgrad.packing import Block
-from bayesgrad.parts import Groups, Source
+from bayesgrad.parts import Groups, Source, entries
 from bayesgrad.precision import Pair, Precision
 from bayesgrad.rules import (
     CentredGradient,
@@ -267,7 +267,7 @@ class KalmanMomentum(BeliefOptimizer):
 
     def evaluation_weights(self) -> dict[Tensor, Tensor]:
         means = {}
-        for p, entry in self.state.items():
+        for p, entry in entries(self):
             if AHEAD in entry:
                 ahead, eta = entry[AHEAD].tolist()
                 means[p] = (p.detach().to(compute_dtype(p.dtype)) - eta * entry[MOMENTUM]) / ahead

@@ -376,7 +376,11 @@ def _kind(columns: PerExampleGradients) -> torch.dtype:
 
 def without_examples(saved: dict[str, Any]) -> dict[str, Any]:
     """A state dict without what belongs to the observed batch: inputs, errors, and products of them."""
-    state = {key: {n: v for n, v in entry.items() if not _is_batch(n)} for key, entry in saved["state"].items()}
+
+    def kept(entry: Any) -> Any:
+        return {n: v for n, v in entry.items() if not _is_batch(n)} if isinstance(entry, dict) else entry
+
+    state = {key: kept(entry) for key, entry in saved["state"].items()}
     return {**saved, "state": state}
 
 
