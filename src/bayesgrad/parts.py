@@ -75,7 +75,7 @@ class Host(Protocol):
     def nonfinite_error(self, message: str) -> Exception: ...
 
 
-def entries(optimizer: Host) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+def entries(optimizer: Host | torch.optim.Optimizer) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
     """The parameters that have state, and their state; users may store other objects under other keys."""
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         if entry := optimizer.state.get(p):
