@@ -41,7 +41,7 @@ TABLE = (
     Case("DenseFilter", optim.DenseFilter, {"batch_size": ROWS}, (), layers=True),
 )
 
-# The tests of torch 2.13, TestOptimRenewed in test/test_optim.py, that have no test of their name below.
+# The tests of TestOptimRenewed in test/test_optim.py (of about torch 2.6) that have no test of their name below.
 NO_GPU = "needs a GPU, which the machines of this project do not have"
 NO_FOREACH = "there is one implementation and no option foreach"
 NOT_APPLICABLE = {
