@@ -44,7 +44,7 @@ def test_memory_is_that_of_this_process_in_mebibytes() -> None:
     before = layerwise._memory("VmRSS")
     block = torch.ones(1 << 26)  # 256 MiB, more than an allocator keeps at hand
     assert layerwise._memory("VmRSS") - before == pytest.approx(256, abs=16)
-    assert layerwise._memory("VmHWM") >= layerwise._memory("VmRSS")
+    assert layerwise._memory("VmHWM") >= layerwise._memory("VmRSS") - 1  # the kernel counts in steps of some pages
     del block
 
 

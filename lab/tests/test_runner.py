@@ -200,7 +200,7 @@ def test_what_cannot_be_inverted_ends_a_trial_with_a_word(digits: Dataset, tmp_p
     finals = compare(context, Task(tiny, "mlp", 1, 50), ["foof"], None)["foof"]
     assert math.isnan(finals.mean("error")[0])
     assert len(said) == 1
-    assert said[0].startswith("foof at lr 0.2 gave up: the first inputs or errors of layers ['1'")
+    assert said[0].startswith("foof at lr 0.2 gave up: the inputs of layer '1', or their squares, are not finite")
 
 
 def test_what_optimizers_warn_of_is_said_once(digits: Dataset, tmp_path: Path) -> None:

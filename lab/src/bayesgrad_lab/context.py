@@ -93,6 +93,7 @@ class Context:
         """Says what is warned of inside, each thing once in a run."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.filterwarnings("always", category=UserWarning)
+            warnings.filterwarnings("ignore", ".* that are not finite", RuntimeWarning)  # trials that diverge say so
             yield
         for warning in caught:
             self.warn(str(warning.message))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -223,10 +225,19 @@ def latent(optimizer: torch.optim.Optimizer, model: nn.Module, slot: str) -> Ten
     return torch.cat([optimizer.state[p][slot].flatten() for p in model.parameters()])
 
 
+@contextmanager
+def on_purpose() -> Iterator[None]:
+    """Biases are binary here too, as in the transcriptions, and losses may be sums, which have num_data = 1."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* sets all its parameters to -1 or 1|num_data=1 is less than")
+        yield
+
+
 def ste_optimizer() -> Tensor:
     """With weight decay 1, which is what the entropy does; Eq. 48 leaves it out."""
     model = perceptron()
-    optimizer = STE(model.parameters(), 0.05, momentum=0.0, weight_decay=1.0)
+    with on_purpose():
+        optimizer = STE(model.parameters(), 0.05, momentum=0.0, weight_decay=1.0)
     return trained(model, optimizer, read=lambda: latent(optimizer, model, "latent"))
 
 
@@ -360,7 +371,9 @@ def vogn() -> Tensor:
 def bayes_binn_optimizer() -> Tensor:
     model = perceptron()
     like = flat(model)
-    optimizer = BayesBiNN(model.parameters(), 0.05, num_data=N, relaxation=RELAXATION, eps=0.0, momentum=0.0, seed=0)
+    options = {"relaxation": RELAXATION, "eps": 0.0, "momentum": 0.0, "seed": 0}
+    with on_purpose():
+        optimizer = BayesBiNN(model.parameters(), 0.05, num_data=N, **options)
     draws = lambda t: apart(model, uniform(t, like))  # noqa: E731
     return trained(model, optimizer, draws, read=lambda: latent(optimizer, model, "natural"))
 

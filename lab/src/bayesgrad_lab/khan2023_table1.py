@@ -179,15 +179,17 @@ def rung_difference(rung: Rung) -> float:
 def signs(relaxation: float, eps: float) -> float:
     """How far BayesBiNN without noise is from STE with the same entropy term: slopes are nearly eps/eps."""
     model = deep.perceptron()
-    optimizer = BayesBiNN(model.parameters(), 0.05, num_data=1, relaxation=relaxation, eps=eps, momentum=0.0, seed=0)
-    half = deep.apart(model, torch.full_like(deep.flat(model), 0.5))
-    path = deep.trained(
-        model,
-        optimizer,
-        lambda t: half,
-        read=lambda: deep.latent(optimizer, model, "natural"),
-    )
-    return (path - deep.ste(deep.start_of(deep.perceptron()))).abs().max().item()
+    options = {"relaxation": relaxation, "eps": eps, "momentum": 0.0, "seed": 0}
+    with deep.on_purpose():
+        optimizer = BayesBiNN(model.parameters(), 0.05, num_data=1, **options)
+        half = deep.apart(model, torch.full_like(deep.flat(model), 0.5))
+        path = deep.trained(
+            model,
+            optimizer,
+            lambda t: half,
+            read=lambda: deep.latent(optimizer, model, "natural"),
+        )
+        return (path - deep.ste(deep.start_of(deep.perceptron()))).abs().max().item()
 
 
 def table1(context: Context) -> Report:
