@@ -232,7 +232,7 @@ def is_dense(tensor: Tensor) -> bool:
 def overlapping(params: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
     """Two of these parameters that have an element in common, as after `a.data = b.data`; None if there are none."""
     spans = []  # memory, and the first and last byte in it
-    for p in params:
+    for p in dict.fromkeys(params):  # torch warns of a parameter that is given twice
         ordinary = type(p) in (Tensor, nn.Parameter) and p.layout is torch.strided  # subclasses may have no memory
         if ordinary and p.numel() and p.untyped_storage().data_ptr():
             length = 1 + sum((size - 1) * stride for size, stride in zip(p.shape, p.stride()))
@@ -240,7 +240,8 @@ def overlapping(params: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
             spans.append((p.untyped_storage().data_ptr(), first, first + length * p.element_size() - 1, p))
     spans.sort(key=lambda span: span[:3])
     for i, (memory, first, last, p) in enumerate(spans):
-        for other, start, end, q in spans[i + 1 :]:
+        for j in range(i + 1, len(spans)):
+            other, start, end, q = spans[j]
             if other != memory or start > last:
                 break
             used = torch.zeros((max(last, end) + 1 - first) // p.element_size(), dtype=torch.uint8)
