@@ -142,7 +142,7 @@ def test_a_report_embeds_pictures_only_and_names_what_is_missing(tmp_path: Path)
     made = report.Report("title")
     made.add_figure("plot.png", "caption")
     store.write_json(tmp_path / "report.json", vars(made))
-    with pytest.raises(ValueError, match=r"plot.png is missing: run it again"):
+    with pytest.raises(ValueError, match=r"plot.png is missing, though the report names it: run it again"):
         report.load(tmp_path)
     (tmp_path / "plot.png").write_text("password")
     with pytest.raises(ValueError, match=r"plot.png is no PNG picture"):
@@ -205,4 +205,11 @@ def test_csv_of_other_programs(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match="'length' is no number, but other columns of this line are: give every column"
     ):
+        own.read_csv(path)
+
+
+def test_labels_that_are_not_finite(tmp_path: Path) -> None:
+    path = tmp_path / "own.csv"
+    path.write_text("1,1e999\n" + "1,0\n" * 12)
+    with pytest.raises(ValueError, match="labels must be integers from 0, found inf"):
         own.read_csv(path)

@@ -21,7 +21,7 @@ def _integers(labels: np.ndarray, path: Path) -> Tensor:
     values = values[:, 0] if values.ndim == 2 and values.shape[1] == 1 else values
     if values.ndim != 1 or not len(values):
         raise ValueError(f"{path}: labels must be one number for each example, found shape {values.shape}.")
-    if values.dtype.kind not in "iufb" or not np.all(np.mod(values, 1) == 0):
+    if values.dtype.kind not in "iufb" or not np.isfinite(values).all() or not np.all(np.mod(values, 1) == 0):
         bad = next((v for v in values.ravel().tolist() if not isinstance(v, int | float) or v % 1), values.dtype)
         raise ValueError(f"{path}: labels must be integers from 0, found {bad!r}; number the classes.")
     if values.min() < 0:

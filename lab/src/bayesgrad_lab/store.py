@@ -44,7 +44,7 @@ def inside(folder: Path, name: str) -> Path:
     if Path(name).name != name or not path.resolve().is_relative_to(folder.resolve()):
         raise ValueError(f"{folder} names the file {name!r}, which is not in that folder; run it again with --resume.")
     if not path.is_file():
-        raise ValueError(f"{path} is missing: run it again with --resume.")
+        raise ValueError(f"{path} is missing, though the report names it: run it again with --resume.")
     return path
 
 
