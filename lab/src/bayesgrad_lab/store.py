@@ -43,7 +43,11 @@ def inside(folder: Path, name: str) -> Path:
     path = folder / name
     if Path(name).name != name or not path.resolve().is_relative_to(folder.resolve()):
         raise ValueError(f"{folder} names the file {name!r}, which is not in that folder; run it again with --resume.")
-    if not path.is_file():
+    try:
+        found = path.is_file()
+    except OSError:  # a name that is too long
+        found = False
+    if not found:
         raise ValueError(f"{path} is missing, though the report names it: run it again with --resume.")
     return path
 
