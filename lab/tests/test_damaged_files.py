@@ -149,7 +149,7 @@ def test_a_report_embeds_pictures_only_and_names_what_is_missing(tmp_path: Path)
         report.load(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["../page", "/tmp/page", ".hidden", 3, "a/b"])
+@pytest.mark.parametrize("name", ["../page", "/page", ".hidden", 3, "a/b"])
 def test_pages_are_written_where_they_were_asked_for(name: Any, tmp_path: Path, capsys: Any) -> None:
     from bayesgrad_lab.cli import main
 

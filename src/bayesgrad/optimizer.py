@@ -43,7 +43,7 @@ from bayesgrad.directions import Directions
 from bayesgrad.finite import FiniteCheck
 from bayesgrad.layers.observed import classes_last
 from bayesgrad.packing import Block, Job, Layout, gradient_of, overlapping
-from bayesgrad.parts import Groups, Needs, Noise, Part, Preconditioner, Source
+from bayesgrad.parts import Groups, Needs, Noise, Part, Preconditioner, Source, gradient_versions
 from bayesgrad.posterior import Posterior
 from bayesgrad.posterior.filtered import filtered_variance, gaussian_posterior
 from bayesgrad.rules.update import UpdateRule, kernel_of
@@ -238,23 +238,25 @@ class BeliefOptimizer(CheckedOptimizer):
             outputs = classes_last(outputs, class_dim, loss)
         rows = len(outputs) if isinstance(outputs, Tensor) and outputs.dim() else None
         self.check_count(rows or 0)
-        if self._observed == 2 and self._marked == self._mark():  # no backward pass followed the last observation
+        if self._observed == 2 and self._marked == gradient_versions(
+            self
+        ):  # no backward pass followed the last observation
             for part in self._parts:
                 if not part.needs.loss:  # second derivatives notice which losses are differentiated
                     part.zeroed(True)
         self._observed = 1
         for part in () if rows == 0 else self._parts:
             part.observe(outputs, loss, labels, weights)
-        self._marked[:] = self._mark()
+        self._marked[:] = gradient_versions(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch.optim; discards recorded passes and draws, and what was observed for a step not taken."""
-        stale = bool(self._parts) and self._marked != self._mark()
+        stale = bool(self._parts) and self._marked != gradient_versions(self)
         super().zero_grad(set_to_none)
         for part in self._parts:
             part.zeroed(stale)
         if self._parts:
-            self._marked[:] = self._mark()
+            self._marked[:] = gradient_versions(self)
             self._observed = 2 if self._observed and not stale else 0
 
     @torch.no_grad()
@@ -358,11 +360,6 @@ class BeliefOptimizer(CheckedOptimizer):
                         f"{slot} of a parameter has shape {tuple(entry[slot].shape)}, but the parameter now has "
                         f"{tuple(p.shape)}: build a new optimizer after reshaping parameters."
                     )
-
-    def _mark(self) -> list[tuple[int, int]]:
-        """Identity and version of all gradients: two equal results mean that no gradient changed in between."""
-        every = (p for group in self.param_groups for p in group["params"])
-        return [(id(p.grad), p.grad._version) for p in every if p.grad is not None]
 
     # --- bad gradients ---
 

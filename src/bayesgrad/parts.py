@@ -75,6 +75,12 @@ class Host(Protocol):
     def nonfinite_error(self, message: str) -> Exception: ...
 
 
+def gradient_versions(optimizer: Host | torch.optim.Optimizer) -> list[tuple[int, int]]:
+    """Identity and version of all gradients: two equal results mean that no gradient changed in between."""
+    every = (p for group in optimizer.param_groups for p in group["params"])
+    return [(id(p.grad), p.grad._version) for p in every if p.grad is not None]
+
+
 def entries(optimizer: Host | torch.optim.Optimizer) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
     """The parameters that have state, and their state; users may store other objects under other keys."""
     for p in (p for group in optimizer.param_groups for p in group["params"]):

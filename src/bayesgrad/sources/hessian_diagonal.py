@@ -12,8 +12,8 @@ from bayesgrad import noise
 from bayesgrad.constraints import POSITIVE_INTEGER, Constraint, one_of
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.call import adds_to_gradient
-from bayesgrad.layers.recorder import Through, check_visible, without_hooks
-from bayesgrad.parts import Evidence, Groups, Needs, Source, weak
+from bayesgrad.layers.recorder import Through, check_visible, graph_nodes, without_hooks
+from bayesgrad.parts import Evidence, Groups, Needs, Source, gradient_versions, weak
 
 ROWS = 64  # rows of an exact Hessian that are computed at once
 EXACT_LIMIT = 1000  # weights up to which "auto" is "exact"
@@ -69,12 +69,7 @@ class HessianDiagonal(Source):
     def zeroed(self, stale: bool) -> None:
         self.totals = {}
         self.waiting = [] if stale else [seen for seen in self.waiting if seen.factor is None]
-        self.gradients = self._gradients()
-
-    def _gradients(self) -> list[tuple[int, int]]:
-        """Identity and version of all gradients."""
-        every = (p for group in self.optimizer.param_groups for p in group["params"])
-        return [(id(p.grad), p.grad._version) for p in every if p.grad is not None]
+        self.gradients = gradient_versions(self.optimizer)
 
     @property
     def diagonals(self) -> dict[Tensor, Tensor]:
@@ -102,7 +97,7 @@ class HessianDiagonal(Source):
         drawing = next((source for source in optimizer.sources if source.needs.draws), None)
         if drawing is not None and not drawing.drawing:
             raise RuntimeError("call observe(loss=loss) inside `with optimizer.sampled():`, before loss.backward().")
-        now = self._gradients()
+        now = gradient_versions(self.optimizer)
         if now != self.gradients or any(seen.factor is not None for seen in self.waiting):
             self.totals, self.waiting = self.diagonals, []
         self.gradients = now
@@ -180,7 +175,7 @@ def exact(gradient: Tensor, p: Tensor, params: Sequence[Tensor] = ()) -> Tensor:
     """
     if not gradient.requires_grad:  # for example of a loss that is linear in p
         return torch.zeros_like(p)
-    if _reaches(gradient, GROUP_NORM):
+    if any(node.name() == GROUP_NORM for node in graph_nodes(gradient)):
         return _one_by_one(gradient, p, params)
     found = []
     for start in range(0, p.numel(), ROWS):
@@ -201,20 +196,6 @@ def _one_by_one(gradient: Tensor, p: Tensor, params: Sequence[Tensor]) -> Tensor
     every = [p, *params]  # torch crashes for the bias alone of a GroupNorm with channels last
     rows = (_grad(entry, every, None, retain_graph=True)[0] for entry in gradient.reshape(-1).unbind())
     return torch.stack([row.reshape(-1)[i] for i, row in enumerate(rows)]).view(p.shape)
-
-
-def _reaches(tensor: Tensor, name: str) -> bool:
-    """Whether the graph of a tensor has a node of this name."""
-    left, seen = [tensor.grad_fn], set()
-    while left:
-        node = left.pop()
-        if node is None or node in seen:
-            continue
-        if node.name() == name:
-            return True
-        seen.add(node)
-        left += [following for following, _ in node.next_functions]
-    return False
 
 
 def hutchinson(
