@@ -19,6 +19,7 @@ from bayesgrad.packing import VARIANCE
 from bayesgrad.posterior import GaussianPosterior, Posterior
 from bayesgrad.precision import Diagonal
 from bayesgrad.rules import Forget, NaturalStep, UpdateRule
+from bayesgrad.rules.transition import largest_square_root
 from bayesgrad.rules.update import PRIOR_MEAN, PRIOR_PRECISION
 from bayesgrad.sources import WeightSampling
 
@@ -90,8 +91,8 @@ class VariationalOptimizer(BeliefOptimizer):
     def scalars(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         n = super().scalars(group, step)
         n["prior"] = self.strength(group)
-        if math.isfinite(group.get("clip_radius", math.inf)):
-            n["radius"] = group["clip_radius"]
+        # Where gradients are strong and curvature is not, weights would overflow without a bound.
+        n["radius"] = min(group.get("clip_radius", math.inf), largest_square_root(torch.float32))
         if group["natural_momentum"]:
             n["natural_momentum"] = (
                 group["natural_momentum"] if group["lr"] > 0 else 0.0
