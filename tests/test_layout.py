@@ -35,7 +35,7 @@ LAYERS = [
     ["precision"],
     ["likelihoods"],
     ["packing"],
-    ["directions", "distributed", "kernels", "noise"],
+    ["directions", "distributed", "kernels", "noise", "schedule"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

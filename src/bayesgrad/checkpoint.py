@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad import distributed, noise
-from bayesgrad.constraints import FRACTION, FRACTIONS, NONNEGATIVE, OPTIONAL_BOOLEAN, Constraint, one_of
+from bayesgrad.constraints import FRACTION, FRACTIONS, NONNEGATIVE, OPTIONAL_BOOLEAN, POSITIVE, Constraint, one_of
 from bayesgrad.layers.network import named_groups, unwrap
 from bayesgrad.parts import Host, entries
 
@@ -30,8 +30,9 @@ class CheckedOptimizer(torch.optim.Optimizer):
     all groups. A `seed` of None is replaced, when the optimizer is built, by a number that is drawn from torch's global
     generator and saved with the state: `torch.manual_seed` determines it, and a resumed run continues its draws. In a
     process group it is that of rank 0, and all ranks have to build the optimizer. Groups have a few entries beside
-    hyperparameters: `base_lr`, the initial lr; `last_lr`, the last positive one; `draws` (of the first group), the
-    number of random draws so far; `rule`, the name of the class; `train_mode`, whether weights are those to train with.
+    hyperparameters: `base_lr`, the initial lr, and `max_lr`, if a scheduler sets it (see `bayesgrad.schedule`);
+    `last_lr`, the last positive lr; `draws` (of the first group), the number of random draws so far; `rule`, the name of
+    the class; `train_mode`, whether weights are those to train with.
 
     Args:
         params: as for any torch optimizer; with a model, parameters or groups of it, or None for all.
@@ -52,6 +53,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
         "fused": OPTIONAL_BOOLEAN,
         "base_lr": NONNEGATIVE,
         "last_lr": NONNEGATIVE,
+        "max_lr": POSITIVE,
     }
 
     def __init__(self, params: Any, defaults: dict[str, Any], model: Any) -> None:

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,7 @@ from bayesgrad.parts import Groups, Needs, Noise, Part, Preconditioner, Source
 from bayesgrad.posterior import Posterior
 from bayesgrad.posterior.filtered import filtered_variance, gaussian_posterior
 from bayesgrad.rules.update import UpdateRule, kernel_of
+from bayesgrad.schedule import current_lr, warn_above_reference
 
 
 class BeliefOptimizer(CheckedOptimizer):
@@ -75,6 +76,7 @@ class BeliefOptimizer(CheckedOptimizer):
     """
 
     rule: UpdateRule
+    scaled_by_lr: ClassVar[tuple[str, ...]] = ()  # options that are given for a reference lr, see `schedule`
 
     def __init__(self, params: Any, defaults: dict[str, Any], model: Any = None) -> None:
         self._reset()
@@ -89,6 +91,7 @@ class BeliefOptimizer(CheckedOptimizer):
         self._parts: tuple[Part, ...] = ()
         self._blocks = Layout()
         self._checked: dict[int, tuple] = {}
+        self._raised = False  # whether a warning has said that lr raises other options
         self._marked: list[tuple[int, int]] = []  # gradients at the last observation
         self._finite = FiniteCheck()
 
@@ -250,13 +253,14 @@ class BeliefOptimizer(CheckedOptimizer):
         for part in self._parts:
             part.prepare(closure)
         loss = None if closure is None else self._evaluate(closure)
-        groups = [{**group, "lr": _rate(group)} for group in self.param_groups]
+        groups = [{**group, "lr": current_lr(group)} for group in self.param_groups]
         active = [[p for p in group["params"] if p.grad is not None] for group in groups]
         for index, group in enumerate(groups):
             values = tuple(group.get(name) for name in self.accepts)
             if self._checked.get(index) != values:
                 self.check_group(group)
                 self.check_selected(group)
+                self._raised = self._raised or warn_above_reference(type(self).__name__, group, self.scaled_by_lr)
                 self._checked[index] = values
                 self.rule = self.rule_of(groups[0])
         self._refuse_sparse(active)
@@ -439,9 +443,3 @@ class BeliefOptimizer(CheckedOptimizer):
     def variance_of(self, group: Mapping[str, Any], p: Tensor) -> Tensor:
         """The variance of each weight after the last step."""
         return filtered_variance(self, group, p)
-
-
-def _rate(group: Mapping[str, Any]) -> float:
-    """The learning rate; zero if a schedule ended at zero minus a rounding error."""
-    lr = float(group["lr"])
-    return 0.0 if -1e-9 * group["base_lr"] < lr < 0 else lr

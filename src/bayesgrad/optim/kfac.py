@@ -46,7 +46,7 @@ class KFAC(LayerOptimizer):
         damping: lambda. Under a schedule, inverses are computed anew when it has changed by more than a tenth.
         damping_mode: "relative": lambda is a multiple of the Fisher's mean eigenvalue; "absolute": in its units.
         max_norm: c; `inf` for no bound.
-        fallback_lr: learning rate of Adam for other parameters. Under a schedule of lr, fallback_lr/lr is constant.
+        fallback_lr: learning rate of Adam for other parameters. A schedule multiplies it by the factor of lr.
         likelihood: "categorical", "bernoulli" or "gaussian", from which labels are sampled.
         ema: decay of the averages.
         update_every: the largest number of steps between inversions (early in a run, whenever the number of steps has

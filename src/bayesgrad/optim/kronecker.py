@@ -15,6 +15,7 @@ from bayesgrad.optim.adabayes import DEFAULT_SGD_LR
 from bayesgrad.optimizer import BeliefOptimizer
 from bayesgrad.preconditioners import KroneckerBelief, LayerBelief, Whitening
 from bayesgrad.rules import NaturalStep, OrnsteinUhlenbeck, SquaredGradient, SteadyState, UpdateRule
+from bayesgrad.schedule import relative_lr
 
 
 class KroneckerOptimizer(BeliefOptimizer):
@@ -143,10 +144,10 @@ class KroneckerFilter(KroneckerOptimizer):
     def build_preconditioner(self) -> KroneckerBelief:
         return KroneckerBelief("AdaBayes with the same lr and prior", self._unit, self._drift, self.start)
 
-    # As in AdaBayes, the state is the covariance in units of lr/base_lr, so it need not be rescaled when lr changes.
+    # As in AdaBayes, the state is the covariance in units of lr/reference, so it need not be rescaled when lr changes.
 
     def _unit(self, group: Mapping[str, Any]) -> float:
-        return float(group["lr"]) / (group["base_lr"] or math.inf)
+        return relative_lr(group)
 
     def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         return self._drift(group, 1)

@@ -43,7 +43,7 @@ class NaturalGradient(LayerOptimizer):
         likelihood: "categorical", "bernoulli" or "gaussian", from which labels are sampled.
         blocks: "full" for the Fisher matrix of the whole network, "layer" for its diagonal blocks, one for each module.
         max_norm: c; `inf` for no bound. There is none with step_size="quadratic".
-        fallback_lr: learning rate of Adam for other parameters. Under a schedule of lr, fallback_lr/lr is constant.
+        fallback_lr: learning rate of Adam for other parameters. A schedule multiplies it by the factor of lr.
         ema: decay of the average of squared gradients, for other parameters.
         update_every: steps between updates of the Fisher matrix (early in a run, whenever the number of steps has
             doubled); observe() does nothing in between.

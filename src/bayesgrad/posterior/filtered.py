@@ -14,6 +14,7 @@ from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.network import parameters_of
 from bayesgrad.posterior.gaussian import GaussianPosterior
 from bayesgrad.precision import Diagonal
+from bayesgrad.schedule import reference_lr
 
 
 def names_in(optimizer: Any, model: nn.Module) -> dict[int, str]:
@@ -62,10 +63,11 @@ def filtered_variance(optimizer: Any, group: Mapping[str, Any], p: Tensor) -> Te
         raise TypeError(f"{name} has no posterior: it does not estimate the variance of weights.")
     if group["batch_size"] is None:
         raise ValueError(f"a posterior needs the number of examples in a gradient: pass batch_size= to {name}.")
-    # Before the first step with lr > 0 the belief is the prior, which does not depend on this choice of lr.
-    then = {**group, "lr": group["last_lr"] or 1.0, "base_lr": group["base_lr"] or 1.0}
-    step_scale = optimizer.step_scale(then) / group["batch_size"]
+    # Before the first step with lr > 0 the belief is the prior, which is given for the reference lr.
     entry = optimizer.state.get(p, {})
+    lr = group["last_lr"] if "step" in entry else reference_lr(group)
+    then = {**group, "lr": lr or 1.0, "base_lr": group["base_lr"] or 1.0}
+    step_scale = optimizer.step_scale(then) / group["batch_size"]
     if "step" not in entry:
         variance = step_scale * optimizer.prior_variance(then)
         return torch.full_like(p, variance, dtype=compute_dtype(p.dtype))
