@@ -31,8 +31,8 @@ class CheckedOptimizer(torch.optim.Optimizer):
     generator and saved with the state: `torch.manual_seed` determines it, and a resumed run continues its draws. In a
     process group it is that of rank 0, and all ranks have to build the optimizer. Groups have a few entries beside
     hyperparameters: `base_lr`, the initial lr, and `max_lr`, if a scheduler sets it (see `bayesgrad.schedule`);
-    `last_lr`, the last positive lr; `draws` (of the first group), the number of random draws so far; `rule`, the name of
-    the class; `train_mode`, whether weights are those to train with.
+    `last_lr`, the last positive lr; `draws` (of the first group), the number of random draws so far; `rule`, the name
+    of the class; `train_mode`, whether weights are those to train with.
 
     Args:
         params: as for any torch optimizer; with a model, parameters or groups of it, or None for all.
