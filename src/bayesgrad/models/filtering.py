@@ -6,32 +6,33 @@ the block (the first state, or the last one of the previous block), so that mean
 .. math::
     x_t \mid s, y \sim N(C_t; A_t s + b_t), \quad p(y \mid s) \propto \exp(h^T s - s^T J s / 2)
 
-A second loop passes the distribution of s from block to block: with s = m + B u, the precision of u is Π + B'JB, where
-Π is the identity, or 0 for a diffuse state. C does not contain the covariance of s. Therefore a large covariance of the
-first state costs no digits, and an infinite one is a limit that exists. For the first block a square root of the
-precision is computed by QR from the rows. Smoothing is de Jong's recursion backwards, also given s. The process noise
-may be singular. There are about 2 √(2T) steps of batched products of small matrices.
+Given all rows of its block, the precision of u in s = m + B u is Π + B'JB, where Π is the identity, or 0 for a diffuse
+state. C does not contain the covariance of s. Therefore a large covariance of the first state costs no digits, and an
+infinite one is a limit that exists. For the first block a square root of the precision is computed by QR from the rows.
+After it, the blocks are linked by an associative scan. Smoothing is de Jong's recursion backwards, also given s. The
+process noise may be singular.
 
 Tensors are (blocks, steps, groups, ..., columns). Sequences are columns of one group if they share their covariances,
 and otherwise groups with one column.
 
-Reference: de Jong, 1989 and 1991; Durbin and Koopman, 2012, sections 4.4 and 5, for smoothing and diffuse states.
+Reference: de Jong, 1989 and 1991; Durbin and Koopman, 2012, sections 4.4 and 5, for smoothing and diffuse states;
+Särkkä and García-Fernández, 2021, for the scan.
 Checked by: tests/equations/test_state_space.py; tests/equations/test_vague_starts.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bayesgrad.models.kalman import Chain, Rows, StateMoments, eye_like, square_root
+from bayesgrad.models.kalman import Chain, Elements, Rows, StateMoments, eye_like, scan, square_root
 
+STEPS = 32  # of a block, at least
 DIGITS = 1e-11  # the relative accuracy that a large covariance between two blocks may cost
 
 
@@ -50,7 +51,7 @@ class _Step(NamedTuple):
         before, after: [C, A, b] without and with the row of this step.
         seen: H [C, A, b].
         spread: H C H'.
-        X, M, volume: see `Rows.weights`.
+        X, M: see `Rows.weights`.
         pulled: M H [C, A, b], less X times the target in the last columns.
     """
 
@@ -61,15 +62,13 @@ class _Step(NamedTuple):
     X: Tensor
     M: Tensor
     pulled: Tensor
-    volume: Tensor
 
 
 class _Start(NamedTuple):
-    """s = m + B u with u ~ N(0, diag(prior)^-1); (groups, D, columns), (groups, D, D) and (D,)."""
+    """s = m + B u given the rows before a block; (..., D, columns) and (..., D, D)."""
 
     mean: Tensor
     root: Tensor
-    prior: Tensor
 
 
 class _Solved(NamedTuple):
@@ -87,11 +86,12 @@ class _Unresolved(Exception):
 
 @dataclass
 class Filter:
-    """A chain and its rows, after the loops over time.
+    """A chain and its rows, after the loop over time.
 
     Args:
-        moves: F and Q from the state before each time, (blocks or 1, steps or 1, 1, D, D).
+        moves: F and Q from the state before each time, (blocks, steps, 1, D, D).
         rows: with time as (blocks, steps).
+        prior: the diagonal of Π for the first block, (D,).
         length: T.
         steps: of the loop.
         starts: s for each block, given the rows before it.
@@ -101,15 +101,16 @@ class Filter:
 
     moves: _Moves
     rows: Rows
+    prior: Tensor
     length: int
     steps: list[_Step]
-    starts: list[_Start]
-    solved: list[_Solved]
+    starts: _Start
+    solved: _Solved
     log_likelihood: Tensor
 
     @property
     def _size(self) -> int:
-        return self.steps[0].after.shape[-2]
+        return len(self.prior)
 
     @cached_property
     def _after(self) -> Given:
@@ -117,13 +118,12 @@ class Filter:
 
     def filtered(self) -> StateMoments:
         """Each state given the rows up to its time."""
-        start, rest = self.starts[0], self.starts[1:]
-        first = _solve_first(self.rows, self.steps, start, every=True)
-        mean, covariance = (part[None] for part in _total(Given(*(part[0] for part in self._after)), start, first))
-        if rest:
-            start = _stacked(rest)
-            seen, pulled = (torch.stack(parts, 1)[1:] for parts in zip(*((s.seen, s.pulled) for s in self.steps)))
-            h, J = (part.cumsum(1) for part in _information(seen, pulled, self._size))
+        start = _picked(self.starts, 0)
+        first = _solve_first(self.rows, self.steps, start, self.prior, every=True)
+        mean, covariance = (part[None] for part in _total(_picked(self._after, 0), start, first))
+        if len(self.starts.mean) > 1:
+            start = _Start(*(part[1:, None] for part in self.starts))
+            h, J = (part[1:].cumsum(1) for part in _information(self.steps, self._size))
             later = _total(Given(*(part[1:] for part in self._after)), start, _solve(start, h, J))
             mean, covariance = torch.cat([mean, later[0]]), torch.cat([covariance, later[1]])
         return self._moments(mean, covariance)
@@ -132,7 +132,7 @@ class Filter:
         """Each state given all rows, and with `pairs` the covariances of x_t with x_{t+1}, (T - 1, ..., D, D)."""
         N, R, N_before, solved = self._backward()
         C, A, b = self._after
-        size, start = C.shape[-1], _stacked(self.starts)
+        size, start = self._size, _Start(*(part[:, None] for part in self.starts))
         moved = C @ R
         inside = Given(_even(C - C @ N @ C), A + moved[..., :size], b + moved[..., size:])
         states = self._moments(*_total(inside, start, solved))
@@ -153,40 +153,30 @@ class Filter:
         N and R = [R_1, R_2], after each row, such that the rows from there on change a state N(A s + b, C) by
         C (R_1 s + R_2) and -C N C; N also before each row.
         """
-        seen, pulled = (torch.stack(parts, 1) for parts in zip(*((step.seen, step.pulled) for step in self.steps)))
         size = self._size
-        h_own, J_own = (part.sum(1) for part in _information(seen, pulled, size))
-        ends = _split(self.steps[-1].after)
-        h, N = torch.zeros_like(h_own[-1]), torch.zeros_like(J_own[-1])
-        last, solved = [], []
-        for k in reversed(range(len(self.starts))):
-            C, A, b = (part[k] for part in ends)
-            root = square_root(C)
-            factor = torch.linalg.cholesky(eye_like(C) + root.mT @ N @ root)
-            half = torch.linalg.solve_triangular(factor, root.mT @ torch.cat([N, h], -1), upper=False)
-            h = h - half[..., :size].mT @ half[..., size:]
-            N = _even(N - half[..., :size].mT @ half[..., :size])  # (I + N C)^-1 N
-            h = h - N @ b  # (I + N C)^-1 (h - N b)
-            last.append((N, torch.cat([-N @ A, h], -1)))
-            start, own = self.starts[k], self.solved[k]
-            centre = _Start(start.mean + start.root @ own.mean, start.root @ own.root, torch.ones_like(start.prior))
-            more = _solve(centre, A.mT @ h, A.mT @ N @ A)
-            solved.append(_Solved(own.mean + own.root @ more.mean, own.root @ more.root, more.volume, own.null))
-            h, N = h_own[k] + A.mT @ h, _even(J_own[k] + A.mT @ N @ A)
-        N, R = (torch.stack(torch.broadcast_tensors(*parts[::-1])) for parts in zip(*last))
-        found = []
-        for index in reversed(range(len(self.steps))):
-            step, after = self.steps[index], (N, R)
-            H, move = _at(self.rows.H, index), _at(self.moves.transition, index)
-            gain, rest = step.pulled[..., :size], step.pulled[..., size:]
+        C, A, b = _split(self.steps[-1].after)
+        h, J = (part.sum(1) for part in _information(self.steps, size))
+        behind = scan(lambda later, earlier: _follow(earlier, later), tuple(part.flip(0) for part in (A, b, C, h, J)))
+        h, J = (torch.cat([part.flip(0)[1:], torch.zeros_like(part[:1])]) for part in behind[3:])
+        root = square_root(C)
+        factor = torch.linalg.cholesky(eye_like(C) + root.mT @ J @ root)
+        half = torch.linalg.solve_triangular(factor, root.mT @ torch.cat([J, h], -1), upper=False)
+        N = _even(J - half[..., :size].mT @ half[..., :size])  # (I + J C)^-1 J
+        h = h - half[..., :size].mT @ half[..., size:] - N @ b  # (I + J C)^-1 (h - J b)
+        centre = _Start(self.starts.mean + self.starts.root @ self.solved.mean, self.starts.root @ self.solved.root)
+        more, (mean, root, volume, null) = _solve(centre, A.mT @ h, A.mT @ N @ A), self.solved
+        solved = _Solved(mean + root @ more.mean, root @ more.root, volume, null)
+        solved = _Solved(*(None if part is None else part[:, None] for part in solved))  # pyright: ignore
+        R, found = torch.cat([-N @ A, h], -1), []
+        for step, H, move in zip(self.steps[::-1], _unbound(self.rows.H)[::-1], _unbound(self.moves.transition)[::-1]):
+            after, gain, rest = (N, R), step.pulled[..., :size], step.pulled[..., size:]
             N = N - (N @ gain.mT) @ H
             N = N - H.mT @ (gain @ N - step.M @ H)
             R = R - H.mT @ (gain @ R + rest)
             found.append((*after, N))
             N, R = move.mT @ N @ move, move.mT @ R
-        N, R, before = (torch.stack(torch.broadcast_tensors(*parts[::-1]), 1) for parts in zip(*found))
-        parts = [torch.stack(torch.broadcast_tensors(*part))[:, None] for part in [*zip(*solved[::-1])][:3]]
-        return N, R, before, _Solved(*parts, None if solved[0].null is None else solved[0].null[None, None])
+        N, R, before = (torch.stack(parts[::-1], 1) for parts in zip(*found))
+        return N, R, before, solved
 
     def _moments(self, mean: Tensor, covariance: Tensor) -> StateMoments:
         """(T, sequences, D) and (T, groups, D, D)."""
@@ -201,7 +191,7 @@ class _Moves(NamedTuple):
 
 def run_filter(chain: Chain, rows: Rows, length: int) -> Filter:
     """Runs through T = `length` times."""
-    steps = max(math.isqrt(2 * length) + 1, 4 * chain.mean.shape[-1], 16)
+    steps = max(STEPS, 4 * chain.mean.shape[-1])
     if 2 * steps < length:
         try:
             return _run(chain, rows, length, steps)
@@ -214,25 +204,24 @@ def _run(chain: Chain, rows: Rows, length: int, steps: int) -> Filter:
     blocks, size = -(-length // steps), len(chain.mean)
 
     def cut(part: Tensor) -> Tensor:
-        """(T or 1, ...) as (blocks or 1, steps or 1, ...), filled up with the last entry."""
+        """(T or 1, ...) as (blocks or 1, steps, ...), filled up with the last entry."""
         if len(part) == 1:
-            return part[None]
+            return part[None].expand(1, steps, *part.shape[1:])
         gap = blocks * steps - length
         filled = [part[:length], part[length - 1 : length].expand(gap, *part.shape[1:])]
         return torch.cat(filled).unflatten(0, (blocks, steps))
 
     rows, moves = rows.take(cut), _Moves(*map(cut, _moves(chain, length)))
     found = _run_blocks(moves, rows, (blocks, steps, length))
-    seen, spread, X, pulled, volume = (
-        torch.stack(parts, 1) for parts in zip(*((s.seen, s.spread, s.X, s.pulled, s.volume) for s in found))
-    )
-    starts, solved = _link(chain, rows, found, *(part.sum(1) for part in _information(seen, pulled, size)))
-    centre = torch.stack([s.mean + s.root @ u.mean for s, u in zip(starts, solved)])[:, None]
-    value = rows.value(seen[..., size : 2 * size] @ centre + seen[..., 2 * size :], spread, X, volume)
-    total = value.flatten(0, 1)[:length].sum(0)
-    for start, own in zip(starts, solved):
-        total = total - ((start.prior[..., None] * own.mean.square()).sum(-2) + own.volume[..., None]) / 2
-    return Filter(moves, rows, length, found, starts, solved, total.flatten())
+    start, prior = _first(chain)
+    starts, solved = _link(rows, found, start, prior)
+    seen, spread, X = (torch.stack(parts, 1) for parts in zip(*((s.seen, s.spread, s.X) for s in found)))
+    centre = (starts.mean + starts.root @ solved.mean)[:, None]
+    value = rows.value(seen[..., size : 2 * size] @ centre + seen[..., 2 * size :], spread, X)
+    weights = torch.cat([prior[None], torch.ones_like(prior).expand(blocks - 1, -1)])[:, None, :, None]
+    spent = (weights * solved.mean.square()).sum(-2) + solved.volume[..., None]
+    total = value.flatten(0, 1)[:length].sum(0) - spent.sum(0) / 2
+    return Filter(moves, rows, prior, length, found, starts, solved, total.flatten())
 
 
 def _moves(chain: Chain, length: int) -> tuple[Tensor, Tensor]:
@@ -249,60 +238,82 @@ def _run_blocks(moves: _Moves, rows: Rows, layout: tuple[int, int, int]) -> list
     """Kalman's recursion given s, for all blocks at once."""
     blocks, steps, length = layout
     groups, _, columns = rows.target.shape[-3:]
-    F = moves.transition
-    size = F.shape[-1]
-    eye, empty = eye_like(F), torch.zeros(size, columns).to(F)
+    size = moves.noise.shape[-1]
+    eye, empty = eye_like(moves.noise), torch.zeros(size, columns).to(moves.noise)
     state = torch.cat([torch.zeros_like(eye), eye, empty], -1).expand(blocks, groups, -1, -1)  # [C, A, b]
+    targets = torch.nn.functional.pad(rows.target, (2 * size, 0))
     full, found = length - (blocks - 1) * steps, []  # rows in the last block
-    for index in range(steps):
-        move, here = _at(F, index), rows.take(lambda part: _at(part, index))  # noqa: B023
-        state = move @ state
-        state = torch.cat([state[..., :size] @ move.mT + _at(moves.noise, index), state[..., size:]], -1)
+    each = zip(*map(_unbound, (moves.transition, moves.noise, targets, *rows)))
+    for index, (F, Q, target, *parts) in enumerate(each):
+        here = type(rows)(*parts)
+        moved = F @ state
+        state = torch.cat([moved[..., :size] @ F.mT + Q, moved[..., size:]], -1)
         seen = here.H @ state
         spread = seen[..., :size] @ here.H.mT
-        X, M, volume = here.weights(spread)
-        pulled = M @ seen - torch.nn.functional.pad(X @ here.target, (2 * size, 0))
+        X, M = here.weights(spread)
+        pulled = X @ (here.scaled(seen) - target)
         if index >= full:
             there = (torch.arange(blocks) < blocks - 1).to(M)[:, None, None, None]
             M, pulled = M * there, pulled * there
         after = state - seen[..., :size].mT @ pulled
-        found.append(_Step(state, after, seen, spread, X, M, pulled, volume))
+        found.append(_Step(state, after, seen, spread, X, M, pulled))
         state = after
     return found
 
 
-def _information(seen: Tensor, pulled: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """h and J, the information on s in each row."""
-    found = seen[..., size : 2 * size].mT @ pulled[..., size:]
+def _information(steps: list[_Step], size: int) -> tuple[Tensor, Tensor]:
+    """h and J, the information on s in each row, (blocks, steps, ...)."""
+    G, pulled = (torch.stack(parts, 1) for parts in zip(*((s.seen[..., size : 2 * size], s.pulled) for s in steps)))
+    found = G.mT @ pulled[..., size:]
     return -found[..., size:], found[..., :size]
 
 
-def _link(chain: Chain, rows: Rows, steps: list[_Step], h: Tensor, J: Tensor) -> tuple[list[_Start], list[_Solved]]:
-    """The starts of all blocks given the rows before them, and u given also the rows of the block."""
-    start, ends = _first(chain), _split(steps[-1].after)
-    starts, found = [start], [_solve_first(rows, steps, start)]
-    for k in range(1, len(h)):
-        C, A, b = (part[k - 1] for part in ends)
-        own = found[-1]
-        half = A @ start.root @ own.root
-        covariance = _even(C + half @ half.mT)
-        if k == 1 and (own.null is not None or _costs_digits(covariance, C, rows)):
-            raise _Unresolved
-        mean = A @ (start.mean + start.root @ own.mean) + b
-        start = _Start(mean, _root(covariance), torch.ones_like(chain.mean))
-        starts.append(start)
-        found.append(_solve(start, h[k], J[k]))
-    return starts, found
+def _link(rows: Rows, steps: list[_Step], start: _Start, prior: Tensor) -> tuple[_Start, _Solved]:
+    """s for all blocks given the rows before them, and u given also the rows of the block."""
+    ends, solved = _split(steps[-1].after), _solve_first(rows, steps, start, prior)
+    if len(ends.A) == 1:
+        return _Start(*(part[None] for part in start)), _Solved(
+            *(part if part is None else part[None] for part in solved)
+        )  # pyright: ignore
+    h, J = (part[1:].sum(1) for part in _information(steps, len(prior)))
+    mean, covariance = _total(_picked(ends, 0), start, solved)
+    if solved.null is not None or _costs_digits(covariance, ends.C[0], rows):
+        raise _Unresolved
+    zero = torch.zeros_like(covariance)
+    first = zero, mean, covariance, torch.zeros_like(mean), zero
+    C, A, b = (part[1:-1] for part in ends)
+    elements = (torch.cat([one[None], rest]) for one, rest in zip(first, (A, b, C, h[:-1], J[:-1])))
+    _, mean, covariance, _, _ = scan(_follow, tuple(elements))
+    later = _Start(mean, _root(_even(covariance)))
+    whole = _solve(later, h, J)
+    starts = _Start(*(torch.cat([one.expand_as(rest[0])[None], rest]) for one, rest in zip(start, later)))
+    return starts, _Solved(*(torch.cat([one.expand_as(rest[0])[None], rest]) for one, rest in zip(solved[:3], whole)))
 
 
-def _first(chain: Chain) -> _Start:
+def _follow(i: Elements, j: Elements) -> Elements:
+    """Two segments of time in succession: (A, b, C) of the end given the start, and (h, J) about the start."""
+    A_i, b_i, C_i, h_i, J_i = i
+    A_j, b_j, C_j, h_j, J_j = j
+    inner = torch.linalg.inv(eye_like(C_i) + C_i @ J_j)
+    left, right = A_j @ inner, (inner @ A_i).mT
+    return (
+        left @ A_i,
+        left @ (b_i + C_i @ h_j) + b_j,
+        left @ C_i @ A_j.mT + C_j,
+        right @ (h_j - J_j @ b_i) + h_i,
+        right @ (J_j @ A_i) + J_i,
+    )
+
+
+def _first(chain: Chain) -> tuple[_Start, Tensor]:
+    """The first state, (1, D, 1) and (1, D, D), and the diagonal of Π."""
     mean, covariance, prior = chain.mean[None, :, None], chain.covariance, torch.ones_like(chain.mean)
     if chain.diffuse is None:
-        return _Start(mean, _root(covariance)[None], prior)
+        return _Start(mean, _root(covariance)[None]), prior
     known, root = (~chain.diffuse).nonzero()[:, 0], torch.diag(chain.diffuse.to(mean))
     if len(known):  # a finite covariance of and with diffuse states has no effect
         root = root.index_put((known[:, None], known), _root(covariance[known[:, None], known]))
-    return _Start(mean, root[None], prior * ~chain.diffuse)
+    return _Start(mean, root[None]), prior * ~chain.diffuse
 
 
 def _costs_digits(covariance: Tensor, new: Tensor, rows: Rows) -> bool:
@@ -323,7 +334,7 @@ def _root(covariance: Tensor) -> Tensor:
 
 def _solve(start: _Start, h: Tensor, J: Tensor) -> _Solved:
     """u given information on s = m + B u, for Π = I."""
-    m, B, _ = start
+    m, B = start
     factor, info = torch.linalg.cholesky_ex(eye_like(J) + _even(B.mT @ J @ B))
     volume = 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
     root = torch.linalg.solve_triangular(factor, eye_like(J).expand_as(factor), upper=False).mT
@@ -331,21 +342,18 @@ def _solve(start: _Start, h: Tensor, J: Tensor) -> _Solved:
     return _Solved(mean, root, torch.where(info == 0, volume, torch.nan))
 
 
-def _solve_first(rows: Rows, steps: list[_Step], start: _Start, *, every: bool = False) -> _Solved:
+def _solve_first(rows: Rows, steps: list[_Step], start: _Start, prior: Tensor, *, every: bool = False) -> _Solved:
     """u given the rows of the first block, or with `every` given the rows up to each step.
 
     A square root R of the precision of u and z = R u come from QR: the rows may determine some states much more
     accurately than others, and the sum of their information would lose the difference.
     """
-    m, B, prior = start
-    size = B.shape[-1]
-    seen, pulled, M = (
-        torch.stack([part[0] for part in parts]) for parts in zip(*((s.seen, s.pulled, s.M) for s in steps))
-    )
+    (m, B), size = start, len(prior)
+    seen, M = (torch.stack(parts) for parts in zip(*((s.seen[0], s.M[0]) for s in steps)))
     root = rows.root(M)
     if root is None:  # precisions may be negative
-        h, J = _information(seen, pulled, size)
-        return _solve(start, *(part.cumsum(0) if every else part.sum(0) for part in (h, J)))
+        found = (part[0] for part in _information(steps, size))
+        return _solve(start, *(part.cumsum(0) if every else part.sum(0) for part in found))
     here = rows.take(lambda part: part[0])
     G = seen[..., size : 2 * size]
     both = torch.cat([G @ B, here.target - seen[..., 2 * size :] - G @ m], -1)
@@ -411,15 +419,14 @@ def _split(state: Tensor) -> Given:
     return Given(state[..., :size], state[..., size : 2 * size], state[..., 2 * size :])
 
 
-def _stacked(starts: Sequence[_Start]) -> _Start:
-    """Starts of blocks, with a dimension for the steps of a block."""
-    mean, root, _ = (torch.stack(torch.broadcast_tensors(*parts))[:, None] for parts in zip(*starts))
-    return _Start(mean, root, starts[-1].prior)
+def _picked(parts: Any, index: int) -> Any:
+    """One block."""
+    return type(parts)(*(part[index] for part in parts))
 
 
-def _at(part: Tensor, step: int) -> Tensor:
-    """One step of all blocks."""
-    return part[:, step if part.shape[1] > 1 else 0]
+def _unbound(part: Tensor) -> tuple[Tensor, ...]:
+    """The steps of all blocks."""
+    return part.unbind(1)
 
 
 def _even(matrix: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ Checked by: tests/equations/test_state_space.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 import torch
@@ -75,20 +75,24 @@ class Rows(Protocol):
     @property
     def target(self) -> Tensor: ...
 
+    def __iter__(self) -> Iterator[Tensor]: ...
+
     def take(self, pick: Callable[[Tensor], Tensor]) -> Rows:
         """Some of the rows, or all in another layout of time."""
         ...
 
-    def weights(self, spread: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """X, M and log|X^-1| such that, for z ~ N(m, spread), X target - M m and -M are the first and second
-        derivatives of the log-likelihood by m."""
+    def weights(self, spread: Tensor) -> tuple[Tensor, Tensor]:
+        """X and M such that, for z ~ N(m, spread), X (target - scaled(m)) and -M are the first and second derivatives
+        of the log-likelihood by m."""
         ...
+
+    def scaled(self, m: Tensor) -> Tensor: ...
 
     def root(self, M: Tensor) -> Tensor | None:
         """r with r'r = M, if X = M is positive for all rows."""
         ...
 
-    def value(self, m: Tensor, spread: Tensor, X: Tensor, volume: Tensor) -> Tensor:
+    def value(self, m: Tensor, spread: Tensor, X: Tensor) -> Tensor:
         """The log-likelihood of each row, (..., columns)."""
         ...
 
@@ -121,20 +125,20 @@ class GaussianRows(NamedTuple):
     def take(self, pick: Callable[[Tensor], Tensor]) -> GaussianRows:
         return GaussianRows(*map(pick, self))
 
-    def weights(self, spread: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def weights(self, spread: Tensor) -> tuple[Tensor, Tensor]:
         total = spread + self.R
-        if total.shape[-1] == 1:
-            inverse, volume = 1 / total, total[..., 0, 0].log()
-        else:
-            factor = torch.linalg.cholesky(total)
-            inverse, volume = torch.cholesky_inverse(factor), 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        return inverse, inverse, volume
+        one = total.shape[-1] == 1
+        inverse = total.reciprocal() if one else torch.cholesky_inverse(torch.linalg.cholesky(total))
+        return inverse, inverse
+
+    def scaled(self, m: Tensor) -> Tensor:
+        return m
 
     def root(self, M: Tensor) -> Tensor | None:
         return M.sqrt() if M.shape[-1] == 1 else torch.linalg.cholesky(M).mT
 
-    def value(self, m: Tensor, spread: Tensor, X: Tensor, volume: Tensor) -> Tensor:
-        error = self.target - m
+    def value(self, m: Tensor, spread: Tensor, X: Tensor) -> Tensor:
+        error, volume = self.target - m, torch.linalg.slogdet(spread + self.R)[1]
         return -((error * (X @ error)).sum(-2) + volume[..., None] + LOG_2PI * self.known.sum(-2).to(m)) / 2
 
     def precision(self) -> float:
@@ -151,17 +155,21 @@ class SiteRows(NamedTuple):
     def take(self, pick: Callable[[Tensor], Tensor]) -> SiteRows:
         return SiteRows(*map(pick, self))
 
-    def weights(self, spread: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def weights(self, spread: Tensor) -> tuple[Tensor, Tensor]:
         inside = eye_like(spread) + self.W * spread
-        X = 1 / inside if inside.shape[-1] == 1 else torch.linalg.inv(inside)
-        sign, volume = torch.linalg.slogdet(inside)
-        return X, X * self.W.mT, torch.where(sign > 0, volume, torch.nan)
+        X = inside.reciprocal() if inside.shape[-1] == 1 else torch.linalg.inv(inside)
+        return X, X * self.W.mT
+
+    def scaled(self, m: Tensor) -> Tensor:
+        return self.W * m
 
     def root(self, M: Tensor) -> Tensor | None:
         return None
 
-    def value(self, m: Tensor, spread: Tensor, X: Tensor, volume: Tensor) -> Tensor:
+    def value(self, m: Tensor, spread: Tensor, X: Tensor) -> Tensor:
         error = self.target - self.W * m
+        sign, volume = torch.linalg.slogdet(eye_like(spread) + self.W * spread)
+        volume = torch.where(sign > 0, volume, torch.nan)
         return (((self.target + error) * m + error * (spread @ X @ error)).sum(-2) - volume[..., None]) / 2
 
     def precision(self) -> float:
