@@ -162,14 +162,28 @@ def test_matrices_that_vary_are_statsmodels(length: int, diffuse: tuple[bool, ..
     np.testing.assert_allclose(found.mean[begin:], other.filtered_state.T[begin:], rtol=1e-9, atol=1e-10)
     covariances = np.moveaxis(other.filtered_state_cov, -1, 0)
     np.testing.assert_allclose(found.covariance[begin:], covariances[begin:], rtol=1e-9, atol=1e-10)
-    np.testing.assert_allclose(states.mean, other.smoothed_state.T, rtol=1e-9, atol=1e-10)
-    np.testing.assert_allclose(states.covariance, np.moveaxis(other.smoothed_state_cov, -1, 0), rtol=1e-9, atol=1e-10)
+    # statsmodels' smoother is wrong at the first time if one row does not determine all states; see the next test.
+    begin = 1 if diffuse and all(diffuse) else 0
+    np.testing.assert_allclose(states.mean[begin:], other.smoothed_state.T[begin:], rtol=1e-9, atol=1e-10)
+    covariances = np.moveaxis(other.smoothed_state_cov, -1, 0)
+    np.testing.assert_allclose(states.covariance[begin:], covariances[begin:], rtol=1e-9, atol=1e-10)
     later = peer(parts, np.concatenate([y, np.full((4, 2), np.nan)]), covariance, marks).ssm.filter()
     ahead = model.forecast(y, 4)
     np.testing.assert_allclose(ahead.mean, later.forecasts.T[-4:], rtol=1e-9, atol=1e-10)
     np.testing.assert_allclose(
         ahead.covariance, np.moveaxis(later.forecasts_error_cov, -1, 0)[-4:], rtol=1e-9, atol=1e-10
     )
+
+
+def test_diffuse_states_are_the_limit_of_vague_ones() -> None:
+    """Where rows are missing in part, and noise is correlated."""
+    parts, y = varying(9), np.random.default_rng(1).normal(size=(9, 2))
+    y[1, 0] = y[3] = np.nan
+    limit = LinearStateSpace(*parts, diffuse=True).smooth(y)
+    vague = LinearStateSpace(*parts, initial_covariance=1e10 * np.eye(3)).smooth(y)
+    np.testing.assert_allclose(limit.mean, vague.mean, rtol=0, atol=1e-9)
+    np.testing.assert_allclose(limit.covariance, vague.covariance, rtol=0, atol=1e-8)
+    assert_close(float(limit.log_likelihood), float(vague.log_likelihood) + 1.5 * np.log(1e10), rtol=1e-9, atol=0)
 
 
 def test_diffuse_states_that_are_seen_late() -> None:
@@ -182,17 +196,6 @@ def test_diffuse_states_that_are_seen_late() -> None:
     assert_close(float(states.log_likelihood), float(other.llf), rtol=1e-10, atol=0)
     np.testing.assert_allclose(found.mean[100:], other.filtered_state.T[100:], rtol=1e-8, atol=1e-8)
     np.testing.assert_allclose(states.mean[90:], other.smoothed_state.T[90:], rtol=1e-8, atol=1e-8)
-
-
-def test_diffuse_states_are_the_limit_of_vague_ones() -> None:
-    """Where rows are missing in part, and noise is correlated; statsmodels' smoother differs there at the first time."""
-    parts, y = varying(9), np.random.default_rng(1).normal(size=(9, 2))
-    y[1, 0] = y[3] = np.nan
-    limit = LinearStateSpace(*parts, diffuse=True).smooth(y)
-    vague = LinearStateSpace(*parts, initial_covariance=1e10 * np.eye(3)).smooth(y)
-    np.testing.assert_allclose(limit.mean, vague.mean, rtol=0, atol=1e-9)
-    np.testing.assert_allclose(limit.covariance, vague.covariance, rtol=0, atol=1e-8)
-    assert_close(float(limit.log_likelihood), float(vague.log_likelihood) + 1.5 * np.log(1e10), rtol=1e-9, atol=0)
 
 
 def test_what_is_not_determined_is_infinite() -> None:
