@@ -131,5 +131,6 @@ def maximise(
     # A vanishing noise or an infinite length is a valid solution; a scale or variance at the limit is not.
     far = [name for name, at, end in zip(search.names, search.point, limits) if at >= end and "length" not in name]
     if far:
-        checks.warn(f"{far[0]} reached the end of its range, 1e5: rescale y to unit variance.")
+        names = ", ".join(dict.fromkeys(far))
+        checks.warn(f"{names} reached the end of the range, 1e5: rescale y to unit variance.")
     return search.result(), search.kept
