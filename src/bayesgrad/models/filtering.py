@@ -32,7 +32,7 @@ from torch import Tensor
 
 from bayesgrad.models.kalman import Chain, Elements, Rows, StateMoments, eye_like, scan, square_root
 
-STEPS = 32  # of a block, at least
+STEPS = 16  # of a block, at least
 DIGITS = 1e-11  # the relative accuracy that a large covariance between two blocks may cost
 
 
@@ -94,6 +94,7 @@ class Filter:
         prior: the diagonal of Π for the first block, (D,).
         length: T.
         steps: of the loop.
+        information: h and J on s in each row, (blocks, steps, ...).
         starts: s for each block, given the rows before it.
         solved: u for each block, given also its own rows.
         log_likelihood: (sequences,).
@@ -104,6 +105,7 @@ class Filter:
     prior: Tensor
     length: int
     steps: list[_Step]
+    information: tuple[Tensor, Tensor]
     starts: _Start
     solved: _Solved
     log_likelihood: Tensor
@@ -119,11 +121,11 @@ class Filter:
     def filtered(self) -> StateMoments:
         """Each state given the rows up to its time."""
         start = _picked(self.starts, 0)
-        first = _solve_first(self.rows, self.steps, start, self.prior, every=True)
+        first = _solve_first(self.rows, self.steps, self.information, start, self.prior, every=True)
         mean, covariance = (part[None] for part in _total(_picked(self._after, 0), start, first))
         if len(self.starts.mean) > 1:
             start = _Start(*(part[1:, None] for part in self.starts))
-            h, J = (part[1:].cumsum(1) for part in _information(self.steps, self._size))
+            h, J = (part[1:].cumsum(1) for part in self.information)
             later = _total(Given(*(part[1:] for part in self._after)), start, _solve(start, h, J))
             mean, covariance = torch.cat([mean, later[0]]), torch.cat([covariance, later[1]])
         return self._moments(mean, covariance)
@@ -155,7 +157,7 @@ class Filter:
         """
         size = self._size
         C, A, b = _split(self.steps[-1].after)
-        h, J = (part.sum(1) for part in _information(self.steps, size))
+        h, J = (part.sum(1) for part in self.information)
         behind = scan(lambda later, earlier: _follow(earlier, later), tuple(part.flip(0) for part in (A, b, C, h, J)))
         h, J = (torch.cat([part.flip(0)[1:], torch.zeros_like(part[:1])]) for part in behind[3:])
         root = square_root(C)
@@ -214,14 +216,15 @@ def _run(chain: Chain, rows: Rows, length: int, steps: int) -> Filter:
     rows, moves = rows.take(cut), _Moves(*map(cut, _moves(chain, length)))
     found = _run_blocks(moves, rows, (blocks, steps, length))
     start, prior = _first(chain)
-    starts, solved = _link(rows, found, start, prior)
+    information = _information(found, size)
+    starts, solved = _link(rows, found, information, start, prior)
     seen, spread, X = (torch.stack(parts, 1) for parts in zip(*((s.seen, s.spread, s.X) for s in found)))
     centre = (starts.mean + starts.root @ solved.mean)[:, None]
     value = rows.value(seen[..., size : 2 * size] @ centre + seen[..., 2 * size :], spread, X)
     weights = torch.cat([prior[None], torch.ones_like(prior).expand(blocks - 1, -1)])[:, None, :, None]
     spent = (weights * solved.mean.square()).sum(-2) + solved.volume[..., None]
     total = value.flatten(0, 1)[:length].sum(0) - spent.sum(0) / 2
-    return Filter(moves, rows, prior, length, found, starts, solved, total.flatten())
+    return Filter(moves, rows, prior, length, found, information, starts, solved, total.flatten())
 
 
 def _moves(chain: Chain, length: int) -> tuple[Tensor, Tensor]:
@@ -268,14 +271,16 @@ def _information(steps: list[_Step], size: int) -> tuple[Tensor, Tensor]:
     return -found[..., size:], found[..., :size]
 
 
-def _link(rows: Rows, steps: list[_Step], start: _Start, prior: Tensor) -> tuple[_Start, _Solved]:
+def _link(
+    rows: Rows, steps: list[_Step], information: tuple[Tensor, Tensor], start: _Start, prior: Tensor
+) -> tuple[_Start, _Solved]:
     """s for all blocks given the rows before them, and u given also the rows of the block."""
-    ends, solved = _split(steps[-1].after), _solve_first(rows, steps, start, prior)
+    ends, solved = _split(steps[-1].after), _solve_first(rows, steps, information, start, prior)
     if len(ends.A) == 1:
         return _Start(*(part[None] for part in start)), _Solved(
             *(part if part is None else part[None] for part in solved)
         )  # pyright: ignore
-    h, J = (part[1:].sum(1) for part in _information(steps, len(prior)))
+    h, J = (part[1:].sum(1) for part in information)
     mean, covariance = _total(_picked(ends, 0), start, solved)
     if solved.null is not None or _costs_digits(covariance, ends.C[0], rows):
         raise _Unresolved
@@ -335,14 +340,22 @@ def _root(covariance: Tensor) -> Tensor:
 def _solve(start: _Start, h: Tensor, J: Tensor) -> _Solved:
     """u given information on s = m + B u, for Π = I."""
     m, B = start
-    factor, info = torch.linalg.cholesky_ex(eye_like(J) + _even(B.mT @ J @ B))
+    factor, info = torch.linalg.cholesky_ex(eye_like(J) + B.mT @ (J @ B))
     volume = 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
     root = torch.linalg.solve_triangular(factor, eye_like(J).expand_as(factor), upper=False).mT
     mean = root @ (root.mT @ (B.mT @ (h - J @ m)))
     return _Solved(mean, root, torch.where(info == 0, volume, torch.nan))
 
 
-def _solve_first(rows: Rows, steps: list[_Step], start: _Start, prior: Tensor, *, every: bool = False) -> _Solved:
+def _solve_first(
+    rows: Rows,
+    steps: list[_Step],
+    information: tuple[Tensor, Tensor],
+    start: _Start,
+    prior: Tensor,
+    *,
+    every: bool = False,
+) -> _Solved:
     """u given the rows of the first block, or with `every` given the rows up to each step.
 
     A square root R of the precision of u and z = R u come from QR: the rows may determine some states much more
@@ -352,7 +365,7 @@ def _solve_first(rows: Rows, steps: list[_Step], start: _Start, prior: Tensor, *
     seen, M = (torch.stack(parts) for parts in zip(*((s.seen[0], s.M[0]) for s in steps)))
     root = rows.root(M)
     if root is None:  # precisions may be negative
-        found = (part[0] for part in _information(steps, size))
+        found = (part[0] for part in information)
         return _solve(start, *(part.cumsum(0) if every else part.sum(0) for part in found))
     here = rows.take(lambda part: part[0])
     G = seen[..., size : 2 * size]
