@@ -71,10 +71,10 @@ def chosen(learn: str | Iterable[str] | None, matrices: Matrices, likelihood: An
 def _able(matrices: Matrices) -> list[str]:
     """Names of what can be learned: not with matrices that vary, nor infinite variances."""
     chain, H, R = matrices
-    names = list(LEARNABLE[:2]) if chain.transition.dim() == chain.noise.dim() == 2 else []
-    if R is not None and H.dim() == R.dim() == 2:
-        names += LEARNABLE[2:4]
-    return names + (list(LEARNABLE[4:]) if chain.diffuse is None else [])
+    moves = chain.transition.dim() == chain.noise.dim() == 2
+    rows = R is not None and H.dim() == R.dim() == 2
+    able = (moves, moves, rows, rows, chain.diffuse is None, chain.diffuse is None)
+    return [name for name, free in zip(LEARNABLE, able) if free]
 
 
 def run_em(

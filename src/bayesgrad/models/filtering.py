@@ -168,9 +168,8 @@ class Filter:
         centre = _Start(self.starts.mean + self.starts.root @ self.solved.mean, self.starts.root @ self.solved.root)
         more, (mean, root, volume, null) = _solve(centre, A.mT @ h, A.mT @ N @ A), self.solved
         solved = _Solved(mean + root @ more.mean, root @ more.root, volume, null)
-        solved = _Solved(*(None if part is None else part[:, None] for part in solved))  # pyright: ignore
         R, found = torch.cat([-N @ A, h], -1), []
-        for step, H, move in zip(self.steps[::-1], _unbound(self.rows.H)[::-1], _unbound(self.moves.transition)[::-1]):
+        for step, H, move in zip(self.steps[::-1], self.rows.H.unbind(1)[::-1], self.moves.transition.unbind(1)[::-1]):
             after, gain, rest = (N, R), step.pulled[..., :size], step.pulled[..., size:]
             N = N - (N @ gain.mT) @ H
             N = N - H.mT @ (gain @ N - step.M @ H)
@@ -178,7 +177,7 @@ class Filter:
             found.append((*after, N))
             N, R = move.mT @ N @ move, move.mT @ R
         N, R, before = (torch.stack(parts[::-1], 1) for parts in zip(*found))
-        return N, R, before, solved
+        return N, R, before, _unsqueezed(solved, 1)
 
     def _moments(self, mean: Tensor, covariance: Tensor) -> StateMoments:
         """(T, sequences, D) and (T, groups, D, D)."""
@@ -246,7 +245,7 @@ def _run_blocks(moves: _Moves, rows: Rows, layout: tuple[int, int, int]) -> list
     state = torch.cat([torch.zeros_like(eye), eye, empty], -1).expand(blocks, groups, -1, -1)  # [C, A, b]
     targets = torch.nn.functional.pad(rows.target, (2 * size, 0))
     full, found = length - (blocks - 1) * steps, []  # rows in the last block
-    each = zip(*map(_unbound, (moves.transition, moves.noise, targets, *rows)))
+    each = zip(*(part.unbind(1) for part in (moves.transition, moves.noise, targets, *rows)))
     for index, (F, Q, target, *parts) in enumerate(each):
         here = type(rows)(*parts)
         moved = F @ state
@@ -277,9 +276,7 @@ def _link(
     """s for all blocks given the rows before them, and u given also the rows of the block."""
     ends, solved = _split(steps[-1].after), _solve_first(rows, steps, information, start, prior)
     if len(ends.A) == 1:
-        return _Start(*(part[None] for part in start)), _Solved(
-            *(part if part is None else part[None] for part in solved)
-        )  # pyright: ignore
+        return _Start(*(part[None] for part in start)), _unsqueezed(solved, 0)
     h, J = (part[1:].sum(1) for part in information)
     mean, covariance = _total(_picked(ends, 0), start, solved)
     if solved.null is not None or _costs_digits(covariance, ends.C[0], rows):
@@ -292,7 +289,8 @@ def _link(
     later = _Start(mean, _root(_even(covariance)))
     whole = _solve(later, h, J)
     starts = _Start(*(torch.cat([one.expand_as(rest[0])[None], rest]) for one, rest in zip(start, later)))
-    return starts, _Solved(*(torch.cat([one.expand_as(rest[0])[None], rest]) for one, rest in zip(solved[:3], whole)))
+    pairs = (solved.mean, whole.mean), (solved.root, whole.root), (solved.volume, whole.volume)
+    return starts, _Solved(*(torch.cat([one.expand_as(rest[0])[None], rest]) for one, rest in pairs))
 
 
 def _follow(i: Elements, j: Elements) -> Elements:
@@ -378,10 +376,10 @@ def _solve_first(
         return _from_root(*_triangular(whole, size), bool((prior == 0).any()))
     found = []
     for row in both:
-        R, z = _triangular(torch.cat([begin, row], -2), size)
-        found.append((R, z))
-        begin = torch.cat([R, z], -1)
-    return _from_root(*(torch.stack(parts) for parts in zip(*found)), bool((prior == 0).any()))
+        begin = torch.cat(_triangular(torch.cat([begin, row], -2), size), -1)
+        found.append(begin)
+    R, z = torch.stack(found).split([size, both.shape[-1] - size], -1)
+    return _from_root(R, z, bool((prior == 0).any()))
 
 
 def _triangular(whole: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -427,6 +425,11 @@ def _total(given: Given, start: _Start, solved: _Solved) -> tuple[Tensor, Tensor
     return mean, covariance
 
 
+def _unsqueezed(solved: _Solved, dim: int) -> _Solved:
+    null = None if solved.null is None else solved.null.unsqueeze(dim)
+    return _Solved(solved.mean.unsqueeze(dim), solved.root.unsqueeze(dim), solved.volume.unsqueeze(dim), null)
+
+
 def _split(state: Tensor) -> Given:
     size = state.shape[-2]
     return Given(state[..., :size], state[..., size : 2 * size], state[..., 2 * size :])
@@ -435,11 +438,6 @@ def _split(state: Tensor) -> Given:
 def _picked(parts: Any, index: int) -> Any:
     """One block."""
     return type(parts)(*(part[index] for part in parts))
-
-
-def _unbound(part: Tensor) -> tuple[Tensor, ...]:
-    """The steps of all blocks."""
-    return part.unbind(1)
 
 
 def _even(matrix: Tensor) -> Tensor:

@@ -325,14 +325,15 @@ def _gaussian(matrices: dynamics.Matrices, y: Tensor) -> Filter:
 
 
 def _like(chain: Chain, y: Tensor) -> Chain:
-    return Chain(*[part.to(y) for part in chain[:4]], chain.diffuse)
+    F, Q, mean, covariance, diffuse = chain
+    return Chain(F.to(y), Q.to(y), mean.to(y), covariance.to(y), diffuse)
 
 
 def _at_time(matrices: dynamics.Matrices, t: int) -> dynamics.Matrices:
     """The matrices at one time."""
-    (F, Q, *start), H, R = matrices
-    F, Q, H, R = (part[t] if part is not None and part.dim() == 3 else part for part in (F, Q, H, R))
-    return dynamics.Matrices(Chain(F, Q, *start), H, R)
+    chain, H, R = matrices
+    F, Q, H = (part[t] if part.dim() == 3 else part for part in (*chain[:2], H))
+    return dynamics.Matrices(chain._replace(transition=F, noise=Q), H, R if R is None or R.dim() == 2 else R[t])
 
 
 @dataclass(frozen=True, eq=False)
