@@ -22,6 +22,7 @@ LAYERS = [
     ["optim"],
     ["optimizer"],
     ["finite"],
+    ["closures"],
     ["preconditioners"],
     ["sources"],
     ["checkpoint"],

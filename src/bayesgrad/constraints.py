@@ -19,6 +19,7 @@ class Constraint(NamedTuple):
 
 NONNEGATIVE = Constraint("a finite number >= 0", lambda x: 0 <= x < math.inf)
 POSITIVE = Constraint("a positive number", lambda x: x > 0)
+PRIOR_DECAYS = Constraint("0, because the prior decays weights", lambda x: x == 0)
 FRACTION = Constraint("in [0, 1)", lambda x: 0 <= x < 1)
 OPEN_FRACTION = Constraint("in (0, 1)", lambda x: 0 < x < 1)
 FRACTIONS = Constraint("two numbers in [0, 1)", lambda x: len(x) == 2 and all(0 <= b < 1 for b in x))

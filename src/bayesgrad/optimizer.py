@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from bayesgrad import distributed, kernels
 from bayesgrad.belief import Joint
 from bayesgrad.checkpoint import CheckedOptimizer
+from bayesgrad.closures import evaluate
 from bayesgrad.directions import Directions
 from bayesgrad.finite import FiniteCheck
 from bayesgrad.layers.observed import classes_last
@@ -210,8 +211,9 @@ class BeliefOptimizer(CheckedOptimizer):
 
         Args:
             outputs: of the model, with their graph; of the batch of the loss, or of another.
-            loss: the mean loss, a tensor with one element, for second derivatives. With micro-batches, divide it by
-                their number, because Hessians add up like gradients. With a `GradScaler`, pass it before `scale`.
+            loss: the mean loss, a tensor with one element, for second derivatives, which are multiplied by what it is
+                multiplied by before `backward()`: 1/4 in `(loss / 4).backward()` of a micro-batch. Factors above one
+                do not count. With a `GradScaler`, pass it before `scale`, and divided by the number of micro-batches.
             labels: replace the labels that are sampled from the model's predictions; -100 for no loss.
             weights: how often each loss counts, in the shape of labels: `labels != -100` if some have no loss.
             class_dim: the dimension of classes: 1 for outputs (N, C, ...) as in cross entropy; None for the last one.
@@ -227,7 +229,7 @@ class BeliefOptimizer(CheckedOptimizer):
         self.check_count(rows or 0)
         for part in () if rows == 0 else self._parts:
             part.observe(outputs, loss, labels, weights)
-        self._marked = self._mark()
+        self._marked[:] = self._mark()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch.optim; discards recorded passes and draws, and what was observed for a step not taken."""
@@ -236,7 +238,7 @@ class BeliefOptimizer(CheckedOptimizer):
         for part in self._parts:
             part.zeroed(stale)
         if self._parts:
-            self._marked = self._mark()
+            self._marked[:] = self._mark()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -244,7 +246,8 @@ class BeliefOptimizer(CheckedOptimizer):
 
         Args:
             closure: re-evaluates the model, calls backward and returns the loss. It is called once for each of
-                `samples` draws, if gradients are computed at sampled weights, and the gradients are averaged.
+                `samples` draws, if gradients are computed at sampled weights, and the gradients are averaged. As in
+                torch.optim, it sets gradients to zero itself: those that exist before are never discarded.
 
         Returns:
             The return value of the closure.
@@ -252,7 +255,7 @@ class BeliefOptimizer(CheckedOptimizer):
         self.require_training("step()")
         for part in self._parts:
             part.prepare(closure)
-        loss = None if closure is None else self._evaluate(closure)
+        loss = None if closure is None else evaluate(self, self._parts, closure)
         groups = [{**group, "lr": current_lr(group)} for group in self.param_groups]
         active = [[p for p in group["params"] if p.grad is not None] for group in groups]
         for index, group in enumerate(groups):
@@ -295,39 +298,6 @@ class BeliefOptimizer(CheckedOptimizer):
                 )
                 for rows in block.rows(directions, axpy_coefficients, list(evidence.values())):
                     kernels.run(update, list(scalars.values()), rows, group["fused"], elements)
-
-    def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        """Calls the closure; if gradients are computed at sampled weights, once for each draw."""
-        if not self.needs.draws:
-            with torch.enable_grad():
-                loss = closure()
-        else:
-            loss = self._average_draws(closure, int(self.param_groups[0]["samples"]))
-        if loss is not None:
-            for part in self._parts:
-                part.note_loss(loss)
-        return loss
-
-    def _average_draws(self, closure: Callable[[], Any], samples: int) -> Any:
-        for part in self._parts:
-            part.begin_draws()
-        losses: list[Any] = []
-        totals: dict[Tensor, Tensor] = {}
-        for _ in range(samples):
-            self.zero_grad()
-            with torch.enable_grad(), self.sampled():
-                losses.append(closure())
-            if samples == 1:
-                return losses[0]
-            for part in self._parts:
-                part.store_draw(samples)
-            for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-                totals[p] = totals[p] + gradient_of(p) if p in totals else gradient_of(p).clone()
-        for p, total in totals.items():
-            p.grad = total / samples
-        for part in self._parts:
-            part.merge_draws(samples)
-        return sum(losses[1:], losses[0]) / samples if losses[0] is not None else None
 
     def _layout(
         self, groups: Groups, active: list[list[Tensor]], directions: Directions

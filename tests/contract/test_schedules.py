@@ -292,6 +292,7 @@ def test_a_schedule_that_rounds_below_zero_ends_at_zero_and_worse_is_refused(cas
     model = small_model()
     optimizer = case.of(model, lr=1e-3)
     train(model, optimizer, range(2))
+    optimizer.zero_grad()
     backward(model, 2, optimizer)
     before, known = weights(model), states(optimizer)
     for bad, message in ((-0.5, "got -0.5"), (float("nan"), "got nan")):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bayesgrad import distributed
 from bayesgrad.checkpoint import settings
-from bayesgrad.constraints import COUNT, NONNEGATIVE, OPTIONAL_INTEGER, POSITIVE, POSITIVE_INTEGER
+from bayesgrad.constraints import COUNT, NONNEGATIVE, OPTIONAL_INTEGER, POSITIVE, POSITIVE_INTEGER, PRIOR_DECAYS
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.optim.variational import check_prior
 from bayesgrad.optimizer import BeliefOptimizer
@@ -233,6 +233,7 @@ class BayesBiNN(BinaryOptimizer):
     rule = BinaryRule.of(NaturalStep(), Relaxed.state_key)
     accepts = {
         **BeliefOptimizer.accepts,
+        "weight_decay": PRIOR_DECAYS,
         "num_data": COUNT,
         "relaxation": POSITIVE,
         "eps": NONNEGATIVE,

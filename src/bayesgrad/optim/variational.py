@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from bayesgrad import kernels
-from bayesgrad.constraints import COUNT, FRACTION, NONNEGATIVE, OPTIONAL_INTEGER, POSITIVE, POSITIVE_INTEGER
+from bayesgrad.constraints import (
+    COUNT,
+    FRACTION,
+    NONNEGATIVE,
+    OPTIONAL_INTEGER,
+    POSITIVE,
+    POSITIVE_INTEGER,
+    PRIOR_DECAYS,
+)
 from bayesgrad.optimizer import BeliefOptimizer
 from bayesgrad.packing import VARIANCE
 from bayesgrad.posterior import GaussianPosterior, Posterior
@@ -41,6 +49,7 @@ class VariationalOptimizer(BeliefOptimizer):
 
     accepts = {
         **BeliefOptimizer.accepts,
+        "weight_decay": PRIOR_DECAYS,
         "num_data": COUNT,
         "prior_precision": NONNEGATIVE,
         "hess_init": POSITIVE,

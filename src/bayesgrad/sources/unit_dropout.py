@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bayesgrad import kernels, noise
 from bayesgrad.parts import Noise, weak
 from bayesgrad.posterior.units import Units, units_of
-from bayesgrad.sources.weight_sampling import Draws, mark, same
+from bayesgrad.sources.weight_sampling import Draws
 
 
 class MaskedUnits(NamedTuple):
@@ -85,11 +85,6 @@ class UnitDropout(Draws):
 
     def perturbed(self) -> Iterator[Tensor]:
         return (p for p, _ in self.saved)
-
-    def end(self) -> None:
-        for p, earlier in self.before.items():
-            if p.grad is not None and not same(mark(p), earlier):
-                self.sampled.add(p)
 
     def _buffer(self, p: Tensor) -> Tensor:
         """A buffer for the weight during a draw; reused, because an allocation costs more than the copy."""
