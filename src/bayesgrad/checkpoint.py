@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from bayesgrad import distributed, noise
 from bayesgrad.constraints import FRACTION, FRACTIONS, NONNEGATIVE, OPTIONAL_BOOLEAN, POSITIVE, Constraint, one_of
-from bayesgrad.layers.network import named_groups, unwrap
+from bayesgrad.layers.network import evaluation_mode, named_groups, unwrap
+from bayesgrad.layers.running_statistics import estimated, warn_of_statistics
 from bayesgrad.parts import Host, entries
 
 NONFINITE = ("ignore", "raise", "skip")
@@ -43,6 +44,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
     takes_model: ClassVar[bool] = False
     kept: ClassVar[tuple[str, ...]] = ("model", "warned", "independent")  # attributes that a copy has
     common: ClassVar[tuple[str, ...]] = ()
+    _statistics: tuple[tuple[Tensor, Tensor], ...] = ()  # buffers of the model and their values before `eval()`
     accepts: ClassVar[Mapping[str, Constraint]] = {
         "lr": NONNEGATIVE,
         "weight_decay": NONNEGATIVE,
@@ -240,21 +242,57 @@ class CheckedOptimizer(torch.optim.Optimizer):
         """Whether the weights are those to train with."""
         return all(group["train_mode"] for group in self.param_groups)
 
+    def spread_in_training(self) -> float:
+        """How much weights vary in training around those to evaluate with, as a fraction of their mean square.
+
+        Only for rules whose means are so far from the samples that running statistics of BatchNorm do not fit them.
+        """
+        return 0.0
+
     @torch.no_grad()
-    def eval(self) -> None:
+    def eval(self, model: nn.Module | None = None, *, statistics: Any = None) -> None:
         """Sets the weights to those to evaluate the model with: their posterior mean, where it is another value.
 
         Call `train()` before the next step. A checkpoint of model and optimizer may be written in either mode.
+
+        Args:
+            model: the model to evaluate, if the optimizer was built from parameters. One with BatchNorm, whose running
+                statistics do not fit the weights to evaluate with, gives a warning once, unless there are `statistics`.
+            statistics: training inputs, or a loader as for torch.optim.swa_utils.update_bn, from which the model's
+                running statistics are estimated at these weights; `train()` restores the former ones.
         """
-        if not self.training:
-            return
-        self.require_mean("eval()")
-        self.before_reading()
-        for p, mean in self.evaluation_weights().items():
-            self.state[p][TRAINING_WEIGHT] = p.detach().clone()
-            p.copy_(mean)
-        for group in self.param_groups:
-            group["train_mode"] = False
+        model = self.model if model is None else unwrap(model)
+        if statistics is not None and model is None:
+            raise ValueError("statistics= needs the model whose running statistics to estimate: eval(model, ...).")
+        switched = self.training
+        if switched:
+            self.require_mean("eval()")
+            self.before_reading()
+            for p, mean in self.evaluation_weights().items():
+                self.state[p][TRAINING_WEIGHT] = p.detach().clone()
+                p.copy_(mean)
+            for group in self.param_groups:
+                group["train_mode"] = False
+        if statistics is not None:
+            try:
+                self._estimate_statistics(model, statistics)
+            except BaseException:
+                if switched:
+                    self.train()
+                raise
+        elif model is not None and not self._statistics:
+            remedy = "pass training inputs, or a loader, to optimizer.eval(model, statistics=)"
+            warn_of_statistics(model, self.spread_in_training, remedy)
+
+    def _estimate_statistics(self, model: Any, statistics: Any) -> None:
+        """Sets the running statistics of the model to those of its weights, and keeps the former ones for `train()`."""
+        with evaluation_mode(model):
+            fresh = estimated(model, {}, statistics)
+        for name, value in fresh.items():
+            buffer = model.get_buffer(name)
+            if not any(buffer is other for other, _ in self._statistics):
+                self._statistics = (*self._statistics, (buffer, buffer.clone()))
+            buffer.copy_(value)
 
     @torch.no_grad()
     def train(self) -> None:
@@ -262,6 +300,9 @@ class CheckedOptimizer(torch.optim.Optimizer):
         for p, entry in entries(self):
             if TRAINING_WEIGHT in entry:
                 p.copy_(entry.pop(TRAINING_WEIGHT))
+        for buffer, value in self._statistics:
+            buffer.copy_(value)
+        self._statistics = ()
         for group in self.param_groups:
             group["train_mode"] = True
 

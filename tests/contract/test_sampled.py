@@ -304,7 +304,7 @@ def test_batch_norm_statistics_are_frozen_or_estimated_anew_in_prediction() -> N
             F.cross_entropy(model(x), torch.arange(64) % 3).backward()
         optimizer.step()
     posterior, buffers = optimizer.posterior(model), copy.deepcopy(dict(model.named_buffers()))
-    frozen = posterior.predict(x[:4], samples=3)
+    frozen = posterior.predict(x[:4], samples=3, statistics="running")
     anew = posterior.predict(x[:4], samples=3, statistics=x)
     assert all(torch.equal(b, buffers[name]) for name, b in model.named_buffers())
     assert model[1].momentum == 0.1

@@ -14,6 +14,7 @@ from bayesgrad import distributed
 from bayesgrad.checkpoint import settings
 from bayesgrad.constraints import COUNT, NONNEGATIVE, OPTIONAL_INTEGER, POSITIVE, POSITIVE_INTEGER, PRIOR_DECAYS
 from bayesgrad.kernels import compute_dtype
+from bayesgrad.layers.running_statistics import spread
 from bayesgrad.optim.variational import check_prior
 from bayesgrad.optimizer import BeliefOptimizer
 from bayesgrad.parts import Source, entries
@@ -306,6 +307,11 @@ class BayesBiNN(BinaryOptimizer):
 
     def _sampling_scalars(self, group: Mapping[str, Any]) -> list[float]:
         return [1 / group["relaxation"], group["relaxation"], group["eps"]]
+
+    def spread_in_training(self) -> float:
+        naturals = {p: entry[self.rule.latent] for p, entry in self.state.items() if self.rule.latent in entry}
+        found = BernoulliPosterior({str(k): natural for k, natural in enumerate(naturals.values())})
+        return spread(found.mean, found.variance())
 
     def posterior(self, model: nn.Module, scale: float = 1.0) -> BernoulliPosterior:
         """A copy of the belief about the model's weights; its samples are -1 or 1.

@@ -216,6 +216,10 @@ class SpikeSlab(BeliefOptimizer):
                     found[p] = keep * p.detach()
         return found
 
+    def spread_in_training(self) -> float:
+        keeps = [self.keep_of(group, p) for group in self.param_groups for p in group["params"] if p.requires_grad]
+        return max((1 - keep for keep in keeps if keep is not None), default=0.0)
+
     def posterior(self, model: nn.Module, scale: float = 1.0) -> DropoutPosterior:
         """A copy of the belief about the model's weights, as a `DropoutPosterior`.
 

@@ -31,6 +31,7 @@ class BernoulliPosterior(Posterior):
 
     kind = "bernoulli"
     methods = ("mc", "mean", "mode")
+    central = ()  # training samples relaxed weights
 
     def __init__(self, natural: Mapping[str, Tensor], model: nn.Module | None = None, *, seed: int = 0) -> None:
         super().__init__(model, seed=seed)

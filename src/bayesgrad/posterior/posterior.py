@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal, overload
 
@@ -23,6 +23,7 @@ from bayesgrad.layers.network import (
     unwrap,
 )
 from bayesgrad.layers.output_covariance import BlockCovariance, OutputCovariance, output_covariance
+from bayesgrad.layers.running_statistics import spread, warn_of_statistics
 from bayesgrad.likelihoods import Averages, Decomposed, Likelihood, Moments
 from bayesgrad.noise import generator_of
 from bayesgrad.posterior import storage
@@ -30,6 +31,7 @@ from bayesgrad.precision import Diagonal
 
 METHODS = ("mc", "linear", "mean")
 LINKS = ("probit", "mc")
+RUNNING = "running"  # `statistics=` of models whose running statistics fit
 
 
 class Posterior(ABC):
@@ -45,6 +47,7 @@ class Posterior(ABC):
 
     kind: ClassVar[str]
     methods: ClassVar[tuple[str, ...]] = METHODS
+    central: ClassVar[tuple[str, ...]] = ("linear", "mean")  # those with weights that running statistics fit
     likelihood = "categorical"  # what `predict` assumes
     noise_scale: float = 1.0  # the standard deviation of Gaussian data
     _kinds: ClassVar[dict[str, type[Posterior]]] = {}
@@ -128,7 +131,7 @@ class Posterior(ABC):
         link: str | None = None,
         model: nn.Module | None = None,
         seed: int | None = None,
-        statistics: Tensor | tuple[Tensor, ...] | None = None,
+        statistics: Tensor | tuple[Tensor, ...] | Iterable | str | None = None,
         chunk: int | None = None,
     ) -> Tensor: ...
 
@@ -144,7 +147,7 @@ class Posterior(ABC):
         link: str | None = None,
         model: nn.Module | None = None,
         seed: int | None = None,
-        statistics: Tensor | tuple[Tensor, ...] | None = None,
+        statistics: Tensor | tuple[Tensor, ...] | Iterable | str | None = None,
         chunk: int | None = None,
     ) -> Moments: ...
 
@@ -160,7 +163,7 @@ class Posterior(ABC):
         link: str | None = None,
         model: nn.Module | None = None,
         seed: int | None = None,
-        statistics: Tensor | tuple[Tensor, ...] | None = None,
+        statistics: Tensor | tuple[Tensor, ...] | Iterable | str | None = None,
         chunk: int | None = None,
     ) -> Decomposed: ...
 
@@ -176,7 +179,7 @@ class Posterior(ABC):
         link: str | None = None,
         model: nn.Module | None = None,
         seed: int | None = None,
-        statistics: Tensor | tuple[Tensor, ...] | None = None,
+        statistics: Tensor | tuple[Tensor, ...] | Iterable | str | None = None,
         chunk: int | None = None,
     ) -> Tensor | Moments | Decomposed:
         """Predictions averaged over the posterior.
@@ -198,8 +201,9 @@ class Posterior(ABC):
                 `"probit"`, or `"mc"` if `decompose` needs samples. Means, variances and rates need neither.
             model: another copy of the network, in place of the posterior's own.
             seed: of the samples, in place of the posterior's own.
-            statistics: a batch of training inputs, from which BatchNorm's statistics are estimated for each sample.
-                None uses the running statistics of training.
+            statistics: a batch of training inputs, or a loader as for torch.optim.swa_utils.update_bn, from which
+                BatchNorm's statistics are estimated for each sample. `"running"` uses the model's running statistics;
+                None does so too, and warns once if the model has any and its weights vary much.
             chunk: the number of inputs that go through the network at once, to limit memory; None for all.
         """
         if method not in self.methods:
@@ -210,9 +214,12 @@ class Posterior(ABC):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
         reading = likelihoods.named(self.likelihood if likelihood is None else likelihood)
-        inputs, given = (v if isinstance(v, tuple) or v is None else (v,) for v in (x, statistics))
-        network = Network(unwrap(self._model(model)), inputs, given, chunk)  # pyright: ignore[reportArgumentType]
+        given = None if isinstance(statistics, str) and statistics == RUNNING else statistics
+        network = Network(unwrap(self._model(model)), x if isinstance(x, tuple) else (x,), given, chunk)
         self._parameters(network.model)
+        if statistics is None and method not in self.central:
+            remedy = "pass training inputs, or a loader, to predict(..., statistics=), or 'running' to keep them"
+            warn_of_statistics(network.model, lambda: spread(self.mean, self.variance()), remedy)
         with evaluation_mode(network.model):
             if method == "linear":
                 return self._predict_linear(network, reading, decompose, link, samples, seed)
