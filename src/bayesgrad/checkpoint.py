@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from bayesgrad import distributed, noise
 from bayesgrad.constraints import FRACTION, FRACTIONS, NONNEGATIVE, OPTIONAL_BOOLEAN, POSITIVE, Constraint, one_of
 from bayesgrad.layers.network import evaluation_mode, named_groups, unwrap
 from bayesgrad.layers.running_statistics import estimated, warn_of_statistics
@@ -150,16 +149,6 @@ class CheckedOptimizer(torch.optim.Optimizer):
                 UserWarning,
                 stacklevel=3,
             )
-
-    def draw_seed(self) -> None:
-        """Replaces a seed of None, once: that of the first group by a drawn number, others by the first group's."""
-        first = self.param_groups[0]
-        if first.get("seed", 0) is None:
-            seed = noise.fresh_seed()
-            first["seed"] = seed if self.independent else distributed.from_first(seed)
-        for values in (self.defaults, *self.param_groups):
-            if values.get("seed", 0) is None:
-                values["seed"] = first["seed"]
 
     @property
     def draws(self) -> int:

@@ -35,7 +35,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from bayesgrad import distributed, kernels
+from bayesgrad import distributed, kernels, noise
 from bayesgrad.belief import Joint
 from bayesgrad.checkpoint import CheckedOptimizer
 from bayesgrad.closures import evaluate
@@ -108,7 +108,17 @@ class BeliefOptimizer(CheckedOptimizer):
         self._refuse_processes()
         for part in self._parts:
             part.bind(self)
-        self.draw_seed()
+        self._draw_seed()
+
+    def _draw_seed(self) -> None:
+        """Replaces a seed of None, once: that of the first group by a drawn number, others by the first group's."""
+        first = self.param_groups[0]
+        if first.get("seed", 0) is None:
+            seed = noise.fresh_seed()
+            first["seed"] = seed if self.independent else distributed.from_first(seed)
+        for values in (self.defaults, *self.param_groups):
+            if values.get("seed", 0) is None:
+                values["seed"] = first["seed"]
 
     def _refuse_processes(self) -> None:
         """Raises if other processes train the same model, and the parts of this optimizer do not support it."""
