@@ -45,7 +45,7 @@ def test_a_step_without_noise_contracts_a_linear_gaussian_posterior_by_lr(noise:
     """
     model, x, y, optimum, hessian = regression(noise)
     likelihood = Gaussian(noise_scale=noise**0.5)
-    options = dict(num_data=N, metric="fisher", damping=0.0, prior_precision=0.0, fisher=fisher)
+    options = dict(num_data=N, metric="fisher", damping=0.0, prior_precision=0.0, fisher=fisher, seed=0)
     sampler = Langevin(model, 0.1, temperature=0.0, likelihood=likelihood, limit_step=False, **options)
     before = model.weight.detach().flatten() - optimum
     outputs = model(x)
@@ -76,7 +76,7 @@ def test_the_metric_of_a_mean_over_tokens_is_the_hessian_of_that_mean(metric: st
     for rows, labels in ((x, y), (x.flatten(0, 1), y.flatten())):
         torch.manual_seed(0)
         model = nn.Linear(3, 4, dtype=D)
-        options = dict(num_data=N * T, metric=metric, damping=0.1, correction=correction)
+        options = dict(num_data=N * T, metric=metric, damping=0.1, correction=correction, seed=0)
         sampler = Langevin(model, 0.1, **options)
         outputs = model(rows)
         sampler.observe(outputs)
@@ -134,7 +134,7 @@ def test_a_loss_on_another_scale_is_named_and_its_step_is_shortened() -> None:
     """
     model, x, y, _, _ = regression(0.05)
     start = model.weight.detach().clone()
-    options = dict(num_data=N, metric="fisher", damping=0.0, prior_precision=0.0)
+    options = dict(num_data=N, metric="fisher", damping=0.0, prior_precision=0.0, seed=0)
     sampler = Langevin(model, 0.1, likelihood="gaussian", **options)
     message = (
         "the loss has 20 times the curvature of likelihood='gaussian', whose Fisher is the metric, so that steps are "
@@ -155,7 +155,7 @@ def test_a_loss_on_another_scale_is_named_and_its_step_is_shortened() -> None:
 def test_without_the_loss_successive_gradients_show_it(noise: float, words: str) -> None:
     """r'(g' - g) = κ r'G s exactly, for the gradients of all data and H = κ G."""
     model, x, y, _, _ = regression(noise)
-    options = dict(num_data=N, metric="fisher", damping=0.0, prior_precision=0.0)
+    options = dict(num_data=N, metric="fisher", damping=0.0, prior_precision=0.0, seed=0)
     with pytest.warns(UserWarning, match=rf"the loss has {1 / noise:g} times .*{words} .*here s={noise**0.5:.3g}\."):
         chain(Langevin(model, 0.1, likelihood="gaussian", **options), model, x, y, noise, 12, False)
     chain(Langevin(model, 0.1, likelihood=Gaussian(noise**0.5), **options), model, x, y, noise, 40, False)
@@ -165,7 +165,7 @@ def test_minibatch_noise_alone_raises_no_alarm() -> None:
     """Gradients of 4 of 40 examples: differences along whole steps would show a curvature of 1/lr."""
     model, x, y, _, _ = regression(1.0)
     generator = torch.Generator().manual_seed(0)
-    sampler = Langevin(model, 0.1, num_data=N, metric="fisher", damping=0.0, likelihood="gaussian")
+    sampler = Langevin(model, 0.1, num_data=N, metric="fisher", damping=0.0, likelihood="gaussian", seed=0)
     for _ in range(300):
         sampler.zero_grad()
         sampler.observe(model(x))
@@ -237,7 +237,7 @@ def test_the_largest_eigenvalue_is_that_of_dense_algebra_and_shortens_steps(metr
     hessian = torch.kron(torch.eye(2, dtype=D), x.T @ x / N) + 2.0 / N * torch.eye(6, dtype=D)
     given = (lambda w: torch.linspace(1, 2, len(w), dtype=w.dtype)) if metric == "function" else metric
     lr, damping = 0.5 if metric in ("identity", "function") else 0.2, 0.01
-    options = dict(num_data=N, prior_precision=2.0, temperature=0.0, damping=damping, likelihood="gaussian")
+    options = dict(num_data=N, prior_precision=2.0, temperature=0.0, damping=damping, likelihood="gaussian", seed=0)
     sampler = Langevin(model, lr, metric=given, **options)
     start = model.weight.detach().flatten().clone()
     outputs = model(x)

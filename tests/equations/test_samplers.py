@@ -223,7 +223,7 @@ def test_sngd_takes_the_step_of_the_corrected_equation(case: str, name: str) -> 
         V, Tv = terms(G, w)
         settings = dict(prior_precision=PRIOR, damping=DAMPING, correction=correction, likelihood=problem.likelihood)
         settings |= {} if noisy else {"damping_noise": False}
-        sampler = SNGD(problem.model, lr, num_data=NUM_DATA, batch_size=B, metric=given, **settings)
+        sampler = SNGD(problem.model, lr, num_data=NUM_DATA, batch_size=B, metric=given, seed=0, **settings)
         expected = -lr * torch.linalg.solve(G(w), grad(problem.cost)(w)) / NUM_DATA
         expected += lr**2 / (2 * B) * (1 - B / NUM_DATA) * (a * V + b * Tv)
         if noisy:

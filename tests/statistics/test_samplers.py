@@ -140,7 +140,7 @@ def test_minibatch_natural_gradients_spread_as_lyapunovs_equation_says() -> None
 
     start = optimum + torch.randn(chains, 2, dtype=F64, generator=generator) @ torch.linalg.cholesky(expected).T
     options = dict(num_data=N, batch_size=B, damping=damping, prior_precision=0.0)
-    sampler = SNGD(Chains(start), lr, metric=fisher, **options)
+    sampler = SNGD(Chains(start), lr, metric=fisher, seed=0, **options)
     w = simulate(sampler, gradient, 160, 20)  # draws 20 apart are correlated by 0.9^20 = 0.12, their squares by 0.01
     found = (w - optimum).flatten(0, 1).T @ (w - optimum).flatten(0, 1) / w[..., 0].numel()
     diagonal = expected.diagonal()
@@ -170,7 +170,7 @@ def test_noise_for_the_damping_removes_its_bias_in_all_directions(fixed: bool) -
         return w * curvature + deviation * torch.randn(w.shape, dtype=F64, generator=generator)
 
     options = dict(num_data=N, batch_size=B, damping=damping) | ({} if fixed else {"damping_noise": False})
-    sampler = SNGD(Chains(start), lr, metric=lambda w: curvature.repeat(chains), prior_precision=0.0, **options)
+    sampler = SNGD(Chains(start), lr, metric=lambda w: curvature.repeat(chains), prior_precision=0.0, seed=0, **options)
     w = simulate(sampler, gradient, 300, 300 - 1)[-1]
     ratio, error = w.square().mean(0) / posterior, math.sqrt(2 / chains)
     oracle = samplers.minibatch_covariance(F, F, lr=lr, **options).diagonal() / posterior
@@ -202,7 +202,7 @@ def in_two_parameterisations(lr: float, correction: str | None, N: int, ones: in
 
         start = torch.asinh(start) if value is torch.sinh else start
         options = dict(metric=metric, correction=correction, prior_precision=0.0)
-        sampler = SNGD(Chains(start), lr, num_data=N, batch_size=B, **options)
+        sampler = SNGD(Chains(start), lr, num_data=N, batch_size=B, seed=0, **options)
         w = simulate(sampler, gradient, round(6 / lr), round(1 / lr))
         means.append(value(w).mean((0, 2)) / deviation)
     gap = means[1] - means[0]
