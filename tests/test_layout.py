@@ -35,6 +35,7 @@ LAYERS = [
     ["belief"],
     ["precision"],
     ["likelihoods"],
+    ["predictions"],
     ["packing"],
     ["directions", "distributed", "kernels", "noise", "schedule"],
 ]

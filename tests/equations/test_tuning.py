@@ -104,10 +104,10 @@ def test_densities_of_labels() -> None:
     }
     for name, (labels, log_prob) in exact.items():
         expected = (log_prob.exp() * weights).sum(1).log()
-        found = named(name).log_density(mean, variance, labels, 0.4**0.5)
+        found = named(name, 0.4**0.5).log_density(mean, variance, labels)
         close(found, expected, rtol=0, atol=0.05 if name == "bernoulli" else 1e-7)
     logits = torch.cat([torch.zeros_like(mean), mean], 1)
-    found = named("categorical").log_density(logits, torch.zeros_like(logits), flags[:, 0].long(), 1.0)
+    found = named("categorical").log_density(logits, torch.zeros_like(logits), flags[:, 0].long())
     close(found, torch.distributions.Categorical(logits=logits).log_prob(flags[:, 0]))
 
 

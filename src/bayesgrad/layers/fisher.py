@@ -89,7 +89,8 @@ class SubsampledFisher:
     Args:
         model: in the mode in which to differentiate it; BatchNorm must be in evaluation mode.
         inputs: N examples along the first dimension; a tuple for several arguments.
-        likelihood: "categorical", "bernoulli" or "gaussian" (unit variance).
+        likelihood: "categorical", "bernoulli", "gaussian" (unit variance) or "poisson", or an object of
+            `bayesgrad.likelihoods`, such as `Gaussian(noise_scale=0.3)`.
         fisher: "sampled" (one label for each example, drawn with `seed`), "exact" or "empirical" (needs `labels`).
         labels: the targets for "empirical", or labels to use instead of sampled ones.
         seed: of sampled labels; None draws one from torch's global generator if they are sampled.
@@ -117,7 +118,7 @@ class SubsampledFisher:
         model: nn.Module,
         inputs: Tensor | tuple[Tensor, ...],
         *,
-        likelihood: str = "categorical",
+        likelihood: str | likelihoods.Likelihood = "categorical",
         fisher: str = "sampled",
         labels: Tensor | None = None,
         seed: int | None = None,
