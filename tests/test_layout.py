@@ -34,6 +34,7 @@ LAYERS = [
     ["belief"],
     ["precision"],
     ["likelihoods"],
+    ["predictions"],
     ["packing"],
     ["directions", "distributed", "kernels", "noise"],
 ]

@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from bayesgrad import distributed, families, inference, metrics, optim, plots, posterior, samplers
+from bayesgrad import distributed, families, inference, likelihoods, metrics, optim, plots, posterior, samplers
 from bayesgrad.laplace import laplace
 from bayesgrad.layers.fisher import SubsampledFisher
 from bayesgrad.posterior import EWC, Posterior
@@ -17,6 +17,7 @@ __all__ = [
     "families",
     "inference",
     "laplace",
+    "likelihoods",
     "metrics",
     "optim",
     "plots",

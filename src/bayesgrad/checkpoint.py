@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from bayesgrad import likelihoods
 from bayesgrad.constraints import FRACTION, FRACTIONS, NONNEGATIVE, OPTIONAL_BOOLEAN, Constraint, one_of
 from bayesgrad.layers.network import named_groups, unwrap
 from bayesgrad.parts import Host
@@ -77,6 +78,8 @@ class CheckedOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"{name} must be the same in all groups, got {given.get(name)!r} beside {first!r}.")
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        if "likelihood" in group:  # an object as its name, which every file can hold
+            group["likelihood"] = likelihoods.named(group["likelihood"]).name
         for position, p in enumerate(group["params"]):
             if p.is_complex():
                 self.param_groups.pop()

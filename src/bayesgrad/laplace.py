@@ -29,12 +29,12 @@ def laplace(
     model: nn.Module,
     loader: Iterable,
     *,
-    likelihood: str,
+    likelihood: str | likelihoods.Likelihood,
     structure: str = "diag",
     fisher: str = "exact",
     bias: str = "joint",
     prior_precision: float | Mapping[str, float] = 1.0,
-    noise_scale: float = 1.0,
+    noise_scale: float | None = None,
     temperature: float = 1.0,
     num_data: float | None = None,
     subsample: int | None = None,
@@ -67,12 +67,13 @@ def laplace(
     Args:
         model: the trained model.
         loader: batches (inputs, labels); inputs are a tensor, or a tuple of several arguments.
-        likelihood: `"categorical"`, `"bernoulli"`, `"gaussian"` or `"poisson"`.
+        likelihood: `"categorical"`, `"bernoulli"`, `"gaussian"` or `"poisson"`, or an object of
+            `bayesgrad.likelihoods`.
         fisher: `"exact"`, `"sampled"` (one label for each example, drawn from the model) or `"empirical"` (the given
             labels).
         bias: `"joint"` for one block of weight and bias under `"kron"` and `"input"`, `"separate"` for two.
         prior_precision: of zero-mean weights; one number for all, or one for each parameter by name.
-        noise_scale: the standard deviation of Gaussian data.
+        noise_scale: the standard deviation of Gaussian data; None for that of the likelihood, 1 for `"gaussian"`.
         temperature: T of the Gaussian of exp(-loss/T), where the loss includes the prior. It multiplies the covariance.
         num_data: N, if the loader does not go through all data exactly once.
         subsample: the number of examples, drawn at random, from which H is computed. The loss uses all examples.
@@ -106,7 +107,8 @@ def laplace(
     distributed.refuse_shard_of_data("laplace", loader, num_data)
     network = unwrap(model)
     chosen = _select(network, params)
-    check_prior(prior_precision, noise_scale, chosen, temperature)
+    check_prior(prior_precision, 1.0 if noise_scale is None else noise_scale, chosen, temperature)
+    full, kind = likelihoods.named(likelihood, noise_scale), kind.with_noise(1.0)  # the noise enters with the prior
     _check_modes(network)
     _check_weights(parameters_of(network))
     kept = Structure.by_name[structure]
@@ -153,16 +155,16 @@ def laplace(
                 used += len(accumulate(inputs, labels))
     total = num_data or examples
     hessians = [block.finish(total, used or examples) for block in blocks]
-    power = 0 if likelihood != "gaussian" else 2 if fisher == "empirical" else 1
+    power = 0 if not full.has_noise else 2 if fisher == "empirical" else 1
     fit = Fit(loss * total / examples, numbers * total / examples, power)
     mean = {name: p.detach().to(compute_dtype(p.dtype), copy=True) for name, p in chosen.items()}
     return LaplacePosterior(
         hessians,
         mean,
         fit,
-        likelihood=likelihood,
+        likelihood=full.kind,
         prior_precision=prior_precision,
-        noise_scale=noise_scale,
+        noise_scale=full.noise_scale,
         temperature=temperature,
         model=model,
         seed=seed or 0,

@@ -12,10 +12,10 @@ from torch.func import functional_call
 
 import bayesgrad
 from bayesgrad.belief import Belief
-from bayesgrad.likelihoods import Decomposed, Moments
 from bayesgrad.posterior import GaussianPosterior, LaplacePosterior, mc_dropout
 from bayesgrad.posterior.posterior import Posterior
 from bayesgrad.precision import Diagonal
+from bayesgrad.predictions import Decomposed, Moments
 
 close = torch.testing.assert_close
 D = torch.float64

@@ -118,7 +118,7 @@ class SubsampledFisher:
         model: nn.Module,
         inputs: Tensor | tuple[Tensor, ...],
         *,
-        likelihood: str = "categorical",
+        likelihood: str | likelihoods.Likelihood = "categorical",
         fisher: str = "sampled",
         labels: Tensor | None = None,
         seed: int | None = None,

@@ -8,7 +8,17 @@ from dataclasses import replace
 from typing import Any
 
 from bayesgrad.checkpoint import settings
-from bayesgrad.constraints import BOOLEAN, COUNT, INTEGER, OPTIONAL_COUNT, POSITIVE, POSITIVE_INTEGER, one_of
+from bayesgrad.constraints import (
+    BOOLEAN,
+    COUNT,
+    INTEGER,
+    OPTIONAL_COUNT,
+    POSITIVE,
+    POSITIVE_INTEGER,
+    likelihood_of,
+    one_of,
+)
+from bayesgrad.likelihoods import Likelihood
 from bayesgrad.optimizer import BeliefOptimizer
 from bayesgrad.parts import Source
 from bayesgrad.rules import (
@@ -26,7 +36,7 @@ DEFAULT_SGD_LR = 0.1
 
 FISHER_OPTIONS = {
     "fisher": one_of("empirical", "centered", "sampled"),
-    "likelihood": one_of("categorical", "bernoulli", "gaussian"),
+    "likelihood": likelihood_of("categorical", "bernoulli", "gaussian"),
     "sample_weights": BOOLEAN,
     "samples": POSITIVE_INTEGER,
     "seed": INTEGER,
@@ -133,7 +143,7 @@ class AdaBayes(BeliefOptimizer):
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         fisher: str = "empirical",
-        likelihood: str = "categorical",
+        likelihood: str | Likelihood = "categorical",
         sample_weights: bool = False,
         samples: int = 1,
         seed: int = 0,
@@ -239,7 +249,7 @@ class AdaBayesFP(BeliefOptimizer):
         weight_decay: float = 0.0,
         batch_size: float | None = None,
         fisher: str = "empirical",
-        likelihood: str = "categorical",
+        likelihood: str | Likelihood = "categorical",
         seed: int = 0,
         nonfinite: str = "ignore",
         fused: bool | None = None,

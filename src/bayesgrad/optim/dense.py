@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from bayesgrad.belief import Joint
 from bayesgrad.checkpoint import settings
 from bayesgrad.constraints import COUNT, LAYER_OPTIONS, POSITIVE, covariance_matrix, one_of, square_matrix
+from bayesgrad.likelihoods import Likelihood
 from bayesgrad.optimizer import BeliefOptimizer
 from bayesgrad.precision import Dense
 from bayesgrad.preconditioners import DenseKalman
@@ -107,7 +108,7 @@ class DenseFilter(BeliefOptimizer):
         prior_std: float = math.inf,
         transition: tuple[Tensor, Tensor] | None = None,
         prior_covariance: Tensor | None = None,
-        likelihood: str = "categorical",
+        likelihood: str | Likelihood = "categorical",
         fisher: str = "exact",
         weight_decay: float = 0.0,
         seed: int = 0,

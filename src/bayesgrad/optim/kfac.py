@@ -8,6 +8,7 @@ from torch import nn
 
 from bayesgrad.checkpoint import settings
 from bayesgrad.constraints import one_of
+from bayesgrad.likelihoods import Likelihood
 from bayesgrad.optim.layerwise import FALLBACK, LayerOptimizer
 from bayesgrad.preconditioners import KroneckerFactors
 
@@ -103,7 +104,7 @@ class KFAC(LayerOptimizer):
         damping_mode: str = "relative",
         max_norm: float = 1.0,
         fallback_lr: float = 1e-3,
-        likelihood: str = "categorical",
+        likelihood: str | Likelihood = "categorical",
         ema: float = 0.95,
         update_every: int = 500,
         stats_every: int = 10,

@@ -11,6 +11,7 @@ from torch import nn
 from bayesgrad.belief import Joint
 from bayesgrad.checkpoint import settings
 from bayesgrad.constraints import COUNT, LAYER_OPTIONS, POSITIVE, one_of
+from bayesgrad.likelihoods import Likelihood
 from bayesgrad.optim.adabayes import DEFAULT_SGD_LR
 from bayesgrad.optimizer import BeliefOptimizer
 from bayesgrad.preconditioners import KroneckerBelief, LayerBelief, Whitening
@@ -128,7 +129,7 @@ class KroneckerFilter(KroneckerOptimizer):
         prior_std: float = math.inf,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
-        likelihood: str = "categorical",
+        likelihood: str | Likelihood = "categorical",
         fisher: str = "sampled",
         update_every: int = 100,
         stats_every: int = 1,
@@ -254,7 +255,7 @@ class KroneckerFilterFP(KroneckerOptimizer):
         prior_std: float = math.inf,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
-        likelihood: str = "categorical",
+        likelihood: str | Likelihood = "categorical",
         fisher: str = "sampled",
         max_step: float = 1.0,
         ema: float = 0.95,

@@ -14,6 +14,7 @@ from bayesgrad.checkpoint import settings
 from bayesgrad.constraints import BOOLEAN, COUNT, FRACTION, NONNEGATIVE, POSITIVE, Constraint
 from bayesgrad.directions import Directions
 from bayesgrad.kernels import compute_dtype
+from bayesgrad.likelihoods import Likelihood
 from bayesgrad.optim.adabayes import FISHER_OPTIONS, check_centred, fisher_sources
 from bayesgrad.optimizer import BeliefOptimizer
 from bayesgrad.packing import Block
@@ -151,7 +152,7 @@ class KalmanMomentum(BeliefOptimizer):
         fisher: str = "empirical",
         steady_state: bool = False,
         beta2: float = 0.999,
-        likelihood: str = "categorical",
+        likelihood: str | Likelihood = "categorical",
         sample_weights: bool = False,
         samples: int = 1,
         seed: int = 0,

@@ -8,6 +8,7 @@ from torch import nn
 
 from bayesgrad.checkpoint import settings
 from bayesgrad.constraints import POSITIVE, one_of
+from bayesgrad.likelihoods import Likelihood
 from bayesgrad.optim.layerwise import FALLBACK, LayerOptimizer
 from bayesgrad.preconditioners import Woodbury
 from bayesgrad.preconditioners.woodbury import without_examples
@@ -97,7 +98,7 @@ class NaturalGradient(LayerOptimizer):
         *,
         params: Any = None,
         damping: float = 0.3,
-        likelihood: str = "categorical",
+        likelihood: str | Likelihood = "categorical",
         blocks: str = "full",
         max_norm: float = 1.0,
         fallback_lr: float = 1e-3,

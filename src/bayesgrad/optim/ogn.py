@@ -9,6 +9,7 @@ from torch import nn
 
 from bayesgrad.checkpoint import settings
 from bayesgrad.constraints import LAYER_OPTIONS, one_of
+from bayesgrad.likelihoods import Likelihood
 from bayesgrad.optim.variational import VariationalOptimizer
 from bayesgrad.parts import Source
 from bayesgrad.posterior import Posterior
@@ -85,7 +86,7 @@ class OGN(VariationalOptimizer):
         kl_weight: float = 1.0,
         samples: int = 1,
         fisher: str = "empirical",
-        likelihood: str = "categorical",
+        likelihood: str | Likelihood = "categorical",
         losses_per_example: int | None = None,
         natural_momentum: float = 0.0,
         prior: Posterior | None = None,
@@ -142,7 +143,7 @@ class VOGN(VariationalOptimizer):
         kl_weight: float = 1.0,
         samples: int = 1,
         fisher: str = "empirical",
-        likelihood: str = "categorical",
+        likelihood: str | Likelihood = "categorical",
         losses_per_example: int | None = None,
         natural_momentum: float = 0.0,
         prior: Posterior | None = None,

@@ -14,7 +14,8 @@ from torch.func import jacrev, vmap
 from bayesgrad import noise
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.network import Network, evaluation_mode, unwrap
-from bayesgrad.likelihoods import Averages, Likelihood
+from bayesgrad.likelihoods import Likelihood
+from bayesgrad.posterior.averages import Averages
 from bayesgrad.posterior.concrete import ConcreteDropout
 from bayesgrad.posterior.posterior import Posterior
 from bayesgrad.posterior.units import Units
@@ -167,7 +168,7 @@ class MCDropout(Posterior):
 
     def _average(self, network: Network, reading: Likelihood, samples: int, seed: int | None) -> Averages:
         network = replace(network, chunk=None)  # a mask is drawn for the whole batch
-        found = Averages(reading, self.noise_scale)
+        found = Averages(reading)
         for generator in self._generators(samples, self.seed if seed is None else seed):
             with dropout_active(network.model, generator.initial_seed()):
                 found.add(network({}))

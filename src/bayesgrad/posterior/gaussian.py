@@ -98,7 +98,7 @@ class GaussianPosterior(Posterior):
         loader: Iterable,
         *,
         prior_precision: float | Mapping[str, float],
-        likelihood: str | None = None,
+        likelihood: str | likelihoods.Likelihood | None = None,
         noise_scale: float | None = None,
         num_data: float | None = None,
         samples: int = 32,
@@ -124,9 +124,8 @@ class GaussianPosterior(Posterior):
         Reference: Khan and Rue 2023, Eq. 2 and section 4.4.
         Checked by: tests/equations/test_elbo.py, in the linear-Gaussian case and by quadrature.
         """
-        reading = likelihoods.named(self.likelihood if likelihood is None else likelihood)
-        noise_scale = self.noise_scale if noise_scale is None else noise_scale
-        divergence = self.divergence(prior_precision, noise_scale)
+        divergence = self.divergence(prior_precision, self.noise_scale if noise_scale is None else noise_scale)
+        reading = self._reading(likelihood, noise_scale)
         if samples < 1:
             raise ValueError(f"samples must be at least 1, got {samples}.")
         distributed.refuse_shard_of_data("elbo", loader, num_data)
@@ -138,7 +137,7 @@ class GaussianPosterior(Posterior):
                 cast, total, count = self._cast(weights, network), 0.0, 0
                 for x, y in loader:
                     outputs = Network(network, x if isinstance(x, tuple) else (x,))(cast)
-                    total += float(reading.log_likelihood(outputs, y, noise_scale).double().sum())
+                    total += float(reading.log_likelihood(outputs, y).double().sum())
                     count += len(outputs)
                 counts.add(count)
                 values.append(total)

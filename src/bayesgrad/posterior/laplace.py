@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesgrad import likelihoods
 from bayesgrad.layers.network import Network, evaluation_mode, unwrap
 from bayesgrad.layers.output_covariance import OutputCovariance
 from bayesgrad.posterior.gaussian import GaussianPosterior
@@ -206,14 +205,14 @@ class LaplacePosterior(GaussianPosterior):
     @torch.no_grad()
     def _log_density(self, batches: Sequence[Any]) -> float:
         """The mean log-density of labels under linearised predictions."""
-        reading, total, count = likelihoods.named(self.likelihood), 0.0, 0
+        reading, total, count = self._reading(), 0.0, 0
         network = unwrap(self._model(None))
         with evaluation_mode(network):
             for x, y in batches:
                 mean, variance = self._linear_moments(
                     Network(network, x if isinstance(x, tuple) else (x,)), joint=False
                 )
-                total += float(reading.log_density(mean, variance.clamp(min=0), y, self.noise_scale).double().sum())
+                total += float(reading.log_density(mean, variance.clamp(min=0), y).double().sum())
                 count += len(mean)
         return total / count
 

@@ -23,10 +23,12 @@ from bayesgrad.layers.network import (
     unwrap,
 )
 from bayesgrad.layers.output_covariance import BlockCovariance, OutputCovariance, output_covariance
-from bayesgrad.likelihoods import Averages, Decomposed, Likelihood, Moments
+from bayesgrad.likelihoods import Likelihood
 from bayesgrad.noise import generator_of
 from bayesgrad.posterior import storage
+from bayesgrad.posterior.averages import Averages
 from bayesgrad.precision import Diagonal
+from bayesgrad.predictions import Decomposed, Moments
 
 METHODS = ("mc", "linear", "mean")
 LINKS = ("probit", "mc")
@@ -116,6 +118,13 @@ class Posterior(ABC):
 
     # --- prediction ---
 
+    def _reading(self, likelihood: str | Likelihood | None = None, noise_scale: float | None = None) -> Likelihood:
+        """The likelihood; names stand for the noise of this posterior if no other is given."""
+        given = self.likelihood if likelihood is None else likelihood
+        if noise_scale is None and isinstance(given, str) and given == likelihoods.Gaussian.kind:
+            noise_scale = float(self.noise_scale)
+        return likelihoods.named(given, noise_scale)
+
     @overload
     def predict(
         self,
@@ -139,7 +148,7 @@ class Posterior(ABC):
         samples: int = 32,
         method: str = "mc",
         *,
-        likelihood: Literal["gaussian"],
+        likelihood: Literal["gaussian"] | likelihoods.Gaussian,
         decompose: Literal[False] = False,
         link: str | None = None,
         model: nn.Module | None = None,
@@ -155,7 +164,7 @@ class Posterior(ABC):
         samples: int = 32,
         method: str = "mc",
         *,
-        likelihood: str | None = None,
+        likelihood: str | Likelihood | None = None,
         decompose: Literal[True],
         link: str | None = None,
         model: nn.Module | None = None,
@@ -171,7 +180,7 @@ class Posterior(ABC):
         samples: int = 32,
         method: str = "mc",
         *,
-        likelihood: str | None = None,
+        likelihood: str | Likelihood | None = None,
         decompose: bool = False,
         link: str | None = None,
         model: nn.Module | None = None,
@@ -190,7 +199,8 @@ class Posterior(ABC):
             method: `"mc"` averages over samples of the weights; `"linear"` is exact for the network linearised at the
                 mean; `"mean"` uses the mean weights alone.
             likelihood: `"categorical"` and `"bernoulli"` return probabilities, `"poisson"` rates, `"gaussian"` mean and
-                variance of the outputs; the variance of a new label is that plus `noise_scale**2`. None uses the
+                variance of the outputs; the variance of a new label is that plus `noise_scale**2`. An object of
+                `bayesgrad.likelihoods` brings its own noise. None uses the
                 likelihood of the posterior, which is categorical by default.
             decompose: whether to return aleatoric and epistemic uncertainty separately; see `Decomposed`.
             link: how `"linear"` turns Gaussian outputs into probabilities: `"probit"` for MacKay's approximation, or
@@ -209,7 +219,7 @@ class Posterior(ABC):
         for name, value in (("samples", samples), ("chunk", 1 if chunk is None else chunk)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
-        reading = likelihoods.named(self.likelihood if likelihood is None else likelihood)
+        reading = self._reading(likelihood)
         inputs, given = (v if isinstance(v, tuple) or v is None else (v,) for v in (x, statistics))
         network = Network(unwrap(self._model(model)), inputs, given, chunk)  # pyright: ignore[reportArgumentType]
         self._parameters(network.model)
@@ -219,13 +229,13 @@ class Posterior(ABC):
             if method == "mc":
                 found = self._average(network, reading, samples, seed)
             else:
-                found = Averages(reading, self.noise_scale)
+                found = Averages(reading)
                 found.add(network(self._cast(getattr(self, method), network.model)))
         return found.decomposed() if decompose else found.prediction()
 
     def _average(self, network: Network, reading: Likelihood, samples: int, seed: int | None) -> Averages:
         """Averages predictions over samples, which are not stored."""
-        found = Averages(reading, self.noise_scale)
+        found = Averages(reading)
         for weights in self._choose(samples, self.seed if seed is None else seed):
             found.add(network(self._cast(weights, network.model)))
         return found
@@ -241,15 +251,11 @@ class Posterior(ABC):
             raise ValueError("link='probit' cannot decompose uncertainty: use link=None or 'mc' with decompose=True.")
         if reading.closed_form or (link != "mc" and not decompose):
             mean, variance = self._linear_moments(network, joint=False)
-            return (
-                reading.decompose_gaussian(mean, variance, self.noise_scale)
-                if decompose
-                else reading.from_gaussian(mean, variance)
-            )
+            return reading.decompose_gaussian(mean, variance) if decompose else reading.from_gaussian(mean, variance)
         mean, covariance = self._linear_moments(network, joint=True)
         values, vectors = torch.linalg.eigh(covariance)  # which may be singular
         root = vectors * values.clamp(min=0).sqrt()[:, None, :]  # (examples, outputs, outputs)
-        found = Averages(reading, self.noise_scale)
+        found = Averages(reading)
         for generator in self._generators(samples, self.seed if seed is None else seed):
             noise = torch.randn(root.shape[:2], dtype=root.dtype, generator=generator, device="cpu").to(root.device)
             found.add(mean + (root @ noise[..., None]).view_as(mean))

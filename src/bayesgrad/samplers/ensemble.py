@@ -156,7 +156,11 @@ class Predictive:
     """
 
     def __init__(
-        self, model: nn.Module, inputs: Tensor | tuple[Tensor, ...], *, likelihood: str = "categorical"
+        self,
+        model: nn.Module,
+        inputs: Tensor | tuple[Tensor, ...],
+        *,
+        likelihood: str | likelihoods.Likelihood = "categorical",
     ) -> None:
         self.model = model
         self.inputs = inputs if isinstance(inputs, tuple) else (inputs,)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from bayesgrad.checkpoint import settings
+from bayesgrad.likelihoods import Likelihood
 from bayesgrad.samplers.arithmetic import warn_about_temperature
 from bayesgrad.samplers.preconditioner import LangevinStep
 from bayesgrad.samplers.sampler import Sampler
@@ -94,7 +95,7 @@ class Langevin(Sampler):
         metric: str | Callable[[Tensor], Tensor] = "identity",
         damping: float = 0.0,
         correction: str | None = None,
-        likelihood: str = "categorical",
+        likelihood: str | Likelihood = "categorical",
         fisher: str = "exact",
         ema: float = 0.0,
         update_every: int = 1,
@@ -176,7 +177,7 @@ class SNGD(Sampler):
         metric: str | Callable[[Tensor], Tensor] = "fisher",
         damping: float = 0.0,
         correction: str | None = None,
-        likelihood: str = "categorical",
+        likelihood: str | Likelihood = "categorical",
         fisher: str = "exact",
         ema: float = 0.0,
         update_every: int = 1,

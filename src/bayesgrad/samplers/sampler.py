@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from bayesgrad.constraints import COUNT, LAYER_OPTIONS, NONNEGATIVE, Constraint, one_of
+from bayesgrad.constraints import COUNT, LAYER_OPTIONS, NONNEGATIVE, Constraint, likelihood_of, one_of
 from bayesgrad.optimizer import BeliefOptimizer
 from bayesgrad.rules.transition import Static
 from bayesgrad.rules.update import UpdateRule
@@ -63,7 +63,7 @@ class Sampler(BeliefOptimizer):
         "metric": one_of(*METRICS, "callable"),
         "fisher": one_of("exact", "sampled"),
         "probes": PROBES,
-        "likelihood": one_of("categorical", "bernoulli", "gaussian", "poisson"),
+        "likelihood": likelihood_of("categorical", "bernoulli", "gaussian", "poisson"),
     }
 
     def __init__(self, model: nn.Module, params: Any, metric: Any, defaults: dict[str, Any]) -> None:
