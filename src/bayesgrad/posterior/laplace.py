@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesgrad.layers.network import Network, evaluation_mode, unwrap
+from bayesgrad.layers.batches import split_batch
+from bayesgrad.layers.network import evaluation_mode, unwrap
 from bayesgrad.layers.output_covariance import OutputCovariance
+from bayesgrad.likelihoods import Likelihood, named
 from bayesgrad.posterior.gaussian import GaussianPosterior
 from bayesgrad.posterior.tuning import maximise_by_gradient, maximise_by_search
 from bayesgrad.structures.structure import Structure, check_prior, prior_by_name
@@ -69,6 +71,7 @@ class LaplacePosterior(GaussianPosterior):
     """
 
     kind = "laplace"
+    method = "linear"
 
     def __init__(
         self,
@@ -76,7 +79,7 @@ class LaplacePosterior(GaussianPosterior):
         mean: Mapping[str, Tensor],
         fit: Fit,
         *,
-        likelihood: str,
+        likelihood: str | Likelihood,
         prior_precision: float | Mapping[str, float] = 1.0,
         noise_scale: float = 1.0,
         temperature: float = 1.0,
@@ -160,7 +163,9 @@ class LaplacePosterior(GaussianPosterior):
             if value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
         if noise_scale and not self.fit.power:
-            raise ValueError(f"a {self.likelihood} likelihood has no noise to tune: leave noise_scale=False.")
+            raise ValueError(
+                f"a {named(self.likelihood).kind} likelihood has no noise to tune: leave noise_scale=False."
+            )
         if temperature and method == "evidence":
             raise ValueError("the evidence does not depend on temperature: use method='heldout' for temperature=True.")
         if (heldout is None) != (method == "evidence"):
@@ -208,13 +213,21 @@ class LaplacePosterior(GaussianPosterior):
         reading, total, count = self._reading(), 0.0, 0
         network = unwrap(self._model(None))
         with evaluation_mode(network):
-            for x, y in batches:
-                mean, variance = self._linear_moments(
-                    Network(network, x if isinstance(x, tuple) else (x,)), joint=False
-                )
+            for x, y in map(split_batch, batches):
+                mean, variance = self._linear_moments(self._network(x, None, 1, None), joint=False)
                 total += float(reading.log_density(mean, variance.clamp(min=0), y).double().sum())
                 count += len(mean)
         return total / count
+
+    def _summary(self) -> dict[str, Any]:
+        structures = dict.fromkeys(getattr(h, "name", h.kind) for h in self.hessians)
+        prior = self.prior_precision
+        if isinstance(prior, Mapping):
+            prior = f"{min(prior.values()):.4g} to {max(prior.values()):.4g}"
+        parts = {key: value for key, value in super()._summary().items() if key != "precision"}
+        noise = {"noise_scale": f"{self.noise_scale:.4g}"} if self.fit.power else {}
+        own = {"structure": "+".join(structures), **parts, "prior_precision": prior, **noise}
+        return own | {"temperature": self.temperature}
 
     # --- storage ---
 
@@ -226,7 +239,7 @@ class LaplacePosterior(GaussianPosterior):
             "mean": self._weights,
             "prior": {name: torch.tensor(value, dtype=torch.float64) for name, value in prior.items()},
             "fit": {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()},
-            "likelihood": {self.likelihood: torch.ones(())},
+            "likelihood": {named(self.likelihood).name: torch.ones(())},
         }
         for hessian in self.hessians:
             owner = next(iter(hessian.shapes))
