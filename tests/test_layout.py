@@ -33,6 +33,7 @@ LAYERS = [
     ["layers"],
     ["belief"],
     ["precision"],
+    ["custom_likelihoods"],
     ["likelihoods"],
     ["predictions"],
     ["packing"],

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from bayesgrad import distributed, layers, likelihoods
+from bayesgrad.custom_likelihoods import CustomLikelihood
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.batches import LABELS, Call, Forward, Inputs, Output, split_batch, to_device
 from bayesgrad.layers.examples import RowLayouts
@@ -180,7 +181,7 @@ def laplace(
         hessians,
         mean,
         fit,
-        likelihood=full.kind,
+        likelihood=full if isinstance(full, CustomLikelihood) else full.kind,
         prior_precision=prior_precision,
         noise_scale=full.noise_scale,
         temperature=temperature,

@@ -1,8 +1,8 @@
 """Batches and outputs of other forms than tensors: mappings of arguments, and objects with logits.
 
 A batch is a pair (inputs, labels), or a mapping with the key `"labels"`. Inputs are a tensor, a tuple of positional
-arguments, or a mapping of keyword arguments. `Call` turns a model of such inputs into a function of tensors that returns
-one tensor, which everything else expects.
+arguments, or a mapping of keyword arguments. `Call` turns a model of such inputs into a function of tensors that
+returns one tensor, which everything else expects.
 """
 
 from __future__ import annotations

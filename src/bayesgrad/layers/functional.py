@@ -13,11 +13,11 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bayesgrad.kernels import compute_dtype
-from bayesgrad.layers.network import clean_name, parameters_of, with_full_names
+from bayesgrad.layers.network import WRAPPED, clean_name, parameters_of, with_full_names
 from bayesgrad.layers.observed import classes_last
 from bayesgrad.layers.per_example import CHUNK, PerExampleGradients, StoredGradients
 
-_WARNED: weakref.WeakSet[nn.Parameter] = weakref.WeakSet()  # a parameter of each model that vmap does not support
+_WARNED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that vmap does not support
 
 
 def gradients_by_vmap(
@@ -67,8 +67,8 @@ def gradients_by_vmap(
         for name, module in model.named_modules() if "renorm" in str(error) else ():
             if (limit := getattr(module, "max_norm", None)) is not None:
                 raise ValueError(
-                    f"{clean_name(name)} has max_norm={limit}, which rescales its rows in place in every forward pass: set its "
-                    "max_norm to None after training."
+                    f"{clean_name(name)} has max_norm={limit}, which rescales its rows in place in every forward pass: "
+                    "set its max_norm to None after training."
                 ) from error
         raise
     alone = parts[0][1]
@@ -87,9 +87,9 @@ def gradients_by_vmap(
 
 def warn_of_loop(model: nn.Module, error: Exception) -> None:
     """Warns once for each model that examples are differentiated one by one, which takes longer."""
-    first = next(model.parameters())
-    if first not in _WARNED:
-        _WARNED.add(first)
+    model = getattr(model, WRAPPED, model)
+    if model not in _WARNED:
+        _WARNED.add(model)
         reason = str(error).strip().split("\n")[0][:100]
         warnings.warn(
             "torch.func.vmap does not support this model, so some gradients are computed for one example at a time, "

@@ -1,18 +1,29 @@
-"""Averages of predictions over samples of the weights."""
+"""Averages of predictions over samples of the weights, and the options of predictions."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from bayesgrad.layers.batches import Inputs
 from bayesgrad.likelihoods import Bernoulli, Likelihood
-from bayesgrad.predictions import Decomposed, Moments
+from bayesgrad.predictions import Decomposed, Moments, NoisyMoments
 
 FAR = 0.2  # the share of predictions that samples may change
 ENOUGH, SEVERAL = 20, 8  # predictions and samples from which the share is known
+
+
+class Options(TypedDict, total=False):
+    """Further arguments of `predict`."""
+
+    link: str | None
+    model: nn.Module | None
+    seed: int | None
+    statistics: Inputs | None
+    chunk: int | None
 
 
 @dataclass
@@ -34,7 +45,7 @@ class Averages:
         aleatoric = self.reading.aleatoric(value)
         self.aleatoric = self.aleatoric + (aleatoric - self.aleatoric) / self.count
 
-    def prediction(self) -> Tensor | Moments:
+    def prediction(self) -> Tensor | Moments | NoisyMoments:
         return self.reading.from_moments(self.mean, self.squares / self.count)
 
     def decomposed(self) -> Decomposed:

@@ -57,7 +57,7 @@ class BernoulliPosterior(Posterior):
             if not bool((weights[name].abs() == 1).all()):
                 raise ValueError(f"{name} must have entries -1 and 1 alone: other weights have no probability.")
             each = logsigmoid(2 * natural.double() * weights[name].double())
-            total = total.to(each.device) + each.flatten(each.dim() - natural.dim()).sum(-1)
+            total = total.to(each.device) + each.reshape(*each.shape[: each.dim() - natural.dim()], -1).sum(-1)
         return total
 
     def _shapes(self) -> dict[str, torch.Size]:

@@ -171,7 +171,7 @@ class MCDropout(Posterior):
 
     def _outputs(self, network: Network, samples: int, seed: int | None) -> Iterator[Tensor]:
         network = replace(network, chunk=None)  # a mask is drawn for the whole batch
-        for generator in self._generators(samples, self.seed if seed is None else seed):
+        for generator in self._generators(samples, self._seed(seed)):
             with dropout_active(network.model, generator.initial_seed()):
                 outputs = network({})
             yield outputs

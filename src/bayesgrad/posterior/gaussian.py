@@ -120,7 +120,10 @@ class GaussianPosterior(Posterior):
             else:
                 product = belief.precision.multiply(rows)
             square = (
-                (rows.double() * product.double()).flatten(1).sum(1).view(given.shape[: -belief.mean.dim() or None])
+                (rows.double() * product.double())
+                .reshape(len(rows), -1)
+                .sum(1)
+                .view(given.shape[: -belief.mean.dim() or None])
             )
             constant = belief.mean.numel() * math.log(2 * math.pi) - belief.precision.logdet().double()
             total = total.to(square.device) - (square + constant) / 2
@@ -174,7 +177,7 @@ class GaussianPosterior(Posterior):
         counts: set[int] = set()
         values: list[float] = []
         with evaluation_mode(network):
-            for weights in self._draw(self._generators(samples, self.seed if seed is None else seed)):
+            for weights in self._draw(self._generators(samples, self._seed(seed))):
                 cast, total, count = self._cast(weights, network), 0.0, 0
                 for x, y in map(split_batch, loader):
                     outputs = self._network(x, network, 1, None)(cast)

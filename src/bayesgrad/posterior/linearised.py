@@ -56,10 +56,10 @@ def warn_of_samples(error: Exception) -> None:
     )
 
 
-def refuse_export(random: bool) -> None:
+def refuse_export() -> None:
     """Raises within torch.export: an exported generator goes on from call to call, and ignores the seed."""
-    if random and torch.compiler.is_exporting():
+    if torch.compiler.is_exporting():
         raise RuntimeError(
-            "torch.export would ignore the seed of samples after the first call: export predict(method='mean'), or draw "
-            "weights before, with posterior.sample(n, seed=...), and export a module that averages over them."
+            "torch.export supports predict(method='mean') alone, since exported samples would ignore their seed after "
+            "the first call: draw weights before, with posterior.sample(n, seed=...), and export their average."
         )

@@ -6,7 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal, TypedDict, Unpack, overload
+from typing import Any, ClassVar, Literal, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -21,31 +21,20 @@ from bayesgrad.layers.network import (
     evaluation_mode,
     matching_parameters,
     temporary_weights,
-    unwrap,
 )
 from bayesgrad.layers.output_covariance import BlockCovariance, OutputCovariance, output_covariance
 from bayesgrad.likelihoods import Likelihood
 from bayesgrad.noise import generator_of
 from bayesgrad.posterior import storage
-from bayesgrad.posterior.averages import Averages
+from bayesgrad.posterior.averages import Averages, Options
 from bayesgrad.posterior.linearised import gaussian_outputs, linearised_outputs, refuse_export, warn_of_samples
 from bayesgrad.precision import Diagonal
-from bayesgrad.predictions import Decomposed, Moments
+from bayesgrad.predictions import Decomposed, Moments, NoisyMoments
 
 METHODS = ("mc", "linear", "mean")
 LINKS = ("probit", "mc")
 UNSUPPORTED = (RuntimeError, ValueError, TypeError, NotImplementedError)  # what a backward pass may raise
-NUMBERS = ("prior", "fit", "likelihood")  # groups of `_tensors` that are numbers, in float64 on the CPU
-
-
-class Options(TypedDict, total=False):
-    """Further arguments of `predict`."""
-
-    link: str | None
-    model: nn.Module | None
-    seed: int | None
-    statistics: Inputs | None
-    chunk: int | None
+NUMBERS = ("prior", "fit", "likelihood")  # groups of `_tensors` that are no tensors of weights
 
 
 class Posterior(ABC):
@@ -132,6 +121,7 @@ class Posterior(ABC):
             yield model
 
     def _generators(self, n: int, seed: int | None) -> list[torch.Generator]:
+        refuse_export()
         first = 0
         if seed is None:
             seed, first = self.seed, self._draws
@@ -197,7 +187,7 @@ class Posterior(ABC):
         seed: int | None = None,
         statistics: Inputs | None = None,
         chunk: int | None = None,
-    ) -> Tensor | Moments | Decomposed:
+    ) -> Tensor | Moments | NoisyMoments | Decomposed:
         """Predictions averaged over the posterior.
 
         The model runs in evaluation mode, so normalisation statistics do not change; afterwards its modes are restored.
@@ -208,12 +198,12 @@ class Posterior(ABC):
                 `"labels"` is left out).
             samples: the number of samples that `method="mc"` and `link="mc"` average over.
             method: `"mc"` averages over samples of the weights; `"linear"` is exact for the network linearised at the
-                mean; `"mean"` uses the mean weights alone. None is `"linear"` for Laplace posteriors, with a warning and
-                `"mc"` instead if the model cannot be linearised, and `"mc"` for all others.
+                mean; `"mean"` uses the mean weights alone. None is `"linear"` for Laplace posteriors (`"mc"` with a
+                warning, if the model cannot be linearised), and `"mc"` for all others.
             likelihood: `"categorical"` and `"bernoulli"` return probabilities, `"poisson"` rates, `"gaussian"` mean and
                 variance of the outputs; the variance of a new label is that plus `noise_scale**2`. An object of
-                `bayesgrad.likelihoods` brings its own noise. None uses the
-                likelihood of the posterior, which is categorical by default.
+                `bayesgrad.likelihoods` brings its own noise. None uses the likelihood of the posterior, which is
+                categorical by default.
             decompose: whether to return aleatoric and epistemic uncertainty separately; see `Decomposed`.
             link: how `"linear"` turns Gaussian outputs into probabilities: `"probit"` for MacKay's approximation, or
                 `"mc"` for an average over samples from the joint Gaussian of each example's outputs. None uses
@@ -230,10 +220,9 @@ class Posterior(ABC):
         if link is not None and link not in LINKS:
             raise ValueError(f"link must be None, 'probit' or 'mc', got {link!r}.")
         reading = self._reading(likelihood)
-        if decompose and link == "probit" and not reading.closed_form:
+        if link == "probit" and not reading.closed_form and (decompose or reading.needs_samples):
             raise ValueError("link='probit' cannot decompose uncertainty: use link=None or 'mc' with decompose=True.")
         network = self._network(x, model, samples, chunk, statistics)
-        refuse_export(chosen in ("mc", "linear"))
         with evaluation_mode(network.model):
             if chosen == "linear":
                 try:
@@ -261,12 +250,11 @@ class Posterior(ABC):
         statistics: Inputs | None = None,
         chunk: int | None = None,
     ) -> Tensor:
-        """The network's outputs f for samples of the weights, (samples, examples, *outputs).
+        """The outputs f for samples of the weights, (samples, examples, *outputs), over which `predict` averages link(f).
 
-        They are the outputs over which `predict` with `method="mc"` averages link(f), for the same seed. Args as there.
+        Arguments as in `predict`.
         """
         network = self._network(x, model, samples, chunk, statistics)
-        refuse_export(True)
         with evaluation_mode(network.model):
             return torch.stack(list(self._outputs(network, samples, seed)))
 
@@ -280,13 +268,13 @@ class Posterior(ABC):
         seed: int | None = None,
         chunk: int | None = None,
     ) -> Tensor:
-        """Outputs of the network linearised at the mean m, f(m) + J (w - m), for samples w: (samples, examples, *outputs).
+        """Outputs f(m) + J (w - m) of the network linearised at the mean m, for samples w of the weights.
 
-        The weights are those of `predictive_samples`, so a sample is one function of all inputs. Args as in `predict`.
+        A sample is one function of all inputs. Arguments and shape are those of `predictive_samples`.
         """
         network = self._network(x, model, samples, chunk)
         mean = self._centre(network)
-        draws = (self._cast(w, network.model) for w in self._choose(samples, self.seed if seed is None else seed))
+        draws = (self._cast(w, network.model) for w in self._choose(samples, self._seed(seed)))
         with evaluation_mode(network.model):
             changes = ({name: weight - mean[name] for name, weight in w.items()} for w in draws)
             return torch.stack(list(linearised_outputs(network, mean, changes)))
@@ -330,8 +318,11 @@ class Posterior(ABC):
 
     def _outputs(self, network: Network, samples: int, seed: int | None) -> Iterator[Tensor]:
         """The outputs for samples of the weights."""
-        for weights in self._choose(samples, self.seed if seed is None else seed):
+        for weights in self._choose(samples, self._seed(seed)):
             yield network(self._cast(weights, network.model))
+
+    def _seed(self, seed: int | None) -> int:
+        return self.seed if seed is None else seed
 
     def _choose(self, samples: int, seed: int) -> Iterator[dict[str, Tensor]]:
         """The samples that a prediction averages over."""
@@ -339,15 +330,13 @@ class Posterior(ABC):
 
     def _predict_linear(
         self, network: Network, reading: Likelihood, decompose: bool, link: str | None, samples: int, seed: int | None
-    ) -> Tensor | Moments | Decomposed:
-        if reading.closed_form or (link != "mc" and not decompose):
+    ) -> Tensor | Moments | NoisyMoments | Decomposed:
+        if reading.closed_form or (link != "mc" and not decompose and not reading.needs_samples):
             mean, variance = self._linear_moments(network, joint=False)
             return reading.decompose_gaussian(mean, variance) if decompose else reading.from_gaussian(mean, variance)
         mean, covariance = self._linear_moments(network, joint=True)
         found = Averages(reading)
-        for outputs in gaussian_outputs(
-            mean, covariance, self._generators(samples, self.seed if seed is None else seed)
-        ):
+        for outputs in gaussian_outputs(mean, covariance, self._generators(samples, self._seed(seed))):
             found.add(outputs)
         return found.decomposed() if decompose else found.prediction()
 

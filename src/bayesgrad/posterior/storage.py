@@ -98,7 +98,7 @@ def check_state(state: Mapping[str, Any], kinds: Iterable[str]) -> None:
 def converted(
     tensors: Mapping[str, Mapping[str, Tensor]], kept: Sequence[str], device: Any, dtype: torch.dtype | None
 ) -> dict[str, dict[str, Tensor]]:
-    """Copies of the tensors of a posterior on a device and in a dtype; those of the groups in `kept` stay as they are."""
+    """Copies of the tensors of a posterior on a device and in a dtype; groups in `kept` stay as they are."""
     device, dtype = (None, device) if isinstance(device, torch.dtype) else (device, dtype)
     if dtype not in (None, torch.float32, torch.float64):
         raise ValueError(f"the dtype of a posterior must be float32 or float64, got {dtype}.")
