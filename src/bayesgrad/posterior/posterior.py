@@ -225,13 +225,20 @@ class Posterior(ABC):
         network = self._network(x, model, samples, chunk, statistics)
         with evaluation_mode(network.model):
             if chosen == "linear":
+                closed = reading.closed_form or (link != "mc" and not decompose and not reading.needs_samples)
                 try:
-                    return self._predict_linear(network, reading, decompose, link, samples, seed)
+                    mean, spread = self._linear_moments(network, joint=not closed)
                 except UNSUPPORTED as error:
                     if method is not None:
                         raise
                     found = self._average(network, reading, samples, seed)  # raises where the inputs are wrong
                     warn_of_samples(error)
+                else:
+                    if closed:
+                        return (reading.decompose_gaussian if decompose else reading.from_gaussian)(mean, spread)
+                    found = Averages(reading)
+                    for outputs in gaussian_outputs(mean, spread, self._generators(samples, self._seed(seed))):
+                        found.add(outputs)
             elif chosen == "mc":
                 found = self._average(network, reading, samples, seed)
             else:
@@ -250,10 +257,7 @@ class Posterior(ABC):
         statistics: Inputs | None = None,
         chunk: int | None = None,
     ) -> Tensor:
-        """The outputs f for samples of the weights, (samples, examples, *outputs), over which `predict` averages link(f).
-
-        Arguments as in `predict`.
-        """
+        """The outputs f for samples of the weights, (samples, examples, *outputs); arguments as in `predict`."""
         network = self._network(x, model, samples, chunk, statistics)
         with evaluation_mode(network.model):
             return torch.stack(list(self._outputs(network, samples, seed)))
@@ -327,18 +331,6 @@ class Posterior(ABC):
     def _choose(self, samples: int, seed: int) -> Iterator[dict[str, Tensor]]:
         """The samples that a prediction averages over."""
         return self._draw(self._generators(samples, seed))
-
-    def _predict_linear(
-        self, network: Network, reading: Likelihood, decompose: bool, link: str | None, samples: int, seed: int | None
-    ) -> Tensor | Moments | NoisyMoments | Decomposed:
-        if reading.closed_form or (link != "mc" and not decompose and not reading.needs_samples):
-            mean, variance = self._linear_moments(network, joint=False)
-            return reading.decompose_gaussian(mean, variance) if decompose else reading.from_gaussian(mean, variance)
-        mean, covariance = self._linear_moments(network, joint=True)
-        found = Averages(reading)
-        for outputs in gaussian_outputs(mean, covariance, self._generators(samples, self._seed(seed))):
-            found.add(outputs)
-        return found.decomposed() if decompose else found.prediction()
 
     def _linear_moments(self, network: Network, joint: bool) -> tuple[Tensor, Tensor]:
         """Outputs at the mean, and their variance J Σ J' for the Jacobian J of each example.
