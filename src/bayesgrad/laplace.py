@@ -82,7 +82,8 @@ def laplace(
             labels).
         bias: `"joint"` for one block of weight and bias under `"kron"` and `"input"`, `"separate"` for two.
         prior_precision: of zero-mean weights; one number for all, or one for each parameter by name.
-        noise_scale: the standard deviation of Gaussian data; None for that of the likelihood, 1 for `"gaussian"`.
+        noise_scale: the standard deviation of Gaussian data; None for that of the likelihood, 1 for `"gaussian"`, which
+            `tune_prior` then tunes together with the prior.
         temperature: T of the Gaussian of exp(-loss/T), where the loss includes the prior. It multiplies the covariance.
         num_data: N, if the loader does not go through all data exactly once.
         subsample: the number of examples, drawn at random, from which H is computed. The loss uses all examples.
@@ -185,6 +186,7 @@ def laplace(
         prior_precision=prior_precision,
         noise_scale=full.noise_scale,
         temperature=temperature,
+        noise_known=noise_scale is not None or not isinstance(likelihood, str),
         model=model,
         seed=seed or 0,
     )

@@ -64,6 +64,7 @@ class LaplacePosterior(GaussianPosterior):
         prior_precision: a number, or one for each parameter by name.
         noise_scale: the standard deviation of the data, for the Gaussian likelihood.
         temperature: T.
+        noise_known: whether the noise was given; else `tune_prior` tunes it.
         model, seed: see `Posterior`.
 
     Reference: Benzing 2021, appendix A.1; MacKay, 1992, for the evidence.
@@ -83,10 +84,12 @@ class LaplacePosterior(GaussianPosterior):
         prior_precision: float | Mapping[str, float] = 1.0,
         noise_scale: float = 1.0,
         temperature: float = 1.0,
+        noise_known: bool = True,
         model: nn.Module | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__({}, model, seed=seed)
+        self.noise_known = noise_known
         self.hessians, self.fit, self.likelihood = list(hessians), fit, likelihood
         self._weights = dict(mean)
         self.set_prior(prior_precision, noise_scale, temperature)
@@ -142,7 +145,7 @@ class LaplacePosterior(GaussianPosterior):
         *,
         method: str = "evidence",
         heldout: Iterable | None = None,
-        noise_scale: bool = False,
+        noise_scale: bool | None = None,
         temperature: bool = False,
         steps: int = 100,
     ) -> LaplacePosterior:
@@ -155,13 +158,14 @@ class LaplacePosterior(GaussianPosterior):
             per: one precision for the `"model"`, for each `"layer"` or for each `"parameter"`.
             method: `"evidence"`, or `"heldout"` for the mean log-density of labels under linearised predictions.
             heldout: batches (inputs, labels) for `method="heldout"`.
-            noise_scale: whether to tune the standard deviation of the data as well.
+            noise_scale: whether to tune the standard deviation of the data as well; None for whether it was not given.
             temperature: whether to tune the temperature as well; needs `method="heldout"`.
             steps: the maximal number of L-BFGS iterations, or of evaluations on held-out labels.
         """
         for name, value, known in (("per", per, GROUPS), ("method", method, METHODS)):
             if value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
+        noise_scale = bool(self.fit.power) and not self.noise_known if noise_scale is None else noise_scale
         if noise_scale and not self.fit.power:
             raise ValueError(
                 f"a {named(self.likelihood).kind} likelihood has no noise to tune: leave noise_scale=False."
@@ -234,7 +238,7 @@ class LaplacePosterior(GaussianPosterior):
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
         prior = prior_by_name(self.prior_precision, self._weights, float)
         numbers = {"loss": self.fit.loss, "outputs": self.fit.outputs, "power": self.fit.power}
-        numbers |= {"noise_scale": self.noise_scale, "temperature": self.temperature}
+        numbers |= {"noise_scale": self.noise_scale, "temperature": self.temperature, "noise_known": self.noise_known}
         tensors = {
             "mean": self._weights,
             "prior": {name: torch.tensor(value, dtype=torch.float64) for name, value in prior.items()},
@@ -268,5 +272,6 @@ class LaplacePosterior(GaussianPosterior):
             prior_precision=prior if len(set(prior.values())) > 1 else next(iter(prior.values())),
             noise_scale=numbers["noise_scale"],
             temperature=numbers["temperature"],
+            noise_known=bool(numbers.get("noise_known", 1.0)),
             model=model,
         )
