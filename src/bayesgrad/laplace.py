@@ -35,7 +35,7 @@ def laplace(
     loader: Iterable,
     *,
     likelihood: str | likelihoods.Likelihood,
-    structure: str = "diag",
+    structure: str = "kron",
     fisher: str = "exact",
     bias: str = "joint",
     prior_precision: float | Mapping[str, float] = 1.0,

@@ -224,6 +224,7 @@ def test_language_models_that_shift_labels_are_noticed() -> None:
         model,
         [({"input_ids": batch["input_ids"]}, batch["labels"][:, 1:])],
         likelihood="categorical",
+        structure="diag",
         output=lambda found: found.logits[:, :-1],
     )
     assert posterior.predict({"input_ids": batch["input_ids"]}).shape == (5, 5, 11)

@@ -303,7 +303,7 @@ def test_representations_say_what_a_posterior_is() -> None:
     assert "prior_precision=2.0" in shown
     assert "temperature=0.5" in shown
     x, y = torch.randn(5, 4, dtype=D), torch.randn(5, 3, dtype=D)
-    gaussian = bayesgrad.laplace(network(), [(x, y)], likelihood="gaussian", noise_scale=0.5)
+    gaussian = bayesgrad.laplace(network(), [(x, y)], likelihood="gaussian", structure="diag", noise_scale=0.5)
     assert "noise_scale=0.5" in repr(gaussian.set_prior({n: 1.0 + i for i, n in enumerate(gaussian.mean)}))
     assert "prior_precision=1 to 4" in repr(gaussian)
     beliefs = GaussianPosterior({"w": Belief(torch.zeros(2), Diagonal(torch.ones(2)))})
