@@ -109,8 +109,8 @@ class Adapter(nn.Module):
             found = self._call.output(found)
         elif isinstance(found, Mapping) and "logits" in found:
             found = found["logits"]
-        elif isinstance(getattr(found, "logits", None), Tensor):
-            found = found.logits
+        elif isinstance(logits := getattr(found, "logits", None), Tensor):
+            found = logits
         elif isinstance(found, tuple | list):
             some = [part for part in found if isinstance(part, Tensor) and part.is_floating_point()]
             found = some[0] if len(some) == 1 else found

@@ -6,7 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from bayesgrad.posterior.averages import Averages, Options
 from bayesgrad.posterior.linearised import gaussian_outputs, linearised_outputs, refuse_export, warn_of_samples
 from bayesgrad.precision import Diagonal
 from bayesgrad.predictions import Decomposed, Moments, NoisyMoments
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 METHODS = ("mc", "linear", "mean")
 LINKS = ("probit", "mc")
