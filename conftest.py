@@ -22,6 +22,12 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
+def _fixed_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A seed of None is 0, so that numbers do not depend on the order of tests; tests of None undo it."""
+    monkeypatch.setattr("bayesgrad.noise.fresh_seed", lambda: 0)
+
+
+@pytest.fixture(autouse=True)
 def _doctest_names(doctest_namespace: dict) -> None:
     doctest_namespace["torch"] = torch
 

@@ -43,7 +43,9 @@ class Case:
     def __call__(self, target: Any, **options: Any) -> torch.optim.Optimizer:
         if not self.decays:
             options.pop("weight_decay", None)
-        return self.make(target, **{**self.options, **options})
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".* sets all its parameters")  # networks here have biases
+            return self.make(target, **{**self.options, **options})
 
     def of(self, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
         """The optimizer for all parameters of a model; warnings about fallbacks and temperatures are ignored."""
@@ -65,7 +67,7 @@ EVIDENT = (
     ({"likelihood": "poisson"}, "likelihood must be 'categorical' or 'bernoulli' or 'gaussian', got 'poisson'."),
     ({"sample_weights": 1}, "sample_weights must be True or False, got 1."),
     ({"samples": 0}, "samples must be an integer >= 1, got 0."),
-    ({"seed": 0.5}, "seed must be an integer, got 0.5."),
+    ({"seed": 0.5}, "seed must be None or an integer, got 0.5."),
 )
 ADABAYES = (
     *COMMON,
@@ -125,7 +127,7 @@ BAYESBINN = (
     ({"eps": -1.0}, "eps must be a finite number >= 0, got -1.0."),
     ({"natural_init": -1}, "natural_init must be a finite number >= 0, got -1."),
     ({"samples": 0}, "samples must be an integer >= 1, got 0."),
-    ({"seed": 0.5}, "seed must be an integer, got 0.5."),
+    ({"seed": 0.5}, "seed must be None or an integer, got 0.5."),
     ({"lr": 1.5}, "lr must be at most 1, got 1.5: it is the fraction of lambda that a step replaces."),
 )
 
@@ -145,7 +147,7 @@ KFAC = (
     *FOOF,
     ({"likelihood": "poisson"}, "likelihood must be 'categorical' or 'bernoulli' or 'gaussian', got 'poisson'."),
     ({"sharing": "flatten"}, "sharing must be 'expand' or 'reduce', got 'flatten'."),
-    ({"seed": 0.5}, "seed must be an integer, got 0.5."),
+    ({"seed": 0.5}, "seed must be None or an integer, got 0.5."),
 )
 KRONECKER = (
     *LAYERS,
@@ -154,7 +156,7 @@ KRONECKER = (
     ({"fisher": "true"}, "fisher must be 'sampled' or 'centered' or 'empirical', got 'true'."),
     ({"update_every": 0}, "update_every must be an integer >= 1, got 0."),
     ({"likelihood": "poisson"}, "likelihood must be 'categorical' or 'bernoulli' or 'gaussian', got 'poisson'."),
-    ({"seed": 0.5}, "seed must be an integer, got 0.5."),
+    ({"seed": 0.5}, "seed must be None or an integer, got 0.5."),
 )
 NATURAL = (
     *LAYERS,
@@ -172,7 +174,7 @@ VARIATIONAL = (
     ({"betas": (0.9, 1.0)}, "betas must be two numbers in [0, 1), got (0.9, 1.0)."),
     ({"samples": 0}, "samples must be an integer >= 1, got 0."),
     ({"natural_momentum": 1.0}, "natural_momentum must be in [0, 1), got 1.0."),
-    ({"seed": 0.5}, "seed must be an integer, got 0.5."),
+    ({"seed": 0.5}, "seed must be None or an integer, got 0.5."),
 )
 IVON = (
     *VARIATIONAL,
@@ -200,7 +202,7 @@ SPIKE_SLAB = (
     ({"drop_inputs": 1}, "drop_inputs must be True or False, got 1."),
     ({"eps": -1e-8}, "eps must be a finite number >= 0, got -1e-08."),
     ({"samples": 0}, "samples must be an integer >= 1, got 0."),
-    ({"seed": 0.5}, "seed must be an integer, got 0.5."),
+    ({"seed": 0.5}, "seed must be None or an integer, got 0.5."),
     (
         {"update": "newton", "lr": 2.0},
         "lr must be at most 1 with update='newton', got 2.0: 1 - lr is the decay of an average.",
@@ -217,7 +219,7 @@ SAMPLER = (
     ({"ema": 1.0}, "ema must be in [0, 1), got 1.0."),
     ({"update_every": 0}, "update_every must be an integer >= 1, got 0."),
     ({"probes": 0.5}, "probes must be None or a whole number >= 1, got 0.5."),
-    ({"seed": 0.5}, "seed must be an integer, got 0.5."),
+    ({"seed": 0.5}, "seed must be None or an integer, got 0.5."),
     (
         {"metric": "manifold"},
         "metric must be one of 'identity', 'diagonal', 'kronecker', 'fisher', 'empirical', or a function, "

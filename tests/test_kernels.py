@@ -13,6 +13,8 @@ import torch
 from bayesgrad import kernels
 from cases import CASES, ELEMENTWISE, Case, drawn, layerwise_case, same, small_model, train, weights
 
+pytestmark = pytest.mark.filterwarnings("ignore:lr=.* is .* times the ")  # lr is raised by hand
+
 HERE = Path(__file__).parent
 SHAPES = [(300, 200), (40_000,), (64, 64), (64,), (1,), (), (7, 3, 5), (33_000,), (5, 0), (1000, 41), (70_001,)]
 

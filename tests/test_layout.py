@@ -22,6 +22,7 @@ LAYERS = [
     ["optim"],
     ["optimizer"],
     ["finite"],
+    ["closures"],
     ["preconditioners"],
     ["sources"],
     ["checkpoint"],
@@ -37,7 +38,7 @@ LAYERS = [
     ["likelihoods"],
     ["predictions"],
     ["packing"],
-    ["directions", "distributed", "kernels", "noise"],
+    ["directions", "distributed", "kernels", "noise", "schedule"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

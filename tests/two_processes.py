@@ -32,6 +32,7 @@ Result = dict[str, Tensor] | str
 def model_of() -> nn.Module:
     model = small_model(torch.float64, width=20)
     model.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))  # FSDP does not support scalars
+    torch.manual_seed(0)  # from which optimizers draw their seeds
     return model
 
 

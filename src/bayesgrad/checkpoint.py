@@ -5,6 +5,7 @@ It is the part of `BeliefOptimizer` that has nothing to do with a step: param gr
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad import likelihoods
-from bayesgrad.constraints import FRACTION, FRACTIONS, NONNEGATIVE, OPTIONAL_BOOLEAN, Constraint, one_of
-from bayesgrad.layers.network import named_groups, unwrap
-from bayesgrad.parts import Host
+from bayesgrad.constraints import FRACTION, FRACTIONS, NONNEGATIVE, OPTIONAL_BOOLEAN, POSITIVE, Constraint, one_of
+from bayesgrad.layers.network import evaluation_mode, named_groups, unwrap
+from bayesgrad.layers.running_statistics import estimated, warn_of_statistics
+from bayesgrad.parts import Host, entries
 
 NONFINITE = ("ignore", "raise", "skip")
 TRAINING_WEIGHT = "training_weight"  # in the state of a parameter in evaluation mode
@@ -26,9 +28,12 @@ class CheckedOptimizer(torch.optim.Optimizer):
     """A torch optimizer with checked hyperparameters, whose state is restored bit for bit or refused.
 
     `accepts` maps the name of a hyperparameter to the values that it may have; those in `common` must be the same in
-    all groups. Groups have a few entries beside hyperparameters: `base_lr`, the initial lr; `last_lr`, the last
-    positive one; `draws` (of the first group), the number of random draws so far; `rule`, the name of the class;
-    `train_mode`, whether weights are those to train with.
+    all groups. A `seed` of None is replaced, when the optimizer is built, by a number that is drawn from torch's global
+    generator and saved with the state: `torch.manual_seed` determines it, and a resumed run continues its draws. In a
+    process group it is that of rank 0, and all ranks have to build the optimizer. Groups have a few entries beside
+    hyperparameters: `base_lr`, the initial lr, and `max_lr`, if a scheduler sets it (see `bayesgrad.schedule`);
+    `last_lr`, the last positive lr; `draws` (of the first group), the number of random draws so far; `rule`, the name
+    of the class; `train_mode`, whether weights are those to train with.
 
     Args:
         params: as for any torch optimizer; with a model, parameters or groups of it, or None for all.
@@ -39,6 +44,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
     takes_model: ClassVar[bool] = False
     kept: ClassVar[tuple[str, ...]] = ("model", "warned", "independent")  # attributes that a copy has
     common: ClassVar[tuple[str, ...]] = ()
+    _statistics: tuple[tuple[Tensor, Tensor], ...] = ()  # buffers of the model and their values before `eval()`
     accepts: ClassVar[Mapping[str, Constraint]] = {
         "lr": NONNEGATIVE,
         "weight_decay": NONNEGATIVE,
@@ -49,11 +55,12 @@ class CheckedOptimizer(torch.optim.Optimizer):
         "fused": OPTIONAL_BOOLEAN,
         "base_lr": NONNEGATIVE,
         "last_lr": NONNEGATIVE,
+        "max_lr": POSITIVE,
     }
 
     def __init__(self, params: Any, defaults: dict[str, Any], model: Any) -> None:
         self.model: nn.Module | None = None
-        self.warned: set[Tensor] = set()  # parameters that a warning has named
+        self.warned: set[Any] = set()  # parameters that a warning has named, and options
         self.selected: dict[str, Any] = {}  # the options in `common` with which the optimizer was built
         if self.takes_model:
             if not isinstance(model, nn.Module):
@@ -64,10 +71,13 @@ class CheckedOptimizer(torch.optim.Optimizer):
                 )
             self.model = unwrap(model)
             params = named_groups(self.model, params)
+        elif isinstance(params, nn.Module):
+            params = params.named_parameters()
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a param group, as in torch.optim; omitted hyperparameters have their default values."""
+        self.require_mean("add_param_group()")
         if self.model is not None:
             (param_group,) = named_groups(self.model, [param_group])
         given = {**self.defaults, **param_group}
@@ -131,6 +141,18 @@ class CheckedOptimizer(torch.optim.Optimizer):
                     f"{name} cannot change during a run, from {built!r} to {group[name]!r}: build a new optimizer."
                 )
 
+    def check_count(self, examples: int) -> None:
+        """Warns once if a batch has more examples than there are data; a loss that is a sum may have num_data=1."""
+        known = self.param_groups[0].get("num_data")
+        if known is not None and examples > known and "num_data" not in self.warned:
+            self.warned.add("num_data")
+            warnings.warn(
+                f"num_data={known:g} is less than the {examples} examples of a batch: it is the number of training "
+                "examples, and the loss is a mean over examples. Pass num_data=len(dataset).",
+                UserWarning,
+                stacklevel=3,
+            )
+
     @property
     def draws(self) -> int:
         """The number of random draws so far."""
@@ -141,10 +163,14 @@ class CheckedOptimizer(torch.optim.Optimizer):
         self.param_groups[0]["draws"] = number
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch.optim, but with copies of all tensors: later steps do not change it."""
+        """As in torch.optim, but with copies of all tensors: later steps do not change it.
+
+        It is refused inside `sampled()`, where a state dict of the model would hold the sample.
+        """
+        self.require_mean("state_dict()")
         self.before_reading()
         saved = super().state_dict()
-        saved["state"] = {key: copied(entry) for key, entry in saved["state"].items()}
+        saved["state"] = {key: copied(e) if isinstance(e, dict) else e for key, e in saved["state"].items()}
         saved["param_groups"] = [copied(group) for group in saved["param_groups"]]
         return saved
 
@@ -192,9 +218,10 @@ class CheckedOptimizer(torch.optim.Optimizer):
         check_saved(self, saved)
 
     def __getstate__(self) -> dict[str, Any]:
+        self.require_mean("a copy")
         kept = super().__getstate__()
-        state = defaultdict(dict, {p: unshared(entry) for p, entry in kept["state"].items()})
-        return {**kept, "state": state, **{name: getattr(self, name) for name in self.kept}}
+        state = {key: unshared(e) if isinstance(e, dict) else e for key, e in kept["state"].items()}
+        return {**kept, "state": defaultdict(dict, state), **{name: getattr(self, name) for name in self.kept}}
 
     # --- training and evaluation ---
 
@@ -207,32 +234,85 @@ class CheckedOptimizer(torch.optim.Optimizer):
         """Whether the weights are those to train with."""
         return all(group["train_mode"] for group in self.param_groups)
 
+    def spread_in_training(self) -> float:
+        """How much weights vary in training around those to evaluate with, as a fraction of their mean square.
+
+        Only for rules whose means are so far from the samples that running statistics of BatchNorm do not fit them.
+        """
+        return 0.0
+
     @torch.no_grad()
-    def eval(self) -> None:
+    def eval(self, model: nn.Module | None = None, *, statistics: Any = None) -> None:
         """Sets the weights to those to evaluate the model with: their posterior mean, where it is another value.
 
         Call `train()` before the next step. A checkpoint of model and optimizer may be written in either mode.
+
+        Args:
+            model: the model to evaluate, if the optimizer was built from parameters. One with BatchNorm, whose running
+                statistics do not fit the weights to evaluate with, gives a warning once, unless there are `statistics`.
+            statistics: training inputs, or a loader as for torch.optim.swa_utils.update_bn, from which the model's
+                running statistics are estimated at these weights; `train()` restores the former ones.
         """
-        if not self.training:
-            return
-        self.before_reading()
-        for p, mean in self.evaluation_weights().items():
-            self.state[p][TRAINING_WEIGHT] = p.detach().clone()
-            p.copy_(mean)
-        for group in self.param_groups:
-            group["train_mode"] = False
+        model = self.model if model is None else unwrap(model)
+        if statistics is not None and model is None:
+            raise ValueError("statistics= needs the model whose running statistics to estimate: eval(model, ...).")
+        switched = self.training
+        if switched:
+            self.require_mean("eval()")
+            self.before_reading()
+            for p, mean in self.evaluation_weights().items():
+                self.state[p][TRAINING_WEIGHT] = p.detach().clone()
+                p.copy_(mean)
+            for group in self.param_groups:
+                group["train_mode"] = False
+        if statistics is not None:
+            try:
+                self._estimate_statistics(model, statistics)
+            except BaseException:
+                if switched:
+                    self.train()
+                raise
+        elif model is not None and not self._statistics:
+            remedy = "pass training inputs, or a loader, to optimizer.eval(model, statistics=)"
+            warn_of_statistics(model, self.spread_in_training, remedy)
+
+    def _estimate_statistics(self, model: Any, statistics: Any) -> None:
+        """Sets the running statistics of the model to those of its weights, and keeps the former ones for `train()`."""
+        with evaluation_mode(model):
+            fresh = estimated(model, {}, statistics)
+        for name, value in fresh.items():
+            buffer = model.get_buffer(name)
+            if not any(buffer is other for other, _ in self._statistics):
+                self._statistics = (*self._statistics, (buffer, buffer.clone()))
+            buffer.copy_(value)
 
     @torch.no_grad()
     def train(self) -> None:
         """Sets the weights to those to train with, bit for bit as they were before `eval()`."""
-        for p, entry in self.state.items():
+        for p, entry in entries(self):
             if TRAINING_WEIGHT in entry:
                 p.copy_(entry.pop(TRAINING_WEIGHT))
+        for buffer, value in self._statistics:
+            buffer.copy_(value)
+        self._statistics = ()
         for group in self.param_groups:
             group["train_mode"] = True
 
+    @property
+    def sampling(self) -> bool:
+        """Whether the weights are a sample now, inside `sampled()`."""
+        return False
+
+    def require_mean(self, what: str) -> None:
+        """Raises inside `sampled()`."""
+        if self.sampling:
+            raise RuntimeError(
+                f"{what} needs the mean of the weights, which are a sample now: leave optimizer.sampled() before it."
+            )
+
     def require_training(self, what: str) -> None:
         """Raises if the weights are not those to train with."""
+        self.require_mean(what)
         if not self.training:
             raise RuntimeError(f"{what} needs the weights to train with: call optimizer.train() before it.")
 
@@ -291,6 +371,8 @@ def check_saved(optimizer: CheckedOptimizer, saved: Mapping[str, Any]) -> None:
         for position, (p, key) in enumerate(zip(group["params"], given_group["params"])):
             where = f"parameter {position} of group {index}"
             entry = saved["state"].get(key, {})
+            if not isinstance(entry, Mapping):
+                raise ValueError(f"the saved state of {where} must be a dict, got {type(entry).__name__}.")
             slots = optimizer.slots_of(p, given_group)
             odd = next((k for k, value in entry.items() if not isinstance(value, Tensor)), None)
             if odd is not None or ("step" in entry and entry["step"].numel() != 1):

@@ -21,13 +21,14 @@ class Constraint(NamedTuple):
 
 NONNEGATIVE = Constraint("a finite number >= 0", lambda x: 0 <= x < math.inf)
 POSITIVE = Constraint("a positive number", lambda x: x > 0)
+PRIOR_DECAYS = Constraint("0, because the prior decays weights", lambda x: x == 0)
 FRACTION = Constraint("in [0, 1)", lambda x: 0 <= x < 1)
 OPEN_FRACTION = Constraint("in (0, 1)", lambda x: 0 < x < 1)
 FRACTIONS = Constraint("two numbers in [0, 1)", lambda x: len(x) == 2 and all(0 <= b < 1 for b in x))
 COUNT = Constraint("a number >= 1", lambda x: 1 <= x < math.inf)
 OPTIONAL_COUNT = Constraint("None or a number >= 1", lambda x: x is None or 1 <= x < math.inf)
 POSITIVE_INTEGER = Constraint("an integer >= 1", lambda x: x == int(x) and x >= 1)
-INTEGER = Constraint("an integer", lambda x: x == int(x))
+OPTIONAL_INTEGER = Constraint("None or an integer", lambda x: x is None or x == int(x))
 BOOLEAN = Constraint("True or False", lambda x: x is True or x is False)
 OPTIONAL_BOOLEAN = Constraint("None, True or False", lambda x: x is None or x is True or x is False)
 
@@ -54,7 +55,7 @@ LAYER_OPTIONS: Mapping[str, Constraint] = {
     "max_norm": POSITIVE,
     "fallback_lr": NONNEGATIVE,
     "likelihood": likelihood_of("categorical", "bernoulli", "gaussian"),
-    "seed": INTEGER,
+    "seed": OPTIONAL_INTEGER,
 }
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 _independent = ContextVar("independent", default=False)
 REMEDY = "If each process trains a model of its own, use `with bayesgrad.distributed.independent_processes():`."
@@ -48,6 +49,15 @@ def joint_processes() -> int:
     if _independent.get() or not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return 1
     return torch.distributed.get_world_size()
+
+
+def from_first(value: int) -> int:
+    """The value of the first of the processes that train one model, all of which have to call this."""
+    values = [value]
+    if joint_processes() > 1:
+        with unset_fake_temporarily():
+            torch.distributed.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 def refuse_local(name: str, local: str) -> None:

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from bayesgrad import distributed, layers, likelihoods
+from bayesgrad import distributed, layers, likelihoods, noise
 from bayesgrad.custom_likelihoods import CustomLikelihood
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.batches import LABELS, Call, Forward, Inputs, Output, split_batch, to_device
 from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.fisher import FISHERS, batch_gradients, check_batch_mixing, check_outputs
 from bayesgrad.layers.network import parameters_of, requires_grad_only, unwrap
-from bayesgrad.noise import seed32
 from bayesgrad.posterior.laplace import Fit, LaplacePosterior
 from bayesgrad.structures.structure import Accumulator, Structure, check_prior
 
@@ -87,7 +86,8 @@ def laplace(
         temperature: T of the Gaussian of exp(-loss/T), where the loss includes the prior. It multiplies the covariance.
         num_data: N, if the loader does not go through all data exactly once.
         subsample: the number of examples, drawn at random, from which H is computed. The loss uses all examples.
-        seed: of drawn labels, of the subsample, and of the posterior's samples.
+        seed: of drawn labels, of the subsample, and of the posterior's samples; None draws one from torch's global
+            generator.
         params: names of parameters or modules to which the posterior is restricted; `"last_layer"` for the last
             layer with a matrix, such as Linear or Conv. All other parameters are fixed.
         progress: whether to show a progress bar (needs rich); None shows it in a terminal.
@@ -128,7 +128,8 @@ def laplace(
     _check_weights(parameters_of(network))
     kept = Structure.by_name[structure]
     kept.check(chosen)
-    generator, other = (torch.Generator().manual_seed(seed32(seed or 0) + i) for i in range(2))
+    seed = noise.fresh_seed() if seed is None else seed
+    generator, other = (torch.Generator().manual_seed(noise.seed32(seed) + i) for i in range(2))
     pool = RandomSubset(subsample, other) if subsample else None
     blocks: list[Accumulator] = []
     device = next(iter(chosen.values())).device
@@ -188,7 +189,7 @@ def laplace(
         temperature=temperature,
         noise_known=noise_scale is not None or not isinstance(likelihood, str),
         model=model,
-        seed=seed or 0,
+        seed=seed,
     )
     posterior.forward, posterior.output = forward, output
     return posterior

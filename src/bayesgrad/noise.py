@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 Key = tuple[int, int]
 
@@ -34,6 +35,12 @@ def signed(x: int) -> int:
 def seed32(seed: int) -> int:
     """A seed in [0, 2^32), of which torch's CPU generator uses 32 bits; larger or negative seeds are hashed."""
     return int(seed) if 0 <= seed < 2**32 else key(seed)[0] % 2**32
+
+
+def fresh_seed() -> int:
+    """A seed drawn from torch's global CPU generator, which is what `seed=None` means."""
+    with unset_fake_temporarily():  # a seed is a number, also where tensors have none
+        return int(torch.randint(2**32, (), dtype=torch.int64, device="cpu"))
 
 
 def generator_of(seed: int, draw: int) -> torch.Generator:

@@ -23,27 +23,22 @@ what its hyperparameters mean to it:
     tensor([0.9000])
 
 An optimizer that needs more than gradients also declares *sources* (`bayesgrad.sources`), and one whose precision is a
-matrix a *preconditioner* (`bayesgrad.preconditioners`). `step()` does this:
-
-1. `check_group` validates the param groups, and `FiniteCheck` handles gradients that are not finite.
-2. The preconditioner turns the gradients of the parameters that it covers into directions (KFAC, FOOF).
-3. The sources return what the curvature needs beside `.grad`, such as per-example squares (OGN) or Hessians (Newton).
-4. `_layout` groups parameters into blocks that one kernel call updates.
-5. For each block, `scalars` computes the hyperparameters of this step, and `kernels.run` applies the rule in place.
+matrix a *preconditioner* (`bayesgrad.preconditioners`). docs/design.md says how one step runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from bayesgrad import distributed, kernels
+from bayesgrad import distributed, kernels, noise
 from bayesgrad.belief import Joint
 from bayesgrad.checkpoint import CheckedOptimizer
+from bayesgrad.closures import evaluate
 from bayesgrad.directions import Directions
 from bayesgrad.finite import FiniteCheck
 from bayesgrad.layers.observed import classes_last
@@ -52,6 +47,7 @@ from bayesgrad.parts import Groups, Needs, Noise, Part, Preconditioner, Source
 from bayesgrad.posterior import Posterior
 from bayesgrad.posterior.filtered import filtered_variance, gaussian_posterior
 from bayesgrad.rules.update import UpdateRule, kernel_of
+from bayesgrad.schedule import current_lr, warn_above_reference
 
 
 class BeliefOptimizer(CheckedOptimizer):
@@ -81,6 +77,7 @@ class BeliefOptimizer(CheckedOptimizer):
     """
 
     rule: UpdateRule
+    scaled_by_lr: ClassVar[tuple[str, ...]] = ()  # options that are given for a reference lr, see `schedule`
 
     def __init__(self, params: Any, defaults: dict[str, Any], model: Any = None) -> None:
         self._reset()
@@ -95,6 +92,7 @@ class BeliefOptimizer(CheckedOptimizer):
         self._parts: tuple[Part, ...] = ()
         self._blocks = Layout()
         self._checked: dict[int, tuple] = {}
+        self._raised = False  # whether a warning has said that lr raises other options
         self._marked: list[tuple[int, int]] = []  # gradients at the last observation
         self._finite = FiniteCheck()
 
@@ -110,6 +108,17 @@ class BeliefOptimizer(CheckedOptimizer):
         self._refuse_processes()
         for part in self._parts:
             part.bind(self)
+        self._draw_seed()
+
+    def _draw_seed(self) -> None:
+        """Replaces a seed of None, once: that of the first group by a drawn number, others by the first group's."""
+        first = self.param_groups[0]
+        if first.get("seed", 0) is None:
+            seed = noise.fresh_seed()
+            first["seed"] = seed if self.independent else distributed.from_first(seed)
+        for values in (self.defaults, *self.param_groups):
+            if values.get("seed", 0) is None:
+                values["seed"] = first["seed"]
 
     def _refuse_processes(self) -> None:
         """Raises if other processes train the same model, and the parts of this optimizer do not support it."""
@@ -179,6 +188,9 @@ class BeliefOptimizer(CheckedOptimizer):
         Divide losses by the number of micro-batches and draws, as for any gradient accumulation. Parameters that do not
         require gradients are not perturbed. Draws under `torch.no_grad()` do not affect training.
 
+        What needs the mean is refused inside: `step`, `posterior`, `eval`, copies, state dicts, new groups. A change of
+        sampled weights would be lost, so it raises. Copies and state dicts of the *model* inside hold the sample.
+
         Args:
             noise: noise to use in place of random numbers (standard normal for a Gaussian belief, uniform in (0, 1) for
                 binary weights, the masks of units for SpikeSlab), as a dict by parameter or as a function of the
@@ -209,8 +221,9 @@ class BeliefOptimizer(CheckedOptimizer):
 
         Args:
             outputs: of the model, with their graph; of the batch of the loss, or of another.
-            loss: the mean loss, a tensor with one element, for second derivatives. With micro-batches, divide it by
-                their number, because Hessians add up like gradients. With a `GradScaler`, pass it before `scale`.
+            loss: the mean loss, a tensor with one element, for second derivatives, which are multiplied by what it is
+                multiplied by before `backward()`: 1/4 in `(loss / 4).backward()` of a micro-batch. Factors above one
+                do not count. With a `GradScaler`, pass it before `scale`, and divided by the number of micro-batches.
             labels: replace the labels that are sampled from the model's predictions; -100 for no loss.
             weights: how often each loss counts, in the shape of labels: `labels != -100` if some have no loss.
             class_dim: the dimension of classes: 1 for outputs (N, C, ...) as in cross entropy; None for the last one.
@@ -222,10 +235,11 @@ class BeliefOptimizer(CheckedOptimizer):
                 raise ValueError(f"{type(self).__name__} needs the {name} of a forward pass: call {how}.")
         if isinstance(outputs, Tensor) and (needs.outputs or class_dim is not None):
             outputs = classes_last(outputs, class_dim, loss)
-        empty = isinstance(outputs, Tensor) and outputs.dim() > 0 and not len(outputs)
-        for part in () if empty else self._parts:
+        rows = len(outputs) if isinstance(outputs, Tensor) and outputs.dim() else None
+        self.check_count(rows or 0)
+        for part in () if rows == 0 else self._parts:
             part.observe(outputs, loss, labels, weights)
-        self._marked = self._mark()
+        self._marked[:] = self._mark()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch.optim; discards recorded passes and draws, and what was observed for a step not taken."""
@@ -234,7 +248,7 @@ class BeliefOptimizer(CheckedOptimizer):
         for part in self._parts:
             part.zeroed(stale)
         if self._parts:
-            self._marked = self._mark()
+            self._marked[:] = self._mark()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -242,23 +256,24 @@ class BeliefOptimizer(CheckedOptimizer):
 
         Args:
             closure: re-evaluates the model, calls backward and returns the loss. It is called once for each of
-                `samples` draws, if gradients are computed at sampled weights, and the gradients are averaged.
+                `samples` draws, if gradients are computed at sampled weights, and the gradients are averaged. As in
+                torch.optim, it sets gradients to zero itself: those that exist before are never discarded.
 
         Returns:
             The return value of the closure.
         """
-        if not self.param_groups[0]["train_mode"]:
-            self.require_training("step()")
+        self.require_training("step()")
         for part in self._parts:
             part.prepare(closure)
-        loss = None if closure is None else self._evaluate(closure)
-        groups = [{**group, "lr": _rate(group)} for group in self.param_groups]
+        loss = None if closure is None else evaluate(self, self._parts, closure)
+        groups = [{**group, "lr": current_lr(group)} for group in self.param_groups]
         active = [[p for p in group["params"] if p.grad is not None] for group in groups]
         for index, group in enumerate(groups):
             values = tuple(group.get(name) for name in self.accepts)
             if self._checked.get(index) != values:
                 self.check_group(group)
                 self.check_selected(group)
+                self._raised = self._raised or warn_above_reference(type(self).__name__, group, self.scaled_by_lr)
                 self._checked[index] = values
                 self.rule = self.rule_of(groups[0])
         self._refuse_sparse(active)
@@ -294,39 +309,6 @@ class BeliefOptimizer(CheckedOptimizer):
                 for rows in block.rows(directions, axpy_coefficients, list(evidence.values())):
                     kernels.run(update, list(scalars.values()), rows, group["fused"], elements)
 
-    def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        """Calls the closure; if gradients are computed at sampled weights, once for each draw."""
-        if not self.needs.draws:
-            with torch.enable_grad():
-                loss = closure()
-        else:
-            loss = self._average_draws(closure, int(self.param_groups[0]["samples"]))
-        if loss is not None:
-            for part in self._parts:
-                part.note_loss(loss)
-        return loss
-
-    def _average_draws(self, closure: Callable[[], Any], samples: int) -> Any:
-        for part in self._parts:
-            part.begin_draws()
-        losses: list[Any] = []
-        totals: dict[Tensor, Tensor] = {}
-        for _ in range(samples):
-            self.zero_grad()
-            with torch.enable_grad(), self.sampled():
-                losses.append(closure())
-            if samples == 1:
-                return losses[0]
-            for part in self._parts:
-                part.store_draw(samples)
-            for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-                totals[p] = totals[p] + gradient_of(p) if p in totals else gradient_of(p).clone()
-        for p, total in totals.items():
-            p.grad = total / samples
-        for part in self._parts:
-            part.merge_draws(samples)
-        return sum(losses[1:], losses[0]) / samples if losses[0] is not None else None
-
     def _layout(
         self, groups: Groups, active: list[list[Tensor]], directions: Directions
     ) -> list[tuple[Any, dict[str, Any], list[Block]]]:
@@ -354,7 +336,7 @@ class BeliefOptimizer(CheckedOptimizer):
         for p in params:
             entry = self.state[p]
             if "step" not in entry:
-                entry["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+                entry["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")  # a constant to FakeTensorMode
             entry["step"] = entry["step"].to("cpu", torch.float32)
             for slot in slots:
                 if slot not in entry:
@@ -392,6 +374,10 @@ class BeliefOptimizer(CheckedOptimizer):
 
     # --- groups and copies ---
 
+    @property
+    def sampling(self) -> bool:
+        return any(source.active for source in self.sources)
+
     def group_added(self) -> None:
         for part in self._parts:
             part.bind(self)
@@ -403,8 +389,7 @@ class BeliefOptimizer(CheckedOptimizer):
         return {"step", *(name for part in self._parts for name in part.on_cpu)}
 
     def slots_of(self, p: Tensor, group: Mapping[str, Any]) -> tuple[str, ...]:
-        covers = self.preconditioner is not None and self.preconditioner.covers(p)
-        if covers and self.preconditioner:
+        if self.preconditioner is not None and self.preconditioner.covers(p):
             return self.preconditioner.rule.slots(group)
         return self.slots(group, self.rule_of(group))
 
@@ -429,8 +414,7 @@ class BeliefOptimizer(CheckedOptimizer):
                 that were never updated, are constants.
             scale: multiplies every variance. Choose it by held-out likelihood; docs/choosing.md says why.
         """
-        with self.mode(training=False):
-            return gaussian_posterior(self, model, scale)
+        return gaussian_posterior(self, model, scale)
 
     def joint_beliefs(self, names: Mapping[int, str], scale: float) -> Iterable[tuple[str, Joint]]:
         """Joint beliefs about several parameters, by the name of one of them; `names` maps ids to names."""
@@ -439,9 +423,3 @@ class BeliefOptimizer(CheckedOptimizer):
     def variance_of(self, group: Mapping[str, Any], p: Tensor) -> Tensor:
         """The variance of each weight after the last step."""
         return filtered_variance(self, group, p)
-
-
-def _rate(group: Mapping[str, Any]) -> float:
-    """The learning rate; zero if a schedule ended at zero minus a rounding error."""
-    lr = float(group["lr"])
-    return 0.0 if -1e-9 * group["base_lr"] < lr < 0 else lr

@@ -59,8 +59,8 @@ class Host(Protocol):
     param_groups: list[dict[str, Any]]
     state: Any
     sources: tuple[Source, ...]
-    warned: set[Tensor]  # parameters that a warning has named
     independent: bool  # whether other processes train other models
+    warned: set[Any]  # parameters that a warning has named, and options
 
     @property
     def draws(self) -> int: ...
@@ -73,6 +73,13 @@ class Host(Protocol):
     def name_of(self, p: Tensor) -> str: ...
 
     def nonfinite_error(self, message: str) -> Exception: ...
+
+
+def entries(optimizer: Host | torch.optim.Optimizer) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """The parameters that have state, and their state; users may store other objects under other keys."""
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if entry := optimizer.state.get(p):
+            yield p, entry
 
 
 class Part:
@@ -222,7 +229,13 @@ class Part:
 
 
 class Source(Part):
-    """Collects evidence for the curvature beside `.grad`: draws of weights, labels, Hessians, per-example squares."""
+    """Collects evidence for the curvature beside `.grad`: draws of weights, labels, Hessians, per-example squares.
+
+    Attributes:
+        active: whether weights are a sample now.
+    """
+
+    active: bool = False
 
     @property
     def drawing(self) -> bool:

@@ -18,7 +18,7 @@ from torch import nn
 
 from cases import CASES, Case, every_case, same, states, train, weights
 
-pytestmark = pytest.mark.filterwarnings("ignore:lr=.* (samples at temperature|is not small)")
+pytestmark = pytest.mark.filterwarnings("ignore:lr=.* (samples at temperature|is not small|is .* times the )")
 
 Pair = tuple[nn.Module, Any]
 

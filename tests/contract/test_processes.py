@@ -39,7 +39,7 @@ def test_a_fit_that_fails_leaves_what_was_known() -> None:
 def test_numbers_at_the_end_of_their_range_are_told() -> None:
     """Targets of a million, whose noise is beyond the search range."""
     y = 1e6 * np.random.default_rng(1).normal(size=15)
-    with pytest.warns(UserWarning, match="likelihood.scale reached the end of its range, 1e5"):
+    with pytest.warns(UserWarning, match="likelihood.scale reached the end of the range, 1e5"):
         GaussianProcess().fit(X, y)
 
 

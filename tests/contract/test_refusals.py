@@ -50,6 +50,7 @@ def test_nonfinite_gradients(case: Case) -> None:
             model = small_model()
             optimizer = case.of(model, nonfinite=option)
             train(model, optimizer, range(2))
+            optimizer.zero_grad()
             backward(model, 2, optimizer)
             model.out.weight.grad[1, 2] = value
             before, known = weights(model), states(optimizer)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import re
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from bayesgrad.optim import IVON, VOGN
-from cases import batch, same, small_model, states, train, weights
+from cases import CASES, Case, batch, same, small_model, states, train, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* does not support")
 MAKERS = {
@@ -302,7 +304,7 @@ def test_batch_norm_statistics_are_frozen_or_estimated_anew_in_prediction() -> N
             F.cross_entropy(model(x), torch.arange(64) % 3).backward()
         optimizer.step()
     posterior, buffers = optimizer.posterior(model), copy.deepcopy(dict(model.named_buffers()))
-    frozen = posterior.predict(x[:4], samples=3)
+    frozen = posterior.predict(x[:4], samples=3, statistics="running")
     anew = posterior.predict(x[:4], samples=3, statistics=x)
     assert all(torch.equal(b, buffers[name]) for name, b in model.named_buffers())
     assert model[1].momentum == 0.1
@@ -319,3 +321,75 @@ def test_batch_norm_statistics_are_frozen_or_estimated_anew_in_prediction() -> N
         by_hand.append(other.eval()(x[:4]).softmax(1).detach())
     torch.testing.assert_close(anew, torch.stack(by_hand).mean(0), rtol=1e-10, atol=1e-12)
     assert not torch.allclose(anew, frozen)
+
+
+DRAWING = [case for case in CASES if case.of(nn.Linear(2, 2)).needs.draws]
+drawing_case = pytest.mark.parametrize("case", DRAWING, ids=lambda case: case.name)
+NEEDS_MEAN = {
+    "step()": lambda model, optimizer, saved: optimizer.step(),
+    "posterior()": lambda model, optimizer, saved: optimizer.posterior(model),
+    "state_dict()": lambda model, optimizer, saved: optimizer.state_dict(),
+    "load_state_dict()": lambda model, optimizer, saved: optimizer.load_state_dict(saved),
+    "a copy": lambda model, optimizer, saved: copy.deepcopy((model, optimizer)),
+    "a copy ": lambda model, optimizer, saved: pickle.dumps(optimizer),
+    "eval()": lambda model, optimizer, saved: optimizer.eval(),
+    "add_param_group()": lambda model, optimizer, saved: optimizer.add_param_group({"params": []}),
+}
+
+
+@drawing_case
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+def test_what_needs_the_mean_is_refused_inside_and_changes_nothing(case: Case, grad: bool) -> None:
+    """Each of them would use, or save beside the model, the sample; run until the end, the loop goes on as without."""
+    ends = []
+    for tries in (False, True):
+        model = nn.Sequential(nn.Linear(40, 20), nn.Linear(20, 3))
+        model.load_state_dict({name: torch.linspace(-1, 1, p.numel()).view_as(p) for name, p in weights(model).items()})
+        optimizer = case.of(model)
+        train(model, optimizer, range(2))
+        saved = optimizer.state_dict()
+        with torch.set_grad_enabled(grad), optimizer.sampled():
+            for what, call in NEEDS_MEAN.items() if tries else ():
+                message = re.escape(f"{what.strip()} needs the mean of the weights, which are a sample now")
+                with pytest.raises(RuntimeError, match=message):
+                    call(model, optimizer, saved)
+            optimizer.train()  # as they are; accelerate and Trainer call it before each step
+            optimizer.zero_grad()
+        train(model, optimizer, range(2, 4))
+        ends.append((weights(model), states(optimizer), optimizer.posterior(model).mean))
+    assert all(same(a, b) for a, b in zip(*ends))
+
+
+@drawing_case
+def test_a_change_of_weights_inside_is_refused_and_the_mean_restored(case: Case) -> None:
+    """It would be lost without a word, since the mean is restored at the end."""
+    model = nn.Sequential(nn.Linear(40, 20), nn.Linear(20, 3))
+    optimizer = case.of(model)
+    train(model, optimizer, range(1))
+    before = weights(model)
+
+    def load() -> None:
+        with optimizer.sampled():
+            model.load_state_dict({name: p + 1 for name, p in before.items()})
+
+    with optimizer.sampled():
+        perturbed = {
+            name for name, p in model.named_parameters() if any(p is q for q in optimizer.sources[0].perturbed())
+        }
+    with pytest.raises(RuntimeError, match=r"parameter '.*' was changed inside sampled\(\)"):
+        load()
+    assert perturbed
+    after = weights(model)
+    assert same({name: before[name] for name in perturbed}, {name: after[name] for name in perturbed})
+    train(model, optimizer, range(1, 2))
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c not in DRAWING], ids=lambda case: case.name)
+def test_nothing_is_refused_inside_where_nothing_is_drawn(case: Case) -> None:
+    model = nn.Sequential(nn.Linear(40, 20), nn.Linear(20, 3))
+    optimizer = case.of(model)
+    with optimizer.sampled():
+        train(model, optimizer, range(1))
+        copy.deepcopy((model, optimizer))
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.eval()

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import math
+from typing import Any
 
 import pytest
 import torch
 from torch.optim import lr_scheduler
+from torch.optim.swa_utils import SWALR
 
+from bayesgrad.optim import AdaBayes, AdaBayesFP, KalmanMomentum
 from bayesgrad.optim.variational import VariationalOptimizer
 from cases import Case, backward, elementwise_case, every_case, same, small_model, states, train, weights
 
@@ -16,19 +20,23 @@ def _cycles(optimizer: torch.optim.Optimizer) -> bool:
     return "momentum" in optimizer.defaults or "betas" in optimizer.defaults
 
 
+# Schedules between 0 and the lr of the constructor; OneCycleLR, which ignores it, up to 1e-2.
 SCHEDULERS = {
-    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda t: t / 4),
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda t: min(t / 4, 1)),
     "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda t: 0.9),
     "StepLR": lambda o: lr_scheduler.StepLR(o, 3),
     "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 5]),
     "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, total_iters=3),
-    "LinearLR": lambda o: lr_scheduler.LinearLR(o, total_iters=4),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, 1 / 25, total_iters=4),
     "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.8),
     "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, total_iters=5),
     "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
     "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
-    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 1e-4, 1e-2, step_size_up=3, cycle_momentum=_cycles(o)),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(
+        o, 0.01 * o.defaults["lr"], o.defaults["lr"], step_size_up=3, cycle_momentum=_cycles(o)
+    ),
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 1e-2, total_steps=10, cycle_momentum=_cycles(o)),
+    "OneCycleLR-constant-momentum": lambda o: lr_scheduler.OneCycleLR(o, 1e-2, total_steps=10, cycle_momentum=False),
     "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0),
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.LinearLR(o, total_iters=2), lr_scheduler.ExponentialLR(o, 0.5)], [3]
@@ -36,27 +44,32 @@ SCHEDULERS = {
     "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
         [lr_scheduler.LinearLR(o, total_iters=2), lr_scheduler.ExponentialLR(o, 0.5)]
     ),
+    "SWALR": lambda o: SWALR(o, 0.1 * o.defaults["lr"], anneal_epochs=4),
 }
+every_scheduler = pytest.mark.parametrize("name", SCHEDULERS)
+WIDTH = 50  # some rules decompose square matrices of this side in every step
 
-WIDTHS = {"KroneckerFilter": 100, "KroneckerFilterFP": 100}  # which decompose square matrices of this side every step
+
+def follow(scheduler: Any) -> None:
+    scheduler.step(1.0) if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else scheduler.step()
 
 
 @every_case
-@pytest.mark.parametrize("name", SCHEDULERS)
+@every_scheduler
 def test_every_scheduler_gives_the_steps_of_setting_lr_by_hand(case: Case, name: str) -> None:
-    width = WIDTHS.get(case.name, 1000)
-    model = small_model(width=width)
+    """An optimizer that is built with the highest rate of OneCycleLR takes its steps."""
+    model = small_model(width=WIDTH)
     optimizer = case.of(model)
     scheduler = SCHEDULERS[name](optimizer)
     settings = []
     for index in range(9):
         settings.append({k: v for k, v in optimizer.param_groups[0].items() if k in ("lr", "momentum", "betas")})
         train(model, optimizer, range(index, index + 1))
-        scheduler.step(1.0) if name == "ReduceLROnPlateau" else scheduler.step()
+        follow(scheduler)
     assert len({setting["lr"] for setting in settings}) > 1
 
-    other = small_model(width=width)
-    by_hand = case.of(other)
+    other = small_model(width=WIDTH)
+    by_hand = case.of(other, **({"lr": 1e-2} if "OneCycle" in name else {}))
     for index, setting in enumerate(settings):
         by_hand.param_groups[0].update(setting)
         train(other, by_hand, range(index, index + 1))
@@ -71,6 +84,156 @@ def test_the_list_of_schedulers_is_complete() -> None:
         if inspect.isclass(member) and issubclass(member, lr_scheduler.LRScheduler) and not name.startswith("_")
     }
     assert public - {"LRScheduler"} <= set(SCHEDULERS)
+
+
+@every_scheduler
+@pytest.mark.parametrize("sgd_lr", [0.1, math.inf])
+def test_a_schedule_multiplies_both_rates_of_adabayes_fp(name: str, sgd_lr: float) -> None:
+    """Aitchison 2020, Eq. 21, with sgd_lr times lr/reference; for sgd_lr = inf also torch's AdamW.
+
+    Under a cycle of momentum the weights of the gradients in <g> sum to one, which those of torch's AdamW do not.
+    """
+    weight = torch.linspace(-1, 1, 5, dtype=torch.float64).requires_grad_()
+    optimizer = AdaBayesFP([weight], lr=1e-3, sgd_lr=sgd_lr)
+    adam_weight = weight.detach().clone().requires_grad_()
+    adam = torch.optim.AdamW([adam_weight], lr=1e-3, eps=0.0, weight_decay=0.0)
+    schedulers = [SCHEDULERS[name](o) for o in (optimizer, adam)]
+    expected, average, square = weight.detach().clone(), torch.zeros(5), torch.zeros(5)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(1, 10):
+        group = optimizer.param_groups[0]
+        beta1, beta2 = group["betas"]
+        sgd_lr_now = sgd_lr * group["lr"] / (1e-2 if "OneCycle" in name else 1e-3)
+        gradient = 10 ** torch.linspace(-6, 1, 5, dtype=torch.float64) * torch.randn(5, generator=generator).double()
+        average = average + (1 - beta1) / (1 - beta1**step) * (gradient - average)
+        square = beta2 * square + (1 - beta2) * gradient**2
+        mean_square = square / (1 - beta2**step)
+        if group["lr"]:
+            k = group["lr"] / (2 * sgd_lr_now)
+            expected = expected - group["lr"] * average / (k + (k**2 + mean_square).sqrt())
+        for p, o in ((weight, optimizer), (adam_weight, adam)):
+            p.grad = gradient.clone()
+            o.step()
+        torch.testing.assert_close(weight.detach(), expected, rtol=1e-10, atol=1e-14)
+        if math.isinf(sgd_lr) and name not in ("CyclicLR", "OneCycleLR"):
+            torch.testing.assert_close(weight, adam_weight, rtol=1e-10, atol=1e-14)
+        for scheduler in schedulers:
+            follow(scheduler)
+
+
+@every_scheduler
+def test_the_step_of_a_weak_gradient_has_the_given_sgd_lr_at_the_peak_and_never_more(name: str) -> None:
+    weight = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    optimizer = AdaBayes([weight], lr=1e-3, batch_size=10, sgd_lr=0.1, momentum=0.0)
+    scheduler = SCHEDULERS[name](optimizer)
+    optimizer.param_groups[0]["momentum"] = 0.0
+    reached = []
+    for _ in range(9):
+        before = weight.item()
+        lr = optimizer.param_groups[0]["lr"]
+        weight.grad = torch.full_like(weight, 1e-9)
+        optimizer.step()
+        reached.append((before - weight.item()) / 1e-9)
+        assert reached[-1] == pytest.approx(0.1 * lr / (1e-2 if "OneCycle" in name else 1e-3), rel=1e-6, abs=1e-12)
+        follow(scheduler)
+        optimizer.param_groups[0]["momentum"] = 0.0
+    if name not in ("ChainedScheduler", "SequentialLR"):  # which halve lr before their warm-up has ended
+        assert max(reached) == pytest.approx(0.1, rel=0.05)
+
+
+@every_case
+@pytest.mark.parametrize("cyclic", [True, False])
+def test_a_cycle_of_momentum_is_followed_or_refused_by_torch(case: Case, cyclic: bool) -> None:
+    """The schedulers' default; KalmanMomentum and the samplers have no momentum of this name."""
+    optimizer = case.of(small_model(width=WIDTH))
+
+    def build() -> Any:
+        if cyclic:
+            return lr_scheduler.CyclicLR(optimizer, 0.0, optimizer.defaults["lr"], step_size_up=3)
+        return lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=10)
+
+    if not _cycles(optimizer):
+        with pytest.raises(ValueError, match="optimizer must support momentum or beta1 with `cycle_momentum` option"):
+            build()
+        return
+    build()
+    group = optimizer.param_groups[0]
+    assert (group["betas"][0] if "betas" in group else group["momentum"]) == (0.9 if cyclic else 0.95)
+
+
+@every_case
+def test_a_cycle_is_resumed_bit_for_bit(case: Case) -> None:
+    def built() -> tuple[Any, Any, Any]:
+        model = small_model(width=WIDTH)
+        optimizer = case.of(model)
+        return model, optimizer, SCHEDULERS["OneCycleLR"](optimizer)
+
+    def run(model: Any, optimizer: Any, scheduler: Any, steps: range) -> None:
+        for index in steps:
+            train(model, optimizer, range(index, index + 1))
+            follow(scheduler)
+
+    whole, first, second = built(), built(), built()
+    run(*whole, range(6))
+    run(*first, range(3))
+    for part, saved in zip(second, first):
+        part.load_state_dict(saved.state_dict())
+    run(*second, range(3, 6))
+    assert same(weights(whole[0]), weights(second[0]))
+
+
+SCALED = {
+    "AdaBayes": "sgd_lr=0.1 to 1",
+    "AdaBayesFP": "sgd_lr=0.1 to 1",
+    "KalmanMomentum-prior": "weight_noise=0.001 to 0.01",
+    "AdaBound": "final_lr=0.1 to 1",
+    "FOOF": "fallback_lr=0.001 to 0.01",
+}
+
+
+@every_case
+def test_a_rate_above_the_reference_is_named_once_where_it_raises_another(case: Case) -> None:
+    model = small_model(width=WIDTH)
+    optimizer = case.of(model, lr=1e-3)
+    train(model, optimizer, range(1))
+    optimizer.param_groups[0]["lr"] = 1e-2
+    if not any(0 < optimizer.defaults[name] < math.inf for name in optimizer.scaled_by_lr):
+        assert case.name not in SCALED
+        train(model, optimizer, range(1, 3))
+        return
+    backward(model, 1, optimizer)
+    before = weights(model)
+    name = type(optimizer).__name__
+    words = f"lr=0.01 is 10 times the 0.001 for which {name} was given its options, and scales "
+    words += SCALED.get(case.name, "")
+    with pytest.raises(UserWarning, match=words):  # an error here: nothing has changed
+        optimizer.step()
+    assert same(before, weights(model))
+    with pytest.warns(UserWarning, match=words):
+        optimizer.step()
+    train(model, optimizer, range(2, 4))
+
+    other = small_model(width=WIDTH)
+    quiet = case.of(other, lr=1e-3)
+    quiet.param_groups[0].update(lr=1e-2, max_lr=1e-2)
+    train(other, quiet, range(2))
+
+
+def test_weight_noise_that_a_schedule_raises_to_the_prior_is_refused() -> None:
+    weight = torch.zeros(3, requires_grad=True)
+    optimizer = KalmanMomentum([weight], lr=1e-3, batch_size=1, prior_std=0.1, weight_noise=0.02)
+    optimizer.param_groups[0]["lr"] = 5e-3
+    weight.grad = torch.ones(3)
+    with pytest.raises(ValueError, match=r"prior_std=0\.1 must be larger than lr=0.005 and weight_noise=0.1, the"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, "high"])
+def test_a_reference_that_is_not_positive_is_refused(bad: Any) -> None:
+    optimizer = AdaBayesFP([torch.zeros(3, requires_grad=True)])
+    optimizer.param_groups[0]["max_lr"] = bad
+    with pytest.raises(ValueError, match="max_lr must be a positive number, got"):
+        optimizer.step()
 
 
 @every_case
@@ -129,6 +292,7 @@ def test_a_schedule_that_rounds_below_zero_ends_at_zero_and_worse_is_refused(cas
     model = small_model()
     optimizer = case.of(model, lr=1e-3)
     train(model, optimizer, range(2))
+    optimizer.zero_grad()
     backward(model, 2, optimizer)
     before, known = weights(model), states(optimizer)
     for bad, message in ((-0.5, "got -0.5"), (float("nan"), "got nan")):

@@ -6,14 +6,32 @@ import copy
 import pickle
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.optim import lr_scheduler
 
-from cases import CASES, Case, elementwise_case, every_case, push, same, small_model, states, train, weights
+from cases import (
+    CASES,
+    ELEMENTWISE,
+    MASKED,
+    SECOND,
+    SHOWN,
+    Case,
+    batch,
+    elementwise_case,
+    every_case,
+    push,
+    same,
+    small_model,
+    states,
+    train,
+    weights,
+)
 
 
 @elementwise_case
@@ -171,3 +189,72 @@ def test_loading_what_does_not_fit_says_so_and_loses_nothing(case: Case) -> None
         assert same(known, states(optimizer))
         assert optimizer.param_groups[0]["lr"] == groups
     train(model, optimizer, range(2, 3))
+
+
+@every_case
+def test_loads_again_after_loading_copying_and_unpickling(case: Case) -> None:
+    """torch adds `differentiable` to the defaults when it loads or unpickles; accelerate and Trainer load twice."""
+    model = nn.Sequential(nn.Linear(40, 20), nn.Linear(20, 3))
+    optimizer = case.of(model)
+    train(model, optimizer, range(2))
+    saved = optimizer.state_dict()
+    for target in (optimizer, copy.deepcopy((model, optimizer))[1], pickle.loads(pickle.dumps(optimizer))):
+        for _ in range(3):
+            target.load_state_dict(saved)
+            assert same(states(target), {f"{k}.{n}": v for k, e in saved["state"].items() for n, v in e.items()})
+    train(model, optimizer, range(2, 3))
+
+
+@every_case
+def test_other_objects_in_the_state_are_kept(case: Case) -> None:
+    """torch saves and loads what users store in `state` under keys that are not parameters."""
+    model = nn.Sequential(nn.Linear(40, 20), nn.Linear(20, 3))
+    optimizer = case.of(model)
+    optimizer.state["epoch"], optimizer.state["notes"] = 3, ["a"]
+    train(model, optimizer, range(2))
+    optimizer.eval()
+    optimizer.train()
+    saved = optimizer.state_dict()
+    if hasattr(optimizer, "state_dict_without_examples"):
+        assert optimizer.state_dict_without_examples()["state"]["epoch"] == 3
+    other = copy.deepcopy(model)
+    fresh = case.of(other)
+    fresh.load_state_dict(saved)
+    for target in (optimizer, fresh, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert target.state["epoch"] == 3
+        assert target.state["notes"] == ["a"]
+    train(model, optimizer, range(2, 3))
+    train(other, fresh, range(2, 3))
+    assert same(weights(model), weights(other))
+
+
+def test_a_saved_entry_that_is_no_dict_is_refused() -> None:
+    model = small_model()
+    optimizer = CASES[0].of(model)
+    train(model, optimizer, range(1))
+    saved = optimizer.state_dict()
+    saved["state"][0] = 3
+    with pytest.raises(ValueError, match=r"parameter 0 of group 0 must be a dict, got int\."):
+        optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("case", [*ELEMENTWISE, *SECOND, *SHOWN, *MASKED], ids=lambda case: case.name)
+def test_builds_steps_and_saves_without_values_where_adam_does(case: Case) -> None:
+    """FakeTensorMode has shapes and no values: nothing but a step counter may be read."""
+    shapes = {}
+    for fake in (True, False):
+        with FakeTensorMode() if fake else nullcontext():
+            model = nn.Sequential(nn.Linear(40, 20), nn.ReLU(), nn.Linear(20, 3))
+            optimizer = case.of(model, **({} if case.layers else {"fused": False}))
+            for index in range(2):
+                optimizer.zero_grad()
+                with optimizer.sampled():
+                    x, y = batch(index)
+                    outputs = model(x)
+                    loss = nn.functional.cross_entropy(outputs, y)
+                    optimizer.observe(outputs, loss=loss)
+                    loss.backward()
+                optimizer.step()
+            shapes[fake] = {k: (v.shape, v.dtype) for k, v in states(optimizer).items()}
+            assert isinstance(optimizer.state[model[0].weight]["step"], FakeTensor) == fake
+    assert shapes[True] == shapes[False]

@@ -14,6 +14,8 @@ import torch
 
 from bayesgrad.optim import AdaBayes, AdaBayesFP
 
+pytestmark = pytest.mark.filterwarnings("ignore:lr=.* is .* times the ")  # lr is raised by hand
+
 ETA, SGD_LR, BATCH = 1e-3, 0.1, 128
 SIGMA2 = SGD_LR / BATCH
 

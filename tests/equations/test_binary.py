@@ -19,6 +19,7 @@ from bayesgrad.posterior import BernoulliPosterior, GaussianPosterior, Posterior
 from bayesgrad.sources.relaxed import Relax
 
 D = torch.float64
+pytestmark = pytest.mark.filterwarnings("ignore:.* sets all its parameters")  # models here have biases
 N = 50
 
 

@@ -379,6 +379,7 @@ def test_several_draws_add_up_and_clipping_acts_on_what_the_step_sees() -> None:
         by_hand = SpikeSlab(other, keep=0.5, update=update, hessian="exact")
 
         def closure(optimizer: SpikeSlab = optimizer) -> Tensor:
+            optimizer.zero_grad()
             loss = loss_of(model)
             optimizer.observe(loss=loss)
             loss.backward()

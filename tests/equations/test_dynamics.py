@@ -28,7 +28,7 @@ def model(seed: int = 0, **changes) -> LinearStateSpace:
 
 
 def matrices(found: LinearStateSpace) -> dict[str, np.ndarray]:
-    (F, Q, m, P), H, R = found._matrices
+    (F, Q, m, P, _), H, R = found._matrices
     parts = F, Q, H, R, m, P
     return {name: part.numpy() for name, part in zip(LEARNABLE, parts)}
 

@@ -182,8 +182,8 @@ def test_laplace_predicts_by_linearisation_and_samples_that_are_far_off_are_repo
     wrong = float((p.argmax(1) != y).double().mean())
     with pytest.warns(UserWarning, match=r"changes \d+% of what the mean weights predict, .*method='linear'") as seen:
         drawn = posterior.predict(x, method="mc")
-        posterior.predict(x, method="mc", seed=1)
     assert len(seen) == 1
+    posterior.predict(x, method="mc", seed=1)  # without another warning
     share = float((drawn.argmax(1) != posterior.predict(x, method="mean").argmax(1)).double().mean())
     assert share > FAR
     assert f"{share:.0%}" in str(seen[0].message)
@@ -254,7 +254,7 @@ def test_a_model_that_cannot_be_linearised_is_sampled_with_a_warning() -> None:
     assert torch.equal(found, posterior.predict(x, 9, "mc"))
     with pytest.raises(NotImplementedError, match="no derivative"):
         posterior.predict(x, 9, "linear")
-    with pytest.raises(RuntimeError, match="shape|size"):
+    with pytest.raises(RuntimeError, match=r"shape|size"):
         posterior.predict(torch.randn(3, 7, dtype=D))
 
 

@@ -198,6 +198,7 @@ def test_von_finds_the_best_gaussian_of_a_logistic_regression() -> None:
     optimizer = VON([weight], 0.02, num_data=40, hess_init=0.1, betas=(0.0, 0.98), samples=8, hessian="hutchinson")
 
     def closure() -> Tensor:
+        optimizer.zero_grad()
         loss = nn.functional.softplus(-(labels * inputs)[:, None] * weight).mean(0).sum()
         optimizer.observe(loss=loss)
         loss.backward()
@@ -315,6 +316,7 @@ def test_micro_batches_and_draws_add_up(how: str) -> None:
     optimizer, by_hand = (VON(net.parameters(), num_data=10, samples=3, hessian=how) for net in (model, other))
 
     def closure() -> Tensor:
+        optimizer.zero_grad()
         loss = loss_of(model)
         optimizer.observe(loss=loss)
         loss.backward()
@@ -340,6 +342,7 @@ def test_an_average_that_was_interrupted_leaves_nothing_behind() -> None:
     calls = []
 
     def closure(net: nn.Module, opt: VON) -> Tensor:
+        opt.zero_grad()
         calls.append(net)
         loss = loss_of(net)
         opt.observe(loss=loss)

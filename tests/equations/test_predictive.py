@@ -159,9 +159,9 @@ def test_inputs_in_chunks() -> None:
     posterior, x = GaussianPosterior(beliefs, model), torch.randn(11, 3, dtype=D)
     sizes: list[int] = []
     for method in ("mc", "mean", "linear"):
-        whole = posterior.predict(x, 3, method, decompose=True, likelihood="gaussian")
+        whole = posterior.predict(x, 3, method, decompose=True, likelihood="gaussian", statistics="running")
         handle = model[0].register_forward_hook(lambda _, inputs, __: sizes.append(len(inputs[0])))
-        parts = posterior.predict(x, 3, method, decompose=True, likelihood="gaussian", chunk=4)
+        parts = posterior.predict(x, 3, method, decompose=True, likelihood="gaussian", statistics="running", chunk=4)
         handle.remove()
         for a, b in zip(whole, parts):
             close(a, b, rtol=1e-12, atol=1e-12)

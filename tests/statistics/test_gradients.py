@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from bayesgrad.optim import AdaBayes, AdaBayesFP
 from bayesgrad.rules import CentredGradient, Evidence
 
+pytestmark = pytest.mark.filterwarnings("ignore:lr=.* is .* times the ")  # lr is raised by hand
+
 
 @pytest.mark.parametrize("step", [2, 3, 10, 300])
 def test_the_centred_square_is_unbiased_for_the_variance_at_every_step(step: int) -> None:

@@ -178,7 +178,7 @@ def masks(t: int) -> Tensor:
 def spike_slab() -> Tensor:
     model = linear()
     options = {"keep": KEEP, "drop_inputs": True, "update": "newton", "betas": (0.0, 0.0), "eps": 0.0}
-    optimizer = SpikeSlab(model, 0.1, hessian="exact", **options)
+    optimizer = SpikeSlab(model, 0.1, hessian="exact", seed=0, **options)
     (weight,) = model.parameters()
     return trained(model, optimizer, lambda t: {weight: masks(t)})
 
@@ -360,7 +360,7 @@ def vogn() -> Tensor:
 def bayes_binn_optimizer() -> Tensor:
     model = perceptron()
     like = flat(model)
-    optimizer = BayesBiNN(model.parameters(), 0.05, num_data=N, relaxation=RELAXATION, eps=0.0, momentum=0.0)
+    optimizer = BayesBiNN(model.parameters(), 0.05, num_data=N, relaxation=RELAXATION, eps=0.0, momentum=0.0, seed=0)
     draws = lambda t: apart(model, uniform(t, like))  # noqa: E731
     return trained(model, optimizer, draws, read=lambda: latent(optimizer, model, "natural"))
 

@@ -179,7 +179,7 @@ def rung_difference(rung: Rung) -> float:
 def signs(relaxation: float, eps: float) -> float:
     """How far BayesBiNN without noise is from STE with the same entropy term: slopes are nearly eps/eps."""
     model = deep.perceptron()
-    optimizer = BayesBiNN(model.parameters(), 0.05, num_data=1, relaxation=relaxation, eps=eps, momentum=0.0)
+    optimizer = BayesBiNN(model.parameters(), 0.05, num_data=1, relaxation=relaxation, eps=eps, momentum=0.0, seed=0)
     half = deep.apart(model, torch.full_like(deep.flat(model), 0.5))
     path = deep.trained(
         model,

@@ -112,7 +112,8 @@ def built(make: Any, **arguments: Any) -> Build:
 
     def build(model: nn.Module, setup: Setup, **options: Any) -> torch.optim.Optimizer:
         every = {**arguments, **options}
-        given = {name: value(setup) if callable(value) else value for name, value in every.items()}
+        seed = {"seed": 0} if "seed" in signature(make).parameters else {}
+        given = seed | {name: value(setup) if callable(value) else value for name, value in every.items()}
         return make(model if layers else model.parameters(), lr=setup.lr, **given)
 
     return build

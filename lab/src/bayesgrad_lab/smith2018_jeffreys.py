@@ -177,7 +177,14 @@ def functions(
     model = Curves(torch.tensor(start, dtype=torch.float64).expand(chains, 2), mapped)
     metric = blocks(partial(information, x, mapped), chains)
     sampler = SNGD(
-        model, lr, num_data=curve.count, batch_size=batch, metric=metric, correction=correction, likelihood="bernoulli"
+        model,
+        lr,
+        num_data=curve.count,
+        batch_size=batch,
+        metric=metric,
+        correction=correction,
+        likelihood="bernoulli",
+        seed=0,
     )
     generator = torch.Generator().manual_seed(seed)
     total, count, updates = torch.zeros(chains, len(PLACES), dtype=torch.float64), 0, round(time / lr)

@@ -386,7 +386,7 @@ def picture(count: int) -> tuple[Mapping[str, plots.Band], np.ndarray]:
     ground = torch.linspace(-4.5, 4.5, 181, dtype=torch.float64)[:, None]
     named = {}
     for structure in ("full", "kron", "input", "diag"):
-        posterior = laplace(model, [(x, y)], likelihood="gaussian", structure=structure, noise_scale=0.02**0.5)
+        posterior = laplace(model, [(x, y)], likelihood="gaussian", structure=structure, noise_scale=0.02**0.5, seed=0)
         posterior.tune_prior(noise_scale=True)
         mean, variance = posterior.predict(ground, method="linear", likelihood="gaussian")
         noisy = with_noise(Moments(mean, variance), posterior.noise_scale**2)

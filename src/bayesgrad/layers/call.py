@@ -291,6 +291,11 @@ class Part(NamedTuple):
         return run(operation(self.module), x, self.weight, self.bias)
 
 
+def adds_to_gradient(p: Tensor) -> bool:
+    """Whether the running backward pass adds to the gradient of a parameter."""
+    return _is_executed(_node(p))
+
+
 def _is_executed(node: Any) -> bool:
     """Whether the running backward pass runs a node, which adds to the gradient of a parameter."""
     try:

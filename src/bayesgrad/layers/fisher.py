@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesgrad import layers, likelihoods
+from bayesgrad import layers, likelihoods, noise
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.batches import LABELS, Call, Forward, Inputs, Output
 from bayesgrad.layers.call import LayerCall
@@ -23,7 +23,6 @@ from bayesgrad.layers.network import clean_name, parameters_of, unwrap
 from bayesgrad.layers.observed import classes_last
 from bayesgrad.layers.per_example import PerExampleGradients, StoredGradients
 from bayesgrad.layers.recorder import LayerRecorder, Trace
-from bayesgrad.noise import seed32
 from bayesgrad.precision import LowRank
 
 FISHERS = ("sampled", "exact", "empirical")
@@ -95,7 +94,7 @@ class SubsampledFisher:
         likelihood: a name or an object of `bayesgrad.likelihoods`; `"gaussian"` has unit variance.
         fisher: "sampled" (one label for each example, drawn with `seed`), "exact" or "empirical" (needs `labels`).
         labels: the targets for "empirical", or labels to use instead of sampled ones.
-        seed: of sampled labels; None is 0.
+        seed: of sampled labels; None draws one from torch's global generator if they are sampled.
         class_dim: the dimension of classes in the outputs: 1 for (N, C, ...); None for the last one.
         forward, output: how the model is called, and which of its outputs is meant; see `bayesgrad.laplace`.
 
@@ -137,7 +136,9 @@ class SubsampledFisher:
             need = "needs labels=" if labels is None else "takes no labels"
             raise ValueError(f"fisher={fisher!r} {need}.")
         kind = likelihoods.named(likelihood)
-        generator = torch.Generator().manual_seed(seed32(seed or 0))
+        if seed is None and fisher == "sampled" and labels is None:
+            seed = noise.fresh_seed()
+        generator = torch.Generator().manual_seed(noise.seed32(seed or 0))
         called, tensors = Call(forward, output)(model, inputs)
         (seen,) = batch_gradients(called, tensors, kind, fisher, labels, generator, class_dim=class_dim)
         self._parameters = {name: p for name, p in parameters_of(unwrap(model)).items() if p.requires_grad}

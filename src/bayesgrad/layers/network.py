@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from bayesgrad.kernels import compute_dtype
+from bayesgrad.layers.running_statistics import estimated
 
 WRAPPED = "_wrapped"  # the model inside of an `Adapter`
 
@@ -24,13 +24,14 @@ class Network:
     Args:
         model: without wrappers.
         inputs: its arguments.
-        statistics: arguments from which BatchNorm's statistics are estimated; None for the running statistics.
+        statistics: training inputs or a loader, from which BatchNorm's statistics are estimated; None for the running
+            statistics.
         chunk: the number of inputs that are processed at once; None for all.
     """
 
     model: nn.Module
     inputs: tuple[Tensor, ...]
-    statistics: tuple[Tensor, ...] | None = None
+    statistics: Any = None
     chunk: int | None = None
 
     def __call__(self, weights: Mapping[str, Tensor]) -> Tensor:
@@ -55,7 +56,7 @@ class Network:
         """BatchNorm's buffers by name, estimated with these weights; empty where running statistics are used."""
         if self.statistics is None:
             return {}
-        return _estimated(self.model, with_full_names(self.model, weights), self.statistics)
+        return estimated(self.model, with_full_names(self.model, weights), self.statistics)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -181,20 +182,3 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-
-
-def _estimated(model: nn.Module, weights: Mapping[str, Tensor], inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """The buffers of BatchNorm layers by name, estimated from one pass of these inputs."""
-    norms = {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
-    buffers = {f"{name}.{key}": b.clone() for name, norm in norms.items() for key, b in norm.named_buffers()}
-    momenta = {norm: norm.momentum for norm in norms.values()}
-    try:
-        for norm in norms.values():
-            norm.train()
-            norm.momentum = 1.0  # replaces the running statistics
-        functional_call(model, {**weights, **buffers}, inputs)
-    finally:
-        for norm, momentum in momenta.items():
-            norm.eval()
-            norm.momentum = momentum
-    return buffers

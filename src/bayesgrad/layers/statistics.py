@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -210,14 +211,14 @@ class LayerStatistics:
     # --- moments ---
 
     def is_finite(self) -> Tensor:
-        """Whether all inputs and errors that are used, and their squares, are finite, as a tensor."""
+        """Whether all inputs and errors that are used are finite, and so are their squares, with a margin of 2^20."""
         self._complete()
         if not self.keeps:
             return torch.stack(
                 [moment.is_finite().to(self.layer.owner.device) for moment in self._moments.values()]
             ).all()
         rows = [part for call in self.calls for part in (call.input, call.error) if part.is_floating_point()]
-        return torch.stack([torch.linalg.vector_norm(part).isfinite() for part in rows]).all()
+        return torch.stack([has_finite_square(torch.linalg.vector_norm(part)) for part in rows]).all()
 
     def nonfinite_side(self) -> str | None:
         """Whether "inputs" or, if those are finite, "errors" are not finite, or their squares; None if all are."""
@@ -392,8 +393,13 @@ class Moment:
         """Whether all rows and their squares are finite, as a tensor."""
         parts = [torch.linalg.vector_norm(part) for part in self.parts if part.is_floating_point()]
         if self.total is not None:
-            parts.append((self.total if self.diagonal else self.total.diagonal(dim1=1, dim2=2)).sum())
-        return torch.stack(parts).isfinite().all() if parts else torch.tensor(True)
+            parts.append((self.total if self.diagonal else self.total.diagonal(dim1=1, dim2=2)).sum().sqrt())
+        return has_finite_square(torch.stack(parts)).all() if parts else torch.tensor(True)
+
+
+def has_finite_square(norm: Tensor) -> Tensor:
+    """Whether the square is finite, also times 2^20: errors are multiplied by the batch size, then squared."""
+    return norm < math.sqrt(torch.finfo(norm.dtype).max) / 1024
 
 
 def _strips(size: int, rows: int) -> list[tuple[int, int]]:

@@ -103,22 +103,24 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(message, category, stacklevel=level)
 
 
-def require_matrix(name: str, value: Any) -> Tensor:
-    """A matrix of finite numbers, as float64."""
+def require_matrix(name: str, value: Any, *, varying: bool = False) -> Tensor:
+    """A matrix of finite numbers, as float64; with `varying`, also one for each time, (T, ...)."""
     matrix = require_numbers(name, value, live=True)
-    if matrix.dim() != 2 or not torch.isfinite(matrix).all():
+    if matrix.dim() not in ((2, 3) if varying else (2,)) or not matrix.numel() or not torch.isfinite(matrix).all():
         raise ValueError(f"{name} must be a matrix of finite numbers, got shape {tuple(matrix.shape)}.")
     return matrix
 
 
-def require_covariance(name: str, value: Any, size: int, *, definite: bool = False) -> Tensor:
-    """A symmetric matrix that is positive semi-definite, or positive definite if `definite`."""
-    matrix = require_matrix(name, value)
-    if matrix.shape != (size, size) or not torch.allclose(matrix, matrix.mT, rtol=1e-8, atol=0):
+def require_covariance(name: str, value: Any, size: int, *, definite: bool = False, varying: bool = False) -> Tensor:
+    """A symmetric matrix that is positive semi-definite, or positive definite if `definite`; see `require_matrix`."""
+    matrix = require_matrix(name, value, varying=varying)
+    if matrix.shape[-2:] != (size, size) or not torch.allclose(matrix, matrix.mT, rtol=1e-8, atol=0):
         raise ValueError(f"{name} must be a symmetric matrix of shape {(size, size)}, got shape {tuple(matrix.shape)}.")
     matrix = (matrix + matrix.mT) / 2
-    least = float(torch.linalg.eigvalsh(matrix.detach())[0])
-    tiny = 1e-14 * float(matrix.detach().abs().max())
+    values = torch.linalg.eigvalsh(matrix.detach())[..., 0]
+    limits = 1e-14 * matrix.detach().abs().amax((-2, -1))
+    worst = (values - limits if definite else values + limits).argmin()
+    least, tiny = float(values.flatten()[worst]), float(limits.flatten()[worst])
     if least <= tiny and definite:
         raise ValueError(f"{name} must be positive definite, got a smallest eigenvalue of {least:g}.")
     if least < -tiny:

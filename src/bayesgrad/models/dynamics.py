@@ -51,21 +51,30 @@ class Smooth(NamedTuple):
     log_likelihood: Tensor
 
 
-def chosen(learn: str | Iterable[str] | None, likelihood: Any = None) -> list[str]:
-    """The checked list of names to learn; "all" selects all that can be learned, None nothing.
-
-    Args:
-        likelihood: that of observations that are not Gaussian, or None.
-    """
-    able = [name for name in LEARNABLE if likelihood is None or not name.startswith("observation")]
+def chosen(learn: str | Iterable[str] | None, matrices: Matrices, likelihood: Any) -> list[str]:
+    """The checked list of names to learn; "all" selects all that can be learned, None nothing."""
     if learn is None:
         return []
+    able = _able(matrices)
     one = isinstance(learn, str) or not isinstance(learn, Iterable)
     names: list[Any] = able if one and learn == "all" else [learn] if one else list(learn)
     if wrong := [name for name in names if not (isinstance(name, str) and name in able)]:
-        where = "" if likelihood is None else f" for likelihood {likelihood!r}"
+        where = "" if matrices.noise is not None else f" for likelihood {likelihood!r}"
+        if wrong[0] in LEARNABLE[:4] and matrices.noise is not None:
+            where = " where matrices vary with time"
+        elif wrong[0] in LEARNABLE[4:]:
+            where = " where states are diffuse"
         raise ValueError(f"learn must contain only {', '.join(map(repr, able))}{where}, got {wrong[0]!r}.")
     return names
+
+
+def _able(matrices: Matrices) -> list[str]:
+    """Names of what can be learned: not with matrices that vary, nor infinite variances."""
+    chain, H, R = matrices
+    moves = chain.transition.dim() == chain.noise.dim() == 2
+    rows = R is not None and H.dim() == R.dim() == 2
+    able = (moves, moves, rows, rows, chain.diffuse is None, chain.diffuse is None)
+    return [name for name, free in zip(LEARNABLE, able) if free]
 
 
 def run_em(
@@ -129,11 +138,11 @@ def m_step(matrices: Matrices, found: Smooth, y: Tensor, there: Tensor, names: C
     H, R = matrices.observation, matrices.noise
     if R is None or not {"observation", "observation_covariance"} & set(names):
         return Matrices(chain, H, R)
-    yy, yx, xx, count = _observation_moments(matrices, found.states, y, there)
+    moments = _observation_moments(matrices, found.states, y, there)
     if "observation" in names:
-        H = _right_solve(yx, xx)
+        H = moments.slope()
     if "observation_covariance" in names:
-        R = _residual_covariance(yy, yx, xx, H) / count
+        R = moments.residual(H)
         values = torch.linalg.eigvalsh(R)
         if not values[0] > 1e-14 * values[-1]:
             raise ValueError(
@@ -144,19 +153,17 @@ def m_step(matrices: Matrices, found: Smooth, y: Tensor, there: Tensor, names: C
 
 
 def _chain(chain: Chain, found: Smooth, there: Tensor, names: Collection[str]) -> Chain:
-    F, Q, mean, covariance = chain
+    F, Q, mean, covariance, diffuse = chain
     states, moved = found.states, there[1:].to(F)
     if {"transition", "process_covariance"} & set(names):
-        count = moved.sum()
-        if not count:
+        if not moved.sum():
             raise ValueError("all sequences have length 1, so transition and process_covariance cannot be learned.")
-        xx = _second(moved, states.mean[1:], states.mean[1:], states.covariance[1:])
-        xz = _second(moved, states.mean[1:], states.mean[:-1], found.pairs.mT)
-        zz = _second(moved, states.mean[:-1], states.mean[:-1], states.covariance[:-1])
+        parts = states.covariance[1:], found.pairs.mT, states.covariance[:-1]
+        moments = _Moments.of(moved, states.mean[1:], states.mean[:-1], *parts)
         if "transition" in names:
-            F = _right_solve(xz, zz)
+            F = moments.slope()
         if "process_covariance" in names:
-            Q = _residual_covariance(xx, xz, zz, F) / count
+            Q = moments.residual(F)
     first = states.mean[0]  # (sequences, D)
     if "initial_mean" in names:
         mean = first.mean(0)
@@ -164,13 +171,47 @@ def _chain(chain: Chain, found: Smooth, there: Tensor, names: Collection[str]) -
         error = first - mean
         covariance = (states.covariance[0] + error[..., :, None] * error[..., None, :]).mean(0)
         covariance = (covariance + covariance.mT) / 2
-    return Chain(F, Q, mean, covariance)
+    return Chain(F, Q, mean, covariance, diffuse)
 
 
-def _observation_moments(
-    matrices: Matrices, states: StateMoments, y: Tensor, there: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sums of E[y y'], E[y x'] and E[x x'] over rows with any observed number, and the number of such rows.
+class _Moments(NamedTuple):
+    """Means of pairs (a, b), (times, sequences, ...), their weights, and sums of their covariances.
+
+    The products of means are not summed up: a residual that is small beside a and b would lose its digits.
+    """
+
+    weights: Tensor
+    a: Tensor
+    b: Tensor
+    aa: Tensor
+    ab: Tensor
+    bb: Tensor
+
+    @staticmethod
+    def of(weights: Tensor, a: Tensor, b: Tensor, *covariances: Tensor) -> _Moments:
+        def total(part: Tensor) -> Tensor:
+            full = part.expand(*weights.shape, *part.shape[-2:])
+            return (weights.flatten() @ full.flatten(0, 1).flatten(1)).view(full.shape[-2:])
+
+        return _Moments(weights, a, b, *map(total, covariances))
+
+    def _products(self, a: Tensor, b: Tensor) -> Tensor:
+        return (self.weights[..., None] * a).flatten(0, 1).mT @ b.flatten(0, 1)
+
+    def slope(self) -> Tensor:
+        """The matrix of the regression of a on b."""
+        return _right_solve(self._products(self.a, self.b) + self.ab, self._products(self.b, self.b) + self.bb)
+
+    def residual(self, M: Tensor) -> Tensor:
+        """The mean of E[(a - M b)(a - M b)'], with negative eigenvalues from rounding set to zero."""
+        error, cross = self.a - self.b @ M.mT, M @ self.ab.mT
+        found = (self._products(error, error) + self.aa - cross - cross.mT + M @ self.bb @ M.mT) / self.weights.sum()
+        values, vectors = torch.linalg.eigh((found + found.mT) / 2)
+        return (vectors * values.clamp(min=0)) @ vectors.mT
+
+
+def _observation_moments(matrices: Matrices, states: StateMoments, y: Tensor, there: Tensor) -> _Moments:
+    """Moments of (y, x) over rows with any observed number.
 
     Given x, the missing numbers are y = G x + g + noise of covariance E, the regression on the observed ones under R.
     """
@@ -180,9 +221,9 @@ def _observation_moments(
     counts = (known.any(-1) & there).to(R)
     y = torch.where(known, y, 0)
     mean, covariance = states
-    xx = _second(counts, mean, mean, covariance)
     if (known.all(-1) | (counts == 0)).all():
-        return _second(counts, y, y), _second(counts, y, mean), xx, counts.sum()
+        none = torch.zeros(1, 1, len(H), len(H) + H.shape[1]).to(R)
+        return _Moments.of(counts, y, mean, none[..., : len(H)], none[..., len(H) :], covariance)
     lost, both = ~known, known[..., :, None] & known[..., None, :]
     across = torch.where(lost[..., :, None] & known[..., None, :], R, 0)
     gain = torch.linalg.solve(torch.where(both, R, torch.eye(len(R)).to(R)), across, left=False)
@@ -190,24 +231,7 @@ def _observation_moments(
     rest = torch.where(lost[..., :, None] & lost[..., None, :], R, 0) - gain @ across.mT
     y = y + (gain @ y[..., None])[..., 0] + (G @ mean[..., None])[..., 0]
     shared = G @ covariance  # Cov(y, x)
-    return _second(counts, y, y, shared @ G.mT + rest), _second(counts, y, mean, shared), xx, counts.sum()
-
-
-def _second(weights: Tensor, a: Tensor, b: Tensor, covariance: Tensor | None = None) -> Tensor:
-    """Σ w (a b' + covariance), over times and sequences."""
-    total = (weights[..., None] * a).flatten(0, 1).mT @ b.flatten(0, 1)
-    if covariance is None:
-        return total
-    full = covariance.expand(*weights.shape, *covariance.shape[-2:])
-    return total + (weights.flatten() @ full.flatten(0, 1).flatten(1)).view(full.shape[-2:])
-
-
-def _residual_covariance(aa: Tensor, ab: Tensor, bb: Tensor, M: Tensor) -> Tensor:
-    """Σ E[(a - M b)(a - M b)'], symmetrised, with negative eigenvalues from rounding set to zero."""
-    cross = M @ ab.mT
-    found = aa - cross - cross.mT + M @ bb @ M.mT
-    values, vectors = torch.linalg.eigh((found + found.mT) / 2)
-    return (vectors * values.clamp(min=0)) @ vectors.mT
+    return _Moments.of(counts, y, mean, shared @ G.mT + rest, shared, covariance)
 
 
 def _right_solve(a: Tensor, b: Tensor) -> Tensor:

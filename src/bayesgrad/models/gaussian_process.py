@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
@@ -19,6 +18,7 @@ from bayesgrad.inference.expectation import Expectation
 from bayesgrad.models import checks, process
 from bayesgrad.models.checks import as_finite, as_numpy, like
 from bayesgrad.models.estimator import Supervised, classifies
+from bayesgrad.models.hyperparameters import ProcessModel, maximise
 from bayesgrad.models.kernels import RBF, Kernel
 from bayesgrad.models.observations import QUADRATURE, Observation, get_observation
 from bayesgrad.noise import seed32
@@ -38,14 +38,14 @@ class GaussianProcess(Supervised):
 
     and converges to the Gaussian with the highest bound on the evidence. With Gaussian noise one step is exact, and
     the bound is the log evidence. Hyperparameters of the kernel and of the likelihood maximise the same bound, by
-    L-BFGS in their logarithms. At the optimal q the gradient of the bound with respect to K is
-    (K^-1 m m'K^-1 - (K + W^-1)^-1)/2, and K is never inverted.
+    L-BFGS-B in their logarithms, between 1e-5 and 1e5; the best ones that were seen are kept. At the optimal q the
+    gradient of the bound with respect to K is (K^-1 m m'K^-1 - (K + W^-1)^-1)/2, and K is never inverted.
 
     Args:
         kernel: a kernel of `models.kernels`; None for `1.0 * RBF(1.0)`.
         likelihood: `"gaussian"`, `"logistic"` (or `"bernoulli"`), `"probit"`, `"poisson"` (rates e^f), `"student-t"`,
             or an instance from `models.observations`.
-        optimizer: `"auto"` chooses the hyperparameters by the bound (L-BFGS, or Adam in batches); None keeps them.
+        optimizer: `"auto"` chooses the hyperparameters by the bound (L-BFGS-B, or Adam in batches); None keeps them.
         inducing: for large data: the number of inducing points, or the points themselves; None uses all data.
         batch_size: with `inducing`, the number of rows per step; None for all.
         expectation: `GaussHermite(n)`; with `Delta()`, for log-concave likelihoods and `optimizer=None`, the result is
@@ -54,7 +54,8 @@ class GaussianProcess(Supervised):
         tol: stop when the relative change of the bound is below this.
         rho: step size with batches.
         learning_rate: with batches, the learning rate of Adam for the logarithms of hyperparameters.
-        max_eval: maximum number of evaluations of the bound by L-BFGS.
+        max_eval: maximum number of evaluations of the bound by L-BFGS-B from each start.
+        n_restarts_optimizer: number of additional starts, drawn within a factor of 100 of the given hyperparameters.
         random_state: an integer, the seed of batches and samples.
 
     Attributes:
@@ -89,7 +90,8 @@ class GaussianProcess(Supervised):
     tol: float = 1e-8
     rho: float = 0.1
     learning_rate: float = 0.02
-    max_eval: int = 100
+    max_eval: int = 300
+    n_restarts_optimizer: int = 0
     random_state: int = 0
 
     # --- learning ---
@@ -98,7 +100,8 @@ class GaussianProcess(Supervised):
         """Fits rows X, (n, d), and targets y, (n,)."""
         checks.require_positive_integer(max_iter=self.max_iter, max_eval=self.max_eval)
         checks.require_non_negative(tol=self.tol)
-        checks.require_integer(random_state=self.random_state)
+        checks.require_integer(random_state=self.random_state, n_restarts_optimizer=self.n_restarts_optimizer)
+        checks.require_non_negative(n_restarts_optimizer=self.n_restarts_optimizer)
         if self.optimizer not in ("auto", None):
             raise ValueError(f"optimizer must be 'auto' or None, got {self.optimizer!r}.")
         with checks.restore_on_error(self):
@@ -130,7 +133,7 @@ class GaussianProcess(Supervised):
         if self.inducing is None and self.batch_size is not None:
             raise ValueError("batch_size needs inducing points: set inducing as well.")
         fit = self._fit_dense if self.inducing is None else self._fit_induced
-        model = fit(process.ProcessModel(kernel, observation))
+        model = fit(ProcessModel(kernel, observation))
         self.kernel_, self.likelihood_ = model.kernel, model.likelihood
         return self
 
@@ -144,10 +147,10 @@ class GaussianProcess(Supervised):
         self.n_iter_ = max(own.n_iter_ for own in self.estimators_)
         return self
 
-    def _fit_dense(self, model: process.ProcessModel) -> process.ProcessModel:
+    def _fit_dense(self, model: ProcessModel) -> ProcessModel:
         best: list[Any] = [None]
 
-        def bound(model: process.ProcessModel) -> Tensor:
+        def bound(model: ProcessModel) -> Tensor:
             """-elbo at the optimal q for these hyperparameters, differentiable."""
             K, observation = model.kernel(self.X_, self.X_), model.likelihood
             node, _ = self._run(K.detach(), observation, best[0], 1e-6)
@@ -158,7 +161,7 @@ class GaussianProcess(Supervised):
             moved = (K * posterior.gradient()).sum()
             return -(value + moved - moved.detach())
 
-        model = self._maximise_bound(model, bound)
+        model = self._maximise_bound(model, bound, lambda: best[0], lambda sites: best.__setitem__(0, sites))
         node, result = self._run(model.kernel(self.X_, self.X_).detach(), model.likelihood, best[0], self.tol)
         self.elbo_, self.n_iter_, self.sites_ = result.elbo, result.steps, node.natural
         self._belief: process.ProcessPosterior | inference.Node = node.family.at(node.natural)  # pyright: ignore[reportAttributeAccessIssue]
@@ -180,55 +183,46 @@ class GaussianProcess(Supervised):
             return node, inference.run_to_convergence(node, [factor], self.max_iter, tolerance=tolerance)
 
     def _maximise_bound(
-        self, model: process.ProcessModel, bound: Callable[[process.ProcessModel], Tensor]
-    ) -> process.ProcessModel:
-        """The hyperparameters that maximise the bound, by L-BFGS in their logarithms, unless `optimizer` is None."""
-        logs = model.log_hyperparameters(self.X_.device)
-        if not logs or self.optimizer is None:
+        self,
+        model: ProcessModel,
+        bound: Callable[[ProcessModel], Tensor],
+        get: Callable[[], Parameters | None],
+        put: Callable[[Parameters], None],
+    ) -> ProcessModel:
+        """The hyperparameters that maximise the bound, unless `optimizer` is None.
+
+        Args:
+            get, put: return and set the parameters of the posterior; those of the best hyperparameters are set.
+        """
+        if not model.hyperparameters() or self.optimizer is None:
             return model
-        optimizer = torch.optim.LBFGS(
-            list(logs.values()), max_iter=self.max_eval, max_eval=self.max_eval, line_search_fn="strong_wolfe",
-            tolerance_grad=1e-3, tolerance_change=1e-6,
-        )  # fmt: skip
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            try:
-                value = bound(model.with_log_hyperparameters(logs))
-            except (inference.OutsideDomain, ValueError):
-                value = 1e10 + torch.stack([log.square().sum() for log in logs.values()]).sum()
-            value.backward()
-            return value.detach()
-
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*not converged after.*")
-            optimizer.step(closure)  # pyright: ignore[reportArgumentType]
-        # A vanishing noise or an infinite length is a valid solution; a scale or variance at the limit is not.
-        at_limit = {name: bool((log >= process.LOG_LIMIT).any()) for name, log in logs.items()}
-        if far := [name for name, reached in at_limit.items() if reached and "length" not in name]:
-            checks.warn(f"{far[0]} reached the end of its range, 1e5: rescale y to unit variance.")
-        return model.with_log_hyperparameters(logs).detached()
+        options = dict(max_eval=self.max_eval, restarts=self.n_restarts_optimizer, random_state=self.random_state)
+        model, found = maximise(model, bound, get, self.X_.device, **options)
+        put(found)
+        return model
 
     # --- with inducing points ---
 
-    def _fit_induced(self, model: process.ProcessModel) -> process.ProcessModel:
+    def _fit_induced(self, model: ProcessModel) -> ProcessModel:
         self.inducing_ = points = self._points(model.kernel)
         zero, eye = torch.zeros(len(points)).to(points), torch.eye(len(points)).to(points)
         node = inference.Node(NORMAL, NORMAL.of(zero, eye), name="inducing values")
         prior = inference.Prior(node, NORMAL.of(zero, eye))
 
-        def factor(own: process.ProcessModel, index: Any = slice(None), scale: float = 1.0) -> Any:
+        def factor(own: ProcessModel, index: Any = slice(None), scale: float = 1.0) -> Any:
             x, y = self.X_[index], self._y[index]
             return process.InducingPointFactor(node, own, x, y, points, self._expect, scale=scale)
 
-        def bound(own: process.ProcessModel) -> Tensor:
+        def bound(own: ProcessModel) -> Tensor:
             data = factor(own)
             with torch.no_grad():
                 inference.run(node, [prior, data], self.max_iter, domain="search", tolerance=1e-6)
             return -(data.differentiable() + prior.value() + node.entropy)
 
         if self.batch_size is None:
-            model = self._maximise_bound(model, bound)
+            model = self._maximise_bound(
+                model, bound, lambda: node.natural, lambda found: setattr(node, "natural", found)
+            )
             with torch.no_grad():
                 factors = [prior, factor(model)]
                 result = inference.run(node, factors, self.max_iter, domain="search", tolerance=self.tol)
@@ -239,8 +233,8 @@ class GaussianProcess(Supervised):
         return model
 
     def _fit_batches(
-        self, model: process.ProcessModel, node: inference.Node, prior: inference.Prior, factor: Callable[..., Any]
-    ) -> process.ProcessModel:
+        self, model: ProcessModel, node: inference.Node, prior: inference.Prior, factor: Callable[..., Any]
+    ) -> ProcessModel:
         """Batches: one step of the rule for the posterior and one step of Adam for the hyperparameters."""
         total, size = len(self.X_), self.batch_size
         if not (isinstance(size, (int, np.integer)) and 1 <= size <= total):

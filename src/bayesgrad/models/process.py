@@ -9,7 +9,6 @@ Checked by: tests/equations/test_gaussian_process.py.
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,14 +21,13 @@ from torch.distributions import Distribution, MultivariateNormal
 from bayesgrad.families import Family, Parameters
 from bayesgrad.inference import LinearPredictorFactor, Node
 from bayesgrad.inference.expectation import Delta, Expectation, Moments
+from bayesgrad.models.hyperparameters import ProcessModel
 from bayesgrad.models.kalman import square_root
 from bayesgrad.models.kernels import Kernel
 from bayesgrad.models.observations import Observation
-from bayesgrad.models.tunable import Tunable
 
 JITTER = 1e-10
 DELTA = Delta()
-LOG_LIMIT = math.log(1e5)  # hyperparameters are searched in 1e-5 to 1e5
 
 
 @dataclass(frozen=True, eq=False)
@@ -335,24 +333,6 @@ def expected_value(
         own = (weights[:, None] * observation.log_density(at[..., 0], y)).sum()
         total = total + own - own.detach()
     return total
-
-
-@dataclass(frozen=True, eq=False)
-class ProcessModel(Tunable):
-    """A kernel and a likelihood; their hyperparameters have the prefixes `kernel.` and `likelihood.`."""
-
-    hyperparameter_names = ("kernel", "likelihood")
-    kernel: Kernel
-    likelihood: Observation
-
-    def log_hyperparameters(self, device: torch.device) -> dict[str, Tensor]:
-        """Logarithms of all hyperparameters as leaf tensors, by name."""
-        numbers = self.hyperparameters().items()
-        return {name: number.log().to(device).clone().requires_grad_() for name, number in numbers}
-
-    def with_log_hyperparameters(self, logs: dict[str, Tensor]) -> ProcessModel:
-        """The kernel and the likelihood with hyperparameters exp(logs), limited to 1e-5 to 1e5."""
-        return self.with_hyperparameters({name: log.clamp(-LOG_LIMIT, LOG_LIMIT).exp() for name, log in logs.items()})
 
 
 def pivots(kernel: Kernel, pool: Tensor, count: int) -> list[int]:

@@ -11,8 +11,8 @@ from bayesgrad.checkpoint import settings
 from bayesgrad.constraints import (
     BOOLEAN,
     COUNT,
-    INTEGER,
     OPTIONAL_COUNT,
+    OPTIONAL_INTEGER,
     POSITIVE,
     POSITIVE_INTEGER,
     likelihood_of,
@@ -29,6 +29,7 @@ from bayesgrad.rules import (
     SteadyState,
     UpdateRule,
 )
+from bayesgrad.schedule import reference_lr, relative_lr
 from bayesgrad.sources import SampledLabels, WeightSampling
 
 DEFAULT_SGD_LR = 0.1
@@ -39,7 +40,7 @@ FISHER_OPTIONS = {
     "likelihood": likelihood_of("categorical", "bernoulli", "gaussian"),
     "sample_weights": BOOLEAN,
     "samples": POSITIVE_INTEGER,
-    "seed": INTEGER,
+    "seed": OPTIONAL_INTEGER,
 }
 
 
@@ -89,7 +90,7 @@ class AdaBayes(BeliefOptimizer):
         lr: eta, Adam's learning rate; lr = 0 changes neither weights nor state.
         batch_size: B, the number of losses whose mean is differentiated, over all micro-batches (and tokens).
         sgd_lr: SGD's learning rate for averaged gradients: ten times the learning rate of torch.optim.SGD with
-            momentum 0.9. Under a schedule of lr, sgd_lr/lr is constant. `inf` removes the SGD limit; the initial
+            momentum 0.9. A schedule multiplies it by the factor of lr. `inf` removes the SGD limit; the initial
             variance is then that of sgd_lr = 0.1.
         momentum: decay of the gradient's moving average.
         weight_decay: decoupled, as in AdamW.
@@ -99,7 +100,7 @@ class AdaBayes(BeliefOptimizer):
         likelihood: the likelihood from which labels are sampled: "categorical", "bernoulli" or "gaussian".
         sample_weights: compute gradients at weights sampled from the belief, inside `with optimizer.sampled():`.
         samples: number of weight samples that `step(closure)` averages over, with sample_weights.
-        seed: seed of sampled weights and labels.
+        seed: seed of sampled weights and labels; None draws one from torch's global generator.
         follow_lr: when lr changes by a factor, multiply sigma^2_post by it. `False` is the paper's filter, which needs
             thousands of steps to adapt to a new lr. Do not change this option during a run.
         nonfinite: what to do if a gradient has infinite or NaN entries: `"ignore"` them as torch.optim does,
@@ -125,6 +126,7 @@ class AdaBayes(BeliefOptimizer):
     rule = UpdateRule(SquaredGradient(), OrnsteinUhlenbeck(), NaturalStep())
     centred_rule = replace(rule, curvature=CentredGradient())
     common = ("fisher", "sample_weights")
+    scaled_by_lr = ("sgd_lr",)
     accepts = {
         **BeliefOptimizer.accepts,
         **FISHER_OPTIONS,
@@ -146,7 +148,7 @@ class AdaBayes(BeliefOptimizer):
         likelihood: str | Likelihood = "categorical",
         sample_weights: bool = False,
         samples: int = 1,
-        seed: int = 0,
+        seed: int | None = None,
         follow_lr: bool = True,
         nonfinite: str = "ignore",
         fused: bool | None = None,
@@ -162,19 +164,18 @@ class AdaBayes(BeliefOptimizer):
     def rule_of(self, group: Mapping[str, Any]) -> UpdateRule:
         return self.centred_rule if group["fisher"] == "centered" else type(self).rule
 
-    # The state is u = sigma^2_post / unit. With follow_lr, unit = lr/base_lr: process noise and information are
+    # The state is u = sigma^2_post / unit. With follow_lr, unit = lr/reference: process noise and information are
     # proportional to it and the stationary variance is constant, so the state need not be rescaled when lr changes,
     # even to zero and back.
 
     def _unit(self, group: Mapping[str, Any]) -> float:
-        relative = float(group["lr"]) / (group["base_lr"] or float(group["lr"]) or math.inf)
-        return relative if group["follow_lr"] else float(relative > 0)
+        return relative_lr(group) if group["follow_lr"] else float(group["lr"] > 0)
 
     def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         lr, unit = float(group["lr"]), self._unit(group)
         if unit == 0:
             return {"process": 0.0, "stationary": math.inf}
-        sigma2 = group["sgd_lr"] * (lr / group["base_lr"]) / group["batch_size"]
+        sigma2 = group["sgd_lr"] * relative_lr(group) / group["batch_size"]
         return {"process": lr * lr / unit, "stationary": sigma2 / unit}
 
     def step_scale(self, group: Mapping[str, Any]) -> float:
@@ -188,7 +189,7 @@ class AdaBayes(BeliefOptimizer):
 
     def prior_variance(self, group: Mapping[str, Any]) -> float:
         sgd_lr = DEFAULT_SGD_LR if math.isinf(group["sgd_lr"]) else group["sgd_lr"]
-        relative = group["last_lr"] / group["base_lr"] if group["base_lr"] and not group["follow_lr"] else 1.0
+        relative = 1.0 if group["follow_lr"] else relative_lr({**group, "lr": group["last_lr"]}) or 1.0
         return relative * sgd_lr / group["batch_size"]
 
 
@@ -201,20 +202,21 @@ class AdaBayesFP(BeliefOptimizer):
         \quad k = \frac{\eta_0}{2 \eta_{SGD}}
 
     with g the gradient of the mean loss (`.grad`), <g> its debiased moving average with decay beta_1, eta = `lr`, eta_0
-    the initial lr, eta_SGD = `sgd_lr` and lambda = `weight_decay`. The batch size cancels.
+    the lr given to the constructor (or `max_lr` of OneCycleLR), eta_SGD = `sgd_lr` and lambda = `weight_decay`. The
+    batch size cancels.
 
     Args:
         params: parameters, named parameters or param groups.
         lr: eta, Adam's learning rate; lr = 0 does not change the weights.
         sgd_lr: SGD's learning rate for averaged gradients: ten times the learning rate of torch.optim.SGD with
-            momentum 0.9. Under a schedule of lr, sgd_lr/lr is constant. `inf` gives AdamW with eps = 0.
+            momentum 0.9. A schedule multiplies it by the factor of lr. `inf` gives AdamW with eps = 0.
         betas: decays of the moving averages of gradient and squared gradient.
         weight_decay: decoupled, as in AdamW.
         batch_size: B, needed for `posterior()` only: sigma^2_post = eta / (B (k + sqrt(k^2 + s))).
         fisher: what s averages: the square of the gradient (`"empirical"`), its variance (`"centered"`), or its square
             for labels sampled from the model (`"sampled"`), which needs `observe(outputs)` in every step.
         likelihood: the likelihood from which labels are sampled: "categorical", "bernoulli" or "gaussian".
-        seed: seed of the sampled labels.
+        seed: seed of the sampled labels; None draws one from torch's global generator.
         nonfinite: what to do if a gradient has infinite or NaN entries: `"ignore"` them as torch.optim does,
             with a warning, `"raise"`, or `"skip"` the step. The last two then change neither weights nor state.
         fused: compile the step (`True`), run it eagerly (`False`), or compile it for large models only (`None`).
@@ -237,6 +239,7 @@ class AdaBayesFP(BeliefOptimizer):
     rule = UpdateRule(SquaredGradient(), SteadyState(OrnsteinUhlenbeck()), NaturalStep())
     centred_rule = replace(rule, curvature=CentredGradient())
     common = ("fisher",)
+    scaled_by_lr = ("sgd_lr",)
     accepts = {**BeliefOptimizer.accepts, **FISHER_OPTIONS, "sgd_lr": POSITIVE, "batch_size": OPTIONAL_COUNT}
 
     def __init__(
@@ -250,7 +253,7 @@ class AdaBayesFP(BeliefOptimizer):
         batch_size: float | None = None,
         fisher: str = "empirical",
         likelihood: str | Likelihood = "categorical",
-        seed: int = 0,
+        seed: int | None = None,
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:
@@ -266,8 +269,8 @@ class AdaBayesFP(BeliefOptimizer):
         return self.centred_rule if group["fisher"] == "centered" else type(self).rule
 
     def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
-        return {"beta": group["betas"][1], "step": step, "half": group["base_lr"] / (2 * group["sgd_lr"])}
+        return {"beta": group["betas"][1], "step": step, "half": reference_lr(group) / (2 * group["sgd_lr"])}
 
     def prior_variance(self, group: Mapping[str, Any]) -> float:
         sgd_lr = DEFAULT_SGD_LR if math.isinf(group["sgd_lr"]) else group["sgd_lr"]
-        return sgd_lr / group["base_lr"] if group["base_lr"] else 0.0
+        return sgd_lr / (reference_lr(group) or math.inf)

@@ -17,6 +17,7 @@ from bayesgrad.precision import Diagonal, Pair, Precision
 from bayesgrad.rules import NaturalStep, SquaredGradient, SteadyState, UpdateRule
 from bayesgrad.rules.transition import Memory, Scalars
 from bayesgrad.rules.update import MOMENTUM
+from bayesgrad.schedule import relative_lr
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class BoundedStep(NaturalStep):
 
     def scalars(self, group: Mapping[str, Any], step: int, step_scale: float) -> dict[str, float]:
         beta1, beta2 = group["betas"]
-        final = group["final_lr"] * float(group["lr"]) / (group["base_lr"] or math.inf)
+        final = group["final_lr"] * relative_lr(group)
         return {
             "step_scale": step_scale * math.sqrt(1 - beta2**step) / (1 - beta1**step),
             "momentum": beta1,
@@ -69,7 +70,7 @@ class AdaBound(BeliefOptimizer):
     Args:
         params: parameters, named parameters or param groups.
         lr: eta, Adam's learning rate at the start.
-        final_lr: eta^*, SGD's learning rate at the end. Under a schedule of lr, final_lr/lr is constant.
+        final_lr: eta^*, SGD's learning rate at the end. A schedule multiplies it by the factor of lr.
         betas: decays of the moving averages.
         gamma: how fast the range shrinks.
         eps: added to the root mean square.
@@ -92,6 +93,7 @@ class AdaBound(BeliefOptimizer):
     """
 
     rule = UpdateRule(SquaredGradient(), SteadyState(debias=False), BoundedStep())
+    scaled_by_lr = ("final_lr",)
     accepts = {**BeliefOptimizer.accepts, "final_lr": POSITIVE, "gamma": OPEN_FRACTION, "eps": NONNEGATIVE}
 
     def __init__(

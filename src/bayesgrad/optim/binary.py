@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +12,12 @@ from torch import Tensor, nn
 
 from bayesgrad import distributed
 from bayesgrad.checkpoint import settings
-from bayesgrad.constraints import COUNT, INTEGER, NONNEGATIVE, POSITIVE, POSITIVE_INTEGER
+from bayesgrad.constraints import COUNT, NONNEGATIVE, OPTIONAL_INTEGER, POSITIVE, POSITIVE_INTEGER, PRIOR_DECAYS
 from bayesgrad.kernels import compute_dtype
+from bayesgrad.layers.running_statistics import spread
 from bayesgrad.optim.variational import check_prior
 from bayesgrad.optimizer import BeliefOptimizer
-from bayesgrad.parts import Source
+from bayesgrad.parts import Source, entries
 from bayesgrad.posterior import BernoulliPosterior, Posterior
 from bayesgrad.posterior.filtered import check_scale, names_in
 from bayesgrad.rules import Move, NaturalStep, Static, UpdateRule
@@ -73,7 +75,8 @@ def signs(latent: Tensor) -> Tensor:
 class BinaryOptimizer(BeliefOptimizer):
     """An optimizer whose parameters are all binary: its constructor sets them to -1 or 1.
 
-    Parameters that do not require gradients are not changed until they do.
+    Parameters that do not require gradients are not changed until they do. Biases and BatchNorm's weights among them
+    are binary too, with a warning.
     """
 
     rule: BinaryRule  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -83,6 +86,16 @@ class BinaryOptimizer(BeliefOptimizer):
         self._complete = False  # a constructor that raises changes no weights
         super().__init__(params, defaults)
         self._complete = True
+        every = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        vectors = [p for p in every if p.dim() < 2]
+        if 0 < len(vectors) < len(every):
+            warnings.warn(
+                f"{type(self).__name__} sets all its parameters to -1 or 1, and {len(vectors)} of them have fewer than "
+                f"two dimensions, as biases and BatchNorm's weights do: see {self.name_of(vectors[0])}. Build layers "
+                "without them, or give them to another optimizer.",
+                UserWarning,
+                stacklevel=3,
+            )
 
     def binarise(self) -> None:
         distributed.refuse_partition(type(self).__name__)
@@ -109,7 +122,7 @@ class BinaryOptimizer(BeliefOptimizer):
         """Sets the weights to the signs of the loaded latent values."""
         super().state_loaded()
         with torch.no_grad():
-            for p, entry in self.state.items():
+            for p, entry in entries(self):
                 if self.rule.latent in entry:
                     p.copy_(signs(entry[self.rule.latent]))
 
@@ -204,7 +217,8 @@ class BayesBiNN(BinaryOptimizer):
         samples: number of weight samples that `step(closure)` averages over.
         prior: the `BernoulliPosterior` of an earlier task, used as the prior of this one; parameters must be named.
             Parameters that it does not contain have the uniform prior.
-        seed: noise is a function of the seed, the number of earlier draws and the position of a weight.
+        seed: noise is a function of the seed, the number of earlier draws and the position of a weight; None draws one
+            from torch's global generator.
         nonfinite: what to do if a gradient has infinite or NaN entries: `"ignore"`, `"raise"`, or `"skip"`.
         fused: compile the step (`True`), run it eagerly (`False`), or compile it for large models only (`None`).
 
@@ -220,12 +234,13 @@ class BayesBiNN(BinaryOptimizer):
     rule = BinaryRule.of(NaturalStep(), Relaxed.state_key)
     accepts = {
         **BeliefOptimizer.accepts,
+        "weight_decay": PRIOR_DECAYS,
         "num_data": COUNT,
         "relaxation": POSITIVE,
         "eps": NONNEGATIVE,
         "natural_init": NONNEGATIVE,
         "samples": POSITIVE_INTEGER,
-        "seed": INTEGER,
+        "seed": OPTIONAL_INTEGER,
     }
 
     def __init__(
@@ -240,7 +255,7 @@ class BayesBiNN(BinaryOptimizer):
         natural_init: float = 1.0,
         samples: int = 1,
         prior: Posterior | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:
@@ -292,6 +307,11 @@ class BayesBiNN(BinaryOptimizer):
 
     def _sampling_scalars(self, group: Mapping[str, Any]) -> list[float]:
         return [1 / group["relaxation"], group["relaxation"], group["eps"]]
+
+    def spread_in_training(self) -> float:
+        naturals = {p: entry[self.rule.latent] for p, entry in self.state.items() if self.rule.latent in entry}
+        found = BernoulliPosterior({str(k): natural for k, natural in enumerate(naturals.values())})
+        return spread(found.mean, found.variance())
 
     def posterior(self, model: nn.Module, scale: float = 1.0) -> BernoulliPosterior:
         """A copy of the belief about the model's weights; its samples are -1 or 1.

@@ -64,7 +64,7 @@ class DenseFilter(BeliefOptimizer):
             `observe(outputs, labels=labels)`; "centered", the same minus their mean over the batch, times
             sqrt(N/(N-1)), so that U U' is an unbiased estimate of N times the covariance of the gradients.
         weight_decay: decoupled, applied after the prediction.
-        seed: seed of the sampled labels.
+        seed: seed of the sampled labels; None draws one from torch's global generator.
         losses_per_example: the number of losses of an example in the mean loss; None follows from the outputs, as in
             `NaturalGradient`. Rows of flattened outputs are always examples.
         nonfinite: as in `AdaBayes`; also checks the observed gradients. With "ignore", gradients that are not finite
@@ -111,7 +111,7 @@ class DenseFilter(BeliefOptimizer):
         likelihood: str | Likelihood = "categorical",
         fisher: str = "exact",
         weight_decay: float = 0.0,
-        seed: int = 0,
+        seed: int | None = None,
         losses_per_example: int | None = None,
         nonfinite: str = "ignore",
     ) -> None:

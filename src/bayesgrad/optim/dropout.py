@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad.checkpoint import settings
-from bayesgrad.constraints import BOOLEAN, INTEGER, NONNEGATIVE, POSITIVE, POSITIVE_INTEGER, Constraint, one_of
+from bayesgrad.constraints import BOOLEAN, NONNEGATIVE, OPTIONAL_INTEGER, POSITIVE, POSITIVE_INTEGER, Constraint, one_of
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.optimizer import BeliefOptimizer
 from bayesgrad.parts import Source
@@ -98,7 +98,8 @@ class SpikeSlab(BeliefOptimizer):
         probes: the number of vectors v to average over.
         weight_decay: decoupled, as in AdamW.
         samples: number of weight samples that `step(closure)` averages over.
-        seed: masks are a function of the seed, the number of earlier draws and the position of a unit.
+        seed: masks are a function of the seed, the number of earlier draws and the position of a unit; None draws one
+            from torch's global generator.
         nonfinite: what to do if a gradient has infinite or NaN entries: `"ignore"`, `"raise"`, or `"skip"`.
         fused: compile the step (`True`), run it eagerly (`False`), or compile it for large models only (`None`).
 
@@ -121,7 +122,7 @@ class SpikeSlab(BeliefOptimizer):
         "keep": KEEP,
         "drop_inputs": BOOLEAN,
         "samples": POSITIVE_INTEGER,
-        "seed": INTEGER,
+        "seed": OPTIONAL_INTEGER,
         "update": one_of(*DEFAULTS),
         "eps": NONNEGATIVE,
         "hess_init": POSITIVE,
@@ -144,7 +145,7 @@ class SpikeSlab(BeliefOptimizer):
         probes: int = 1,
         weight_decay: float = 0.0,
         samples: int = 1,
-        seed: int = 0,
+        seed: int | None = None,
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:
@@ -214,6 +215,10 @@ class SpikeSlab(BeliefOptimizer):
                 if p.requires_grad and (keep := self.keep_of(group, p)) is not None:
                     found[p] = keep * p.detach()
         return found
+
+    def spread_in_training(self) -> float:
+        keeps = [self.keep_of(group, p) for group in self.param_groups for p in group["params"] if p.requires_grad]
+        return max((1 - keep for keep in keeps if keep is not None), default=0.0)
 
     def posterior(self, model: nn.Module, scale: float = 1.0) -> DropoutPosterior:
         """A copy of the belief about the model's weights, as a `DropoutPosterior`.

@@ -41,7 +41,7 @@ class FOOF(LayerOptimizer):
         damping_mode: "relative": lambda is a multiple of the mean eigenvalue of A; "absolute": in units of squared
             inputs summed over positions.
         max_norm: c; `inf` for no bound.
-        fallback_lr: learning rate of Adam for other parameters. Under a schedule of lr, fallback_lr/lr is constant.
+        fallback_lr: learning rate of Adam for other parameters. A schedule multiplies it by the factor of lr.
         ema: decay of the average of A.
         update_every: the largest number of steps between inversions (early in a run, whenever the number of steps has
             doubled). After every tenth of them, a factor whose diagonal has changed by a fifth is inverted anew.

@@ -65,13 +65,17 @@ class IVON(VariationalOptimizer):
             test_natural_momentum_is_momentum_of_natural_parameters.
         prior: the posterior of an earlier task, used as the prior of this one. Parameters that it does not contain
             have the prior N(0, 1/prior_precision).
-        seed: noise is a function of the seed, the number of earlier draws and the position of a weight.
+        seed: noise is a function of the seed, the number of earlier draws and the position of a weight; None draws one
+            from torch's global generator.
         nonfinite: what to do if a gradient has infinite or NaN entries: `"ignore"`, `"raise"`, or `"skip"`.
         fused: compile the step (`True`), run it eagerly (`False`), or compile it for large models only (`None`).
 
-    Presets: for 10^4 steps or more, the defaults with hess_init from 0.1 to 1; for 10^3 to 10^4 steps (a small data
-    set, a few epochs), betas = (0.9, 0.9995) and hess_init = 0.1; for fine-tuning, hess_init = 1e-3 and lr = 0.03. A
-    warning is given if h has not changed after a thousand steps. See docs/choosing.md.
+    Presets: for 10^4 steps or more, the defaults with hess_init from 0.1 to 1; for fewer, betas[1] = 1 - 5/steps, so
+    that h follows within a fifth of the run. For small data sets and 10^3 steps: lr = 0.5 and rescale_lr = False
+    (Newton steps), clip_radius = 0.1, betas = (0.9, 0.995), num_data = 3 N, and hess_init 0.3 times the second
+    derivative of the loss by the output, 0.3/noise for squared errors divided by twice their variance `noise`; measured
+    in docs/results/ivon-settings.md. For fine-tuning, hess_init = 1e-3 and lr = 0.03. A warning is given if h has not
+    changed after a thousand steps. See docs/choosing.md.
 
     Reference: Khan and Rue 2023, Eq. 11-12 and section 4.4; Lin et al., 2020; Shen et al., 2024.
     Checked by: tests/equations/test_ivon.py, against ivon-opt and closed forms.
@@ -97,7 +101,7 @@ class IVON(VariationalOptimizer):
         curvature: str = "reparameterised",
         natural_momentum: float = 0.0,
         prior: Posterior | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:

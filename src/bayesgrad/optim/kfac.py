@@ -47,7 +47,7 @@ class KFAC(LayerOptimizer):
         damping: lambda. Under a schedule, inverses are computed anew when it has changed by more than a tenth.
         damping_mode: "relative": lambda is a multiple of the Fisher's mean eigenvalue; "absolute": in its units.
         max_norm: c; `inf` for no bound.
-        fallback_lr: learning rate of Adam for other parameters. Under a schedule of lr, fallback_lr/lr is constant.
+        fallback_lr: learning rate of Adam for other parameters. A schedule multiplies it by the factor of lr.
         likelihood: "categorical", "bernoulli" or "gaussian", from which labels are sampled.
         ema: decay of the averages.
         update_every: the largest number of steps between inversions (early in a run, whenever the number of steps has
@@ -65,7 +65,7 @@ class KFAC(LayerOptimizer):
         precondition: "step": `step()` preconditions `.grad`. "backward": the backward pass does, and `.grad` is the
             preconditioned gradient, which is cheaper for batches of few rows; see docs/choosing.md.
         max_factor: a factor with more rows than this is approximated by its diagonal.
-        seed: seed of the sampled labels.
+        seed: seed of the sampled labels; None draws one from torch's global generator.
         nonfinite, fused: as in `AdaBayes`.
 
     Other parameters (of normalisation layers, raw ones, and those that docs/layers.md lists) are trained by Adam with
@@ -115,7 +115,7 @@ class KFAC(LayerOptimizer):
         exact_damping: bool = False,
         precondition: str = "step",
         max_factor: int = 8192,
-        seed: int = 0,
+        seed: int | None = None,
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:

@@ -16,6 +16,7 @@ from bayesgrad.optim.adabayes import DEFAULT_SGD_LR
 from bayesgrad.optimizer import BeliefOptimizer
 from bayesgrad.preconditioners import KroneckerBelief, LayerBelief, Whitening
 from bayesgrad.rules import NaturalStep, OrnsteinUhlenbeck, SquaredGradient, SteadyState, UpdateRule
+from bayesgrad.schedule import relative_lr
 
 
 class KroneckerOptimizer(BeliefOptimizer):
@@ -94,7 +95,7 @@ class KroneckerFilter(KroneckerOptimizer):
             the number of positions of outputs (N, T, C). Rows of flattened outputs (N T, C) are examples with one loss;
             with losses_per_example=T, T rows are one example, and the number of losses is the same.
         max_factor: layers with a larger side are trained by AdaBayes.
-        seed: seed of the sampled labels.
+        seed: seed of the sampled labels; None draws one from torch's global generator.
         nonfinite, fused: as in `AdaBayes`.
 
     Other parameters, and those of Embedding layers (whose input side is too large for a covariance), are trained by
@@ -135,7 +136,7 @@ class KroneckerFilter(KroneckerOptimizer):
         stats_every: int = 1,
         losses_per_example: int | None = None,
         max_factor: int = 8192,
-        seed: int = 0,
+        seed: int | None = None,
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:
@@ -144,10 +145,10 @@ class KroneckerFilter(KroneckerOptimizer):
     def build_preconditioner(self) -> KroneckerBelief:
         return KroneckerBelief("AdaBayes with the same lr and prior", self._unit, self._drift, self.start)
 
-    # As in AdaBayes, the state is the covariance in units of lr/base_lr, so it need not be rescaled when lr changes.
+    # As in AdaBayes, the state is the covariance in units of lr/reference, so it need not be rescaled when lr changes.
 
     def _unit(self, group: Mapping[str, Any]) -> float:
-        return float(group["lr"]) / (group["base_lr"] or math.inf)
+        return relative_lr(group)
 
     def dynamics(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         return self._drift(group, 1)
@@ -219,7 +220,7 @@ class KroneckerFilterFP(KroneckerOptimizer):
         precondition: "step": `step()` preconditions `.grad`. "backward": the backward pass does, and `.grad` is the
             preconditioned gradient, which is cheaper for batches of few rows; see docs/choosing.md.
         max_factor: a factor with more rows than this is approximated by its diagonal.
-        seed: seed of the sampled labels.
+        seed: seed of the sampled labels; None draws one from torch's global generator.
         nonfinite, fused: as in `AdaBayes`.
 
     For sigma = inf, eigenvalues are clamped to at least 1e-4 of the largest, so the factor of a direction without data
@@ -265,7 +266,7 @@ class KroneckerFilterFP(KroneckerOptimizer):
         whiten: str = "both",
         precondition: str = "step",
         max_factor: int = 768,
-        seed: int = 0,
+        seed: int | None = None,
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:

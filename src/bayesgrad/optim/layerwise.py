@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from bayesgrad.constraints import LAYER_OPTIONS
 from bayesgrad.optimizer import BeliefOptimizer
 from bayesgrad.rules import NaturalStep, OrnsteinUhlenbeck, SquaredGradient, SteadyState, UpdateRule
+from bayesgrad.schedule import relative_lr
 
 FALLBACK = "Adam with learning rate fallback_lr"
 
@@ -17,6 +17,7 @@ class LayerOptimizer(BeliefOptimizer):
     """Layers follow a preconditioner, other parameters Adam, whose learning rate `fallback_lr` follows lr."""
 
     takes_model = True
+    scaled_by_lr = ("fallback_lr",)
     rule = UpdateRule(SquaredGradient(), SteadyState(OrnsteinUhlenbeck()), NaturalStep())
     accepts = {**BeliefOptimizer.accepts, **LAYER_OPTIONS}
 
@@ -24,7 +25,7 @@ class LayerOptimizer(BeliefOptimizer):
         return {"beta": group["ema"], "step": step}
 
     def step_scale(self, group: Mapping[str, Any]) -> float:
-        return group["fallback_lr"] * float(group["lr"]) / (group["base_lr"] or math.inf)
+        return group["fallback_lr"] * relative_lr(group)
 
     def scalars(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         return super().scalars({**group, "damping": 0.0}, step)

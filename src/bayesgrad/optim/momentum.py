@@ -18,7 +18,7 @@ from bayesgrad.likelihoods import Likelihood
 from bayesgrad.optim.adabayes import FISHER_OPTIONS, check_centred, fisher_sources
 from bayesgrad.optimizer import BeliefOptimizer
 from bayesgrad.packing import Block
-from bayesgrad.parts import Groups, Source
+from bayesgrad.parts import Groups, Source, entries
 from bayesgrad.precision import Pair, Precision
 from bayesgrad.rules import (
     CentredGradient,
@@ -30,6 +30,7 @@ from bayesgrad.rules import (
 )
 from bayesgrad.rules.transition import Memory, Scalars
 from bayesgrad.rules.update import MOMENTUM
+from bayesgrad.schedule import reference_lr, relative_lr
 
 INITIAL_SGD_LR = 0.1  # SGD's learning rate that gives the first step if prior_std = inf
 AHEAD = "ahead"  # in the state: the coefficients of the last prediction
@@ -90,7 +91,7 @@ class KalmanMomentum(BeliefOptimizer):
         batch_size: B, the number of losses whose mean is differentiated, over all micro-batches (and tokens).
         momentum_decay: eta_p, in (0, 1].
         weight_noise: eta_w, the standard deviation of noise that acts on weights directly; larger values are closer to
-            RMSprop. Under a schedule of lr, weight_noise/lr is constant.
+            RMSprop. A schedule multiplies it by the factor of lr.
         prior_std: sigma; with `inf` the initial variance is that for which the first step is SGD with learning rate
             0.1.
         weight_decay: decoupled, as in AdamW.
@@ -105,7 +106,7 @@ class KalmanMomentum(BeliefOptimizer):
         likelihood: the likelihood from which labels are sampled: "categorical", "bernoulli" or "gaussian".
         sample_weights: compute gradients at weights sampled from the belief, inside `with optimizer.sampled():`.
         samples: number of weight samples that `step(closure)` averages over, with sample_weights.
-        seed: seed of sampled weights and labels.
+        seed: seed of sampled weights and labels; None draws one from torch's global generator.
         nonfinite, fused: as in `AdaBayes`.
 
     Example:
@@ -126,6 +127,7 @@ class KalmanMomentum(BeliefOptimizer):
 
     rule = UpdateRule(SquaredGradient(), OrnsteinUhlenbeckPair(), PredictedStep())
     common = ("fisher", "sample_weights", "steady_state")
+    scaled_by_lr = ("weight_noise",)
     accepts = {
         **BeliefOptimizer.accepts,
         **FISHER_OPTIONS,
@@ -155,7 +157,7 @@ class KalmanMomentum(BeliefOptimizer):
         likelihood: str | Likelihood = "categorical",
         sample_weights: bool = False,
         samples: int = 1,
-        seed: int = 0,
+        seed: int | None = None,
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:
@@ -163,25 +165,24 @@ class KalmanMomentum(BeliefOptimizer):
 
     def check_options(self, group: Mapping[str, Any]) -> None:
         check_centred(group, "prior_std")
-        lr, std = float(group["lr"]), group["prior_std"]
+        lr, std, noise = float(group["lr"]), group["prior_std"], self._weight_noise(group)
         if group["steady_state"] and (not math.isinf(std) or group["weight_noise"] or group["sample_weights"]):
             raise ValueError(
                 "steady_state=True needs prior_std=inf, weight_noise=0 and sample_weights=False, "
                 f"got prior_std={std!r}, weight_noise={group['weight_noise']!r}, "
                 f"sample_weights={group['sample_weights']!r}."
             )
-        if lr * lr + group["weight_noise"] ** 2 >= std * std:
+        if lr * lr + noise**2 >= std * std:
             raise ValueError(
-                f"prior_std={std!r} must be larger than lr={lr!r} and weight_noise={group['weight_noise']!r}, the "
+                f"prior_std={std!r} must be larger than lr={lr!r} and weight_noise={noise!r}, the "
                 "distance that a weight's optimum moves in a single step."
             )
 
-    # The state is the variance of weights divided by unit = lr/base_lr, and covariances divided by sqrt(unit). So it
+    # The state is the variance of weights divided by unit = lr/reference, and covariances divided by sqrt(unit). So it
     # need not be rescaled when lr changes, even to zero and back. (See AdaBayes.)
 
     def _unit(self, group: Mapping[str, Any]) -> float:
-        lr = float(group["lr"])
-        return 1.0 if group["steady_state"] else lr / (group["base_lr"] or lr or math.inf)
+        return 1.0 if group["steady_state"] else relative_lr(group)
 
     def _retain(self, group: Mapping[str, Any]) -> float:
         """c_w."""
@@ -189,8 +190,7 @@ class KalmanMomentum(BeliefOptimizer):
         return 1 - noise / (2 * group["prior_std"] ** 2)
 
     def _weight_noise(self, group: Mapping[str, Any]) -> float:
-        lr = float(group["lr"])
-        return group["weight_noise"] * lr / (group["base_lr"] or lr or math.inf)
+        return group["weight_noise"] * relative_lr(group)
 
     def build_sources(self) -> Iterator[Source]:
         return fisher_sources(self.param_groups[0], self._sampling_scalars)
@@ -240,7 +240,7 @@ class KalmanMomentum(BeliefOptimizer):
         return INITIAL_SGD_LR / group["batch_size"] if math.isinf(std) else std**2
 
     def initial(self, slot: str, group: Mapping[str, Any], p: Tensor) -> float | Tensor:
-        eta_p, eta = group["momentum_decay"], group["base_lr"]
+        eta_p, eta = group["momentum_decay"], reference_lr(group)
         spread = eta_p / (2 - eta_p)
         if slot == "momentum_variance":
             return spread
@@ -268,7 +268,7 @@ class KalmanMomentum(BeliefOptimizer):
 
     def evaluation_weights(self) -> dict[Tensor, Tensor]:
         means = {}
-        for p, entry in self.state.items():
+        for p, entry in entries(self):
             if AHEAD in entry:
                 ahead, eta = entry[AHEAD].tolist()
                 means[p] = (p.detach().to(compute_dtype(p.dtype)) - eta * entry[MOMENTUM]) / ahead

@@ -44,7 +44,7 @@ class NaturalGradient(LayerOptimizer):
         likelihood: "categorical", "bernoulli" or "gaussian", from which labels are sampled.
         blocks: "full" for the Fisher matrix of the whole network, "layer" for its diagonal blocks, one for each module.
         max_norm: c; `inf` for no bound. There is none with step_size="quadratic".
-        fallback_lr: learning rate of Adam for other parameters. Under a schedule of lr, fallback_lr/lr is constant.
+        fallback_lr: learning rate of Adam for other parameters. A schedule multiplies it by the factor of lr.
         ema: decay of the average of squared gradients, for other parameters.
         update_every: steps between updates of the Fisher matrix (early in a run, whenever the number of steps has
             doubled); observe() does nothing in between.
@@ -61,7 +61,7 @@ class NaturalGradient(LayerOptimizer):
             quadratic model predicts, and adapt damping. Needs `step(closure)`. Described by Martens and Grosse, 2015,
             section 6.5; tried by Benzing 2021, footnote 2. Checked by tests/equations/test_natural_gradient.py,
             test_damping_adapts_to_how_well_the_model_predicts.
-        seed: seed of the sampled labels.
+        seed: seed of the sampled labels; None draws one from torch's global generator.
         nonfinite, fused: as in `AdaBayes`.
 
     Other parameters (raw ones, and those that docs/layers.md lists) are trained by Adam with learning rate fallback_lr
@@ -109,7 +109,7 @@ class NaturalGradient(LayerOptimizer):
         weight_decay: float = 0.0,
         step_size: str = "lr",
         adapt_damping: bool = False,
-        seed: int = 0,
+        seed: int | None = None,
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:

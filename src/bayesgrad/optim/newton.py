@@ -60,7 +60,8 @@ class Newton(VariationalOptimizer):
             test_natural_momentum_is_momentum_of_natural_parameters.
         prior: the posterior of an earlier task, used as the prior of this one. Parameters that it does not contain
             have the prior N(0, 1/prior_precision).
-        seed: probes are a function of the seed, the number of earlier steps and the position of a weight.
+        seed: probes are a function of the seed, the number of earlier steps and the position of a weight; None draws
+            one from torch's global generator.
         nonfinite: what to do if a gradient or Hessian has infinite or NaN entries: `"ignore"`, `"raise"`, `"skip"`.
         fused: compile the step (`True`), run it eagerly (`False`), or compile it for large models only (`None`).
 
@@ -90,7 +91,7 @@ class Newton(VariationalOptimizer):
         probes: int = 1,
         natural_momentum: float = 0.0,
         prior: Posterior | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:
@@ -145,7 +146,8 @@ class VON(VariationalOptimizer):
             test_natural_momentum_is_momentum_of_natural_parameters.
         prior: the posterior of an earlier task, used as the prior of this one. Parameters that it does not contain
             have the prior N(0, 1/prior_precision).
-        seed: noise and probes are functions of the seed, the number of earlier draws and the position of a weight.
+        seed: noise and probes are functions of the seed, the number of earlier draws and the position of a weight;
+            None draws one from torch's global generator.
         nonfinite: what to do if a gradient or Hessian has infinite or NaN entries: `"ignore"`, `"raise"`, `"skip"`.
         fused: compile the step (`True`), run it eagerly (`False`), or compile it for large models only (`None`).
 
@@ -177,7 +179,7 @@ class VON(VariationalOptimizer):
         samples: int = 1,
         natural_momentum: float = 0.0,
         prior: Posterior | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:

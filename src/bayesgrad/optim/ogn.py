@@ -58,7 +58,7 @@ class OGN(VariationalOptimizer):
             test_natural_momentum_is_momentum_of_natural_parameters.
         prior: the posterior of an earlier task, used as the prior of this one. Parameters that it does not contain
             have the prior N(0, 1/prior_precision).
-        seed: seed of sampled weights and labels.
+        seed: seed of sampled weights and labels; None draws one from torch's global generator.
         nonfinite: what to do if a gradient has infinite or NaN entries: `"ignore"`, `"raise"`, or `"skip"`.
         fused: compile the step (`True`), run it eagerly (`False`), or compile it for large models only (`None`).
 
@@ -90,7 +90,7 @@ class OGN(VariationalOptimizer):
         losses_per_example: int | None = None,
         natural_momentum: float = 0.0,
         prior: Posterior | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:
@@ -147,7 +147,7 @@ class VOGN(VariationalOptimizer):
         losses_per_example: int | None = None,
         natural_momentum: float = 0.0,
         prior: Posterior | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         nonfinite: str = "ignore",
         fused: bool | None = None,
     ) -> None:

@@ -13,12 +13,21 @@ import torch
 from torch import Tensor
 
 from bayesgrad import kernels
-from bayesgrad.constraints import COUNT, FRACTION, INTEGER, NONNEGATIVE, POSITIVE, POSITIVE_INTEGER
+from bayesgrad.constraints import (
+    COUNT,
+    FRACTION,
+    NONNEGATIVE,
+    OPTIONAL_INTEGER,
+    POSITIVE,
+    POSITIVE_INTEGER,
+    PRIOR_DECAYS,
+)
 from bayesgrad.optimizer import BeliefOptimizer
 from bayesgrad.packing import VARIANCE
 from bayesgrad.posterior import GaussianPosterior, Posterior
 from bayesgrad.precision import Diagonal
 from bayesgrad.rules import Forget, NaturalStep, UpdateRule
+from bayesgrad.rules.transition import largest_square_root
 from bayesgrad.rules.update import PRIOR_MEAN, PRIOR_PRECISION
 from bayesgrad.sources import WeightSampling
 
@@ -40,6 +49,7 @@ class VariationalOptimizer(BeliefOptimizer):
 
     accepts = {
         **BeliefOptimizer.accepts,
+        "weight_decay": PRIOR_DECAYS,
         "num_data": COUNT,
         "prior_precision": NONNEGATIVE,
         "hess_init": POSITIVE,
@@ -47,7 +57,7 @@ class VariationalOptimizer(BeliefOptimizer):
         "clip_radius": POSITIVE,
         "natural_momentum": FRACTION,
         "samples": POSITIVE_INTEGER,
-        "seed": INTEGER,
+        "seed": OPTIONAL_INTEGER,
     }
 
     def load_prior(self, prior: Posterior | None) -> None:
@@ -90,8 +100,8 @@ class VariationalOptimizer(BeliefOptimizer):
     def scalars(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         n = super().scalars(group, step)
         n["prior"] = self.strength(group)
-        if math.isfinite(group.get("clip_radius", math.inf)):
-            n["radius"] = group["clip_radius"]
+        # Where gradients are strong and curvature is not, weights would overflow without a bound.
+        n["radius"] = min(group.get("clip_radius", math.inf), largest_square_root(torch.float32))
         if group["natural_momentum"]:
             n["natural_momentum"] = (
                 group["natural_momentum"] if group["lr"] > 0 else 0.0

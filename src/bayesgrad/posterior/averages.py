@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -14,6 +15,8 @@ from bayesgrad.predictions import Decomposed, Moments, NoisyMoments
 
 FAR = 0.2  # the share of predictions that samples may change
 ENOUGH, SEVERAL = 20, 8  # predictions and samples from which the share is known
+LINKS = ("probit", "mc")
+Statistics = Inputs | Iterable | str | None  # from which those of BatchNorm are estimated
 
 
 class Options(TypedDict, total=False):
@@ -22,7 +25,7 @@ class Options(TypedDict, total=False):
     link: str | None
     model: nn.Module | None
     seed: int | None
-    statistics: Inputs | None
+    statistics: Statistics
     chunk: int | None
 
 
@@ -68,3 +71,11 @@ class Averages:
         noise = self.squares.double().sum() / (self.count * (self.count - 1))
         change = ((value - average).square().double().sum() - noise).clamp(min=0)
         return float(torch.where((spread > 0) & (change > 4 * noise), change / spread, 0.0))
+
+
+def check_link(link: str | None, reading: Likelihood, decompose: bool) -> None:
+    """Raises if a linearised prediction cannot be made in this way."""
+    if link is not None and link not in LINKS:
+        raise ValueError(f"link must be None, 'probit' or 'mc', got {link!r}.")
+    if link == "probit" and not reading.closed_form and (decompose or reading.needs_samples):
+        raise ValueError("link='probit' cannot decompose uncertainty: use link=None or 'mc' with decompose=True.")

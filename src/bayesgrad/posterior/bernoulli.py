@@ -32,6 +32,7 @@ class BernoulliPosterior(Posterior):
 
     kind = "bernoulli"
     methods = ("mc", "mean", "mode")
+    central = ()  # training samples relaxed weights
 
     def __init__(self, natural: Mapping[str, Tensor], model: nn.Module | None = None, *, seed: int = 0) -> None:
         super().__init__(model, seed=seed)
@@ -51,7 +52,7 @@ class BernoulliPosterior(Posterior):
         return {name: 4 * (2 * n).sigmoid() * (-2 * n).sigmoid() for name, n in self.natural.items()}
 
     def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """log P(w) = Σ log σ(2 λ w) for weights in {-1, 1}."""
+        """log P(w) = Σ log sigmoid(2 λ w) for weights in {-1, 1}."""
         total = torch.zeros((), dtype=torch.float64)
         for name, natural in self.natural.items():
             if not bool((weights[name].abs() == 1).all()):

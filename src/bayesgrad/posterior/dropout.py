@@ -57,6 +57,7 @@ class DropoutPosterior(Posterior):
     """
 
     kind = "dropout"
+    central = ()  # training drops units
 
     def __init__(
         self,

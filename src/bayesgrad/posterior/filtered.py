@@ -14,10 +14,15 @@ from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.network import parameters_of
 from bayesgrad.posterior.gaussian import GaussianPosterior
 from bayesgrad.precision import Diagonal
+from bayesgrad.schedule import reference_lr
 
 
 def names_in(optimizer: Any, model: nn.Module) -> dict[int, str]:
-    """The id of each parameter of the optimizer -> its name in the model; raises if the model lacks one."""
+    """The id of each parameter of the optimizer -> its name in the model; raises if the model lacks one.
+
+    It opens every `posterior()`, which is refused inside `sampled()`.
+    """
+    optimizer.require_mean("posterior()")
     names = {id(p): name for name, p in parameters_of(model).items()}
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -35,15 +40,16 @@ def gaussian_posterior(optimizer: Any, model: nn.Module, scale: float) -> Gaussi
     """The belief of an optimizer about the model's weights, which are the mean; see `BeliefOptimizer.posterior`."""
     check_scale(scale)
     names = names_in(optimizer, model)
-    beliefs: dict[str, Belief] = dict(optimizer.joint_beliefs(names, scale))
-    joint = {name for belief in beliefs.values() if isinstance(belief, Joint) for name in belief.shapes}
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if names[id(p)] in joint or (not p.requires_grad and not optimizer.state.get(p)):
-                continue
-            variance = optimizer.variance_of(group, p) * scale
-            beliefs[names[id(p)]] = Belief(p.detach().clone(), Diagonal(variance))
-    return GaussianPosterior(beliefs, model)
+    with optimizer.mode(training=False):
+        beliefs: dict[str, Belief] = dict(optimizer.joint_beliefs(names, scale))
+        joint = {name for belief in beliefs.values() if isinstance(belief, Joint) for name in belief.shapes}
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if names[id(p)] in joint or (not p.requires_grad and not optimizer.state.get(p)):
+                    continue
+                variance = optimizer.variance_of(group, p) * scale
+                beliefs[names[id(p)]] = Belief(p.detach().clone(), Diagonal(variance))
+        return GaussianPosterior(beliefs, model)
 
 
 def filtered_variance(optimizer: Any, group: Mapping[str, Any], p: Tensor) -> Tensor:
@@ -57,10 +63,11 @@ def filtered_variance(optimizer: Any, group: Mapping[str, Any], p: Tensor) -> Te
         raise TypeError(f"{name} has no posterior: it does not estimate the variance of weights.")
     if group["batch_size"] is None:
         raise ValueError(f"a posterior needs the number of examples in a gradient: pass batch_size= to {name}.")
-    # Before the first step with lr > 0 the belief is the prior, which does not depend on this choice of lr.
-    then = {**group, "lr": group["last_lr"] or 1.0, "base_lr": group["base_lr"] or 1.0}
-    step_scale = optimizer.step_scale(then) / group["batch_size"]
+    # Before the first step with lr > 0 the belief is the prior, which is given for the reference lr.
     entry = optimizer.state.get(p, {})
+    lr = group["last_lr"] if "step" in entry else reference_lr(group)
+    then = {**group, "lr": lr or 1.0, "base_lr": group["base_lr"] or 1.0}
+    step_scale = optimizer.step_scale(then) / group["batch_size"]
     if "step" not in entry:
         variance = step_scale * optimizer.prior_variance(then)
         return torch.full_like(p, variance, dtype=compute_dtype(p.dtype))

@@ -21,12 +21,14 @@ from bayesgrad.layers.network import (
     evaluation_mode,
     matching_parameters,
     temporary_weights,
+    unwrap,
 )
 from bayesgrad.layers.output_covariance import BlockCovariance, OutputCovariance, output_covariance
+from bayesgrad.layers.running_statistics import warn_of_statistics
 from bayesgrad.likelihoods import Likelihood
 from bayesgrad.noise import generator_of
 from bayesgrad.posterior import storage
-from bayesgrad.posterior.averages import Averages, Options
+from bayesgrad.posterior.averages import Averages, Options, Statistics, check_link
 from bayesgrad.posterior.linearised import gaussian_outputs, linearised_outputs, refuse_export, warn_of_samples
 from bayesgrad.precision import Diagonal
 from bayesgrad.predictions import Decomposed, Moments, NoisyMoments
@@ -35,7 +37,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 METHODS = ("mc", "linear", "mean")
-LINKS = ("probit", "mc")
+RUNNING = "running"  # `statistics=` of models whose running statistics fit
+REMEDY = "pass training inputs, or a loader, to predict(..., statistics=), or 'running' to keep them"
 UNSUPPORTED = (RuntimeError, ValueError, TypeError, NotImplementedError)  # what a backward pass may raise
 NUMBERS = ("prior", "fit", "likelihood")  # groups of `_tensors` that are no tensors of weights
 
@@ -58,6 +61,7 @@ class Posterior(ABC):
 
     kind: ClassVar[str]
     methods: ClassVar[tuple[str, ...]] = METHODS
+    central: ClassVar[tuple[str, ...]] = ("linear", "mean")  # those with weights that running statistics fit
     method: ClassVar[str] = "mc"  # of `predict`, if none is given
     likelihood: str | Likelihood = "categorical"
     forward: Forward | None = None
@@ -188,7 +192,7 @@ class Posterior(ABC):
         link: str | None = None,
         model: nn.Module | None = None,
         seed: int | None = None,
-        statistics: Inputs | None = None,
+        statistics: Statistics = None,
         chunk: int | None = None,
     ) -> Tensor | Moments | NoisyMoments | Decomposed:
         """Predictions averaged over the posterior.
@@ -213,19 +217,19 @@ class Posterior(ABC):
                 `"probit"`, or `"mc"` if `decompose` needs samples. Means, variances and rates need neither.
             model: another copy of the network, in place of the posterior's own.
             seed: of the samples, in place of the posterior's own.
-            statistics: a batch of training inputs, from which BatchNorm's statistics are estimated for each sample.
-                None uses the running statistics of training.
+            statistics: a batch of training inputs, or a loader as for torch.optim.swa_utils.update_bn, from which
+                BatchNorm's statistics are estimated for each sample. `"running"` uses the model's running statistics;
+                None does so too, and warns once if the model has any and its weights vary much.
             chunk: the number of inputs that go through the network at once, to limit memory; None for all.
         """
         chosen = self.method if method is None else method
         if chosen not in self.methods:
             raise ValueError(f"method must be one of {', '.join(map(repr, self.methods))}, got {method!r}.")
-        if link is not None and link not in LINKS:
-            raise ValueError(f"link must be None, 'probit' or 'mc', got {link!r}.")
         reading = self._reading(likelihood)
-        if link == "probit" and not reading.closed_form and (decompose or reading.needs_samples):
-            raise ValueError("link='probit' cannot decompose uncertainty: use link=None or 'mc' with decompose=True.")
+        check_link(link, reading, decompose)
         network = self._network(x, model, samples, chunk, statistics)
+        if statistics is None and chosen not in self.central:
+            warn_of_statistics(unwrap(self._model(model)), lambda: spread(self.mean, self.variance()), REMEDY)
         with evaluation_mode(network.model):
             if chosen == "linear":
                 closed = reading.closed_form or (link != "mc" and not decompose and not reading.needs_samples)
@@ -257,7 +261,7 @@ class Posterior(ABC):
         *,
         model: nn.Module | None = None,
         seed: int | None = None,
-        statistics: Inputs | None = None,
+        statistics: Statistics = None,
         chunk: int | None = None,
     ) -> Tensor:
         """The outputs f for samples of the weights, (samples, examples, *outputs); arguments as in `predict`."""
@@ -305,14 +309,20 @@ class Posterior(ABC):
         raise TypeError(f"{type(self).__name__} has no density: only Gaussian and Bernoulli posteriors have one.")
 
     def _network(
-        self, x: Inputs, model: nn.Module | None, samples: int, chunk: int | None, statistics: Inputs | None = None
+        self,
+        x: Inputs,
+        model: nn.Module | None,
+        samples: int,
+        chunk: int | None,
+        statistics: Statistics = None,
     ) -> Network:
         for name, value in (("samples", samples), ("chunk", 1 if chunk is None else chunk)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
         call = Call(self.forward, self.output)
         called, inputs = call(self._model(model), x)
-        given = None if statistics is None else call(self._model(model), statistics)[1]
+        given: Any = None if isinstance(statistics, str) and statistics == RUNNING else statistics
+        given = call(self._model(model), given)[1] if isinstance(given, Mapping) else given
         self._parameters(called)
         return Network(called, inputs, given, chunk)
 

@@ -29,6 +29,7 @@ class SampledPosterior(Posterior):
     """
 
     kind = "samples"
+    central = ()  # each sample has statistics of its own
 
     def __init__(
         self, members: Sequence[Mapping[str, Tensor]], model: nn.Module | None = None, *, seed: int = 0

@@ -16,7 +16,7 @@ from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.fisher import check_batch_mixing, check_outputs, gather_gradients
 from bayesgrad.layers.functional import gradients_one_by_one
 from bayesgrad.packing import gradient_of
-from bayesgrad.parts import Groups, Host, Needs
+from bayesgrad.parts import Groups, Host, Needs, entries
 from bayesgrad.precision import Dense
 from bayesgrad.precision.low_rank import Matrix
 from bayesgrad.preconditioners.network import NetworkPreconditioner
@@ -39,7 +39,7 @@ class DenseKalman(NetworkPreconditioner):
     ou = OrnsteinUhlenbeck()
 
     def bind(self, optimizer: Host) -> None:
-        if any("covariance" in entry for entry in optimizer.state.values()) and self.recorded is not None:
+        if any("covariance" in entry for _, entry in entries(optimizer)) and self.recorded is not None:
             optimizer.param_groups.pop()
             raise ValueError(
                 "parameters cannot be added after the first step of a joint covariance: build a new optimizer."

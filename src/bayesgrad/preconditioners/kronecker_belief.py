@@ -212,7 +212,8 @@ class Whitening(LayerBelief):
                     store(entry, f"{side}_basis", vectors)
                 continue
             largest = values.amax(1, keepdim=True)
-            root = torch.where(largest > 0, values.maximum(FLOOR * largest).rsqrt(), 0.0)  # zero without data
+            tiny = torch.finfo(values.dtype).tiny
+            root = torch.where(largest > 0, values.maximum(FLOOR * largest).clamp(min=tiny).rsqrt(), 0.0)  # 0: no data
             store(entry, f"{side}_root", root if vectors is None else (vectors * root[:, None]) @ vectors.mT)
 
     def precision(self, layer: Layer, group: Mapping[str, Any]) -> Precision:

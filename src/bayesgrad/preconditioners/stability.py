@@ -37,7 +37,9 @@ def limit_norm(directions: Directions, limit: float, square: Tensor | None = Non
     if square is None:
         parts = [inner_product(dense(d), gradient_of(p)) for p, d in directions.items()]
         square = torch.stack([part.to(parts[0]) for part in parts]).sum()
-    factor = (limit * square.clamp(min=torch.finfo(square.dtype).tiny).rsqrt()).clamp(max=1)
+    # Where products of either sign overflow, their sum is NaN, and the step is zero, as for an infinite norm.
+    square = square.nan_to_num(nan=math.inf, posinf=math.inf).clamp(min=torch.finfo(square.dtype).tiny)
+    factor = (limit * square.rsqrt()).clamp(max=1)
     return {p: scaled(d, factor) for p, d in directions.items()}
 
 

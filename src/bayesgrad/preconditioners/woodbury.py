@@ -242,14 +242,15 @@ class Woodbury(NetworkPreconditioner):
             return dict(directions)
         projection = scale * torch.stack([self._projected(p, own).to(factor) for p, own in columns.items()]).sum(0)
         dual = torch.cholesky_solve(projection[:, None], factor)[:, 0]
-        weights, share = dual * (-scale / damping), torch.full_like(dual[0], 1 / damping)
+        fits = torch.isfinite(dual).all()  # if the gradient is too large for this dtype, the step is zero
+        weights, share = (torch.where(fits, x / damping, 0.0) for x in (-scale * dual, torch.ones_like(dual[0])))
         solved: dict[Tensor, Direction] = {}
         for p, own in columns.items():
             gradient, rest = gradient_of(p).to(_kind(own)), own.combination(weights.to(_kind(own)))
             if isinstance(rest, Product):
                 solved[p] = Scaled(gradient, share, rest)
             else:
-                solved[p] = rest.add_(gradient, alpha=1 / damping)
+                solved[p] = rest.addcmul_(gradient, share.to(gradient))
         if inner.needed:  # d·g = λ d·d + u·u, with the dual u = G'd, and λ^2 d·d = g·g - u·G'g - λ u·u
             gradients = map(gradient_of, columns)
             total = torch.stack([inner_product(g, g).to(factor) for g in gradients]).sum()
@@ -316,7 +317,13 @@ class Woodbury(NetworkPreconditioner):
         damped = [{p: self.dampings[p] * v[p] for p in found} for v in vectors]
         norms = torch.stack([torch.stack([_dot(a, b) for a in damped]) for b in vectors])
         matrix = self._fisher_products(vectors, columns) + norms
-        best = torch.linalg.lstsq(matrix, inner[:, None]).solution[:, 0].tolist()
+        if not bool(torch.isfinite(matrix).all() & torch.isfinite(inner).all()):
+            raise self.optimizer.nonfinite_error(
+                "the quadratic model of this step is not finite: lower lr, scale the inputs, or use step_size='lr'."
+            )
+        # Direction and buffer may differ by many orders of magnitude; in units of their norms, the scales are alike.
+        unit = matrix.diagonal().clamp(min=torch.finfo(matrix.dtype).tiny).rsqrt()
+        best = (unit * (torch.linalg.pinv(unit[:, None] * matrix * unit, hermitian=True) @ (unit * inner))).tolist()
         self.momentum = best[1] if len(best) > 1 else 0.0
         return {p: best[0] * d for p, d in found.items()}
 
@@ -376,7 +383,11 @@ def _kind(columns: PerExampleGradients) -> torch.dtype:
 
 def without_examples(saved: dict[str, Any]) -> dict[str, Any]:
     """A state dict without what belongs to the observed batch: inputs, errors, and products of them."""
-    state = {key: {n: v for n, v in entry.items() if not _is_batch(n)} for key, entry in saved["state"].items()}
+
+    def kept(entry: Any) -> Any:
+        return {n: v for n, v in entry.items() if not _is_batch(n)} if isinstance(entry, dict) else entry
+
+    state = {key: kept(entry) for key, entry in saved["state"].items()}
     return {**saved, "state": state}
 
 

@@ -60,6 +60,11 @@ Memory = dict[str, Tensor]
 Scalars = Mapping[str, Any]
 
 
+def largest_square_root(dtype: torch.dtype) -> float:
+    """A quarter of the largest number whose square is finite, 4.6e18 in float32: the bound of gradients."""
+    return math.sqrt(torch.finfo(dtype).max) / 4
+
+
 def average(decay: float, step: int) -> tuple[float, float]:
     """The weights of the old average and of the `step`-th value (from 1) in a debiased moving average.
 
@@ -74,13 +79,11 @@ class Transition(ABC):
     """Base class of all transitions.
 
     `slots` names the state tensors of a weight; those in `variances` start at the variance of the prior. An optimizer
-    passes its `dynamics(group, step)` to `scalars`. If it `averages_squares`, gradients are clipped to where their
-    squares are finite: a moving average that is infinite once stays infinite.
+    passes its `dynamics(group, step)` to `scalars`.
     """
 
     slots: tuple[str, ...] = (VARIANCE,)
     variances: tuple[str, ...] = (VARIANCE, "last_variance")
-    averages_squares: bool = False
 
     def scalars(self, *args: Any, **dynamics: Any) -> dict[str, float]:
         """The scalars `n` that the other methods read, from the optimizer's `dynamics`."""
@@ -150,15 +153,11 @@ class Forget(Transition):
     def scalars(self, *, keep: float, take: float) -> dict[str, float]:
         return {"take": take} if self.retract else {"keep": keep, "take": take}
 
-    @property
-    def averages_squares(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.retract
-
     def merge(self, memory: Memory, increment: Tensor, n: Scalars) -> Diagonal:
         variance = memory[VARIANCE]
         if self.retract:
             x = n["take"] * (increment * variance - 1)
-            posterior = Diagonal(variance / (1 + x + 0.5 * x * x))
+            posterior = Diagonal(variance / (1 + x * (1 + 0.5 * x)))  # in this form x = -inf is not inf - inf
         else:
             growth = n["keep"] + n["take"] * (increment * variance)
             if self.bounded:
@@ -169,6 +168,8 @@ class Forget(Transition):
             change = n["natural_momentum"] * (1 / variance - 1 / older) * posterior.covariance
             posterior = Diagonal(posterior.covariance / (1 + change.clamp(min=-0.5)))
             memory["last_variance"] = variance
+        # Without a prior the variance of a weight whose increments are zero grows in every step.
+        posterior = Diagonal(posterior.covariance.clamp(max=largest_square_root(variance.dtype)))
         memory[VARIANCE] = posterior.storable()
         return posterior
 
@@ -184,7 +185,6 @@ class MovingAverage(Transition):
     """
 
     slots = ("moment",)
-    averages_squares = True
 
     def scalars(self, *, decay: float, step: int) -> dict[str, float]:
         keep, take = average(decay, step)
@@ -322,7 +322,6 @@ class SteadyState(Transition):
     of: OrnsteinUhlenbeck | OrnsteinUhlenbeckPair = OrnsteinUhlenbeck()
     debias: bool = True
     slots = ("moment",)
-    averages_squares = True
 
     def scalars(self, *, beta: float, step: int, **dynamics: float) -> dict[str, float]:
         keep, take = average(beta, step) if self.debias else (beta, 1 - beta)

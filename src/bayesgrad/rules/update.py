@@ -27,7 +27,7 @@ from torch import Tensor
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.packing import VARIANCE
 from bayesgrad.precision import Precision, Scalar
-from bayesgrad.rules.transition import OLDER_VARIANCE, Memory, Scalars, Transition, average
+from bayesgrad.rules.transition import OLDER_VARIANCE, Memory, Scalars, Transition, average, largest_square_root
 
 MOMENTUM = "momentum"  # the slot of the average of gradients or directions
 PRIOR_PRECISION, PRIOR_MEAN = "prior_precision", "prior_mean"  # slots of a prior: the posterior of an earlier task
@@ -84,11 +84,8 @@ class SquaredGradient(Curvature):
 
     def read(self, evidence: Evidence, memory: Memory, n: Scalars) -> Tensor:
         if evidence.squares is not None:  # means of squares over several samples of weights or labels
-            return (
-                n["gradient_scale"] * (n["gradient_scale"] * evidence.squares)
-                if "gradient_scale" in n
-                else evidence.squares
-            )
+            squares = evidence.squares.clamp(max=largest_square_root(evidence.squares.dtype) ** 2)
+            return n["gradient_scale"] * (n["gradient_scale"] * squares) if "gradient_scale" in n else squares
         error = evidence.gradient * n["gradient_scale"] if "gradient_scale" in n else evidence.gradient
         return error * error
 
@@ -156,7 +153,8 @@ class PerExampleSquare(Curvature):
     """
 
     def read(self, evidence: Evidence, memory: Memory, n: Scalars) -> Tensor:
-        return evidence.squares  # pyright: ignore[reportReturnType]
+        # A large input has an infinite square; times an error of zero it is NaN, and no information.
+        return evidence.squares.nan_to_num(nan=0.0)  # pyright: ignore[reportOptionalMemberAccess]
 
 
 @dataclass(frozen=True)
@@ -275,7 +273,8 @@ class NaturalStep(Move):
         moved = mean - n["step_scale"] * step
         if self.natural_momentum:
             ratio = precision.variance() / memory[OLDER_VARIANCE]
-            moved = moved + n["natural_momentum"] * ratio * (mean - memory["last_mean"])
+            largest = largest_square_root(mean.dtype)
+            moved = moved + (n["natural_momentum"] * ratio * (mean - memory["last_mean"])).clamp(-largest, largest)
             memory["last_mean"] = mean
         return moved
 
@@ -355,9 +354,8 @@ class UpdateRule:
         weight, gradient = weight.to(dtype), gradient.to(dtype)
         if "l2" in n:
             gradient = gradient + n["l2"] * weight
-        if self.transition.averages_squares:
-            largest = math.sqrt(torch.finfo(dtype).max) / 4
-            gradient = gradient.clamp(-largest, largest)
+        largest = largest_square_root(dtype)  # an average of squares that is infinite once stays infinite
+        gradient = gradient.clamp(-largest, largest)
         if self.curvature is None:  # without curvature, the precision of every weight is 1
             precision = Scalar(torch.ones((), dtype=dtype, device=weight.device), tuple(weight.shape))
         else:

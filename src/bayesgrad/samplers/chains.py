@@ -30,12 +30,12 @@ class Chains(nn.Module):
         model: without buffers that change in training (BatchNorm) and without dropout; it is copied.
         count: the number of chains.
         spread: standard deviation of noise that is added to each copy's weights; R-hat needs different starting points.
-        seed: of that noise.
+        seed: of that noise; None draws one from torch's global generator.
 
     Checked by: tests/equations/test_ensemble.py::test_chains_side_by_side_are_chains_alone
     """
 
-    def __init__(self, model: nn.Module, count: int, *, spread: float = 0.0, seed: int = 0) -> None:
+    def __init__(self, model: nn.Module, count: int, *, spread: float = 0.0, seed: int | None = None) -> None:
         super().__init__()
         if count < 1:
             raise ValueError(f"count must be at least 1, got {count}.")
@@ -53,6 +53,7 @@ class Chains(nn.Module):
         for i, (own, name) in enumerate(self.names.items()):
             value = stacked[name].detach()
             if spread:
+                seed = noise.fresh_seed() if seed is None else seed
                 first, second = noise.key(seed, i)
                 square, angle = noise.normal_parts(noise.positions(0, value), first, second)
                 value = value + spread * (square.sqrt() * angle).to(value).view_as(value)

@@ -57,7 +57,8 @@ class Langevin(Sampler):
         update_every: steps between updates of metric and correction; `observe` does nothing in between.
         probes: the number of random directions of an estimated correction; None computes exact corrections for up to
             100 weights, and uses one direction beyond.
-        seed: of noise, directions and sampled labels. Noise is a function of seed, step and a weight's position.
+        seed: of noise, directions and sampled labels. Noise is a function of seed, step and a weight's position. None
+            draws one from torch's global generator.
         nonfinite: what to do with a loss, gradient or step that is not finite: `"raise"` a `Diverged`, `"skip"` or
             `"ignore"`.
         fused: as in `AdaBayes`.
@@ -100,7 +101,7 @@ class Langevin(Sampler):
         ema: float = 0.0,
         update_every: int = 1,
         probes: int | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         nonfinite: str = "raise",
         fused: bool | None = None,
     ) -> None:
@@ -139,7 +140,8 @@ class SNGD(Sampler):
                 batches.
         ema: decay of that average.
         update_every: steps between updates of metric and correction; `observe` does nothing in between.
-        seed: of sampled labels and random directions. Minibatches are up to the data loader.
+        seed: of sampled labels and random directions. Minibatches are up to the data loader. None draws one from
+            torch's global generator.
         nonfinite, fused: as in `Langevin`.
 
     Example:
@@ -182,7 +184,7 @@ class SNGD(Sampler):
         ema: float = 0.0,
         update_every: int = 1,
         probes: int | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         nonfinite: str = "raise",
         fused: bool | None = None,
     ) -> None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from bayesgrad.constraints import COUNT, LAYER_OPTIONS, NONNEGATIVE, Constraint, likelihood_of, one_of
+from bayesgrad.constraints import COUNT, LAYER_OPTIONS, NONNEGATIVE, PRIOR_DECAYS, Constraint, likelihood_of, one_of
 from bayesgrad.optimizer import BeliefOptimizer
 from bayesgrad.rules.transition import Static
 from bayesgrad.rules.update import UpdateRule
@@ -55,6 +55,7 @@ class Sampler(BeliefOptimizer):
     accepts = {
         **BeliefOptimizer.accepts,
         **LAYER_OPTIONS,
+        "weight_decay": PRIOR_DECAYS,
         "num_data": COUNT,
         "temperature": NONNEGATIVE,
         "batch_size": COUNT,

@@ -11,6 +11,7 @@ from torch import Tensor
 from bayesgrad import noise
 from bayesgrad.constraints import POSITIVE_INTEGER, Constraint, one_of
 from bayesgrad.kernels import compute_dtype
+from bayesgrad.layers.call import adds_to_gradient
 from bayesgrad.parts import Evidence, Groups, Needs, Source, weak
 
 ROWS = 64  # rows of an exact Hessian that are computed at once
@@ -18,14 +19,33 @@ EXACT_LIMIT = 1000  # weights up to which "auto" is "exact"
 HESSIAN: Mapping[str, Constraint] = {"hessian": one_of("auto", "exact", "hutchinson"), "probes": POSITIVE_INTEGER}
 
 
+class Observation:
+    """The diagonal of the Hessian of one loss, by parameter.
+
+    Attributes:
+        factor: the derivative, by this loss, of what `backward()` differentiates; None before a backward pass.
+    """
+
+    def __init__(self, loss: Tensor, diagonals: dict[Tensor, Tensor]) -> None:
+        self.diagonals = diagonals
+        self.factor: Tensor | None = None
+        loss.register_hook(self._differentiated)
+
+    def _differentiated(self, factor: Tensor) -> None:
+        if any(map(adds_to_gradient, self.diagonals)):
+            factor = factor.detach().reshape(())
+            self.factor = factor if self.factor is None else self.factor + factor
+
+
 class HessianDiagonal(Source):
     """The diagonal of the Hessian of the loss, computed by `observe(loss=loss)`.
 
-    Call it after `zero_grad()` and before `loss.backward()`. With micro-batches, pass the loss divided by their number,
-    because Hessians add up like gradients. Clipping gradients does not change the Hessian. If a parameter has no
-    gradient yet, an earlier observation of it belongs to an abandoned pass and is replaced. Probes are a function of
-    seed, step (or draw) and position: the micro-batches of a step share them. `hessian`, `probes`, `seed` and the
-    number of `draws` are those of the first param group.
+    Call it before `loss.backward()`. Hessians add up like gradients: that of a micro-batch is multiplied by the number
+    that its loss is multiplied by before the backward pass, such as 1/4 in `(loss / 4).backward()`. A number above one
+    is the scale of a `GradScaler`, which does not count. Clipping gradients does not change the Hessian. Losses that
+    were not differentiated, while another was, belong to an abandoned pass. Probes are a function of seed, step (or
+    draw) and position: the micro-batches of a step share them. `hessian`, `probes`, `seed` and the number of `draws`
+    are those of the first param group.
 
     Args:
         factor: param group and parameter -> the factor of second derivatives; None for 1.
@@ -40,10 +60,30 @@ class HessianDiagonal(Source):
         self.reset()
 
     def reset(self) -> None:
-        self.diagonals: dict[Tensor, Tensor] = {}
+        self.totals: dict[Tensor, Tensor] = {}  # of earlier backward passes
+        self.waiting: list[Observation] = []  # since the gradients last changed
+        self.gradients: list[tuple[int, int]] = []  # at the last observation
 
     def zeroed(self, stale: bool) -> None:
-        self.reset()
+        self.totals = {}
+        self.waiting = [] if stale else [seen for seen in self.waiting if seen.factor is None]
+        self.gradients = self._gradients()
+
+    def _gradients(self) -> list[tuple[int, int]]:
+        """Identity and version of all gradients."""
+        every = (p for group in self.optimizer.param_groups for p in group["params"])
+        return [(id(p.grad), p.grad._version) for p in every if p.grad is not None]
+
+    @property
+    def diagonals(self) -> dict[Tensor, Tensor]:
+        """The sum over the losses of a step."""
+        total = dict(self.totals)
+        for seen in [seen for seen in self.waiting if seen.factor is not None] or self.waiting[-1:]:
+            for p, diagonal in seen.diagonals.items():
+                if seen.factor is not None:
+                    diagonal = diagonal * seen.factor.clamp(max=1).to(diagonal)
+                total[p] = total[p] + diagonal if p in total else diagonal
+        return total
 
     def observe(self, outputs: Any, loss: Any, labels: Any, weights: Any) -> None:
         optimizer = self.optimizer
@@ -60,7 +100,12 @@ class HessianDiagonal(Source):
         drawing = next((source for source in optimizer.sources if source.needs.draws), None)
         if drawing is not None and not drawing.drawing:
             raise RuntimeError("call observe(loss=loss) inside `with optimizer.sampled():`, before loss.backward().")
-        if drawing is None and not self.diagonals:
+        now = self._gradients()
+        if now != self.gradients or any(seen.factor is not None for seen in self.waiting):
+            self.totals, self.waiting = self.diagonals, []
+        self.gradients = now
+        self.totals = {p: total for p, total in self.totals.items() if p.grad is not None}
+        if drawing is None and not self.totals and not self.waiting:
             optimizer.draws += 1
         first = optimizer.param_groups[0]
         few = sum(p.numel() for p in params) <= EXACT_LIMIT
@@ -69,10 +114,11 @@ class HessianDiagonal(Source):
         else:
             keys = [noise.key(first["seed"], optimizer.draws, 0, probe) for probe in range(int(first["probes"]))]
             found = hutchinson(gradients, params, starts, keys)
-        for (group, p, _), diagonal in zip(wanted, found):
-            diagonal = diagonal.detach().to(compute_dtype(p.dtype)) * (self.factor(group, p) if self.factor else 1.0)
-            known = self.diagonals.get(p) if p.grad is not None else None
-            self.diagonals[p] = diagonal if known is None else known + diagonal
+        factor = self.factor or (lambda group, p: 1.0)
+        diagonals = {
+            p: d.detach().to(compute_dtype(p.dtype)) * factor(group, p) for (group, p, _), d in zip(wanted, found)
+        }
+        self.waiting.append(Observation(loss, diagonals))
 
     def begin_draws(self) -> None:
         self.stored = {}
@@ -83,21 +129,21 @@ class HessianDiagonal(Source):
             self.stored[p] = self.stored[p] + part if p in self.stored else part
 
     def merge_draws(self, samples: int) -> None:
-        self.diagonals = self.stored
+        self.totals, self.waiting = self.stored, []
 
     def collect(self, groups: Groups, active: list[list[Tensor]]) -> Evidence:
-        params = [p for some in active for p in some]
-        if any(p.numel() and p not in self.diagonals for p in params):
+        params, diagonals = [p for some in active for p in some], self.diagonals
+        if any(p.numel() and p not in diagonals for p in params):
             raise RuntimeError(
                 f"{self.optimizer.__class__.__name__} needs second derivatives: call optimizer.observe(loss=loss) "
-                "after zero_grad() and before loss.backward(), where the loss is computed, and take no step for an "
-                "empty batch."
+                "before loss.backward(), where the loss is computed, and take no step for an empty batch."
             )
-        return {"hessian": {p: self.diagonals[p] if p.numel() else torch.zeros_like(p) for p in params}}
+        return {"hessian": {p: diagonals[p] if p.numel() else torch.zeros_like(p) for p in params}}
 
     def nonfinite(self, index: int, params: list[Tensor]) -> str | None:
+        diagonals = self.diagonals
         for p in params:
-            diagonal = self.diagonals.get(p)
+            diagonal = diagonals.get(p)
             if diagonal is not None and not bool(torch.isfinite(diagonal).all()):
                 count = int((~torch.isfinite(diagonal)).sum())
                 name = self.optimizer.name_of(p)

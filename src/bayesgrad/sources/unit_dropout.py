@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bayesgrad import kernels, noise
 from bayesgrad.parts import Noise, weak
 from bayesgrad.posterior.units import Units, units_of
-from bayesgrad.sources.weight_sampling import Draws, mark, same
+from bayesgrad.sources.weight_sampling import Draws
 
 
 class MaskedUnits(NamedTuple):
@@ -83,10 +83,8 @@ class UnitDropout(Draws):
             p.copy_(mean)
         self.hooks, self.saved = [], []
 
-    def end(self) -> None:
-        for p, earlier in self.before.items():
-            if p.grad is not None and not same(mark(p), earlier):
-                self.sampled.add(p)
+    def perturbed(self) -> Iterator[Tensor]:
+        return (p for p, _ in self.saved)
 
     def _buffer(self, p: Tensor) -> Tensor:
         """A buffer for the weight during a draw; reused, because an allocation costs more than the copy."""

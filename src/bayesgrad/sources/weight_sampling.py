@@ -25,7 +25,9 @@ class Draws(Source):
     def __init__(self) -> None:
         self.active = False  # whether weights are changed now
         self.key: noise.Key | None = None  # of the current draw in training
-        self.before: dict[Tensor, Mark] = {}  # gradients at the beginning of the current context
+        self.before: dict[Tensor, Mark] = {}  # gradients at the beginning of the current context, or at zero_grad()
+        self.old: set[Tensor] = set()  # parameters with a gradient of earlier passes at the beginning of the context
+        self.norms: dict[Tensor, Tensor] = {}  # of those gradients that were not computed at sampled weights
         self.at_zero_grad: dict[Tensor, Mark] = {}
         self.without_grad = 0  # draws under torch.no_grad() since the last draw in training
         self.stored: dict[Tensor, Tensor] = {}  # of several draws of a closure
@@ -39,6 +41,10 @@ class Draws(Source):
     def restore(self, finished: bool) -> None:
         """Restores them, bit for bit. `finished` is False under `torch.no_grad()` and after an error."""
 
+    @abstractmethod
+    def perturbed(self) -> Iterator[Tensor]:
+        """The parameters whose weights are a sample now."""
+
     @property
     def drawing(self) -> bool:
         return self.key is not None
@@ -46,15 +52,38 @@ class Draws(Source):
     def begin(self, training: bool) -> None:
         """Called before the weights are changed."""
 
-    @abstractmethod
     def end(self) -> None:
-        """Called after the weights were restored, if gradients were computed in training."""
+        """Called after the weights were restored, in training: finds the gradients that were computed in the context.
+
+        A gradient from before it is gone if `zero_grad()` was called, or if there is another tensor in its place.
+        """
+        computed = {p for p, earlier in self.before.items() if p.grad is not None and not same(mark(p), earlier)}
+        # A backward pass with create_graph=True adds out of place, and its result has a graph.
+        tensors = {p: earlier[0] for p, earlier in self.before.items() if earlier}
+        kept = {p for p in computed & self.old if p.grad is tensors[p] or gradient_of(p).requires_grad}
+        for p in computed - kept:
+            self.mixed.pop(p, None)
+        self.mixed |= {p: self.norms[p] for p in kept if p in self.norms}
+        self.added |= kept & self.sampled
+        self.sampled |= computed
+        self.computed(computed, kept)
+
+    def computed(self, params: set[Tensor], kept: set[Tensor]) -> None:
+        """Called with the parameters whose gradients were computed in a context.
+
+        Args:
+            params: these.
+            kept: those of them whose gradients were added to gradients of earlier passes.
+        """
 
     def reset(self) -> None:
         self.sampled: set[Tensor] = set()  # parameters whose gradients were computed in sampled()
+        self.mixed: dict[Tensor, Tensor] = {}  # those that began with other gradients, and the norms of these
+        self.added: set[Tensor] = set()  # those that began with gradients of other draws
 
     def zeroed(self, stale: bool) -> None:
         self.reset()
+        self.old, self.norms = set(), {}
         self.at_zero_grad = self.before = {p: mark(p) for group in self.optimizer.param_groups for p in group["params"]}
 
     @contextmanager
@@ -63,8 +92,7 @@ class Draws(Source):
             raise RuntimeError("sampled() is already active: leave the context before entering it again.")
         training = torch.is_grad_enabled()
         if training:
-            every = (p for group in self.optimizer.param_groups for p in group["params"])
-            self.before = {p: mark(p) for p in every if p.requires_grad}
+            self._note_gradients()
         self.begin(training)
         key = self._next_key(training)
         self.key = key if training else None
@@ -73,7 +101,14 @@ class Draws(Source):
         try:
             with torch.no_grad():
                 self.perturb(key, noise, training)
+            versions = [(p, p._version) for p in self.perturbed()]
             yield
+            for p, version in versions:
+                if p._version != version:
+                    raise RuntimeError(
+                        f"{self.optimizer.name_of(p)} was changed inside sampled(), which restores the mean at its "
+                        "end: change weights outside of it."
+                    )
             finished = training
         finally:
             with torch.no_grad():
@@ -82,6 +117,16 @@ class Draws(Source):
             if finished:
                 self.end()
             self.before = {}
+
+    def _note_gradients(self) -> None:
+        """Records which gradients exist at the beginning of a context, and which of them are of earlier passes."""
+        every = (p for group in self.optimizer.param_groups for p in group["params"])
+        self.before = {p: mark(p) for p in every if p.requires_grad}
+        zeroed = self.at_zero_grad
+        self.old = {p for p, now in self.before.items() if now and not (p in zeroed and same(zeroed[p], now))}
+        foreign = [p for p in self.old - self.sampled if p.numel() and gradient_of(p).layout is torch.strided]
+        norms = torch._foreach_norm([gradient_of(p).detach() for p in foreign], torch.inf) if foreign else []
+        self.norms = dict(zip(foreign, norms))
 
     def _next_key(self, training: bool) -> noise.Key:
         optimizer, seed = self.optimizer, self.optimizer.param_groups[0]["seed"]
@@ -99,10 +144,23 @@ class Draws(Source):
                 f"the gradient of {self.optimizer.name_of(missing)} was not computed at sampled weights: run forward "
                 f"and backward passes inside `with optimizer.sampled():`, then call {name}.step()."
             )
+        if any(bool(norm != 0) for p, norm in self.mixed.items() if p.grad is not None):
+            raise RuntimeError(
+                "gradients that were not computed at sampled weights, or that a step has used, were not zero when "
+                "others were added: call optimizer.zero_grad() before the first pass of a step, and run all of its "
+                "passes (micro-batches too) inside `with optimizer.sampled():`, or in one closure."
+            )
         return {}
 
     def begin_draws(self) -> None:
         self.stored = {}
+
+    def store_draw(self, samples: int) -> None:
+        if self.added or any(bool(norm != 0) for norm in self.mixed.values()):
+            raise RuntimeError(
+                f"a closure that is averaged over samples={samples} draws cannot add to gradients of earlier passes: "
+                "call optimizer.zero_grad() in the closure, and run all passes of a step there."
+            )
 
     def merge_draws(self, samples: int) -> None:
         self.reset()
@@ -138,6 +196,7 @@ class WeightSampling(Draws):
     ) -> None:
         self.evidence, self.scalars, self.block_type = evidence, weak(scalars), block_type
         self.layout: list[SampledBlock] = []
+        self.earlier: dict[Tensor, Tensor] = {}  # gradients of other draws at the beginning of the context
         super().__init__()
 
     def reset(self) -> None:
@@ -147,24 +206,12 @@ class WeightSampling(Draws):
         self.seen: dict[Tensor, Tensor | None] = {}  # gradients that belong to these sums
         self.count = 0  # number of draws
 
-    def zeroed(self, stale: bool) -> None:
-        super().zeroed(stale)
-        self.fresh = set(self.before)
-
     def begin(self, training: bool) -> None:
-        """Records which gradients exist already, and their values."""
         self.drawn = self._layout()
-        if not training:  # offsets of an earlier draw are in buffers that this draw overwrites
-            self.offsets = {p: offset.clone() for p, offset in self.offsets.items()}
-            return
-        params = [p for part in self.drawn for p in part.params]
-        zeroed = self.at_zero_grad
-        # parameters without a gradient at the beginning of the context
-        self.fresh = {p for p in params if p.grad is None or (p in zeroed and same(zeroed[p], self.before[p]))}
-        for p in params:
-            if p not in self.fresh and self.evidence is not None:
-                self._fold(p)
-                self.seen[p] = gradient_of(p).clone()
+        # Offsets of an earlier draw are in buffers that this draw overwrites.
+        self.offsets = {p: offset.clone() for p, offset in self.offsets.items()}
+        if training and self.evidence is not None:
+            self.earlier = {p: gradient_of(p).clone() for p in self.old & self.sampled}
 
     def perturb(self, key: noise.Key, given: Noise | None, training: bool) -> None:
         elements = sum(part.elements for part in self.drawn)
@@ -178,13 +225,16 @@ class WeightSampling(Draws):
         for part in self.drawn:
             part.restore(self.evidence is not None and finished, elements)
 
+    def perturbed(self) -> Iterator[Tensor]:
+        return (p for part in self.drawn for p in part.params)
+
     def _layout(self) -> list[SampledBlock]:
         """The blocks of parameters to perturb; reused from draw to draw until parameters change."""
         groups, state = self.optimizer.param_groups, self.optimizer.state
         wanted = [(group, [p for p in group["params"] if p.requires_grad]) for group in groups]
-        every = [p for _, params in wanted for p in params]
+        every = [id(p) for _, params in wanted for p in params]  # == of tensors compares their values
         parts = self.layout
-        if [p for part in parts for p in part.params] != every or not all(part.fits() for part in parts):
+        if [id(p) for part in parts for p in part.params] != every or not all(part.fits() for part in parts):
             starts, start = {}, 0
             for group in groups:
                 for p in group["params"]:
@@ -196,7 +246,7 @@ class WeightSampling(Draws):
                     some = [p for p in params if (p.dtype, p.device) == kind]
                     parts.append(self.block_type(group, some, [starts[p] for p in some]))
             # With several dtypes or devices in a group the order differs; the blocks are then built for each draw.
-            self.layout = parts if [p for part in parts for p in part.params] == every else []
+            self.layout = parts if [id(p) for part in parts for p in part.params] == every else []
         owners = {p: group for group, params in wanted for p in params}
         for part in parts:
             part.group = owners[part.params[0]]  # loading a state replaces groups
@@ -206,54 +256,47 @@ class WeightSampling(Draws):
                     self.optimizer.initialise(group, params)
         return parts
 
-    def _fold(self, p: Tensor) -> None:
-        """Replaces the offset of a single draw by its contribution, to which others can be added."""
-        offset = self.offsets.pop(p, None)
-        if offset is not None:
-            self.sums[p] = self._contribution(gradient_of(p), offset)
-
     def _contribution(self, gradient: Tensor, offset: Tensor) -> Tensor:
         gradient = gradient.to(kernels.compute_dtype(gradient.dtype))
         return gradient.square() if self.evidence == "squares" else gradient * offset
 
-    def end(self) -> None:
-        self.count += 1
-        for part in self.drawn:
-            for p, offset in part.offsets():
-                if p.grad is None or same(mark(p), self.before[p]):
-                    continue
-                self.sampled.add(p)
-                if self.evidence is None:
-                    continue
-                if p in self.fresh:
-                    self.offsets[p] = offset
-                    continue
+    def _sum(self, p: Tensor, now: Tensor) -> Tensor:
+        """The contributions to a gradient that is `now`; later changes of it (clipping, unscaling) apply to them."""
+        if p in self.offsets:
+            return self._contribution(now, self.offsets[p])
+        seen = self.seen[p]
+        factor = 1.0 if seen is None else torch.where(now == seen, 1.0, now / seen).nan_to_num(0.0, 0.0, 0.0)
+        return self.sums[p] * (factor * factor if self.evidence == "squares" else factor)
+
+    def computed(self, params: set[Tensor], kept: set[Tensor]) -> None:
+        if params & self.old - kept:  # gradients of earlier draws were replaced
+            self.count = 0
+        self.count += bool(params)
+        for p, offset in (pair for part in self.drawn for pair in part.offsets() if self.evidence is not None):
+            if p in kept and p in self.earlier:
                 if not self.optimizer.independent:
                     distributed.refuse_several_draws(self.optimizer.__class__.__name__)
-                seen = self.seen.get(p)
-                new = gradient_of(p) - seen if seen is not None else gradient_of(p)
-                more = self._contribution(new, offset)
-                self.sums[p] = self.sums[p] + more if p in self.sums else more
-                self.seen[p] = gradient_of(p).clone()
+                now, earlier = gradient_of(p), self.earlier[p]
+                self.sums[p] = self._sum(p, earlier) + self._contribution(now - earlier, offset)
+                self.seen[p] = now.clone()
+                self.offsets.pop(p, None)
+            elif p in params:
+                self.offsets[p] = offset
+                self.sums.pop(p, None)
 
     def collect(self, groups: Groups, active: list[list[Tensor]]) -> Evidence:
         super().collect(groups, active)
         if self.evidence is None:
             return {}
-        if not self.sums:
+        if not self.sums and (self.evidence != "squares" or self.count <= 1):
             return {} if self.evidence == "squares" else {self.evidence: self.offsets}
-        sums = {}
-        for p in (p for some in active for p in some):
-            if p in self.offsets:
-                sums[p] = self._contribution(gradient_of(p), self.offsets[p])
-                continue
-            seen, now = self.seen[p], gradient_of(p)
-            # Apply later changes of the gradient (clipping, unscaling) to the sum.
-            factor = 1.0 if seen is None else torch.where(now == seen, 1.0, now / seen).nan_to_num(0.0, 0.0, 0.0)
-            sums[p] = self.sums[p] * (self.count * factor * factor if self.evidence == "squares" else factor)
-        return {"squares" if self.evidence == "squares" else "product": sums}
+        sums = {p: self._sum(p, gradient_of(p)) for some in active for p in some}
+        if self.evidence != "squares":
+            return {"product": sums}
+        return {"squares": {p: total * self.count for p, total in sums.items()}}
 
     def store_draw(self, samples: int) -> None:
+        super().store_draw(samples)
         for p, offset in self.offsets.items():
             if p.grad is not None:
                 part = self._contribution(gradient_of(p), offset)
