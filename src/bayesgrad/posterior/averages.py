@@ -16,6 +16,8 @@ from bayesgrad.predictions import Decomposed, Moments, NoisyMoments
 FAR = 0.2  # the share of predictions that samples may change
 ENOUGH, SEVERAL = 20, 8  # predictions and samples from which the share is known
 LINKS = ("probit", "mc")
+RUNNING = "running"  # `statistics=` of models whose running statistics fit
+REMEDY = "pass training inputs, or a loader, to predict(..., statistics=), or 'running' to keep them"
 Statistics = Inputs | Iterable | str | None  # from which those of BatchNorm are estimated
 
 

@@ -28,7 +28,7 @@ from bayesgrad.layers.running_statistics import warn_of_statistics
 from bayesgrad.likelihoods import Likelihood
 from bayesgrad.noise import generator_of
 from bayesgrad.posterior import storage
-from bayesgrad.posterior.averages import Averages, Options, Statistics, check_link
+from bayesgrad.posterior.averages import REMEDY, RUNNING, Averages, Options, Statistics, check_link
 from bayesgrad.posterior.linearised import gaussian_outputs, linearised_outputs, refuse_export, warn_of_samples
 from bayesgrad.precision import Diagonal
 from bayesgrad.predictions import Decomposed, Moments, NoisyMoments
@@ -37,10 +37,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 METHODS = ("mc", "linear", "mean")
-RUNNING = "running"  # `statistics=` of models whose running statistics fit
-REMEDY = "pass training inputs, or a loader, to predict(..., statistics=), or 'running' to keep them"
 UNSUPPORTED = (RuntimeError, ValueError, TypeError, NotImplementedError)  # what a backward pass may raise
-NUMBERS = ("prior", "fit", "likelihood")  # groups of `_tensors` that are no tensors of weights
 
 
 class Posterior(ABC):
@@ -279,10 +276,7 @@ class Posterior(ABC):
         seed: int | None = None,
         chunk: int | None = None,
     ) -> Tensor:
-        """Outputs f(m) + J (w - m) of the network linearised at the mean m, for samples w of the weights.
-
-        A sample is one function of all inputs. Arguments and shape are those of `predictive_samples`.
-        """
+        """As `predictive_samples`, for the network linearised at the mean m: f(m) + J (w - m) for samples w."""
         network = self._network(x, model, samples, chunk)
         mean = self._centre(network)
         draws = (self._cast(w, network.model) for w in self._choose(samples, self._seed(seed)))
@@ -388,7 +382,7 @@ class Posterior(ABC):
             device: a device, or a dtype.
             dtype: float32 or float64.
         """
-        state = {**self.state_dict(), "tensors": storage.converted(self._tensors(), NUMBERS, device, dtype)}
+        state = {**self.state_dict(), "tensors": storage.converted(self._tensors(), device, dtype)}
         found = Posterior.from_state_dict(state, self.model)
         found.likelihood, found.noise_scale = self.likelihood, self.noise_scale
         found.forward, found.output = self.forward, self.output
