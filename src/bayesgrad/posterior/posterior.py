@@ -231,7 +231,7 @@ class Posterior(ABC):
             if chosen == "linear":
                 closed = reading.closed_form or (link != "mc" and not decompose and not reading.needs_samples)
                 try:
-                    mean, spread = self._linear_moments(network, joint=not closed)
+                    mean, covariance = self._linear_moments(network, joint=not closed)
                 except UNSUPPORTED as error:
                     if method is not None:
                         raise
@@ -239,9 +239,9 @@ class Posterior(ABC):
                     warn_of_samples(error)
                 else:
                     if closed:
-                        return (reading.decompose_gaussian if decompose else reading.from_gaussian)(mean, spread)
+                        return (reading.decompose_gaussian if decompose else reading.from_gaussian)(mean, covariance)
                     found = Averages(reading)
-                    for outputs in gaussian_outputs(mean, spread, self._generators(samples, self._seed(seed))):
+                    for outputs in gaussian_outputs(mean, covariance, self._generators(samples, self._seed(seed))):
                         found.add(outputs)
             elif chosen == "mc":
                 found = self._average(network, reading, samples, seed)
