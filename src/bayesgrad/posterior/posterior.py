@@ -24,8 +24,7 @@ from bayesgrad.layers.network import (
     unwrap,
 )
 from bayesgrad.layers.output_covariance import BlockCovariance, OutputCovariance, output_covariance
-from bayesgrad.layers.running_statistics import spread as spread_of_weights
-from bayesgrad.layers.running_statistics import warn_of_statistics
+from bayesgrad.layers.running_statistics import spread, warn_of_statistics
 from bayesgrad.likelihoods import Likelihood
 from bayesgrad.noise import generator_of
 from bayesgrad.posterior import storage
@@ -227,9 +226,7 @@ class Posterior(ABC):
         check_link(link, reading, decompose)
         network = self._network(x, model, samples, chunk, statistics)
         if statistics is None and chosen not in self.central:
-            warn_of_statistics(
-                unwrap(self._model(model)), lambda: spread_of_weights(self.mean, self.variance()), REMEDY
-            )
+            warn_of_statistics(unwrap(self._model(model)), lambda: spread(self.mean, self.variance()), REMEDY)
         with evaluation_mode(network.model):
             if chosen == "linear":
                 closed = reading.closed_form or (link != "mc" and not decompose and not reading.needs_samples)
