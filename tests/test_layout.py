@@ -34,6 +34,7 @@ LAYERS = [
     ["layers"],
     ["belief"],
     ["precision"],
+    ["custom_likelihoods"],
     ["likelihoods"],
     ["predictions"],
     ["packing"],

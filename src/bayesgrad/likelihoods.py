@@ -16,7 +16,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import ClassVar
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from bayesgrad.noise import generator_of
-from bayesgrad.predictions import Decomposed, Moments
+from bayesgrad.predictions import Decomposed, Moments, NoisyMoments
 
 IGNORED = -100  # a label without a loss, as in torch's cross entropy
 
@@ -37,6 +37,26 @@ class Likelihood(ABC):
     has_noise: ClassVar[bool] = False  # whether it is
     closed_form: ClassVar[bool] = False  # whether predictions for Gaussian outputs are exact
     has_classes: ClassVar[bool] = False  # whether a loss is about the last dimension, and not about a whole example
+    needs_samples: ClassVar[bool] = False  # whether predictions for Gaussian outputs are averages over samples of them
+    kinds: ClassVar[dict[str, type[Likelihood]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        if "kind" in cls.__dict__:
+            Likelihood.kinds[cls.kind] = cls
+
+    @property
+    def name(self) -> str:
+        """What `named` turns into an equal likelihood again; a state dict has this string and not the object.
+
+        It is the kind, with the fields of a dataclass that do not have their default.
+        """
+        own = {f.name: (getattr(self, f.name), f.default) for f in fields(self)} if is_dataclass(self) else {}
+        given = ", ".join(f"{key}={value!r}" for key, (value, default) in own.items() if value != default)
+        return f"{self.kind}({given})" if given else self.kind
+
+    def with_noise(self, noise_scale: float) -> Likelihood:
+        """This likelihood with another standard deviation of the data, if it has one."""
+        return self
 
     @property
     def name(self) -> str:
@@ -51,12 +71,12 @@ class Likelihood(ABC):
     def link(self, outputs: Tensor) -> Tensor:
         """The quantity that predictions average over weights: probabilities, rates, or the outputs themselves."""
 
-    def from_moments(self, mean: Tensor, variance: Tensor) -> Tensor | Moments:
+    def from_moments(self, mean: Tensor, variance: Tensor) -> Tensor | Moments | NoisyMoments:
         """The prediction from the mean and variance of link(f) over weights."""
         return mean
 
     @abstractmethod
-    def from_gaussian(self, mean: Tensor, variance: Tensor) -> Tensor | Moments:
+    def from_gaussian(self, mean: Tensor, variance: Tensor) -> Tensor | Moments | NoisyMoments:
         """The prediction if the outputs f are independent Gaussians N(mean, variance)."""
 
     @abstractmethod
@@ -225,7 +245,7 @@ class Bernoulli(Categorical):
 
     def hessian_roots(self, outputs: Tensor) -> Iterator[Tensor]:
         p = outputs.detach().sigmoid()
-        yield from _one_by_one((p * (1 - p)).sqrt())
+        yield from one_by_one((p * (1 - p)).sqrt())
 
     def hessian_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
         p = outputs.sigmoid()
@@ -261,10 +281,6 @@ class Gaussian(Likelihood):
         if not 0 < float(self.noise_scale) < math.inf:
             raise ValueError(f"noise_scale must be a finite positive number, got {self.noise_scale!r}.")
         object.__setattr__(self, "noise_scale", float(self.noise_scale))
-
-    @property
-    def name(self) -> str:
-        return self.kind if self.noise_scale == 1 else f"{self.kind}(noise_scale={self.noise_scale!r})"
 
     def with_noise(self, noise_scale: float) -> Gaussian:
         return Gaussian(noise_scale)
@@ -308,7 +324,7 @@ class Gaussian(Likelihood):
         return super().residual(outputs, labels, check) * self._precision
 
     def hessian_roots(self, outputs: Tensor) -> Iterator[Tensor]:
-        yield from _one_by_one(torch.full_like(outputs, 1 / self.noise_scale))
+        yield from one_by_one(torch.full_like(outputs, 1 / self.noise_scale))
 
     def hessian_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
         return vector * self._precision
@@ -355,7 +371,7 @@ class Poisson(Likelihood):
         return (outputs.exp() - labels * outputs + (labels + 1).lgamma()).reshape(len(outputs), -1).sum(1)
 
     def hessian_roots(self, outputs: Tensor) -> Iterator[Tensor]:
-        yield from _one_by_one((outputs.detach() / 2).exp())
+        yield from one_by_one((outputs.detach() / 2).exp())
 
     def hessian_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
         return outputs.exp() * vector
@@ -392,7 +408,7 @@ def _real(labels: Tensor, outputs: Tensor) -> Tensor:
     return labels.to(outputs)
 
 
-def _one_by_one(scale: Tensor) -> Iterator[Tensor]:
+def one_by_one(scale: Tensor) -> Iterator[Tensor]:
     """For each output a tensor that is `scale` there and zero elsewhere."""
     rows = scale.reshape(len(scale), -1)
     for k in range(rows.shape[1]):
@@ -402,7 +418,7 @@ def _one_by_one(scale: Tensor) -> Iterator[Tensor]:
 
 
 _BY_NAME: dict[str, Likelihood] = {one.kind: one for one in (Categorical(), Bernoulli(), Gaussian(), Poisson())}
-_WITH_NOISE = re.compile(r"gaussian\(noise_scale=([0-9.e+-]+)\)")  # `Gaussian.name`
+_NAME = re.compile(r"(\w+)(?:\(((?:\w+=[0-9.e+-]+(?:, )?)+)\))?")  # `Likelihood.name`
 
 
 def named(likelihood: str | Likelihood, noise_scale: float | None = None) -> Likelihood:
@@ -417,8 +433,9 @@ def named(likelihood: str | Likelihood, noise_scale: float | None = None) -> Lik
         return found if noise_scale is None else found.with_noise(noise_scale)
     if isinstance(likelihood, Likelihood):
         found = likelihood
-    elif isinstance(likelihood, str) and (match := _WITH_NOISE.fullmatch(likelihood)):
-        found = Gaussian(float(match[1]))
+    elif isinstance(likelihood, str) and (match := _NAME.fullmatch(likelihood)) and match[1] in Likelihood.kinds:
+        given = (part.split("=") for part in (match[2] or "").split(", ") if part)
+        found = Likelihood.kinds[match[1]](**{key: float(value) for key, value in given})
     else:
         known = ", ".join(map(repr, _BY_NAME))
         raise ValueError(f"likelihood must be one of {known}, or an object such as Gaussian(0.3), got {likelihood!r}.")

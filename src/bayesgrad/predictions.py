@@ -17,6 +17,17 @@ class Moments(NamedTuple):
     variance: Tensor
 
 
+class NoisyMoments(NamedTuple):
+    """Mean and variance of the mean of a label under the posterior of the weights, and its expected noise variance.
+
+    A new label has the variance `variance + noise`.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    noise: Tensor
+
+
 class Decomposed(NamedTuple):
     """A prediction with its aleatoric uncertainty (noise of labels) and epistemic uncertainty (lack of data).
 
@@ -25,6 +36,7 @@ class Decomposed(NamedTuple):
     | categorical | the expected entropy, E H(p) | the mutual information of label and weights | H(E p), in nats |
     | bernoulli | the same for each output | | |
     | gaussian | the noise variance | Var f | the variance of a new label |
+    | heteroscedastic gaussian | the expected noise variance | the variance of the mean | the variance of a new label |
     | poisson | the expected rate | the rate's variance | the variance of a new count |
 
     Args:
@@ -34,7 +46,7 @@ class Decomposed(NamedTuple):
     Checked by: tests/equations/test_predictive.py, by quadrature.
     """
 
-    prediction: Tensor | Moments
+    prediction: Tensor | Moments | NoisyMoments
     aleatoric: Tensor
     epistemic: Tensor
 

@@ -183,7 +183,7 @@ class Predictive:
             self._mean, self._squares = mean, squares + deviation * (one - mean)
         return value
 
-    def prediction(self) -> Tensor | likelihoods.Moments:
+    def prediction(self) -> Tensor | likelihoods.Moments | likelihoods.NoisyMoments:
         """The average so far, as `Posterior.predict` returns it."""
         if self._mean is None or self._squares is None:
             raise ValueError("there is no prediction yet: call collect() at each sample.")
