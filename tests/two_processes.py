@@ -92,6 +92,7 @@ def by_closure(part: slice | None) -> Result:
         x, y = (t[part or slice(None)] for t in batch(index, torch.float64))
 
         def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
             loss = F.cross_entropy(net(x), y)
             loss.backward()
             return loss

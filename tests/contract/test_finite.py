@@ -86,6 +86,7 @@ def test_gradients_of_no_step_are_not_reported() -> None:
     optimizer.eval()
 
 
+@pytest.mark.filterwarnings("ignore:STE sets all its parameters")
 def test_state_that_is_nan_behind_finite_weights_is_reported() -> None:
     """The sign of NaN is 1: weights and later gradients look right."""
     model = net()

@@ -33,10 +33,10 @@ CASES = (
 every_hostile_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 REFUSALS = re.compile(
     r"the (input|error) factor of layer '\d' is singular with damping .*: raise damping\."
-    r"|the first inputs or errors of layers .*, or their squares, are not finite: lower lr, or scale the inputs\."
+    r"|the (inputs|errors) of layer '.*', or their squares, are not finite: check the batch and the loss, or scale them\."
     r"|the quadratic model of this step is not finite: lower lr, scale the inputs, or use step_size='lr'\."
     r"|observe\(\) found per-example gradients that are not finite: .*; lower lr\."
-    r"|.* of the metric is (not finite: training has diverged or inputs overflow; lower lr|singular with .*)\."
+    r"|.* of the metric is (not finite: check the batch and the loss, scale the inputs, or lower lr|singular with .*)\."
 )
 WARNINGS = re.compile(r".* is singular with damping .* and was inverted with damping .*: raise damping\.")
 COVARIANCES = ("covariance", "input_covariance", "error_covariance", "input_inverse", "error_inverse")

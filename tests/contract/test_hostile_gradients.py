@@ -20,6 +20,8 @@ from bayesgrad import optim
 from cases import ELEMENTWISE, MASKED, SECOND, SHOWN, Case, same, states, weights
 from hostile import KINDS, MODERATE, Sequences
 
+pytestmark = pytest.mark.filterwarnings("ignore:lr=.* times the .* for which")  # schedules are hostile, too
+
 IMPROPER = {"num_data": 1000, "prior_precision": 0.0}
 CASES = (
     *ELEMENTWISE,

@@ -201,6 +201,7 @@ def test_a_rate_above_the_reference_is_named_once_where_it_raises_another(case: 
         assert case.name not in SCALED
         train(model, optimizer, range(1, 3))
         return
+    optimizer.zero_grad()
     backward(model, 1, optimizer)
     before = weights(model)
     name = type(optimizer).__name__
