@@ -163,7 +163,7 @@ class LayerRecorder:
         self.layers, self.receive, self.marks = dict(layers), receive, marks
         self.capture: Callable[[LayerCall], Any] | None = None
         self.captures = 0
-        self.returned = returned
+        self.began, self.returned = began, returned
         self.forward_count = self.begun = 0  # passes, and the latest of the model
         self.inside = False
         self.current = 0  # the id of the latest forward pass
@@ -197,6 +197,7 @@ class LayerRecorder:
         recomputed = torch._C._current_graph_task_id() != -1  # by activation checkpointing, in the backward pass
         return self.begun if self.inside or recomputed else -1 - self.forward_count
 
+        began: called at the beginning of a forward pass. It is not called for a compiled model.
     def begin_pass(self) -> None:
         self.forward_count += 1
         self.begun = self.forward_count
@@ -215,6 +216,7 @@ class LayerRecorder:
             del self.passes[next(iter(self.passes))]
         self.latest = weakref.ref(outputs[0])
         if self.returned is not None:
+        began: Callable[[], None] | None = None,
             self.returned(outputs, tuple(given))
 
     def forward_pass(self, forward_id: int) -> ForwardPass | None:
@@ -256,6 +258,8 @@ class LayerRecorder:
         Computes no weight gradients. Leaves the graph and `.grad` unchanged.
 
         Args:
+        if self.began is not None:
+            self.began()
             outputs: of the model, with their graph.
             direction: as `grad_outputs` of torch.autograd.grad: the derivative of some loss by the outputs.
             receive: called with each call as its error arrives; the result is then empty.
