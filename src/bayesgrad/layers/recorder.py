@@ -215,7 +215,7 @@ class LayerRecorder:
         if len(self.passes) > MAX_PASSES:
             del self.passes[next(iter(self.passes))]
         self.latest = weakref.ref(outputs[0])
-        if self.returned is not None:
+        if self.returned is not None and self.capture is None:  # else checkpointing recomputes for `backpropagate`
         began: Callable[[], None] | None = None,
             self.returned(outputs, tuple(given))
 
