@@ -839,3 +839,20 @@ def test_a_layer_that_is_frozen_for_some_steps_trains_as_without_gradients_in_th
         optimizer.step()
         reference.step()
         assert_same_step(model, other)
+
+
+def test_natural_gradients_take_the_fallback_where_hooks_change_every_gradient() -> None:
+    model = network()
+    for p in model.parameters():
+        p.register_hook(lambda gradient: gradient / 2)
+    optimizer = RULES["NaturalGradient"](model)
+    before = weights(model)
+
+    def step_twice() -> None:
+        for index in range(2):
+            passes(model, optimizer, index)
+            optimizer.step()
+
+    with pytest.warns(UserWarning, match="NaturalGradient does not support 0.weight, .*: they are trained by Adam"):
+        step_twice()
+    assert not any(torch.equal(before[name], value) for name, value in weights(model).items())
