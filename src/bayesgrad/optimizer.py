@@ -93,7 +93,8 @@ class BeliefOptimizer(CheckedOptimizer):
         self._blocks = Layout()
         self._checked: dict[int, tuple] = {}
         self._raised = False  # whether a warning has said that lr raises other options
-        self._marked: list[tuple[int, int]] = []  # gradients at the last observation
+        self._marked: list[tuple[int, int]] = []  # gradients at the last observation, or at zero_grad()
+        self._observed = 0  # whether something was observed for the next step (1), and zero_grad() called since (2)
         self._finite = FiniteCheck()
 
     def _build(self) -> None:
@@ -237,6 +238,11 @@ class BeliefOptimizer(CheckedOptimizer):
             outputs = classes_last(outputs, class_dim, loss)
         rows = len(outputs) if isinstance(outputs, Tensor) and outputs.dim() else None
         self.check_count(rows or 0)
+        if self._observed == 2 and self._marked == self._mark():  # no backward pass followed the last observation
+            for part in self._parts:
+                if not part.needs.loss:  # second derivatives notice which losses are differentiated
+                    part.zeroed(True)
+        self._observed = 1
         for part in () if rows == 0 else self._parts:
             part.observe(outputs, loss, labels, weights)
         self._marked[:] = self._mark()
@@ -249,6 +255,7 @@ class BeliefOptimizer(CheckedOptimizer):
             part.zeroed(stale)
         if self._parts:
             self._marked[:] = self._mark()
+            self._observed = 2 if self._observed and not stale else 0
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -285,6 +292,7 @@ class BeliefOptimizer(CheckedOptimizer):
             self._finite.stepped(self, active)
         for part in self._parts:
             part.reset()
+        self._observed = 0
         return loss
 
     def _update(self, groups: Groups, active: list[list[Tensor]]) -> None:

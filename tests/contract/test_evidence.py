@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from bayesgrad import optim
 from cases import same, states, weights
@@ -233,3 +234,38 @@ def test_gradients_at_the_mean_are_refused_where_draws_are_asked_for(name: str) 
     before = weights(model)
     with plain.sampled():  # does nothing where nothing is drawn
         assert same(before, weights(model))
+
+
+OBSERVERS = {
+    "Newton": lambda params: optim.Newton(params, lr=0.01, num_data=100),
+    "AdaBayes": lambda params: MAKERS["AdaBayes"](params, fisher="sampled"),
+}
+
+
+@pytest.mark.parametrize("name", list(OBSERVERS))
+def test_hooks_that_clip_gradients_do_not_change_what_is_observed(name: str) -> None:
+    found = []
+    for hooked in (True, False):
+        model, x, y, other = problem()
+        optimizer = OBSERVERS[name](model.parameters())
+        for p in model.parameters() if hooked else ():
+            p.register_hook(lambda gradient: gradient.clamp(-1e-2, 1e-2))
+        outputs = model(x)
+        loss = F.cross_entropy(outputs, y)
+        optimizer.observe(outputs, loss=loss, labels=other)
+        loss.backward()
+        assert hooked == all(p.grad.abs().max() <= 1e-2 for p in model.parameters())
+        nn.utils.clip_grad_value_(model.parameters(), 1e-2)
+        optimizer.step()
+        found.append({**weights(model), **states(optimizer)})
+    assert same(*found)
+
+
+@pytest.mark.parametrize("name", list(OBSERVERS))
+def test_layers_that_reentrant_checkpointing_hides_are_refused(name: str) -> None:
+    """torch.autograd.grad takes them as unused: their Hessian would be zero."""
+    model, x, y, _ = problem()
+    optimizer = OBSERVERS[name](model.parameters())
+    outputs = model[1:](checkpoint(model[0], x.requires_grad_(), use_reentrant=True))
+    with pytest.raises(RuntimeError, match=r"reentrant activation checkpointing hides .*use_reentrant=False"):
+        optimizer.observe(outputs, loss=F.cross_entropy(outputs, y))

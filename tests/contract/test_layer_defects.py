@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from bayesgrad import SubsampledFisher, layers
 from bayesgrad.optim import FOOF, KFAC, OGN, VOGN, KroneckerFilter, KroneckerFilterFP, NaturalGradient
@@ -785,3 +786,73 @@ def test_squares_of_a_layer_that_receives_examples_once_and_twice(name: str) -> 
     expected = per_example(model, x, y)
     for n, found in squares(optimizer, model).items():
         torch.testing.assert_close(found, expected[n].square().mean(0), rtol=1e-10, atol=1e-12)
+
+
+# --- hooks of parameters, checkpoints around the model, thawed layers ---
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("name", ["FOOF", "KFAC", "NaturalGradient", "KroneckerFilter", "FP"])
+def test_a_hook_that_clips_acts_like_clipping_after_the_pass(name: str, in_place: bool) -> None:
+    """The hook changes nothing at first, when layers are compared with gradients, and clips one batch later on."""
+    clip: Any = Tensor.clamp_ if in_place else Tensor.clamp
+    model, other = network(), network()
+    for p in model.parameters():
+        p.register_hook(lambda gradient: clip(gradient, -1e-2, 1e-2))
+    optimizer, reference = RULES[name](model), RULES[name](other)
+    for index in range(6):
+        scale = 1.0 if index == 4 else 1e-3
+        for net, opt in ((model, optimizer), (other, reference)):
+            passes(net, opt, index, lambda outputs, y: (scale * F.cross_entropy(outputs, y)).backward())  # noqa: B023
+        nn.utils.clip_grad_value_(other.parameters(), 1e-2)
+        optimizer.step()
+        reference.step()
+        assert_same_step(model, other)
+
+
+@every_rule
+def test_a_checkpoint_around_the_whole_model_changes_nothing(name: str) -> None:
+    model, other = network(), network()
+    optimizer, reference = RULES[name](model), RULES[name](other)
+    for index in range(3):
+        passes(lambda x: checkpoint(model, x, use_reentrant=False), optimizer, index)
+        passes(other, reference, index)
+        optimizer.step()
+        reference.step()
+    assert same(weights(model), weights(other))
+
+
+# Not NaturalGradient, whose Fisher matrix has all weights that are trained, and VOGN, which does not draw frozen ones.
+@pytest.mark.parametrize("name", [name for name in RULES if name not in ("NaturalGradient", "VOGN")])
+@pytest.mark.parametrize("frozen", [(0, 1), (2, 3)])
+def test_a_layer_that_is_frozen_for_some_steps_trains_as_without_gradients_in_them(
+    name: str, frozen: tuple[int, int]
+) -> None:
+    model, other = network(), network()
+    optimizer, reference = RULES[name](model), RULES[name](other)
+    for index in range(5):
+        model[0].requires_grad_(index not in frozen)
+        passes(model, optimizer, index)
+        passes(other, reference, index)
+        for p in other[0].parameters():
+            p.grad = None if index in frozen else p.grad
+        optimizer.step()
+        reference.step()
+        assert_same_step(model, other)
+
+
+def test_natural_gradients_take_the_fallback_where_hooks_change_every_gradient() -> None:
+    model = network()
+    for p in model.parameters():
+        p.register_hook(lambda gradient: gradient / 2)
+    optimizer = RULES["NaturalGradient"](model)
+    before = weights(model)
+
+    def step_twice() -> None:
+        for index in range(2):
+            passes(model, optimizer, index)
+            optimizer.step()
+
+    with pytest.warns(UserWarning, match="NaturalGradient does not support 0.weight, .*: they are trained by Adam"):
+        step_twice()
+    assert not any(torch.equal(before[name], value) for name, value in weights(model).items())

@@ -11,6 +11,7 @@ from torch import nn
 
 from bayesgrad.optim import KroneckerFilterFP
 from cases import (
+    CASES,
     Case,
     backward,
     batch,
@@ -354,3 +355,24 @@ def test_trains_a_small_network_on_digits_with_its_defaults(case: Case) -> None:
             optimizer.step()
     accuracy = (model(x[1344:]).argmax(1) == y[1344:]).float().mean().item()
     assert accuracy > 0.9
+
+
+OBSERVING = ("KFAC", "KroneckerFilter", "KroneckerFilterFP", "VOGGN", "AdaBayes-sampled", "AdaBayesFP-sampled", "SNGD")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in OBSERVING], ids=lambda case: case.name)
+def test_a_loop_may_skip_a_batch_after_its_observation(case: Case) -> None:
+    """As for a loss that is not finite: `zero_grad()` discards the observation, although no backward pass followed."""
+    model, plain = (small_model(torch.float64, width=8) for _ in range(2))
+    optimizer, reference = case.of(model, seed=0), case.of(plain, seed=0)
+    for index in range(3):
+        optimizer.zero_grad()
+        x, y = batch(index, torch.float64)
+        with still(optimizer):
+            optimizer.observe(model(x * math.nan), labels=y)
+        for net, opt in ((model, optimizer), (plain, reference)):
+            opt.zero_grad()
+            with still(opt):
+                backward(net, index, opt)
+            opt.step()
+    assert same(weights(model), weights(plain))

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from bayesgrad import layers
 from bayesgrad.layers.call import LayerCall
@@ -126,7 +127,8 @@ def _is_shared(one: LayerCall, other: LayerCall, eps: float) -> bool:
 
 
 def _calls(outputs: Sequence[Tensor], directions: Sequence[Tensor], backpropagate: Backpropagate) -> list[LayerCall]:
-    with torch.enable_grad():
+    # Inside a checkpointed function, what is saved here must not count as saved by that function.
+    with torch.enable_grad(), saved_tensors_hooks(lambda t: t, lambda t: t):
         total = torch.stack([(t * d).sum().float() for t, d in zip(outputs, directions)]).sum()
     return backpropagate(total, torch.ones_like(total))
 

@@ -84,7 +84,7 @@ class GradientMarks:
                 calls, total, from_zero = 0, None, self._is_zero(p)
                 first = gradient.data_ptr(), gradient._version
             if p not in self._calls:
-                gradient = gradient.detach()
+                gradient = gradient.detach().clone() if p._backward_hooks else gradient.detach()  # hooks may change it
                 total = gradient if total is None else total + gradient
             self._sums[p] = task, calls + 1, total, from_zero, first
 
@@ -112,7 +112,8 @@ class GradientMarks:
                 # Autograd adds further terms in place, or to a copy.
                 whole = gradient.data_ptr() == memory and gradient._version == version + calls - 1
                 known = self._is_as_checked(p, calls, whole)
-        version = gradient._version if known else -1
+        # A hook (Tensor.register_hook) may change any gradient, which is then not what the layers returned.
+        version = gradient._version if known and not p._backward_hooks else -1
         self.marks[p] = Mark(TensorWeakRef(gradient), version, _sample(gradient).clone(), passes)
 
     def _is_as_checked(self, p: Tensor, calls: int, whole: bool) -> bool:

@@ -39,7 +39,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -129,6 +130,63 @@ def check_graph(outputs: Tensor) -> None:
         )
 
 
+def graph_nodes(outputs: Tensor) -> Iterator[Any]:
+    """The nodes of the autograd graph of a tensor, without those that add to the gradients of leaves.
+
+    Raises:
+        RuntimeError: a part of the graph is hidden.
+    """
+    nodes: list[Any] = [] if outputs.grad_fn is None else [outputs.grad_fn]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if node.name() == "CheckpointFunctionBackward":
+            raise RuntimeError(
+                "reentrant activation checkpointing hides layers from observe(): "
+                "pass use_reentrant=False to torch.utils.checkpoint."
+            )
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and not hasattr(following, "variable") and following not in seen:
+                seen.add(following)
+                nodes.append(following)
+
+
+def check_visible(outputs: Tensor) -> None:
+    """Raises if a part of the graph is hidden: torch.autograd.grad would take what it contains as unused."""
+    for _ in graph_nodes(outputs):
+        pass
+
+
+class Through:
+    """A hook of a parameter that is part of the model: a mask of its weight, which gradients pass through."""
+
+    def __init__(self, factor: Tensor) -> None:
+        self.factor = factor
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        return (gradient * self.factor).to(gradient.dtype)
+
+
+@contextmanager
+def without_hooks(params: Iterable[Tensor], but: type | tuple[type, ...] = ()) -> Iterator[None]:
+    """A context in which hooks of parameters (`Tensor.register_hook`) have no effect: they are for gradients of steps.
+
+    Args:
+        but: hooks to keep.
+    """
+    hooks = [(found, dict(found)) for p in params if (found := p._backward_hooks)]
+    for found, every in hooks:
+        found.clear()
+        found.update({key: hook for key, hook in every.items() if isinstance(hook, but)})
+    try:
+        yield
+    finally:
+        for found, every in hooks:
+            found.clear()
+            found.update(every)
+
+
 class LayerRecorder:
     """Records inputs and errors of some layers of a model; see the module docstring.
 
@@ -139,6 +197,7 @@ class LayerRecorder:
             may return the gradients of weight and bias that autograd shall use instead of their own.
         marks: what follows the gradients of the parameters.
         record_arguments: whether to keep the arguments of the model's last call, which `arguments` needs.
+        began: called at the beginning of a forward pass. It is not called for a compiled model.
         returned: called with the outputs of a forward pass that have a graph, and with the shapes of its arguments. It
             is not called for a compiled model.
 
@@ -157,13 +216,14 @@ class LayerRecorder:
         marks: GradientMarks | None = None,
         *,
         record_arguments: bool = False,
+        began: Callable[[], None] | None = None,
         returned: Callable[[list[Tensor], Any], None] | None = None,
     ) -> None:
         _allow_two_passes()
         self.layers, self.receive, self.marks = dict(layers), receive, marks
         self.capture: Callable[[LayerCall], Any] | None = None
         self.captures = 0
-        self.returned = returned
+        self.began, self.returned = began, returned
         self.forward_count = self.begun = 0  # passes, and the latest of the model
         self.inside = False
         self.current = 0  # the id of the latest forward pass
@@ -198,6 +258,8 @@ class LayerRecorder:
         return self.begun if self.inside or recomputed else -1 - self.forward_count
 
     def begin_pass(self) -> None:
+        if self.began is not None:
+            self.began()
         self.forward_count += 1
         self.begun = self.forward_count
         self.inside = True
@@ -214,7 +276,7 @@ class LayerRecorder:
         if len(self.passes) > MAX_PASSES:
             del self.passes[next(iter(self.passes))]
         self.latest = weakref.ref(outputs[0])
-        if self.returned is not None:
+        if self.returned is not None and self.capture is None:  # else checkpointing recomputes for `backpropagate`
             self.returned(outputs, tuple(given))
 
     def forward_pass(self, forward_id: int) -> ForwardPass | None:
@@ -268,7 +330,8 @@ class LayerRecorder:
             return calls
         self.capture = calls.append if receive is None else receive
         try:
-            torch.autograd.grad(outputs, list(params), direction, retain_graph=True, allow_unused=True)
+            with without_hooks(params):  # layers return no gradients now: hooks would be called with None
+                torch.autograd.grad(outputs, list(params), direction, retain_graph=True, allow_unused=True)
         except RuntimeError as error:
             raise explained(error) from error
         finally:
@@ -280,26 +343,13 @@ class LayerRecorder:
         check_graph(outputs)
         trace = Trace(self, outputs)
         sites = {site.handle: site for m in self.layers.values() if (site := m.__dict__.get(SITE)) is not None}
-        nodes: list[Any] = [outputs.grad_fn]
-        seen = {outputs.grad_fn}
-        while nodes:
-            node = nodes.pop()
-            if node.name() == "CheckpointFunctionBackward":
-                raise RuntimeError(
-                    "reentrant activation checkpointing hides layers from observe(): "
-                    "pass use_reentrant=False to torch.utils.checkpoint."
-                )
+        for node in graph_nodes(outputs):
             site = sites.get(getattr(node, "handle", -1))
             recorded = site is not None and site.has_own(node)
             for following, _ in node.next_functions:
-                if following is None:
-                    continue
                 if hasattr(following, "variable"):
                     trace.read_counts[id(following.variable)] += 1
                     trace.recorded_counts[id(following.variable)] += recorded
-                elif following not in seen:
-                    seen.add(following)
-                    nodes.append(following)
         return trace
 
 

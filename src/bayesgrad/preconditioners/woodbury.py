@@ -156,7 +156,7 @@ class Woodbury(NetworkPreconditioner):
             and (c := restored(self.optimizer.state.get(p, {}), p.shape)) is not None
         }
         recorded = {p for module in self.recorded.recorder.layers.values() for p in module.parameters(recurse=False)}
-        seen = self.clock() is not None and self.unexplained
+        seen = self.clock() is not None and (self.unexplained or self.recorded.read_elsewhere)
         if not columns and not seen and any(bool(gradient_of(p).any()) for p in owners if p in recorded):
             raise self.recorded.missing_observation(
                 "observe() was never called", "call observe(outputs), before loss.backward(), on outputs"

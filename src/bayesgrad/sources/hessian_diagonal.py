@@ -12,6 +12,7 @@ from bayesgrad import noise
 from bayesgrad.constraints import POSITIVE_INTEGER, Constraint, one_of
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.call import adds_to_gradient
+from bayesgrad.layers.recorder import Through, check_visible, without_hooks
 from bayesgrad.parts import Evidence, Groups, Needs, Source, weak
 
 ROWS = 64  # rows of an exact Hessian that are computed at once
@@ -156,7 +157,7 @@ def gradients_of(loss: Tensor, params: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
     Raises:
         TypeError, ValueError: the loss is not a single number with a graph.
-        RuntimeError: the graph has been freed.
+        RuntimeError: the graph has been freed, or checkpointing hides a part of it.
     """
     if not isinstance(loss, Tensor):
         raise TypeError(f"loss must be a tensor, got {type(loss).__name__}.")
@@ -164,6 +165,7 @@ def gradients_of(loss: Tensor, params: Sequence[Tensor]) -> tuple[Tensor, ...]:
         raise ValueError(f"loss must be a single number, got shape {tuple(loss.shape)}: average it over the batch.")
     if not loss.requires_grad:
         raise ValueError("the loss has no graph: compute it with gradients enabled and do not detach it.")
+    check_visible(loss)
     return _grad(loss.reshape(()), params, None, create_graph=True)
 
 
@@ -222,14 +224,15 @@ def _products(gradients: Sequence[Tensor], params: Sequence[Tensor], vectors: Se
 
 def _grad(outputs: Tensor | Sequence[Tensor], params: Sequence[Tensor], weights: object, **how: bool) -> tuple:
     try:
-        return torch.autograd.grad(  # pyright: ignore[reportCallIssue]
-            outputs,  # pyright: ignore[reportArgumentType]
-            params,
-            weights,  # pyright: ignore[reportArgumentType]
-            allow_unused=True,
-            materialize_grads=True,
-            **how,
-        )
+        with without_hooks(params, but=Through):
+            return torch.autograd.grad(  # pyright: ignore[reportCallIssue]
+                outputs,  # pyright: ignore[reportArgumentType]
+                params,
+                weights,  # pyright: ignore[reportArgumentType]
+                allow_unused=True,
+                materialize_grads=True,
+                **how,
+            )
     except RuntimeError as error:
         raise RuntimeError(
             "the loss cannot be differentiated twice: call observe(loss=loss) before loss.backward(), and use "

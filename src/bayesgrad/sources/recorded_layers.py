@@ -68,6 +68,7 @@ class RecordedLayers:
             None if receive is None else weak(self._received),
             self.marks,
             record_arguments=record_arguments,
+            began=weak(self.update_trainable) if by_layer else None,
             returned=returned,
         )
         self._warn_unmodelled()

@@ -11,7 +11,7 @@ from bayesgrad import likelihoods
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.fisher import check_outputs
 from bayesgrad.layers.observed import loss_weights
-from bayesgrad.layers.recorder import check_graph, explained
+from bayesgrad.layers.recorder import Through, check_graph, check_visible, explained, without_hooks
 from bayesgrad.parts import Evidence, Groups, Needs, Source
 
 
@@ -41,11 +41,13 @@ class SampledLabels(Source):
     def observe(self, outputs: Any, loss: Any, labels: Any, weights: Any) -> None:
         check_outputs(outputs)
         check_graph(outputs)
+        check_visible(outputs)
         optimizer = self.optimizer
         params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         (direction,) = self.output_directions(outputs, labels, weights)
         try:
-            gradients = torch.autograd.grad(outputs, params, direction, retain_graph=True, allow_unused=True)
+            with without_hooks(params, but=Through):
+                gradients = torch.autograd.grad(outputs, params, direction, retain_graph=True, allow_unused=True)
         except RuntimeError as error:
             raise explained(error) from error
         likelihood = likelihoods.named(optimizer.param_groups[0]["likelihood"])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad import kernels, noise
+from bayesgrad.layers.recorder import Through
 from bayesgrad.parts import Noise, weak
 from bayesgrad.posterior.units import Units, units_of
 from bayesgrad.sources.weight_sampling import Draws
@@ -72,7 +73,7 @@ class UnitDropout(Draws):
                     continue
                 mask = self._mask(p, keep, key, given)
                 if training:
-                    self.hooks.append(p.register_hook(_through(mask / keep)))
+                    self.hooks.append(p.register_hook(Through(mask / keep)))
                 self.saved.append((p, self._buffer(p).copy_(p)))
                 p.mul_(mask.to(p.dtype))
 
@@ -105,8 +106,3 @@ class UnitDropout(Draws):
             position = torch.arange(count, dtype=torch.int32, device=p.device) + noise.signed(masked.start)
             z = noise.fraction(noise.bits(position, *key)[0]) <= keep
         return masked.units.spread(z.to(p.device, dtype), p.shape)
-
-
-def _through(factor: Tensor) -> Callable[[Tensor], Tensor]:
-    """A hook that multiplies the gradient of a masked weight by `factor`."""
-    return lambda gradient: (gradient * factor).to(gradient.dtype)
