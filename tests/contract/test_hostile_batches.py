@@ -33,7 +33,7 @@ CASES = (
 every_hostile_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 REFUSALS = re.compile(
     r"the (input|error) factor of layer '\d' is singular with damping .*: raise damping\."
-    r"|the (inputs|errors) of layer '.*', or their squares, are not finite: check the batch and the loss, or scale them\."
+    r"|the (inputs|errors) of layer '.*', or their squares, are not finite: check the batch and the loss, or scale .*\."
     r"|the quadratic model of this step is not finite: lower lr, scale the inputs, or use step_size='lr'\."
     r"|observe\(\) found per-example gradients that are not finite: .*; lower lr\."
     r"|.* of the metric is (not finite: check the batch and the loss, scale the inputs, or lower lr|singular with .*)\."
