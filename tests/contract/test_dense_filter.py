@@ -373,11 +373,11 @@ def test_a_covariance_is_refused_by_a_model_with_its_modules_in_another_order() 
     nn.functional.cross_entropy(outputs, torch.zeros(8, dtype=torch.long)).backward()
     optimizer.step()
     for order in ("xba", "abx"):
-        other, again = built_in(order)
+        _, again = built_in(order)
         before = again.covariance()
         with pytest.raises(ValueError, match=f"has {'a' if order == 'xba' else 'x'}.weight where this model has"):
             again.load_state_dict(optimizer.state_dict())
         assert torch.equal(again.covariance(), before)
-    other, again = built_in("xab")
+    _, again = built_in("xab")
     again.load_state_dict(optimizer.state_dict())
     assert torch.equal(again.covariance(), optimizer.covariance())

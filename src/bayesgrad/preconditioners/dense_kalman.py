@@ -257,8 +257,8 @@ class DenseKalman(NetworkPreconditioner):
         if given != own:
             first = next((a, b) for a, b in zip(given, own) if a != b)
             raise ValueError(
-                f"the covariance in the saved state has {first[0]} where this model has {first[1]}: build a model whose "
-                "modules are defined in the order of the saved one."
+                f"the covariance in the saved state has {first[0]} where this model has {first[1]}: build a model "
+                "whose modules are defined in the order of the saved one."
             )
         size = self.size(group)
         entry, _ = saved_entry(self.optimizer, saved, self.params[0])
