@@ -218,6 +218,7 @@ class LayerPreconditioner(Preconditioner):
         if layer.weight in self.recorded.read_elsewhere or "damped" not in self.optimizer.state.get(layer.owner, {}):
             return None
         self.preconditioned.add(layer)
+        self._cast(layer, self.optimizer.state[layer.owner])
         precision = self.precision(layer, group)
         limit = group.get("max_norm", math.inf)
         self.calls[call.backward_id, layer] += 1
@@ -396,10 +397,15 @@ class LayerPreconditioner(Preconditioner):
                     del entry[key]  # another part of the layer is trained now, so the old factors do not fit
             if name not in entry:
                 entry[name] = self.initial_factor(torch.zeros(shape, **like), group)
-            elif entry[name].dtype != like["dtype"]:  # the model was cast
-                for key in (key for key in layer_tensors(entry) if key not in self.on_cpu):
-                    entry[key] = entry[key].to(**like)
+        self._cast(layer, entry)
         entry.setdefault("clock", new_clock())
+
+    def _cast(self, layer: Layer, entry: dict[str, Tensor]) -> None:
+        """Casts the state of a layer if the model was cast."""
+        dtype = compute_dtype(layer.owner.dtype)
+        if any(entry[f"{side}_{self.factor}"].dtype != dtype for side in self.sides):
+            for key in (key for key in layer_tensors(entry) if key not in self.on_cpu):
+                entry[key] = entry[key].to(layer.owner.device, dtype)
 
     def initial_factor(self, zeros: Tensor, group: Mapping[str, Any]) -> Tensor:
         """The initial value of a factor."""
