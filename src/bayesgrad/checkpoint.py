@@ -41,7 +41,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
     """
 
     takes_model: ClassVar[bool] = False
-    kept: ClassVar[tuple[str, ...]] = ("model", "warned", "independent")  # attributes that a copy has
+    kept: ClassVar[tuple[str, ...]] = ("model", "warned", "independent", "_statistics")  # attributes that a copy has
     common: ClassVar[tuple[str, ...]] = ()
     _statistics: tuple[tuple[Tensor, Tensor], ...] = ()  # buffers of the model and their values before `eval()`
     accepts: ClassVar[Mapping[str, Constraint]] = {
@@ -248,7 +248,8 @@ class CheckedOptimizer(torch.optim.Optimizer):
             model: the model to evaluate, if the optimizer was built from parameters. One with BatchNorm, whose running
                 statistics do not fit the weights to evaluate with, gives a warning once, unless there are `statistics`.
             statistics: training inputs, or a loader as for torch.optim.swa_utils.update_bn, from which the model's
-                running statistics are estimated at these weights; `train()` restores the former ones.
+                running statistics are estimated at these weights; `train()` restores the former ones. They are not in
+                a state dict: after loading one that was written with `statistics`, the estimated ones stay.
         """
         model = self.model if model is None else unwrap(model)
         if statistics is not None and model is None:
