@@ -381,3 +381,12 @@ def test_a_covariance_is_refused_by_a_model_with_its_modules_in_another_order() 
     _, again = built_in("xab")
     again.load_state_dict(optimizer.state_dict())
     assert torch.equal(again.covariance(), optimizer.covariance())
+
+
+def test_a_scalar_parameter_has_a_place_in_the_joint_posterior() -> None:
+    model = nn.Linear(2, 3, dtype=D)
+    model.scale = nn.Parameter(torch.tensor(1.5, dtype=D))
+    posterior = DenseFilter(model, batch_size=8, prior_std=0.5).posterior(model)
+    assert posterior.mean["scale"].shape == posterior.variance()["scale"].shape == ()
+    assert float(posterior.variance()["scale"]) == 0.25
+    assert posterior.sample(4)["scale"].shape == (4,)
