@@ -360,3 +360,31 @@ def test_in_the_backward_pass_after_the_model_was_cast(rule: Any, dtypes: tuple[
         return nn.utils.parameters_to_vector(model.parameters()).detach().double()
 
     torch.testing.assert_close(run(*dtypes), run(torch.float64, torch.float64), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("rule", [FOOF, KFAC])
+@pytest.mark.parametrize("place", ["step", "backward"])
+@pytest.mark.parametrize("steps", [3, 5])  # when statistics of the other layers are not due, and when they are
+def test_a_layer_that_is_unfrozen_is_preconditioned_from_its_second_step_on(rule: Any, place: str, steps: int) -> None:
+    torch.manual_seed(0)
+    model = mlp()
+    first = model.layers[0]
+    assert isinstance(first, nn.Linear)
+    first.requires_grad_(False)
+    optimizer = rule(model, precondition=place, **({} if rule is FOOF else {"seed": 0}))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        outputs = model(torch.randn(BATCH, 5))
+        optimizer.observe(outputs)
+        F.cross_entropy(outputs, torch.randint(0, CLASSES, (BATCH,))).backward()
+        optimizer.step()
+
+    for _ in range(steps):
+        step()
+    first.requires_grad_(True)
+    for expected in (False, True):
+        before = first.weight.detach().clone()
+        step()  # a warning that the layer is not supported would be an error
+        assert not torch.equal(first.weight, before)
+        assert ("input_inverse" in optimizer.state[first.weight]) is expected
