@@ -45,7 +45,7 @@ class Joint(Belief):
         rows = self.mean.shape[:-1].numel()
         parts = values.split([shape.numel() // rows for shape in self.shapes.values()], -1)
         ahead = values.shape[: values.dim() - self.mean.dim()]
-        return {own: part.reshape(*ahead, *shape) for (own, shape), part in zip(self.shapes.items(), parts)}
+        return {own: part.reshape((*ahead, *shape)) for (own, shape), part in zip(self.shapes.items(), parts)}
 
     def join(self, values: Mapping[str, Tensor]) -> Tensor:
         """The inverse of `split`."""

@@ -41,7 +41,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
     """
 
     takes_model: ClassVar[bool] = False
-    kept: ClassVar[tuple[str, ...]] = ("model", "warned", "independent")  # attributes that a copy has
+    kept: ClassVar[tuple[str, ...]] = ("model", "warned", "independent", "_statistics")  # attributes that a copy has
     common: ClassVar[tuple[str, ...]] = ()
     _statistics: tuple[tuple[Tensor, Tensor], ...] = ()  # buffers of the model and their values before `eval()`
     accepts: ClassVar[Mapping[str, Constraint]] = {
@@ -174,8 +174,8 @@ class CheckedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores a run bit for bit, or raises and changes nothing.
 
-        Unlike torch.optim, state keeps its dtype (float32 beside bfloat16 weights) and is copied. An optimizer that
-        was built from a model matches parameters by name.
+        Unlike torch.optim, state keeps its dtype (float32 beside bfloat16 weights) and is copied. Parameters with the
+        same names in both are matched by name; an optimizer that uses the layers of its model refuses other names.
         """
         self.require_training("load_state_dict()")
         if not isinstance(state_dict, dict):
@@ -186,7 +186,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
             self.check_loaded(given)
             loaded.update(given)
 
-        ordered = in_order(self, state_dict) if self.model is not None else state_dict
+        ordered = in_order(self, state_dict)
         handle = self.register_load_state_dict_pre_hook(check)
         try:
             super().load_state_dict(ordered)
@@ -248,7 +248,8 @@ class CheckedOptimizer(torch.optim.Optimizer):
             model: the model to evaluate, if the optimizer was built from parameters. One with BatchNorm, whose running
                 statistics do not fit the weights to evaluate with, gives a warning once, unless there are `statistics`.
             statistics: training inputs, or a loader as for torch.optim.swa_utils.update_bn, from which the model's
-                running statistics are estimated at these weights; `train()` restores the former ones.
+                running statistics are estimated at these weights; `train()` restores the former ones. They are not in
+                a state dict: after loading one that was written with `statistics`, the estimated ones stay.
         """
         model = self.model if model is None else unwrap(model)
         if statistics is not None and model is None:
@@ -407,9 +408,13 @@ def in_order(optimizer: CheckedOptimizer, saved: Mapping[str, Any]) -> dict[str,
     groups = saved.get("param_groups")
     if not isinstance(groups, list) or not all(isinstance(g, Mapping) for g in groups):
         return dict(saved)
-    mine = [group["param_names"] for group in optimizer.param_groups]
+    mine = [group.get("param_names", ()) for group in optimizer.param_groups]
     given = [[_plain(name) for name in group.get("param_names", ())] for group in groups]
-    if [sorted(names) for names in mine] != [sorted(names) for names in given]:
+    alike = [sorted(map(_plain, names)) for names in mine] == [sorted(names) for names in given]
+    whole = all(len(set(names)) == len(group.get("params", ())) for names, group in zip(given, groups))
+    if optimizer.model is None and not (alike and whole):  # parameters without names, or with others: as in torch.optim
+        return dict(saved)
+    if not alike:
         odd = sorted({n for names in mine for n in names} ^ {n for names in given for n in names})
         where = f"; see {', '.join(odd[:3])}" if odd else ""
         raise ValueError(
@@ -418,7 +423,7 @@ def in_order(optimizer: CheckedOptimizer, saved: Mapping[str, Any]) -> dict[str,
     ordered = []
     for group, names, own in zip(groups, given, mine):
         keys = dict(zip(names, group["params"]))
-        ordered.append({**group, "params": [keys[name] for name in own], "param_names": list(own)})
+        ordered.append({**group, "params": [keys[_plain(name)] for name in own], "param_names": list(own)})
     return {**saved, "param_groups": ordered}
 
 

@@ -357,3 +357,36 @@ def test_posterior_draws_all_weights_together(tmp_path: Path) -> None:
     assert prediction.shape == (3, 3)
     with pytest.raises(ValueError, match="is not in the model: pass the model that was optimised"):
         optimizer.posterior(network(D))
+
+
+def test_a_covariance_is_refused_by_a_model_with_its_modules_in_another_order() -> None:
+    """The covariance has one row for each weight, in the order of the model, and would be that of other weights."""
+
+    def built_in(order: str) -> tuple[nn.Module, DenseFilter]:
+        torch.manual_seed(0)
+        model = nn.ModuleDict({name: nn.Linear(2, 2, dtype=D) for name in order})
+        return model, DenseFilter(model, batch_size=8)
+
+    model, optimizer = built_in("xab")
+    outputs = model["b"](model["a"](model["x"](torch.ones(8, 2, dtype=D))))
+    optimizer.observe(outputs)
+    nn.functional.cross_entropy(outputs, torch.zeros(8, dtype=torch.long)).backward()
+    optimizer.step()
+    for order in ("xba", "abx"):
+        _, again = built_in(order)
+        before = again.covariance()
+        with pytest.raises(ValueError, match=f"has {'a' if order == 'xba' else 'x'}.weight where this model has"):
+            again.load_state_dict(optimizer.state_dict())
+        assert torch.equal(again.covariance(), before)
+    _, again = built_in("xab")
+    again.load_state_dict(optimizer.state_dict())
+    assert torch.equal(again.covariance(), optimizer.covariance())
+
+
+def test_a_scalar_parameter_has_a_place_in_the_joint_posterior() -> None:
+    model = nn.Linear(2, 3, dtype=D)
+    model.scale = nn.Parameter(torch.tensor(1.5, dtype=D))
+    posterior = DenseFilter(model, batch_size=8, prior_std=0.5).posterior(model)
+    assert posterior.mean["scale"].shape == posterior.variance()["scale"].shape == ()
+    assert float(posterior.variance()["scale"]) == 0.25
+    assert posterior.sample(4)["scale"].shape == (4,)

@@ -256,3 +256,19 @@ def test_an_option_that_selects_what_is_collected_cannot_change_during_a_run() -
     optimizer.param_groups[0]["fisher"] = "empirical"
     optimizer.step()
     assert not same(before, weights(model))
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+def test_a_copy_in_evaluation_mode_returns_to_the_running_statistics_of_training(copier) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    optimizer = optim.KalmanMomentum(model.parameters(), batch_size=8)
+    model(torch.randn(8, 4)).square().sum().backward()
+    optimizer.step()
+    former = model[1].running_mean.clone()
+    optimizer.eval(model, statistics=[torch.randn(8, 4)])
+    estimated = model[1].running_mean.clone()
+    twin, copied = copier((model, optimizer))
+    copied.train()
+    assert torch.equal(twin[1].running_mean, former)
+    assert torch.equal(model[1].running_mean, estimated)
+    assert not torch.equal(former, estimated)

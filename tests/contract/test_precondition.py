@@ -337,3 +337,54 @@ def test_second_derivatives_pass_through_recorded_layers() -> None:
             found.append(torch.autograd.grad(square, list(net.parameters())))  # pyright: ignore
         torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-12)
         assert not optimizer.preconditioner.from_passes
+
+
+@pytest.mark.parametrize("rule", [FOOF, KFAC, KroneckerFilterFP])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float64, torch.float32)])
+def test_in_the_backward_pass_after_the_model_was_cast(rule: Any, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """Factors are cast before the backward pass reads them; the run is that of one dtype, but for rounding."""
+
+    def run(*kinds: torch.dtype) -> Tensor:
+        torch.manual_seed(0)
+        model = mlp()
+        options = {"batch_size": BATCH} if rule is KroneckerFilterFP else {}
+        optimizer = rule(model, precondition="backward", **options, **({} if rule is FOOF else {"seed": 0}))
+        for kind in kinds:
+            model.to(kind)
+            for _ in range(4):
+                optimizer.zero_grad()
+                outputs = model(torch.randn(BATCH, 5).to(kind))
+                optimizer.observe(outputs)
+                F.cross_entropy(outputs, torch.randint(0, CLASSES, (BATCH,))).backward()
+                optimizer.step()
+        return nn.utils.parameters_to_vector(model.parameters()).detach().double()
+
+    torch.testing.assert_close(run(*dtypes), run(torch.float64, torch.float64), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("rule", [FOOF, KFAC])
+@pytest.mark.parametrize("place", ["step", "backward"])
+@pytest.mark.parametrize("steps", [3, 5])  # when statistics of the other layers are not due, and when they are
+def test_a_layer_that_is_unfrozen_is_preconditioned_from_its_second_step_on(rule: Any, place: str, steps: int) -> None:
+    torch.manual_seed(0)
+    model = mlp()
+    first = model.layers[0]
+    assert isinstance(first, nn.Linear)
+    first.requires_grad_(False)
+    optimizer = rule(model, precondition=place, **({} if rule is FOOF else {"seed": 0}))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        outputs = model(torch.randn(BATCH, 5))
+        optimizer.observe(outputs)
+        F.cross_entropy(outputs, torch.randint(0, CLASSES, (BATCH,))).backward()
+        optimizer.step()
+
+    for _ in range(steps):
+        step()
+    first.requires_grad_(True)
+    for expected in (False, True):
+        before = first.weight.detach().clone()
+        step()  # a warning that the layer is not supported would be an error
+        assert not torch.equal(first.weight, before)
+        assert ("input_inverse" in optimizer.state[first.weight]) is expected

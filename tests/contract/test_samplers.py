@@ -171,3 +171,33 @@ def test_parameters_without_gradient_are_left_alone_also_by_noise() -> None:
         sampler.step()
         assert torch.equal(model[0].weight, frozen)
         assert not torch.equal(model[2].weight, before)
+
+
+class Scaled(nn.Module):
+    """A linear model whose outputs are multiplied by a parameter of the given shape, with one element."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.scale = nn.Linear(3, 2), nn.Parameter(torch.full(shape, 1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale
+
+
+@pytest.mark.parametrize("metric", ["fisher", "diagonal"])
+@pytest.mark.parametrize("probes", [None, 3])
+def test_a_scalar_parameter_moves_as_one_of_shape_one(metric: str, probes: int | None) -> None:
+    ends = []
+    for shape in ((), (1,)):
+        model = Scaled(shape).double()
+        options = {"metric": metric, "correction": "flat", "probes": probes, "damping": 0.1, "seed": 1}
+        sampler = Langevin(model, lr=0.01, num_data=20, **options)
+        for _ in range(3):
+            sampler.zero_grad()
+            outputs = model(X.double())
+            sampler.observe(outputs)
+            nn.functional.cross_entropy(outputs, Y).backward()
+            sampler.step()
+        ends.append(nn.utils.parameters_to_vector(model.parameters()).detach())
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-12, atol=0)

@@ -29,6 +29,7 @@ from cases import (
     same,
     small_model,
     states,
+    still,
     train,
     weights,
 )
@@ -189,6 +190,38 @@ def test_loading_what_does_not_fit_says_so_and_loses_nothing(case: Case) -> None
         assert same(known, states(optimizer))
         assert optimizer.param_groups[0]["lr"] == groups
     train(model, optimizer, range(2, 3))
+
+
+@elementwise_case
+@pytest.mark.parametrize("names", ["ab", "cd", None])
+def test_parameters_of_the_same_names_are_matched_by_name_and_others_by_position(case: Case, names: str | None) -> None:
+    """`names` are those of the optimizer that loads, whose parameters are in the opposite order."""
+    noise = {name: torch.randn(6, 4, generator=torch.Generator().manual_seed(i)) for i, name in enumerate("ab")}
+
+    def built(given: str | None) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+        params = [nn.Parameter(torch.ones(4)) for _ in range(2)]
+        return params, case(zip(given, params) if given else params)
+
+    def run(params: list[nn.Parameter], optimizer: torch.optim.Optimizer, order: str, steps: range) -> None:
+        for step in steps:
+            with still(optimizer):
+                for p, name in zip(params, order):
+                    p.grad = noise[name][step].clone()
+            optimizer.step()
+
+    params, optimizer = built("ab")
+    run(params, optimizer, "ab", range(3))
+    matched = names == "ab"
+    others, again = built(names and names[::-1])
+    with torch.no_grad():
+        for p, other in zip(params, others[::-1] if matched else others):
+            other.copy_(p)
+    again.load_state_dict(optimizer.state_dict())
+    run(params, optimizer, "ab", range(3, 6))
+    run(others, again, "ba" if matched else "ab", range(3, 6))
+    for p, other in zip(params, others[::-1] if matched else others):
+        assert torch.equal(p, other)
+    assert again.param_groups[0].get("param_names") == (list("ba") if matched else list("ab"))
 
 
 @every_case

@@ -42,7 +42,7 @@ class BlockDiagonal(Structure):
 
     def add(self, seen: BatchGradients) -> None:
         (name,) = self.shapes
-        rows = seen.columns[name].rows().flatten(1)
+        rows = seen.columns[name].rows().reshape(-1, len(self.matrix))
         self.matrix.addmm_(rows.T, rows)
 
     def dense(self) -> Tensor:
@@ -325,3 +325,30 @@ def test_penalties(structure: str, bias: str) -> None:
     close(alone(model), 0.25 * form(one), rtol=1e-10, atol=1e-10)
     close(with_prior(model), 0.25 * (form(one) + sum(part.square().sum() for part in v.values())), rtol=1e-10, atol=0)
     close(both(model), 0.3 * 0.25 * form(one) + form(two), rtol=1e-10, atol=1e-10)
+
+
+class Scaled(nn.Module):
+    """A linear model whose outputs are multiplied by a parameter of the given shape, with one element."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.scale = nn.Linear(4, OUT, dtype=D), nn.Parameter(torch.full(shape, 1.5, dtype=D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale
+
+
+def test_a_scalar_parameter_has_the_posterior_of_one_of_shape_one(structure: str, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(N, 4, dtype=D, generator=generator), torch.arange(N) % OUT
+    found = []
+    for shape in ((), (1,)):
+        posterior = laplace(Scaled(shape), [(x, y)], likelihood="categorical", structure=structure)
+        posterior.save(tmp_path / "posterior.safetensors")
+        again = load(tmp_path / "posterior.safetensors", model=posterior.model)
+        samples = {name: values.flatten(1) for name, values in again.sample(2, seed=0).items() if values.dim() > 1}
+        assert again.sample(2, seed=0)["scale"].shape == (2, *shape)
+        samples["scale"] = again.sample(2, seed=0)["scale"].reshape(2, 1)
+        found.append((again.variance()["scale"].reshape(1), samples, again.predict(x, method="linear")))
+    close(found[0], found[1], rtol=1e-9, atol=1e-12)

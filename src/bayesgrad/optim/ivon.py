@@ -54,7 +54,7 @@ class IVON(VariationalOptimizer):
             noise at the start.
         betas: decays of the averages of gradient and Hessian. h changes over about 1/(1-beta_2) steps: see below.
         kl_weight: tau, the weight of KL(q, prior) in mean loss + tau KL/N, the same as N/tau in place of N (except for
-            `"gradsq"`). Keep it constant during a run: h + tau delta/N is averaged as a whole.
+            `"gradsq"`). Keep tau, N and delta constant during a run: h + tau delta/N is averaged as a whole.
         samples: number of weight samples that `step(closure)` averages over.
         rescale_lr: multiply lr by (hess_init + tau delta/N).
         clip_radius: bound of each coordinate of the step, before it is multiplied by lr.

@@ -50,8 +50,8 @@ class Newton(VariationalOptimizer):
         prior_precision: delta, of the prior N(0, 1/delta); delta/N bounds steps where the loss is flat.
         hess_init: the initial h.
         betas: decays of the averages of gradient and Hessian; (0, 0) is Newton's method without averages.
-        kl_weight: tau, the weight of KL(q, prior) in mean loss + tau KL/N, the same as N/tau in place of N. Keep it
-            constant during a run: h + tau delta/N is averaged as a whole.
+        kl_weight: tau, the weight of KL(q, prior) in mean loss + tau KL/N, the same as N/tau in place of N. Keep
+            tau, N and delta constant during a run: h + tau delta/N is averaged as a whole.
         hessian: how `observe(loss=loss)` computes the diagonal: `"exact"`, with a backward pass for each weight,
             `"hutchinson"`, the mean of v * (H v) over random signs v, or `"auto"`, exact for up to 1000 weights.
         probes: the number of vectors v to average over.
@@ -136,8 +136,8 @@ class VON(VariationalOptimizer):
         prior_precision: delta, of the prior N(0, 1/delta).
         hess_init: the initial h; a small value means much noise at the start.
         betas: decays of the averages of gradient and Hessian.
-        kl_weight: tau, the weight of KL(q, prior) in mean loss + tau KL/N, the same as N/tau in place of N. Keep it
-            constant during a run: h + tau delta/N is averaged as a whole.
+        kl_weight: tau, the weight of KL(q, prior) in mean loss + tau KL/N, the same as N/tau in place of N. Keep
+            tau, N and delta constant during a run: h + tau delta/N is averaged as a whole.
         improved: use the last term of h.
         hessian, probes: as for `Newton`.
         samples: number of weight samples that `step(closure)` averages over.

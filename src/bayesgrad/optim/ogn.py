@@ -43,8 +43,8 @@ class OGN(VariationalOptimizer):
         prior_precision: delta, of the prior N(0, 1/delta).
         hess_init: the initial h.
         betas: decays of the averages of gradient and squares.
-        kl_weight: tau, the weight of KL(q, prior) in mean loss + tau KL/N, the same as N/tau in place of N. Keep it
-            constant during a run: h + tau delta/N is averaged as a whole.
+        kl_weight: tau, the weight of KL(q, prior) in mean loss + tau KL/N, the same as N/tau in place of N. Keep
+            tau, N and delta constant during a run: h + tau delta/N is averaged as a whole.
         samples: number of weight samples that `step(closure)` averages over; VOGN only.
         fisher: which gradients are squared: those of the loss (`"empirical"`), or those for labels that the model
             predicts, `"sampled"` or `"exact"` (OGGN). The latter two need `observe(outputs)` before `loss.backward()`.

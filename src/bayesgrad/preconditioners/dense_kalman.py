@@ -25,6 +25,7 @@ from bayesgrad.sources.recorded_layers import RecordedLayers
 
 LIMIT = 10_000  # entries of the state: their covariance has 0.8 GB, a step takes seconds
 DEFAULT_SGD_LR = 0.1  # the first step with prior_std = inf, as in AdaBayes
+ORDER = "order"  # in the first group: the names of the parameters in the order of the covariance
 
 
 class DenseKalman(NetworkPreconditioner):
@@ -47,6 +48,7 @@ class DenseKalman(NetworkPreconditioner):
         super().bind(optimizer)
         self.layouts = RowLayouts()
         self.size()
+        self.optimizer.param_groups[0][ORDER] = self._names()
 
     def record(self, optimizer: Host) -> RecordedLayers:
         # Gradients outside of the known layers are computed one example at a time.
@@ -159,15 +161,17 @@ class DenseKalman(NetworkPreconditioner):
         pieces = change[:count].split([p.numel() for p in order])
         return {p: piece.view(p.shape).to(p.device) for p, piece in zip(order, pieces) if p in owners}
 
+    def _names(self) -> list[str]:
+        """The names of the parameters, in the order of the covariance."""
+        names = {p: n for group in self.optimizer.param_groups for n, p in zip(group["param_names"], group["params"])}
+        return [names[p] for p in self.params]
+
     def _without_gradient(self, order: Sequence[Tensor], owners: Mapping[Tensor, Any]) -> Tensor:
         """A mask of the weights without a gradient, (weights,)."""
         missing = [p not in owners for p in order]
         if any(missing) and self.optimizer.param_groups[0]["transition"] is not None:
-            names = {
-                p: n for group in self.optimizer.param_groups for n, p in zip(group["param_names"], group["params"])
-            }
             raise ValueError(
-                f"transition=(A, Q) needs a gradient of every parameter, but {names[order[missing.index(True)]]} has "
+                f"transition=(A, Q) needs a gradient of every parameter, but {self._names()[missing.index(True)]} has "
                 "none: pass params= without it."
             )
         sizes = torch.tensor([p.numel() for p in order])
@@ -249,6 +253,13 @@ class DenseKalman(NetworkPreconditioner):
 
     def check_loaded(self, saved: Mapping[str, Any]) -> None:
         group = saved["param_groups"][0]
+        own, given = self._names(), list(group.get(ORDER, self._names()))
+        if given != own:
+            first = next((a, b) for a, b in zip(given, own) if a != b)
+            raise ValueError(
+                f"the covariance in the saved state has {first[0]} where this model has {first[1]}: build a model "
+                "whose modules are defined in the order of the saved one."
+            )
         size = self.size(group)
         entry, _ = saved_entry(self.optimizer, saved, self.params[0])
         shapes = {"covariance": (size, size), "mean": (size,)}

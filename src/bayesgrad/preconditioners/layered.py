@@ -113,6 +113,7 @@ class LayerPreconditioner(Preconditioner):
         if observed:
             self.from_observations: dict[Layer, LayerStatistics] = {}
         self.from_passes: dict[Layer, LayerStatistics] = {}
+        self.unfrozen: set[Tensor] = set()  # owners of layers that were frozen in the passes of this step
         self.kept: dict[Layer, list[LayerCall]] = {}  # the calls of a single backward pass
         self.passes: dict[Layer, int] = {}  # the latest backward pass
         self.preconditioned: set[Layer] = set()  # layers whose `.grad` is preconditioned already
@@ -218,6 +219,7 @@ class LayerPreconditioner(Preconditioner):
         if layer.weight in self.recorded.read_elsewhere or "damped" not in self.optimizer.state.get(layer.owner, {}):
             return None
         self.preconditioned.add(layer)
+        self._cast(layer, self.optimizer.state[layer.owner])
         precision = self.precision(layer, group)
         limit = group.get("max_norm", math.inf)
         self.calls[call.backward_id, layer] += 1
@@ -267,7 +269,8 @@ class LayerPreconditioner(Preconditioner):
         """The data to merge in this step, by layer. A layer that never had any is trained by the fallback."""
         recorded, state = self.recorded, self.optimizer.state
         labelled = [layer for layer in current if self.from_labels(settings[layer])]
-        rest = [layer for layer in current if layer not in labelled and self.due(layer, settings[layer])]
+        rest = [layer for layer in current if layer not in labelled and layer.owner not in self.unfrozen]
+        rest = [layer for layer in rest if self.due(layer, settings[layer])]
         observed = self.from_observations
         never = not any("clock" in state.get(layer.owner, {}) for layer in labelled)
         if labelled and never and not observed and (names := recorded.with_nonzero_gradient(labelled)):
@@ -305,14 +308,16 @@ class LayerPreconditioner(Preconditioner):
 
     def directions(self, groups: Groups, active: list[list[Tensor]]) -> Directions:
         recorded, state = self.recorded, self.optimizer.state
+        before = {layer.owner for layer in recorded.layers}
         recorded.update_trainable()
+        self.unfrozen = {layer.owner for layer in recorded.layers} - before
         owners = {p: group for group, params in zip(groups, active) for p in params}
         current = [layer for layer in recorded.layers if any(p in owners for p in layer.members)]
         settings = {layer: next(owners[p] for p in layer.members if p in owners) for layer in current}
         fresh = self.statistics(current, settings)
         known = [layer for layer in current if layer in fresh or "clock" in state.get(layer.owner, {})]
         known = [layer for layer in known if layer.weight not in recorded.read_elsewhere]
-        lost = set(current) - set(known)
+        lost = {layer for layer in current if layer not in known and layer.owner not in self.unfrozen}
         if lost and not {p for layer in lost for p in layer.members} <= self.optimizer.warned:
             lost = recorded.with_nonzero_gradient(lost)
             recorded.warn_fallback({p for layer in lost for p in layer.members})
@@ -396,10 +401,15 @@ class LayerPreconditioner(Preconditioner):
                     del entry[key]  # another part of the layer is trained now, so the old factors do not fit
             if name not in entry:
                 entry[name] = self.initial_factor(torch.zeros(shape, **like), group)
-            elif entry[name].dtype != like["dtype"]:  # the model was cast
-                for key in (key for key in layer_tensors(entry) if key not in self.on_cpu):
-                    entry[key] = entry[key].to(**like)
+        self._cast(layer, entry)
         entry.setdefault("clock", new_clock())
+
+    def _cast(self, layer: Layer, entry: dict[str, Tensor]) -> None:
+        """Casts the state of a layer if the model was cast."""
+        dtype = compute_dtype(layer.owner.dtype)
+        if any(entry[f"{side}_{self.factor}"].dtype != dtype for side in self.sides):
+            for key in (key for key in layer_tensors(entry) if key not in self.on_cpu):
+                entry[key] = entry[key].to(layer.owner.device, dtype)
 
     def initial_factor(self, zeros: Tensor, group: Mapping[str, Any]) -> Tensor:
         """The initial value of a factor."""

@@ -381,7 +381,7 @@ def root_columns(
     """The columns of R as flat vectors (columns, n), or R z for random signs z of each parameter, (rows, *shape)."""
     pieces: dict[Tensor, list[Tensor]] = {p: [] for p in params}
     for part in parts:
-        noise = part.basis() if signs is None else torch.cat([signs(p).flatten(1) for p in part.members], 1)
+        noise = part.basis() if signs is None else torch.cat([_flat_rows(signs(p)) for p in part.members], 1)
         for p, samples in zip(part.members, part.samples(noise.to(part.dtype))):
             pieces[p].append(samples)
     if signs is None and len(parts) > 1:  # the columns of a block are zero in other blocks
@@ -395,3 +395,8 @@ def root_columns(
             start += part.columns
     flat = [pieces[p][0] for p in params]
     return torch.cat([rows.to(flat[0].device, MetricBlock(tuple(params), UNIT).dtype) for rows in flat], 1)
+
+
+def _flat_rows(values: Tensor) -> Tensor:
+    """(rows, *shape) -> (rows, n), with n = 1 for the values of a scalar parameter."""
+    return values.reshape(len(values), values[0].numel())
