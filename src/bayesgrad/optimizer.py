@@ -42,7 +42,7 @@ from bayesgrad.closures import evaluate
 from bayesgrad.directions import Directions
 from bayesgrad.finite import FiniteCheck
 from bayesgrad.layers.observed import classes_last
-from bayesgrad.packing import Block, Job, Layout, gradient_of
+from bayesgrad.packing import Block, Job, Layout, gradient_of, overlapping
 from bayesgrad.parts import Groups, Needs, Noise, Part, Preconditioner, Source
 from bayesgrad.posterior import Posterior
 from bayesgrad.posterior.filtered import filtered_variance, gaussian_posterior
@@ -387,6 +387,13 @@ class BeliefOptimizer(CheckedOptimizer):
         return any(source.active for source in self.sources)
 
     def group_added(self) -> None:
+        if pair := overlapping([p for group in self.param_groups for p in group["params"]]):
+            names = " and ".join(map(self.name_of, pair))
+            self.param_groups.pop()
+            raise ValueError(
+                f"{names} share memory, so the update of one would undo that of the other: tie weights by using one "
+                "parameter in both places, or pass one of them only."
+            )
         for part in self._parts:
             part.bind(self)
 

@@ -14,7 +14,7 @@ from operator import attrgetter, is_
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bayesgrad import kernels, noise
 from bayesgrad.directions import Directions, Product, Scaled, dense, subtract
@@ -227,6 +227,28 @@ def is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def overlapping(params: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
+    """Two of these parameters that have an element in common, as after `a.data = b.data`; None if there are none."""
+    spans = []  # memory, and the first and last byte in it
+    for p in params:
+        ordinary = type(p) in (Tensor, nn.Parameter) and p.layout is torch.strided  # subclasses may have no memory
+        if ordinary and p.numel() and p.untyped_storage().data_ptr():
+            length = 1 + sum((size - 1) * stride for size, stride in zip(p.shape, p.stride()))
+            first = p.storage_offset() * p.element_size()
+            spans.append((p.untyped_storage().data_ptr(), first, first + length * p.element_size() - 1, p))
+    spans.sort(key=lambda span: span[:3])
+    for i, (memory, first, last, p) in enumerate(spans):
+        for other, start, end, q in spans[i + 1 :]:
+            if other != memory or start > last:
+                break
+            used = torch.zeros((max(last, end) + 1 - first) // p.element_size(), dtype=torch.uint8)
+            used.as_strided(p.shape, p.stride()).fill_(1)
+            offset = (start - first) // p.element_size()
+            if p.dtype != q.dtype or bool(used.as_strided(q.shape, q.stride(), offset).any()):
+                return p, q
+    return None
 
 
 def flat(tensor: Tensor) -> Tensor:

@@ -856,3 +856,39 @@ def test_natural_gradients_take_the_fallback_where_hooks_change_every_gradient()
     with pytest.warns(UserWarning, match="NaturalGradient does not support 0.weight, .*: they are trained by Adam"):
         step_twice()
     assert not any(torch.equal(before[name], value) for name, value in weights(model).items())
+
+
+@pytest.mark.parametrize("mode", ["relative", "absolute"])
+@pytest.mark.parametrize("exact", [True, False], ids=["product", "factors"])
+def test_a_layer_of_dead_units_stops_neither_its_own_training_nor_that_of_others(exact: bool, mode: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)).double()
+    x, y = torch.randn(8, 4).double(), torch.arange(8) % 3
+    with torch.no_grad():
+        model[0].bias.fill_(-100)
+    before, last = weights(model), model[2]
+    options: dict[str, Any] = {"exact_damping": exact, "damping_mode": mode, "damping": 0.25}
+    optimizer = KFAC(model, lr=0.1, max_norm=math.inf, **options)
+    outputs = model(x)
+    optimizer.observe(outputs, labels=y)
+    F.cross_entropy(outputs, y).backward()
+    optimizer.step()
+    assert torch.equal(model[0].weight, before["0.weight"])
+    assert torch.equal(model[0].bias, before["0.bias"])
+    errors = outputs.detach().softmax(1) - F.one_hot(y, 3)
+    E, A = errors.T @ errors / 8, torch.zeros(6, 6).double()
+    A[5, 5] = 1  # all inputs of the last layer but that of the bias are zero
+    a, e = A.trace() / 6, E.trace() / 3
+    gradient = torch.cat([last.weight.grad, last.bias.grad[:, None]], 1)
+    if exact:
+        damping = 0.25 * a * e if mode == "relative" else 0.25
+        D = torch.linalg.solve(torch.kron(E, A) + damping * torch.eye(18).double(), gradient.flatten()).view(3, 6)
+    else:
+        left, right = (0.5 * e, 0.5 * a) if mode == "relative" else (0.5 * (e / a).sqrt(), 0.5 * (a / e).sqrt())
+        D = (
+            torch.linalg.inv(E + left * torch.eye(3).double())
+            @ gradient
+            @ torch.linalg.inv(A + right * torch.eye(6).double())
+        )
+    expected = torch.cat([before["2.weight"], before["2.bias"][:, None]], 1) - 0.1 * D
+    torch.testing.assert_close(torch.cat([last.weight, last.bias[:, None]], 1), expected, rtol=1e-10, atol=1e-12)

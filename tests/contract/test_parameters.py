@@ -93,3 +93,31 @@ def required(make: type, name: str) -> bool:
     """Whether an argument has no default value."""
     parameter = inspect.signature(make).parameters.get(name)
     return parameter is not None and parameter.default is parameter.empty
+
+
+@every_case
+def test_two_parameters_with_one_memory_are_refused(case: Case) -> None:
+    """As after `a.data = b.data`: tensors that are updated together would overwrite each other."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(ValueError, match="share memory, so the update of one would undo that of the other"):
+        built(case, model, model.parameters())
+    optimizer = built(case, model, [model[0].weight])
+    with pytest.raises(ValueError, match=r"parameter .* and parameter .* share memory"):
+        optimizer.add_param_group({"params": [model[1].weight]})
+    assert [group["params"] for group in optimizer.param_groups] == [[model[0].weight]]
+
+
+def test_views_of_one_memory_without_a_common_element_are_parameters() -> None:
+    memory = torch.arange(24.0, dtype=torch.float64)
+    parts = [memory[:4], memory[4:8].view(2, 2), memory[8::2], memory[9::2], memory[8:8], memory[4:4]]
+    params = [nn.Parameter(part) for part in parts]
+    alone = [nn.Parameter(part.clone()) for part in parts]
+    for some in (params, alone):
+        optimizer = optim.AdaBayesFP(some)
+        for p in some:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(params, alone))
+    with pytest.raises(ValueError, match="share memory"):
+        optim.AdaBayesFP([nn.Parameter(memory[8::2]), nn.Parameter(memory[9:11])])

@@ -241,6 +241,31 @@ def test_exact_diagonals_are_those_of_torch_func_and_leave_graph_and_gradients_a
     torch.testing.assert_close(values["exact"], (p * (1 - p) / 40).T, rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels last"])
+@pytest.mark.parametrize(("examples", "groups", "channels", "side"), [(1, 1, 4, 2), (3, 2, 4, 3)])
+def test_exact_diagonals_of_group_norm_are_those_of_single_rows(
+    examples: int, groups: int, channels: int, side: int, layout: torch.memory_format
+) -> None:
+    """torch's own batches of rows are wrong for the first of these shapes, without an error, and raise for others."""
+    torch.manual_seed(0)
+    norm = nn.GroupNorm(groups, channels)
+    model = nn.Sequential(nn.Conv2d(2, channels, 1), norm, nn.Tanh(), nn.Flatten(), nn.Linear(channels * side**2, 3))
+    model = model.to(D).to(memory_format=layout)
+    x = torch.randn(examples, 2, side, side, dtype=D).to(memory_format=layout)
+    params = list(model.parameters())
+    optimizer = Newton(params, num_data=10)
+    optimizer.observe(loss=nn.functional.cross_entropy(model(x), torch.arange(examples)))
+    found = torch.cat([diagonals(optimizer)[p].flatten() for p in params])
+    gradients = torch.autograd.grad(
+        nn.functional.cross_entropy(model(x), torch.arange(examples)), params, create_graph=True
+    )
+    rows = []
+    for entry in torch.cat([g.flatten() for g in gradients]):
+        row = torch.autograd.grad(entry, params, retain_graph=True, allow_unused=True, materialize_grads=True)
+        rows.append(torch.cat([r.flatten() for r in row]))
+    torch.testing.assert_close(found, torch.stack(rows).diagonal(), rtol=1e-9, atol=1e-13)
+
+
 def test_hutchinson_is_unbiased_within_its_closed_form_spread_and_exact_for_diagonal_hessians() -> None:
     torch.manual_seed(0)
     a = torch.randn(12, 12, dtype=D)

@@ -74,7 +74,8 @@ class KroneckerFactors(LayerPreconditioner):
         left, right = ("input", "error") if layer.lookup else ("error", "input")
         damping = group["damping"]
         if group["damping_mode"] == "relative":
-            damping *= math.prod(mean_eigenvalue(entry[f"{side}_moment"]) for side in SIDES)
+            # As in `split_damping`, 1 for a factor without data: that of the errors of dead units.
+            damping *= math.prod(mean_eigenvalue(entry[f"{side}_moment"]) or 1.0 for side in SIDES)
         spectrum = spectra[left][..., :, None] * spectra[right][..., None, :] + damping
         if not bool((spectrum > 0).all()):
             raise not_invertible(spectrum, damping, f"the Fisher of layer {layer.names[0]!r}")

@@ -17,6 +17,7 @@ from bayesgrad.parts import Evidence, Groups, Needs, Source, weak
 
 ROWS = 64  # rows of an exact Hessian that are computed at once
 EXACT_LIMIT = 1000  # weights up to which "auto" is "exact"
+GROUP_NORM = "NativeGroupNormBackward0"  # batches of its second derivatives are wrong in torch, or raise
 HESSIAN: Mapping[str, Constraint] = {"hessian": one_of("auto", "exact", "hutchinson"), "probes": POSITIVE_INTEGER}
 
 
@@ -111,7 +112,7 @@ class HessianDiagonal(Source):
         first = optimizer.param_groups[0]
         few = sum(p.numel() for p in params) <= EXACT_LIMIT
         if first["hessian"] == "exact" or (first["hessian"] == "auto" and few):
-            found = [exact(gradient, p) for gradient, p in zip(gradients, params)]
+            found = [exact(gradient, p, params) for gradient, p in zip(gradients, params)]
         else:
             keys = [noise.key(first["seed"], optimizer.draws, 0, probe) for probe in range(int(first["probes"]))]
             found = hutchinson(gradients, params, starts, keys)
@@ -169,10 +170,18 @@ def gradients_of(loss: Tensor, params: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return _grad(loss.reshape(()), params, None, create_graph=True)
 
 
-def exact(gradient: Tensor, p: Tensor) -> Tensor:
-    """dg_i/dp_i for each i, in the shape of p. Each row of the Hessian costs a backward pass."""
+def exact(gradient: Tensor, p: Tensor, params: Sequence[Tensor] = ()) -> Tensor:
+    """dg_i/dp_i for each i, in the shape of p. Each row of the Hessian costs a backward pass.
+
+    Args:
+        gradient: g, of the loss by p, with its graph.
+        p: to differentiate by.
+        params: all parameters.
+    """
     if not gradient.requires_grad:  # for example of a loss that is linear in p
         return torch.zeros_like(p)
+    if _reaches(gradient, GROUP_NORM):
+        return _one_by_one(gradient, p, params)
     found = []
     for start in range(0, p.numel(), ROWS):
         index = torch.arange(start, min(start + ROWS, p.numel()), device=p.device)
@@ -185,6 +194,27 @@ def exact(gradient: Tensor, p: Tensor) -> Tensor:
             return torch.zeros_like(p)
         found.append(products.reshape(len(index), -1).gather(1, index[:, None])[:, 0])
     return torch.cat(found).view(p.shape)
+
+
+def _one_by_one(gradient: Tensor, p: Tensor, params: Sequence[Tensor]) -> Tensor:
+    """As `exact`, without batches of rows."""
+    every = [p, *params]  # torch crashes for the bias alone of a GroupNorm with channels last
+    rows = (_grad(entry, every, None, retain_graph=True)[0] for entry in gradient.reshape(-1).unbind())
+    return torch.stack([row.reshape(-1)[i] for i, row in enumerate(rows)]).view(p.shape)
+
+
+def _reaches(tensor: Tensor, name: str) -> bool:
+    """Whether the graph of a tensor has a node of this name."""
+    left, seen = [tensor.grad_fn], set()
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == name:
+            return True
+        seen.add(node)
+        left += [following for following, _ in node.next_functions]
+    return False
 
 
 def hutchinson(
