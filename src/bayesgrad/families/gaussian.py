@@ -133,7 +133,7 @@ class DiagonalGaussian(Family):
 
     def entropy(self, natural: Parameters, mean: Parameters | None = None) -> Tensor:
         """Σ (1 + log 2π - log s_i)/2; see `Gaussian.entropy`."""
-        return ((1 + LOG_2PI - (-2 * natural[1]).log()) / 2).sum(-1)
+        return natural[1].shape[-1] / 2 * (1 + LOG_2PI) - (-2 * natural[1]).log().sum(-1) / 2
 
     def divergence(self, natural: Parameters, other: Parameters) -> Tensor:
         """See `Gaussian.divergence`."""
