@@ -207,7 +207,7 @@ class GaussHermite(Expectation):
         grid = torch.cartesian_prod(*[nodes] * size).view(-1, size)
         weight = torch.cartesian_prod(*[weights] * size).view(-1, size).prod(-1)
         noise = grid.view(-1, *[1] * (mean.dim() - 1), size).expand(-1, *mean.shape)
-        return mean + _times_root(root, noise), noise, weight
+        return mean + times_root(root, noise), noise, weight
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ class QuasiMonteCarlo(Expectation):
             raise ValueError(f"samples must be at least 4 per dimension, {4 * size} here, got {self.samples}.")
         noise = _sobol(self.samples, size, self.seed).to(mean)
         noise = noise.view(-1, *[1] * (mean.dim() - 1), size).expand(-1, *mean.shape)
-        return mean + _times_root(root, noise), noise, mean.new_full((self.samples,), 1 / self.samples)
+        return mean + times_root(root, noise), noise, mean.new_full((self.samples,), 1 / self.samples)
 
 
 @dataclass(eq=False)
@@ -270,7 +270,7 @@ class MonteCarlo(Expectation):
         noise = torch.randn(count, *mean.shape, dtype=mean.dtype, generator=generator).to(mean.device)
         noise = torch.cat([noise, -noise]) if pairs else noise
         weights = mean.new_full((self.samples,), 1 / self.samples)
-        return mean + _times_root(root, noise), noise, weights
+        return mean + times_root(root, noise), noise, weights
 
 
 def _vectorise(function: Function, row: Tensor) -> Callable[..., Function]:
@@ -326,7 +326,7 @@ def _hessian_diagonal(function: Function, rows: int) -> Function:
     return diagonal
 
 
-def _times_root(root: Tensor, noise: Tensor) -> Tensor:
+def times_root(root: Tensor, noise: Tensor) -> Tensor:
     """R ε for each point and plate, without copying R for each point."""
     if root.dim() < noise.dim():  # standard deviations
         return root * noise
