@@ -16,7 +16,8 @@ from bayesgrad.models.designs import Design
 from bayesgrad.models.multinomial import Multinomial, MultinomialLogLikelihood
 
 HALVINGS = 40
-ROUGH = 1e-3  # nats that Newton's method may be below the mode, where a variational posterior starts
+SHORTEST, ALTERNATING = 0.3, -0.3  # see `_relaxation`
+ROUGH = 1e-2  # nats that Newton's method may be below the mode, where a variational posterior starts
 SLACK = 1e-12  # relative rounding errors of a bound
 POINTS = 1 << 21  # numbers that a quadrature evaluates at a time
 
@@ -173,12 +174,12 @@ class LinearPosterior:
         if self.weights is not None:
             second = self.weights[:, None, None] * second
         if K == 1:
-            return self.precision - self.design.gram(second[:, 0, 0])
+            return self.precision + self.design.gram(-second[:, 0, 0])
         found = second.new_zeros(K, P, K, P)
         for j in range(K):
             for k in range(j + 1):
-                found[j, :, k] = found[k, :, j] = self.design.gram(second[:, j, k])
-        return self.precision - found.view(K * P, K * P)
+                found[j, :, k] = found[k, :, j] = self.design.gram(-second[:, j, k])
+        return self.precision + found.view(K * P, K * P)
 
     def _gradient(self, belief: Belief) -> Tensor:
         first = belief.first if self.weights is None else self.weights[:, None] * belief.first
@@ -209,16 +210,21 @@ class LinearPosterior:
         return found
 
     def run(self, belief: Belief, *, max_iter: int, tol: float, rho: float) -> Outcome:
-        """Steps until the relative change of the bound is below tol."""
+        """Steps until the bound would still change by less than tol, relative to its size."""
         if self.at_mean:
             return self._newton(belief, max_iter=max_iter, tol=1e-3 * tol, relative=True, rho=rho)
-        elbos = [float(belief.elbo)]
+        elbos, relaxation, last = [float(belief.elbo)], 1.0, None
         for _ in range(max_iter):
-            found = self._step(belief, rho)
-            converged = found is None
-            belief = belief if found is None else found
+            change = self.curvature(belief.second) - belief.precision
+            relative = torch.cholesky_solve(change, belief.factor)
+            if last is not None:
+                relaxation = _relaxation(relaxation, float((last * relative.mT).sum() / (last * last.mT).sum()))
+            found, last = self._step(belief, change, relaxation, rho), relative
+            if found is None:
+                return Outcome(belief, elbos, True)
+            belief = found
             elbos.append(self._report(belief, len(elbos)))
-            if converged or (tol and abs(elbos[-1] - elbos[-2]) <= tol * max(1.0, abs(elbos[-1]))):
+            if tol and _rest(elbos) <= tol * max(1.0, abs(elbos[-1])):
                 return Outcome(belief, elbos, True)
         return Outcome(belief, elbos, False)
 
@@ -247,11 +253,11 @@ class LinearPosterior:
             self.progress.update(step, bound)
         return bound
 
-    def _step(self, belief: Belief, rho: float) -> Belief | None:
+    def _step(self, belief: Belief, change: Tensor, relaxation: float, rho: float) -> Belief | None:
         """One step, halved until the bound does not decrease; None if no step is left, to rounding."""
-        target, gradient, size = self.curvature(belief.second), self._gradient(belief), rho
+        gradient, size = self._gradient(belief), rho
         for _ in range(HALVINGS):
-            precision = target if size == 1 else torch.lerp(belief.precision, target, size)
+            precision = torch.add(belief.precision, change, alpha=size * relaxation)
             factor, failed = torch.linalg.cholesky_ex(precision)
             if not failed:
                 found = self.variational(belief.mean + size * _solve(factor, gradient), precision)
@@ -259,6 +265,21 @@ class LinearPosterior:
                     return found
             size /= 2
         return None
+
+
+def _rest(elbos: list[float]) -> float:
+    """What further steps would add if each added the same fraction of the one before, at most the last change."""
+    changes = [abs(b - a) for a, b in zip(elbos[-3:], elbos[-3:][1:])]
+    ratio = changes[-1] / changes[-2] if len(changes) == 2 and changes[-2] > 0 else 1.0
+    return changes[-1] * (ratio / (1 - ratio) if ratio < 0.5 else 1.0)
+
+
+def _relaxation(last: float, ratio: float) -> float:
+    """The fraction of the next change of the precision, where the last one left this ratio of it (Aitken's method).
+
+    Precisions of nearly separable classes alternate around their limit, and full changes would approach it slowly.
+    """
+    return min(max(last / max(1 - ratio, 0.1), SHORTEST), 1.0) if ratio < ALTERNATING else 1.0
 
 
 def predictor_covariances(design: Design, covariance: Tensor, outputs: int) -> Tensor:
