@@ -14,6 +14,14 @@ from bayesgrad.models.checks import as_finite
 CHUNK = 1 << 17  # numbers of a product that are formed at a time: they fit into the cache
 
 
+def weighted_gram(rows: Tensor, weights: Tensor) -> Tensor:
+    """X' diag(w) X, (P, P); for positive weights on a CPU by NumPy, which computes one triangle of A'A, torch both."""
+    if not rows.is_cpu or not bool((weights >= 0).all()):
+        return rows.mT @ (weights[:, None] * rows)
+    scaled = (weights.sqrt()[:, None] * rows).numpy()
+    return torch.as_tensor(scaled.T @ scaled)
+
+
 class DenseDesign:
     """A matrix X, (n, P), as a tensor.
 
@@ -37,20 +45,10 @@ class DenseDesign:
 
     def gram(self, weights: Tensor) -> Tensor:
         """X' diag(w) X, (P, P)."""
-        if weights.is_cpu and bool((weights >= 0).all()):
-            return self._symmetric_gram(weights)
         total = self.rows.new_zeros(self.shape[1], self.shape[1])
-        for part, own in zip(self._parts, weights[:, None].split(len(self._parts[0]))):
-            total.addmm_(part.mT, own * part)
+        for part, own in zip(self._parts, weights.split(len(self._parts[0]))):
+            total += weighted_gram(part, own)
         return total
-
-    def _symmetric_gram(self, weights: Tensor) -> Tensor:
-        """With half the operations: NumPy computes only one triangle of A'A, which torch does not."""
-        roots, total = weights.sqrt()[:, None].split(len(self._parts[0])), np.zeros((self.shape[1], self.shape[1]))
-        for part, own in zip(self._parts, roots):
-            scaled = (own * part).numpy()
-            total += scaled.T @ scaled
-        return torch.as_tensor(total)
 
     def quadratic(self, matrix: Tensor) -> Tensor:
         """x_i' M x_i, (n,)."""

@@ -202,7 +202,7 @@ class GaussianMixture(DensityMixin, Latent):
             data[random.choice(len(data), some, replace=False)] if self._uses_batches() and some < len(data) else data
         )
         total = max(len(data), self.total_samples or 0)
-        sums = self._sums(rows, self._shares(rows, random)) * (total / len(rows))
+        sums = self._covariance.sums(rows, self._shares(rows, random), self.reg_covar) * (total / len(rows))
         covariance, families = self._covariance, [Dirichlet(), self._covariance.family]
         if _is_em(self):
             families = [Point(family) for family in families]
@@ -231,13 +231,6 @@ class GaussianMixture(DensityMixin, Latent):
             seeds = rows[chosen]
             labels = (seeds.square().sum(1) - 2 * rows @ seeds.mT).argmin(1)
         return rows.new_zeros(K, count).scatter_(0, labels.to(rows.device)[None], 1.0)
-
-    def _sums(self, rows: Tensor, shares: Tensor) -> Tensor:
-        total: Any = 0
-        columns = self._covariance.chunks(rows)
-        for part, own in zip(columns, shares.split(columns[0].shape[1], 1)):
-            total = total + own @ self._covariance.features(part, self.reg_covar).mT
-        return total
 
     def _repaired(self, family: Family, sums: Tensor, size: int) -> Parameters:
         """Natural parameters of components; a mean row is added to components without rows or without variance."""
