@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from bayesgrad.models.designs import Design
 from bayesgrad.models.linear_posterior import Belief, LinearPosterior, Outcome, predictor_covariances
 from bayesgrad.models.observations import Observation, fit_hyperparameters
 
@@ -58,6 +60,22 @@ def maximise_evidence(
         if elbos[-1] - elbos[-2] <= tol * max(1.0, abs(elbos[-1])) and tol:
             return posterior, Outcome(outcome.belief, elbos, True)
     return posterior, Outcome(outcome.belief, elbos, False)
+
+
+def first_precision(
+    prior: str, design: Design, y: Tensor, weights: Tensor | None, observation: Any, features: int
+) -> Tensor:
+    """A prior of the coefficients that is worth one row, (P, P), where the search for a better one starts."""
+    ones = torch.ones_like(y) if weights is None else weights
+    total = ones.sum()
+    squares, sums = design.gram(ones).diagonal(), design.pull(ones[:, None])[:, 0]
+    least = 1e-12 * squares.max() / total + torch.finfo(y.dtype).tiny
+    spread = (squares / total - (sums / total).square())[:features].clamp(min=float(least))
+    if observation.classifies:
+        spread = spread / 4  # at most the information of a label about its logit
+    elif observation.least_squares:
+        spread = spread / max(float(y.var(correction=0)), torch.finfo(y.dtype).tiny)
+    return torch.diag(spread if prior == "each" else spread.mean().expand(features))
 
 
 def _candidates(

@@ -26,7 +26,7 @@ from bayesgrad.models import checks
 from bayesgrad.models.checks import as_numpy, like
 from bayesgrad.models.designs import Design, SparseDesign, as_design
 from bayesgrad.models.estimator import OBSERVATIONS, Supervised, classifies
-from bayesgrad.models.evidence import maximise_evidence
+from bayesgrad.models.evidence import first_precision, maximise_evidence
 from bayesgrad.models.linear_posterior import Belief, LinearPosterior, Outcome, predictor_covariances
 from bayesgrad.models.multinomial import Multinomial, quadrature
 from bayesgrad.noise import seed32
@@ -147,9 +147,7 @@ class GLM(Supervised):
             self._run(X, design, targets, sample_weight, offset, prior=None)
         return self
 
-    def partial_fit(
-        self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None, offset: Any = None
-    ) -> GLM:
+    def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None, offset: Any = None) -> GLM:
         """Updates the posterior with one more batch; the previous posterior is the prior, and no data are stored.
 
         Exact for `"gaussian"`; for other likelihoods each batch adds a Gaussian approximation. A call after `fit`
@@ -271,7 +269,7 @@ class GLM(Supervised):
         offsets = self._offsets(offset, design)
         if prior is None:
             if learned is not None:
-                precision = self._first_precision(design, y, weights)
+                precision = first_precision(learned, design, y, weights, self._observation, features)
             else:
                 precision = checks.require_precision("prior_precision", self.prior_precision, features).to(y)
             precision = torch.block_diag(*[self._block(precision)] * outputs)
@@ -317,20 +315,6 @@ class GLM(Supervised):
             size = design.shape[1]
             self._prior_block = posterior.precision[:size, :size]
         self._set_attributes(X, design.shape[1])
-
-    def _first_precision(self, design: Design, y: Tensor, weights: Tensor | None) -> Tensor:
-        """A prior that is worth one row, where the search for a better one starts."""
-        ones = torch.ones_like(y) if weights is None else weights
-        total = ones.sum()
-        gram, sums = design.gram(ones).diagonal(), design.pull(ones[:, None])[:, 0]
-        features = self.n_features_in_
-        spread = (gram / total - (sums / total).square())[:features]
-        spread = spread.clamp(min=1e-12 * float(gram.max()) / float(total) + torch.finfo(y.dtype).tiny)
-        information = float(self._observation.information(torch.zeros_like(y[:1]).expand(1, self._outputs())).mean())
-        if self._observation.conjugate or self._observation.least_squares:
-            information /= max(float(y.var(correction=0)), torch.finfo(y.dtype).tiny)
-        each = information * spread
-        return torch.diag(each if self._learns_prior() == "each" else each.mean().expand(features))
 
     def _start(self, posterior: LinearPosterior, *, new: bool) -> Tensor:
         """The prior mean, with an intercept for the mean of the targets; a linear regression for heavy tails."""

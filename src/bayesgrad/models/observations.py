@@ -322,7 +322,7 @@ class Poisson(Observation):
 
 
 def _expected_log_sigmoid(mean: Tensor, variance: Tensor) -> Moments:
-    """The expectations of log σ(f) and of its first two derivatives."""
+    """The expectations of log 1/(1 + e^-f) and of its first two derivatives."""
     deviation = variance.sqrt()
     wide = deviation > WIDE
     if not wide.any():
@@ -338,7 +338,7 @@ def _expected_log_sigmoid(mean: Tensor, variance: Tensor) -> Moments:
 def _by_hermite(mean: Tensor, deviation: Tensor) -> Moments:
     """As few points as a standard deviation up to WIDE needs: measured."""
     most = float(deviation.max())
-    n = next(count for limit, count in ((0.2, 6), (0.5, 10), (0.9, 20), (math.inf, 32)) if most <= limit)
+    n = next(count for limit, count in ((0.2, 6), (0.5, 10), (0.9, 20), (math.inf, 40)) if most <= limit)
     at, _, weights = GaussHermite(n).points(mean[..., None], deviation[..., None, None])
     p = (at := at.flatten(1)).sigmoid()
     first = weights @ p
