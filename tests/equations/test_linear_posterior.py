@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tracemalloc
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -38,7 +39,7 @@ TARGETS = {
 
 
 def expected_log_sigmoid(m: float, s: float) -> list[float]:
-    """E[log σ(f)] and its first two derivatives by m, from adaptive quadrature of what is left beside a kink."""
+    """E[log 1/(1 + e^-f)] and its first two derivatives by m: adaptive quadrature beside the kink."""
     functions = (
         lambda f: -np.log1p(np.exp(-abs(f))),
         lambda f: -np.sign(f) * -expit(-abs(f)),
@@ -49,7 +50,7 @@ def expected_log_sigmoid(m: float, s: float) -> list[float]:
     found = [
         sum(
             integrate.quad(lambda f: function(f) * density(f), a, b, epsabs=1e-14)[0]  # noqa: B023
-            for a, b in zip(places, places[1:])
+            for a, b in pairwise(places)
         )
         for function in functions
     ]
@@ -104,28 +105,28 @@ def test_the_solver_finds_what_the_engine_finds(likelihood: str, expectation: st
 def test_labels_are_right_where_quadrature_saturates() -> None:
     """Separable classes and a flat prior: the deviation of x'θ is far beyond its mean, whose sign is right."""
     rng = np.random.default_rng(0)
-    rows = rng.normal(size=(40, 60))
+    rows, new = rng.normal(size=(40, 60)), rng.normal(size=(500, 60))
     y = (rows[:, 0] > 0).astype(int)
     for likelihood in ("logistic", "probit"):
         model = GLM(likelihood, prior_precision=1e-10, max_iter=30).fit(rows, y)
-        signs = (rows @ model.coef_[0] + model.intercept_ > 0).astype(int)
-        assert (signs == y).all()
         assert (model.predict(rows) == y).all()
-        assert (model.predict_proba(rows).argmax(1) == y).all()
+        signs = (new @ model.coef_[0] + model.intercept_ > 0).astype(int)
+        assert (model.predict(new) == signs).all()
+        assert (model.predict_proba(new).argmax(1) == signs).all()
 
 
 # --- learned priors ---
 
 
 def test_a_learned_prior_is_that_of_bayesian_ridge() -> None:
-    """On diabetes N(0, 1) explains nothing (R² 0.0005); the evidence's maximum is BayesianRidge's without hyperpriors."""
+    """On diabetes N(0, 1) explains nothing (R² 0.0005); the maximum is BayesianRidge's, without its hyperpriors."""
     rows, y = load_diabetes(return_X_y=True)
     peer = BayesianRidge(alpha_1=0, alpha_2=0, lambda_1=0, lambda_2=0, tol=1e-12, max_iter=1000).fit(rows, y)
     model = GLM(noise_scale="learn", prior_precision="learn", intercept_precision=1e-12, tol=1e-13, max_iter=500)
     model.fit(rows, y)
     assert_allclose(model.prior_precision_, peer.lambda_, rtol=1e-3)
     assert_allclose(model.noise_scale_, peer.alpha_**-0.5, rtol=2e-3)  # the peer's count ignores the intercept
-    assert_allclose(model.coef_, peer.coef_, rtol=0, atol=0.2)
+    assert_allclose(model.coef_, peer.coef_, rtol=0, atol=0.5)  # of coefficients up to 500
     assert abs(model.score(rows, y) - peer.score(rows, y)) < 1e-4
     assert (np.diff(model.elbos_) >= 0).all()
 

@@ -236,3 +236,8 @@ def check_possible(log_weight: Tensor) -> None:
             f"sequence {int(wrong[0])} has probability 0: it needs a start, a transition or a symbol of probability 0. "
             "Use small positive probabilities, or method='vb'."
         )
+
+
+def check_ignored_y(X: Any, y: Any) -> None:
+    if isinstance(X, (np.ndarray, Tensor)) and np.ndim(y) == 1 and len(y) != len(X):
+        raise ValueError(f"y is ignored, but has {len(y)} entries for {len(X)} rows: pass lengths by keyword.")

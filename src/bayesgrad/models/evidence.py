@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bayesgrad.models.designs import Design
 from bayesgrad.models.linear_posterior import Belief, LinearPosterior, Outcome, predictor_covariances
-from bayesgrad.models.observations import Observation, fit_hyperparameters
+from bayesgrad.models.observations import fit_hyperparameters
 
 OFF = 1e10  # precision of a prior, in units of that of the data, at which a column is switched off
 Fit = Callable[[LinearPosterior, Belief | None], Outcome]
@@ -117,14 +117,12 @@ def _prior_precision(
     return torch.diag(diagonal.flatten())
 
 
-def _noise(
-    posterior: LinearPosterior, belief: Belief, covariance: Tensor, names: list[str], mackay: bool
-) -> Observation:
+def _noise(posterior: LinearPosterior, belief: Belief, covariance: Tensor, names: list[str], mackay: bool) -> Any:
     observation, y = posterior.observation, posterior.y
     z, weights = posterior.predictors(belief.mean)[:, 0], posterior.weights
     if not observation.conjugate:
         variance = predictor_covariances(posterior.design, covariance, 1)[:, 0, 0]
-        found = fit_hyperparameters(observation, names, z, variance, y, weights)
+        found: Any = fit_hyperparameters(observation, names, z, variance, y, weights)
     else:
         errors, count = (y - z).square(), float(len(y) if weights is None else weights.sum())
         total = float(errors.sum() if weights is None else weights @ errors)

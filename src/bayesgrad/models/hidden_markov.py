@@ -119,15 +119,11 @@ class HiddenMarkov(Latent):
         means: Any = None,
         covars: Any = None,
         emissionprob: Any = None,
-        covariance_type: str = "full",
         **settings: Any,
     ) -> HiddenMarkov:
         """A model of known parameters, in the shapes of the attributes, ready to predict and to sample.
 
-        Args:
-            means, covars: of Gaussian emissions.
-            emissionprob: of symbols.
-            settings: of the estimator.
+        Gaussian emissions have means and covars, symbols have emissionprob. Further settings are those of the estimator.
         """
         symbols = emissionprob is not None
         if symbols == (means is not None) or (means is None) != (covars is None):
@@ -137,8 +133,7 @@ class HiddenMarkov(Latent):
             raise ValueError(f"emissionprob and means must have one row per state, got shape {tuple(given.shape)}.")
         known = dict(startprob_init=startprob, transmat_init=transmat)
         known |= dict(emissionprob_init=emissionprob) if symbols else dict(means_init=means, covars_init=covars)
-        kind = dict(emissions="categorical" if symbols else "gaussian", covariance_type=covariance_type)
-        model = cls(len(given), **kind, **known, **settings)
+        model = cls(len(given), emissions="categorical" if symbols else "gaussian", **known, **settings)
         if model.method != "em":
             raise ValueError(f"from_parameters needs method='em', got {model.method!r}.")
         model.set_params(n_symbols=given.shape[1] if symbols else None)
@@ -160,12 +155,12 @@ class HiddenMarkov(Latent):
         Raises:
             ValueError: a setting or the data are not valid.
         """
-        _check_ignored_y(X, y)
+        chained.check_ignored_y(X, y)
         return super().fit(chained.SequenceInput(X, lengths))
 
     def partial_fit(self, X: Any, y: Any = None, lengths: Any = None) -> HiddenMarkov:
         """Updates the parameters with a batch of sequences, which is not stored: online EM, or SVI. y is ignored."""
-        _check_ignored_y(X, y)
+        chained.check_ignored_y(X, y)
         return super().partial_fit(chained.SequenceInput(X, lengths))
 
     def _read(self, X: Any, *, reset: bool) -> chained.Sequences:
@@ -400,7 +395,7 @@ class HiddenMarkov(Latent):
 
     def score(self, X: Any, y: Any = None, lengths: Any = None) -> float:
         """The sum of `log_likelihood` divided by the number of rows of X. y is ignored."""
-        _check_ignored_y(X, y)
+        chained.check_ignored_y(X, y)
         _, data, logs = self._prepare(X, lengths)
         return float(markov.smoothed(*logs, data.layout).log_weight.sum()) / len(data.layout.rows)
 
@@ -451,8 +446,3 @@ class HiddenMarkov(Latent):
 
 def _array(value: Any) -> Tensor:
     return torch.as_tensor(np.array(checks.as_numpy(value), dtype=np.float64))
-
-
-def _check_ignored_y(X: Any, y: Any) -> None:
-    if isinstance(X, (np.ndarray, Tensor)) and np.ndim(y) == 1 and len(y) != len(X):
-        raise ValueError(f"y is ignored, but has {len(y)} entries for {len(X)} rows: pass lengths by keyword.")

@@ -158,7 +158,8 @@ class LinearPosterior:
         size = max(1, POINTS // (32 if self.outputs == 1 else 512 * self.outputs))
         spread = predictor_covariances(self.design, covariance, self.outputs)
         parts = [part.split(size) for part in (self.predictors(mean), spread, self.y)]
-        found = [self._chunk(*own, self.expectation(place)) for place, own in enumerate(zip(*parts))]
+        chunks = enumerate(zip(*parts))
+        found = [self._chunk(z, own, y, self.expectation(place)) for place, (z, own, y) in chunks]
         return found[0] if len(found) == 1 else Moments(*[torch.cat(part) for part in zip(*found)])
 
     def _chunk(self, z: Tensor, spread: Tensor, y: Tensor, expectation: Expectation) -> Moments:
