@@ -123,7 +123,7 @@ class HiddenMarkov(Latent):
     ) -> HiddenMarkov:
         """A model of known parameters, in the shapes of the attributes, ready to predict and to sample.
 
-        Gaussian emissions have means and covars, symbols have emissionprob. Further settings are those of the estimator.
+        Gaussian emissions have means and covars, symbols have emissionprob. Other settings are the estimator's.
         """
         symbols = emissionprob is not None
         if symbols == (means is not None) or (means is None) != (covars is None):
