@@ -1,4 +1,4 @@
-"""Every estimator with a counterpart passes the checks of scikit-learn that the counterpart passes, and skips no other."""
+"""Estimators pass the checks of scikit-learn that their counterparts there pass, and skip no others."""
 
 from __future__ import annotations
 
