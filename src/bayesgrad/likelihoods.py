@@ -58,15 +58,6 @@ class Likelihood(ABC):
         """This likelihood with another standard deviation of the data, if it has one."""
         return self
 
-    @property
-    def name(self) -> str:
-        """What `named` turns into an equal likelihood again; a state dict has this string and not the object."""
-        return self.kind
-
-    def with_noise(self, noise_scale: float) -> Likelihood:
-        """This likelihood with another standard deviation of the data, if it has one."""
-        return self
-
     @abstractmethod
     def link(self, outputs: Tensor) -> Tensor:
         """The quantity that predictions average over weights: probabilities, rates, or the outputs themselves."""
