@@ -219,7 +219,7 @@ def test_language_models_that_shift_labels_are_noticed() -> None:
     with pytest.raises(
         ValueError, match=r"the model's own loss of a batch is .*o.logits\[:, :-1\] and labels\[:, 1:\]"
     ):
-        bayesgrad.laplace(model, [batch], likelihood="categorical")
+        bayesgrad.laplace(model, [batch], likelihood="categorical", structure="diag")
     posterior = bayesgrad.laplace(
         model,
         [({"input_ids": batch["input_ids"]}, batch["labels"][:, 1:])],
