@@ -34,7 +34,9 @@ LAYERS = [
     ["layers"],
     ["belief"],
     ["precision"],
+    ["custom_likelihoods"],
     ["likelihoods"],
+    ["predictions"],
     ["packing"],
     ["directions", "distributed", "kernels", "noise", "schedule"],
 ]

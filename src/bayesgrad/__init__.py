@@ -3,7 +3,18 @@
 import importlib
 from typing import Any
 
-from bayesgrad import distributed, families, inference, metrics, optim, plots, posterior, samplers
+from bayesgrad import (
+    custom_likelihoods,
+    distributed,
+    families,
+    inference,
+    likelihoods,
+    metrics,
+    optim,
+    plots,
+    posterior,
+    samplers,
+)
 from bayesgrad.laplace import laplace
 from bayesgrad.layers.fisher import SubsampledFisher
 from bayesgrad.posterior import EWC, Posterior
@@ -13,10 +24,12 @@ __all__ = [
     "EWC",
     "Posterior",
     "SubsampledFisher",
+    "custom_likelihoods",
     "distributed",
     "families",
     "inference",
     "laplace",
+    "likelihoods",
     "metrics",
     "optim",
     "plots",

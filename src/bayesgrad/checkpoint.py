@@ -1,7 +1,4 @@
-"""`CheckedOptimizer`: a torch optimizer whose options are validated and whose state survives.
-
-It is the part of `BeliefOptimizer` that has nothing to do with a step: param groups, state dicts, copies.
-"""
+"""`CheckedOptimizer`, the part of `BeliefOptimizer` beside its step: param groups, state dicts, copies."""
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from bayesgrad import likelihoods
 from bayesgrad.constraints import FRACTION, FRACTIONS, NONNEGATIVE, OPTIONAL_BOOLEAN, POSITIVE, Constraint, one_of
 from bayesgrad.layers.network import evaluation_mode, named_groups, unwrap
 from bayesgrad.layers.running_statistics import estimated, warn_of_statistics
@@ -87,6 +85,8 @@ class CheckedOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"{name} must be the same in all groups, got {given.get(name)!r} beside {first!r}.")
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        if "likelihood" in group:
+            group["likelihood"] = likelihoods.named(group["likelihood"]).name  # which every file can hold
         for position, p in enumerate(group["params"]):
             if p.is_complex():
                 self.param_groups.pop()

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bayesgrad import likelihoods
+
 
 class Constraint(NamedTuple):
     """The valid values of a hyperparameter, as words for the error message and as a predicate."""
@@ -36,6 +38,11 @@ def one_of(*choices: Any) -> Constraint:
     return Constraint(" or ".join(map(repr, choices)), lambda x: x in choices)
 
 
+def likelihood_of(*kinds: str) -> Constraint:
+    """The constraint to be a likelihood of one of these kinds, as a name or as an object."""
+    return Constraint(one_of(*kinds).words, lambda x: likelihoods.named(x).kind in kinds)
+
+
 # The options of optimizers that take a model:
 LAYER_OPTIONS: Mapping[str, Constraint] = {
     "ema": FRACTION,
@@ -47,7 +54,7 @@ LAYER_OPTIONS: Mapping[str, Constraint] = {
     "damping_mode": one_of("absolute", "relative"),
     "max_norm": POSITIVE,
     "fallback_lr": NONNEGATIVE,
-    "likelihood": one_of("categorical", "bernoulli", "gaussian"),
+    "likelihood": likelihood_of("categorical", "bernoulli", "gaussian"),
     "seed": OPTIONAL_INTEGER,
 }
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from bayesgrad import distributed, layers, likelihoods, noise
+from bayesgrad.custom_likelihoods import CustomLikelihood
 from bayesgrad.kernels import compute_dtype
+from bayesgrad.layers.batches import LABELS, Call, Forward, Inputs, Output, split_batch, to_device
 from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.fisher import FISHERS, batch_gradients, check_batch_mixing, check_outputs
 from bayesgrad.layers.network import parameters_of, requires_grad_only, unwrap
@@ -22,24 +26,27 @@ from bayesgrad.structures.structure import Accumulator, Structure, check_prior
 BIASES = ("joint", "separate")
 DIRECTIONS = 16  # output directions whose gradients are in memory at once
 PASS = 256  # examples of a subsample that are processed at once
+OWN_LOSS = 0.01  # relative difference of the mean loss from the model's own; half precision rounds by less
 
 
 def laplace(
     model: nn.Module,
     loader: Iterable,
     *,
-    likelihood: str,
-    structure: str = "diag",
+    likelihood: str | likelihoods.Likelihood,
+    structure: str = "kron",
     fisher: str = "exact",
     bias: str = "joint",
     prior_precision: float | Mapping[str, float] = 1.0,
-    noise_scale: float = 1.0,
+    noise_scale: float | None = None,
     temperature: float = 1.0,
     num_data: float | None = None,
     subsample: int | None = None,
     seed: int | None = None,
     params: str | Iterable[str] | None = None,
     progress: bool | None = None,
+    forward: Forward | None = None,
+    output: Output | None = None,
 ) -> LaplacePosterior:
     r"""Approximates the posterior by a Gaussian at the trained weights w, with the curvature of the loss there.
 
@@ -65,13 +72,17 @@ def laplace(
 
     Args:
         model: the trained model.
-        loader: batches (inputs, labels); inputs are a tensor, or a tuple of several arguments.
-        likelihood: `"categorical"`, `"bernoulli"`, `"gaussian"` or `"poisson"`.
+        loader: batches (inputs, labels); inputs are a tensor, a tuple of several arguments, or a mapping of keyword
+            arguments. A batch may also be a mapping of keyword arguments with the key `"labels"`, which the model does
+            not receive.
+        likelihood: `"categorical"`, `"bernoulli"`, `"gaussian"` or `"poisson"`, or an object of
+            `bayesgrad.likelihoods`.
         fisher: `"exact"`, `"sampled"` (one label for each example, drawn from the model) or `"empirical"` (the given
             labels).
         bias: `"joint"` for one block of weight and bias under `"kron"` and `"input"`, `"separate"` for two.
         prior_precision: of zero-mean weights; one number for all, or one for each parameter by name.
-        noise_scale: the standard deviation of Gaussian data.
+        noise_scale: the standard deviation of Gaussian data; None for that of the likelihood, 1 for `"gaussian"`, which
+            `tune_prior` then tunes together with the prior.
         temperature: T of the Gaussian of exp(-loss/T), where the loss includes the prior. It multiplies the covariance.
         num_data: N, if the loader does not go through all data exactly once.
         subsample: the number of examples, drawn at random, from which H is computed. The loss uses all examples.
@@ -80,6 +91,11 @@ def laplace(
         params: names of parameters or modules to which the posterior is restricted; `"last_layer"` for the last
             layer with a matrix, such as Linear or Conv. All other parameters are fixed.
         progress: whether to show a progress bar (needs rich); None shows it in a terminal.
+        forward: `forward(model, inputs)` calls the model; None for `model(x)`, or `model(**inputs)` for a mapping.
+            Examples are along the first dimension of every tensor.
+        output: a function from what the model returns to the tensor of outputs; None for a tensor itself, the `logits`
+            of a mapping or an object, or the only floating-point tensor of a tuple. The posterior keeps both functions
+            for its predictions, but not in files.
 
     Raises:
         ValueError: an argument, the model or the data cannot be used. The model is unchanged.
@@ -106,7 +122,8 @@ def laplace(
     distributed.refuse_shard_of_data("laplace", loader, num_data)
     network = unwrap(model)
     chosen = _select(network, params)
-    check_prior(prior_precision, noise_scale, chosen, temperature)
+    check_prior(prior_precision, 1.0 if noise_scale is None else noise_scale, chosen, temperature)
+    full, kind = likelihoods.named(likelihood, noise_scale), kind.with_noise(1.0)  # the noise enters with the prior
     _check_modes(network)
     _check_weights(parameters_of(network))
     kept = Structure.by_name[structure]
@@ -121,9 +138,12 @@ def laplace(
     examples = used = 0
     loss, numbers = 0.0, 0
 
-    def accumulate(inputs: tuple[Tensor, ...], labels: Tensor) -> Tensor:
+    call = Call(forward, output)
+
+    def accumulate(inputs: Inputs, labels: Tensor) -> Tensor:
         given, outputs = labels if fisher == "empirical" else None, labels
-        with closing(batch_gradients(network, inputs, kind, fisher, given, generator, at_once, layouts)) as parts:
+        called, tensors = call(network, inputs)
+        with closing(batch_gradients(called, tensors, kind, fisher, given, generator, at_once, layouts)) as parts:
             for seen in parts:
                 outputs = seen.outputs
                 _check_finite(outputs)
@@ -140,8 +160,10 @@ def laplace(
             if pool is None:
                 outputs = accumulate(inputs, labels)
             else:
-                outputs = _outputs(network, inputs)
+                outputs = _outputs(*call(network, inputs))
                 pool.add(inputs, labels)
+            if not examples and forward is None and output is None:
+                _check_own_loss(network, inputs, labels, kind, outputs)
             loss += float(kind.loss(outputs, labels).double().sum())
             numbers += outputs.numel()
             examples += len(outputs)
@@ -154,20 +176,23 @@ def laplace(
                 used += len(accumulate(inputs, labels))
     total = num_data or examples
     hessians = [block.finish(total, used or examples) for block in blocks]
-    power = 0 if likelihood != "gaussian" else 2 if fisher == "empirical" else 1
+    power = 0 if not full.has_noise else 2 if fisher == "empirical" else 1
     fit = Fit(loss * total / examples, numbers * total / examples, power)
     mean = {name: p.detach().to(compute_dtype(p.dtype), copy=True) for name, p in chosen.items()}
-    return LaplacePosterior(
+    posterior = LaplacePosterior(
         hessians,
         mean,
         fit,
-        likelihood=likelihood,
+        likelihood=full if isinstance(full, CustomLikelihood) else full.kind,
         prior_precision=prior_precision,
-        noise_scale=noise_scale,
+        noise_scale=full.noise_scale,
         temperature=temperature,
+        noise_known=noise_scale is not None or not isinstance(likelihood, str),
         model=model,
         seed=seed,
     )
+    posterior.forward, posterior.output = forward, output
+    return posterior
 
 
 # --- data ---
@@ -180,29 +205,41 @@ class RandomSubset:
     size: int
     generator: torch.Generator
     keys: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64))
-    held: tuple[Tensor, ...] = ()
+    held: dict[Any, Tensor] = field(default_factory=dict)  # tensors of the inputs, and labels
+    fixed: dict[str, Any] | None = None  # arguments that are no tensors of examples, of inputs that are mappings
 
-    def add(self, inputs: tuple[Tensor, ...], labels: Tensor) -> None:
-        batch = (*inputs, labels)
+    def add(self, inputs: Inputs, labels: Tensor) -> None:
+        parts: dict[Any, Any] = dict(inputs) if isinstance(inputs, Mapping) else dict(enumerate(_several(inputs)))
+        batch = {key: x for key, x in parts.items() if isinstance(x, Tensor) and len(x) == len(labels)}
+        if isinstance(inputs, Mapping):
+            self.fixed = {key: x for key, x in parts.items() if key not in batch}
+        batch[LABELS] = labels
         keys = torch.cat([self.keys, torch.rand(len(labels), dtype=torch.float64, generator=self.generator)])
         keep = keys.argsort()[: self.size]
-        joint = [torch.cat([old, new]) for old, new in zip(self.held, batch)] if self.held else batch
-        self.keys, self.held = keys[keep], tuple(part[keep.to(part.device)] for part in joint)
+        if self.held and any(self.held[key].shape[1:] != x.shape[1:] for key, x in batch.items()):
+            raise ValueError(
+                "subsample= needs examples of one shape, and batches have different ones: pad all batches to the same "
+                "length, or pass fewer examples without subsample=."
+            )
+        joint = {key: torch.cat([self.held[key], new]) for key, new in batch.items()} if self.held else batch
+        self.keys, self.held = keys[keep], {key: part[keep.to(part.device)] for key, part in joint.items()}
 
-    def passes(self) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
-        for parts in zip(*[part.split(PASS) for part in self.held]):
-            yield parts[:-1], parts[-1]
+    def passes(self) -> Iterator[tuple[Inputs, Tensor]]:
+        for parts in zip(*[part.split(PASS) for part in self.held.values()]):
+            batch = dict(zip(self.held, parts))
+            labels = batch.pop(LABELS)
+            yield tuple(batch.values()) if self.fixed is None else {**self.fixed, **batch}, labels
 
 
-def _batches(loader: Iterable, device: torch.device) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
+def _several(inputs: Any) -> tuple[Any, ...]:
+    return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+
+
+def _batches(loader: Iterable, device: torch.device) -> Iterator[tuple[Inputs, Tensor]]:
     for batch in loader:
-        if not isinstance(batch, (tuple, list)) or len(batch) != 2 or not isinstance(batch[1], Tensor):
-            raise TypeError(f"the loader must give pairs (inputs, labels) of tensors, got a {type(batch).__name__}.")
-        inputs = tuple(batch[0]) if isinstance(batch[0], (tuple, list)) else (batch[0],)
-        if not all(isinstance(x, Tensor) for x in inputs):
-            raise TypeError(f"inputs must be a tensor or a tuple of tensors, got {type(batch[0]).__name__}.")
-        if len(inputs[0]):
-            yield tuple(x.to(device) for x in inputs), batch[1].to(device)
+        inputs, labels = split_batch(batch)
+        if len(labels):
+            yield to_device(inputs, device), labels.to(device)
 
 
 def _with_progress(loader: Iterable, progress: bool | None) -> Iterable:
@@ -267,6 +304,27 @@ def _outputs(model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
     check_outputs(outputs)
     _check_finite(outputs)
     return outputs
+
+
+def _check_own_loss(model: nn.Module, inputs: Inputs, labels: Tensor, kind: Any, outputs: Tensor) -> None:
+    """Raises if a model that computes a loss itself, from labels, has another one: it may shift labels by a token."""
+    if not isinstance(inputs, Mapping) or not kind.has_classes or LABELS not in _arguments(model):
+        return
+    with torch.no_grad():
+        own = getattr(model(**{**inputs, LABELS: labels}), "loss", None)
+    if own is None:
+        return
+    mean = float(kind.loss(outputs, labels).double().sum()) / kind.losses(outputs)
+    if abs(float(own) - mean) > OWN_LOSS * (1 + abs(mean)):
+        raise ValueError(
+            f"the model's own loss of a batch is {float(own):.4g}, but its outputs and labels have {mean:.4g}: pass "
+            "output=, and labels that fit it; for a language model output=lambda o: o.logits[:, :-1] and "
+            "labels[:, 1:]."
+        )
+
+
+def _arguments(model: nn.Module) -> Mapping[str, Any]:
+    return inspect.signature(model.forward).parameters
 
 
 def _check_finite(outputs: Tensor) -> None:

@@ -1,98 +1,88 @@
 """Likelihoods: how the outputs of a network predict labels.
 
 A likelihood computes predictions, samples labels, and gives the loss with its first three derivatives by the outputs.
-Its name is a string: `"categorical"` (logits over classes in the last dimension), `"bernoulli"` (one logit for each
-label), `"gaussian"` (the outputs are means; the noise has standard deviation 1 unless `noise_scale` is given) or
-`"poisson"` (the outputs are logarithms of rates).
+It is an object, or a string where it has no parameters: `"categorical"` (logits over classes in the last dimension),
+`"bernoulli"` (one logit for each label), `"gaussian"` (the outputs are means; the noise has standard deviation 1, or
+the `noise_scale` of the function that receives the name) or `"poisson"` (the outputs are logarithms of rates).
+`Gaussian(noise_scale=0.3)` is accepted wherever these names are.
 
 The loss of an example is its negative log-likelihood, summed over all dimensions of the outputs after the first. For
-`"gaussian"` it is half the squared error, without the constant that depends on the noise alone.
+`Gaussian` it is the squared error over 2 noise_scale^2, without the constant that depends on the noise alone.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, fields, is_dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
 from bayesgrad.noise import generator_of
+from bayesgrad.predictions import Decomposed, Moments, NoisyMoments
 
 IGNORED = -100  # a label without a loss, as in torch's cross entropy
-
-
-class Moments(NamedTuple):
-    """Mean and variance of the network's outputs f under the posterior of the weights, without the noise of the data.
-
-    A new label has the variance `variance + noise_scale**2`.
-    """
-
-    mean: Tensor
-    variance: Tensor
-
-
-class Decomposed(NamedTuple):
-    """A prediction with its aleatoric uncertainty (noise of labels) and epistemic uncertainty (lack of data).
-
-    | likelihood | aleatoric | epistemic | total |
-    |---|---|---|---|
-    | categorical | the expected entropy, E H(p) | the mutual information of label and weights | H(E p), in nats |
-    | bernoulli | the same for each output | | |
-    | gaussian | the noise variance | Var f | the variance of a new label |
-    | poisson | the expected rate | the rate's variance | the variance of a new count |
-
-    Args:
-        prediction: what `predict` returns without `decompose`.
-
-    Reference: Depeweg et al., 2018; the laws of total variance and of total entropy.
-    Checked by: tests/equations/test_predictive.py, by quadrature.
-    """
-
-    prediction: Tensor | Moments
-    aleatoric: Tensor
-    epistemic: Tensor
-
-    @property
-    def total(self) -> Tensor:
-        return self.aleatoric + self.epistemic
 
 
 class Likelihood(ABC):
     """The distribution of labels given the outputs f of a network."""
 
+    kind: ClassVar[str]  # the name without parameters
+    noise_scale: float = 1.0  # the standard deviation of the data, if it is a parameter
+    has_noise: ClassVar[bool] = False  # whether it is
     closed_form: ClassVar[bool] = False  # whether predictions for Gaussian outputs are exact
     has_classes: ClassVar[bool] = False  # whether a loss is about the last dimension, and not about a whole example
+    needs_samples: ClassVar[bool] = False  # whether predictions for Gaussian outputs are averages over samples of them
+    kinds: ClassVar[dict[str, type[Likelihood]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        if "kind" in cls.__dict__:
+            Likelihood.kinds[cls.kind] = cls
+
+    @property
+    def name(self) -> str:
+        """What `named` turns into an equal likelihood again; a state dict has this string and not the object.
+
+        It is the kind, with the fields of a dataclass that do not have their default.
+        """
+        own = {f.name: (getattr(self, f.name), f.default) for f in fields(self)} if is_dataclass(self) else {}
+        given = ", ".join(f"{key}={value!r}" for key, (value, default) in own.items() if value != default)
+        return f"{self.kind}({given})" if given else self.kind
+
+    def with_noise(self, noise_scale: float) -> Likelihood:
+        """This likelihood with another standard deviation of the data, if it has one."""
+        return self
 
     @abstractmethod
     def link(self, outputs: Tensor) -> Tensor:
         """The quantity that predictions average over weights: probabilities, rates, or the outputs themselves."""
 
-    def from_moments(self, mean: Tensor, variance: Tensor) -> Tensor | Moments:
+    def from_moments(self, mean: Tensor, variance: Tensor) -> Tensor | Moments | NoisyMoments:
         """The prediction from the mean and variance of link(f) over weights."""
         return mean
 
     @abstractmethod
-    def from_gaussian(self, mean: Tensor, variance: Tensor) -> Tensor | Moments:
+    def from_gaussian(self, mean: Tensor, variance: Tensor) -> Tensor | Moments | NoisyMoments:
         """The prediction if the outputs f are independent Gaussians N(mean, variance)."""
 
     @abstractmethod
-    def log_density(self, mean: Tensor, variance: Tensor, labels: Tensor, noise_scale: float) -> Tensor:
+    def log_density(self, mean: Tensor, variance: Tensor, labels: Tensor) -> Tensor:
         """log p(labels) of each example, (N,), if the outputs are independent Gaussians N(mean, variance)."""
 
     @abstractmethod
-    def aleatoric(self, value: Tensor, noise_scale: float) -> Tensor:
+    def aleatoric(self, value: Tensor) -> Tensor:
         """The uncertainty of labels given link(f): their entropy or their variance."""
 
     def decompose(self, mean: Tensor, variance: Tensor, aleatoric: Tensor) -> Decomposed:
         """The prediction and its parts, given mean and variance of link(f), and the mean of `within`, over weights."""
         return Decomposed(self.from_moments(mean, variance), aleatoric, variance)
 
-    def decompose_gaussian(self, mean: Tensor, variance: Tensor, noise_scale: float) -> Decomposed:
+    def decompose_gaussian(self, mean: Tensor, variance: Tensor) -> Decomposed:
         """As `decompose`, for Gaussian outputs N(mean, variance); only if `closed_form`."""
         raise NotImplementedError
 
@@ -108,8 +98,8 @@ class Likelihood(ABC):
             ValueError: labels or outputs do not fit this likelihood.
         """
 
-    def log_likelihood(self, outputs: Tensor, labels: Tensor, noise_scale: float) -> Tensor:
-        """log p(labels | outputs) of each example, (N,); `noise_scale` is the standard deviation of Gaussian data."""
+    def log_likelihood(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """log p(labels | outputs) of each example, (N,)."""
         return -self.loss(outputs, labels)
 
     def residual(self, outputs: Tensor, labels: Tensor, check: bool = True) -> Tensor:
@@ -140,6 +130,7 @@ class Likelihood(ABC):
 class Categorical(Likelihood):
     """Softmax over the last dimension. Gaussian logits use MacKay's probit approximation."""
 
+    kind = "categorical"
     has_classes = True
 
     def link(self, outputs: Tensor) -> Tensor:
@@ -151,14 +142,14 @@ class Categorical(Likelihood):
     def from_gaussian(self, mean: Tensor, variance: Tensor) -> Tensor:
         return self.link(mean / (1 + math.pi / 8 * variance).sqrt())
 
-    def log_density(self, mean: Tensor, variance: Tensor, labels: Tensor, noise_scale: float) -> Tensor:
+    def log_density(self, mean: Tensor, variance: Tensor, labels: Tensor) -> Tensor:
         return -self.loss(mean / (1 + math.pi / 8 * variance).sqrt(), labels)
 
-    def aleatoric(self, value: Tensor, noise_scale: float) -> Tensor:
+    def aleatoric(self, value: Tensor) -> Tensor:
         return torch.special.entr(value).sum(-1)
 
     def decompose(self, mean: Tensor, variance: Tensor, aleatoric: Tensor) -> Decomposed:
-        return Decomposed(mean, aleatoric, (self.aleatoric(mean, 1.0) - aleatoric).clamp(min=0))
+        return Decomposed(mean, aleatoric, (self.aleatoric(mean) - aleatoric).clamp(min=0))
 
     def sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
         p = self.link(outputs.detach().float() if outputs.dtype.itemsize < 4 else outputs.detach())
@@ -222,6 +213,7 @@ class Categorical(Likelihood):
 class Bernoulli(Categorical):
     """A logistic probability for each output."""
 
+    kind = "bernoulli"
     has_classes = False
 
     def link(self, outputs: Tensor) -> Tensor:
@@ -244,7 +236,7 @@ class Bernoulli(Categorical):
 
     def hessian_roots(self, outputs: Tensor) -> Iterator[Tensor]:
         p = outputs.detach().sigmoid()
-        yield from _one_by_one((p * (1 - p)).sqrt())
+        yield from one_by_one((p * (1 - p)).sqrt())
 
     def hessian_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
         p = outputs.sigmoid()
@@ -254,14 +246,39 @@ class Bernoulli(Categorical):
         p = outputs.sigmoid()
         return p * (1 - p) * (1 - 2 * p) * vector.square()
 
-    def aleatoric(self, value: Tensor, noise_scale: float) -> Tensor:
+    def aleatoric(self, value: Tensor) -> Tensor:
         return torch.special.entr(value) + torch.special.entr(1 - value)
 
 
+@dataclass(frozen=True)
 class Gaussian(Likelihood):
-    """Outputs are means of real-valued targets."""
+    """Outputs are means of real-valued targets with noise of a known standard deviation s: loss |f - y|^2/(2 s^2).
 
+    Args:
+        noise_scale: s.
+
+    Example:
+        >>> loss = Gaussian(noise_scale=0.5).loss(torch.zeros(1, 2), torch.ones(1, 2))
+        >>> float(loss)
+        4.0
+    """
+
+    kind = "gaussian"
+    has_noise = True
     closed_form = True
+    noise_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < float(self.noise_scale) < math.inf:
+            raise ValueError(f"noise_scale must be a finite positive number, got {self.noise_scale!r}.")
+        object.__setattr__(self, "noise_scale", float(self.noise_scale))
+
+    def with_noise(self, noise_scale: float) -> Gaussian:
+        return Gaussian(noise_scale)
+
+    @property
+    def _precision(self) -> float:
+        return self.noise_scale**-2
 
     def link(self, outputs: Tensor) -> Tensor:
         return outputs
@@ -271,32 +288,37 @@ class Gaussian(Likelihood):
 
     from_gaussian = from_moments
 
-    def log_density(self, mean: Tensor, variance: Tensor, labels: Tensor, noise_scale: float) -> Tensor:
-        spread = variance + noise_scale**2
+    def log_density(self, mean: Tensor, variance: Tensor, labels: Tensor) -> Tensor:
+        spread = variance + self.noise_scale**2
         each = (mean - _real(labels, mean)).square() / spread + (2 * math.pi * spread).log()
         return -each.reshape(len(mean), -1).sum(1) / 2
 
-    def aleatoric(self, value: Tensor, noise_scale: float) -> Tensor:
-        return torch.full_like(value, noise_scale**2)
+    def aleatoric(self, value: Tensor) -> Tensor:
+        return torch.full_like(value, self.noise_scale**2)
 
-    def decompose_gaussian(self, mean: Tensor, variance: Tensor, noise_scale: float) -> Decomposed:
-        return self.decompose(mean, variance, self.aleatoric(mean, noise_scale))
+    def decompose_gaussian(self, mean: Tensor, variance: Tensor) -> Decomposed:
+        return self.decompose(mean, variance, self.aleatoric(mean))
 
     def sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
-        return outputs.detach() + torch.randn(outputs.shape, dtype=torch.float64, generator=generator).to(outputs)
+        noise = torch.randn(outputs.shape, dtype=torch.float64, generator=generator).to(outputs)
+        return outputs.detach() + self.noise_scale * noise
 
-    def log_likelihood(self, outputs: Tensor, labels: Tensor, noise_scale: float) -> Tensor:
-        noise = noise_scale**2
-        return -self.loss(outputs, labels) / noise - outputs[0].numel() / 2 * math.log(2 * math.pi * noise)
+    def log_likelihood(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        constant = outputs[0].numel() / 2 * math.log(2 * math.pi * self.noise_scale**2)
+        return -self.loss(outputs, labels) - constant
 
     def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        return (outputs - _real(labels, outputs)).square().reshape(len(outputs), -1).sum(1) / 2
+        square = (outputs - _real(labels, outputs)).square().reshape(len(outputs), -1).sum(1)
+        return square / 2 * self._precision
+
+    def residual(self, outputs: Tensor, labels: Tensor, check: bool = True) -> Tensor:
+        return super().residual(outputs, labels, check) * self._precision
 
     def hessian_roots(self, outputs: Tensor) -> Iterator[Tensor]:
-        yield from _one_by_one(torch.ones_like(outputs))
+        yield from one_by_one(torch.full_like(outputs, 1 / self.noise_scale))
 
     def hessian_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
-        return vector
+        return vector * self._precision
 
     def third_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
         return torch.zeros_like(vector)
@@ -305,6 +327,7 @@ class Gaussian(Likelihood):
 class Poisson(Likelihood):
     """Outputs are logarithms of the rates of counts."""
 
+    kind = "poisson"
     closed_form = True
 
     def link(self, outputs: Tensor) -> Tensor:
@@ -313,7 +336,7 @@ class Poisson(Likelihood):
     def from_gaussian(self, mean: Tensor, variance: Tensor) -> Tensor:
         return (mean + variance / 2).exp()
 
-    def log_density(self, mean: Tensor, variance: Tensor, labels: Tensor, noise_scale: float) -> Tensor:
+    def log_density(self, mean: Tensor, variance: Tensor, labels: Tensor) -> Tensor:
         """By quadrature over each log-rate."""
         nodes = torch.linspace(-6, 6, 65, dtype=mean.dtype, device=mean.device)
         f = mean[..., None] + variance[..., None].sqrt() * nodes
@@ -322,10 +345,10 @@ class Poisson(Likelihood):
         each = (y * f - f.exp() - (y + 1).lgamma() + log_weights).logsumexp(-1)
         return each.reshape(len(mean), -1).sum(1)
 
-    def aleatoric(self, value: Tensor, noise_scale: float) -> Tensor:
+    def aleatoric(self, value: Tensor) -> Tensor:
         return value
 
-    def decompose_gaussian(self, mean: Tensor, variance: Tensor, noise_scale: float) -> Decomposed:
+    def decompose_gaussian(self, mean: Tensor, variance: Tensor) -> Decomposed:
         rate = self.from_gaussian(mean, variance)
         return self.decompose(rate, variance.expm1() * rate.square(), rate)
 
@@ -339,44 +362,13 @@ class Poisson(Likelihood):
         return (outputs.exp() - labels * outputs + (labels + 1).lgamma()).reshape(len(outputs), -1).sum(1)
 
     def hessian_roots(self, outputs: Tensor) -> Iterator[Tensor]:
-        yield from _one_by_one((outputs.detach() / 2).exp())
+        yield from one_by_one((outputs.detach() / 2).exp())
 
     def hessian_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
         return outputs.exp() * vector
 
     def third_product(self, outputs: Tensor, vector: Tensor) -> Tensor:
         return outputs.exp() * vector.square()
-
-
-@dataclass
-class Averages:
-    """Running mean and variance of link(f) and running mean of the aleatoric uncertainty, over samples of outputs f.
-
-    Args:
-        noise_scale: the standard deviation of Gaussian data.
-    """
-
-    reading: Likelihood
-    noise_scale: float = 1.0
-    count: int = 0
-    mean: Tensor | Any = 0
-    squares: Tensor | Any = 0
-    aleatoric: Tensor | Any = 0
-
-    def add(self, outputs: Tensor) -> None:
-        value = self.reading.link(outputs)
-        self.count += 1
-        deviation = value - self.mean
-        self.mean = self.mean + deviation / self.count
-        self.squares = self.squares + deviation * (value - self.mean)
-        aleatoric = self.reading.aleatoric(value, self.noise_scale)
-        self.aleatoric = self.aleatoric + (aleatoric - self.aleatoric) / self.count
-
-    def prediction(self) -> Tensor | Moments:
-        return self.reading.from_moments(self.mean, self.squares / self.count)
-
-    def decomposed(self) -> Decomposed:
-        return self.reading.decompose(self.mean, self.squares / self.count, self.aleatoric)
 
 
 def _check_classes(outputs: Tensor) -> None:
@@ -407,7 +399,7 @@ def _real(labels: Tensor, outputs: Tensor) -> Tensor:
     return labels.to(outputs)
 
 
-def _one_by_one(scale: Tensor) -> Iterator[Tensor]:
+def one_by_one(scale: Tensor) -> Iterator[Tensor]:
     """For each output a tensor that is `scale` there and zero elsewhere."""
     rows = scale.reshape(len(scale), -1)
     for k in range(rows.shape[1]):
@@ -416,14 +408,31 @@ def _one_by_one(scale: Tensor) -> Iterator[Tensor]:
         yield at.view(scale.shape)
 
 
-_BY_NAME = {"categorical": Categorical(), "bernoulli": Bernoulli(), "gaussian": Gaussian(), "poisson": Poisson()}
+_BY_NAME: dict[str, Likelihood] = {one.kind: one for one in (Categorical(), Bernoulli(), Gaussian(), Poisson())}
+_NAME = re.compile(r"(\w+)(?:\(((?:\w+=[0-9.e+-]+(?:, )?)+)\))?")  # `Likelihood.name`
 
 
-def named(likelihood: str) -> Likelihood:
-    """The likelihood with this name."""
-    if likelihood not in _BY_NAME:
-        raise ValueError(f"likelihood must be one of {', '.join(map(repr, _BY_NAME))}, got {likelihood!r}.")
-    return _BY_NAME[likelihood]
+def named(likelihood: str | Likelihood, noise_scale: float | None = None) -> Likelihood:
+    """A likelihood from its name, or the likelihood itself.
+
+    Args:
+        noise_scale: the standard deviation of the data under the name `"gaussian"`; None for 1. A likelihood with its
+            own must have the same.
+    """
+    if isinstance(likelihood, str) and likelihood in _BY_NAME:
+        found = _BY_NAME[likelihood]
+        return found if noise_scale is None else found.with_noise(noise_scale)
+    if isinstance(likelihood, Likelihood):
+        found = likelihood
+    elif isinstance(likelihood, str) and (match := _NAME.fullmatch(likelihood)) and match[1] in Likelihood.kinds:
+        given = (part.split("=") for part in (match[2] or "").split(", ") if part)
+        found = Likelihood.kinds[match[1]](**{key: float(value) for key, value in given})
+    else:
+        known = ", ".join(map(repr, _BY_NAME))
+        raise ValueError(f"likelihood must be one of {known}, or an object such as Gaussian(0.3), got {likelihood!r}.")
+    if noise_scale is not None and found.with_noise(noise_scale) != found:
+        raise ValueError(f"{found!r} has its own noise and cannot have noise_scale={noise_scale!r}: give one of them.")
+    return found
 
 
 def draw(likelihood: Likelihood, outputs: Tensor, seed: int, draws: int) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 BINS = 15
+NORMALISED = 0.01  # the largest deviation of a log of summed probabilities from 0; half precision rounds by less
 
 
 def classification(logs: Tensor, labels: Tensor) -> dict[str, float]:
@@ -19,11 +20,20 @@ def classification(logs: Tensor, labels: Tensor) -> dict[str, float]:
         logs: (n, classes), logarithms of predicted probabilities.
         labels: (n,).
 
+    Raises:
+        ValueError: rows of exp(logs) do not sum to 1, as for probabilities and logits.
+
     Checked by: tests/equations/test_metrics.py.
     """
     p = logs.exp()
     if not bool(torch.isfinite(p).all()):
         return dict.fromkeys(("error", "nll", "ece", "brier"), math.nan)
+    if bool(((total := logs.double().logsumexp(-1)).abs() > NORMALISED).any()):
+        raise ValueError(
+            "logs must be logarithms of probabilities that sum to 1, got sums of exp(logs) up to "
+            f"{total.exp().max():.3g} and down to {total.exp().min():.3g}: pass p.log() for probabilities p, or "
+            "logits.log_softmax(-1)."
+        )
     classes = logs.shape[-1]
     return {
         "error": 1 - _package().multiclass_accuracy(p, labels, classes, average="micro").item(),

@@ -145,6 +145,7 @@ def test_algebra(name: str) -> None:
     close(precision.add(increment).to_dense(), P + dense_increment(increment))
     close(precision.propagate(0.7, 0.2).to_dense(), torch.linalg.inv(0.7 * covariance + 0.2 * eye(len(P))))
     close(precision.solve(vector).flatten(), covariance @ vector.flatten())
+    close(precision.multiply(vector).flatten(), torch.linalg.solve(covariance, vector.flatten()))
     close(precision.variance().flatten(), covariance.diagonal())
     assert precision.variance().shape == vector.shape
     close(precision.logdet(), torch.logdet(P))

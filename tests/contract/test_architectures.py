@@ -37,6 +37,7 @@ DAMPING = 0.3
 OPTIONS: dict[str, Any] = {"damping": DAMPING, "max_norm": math.inf, "losses_per_example": 1}
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 TORCH_WARNINGS = (
+    "torch.func.vmap does not support this model",
     "Using padding='same' with even kernel lengths",
     "There is a performance drop because we have not yet",
 )

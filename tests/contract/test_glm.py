@@ -132,7 +132,7 @@ def test_refusals_of_streams_and_predictions() -> None:
     model = GLM("probit").partial_fit(X[:9], TARGETS["probit"][:9], classes=[0, 1])
     with pytest.raises(ValueError, match=r"the label 2, which is not in classes, \[0, 1\]"):
         model.partial_fit(X, TARGETS["multinomial"])
-    with pytest.raises(ValueError, match="partial_fit cannot learn noise_scale or dof"):
+    with pytest.raises(ValueError, match="partial_fit cannot learn prior_precision, noise_scale or dof"):
         GLM("student-t", dof="learn").partial_fit(X, TARGETS["student-t"])
     with pytest.raises(NotFittedError):
         GLM().predict(X)

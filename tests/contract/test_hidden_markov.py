@@ -9,6 +9,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from hmmlearn.hmm import CategoricalHMM, GaussianHMM
 from sklearn.exceptions import ConvergenceWarning, NotFittedError
 from sklearn.utils.estimator_checks import estimator_checks_generator
 from torch.testing import assert_close
@@ -56,7 +57,8 @@ def test_every_kind_of_sequences(emissions: str) -> None:
     assert [len(part) for part in many.predict(parts)] == [25, 1, 34]
     assert isinstance(torches.predict([torch.as_tensor(rows)])[0], torch.Tensor)
     assert isinstance(one.predict(rows), np.ndarray)
-    assert one.score(rows, lengths=[25, 1, 34]) == sum(one.score(part) for part in parts) or emissions == "gaussian"
+    assert_close(one.log_likelihood(rows, [25, 1, 34]), np.concatenate([one.log_likelihood(part) for part in parts]))
+    assert one.score(rows, lengths=[25, 1, 34]) == pytest.approx(one.log_likelihood(parts).sum() / 60, rel=1e-13)
     drawn, states = torches.sample(7)
     assert isinstance(drawn, torch.Tensor)
     assert len(states) == 7
@@ -72,18 +74,18 @@ def test_missing_observations_are_summed_over() -> None:
     """A likelihood with a row missing is the integral over that row; of symbols, the sum over all that it might be."""
     model = HiddenMarkov(2, emissions="categorical", random_state=0).fit(SYMBOLS)
     row = SYMBOLS.astype(float).copy()
-    totals = [model.score(np.where(np.arange(60) == 30, symbol, row)) for symbol in range(3)]
+    totals = [model.log_likelihood(np.where(np.arange(60) == 30, symbol, row)).item() for symbol in range(3)]
     row[30] = np.nan
-    assert_close(model.score(row), np.logaddexp.reduce(totals), rtol=1e-12, atol=0)
+    assert_close(model.log_likelihood(row).item(), np.logaddexp.reduce(totals), rtol=1e-12, atol=0)
     model = HiddenMarkov(2, random_state=0, max_iter=3, tol=0).fit(X[:, :1])
     grid = np.arange(-12, 17, 0.4)
     holed = X[:, :1].copy()
     logs = []
     for value in grid:
         holed[59] = value
-        logs.append(model.score(holed))
+        logs.append(model.log_likelihood(holed).item())
     holed[59] = np.nan
-    assert_close(model.score(holed), np.logaddexp.reduce(logs) + np.log(0.4), rtol=1e-8, atol=0)
+    assert_close(model.log_likelihood(holed).item(), np.logaddexp.reduce(logs) + np.log(0.4), rtol=1e-8, atol=0)
     gaps = X.copy()
     gaps[[3, 17, 40]] = np.nan
     assert len(HiddenMarkov(2, random_state=0).fit(gaps).predict(gaps)) == 60
@@ -281,3 +283,49 @@ def test_unseen_symbols() -> None:
 def test_pieces_are_about_a_third_of_the_root() -> None:
     assert len(Layout([90_000]).widths) == 100
     assert len(Layout([50] * 1000).widths) == 50
+
+
+# --- nested lists and known parameters ---
+
+
+def test_nested_lists_are_the_rows_of_one_sequence() -> None:
+    """As for hmmlearn, whose numbers they have; several sequences need lengths, or arrays."""
+    symbols = HiddenMarkov(2, emissions="categorical", random_state=0).fit(SYMBOLS)
+    column = SYMBOLS[:, None]
+    assert symbols.log_likelihood(column.tolist()).tolist() == symbols.log_likelihood(column).tolist()
+    assert symbols.predict(column.tolist()).shape == (60,)
+    peer = CategoricalHMM(2)
+    peer.startprob_, peer.transmat_, peer.emissionprob_ = symbols.startprob_, symbols.transmat_, symbols.emissionprob_
+    assert symbols.score(column.tolist()) * 60 == pytest.approx(peer.score(column), rel=1e-10)
+    again = HiddenMarkov(2, emissions="categorical", random_state=0).fit(column.tolist())
+    assert again.elbo_ == symbols.elbo_
+    rows = HiddenMarkov(2, random_state=0).fit(X)
+    assert rows.predict(X.tolist()).tolist() == rows.predict(X).tolist()
+    with pytest.raises(ValueError, match="X is a nested list of sequences: pass their rows as one array with the len"):
+        rows.predict([X[:30].tolist(), X[30:].tolist()])
+
+
+@pytest.mark.parametrize("kind", ["full", "tied", "diag", "spherical"])
+def test_models_of_known_parameters(kind: str) -> None:
+    full = np.array([[[2.0, 0.5], [0.5, 1.0]], [[1.0, 0.0], [0.0, 3.0]]])
+    covars = {"full": full, "tied": full[0], "diag": full[:, [0, 1], [0, 1]], "spherical": np.array([1.0, 3.0])}[kind]
+    peer = GaussianHMM(2, covariance_type=kind)
+    peer.startprob_, peer.transmat_ = np.array([0.3, 0.7]), np.array([[0.9, 0.1], [0.0, 1.0]])
+    peer.means_, peer.covars_ = np.array([[0.0, 0.0], [3.0, 1.0]]), covars
+    model = HiddenMarkov.from_parameters(
+        peer.startprob_, peer.transmat_, means=peer.means_, covars=covars, covariance_type=kind
+    )
+    assert_close(model.log_likelihood(X, [20, 40]).sum(), np.float64(peer.score(X, [20, 40])), rtol=1e-10, atol=0)
+    assert_close(model.predict_proba(X), peer.predict_proba(X), rtol=0, atol=1e-10)
+    assert_close(model.covars_, covars, rtol=1e-12, atol=1e-14)
+    assert model.sample(5)[0].shape == (5, 2)
+
+
+def test_symbols_of_known_parameters() -> None:
+    peer = CategoricalHMM(2)
+    peer.startprob_, peer.transmat_ = np.array([0.3, 0.7]), np.array([[0.9, 0.1], [0.2, 0.8]])
+    peer.emissionprob_ = np.array([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]])
+    model = HiddenMarkov.from_parameters(peer.startprob_, peer.transmat_, emissionprob=peer.emissionprob_)
+    assert model.score(SYMBOLS) * 60 == pytest.approx(peer.score(SYMBOLS[:, None]), rel=1e-10)
+    with pytest.raises(ValueError, match="pass either emissionprob, or both means and covars"):
+        HiddenMarkov.from_parameters(peer.startprob_, peer.transmat_)

@@ -98,7 +98,7 @@ def test_parameters_that_cannot_be(natural: Any, words: str) -> None:
             "expectation must be .* got 'delta'",
         ),  # pyright: ignore
         (lambda q: minimize(torch.sum, q, expectation="mc"), "expectation must be .* got 'mc'"),  # pyright: ignore
-        (lambda q: GaussHermite(1.5), "n must be a positive integer, got 1.5"),  # pyright: ignore
+        (lambda q: GaussHermite(1.5), "n must be a positive integer, at most 2000, got 1.5"),  # pyright: ignore
         (lambda q: MonteCarlo("a"), "samples must be a positive integer, got 'a'"),  # pyright: ignore
         (lambda q: MixtureOfGaussians([0.5, 0.5]), "weights of components must be a tensor"),  # pyright: ignore
         (lambda q: Node(NORMAL, q.natural, "a"), "scale must be positive, got 'a'"),

@@ -79,7 +79,7 @@ def test_moving_averages_and_stale_metrics_are_what_they_say() -> None:
 
 def test_a_chain_that_diverges_says_where_and_keeps_the_last_finite_weights() -> None:
     model = nn.Linear(1, 1, bias=False)
-    sampler = Langevin(model, lr=1e3, num_data=4, temperature=0.5, likelihood="gaussian")
+    sampler = Langevin(model, lr=1e3, num_data=4, temperature=0.5, metric="identity", likelihood="gaussian")
     x = torch.ones(4, 1)
 
     def closure() -> torch.Tensor:
@@ -108,7 +108,7 @@ def test_a_chain_that_diverges_says_where_and_keeps_the_last_finite_weights() ->
     model.weight.grad = torch.zeros_like(model.weight)
     with pytest.raises(Diverged, match="the loss is nan"):
         sampler.observe(loss=torch.tensor(torch.nan))
-    fresh = Langevin(nn.Linear(1, 1), lr=0.1, num_data=4)
+    fresh = Langevin(nn.Linear(1, 1), lr=0.1, num_data=4, metric="identity")
     with pytest.raises(Diverged, match=r"no finite loss was given by step\(closure\) or observe\(outputs, loss=loss\)"):
         fresh.observe(loss=torch.inf)
     with pytest.raises(ValueError, match=r"loss must be a single number, got shape \(3,\): average it"):
@@ -125,7 +125,7 @@ def test_temperatures_far_from_one_and_long_steps_are_warned_of() -> None:
     with pytest.warns(UserWarning, match=r"lr=0.5 is not small: variances are 33% too large in units of the metric."):
         Langevin(model, 0.5, num_data=1000, metric="fisher")
     SNGD(model, 0.1, num_data=1000, batch_size=samplers.batch_size(1.0, 0.1, 1000))
-    Langevin(model, 0.5, num_data=1000)  # in units that nobody knows
+    Langevin(model, 0.5, num_data=1000, metric="identity")  # in units that nobody knows
 
 
 def test_refusals_of_samplers() -> None:
@@ -143,11 +143,11 @@ def test_refusals_of_samplers() -> None:
     with pytest.raises(ValueError, match="metric='empirical' needs labels"):
         Langevin(model, num_data=20, metric="empirical").observe(model(X))
     with pytest.raises(ValueError, match="the saved state must have metric='fisher', as this Langevin, got 'identity'"):
-        sampler.load_state_dict(Langevin(network(), num_data=20).state_dict())
+        sampler.load_state_dict(Langevin(network(), num_data=20, metric="identity").state_dict())
     with pytest.raises(ValueError, match="at most 10000 weights, got 20100: use metric='kronecker' or 'diagonal'"):
         Langevin(nn.Linear(200, 100), num_data=20, metric="fisher")
     with pytest.raises(ValueError, match="the Fisher is singular with damping 0: raise damping"):
-        run(model, Langevin(model, num_data=20, metric="fisher"), 1)
+        run(model, Langevin(model, num_data=20, metric="fisher", damping=0.0), 1)
     given = Langevin(model, num_data=20, metric=lambda w: torch.ones(3))
     model(X).sum().backward()
     with pytest.raises(ValueError, match=r"a metric of 26 weights must have shape \(26,\), \(26, 26\) or \(m, k, k\)"):

@@ -247,7 +247,7 @@ def test_chains_side_by_side_are_chains_alone() -> None:
             assert torch.equal(ensemble.draws()[name][chain, -1], chains.weights()[name][chain])
     bag = ensemble.posterior(network())
     assert len(bag) == 15
-    langevin = Langevin(chains, lr=0.1, num_data=20)  # an identity metric knows no layers: it sees the copies' weights
+    langevin = Langevin(chains, lr=0.1, num_data=20, metric="identity")  # which needs no layers, only weights
     chains.loss(chains(x), y, F.cross_entropy).backward()
     langevin.step()
     moved = chains.weights()["0.weight"] - ensemble.draws()["0.weight"][:, -1]

@@ -414,3 +414,39 @@ def test_shares_of_the_transcribed_t_density() -> None:
     near(model.score_samples(rows), stats.multivariate_t(model.means_[0], shape, free).logpdf(rows), atol=1e-11)
     expected = digamma(model.weight_concentration_) - digamma(model.weight_concentration_.sum())
     assert_close(model._nodes[0].mean[0].numpy(), expected)
+
+
+PRECISIONS = {
+    "full": np.stack([2 * np.eye(3)] * 3),
+    "tied": np.eye(3) / 2,
+    "diag": np.ones((3, 3)),
+    "spherical": np.ones(3),
+}
+
+
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+@pytest.mark.parametrize("kind", list(PRECISIONS))
+def test_initial_values_and_known_parameters_are_scikit_learns(kind: str) -> None:
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(300, 3)) + 3 * rng.normal(size=(3, 3))[rng.integers(3, size=300)] + 10
+    given = dict(weights_init=[0.5, 0.3, 0.2], means_init=rows[:3], precisions_init=PRECISIONS[kind])
+    settings = dict(covariance_type=kind, reg_covar=0, max_iter=3, tol=0, **given)
+    peer, model = Peer(3, **settings).fit(rows), GaussianMixture(3, **settings).fit(rows)
+    order = np.argsort(-peer.weights_)
+    np.testing.assert_allclose(model.weights_, peer.weights_[order], rtol=1e-10)
+    np.testing.assert_allclose(model.means_, peer.means_[order], rtol=1e-10)
+    known = GaussianMixture.from_parameters(peer.weights_, peer.means_, peer.covariances_, covariance_type=kind)
+    np.testing.assert_allclose(known.score_samples(rows), peer.score_samples(rows), rtol=1e-10)
+    np.testing.assert_allclose(known.predict_proba(rows), peer.predict_proba(rows), rtol=0, atol=1e-10)
+    for name, value in (("means_init", rows[:2]), ("weights_init", [1, 1, 1]), ("precisions_init", -PRECISIONS[kind])):
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            GaussianMixture(3, **settings | {name: value}).fit(rows)
+
+
+def test_wide_rows_have_the_same_sums() -> None:
+    """Second moments of many columns come from matrices, in the start and in each step, not from their products."""
+    rng = np.random.default_rng(0)
+    rows, shares = torch.as_tensor(rng.normal(size=(50, 7))), torch.as_tensor(rng.uniform(size=(2, 50)))
+    for kind in (COVARIANCES["full"], COVARIANCES["tied"]):
+        found = kind.sums(rows, shares, 0.3)
+        assert_close(found, shares @ kind.features(rows.mT, 0.3).mT, rtol=1e-12, atol=1e-12)

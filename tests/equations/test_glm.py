@@ -17,13 +17,14 @@ from bayesgrad.inference import (
     Delta,
     GaussHermite,
     LinearPredictorFactor,
+    LogDensity,
     MultiLinearPredictorFactor,
     Node,
+    Prior,
     QuasiMonteCarlo,
     elbo,
     run,
 )
-from bayesgrad.inference.factor import LogDensity, Prior
 from bayesgrad.models import GLM
 from bayesgrad.models.multinomial import Multinomial, MultinomialLogLikelihood
 from bayesgrad.models.observations import Logistic, Poisson, Probit, StudentT

@@ -217,7 +217,7 @@ def test_bounds_are_scikit_learns_where_both_are_exact() -> None:
     model = LatentDirichlet(3, **settings).fit(X)
     model.components_ = topics.numpy()
     assert np.allclose(model.transform(X), peer.transform(X), rtol=0, atol=1e-7)
-    assert model.score(X) == pytest.approx(bounds.sum(), rel=1e-12)
+    assert model.score(X) == pytest.approx(bounds.mean(), rel=1e-12)
     assert model.perplexity(X) == pytest.approx(np.exp(-bounds.sum() / X.sum()), rel=1e-12)
 
 

@@ -29,6 +29,20 @@ def test_classification_by_hand() -> None:
     assert all(map(math.isnan, metrics.classification(torch.full((3, 2), math.nan), torch.tensor([0, 1, 1])).values()))
 
 
+def test_predictions_that_do_not_normalise_are_refused() -> None:
+    """Probabilities as logarithms would have a negative mean of -log p; logits any."""
+    p, labels = calibrated(50)
+    for wrong in (p, p.log() + 1, 3 * torch.randn(50, 4, generator=torch.Generator().manual_seed(0))):
+        with pytest.raises(ValueError, match=r"that sum to 1, got .*: pass p.log\(\) .*log_softmax"):
+            metrics.classification(wrong, labels)
+    expected = metrics.classification(p.log(), labels)
+    for dtype in (torch.float32, torch.bfloat16):
+        rounded = metrics.classification(p.log().to(dtype), labels)
+        assert rounded["nll"] == pytest.approx(expected["nll"], rel=0.02)
+    certain = torch.tensor([[0.0, -math.inf], [-math.inf, 0.0]])
+    assert metrics.classification(certain, torch.tensor([0, 1]))["nll"] == 0.0
+
+
 def test_what_is_calibrated_has_no_calibration_error_and_too_much_confidence_has_the_difference() -> None:
     """ECE of calibrated predictions is of the order of sqrt(bins/n); of certainty, the share that is wrong."""
     p, labels = calibrated(20_000)

@@ -12,10 +12,10 @@ from torch.func import functional_call
 
 import bayesgrad
 from bayesgrad.belief import Belief
-from bayesgrad.likelihoods import Decomposed, Moments
 from bayesgrad.posterior import GaussianPosterior, LaplacePosterior, mc_dropout
 from bayesgrad.posterior.posterior import Posterior
 from bayesgrad.precision import Diagonal
+from bayesgrad.predictions import Decomposed, Moments
 
 close = torch.testing.assert_close
 D = torch.float64
@@ -79,7 +79,7 @@ def test_monte_carlo_approaches_it_at_its_rate() -> None:
     assert isinstance(exact, Moments)
     for samples, seeds in ((2, 150), (32, 60)):
         errors = torch.stack(
-            [posterior.predict(x[:1], samples, seed=seed).mean - exact.mean for seed in range(seeds)]  # pyright: ignore
+            [posterior.predict(x[:1], samples, "mc", seed=seed).mean - exact.mean for seed in range(seeds)]  # pyright: ignore
         )
         ratio = (errors.square() * samples / exact.variance).mean()
         assert abs(float(ratio) - 1) < 5 * math.sqrt(2 / errors.numel())
@@ -88,7 +88,7 @@ def test_monte_carlo_approaches_it_at_its_rate() -> None:
 def test_parts_of_a_categorical_prediction() -> None:
     """E H(p) and H(E p) - E H(p) over the draws themselves."""
     posterior, x, _, _ = logits(3)
-    found = posterior.predict(x, samples=9, decompose=True)
+    found = posterior.predict(x, 9, "mc", decompose=True)
     draws = posterior.sample(9, seed=0)
     p = (torch.einsum("soi,ni->sno", draws["weight"], x) + draws["bias"][:, None]).softmax(-1)
     entropy = torch.distributions.Categorical(p).entropy().mean(0)

@@ -212,16 +212,23 @@ def terms(G, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("name", ["fisher", "empirical", "diagonal", "kronecker", "function"])
 @pytest.mark.parametrize("case", ["2", "3, classes", "3, deep"])
 def test_sngd_takes_the_step_of_the_corrected_equation(case: str, name: str) -> None:
-    """w <- w - eps G^-1 (g + delta w/N) + (eps^2/2B)(1 - B/N)(-V + Tv/2); without the second term, plain NGD."""
-    for correction, a, b in ((None, 0, 0), ("flat", -1, 0), ("jeffreys", -1, 0.5)):
+    """w <- w - eps G^-1 (g + delta w/N + n) + (eps^2/2B)(1 - B/N)(-V + Tv/2); without the second term, plain NGD.
+
+    n is the noise of the damping, of variance 2 T damping/(eps N).
+    """
+    for correction, a, b, noisy in ((None, 0, 0, False), ("flat", -1, 0, False), ("jeffreys", -1, 0.5, True)):
         problem = Problem(case)
         given, G = problem.metric(name)
         w, B, lr = problem.w, 4, 0.1
         V, Tv = terms(G, w)
         settings = dict(prior_precision=PRIOR, damping=DAMPING, correction=correction, likelihood=problem.likelihood)
-        sampler = SNGD(problem.model, lr, num_data=NUM_DATA, batch_size=B, metric=given, **settings)
+        settings |= {} if noisy else {"damping_noise": False}
+        sampler = SNGD(problem.model, lr, num_data=NUM_DATA, batch_size=B, metric=given, seed=0, **settings)
         expected = -lr * torch.linalg.solve(G(w), grad(problem.cost)(w)) / NUM_DATA
         expected += lr**2 / (2 * B) * (1 - B / NUM_DATA) * (a * V + b * Tv)
+        if noisy:
+            deviation = math.sqrt(2 * samplers.temperature(lr, NUM_DATA, B) * DAMPING / (lr * NUM_DATA))
+            expected -= lr * torch.linalg.solve(G(w), deviation * drawn(len(w), 0, 1))
         torch.testing.assert_close(problem.step(sampler, name), expected, rtol=1e-12, atol=1e-13)
         assert sampler.temperature() == pytest.approx(samplers.temperature(lr, NUM_DATA, B), rel=1e-14)
 
@@ -325,6 +332,9 @@ def test_stationary_covariances_solve_lyapunovs_equation() -> None:
     K = np.eye(4) - lr * inverse @ H.numpy()
     noise = lr**2 * inverse @ Sigma.numpy() @ inverse / B * (N - B) / (N - 1)
     settings = dict(lr=lr, num_data=N, metric=G, damping=damping)
+    found = samplers.minibatch_covariance(H, Sigma, batch_size=B, damping_noise=False, **settings)
+    np.testing.assert_allclose(found, solve_discrete_lyapunov(K, noise), rtol=1e-10)
+    noise += lr**2 * 2 * samplers.temperature(lr, N, B) * damping / (lr * N) * inverse @ inverse
     found = samplers.minibatch_covariance(H, Sigma, batch_size=B, **settings)
     np.testing.assert_allclose(found, solve_discrete_lyapunov(K, noise), rtol=1e-10)
     found = samplers.langevin_covariance(H, temperature=0.7, **settings)
@@ -342,7 +352,7 @@ def test_stationary_covariances_of_a_quadratic_cost_have_the_known_factors() -> 
     torch.testing.assert_close(found, laplace * N / (N - 1), rtol=1e-12, atol=0)
     small = torch.diag(torch.tensor([1.0, 1e-3], dtype=torch.float64))
     found = samplers.minibatch_covariance(
-        small, small, lr=1e-3, num_data=N, batch_size=0.5 * 1e-3 * N + 0.5, damping=1e-3
+        small, small, lr=1e-3, num_data=N, batch_size=0.5 * 1e-3 * N + 0.5, damping=1e-3, damping_noise=False
     )
     bias = samplers.damping_bias(small.diagonal(), 1e-3)
     heat = samplers.temperature(1e-3, N, 0.5 * 1e-3 * N + 0.5)

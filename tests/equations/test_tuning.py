@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import bayesgrad
-from bayesgrad.likelihoods import named
+from bayesgrad.likelihoods import Gaussian, named
 from bayesgrad.posterior import LaplacePosterior, load
 from bayesgrad.posterior.tuning import maximise_by_search
 from equations.test_laplace import PRIOR, STRUCTURES, data, dense, eye, fitted, mlp
@@ -104,10 +104,10 @@ def test_densities_of_labels() -> None:
     }
     for name, (labels, log_prob) in exact.items():
         expected = (log_prob.exp() * weights).sum(1).log()
-        found = named(name).log_density(mean, variance, labels, 0.4**0.5)
+        found = named(name).with_noise(0.4**0.5).log_density(mean, variance, labels)
         close(found, expected, rtol=0, atol=0.05 if name == "bernoulli" else 1e-7)
     logits = torch.cat([torch.zeros_like(mean), mean], 1)
-    found = named("categorical").log_density(logits, torch.zeros_like(logits), flags[:, 0].long(), 1.0)
+    found = named("categorical").log_density(logits, torch.zeros_like(logits), flags[:, 0].long())
     close(found, torch.distributions.Categorical(logits=logits).log_prob(flags[:, 0]))
 
 
@@ -138,3 +138,20 @@ def test_bad_requests_leave_the_prior() -> None:
             posterior.set_prior(1.0, temperature=temperature)
     with pytest.raises(ValueError, match="temperature must be a finite positive number, got 0"):
         bayesgrad.laplace(mlp(), [data()], likelihood="categorical", temperature=0)
+
+
+def test_noise_that_was_not_given_is_tuned() -> None:
+    """`tune_prior()` finds prior and noise together, unless the noise is known."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 1, dtype=D), torch.randn(60, 3, dtype=D)
+    y = x.sum(1, keepdim=True) + 0.1 * torch.randn(60, 1, dtype=D)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+        model.bias.zero_()
+    unknown = bayesgrad.laplace(model, [(x, y)], likelihood="gaussian", structure="full")
+    both = bayesgrad.laplace(model, [(x, y)], likelihood="gaussian", structure="full").tune_prior(noise_scale=True)
+    assert unknown.tune_prior().noise_scale == both.noise_scale
+    assert unknown.noise_scale == pytest.approx(0.1, rel=0.3)
+    for options in (dict(likelihood="gaussian", noise_scale=1.0), dict(likelihood=Gaussian(1.0))):
+        known = bayesgrad.laplace(model, [(x, y)], structure="full", **options).tune_prior()  # pyright: ignore
+        assert known.noise_scale == 1.0

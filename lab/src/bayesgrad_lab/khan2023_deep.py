@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from bayesgrad.families import Bernoulli, DiagonalGaussian, FixedGaussian, Gaussian, MixtureOfGaussians
 from bayesgrad.inference import Delta, Expected, LogDensity, Node, Prior, step
-from bayesgrad.inference.expectation import Expectation
+from bayesgrad.inference.expectation import Expectation, times_root
 from bayesgrad.inference.multimodal import MixtureLogDensity
 from bayesgrad.optim import STE, BayesBiNN, SpikeSlab
 from bayesgrad_lab import khan2023_transcribed as transcribed
@@ -103,7 +103,7 @@ class FixedDraws(Expectation):
 
     def points(self, mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         noise = self.noise[None]
-        return mean + noise @ root.mT, noise, mean.new_ones(1)
+        return mean + times_root(root, noise), noise, mean.new_ones(1)
 
 
 # --- SGD: a Gaussian with a fixed covariance, the delta method, batches, and momentum in its natural parameter ---

@@ -85,8 +85,8 @@ def batches(count: int, size: int, seed: int) -> Iterator[Tensor]:
 def sampler_of(model: nn.Module, lr: float, batch: int | None, heat: float, **settings: Any) -> SNGD | Langevin:
     """Natural gradients of minibatches, or of all data with noise of a temperature added where there is no batch."""
     if batch is None:
-        return Langevin(model, lr, temperature=heat, **settings)
-    return SNGD(model, lr, batch_size=batch, **settings)
+        return Langevin(model, lr, temperature=heat, limit_step=False, **settings)
+    return SNGD(model, lr, batch_size=batch, damping_noise=False, **settings)  # as in the paper
 
 
 def chain(task: Chain, seed: int, *, batch: int | None = None, heat: float = 1.0) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -100,7 +101,8 @@ def simulate(
     generator = torch.Generator().manual_seed(seed)
     model = Points(0.6 * torch.randn(chains, weights, generator=generator, dtype=torch.float64))
     metric = blocks(bent, chains)
-    sampler = Langevin(model, lr, num_data=1, metric=metric, correction=correction, seed=seed)
+    options: dict[str, Any] = dict(metric=metric, correction=correction, prior_precision=0.0, seed=seed)
+    sampler = Langevin(model, lr, num_data=1, **options)
     found = []
     for step in range(steps):
         w = model.weight.detach()
@@ -176,16 +178,8 @@ def functions(
     lr = 2 * batch / curve.count
     model = Curves(torch.tensor(start, dtype=torch.float64).expand(chains, 2), mapped)
     metric = blocks(partial(information, x, mapped), chains)
-    sampler = SNGD(
-        model,
-        lr,
-        num_data=curve.count,
-        batch_size=batch,
-        metric=metric,
-        correction=correction,
-        likelihood="bernoulli",
-        seed=0,
-    )
+    options: dict[str, Any] = dict(metric=metric, correction=correction, prior_precision=0.0, likelihood="bernoulli")
+    sampler = SNGD(model, lr, num_data=curve.count, batch_size=batch, seed=0, **options)
     generator = torch.Generator().manual_seed(seed)
     total, count, updates = torch.zeros(chains, len(PLACES), dtype=torch.float64), 0, round(time / lr)
 

@@ -154,7 +154,7 @@ def fig1(context: Context) -> Report:
             expected = (
                 langevin_covariance(hessian, **settings)
                 if size is None
-                else minibatch_covariance(hessian, spread, batch_size=size, **settings)
+                else minibatch_covariance(hessian, spread, batch_size=size, damping_noise=False, **settings)
             )
             values, basis = torch.linalg.eigh(laplace)  # the flat direction is the last
             basis = basis * (basis.T @ best).sign()  # shifts are positive where weights grow

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad import laplace, metrics, optim, plots
-from bayesgrad.likelihoods import Moments
+from bayesgrad.predictions import Moments
 from bayesgrad_lab import figures, networks
 from bayesgrad_lab.context import Context, Trial
 from bayesgrad_lab.dataset import Dataset

@@ -1,14 +1,78 @@
-"""The digamma function ψ with full precision, its inverse, and solvers for the inverse mean maps of families."""
+"""log Γ and its derivatives with full precision, solvers for the inverse mean maps of families, and the Bregman
+divergences that divergences of families are made of."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 EULER_GAMMA = 0.5772156649015329
 MAX_STEPS = 200  # maximum number of Newton or bisection steps; about a dozen are needed
+
+
+LOG_2PI = math.log(2 * math.pi)
+POINTS, WEIGHTS = np.polynomial.legendre.leggauss(14)  # 14 points: 5.8^-28 for functions with a pole at distance b - a
+
+
+def bregman(second: Callable[[Tensor], Tensor], start: Tensor, change: Tensor) -> Tensor:
+    """F(b) - F(a) - (b - a) F'(a) = (b - a)² ∫ (1 - v) F''(a + v (b - a)) dv for a = `start`, b - a = `change`.
+
+    Written as an integral of a positive function, a small divergence has all its digits. The quadrature is exact to
+    rounding where F'' = `second` is smooth at the scale of `change`.
+    """
+    total = torch.zeros_like(start * change)
+    for point, weight in zip(POINTS.tolist(), WEIGHTS.tolist()):
+        at = (1 + point) / 2
+        total = total + weight / 2 * (1 - at) * second(start + at * change)
+    return change.square() * total
+
+
+def log_ratio(value: Tensor, base: Tensor, difference: Tensor | None = None) -> Tensor:
+    """log(value/base) for positive numbers, also if they are close; `difference` is value - base, if known better."""
+    change, ratio = (value - base if difference is None else difference) / base, value / base
+    small = ratio < 0.5
+    return torch.where(small, torch.where(small, ratio, 1.0).log(), torch.log1p(change.clamp(min=-0.5)))
+
+
+def relative_excess(value: Tensor, base: Tensor, difference: Tensor | None = None) -> Tensor:
+    """r - 1 - log r for r = value/base, not negative; see `log_ratio`."""
+    difference = value - base if difference is None else difference
+    return difference / base - log_ratio(value, base, difference)
+
+
+def stirling_remainder(x: Tensor) -> Tensor:
+    """log Γ(x) - (x - 1/2) log x + x - log(2π)/2; a series for large x, where the difference would cancel."""
+    r = 1 / x.clamp(min=20.0)
+    s = r.square()
+    series = r * (1 / 12 - s * (1 / 360 - s * (1 / 1260 - s * (1 / 1680 - s * (1 / 1188 - s * 691 / 360360)))))
+    near = x.clamp(max=20.0)
+    return torch.where(x > 20, series, torch.lgamma(near) - (near - 0.5) * near.log() + near - LOG_2PI / 2)
+
+
+def stirling_divergence(start: Tensor, end: Tensor, change: Tensor) -> Tensor:
+    """F(b) - F(a) - (b - a) F'(a) for F(x) = log Γ(x) - x log x + x, which is convex, a = `start` and b = `end`.
+
+    The divergence of log Γ itself is this plus b log(b/a) - (b - a). The two are kept apart, because the second cancels
+    against other terms of a divergence between distributions.
+    """
+    close = (change <= start) & (change >= -start / 2)
+    near = bregman(lambda x: -log_minus_digamma_slope(x), start, torch.where(close, change, 0.0))
+    far = stirling_remainder(end) - stirling_remainder(start) - (end / start).log() / 2
+    far = far + change * log_minus_digamma(start)
+    return torch.where(close, near, far)
+
+
+def digamma_increase(start: Tensor, change: Tensor) -> Tensor:
+    """ψ(a + r) - ψ(a) for r = `change` >= 0, by the integral of ψ' where r is small beside a."""
+    close = change <= start
+    near, total = torch.where(close, change, 0.0), torch.zeros_like(start * change)
+    for point, weight in zip(POINTS.tolist(), WEIGHTS.tolist()):
+        total = total + weight / 2 * trigamma(start + (1 + point) / 2 * near)
+    return torch.where(close, change * total, torch.digamma(start + change) - torch.digamma(start))
 
 
 def log_minus_digamma(x: Tensor) -> Tensor:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import Bernoulli as TorchBernoulli
 from torch.distributions import Distribution, OneHotCategorical
 
+from bayesgrad.families.digamma import bregman
 from bayesgrad.families.family import Family, Parameters
 
 
@@ -40,6 +41,24 @@ class Bernoulli(Family):
 
     def mean(self, natural: Parameters) -> Parameters:
         return (natural[0].tanh(),)
+
+    def entropy(self, natural: Parameters, mean: Parameters | None = None) -> Tensor:
+        """log(1 + e^-u) + u/(1 + e^u) with u = 2|λ|; A(λ) - λ tanh λ would cancel."""
+        odds = 2 * natural[0].abs()
+        return (-odds).exp().log1p() + odds * torch.sigmoid(-odds)
+
+    def divergence(self, natural: Parameters, other: Parameters) -> Tensor:
+        """p log(p/p') + q log(q/q'), or an integral of 1/cosh² if λ and λ' are close to each other."""
+        change = other[0] - natural[0]
+        close = change.abs() < 1
+        near = bregman(_sech_squared, natural[0], torch.where(close, change, 0.0))
+        log_up, log_down = (nn.functional.logsigmoid(sign * 2 * natural[0]) for sign in (1, -1))
+        far_up, far_down = (nn.functional.logsigmoid(sign * 2 * other[0]) for sign in (1, -1))
+        far = log_up.exp() * (log_up - far_up) + log_down.exp() * (log_down - far_down)
+        return torch.where(close, near, far)
+
+    def log_density(self, natural: Parameters, x: Tensor) -> Tensor:
+        return nn.functional.logsigmoid(2 * natural[0] * x)
 
     def natural(self, mean: Parameters) -> Parameters:
         """
@@ -77,7 +96,8 @@ class Categorical(Family):
         A(\lambda) = \log \sum_k e^{\lambda_k}
 
     Logits are defined up to a constant, and so are messages and ∇_μ H = -λ; only A depends on it. `natural` returns
-    normalised logits, log μ.
+    normalised logits, log μ. A logit of -inf is a probability of exactly zero, and steps keep it: an outcome that is
+    impossible stays impossible.
 
     >>> die = Categorical()
     >>> die.mean(die.of(torch.tensor([0.5, 0.25, 0.25])))[0].tolist()
@@ -85,6 +105,8 @@ class Categorical(Family):
     """
 
     event_dims = (1,)
+    domain = ", with a logit above -inf for at least one outcome"
+    minus_infinity = True
 
     def of(self, probabilities: Tensor) -> Parameters:
         """Natural parameters for given probabilities, which need not be normalised."""
@@ -100,6 +122,36 @@ class Categorical(Family):
     def mean(self, natural: Parameters) -> Parameters:
         return (natural[0].softmax(-1),)
 
+    def dot(self, natural: Parameters, mean: Parameters) -> Tensor:
+        """⟨λ, μ⟩ with 0 · (-inf) = 0."""
+        return (natural[0].masked_fill((mean[0] == 0) & (natural[0] == -torch.inf), 0.0) * mean[0]).sum(-1)
+
+    def entropy_gradient(self, natural: Parameters) -> Parameters:
+        """-λ, and 0 where a probability is zero and stays zero."""
+        return (-natural[0].masked_fill(natural[0] == -torch.inf, 0.0),)
+
+    def entropy(self, natural: Parameters, mean: Parameters | None = None) -> Tensor:
+        """-Σ p_k log p_k, with all digits also where one probability is almost 1."""
+        below, log_total = _below_largest(natural[0])
+        p = (below - log_total).exp()
+        return log_total[..., 0] - (below.masked_fill(p == 0, 0.0) * p).sum(-1)
+
+    def divergence(self, natural: Parameters, other: Parameters) -> Tensor:
+        """log Σ p_k e^d_k with d = λ_p - λ_q minus its mean under q; infinite if p excludes an outcome of q."""
+        below, log_total = _below_largest(natural[0])
+        log_p = below - log_total
+        p = log_p.exp()
+        change = (other[0] - natural[0]).masked_fill(p == 0, 0.0)
+        change = change - (p * change).sum(-1, keepdim=True)
+        near = torch.log1p((p * _expm1_minus(change.clamp(max=1.0))).sum(-1))
+        other_below, other_total = _below_largest(other[0])
+        far = (p * (log_p - (other_below - other_total)).masked_fill(p == 0, 0.0)).sum(-1)
+        return torch.where((change.abs() <= 1).all(-1), near, far)
+
+    def log_density(self, natural: Parameters, x: Tensor) -> Tensor:
+        below, log_total = _below_largest(natural[0])
+        return self.dot((below - log_total,), (x,))
+
     def natural(self, mean: Parameters) -> Parameters:
         """
         Raises:
@@ -111,7 +163,7 @@ class Categorical(Family):
         return (mean[0].log(),)
 
     def in_domain(self, natural: Parameters) -> Tensor:
-        return torch.isfinite(natural[0]).all(-1)
+        return (natural[0] < torch.inf).all(-1) & (natural[0] > -torch.inf).any(-1)
 
     def statistics(self, x: Tensor) -> Parameters:
         return (x,)
@@ -128,3 +180,25 @@ class Categorical(Family):
         drawn = torch.multinomial(probabilities.reshape(-1, K).cpu(), count, replacement=True, generator=generator)
         one_hot = torch.nn.functional.one_hot(drawn.mT, K).to(natural[0])
         return one_hot.reshape(count, *probabilities.shape)
+
+
+def _below_largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """λ - max λ, and log Σ exp of it as log(1 + sum of the others), which keeps a sum that is small beside 1."""
+    place = logits.argmax(-1, keepdim=True)
+    below = logits - logits.gather(-1, place)
+    others = below.exp().scatter(-1, place, 0.0)
+    return below, others.sum(-1, keepdim=True).log1p()
+
+
+def _sech_squared(x: Tensor) -> Tensor:
+    """1/cosh² x."""
+    small = (-2 * x.abs()).exp()
+    return 4 * small / (1 + small).square()
+
+
+def _expm1_minus(x: Tensor) -> Tensor:
+    """e^x - 1 - x for |x| <= 1, by its series, with all digits for small x."""
+    total = torch.ones_like(x)
+    for k in range(20, 2, -1):
+        total = 1 + x / k * total
+    return x.square() / 2 * total

@@ -39,6 +39,7 @@ class Family(ABC):
 
     event_dims: ClassVar[tuple[int, ...]]  # number of event dimensions of each parameter
     domain: ClassVar[str] = ""  # the conditions on the parameters, for error messages
+    minus_infinity: ClassVar[bool] = False  # whether -inf is a valid parameter, as for logits
 
     @abstractmethod
     def log_partition(self, natural: Parameters) -> Tensor:
@@ -163,7 +164,7 @@ class Family(ABC):
                 raise ValueError(
                     f"{what} of {name} need {self.event_dims} dimensions or more, got {tuple(part.shape)}."
                 )
-        if any(not torch.isfinite(part).all() for part in natural):
+        if any(not (torch.isfinite(part) | ((part == -torch.inf) & self.minus_infinity)).all() for part in natural):
             raise ValueError(f"{what} of {name} must be finite, got NaN or infinity.")
         try:
             in_domain = self.in_domain(natural)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributions import Distribution, Independent, MultivariateNormal, Normal
 
+from bayesgrad.families.digamma import LOG_2PI, relative_excess
 from bayesgrad.families.family import Family, Parameters
-
-LOG_2PI = math.log(2 * math.pi)
 
 
 class Gaussian(Family):
@@ -56,6 +54,19 @@ class Gaussian(Family):
         factor = _cholesky(-2 * natural[1])
         size = natural[0].shape[-1]
         return size * (1 + LOG_2PI) / 2 - factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+
+    def divergence(self, natural: Parameters, other: Parameters) -> Tensor:
+        """Σ (e_i - log(1 + e_i))/2 + (m - m_p)'S_p(m - m_p)/2, with e_i the eigenvalues of S^-1 S_p - I."""
+        offset = self.moments(natural)[0] - self.moments(other)[0]
+        apart = -(offset * (other[1] @ offset[..., None])[..., 0]).sum(-1)
+        return apart + log_det_divergence(-2 * other[1], -2 * natural[1]) / 2
+
+    def log_density(self, natural: Parameters, x: Tensor) -> Tensor:
+        """log |S|/2 - P log(2π)/2 - (x - m)'S(x - m)/2."""
+        factor = _cholesky(-2 * natural[1])
+        white = ((x - self.moments(natural)[0])[..., None, :] @ factor)[..., 0, :]
+        volume = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1) - natural[0].shape[-1] / 2 * LOG_2PI
+        return volume - white.square().sum(-1) / 2
 
     def natural(self, mean: Parameters) -> Parameters:
         first, second = mean
@@ -120,6 +131,19 @@ class DiagonalGaussian(Family):
         mean, variance = self.moments(natural)
         return mean, variance + mean.square()
 
+    def entropy(self, natural: Parameters, mean: Parameters | None = None) -> Tensor:
+        """Σ (1 + log 2π - log s_i)/2; see `Gaussian.entropy`."""
+        return natural[1].shape[-1] / 2 * (1 + LOG_2PI) - (-2 * natural[1]).log().sum(-1) / 2
+
+    def divergence(self, natural: Parameters, other: Parameters) -> Tensor:
+        """See `Gaussian.divergence`."""
+        offset = self.moments(natural)[0] - self.moments(other)[0]
+        return (relative_excess(other[1], natural[1]) / 2 - other[1] * offset.square()).sum(-1)
+
+    def log_density(self, natural: Parameters, x: Tensor) -> Tensor:
+        offset = x - self.moments(natural)[0]
+        return (((-2 * natural[1]).log() - LOG_2PI) / 2 + natural[1] * offset.square()).sum(-1)
+
     def natural(self, mean: Parameters) -> Parameters:
         """
         Raises:
@@ -132,7 +156,8 @@ class DiagonalGaussian(Family):
         return self.of(first, 1 / variance)
 
     def in_domain(self, natural: Parameters) -> Tensor:
-        return ((natural[1] < 0) & torch.isfinite(natural[0] + natural[1])).all(-1)
+        low, high = torch.aminmax(natural[1], dim=-1)
+        return _all_finite(natural[0]) & (low > -torch.inf) & (high < 0)
 
     def statistics(self, x: Tensor) -> Parameters:
         return x, x.square()
@@ -201,15 +226,13 @@ class FixedGaussian(Family):
             return vector / precision
         return torch.cholesky_solve(vector[..., None], _cholesky(precision))[..., 0]
 
-    def _matrix(self, like: Tensor) -> Tensor:
-        precision = torch.as_tensor(self.precision, dtype=like.dtype, device=like.device)
-        return precision if precision.dim() == 2 else torch.diag(precision.expand(like.shape[-1]))
-
     def moments(self, natural: Parameters) -> tuple[Tensor, Tensor]:
-        """Mean (..., P) and covariance (..., P, P)."""
+        """Mean (..., P) and covariance (..., P, P); variances (..., P) if S is a number or diagonal."""
         mean = self._solve(natural[0])
-        covariance = torch.cholesky_inverse(_cholesky(self._matrix(mean)))
-        return mean, covariance.expand(*mean.shape, mean.shape[-1])
+        precision = torch.as_tensor(self.precision, dtype=mean.dtype, device=mean.device)
+        if precision.dim() < 2:
+            return mean, (1 / precision).expand_as(mean)
+        return mean, torch.cholesky_inverse(_cholesky(precision)).expand(*mean.shape, mean.shape[-1])
 
     def log_partition(self, natural: Parameters) -> Tensor:
         return (natural[0] * self._solve(natural[0])).sum(-1) / 2
@@ -221,7 +244,7 @@ class FixedGaussian(Family):
         return self.of(mean[0])
 
     def in_domain(self, natural: Parameters) -> Tensor:
-        return torch.isfinite(natural[0]).all(-1)
+        return _all_finite(natural[0])
 
     def statistics(self, x: Tensor) -> Parameters:
         return (x,)
@@ -230,7 +253,22 @@ class FixedGaussian(Family):
         return self._solve(natural[0])
 
     def _constant(self, like: Tensor) -> Tensor:
-        return (torch.linalg.slogdet(self._matrix(like))[1] - like.shape[-1] * LOG_2PI) / 2
+        precision = torch.as_tensor(self.precision, dtype=like.dtype, device=like.device)
+        matrix = precision.dim() == 2
+        volume = torch.linalg.slogdet(precision)[1] if matrix else precision.log().expand(like.shape[-1:]).sum()
+        return (volume - like.shape[-1] * LOG_2PI) / 2
+
+    def entropy(self, natural: Parameters, mean: Parameters | None = None) -> Tensor:
+        """See `Gaussian.entropy`."""
+        return (natural[0].shape[-1] / 2 - self._constant(natural[0])).expand(natural[0].shape[:-1])
+
+    def divergence(self, natural: Parameters, other: Parameters) -> Tensor:
+        """(m - m_p)'S(m - m_p)/2."""
+        offset = self._solve(natural[0]) - self._solve(other[0])
+        return (offset * self._times(offset)).sum(-1) / 2
+
+    def log_density(self, natural: Parameters, x: Tensor) -> Tensor:
+        return self.log_base(x - self._solve(natural[0]))
 
     def expected_log_base(self, natural: Parameters) -> Tensor:
         mean = self._solve(natural[0])
@@ -239,15 +277,31 @@ class FixedGaussian(Family):
     def base_gradient(self, natural: Parameters) -> Parameters:
         return (-natural[0],)
 
+    def entropy_gradient(self, natural: Parameters) -> Parameters:
+        """0: the entropy does not depend on the mean."""
+        return (natural[0].new_zeros(()).expand_as(natural[0]),)
+
     def log_base(self, x: Tensor) -> Tensor:
         return self._constant(x) - (x * self._times(x)).sum(-1) / 2
 
     def to_distribution(self, natural: Parameters) -> Distribution:
-        return MultivariateNormal(*self.moments(natural))
+        mean, spread = self.moments(natural)
+        if spread.shape == mean.shape:
+            return Independent(Normal(mean, spread.sqrt()), 1)
+        return MultivariateNormal(mean, spread)
 
     def sample(self, natural: Parameters, count: int, generator: torch.Generator | None = None) -> Tensor:
         mean = self._solve(natural[0])
-        return _gaussian(mean, self._matrix(mean), count, generator)
+        precision = torch.as_tensor(self.precision, dtype=mean.dtype, device=mean.device)
+        if precision.dim() < 2:
+            return mean + _normal((count, *mean.shape), mean, generator) / precision.sqrt()
+        return _gaussian(mean, precision, count, generator)
+
+
+def _all_finite(x: Tensor) -> Tensor:
+    """Whether all numbers of the last dimension are finite, in one pass and without a tensor of their size."""
+    low, high = torch.aminmax(x, dim=-1)
+    return (low > -torch.inf) & (high < torch.inf)
 
 
 def _definite(matrix: Tensor) -> Tensor:
@@ -257,6 +311,23 @@ def _definite(matrix: Tensor) -> Tensor:
     pivots = factor.diagonal(dim1=-2, dim2=-1).square()
     tiny = torch.finfo(matrix.dtype).eps * matrix.diagonal(dim1=-2, dim2=-1)
     return (info == 0) & (pivots > tiny).all(-1)
+
+
+def log_det_divergence(matrix: Tensor, base: Tensor, log_det: Tensor | None = None) -> Tensor:
+    """tr(B^-1 M) - P - log |B^-1 M| for positive definite M = `matrix` and B = `base`, not negative.
+
+    If M is close to B, from the eigenvalues of B^-1 M - I, which keep the digits of a small divergence. `log_det` is
+    log |B^-1 M|, if it is known; M may be singular then.
+    """
+    factor = _cholesky(base)
+    half = torch.linalg.solve_triangular(factor, matrix - base, upper=False)
+    change = torch.linalg.solve_triangular(factor, half.mT, upper=False)
+    if log_det is None:
+        log_det = 2 * (_cholesky(matrix).diagonal(dim1=-2, dim2=-1) / factor.diagonal(dim1=-2, dim2=-1)).log().sum(-1)
+    far = change.diagonal(dim1=-2, dim2=-1).sum(-1) - log_det
+    close = change.square().sum((-2, -1)) < 0.25
+    e = torch.linalg.eigvalsh(torch.where(close[..., None, None], change, torch.zeros_like(change)))
+    return torch.where(close, (e - torch.log1p(e)).sum(-1), far)
 
 
 def _cholesky(matrix: Tensor) -> Tensor:

@@ -12,9 +12,18 @@ from torch.distributions import Distribution, Independent, MultivariateNormal
 from torch.distributions import Wishart as TorchWishart
 from torch.distributions.constraints import Constraint
 
-from bayesgrad.families.digamma import log_minus_digamma, log_minus_digamma_slope, solve_decreasing
+from bayesgrad.families.digamma import (
+    LOG_2PI,
+    log_minus_digamma,
+    log_minus_digamma_slope,
+    log_ratio,
+    relative_excess,
+    solve_decreasing,
+    stirling_divergence,
+    stirling_remainder,
+)
 from bayesgrad.families.family import Family, Parameters
-from bayesgrad.families.gaussian import LOG_2PI, _cholesky, _definite, _normal
+from bayesgrad.families.gaussian import _cholesky, _definite, _normal, log_det_divergence
 from bayesgrad.families.positive import log_gamma_samples
 
 LOG_2 = math.log(2)
@@ -48,10 +57,56 @@ class Wishart(Family):
 
     def log_partition(self, natural: Parameters) -> Tensor:
         P = natural[1].shape[-1]
-        halves = _halves(natural[0] + 1, P)
-        volume = P * LOG_2 - _log_det(-2 * natural[1])
-        constant = P * (P - 1) / 4 * math.log(math.pi)
-        return (natural[0] + (P + 1) / 2) * volume + torch.lgamma(halves).sum(-1) + constant
+        n = natural[0] + (P + 1) / 2  # nu/2
+        pivots = _cholesky(-2 * natural[1]).diagonal(dim1=-2, dim2=-1).square()
+        return n * ((2 * n[..., None] / pivots).log() - 1).sum(-1) + self._rest(natural[0] + 1, P)
+
+    def _rest(self, half: Tensor, P: int) -> Tensor:
+        """log Γ_P(nu/2) without P (log(nu/2) - 1) nu/2, its largest terms; `half` is (nu - P + 1)/2."""
+        n, missing, halves = half + (P - 1) / 2, _steps(P, half.dtype, half.device).flip(-1), _halves(half, P)
+        terms = (
+            n[..., None] * log_ratio(halves, n[..., None], -missing)
+            + missing
+            - (missing + 0.5) * halves.log()
+            + stirling_remainder(halves)
+        )
+        return terms.sum(-1) + P / 2 * LOG_2PI + P * (P - 1) / 4 * math.log(math.pi)
+
+    def entropy(self, natural: Parameters, mean: Parameters | None = None) -> Tensor:
+        """By the remainders of Stirling's formula: large terms would cancel."""
+        P, half = natural[1].shape[-1], natural[0] + 1
+        n, missing, halves = half + (P - 1) / 2, _steps(P, half.dtype, half.device).flip(-1), _halves(half, P)
+        gap, log_halves = log_minus_digamma(halves), halves.log()
+        terms = n[..., None] * gap + missing - (missing + 0.5) * log_halves + stirling_remainder(halves)
+        constant = P / 2 * LOG_2PI + P * (P - 1) / 4 * math.log(math.pi)
+        volume = P * LOG_2 - _log_det(-2 * natural[1]) + (log_halves - gap).sum(-1)  # E[log |X|]
+        return terms.sum(-1) + constant + (P + 1) / 2 * volume
+
+    def divergence(self, natural: Parameters, other: Parameters) -> Tensor:
+        """nu_p/2 Σ (w_j - 1 - log w_j) with w_j the eigenvalues of E_p[X]^-1 E_q[X], and divergences of nu."""
+        P, half, change = natural[1].shape[-1], natural[0] + 1, other[0] - natural[0]
+        n, missing, halves = half + (P - 1) / 2, _steps(P, half.dtype, half.device).flip(-1), _halves(half, P)
+        other_n = other[0] + (P + 1) / 2
+        scales = log_det_divergence(-2 * n[..., None, None] * other[1], -2 * other_n[..., None, None] * natural[1])
+        change, wide, other_wide = change[..., None], n[..., None], other_n[..., None]
+        other_halves = _halves(other[0] + 1, P)
+        unequal = other_wide * log_ratio(other_halves * wide, other_wide * halves, missing * change)
+        unequal = unequal - missing * log_ratio(other_halves, halves, change)
+        degrees = unequal + stirling_divergence(halves, other_halves, change.expand_as(halves))
+        return other_n * scales + degrees.sum(-1)
+
+    def log_density(self, natural: Parameters, x: Tensor) -> Tensor:
+        P, n = natural[1].shape[-1], natural[0] + (natural[1].shape[-1] + 1) / 2
+        factor = _cholesky(-2 * natural[1])
+        mode = n[..., None, None] * torch.eye(P, dtype=x.dtype, device=x.device)
+        volume = torch.linalg.slogdet(x)[1]
+        pivots = factor.diagonal(dim1=-2, dim2=-1).square()
+        log_det = volume - (2 * n[..., None] / pivots).log().sum(-1)
+        return (
+            -n * log_det_divergence(factor.mT @ x @ factor / 2, mode, log_det)
+            - (P + 1) / 2 * volume
+            - self._rest(natural[0] + 1, P)
+        )
 
     def mean(self, natural: Parameters) -> Parameters:
         P, factor = natural[1].shape[-1], _cholesky(-2 * natural[1])
@@ -174,6 +229,35 @@ class NormalWishart(Family):
         push = (precision @ location[..., None])[..., 0]
         return push, location.shape[-1] / confidence + (location * push).sum(-1), precision, volume
 
+    def _rows(self, natural: Parameters) -> tuple[Tensor, Tensor, Parameters]:
+        """`parts`, with locations (..., J, P) and confidences (..., J) also for one mean, J = 1."""
+        location, confidence, wishart = self.parts(natural)
+        return location[..., None, :], confidence[..., None], wishart
+
+    def entropy(self, natural: Parameters, mean: Parameters | None = None) -> Tensor:
+        """That of the precision, and the expected entropy of the means given the precision."""
+        location, confidence, wishart = self._rows(natural)
+        J, P = location.shape[-2:]
+        means = P * (1 + LOG_2PI - confidence.log()).sum(-1) - J * Wishart().mean(wishart)[0]
+        return Wishart().entropy(wishart) + means / 2
+
+    def divergence(self, natural: Parameters, other: Parameters) -> Tensor:
+        """That of the precisions, and the expected divergence of the means given the precision."""
+        (location, confidence, wishart), (center, other_confidence, other_wishart) = map(self._rows, (natural, other))
+        offset, P = location - center, location.shape[-1]
+        apart = other_confidence * (offset * (offset @ Wishart().mean(wishart)[1])).sum(-1)
+        means = P * relative_excess(other_confidence, confidence) + apart
+        return Wishart().divergence(wishart, other_wishart) + means.sum(-1) / 2
+
+    def log_density(self, natural: Parameters, x: Tensor) -> Tensor:
+        location, confidence, wishart = self._rows(natural)
+        J, P = location.shape[-2:]
+        mean, precision = TiedNormalWishart().unpack(x)
+        offset = mean - location
+        means = P * (confidence.log() - LOG_2PI) - confidence * (offset * (offset @ precision)).sum(-1)
+        volume = torch.linalg.slogdet(precision)[1]
+        return Wishart().log_density(wishart, precision) + (means.sum(-1) + J * volume) / 2
+
     def natural(self, mean: Parameters) -> Parameters:
         """See `Wishart.natural`."""
         push, square, precision, volume = mean
@@ -250,6 +334,9 @@ class TiedNormalWishart(NormalWishart):
         confidence = -2 * natural[1]
         location = natural[0] / confidence[..., None]
         return location, confidence, (natural[3] - confidence.shape[-1] / 2, natural[2] + natural[0].mT @ location / 2)
+
+    def _rows(self, natural: Parameters) -> tuple[Tensor, Tensor, Parameters]:
+        return self.parts(natural)
 
     def pack(self, mean: Tensor, precision: Tensor) -> Tensor:
         """[m_1 .. m_J Λ]."""

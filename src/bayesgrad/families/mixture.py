@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.distributions import Categorical as TorchCategorical
 from torch.distributions import Distribution, MixtureSameFamily, MultivariateNormal
 
+from bayesgrad.families.digamma import LOG_2PI
 from bayesgrad.families.discrete import Categorical
 from bayesgrad.families.family import Family, Parameters
-from bayesgrad.families.gaussian import LOG_2PI, Gaussian, _cholesky
+from bayesgrad.families.gaussian import Gaussian, _cholesky
 
 GAUSSIAN = Gaussian()
 
@@ -119,6 +120,19 @@ class MixtureOfGaussians(Family):
             return torch.zeros_like(self.log_partition(natural))
         log_weights = self.log_weights(natural)
         return (log_weights.exp() * log_weights).sum(-1)
+
+    def entropy(self, natural: Parameters, mean: Parameters | None = None) -> Tensor:
+        """Σ_k π_k (H_k - log π_k), of the pair."""
+        log_weights = self.log_weights(natural)
+        own = (log_weights.exp() * GAUSSIAN.entropy(self.components(natural))).sum(-1)
+        return own + Categorical().entropy((log_weights,))
+
+    def divergence(self, natural: Parameters, other: Parameters) -> Tensor:
+        """Σ_k π_k KL_k, plus the divergence of the weights, of the pair."""
+        log_weights = self.log_weights(natural)
+        own = GAUSSIAN.divergence(self.components(natural), self.components(other))
+        between = Categorical().divergence((log_weights,), (self.log_weights(other),))
+        return (log_weights.exp() * own).sum(-1) + between
 
     # --- the joint distribution of (θ, z) ---
 

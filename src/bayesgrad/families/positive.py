@@ -11,7 +11,18 @@ from torch.distributions import Dirichlet as TorchDirichlet
 from torch.distributions import Distribution
 from torch.distributions import Gamma as TorchGamma
 
-from bayesgrad.families.digamma import log_minus_digamma, log_minus_digamma_slope, solve_decreasing, solve_dirichlet
+from bayesgrad.families.digamma import (
+    LOG_2PI,
+    digamma_increase,
+    log_minus_digamma,
+    log_minus_digamma_slope,
+    log_ratio,
+    relative_excess,
+    solve_decreasing,
+    solve_dirichlet,
+    stirling_divergence,
+    stirling_remainder,
+)
 from bayesgrad.families.family import Family, Parameters
 
 
@@ -39,7 +50,22 @@ class Gamma(Family):
 
     def log_partition(self, natural: Parameters) -> Tensor:
         shape, rate = self.standard_parameters(natural)
-        return torch.lgamma(shape) - shape * rate.log()
+        return shape * ((shape / rate).log() - 1) + _stirling_rest(shape)
+
+    def entropy(self, natural: Parameters, mean: Parameters | None = None) -> Tensor:
+        """log Γ(a) - (a - 1) ψ(a) + a - log b, by the remainders of Stirling's formula: large terms would cancel."""
+        shape, rate = self.standard_parameters(natural)
+        return _stirling_rest(shape) + shape.log() - rate.log() + natural[0] * log_minus_digamma(shape)
+
+    def divergence(self, natural: Parameters, other: Parameters) -> Tensor:
+        """a_p (w - 1 - log w) and a divergence of shapes, with w the ratio of the means a/b and a_p/b_p."""
+        (shape, rate), (other_shape, other_rate) = (self.standard_parameters(part) for part in (natural, other))
+        means = relative_excess(shape * other_rate, other_shape * rate)
+        return other_shape * means + stirling_divergence(shape, other_shape, other[0] - natural[0])
+
+    def log_density(self, natural: Parameters, x: Tensor) -> Tensor:
+        shape, rate = self.standard_parameters(natural)
+        return -shape * relative_excess(rate * x, shape) - x.log() - _stirling_rest(shape)
 
     def mean(self, natural: Parameters) -> Parameters:
         shape, rate = self.standard_parameters(natural)
@@ -108,7 +134,34 @@ class Dirichlet(Family):
 
     def log_partition(self, natural: Parameters) -> Tensor:
         alpha = natural[0] + 1
-        return torch.lgamma(alpha).sum(-1) - torch.lgamma(alpha.sum(-1))
+        total = alpha.sum(-1, keepdim=True)
+        others = _sum_of_others(alpha)
+        return (alpha * log_ratio(alpha, total, -others)).sum(-1) + self._rest(alpha)
+
+    def _rest(self, alpha: Tensor) -> Tensor:
+        """A without its largest terms: the sum of `_stirling_rest` over alpha, minus that of their sum."""
+        return _stirling_rest(alpha).sum(-1) - _stirling_rest(alpha.sum(-1))
+
+    def entropy(self, natural: Parameters, mean: Parameters | None = None) -> Tensor:
+        """By the remainders of Stirling's formula: large terms would cancel."""
+        alpha = natural[0] + 1
+        total = alpha.sum(-1)
+        own = _stirling_rest(alpha) + alpha.log() + natural[0] * log_minus_digamma(alpha)
+        K = alpha.shape[-1]
+        return own.sum(-1) - _stirling_rest(total) - K * total.log() - natural[0].sum(-1) * log_minus_digamma(total)
+
+    def divergence(self, natural: Parameters, other: Parameters) -> Tensor:
+        """Σ alpha_p times the divergence of the mean shares, and divergences of concentrations and of their sums."""
+        alpha, other_alpha, change = natural[0] + 1, other[0] + 1, other[0] - natural[0]
+        total, other_total = alpha.sum(-1, keepdim=True), other_alpha.sum(-1, keepdim=True)
+        shares = (other_alpha * relative_excess(alpha / total, other_alpha / other_total)).sum(-1)
+        sums = stirling_divergence(total, other_total, change.sum(-1, keepdim=True))[..., 0]
+        return shares + stirling_divergence(alpha, other_alpha, change).sum(-1) - sums
+
+    def log_density(self, natural: Parameters, x: Tensor) -> Tensor:
+        alpha = natural[0] + 1
+        ratio = x * alpha.sum(-1, keepdim=True) / alpha
+        return (alpha * ratio.log() - x.log()).sum(-1) - self._rest(alpha)
 
     def mean(self, natural: Parameters) -> Parameters:
         alpha = natural[0] + 1
@@ -164,8 +217,24 @@ class Beta(Family):
     def log_partition(self, natural: Parameters) -> Tensor:
         return Dirichlet().log_partition(self._pair(natural))
 
+    def entropy(self, natural: Parameters, mean: Parameters | None = None) -> Tensor:
+        return Dirichlet().entropy(self._pair(natural))
+
+    def divergence(self, natural: Parameters, other: Parameters) -> Tensor:
+        return Dirichlet().divergence(self._pair(natural), self._pair(other))
+
+    def log_density(self, natural: Parameters, x: Tensor) -> Tensor:
+        alpha = self._pair(natural)[0] + 1
+        share = alpha / alpha.sum(-1, keepdim=True)
+        offset = x - share[..., 0]
+        both = torch.stack([x, 1 - x], -1), share, torch.stack([offset, -offset], -1)
+        largest = -(alpha * relative_excess(*both)).sum(-1)  # terms that are linear in the offset cancel
+        return largest - x.log() - torch.log1p(-x) - Dirichlet()._rest(alpha)
+
     def mean(self, natural: Parameters) -> Parameters:
-        return Dirichlet().mean(self._pair(natural))[0].unbind(-1)
+        """ψ(a) - ψ(a + b) and ψ(b) - ψ(a + b), also if one of them is tiny."""
+        a, b = torch.broadcast_tensors(*self.standard_parameters(natural))
+        return -digamma_increase(a, b), -digamma_increase(b, a)
 
     def natural(self, mean: Parameters) -> Parameters:
         """See `Dirichlet.natural`."""
@@ -193,6 +262,18 @@ class Beta(Family):
 
     def _below_one(self, x: Tensor) -> Tensor:
         return x.clamp(max=1 - torch.finfo(x.dtype).eps / 2)
+
+
+def _stirling_rest(x: Tensor) -> Tensor:
+    """log Γ(x) - x log x + x, which is small beside log Γ(x) for large x."""
+    return stirling_remainder(x) + (LOG_2PI - x.log()) / 2
+
+
+def _sum_of_others(x: Tensor) -> Tensor:
+    """Σ_j x_j - x_k without the cancellation, (..., K)."""
+    before = x.cumsum(-1).roll(1, -1).index_fill(-1, x.new_zeros(1, dtype=torch.long), 0.0)
+    after = x.flip(-1).cumsum(-1).roll(1, -1).index_fill(-1, x.new_zeros(1, dtype=torch.long), 0.0).flip(-1)
+    return before + after
 
 
 def log_gamma_samples(shape: Tensor, count: int, generator: torch.Generator | None) -> Tensor:

@@ -4,6 +4,8 @@ A `Node` is a variable with a distribution q; a `Factor` is one term of the mode
 `bayesgrad.inference.factor`); `step` updates nodes from the messages of factors; `run` repeats it.
 """
 
+from bayesgrad.inference.check import Check
+from bayesgrad.inference.conjugate import Linear, Prior, linear_gaussian
 from bayesgrad.inference.drivers import Minimum, minimize, online, run_to_convergence
 from bayesgrad.inference.engine import OutsideDomain, Result, Sites, elbo, message, run, step
 from bayesgrad.inference.expectation import Delta, GaussHermite, MonteCarlo, QuasiMonteCarlo
@@ -11,17 +13,15 @@ from bayesgrad.inference.factor import (
     ElementwiseFactor,
     Expected,
     Factor,
-    Linear,
     LinearPredictorFactor,
-    LogDensity,
     MultiLinearPredictorFactor,
-    Prior,
-    linear_gaussian,
 )
 from bayesgrad.inference.latent_variable import Chunked, LatentVariableFactor
+from bayesgrad.inference.log_density import LogDensity
 from bayesgrad.inference.node import Node
 
 __all__ = [
+    "Check",
     "Chunked",
     "Delta",
     "ElementwiseFactor",

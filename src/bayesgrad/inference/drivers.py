@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from bayesgrad.families import MixtureOfGaussians, Parameters
+from bayesgrad.inference.conjugate import Prior
 from bayesgrad.inference.engine import OutsideDomain, Result, Rho, check_steps, elbo, message, run, step
 from bayesgrad.inference.expectation import Delta, Expectation, Function
-from bayesgrad.inference.factor import Factor, LogDensity, Prior
+from bayesgrad.inference.factor import Factor
+from bayesgrad.inference.log_density import LogDensity
 from bayesgrad.inference.multimodal import MixtureLogDensity
 from bayesgrad.inference.node import Node
 

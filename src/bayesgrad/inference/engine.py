@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from bayesgrad.families import Parameters
-from bayesgrad.inference.expectation import Delta
+from bayesgrad.inference.expectation import Delta, MonteCarlo
 from bayesgrad.inference.factor import Factor
 from bayesgrad.inference.node import Node
 
@@ -188,6 +188,7 @@ def run(
     domain: str = "backtrack",
     schedule: str = "sequential",
     sites: Sites | None = None,
+    fixed: Sequence[Node] = (),
     tune: Callable[[], None] | None = None,
     progress: bool | None = None,
     unit: float | None = None,
@@ -195,11 +196,13 @@ def run(
 ) -> Result:
     """Repeats `step` until the relative change of the bound is below `tolerance`, at most `steps` times.
 
-    A run that does not converge warns. If the bound becomes NaN or infinite, the nodes get the parameters before that
-    step and `OutsideDomain` is raised.
+    A run that does not converge warns. If its last step lowered the bound, the warning names the factor whose value
+    fell short of what its messages predict. If the bound becomes NaN or infinite, the nodes get the parameters before
+    that step and `OutsideDomain` is raised.
 
     Args:
         tolerance: relative change of the bound; 0 takes all steps and does not warn.
+        fixed: nodes of the factors that keep their distributions. All others must be in `nodes`.
         tune: called after each step, to update hyperparameters of the factors.
         progress: whether to print a progress line; None prints one in a terminal, after two seconds.
         unit: compares the change of the bound with this number (of rows, for example) instead of the bound's size.
@@ -208,10 +211,14 @@ def run(
 
     Raises:
         OutsideDomain: the bound became infinite or NaN, or no valid step was found.
+        ValueError: a factor depends on a node that is neither in `nodes` nor in `fixed`.
     """
     check_steps(steps)
     nodes = [nodes] if isinstance(nodes, Node) else list(nodes)
-    elbos, progress_line = [float(elbo(nodes, factors))], ProgressLine(progress, steps)
+    everything = [*nodes, *fixed]
+    _check_complete(everything, factors)
+    elbos, progress_line = [float(elbo(everything, factors))], ProgressLine(progress, steps)
+    before = [node.natural for node in nodes]
     converged = interrupted = False
     for count in range(steps):
         before = [node.natural for node in nodes]
@@ -219,7 +226,7 @@ def run(
             step(nodes, factors, rho, momentum=momentum, domain=domain, schedule=schedule, sites=sites, iteration=count)
             if tune is not None:
                 tune()
-            bound = float(elbo(nodes, factors))
+            bound = float(elbo(everything, factors))
         except KeyboardInterrupt:
             _restore(nodes, before)
             if not interruptible:
@@ -239,15 +246,55 @@ def run(
     if interrupted:
         warnings.warn(f"interrupted in step {len(elbos)}: the parameters before this step are kept.", stacklevel=2)
     elif not converged and tolerance:
-        change = abs(elbos[-1] - elbos[-2])
-        warnings.warn(
-            f"not converged after {steps} steps: bound still changes by {change:.1g}; use more steps or another rho.",
-            stacklevel=2,
-        )
+        change = elbos[-1] - elbos[-2]
+        words = f"bound still changes by {change:.1g}; use more steps or another rho."
+        if change < 0:
+            words = f"the last step lowered the bound by {-change:.1g}{_blame(nodes, factors, before)}"
+        warnings.warn(f"not converged after {steps} steps: {words}", stacklevel=2)
     return Result(elbos, converged, interrupted)
 
 
 # --- details of a step ---
+
+
+def _check_complete(nodes: Sequence[Node], factors: Sequence[Factor]) -> None:
+    known = {id(node) for node in nodes}
+    for place, factor in enumerate(factors):
+        for node in factor.nodes:
+            if id(node) not in known:
+                raise ValueError(
+                    f"factors[{place}], {type(factor).__name__}, depends on {node}, which is not updated: add it to "
+                    "nodes, or to fixed if it should keep its distribution."
+                )
+
+
+def _blame(nodes: Sequence[Node], factors: Sequence[Factor], before: Sequence[Parameters]) -> str:
+    """The end of a warning: which factor's value rose least, compared with ⟨message, change of μ⟩, in the last step.
+
+    A sum of these predictions is not negative for a step of the rule. A value that falls short of it shows a message
+    that is not the gradient of the value, or a step that is too long for a value that is not linear in μ.
+    """
+    after, missing = [node.natural for node in nodes], [0.0] * len(factors)
+    _restore(nodes, before)
+    for node, natural in zip(nodes, after):
+        own = [place for place, factor in enumerate(factors) if _depends_on(factor, node)]
+        mean, values = node.mean, [(factors[place].scale * factors[place].value()).sum() for place in own]
+        messages = [node.scale_by_plate(factors[place].scale, factors[place].message(node)) for place in own]
+        node.natural = natural
+        change = tuple(b - a for a, b in zip(mean, node.mean))
+        for place, value, sent in zip(own, values, messages):
+            rise = (factors[place].scale * factors[place].value()).sum() - value
+            missing[place] += float(node.family.dot(sent, change).sum() - rise)
+    worst = max(range(len(factors)), key=missing.__getitem__)
+    factor, names = factors[worst], ", ".join(str(node) for node in factors[worst].nodes)
+    who = f"factors[{worst}], {type(factor).__name__} of {names}"
+    expectation = getattr(factor, "expectation", None)
+    if isinstance(expectation, MonteCarlo) and not expectation.fixed:
+        return f", by the noise of MonteCarlo in {who}: use more samples, fixed=True or a smaller rho."
+    return (
+        f". The value of {who} fell short of what its messages predict by {missing[worst]:.1g}: compare it with Monte "
+        "Carlo by its method check(), or use domain='search' or a smaller rho."
+    )
 
 
 def _restore(nodes: Sequence[Node], before: Sequence[Parameters]) -> None:

@@ -18,12 +18,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from numbers import Integral
+from types import FunctionType
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.func import grad, jacrev, vmap
+from torch.func import grad, jacrev, vjp, vmap
 
 from bayesgrad.noise import generator_of, seed32
 
@@ -48,7 +50,7 @@ class Expectation(ABC):
 
         Args:
             mean: (*plates, P).
-            root: R with RR' the covariance, (*plates, P, P).
+            root: R with RR' the covariance, (*plates, P, P); standard deviations (*plates, P) if it is diagonal.
         """
 
     hessian: str = "exact"
@@ -88,34 +90,60 @@ class Expectation(ABC):
         parts = value.detach(), first.detach(), torch.stack(columns, -2)
         return Moments(*[torch.einsum("s,s...->...", weights, part) for part in parts])
 
-    def vector(self, function: Function, mean: Tensor, root: Tensor) -> Moments:
+    def vector(self, function: Function, mean: Tensor, root: Tensor, *, second: bool = True) -> Moments:
         """Moments of a function from one vector (P,) to a scalar; vectorised over plates and points.
 
+        Args:
+            root: see `points`. If it has standard deviations, only the diagonals of Hessians are computed.
+            second: whether the Hessian is needed; it is zero otherwise.
+
         Returns:
-            (*plates), (*plates, P) and (*plates, P, P).
+            (*plates), (*plates, P) and (*plates, P, P), or the diagonals (*plates, P).
         """
         at, noise, weights = self.points(mean, root)
-        rows = at.flatten(0, -2)
+        rows, diagonal = at.flatten(0, -2), root.dim() == mean.dim()
         each = _vectorise(function, rows[0])
-        value, first = each(function)(rows), each(grad(function))(rows)
-        if self.hessian == "exact":
-            second = each(jacrev(grad(function)))(rows)
-        elif self.hessian == "gauss-newton":
-            second = -first[:, :, None] * first[:, None, :]
-        else:  # E[∇² f] = E[∇f (R'^-1 noise)']
-            pulled = torch.linalg.solve_triangular(root.mT, noise[..., None], upper=True)[..., 0].flatten(0, -2)
-            second = first[:, :, None] * pulled[:, None, :]
-            second = (second + second.mT) / 2
+        value, first = _value_and_gradient(function, rows, each)
         shape, size = at.shape[:-1], at.shape[-1]
-        parts = value.view(shape), first.view(*shape, size), second.view(*shape, size, size)
-        return Moments(*[torch.einsum("s,s...->...", weights, part) for part in parts])
+        parts = [value.view(shape), first.view(*shape, size)]
+        if second:
+            parts.append(
+                self._hessians(function, rows, each, first, noise, root, diagonal).view(
+                    *shape, *root.shape[mean.dim() - 1 :]
+                )
+            )
+        averages = [part[0] if len(weights) == 1 else torch.einsum("s,s...->...", weights, part) for part in parts]
+        return Moments(averages[0], averages[1], averages[2] if second else mean.new_zeros(()))
+
+    def _hessians(
+        self,
+        function: Function,
+        rows: Tensor,
+        each: Callable[..., Function],
+        first: Tensor,
+        noise: Tensor,
+        root: Tensor,
+        diagonal: bool,
+    ) -> Tensor:
+        """The Hessian at each row, or what stands for it: (rows, P, P), or (rows, P)."""
+        if self.hessian == "exact":
+            return each(_hessian_diagonal(function, len(rows)) if diagonal else jacrev(grad(function)))(rows)
+        if self.hessian == "gauss-newton":
+            return -first.square() if diagonal else -first[:, :, None] * first[:, None, :]
+        if diagonal:  # E[f''] = E[f' noise]/deviation
+            return first * (noise / root.clamp_min(torch.finfo(root.dtype).tiny ** 0.5)).flatten(0, -2)
+        # E[∇² f] = E[∇f (R'^-1 noise)']
+        pulled = torch.linalg.solve_triangular(root.mT, noise[..., None], upper=True)[..., 0].flatten(0, -2)
+        hessians = first[:, :, None] * pulled[:, None, :]
+        return (hessians + hessians.mT) / 2
 
 
 @dataclass(frozen=True)
 class Delta(Expectation):
     """The delta method: derivatives at the mean, and f(m) + tr(V ∇² f(m))/2 as the value.
 
-    With it, the bound is the Laplace approximation of the log evidence.
+    With it, the bound is the Laplace approximation of the log evidence. A `FixedGaussian` node uses no Hessian, and the
+    value is f(m).
 
     Args:
         hessian: `"exact"`, or `"gauss-newton"`, -∇f ∇f', which is negative semi-definite.
@@ -129,7 +157,7 @@ class Delta(Expectation):
         _check_hessian(self.hessian, HESSIANS[:2])
 
     def points(self, mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return mean[None], torch.zeros_like(mean)[None], mean.new_ones(1)
+        return mean[None], mean.new_zeros(()).expand_as(mean)[None], mean.new_ones(1)
 
     def scalar(self, function: Function, mean: Tensor, variance: Tensor) -> Moments:
         found = super().scalar(function, mean, variance)
@@ -139,9 +167,14 @@ class Delta(Expectation):
         found = super().rows(function, mean, root)
         return found._replace(value=found.value + (root * (found.second @ root)).sum((-2, -1)) / 2)
 
-    def vector(self, function: Function, mean: Tensor, root: Tensor) -> Moments:
-        found = super().vector(function, mean, root)
-        trace = (root * (found.second @ root)).sum((-2, -1))
+    def vector(self, function: Function, mean: Tensor, root: Tensor, *, second: bool = True) -> Moments:
+        found = super().vector(function, mean, root, second=second)
+        if not second:
+            return found
+        if root.dim() == mean.dim():
+            trace = (root.square() * found.second).sum(-1)
+        else:
+            trace = (root * (found.second @ root)).sum((-2, -1))
         return found._replace(value=found.value + trace / 2)
 
 
@@ -150,7 +183,7 @@ class GaussHermite(Expectation):
     """Gauss-Hermite quadrature with n points per dimension, n^P points for vectors; exact up to degree 2 n - 1.
 
     Args:
-        n: number of points per dimension.
+        n: number of points per dimension, at most 2000.
         hessian: `"exact"`, or `"reparameterised"`, E[f' ε] divided by the standard deviation. The latter is the
             derivative of the quadrature with respect to the variance. For scalar functions the message is then the
             exact gradient of the computed bound, also for functions with kinks.
@@ -160,8 +193,8 @@ class GaussHermite(Expectation):
     hessian: str = "exact"
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.n, Integral) and int(self.n) >= 1):
-            raise ValueError(f"n must be a positive integer, got {self.n!r}.")
+        if not (isinstance(self.n, Integral) and 1 <= int(self.n) <= 2000):
+            raise ValueError(f"n must be a positive integer, at most 2000, got {self.n!r}.")
         _check_hessian(self.hessian, HESSIANS[::2])
 
     def points(self, mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -174,7 +207,7 @@ class GaussHermite(Expectation):
         grid = torch.cartesian_prod(*[nodes] * size).view(-1, size)
         weight = torch.cartesian_prod(*[weights] * size).view(-1, size).prod(-1)
         noise = grid.view(-1, *[1] * (mean.dim() - 1), size).expand(-1, *mean.shape)
-        return mean + _times_root(root, noise), noise, weight
+        return mean + times_root(root, noise), noise, weight
 
 
 @dataclass(frozen=True)
@@ -202,7 +235,7 @@ class QuasiMonteCarlo(Expectation):
             raise ValueError(f"samples must be at least 4 per dimension, {4 * size} here, got {self.samples}.")
         noise = _sobol(self.samples, size, self.seed).to(mean)
         noise = noise.view(-1, *[1] * (mean.dim() - 1), size).expand(-1, *mean.shape)
-        return mean + _times_root(root, noise), noise, mean.new_full((self.samples,), 1 / self.samples)
+        return mean + times_root(root, noise), noise, mean.new_full((self.samples,), 1 / self.samples)
 
 
 @dataclass(eq=False)
@@ -237,7 +270,7 @@ class MonteCarlo(Expectation):
         noise = torch.randn(count, *mean.shape, dtype=mean.dtype, generator=generator).to(mean.device)
         noise = torch.cat([noise, -noise]) if pairs else noise
         weights = mean.new_full((self.samples,), 1 / self.samples)
-        return mean + _times_root(root, noise), noise, weights
+        return mean + times_root(root, noise), noise, weights
 
 
 def _vectorise(function: Function, row: Tensor) -> Callable[..., Function]:
@@ -246,20 +279,57 @@ def _vectorise(function: Function, row: Tensor) -> Callable[..., Function]:
     Raises:
         TypeError, ValueError: the function does not return a scalar tensor.
     """
-    found = function(row)
-    if not isinstance(found, Tensor):
-        raise TypeError(f"the function must return a tensor, got {found!r}: use torch operations.")
-    if found.dim():
-        raise ValueError(f"the function must return a scalar for a vector, got shape {tuple(found.shape)}: sum it.")
-    try:
-        vmap(function)(row[None])
-    except RuntimeError:
-        return lambda own: lambda rows: torch.stack([own(one) for one in rows])
-    return vmap
+    known = _VECTORISED.get(function) if isinstance(function, FunctionType) else None
+    if known is None:
+        found = function(row)
+        if not isinstance(found, Tensor):
+            raise TypeError(f"the function must return a tensor, got {found!r}: use torch operations.")
+        if found.dim():
+            raise ValueError(f"the function must return a scalar for a vector, got shape {tuple(found.shape)}: sum it.")
+        try:
+            vmap(function)(row[None])
+            known = True
+        except RuntimeError:
+            known = False
+        if isinstance(function, FunctionType):  # other objects may have no hash
+            _VECTORISED[function] = known
+    return vmap if known else lambda own: lambda rows: torch.stack([own(one) for one in rows])
 
 
-def _times_root(root: Tensor, noise: Tensor) -> Tensor:
+_VECTORISED: WeakKeyDictionary[Function, bool] = WeakKeyDictionary()  # whether vmap supports a function
+
+
+def _value_and_gradient(function: Function, rows: Tensor, each: Callable[..., Function]) -> tuple[Tensor, Tensor]:
+    """f and ∇f of each row by one backward pass."""
+    with torch.enable_grad():
+        rows = rows.detach().requires_grad_()
+        value = function(rows[0])[None] if len(rows) == 1 else each(function)(rows)
+        if not value.requires_grad:  # a constant
+            return value, torch.zeros_like(rows)
+        (gradient,) = torch.autograd.grad(value.sum(), rows)
+    return value.detach(), gradient
+
+
+def _hessian_diagonal(function: Function, rows: int) -> Function:
+    """The diagonal of the Hessian of a function, by P Hessian products, in memory for at most 64 of them at a time."""
+
+    def diagonal(row: Tensor) -> Tensor:
+        size = len(row)
+        pull = vjp(grad(function), row)[1]
+        places = torch.arange(size, device=row.device)
+        chunks = []
+        for some in places.split(max(1, min(64, (1 << 22) // (size * rows)))):
+            units = (some[:, None] == places).to(row.dtype)
+            chunks.append((vmap(pull)(units)[0] * units).sum(-1))
+        return torch.cat(chunks)
+
+    return diagonal
+
+
+def times_root(root: Tensor, noise: Tensor) -> Tensor:
     """R ε for each point and plate, without copying R for each point."""
+    if root.dim() < noise.dim():  # standard deviations
+        return root * noise
     if noise.shape[-1] == 1:
         return root[..., 0] * noise
     return torch.einsum("...ij,s...j->s...i", root, noise)
@@ -267,8 +337,31 @@ def _times_root(root: Tensor, noise: Tensor) -> Tensor:
 
 @lru_cache
 def _hermite(n: int) -> tuple[Tensor, Tensor]:
-    nodes, weights = np.polynomial.hermite_e.hermegauss(n)
-    return torch.as_tensor(nodes), torch.as_tensor(weights / math.sqrt(2 * math.pi))
+    """Nodes, the eigenvalues of the Jacobi matrix with one step of Newton's method, and weights."""
+    off = np.sqrt(np.arange(1.0, n))
+    nodes = np.linalg.eigvalsh(np.diag(off, 1) + np.diag(off, -1))
+    nodes = nodes - _christoffel(nodes)[1]
+    nodes = (nodes - nodes[::-1]) / 2
+    weights = _christoffel(nodes)[0]
+    return torch.as_tensor(nodes), torch.as_tensor(weights / weights.sum())
+
+
+def _christoffel(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """1/Σ_k h_k(x)² and h_n(x)/h_n'(x), with h_k the normalised Hermite polynomials up to n = len(x).
+
+    They are divided by a power of two when they become large: at the outer nodes of n = 380 their squares exceed the
+    largest float64, which makes the weights of `numpy.polynomial.hermite_e.hermegauss` NaN.
+    """
+    n = len(x)
+    older, newest, total, exponent = np.zeros(n), np.ones(n), np.ones(n), np.zeros(n)
+    for k in range(1, n):
+        older, newest = newest, (x * newest - math.sqrt(k - 1) * older) / math.sqrt(k)
+        total = total + newest**2
+        scale = np.where(total > 2.0**200, 2.0**-100, 1.0)
+        older, newest, total, exponent = older * scale, newest * scale, total * scale**2, exponent + np.log2(scale)
+    with np.errstate(under="ignore"):
+        weights = np.exp2(2 * exponent) / total
+    return weights, (x * newest - math.sqrt(n - 1) * older) / (n * newest)
 
 
 @lru_cache

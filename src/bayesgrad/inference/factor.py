@@ -34,7 +34,7 @@ called conjugate (`Linear`, `Prior`). The message of any other factor depends on
 | `LogDensity` | any differentiable function of a Gaussian vector |
 | `LatentVariableFactor` | has latent variables of its own (mixtures, topics) |
 
-A new factor subclasses `Factor` and defines `value` and `_message`.
+A new factor subclasses `Factor` and defines `value` and `_message`. `Factor.check` compares them with Monte Carlo.
 
 Reference: Khan and Rue 2023, Eqs. 3, 6 and 58.
 """
@@ -46,10 +46,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.func import vmap
 
 from bayesgrad.families import DiagonalGaussian, FixedGaussian, Gaussian, Parameters
-from bayesgrad.families.gaussian import LOG_2PI
+from bayesgrad.inference.check import Check, compare
 from bayesgrad.inference.expectation import Expectation, Function, GaussHermite, Moments
 from bayesgrad.inference.node import Node, check_finite, check_scale
 
@@ -98,6 +97,53 @@ class Factor(ABC):
             raise ValueError(f"this {type(self).__name__} factor depends on {list(self.nodes)}, not on {node}.")
         return node.family.symmetric(self._message(node))
 
+    def log_density(self, *values: Tensor) -> Tensor:
+        """log f at one value of each node, in place of its expectation; summed over plates.
+
+        `check` uses it. A factor of your own may define it, or `check` takes it as an argument.
+        """
+        raise ValueError(f"{type(self).__name__} has no log_density: pass check a function of one value per node.")
+
+    def check(
+        self,
+        log_density: Callable[..., Tensor] | None = None,
+        *,
+        samples: int = 20_000,
+        seed: int = 0,
+        deviations: float = 5.0,
+    ) -> Check:
+        """Compares `value` and each `message` with Monte Carlo estimates at the nodes' current distributions.
+
+        A message is the regression of log f on the sufficient statistics of its node, so that draws of log f alone
+        suffice. An approximation, such as a lower bound or `Delta`, differs from the expectation and is reported.
+
+        Args:
+            log_density: maps one value of each node, with its plates, to log f; None uses the method of this name.
+            samples: number of draws.
+            seed: for the draws.
+            deviations: allowed number of standard errors.
+
+        Returns:
+            a report: `agrees`, `disagreements`, and as a string one line for each comparison.
+
+        >>> from bayesgrad.families import Gaussian
+        >>> x = Node(Gaussian(), Gaussian().of(torch.ones(1).double(), torch.eye(1).double()), name="x")
+        >>> Expected(lambda mu: -mu[1][0, 0] / 2, x).check().agrees  # log N(0 | x, 1), without constants
+        True
+        >>> wrong = Expected(lambda mu: -mu[0][0] ** 2 / 2, x)  # E[x]² in place of E[x²]
+        >>> [part.name for part in wrong.check().disagreements]
+        ['value', 'message to x, part 0', 'message to x, part 1']
+        """
+        return compare(
+            self.nodes,
+            self.value(),
+            [self.message(node) for node in self.nodes],
+            self.log_density if log_density is None else log_density,
+            samples=samples,
+            seed=seed,
+            deviations=deviations,
+        )
+
 
 class Expected(Factor):
     """Any function of the nodes' expectation parameters, differentiated by autograd.
@@ -129,75 +175,9 @@ class Expected(Factor):
                 raise ValueError(f"the function of this factor does not depend on {node}: remove the node from it.")
             return torch.autograd.grad(value, own, allow_unused=True, materialize_grads=True)
 
-
-class Linear(Factor):
-    """⟨message, μ⟩ + constant: a conjugate factor in closed form."""
-
-    def __init__(self, node: Node, message: Parameters, constant: float | Tensor = 0.0, *, scale: float = 1.0) -> None:
-        super().__init__(node, scale=scale)
-        self._coefficients, self.constant = _check_shapes(node, message, "message"), constant
-
-    def value(self) -> Tensor:
-        (node,) = self.nodes
-        return (node.family.dot(self._coefficients, node.mean) + self.constant).sum()
-
-    def value_at_mean(self) -> Tensor:
-        (node,) = self.nodes
-        at = node.family.statistics(node.family.mode(node.natural))
-        return (node.family.dot(self._coefficients, at) + self.constant).sum()
-
-    def _message(self, node: Node) -> Parameters:
-        return tuple(part.expand_as(own) for part, own in zip(self._coefficients, node.natural))
-
-
-class Prior(Factor):
-    """The log density of the node's own family at given natural parameters, one per plate or one for all plates."""
-
-    def __init__(self, node: Node, natural: Parameters, *, scale: float | Tensor = 1.0) -> None:
-        super().__init__(node, scale=scale)
-        self.natural = _check_shapes(node, node.family.check(natural, "prior parameters"), "prior parameters")
-        self._log_partition = node.family.log_partition(self.natural)
-
-    def value(self) -> Tensor:
-        (node,), family = self.nodes, self.nodes[0].family
-        inner = family.dot(self.natural, node.mean) - self._log_partition
-        return (inner if family.constant_base else inner + family.expected_log_base(node.natural)).sum()
-
-    def value_at_mean(self) -> Tensor:
-        (node,) = self.nodes
-        return node.family.log_density(self.natural, node.family.mode(node.natural)).sum()
-
-    def _message(self, node: Node) -> Parameters:
-        if node.family.constant_base:
-            return tuple(part.expand_as(own) for part, own in zip(self.natural, node.natural))
-        base = node.family.base_gradient(node.natural)
-        return tuple(a + b for a, b in zip(self.natural, base))
-
-
-def linear_gaussian(node: Node, design: Tensor, targets: Tensor, precision: float | Tensor = 1.0) -> Linear:
-    """The factor of y = X θ + Gaussian noise, for a Gaussian node θ.
-
-    Args:
-        design: X, (n, P).
-        targets: y, (n,).
-        precision: of the noise, a number or (n,).
-    """
-    if not isinstance(node.family, Gaussian):
-        raise TypeError(f"linear_gaussian needs a Gaussian node, got {node}: use LinearPredictorFactor.")
-    _check_design(node, design)
-    check_finite(targets=targets)
-    weights = torch.as_tensor(precision, dtype=design.dtype, device=design.device)
-    weights = weights.reshape(()) if weights.numel() == 1 else weights
-    if targets.shape != design.shape[:1] or weights.shape not in ((), targets.shape):
-        shapes = ", ".join(str(tuple(part.shape)) for part in (design, targets, weights))
-        raise ValueError(f"design must be (n, P), targets (n,) and precision a number or (n,), got {shapes}.")
-    if not (weights > 0).all():
-        raise ValueError(f"precision must be positive, got {weights.min().item():g}.")
-    weights = weights.expand(len(targets))
-    weighted = weights[:, None] * design
-    first, constant = weighted.mT @ targets, (weights.log() - LOG_2PI).sum() / 2
-    constant = constant - (weights * targets.square()).sum() / 2
-    return Linear(node, (first, -weighted.mT @ design / 2), constant)
+    def log_density(self, *values: Tensor) -> Tensor:
+        """The function of T(x): an expectation under a point mass at x is the value at x."""
+        return self.function(*[node.family.statistics(x) for node, x in zip(self.nodes, values)])
 
 
 class MomentsFactor(Factor):
@@ -275,11 +255,11 @@ class LinearPredictorFactor(MomentsFactor):
         super().__init__(node, scale=scale)
         self._check(node, design)
         self.design, self.log_likelihood = design, log_likelihood
-        self.expectation = _check_expectation(GaussHermite() if expectation is None else expectation)
+        self.expectation = check_expectation(GaussHermite() if expectation is None else expectation)
 
     def _check(self, node: Node, design: Tensor) -> None:
-        _check_gaussian(node)
-        _check_design(node, design)
+        check_gaussian(node)
+        check_design(node, design)
 
     def predictor_moments(self) -> tuple[Tensor, Tensor]:
         """Mean and variance of each x_i'θ, (n,)."""
@@ -295,6 +275,9 @@ class LinearPredictorFactor(MomentsFactor):
 
     def value_at_mean(self) -> Tensor:
         return self.log_likelihood(self.predictor_moments()[0]).sum()
+
+    def log_density(self, *values: Tensor) -> Tensor:
+        return self.log_likelihood(self.design @ values[0])
 
     def _message(self, node: Node) -> Parameters:
         _, first, second = self.moments()
@@ -337,6 +320,9 @@ class MultiLinearPredictorFactor(LinearPredictorFactor):
         mean, covariance = self.predictor_moments()
         return self.expectation.rows(self.log_likelihood, mean, torch.linalg.cholesky(covariance))
 
+    def log_density(self, *values: Tensor) -> Tensor:
+        return self.log_likelihood(self.design @ values[0].view(self.outputs, -1).mT)
+
     def _message(self, node: Node) -> Parameters:
         _, first, second = self.moments()
         size, K = self.design.shape[1], self.outputs
@@ -359,41 +345,6 @@ def predictor_moments(design: Tensor, mean: Tensor, covariance: Tensor, outputs:
     return design @ mean.view(outputs, size).mT, result
 
 
-class LogDensity(MomentsFactor):
-    """Any log f(θ) of a Gaussian node, by its gradients and Hessians.
-
-    Args:
-        function: maps one vector (P,) to a scalar.
-        expectation: computes E.
-    """
-
-    def __init__(
-        self, node: Node, function: Function, expectation: Expectation, *, scale: float | Tensor = 1.0
-    ) -> None:
-        super().__init__(node, scale=scale)
-        _check_gaussian(node)
-        self.function, self.expectation = function, _check_expectation(expectation)
-
-    def _expected(self) -> Moments:
-        mean, covariance = self.nodes[0].moments
-        diagonal = covariance.shape == mean.shape
-        root = torch.diag_embed(covariance.sqrt()) if diagonal else torch.linalg.cholesky(covariance)
-        return self.expectation.vector(self.function, mean, root)
-
-    def value_at_mean(self) -> Tensor:
-        (node,) = self.nodes
-        mean = node.family.mode(node.natural)
-        return vmap(self.function)(mean.view(-1, mean.shape[-1])).sum()
-
-    def _message(self, node: Node) -> Parameters:
-        _, first, second = self.moments()
-        if isinstance(node.family, FixedGaussian):
-            return (first,)
-        if isinstance(node.family, DiagonalGaussian):
-            second = second.diagonal(dim1=-2, dim2=-1)
-        return gaussian_message(node, first, second)
-
-
 def gaussian_message(node: Node, gradient: Tensor, hessian: Tensor) -> Parameters:
     """The message to a Gaussian node, (g - H m, H/2): the derivative with respect to (m, V + mm').
 
@@ -409,7 +360,7 @@ def gaussian_message(node: Node, gradient: Tensor, hessian: Tensor) -> Parameter
     return gradient - (hessian @ mean[..., None])[..., 0], hessian / 2
 
 
-def _check_design(node: Node, design: Tensor) -> None:
+def check_design(node: Node, design: Tensor) -> None:
     check_finite(design=design)
     size, kind = node.natural[0].shape[-1], node.natural[0].dtype
     if node.family.plates(node.natural):
@@ -420,23 +371,12 @@ def _check_design(node: Node, design: Tensor) -> None:
         raise ValueError(f"design must have the node's dtype, {kind}, got {design.dtype}: convert it with .to().")
 
 
-def _check_shapes(node: Node, parameters: Parameters, what: str) -> Parameters:
-    """Raises a ValueError for parameters that cannot be expanded to the node's shapes; returns them."""
-    try:
-        for part, own in zip(parameters, node.natural, strict=True):
-            part.expand_as(own)
-    except (RuntimeError, ValueError):
-        shapes = [[tuple(part.shape) for part in own] for own in (parameters, node.natural)]
-        raise ValueError(f"{what} of shapes {shapes[0]} do not match {node}, of shapes {shapes[1]}.") from None
-    return parameters
-
-
-def _check_expectation(given: Expectation) -> Expectation:
+def check_expectation(given: Expectation) -> Expectation:
     if not isinstance(given, Expectation):
         raise TypeError(f"expectation must be GaussHermite(), MonteCarlo() or Delta(), got {given!r}.")
     return given
 
 
-def _check_gaussian(node: Node) -> None:
+def check_gaussian(node: Node) -> None:
     if not isinstance(node.family, GAUSSIANS):
         raise TypeError(f"this factor needs a Gaussian node, got {node}.")

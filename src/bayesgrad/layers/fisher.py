@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from bayesgrad import layers, likelihoods, noise
 from bayesgrad.kernels import compute_dtype
+from bayesgrad.layers.batches import LABELS, Call, Forward, Inputs, Output
 from bayesgrad.layers.call import LayerCall
 from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.functional import gradients_by_vmap
 from bayesgrad.layers.layout import RowLayout
-from bayesgrad.layers.network import parameters_of, unwrap
+from bayesgrad.layers.network import clean_name, parameters_of, unwrap
 from bayesgrad.layers.observed import classes_last
 from bayesgrad.layers.per_example import PerExampleGradients, StoredGradients
 from bayesgrad.layers.recorder import LayerRecorder, Trace
@@ -88,12 +89,14 @@ class SubsampledFisher:
 
     Args:
         model: in the mode in which to differentiate it; BatchNorm must be in evaluation mode.
-        inputs: N examples along the first dimension; a tuple for several arguments.
-        likelihood: "categorical", "bernoulli" or "gaussian" (unit variance).
+        inputs: N examples along the first dimension; a tuple for several arguments, a mapping for keyword arguments.
+            The key `"labels"` is no argument of the model, and has the labels of `fisher="empirical"`.
+        likelihood: a name or an object of `bayesgrad.likelihoods`; `"gaussian"` has unit variance.
         fisher: "sampled" (one label for each example, drawn with `seed`), "exact" or "empirical" (needs `labels`).
         labels: the targets for "empirical", or labels to use instead of sampled ones.
         seed: of sampled labels; None draws one from torch's global generator if they are sampled.
         class_dim: the dimension of classes in the outputs: 1 for (N, C, ...); None for the last one.
+        forward, output: how the model is called, and which of its outputs is meant; see `bayesgrad.laplace`.
 
     Attributes:
         labels: the labels that were used, None for the exact Fisher.
@@ -115,16 +118,20 @@ class SubsampledFisher:
     def __init__(
         self,
         model: nn.Module,
-        inputs: Tensor | tuple[Tensor, ...],
+        inputs: Inputs,
         *,
-        likelihood: str = "categorical",
+        likelihood: str | likelihoods.Likelihood = "categorical",
         fisher: str = "sampled",
         labels: Tensor | None = None,
         seed: int | None = None,
         class_dim: int | None = None,
+        forward: Forward | None = None,
+        output: Output | None = None,
     ) -> None:
         if fisher not in FISHERS:
             raise ValueError(f"fisher must be one of {', '.join(map(repr, FISHERS))}, got {fisher!r}.")
+        if isinstance(inputs, Mapping) and fisher == "empirical" and labels is None:
+            labels = inputs.get(LABELS)
         if (fisher == "empirical") != (labels is not None) and fisher != "sampled":
             need = "needs labels=" if labels is None else "takes no labels"
             raise ValueError(f"fisher={fisher!r} {need}.")
@@ -132,7 +139,8 @@ class SubsampledFisher:
         if seed is None and fisher == "sampled" and labels is None:
             seed = noise.fresh_seed()
         generator = torch.Generator().manual_seed(noise.seed32(seed or 0))
-        (seen,) = batch_gradients(model, inputs, kind, fisher, labels, generator, class_dim=class_dim)
+        called, tensors = Call(forward, output)(model, inputs)
+        (seen,) = batch_gradients(called, tensors, kind, fisher, labels, generator, class_dim=class_dim)
         self._parameters = {name: p for name, p in parameters_of(unwrap(model)).items() if p.requires_grad}
         self.names = list(self._parameters)
         self.labels = seen.labels
@@ -357,7 +365,7 @@ def check_batch_mixing(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if layers.mixes_examples(module):
             raise ValueError(
-                f"{name} ({type(module).__name__}) mixes the examples of a batch, so it has no per-example "
+                f"{clean_name(name)} ({type(module).__name__}) mixes the examples of a batch, so it has no per-example "
                 "gradients: call model.eval(), or use a normalisation of single examples."
             )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -11,9 +13,11 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bayesgrad.kernels import compute_dtype
-from bayesgrad.layers.network import parameters_of
+from bayesgrad.layers.network import WRAPPED, clean_name, parameters_of, with_full_names
 from bayesgrad.layers.observed import classes_last
 from bayesgrad.layers.per_example import CHUNK, PerExampleGradients, StoredGradients
+
+_WARNED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that vmap does not support
 
 
 def gradients_by_vmap(
@@ -24,17 +28,21 @@ def gradients_by_vmap(
     outputs: Tensor,
     class_dim: int | None = None,
 ) -> dict[str, PerExampleGradients]:
-    """Per-example gradients of some parameters by torch.func.vmap, in chunks.
+    """Per-example gradients of some parameters by torch.func.vmap, in chunks; example by example where vmap fails.
 
     Args:
         outputs: of the batch, which single examples must reproduce.
         class_dim: the dimension of the model's outputs that is the last one of `outputs` and `directions`.
     """
 
-    constants = {name: p.detach() for name, p in parameters_of(model).items()}  # without a graph
+    constants = with_full_names(
+        model, {name: p.detach() for name, p in parameters_of(model).items()}
+    )  # without a graph
 
     def inner(values: dict[str, Tensor], direction: Tensor, *example: Tensor) -> tuple[Tensor, Tensor]:
-        found = functional_call(model, {**constants, **values}, tuple(x[None] for x in example))
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # the model may change them in place
+        given = {**constants, **with_full_names(model, values), **buffers}
+        found = functional_call(model, given, tuple(x[None] for x in example))
         output = classes_last(found, class_dim, None)[0]
         return (output * direction).sum(), output
 
@@ -49,6 +57,7 @@ def gradients_by_vmap(
             if "randomness" in str(error) or "renorm" in str(error):
                 raise
             parts = None  # shapes or branches that depend on data, or an operation that vmap does not know
+            warn_of_loop(model, error)
         parts = _one_by_one(gradient, values, inputs, directions) if parts is None else parts
     except RuntimeError as error:
         if "randomness" in str(error):
@@ -58,8 +67,8 @@ def gradients_by_vmap(
         for name, module in model.named_modules() if "renorm" in str(error) else ():
             if (limit := getattr(module, "max_norm", None)) is not None:
                 raise ValueError(
-                    f"{name} has max_norm={limit}, which rescales its rows in place in every forward pass: set its "
-                    "max_norm to None after training."
+                    f"{clean_name(name)} has max_norm={limit}, which rescales its rows in place in every forward pass: "
+                    "set its max_norm to None after training."
                 ) from error
         raise
     alone = parts[0][1]
@@ -74,6 +83,19 @@ def gradients_by_vmap(
         )
         for name, p in params.items()
     }
+
+
+def warn_of_loop(model: nn.Module, error: Exception) -> None:
+    """Warns once for each model that examples are differentiated one by one, which takes longer."""
+    model = getattr(model, WRAPPED, model)
+    if model not in _WARNED:
+        _WARNED.add(model)
+        reason = str(error).strip().split("\n")[0][:100]
+        warnings.warn(
+            "torch.func.vmap does not support this model, so some gradients are computed for one example at a time, "
+            f"which is slow ({reason}).",
+            stacklevel=2,
+        )
 
 
 def _vectorised(

@@ -14,6 +14,8 @@ from torch.func import functional_call
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.running_statistics import estimated
 
+WRAPPED = "_wrapped"  # the model inside of an `Adapter`
+
 
 @dataclass(frozen=True, eq=False)
 class Network:
@@ -41,12 +43,11 @@ class Network:
 
     def at(self, weights: Mapping[str, Tensor]) -> Callable[..., Tensor]:
         """The model as a function of inputs, with these weights by name and its own values for all others."""
-        names = {clean_name(name): name for name, _ in self.model.named_parameters()}
-        values = {names[name]: weight for name, weight in weights.items()}
-        values |= self.estimated_statistics(weights)
+        values = with_full_names(self.model, weights) | self.estimated_statistics(weights)
 
         def run(*inputs: Tensor) -> Tensor:
-            found = functional_call(self.model, values, inputs)
+            own = {name: buffer.clone() for name, buffer in self.model.named_buffers() if name not in values}
+            found = functional_call(self.model, {**own, **values}, inputs)  # the model may change buffers in place
             return found.to(compute_dtype(found.dtype))  # half precision would not suffice for averages
 
         return run
@@ -55,8 +56,7 @@ class Network:
         """BatchNorm's buffers by name, estimated with these weights; empty where running statistics are used."""
         if self.statistics is None:
             return {}
-        names = {clean_name(name): name for name, _ in self.model.named_parameters()}
-        return estimated(self.model, {names[name]: weight for name, weight in weights.items()}, self.statistics)
+        return estimated(self.model, with_full_names(self.model, weights), self.statistics)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -68,8 +68,14 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def clean_name(name: str) -> str:
-    """A parameter's name without the prefixes of compiled submodules."""
-    return name.replace("_orig_mod.", "")
+    """A parameter's or module's name without the prefixes of compiled submodules and of an `Adapter`."""
+    return name.replace("_orig_mod.", "").removeprefix(f"{WRAPPED}.")
+
+
+def with_full_names(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Values of parameters by the names that `functional_call` expects."""
+    names = {clean_name(name): name for name, _ in model.named_parameters()}
+    return {names[name]: value for name, value in values.items()}
 
 
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:

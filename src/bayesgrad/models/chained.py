@@ -27,8 +27,12 @@ class SequenceInput(NamedTuple):
     lengths: Any = None
 
     def is_list(self, dims: int) -> bool:
-        """Whether X is a list of sequences with this number of dimensions."""
-        return isinstance(self.X, (list, tuple)) and len(self.X) > 0 and np.ndim(as_numpy(self.X[0])) >= dims
+        """Whether X is a list of arrays or tensors, each a sequence with at least this number of dimensions.
+
+        Nested lists are the rows of one sequence, as for NumPy and scikit-learn.
+        """
+        listed = isinstance(self.X, (list, tuple)) and len(self.X) > 0
+        return listed and all(isinstance(item, (np.ndarray, Tensor)) and item.ndim >= dims for item in self.X)
 
     def concatenated(self, dims: int) -> tuple[Any, list[int] | None]:
         """All rows, and the lengths of the sequences if X is a list.
@@ -40,6 +44,11 @@ class SequenceInput(NamedTuple):
             raise ValueError("X is empty: pass a list of sequences, or rows.")
         if not self.is_list(dims):
             X = as_numpy(self.X)
+            if isinstance(X, (list, tuple)) and any(np.ndim(as_numpy(item)) >= 2 for item in X):
+                raise ValueError(
+                    "X is a nested list of sequences: pass their rows as one array with the lengths of the sequences, "
+                    "or a list of arrays."
+                )
             return (np.asarray(X)[:, None] if dims == 1 and np.ndim(X) == 1 else X), None
         if self.lengths is not None:
             raise ValueError("a list of sequences cannot be combined with lengths: pass one array, or no lengths.")
@@ -117,12 +126,16 @@ class Rows:
         return self.covariance.features(rows.mT, 0.0).masked_fill_(rows[:, 0].isnan(), 0)
 
 
-def pseudo_statistics(covariance: Covariance, means: Tensor, covars: Tensor, weight: float) -> Parameters:
-    """The statistics of `weight` rows for each state, with means (K, P) and covariances (K, P, P), from 2 P points."""
+def pseudo_statistics(covariance: Covariance, means: Tensor, covars: Tensor, weight: float | Tensor) -> Parameters:
+    """The statistics of `weight` rows for each state, or of one number for each, with means (K, P) and covariances
+    (K, P, P), from 2 P points."""
     P = means.shape[1]
     root = P**0.5 * torch.linalg.cholesky(covars)
     points = means[..., None] + torch.cat([root, -root], -1)  # (K, P, 2 P)
-    return covariance.message(torch.stack([weight * covariance.features(own, 0.0).mean(1) for own in points]), P)
+    sums = torch.stack([covariance.features(own, 0.0).mean(1) for own in points])
+    return covariance.message(
+        torch.as_tensor(weight, dtype=sums.dtype, device=sums.device).expand(len(sums))[:, None] * sums, P
+    )
 
 
 def to_covariance_type(covariance: Covariance, matrix: Tensor) -> Tensor:
@@ -204,6 +217,12 @@ class MarkovChainFactor(LatentVariableFactor):
         return found.log_weight.sum(), dict(zip((initial, transitions, emission), messages))
 
 
+def drawn(shares: Tensor, uniform: Tensor) -> Tensor:
+    """Samples of outcomes with probabilities (..., K), from uniform numbers in [0, 1), (..., n)."""
+    steps = shares.cumsum(-1)
+    return torch.searchsorted(steps / steps[..., -1:], uniform.contiguous(), right=True)
+
+
 def log_shares(node: Node) -> Tensor:
     """E[log x] of probabilities; -inf for a mode of zero, which Dirichlet replaces by the smallest positive number."""
     (logs,) = node.mean
@@ -217,3 +236,8 @@ def check_possible(log_weight: Tensor) -> None:
             f"sequence {int(wrong[0])} has probability 0: it needs a start, a transition or a symbol of probability 0. "
             "Use small positive probabilities, or method='vb'."
         )
+
+
+def check_ignored_y(X: Any, y: Any) -> None:
+    if isinstance(X, (np.ndarray, Tensor)) and np.ndim(y) == 1 and len(y) != len(X):
+        raise ValueError(f"y is ignored, but has {len(y)} entries for {len(X)} rows: pass lengths by keyword.")

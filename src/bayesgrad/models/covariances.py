@@ -15,6 +15,7 @@ from bayesgrad.families import NormalWishart, Parameters, TiedNormalWishart
 from bayesgrad.families.gaussian import LOG_2PI
 from bayesgrad.inference import LatentVariableFactor, Node
 from bayesgrad.models import checks
+from bayesgrad.models.designs import weighted_gram
 
 WIDE = 2  # columns per component above which quadratic forms are computed directly: measured
 FAR = 1e6  # standard deviations: the square times the precision of a float64 is 2e-4
@@ -102,6 +103,12 @@ class Covariance(ABC):
         """Rows as columns, (P, n) each, in chunks of about CHUNK features."""
         return rows.mT.split(max(256, CHUNK // self.width(rows.shape[1])), 1)
 
+    def sums(self, rows: Tensor, shares: Tensor, blur: float) -> Tensor:
+        """Features of rows summed with weights `shares` (K, n), (K, D)."""
+        columns = self.chunks(rows)
+        parts = zip(columns, shares.split(columns[0].shape[1], 1))
+        return torch.stack([own @ self.features(part, blur).mT for part, own in parts]).sum(0)
+
     def ordered(self, natural: Parameters, order: Tensor) -> Parameters:
         """Natural parameters with the components in another order."""
         return tuple(part[order] for part in natural)
@@ -165,6 +172,12 @@ class Full(Covariance):
             torch.mul(columns[i : i + 1], columns[i:], out=squares[place : place + size - i])
             squares[place] += blur
             place += size - i
+
+    def sums(self, rows: Tensor, shares: Tensor, blur: float) -> Tensor:
+        if rows.shape[1] <= WIDE * len(shares):
+            return super().sums(rows, shares, blur)
+        second = torch.stack([weighted_gram(rows, own) for own in shares])
+        return _packed(torch.cat([shares.sum(1, keepdim=True), shares @ rows], 1), second, blur)
 
     def coefficients(self, mean: Parameters) -> Tensor:
         push, square, precision, volume = mean
@@ -355,7 +368,7 @@ class MixtureFactor(LatentVariableFactor):
         self._kept = [covariance.features(self.columns[0], blur)] if len(self.columns) == 1 else None
         self._wide = isinstance(covariance, Full) and not self._kept and self.size > WIDE * count
         if self._wide:
-            self.columns = rows.mT.split(max(256, CHUNK // (self.size * count)), 1)
+            self.columns = rows.split(max(256, CHUNK // self.size))
 
     def evaluate(self) -> tuple[Tensor, Mapping[Node, Parameters]]:
         weights, components = self.nodes
@@ -375,28 +388,31 @@ class MixtureFactor(LatentVariableFactor):
 
     def _by_matrices(self, coefficients: Tensor) -> tuple[Tensor, Tensor]:
         """The same without products of columns, which take too long for many columns and few components."""
-        K, P, triangle = len(coefficients), self.size, _triangle(self.size, coefficients.device)
-        matrices = coefficients[:, triangle.unpacked].view(K, P, P) / 2
+        K, P = len(coefficients), self.size
+        matrices = coefficients[:, _triangle(P, coefficients.device).unpacked].view(K, P, P) / 2
         matrices.diagonal(dim1=-2, dim2=-1).mul_(2)
         constant = coefficients[:, :1] + self.blur * matrices.diagonal(dim1=-2, dim2=-1).sum(1, keepdim=True)
         first, total = torch.zeros_like(coefficients[:, : P + 1]), coefficients.new_zeros(())
-        second = torch.zeros_like(matrices).view(K * P, P)
-        for part in self.columns:
-            columns = part.contiguous()
-            products = (matrices.view(K * P, P) @ columns).view(K, P, -1)
-            shares = products.mul_(columns).sum(1).add_(constant).addmm_(coefficients[:, 1 : P + 1], columns)
-            total += _normalise(shares)
+        second = torch.zeros_like(matrices)
+        for rows in self.columns:
+            shares = torch.stack([(rows @ matrix).mul_(rows).sum(1) for matrix in matrices]).add_(constant)
+            total += _normalise(shares.addmm_(coefficients[:, 1 : P + 1], rows.mT))
             first[:, 0] += shares.sum(1)
-            first[:, 1:].addmm_(shares, columns.mT)
-            second.addmm_(torch.mul(shares[:, None], columns, out=products).view(K * P, -1), columns.mT)
-        second = second.view(K, P, P)
-        second.diagonal(dim1=-2, dim2=-1).add_(self.blur * first[:, :1])
-        return total, torch.cat([first, second.flatten(1)[:, triangle.packed]], 1)
+            first[:, 1:].addmm_(shares, rows)
+            for own, weights in zip(second, shares):
+                own += weighted_gram(rows, weights)
+        return total, _packed(first, second, self.blur)
 
     def _features(self) -> Iterator[Tensor]:
         first = self.columns[0]
         buffer = first.new_empty(self.covariance.width(self.size), first.shape[1])
         return (self.covariance.features(part, self.blur, buffer) for part in self.columns)
+
+
+def _packed(first: Tensor, second: Tensor, blur: float) -> Tensor:
+    """Weighted sums of features, from those of 1 and x, (K, P + 1), and of x x', (K, P, P), which is modified."""
+    second.diagonal(dim1=-2, dim2=-1).add_(blur * first[:, :1])
+    return torch.cat([first, second.flatten(1)[:, _triangle(second.shape[-1], second.device).packed]], 1)
 
 
 def _normalise(logits: Tensor) -> Tensor:

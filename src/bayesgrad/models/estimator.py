@@ -110,7 +110,7 @@ class Supervised(Estimator):
         tensors = isinstance(X, Tensor) and labels.dtype.kind in "biuf"
         return torch.as_tensor(labels, device=X.device) if tensors else labels
 
-    def score(self, X: Any, y: Any) -> float:
-        """Accuracy for classification, R² for regression."""
-        found = as_numpy(self.predict(X))
-        return float((accuracy_score if classifies(self) else r2_score)(as_numpy(y), found))
+    def score(self, X: Any, y: Any, sample_weight: Any = None, **options: Any) -> float:
+        """Accuracy for classification, R² for regression; further options are those of `predict`."""
+        found, metric = as_numpy(self.predict(X, **options)), accuracy_score if classifies(self) else r2_score
+        return float(metric(as_numpy(y), found, sample_weight=as_numpy(sample_weight)))

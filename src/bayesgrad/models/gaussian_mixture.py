@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bayesgrad.families import Dirichlet, Family, Parameters, Point
 from bayesgrad.inference import Factor, LatentVariableFactor, Node, Prior
-from bayesgrad.models import checks
+from bayesgrad.models import chained, checks
 from bayesgrad.models.covariances import COVARIANCES, Components, Covariance, MixtureFactor
 from bayesgrad.models.latent import Latent
 
@@ -52,6 +52,8 @@ class GaussianMixture(DensityMixin, Latent):
         init_params: `"kmeans"`; `"k-means++"` and `"random_from_data"`, where each row belongs to the nearest of K
             chosen rows; or `"random"`, random responsibilities. `"svi"` uses a subset of the rows, `partial_fit` the
             first batch.
+        weights_init, means_init, precisions_init: initial values of weights, means and precisions, any or all of them,
+            as in scikit-learn.
         weight_concentration_prior: alpha_0 of each weight; None for 1/K.
         mean_precision_prior: κ_0; None for 1.
         mean_prior: m_0, (P,); None for the mean of X, in streams of the first batch.
@@ -101,6 +103,9 @@ class GaussianMixture(DensityMixin, Latent):
     covariance_type: str = "full"
     reg_covar: float = 1e-6
     init_params: str = "kmeans"
+    weights_init: Any = None
+    means_init: Any = None
+    precisions_init: Any = None
     weight_concentration_prior: float | None = None
     mean_precision_prior: float | None = None
     mean_prior: Any = None
@@ -202,15 +207,56 @@ class GaussianMixture(DensityMixin, Latent):
             data[random.choice(len(data), some, replace=False)] if self._uses_batches() and some < len(data) else data
         )
         total = max(len(data), self.total_samples or 0)
-        sums = self._sums(rows, self._shares(rows, random)) * (total / len(rows))
-        covariance, families = self._covariance, [Dirichlet(), self._covariance.family]
+        sums = self._covariance.sums(rows, self._shares(rows, random), self.reg_covar) * (total / len(rows))
+        families: list[Family] = [Dirichlet(), self._covariance.family]
         if _is_em(self):
             families = [Point(family) for family in families]
-            found = [(sums[:, 0],), self._repaired(families[1], sums, rows.shape[1])]
+            found = self._given(sums, self._repaired(families[1], sums, rows.shape[1]))
         else:
-            own = (sums[:, 0],), covariance.message(sums, rows.shape[1])
+            own = self._given(sums, self._covariance.message(sums, rows.shape[1]))
             found = [tuple(a + b for a, b in zip(*pair)) for pair in zip(own, self._priors_known)]
         return [Node(f, n, name=name) for f, n, name in zip(families, found, ("weights", "components"))]
+
+    def _given(self, sums: Tensor, components: Parameters) -> list[Parameters]:
+        """Statistics of weights and components; those of the given initial values, where there are any."""
+        K, P, kind, weights = self.n_components, self.n_features_in_, self._covariance, sums[:, 0]
+        if all(part is None for part in (self.weights_init, self.means_init, self.precisions_init)):
+            return [(weights,), components]
+        known, _, covariances = kind.summary(components, True, "component", "set precisions_init")
+        means, matrices = known.location, chained.to_full_matrices(kind, covariances, K, P)
+        if self.weights_init is not None:
+            weights = weights.sum() * _shares_of("weights_init", self.weights_init, K).to(sums)
+        if self.means_init is not None:
+            means = _require_shape("means_init", self.means_init, (K, P)).to(sums) - self._centre
+        if self.precisions_init is not None:
+            matrices = torch.cholesky_inverse(_roots("precisions_init", self.precisions_init, kind, K, P).to(sums))
+        return [(weights,), _statistics(kind, means, matrices, weights)]
+
+    @classmethod
+    def from_parameters(
+        cls, weights: Any, means: Any, covariances: Any, *, covariance_type: str = "full", **settings: Any
+    ) -> GaussianMixture:
+        """A mixture of known parameters, in the shapes of the attributes, ready to predict and to sample.
+
+        Args:
+            settings: of the estimator.
+        """
+        places = checks.require_numbers("means", means)
+        K, P = _require_shape("means", means, (len(places), places.shape[-1] if places.dim() > 1 else 1)).shape
+        model = cls(K, covariance_type=covariance_type, **settings)
+        model._check_settings()
+        if not _is_em(model):
+            raise ValueError(f"from_parameters needs method='em', got {model.method!r}.")
+        root = _roots("covariances", covariances, kind := model._covariance, K, P)
+        shares = 10 * (K + P) * _shares_of("weights", weights, K)  # rows enough for a posterior with a mode
+        model.n_features_in_, model._device, model._centre = P, None, torch.zeros_like(places[0])
+        families = Point(Dirichlet()), Point(kind.family)
+        parts = (shares,), _statistics(kind, places, root @ root.mT, shares)
+        model._nodes = [Node(f, n, name=m) for f, n, m in zip(families, parts, ("weights", "components"))]
+        model._rows = model._batches = 0
+        model._remember_settings()
+        model._set_attributes(model._nodes)
+        return model
 
     def _shares(self, rows: Tensor, random: np.random.RandomState) -> Tensor:
         """Responsibilities of the components for each row, (K, n)."""
@@ -231,13 +277,6 @@ class GaussianMixture(DensityMixin, Latent):
             seeds = rows[chosen]
             labels = (seeds.square().sum(1) - 2 * rows @ seeds.mT).argmin(1)
         return rows.new_zeros(K, count).scatter_(0, labels.to(rows.device)[None], 1.0)
-
-    def _sums(self, rows: Tensor, shares: Tensor) -> Tensor:
-        total: Any = 0
-        columns = self._covariance.chunks(rows)
-        for part, own in zip(columns, shares.split(columns[0].shape[1], 1)):
-            total = total + own @ self._covariance.features(part, self.reg_covar).mT
-        return total
 
     def _repaired(self, family: Family, sums: Tensor, size: int) -> Parameters:
         """Natural parameters of components; a mean row is added to components without rows or without variance."""
@@ -356,6 +395,35 @@ class GaussianMixture(DensityMixin, Latent):
     def aic(self, X: Any) -> float:
         """Akaike information criterion: -2 log-likelihood + 2 parameters; lower is better."""
         return -2 * self.score(X) * len(X) + 2 * self._parameters()
+
+
+def _require_shape(name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
+    given = checks.require_numbers(name, value)
+    if given.shape != shape or not torch.isfinite(given).all():
+        raise ValueError(f"{name} must be finite numbers of shape {shape}, got shape {tuple(given.shape)}.")
+    return given
+
+
+def _shares_of(name: str, value: Any, count: int) -> Tensor:
+    given = _require_shape(name, value, (count,))
+    if not ((given >= 0).all() and math.isclose(float(given.sum()), 1.0, rel_tol=1e-6)):
+        raise ValueError(f"{name} must be non-negative and sum to 1, got {value!r}.")
+    return given
+
+
+def _roots(name: str, value: Any, kind: Covariance, components: int, size: int) -> Tensor:
+    """Lower Cholesky factors (K, P, P) of covariances or precisions in scikit-learn's shapes."""
+    given = _require_shape(name, value, kind.shape(components, size))
+    matrices = chained.to_full_matrices(kind, given, components, size)
+    factors, failed = torch.linalg.cholesky_ex(matrices)
+    if failed.any() or not torch.allclose(matrices, matrices.mT, rtol=1e-8):
+        raise ValueError(f"{name} must be positive, or symmetric positive definite matrices.")
+    return factors
+
+
+def _statistics(kind: Covariance, means: Tensor, covariances: Tensor, weights: Tensor) -> Parameters:
+    """The statistics of rows with these moments; a component of weight zero keeps its shape."""
+    return chained.pseudo_statistics(kind, means, covariances, weights.clamp(min=1e-9 * float(weights.sum())))
 
 
 def _positive(spread: Tensor) -> bool:

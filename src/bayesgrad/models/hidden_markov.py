@@ -63,8 +63,9 @@ class HiddenMarkov(Latent):
         means_weight_, dof_: κ_k and nu_k, with `"vb"`.
         elbo_, elbos_, n_iter_, converged_: see `Latent`.
 
-    X is (n, D), for symbols (n, 1) or (n,), with the `lengths` of its sequences, one by default; or a list of
-    sequences. A row of NaN is a missing observation. Results are NumPy arrays, or tensors if X is a tensor.
+    X is (n, D), for symbols (n, 1) or (n,), with the `lengths` of its sequences, one by default; or a list of arrays
+    or tensors, one per sequence. Nested lists are the rows of one sequence. A row of NaN is a missing observation.
+    Results are NumPy arrays, or tensors if X is a tensor.
 
     >>> X = np.array([[0.0], [0.2], [5.1], [4.9], [0.1], [5.0], [5.2], [0.0]])
     >>> model = HiddenMarkov(2, random_state=0, covars_prior=0.1).fit(X, lengths=[5, 3])
@@ -109,6 +110,43 @@ class HiddenMarkov(Latent):
         tags.input_tags.categorical = self.emissions == "categorical"
         return tags
 
+    @classmethod
+    def from_parameters(
+        cls,
+        startprob: Any,
+        transmat: Any,
+        *,
+        means: Any = None,
+        covars: Any = None,
+        emissionprob: Any = None,
+        **settings: Any,
+    ) -> HiddenMarkov:
+        """A model of known parameters, in the shapes of the attributes, ready to predict and to sample.
+
+        Gaussian emissions have means and covars, symbols have emissionprob. Other settings are the estimator's.
+        """
+        symbols = emissionprob is not None
+        if symbols == (means is not None) or (means is None) != (covars is None):
+            raise ValueError("pass either emissionprob, or both means and covars.")
+        given = checks.require_numbers("emissionprob" if symbols else "means", emissionprob if symbols else means)
+        if given.dim() != 2:
+            raise ValueError(f"emissionprob and means must have one row per state, got shape {tuple(given.shape)}.")
+        known = dict(startprob_init=startprob, transmat_init=transmat)
+        known |= dict(emissionprob_init=emissionprob) if symbols else dict(means_init=means, covars_init=covars)
+        model = cls(len(given), emissions="categorical" if symbols else "gaussian", **known, **settings)
+        if model.method != "em":
+            raise ValueError(f"from_parameters needs method='em', got {model.method!r}.")
+        model.set_params(n_symbols=given.shape[1] if symbols else None)
+        # As many rows as validation needs; the parameters do not depend on them.
+        rows = torch.cat([given, given[:1] + 1]).numpy() if not symbols else np.arange(len(given) + 1.0) % 1
+        data = model._read(chained.SequenceInput(rows), reset=True)
+        prior, model._prior = model._prior, [tuple(torch.zeros_like(part) for part in own) for own in model._prior]
+        model._nodes, model._prior = model._start(data, check_random_state(0)), prior
+        model._remember_settings()
+        model._rows = model._batches = 0
+        model._set_attributes(model._nodes)
+        return model
+
     # --- learning ---
 
     def fit(self, X: Any, y: Any = None, lengths: Any = None) -> HiddenMarkov:
@@ -117,12 +155,12 @@ class HiddenMarkov(Latent):
         Raises:
             ValueError: a setting or the data are not valid.
         """
-        _check_ignored_y(X, y)
+        chained.check_ignored_y(X, y)
         return super().fit(chained.SequenceInput(X, lengths))
 
     def partial_fit(self, X: Any, y: Any = None, lengths: Any = None) -> HiddenMarkov:
         """Updates the parameters with a batch of sequences, which is not stored: online EM, or SVI. y is ignored."""
-        _check_ignored_y(X, y)
+        chained.check_ignored_y(X, y)
         return super().partial_fit(chained.SequenceInput(X, lengths))
 
     def _read(self, X: Any, *, reset: bool) -> chained.Sequences:
@@ -350,11 +388,16 @@ class HiddenMarkov(Latent):
         with torch.no_grad():
             return given, data, self._data_factor(data, self._nodes).logs()
 
+    def log_likelihood(self, X: Any, lengths: Any = None) -> Any:
+        """log p of each sequence, (sequences,); with `"vb"` a lower bound on the log predictive density."""
+        given, data, logs = self._prepare(X, lengths)
+        return checks.like(given.first(self._dims))(markov.smoothed(*logs, data.layout).log_weight)
+
     def score(self, X: Any, y: Any = None, lengths: Any = None) -> float:
-        """log p(X) of all sequences; with `"vb"` a lower bound on the log predictive density. y is ignored."""
-        _check_ignored_y(X, y)
+        """The sum of `log_likelihood` divided by the number of rows of X. y is ignored."""
+        chained.check_ignored_y(X, y)
         _, data, logs = self._prepare(X, lengths)
-        return float(markov.smoothed(*logs, data.layout).log_weight.sum())
+        return float(markov.smoothed(*logs, data.layout).log_weight.sum()) / len(data.layout.rows)
 
     def predict_proba(self, X: Any, lengths: Any = None) -> Any:
         """P(z_t = k | X), (n, K), given all observations."""
@@ -381,8 +424,10 @@ class HiddenMarkov(Latent):
         seed = check_random_state(self.random_state if random_state is None else random_state).randint(2**31 - 1)
         generator = torch.Generator().manual_seed(seed)
         uniform = torch.rand(n_samples, dtype=torch.float64, generator=generator)
-        maps = _drawn(_array(self.transmat_), uniform.expand(self.n_states, -1)).mT.contiguous()  # from each state
-        maps[0] = _drawn(_array(self.startprob_), uniform[:1])
+        maps = chained.drawn(
+            _array(self.transmat_), uniform.expand(self.n_states, -1)
+        ).mT.contiguous()  # from each state
+        maps[0] = chained.drawn(_array(self.startprob_), uniform[:1])
 
         def follow(earlier: Elements, later: Elements) -> Elements:
             return (later[0].gather(1, earlier[0]),)
@@ -390,7 +435,7 @@ class HiddenMarkov(Latent):
         states = scan(follow, (maps,))[0][:, 0]
         if self._dims == 1:
             uniform = torch.rand(n_samples, 1, dtype=torch.float64, generator=generator)
-            rows = _drawn(_array(self.emissionprob_)[states], uniform)
+            rows = chained.drawn(_array(self.emissionprob_)[states], uniform)
         else:
             means, covars = _array(self.means_), _array(self.covars_)
             root = torch.linalg.cholesky(chained.to_full_matrices(self._covariance, covars, *means.shape))
@@ -399,16 +444,5 @@ class HiddenMarkov(Latent):
         return self._kind(rows), self._kind(states)
 
 
-def _drawn(shares: Tensor, uniform: Tensor) -> Tensor:
-    """Samples of outcomes with probabilities (..., K), from uniform numbers in [0, 1), (..., n)."""
-    steps = shares.cumsum(-1)
-    return torch.searchsorted(steps / steps[..., -1:], uniform.contiguous(), right=True)
-
-
 def _array(value: Any) -> Tensor:
     return torch.as_tensor(np.array(checks.as_numpy(value), dtype=np.float64))
-
-
-def _check_ignored_y(X: Any, y: Any) -> None:
-    if isinstance(X, (np.ndarray, Tensor)) and np.ndim(y) == 1 and len(y) != len(X):
-        raise ValueError(f"y is ignored, but has {len(y)} entries for {len(X)} rows: pass lengths by keyword.")

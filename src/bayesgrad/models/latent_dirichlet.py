@@ -76,10 +76,10 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
     [0, 1, 0, 1]
 
     Reference: Khan and Rue 2023, section 5.3; Blei, Ng and Jordan, 2003; Hoffman, Blei and Bach, 2010.
-    Differs from scikit-learn: `"svi"` shuffles. `score` and `perplexity` are those of documents given the posterior of
-    the topics; they do not include the divergence of the topics from their prior. In `"batch"` documents start with
-    equal proportions, keep those of the last iteration if they were better, and use few iterations within documents at
-    first.
+    Differs from scikit-learn: `"svi"` shuffles. `score` is a mean over documents. It and `perplexity` are those of
+    documents given the posterior of the topics; they do not include the divergence of the topics from their prior. In
+    `"batch"` documents start with equal proportions, keep those of the last iteration if they were better, and use few
+    iterations within documents at first.
     Checked by: tests/equations/test_latent_dirichlet.py, tests/contract/test_latent_dirichlet.py.
     """
 
@@ -224,11 +224,11 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         return checks.like(X)(self._inferred(X, topics)[1].bounds)
 
     def score(self, X: Any, y: Any = None) -> float:
-        """The sum of `bound` over documents, in nats."""
-        return float(checks.as_numpy(self.bound(X)).sum())
+        """The mean of `bound` over documents, in nats."""
+        return float(checks.as_numpy(self.bound(X)).mean())
 
     def perplexity(self, X: Any) -> float:
-        """exp(-score per word)."""
+        """exp(-bound per word)."""
         counts, factor = self._inferred(X)
         return math.exp(-float(factor.bounds.sum()) / counts.words)
 

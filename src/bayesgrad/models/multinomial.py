@@ -31,6 +31,7 @@ class Multinomial:
     """
 
     classifies: ClassVar[bool] = True
+    concave: ClassVar[bool] = True
     conjugate: ClassVar[bool] = False
     least_squares: ClassVar[bool] = False
     classes: int = 3

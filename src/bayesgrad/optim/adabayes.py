@@ -8,7 +8,17 @@ from dataclasses import replace
 from typing import Any
 
 from bayesgrad.checkpoint import settings
-from bayesgrad.constraints import BOOLEAN, COUNT, OPTIONAL_COUNT, OPTIONAL_INTEGER, POSITIVE, POSITIVE_INTEGER, one_of
+from bayesgrad.constraints import (
+    BOOLEAN,
+    COUNT,
+    OPTIONAL_COUNT,
+    OPTIONAL_INTEGER,
+    POSITIVE,
+    POSITIVE_INTEGER,
+    likelihood_of,
+    one_of,
+)
+from bayesgrad.likelihoods import Likelihood
 from bayesgrad.optimizer import BeliefOptimizer
 from bayesgrad.parts import Source
 from bayesgrad.rules import (
@@ -27,7 +37,7 @@ DEFAULT_SGD_LR = 0.1
 
 FISHER_OPTIONS = {
     "fisher": one_of("empirical", "centered", "sampled"),
-    "likelihood": one_of("categorical", "bernoulli", "gaussian"),
+    "likelihood": likelihood_of("categorical", "bernoulli", "gaussian"),
     "sample_weights": BOOLEAN,
     "samples": POSITIVE_INTEGER,
     "seed": OPTIONAL_INTEGER,
@@ -87,7 +97,8 @@ class AdaBayes(BeliefOptimizer):
         fisher: the estimate of the Fisher information: the square of the gradient (`"empirical"`), its variance
             (`"centered"`), or its square for labels sampled from the model (`"sampled"`), which needs
             `observe(outputs)` in every step.
-        likelihood: the likelihood from which labels are sampled: "categorical", "bernoulli" or "gaussian".
+        likelihood: from which labels are sampled: "categorical", "bernoulli", "gaussian", or an object of
+            `bayesgrad.likelihoods`.
         sample_weights: compute gradients at weights sampled from the belief, inside `with optimizer.sampled():`.
         samples: number of weight samples that `step(closure)` averages over, with sample_weights.
         seed: seed of sampled weights and labels; None draws one from torch's global generator.
@@ -135,7 +146,7 @@ class AdaBayes(BeliefOptimizer):
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         fisher: str = "empirical",
-        likelihood: str = "categorical",
+        likelihood: str | Likelihood = "categorical",
         sample_weights: bool = False,
         samples: int = 1,
         seed: int | None = None,
@@ -205,7 +216,8 @@ class AdaBayesFP(BeliefOptimizer):
         batch_size: B, needed for `posterior()` only: sigma^2_post = eta / (B (k + sqrt(k^2 + s))).
         fisher: what s averages: the square of the gradient (`"empirical"`), its variance (`"centered"`), or its square
             for labels sampled from the model (`"sampled"`), which needs `observe(outputs)` in every step.
-        likelihood: the likelihood from which labels are sampled: "categorical", "bernoulli" or "gaussian".
+        likelihood: from which labels are sampled: "categorical", "bernoulli", "gaussian", or an object of
+            `bayesgrad.likelihoods`.
         seed: seed of the sampled labels; None draws one from torch's global generator.
         nonfinite: what to do if a gradient has infinite or NaN entries: `"ignore"` them as torch.optim does,
             with a warning, `"raise"`, or `"skip"` the step. The last two then change neither weights nor state.
@@ -242,7 +254,7 @@ class AdaBayesFP(BeliefOptimizer):
         weight_decay: float = 0.0,
         batch_size: float | None = None,
         fisher: str = "empirical",
-        likelihood: str = "categorical",
+        likelihood: str | Likelihood = "categorical",
         seed: int | None = None,
         nonfinite: str = "ignore",
         fused: bool | None = None,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from bayesgrad.belief import Joint
 from bayesgrad.checkpoint import settings
 from bayesgrad.constraints import COUNT, LAYER_OPTIONS, POSITIVE, covariance_matrix, one_of, square_matrix
+from bayesgrad.likelihoods import Likelihood
 from bayesgrad.optimizer import BeliefOptimizer
 from bayesgrad.precision import Dense
 from bayesgrad.preconditioners import DenseKalman
@@ -56,8 +57,8 @@ class DenseFilter(BeliefOptimizer):
             semi-definite. Every parameter must then have a gradient in every step.
         prior_covariance: the covariance before the first gradient, of the size of Q; None for prior_std^2 for each
             weight and zero for latent values.
-        likelihood: "categorical", "bernoulli" or "gaussian"; the loss must be its mean negative log-likelihood, for
-            "gaussian" half the squared error.
+        likelihood: "categorical", "bernoulli" or "gaussian", or an object of `bayesgrad.likelihoods`; the loss must be
+            its mean negative log-likelihood, for "gaussian" half the squared error.
         fisher: which gradients are the columns of U: "exact", those of all labels, weighted by the model's predictions
             (Gauss-Newton); "sampled", of one sampled label per example; "empirical", of the labels given to
             `observe(outputs, labels=labels)`; "centered", the same minus their mean over the batch, times
@@ -107,7 +108,7 @@ class DenseFilter(BeliefOptimizer):
         prior_std: float = math.inf,
         transition: tuple[Tensor, Tensor] | None = None,
         prior_covariance: Tensor | None = None,
-        likelihood: str = "categorical",
+        likelihood: str | Likelihood = "categorical",
         fisher: str = "exact",
         weight_decay: float = 0.0,
         seed: int | None = None,

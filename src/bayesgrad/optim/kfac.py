@@ -8,6 +8,7 @@ from torch import nn
 
 from bayesgrad.checkpoint import settings
 from bayesgrad.constraints import one_of
+from bayesgrad.likelihoods import Likelihood
 from bayesgrad.optim.layerwise import FALLBACK, LayerOptimizer
 from bayesgrad.preconditioners import KroneckerFactors
 
@@ -47,7 +48,8 @@ class KFAC(LayerOptimizer):
         damping_mode: "relative": lambda is a multiple of the Fisher's mean eigenvalue; "absolute": in its units.
         max_norm: c; `inf` for no bound.
         fallback_lr: learning rate of Adam for other parameters. A schedule multiplies it by the factor of lr.
-        likelihood: "categorical", "bernoulli" or "gaussian", from which labels are sampled.
+        likelihood: "categorical", "bernoulli", "gaussian", or an object of `bayesgrad.likelihoods`, from which labels
+            are sampled.
         ema: decay of the averages.
         update_every: the largest number of steps between inversions (early in a run, whenever the number of steps has
             doubled). After every tenth of them, a factor whose diagonal has changed by a fifth is inverted anew.
@@ -103,7 +105,7 @@ class KFAC(LayerOptimizer):
         damping_mode: str = "relative",
         max_norm: float = 1.0,
         fallback_lr: float = 1e-3,
-        likelihood: str = "categorical",
+        likelihood: str | Likelihood = "categorical",
         ema: float = 0.95,
         update_every: int = 500,
         stats_every: int = 10,

@@ -11,6 +11,7 @@ from torch import nn
 from bayesgrad.belief import Joint
 from bayesgrad.checkpoint import settings
 from bayesgrad.constraints import COUNT, LAYER_OPTIONS, POSITIVE, one_of
+from bayesgrad.likelihoods import Likelihood
 from bayesgrad.optim.adabayes import DEFAULT_SGD_LR
 from bayesgrad.optimizer import BeliefOptimizer
 from bayesgrad.preconditioners import KroneckerBelief, LayerBelief, Whitening
@@ -82,7 +83,8 @@ class KroneckerFilter(KroneckerOptimizer):
         momentum: decay of the moving average of the step. (While the covariance is constant, this is the step for an
             averaged gradient.)
         weight_decay: decoupled.
-        likelihood: "categorical", "bernoulli" or "gaussian", from which labels are sampled.
+        likelihood: "categorical", "bernoulli", "gaussian", or an object of `bayesgrad.likelihoods`, from which labels
+            are sampled.
         fisher: how delta is computed. "sampled": for labels sampled from the model, by `observe(outputs)` before
             `loss.backward()`; "empirical": from the backward passes of the loss; "centered": the same, minus their mean
             over earlier batches (this centres the gradients only if errors do not depend on inputs).
@@ -129,7 +131,7 @@ class KroneckerFilter(KroneckerOptimizer):
         prior_std: float = math.inf,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
-        likelihood: str = "categorical",
+        likelihood: str | Likelihood = "categorical",
         fisher: str = "sampled",
         update_every: int = 100,
         stats_every: int = 1,
@@ -200,7 +202,8 @@ class KroneckerFilterFP(KroneckerOptimizer):
         momentum: decay of the moving average of the step. (While the factors are constant, this is the step for an
             averaged gradient.)
         weight_decay: decoupled.
-        likelihood: "categorical", "bernoulli" or "gaussian", from which labels are sampled.
+        likelihood: "categorical", "bernoulli", "gaussian", or an object of `bayesgrad.likelihoods`, from which labels
+            are sampled.
         fisher: how delta is computed. "sampled": for labels sampled from the model, by `observe(outputs)` before
             `loss.backward()`; "empirical": from the backward passes of the loss; "centered": the same, minus their mean
             over earlier batches (this centres the gradients only if errors do not depend on inputs).
@@ -255,7 +258,7 @@ class KroneckerFilterFP(KroneckerOptimizer):
         prior_std: float = math.inf,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
-        likelihood: str = "categorical",
+        likelihood: str | Likelihood = "categorical",
         fisher: str = "sampled",
         max_step: float = 1.0,
         ema: float = 0.95,

@@ -14,6 +14,7 @@ from bayesgrad.checkpoint import settings
 from bayesgrad.constraints import BOOLEAN, COUNT, FRACTION, NONNEGATIVE, POSITIVE, Constraint
 from bayesgrad.directions import Directions
 from bayesgrad.kernels import compute_dtype
+from bayesgrad.likelihoods import Likelihood
 from bayesgrad.optim.adabayes import FISHER_OPTIONS, check_centred, fisher_sources
 from bayesgrad.optimizer import BeliefOptimizer
 from bayesgrad.packing import Block
@@ -102,7 +103,8 @@ class KalmanMomentum(BeliefOptimizer):
             state tensors in place of four. Requires prior_std = inf and weight_noise = 0. The error is a few per cent
             if eta_p <= 0.1 and B^2 <g^2> S_ww <= 0.1.
         beta2: decay of that moving average.
-        likelihood: the likelihood from which labels are sampled: "categorical", "bernoulli" or "gaussian".
+        likelihood: from which labels are sampled: "categorical", "bernoulli", "gaussian", or an object of
+            `bayesgrad.likelihoods`.
         sample_weights: compute gradients at weights sampled from the belief, inside `with optimizer.sampled():`.
         samples: number of weight samples that `step(closure)` averages over, with sample_weights.
         seed: seed of sampled weights and labels; None draws one from torch's global generator.
@@ -153,7 +155,7 @@ class KalmanMomentum(BeliefOptimizer):
         fisher: str = "empirical",
         steady_state: bool = False,
         beta2: float = 0.999,
-        likelihood: str = "categorical",
+        likelihood: str | Likelihood = "categorical",
         sample_weights: bool = False,
         samples: int = 1,
         seed: int | None = None,

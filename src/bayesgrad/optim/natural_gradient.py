@@ -8,6 +8,7 @@ from torch import nn
 
 from bayesgrad.checkpoint import settings
 from bayesgrad.constraints import POSITIVE, one_of
+from bayesgrad.likelihoods import Likelihood
 from bayesgrad.optim.layerwise import FALLBACK, LayerOptimizer
 from bayesgrad.preconditioners import Woodbury
 from bayesgrad.preconditioners.woodbury import without_examples
@@ -40,7 +41,8 @@ class NaturalGradient(LayerOptimizer):
         lr: eta.
         params: parameters or param groups of the model; None for all.
         damping: lambda, positive, in units of the Fisher matrix.
-        likelihood: "categorical", "bernoulli" or "gaussian", from which labels are sampled.
+        likelihood: "categorical", "bernoulli", "gaussian", or an object of `bayesgrad.likelihoods`, from which labels
+            are sampled.
         blocks: "full" for the Fisher matrix of the whole network, "layer" for its diagonal blocks, one for each module.
         max_norm: c; `inf` for no bound. There is none with step_size="quadratic".
         fallback_lr: learning rate of Adam for other parameters. A schedule multiplies it by the factor of lr.
@@ -97,7 +99,7 @@ class NaturalGradient(LayerOptimizer):
         *,
         params: Any = None,
         damping: float = 0.3,
-        likelihood: str = "categorical",
+        likelihood: str | Likelihood = "categorical",
         blocks: str = "full",
         max_norm: float = 1.0,
         fallback_lr: float = 1e-3,

@@ -9,6 +9,7 @@ from torch import nn
 
 from bayesgrad.checkpoint import settings
 from bayesgrad.constraints import LAYER_OPTIONS, one_of
+from bayesgrad.likelihoods import Likelihood
 from bayesgrad.optim.variational import VariationalOptimizer
 from bayesgrad.parts import Source
 from bayesgrad.posterior import Posterior
@@ -48,7 +49,8 @@ class OGN(VariationalOptimizer):
         samples: number of weight samples that `step(closure)` averages over; VOGN only.
         fisher: which gradients are squared: those of the loss (`"empirical"`), or those for labels that the model
             predicts, `"sampled"` or `"exact"` (OGGN). The latter two need `observe(outputs)` before `loss.backward()`.
-        likelihood: the likelihood of the outputs, for `observe`: "categorical", "bernoulli" or "gaussian".
+        likelihood: of the outputs, for `observe`: "categorical", "bernoulli", "gaussian", or an object of
+            `bayesgrad.likelihoods`.
         losses_per_example: the number of losses of an example (the length of a sequence with a loss for each token).
             None follows from the outputs, as in `FOOF`. B is the number of losses, and i an example: one index of the
             first dimension of the outputs. For ignored labels, call `observe(outputs, labels=labels)`.
@@ -85,7 +87,7 @@ class OGN(VariationalOptimizer):
         kl_weight: float = 1.0,
         samples: int = 1,
         fisher: str = "empirical",
-        likelihood: str = "categorical",
+        likelihood: str | Likelihood = "categorical",
         losses_per_example: int | None = None,
         natural_momentum: float = 0.0,
         prior: Posterior | None = None,
@@ -142,7 +144,7 @@ class VOGN(VariationalOptimizer):
         kl_weight: float = 1.0,
         samples: int = 1,
         fisher: str = "empirical",
-        likelihood: str = "categorical",
+        likelihood: str | Likelihood = "categorical",
         losses_per_example: int | None = None,
         natural_momentum: float = 0.0,
         prior: Posterior | None = None,

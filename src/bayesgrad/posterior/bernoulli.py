@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
 
 from bayesgrad.layers.network import clean_name
 from bayesgrad.posterior.posterior import Posterior
@@ -49,6 +50,16 @@ class BernoulliPosterior(Posterior):
     def variance(self) -> dict[str, Tensor]:
         # 1/cosh^2, without the cancellation of 1 - mean^2.
         return {name: 4 * (2 * n).sigmoid() * (-2 * n).sigmoid() for name, n in self.natural.items()}
+
+    def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """log P(w) = Σ log sigmoid(2 λ w) for weights in {-1, 1}."""
+        total = torch.zeros((), dtype=torch.float64)
+        for name, natural in self.natural.items():
+            if not bool((weights[name].abs() == 1).all()):
+                raise ValueError(f"{name} must have entries -1 and 1 alone: other weights have no probability.")
+            each = logsigmoid(2 * natural.double() * weights[name].double())
+            total = total.to(each.device) + each.reshape(*each.shape[: each.dim() - natural.dim()], -1).sum(-1)
+        return total
 
     def _shapes(self) -> dict[str, torch.Size]:
         return {name: natural.shape for name, natural in self.natural.items()}

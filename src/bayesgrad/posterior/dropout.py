@@ -13,8 +13,8 @@ from torch.func import jacrev, vmap
 
 from bayesgrad import noise
 from bayesgrad.kernels import compute_dtype
+from bayesgrad.layers.functional import warn_of_loop
 from bayesgrad.layers.network import Network, evaluation_mode, unwrap
-from bayesgrad.likelihoods import Averages, Likelihood
 from bayesgrad.posterior.concrete import ConcreteDropout
 from bayesgrad.posterior.posterior import Posterior
 from bayesgrad.posterior.units import Units
@@ -121,7 +121,11 @@ class DropoutPosterior(Posterior):
             return (jacobian * spread) @ jacobian.mT if joint else (jacobian.square() * spread).sum(1)
 
         with torch.enable_grad():
-            found = vmap(one, chunk_size=16)(*network.inputs).detach()
+            try:
+                found = vmap(one, chunk_size=16)(*network.inputs).detach()
+            except RuntimeError as error:
+                found = torch.stack([one(*row).detach() for row in zip(*network.inputs)])
+                warn_of_loop(network.model, error)
         return centre, found if joint else found.view_as(centre)
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
@@ -166,15 +170,14 @@ class MCDropout(Posterior):
         with evaluation_mode(model), dropout_active(unwrap(model), generator.initial_seed()):
             yield model
 
-    def _average(self, network: Network, reading: Likelihood, samples: int, seed: int | None) -> Averages:
+    def _outputs(self, network: Network, samples: int, seed: int | None) -> Iterator[Tensor]:
         network = replace(network, chunk=None)  # a mask is drawn for the whole batch
-        found = Averages(reading, self.noise_scale)
-        for generator in self._generators(samples, self.seed if seed is None else seed):
+        for generator in self._generators(samples, self._seed(seed)):
             with dropout_active(network.model, generator.initial_seed()):
-                found.add(network({}))
-        return found
+                outputs = network({})
+            yield outputs
 
-    def _linear_moments(self, network: Network, joint: bool) -> tuple[Tensor, Tensor]:
+    def _centre(self, network: Network) -> dict[str, Tensor]:
         raise ValueError("MC dropout has no linearised prediction: use method='mc'.")
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:

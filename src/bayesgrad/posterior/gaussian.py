@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 from bayesgrad import distributed, likelihoods
 from bayesgrad.belief import Belief, Joint
 from bayesgrad.kernels import compute_dtype
+from bayesgrad.layers.batches import split_batch
 from bayesgrad.layers.network import Network, evaluation_mode, unwrap
 from bayesgrad.layers.output_covariance import BlockCovariance, OutputCovariance
+from bayesgrad.posterior.averages import FAR, Averages
 from bayesgrad.posterior.posterior import Posterior
 from bayesgrad.precision import Dense, Diagonal, Kronecker, LowRank, Precision, Rescaled, Spectral
 from bayesgrad.structures.structure import check_prior
@@ -58,6 +61,7 @@ class GaussianPosterior(Posterior):
     def __init__(self, beliefs: Mapping[str, Belief], model: nn.Module | None = None, *, seed: int = 0) -> None:
         super().__init__(model, seed=seed)
         self.beliefs = dict(beliefs)
+        self._compared = False  # whether a warning was given
 
     @property
     def mean(self) -> dict[str, Tensor]:
@@ -89,6 +93,46 @@ class GaussianPosterior(Posterior):
             return belief.precision.draw(noise.to(mean.device), few.to(mean.device)).add_(mean)
         return belief.sample(noise.to(mean.device))
 
+    def _average(self, network: Network, reading: likelihoods.Likelihood, samples: int, seed: int | None) -> Averages:
+        found = super()._average(network, reading, samples, seed)
+        if self._compared or torch.compiler.is_compiling():
+            return found
+        change = found.change(network(self._centre(network)))
+        if change > FAR:
+            self._compared = True
+            warnings.warn(
+                f"the average over samples of the weights changes {change:.0%} of what the mean weights predict, more "
+                f"than {FAR:.0%}: the Gaussian is too wide for the network; use method='linear', or tune the prior.",
+                stacklevel=4,
+            )
+        return found
+
+    def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:
+        if set(weights) != set(self._shapes()):
+            odd = sorted(set(weights) ^ set(self._shapes()))
+            raise ValueError(f"log_prob needs the weights of all parameters of the posterior; {odd[:3]} do not match.")
+        total = torch.zeros((), dtype=torch.float64)
+        for name, belief in self.beliefs.items():
+            given = belief.join(weights) if isinstance(belief, Joint) else weights[name]
+            rows = (given - belief.mean).reshape(-1, *belief.mean.shape)
+            if isinstance(belief.precision, LowRank | Rescaled):
+                product = torch.stack([belief.precision.multiply(row) for row in rows])
+            else:
+                product = belief.precision.multiply(rows)
+            square = (
+                (rows.double() * product.double())
+                .reshape(len(rows), -1)
+                .sum(1)
+                .view(given.shape[: -belief.mean.dim() or None])
+            )
+            constant = belief.mean.numel() * math.log(2 * math.pi) - belief.precision.logdet().double()
+            total = total.to(square.device) - (square + constant) / 2
+        return total
+
+    def _summary(self) -> dict[str, Any]:
+        kinds = dict.fromkeys(type(belief.precision).__name__ for belief in self.beliefs.values())
+        return {"precision": "+".join(kinds), **super()._summary()}
+
     def _output_covariances(self) -> list[OutputCovariance]:
         return [BlockCovariance(name, belief) for name, belief in self.beliefs.items()]
 
@@ -98,7 +142,7 @@ class GaussianPosterior(Posterior):
         loader: Iterable,
         *,
         prior_precision: float | Mapping[str, float],
-        likelihood: str | None = None,
+        likelihood: str | likelihoods.Likelihood | None = None,
         noise_scale: float | None = None,
         num_data: float | None = None,
         samples: int = 32,
@@ -124,9 +168,8 @@ class GaussianPosterior(Posterior):
         Reference: Khan and Rue 2023, Eq. 2 and section 4.4.
         Checked by: tests/equations/test_elbo.py, in the linear-Gaussian case and by quadrature.
         """
-        reading = likelihoods.named(self.likelihood if likelihood is None else likelihood)
-        noise_scale = self.noise_scale if noise_scale is None else noise_scale
-        divergence = self.divergence(prior_precision, noise_scale)
+        divergence = self.divergence(prior_precision, self.noise_scale if noise_scale is None else noise_scale)
+        reading = self._reading(likelihood, noise_scale)
         if samples < 1:
             raise ValueError(f"samples must be at least 1, got {samples}.")
         distributed.refuse_shard_of_data("elbo", loader, num_data)
@@ -134,11 +177,11 @@ class GaussianPosterior(Posterior):
         counts: set[int] = set()
         values: list[float] = []
         with evaluation_mode(network):
-            for weights in self._draw(self._generators(samples, self.seed if seed is None else seed)):
+            for weights in self._draw(self._generators(samples, self._seed(seed))):
                 cast, total, count = self._cast(weights, network), 0.0, 0
-                for x, y in loader:
-                    outputs = Network(network, x if isinstance(x, tuple) else (x,))(cast)
-                    total += float(reading.log_likelihood(outputs, y, noise_scale).double().sum())
+                for x, y in map(split_batch, loader):
+                    outputs = self._network(x, network, 1, None)(cast)
+                    total += float(reading.log_likelihood(outputs, y).double().sum())
                     count += len(outputs)
                 counts.add(count)
                 values.append(total)

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesgrad import likelihoods
-from bayesgrad.layers.network import Network, evaluation_mode, unwrap
+from bayesgrad.layers.batches import split_batch
+from bayesgrad.layers.network import evaluation_mode, unwrap
 from bayesgrad.layers.output_covariance import OutputCovariance
+from bayesgrad.likelihoods import Likelihood, named
 from bayesgrad.posterior.gaussian import GaussianPosterior
 from bayesgrad.posterior.tuning import maximise_by_gradient, maximise_by_search
 from bayesgrad.structures.structure import Structure, check_prior, prior_by_name
@@ -63,6 +64,7 @@ class LaplacePosterior(GaussianPosterior):
         prior_precision: a number, or one for each parameter by name.
         noise_scale: the standard deviation of the data, for the Gaussian likelihood.
         temperature: T.
+        noise_known: whether the noise was given; else `tune_prior` tunes it.
         model, seed: see `Posterior`.
 
     Reference: Benzing 2021, appendix A.1; MacKay, 1992, for the evidence.
@@ -70,6 +72,7 @@ class LaplacePosterior(GaussianPosterior):
     """
 
     kind = "laplace"
+    method = "linear"
 
     def __init__(
         self,
@@ -77,14 +80,16 @@ class LaplacePosterior(GaussianPosterior):
         mean: Mapping[str, Tensor],
         fit: Fit,
         *,
-        likelihood: str,
+        likelihood: str | Likelihood,
         prior_precision: float | Mapping[str, float] = 1.0,
         noise_scale: float = 1.0,
         temperature: float = 1.0,
+        noise_known: bool = True,
         model: nn.Module | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__({}, model, seed=seed)
+        self.noise_known = noise_known
         self.hessians, self.fit, self.likelihood = list(hessians), fit, likelihood
         self._weights = dict(mean)
         self.set_prior(prior_precision, noise_scale, temperature)
@@ -140,7 +145,7 @@ class LaplacePosterior(GaussianPosterior):
         *,
         method: str = "evidence",
         heldout: Iterable | None = None,
-        noise_scale: bool = False,
+        noise_scale: bool | None = None,
         temperature: bool = False,
         steps: int = 100,
     ) -> LaplacePosterior:
@@ -153,15 +158,18 @@ class LaplacePosterior(GaussianPosterior):
             per: one precision for the `"model"`, for each `"layer"` or for each `"parameter"`.
             method: `"evidence"`, or `"heldout"` for the mean log-density of labels under linearised predictions.
             heldout: batches (inputs, labels) for `method="heldout"`.
-            noise_scale: whether to tune the standard deviation of the data as well.
+            noise_scale: whether to tune the standard deviation of the data as well; None for whether it was not given.
             temperature: whether to tune the temperature as well; needs `method="heldout"`.
             steps: the maximal number of L-BFGS iterations, or of evaluations on held-out labels.
         """
         for name, value, known in (("per", per, GROUPS), ("method", method, METHODS)):
             if value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
+        noise_scale = bool(self.fit.power) and not self.noise_known if noise_scale is None else noise_scale
         if noise_scale and not self.fit.power:
-            raise ValueError(f"a {self.likelihood} likelihood has no noise to tune: leave noise_scale=False.")
+            raise ValueError(
+                f"a {named(self.likelihood).kind} likelihood has no noise to tune: leave noise_scale=False."
+            )
         if temperature and method == "evidence":
             raise ValueError("the evidence does not depend on temperature: use method='heldout' for temperature=True.")
         if (heldout is None) != (method == "evidence"):
@@ -206,28 +214,36 @@ class LaplacePosterior(GaussianPosterior):
     @torch.no_grad()
     def _log_density(self, batches: Sequence[Any]) -> float:
         """The mean log-density of labels under linearised predictions."""
-        reading, total, count = likelihoods.named(self.likelihood), 0.0, 0
+        reading, total, count = self._reading(), 0.0, 0
         network = unwrap(self._model(None))
         with evaluation_mode(network):
-            for x, y in batches:
-                mean, variance = self._linear_moments(
-                    Network(network, x if isinstance(x, tuple) else (x,)), joint=False
-                )
-                total += float(reading.log_density(mean, variance.clamp(min=0), y, self.noise_scale).double().sum())
+            for x, y in map(split_batch, batches):
+                mean, variance = self._linear_moments(self._network(x, None, 1, None), joint=False)
+                total += float(reading.log_density(mean, variance.clamp(min=0), y).double().sum())
                 count += len(mean)
         return total / count
+
+    def _summary(self) -> dict[str, Any]:
+        structures = dict.fromkeys(getattr(h, "name", h.kind) for h in self.hessians)
+        prior = self.prior_precision
+        if isinstance(prior, Mapping):
+            prior = f"{min(prior.values()):.4g} to {max(prior.values()):.4g}"
+        parts = {key: value for key, value in super()._summary().items() if key != "precision"}
+        noise = {"noise_scale": f"{self.noise_scale:.4g}"} if self.fit.power else {}
+        own = {"structure": "+".join(structures), **parts, "prior_precision": prior, **noise}
+        return own | {"temperature": self.temperature}
 
     # --- storage ---
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
         prior = prior_by_name(self.prior_precision, self._weights, float)
         numbers = {"loss": self.fit.loss, "outputs": self.fit.outputs, "power": self.fit.power}
-        numbers |= {"noise_scale": self.noise_scale, "temperature": self.temperature}
+        numbers |= {"noise_scale": self.noise_scale, "temperature": self.temperature, "noise_known": self.noise_known}
         tensors = {
             "mean": self._weights,
             "prior": {name: torch.tensor(value, dtype=torch.float64) for name, value in prior.items()},
             "fit": {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()},
-            "likelihood": {self.likelihood: torch.ones(())},
+            "likelihood": {named(self.likelihood).name: torch.ones(())},
         }
         for hessian in self.hessians:
             owner = next(iter(hessian.shapes))
@@ -256,5 +272,6 @@ class LaplacePosterior(GaussianPosterior):
             prior_precision=prior if len(set(prior.values())) > 1 else next(iter(prior.values())),
             noise_scale=numbers["noise_scale"],
             temperature=numbers["temperature"],
+            noise_known=bool(numbers.get("noise_known", 1.0)),
             model=model,
         )

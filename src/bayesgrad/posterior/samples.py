@@ -78,8 +78,11 @@ class SampledPosterior(Posterior):
         order = torch.randperm(len(self), generator=generator, device="cpu")[:samples]
         return (self._member(index) for index in sorted(order.tolist()))
 
-    def _linear_moments(self, network: Network, joint: bool) -> tuple[Tensor, Tensor]:
+    def _centre(self, network: Network) -> dict[str, Tensor]:
         raise ValueError("a posterior of samples has no linearised prediction: use method='mc'.")
+
+    def _summary(self) -> dict[str, Any]:
+        return {"samples": len(self), **super()._summary()}
 
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
         return {"members": self.members}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 FORMAT, VERSION = "bayesgrad posterior", 1
+NUMBERS = ("prior", "fit", "likelihood")  # groups of tensors that are numbers, in float64
 
 
 def write(path: str | os.PathLike, state: Mapping[str, Any]) -> None:
@@ -83,6 +84,30 @@ def read(path: str | os.PathLike) -> dict[str, Any]:
     if not isinstance(plain, dict):
         raise ValueError(f"{name} has a damaged header ({plain!r} is no state); save the posterior again.")
     return {**plain, "tensors": groups}
+
+
+def check_state(state: Mapping[str, Any], kinds: Iterable[str]) -> None:
+    """Raises if the state of a posterior is incomplete or of an unknown kind."""
+    missing = [key for key in ("kind", "seed", "draws", "tensors") if key not in state]
+    if missing:
+        raise ValueError(f"the state of a posterior needs the keys {', '.join(map(repr, missing))}, which are missing.")
+    if state["kind"] not in kinds:
+        known = ", ".join(map(repr, kinds))
+        raise ValueError(f"the kind of a posterior must be one of {known}, got {state['kind']!r}.")
+
+
+def converted(
+    tensors: Mapping[str, Mapping[str, Tensor]], device: Any, dtype: torch.dtype | None
+) -> dict[str, dict[str, Tensor]]:
+    """Copies of the tensors of a posterior on a device and in a dtype; numbers stay as they are."""
+    device, dtype = (None, device) if isinstance(device, torch.dtype) else (device, dtype)
+    if dtype not in (None, torch.float32, torch.float64):
+        raise ValueError(f"the dtype of a posterior must be float32 or float64, got {dtype}.")
+    found = {group: dict(parts) for group, parts in tensors.items()}
+    for group, parts in found.items():
+        for name, tensor in parts.items() if group not in NUMBERS else ():
+            parts[name] = tensor.to(device, dtype if tensor.is_floating_point() else None, copy=True)
+    return found
 
 
 def _key(group: str, name: str) -> str:

@@ -65,6 +65,11 @@ class Precision(ABC):
     def solve(self, vector: Tensor) -> Tensor:
         """P^-1 v."""
 
+    def multiply(self, vector: Tensor) -> Tensor:
+        """P v; where `solve` accepts leading dimensions, so does this."""
+        matrix = self.to_dense()
+        return (vector.reshape(-1, len(matrix)).to(matrix) @ matrix).reshape(vector.shape)
+
     @abstractmethod
     def sample(self, noise: Tensor) -> Tensor:
         """P^-1/2 z: has covariance P^-1 where z is standard normal."""

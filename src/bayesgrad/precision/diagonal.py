@@ -37,6 +37,9 @@ class Diagonal(Precision):
     def solve(self, vector: Tensor) -> Tensor:
         return self.covariance * vector
 
+    def multiply(self, vector: Tensor) -> Tensor:
+        return vector / self.covariance
+
     def sample(self, noise: Tensor) -> Tensor:
         return self.covariance.sqrt() * noise
 

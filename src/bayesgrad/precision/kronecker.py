@@ -76,6 +76,12 @@ class Kronecker(Precision):
     def solve(self, vector: Tensor) -> Tensor:
         return self._times(vector, self.left, self.right)
 
+    def multiply(self, vector: Tensor) -> Tensor:
+        left, right = (
+            f if f is None else 1 / f if self._is_diagonal(f) else torch.linalg.inv(f) for f in (self.left, self.right)
+        )
+        return self._times(vector, left, right)
+
     def _times(self, vector: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
         """left @ vector @ right; both may be diagonals or the identity."""
         if right is not None:
@@ -152,6 +158,9 @@ class Spectral(Precision):
 
     def solve(self, vector: Tensor) -> Tensor:
         return self._out(self._into(vector) / self.spectrum)
+
+    def multiply(self, vector: Tensor) -> Tensor:
+        return self._out(self._into(vector) * self.spectrum)
 
     def sample(self, noise: Tensor) -> Tensor:
         return self._out(noise / self.spectrum.sqrt())

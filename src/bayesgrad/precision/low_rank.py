@@ -215,6 +215,9 @@ class Rescaled(Precision):
     def solve(self, vector: Tensor) -> Tensor:
         return self.inner.solve(vector / self.root) / self.root
 
+    def multiply(self, vector: Tensor) -> Tensor:
+        return self.inner.multiply(vector * self.root) * self.root
+
     def sample(self, noise: Tensor) -> Tensor:
         return self.inner.sample(noise) / self.root
 

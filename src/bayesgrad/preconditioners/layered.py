@@ -113,6 +113,7 @@ class LayerPreconditioner(Preconditioner):
         if observed:
             self.from_observations: dict[Layer, LayerStatistics] = {}
         self.from_passes: dict[Layer, LayerStatistics] = {}
+        self.unfrozen: set[Tensor] = set()  # owners of layers that were frozen in the passes of this step
         self.kept: dict[Layer, list[LayerCall]] = {}  # the calls of a single backward pass
         self.passes: dict[Layer, int] = {}  # the latest backward pass
         self.preconditioned: set[Layer] = set()  # layers whose `.grad` is preconditioned already
@@ -268,7 +269,8 @@ class LayerPreconditioner(Preconditioner):
         """The data to merge in this step, by layer. A layer that never had any is trained by the fallback."""
         recorded, state = self.recorded, self.optimizer.state
         labelled = [layer for layer in current if self.from_labels(settings[layer])]
-        rest = [layer for layer in current if layer not in labelled and self.due(layer, settings[layer])]
+        rest = [layer for layer in current if layer not in labelled and layer.owner not in self.unfrozen]
+        rest = [layer for layer in rest if self.due(layer, settings[layer])]
         observed = self.from_observations
         never = not any("clock" in state.get(layer.owner, {}) for layer in labelled)
         if labelled and never and not observed and (names := recorded.with_nonzero_gradient(labelled)):
@@ -306,14 +308,16 @@ class LayerPreconditioner(Preconditioner):
 
     def directions(self, groups: Groups, active: list[list[Tensor]]) -> Directions:
         recorded, state = self.recorded, self.optimizer.state
+        before = {layer.owner for layer in recorded.layers}
         recorded.update_trainable()
+        self.unfrozen = {layer.owner for layer in recorded.layers} - before
         owners = {p: group for group, params in zip(groups, active) for p in params}
         current = [layer for layer in recorded.layers if any(p in owners for p in layer.members)]
         settings = {layer: next(owners[p] for p in layer.members if p in owners) for layer in current}
         fresh = self.statistics(current, settings)
         known = [layer for layer in current if layer in fresh or "clock" in state.get(layer.owner, {})]
         known = [layer for layer in known if layer.weight not in recorded.read_elsewhere]
-        lost = set(current) - set(known)
+        lost = {layer for layer in current if layer not in known and layer.owner not in self.unfrozen}
         if lost and not {p for layer in lost for p in layer.members} <= self.optimizer.warned:
             lost = recorded.with_nonzero_gradient(lost)
             recorded.warn_fallback({p for layer in lost for p in layer.members})

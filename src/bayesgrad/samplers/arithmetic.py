@@ -10,6 +10,7 @@ learning rate, B the batch size. A sampler at temperature T draws from exp(-C/T)
 | a finite step widens the covariance by 1/(1 - ε/2) | `step_inflation` |
 | the mean gradient of a batch has the covariance Σ (N - B)/(B (N - 1)) | `batch_noise` |
 | damping of the step alone multiplies the variance in a direction of curvature f by f/(f + δ) | `damping_bias` |
+| gradient noise of covariance (2Tδ/εN) I removes that factor; `SNGD` adds it | `minibatch_covariance` |
 | the stationary covariance near an optimum, with all of these | `langevin_covariance`, `minibatch_covariance` |
 
 Reference: Smith et al. 2018, Theorem 4 and section 6, corrected and extended to finite steps and N.
@@ -85,7 +86,7 @@ def batch_noise(num_data: float, batch_size: float) -> float:
 
 
 def damping_bias(curvature: float | Tensor, damping: float) -> float | Tensor:
-    """f/(f + δ): the factor by which damping reduces the variance of `SNGD` in a direction of curvature f."""
+    """f/(f + δ): the factor by which damping reduces the variance of `SNGD` without damping noise, at curvature f."""
     return curvature / (curvature + damping)
 
 
@@ -123,10 +124,11 @@ def minibatch_covariance(
     batch_size: float,
     metric: Tensor | None = None,
     damping: float = 0.0,
+    damping_noise: bool = True,
 ) -> Tensor:
     """The stationary covariance of minibatch natural gradients (`SNGD`) around an optimum, at a finite step.
 
-    Solves S = K S K' + ε² G^-1 Σ G^-1 (N - B)/(B (N - 1)) with K = I - ε G^-1 H.
+    Solves S = K S K' + ε² G^-1 (Σ (N - B)/(B (N - 1)) + (2Tδ/εN) I) G^-1 with K = I - ε G^-1 H.
 
     Args:
         hessian: H, (n, n), of the cost divided by N, including the prior.
@@ -134,11 +136,15 @@ def minibatch_covariance(
         lr, num_data, batch_size: ε, N, B.
         metric: G without damping, (n, n); None for the Hessian.
         damping: δ, added to the metric.
+        damping_noise: whether noise is added to gradients for the damping, with T = `temperature`.
     """
     _check(lr=lr)
     metric = hessian if metric is None else metric
-    damped = metric + damping * torch.eye(len(metric), dtype=metric.dtype, device=metric.device)
-    return _stationary(hessian, damped, gradient_covariance * batch_noise(num_data, batch_size), lr)
+    eye = torch.eye(len(metric), dtype=metric.dtype, device=metric.device)
+    noise = gradient_covariance * batch_noise(num_data, batch_size)
+    if damping_noise:
+        noise = noise + 2 * damping * temperature(lr, num_data, batch_size) / (lr * num_data) * eye
+    return _stationary(hessian, metric + damping * eye, noise, lr)
 
 
 def _stationary(hessian: Tensor, metric: Tensor, noise: Tensor, lr: float) -> Tensor:

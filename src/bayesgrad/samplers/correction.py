@@ -53,7 +53,7 @@ class Batch:
         names, shapes: of the parameters, in flat order.
         args, kwargs: the arguments of the model.
         labels: for the empirical Fisher, whose H is the outer product of the residual; None for the Hessian.
-        count: the number of examples.
+        count: the number of losses, by which sums over examples are divided.
     """
 
     model: nn.Module
@@ -63,7 +63,7 @@ class Batch:
     kwargs: dict[str, Any]
     labels: Tensor | None
     likelihood: Likelihood
-    count: int
+    count: float
 
     def weights(self, flat: Tensor) -> dict[str, Tensor]:
         parts = flat.split([shape.numel() for shape in self.shapes])

@@ -156,7 +156,11 @@ class Predictive:
     """
 
     def __init__(
-        self, model: nn.Module, inputs: Tensor | tuple[Tensor, ...], *, likelihood: str = "categorical"
+        self,
+        model: nn.Module,
+        inputs: Tensor | tuple[Tensor, ...],
+        *,
+        likelihood: str | likelihoods.Likelihood = "categorical",
     ) -> None:
         self.model = model
         self.inputs = inputs if isinstance(inputs, tuple) else (inputs,)
@@ -179,7 +183,7 @@ class Predictive:
             self._mean, self._squares = mean, squares + deviation * (one - mean)
         return value
 
-    def prediction(self) -> Tensor | likelihoods.Moments:
+    def prediction(self) -> Tensor | likelihoods.Moments | likelihoods.NoisyMoments:
         """The average so far, as `Posterior.predict` returns it."""
         if self._mean is None or self._squares is None:
             raise ValueError("there is no prediction yet: call collect() at each sample.")

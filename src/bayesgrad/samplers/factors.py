@@ -56,7 +56,7 @@ def factors(batch: Batch, layers: Sequence[Layer], weights: Tensor) -> dict[Laye
         by_output = e.permute(2, 0, 1, 3, 4).reshape(count, width, -1)
         curved = vmap(lambda v: batch.hessian(found, v.reshape(found.shape)).reshape(v.shape), -1, -1)(by_output)
         e, curved = (x.reshape(count, width, groups, positions, fan_out) for x in (by_output, curved))
-        E = torch.einsum("nkgpa,nkgpb->gab", e, curved) / (count * positions)
+        E = torch.einsum("nkgpa,nkgpb->gab", e, curved) / (batch.count * positions)
         result[layer] = (a.mT @ a / count, E)
     return result
 

@@ -358,6 +358,14 @@ def metric_by_name(metric: str | Callable[[Tensor], Tensor]) -> tuple[str, Metri
     return metric, METRICS[metric]
 
 
+def solve_blocks(parts: Sequence[MetricBlock], vectors: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+    """G^-1 v, by parameter."""
+    found: dict[Tensor, Tensor] = {}
+    for part in parts:
+        found |= part.parted(part.precision.solve(part.join(vectors)))
+    return found
+
+
 def diagonal(square: Tensor, damping: float) -> Diagonal:
     damped = square.flatten() + damping
     if not bool((damped > 0).all() & torch.isfinite(damped).all()):

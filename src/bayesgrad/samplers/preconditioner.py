@@ -15,6 +15,7 @@ from bayesgrad.directions import Directions
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.fisher import check_batch_mixing, check_outputs
+from bayesgrad.layers.observed import loss_weights
 from bayesgrad.packing import gradient_of
 from bayesgrad.parts import Groups, Host, Needs, weak
 from bayesgrad.precision import Precision
@@ -22,11 +23,23 @@ from bayesgrad.preconditioners.network import NetworkPreconditioner
 from bayesgrad.rules.transition import Memory, Scalars, Static, average
 from bayesgrad.rules.update import Move, UpdateRule
 from bayesgrad.samplers.correction import Batch
-from bayesgrad.samplers.metric import Metric, MetricBlock, ObservedBatch, ParameterSpace, root_columns
+from bayesgrad.samplers.curvature import StepCheck, is_due, largest_eigenvalue, loss_scale, stable_lr
+from bayesgrad.samplers.metric import (
+    Metric,
+    MetricBlock,
+    ObservedBatch,
+    ParameterSpace,
+    State,
+    Statistics,
+    root_columns,
+    solve_blocks,
+)
+from bayesgrad.sources.hessian_diagonal import gradients_of, hessian_products
 from bayesgrad.sources.recorded_layers import RecordedLayers
 
 COLUMNS = 100  # of R, up to which corrections are exact
-NOISE, SIGNS = 1, 2  # words of the random key, for different uses
+NOISE, SIGNS, START = 1, 2, 3  # words of the random key, for different uses
+DAMPING = 0.1  # of a Fisher, if none is given
 
 
 @dataclass(frozen=True)
@@ -40,7 +53,8 @@ class LangevinStep(Move):
     T and the number of data N, standard normal xi, and the correction c for a metric that depends on w.
 
     Args:
-        injected: whether the noise xi is added. If False, the noise of minibatch gradients takes its place.
+        injected: whether the noise xi is added. If False, the noise of minibatch gradients takes its place, and what is
+            added is noise of the gradient, for the damping.
 
     Reference: Smith et al. 2018, Eq. 2, 5, 6, 7 and 11, with corrected signs.
     """
@@ -62,13 +76,23 @@ class LangevinStep(Move):
         noise: Tensor | None,
         n: Scalars,
     ) -> Tensor:
-        """What a step subtracts from the weights. `n` has lr, heat (T/N) and pull (lambda; a number or a tensor)."""
-        change = n["lr"] * precision.solve(gradient + n["pull"] * mean)
+        """What a step subtracts from the weights.
+
+        `n` has lr, heat (T/N), pull (lambda; a number or a tensor) and damping, whose noise the gradient gets.
+        """
+        gradient = gradient + n["pull"] * mean
+        if noise is not None and not self.injected:
+            gradient = gradient + (2 * n["heat"] * n["damping"] / n["lr"]) ** 0.5 * noise
+        change = n["lr"] * precision.solve(gradient)
         if correction is not None:
             change = change - n["lr"] * n["heat"] * correction
-        if noise is not None:
-            change = change - (2 * n["lr"] * n["heat"]) ** 0.5 * precision.sample(noise)
+        if noise is not None and self.injected:
+            change = change - self.added(precision, noise, n)
         return change
+
+    def added(self, precision: Precision, noise: Tensor, n: Scalars) -> Tensor:
+        """The noise that is added to the weights."""
+        return (2 * n["lr"] * n["heat"]) ** 0.5 * precision.sample(noise)
 
     def move(self, mean: Tensor, gradient: Tensor, precision: Precision, memory: Memory, n: Scalars) -> Tensor:
         return mean - n["step_scale"] * precision.solve(gradient)
@@ -92,11 +116,13 @@ class MetricPreconditioner(NetworkPreconditioner):
         self, metric: Metric, move: LangevinStep, scaled_temperature: Callable[[Mapping[str, Any]], float]
     ) -> None:
         self.metric, self.move, self.scaled_temperature = metric, move, weak(scaled_temperature)
+        self.check = StepCheck()
         self.needs = Needs(outputs=metric.needs_observe)
 
     def bind(self, optimizer: Host) -> None:
         super().bind(optimizer)
         self.parts: tuple[Any, list[MetricBlock]] | None = None
+        self.check.reset()
         self.layouts = RowLayouts()
 
     def record(self, optimizer: Host) -> RecordedLayers:
@@ -121,9 +147,15 @@ class MetricPreconditioner(NetworkPreconditioner):
     def observe(self, outputs: Any, loss: Any, labels: Any, weights: Any) -> None:
         if loss is not None:
             self.note_loss(loss)
+        read = self._read(outputs, labels, weights)
+        if isinstance(loss, Tensor) and loss.requires_grad and is_due(self.steps_taken() + 1):
+            self._measure(loss, outputs, labels, weights, self.optimizer.state if read is None else read)
+
+    def _read(self, outputs: Any, labels: Any, weights: Any) -> Statistics | None:
+        """The statistics of a batch, which are kept for the next step; None if none are needed."""
         group = self.optimizer.param_groups[0]
         if not self.metric.needs_observe or not self.due(group["update_every"]):
-            return
+            return None
         check_batch_mixing(self.recorded.model)
         check_outputs(outputs)
         empirical = group["metric"] == "empirical"
@@ -131,12 +163,75 @@ class MetricPreconditioner(NetworkPreconditioner):
             raise ValueError("metric='empirical' needs labels: call observe(outputs, labels=labels).")
         if labels is not None and not empirical and group["fisher"] == "exact":
             raise ValueError("fisher='exact' is an expectation over labels and takes none: call observe(outputs).")
+        losses = self._losses(outputs, labels, weights)
+        scale = math.sqrt(len(outputs) / losses)  # statistics are means over examples, and gradients over losses
         directions = self.output_directions(outputs, labels, weights, group["fisher"] == "exact")
+        scaled = directions if scale == 1 else (scale * direction for direction in directions)
         trace = self.recorded.recorder.trace(outputs)
-        read = self.metric.read(ObservedBatch(trace, directions, self.params, self.recorded.layers, self.layouts))
-        self.observed.append((read, len(outputs), self._batch(outputs, labels if empirical else None)))
+        read = self.metric.read(ObservedBatch(trace, scaled, self.params, self.recorded.layers, self.layouts))
+        self.observed.append((read, losses, self._batch(outputs, labels if empirical else None, losses)))
+        return read
 
-    def _batch(self, outputs: Tensor, labels: Tensor | None) -> Batch | None:
+    def _losses(self, outputs: Tensor, labels: Tensor | None, weights: Tensor | None) -> float:
+        """The number of losses of the observed outputs whose mean is the loss."""
+        forward, share = self.observed_pass(outputs, labels, weights)
+        return share * forward.losses(self.optimizer.param_groups[0]["losses_per_example"])
+
+    def _measure(self, loss: Tensor, outputs: Any, labels: Any, weights: Any, state: State) -> None:
+        """Compares the curvature of the loss with the likelihood and with the metric; see `samplers.curvature`."""
+        group = self.optimizer.param_groups[0]
+        scale = largest = None
+        try:
+            if self.metric.needs_observe:
+                kind = likelihoods.named(group["likelihood"])
+                each = loss_weights(kind, outputs, labels, weights)
+                scale = loss_scale(loss, outputs, kind, self._losses(outputs, labels, weights), each)
+            if self._shortens():
+                params = [p for p in self.params if p.requires_grad]
+                with torch.enable_grad():
+                    gradients = gradients_of(loss, params)
+                space = ParameterSpace(tuple(params), tuple(self.params), tuple(self.recorded.layers))
+                largest = self._largest(gradients, space, state)
+        except (RuntimeError, ValueError, ArithmeticError):
+            pass  # a loss without second derivatives; a metric that is singular, which the step reports
+        self.check.measured.append((scale, largest))
+
+    def _largest(self, gradients: tuple[Tensor, ...], space: ParameterSpace, state: State) -> float:
+        """The largest eigenvalue of G^-1 H, with the prior in H."""
+        parts = self.metric.parts(state, space, self._damping())
+        pulls = {p: self._pull(group) for group in self.optimizer.param_groups for p in group["params"]}
+
+        def by_parameter(flat: Tensor) -> dict[Tensor, Tensor]:
+            pieces = flat.split([p.numel() for p in space.params])
+            return {p: piece.view(p.shape).to(p) for p, piece in zip(space.params, pieces)}
+
+        def product(flat: Tensor) -> Tensor:
+            vectors = by_parameter(flat)
+            found = hessian_products(gradients, space.params, list(vectors.values()))
+            pairs = zip(found, vectors.items())
+            return torch.cat([(h + pulls[p] * v).flatten().to(flat) for h, (p, v) in pairs])
+
+        def solve(flat: Tensor) -> Tensor:
+            found = solve_blocks(parts, by_parameter(flat))
+            return torch.cat([found[p].flatten().to(flat) for p in space.params])
+
+        key, starts = noise.key(self.optimizer.param_groups[0]["seed"], self.steps_taken() + 1, START), self._starts()
+        start = torch.cat([_normal(p, starts[p], key).flatten().to(space.flat()) for p in space.params])
+        return largest_eigenvalue(product, solve, start)
+
+    def _shortens(self) -> bool:
+        return self.move.injected and self.optimizer.param_groups[0]["limit_step"]
+
+    @staticmethod
+    def _pull(group: Mapping[str, Any]) -> float:
+        return group["prior_precision"] / group["num_data"]
+
+    def forget(self, observed: bool) -> None:
+        super().forget(observed)
+        if observed:
+            self.check.measured = []
+
+    def _batch(self, outputs: Tensor, labels: Tensor | None, losses: float) -> Batch | None:
         if not self.remembers():
             return None
         args, kwargs = self.recorded.recorder.arguments(outputs)
@@ -144,7 +239,7 @@ class MetricPreconditioner(NetworkPreconditioner):
         order = self.params
         kind = likelihoods.named(self.optimizer.param_groups[0]["likelihood"])
         mine = tuple(names[p] for p in order), tuple(p.shape for p in order)
-        return Batch(self.recorded.model, *mine, args, kwargs, labels, kind, len(outputs))
+        return Batch(self.recorded.model, *mine, args, kwargs, labels, kind, losses)
 
     def _merge(self) -> list[Batch] | None:
         """Updates the state from the observed batches; returns None if there are none."""
@@ -182,38 +277,53 @@ class MetricPreconditioner(NetworkPreconditioner):
             return {}
         order = self.params
         space = ParameterSpace(tuple(p for p in order if p in owners), tuple(order), tuple(self.recorded.layers))
+        self._settle_check()
         fresh = self._merge()
         if self.metric.needs_observe and self.clock() is None:
             raise self.recorded.missing_observation(
                 "nothing was ever observed", "call observe(outputs), before loss.backward(), on outputs"
             )
-        parts = self._precisions(space, float(groups[0]["damping"]))
+        damping = self._damping()
+        parts = self._precisions(space, damping)
         corrections = self._corrections(space, parts, fresh)
         key, starts = noise.key(groups[0]["seed"], self.steps_taken() + 1, NOISE), self._starts()
         found: dict[Tensor, Tensor] = {}
+        secants: list[tuple[Tensor, Tensor, Tensor]] = []
         for part in parts:
             group = owners[part.members[0]]
             if len({float(owners[p]["lr"]) for p in part.members}) > 1:
                 raise ValueError(
                     "parameters with a common metric must have the same lr: use the same lr in their groups."
                 )
-            pulls = {p: owners[p]["prior_precision"] / owners[p]["num_data"] for p in part.members}
+            pulls = {p: self._pull(owners[p]) for p in part.members}
             pull: Any = pulls[part.members[0]]
             if len(set(pulls.values())) > 1:
                 pull = part.join({p: torch.full_like(p, pulls[p]) for p in part.members})
-            n = {"lr": float(group["lr"]), "heat": self.scaled_temperature(group), "pull": pull}
-            change = self.move.change(
-                part.join({p: p.detach() for p in part.members}),
-                part.join({p: gradient_of(p) for p in part.members}),
-                part.precision,
-                part.join(corrections) if corrections else None,
-                part.join({p: _normal(p, starts[p], key) for p in part.members}) if self.move.injected else None,
-                n,
-            )
-            found |= part.parted(change)
+            lr = float(group["lr"])
+            n: dict[str, Any] = {"lr": stable_lr(lr, self.optimizer.param_groups[0]) if self._shortens() else lr}
+            n |= {"heat": self.scaled_temperature(group), "pull": pull, "damping": damping}
+            weight = part.join({p: p.detach() for p in part.members})
+            gradient = part.join({p: gradient_of(p) for p in part.members})
+            noisy = self.move.injected or (group["damping_noise"] and damping > 0 and lr > 0)
+            normal = part.join({p: _normal(p, starts[p], key) for p in part.members}) if noisy else None
+            correction = part.join(corrections) if corrections else None
+            found |= part.parted(self.move.change(weight, gradient, part.precision, correction, normal, n))
+            if self.check.secants.active and normal is not None:
+                added, whole = self.move.added(part.precision, normal, n), gradient + pull * weight
+                own = 2 * n["lr"] * n["heat"] * normal.square().sum()
+                secants.append((added, whole, torch.stack([own - n["lr"] * (added * whole).sum(), own])))
         if groups[0]["nonfinite"] == "raise" and not all(bool(torch.isfinite(d).all()) for d in found.values()):
             raise self.optimizer.nonfinite_error("the step is not finite; nothing was changed")
+        if secants:
+            self.check.add_secants(secants, self.optimizer.param_groups[0])
         return found
+
+    def _settle_check(self) -> None:
+        group = self.optimizer.param_groups[0]
+        self.check.settle(group, self.move.injected, self._shortens())
+        unknown = group["loss_scale"] is None and self.metric.needs_observe and group["correction"] is None
+        if unknown and self.move.injected and not self.check.secants.active and is_due(self.steps_taken() + 1):
+            self.check.secants.begin()
 
     def _starts(self) -> dict[Tensor, int]:
         """The position of each parameter's first weight; noise is a function of positions."""
@@ -232,6 +342,10 @@ class MetricPreconditioner(NetworkPreconditioner):
         parts = self.metric.parts(self.optimizer.state, space, damping)
         self.parts = (key, parts)
         return parts
+
+    def _damping(self) -> float:
+        given = self.optimizer.param_groups[0]["damping"]
+        return float(given) if given is not None else DAMPING if self.metric.needs_observe else 0.0
 
     # --- corrections ---
 
@@ -267,9 +381,7 @@ class MetricPreconditioner(NetworkPreconditioner):
         drift = self.metric.drift(batches, space, columns, group["correction"]) / (probes or 1)
         pieces = drift.detach().split([p.numel() for p in space.params])
         by_name = {p: piece.view(p.shape) for p, piece in zip(space.params, pieces)}
-        found: dict[Tensor, Tensor] = {}
-        for part in parts:
-            found |= part.parted(part.precision.solve(part.join(by_name)))
+        found = solve_blocks(parts, by_name)
         if self.metric.needs_observe:
             for p in space.params:
                 self.optimizer.state[p]["correction"] = found[p]

@@ -8,7 +8,16 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from bayesgrad.constraints import COUNT, LAYER_OPTIONS, NONNEGATIVE, PRIOR_DECAYS, Constraint, one_of
+from bayesgrad.constraints import (
+    BOOLEAN,
+    COUNT,
+    LAYER_OPTIONS,
+    NONNEGATIVE,
+    PRIOR_DECAYS,
+    Constraint,
+    likelihood_of,
+    one_of,
+)
 from bayesgrad.optimizer import BeliefOptimizer
 from bayesgrad.rules.transition import Static
 from bayesgrad.rules.update import UpdateRule
@@ -17,6 +26,8 @@ from bayesgrad.samplers.metric import METRICS, DenseFisher, metric_by_name
 from bayesgrad.samplers.preconditioner import LangevinStep, MetricPreconditioner
 
 LIMIT = 10_000  # weights of a dense metric
+OTHER = {"limit_step": False, "damping_noise": False}  # options that not every sampler has
+OPTIONAL_DAMPING = Constraint("None or a finite number >= 0", lambda x: x is None or NONNEGATIVE.holds(x))
 PROBES = Constraint("None or a whole number >= 1", lambda x: x is None or (x == int(x) and x >= 1))
 
 
@@ -64,12 +75,19 @@ class Sampler(BeliefOptimizer):
         "metric": one_of(*METRICS, "callable"),
         "fisher": one_of("exact", "sampled"),
         "probes": PROBES,
-        "likelihood": one_of("categorical", "bernoulli", "gaussian", "poisson"),
+        "damping": OPTIONAL_DAMPING,
+        "limit_step": BOOLEAN,
+        "damping_noise": BOOLEAN,
+        "likelihood": likelihood_of("categorical", "bernoulli", "gaussian", "poisson"),
     }
 
     def __init__(self, model: nn.Module, params: Any, metric: Any, defaults: dict[str, Any]) -> None:
         name, self.metric = metric_by_name(metric)
-        super().__init__(params, {**defaults, "metric": name, "last_loss": None}, model)
+        super().__init__(
+            params,
+            {**OTHER, **defaults, "metric": name, "last_loss": None, "curvature": None, "loss_scale": None},
+            model,
+        )
         size = sum(p.numel() for group in self.param_groups for p in group["params"])
         if isinstance(self.metric, DenseFisher) and size > LIMIT:
             raise ValueError(
@@ -105,9 +123,10 @@ class Sampler(BeliefOptimizer):
             if loss is None
             else f"last finite loss {loss:g}"
         )
+        damping = "" if group["damping"] is None else f"={group['damping']:g}"
         return Diverged(
             f"the chain diverged at step {step}, temperature {temperature:g}, {known}. {message.rstrip('.')}. "
-            f"Check the batch and the loss, lower lr={float(group['lr']):g}, or raise damping={group['damping']:g}.",
+            f"Check the batch and the loss, lower lr={float(group['lr']):g}, or raise damping{damping}.",
             step,
             temperature,
             loss,

@@ -214,7 +214,7 @@ def hutchinson(
     total = [torch.zeros_like(p) for p in params]
     for key in keys:
         signs = [_signs(p, start, key) for p, start in zip(params, starts)]
-        products = _products(gradients, params, signs)
+        products = hessian_products(gradients, params, signs)
         total = [t + v * product / len(keys) for t, v, product in zip(total, signs, products)]
     return total
 
@@ -224,7 +224,7 @@ def _signs(p: Tensor, start: int, key: noise.Key) -> Tensor:
     return (1 - 2 * (hashed & 1)).view(p.shape).to(p.dtype)
 
 
-def _products(gradients: Sequence[Tensor], params: Sequence[Tensor], vectors: Sequence[Tensor]) -> list[Tensor]:
+def hessian_products(gradients: Sequence[Tensor], params: Sequence[Tensor], vectors: Sequence[Tensor]) -> list[Tensor]:
     """H v; zero for a loss that is linear in all parameters, whose gradients have no graph."""
     curved = [(gradient, v) for gradient, v in zip(gradients, vectors) if gradient.requires_grad]
     if not curved:

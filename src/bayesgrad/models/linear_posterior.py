@@ -1,0 +1,309 @@
+"""The Gaussian posterior over the weights of linear predictors, by the Bayesian learning rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bayesgrad.inference.engine import ProgressLine
+from bayesgrad.inference.expectation import Delta, Expectation, Moments
+from bayesgrad.models.designs import Design
+from bayesgrad.models.multinomial import Multinomial, MultinomialLogLikelihood
+
+HALVINGS = 40
+SHORTEST, ALTERNATING = 0.3, -0.3  # see `_relaxation`
+ROUGH = 1e-2  # nats that Newton's method may be below the mode, where a variational posterior starts
+SLACK = 1e-12  # relative rounding errors of a bound
+POINTS = 1 << 21  # numbers that a quadrature evaluates at a time
+
+
+class Belief(NamedTuple):
+    """N(mean, precision^-1), with what the next step needs.
+
+    Args:
+        mean: (K P,).
+        precision, factor: (K P, K P), and the lower Cholesky factor.
+        first, second: E[l'], (n, K), and E[l''], (n, K, K), of the log-likelihood of each row.
+        objective: what a step must not decrease: the log joint density at the mean for `Delta`, else the bound.
+        elbo: the bound on the log evidence.
+    """
+
+    mean: Tensor
+    precision: Tensor
+    factor: Tensor
+    first: Tensor
+    second: Tensor
+    objective: Tensor
+    elbo: Tensor
+
+
+class Outcome(NamedTuple):
+    """The last belief, the bound before the first step and after each, and whether it converged."""
+
+    belief: Belief
+    elbos: list[float]
+    converged: bool
+
+
+@dataclass(frozen=True, eq=False)
+class LinearPosterior:
+    r"""log N(θ | m_0, Λ^-1) + Σ_i w_i log p(y_i | x_i'θ + o_i), and the steps to its best Gaussian:
+
+    .. math::
+        S \leftarrow (1-\rho) S + \rho\left(\Lambda - X^T E[w \ell''] X\right), \quad
+        m \leftarrow m + \rho S^{-1} \left(X^T E[w \ell'] - \Lambda (m - m_0)\right)
+
+    They are those of `inference.step` with a `LinearPredictorFactor`, with one Cholesky factor, one X'WX and one XV for
+    each. With `Delta` and rho = 1 they are Newton's method, which needs no XV.
+
+    Args:
+        design: X.
+        y: (n,).
+        observation: p(y | f); `Multinomial` has K predictors for each row.
+        expectation: makes an Expectation for each chunk of rows, from its number.
+        mean, precision: m_0 and Λ.
+        weights: w, (n,), or None.
+        offset: o, (n, K), or None.
+        progress: is updated after each step.
+
+    Checked by: tests/equations/test_linear_posterior.py.
+    """
+
+    design: Design
+    y: Tensor
+    observation: Any  # an Observation, or Multinomial
+    expectation: Callable[[int], Expectation]
+    mean: Tensor
+    precision: Tensor
+    weights: Tensor | None = None
+    offset: Tensor | None = None
+    progress: ProgressLine | None = None
+
+    @property
+    def outputs(self) -> int:
+        return len(self.mean) // self.design.shape[1]
+
+    @property
+    def at_mean(self) -> bool:
+        """Whether expectations are evaluated at the mean: with `Delta`, and where that is exact."""
+        return self.observation.conjugate or isinstance(self.expectation(0), Delta)
+
+    def with_hyperparameters(self, observation: Any, precision: Tensor) -> LinearPosterior:
+        """The same data with another observation model and another prior precision."""
+        found = replace(self, observation=observation, precision=precision)
+        if self.observation.conjugate:
+            vars(found)["_unit_gram"] = self._unit_gram
+        return found
+
+    # --- beliefs ---
+
+    def predictors(self, mean: Tensor) -> Tensor:
+        """E[x'θ + o], (n, K)."""
+        z = self.design.predict(mean.view(self.outputs, -1).mT)
+        return z if self.offset is None else z + self.offset
+
+    def laplace(self, mean: Tensor) -> Belief | None:
+        """The Laplace approximation at a mean; None if its precision is not positive definite.
+
+        Where log p is not concave, Fisher's information replaces a curvature that is not positive definite.
+        """
+        z = self.predictors(mean)
+        if isinstance(self.observation, Multinomial):
+            value, first, second = self.observation.derivatives(self.y, z[None], z.new_ones(1))
+        else:
+            value, first, second = _as_columns(self.observation.derivatives(z[:, 0], self.y))
+        precision = self.curvature(second)
+        factor, failed = torch.linalg.cholesky_ex(precision)
+        if failed and not self.observation.concave:
+            precision = self.curvature(-self.observation.information(z[:, 0])[:, None, None])
+            factor, failed = torch.linalg.cholesky_ex(precision)
+        if failed:
+            return None
+        joint = self._log_joint(mean, value)
+        return Belief(mean, precision, factor, first, second, joint, joint - factor.diagonal().log().sum())
+
+    def variational(self, mean: Tensor, precision: Tensor) -> Belief | None:
+        """The belief with this mean and precision; None if the precision is not positive definite."""
+        factor, failed = torch.linalg.cholesky_ex(precision)
+        if failed:
+            return None
+        covariance = torch.cholesky_inverse(factor)
+        value, first, second = self._expected(mean, covariance)
+        width = (len(mean) - (self.precision * covariance).sum()) / 2
+        elbo = self._log_joint(mean, value) + width - factor.diagonal().log().sum()
+        return Belief(mean, precision, factor, first, second, elbo, elbo)
+
+    def _log_joint(self, mean: Tensor, value: Tensor) -> Tensor:
+        """Without the factor (2π)^(-D/2) of the prior, which that of the posterior cancels."""
+        away = mean - self.mean
+        prior = self._half_volume - away @ (self.precision @ away) / 2
+        return (value.sum() if self.weights is None else self.weights @ value) + prior
+
+    @cached_property
+    def _half_volume(self) -> Tensor:
+        """log |Λ| / 2."""
+        return torch.linalg.cholesky(self.precision).diagonal().log().sum()
+
+    @cached_property
+    def _unit_gram(self) -> Tensor:
+        """X' diag(w) X, of noise of scale 1."""
+        return self.design.gram(torch.ones_like(self.y) if self.weights is None else self.weights)
+
+    def _expected(self, mean: Tensor, covariance: Tensor) -> Moments:
+        size = max(1, POINTS // (32 if self.outputs == 1 else 512 * self.outputs))
+        spread = predictor_covariances(self.design, covariance, self.outputs)
+        parts = [part.split(size) for part in (self.predictors(mean), spread, self.y)]
+        chunks = enumerate(zip(*parts))
+        found = [self._chunk(z, own, y, self.expectation(place)) for place, (z, own, y) in chunks]
+        return found[0] if len(found) == 1 else Moments(*[torch.cat(part) for part in zip(*found)])
+
+    def _chunk(self, z: Tensor, spread: Tensor, y: Tensor, expectation: Expectation) -> Moments:
+        if isinstance(self.observation, Multinomial):
+            return expectation.rows(MultinomialLogLikelihood(self.observation, y), z, torch.linalg.cholesky(spread))
+        return _as_columns(self.observation.expected(z[:, 0], spread[:, 0, 0], y, expectation))
+
+    def curvature(self, second: Tensor) -> Tensor:
+        """Λ - X' E[w l''] X, for E[l''], (n, K, K)."""
+        K, P = self.outputs, self.design.shape[1]
+        if self.observation.conjugate:
+            return torch.add(self.precision, self._unit_gram, alpha=1 / float(self.observation.scale) ** 2)
+        if self.weights is not None:
+            second = self.weights[:, None, None] * second
+        if K == 1:
+            return self.precision + self.design.gram(-second[:, 0, 0])
+        found = second.new_zeros(K, P, K, P)
+        for j in range(K):
+            for k in range(j + 1):
+                found[j, :, k] = found[k, :, j] = self.design.gram(-second[:, j, k])
+        return self.precision + found.view(K * P, K * P)
+
+    def _gradient(self, belief: Belief) -> Tensor:
+        first = belief.first if self.weights is None else self.weights[:, None] * belief.first
+        return self.design.pull(first).mT.flatten() - self.precision @ (belief.mean - self.mean)
+
+    # --- steps ---
+
+    def start(self, mean: Tensor) -> Belief:
+        """The first belief: for `Delta` at this mean, else near the mode, where few steps of full cost are left.
+
+        Raises:
+            ValueError: the bound is infinite or NaN.
+        """
+        found = self.laplace(mean)
+        if found is not None and not self.at_mean:
+            found = self._newton(found, max_iter=20, tol=ROUGH, relative=False, rho=1.0).belief
+            mean, precision = found.mean, found.precision
+            for _ in range(HALVINGS):  # under a broad prior E[exp(x'θ)] overflows
+                found = self.variational(mean, precision)
+                if found is not None and torch.isfinite(found.elbo):
+                    break
+                precision = 4 * precision
+        if found is None or not torch.isfinite(found.elbo):
+            raise ValueError(
+                "the log-likelihood of the first step is infinite or NaN: check for numbers of very different sizes "
+                "in X and y, scale the columns of X, or use a larger prior_precision."
+            )
+        return found
+
+    def run(self, belief: Belief, *, max_iter: int, tol: float, rho: float) -> Outcome:
+        """Steps until the bound would still change by less than tol, relative to its size."""
+        if self.at_mean:
+            return self._newton(belief, max_iter=max_iter, tol=1e-3 * tol, relative=True, rho=rho)
+        elbos, relaxation, last = [float(belief.elbo)], 1.0, None
+        for _ in range(max_iter):
+            change = self.curvature(belief.second) - belief.precision
+            relative = torch.cholesky_solve(change, belief.factor)
+            if last is not None:
+                relaxation = _relaxation(relaxation, float((last * relative.mT).sum() / (last * last.mT).sum()))
+            found, last = self._step(belief, change, relaxation, rho), relative
+            if found is None:
+                return Outcome(belief, elbos, True)
+            belief = found
+            elbos.append(self._report(belief, len(elbos)))
+            if tol and _rest(elbos) <= tol * max(1.0, abs(elbos[-1])):
+                return Outcome(belief, elbos, True)
+        return Outcome(belief, elbos, False)
+
+    def _newton(self, belief: Belief, *, max_iter: int, tol: float, relative: bool, rho: float) -> Outcome:
+        """Newton's method, until a step would increase the log joint density by less than tol."""
+        elbos = [float(belief.elbo)]
+        for _ in range(max_iter):
+            gradient = self._gradient(belief)
+            direction, size = _solve(belief.factor, gradient), rho
+            if float(gradient @ direction) / 2 <= tol * (max(1.0, abs(elbos[-1])) if relative else 1):
+                return Outcome(belief, elbos, True)
+            for _ in range(HALVINGS):
+                found = self.laplace(belief.mean + size * direction)
+                if found is not None and _not_below(found, belief):
+                    break
+                size /= 2
+            else:
+                return Outcome(belief, elbos, True)  # to rounding
+            belief = found
+            elbos.append(self._report(belief, len(elbos)))
+        return Outcome(belief, elbos, False)
+
+    def _report(self, belief: Belief, step: int) -> float:
+        bound = float(belief.elbo)
+        if self.progress is not None:
+            self.progress.update(step, bound)
+        return bound
+
+    def _step(self, belief: Belief, change: Tensor, relaxation: float, rho: float) -> Belief | None:
+        """One step, halved until the bound does not decrease; None if no step is left, to rounding."""
+        gradient, size = self._gradient(belief), rho
+        for _ in range(HALVINGS):
+            precision = torch.add(belief.precision, change, alpha=size * relaxation)
+            factor, failed = torch.linalg.cholesky_ex(precision)
+            if not failed:
+                found = self.variational(belief.mean + size * _solve(factor, gradient), precision)
+                if found is not None and _not_below(found, belief):
+                    return found
+            size /= 2
+        return None
+
+
+def _rest(elbos: list[float]) -> float:
+    """What further steps would add if each added the same fraction of the one before, at most the last change."""
+    changes = [abs(b - a) for a, b in zip(elbos[-3:], elbos[-3:][1:])]
+    ratio = changes[-1] / changes[-2] if len(changes) == 2 and changes[-2] > 0 else 1.0
+    return changes[-1] * (ratio / (1 - ratio) if ratio < 0.5 else 1.0)
+
+
+def _relaxation(last: float, ratio: float) -> float:
+    """The fraction of the next change of the precision, where the last one left this ratio of it (Aitken's method).
+
+    Precisions of nearly separable classes alternate around their limit, and full changes would approach it slowly.
+    """
+    return min(max(last / max(1 - ratio, 0.1), SHORTEST), 1.0) if ratio < ALTERNATING else 1.0
+
+
+def predictor_covariances(design: Design, covariance: Tensor, outputs: int) -> Tensor:
+    """The covariance of the K predictors x'θ_k of each row, (n, K, K), for that of θ, (K P, K P)."""
+    if outputs == 1:
+        return design.quadratic(covariance)[:, None, None]
+    size = design.shape[1]
+    blocks = covariance.view(outputs, size, outputs, size)
+    found = covariance.new_empty(design.shape[0], outputs, outputs)
+    for j in range(outputs):
+        for k in range(j + 1):
+            found[:, j, k] = found[:, k, j] = design.quadratic(blocks[j, :, k])
+    return found
+
+
+def _as_columns(moments: Moments) -> Moments:
+    value, first, second = moments
+    return Moments(value, first[:, None], second[:, None, None])
+
+
+def _solve(factor: Tensor, vector: Tensor) -> Tensor:
+    return torch.cholesky_solve(vector[:, None], factor)[:, 0]
+
+
+def _not_below(found: Belief, before: Belief) -> bool:
+    return bool(found.objective >= before.objective - SLACK * before.objective.abs())
