@@ -22,7 +22,7 @@ LAYERS = [
     ["optim"],
     ["optimizer"],
     ["finite"],
-    ["closures"],
+    ["closures", "passes"],
     ["preconditioners"],
     ["sources"],
     ["checkpoint"],

@@ -43,7 +43,8 @@ from bayesgrad.directions import Directions
 from bayesgrad.finite import FiniteCheck
 from bayesgrad.layers.observed import classes_last
 from bayesgrad.packing import Block, Job, Layout, gradient_of, overlapping
-from bayesgrad.parts import Groups, Needs, Noise, Part, Preconditioner, Source, gradient_versions
+from bayesgrad.parts import Groups, Needs, Noise, Part, Preconditioner, Source
+from bayesgrad.passes import Passes
 from bayesgrad.posterior import Posterior
 from bayesgrad.posterior.filtered import filtered_variance, gaussian_posterior
 from bayesgrad.rules.update import UpdateRule, kernel_of
@@ -93,9 +94,8 @@ class BeliefOptimizer(CheckedOptimizer):
         self._blocks = Layout()
         self._checked: dict[int, tuple] = {}
         self._raised = False  # whether a warning has said that lr raises other options
-        self._marked: list[tuple[int, int]] = []  # gradients at the last observation, or at zero_grad()
-        self._observed = 0  # whether something was observed for the next step (1), and zero_grad() called since (2)
         self._finite = FiniteCheck()
+        self._passes = Passes(self)
 
     def _build(self) -> None:
         """Builds sources and preconditioner; an optimizer that raises in its constructor has changed nothing."""
@@ -208,8 +208,10 @@ class BeliefOptimizer(CheckedOptimizer):
             return
         if not self.param_groups[0]["train_mode"]:
             self.require_training("sampled()")
+        self._passes.begin(self._parts)
         with source.draw(noise):
             yield
+        self._passes.end()
 
     def observe(
         self, outputs: Any = None, *, loss: Any = None, labels: Any = None, weights: Any = None, class_dim: Any = None
@@ -238,26 +240,20 @@ class BeliefOptimizer(CheckedOptimizer):
             outputs = classes_last(outputs, class_dim, loss)
         rows = len(outputs) if isinstance(outputs, Tensor) and outputs.dim() else None
         self.check_count(rows or 0)
-        if self._observed == 2 and self._marked == gradient_versions(
-            self
-        ):  # no backward pass followed the last observation
-            for part in self._parts:
-                if not part.needs.loss:  # second derivatives notice which losses are differentiated
-                    part.zeroed(True)
-        self._observed = 1
+        self._passes.begin_observation(self._parts)
         for part in () if rows == 0 else self._parts:
             part.observe(outputs, loss, labels, weights)
-        self._marked[:] = gradient_versions(self)
+        if self._parts:
+            self._passes.end_observation(outputs, loss)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch.optim; discards recorded passes and draws, and what was observed for a step not taken."""
-        stale = bool(self._parts) and self._marked != gradient_versions(self)
+        stale = bool(self._parts) and self._passes.stale()
         super().zero_grad(set_to_none)
         for part in self._parts:
             part.zeroed(stale)
         if self._parts:
-            self._marked[:] = gradient_versions(self)
-            self._observed = 2 if self._observed and not stale else 0
+            self._passes.zeroed(stale)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -272,6 +268,7 @@ class BeliefOptimizer(CheckedOptimizer):
             The return value of the closure.
         """
         self.require_training("step()")
+        self._passes.check()
         for part in self._parts:
             part.prepare(closure)
         loss = None if closure is None else evaluate(self, self._parts, closure)
@@ -294,7 +291,8 @@ class BeliefOptimizer(CheckedOptimizer):
             self._finite.stepped(self, active)
         for part in self._parts:
             part.reset()
-        self._observed = 0
+        if self._parts:
+            self._passes.stepped()
         return loss
 
     def _update(self, groups: Groups, active: list[list[Tensor]]) -> None:
@@ -396,6 +394,8 @@ class BeliefOptimizer(CheckedOptimizer):
 
     def state_loaded(self) -> None:
         self._build()
+        if self._parts:
+            self._passes.loaded()
 
     def on_cpu(self) -> set[str]:
         return {"step", *(name for part in self._parts for name in part.on_cpu)}

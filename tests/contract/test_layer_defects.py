@@ -841,11 +841,12 @@ def test_a_layer_that_is_frozen_for_some_steps_trains_as_without_gradients_in_th
         assert_same_step(model, other)
 
 
-def test_natural_gradients_take_the_fallback_where_hooks_change_every_gradient() -> None:
+@pytest.mark.parametrize("name", ["NaturalGradient", "FOOF", "KFAC"])
+def test_the_fallback_trains_what_hooks_change_in_every_pass_and_a_warning_says_why(name: str) -> None:
     model = network()
     for p in model.parameters():
         p.register_hook(lambda gradient: gradient / 2)
-    optimizer = RULES["NaturalGradient"](model)
+    optimizer = RULES[name](model)
     before = weights(model)
 
     def step_twice() -> None:
@@ -853,7 +854,8 @@ def test_natural_gradients_take_the_fallback_where_hooks_change_every_gradient()
             passes(model, optimizer, index)
             optimizer.step()
 
-    with pytest.warns(UserWarning, match="NaturalGradient does not support 0.weight, .*: they are trained by Adam"):
+    why = "because hooks change their gradients"
+    with pytest.warns(UserWarning, match=f"{name} does not support 0.weight, .*: they are trained by Adam.*, {why}"):
         step_twice()
     assert not any(torch.equal(before[name], value) for name, value in weights(model).items())
 

@@ -173,6 +173,10 @@ class GradientMarks:
         then = torch.where(now == 0, 0.0, then)
         return (torch.dot(now, then) / torch.dot(then, then)).nan_to_num_(1.0, 1.0, 1.0)
 
+    def inherit(self, earlier: GradientMarks) -> None:
+        """Takes over what earlier marks know of the gradients; terms are checked again in the next pass."""
+        self.marks, self.unexplained = dict(earlier.marks), set(earlier.unexplained)
+
     def zeroed(self) -> None:
         """Called when the gradients were set to zero or None."""
         marks = ((p, p.grad) for p in self.marks)

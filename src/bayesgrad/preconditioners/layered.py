@@ -309,7 +309,7 @@ class LayerPreconditioner(Preconditioner):
     def directions(self, groups: Groups, active: list[list[Tensor]]) -> Directions:
         recorded, state = self.recorded, self.optimizer.state
         before = {layer.owner for layer in recorded.layers}
-        recorded.update_trainable()
+        recorded.update_trainable(in_step=True)
         self.unfrozen = {layer.owner for layer in recorded.layers} - before
         owners = {p: group for group, params in zip(groups, active) for p in params}
         current = [layer for layer in recorded.layers if any(p in owners for p in layer.members)]

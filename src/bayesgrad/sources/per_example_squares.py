@@ -170,8 +170,13 @@ class PerExampleSquares(Source):
     def _squares(self, params: list[Tensor]) -> dict[Tensor, Tensor]:
         if self.fisher != "empirical":
             return self._observed_squares(params)
+        frozen = [p for p in params if not p.requires_grad]  # since the backward pass
+        for p in frozen:
+            p.requires_grad_(True)
         for calls in self.pending.values():
             self._square(calls)
+        for p in frozen:
+            p.requires_grad_(False)
         self.pending = {}
         if not self.recorded.recorder.layers:
             raise ValueError(

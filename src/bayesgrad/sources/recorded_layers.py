@@ -56,7 +56,7 @@ class RecordedLayers:
         self.shapes = {p: p.shape for group in optimizer.param_groups for p in group["params"]}
         self.idle: set[Tensor] = set()  # parameters that had no gradient in a step
         mine = self._mine()
-        self._set_layers(mine)
+        self._set_layers(self._flags())
         self.recorder = LayerRecorder(
             self.model,
             {
@@ -115,23 +115,38 @@ class RecordedLayers:
     def _flags(self) -> list[bool]:
         return [p.requires_grad for group in self.optimizer.param_groups for p in group["params"]]
 
-    def update_trainable(self) -> None:
-        """Finds the layers again if `requires_grad` of a parameter has changed."""
-        if self.flags != self._flags():
-            self.marks.close()
-            self._set_layers(self._mine())
+    def update_trainable(self, in_step: bool = False) -> None:
+        """Finds the layers again if `requires_grad` of a parameter has changed.
+
+        Args:
+            in_step: whether the gradients of a pass are about to be used. A layer that was frozen since is then kept:
+                as in torch.optim, what has a gradient is trained.
+        """
+        flags = self._flags()
+        if in_step:
+            every = (p for group in self.optimizer.param_groups for p in group["params"])
+            flags = [now or (then and p.grad is not None) for now, then, p in zip(flags, self.flags, every)]
+        if self.flags != flags:
+            earlier = self.marks
+            earlier.close()
+            self._set_layers(flags)
+            self.marks.inherit(earlier)
             self.recorder.marks = self.marks
             self._warn_unmodelled()
 
-    def _set_layers(self, mine: set[int]) -> None:
-        self.flags = self._flags()
-        self.layers = self._find_layers(mine)
-        self._by_weight = {id(layer.module._parameters.get("weight")): layer for layer in self.layers}
+    def _set_layers(self, flags: list[bool]) -> None:
+        self.flags = flags
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.layers = self._find_layers({id(p) for p, trained in zip(params, flags) if trained})
+        self._by_weight = {id(layer.module._parameters.get("weight")): layer for layer in self.layers}
         self.marks = GradientMarks(params if self.receive is not None else ())
 
-    def _find_layers(self, mine: set[int]) -> list[Layer]:
-        """Layers that multiply by a matrix; a weight that modules of different types share is excluded."""
+    def _find_layers(self, trained: set[int]) -> list[Layer]:
+        """Layers that multiply by a matrix; a weight that modules of different types share is excluded.
+
+        Args:
+            trained: the ids of parameters that are trained.
+        """
         found: dict[int, list[tuple[str, nn.Module]]] = {}
         for name, module in layers.known_layers(self.model):
             if layers.is_matrix(module):
@@ -143,8 +158,7 @@ class RecordedLayers:
             kinds = {(type(m), layers.groups_of(m), id(m._parameters.get("bias"))) for m in modules}
             own = layers.own_parameters(modules[0])
             weight, bias = (
-                p if (p := own.get(k)) is not None and id(p) in mine and p.requires_grad else None
-                for k in ("weight", "bias")
+                p if (p := own.get(k)) is not None and id(p) in trained else None for k in ("weight", "bias")
             )
             # A bias that several layers share belongs to none.
             bias = bias if biases[id(bias)] == 1 and layers.joins_bias(modules[0]) else None
@@ -168,9 +182,11 @@ class RecordedLayers:
         names = [n for group in groups for n, p in zip(group["param_names"], group["params"]) if p in new]
         if names and self.fallback is not None:
             self.optimizer.warned |= new
+            hooked = any(p._backward_hooks for p in new)
+            reason = "" if not hooked else ", because hooks change their gradients, or they are used elsewhere too"
             warnings.warn(
                 f"{self.optimizer.__class__.__name__} does not support {', '.join(names)}: they are trained by "
-                f"{self.fallback}.",
+                f"{self.fallback}{reason}.",
                 UserWarning,
                 stacklevel=6,
             )

@@ -1,0 +1,113 @@
+"""Evidence belongs to the gradients of a step: what was collected in passes that a loop gave up is not used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cases import CASES, Case, backward, batch, same, small_model, states, train, weights
+
+DISCARDED = r"load_state_dict\(\) between backward\(\) and step\(\) has discarded what was recorded beside these"
+
+
+def trained(case: Case) -> tuple[nn.Module, Any]:
+    model = small_model(torch.float64, width=20)
+    optimizer = case.of(model)
+    train(model, optimizer, range(2))
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("zero", [nn.Module.zero_grad, lambda model: model.zero_grad(set_to_none=False)])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_pass_that_the_model_zeroed_is_discarded(case: Case, zero: Callable[[nn.Module], None]) -> None:
+    """A batch is given up after its backward pass, and the gradients are zeroed by model or optimizer."""
+    results = []
+    for by_model in (False, True):
+        model, optimizer = trained(case)
+        backward(model, 5, optimizer)
+        zero(model) if by_model else optimizer.zero_grad()
+        backward(model, 6, optimizer)
+        optimizer.step()
+        results.append(weights(model) | states(optimizer))
+    assert same(*results)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_state_loaded_between_micro_batches_is_refused_or_loses_nothing(case: Case) -> None:
+    results = []
+    for load in (False, True):
+        model, optimizer = trained(case)
+        backward(model, 5, optimizer)
+        if load:
+            optimizer.load_state_dict(optimizer.state_dict())
+        backward(model, 6, optimizer)
+        if load and optimizer._parts:
+            with pytest.raises(RuntimeError, match=DISCARDED):
+                optimizer.step()
+            optimizer.zero_grad()
+            backward(model, 7, optimizer)
+            optimizer.step()  # after zero_grad() training goes on
+            return
+        optimizer.step()
+        results.append(weights(model) | states(optimizer))
+    assert same(*results)
+
+
+def test_a_state_may_be_loaded_when_gradients_were_used_or_are_zero() -> None:
+    model, optimizer = trained(next(case for case in CASES if case.name == "FOOF"))
+    for prepare in (lambda: None, lambda: model.zero_grad(set_to_none=False), model.zero_grad):
+        backward(model, 3, optimizer)
+        optimizer.step()
+        prepare()
+        optimizer.load_state_dict(optimizer.state_dict())
+        backward(model, 4, optimizer)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["KFAC-backward", "KroneckerFilterFP-backward"])
+def test_assigned_gradients_are_preconditioned_in_the_step(name: str) -> None:
+    """`torch.autograd.grad` does not precondition, so `step()` does, as with precondition="step"."""
+    results = []
+    for assigned in (False, True):
+        model = small_model(torch.float64, width=20)
+        optimizer: Any = next(case for case in CASES if case.name == name).of(model)
+        train(model, optimizer, range(5))
+        x, y = batch(5, torch.float64)
+        optimizer.zero_grad()
+        params = list(model.parameters())
+        outputs = model(x)
+        loss = nn.functional.cross_entropy(outputs, y)
+        optimizer.observe(outputs, loss=loss, labels=y)
+        if assigned:
+            gradients = torch.autograd.grad(loss, params)
+            for p, gradient in zip(params, gradients):
+                p.grad = gradient
+        else:
+            optimizer.param_groups[0]["precondition"] = "step"
+            loss.backward()
+        optimizer.step()
+        results.append(weights(model))
+    for name, expected in results[0].items():
+        torch.testing.assert_close(results[1][name], expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("frozen", ["wide", ""], ids=["layer", "model"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_what_is_frozen_after_a_backward_pass_takes_the_step_of_its_gradient(case: Case, frozen: str) -> None:
+    """As in torch.optim, which trains whatever has a gradient."""
+    results = []
+    for freeze in (False, True):
+        model, optimizer = trained(case)
+        for index in range(2, 5):
+            optimizer.zero_grad()
+            backward(model, index, optimizer)
+            model.get_submodule(frozen).requires_grad_(not (freeze and index == 3))
+            optimizer.step()
+            model.requires_grad_(True)
+        results.append(weights(model) | states(optimizer))
+    assert same(*results)
