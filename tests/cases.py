@@ -213,7 +213,7 @@ SAMPLER = (
     *(bad for bad in COMMON if "weight_decay" not in bad[0]),
     ({"num_data": 0}, "num_data must be a number >= 1, got 0."),
     ({"prior_precision": -1.0}, "prior_precision must be a finite number >= 0, got -1.0."),
-    ({"damping": -1}, "damping must be a finite number >= 0, got -1."),
+    ({"damping": -1}, "damping must be None or a finite number >= 0, got -1."),
     ({"correction": "levy"}, "correction must be None or 'flat' or 'jeffreys', got 'levy'."),
     ({"fisher": "true"}, "fisher must be 'exact' or 'sampled', got 'true'."),
     ({"ema": 1.0}, "ema must be in [0, 1), got 1.0."),

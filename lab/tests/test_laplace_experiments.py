@@ -45,7 +45,7 @@ def posterior():
 def test_draws_are_those_that_predict_averages(posterior) -> None:
     belief, model, x = posterior
     found = averaged(model, steps(belief, 6, 3), x, (1.0,), "draws")[0]
-    assert_close(found, belief.predict(x, samples=6, seed=3), rtol=1e-4, atol=1e-6)
+    assert_close(found, belief.predict(x, method="mc", samples=6, seed=3), rtol=1e-4, atol=1e-6)
 
 
 def test_linearised_draws_have_the_variance_of_linearised_outputs(posterior) -> None:

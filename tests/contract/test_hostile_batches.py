@@ -38,7 +38,10 @@ REFUSALS = re.compile(
     r"|observe\(\) found per-example gradients that are not finite: .*; lower lr\."
     r"|.* of the metric is (not finite: check the batch and the loss, scale the inputs, or lower lr|singular with .*)\."
 )
-WARNINGS = re.compile(r".* is singular with damping .* and was inverted with damping .*: raise damping\.")
+WARNINGS = re.compile(
+    r".* is singular with damping .* and was inverted with damping .*: raise damping\."
+    r"|(the loss has .* times the curvature of likelihood='categorical'|lr=.* is .* times the ).*"
+)
 COVARIANCES = ("covariance", "input_covariance", "error_covariance", "input_inverse", "error_inverse")
 
 

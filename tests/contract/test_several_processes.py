@@ -52,7 +52,7 @@ def assert_same(found: Any, expected: Any) -> None:
     assert not isinstance(expected, str), expected
     assert found.keys() == expected.keys()
     for name in expected:
-        torch.testing.assert_close(found[name].view(-1), expected[name].view(-1), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(found[name].reshape(-1), expected[name].reshape(-1), rtol=1e-10, atol=1e-12)
 
 
 @every_case
