@@ -19,7 +19,9 @@ from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.batches import LABELS, Call, Forward, Inputs, Output, split_batch, to_device
 from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.fisher import FISHERS, batch_gradients, check_batch_mixing, check_outputs
-from bayesgrad.layers.network import parameters_of, requires_grad_only, unwrap
+from bayesgrad.layers.functional import refuse_renorm
+from bayesgrad.layers.network import evaluation_mode, parameters_of, requires_grad_only, unwrap
+from bayesgrad.layers.stateless import copied_buffers
 from bayesgrad.posterior.laplace import Fit, LaplacePosterior
 from bayesgrad.structures.structure import Accumulator, Structure, check_prior
 
@@ -27,6 +29,7 @@ BIASES = ("joint", "separate")
 DIRECTIONS = 16  # output directions whose gradients are in memory at once
 PASS = 256  # examples of a subsample that are processed at once
 OWN_LOSS = 0.01  # relative difference of the mean loss from the model's own; half precision rounds by less
+MODES = 0.01  # of the outputs in training mode from those in evaluation mode
 
 
 def laplace(
@@ -66,9 +69,10 @@ def laplace(
     | `"full"` | the dense matrix |
     | `"subsampled"` | exact for the examples of a subsample, as products with their gradients |
 
-    The model stays in its mode, which must be evaluation mode if it has BatchNorm or dropout. Weights, gradients and
-    statistics do not change. Parameters that are not in a layer with a matrix (normalisation, raw parameters; see
-    docs/layers.md) get a diagonal under `"kron"` and `"input"`, with a warning.
+    The model stays in its mode, which must be evaluation mode if it has BatchNorm, dropout or anything else that makes
+    a difference. Weights, gradients and buffers, such as statistics, do not change. Parameters that are not in a layer
+    with a matrix (normalisation, raw parameters; see docs/layers.md) get a diagonal under `"kron"` and `"input"`, with
+    a warning.
 
     Args:
         model: the trained model.
@@ -124,7 +128,7 @@ def laplace(
     chosen = _select(network, params)
     check_prior(prior_precision, 1.0 if noise_scale is None else noise_scale, chosen, temperature)
     full, kind = likelihoods.named(likelihood, noise_scale), kind.with_noise(1.0)  # the noise enters with the prior
-    _check_modes(network)
+    _check_layers(network)
     _check_weights(parameters_of(network))
     kept = Structure.by_name[structure]
     kept.check(chosen)
@@ -162,8 +166,10 @@ def laplace(
             else:
                 outputs = _outputs(*call(network, inputs))
                 pool.add(inputs, labels)
-            if not examples and forward is None and output is None:
-                _check_own_loss(network, inputs, labels, kind, outputs)
+            if not examples:
+                _check_mode(*call(network, inputs), outputs)
+                if forward is None and output is None:
+                    _check_own_loss(network, inputs, labels, kind, outputs)
             loss += float(kind.loss(outputs, labels).double().sum())
             numbers += outputs.numel()
             examples += len(outputs)
@@ -283,13 +289,27 @@ def _belongs(own: str, name: str) -> bool:
     return own == name or own.startswith(f"{name}.")
 
 
-def _check_modes(model: nn.Module) -> None:
+def _check_layers(model: nn.Module) -> None:
     check_batch_mixing(model)
+    refuse_renorm(model)
     for name, module in model.named_modules():
         if isinstance(module, _DropoutNd) and module.training and module.p > 0:
             raise ValueError(
                 f"{name} ({type(module).__name__}) is in training mode: call model.eval() before laplace()."
             )
+
+
+def _check_mode(model: nn.Module, inputs: tuple[Tensor, ...], outputs: Tensor) -> None:
+    """Raises if the outputs are other ones than those in evaluation mode, in which the posterior predicts."""
+    if not any(module.training for module in model.modules()):
+        return
+    with evaluation_mode(model):
+        difference = (outputs - _outputs(model, inputs)).norm()
+    if bool(difference > MODES * outputs.norm()):
+        raise ValueError(
+            f"the model's outputs in training mode are not those in evaluation mode, in which it predicts: they differ "
+            f"by {float(difference / outputs.norm()):.2g} of their norm; call model.eval() before laplace()."
+        )
 
 
 def _check_weights(parameters: Mapping[str, nn.Parameter]) -> None:
@@ -299,7 +319,7 @@ def _check_weights(parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 def _outputs(model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
-    with torch.no_grad():
+    with torch.no_grad(), copied_buffers(model):
         outputs = model(*inputs)
     check_outputs(outputs)
     _check_finite(outputs)
@@ -310,7 +330,7 @@ def _check_own_loss(model: nn.Module, inputs: Inputs, labels: Tensor, kind: Any,
     """Raises if a model that computes a loss itself, from labels, has another one: it may shift labels by a token."""
     if not isinstance(inputs, Mapping) or not kind.has_classes or LABELS not in _arguments(model):
         return
-    with torch.no_grad():
+    with torch.no_grad(), copied_buffers(model):
         own = getattr(model(**{**inputs, LABELS: labels}), "loss", None)
     if own is None:
         return

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import spectral_norm as old_spectral_norm
+from torch.nn.utils.parametrizations import spectral_norm
 
 import bayesgrad
 from equations.test_laplace import STRUCTURES, data, fitted, flat, mlp, normed
@@ -97,3 +99,123 @@ def test_models_that_have_no_posterior() -> None:
         posterior.tune_prior(noise_scale=True)
     with pytest.raises(ValueError, match="per must be one of 'model', 'layer', 'parameter', got 'weight'"):
         posterior.tune_prior("weight")
+
+
+# --- the model as it was ---
+
+
+class Counter(nn.Module):
+    """Changes one buffer in place and replaces another, in every mode."""
+
+    count: torch.Tensor
+    last: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.register_buffer("last", torch.zeros(5), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.last = x.detach().sum(-2)
+        return x
+
+
+def converged(module: nn.Module) -> nn.Module:
+    """A module of which a pass in training mode changes singular vectors by rounding alone."""
+    for _ in range(200):
+        module(torch.ones(1, 4))
+    return module
+
+
+def repeated(module: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 5), module, nn.Tanh(), module, nn.Linear(5, 3))
+
+
+STATEFUL: dict[str, Any] = {
+    "BatchNorm": lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).eval(),
+    "spectral norm": lambda: nn.Sequential(converged(spectral_norm(nn.Linear(4, 5))), nn.Linear(5, 3)),
+    "old spectral norm": lambda: nn.Sequential(converged(old_spectral_norm(nn.Linear(4, 5))), nn.Linear(5, 3)),
+    "counter": lambda: nn.Sequential(nn.Linear(4, 5), Counter(), nn.Linear(5, 3)),
+    "a counter with two names": lambda: repeated(Counter()),
+    "a layer with two names": lambda: repeated(nn.Linear(5, 5)),
+}
+
+
+def everything(model: nn.Module) -> dict[str, Any]:
+    """Values and identities of all tensors, gradients, flags, modes and hooks."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    found: dict[str, Any] = {name: (id(t), t.tolist(), t.requires_grad) for name, t in tensors.items()}
+    found["grads"] = {name: (id(p.grad), None if p.grad is None else p.grad.tolist()) for name, p in tensors.items()}
+    for name, module in model.named_modules():
+        hooks = [len(value) for key, value in sorted(vars(module).items()) if key.endswith("_hooks")]
+        found[f"module {name}"] = module.training, hooks, sorted(vars(module)), list(module._buffers)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*they get a diagonal:UserWarning")
+@pytest.mark.parametrize("subsample", [None, 8])
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("case", STATEFUL)
+def test_a_model_with_state_is_left_as_it_was(case: str, structure: str, subsample: int | None) -> None:
+    """Curvature, and every kind of prediction, of a model whose forward pass changes its buffers."""
+    torch.manual_seed(0)
+    model = STATEFUL[case]().double()
+    x, y = torch.randn(12, 4, dtype=torch.float64), torch.arange(12) % 3
+    model[0].bias.requires_grad_(False)
+    model[-1].weight.grad = torch.ones_like(model[-1].weight)
+    before = everything(model)
+    loader = [(x[:6], y[:6]), (x[6:], y[6:])]
+    posterior = bayesgrad.laplace(model, loader, likelihood="categorical", structure=structure, subsample=subsample)
+    assert everything(model) == before
+    for method in ("linear", "mc", "mean"):
+        posterior.predict(x, 2, method, statistics="running")
+    posterior.predictive_samples(x, 2, statistics="running")
+    posterior.functional_samples(x, 2)
+    posterior.functional_variance(x)
+    posterior.elbo([(x, y)], prior_precision=1.0, samples=2)
+    posterior.tune_prior(method="heldout", heldout=[(x, y)], steps=2)
+    assert everything(model) == before
+    posterior.predict(x, 2, "linear", statistics=x)
+    assert everything(model) == before
+
+
+class Sequences(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.head = inner, nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        attention = isinstance(self.inner, nn.MultiheadAttention)
+        found = self.inner(x, x, x, need_weights=False) if attention else self.inner(x)
+        return self.head(found[0][:, -1] if isinstance(found, tuple) else found[:, -1])
+
+
+RANDOM: dict[str, Any] = {
+    "dropout of an LSTM": lambda: nn.LSTM(4, 4, num_layers=2, dropout=0.5, batch_first=True),
+    "dropout of attention": lambda: nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True),
+    "random slopes": nn.RReLU,
+    "statistics": lambda: nn.InstanceNorm1d(6, track_running_stats=True),
+}
+
+
+@pytest.mark.parametrize("case", RANDOM)
+def test_outputs_that_depend_on_the_mode_are_refused(case: str) -> None:
+    """In training mode the curvature would be that of another function than the one that predicts."""
+    torch.manual_seed(0)
+    model = Sequences(RANDOM[case]())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    loader = [(torch.randn(9, 6, 4), torch.arange(9) % 3)]
+    with pytest.raises(ValueError, match=r"outputs in training mode are not those in evaluation mode.*model.eval\(\)"):
+        bayesgrad.laplace(model, loader, likelihood="categorical")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(module.training for module in model.modules())
+    bayesgrad.laplace(model.eval(), loader, likelihood="categorical")
+
+
+def test_an_embedding_that_rescales_its_rows_is_refused_before_it_does() -> None:
+    model = nn.Sequential(nn.Embedding(7, 4, max_norm=0.1), nn.Flatten(), nn.Linear(8, 3))
+    before = model[0].weight.detach().clone()
+    with pytest.raises(ValueError, match=r"0 has max_norm=0.1, which rescales its rows in place"):
+        bayesgrad.laplace(model, [(torch.randint(7, (6, 2)), torch.arange(6) % 3)], likelihood="categorical")
+    assert torch.equal(model[0].weight, before)

@@ -23,6 +23,7 @@ from bayesgrad.layers.network import clean_name, parameters_of, unwrap
 from bayesgrad.layers.observed import classes_last
 from bayesgrad.layers.per_example import PerExampleGradients, StoredGradients
 from bayesgrad.layers.recorder import LayerRecorder, Trace
+from bayesgrad.layers.stateless import copied_buffers
 from bayesgrad.precision import LowRank
 
 FISHERS = ("sampled", "exact", "empirical")
@@ -307,7 +308,7 @@ def directional_gradients(
         raise ValueError("the model has no trainable parameters.")
     recorder = LayerRecorder(model, recorded_layers(model))
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), copied_buffers(model):
             repeated = model(*[x.repeat_interleave(copies, 0) for x in arguments] if copies > 1 else arguments)
             check_outputs(repeated)
             if repeated.shape[:1] != (copies * len(arguments[0]),):

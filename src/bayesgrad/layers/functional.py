@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.network import WRAPPED, clean_name, parameters_of, with_full_names
 from bayesgrad.layers.observed import classes_last
 from bayesgrad.layers.per_example import CHUNK, PerExampleGradients, StoredGradients
+from bayesgrad.layers.stateless import functional_call
 
 _WARNED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that vmap does not support
 
@@ -64,12 +65,8 @@ def gradients_by_vmap(
             raise ValueError(
                 f"{next(iter(params))} needs additional passes, in which dropout would differ: call model.eval()."
             ) from error
-        for name, module in model.named_modules() if "renorm" in str(error) else ():
-            if (limit := getattr(module, "max_norm", None)) is not None:
-                raise ValueError(
-                    f"{clean_name(name)} has max_norm={limit}, which rescales its rows in place in every forward pass: "
-                    "set its max_norm to None after training."
-                ) from error
+        if "renorm" in str(error):
+            refuse_renorm(model)
         raise
     alone = parts[0][1]
     if (alone - outputs).norm() > math.sqrt(torch.finfo(outputs.dtype).eps) * outputs.norm():
@@ -83,6 +80,16 @@ def gradients_by_vmap(
         )
         for name, p in params.items()
     }
+
+
+def refuse_renorm(model: nn.Module) -> None:
+    """Raises if an embedding changes its own weights."""
+    for name, module in model.named_modules():
+        if (limit := getattr(module, "max_norm", None)) is not None:
+            raise ValueError(
+                f"{clean_name(name)} has max_norm={limit}, which rescales its rows in place in every forward pass: "
+                "set its max_norm to None after training."
+            )
 
 
 def warn_of_loop(model: nn.Module, error: Exception) -> None:

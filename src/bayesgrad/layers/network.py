@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.running_statistics import estimated
+from bayesgrad.layers.stateless import functional_call
 
 WRAPPED = "_wrapped"  # the model inside of an `Adapter`
 

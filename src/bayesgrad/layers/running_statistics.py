@@ -9,8 +9,9 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.modules.batchnorm import _NormBase
+
+from bayesgrad.layers.stateless import functional_call
 
 SPREAD = 0.05  # of the weights, from which statistics matter: docs/binary.md has the measurements
 _warned: WeakSet[nn.Module] = WeakSet()

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, stack_module_state, vmap
+from torch.func import stack_module_state, vmap
 
 from bayesgrad import noise
 from bayesgrad.layers.network import parameters_of
+from bayesgrad.layers.stateless import functional_call
 
 
 class Chains(nn.Module):
@@ -64,7 +65,7 @@ class Chains(nn.Module):
         weights: dict[str, Tensor] = {name: self.get_parameter(own) for own, name in self.names.items()}
 
         def one(weights: dict[str, Tensor]) -> Any:
-            return functional_call(self._template[0], (weights, self._buffers_of), inputs)
+            return functional_call(self._template[0], {**weights, **self._buffers_of}, inputs)
 
         return vmap(one)(weights)
 

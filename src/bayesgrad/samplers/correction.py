@@ -35,8 +35,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
+from torch.func import grad, jacrev, jvp, vjp, vmap
 
+from bayesgrad.layers.stateless import functional_call
 from bayesgrad.likelihoods import Likelihood
 
 CORRECTIONS = (None, "flat", "jeffreys")

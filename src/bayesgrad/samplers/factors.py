@@ -16,6 +16,7 @@ from torch.func import vjp, vmap
 
 from bayesgrad.layers.modules import Layer, errors_of, inputs_of
 from bayesgrad.layers.operations import prepare
+from bayesgrad.layers.stateless import functional_call
 from bayesgrad.samplers.correction import Batch
 
 
@@ -80,7 +81,7 @@ def _run(
         layer.module.register_forward_hook(hook(layer.names[0]), with_kwargs=True, prepend=True) for layer in layers
     ]
     try:
-        return torch.func.functional_call(batch.model, weights, batch.args, batch.kwargs), seen
+        return functional_call(batch.model, weights, batch.args, batch.kwargs), seen
     finally:
         for handle in handles:
             handle.remove()
