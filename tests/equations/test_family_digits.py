@@ -82,6 +82,9 @@ class Reference:
         change = [[b - a for a, b in zip(*pair)] for pair in zip(natural, other)]
         return self.partition(other) - self.partition(natural) - inner(change, self.mean(natural))
 
+    def expected_log_density(self, natural: Numbers, other: Numbers) -> Any:
+        return inner(other, self.mean(natural)) - self.partition(other) + self.expected_log_base(natural)
+
     def log_density(self, natural: Numbers, x: list[Any]) -> Any:
         return inner(natural, self.statistics(x)) - self.partition(natural) + self.log_base(x)
 
@@ -372,7 +375,7 @@ def test_log_partition_mean_and_entropy(name: str) -> None:
 
 
 @every
-def test_divergences(name: str) -> None:
+def test_divergences_and_priors(name: str) -> None:
     """Between parameters of different sizes, and between parameters that differ by 1e-6, or by rounding alone."""
     (family, cases), reference = CASES[name], REFERENCES[name]
     for place, natural in enumerate(cases):
@@ -382,13 +385,18 @@ def test_divergences(name: str) -> None:
                 continue
             count = len(natural)
             z = exact((*natural, *other))
-            assert_digits(
-                family.divergence(natural, other),
-                lambda z, count=count: reference.divergence(z[:count], z[count:]),
-                z,
-                (*reference.shapes, *[count + place for place in reference.shapes]),
-                f"divergence of {natural} from {other}",
-            )
+            compared = [("divergence", family.divergence(natural, other), reference.divergence)]
+            if not family.direct and other is not near:
+                value = Prior(Node(family, natural), other).value()
+                compared.append(("expected log density", value, reference.expected_log_density))
+            for what, found, expected in compared:
+                assert_digits(
+                    found,
+                    lambda z, count=count, expected=expected: expected(z[:count], z[count:]),
+                    z,
+                    (*reference.shapes, *[count + place for place in reference.shapes]),
+                    f"{what} of {natural} and {other}",
+                )
 
 
 @every

@@ -39,6 +39,7 @@ class Family(ABC):
 
     event_dims: ClassVar[tuple[int, ...]]  # number of event dimensions of each parameter
     domain: ClassVar[str] = ""  # the conditions on the parameters, for error messages
+    direct: ClassVar[bool] = False  # whether `expected_log_density` is computed from its definition
     minus_infinity: ClassVar[bool] = False  # whether -inf is a valid parameter, as for logits
 
     @abstractmethod
@@ -130,6 +131,16 @@ class Family(ABC):
         """KL(q, p) = A(λ_p) - A(λ_q) - ⟨λ_p - λ_q, μ_q⟩ for q = `natural`, p = `other`: the Bregman divergence of A."""
         difference = tuple(b - a for a, b in zip(natural, other))
         return self.log_partition(other) - self.log_partition(natural) - self.dot(difference, self.mean(natural))
+
+    def expected_log_density(self, natural: Parameters, other: Parameters, mean: Parameters | None = None) -> Tensor:
+        """E_q[log p] = ⟨λ_p, μ_q⟩ - A(λ_p) + E_q[log h] for q = `natural`, p = `other`; `mean` as in `entropy`.
+
+        Where large terms may cancel it is -H(q) - KL(q, p), unless that takes many times as long (`direct`).
+        """
+        if not self.direct:
+            return -(self.entropy(natural, mean) + self.divergence(natural, other))
+        inner = self.dot(other, self.mean(natural) if mean is None else mean) - self.log_partition(other)
+        return inner if self.constant_base else inner + self.expected_log_base(natural)
 
     def log_density(self, natural: Parameters, x: Tensor) -> Tensor:
         return self.dot(natural, self.statistics(x)) - self.log_partition(natural) + self.log_base(x)

@@ -68,6 +68,22 @@ class Gaussian(Family):
         volume = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1) - natural[0].shape[-1] / 2 * LOG_2PI
         return volume - white.square().sum(-1) / 2
 
+    def peak(self, natural: Parameters) -> tuple[Tensor, Tensor]:
+        """The mean, and the log density there."""
+        mean = self.moments(natural)[0]
+        return mean, self.log_density(natural, mean)
+
+    def expected_from_peak(
+        self, natural: Parameters, peak: tuple[Tensor, Tensor], moments: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """E[log p(x)] = log p(m_p) - E[(x - m_p)'S_p(x - m_p)]/2 for p = `natural` with its `peak`, x with `moments`.
+
+        ⟨λ_p, μ⟩ has the squares of means, which would cancel.
+        """
+        offset = moments[0] - peak[0]
+        square = (offset * (natural[1] @ offset[..., None])[..., 0]).sum(-1)
+        return peak[1] + square + (natural[1] * moments[1]).sum((-2, -1))
+
     def natural(self, mean: Parameters) -> Parameters:
         first, second = mean
         covariance = second - first[..., :, None] * first[..., None, :]
@@ -144,6 +160,15 @@ class DiagonalGaussian(Family):
         offset = x - self.moments(natural)[0]
         return (((-2 * natural[1]).log() - LOG_2PI) / 2 + natural[1] * offset.square()).sum(-1)
 
+    peak = Gaussian.peak
+
+    def expected_from_peak(
+        self, natural: Parameters, peak: tuple[Tensor, Tensor], moments: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """See `Gaussian.expected_from_peak`."""
+        offset = moments[0] - peak[0]
+        return peak[1] + (natural[1] * torch.addcmul(moments[1], offset, offset)).sum(-1)
+
     def natural(self, mean: Parameters) -> Parameters:
         """
         Raises:
@@ -156,7 +181,7 @@ class DiagonalGaussian(Family):
         return self.of(first, 1 / variance)
 
     def in_domain(self, natural: Parameters) -> Tensor:
-        low, high = torch.aminmax(natural[1], dim=-1)
+        low, high = extremes(natural[1])
         return _all_finite(natural[0]) & (low > -torch.inf) & (high < 0)
 
     def statistics(self, x: Tensor) -> Parameters:
@@ -270,6 +295,15 @@ class FixedGaussian(Family):
     def log_density(self, natural: Parameters, x: Tensor) -> Tensor:
         return self.log_base(x - self._solve(natural[0]))
 
+    peak = Gaussian.peak
+
+    def expected_from_peak(
+        self, natural: Parameters, peak: tuple[Tensor, Tensor], moments: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """See `Gaussian.expected_from_peak`."""
+        offset = moments[0] - peak[0]
+        return peak[1] - ((offset * self._times(offset)).sum(-1) + offset.shape[-1]) / 2
+
     def expected_log_base(self, natural: Parameters) -> Tensor:
         mean = self._solve(natural[0])
         return self._constant(mean) - ((mean * natural[0]).sum(-1) + mean.shape[-1]) / 2
@@ -298,9 +332,15 @@ class FixedGaussian(Family):
         return _gaussian(mean, precision, count, generator)
 
 
+def extremes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The least and the greatest number of the last dimension; torch is faster without one."""
+    low, high = torch.aminmax(x) if x.dim() == 1 else torch.aminmax(x, dim=-1)
+    return low, high
+
+
 def _all_finite(x: Tensor) -> Tensor:
     """Whether all numbers of the last dimension are finite, in one pass and without a tensor of their size."""
-    low, high = torch.aminmax(x, dim=-1)
+    low, high = extremes(x)
     return (low > -torch.inf) & (high < torch.inf)
 
 

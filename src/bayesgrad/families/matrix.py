@@ -43,7 +43,7 @@ class Wishart(Family):
     (1.0, 1.0, 0.5)
     """
 
-    event_dims = (0, 2)
+    event_dims, direct = (0, 2), True
     domain = ", with a positive definite scale and more than P - 1 degrees of freedom"
 
     def of(self, degrees: Tensor, scale: Tensor) -> Parameters:
@@ -187,7 +187,7 @@ class NormalWishart(Family):
     Checked by: also tests/equations/test_conjugate.py, the evidence of Gaussian data against a t distribution.
     """
 
-    event_dims = (1, 0, 2, 0)
+    event_dims, direct = (1, 0, 2, 0), True
     domain = ", with a positive confidence, a positive definite scale and more than P - 1 degrees of freedom"
     min_degrees: ClassVar[str] = "P"  # a mode needs more degrees of freedom than this
 

@@ -45,6 +45,7 @@ class Point(Family):
     """
 
     domain = " that has a mode"
+    direct = True
     family: Family
 
     @property

@@ -123,6 +123,7 @@ class Dirichlet(Family):
     """
 
     event_dims = (1,)
+    direct = True
     domain = ", with positive concentrations"
 
     def of(self, concentration: Tensor) -> Parameters:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -41,12 +43,15 @@ class Prior(Factor):
     def __init__(self, node: Node, natural: Parameters, *, scale: float | Tensor = 1.0) -> None:
         super().__init__(node, scale=scale)
         self.natural = _check_shapes(node, node.family.check(natural, "prior parameters"), "prior parameters")
-        self._log_partition = node.family.log_partition(self.natural)
+        family: Any = node.family
+        self._peak = family.peak(self.natural) if hasattr(family, "peak") else None  # of a Gaussian
 
     def value(self) -> Tensor:
-        (node,), family = self.nodes, self.nodes[0].family
-        inner = family.dot(self.natural, node.mean) - self._log_partition
-        return (inner if family.constant_base else inner + family.expected_log_base(node.natural)).sum()
+        (node,) = self.nodes
+        family: Any = node.family
+        if self._peak is not None:
+            return family.expected_from_peak(self.natural, self._peak, node.moments).sum()
+        return family.expected_log_density(node.natural, self.natural, node.mean).sum()
 
     def value_at_mean(self) -> Tensor:
         (node,) = self.nodes

@@ -362,10 +362,12 @@ def _take_step(
             return moved, rate
     size: float | Tensor = rate
     for _ in range(MAX_HALVINGS):
-        change = direction if isinstance(size, float) and size == 1 else node.scale_by_plate(size, direction)
+        if isinstance(size, float):
+            moved = tuple(torch.add(a, b, alpha=size) for a, b in zip(natural, direction))
+        else:
+            moved = tuple(a + b for a, b in zip(natural, node.scale_by_plate(size, direction)))
         if drift is not None:
-            change = tuple(a + b for a, b in zip(change, node.scale_by_plate(size / rate, drift)))
-        moved = tuple(a + b for a, b in zip(natural, change))
+            moved = tuple(a + b for a, b in zip(moved, node.scale_by_plate(size / rate, drift)))
         inside = family.in_domain(moved)
         if inside.all():
             return moved, size

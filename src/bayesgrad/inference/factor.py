@@ -356,7 +356,7 @@ def gaussian_message(node: Node, gradient: Tensor, hessian: Tensor) -> Parameter
     """
     mean = node.moments[0]
     if hessian.dim() == mean.dim():
-        return gradient - hessian * mean, hessian / 2
+        return torch.addcmul(gradient, hessian, mean, value=-1), hessian / 2
     return gradient - (hessian @ mean[..., None])[..., 0], hessian / 2
 
 

@@ -95,7 +95,7 @@ class Node:
     @property
     def entropy(self) -> Tensor:
         """The entropy of q times `scale`, summed over plates."""
-        entropy = self.family.entropy(self._natural, self.mean)
+        entropy = self.family.entropy(self._natural, self._mean)
         return (entropy if isinstance(self.scale, float) and self.scale == 1 else self.scale * entropy).sum()
 
     def distribution(self) -> torch.distributions.Distribution:
