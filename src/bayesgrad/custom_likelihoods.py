@@ -76,7 +76,7 @@ class CustomLikelihood(Likelihood):
     def residual(self, outputs: Tensor, labels: Tensor, check: bool = True) -> Tensor:
         with torch.enable_grad():
             given = outputs.detach().requires_grad_()
-            return torch.autograd.grad(self.loss(given, labels).sum(), given)[0]
+            return torch.autograd.grad(self.each_loss(given, labels).sum(), given)[0]
 
     def hessian_roots(self, outputs: Tensor) -> Iterator[Tensor]:
         matrix, count = self.hessian(outputs.detach()), outputs[0].numel()
@@ -85,6 +85,8 @@ class CustomLikelihood(Likelihood):
                 f"hessian() must return shape {(len(outputs), count, count)} for outputs of shape "
                 f"{tuple(outputs.shape)}, got {tuple(matrix.shape)}."
             )
+        if not bool((matrix - matrix.mT).abs().amax() <= 1e-6 * matrix.abs().amax()):
+            raise ValueError("hessian() must be finite and symmetric.")
         values, vectors = torch.linalg.eigh(matrix)
         if bool((values[:, 0] < -1e-5 * values[:, -1].abs()).any()):
             raise ValueError("hessian() must be positive semi-definite: return the Hessian expected over labels.")

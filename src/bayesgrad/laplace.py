@@ -127,6 +127,8 @@ def laplace(
     network = unwrap(model)
     chosen = _select(network, params)
     check_prior(prior_precision, 1.0 if noise_scale is None else noise_scale, chosen, temperature)
+    if noise_scale not in (None, 1.0) and not kind.has_noise:
+        raise ValueError(f"the likelihood {kind.kind!r} has no noise: leave noise_scale out, got {noise_scale!r}.")
     full, kind = likelihoods.named(likelihood, noise_scale), kind.with_noise(1.0)  # the noise enters with the prior
     _check_layers(network)
     _check_weights(parameters_of(network))
@@ -170,7 +172,7 @@ def laplace(
                 _check_mode(*call(network, inputs), outputs)
                 if forward is None and output is None:
                     _check_own_loss(network, inputs, labels, kind, outputs)
-            loss += float(kind.loss(outputs, labels).double().sum())
+            loss += float(kind.each_loss(outputs, labels).double().sum())
             numbers += outputs.numel()
             examples += len(outputs)
         if not examples:
@@ -334,7 +336,7 @@ def _check_own_loss(model: nn.Module, inputs: Inputs, labels: Tensor, kind: Any,
         own = getattr(model(**{**inputs, LABELS: labels}), "loss", None)
     if own is None:
         return
-    mean = float(kind.loss(outputs, labels).double().sum()) / kind.losses(outputs)
+    mean = float(kind.each_loss(outputs, labels).double().sum()) / kind.losses(outputs)
     if abs(float(own) - mean) > OWN_LOSS * (1 + abs(mean)):
         raise ValueError(
             f"the model's own loss of a batch is {float(own):.4g}, but its outputs and labels have {mean:.4g}: pass "

@@ -98,9 +98,19 @@ class Likelihood(ABC):
             ValueError: labels or outputs do not fit this likelihood.
         """
 
+    def each_loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """`loss`, checked: users may define it as a mean or a sum."""
+        found = self.loss(outputs, labels)
+        if found.shape != outputs.shape[:1]:
+            raise ValueError(
+                f"{self.kind}.loss must return one number for each of {len(outputs)} examples, summed over its "
+                f"outputs, got shape {tuple(found.shape)}."
+            )
+        return found
+
     def log_likelihood(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """log p(labels | outputs) of each example, (N,)."""
-        return -self.loss(outputs, labels)
+        return -self.each_loss(outputs, labels)
 
     def residual(self, outputs: Tensor, labels: Tensor, check: bool = True) -> Tensor:
         """The derivative of each example's loss by the outputs; `check` is False for labels that were sampled here."""

@@ -44,7 +44,16 @@ def classification(logs: Tensor, labels: Tensor) -> dict[str, float]:
 
 
 def calibration_error(p: Tensor, labels: Tensor, bins: int = BINS) -> float:
-    """The expected calibration error: |accuracy - confidence|, averaged over bins of the most probable class's p."""
+    """The expected calibration error: |accuracy - confidence|, averaged over bins of the most probable class's p.
+
+    NaN if probabilities are not finite.
+
+    Raises:
+        ValueError: rows of p do not sum to 1.
+    """
+    if not bool(torch.isfinite(p).all()):
+        return math.nan
+    _check_probabilities(p, labels)
     return _package().multiclass_calibration_error(p, labels, p.shape[-1], n_bins=bins).item()
 
 
@@ -57,7 +66,12 @@ class Reliability(NamedTuple):
 
 
 def reliability(p: Tensor, labels: Tensor, bins: int = BINS) -> Reliability:
-    """The accuracy of the most probable class in bins of its probability, of equal width and open on the left."""
+    """The accuracy of the most probable class in bins of its probability, of equal width and open on the left.
+
+    Raises:
+        ValueError: rows of p do not sum to 1.
+    """
+    _check_probabilities(p, labels)
     confidence, named = p.double().max(-1)
     right = (named == labels).double()
     place = (confidence * bins).ceil().long().clamp(1, bins) - 1
@@ -108,7 +122,8 @@ def gaussian_nll(mean: Tensor, variance: Tensor, targets: Tensor) -> Tensor:
 def coverage(mean: Tensor, variance: Tensor, targets: Tensor, level: float = 0.9) -> float:
     """The fraction of targets inside the central interval of probability `level`."""
     mean, variance, targets = _fitting(mean, variance, targets)
-    return ((targets - mean).abs() <= half_width(variance, level)).double().mean().item()
+    error = (targets - mean).abs()
+    return ((error <= half_width(variance, level)).double() + 0 * error).mean().item()  # NaN if an error is
 
 
 def half_width(variance: Tensor, level: float = 0.9) -> Tensor:
@@ -116,6 +131,20 @@ def half_width(variance: Tensor, level: float = 0.9) -> Tensor:
     if not 0 < level < 1:
         raise ValueError(f"level must be between 0 and 1, got {level!r}.")
     return torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)).to(variance) * variance.sqrt()
+
+
+def _check_probabilities(p: Tensor, labels: Tensor) -> None:
+    """Raises for anything else than probabilities (n, classes) and labels (n,): logits would give numbers too."""
+    if p.dim() != 2 or labels.shape != p.shape[:1]:
+        raise ValueError(
+            f"p must be (n, classes) and labels (n,), got shapes {tuple(p.shape)} and {tuple(labels.shape)}."
+        )
+    low, off = p.amin(), (p.double().sum(-1) - 1).abs().amax()
+    if not bool((low >= 0) & (off <= NORMALISED)):
+        raise ValueError(
+            f"p must be finite probabilities that sum to 1, got numbers down to {low:.3g} and sums that differ from 1 "
+            f"by up to {off:.3g}: pass logits.softmax(-1)."
+        )
 
 
 def _fitting(mean: Tensor, variance: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -118,8 +118,43 @@ def test_what_a_definition_lacks_is_named() -> None:
 
     with pytest.raises(ValueError, match="positive semi-definite: return the Hessian expected over labels"):
         bayesgrad.laplace(model, [(x, y)], likelihood=Negative())
+
+    class Lopsided(OwnCategorical):
+        kind = "lopsided"
+
+        def hessian(self, outputs: Tensor) -> Tensor:
+            return super().hessian(outputs).tril()
+
     with pytest.raises(ValueError, match=r"hessian\(\) must return shape \(8, 3, 3\)"):
         bayesgrad.laplace(model, [(x, y)], likelihood=Wrong())
+    with pytest.raises(ValueError, match=r"hessian\(\) must be finite and symmetric"):
+        bayesgrad.laplace(model, [(x, y)], likelihood=Lopsided())
+    with pytest.raises(ValueError, match=r"likelihood 'own_categorical' has no noise: leave noise_scale out, got 0\.3"):
+        bayesgrad.laplace(model, [(x, y)], likelihood=OwnCategorical(), noise_scale=0.3)
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_losses_that_are_not_one_for_each_example_are_refused(reduction: str, fisher: str) -> None:
+    """The evidence, and the empirical Fisher of a mean, would be those of other data without a word."""
+
+    class Reduced(OwnCategorical):
+        kind = "reduced"
+
+        def hessian(self, outputs: Tensor) -> Tensor:
+            return torch.eye(2, dtype=outputs.dtype).expand(len(outputs), 2, 2)
+
+        def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
+            each = (outputs - labels).square() / 2
+            return each if reduction == "none" else getattr(each, reduction)()
+
+    model, x = data(2)
+    loader = [(x, torch.zeros(8, 2, dtype=x.dtype))]
+    with pytest.raises(ValueError, match=r"reduced.loss must return one number for each of 8 examples.*got shape"):
+        bayesgrad.laplace(model, loader, likelihood=Reduced(), fisher=fisher)
+    posterior = bayesgrad.laplace(model, loader, likelihood="gaussian", noise_scale=1.0)
+    with pytest.raises(ValueError, match=r"reduced.loss must return one number for each of 8 examples"):
+        posterior.elbo(loader, prior_precision=1.0, likelihood=Reduced(), samples=2)
 
 
 def test_parameters_of_a_definition_are_saved(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +42,21 @@ def test_predictions_that_do_not_normalise_are_refused() -> None:
         assert rounded["nll"] == pytest.approx(expected["nll"], rel=0.02)
     certain = torch.tensor([[0.0, -math.inf], [-math.inf, 0.0]])
     assert metrics.classification(certain, torch.tensor([0, 1]))["nll"] == 0.0
+
+
+@pytest.mark.parametrize("score", [metrics.calibration_error, metrics.reliability])
+def test_calibration_of_what_are_no_probabilities_is_refused(score: Any) -> None:
+    """torchmetrics would take the softmax of anything beyond [0, 1], and NaN for the first class."""
+    p, labels = calibrated(50)
+    for wrong in (p.log(), 0.9 * p, p - 0.25, 3 * torch.randn(50, 4, generator=torch.Generator().manual_seed(0))):
+        with pytest.raises(ValueError, match=r"p must be finite probabilities that sum to 1, got .*logits.softmax"):
+            score(wrong, labels)
+    for shape in (labels[:1], labels[:, None]):
+        with pytest.raises(ValueError, match=r"p must be \(n, classes\) and labels \(n,\), got shapes"):
+            score(p, shape)
+    assert math.isnan(metrics.calibration_error(math.nan * p, labels))
+    assert math.isnan(metrics.coverage(math.nan * labels.double(), 1.0 + labels, labels))
+    score(p.bfloat16(), labels)
 
 
 def test_what_is_calibrated_has_no_calibration_error_and_too_much_confidence_has_the_difference() -> None:

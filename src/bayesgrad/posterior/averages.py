@@ -59,9 +59,9 @@ class Averages:
     def change(self, outputs: Tensor) -> float:
         """The share of the predictions for these outputs, those of the mean weights, that the average changes.
 
-        For classes it is the share of labels that differ. For other predictions it is the sum of squared differences,
-        less what is expected from the variance among the samples, over the sum of squared deviations from the mean
-        prediction: 1 - R^2. It is 0 for fewer than ENOUGH predictions or SEVERAL samples.
+        For classes it is the share of labels that differ. For other predictions it is the sum of squared differences
+        over the sum of squared deviations from the mean prediction: 1 - R^2. It is 0 for fewer than ENOUGH predictions
+        or SEVERAL samples.
         """
         value, average = self.reading.link(outputs), self.mean
         if self.count < SEVERAL or value.shape[: value.dim() - self.reading.has_classes].numel() < ENOUGH:
@@ -70,9 +70,8 @@ class Averages:
             labels = [p.argmax(-1) if self.reading.has_classes else p > 0.5 for p in (value, average)]
             return float((labels[0] != labels[1]).double().mean())
         spread = (value - value.mean(0)).square().double().sum()
-        noise = self.squares.double().sum() / (self.count * (self.count - 1))
-        change = ((value - average).square().double().sum() - noise).clamp(min=0)
-        return float(torch.where((spread > 0) & (change > 4 * noise), change / spread, 0.0))
+        change = (value - average).square().double().sum()
+        return float(torch.where(spread > 0, change / spread, 0.0))
 
 
 def check_link(link: str | None, reading: Likelihood, decompose: bool) -> None:

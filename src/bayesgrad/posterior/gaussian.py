@@ -100,9 +100,11 @@ class GaussianPosterior(Posterior):
         change = found.change(network(self._centre(network)))
         if change > FAR:
             self._compared = True
+            share = f"{change:.0%}" if change < 100 else "more than 9999%"
             warnings.warn(
-                f"the average over samples of the weights changes {change:.0%} of what the mean weights predict, more "
-                f"than {FAR:.0%}: the Gaussian is too wide for the network; use method='linear', or tune the prior.",
+                f"the average over {samples} samples of the weights changes {share} of what the mean weights "
+                f"predict, more than {FAR:.0%}: the Gaussian is too wide for the network, or for so few samples; use "
+                "method='linear', or tune the prior.",
                 stacklevel=4,
             )
         return found
