@@ -239,7 +239,9 @@ def test_evidence(structure: str, likelihood: str) -> None:
 
     slope = (evidence(PRIOR + 1e-4, noise) - evidence(PRIOR - 1e-4, noise)) / 2e-4
     close(gradients[0], slope, rtol=1e-6, atol=1e-6)
-    slope = (evidence(PRIOR, noise + 1e-5) - evidence(PRIOR, noise - 1e-5)) / 2e-5
+    slope = torch.zeros_like(slope)  # of a likelihood without noise, which takes no other
+    if likelihood == "gaussian":
+        slope = (evidence(PRIOR, noise + 1e-5) - evidence(PRIOR, noise - 1e-5)) / 2e-5
     close(gradients[1], slope, rtol=1e-6, atol=1e-6)
 
 
