@@ -14,6 +14,7 @@ from bayesgrad.inference.engine import ProgressLine
 from bayesgrad.inference.expectation import Delta, Expectation, Moments
 from bayesgrad.models.designs import Design
 from bayesgrad.models.multinomial import Multinomial, MultinomialLogLikelihood
+from bayesgrad.models.quadrature import Expected
 
 HALVINGS = 40
 ROUGH = 0.1  # nats that Newton's method may be below the mode, where a variational posterior starts
@@ -37,7 +38,9 @@ class Belief(NamedTuple):
         mean: (K P,).
         predictors: E[x'θ + o], (n, K).
         precision, factor: (K P, K P), and the lower Cholesky factor.
+        spread: covariances of x'θ, (n, K, K); none for `Delta`.
         first, second: E[l'], (n, K), and E[l''], (n, K, K), of the log-likelihood of each row.
+        third: E[l^(3)], (n, 1), of one predictor, where it is known.
         objective: what a step must not decrease: the log joint density at the mean for `Delta`, else the bound.
         elbo: the bound on the log evidence.
     """
@@ -50,6 +53,8 @@ class Belief(NamedTuple):
     second: Tensor
     objective: Tensor
     elbo: Tensor
+    spread: Tensor | None = None
+    third: Tensor | None = None
 
 
 class Outcome(NamedTuple):
@@ -140,10 +145,10 @@ class LinearPosterior:
 
     def variational(self, mean: Tensor, shape: Shape) -> Belief:
         z = self.predictors(mean)
-        value, first, second = self._expected(z, shape.spread)
+        (value, first, second), third = self._expected(z, shape.spread)
         width = (len(mean) - (self.precision * shape.covariance).sum()) / 2
         elbo = self._log_joint(mean, value) + width - shape.factor.diagonal().log().sum()
-        return Belief(mean, z, shape.precision, shape.factor, first, second, elbo, elbo)
+        return Belief(mean, z, shape.precision, shape.factor, first, second, elbo, elbo, shape.spread, third)
 
     def _shape(self, precision: Tensor) -> Shape | None:
         """None if the precision is not positive definite."""
@@ -169,17 +174,23 @@ class LinearPosterior:
         """X' diag(w) X, of noise of scale 1."""
         return self.design.gram(torch.ones_like(self.y) if self.weights is None else self.weights)
 
-    def _expected(self, z: Tensor, spread: Tensor) -> Moments:
+    def _expected(self, z: Tensor, spread: Tensor) -> Expected:
         size = max(1, POINTS // (32 if self.outputs == 1 else 512 * self.outputs))
         parts = [part.split(size) for part in (z, spread, self.y)]
         chunks = enumerate(zip(*parts))
         found = [self._chunk(z, own, y, self.expectation(place)) for place, (z, own, y) in chunks]
-        return found[0] if len(found) == 1 else Moments(*[torch.cat(part) for part in zip(*found)])
+        if len(found) == 1:
+            return found[0]
+        moments = Moments(*[torch.cat(part) for part in zip(*[one.moments for one in found])])
+        thirds = [one.third for one in found if one.third is not None]
+        return Expected(moments, torch.cat(thirds) if thirds else None)
 
-    def _chunk(self, z: Tensor, spread: Tensor, y: Tensor, expectation: Expectation) -> Moments:
+    def _chunk(self, z: Tensor, spread: Tensor, y: Tensor, expectation: Expectation) -> Expected:
         if isinstance(self.observation, Multinomial):
-            return expectation.rows(MultinomialLogLikelihood(self.observation, y), z, torch.linalg.cholesky(spread))
-        return _as_columns(self.observation.expected(z[:, 0], spread[:, 0, 0], y, expectation))
+            function = MultinomialLogLikelihood(self.observation, y)
+            return Expected(expectation.rows(function, z, torch.linalg.cholesky(spread)), None)
+        moments, third = self.observation.expected_to_third(z[:, 0], spread[:, 0, 0], y, expectation)
+        return Expected(_as_columns(moments), None if third is None else third[:, None])
 
     def curvature(self, second: Tensor) -> Tensor:
         """Λ - X' E[w l''] X, for E[l''], (n, K, K)."""
@@ -269,7 +280,10 @@ class LinearPosterior:
         shape = self._shape(precision)
         if shape is None:
             return None
-        first = self._expected(belief.predictors, shape.spread).first
+        if belief.third is None or belief.spread is None:
+            first = self._expected(belief.predictors, shape.spread).moments.first
+        else:  # the derivative of E[l'] by the variance is E[l^(3)]/2
+            first = belief.first + belief.third * (shape.spread - belief.spread)[:, :, 0] / 2
         return self.variational(belief.mean + size * _solve(shape.factor, self._gradient(belief.mean, first)), shape)
 
     def _step(self, belief: Belief, rho: float) -> Belief | None:
