@@ -17,7 +17,7 @@ from bayesgrad.models.multinomial import Multinomial, MultinomialLogLikelihood
 from bayesgrad.models.quadrature import Expected
 
 HALVINGS = 40
-ROUGH = 0.1  # nats that Newton's method may be below the mode, where a variational posterior starts
+ROUGH = 0.5  # nats that Newton's method may be below the mode, where a variational posterior starts
 SLACK = 1e-12  # relative rounding errors of a bound
 POINTS = 1 << 21  # numbers that a quadrature evaluates at a time
 
@@ -176,11 +176,11 @@ class LinearPosterior:
 
     def _expected(self, z: Tensor, spread: Tensor) -> Expected:
         size = max(1, POINTS // (32 if self.outputs == 1 else 512 * self.outputs))
+        if len(z) <= size:
+            return self._chunk(z, spread, self.y, self.expectation(0))
         parts = [part.split(size) for part in (z, spread, self.y)]
         chunks = enumerate(zip(*parts))
         found = [self._chunk(z, own, y, self.expectation(place)) for place, (z, own, y) in chunks]
-        if len(found) == 1:
-            return found[0]
         moments = Moments(*[torch.cat(part) for part in zip(*[one.moments for one in found])])
         thirds = [one.third for one in found if one.third is not None]
         return Expected(moments, torch.cat(thirds) if thirds else None)
@@ -239,9 +239,12 @@ class LinearPosterior:
         """Steps until the bound would still change by less than tol, relative to its size."""
         if self.at_mean:
             return self._newton(belief, max_iter=max_iter, tol=1e-3 * tol, relative=True, rho=rho)
-        elbos = [float(belief.elbo)]
+        elbos, history = [float(belief.elbo)], []
         for _ in range(max_iter):
-            found = self._step(belief, rho)
+            target = self.curvature(belief.second)
+            change = target - belief.precision
+            history = [*history[-1:], (target, torch.cholesky_solve(change, belief.factor))]
+            found = self._step(belief, change, change - _anderson(history), rho, tol)
             if found is None:
                 return Outcome(belief, elbos, True)
             belief = found
@@ -286,14 +289,20 @@ class LinearPosterior:
             first = belief.first + belief.third * (shape.spread - belief.spread)[:, :, 0] / 2
         return self.variational(belief.mean + size * _solve(shape.factor, self._gradient(belief.mean, first)), shape)
 
-    def _step(self, belief: Belief, rho: float) -> Belief | None:
-        """One step, halved until the bound does not decrease; None if no step is left, to rounding."""
-        change, size = self.curvature(belief.second) - belief.precision, rho
-        for _ in range(HALVINGS):
-            found = self._moved(belief, torch.add(belief.precision, change, alpha=size), size)
+    def _step(self, belief: Belief, change: Tensor, faster: Tensor, rho: float, tol: float) -> Belief | None:
+        """One step, halved until the bound does not decrease; None if no step is left.
+
+        Args:
+            change: of the precision, in a full step.
+            faster: the one to try first.
+            tol: how much of the bound is not worth another try.
+        """
+        for goal, size in [(faster, rho), *[(change, rho / 2**k) for k in range(HALVINGS)]]:
+            found = self._moved(belief, torch.add(belief.precision, goal, alpha=size), size)
             if found is not None and _not_below(found, belief):
                 return found
-            size /= 2
+            if found is not None and goal is change and abs(found.elbo - belief.elbo) <= tol * belief.elbo.abs():
+                return None
         return None
 
 
@@ -302,6 +311,20 @@ def _rest(elbos: list[float]) -> float:
     changes = [abs(b - a) for a, b in zip(elbos[-3:], elbos[-3:][1:])]
     ratio = changes[-1] / changes[-2] if len(changes) == 2 and changes[-2] > 0 else 1.0
     return changes[-1] * (ratio / (1 - ratio) if ratio < 0.5 else 1.0)
+
+
+def _anderson(history: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """What Anderson's method with one step of memory subtracts from the next change of the precision.
+
+    Args:
+        history: targets of the last steps and V times their distances from the precision. Distances that shrink by a
+            constant factor, or alternate in sign, vanish with it.
+    """
+    (before, older), (target, newer) = history[0], history[-1]
+    turn = newer - older
+    square = (turn * turn.mT).sum()
+    share = (turn * newer.mT).sum() / square if len(history) == 2 and square > 0 else square.new_zeros(())
+    return share.clamp(-1, 0.75) * (target - before)
 
 
 def predictor_covariances(design: Design, covariance: Tensor, outputs: int) -> Tensor:

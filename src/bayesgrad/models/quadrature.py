@@ -116,11 +116,13 @@ def _expected_log_sigmoid(xp: Any, mean: Any, deviation: Any) -> Sequence[Any]:
     most, narrow = float(deviation.max()), HERMITE[-1][0] * math.pi
     if most <= narrow or (most <= WIDE and len(mean) <= FEW):
         return _by_pairs(xp, mean, deviation, most)
-    found = [xp.empty_like(mean) for _ in range(4)]
-    small, large = deviation <= narrow, ~(deviation <= WIDE)
+    large = ~(deviation <= WIDE)
     if len(mean) <= FEW:
-        small = small & False
-    for which in (small, ~small & ~large, large):
+        found, groups = _by_pairs(xp, mean, deviation.clip(max=WIDE), WIDE), [large]
+    else:
+        small = deviation <= narrow
+        found, groups = [xp.empty_like(mean) for _ in range(4)], [large, small, ~small & ~large]
+    for which in groups:
         if which.any():
             m, own = mean[which], deviation[which]
             parts = _by_weight(xp, m, own) if which is large else _by_pairs(xp, m, own, float(own.max()))
