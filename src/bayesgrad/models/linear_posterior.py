@@ -19,6 +19,8 @@ from bayesgrad.models.quadrature import Expected
 HALVINGS = 40
 ROUGH = 0.5  # nats that Newton's method may be below the mode, where a variational posterior starts
 SLACK = 1e-12  # relative rounding errors of a bound
+ZERO = torch.zeros(())
+FAR = 8.0  # change of a variance up to which the change of E[l'] is predicted
 POINTS = 1 << 21  # numbers that a quadrature evaluates at a time
 
 
@@ -38,7 +40,7 @@ class Belief(NamedTuple):
         mean: (K P,).
         predictors: E[x'θ + o], (n, K).
         precision, factor: (K P, K P), and the lower Cholesky factor.
-        spread: covariances of x'θ, (n, K, K); none for `Delta`.
+        covariance, spread: of θ, (K P, K P), and of x'θ, (n, K, K); zero for `Delta`.
         first, second: E[l'], (n, K), and E[l''], (n, K, K), of the log-likelihood of each row.
         third: E[l^(3)], (n, 1), of one predictor, where it is known.
         objective: what a step must not decrease: the log joint density at the mean for `Delta`, else the bound.
@@ -53,7 +55,8 @@ class Belief(NamedTuple):
     second: Tensor
     objective: Tensor
     elbo: Tensor
-    spread: Tensor | None = None
+    covariance: Tensor = ZERO
+    spread: Tensor = ZERO
     third: Tensor | None = None
 
 
@@ -130,9 +133,10 @@ class LinearPosterior:
         """
         z = self.predictors(mean)
         if isinstance(self.observation, Multinomial):
-            value, first, second = self.observation.derivatives(self.y, z[None], z.new_ones(1))
+            (value, first, second), third = self.observation.derivatives(self.y, z[None], z.new_ones(1)), None
         else:
             value, first, second = _as_columns(self.observation.derivatives(z[:, 0], self.y))
+            third = self.observation.third_derivative(z)
         precision = self.curvature(second)
         factor, failed = torch.linalg.cholesky_ex(precision)
         if failed and not self.observation.concave:
@@ -141,14 +145,16 @@ class LinearPosterior:
         if failed:
             return None
         joint = self._log_joint(mean, value)
-        return Belief(mean, z, precision, factor, first, second, joint, joint - factor.diagonal().log().sum())
+        elbo = joint - factor.diagonal().log().sum()
+        return Belief(mean, z, precision, factor, first, second, joint, elbo, third=third)
 
     def variational(self, mean: Tensor, shape: Shape) -> Belief:
         z = self.predictors(mean)
         (value, first, second), third = self._expected(z, shape.spread)
         width = (len(mean) - (self.precision * shape.covariance).sum()) / 2
         elbo = self._log_joint(mean, value) + width - shape.factor.diagonal().log().sum()
-        return Belief(mean, z, shape.precision, shape.factor, first, second, elbo, elbo, shape.spread, third)
+        found = (mean, z, shape.precision, shape.factor, first, second, elbo, elbo)
+        return Belief(*found, shape.covariance, shape.spread, third)
 
     def _shape(self, precision: Tensor) -> Shape | None:
         """None if the precision is not positive definite."""
@@ -243,7 +249,7 @@ class LinearPosterior:
         for _ in range(max_iter):
             target = self.curvature(belief.second)
             change = target - belief.precision
-            history = [*history[-1:], (target, torch.cholesky_solve(change, belief.factor))]
+            history = [*history[-1:], (target, belief.covariance @ change)]
             found = self._step(belief, change, change - _anderson(history), rho, tol)
             if found is None:
                 return Outcome(belief, elbos, True)
@@ -283,10 +289,10 @@ class LinearPosterior:
         shape = self._shape(precision)
         if shape is None:
             return None
-        if belief.third is None or belief.spread is None:
+        if belief.third is None:
             first = self._expected(belief.predictors, shape.spread).moments.first
         else:  # the derivative of E[l'] by the variance is E[l^(3)]/2
-            first = belief.first + belief.third * (shape.spread - belief.spread)[:, :, 0] / 2
+            first = belief.first + belief.third * (shape.spread - belief.spread)[:, :, 0].clamp(max=FAR) / 2
         return self.variational(belief.mean + size * _solve(shape.factor, self._gradient(belief.mean, first)), shape)
 
     def _step(self, belief: Belief, change: Tensor, faster: Tensor, rho: float, tol: float) -> Belief | None:

@@ -55,6 +55,10 @@ class Observation(Tunable):
         """log p(y | f) and its first two derivatives by f."""
         return Moments(*derivatives(lambda at: self.log_density(at, y), f))
 
+    def third_derivative(self, f: Tensor) -> Tensor | None:
+        """That of log p(y | f) by f, where it does not depend on y and costs little."""
+        return None
+
     def expected(self, mean: Tensor, variance: Tensor, y: Tensor, expectation: Expectation) -> Moments:
         """E[log p(y | f)] under N(mean, variance), and the expectations of its first two derivatives by f."""
         return self.expected_to_third(mean, variance, y, expectation).moments
@@ -241,6 +245,10 @@ class Logistic(Bernoulli):
     def derivatives(self, f: Tensor, y: Tensor) -> Moments:
         p = f.sigmoid()
         return Moments(self.log_density(f, y), y - p, p * (p - 1))
+
+    def third_derivative(self, f: Tensor) -> Tensor:
+        p = f.sigmoid()
+        return p * (p - 1) * (1 - 2 * p)
 
     def expected_to_third(self, mean: Tensor, variance: Tensor, y: Tensor, expectation: Expectation) -> Expected:
         if not isinstance(expectation, GaussHermite):
