@@ -20,12 +20,11 @@ HALVINGS = 40
 ROUGH = 0.5  # nats that Newton's method may be below the mode, where a variational posterior starts
 SLACK = 1e-12  # relative rounding errors of a bound
 ZERO = torch.zeros(())
-FAR = 8.0  # change of a variance up to which the change of E[l'] is predicted
 POINTS = 1 << 21  # numbers that a quadrature evaluates at a time
 
 
 class Shape(NamedTuple):
-    """The precision of a belief, its lower Cholesky factor and its inverse, (K P, K P); covariances of x'θ, (n, K, K)."""
+    """A precision, its lower Cholesky factor and its inverse, (K P, K P), and the covariances of x'θ, (n, K, K)."""
 
     precision: Tensor
     factor: Tensor
@@ -219,6 +218,21 @@ class LinearPosterior:
 
     # --- steps ---
 
+    def guess(self, *, intercept: bool, new: bool) -> Tensor:
+        """The prior mean, with an intercept for the mean of the targets; a linear regression for heavy tails."""
+        observation, y, mean = self.observation, self.y, self.mean.clone()
+        if not new or observation.classifies or observation.conjugate:
+            return mean
+        weights = torch.ones_like(y) if self.weights is None else self.weights
+        shifts = observation.start(y) - (0 if self.offset is None else self.offset[:, 0])
+        if observation.least_squares:
+            weights = weights * observation.information(y)
+            precision = self.precision + self.design.gram(weights)
+            return torch.linalg.solve(precision, self.design.pull((weights * shifts)[:, None])[:, 0])
+        if intercept:
+            mean[-1] = (weights * shifts).sum() / weights.sum()
+        return mean
+
     def start(self, mean: Tensor) -> Belief:
         """The first belief: for `Delta` at this mean, else near the mode, where few steps of full cost are left.
 
@@ -292,7 +306,7 @@ class LinearPosterior:
         if belief.third is None:
             first = self._expected(belief.predictors, shape.spread).moments.first
         else:  # the derivative of E[l'] by the variance is E[l^(3)]/2
-            first = belief.first + belief.third * (shape.spread - belief.spread)[:, :, 0].clamp(max=FAR) / 2
+            first = belief.first + belief.third * (shape.spread - belief.spread)[:, :, 0] / 2
         return self.variational(belief.mean + size * _solve(shape.factor, self._gradient(belief.mean, first)), shape)
 
     def _step(self, belief: Belief, change: Tensor, faster: Tensor, rho: float, tol: float) -> Belief | None:

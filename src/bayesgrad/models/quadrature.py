@@ -1,7 +1,8 @@
 r"""Expectations under a Gaussian of one number, with as many points as its deviation needs.
 
-A log-likelihood that is analytic in a strip of half-width d around the real axis needs points at distances in proportion
-to d. Where the deviation s is a small part of d, a few Gauss-Hermite points are enough. Above that the midpoint rule,
+A log-likelihood that is analytic in a strip of half-width d around the real axis needs points at distances in
+proportion to d. Where the deviation s is a small part of d, a few Gauss-Hermite points are enough. Above that the
+midpoint rule,
 
 .. math::
     E[g] \approx \sum_k \tfrac{w_k}{2} \left(g(m + s z_k) + g(m - s z_k)\right), \quad
