@@ -167,11 +167,7 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
         model._shape, model._device, model._centre, model._starts = (10 * (D + len(W)), D), None, centre, 0
         variance = noise.expand(D)
         model._floor = FLOOR * variance
-        model._nodes = model._nodes_at(W.mT, variance, model._shape[0])
-        model._rows = model._batches = 0
-        model._remember_settings()
-        model._set_attributes(model._nodes)
-        return model
+        return model._begun_with(model._nodes_at(W.mT, variance, model._shape[0]))
 
     def _initial_values(self, data: Rows, random: np.random.RandomState, pca: bool) -> tuple[Tensor, Tensor]:
         """Initial W (D, K) and noise variances (D,), relative to each column's variance if noise is diagonal."""

@@ -122,11 +122,7 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         model._check_settings()
         model.n_features_in_, model._device = given.shape[1], None
         model._random = check_random_state(model.random_state)
-        model._nodes = [Node(DIRICHLET, DIRICHLET.of(given), name="topics")]
-        model._rows = model._batches = 0
-        model._remember_settings()
-        model._set_attributes(model._nodes)
-        return model
+        return model._begun_with([Node(DIRICHLET, DIRICHLET.of(given), name="topics")])
 
     # --- the methods of `Latent` ---
 
