@@ -83,7 +83,7 @@ def test_no_check_is_skipped_that_the_counterpart_passes(model, peer) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_checks_that_apply_to_state_spaces() -> None:
-    """15 of 39 do not apply; hmmlearn's GaussianHMM, whose constructor has defaults, fails 22, 10 of these among them."""
+    """15 of 39 do not apply; hmmlearn's GaussianHMM fails 22, ten of these among them."""
     one = np.ones((1, 1))
     failed = {name for name, status in statuses(LinearStateSpace(one, one, one, one)).items() if status != "passed"}
     assert failed - {"check_array_api_input"} <= GIVEN_MATRICES | COLUMNS

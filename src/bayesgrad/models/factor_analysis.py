@@ -159,7 +159,7 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
             raise ValueError(f"components (K, D), mean (D,) and noise_variance (D,) or () are needed, got {shapes}.")
         if not (torch.isfinite(W).all() and torch.isfinite(centre).all() and (noise > 0).all()):
             raise ValueError("components and mean must be finite and noise_variance positive: check the parameters.")
-        model = cls(len(W), **({"noise": "diagonal" if noise.dim() else "isotropic"} | settings))
+        model = cls(len(W), noise="diagonal" if noise.dim() else "isotropic", **settings)
         model._check_settings()
         if model.method != "em":
             raise ValueError(f"from_parameters needs method='em', got {model.method!r}.")

@@ -412,7 +412,7 @@ class GLM(Supervised):
         mean = like(X)(self._map_chunks(X, offset, lambda z, v: self._observation.predict(z, v).mean))
         if not return_std:
             return mean
-        square = self._map_chunks(X, offset, lambda z, v: sum(self._observation.predict(z, v)[1:]))
+        square = self._map_chunks(X, offset, lambda z, v: torch.stack(self._observation.predict(z, v)[1:]).sum(0))
         return mean, like(X)(square.sqrt())
 
     def _preferences(self, z: Tensor, variance: Tensor) -> Tensor:
