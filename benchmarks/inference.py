@@ -24,6 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
 
 import inference_factors
+import inference_glm
 import inference_markov
 import inference_mixture
 import inference_models
@@ -166,6 +167,7 @@ def stream(rows: int = 1_000_000, batch: int = 5000, columns: int = 20) -> list[
 PARTS: dict[str, Callable[[int, str], list[str]]] = {
     "stream": lambda rounds, folder: stream(),
     "logistic": lambda rounds, folder: logistic(Path(folder), rounds),
+    "glm": lambda rounds, folder: inference_glm.section(5 * rounds, folder),
     "models": lambda rounds, folder: inference_models.section(rounds + 2),
     "mixture": lambda rounds, folder: inference_mixture.section(rounds),
     "topics": lambda rounds, folder: inference_topics.section(rounds, folder),

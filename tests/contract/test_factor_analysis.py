@@ -7,6 +7,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from scipy.stats import multivariate_normal
 from sklearn.exceptions import ConvergenceWarning, NotFittedError
 from sklearn.utils.estimator_checks import estimator_checks_generator
 from torch.testing import assert_close
@@ -133,3 +134,27 @@ def test_what_is_refused_later() -> None:
         model.inverse_transform(X)
     with pytest.raises(ValueError, match="n_samples must be a positive integer, got 0"):
         model.sample(0)
+
+
+def test_models_of_known_parameters() -> None:
+    """The density is that of the parameters; components may be rotated."""
+    rng = np.random.default_rng(0)
+    W, mean, noise = rng.normal(size=(2, 5)), rng.normal(size=5), rng.uniform(0.5, 2.0, size=5)
+    for own in (noise, 0.7):
+        model = FactorAnalysis.from_parameters(W, mean, own)
+        covariance = W.T @ W + np.diag(np.broadcast_to(own, 5))
+        rows = rng.normal(size=(6, 5))
+        np.testing.assert_allclose(model.get_covariance(), covariance, rtol=1e-10)
+        np.testing.assert_allclose(model.score_samples(rows), multivariate_normal(mean, covariance).logpdf(rows))
+        scores = model.transform(rows)
+        np.testing.assert_allclose(
+            model.inverse_transform(scores), mean + (rows - mean) @ np.linalg.solve(covariance, W.T) @ W, rtol=1e-9
+        )
+        assert model.sample(3).shape == (3, 5)
+        model.partial_fit(rng.normal(size=(20, 5)))
+    with pytest.raises(ValueError, match="from_parameters needs method='em', got 'vb'"):
+        FactorAnalysis.from_parameters(W, mean, noise, method="vb")
+    with pytest.raises(ValueError, match=r"got \(2, 5\), \(4,\), \(5,\)"):
+        FactorAnalysis.from_parameters(W, mean[:4], noise)
+    with pytest.raises(ValueError, match="noise_variance positive"):
+        FactorAnalysis.from_parameters(W, mean, -noise)

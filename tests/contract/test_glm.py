@@ -196,3 +196,72 @@ def test_batches_may_differ_in_their_noise() -> None:
     assert model.noise_scale_ == 2.0
     learned = GLM(noise_scale="learn").fit(X, y)
     assert learned.set_params(noise_scale=3.0).partial_fit(X, y).noise_scale_ == 3.0
+
+
+# --- known parameters ---
+
+
+@pytest.mark.parametrize("likelihood", list(LIKELIHOODS))
+def test_models_of_known_parameters_predict_as_the_fitted_ones(likelihood: str) -> None:
+    """Without an intercept all moments are attributes, so that the whole posterior is known."""
+    fitted = GLM(likelihood, fit_intercept=False).fit(X, TARGETS[likelihood])
+    classes = getattr(fitted, "classes_", None)
+    known = GLM.from_parameters(
+        fitted.coef_, likelihood=likelihood, coef_covariance=fitted.coef_covariance_, classes=classes
+    )
+    np.testing.assert_allclose(known.coef_, fitted.coef_ - (fitted.coef_.mean(0) if likelihood == "multinomial" else 0))
+    np.testing.assert_allclose(known.coef_covariance_, fitted.coef_covariance_, rtol=1e-9, atol=1e-12)
+    assert (known.predict(X) == fitted.predict(X)).all() if classes is not None else True
+    if classes is not None:
+        np.testing.assert_allclose(known.predict_proba(X), fitted.predict_proba(X), atol=1e-12)
+    else:
+        np.testing.assert_allclose(known.predict(X, return_std=True), fitted.predict(X, return_std=True), rtol=1e-9)
+    new = np.random.default_rng(1).normal(size=(10, 3))
+    for model in (known, fitted):
+        model.partial_fit(new, TARGETS[likelihood][:10])
+    np.testing.assert_allclose(known.coef_, fitted.coef_, atol=1e-5)
+    assert known.sample_posterior(2)[0].shape == (2, *known.coef_.shape)
+
+
+def test_known_parameters_without_variances() -> None:
+    model = GLM.from_parameters([2.0, -1.0, 0.5], 0.3, likelihood="poisson")
+    np.testing.assert_allclose(model.predict(X), np.exp(X @ [2.0, -1.0, 0.5] + 0.3), rtol=1e-8)
+    labels = GLM.from_parameters([[1.0, 0, 0]], [0.1], likelihood="logistic", classes=["no", "yes"])
+    assert (labels.predict(X) == np.where(X[:, 0] > -0.1, "yes", "no")).all()
+    np.testing.assert_allclose(labels.predict_proba(X)[:, 1], 1 / (1 + np.exp(-X[:, 0] - 0.1)), rtol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("coef", "options", "words"),
+    [
+        ([[1.0], [2.0]], dict(likelihood="logistic"), "coef must have 1 rows for likelihood='logistic', got 2"),
+        ([1.0, np.nan], {}, "coef must be finite numbers"),
+        ([1.0], dict(coef_covariance=[[-1.0]]), "coef_covariance must be positive semi-definite"),
+        ([1.0], dict(coef_covariance=[[0.0]]), "coef_covariance must be a symmetric positive definite"),
+        ([1.0], dict(intercept_variance=1.0), "intercept_variance needs an intercept"),
+        ([1.0], dict(intercept=0.0, intercept_variance=0.0), "intercept_variance must be positive, got 0"),
+        ([1.0], dict(intercept=[0.0, 1.0]), "intercept must be 1 finite numbers"),
+        (np.eye(3), dict(likelihood="multinomial", classes=[1, 2]), "coef must have 2 rows"),
+    ],
+)
+def test_known_parameters_that_cannot_be(coef, options: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        GLM.from_parameters(coef, **options)
+
+
+# --- labels ---
+
+
+def test_labels_of_several_classes_are_those_of_the_mean_scores() -> None:
+    """Scores with deviations far beyond their means: averaged probabilities are equal to the errors of a quadrature."""
+    rng = np.random.default_rng(0)
+    for count in (3, 5):
+        coef = rng.normal(size=(count, 4))
+        for scale in (1.0, 1e4, 1e8):
+            covariance = (1e3 * scale) ** 2 * np.eye(4 * count)
+            known = GLM.from_parameters(scale * coef, likelihood="multinomial", coef_covariance=covariance)
+            rows = rng.normal(size=(200, 4))
+            assert (known.predict(rows) == (rows @ coef.T).argmax(1)).all()
+            offset = np.zeros((200, count))
+            offset[:, 1] = 1e6 * scale
+            assert (known.predict(rows, offset=offset) == 1).all()

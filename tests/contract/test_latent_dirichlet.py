@@ -198,3 +198,17 @@ def test_refusals_of_fitted_models() -> None:
         model.top_words(n=9)
     with pytest.raises(ValueError, match="length must be a positive integer, got 0"):
         model.sample(1, 0)
+
+
+def test_models_of_known_topics() -> None:
+    """They infer documents as the fitted model does."""
+    counts = np.random.default_rng(0).poisson(1.0, size=(30, 8))
+    fitted = LatentDirichlet(3, random_state=0, max_iter=5, tol=0).fit(counts)
+    known = LatentDirichlet.from_parameters(fitted.components_, random_state=0)
+    np.testing.assert_array_equal(known.components_, fitted.components_)
+    np.testing.assert_array_equal(known.transform(counts), fitted.transform(counts))
+    assert known.perplexity(counts) == fitted.perplexity(counts)
+    assert known.sample(2, random_state=1)[0].shape == (2, 8)
+    known.partial_fit(counts)
+    with pytest.raises(ValueError, match="components must be positive numbers"):
+        LatentDirichlet.from_parameters(-fitted.components_)

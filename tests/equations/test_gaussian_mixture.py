@@ -438,6 +438,7 @@ def test_initial_values_and_known_parameters_are_scikit_learns(kind: str) -> Non
     known = GaussianMixture.from_parameters(peer.weights_, peer.means_, peer.covariances_, covariance_type=kind)
     np.testing.assert_allclose(known.score_samples(rows), peer.score_samples(rows), rtol=1e-10)
     np.testing.assert_allclose(known.predict_proba(rows), peer.predict_proba(rows), rtol=0, atol=1e-10)
+    known.partial_fit(rows)
     for name, value in (("means_init", rows[:2]), ("weights_init", [1, 1, 1]), ("precisions_init", -PRECISIONS[kind])):
         with pytest.raises(ValueError, match=f"{name} must be"):
             GaussianMixture(3, **settings | {name: value}).fit(rows)

@@ -101,6 +101,22 @@ def test_the_solver_finds_what_the_engine_finds(likelihood: str, expectation: st
     assert_allclose(model.coef_covariance_, covariance.numpy(), rtol=0, atol=2e-5)
 
 
+def test_few_steps_are_enough() -> None:
+    """The mean follows the variances within a step: 14 steps were needed without it, and 48 for separable classes."""
+    rows, y = load_breast_cancer(return_X_y=True)
+    rows = (rows - rows.mean(0)) / rows.std(0)
+    separable = X[:40], (SIGNAL[:40] > 0).astype(int)
+    for (own, labels), prior, most in (((rows, y), 1.0, 6), (separable, 1e-3, 20)):
+        model = GLM("logistic", prior_precision=prior).fit(own, labels)
+        limit = GLM("logistic", prior_precision=prior, tol=1e-15, max_iter=500).fit(own, labels)
+        assert model.n_iter_ <= most
+        assert (np.diff(model.elbos_) > 0).all()
+        assert_allclose(model.elbo_, limit.elbo_, rtol=1e-8)
+        deviation = np.sqrt(limit.coef_covariance_.diagonal())
+        assert (np.abs(model.coef_ - limit.coef_) / deviation).max() < 1e-3
+        assert_allclose(model.coef_covariance_.diagonal(), deviation**2, rtol=1e-2)
+
+
 @pytest.mark.filterwarnings("ignore:not converged")
 def test_labels_are_right_where_quadrature_saturates() -> None:
     """Separable classes and a flat prior: the deviation of x'θ is far beyond its mean, whose sign is right."""

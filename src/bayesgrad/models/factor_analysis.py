@@ -118,9 +118,11 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
 
     def _start(self, data: Rows, random: np.random.RandomState) -> list[Node]:
         pca, self._starts = self.init == "pca" and not self._starts, self._starts + 1
-        W, variance = self._initial_values(data, random, pca)
-        n, loadings = len(data), torch.cat([W, torch.zeros_like(W[:, :1])], 1)
-        tau = 1 / variance
+        return self._nodes_at(*self._initial_values(data, random, pca), len(data))
+
+    def _nodes_at(self, W: Tensor, variance: Tensor, n: int) -> list[Node]:
+        """Nodes at these loadings, (D, K), and variances, (D,), as after n rows."""
+        loadings, tau = torch.cat([W, torch.zeros_like(W[:, :1])], 1), 1 / variance
         # The weight of n rows whose scores have mean 0 and variance 1, so that streams weight the start correctly.
         rows = NORMAL.of(loadings, n * tau[:, None, None] * torch.eye(loadings.shape[1]).to(W))
         if self.noise == "isotropic":
@@ -137,6 +139,35 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
             Node(Gamma(), precision, name="noise"),
             Node(Gamma(), alpha, name="relevance"),
         ]
+
+    @classmethod
+    def from_parameters(cls, components: Any, mean: Any, noise_variance: Any, **settings: Any) -> FactorAnalysis:
+        """A model of known parameters, in the shapes of the attributes, ready to transform, to score and to sample.
+
+        `components_` are those given up to a rotation, which changes neither the density nor the covariance.
+
+        Args:
+            noise_variance: (D,), or a number for isotropic noise.
+            settings: of the estimator.
+        """
+        W, centre, noise = (
+            require_numbers(name, value)
+            for name, value in (("components", components), ("mean", mean), ("noise_variance", noise_variance))
+        )
+        if W.dim() != 2 or centre.shape != (W.shape[1],) or noise.shape not in ((), centre.shape):
+            shapes = ", ".join(str(tuple(part.shape)) for part in (W, centre, noise))
+            raise ValueError(f"components (K, D), mean (D,) and noise_variance (D,) or () are needed, got {shapes}.")
+        if not (torch.isfinite(W).all() and torch.isfinite(centre).all() and (noise > 0).all()):
+            raise ValueError("components and mean must be finite and noise_variance positive: check the parameters.")
+        model = cls(len(W), noise="diagonal" if noise.dim() else "isotropic", **settings)
+        model._check_settings()
+        if model.method != "em":
+            raise ValueError(f"from_parameters needs method='em', got {model.method!r}.")
+        D = model.n_features_in_ = len(centre)
+        model._shape, model._device, model._centre, model._starts = (10 * (D + len(W)), D), None, centre, 0
+        variance = noise.expand(D)
+        model._floor = FLOOR * variance
+        return model._begun_with(model._nodes_at(W.mT, variance, model._shape[0]))
 
     def _initial_values(self, data: Rows, random: np.random.RandomState, pca: bool) -> tuple[Tensor, Tensor]:
         """Initial W (D, K) and noise variances (D,), relative to each column's variance if noise is diagonal."""

@@ -252,11 +252,8 @@ class GaussianMixture(DensityMixin, Latent):
         model.n_features_in_, model._device, model._centre = P, None, torch.zeros_like(places[0])
         families = Point(Dirichlet()), Point(kind.family)
         parts = (shares,), _statistics(kind, places, root @ root.mT, shares)
-        model._nodes = [Node(f, n, name=m) for f, n, m in zip(families, parts, ("weights", "components"))]
-        model._rows = model._batches = 0
-        model._remember_settings()
-        model._set_attributes(model._nodes)
-        return model
+        nodes = [Node(f, n, name=m) for f, n, m in zip(families, parts, ("weights", "components"))]
+        return model._begun_with(nodes)
 
     def _shares(self, rows: Tensor, random: np.random.RandomState) -> Tensor:
         """Responsibilities of the components for each row, (K, n)."""

@@ -173,6 +173,13 @@ class Latent(Estimator, ABC):
         with checks.restore_on_error(self):
             return self._partial_fit(X)
 
+    def _begun_with(self, nodes: list[Node]) -> Any:
+        """This estimator with known nodes, as before the first batch of a stream."""
+        self._nodes, self._rows, self._batches, self.elbos_ = nodes, 0, 0, []
+        self._remember_settings()
+        self._set_attributes(nodes)
+        return self
+
     def _partial_fit(self, X: Any) -> Any:
         first = not hasattr(self, "_nodes")
         if not first:

@@ -106,6 +106,24 @@ class LatentDirichlet(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent)
         tags.transformer_tags.preserves_dtype = ["float64"]  # pyright: ignore[reportOptionalMemberAccess]
         return tags
 
+    @classmethod
+    def from_parameters(cls, components: Any, **settings: Any) -> LatentDirichlet:
+        """A model of known topics, ready to transform, to score and to sample.
+
+        Args:
+            components: concentrations of the words of each topic, (K, V), as `components_`; for known probabilities
+                these times a large number.
+            settings: of the estimator.
+        """
+        given = checks.require_numbers("components", components)
+        if given.dim() != 2 or not ((given > 0) & torch.isfinite(given)).all():
+            raise ValueError(f"components must be positive numbers of shape (K, V), got shape {tuple(given.shape)}.")
+        model = cls(len(given), **settings)
+        model._check_settings()
+        model.n_features_in_, model._device = given.shape[1], None
+        model._random = check_random_state(model.random_state)
+        return model._begun_with([Node(DIRICHLET, DIRICHLET.of(given), name="topics")])
+
     # --- the methods of `Latent` ---
 
     def _read(self, X: Any, *, reset: bool) -> Counts:

@@ -14,12 +14,22 @@ from bayesgrad.inference.engine import ProgressLine
 from bayesgrad.inference.expectation import Delta, Expectation, Moments
 from bayesgrad.models.designs import Design
 from bayesgrad.models.multinomial import Multinomial, MultinomialLogLikelihood
+from bayesgrad.models.quadrature import Expected
 
 HALVINGS = 40
-SHORTEST, ALTERNATING = 0.3, -0.3  # see `_relaxation`
-ROUGH = 1e-2  # nats that Newton's method may be below the mode, where a variational posterior starts
+ROUGH = 0.5  # nats that Newton's method may be below the mode, where a variational posterior starts
 SLACK = 1e-12  # relative rounding errors of a bound
+ZERO = torch.zeros(())
 POINTS = 1 << 21  # numbers that a quadrature evaluates at a time
+
+
+class Shape(NamedTuple):
+    """A precision, its lower Cholesky factor and its inverse, (K P, K P), and the covariances of x'θ, (n, K, K)."""
+
+    precision: Tensor
+    factor: Tensor
+    covariance: Tensor
+    spread: Tensor
 
 
 class Belief(NamedTuple):
@@ -27,19 +37,26 @@ class Belief(NamedTuple):
 
     Args:
         mean: (K P,).
+        predictors: E[x'θ + o], (n, K).
         precision, factor: (K P, K P), and the lower Cholesky factor.
+        covariance, spread: of θ, (K P, K P), and of x'θ, (n, K, K); zero for `Delta`.
         first, second: E[l'], (n, K), and E[l''], (n, K, K), of the log-likelihood of each row.
+        third: E[l^(3)], (n, 1), of one predictor, where it is known.
         objective: what a step must not decrease: the log joint density at the mean for `Delta`, else the bound.
         elbo: the bound on the log evidence.
     """
 
     mean: Tensor
+    predictors: Tensor
     precision: Tensor
     factor: Tensor
     first: Tensor
     second: Tensor
     objective: Tensor
     elbo: Tensor
+    covariance: Tensor = ZERO
+    spread: Tensor = ZERO
+    third: Tensor | None = None
 
 
 class Outcome(NamedTuple):
@@ -55,11 +72,12 @@ class LinearPosterior:
     r"""log N(θ | m_0, Λ^-1) + Σ_i w_i log p(y_i | x_i'θ + o_i), and the steps to its best Gaussian:
 
     .. math::
-        S \leftarrow (1-\rho) S + \rho\left(\Lambda - X^T E[w \ell''] X\right), \quad
-        m \leftarrow m + \rho S^{-1} \left(X^T E[w \ell'] - \Lambda (m - m_0)\right)
+        S \leftarrow (1-\rho) S + \rho\left(\Lambda - X^T E_{m, S}[w \ell''] X\right), \quad
+        m \leftarrow m + \rho S^{-1} \left(X^T E_{m, S}[w \ell'] - \Lambda (m - m_0)\right)
 
-    They are those of `inference.step` with a `LinearPredictorFactor`, with one Cholesky factor, one X'WX and one XV for
-    each. With `Delta` and rho = 1 they are Newton's method, which needs no XV.
+    The second uses the S of the first, also in its expectation: it is Newton's method for the bound as a function of m.
+    With the old S in it, as in `inference.step`, the mean follows the variances by a step, and three times as many are
+    needed. With `Delta` and rho = 1 both are Newton's method.
 
     Args:
         design: X.
@@ -114,9 +132,10 @@ class LinearPosterior:
         """
         z = self.predictors(mean)
         if isinstance(self.observation, Multinomial):
-            value, first, second = self.observation.derivatives(self.y, z[None], z.new_ones(1))
+            (value, first, second), third = self.observation.derivatives(self.y, z[None], z.new_ones(1)), None
         else:
             value, first, second = _as_columns(self.observation.derivatives(z[:, 0], self.y))
+            third = self.observation.third_derivative(z)
         precision = self.curvature(second)
         factor, failed = torch.linalg.cholesky_ex(precision)
         if failed and not self.observation.concave:
@@ -125,18 +144,24 @@ class LinearPosterior:
         if failed:
             return None
         joint = self._log_joint(mean, value)
-        return Belief(mean, precision, factor, first, second, joint, joint - factor.diagonal().log().sum())
+        elbo = joint - factor.diagonal().log().sum()
+        return Belief(mean, z, precision, factor, first, second, joint, elbo, third=third)
 
-    def variational(self, mean: Tensor, precision: Tensor) -> Belief | None:
-        """The belief with this mean and precision; None if the precision is not positive definite."""
+    def variational(self, mean: Tensor, shape: Shape) -> Belief:
+        z = self.predictors(mean)
+        (value, first, second), third = self._expected(z, shape.spread)
+        width = (len(mean) - (self.precision * shape.covariance).sum()) / 2
+        elbo = self._log_joint(mean, value) + width - shape.factor.diagonal().log().sum()
+        found = (mean, z, shape.precision, shape.factor, first, second, elbo, elbo)
+        return Belief(*found, shape.covariance, shape.spread, third)
+
+    def _shape(self, precision: Tensor) -> Shape | None:
+        """None if the precision is not positive definite."""
         factor, failed = torch.linalg.cholesky_ex(precision)
         if failed:
             return None
         covariance = torch.cholesky_inverse(factor)
-        value, first, second = self._expected(mean, covariance)
-        width = (len(mean) - (self.precision * covariance).sum()) / 2
-        elbo = self._log_joint(mean, value) + width - factor.diagonal().log().sum()
-        return Belief(mean, precision, factor, first, second, elbo, elbo)
+        return Shape(precision, factor, covariance, predictor_covariances(self.design, covariance, self.outputs))
 
     def _log_joint(self, mean: Tensor, value: Tensor) -> Tensor:
         """Without the factor (2π)^(-D/2) of the prior, which that of the posterior cancels."""
@@ -154,18 +179,23 @@ class LinearPosterior:
         """X' diag(w) X, of noise of scale 1."""
         return self.design.gram(torch.ones_like(self.y) if self.weights is None else self.weights)
 
-    def _expected(self, mean: Tensor, covariance: Tensor) -> Moments:
+    def _expected(self, z: Tensor, spread: Tensor) -> Expected:
         size = max(1, POINTS // (32 if self.outputs == 1 else 512 * self.outputs))
-        spread = predictor_covariances(self.design, covariance, self.outputs)
-        parts = [part.split(size) for part in (self.predictors(mean), spread, self.y)]
+        if len(z) <= size:
+            return self._chunk(z, spread, self.y, self.expectation(0))
+        parts = [part.split(size) for part in (z, spread, self.y)]
         chunks = enumerate(zip(*parts))
         found = [self._chunk(z, own, y, self.expectation(place)) for place, (z, own, y) in chunks]
-        return found[0] if len(found) == 1 else Moments(*[torch.cat(part) for part in zip(*found)])
+        moments = Moments(*[torch.cat(part) for part in zip(*[one.moments for one in found])])
+        thirds = [one.third for one in found if one.third is not None]
+        return Expected(moments, torch.cat(thirds) if thirds else None)
 
-    def _chunk(self, z: Tensor, spread: Tensor, y: Tensor, expectation: Expectation) -> Moments:
+    def _chunk(self, z: Tensor, spread: Tensor, y: Tensor, expectation: Expectation) -> Expected:
         if isinstance(self.observation, Multinomial):
-            return expectation.rows(MultinomialLogLikelihood(self.observation, y), z, torch.linalg.cholesky(spread))
-        return _as_columns(self.observation.expected(z[:, 0], spread[:, 0, 0], y, expectation))
+            function = MultinomialLogLikelihood(self.observation, y)
+            return Expected(expectation.rows(function, z, torch.linalg.cholesky(spread)), None)
+        moments, third = self.observation.expected_to_third(z[:, 0], spread[:, 0, 0], y, expectation)
+        return Expected(_as_columns(moments), None if third is None else third[:, None])
 
     def curvature(self, second: Tensor) -> Tensor:
         """Λ - X' E[w l''] X, for E[l''], (n, K, K)."""
@@ -182,11 +212,26 @@ class LinearPosterior:
                 found[j, :, k] = found[k, :, j] = self.design.gram(-second[:, j, k])
         return self.precision + found.view(K * P, K * P)
 
-    def _gradient(self, belief: Belief) -> Tensor:
-        first = belief.first if self.weights is None else self.weights[:, None] * belief.first
-        return self.design.pull(first).mT.flatten() - self.precision @ (belief.mean - self.mean)
+    def _gradient(self, mean: Tensor, first: Tensor) -> Tensor:
+        first = first if self.weights is None else self.weights[:, None] * first
+        return self.design.pull(first).mT.flatten() - self.precision @ (mean - self.mean)
 
     # --- steps ---
+
+    def guess(self, *, intercept: bool, new: bool) -> Tensor:
+        """The prior mean, with an intercept for the mean of the targets; a linear regression for heavy tails."""
+        observation, y, mean = self.observation, self.y, self.mean.clone()
+        if not new or observation.classifies or observation.conjugate:
+            return mean
+        weights = torch.ones_like(y) if self.weights is None else self.weights
+        shifts = observation.start(y) - (0 if self.offset is None else self.offset[:, 0])
+        if observation.least_squares:
+            weights = weights * observation.information(y)
+            precision = self.precision + self.design.gram(weights)
+            return torch.linalg.solve(precision, self.design.pull((weights * shifts)[:, None])[:, 0])
+        if intercept:
+            mean[-1] = (weights * shifts).sum() / weights.sum()
+        return mean
 
     def start(self, mean: Tensor) -> Belief:
         """The first belief: for `Delta` at this mean, else near the mode, where few steps of full cost are left.
@@ -197,9 +242,9 @@ class LinearPosterior:
         found = self.laplace(mean)
         if found is not None and not self.at_mean:
             found = self._newton(found, max_iter=20, tol=ROUGH, relative=False, rho=1.0).belief
-            mean, precision = found.mean, found.precision
+            mode, precision = found, found.precision
             for _ in range(HALVINGS):  # under a broad prior E[exp(x'θ)] overflows
-                found = self.variational(mean, precision)
+                found = self._moved(mode, precision, 1.0)
                 if found is not None and torch.isfinite(found.elbo):
                     break
                 precision = 4 * precision
@@ -214,13 +259,12 @@ class LinearPosterior:
         """Steps until the bound would still change by less than tol, relative to its size."""
         if self.at_mean:
             return self._newton(belief, max_iter=max_iter, tol=1e-3 * tol, relative=True, rho=rho)
-        elbos, relaxation, last = [float(belief.elbo)], 1.0, None
+        elbos, history = [float(belief.elbo)], []
         for _ in range(max_iter):
-            change = self.curvature(belief.second) - belief.precision
-            relative = torch.cholesky_solve(change, belief.factor)
-            if last is not None:
-                relaxation = _relaxation(relaxation, float((last * relative.mT).sum() / (last * last.mT).sum()))
-            found, last = self._step(belief, change, relaxation, rho), relative
+            target = self.curvature(belief.second)
+            change = target - belief.precision
+            history = [*history[-1:], (target, belief.covariance @ change)]
+            found = self._step(belief, change, change - _anderson(history), rho, tol)
             if found is None:
                 return Outcome(belief, elbos, True)
             belief = found
@@ -233,7 +277,7 @@ class LinearPosterior:
         """Newton's method, until a step would increase the log joint density by less than tol."""
         elbos = [float(belief.elbo)]
         for _ in range(max_iter):
-            gradient = self._gradient(belief)
+            gradient = self._gradient(belief.mean, belief.first)
             direction, size = _solve(belief.factor, gradient), rho
             if float(gradient @ direction) / 2 <= tol * (max(1.0, abs(elbos[-1])) if relative else 1):
                 return Outcome(belief, elbos, True)
@@ -254,17 +298,31 @@ class LinearPosterior:
             self.progress.update(step, bound)
         return bound
 
-    def _step(self, belief: Belief, change: Tensor, relaxation: float, rho: float) -> Belief | None:
-        """One step, halved until the bound does not decrease; None if no step is left, to rounding."""
-        gradient, size = self._gradient(belief), rho
-        for _ in range(HALVINGS):
-            precision = torch.add(belief.precision, change, alpha=size * relaxation)
-            factor, failed = torch.linalg.cholesky_ex(precision)
-            if not failed:
-                found = self.variational(belief.mean + size * _solve(factor, gradient), precision)
-                if found is not None and _not_below(found, belief):
-                    return found
-            size /= 2
+    def _moved(self, belief: Belief, precision: Tensor, size: float) -> Belief | None:
+        """This precision, and a step of the mean given it; None if it is not positive definite."""
+        shape = self._shape(precision)
+        if shape is None:
+            return None
+        if belief.third is None:
+            first = self._expected(belief.predictors, shape.spread).moments.first
+        else:  # the derivative of E[l'] by the variance is E[l^(3)]/2
+            first = belief.first + belief.third * (shape.spread - belief.spread)[:, :, 0] / 2
+        return self.variational(belief.mean + size * _solve(shape.factor, self._gradient(belief.mean, first)), shape)
+
+    def _step(self, belief: Belief, change: Tensor, faster: Tensor, rho: float, tol: float) -> Belief | None:
+        """One step, halved until the bound does not decrease; None if no step is left.
+
+        Args:
+            change: of the precision, in a full step.
+            faster: the one to try first.
+            tol: how much of the bound is not worth another try.
+        """
+        for goal, size in [(faster, rho), *[(change, rho / 2**k) for k in range(HALVINGS)]]:
+            found = self._moved(belief, torch.add(belief.precision, goal, alpha=size), size)
+            if found is not None and _not_below(found, belief):
+                return found
+            if found is not None and goal is change and abs(found.elbo - belief.elbo) <= tol * belief.elbo.abs():
+                return None
         return None
 
 
@@ -275,12 +333,18 @@ def _rest(elbos: list[float]) -> float:
     return changes[-1] * (ratio / (1 - ratio) if ratio < 0.5 else 1.0)
 
 
-def _relaxation(last: float, ratio: float) -> float:
-    """The fraction of the next change of the precision, where the last one left this ratio of it (Aitken's method).
+def _anderson(history: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """What Anderson's method with one step of memory subtracts from the next change of the precision.
 
-    Precisions of nearly separable classes alternate around their limit, and full changes would approach it slowly.
+    Args:
+        history: targets of the last steps and V times their distances from the precision. Distances that shrink by a
+            constant factor, or alternate in sign, vanish with it.
     """
-    return min(max(last / max(1 - ratio, 0.1), SHORTEST), 1.0) if ratio < ALTERNATING else 1.0
+    (before, older), (target, newer) = history[0], history[-1]
+    turn = newer - older
+    square = (turn * turn.mT).sum()
+    share = (turn * newer.mT).sum() / square if len(history) == 2 and square > 0 else square.new_zeros(())
+    return share.clamp(-1, 0.75) * (target - before)
 
 
 def predictor_covariances(design: Design, covariance: Tensor, outputs: int) -> Tensor:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
@@ -16,11 +14,11 @@ from torch.nn.functional import logsigmoid
 from bayesgrad.families import Parameters
 from bayesgrad.families.gaussian import LOG_2PI
 from bayesgrad.inference.expectation import Delta, Expectation, GaussHermite, Moments, derivatives
+from bayesgrad.models.quadrature import Expected, expected_derivatives, expected_log_sigmoid
 from bayesgrad.models.tunable import Number, Tunable, like
 
 QUADRATURE = GaussHermite(32, "reparameterised")
 FINE = GaussHermite(64)  # for predictions
-WIDE = 1.5  # standard deviation of a logit above which Gauss-Hermite points are not the better rule: measured
 
 
 class Prediction(NamedTuple):
@@ -44,6 +42,11 @@ class Observation(Tunable):
     conjugate: ClassVar[bool] = False
     least_squares: ClassVar[bool] = False
 
+    @property
+    def reach(self) -> float | None:
+        """How far from the real axis log p(y | f) is analytic, which tells how many points a quadrature needs."""
+        return None
+
     @abstractmethod
     def log_density(self, f: Tensor, y: Tensor) -> Tensor:
         """log p(y | f), with all constants."""
@@ -52,12 +55,22 @@ class Observation(Tunable):
         """log p(y | f) and its first two derivatives by f."""
         return Moments(*derivatives(lambda at: self.log_density(at, y), f))
 
+    def third_derivative(self, f: Tensor) -> Tensor | None:
+        """That of log p(y | f) by f, where it does not depend on y and costs little."""
+        return None
+
     def expected(self, mean: Tensor, variance: Tensor, y: Tensor, expectation: Expectation) -> Moments:
         """E[log p(y | f)] under N(mean, variance), and the expectations of its first two derivatives by f."""
+        return self.expected_to_third(mean, variance, y, expectation).moments
+
+    def expected_to_third(self, mean: Tensor, variance: Tensor, y: Tensor, expectation: Expectation) -> Expected:
+        """As `expected`, with the expectation of the third derivative where it costs little."""
         if isinstance(expectation, Delta) and expectation.hessian == "exact":
             value, first, second = self.derivatives(mean, y)
-            return Moments(value + variance * second / 2, first, second)
-        return expectation.scalar(lambda f: self.log_density(f, y), mean, variance)
+            return Expected(Moments(value + variance * second / 2, first, second), None)
+        if isinstance(expectation, GaussHermite) and self.reach is not None:
+            return expected_derivatives(lambda f: self.derivatives(f, y), mean, variance, self.reach)
+        return Expected(expectation.scalar(lambda f: self.log_density(f, y), mean, variance), None)
 
     def sites(self, y: Tensor) -> Parameters:
         """Natural parameters of the initial sites: log p(y | f) to second order at `start`."""
@@ -131,10 +144,10 @@ class Gaussian(_Noisy):
         noise = like(self.scale, f).square()
         return -((y - f).square() / noise + noise.log() + LOG_2PI) / 2
 
-    def expected(self, mean: Tensor, variance: Tensor, y: Tensor, expectation: Expectation) -> Moments:
+    def expected_to_third(self, mean: Tensor, variance: Tensor, y: Tensor, expectation: Expectation) -> Expected:
         noise = like(self.scale, mean).square()
-        first = (y - mean) / noise
-        return Moments(self.log_density(mean, y) - variance / noise / 2, first, (-1 / noise).expand_as(first))
+        first, second = (y - mean) / noise, (-1 / noise).expand_as(mean)
+        return Expected(Moments(self.log_density(mean, y) - variance / noise / 2, first, second), None)
 
     def information(self, f: Tensor) -> Tensor:
         return like(self.scale, f).square().reciprocal().expand_as(f)
@@ -162,6 +175,10 @@ class StudentT(_Noisy):
 
     concave = False
     dof: Number = 4.0
+
+    @property
+    def reach(self) -> float:
+        return float(self.scale) * float(self.dof) ** 0.5
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -220,16 +237,7 @@ class Bernoulli(Observation):
 
 
 class Logistic(Bernoulli):
-    r"""p(y = 1 | f) = 1/(1 + e^-f).
-
-    Expectations by quadrature have errors below 1e-9 for every variance. Up to a standard deviation of 1.5, they use
-    Gauss-Hermite points. Above it the density is smoother than the likelihood, so that they use a closed form and a
-    Gauss rule with the weight log(1 + e^-t):
-
-    .. math::
-        \log \sigma(f) = \min(f, 0) - \log(1 + e^{-|f|}), \quad
-        E[\log(1 + e^{-|f|})] = \int_0^\infty \log(1 + e^{-t}) \left(N(t) + N(-t)\right) dt
-    """
+    """p(y = 1 | f) = 1/(1 + e^-f)."""
 
     def log_density(self, f: Tensor, y: Tensor) -> Tensor:
         return logsigmoid((2 * y - 1) * f)
@@ -238,11 +246,15 @@ class Logistic(Bernoulli):
         p = f.sigmoid()
         return Moments(self.log_density(f, y), y - p, p * (p - 1))
 
-    def expected(self, mean: Tensor, variance: Tensor, y: Tensor, expectation: Expectation) -> Moments:
+    def third_derivative(self, f: Tensor) -> Tensor:
+        p = f.sigmoid()
+        return p * (p - 1) * (1 - 2 * p)
+
+    def expected_to_third(self, mean: Tensor, variance: Tensor, y: Tensor, expectation: Expectation) -> Expected:
         if not isinstance(expectation, GaussHermite):
-            return super().expected(mean, variance, y, expectation)
-        value, first, second = _expected_log_sigmoid(mean, variance)
-        return Moments(value - (1 - y) * mean, first - (1 - y), second)
+            return super().expected_to_third(mean, variance, y, expectation)
+        (value, first, second), third = expected_log_sigmoid(mean, variance)
+        return Expected(Moments(value - (1 - y) * mean, first - (1 - y), second), third)
 
     def information(self, f: Tensor) -> Tensor:
         return self.variance(f)
@@ -251,13 +263,17 @@ class Logistic(Bernoulli):
         return f.sigmoid()
 
     def predict(self, mean: Tensor, variance: Tensor) -> Prediction:
-        _, first, second = _expected_log_sigmoid(mean, variance)
+        _, first, second = expected_log_sigmoid(mean, variance).moments
         p = (1 - first).clamp(0, 1)
         return Prediction(p, (p * (1 - p) + second).clamp(min=0), -second)
 
 
 class Probit(Bernoulli):
     """p(y = 1 | f) = Φ(f), the normal distribution function."""
+
+    @property
+    def reach(self) -> float:
+        return 2.8163  # Φ(1.9160 ± 2.8163 i) = 0
 
     def log_density(self, f: Tensor, y: Tensor) -> Tensor:
         return torch.special.log_ndtr((2 * y - 1) * f)
@@ -293,11 +309,11 @@ class Poisson(Observation):
         rate = f.exp()
         return Moments(y * f - rate - (y + 1).lgamma(), y - rate, -rate)
 
-    def expected(self, mean: Tensor, variance: Tensor, y: Tensor, expectation: Expectation) -> Moments:
+    def expected_to_third(self, mean: Tensor, variance: Tensor, y: Tensor, expectation: Expectation) -> Expected:
         if not isinstance(expectation, GaussHermite):
-            return super().expected(mean, variance, y, expectation)
+            return super().expected_to_third(mean, variance, y, expectation)
         rate = (mean + variance / 2).exp()
-        return Moments(y * mean - rate - (y + 1).lgamma(), y - rate, -rate)
+        return Expected(Moments(y * mean - rate - (y + 1).lgamma(), y - rate, -rate), -rate)
 
     def mean(self, f: Tensor) -> Tensor:
         return f.exp()
@@ -319,67 +335,6 @@ class Poisson(Observation):
         wrong = (known < 0) | (known != known.round())
         if bool(wrong.any()):
             raise ValueError(f"targets must be counts, 0, 1, 2, ..., got {known[wrong][0]:g}.")
-
-
-def _expected_log_sigmoid(mean: Tensor, variance: Tensor) -> Moments:
-    """The expectations of log 1/(1 + e^-f) and of its first two derivatives."""
-    deviation = variance.sqrt()
-    wide = deviation > WIDE
-    if not wide.any():
-        return _by_hermite(mean, deviation)
-    found = [torch.empty_like(mean) for _ in range(3)]
-    for which, rule in ((~wide, _by_hermite), (wide, _by_weight)):
-        if which.any():
-            for whole, part in zip(found, rule(mean[which], deviation[which])):
-                whole[which] = part
-    return Moments(*found)
-
-
-def _by_hermite(mean: Tensor, deviation: Tensor) -> Moments:
-    """As few points as a standard deviation up to WIDE needs: measured."""
-    most = float(deviation.max())
-    n = next(count for limit, count in ((0.2, 6), (0.5, 10), (0.9, 20), (math.inf, 40)) if most <= limit)
-    at, _, weights = GaussHermite(n).points(mean[..., None], deviation[..., None, None])
-    p = (at := at.flatten(1)).sigmoid()
-    first = weights @ p
-    parts = weights @ logsigmoid(at), 1 - first, weights @ p.square() - first
-    return Moments(*[part.view(mean.shape) for part in parts])
-
-
-def _by_weight(mean: Tensor, deviation: Tensor) -> Moments:
-    t, weights = (part.to(mean) for part in _log_rule(32))
-    ratio = mean / deviation
-    height = (-(ratio.square() + LOG_2PI) / 2).exp() / deviation  # the density at zero
-    below = torch.special.ndtr(-ratio)
-    away = torch.cat([t, -t])[:, None] - mean  # (points, n)
-    scores = away / deviation.square()
-    density = torch.cat([weights, weights])[:, None] * (-(away * scores + LOG_2PI) / 2).exp() / deviation
-    value = mean * below - deviation.square() * height - density.sum(0)
-    slope = (density * scores).sum(0)
-    bend = (density * (scores.square() - deviation.square().reciprocal())).sum(0)
-    return Moments(value, below - slope, -height - bend)
-
-
-@lru_cache
-def _log_rule(n: int) -> tuple[Tensor, Tensor]:
-    """The Gauss rule of n points for the weight log(1 + e^-t), t > 0, by Lanczos' method for a fine discretisation."""
-    nodes, weights = np.polynomial.legendre.leggauss(60)
-    edges = np.array([0, 1, 2, 4, 8, 16, 32, 48])
-    half, middle = np.diff(edges)[:, None] / 2, (edges[1:] + edges[:-1])[:, None] / 2
-    t = (middle + half * nodes).ravel()
-    mass = (half * weights).ravel() * np.log1p(np.exp(-t))
-    basis = [np.sqrt(mass / mass.sum())]
-    diagonal, beside = [], []
-    for _ in range(n):
-        following = t * basis[-1]
-        diagonal.append(following @ basis[-1])
-        for _ in range(2):  # once more for the digits that are lost the first time
-            following = following - np.stack(basis).T @ (np.stack(basis) @ following)
-        beside.append(np.linalg.norm(following))
-        basis.append(following / beside[-1])
-    jacobi = np.diag(diagonal) + np.diag(beside[:-1], 1) + np.diag(beside[:-1], -1)
-    values, vectors = np.linalg.eigh(jacobi)
-    return torch.as_tensor(values), torch.as_tensor(mass.sum() * vectors[0] ** 2)
 
 
 NAMES = {

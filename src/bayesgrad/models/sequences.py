@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from sklearn.utils import check_array
 from torch import Tensor
 
 from bayesgrad.models import checks
@@ -66,6 +67,9 @@ class Sequences:
 
 
 def _rows(y: Any, parts: int) -> Tensor:
+    if hasattr(y, "shape") and not isinstance(y, Tensor):
+        # Sparse, complex and empty arrays are refused in scikit-learn's words.
+        y = check_array(y, dtype=None, ensure_2d=False, allow_nd=True, ensure_all_finite=False)  # pyright: ignore
     rows = checks.require_numbers("y", y, live=True)
     if rows.dim() == 1 and parts == 1:
         rows = rows[:, None]

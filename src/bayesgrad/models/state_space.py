@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from sklearn.utils import Tags
 from torch import Tensor
 
 from bayesgrad.families import Parameters
@@ -127,6 +129,11 @@ class LinearStateSpace(Estimator):
         checks.require_positive_integer(max_iter=self.max_iter)
         checks.require_non_negative(tol=self.tol)
 
+    def __sklearn_tags__(self) -> Tags:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan, tags.input_tags.three_d_array, tags.input_tags.one_d_array = True, True, True
+        return tags
+
     def set_params(self, **params: Any) -> LinearStateSpace:
         """Sets parameters of the constructor; learned matrices are discarded."""
         with checks.restore_on_error(self):
@@ -135,7 +142,7 @@ class LinearStateSpace(Estimator):
         return self
 
     def _diffuse(self, size: int) -> Tensor | None:
-        marks = torch.as_tensor(self.diffuse)
+        marks = torch.as_tensor(math.nan if self.diffuse is None else self.diffuse)
         if marks.dtype != torch.bool or marks.shape not in ((), (size,)):
             raise ValueError(f"diffuse must be True, False or a list of {size} booleans, got {self.diffuse!r}.")
         return marks.expand(size) if bool(marks.any()) else None
@@ -144,16 +151,19 @@ class LinearStateSpace(Estimator):
 
     def fit(
         self,
-        y: Any,
+        X: Any,
+        y: Any = None,
         *,
         learn: str | Sequence[str] = (),
         max_iter: int = 200,
         tol: float = 1e-6,
         progress: bool | None = None,
     ) -> LinearStateSpace:
-        """Stores the smoothed states of y as `means_`, `covariances_`, and their log-likelihood (bound) as `elbo_`.
+        """Stores the smoothed states of X as `means_`, `covariances_`, and their log-likelihood (bound) as `elbo_`.
 
         Args:
+            X: the observations, called y elsewhere.
+            y: ignored.
             learn: names of constructor arguments that EM estimates, starting from their current values, or "all" (if y
                 is not Gaussian, only those of the chain). The results are also stored as `transition_` and so on, and
                 the total bound before the first iteration and after each as `elbos_`.
@@ -162,8 +172,9 @@ class LinearStateSpace(Estimator):
             progress: see `inference.run`.
         """
         if names := dynamics.chosen(learn, self._matrices, self.likelihood):
-            self._learn(self._sequences(y), names, max_iter, tol, progress)
-        self.means_, self.covariances_, self.elbo_ = self.smooth(y)
+            self._learn(self._sequences(X), names, max_iter, tol, progress)
+        self.means_, self.covariances_, self.elbo_ = self.smooth(X)
+        self.n_features_in_ = self._matrices.observation.shape[-2]
         return self
 
     def _learn(
@@ -217,11 +228,11 @@ class LinearStateSpace(Estimator):
         rows, found = self._condition(y)
         return rows.each(found.log_likelihood)
 
-    def score(self, y: Any) -> float:
-        """The log-likelihood (or bound) per observed number."""
-        rows, found = self._condition(y)
+    def score(self, X: Any, y: Any = None) -> float:
+        """The log-likelihood (or bound) of the observations X per observed number. y is ignored."""
+        rows, found = self._condition(X)
         if rows.values.isnan().all():
-            raise ValueError("y contains only NaN: there is nothing to score.")
+            raise ValueError("X contains only NaN: there is nothing to score.")
         return float(found.log_likelihood.sum() / (~rows.values.isnan()).sum())
 
     def sample(self, y: Any, n_samples: int = 1, random_state: int = 0) -> Any:
