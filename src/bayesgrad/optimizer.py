@@ -218,9 +218,10 @@ class BeliefOptimizer(CheckedOptimizer):
     ) -> None:
         """Collects what the optimizer needs from a forward pass beside gradients; see `needs`.
 
-        Call it before `loss.backward()`. It changes neither the graph nor `.grad`, and does nothing where nothing is
-        needed, and for an empty batch. Several calls before a step act like one call with a larger batch. `zero_grad()`
-        discards what was observed for a step that was not taken.
+        Call it before `loss.backward()`. It changes neither the graph nor `.grad` of parameters, and does nothing where
+        nothing is needed, and for an empty batch. Several calls before a step act like one call with a larger batch.
+        `zero_grad()` discards what was observed for a step that was not taken. As in `torch.autograd.grad`, hooks of
+        other tensors, and those with `retain_grad()`, see its backward passes too: call `retain_grad()` after it.
 
         Args:
             outputs: of the model, with their graph; of the batch of the loss, or of another.
