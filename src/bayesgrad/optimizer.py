@@ -41,7 +41,7 @@ from bayesgrad.checkpoint import CheckedOptimizer
 from bayesgrad.closures import evaluate
 from bayesgrad.directions import Directions
 from bayesgrad.finite import FiniteCheck
-from bayesgrad.layers.observed import classes_last
+from bayesgrad.layers.observed import classes_last, known_class_dim
 from bayesgrad.packing import Block, Job, Layout, gradient_of, overlapping
 from bayesgrad.parts import Groups, Needs, Noise, Part, Preconditioner, Source
 from bayesgrad.passes import Passes
@@ -218,9 +218,10 @@ class BeliefOptimizer(CheckedOptimizer):
     ) -> None:
         """Collects what the optimizer needs from a forward pass beside gradients; see `needs`.
 
-        Call it before `loss.backward()`. It changes neither the graph nor `.grad`, and does nothing where nothing is
-        needed, and for an empty batch. Several calls before a step act like one call with a larger batch. `zero_grad()`
-        discards what was observed for a step that was not taken.
+        Call it before `loss.backward()`. It changes neither the graph nor `.grad` of parameters, and does nothing where
+        nothing is needed, and for an empty batch. Several calls before a step act like one call with a larger batch.
+        `zero_grad()` discards what was observed for a step that was not taken. As in `torch.autograd.grad`, hooks of
+        other tensors, and those with `retain_grad()`, see its backward passes too: call `retain_grad()` after it.
 
         Args:
             outputs: of the model, with their graph; of the batch of the loss, or of another.
@@ -236,6 +237,9 @@ class BeliefOptimizer(CheckedOptimizer):
             if needed and given is None:
                 how = "observe(outputs)" if name == "outputs" else "observe(loss=loss)"
                 raise ValueError(f"{type(self).__name__} needs the {name} of a forward pass: call {how}.")
+        if isinstance(outputs, Tensor) and (found := known_class_dim(outputs, class_dim, loss, labels)) is not None:
+            for recorded in (part.recorded for part in self._parts if part.recorded is not None):
+                recorded.recorder.note_class_dim(outputs, found)
         if isinstance(outputs, Tensor) and (needs.outputs or class_dim is not None):
             outputs = classes_last(outputs, class_dim, loss)
         rows = len(outputs) if isinstance(outputs, Tensor) and outputs.dim() else None

@@ -894,3 +894,42 @@ def test_a_layer_of_dead_units_stops_neither_its_own_training_nor_that_of_others
         )
     expected = torch.cat([before["2.weight"], before["2.bias"][:, None]], 1) - 0.1 * D
     torch.testing.assert_close(torch.cat([last.weight, last.bias[:, None]], 1), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("how", ["class_dim", "labels", "loss"])
+@pytest.mark.parametrize("rule", ["FOOF", "OGN", "KroneckerFilterFP"])
+def test_classes_in_dimension_one_of_outputs_without_a_convolution(rule: str, how: str) -> None:
+    """The number of losses of outputs (N, C, T) is N T, as for outputs (N, T, C); their shape does not tell."""
+    make = {
+        "FOOF": lambda model: FOOF(model, **EACH, **LINEAR),
+        "OGN": lambda model: OGN(model, num_data=30, betas=(0.0, 0.5)),
+        "KroneckerFilterFP": lambda model: KroneckerFilterFP(model, batch_size=15, fisher="empirical", **EACH),
+    }[rule]
+
+    class Classifier(nn.Module):
+        def __init__(self, second: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer, self.second = nn.Linear(2, 4, dtype=D), second
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).movedim(-1, 1) if self.second else self.layer(x)
+
+    found = []
+    for second in (False, True):
+        model = Classifier(second)
+        optimizer = make(model)
+        for index in range(2):
+            torch.manual_seed(index)
+            x, y = torch.randn(5, 3, 2, dtype=D), torch.randint(4, (5, 3))
+            optimizer.zero_grad()
+            outputs = model(x)
+            loss = F.cross_entropy(outputs if second else outputs.movedim(-1, 1), y)
+            if second:
+                optimizer.observe(
+                    outputs, **{"class_dim": {"class_dim": 1}, "labels": {"labels": y}}.get(how, {"loss": loss})
+                )
+            loss.backward()
+            optimizer.step()
+        found.append(model.layer.weight.detach())
+    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)

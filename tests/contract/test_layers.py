@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from bayesgrad.optim import FOOF, KFAC, NaturalGradient
+from bayesgrad.optim import FOOF, KFAC, KroneckerFilter, KroneckerFilterFP, NaturalGradient
 from bayesgrad.preconditioners import layered as layer_block
 from cases import LAYERWISE, Case, layerwise_case, observe, same, states, weights
 
@@ -271,6 +271,25 @@ def test_autocast(rule: type, dtype: torch.dtype) -> None:
     start = network().float().parameters()
     moved = [(p - q).norm() / (q - r).norm() for p, q, r in zip(model.parameters(), plain.parameters(), start)]
     assert max(moved) < 0.05
+
+
+@pytest.mark.parametrize("how", ["sampled", "empirical", "centered"])
+@pytest.mark.parametrize("rule", [KroneckerFilter, KroneckerFilterFP], ids=lambda rule: rule.__name__)
+def test_kronecker_filters_of_float16_weights(rule: type, how: str) -> None:
+    """Their inputs and errors are float16, in which most squares overflow; moments are float32."""
+    moved = []
+    for dtype in (torch.float64, torch.float16):
+        model = network().half().to(dtype)
+        start, optimizer = weights(model), rule(model, 0.03, batch_size=8, prior_std=0.5, fisher=how)
+        for index in range(3):
+            x, y = data(index)
+            optimizer.zero_grad()
+            outputs = model(x.half().to(dtype))
+            observe(optimizer, outputs, y)
+            F.cross_entropy(outputs, y).backward()
+            optimizer.step()
+        moved.append({name: (w - start[name]).double() for name, w in weights(model).items()})
+    assert max((moved[1][name] - step).norm() / step.norm() for name, step in moved[0].items()) < 0.05
 
 
 @every_rule

@@ -66,12 +66,12 @@ def power(C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values.clamp(min=0), vectors
 
 
-@pytest.mark.parametrize("how", ["sampled", "empirical"])
+@pytest.mark.parametrize(("how", "whiten"), [("sampled", "both"), ("empirical", "both"), ("sampled", "input")])
 @pytest.mark.parametrize("prior", [math.inf, 0.3], ids=["whitening", "prior"])
-def test_steady_state_over_steps(prior: float, how: str) -> None:
+def test_steady_state_over_steps(prior: float, how: str, whiten: str) -> None:
     """Moments, s_ij, averaged steps and decay; given labels are the empirical errors."""
     model, B, lr, ema, decay = network(), 6, 0.01, 0.8, 0.5
-    options = {"batch_size": B, "prior_std": prior, "ema": ema, "weight_decay": decay, "fisher": how}
+    options = {"batch_size": B, "prior_std": prior, "ema": ema, "weight_decay": decay, "fisher": how, "whiten": whiten}
     optimizer = KroneckerFilterFP(model, lr, update_every=1, stats_every=1, max_step=math.inf, **options)
     moments = [[0.0, 0.0], [0.0, 0.0]]
     momentum = [0.0, 0.0]
@@ -85,6 +85,8 @@ def test_steady_state_over_steps(prior: float, how: str) -> None:
             for side, rows in enumerate(seen[k]):
                 moments[k][side] = ema * moments[k][side] + (1 - ema) * rows.T @ rows / B
             (cx, Ux), (cd, Ud) = (power(moment / (1 - ema**t)) for moment in moments[k])
+            if whiten == "input":
+                cd = cd.mean().expand_as(cd)
             if math.isinf(prior):
                 cx, cd = (c.maximum(1e-4 * c.max()) for c in (cx, cd))
             half = 1 / (2 * prior**2)

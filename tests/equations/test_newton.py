@@ -266,6 +266,22 @@ def test_exact_diagonals_of_group_norm_are_those_of_single_rows(
     torch.testing.assert_close(found, torch.stack(rows).diagonal(), rtol=1e-9, atol=1e-13)
 
 
+def test_exact_diagonals_where_an_intermediate_gradient_is_retained() -> None:
+    """torch cannot add batches of gradients to that of a tensor with retain_grad()."""
+    torch.manual_seed(0)
+    x, y, model = torch.randn(5, 3).double(), torch.arange(5) % 2, nn.Linear(3, 2).double()
+    found = []
+    for retained in (False, True):
+        optimizer = Newton(model.parameters(), num_data=5, hessian="exact")
+        outputs = model(x)
+        if retained:
+            outputs.retain_grad()
+        optimizer.observe(loss=nn.functional.cross_entropy(outputs, y))
+        found.append(diagonals(optimizer))
+    for p in model.parameters():
+        torch.testing.assert_close(found[1][p], found[0][p], rtol=1e-12, atol=1e-15)
+
+
 def test_hutchinson_is_unbiased_within_its_closed_form_spread_and_exact_for_diagonal_hessians() -> None:
     torch.manual_seed(0)
     a = torch.randn(12, 12, dtype=D)

@@ -24,15 +24,30 @@ def classes_last(outputs: Tensor, class_dim: int | None, loss: Any) -> Tensor:
     """
     if class_dim is not None:
         return outputs.movedim(class_dim, -1)
+    if _softmax_over_second(outputs, loss):
+        raise ValueError(classes_second(outputs, "the loss has"))
+    return outputs
+
+
+def known_class_dim(outputs: Tensor, class_dim: int | None, loss: Any, labels: Any) -> int | None:
+    """The dimension of classes if it is given, or 1 if loss or labels show it; None if it is not known."""
+    if class_dim is not None or outputs.dim() < 3:
+        return class_dim
+    fits = isinstance(labels, Tensor) and outputs.shape[:-1] != labels.shape == outputs.shape[:1] + outputs.shape[2:]
+    return 1 if fits or _softmax_over_second(outputs, loss) else None
+
+
+def _softmax_over_second(outputs: Tensor, loss: Any) -> bool:
+    """Whether the loss has a softmax over dimension 1 of outputs with more than two dimensions."""
     node = getattr(loss, "grad_fn", None) if outputs.dim() > 2 else None
     for _ in range(STEPS):
         if node is None or not node.next_functions:
             break
         (before, _), *_ = node.next_functions
         if node.name().startswith("LogSoftmax") and before is outputs.grad_fn and node._saved_dim == 1:
-            raise ValueError(classes_second(outputs, "the loss has"))
+            return True
         node = before
-    return outputs
+    return False
 
 
 def residual(kind: Likelihood, outputs: Tensor, labels: Tensor) -> Tensor:

@@ -293,6 +293,12 @@ class LayerRecorder:
             return None
         return self.passes.get(self.current)
 
+    def note_class_dim(self, outputs: Tensor, class_dim: int) -> None:
+        """Called with the dimension of classes of these outputs, of which the shape alone does not tell it."""
+        known = self.pass_of(outputs)
+        if known is not None and known.outputs == outputs.shape:
+            self.passes[self.current] = known._replace(class_dim=class_dim)
+
     def received(self, call: LayerCall) -> Pair | None:
         if (
             call.backward_id != self.backward_id

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad import layers
+from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.call import LayerCall
 from bayesgrad.layers.layout import MIXED
 from bayesgrad.layers.modules import Layer
@@ -218,13 +219,13 @@ class LayerStatistics:
                 [moment.is_finite().to(self.layer.owner.device) for moment in self._moments.values()]
             ).all()
         rows = [part for call in self.calls for part in (call.input, call.error) if part.is_floating_point()]
-        return torch.stack([has_finite_square(torch.linalg.vector_norm(part)) for part in rows]).all()
+        return torch.stack([has_finite_square(_norm(part)) for part in rows]).all()
 
     def nonfinite_side(self) -> str | None:
         """Whether "inputs" or, if those are finite, "errors" are not finite, or their squares; None if all are."""
         for side in SIDES:
             rows = [getattr(call, side) for call in self.calls]
-            flags = [torch.linalg.vector_norm(part).isfinite() for part in rows if part.is_floating_point()]
+            flags = [_norm(part).isfinite() for part in rows if part.is_floating_point()]
             flags += [self._moments[side].is_finite()] if side in self._moments else []
             if not all(map(bool, flags)):
                 return f"{side}s"
@@ -391,10 +392,15 @@ class Moment:
 
     def is_finite(self) -> Tensor:
         """Whether all rows and their squares are finite, as a tensor."""
-        parts = [torch.linalg.vector_norm(part) for part in self.parts if part.is_floating_point()]
+        parts = [_norm(part) for part in self.parts if part.is_floating_point()]
         if self.total is not None:
             parts.append((self.total if self.diagonal else self.total.diagonal(dim1=1, dim2=2)).sum().sqrt())
         return has_finite_square(torch.stack(parts)).all() if parts else torch.tensor(True)
+
+
+def _norm(rows: Tensor) -> Tensor:
+    """The norm in the dtype of the state, in which rows are squared: in float16 the square of 256 is infinite."""
+    return torch.linalg.vector_norm(rows, dtype=compute_dtype(rows.dtype))
 
 
 def has_finite_square(norm: Tensor) -> Tensor:

@@ -205,7 +205,7 @@ class Whitening(LayerBelief):
             moment = symmetric(entry[f"{side}_moment"])
             values, vectors = eigenvalues(moment)
             if side == "error" and group["whiten"] == "input":
-                values = values.mean(1, keepdim=True).expand_as(values)
+                values = values.mean(1, keepdim=True).expand_as(values).clone()  # the state is written in place
             if self.setting(group):
                 store(entry, f"{side}_values", values)
                 if vectors is not None:

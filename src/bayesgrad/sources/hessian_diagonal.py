@@ -182,7 +182,10 @@ def exact(gradient: Tensor, p: Tensor, params: Sequence[Tensor] = ()) -> Tensor:
         index = torch.arange(start, min(start + ROWS, p.numel()), device=p.device)
         rows = torch.zeros(len(index), p.numel(), dtype=gradient.dtype, device=p.device)
         rows[torch.arange(len(index), device=p.device), index] = 1
-        (products,) = _grad(gradient, [p], rows.view(-1, *p.shape), retain_graph=True, is_grads_batched=True)
+        try:
+            (products,) = _grad(gradient, [p], rows.view(-1, *p.shape), retain_graph=True, is_grads_batched=True)
+        except RuntimeError:  # operations, hooks and retain_grad() need not support batches
+            return _one_by_one(gradient, p, params)
         if (
             products.shape == p.shape
         ):  # autograd returns zeros without a batch dimension if the gradient does not depend on p
