@@ -244,11 +244,12 @@ class BeliefOptimizer(CheckedOptimizer):
             outputs = classes_last(outputs, class_dim, loss)
         rows = len(outputs) if isinstance(outputs, Tensor) and outputs.dim() else None
         self.check_count(rows or 0)
+        if not self._parts:
+            return
         self._passes.begin_observation(self._parts)
         for part in () if rows == 0 else self._parts:
             part.observe(outputs, loss, labels, weights)
-        if self._parts:
-            self._passes.end_observation(outputs, loss)
+        self._passes.end_observation(outputs, loss, labels, weights)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch.optim; discards recorded passes and draws, and what was observed for a step not taken."""
@@ -257,6 +258,7 @@ class BeliefOptimizer(CheckedOptimizer):
         for part in self._parts:
             part.zeroed(stale)
         if self._parts:
+            self._passes.repeat(() if stale else self._parts)
             self._passes.zeroed(stale)
 
     @torch.no_grad()

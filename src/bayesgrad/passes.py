@@ -26,6 +26,9 @@ class Passes:
     Attributes:
         marked: gradients at the last observation, or at `zero_grad()`.
         observed: whether something was observed for the next step (1), and `zero_grad()` called since (2).
+        earlier: whether something was observed before the gradients that existed at the last observation were computed.
+        current: the arguments of the observations since then, until their backward pass.
+        interrupted: whether an observation, or a backward pass of one, has begun and not ended, because it raised.
         computed: gradients after the last backward pass; None before one, or if that is not known.
         used: gradients at the end of the last step.
         lost: gradients whose evidence was discarded when a state was loaded.
@@ -35,45 +38,67 @@ class Passes:
         self.optimizer: Host = weakref.proxy(optimizer)
         self.marked: Versions = []
         self.observed = 0
+        self.earlier = False
+        self.current: list[tuple[Any, ...]] = []
+        self.interrupted = False
         self.computed: Versions | None = None
         self.used: Versions = []
         self.lost: list[TensorWeakRef] = []
 
     def begin(self, parts: Sequence[Part]) -> None:
         """Called before a pass: discards what belongs to gradients that were set to zero without `zero_grad()`."""
-        if self.computed is None or self.computed == gradient_versions(self.optimizer):
+        last, now = self.marked if self.computed is None and self.observed else self.computed, self._versions()
+        if not self.interrupted and (last is None or last == now):
             return
-        if not _nonzero(self._gradients()):
+        if (self.interrupted and self.computed is None and now == self.used) or not _nonzero(self._gradients()):
             self.discard(parts)
             self.zeroed(True)
 
     def begin_observation(self, parts: Sequence[Part]) -> None:
         """As `begin`; also discards an observation that no backward pass followed before `zero_grad()`."""
         self.begin(parts)
-        if self.observed == 2 and self.marked == gradient_versions(self.optimizer):
+        if self.observed == 2 and self.marked == self._versions():
             # Second derivatives notice which losses are differentiated.
             self.discard([part for part in parts if not part.needs.loss])
+        needed = any(part.needs.outputs or part.needs.loss for part in parts)
+        if needed and self.observed and self.marked != self._versions():
+            self.earlier, self.current = True, []
+        self.interrupted = True
 
-    def end_observation(self, outputs: Any, loss: Any) -> None:
+    def end_observation(self, outputs: Any, loss: Any, labels: Any, weights: Any) -> None:
         """Called after an observation, before its backward pass."""
-        self.observed, self.marked = 1, gradient_versions(self.optimizer)
+        if self.earlier and not (isinstance(outputs, Tensor) and not outputs.numel()):  # an empty batch is not observed
+            self.current.append((outputs, loss, labels, weights))
+        self.observed, self.interrupted, self.marked = 1, False, self._versions()
         seen = loss if isinstance(loss, Tensor) else outputs
         if isinstance(seen, Tensor) and seen.requires_grad:
             own = weakref.ref(self)
 
             def differentiated(gradient: Tensor) -> None:
+                if (passes := own()) is not None:
+                    passes.check_zeroed()
+                    passes.interrupted = True
                 torch.autograd.Variable._execution_engine.queue_callback(finished)  # pyright: ignore
 
             def finished() -> None:
                 if (passes := own()) is not None:
+                    passes.interrupted, passes.current = False, []
                     passes.end()
 
             seen.register_hook(differentiated)
 
+    def check_zeroed(self) -> None:
+        """Raises if `zero_grad()` of the model has discarded gradients, but not what was observed for them."""
+        if self.current and self.marked != self._versions() and not _nonzero(self._gradients()):
+            raise RuntimeError(
+                "model.zero_grad() between observe() and backward() has discarded the gradients of earlier passes, but "
+                "not what was observed for them: call optimizer.zero_grad() instead."
+            )
+
     def end(self) -> None:
         """Called after a backward pass."""
-        now = gradient_versions(self.optimizer)
-        if now != self.marked:  # else `torch.autograd.grad` was called, which changes none
+        now = self._versions()
+        if now and now != self.marked:  # else `torch.autograd.grad` was called, which changes none
             self.computed = now
 
     @staticmethod
@@ -82,23 +107,37 @@ class Passes:
             part.zeroed(True)
 
     def stale(self) -> bool:
-        """Whether gradients were computed since the last observation."""
-        return self.marked != gradient_versions(self.optimizer)
+        """Whether gradients were computed since the last observation, or an error has interrupted it."""
+        return self.interrupted or self.marked != self._versions()
+
+    def repeat(self, parts: Sequence[Part]) -> None:
+        """Called in `zero_grad()`: if a pass was given up after the gradients of its observation were computed, and the
+        next one was observed before they were set to zero, discards both and repeats the second observation."""
+        if self.current:
+            some = [part for part in parts if not part.needs.loss]  # the others know which losses are differentiated
+            self.discard(some)
+            for seen in self.current:
+                for part in some:
+                    part.observe(*seen)
 
     def zeroed(self, stale: bool) -> None:
         """Called after gradients were set to zero."""
-        self.marked, self.computed, self.lost = gradient_versions(self.optimizer), None, []
-        self.observed = 2 if self.observed and not stale else 0
+        self.earlier, self.current = False, []
+        self.marked, self.computed, self.lost = self._versions(), None, []
+        self.observed, self.interrupted = 2 if self.observed and not stale else 0, False
 
     def stepped(self) -> None:
         """Called at the end of a step."""
-        self.observed, self.computed, self.used, self.lost = 0, None, gradient_versions(self.optimizer), []
+        self.earlier, self.current = False, []
+        self.observed, self.interrupted, self.computed, self.lost = 0, False, None, []
+        self.used = self._versions()
 
     def loaded(self) -> None:
         """Called when a state was loaded."""
-        if gradient_versions(self.optimizer) != self.used and _nonzero(found := self._gradients()):
+        self.earlier, self.current = False, []
+        if self._versions() != self.used and _nonzero(found := self._gradients()):
             self.lost = [TensorWeakRef(gradient) for gradient in found]
-        self.observed, self.computed = 0, None
+        self.observed, self.interrupted, self.computed = 0, False, None
 
     def check(self) -> None:
         """Raises if a step would use gradients whose evidence was discarded."""
@@ -108,6 +147,9 @@ class Passes:
                 "load_state_dict() between backward() and step() has discarded what was recorded beside these "
                 "gradients: call optimizer.zero_grad() after loading, and repeat the passes of this step."
             )
+
+    def _versions(self) -> Versions:
+        return gradient_versions(self.optimizer)
 
     def _gradients(self) -> list[Tensor]:
         every = (p for group in self.optimizer.param_groups for p in group["params"])

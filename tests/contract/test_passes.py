@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from cases import CASES, Case, backward, batch, same, small_model, states, train, weights
+from cases import CASES, Case, backward, batch, drawn, same, small_model, states, train, weights
 
 DISCARDED = r"load_state_dict\(\) between backward\(\) and step\(\) has discarded what was recorded beside these"
 
@@ -32,6 +32,77 @@ def test_a_pass_that_the_model_zeroed_is_discarded(case: Case, zero: Callable[[n
         backward(model, 5, optimizer)
         zero(model) if by_model else optimizer.zero_grad()
         backward(model, 6, optimizer)
+        optimizer.step()
+        results.append(weights(model) | states(optimizer))
+    assert same(*results)
+
+
+OBSERVERS = [case for case in CASES if case.of(small_model(width=2)).needs[1:3] != (False, False)]
+observer_case = pytest.mark.parametrize("case", OBSERVERS, ids=lambda case: case.name)
+
+
+def drawn_again(optimizer: Any, index: int) -> Any:
+    """The index-th draw, whatever was drawn before."""
+    optimizer.param_groups[0] |= {"seed": 0, "draws": index}
+    return drawn(optimizer)
+
+
+@pytest.mark.parametrize("zero", ["optimizer", "model"])
+@observer_case
+def test_a_pass_that_was_given_up_before_the_next_observation_is_discarded(case: Case, zero: str) -> None:
+    """Loops in the order forward, observe, zero_grad, backward, step; a GradScaler skips a step."""
+    results = []
+    for given_up in (False, True):
+        model, optimizer = trained(case)
+        for index in (3, 4, 5):
+            x, y = batch(index, torch.float64)
+            with drawn_again(optimizer, index):
+                outputs = model(x)
+                loss = nn.functional.cross_entropy(outputs, y)
+                if index == 4 and not given_up:
+                    continue
+                optimizer.observe(outputs, loss=loss, labels=y)
+                (optimizer if zero == "optimizer" else model).zero_grad()
+                if index == 5 and given_up and zero == "model":
+                    with pytest.raises(RuntimeError, match=r"call optimizer.zero_grad\(\) instead"):
+                        loss.backward()
+                    return
+                loss.backward()
+            if index != 4:
+                optimizer.step()
+        results.append(weights(model) | states(optimizer))
+    assert same(*results)
+
+
+class Interrupt(Exception):
+    pass
+
+
+def interrupt(*args: Any) -> None:
+    raise Interrupt
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["first", "later"])
+@pytest.mark.parametrize("where", ["observation", "backward"])
+@observer_case
+def test_what_an_error_interrupts_is_discarded(case: Case, where: str, early: bool) -> None:
+    results = []
+    for interrupted in (False, True):
+        model, optimizer = trained(case)
+        train(model, optimizer, range(2, 3))
+        if early:
+            optimizer.zero_grad()
+        if interrupted and where == "backward":
+            handle = model.wide.weight.register_post_accumulate_grad_hook(interrupt)
+        elif interrupted:
+            handle = model.out.register_full_backward_pre_hook(interrupt)
+        if interrupted:
+            with pytest.raises(Interrupt):
+                backward(model, 5, optimizer)
+            handle.remove()
+        model.zero_grad()
+        with drawn_again(optimizer, 6):
+            backward(model, 6, optimizer)
         optimizer.step()
         results.append(weights(model) | states(optimizer))
     assert same(*results)
