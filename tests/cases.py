@@ -178,7 +178,7 @@ VARIATIONAL = (
 )
 IVON = (
     *VARIATIONAL,
-    ({"clip_radius": 0.0}, "clip_radius must be a positive number, got 0.0."),
+    ({"clip_radius": 0.0}, "clip_radius must be None or a positive number, got 0.0."),
     ({"rescale_lr": 1}, "rescale_lr must be True or False, got 1."),
     ({"curvature": "exact"}, "curvature must be 'reparameterised' or 'gradsq', got 'exact'."),
 )
