@@ -18,6 +18,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +88,10 @@ def by_map_training_error(split: uci.Split, noise: float, steps: int) -> Moments
     return Moments(mean, torch.full_like(mean, float(error.square().mean())))
 
 
-def by_laplace(split: uci.Split, noise: float, steps: int) -> Moments:
+def by_laplace(split: uci.Split, noise: float, steps: int, structure: str | None = None) -> Moments:
     model = trained(split, noise, split.number, steps)
-    posterior = laplace(model, [(split.train_x, split.train_y)], likelihood="gaussian").tune_prior()
+    data = [(split.train_x, split.train_y)]
+    posterior = laplace(model, data, likelihood="gaussian", structure=structure).tune_prior()
     return uci.with_noise(posterior.predict(split.test_x), posterior.noise_scale**2)
 
 
@@ -131,6 +133,7 @@ METHODS: dict[str, tuple[str, Callable[[uci.Split, float, int], Moments]]] = {
     MAP: ("`Adam(params, weight_decay=noise/N)`", by_map),
     "MAP, noise of the training errors": ("the same network", by_map_training_error),
     "Laplace": ('`laplace(model, loader, likelihood="gaussian").tune_prior()` of that network', by_laplace),
+    "Laplace, kron": ('the same with `structure="kron"`', partial(by_laplace, structure="kron")),
     "IVON": ("`IVON(params, num_data=N)`", by_ivon),
     "Langevin": ("`Langevin(model, num_data=N, likelihood=Gaussian(sqrt(noise)))`", by_langevin),
     "ensemble": ("five networks as for MAP", by_ensemble),
