@@ -161,7 +161,7 @@ class StepCheck:
         """Warns, once, of a curvature that cannot be measured: a loss without second derivatives, a singular metric."""
         try:
             yield
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, ArithmeticError) as error:
             if not self.excused:
                 warnings.warn(f"the curvature of the loss is unknown, so that {effect}: {error}", stacklevel=2)
             self.excused = True
