@@ -3,14 +3,14 @@
 Run: python benchmarks/concrete.py --out runs/concrete [--resume] [--write docs/results/concrete.md]
 
 The claim: Laplace's method, IVON and Langevin, each constructed with its default arguments, have a mean test
-log-likelihood of at least that of MAP on the same splits, and of at least -3.09 on splits 0 to 2. Every method has the
-prior N(0, 1) of weights.
+log-likelihood of at least that of MAP on the same splits, and of at least -3.09. Every method has the prior N(0, 1) of
+weights.
 
 The variance of the noise is not known. It is the mean squared error on a fifth of the training part, held out, of a
 network that Adam trained on the rest; each split has its own. MAP, the ensemble, IVON and Langevin take it as given,
 and train on the whole training part. Laplace's method takes a trained network and tunes prior and noise by evidence.
-Nothing was chosen on test data: they are read for the scores of the page. Finished runs are in the folder `--out` and
-are not run again.
+Test data are read for the scores of the page, which says what was decided after seeing them. Finished runs are in the
+folder `--out` and are not run again.
 """
 
 from __future__ import annotations
@@ -177,18 +177,20 @@ def tables(scores: dict[str, list[tuple[float, float, float]]], steps: int) -> l
     splits = len(scores[MAP])
     own = {name: [one[0] for one in values] for name, values in scores.items()}
     ahead = [name for name in CLAIMED if statistics.fmean(own[name]) >= statistics.fmean(own[MAP])]
-    good = [name for name in CLAIMED if statistics.fmean(own[name][:FEW]) >= GOAL]
+    good, few_good = (
+        [name for name in CLAIMED if statistics.fmean(own[name][:count]) >= GOAL] for count in (splits, FEW)
+    )
     lines = [
         "# UCI concrete with default settings",
         "",
         f"`python benchmarks/concrete.py`, {page.setting().replace('float32', 'float64')}. A network 8-50-1, "
         f"{splits} splits, inputs and targets standardised, test log-likelihood in the targets' units. The mean is "
-        f"at or above MAP's for {', '.join(ahead) or 'none'} of {', '.join(CLAIMED)}, and on the first {FEW} splits at or "
-        f"above {GOAL} for {', '.join(good) or 'none'}.",
+        f"at or above MAP's for {', '.join(ahead) or 'none'} of {', '.join(CLAIMED)}. It is at or above {GOAL} for "
+        f"{', '.join(good) or 'none'} on these splits, and for {', '.join(few_good) or 'none'} on the first {FEW}.",
         "",
         f"Adam and IVON take {steps} steps of {BATCH} examples, without a schedule; Langevin takes "
-        f"{int(steps / STEPS * CHAIN)} steps of all data and averages every {THIN}th of the second half. Losses of IVON "
-        "and Langevin are squared errors divided by twice the noise. The script says where the noise comes from.",
+        f"{int(steps / STEPS * CHAIN)} steps of all data and averages every {THIN}th of the second half. Losses of "
+        "IVON and Langevin are squared errors divided by twice the noise. The script says where the noise comes from.",
         "",
         "| method | constructed by | log-likelihood | less MAP's, paired | first three splits | RMSE | seconds |",
         "|---|---|---|---|---|---|---|",
@@ -199,13 +201,29 @@ def tables(scores: dict[str, list[tuple[float, float, float]]], steps: int) -> l
         beside = "" if name == MAP else f"{gap:+.3f} ± {gap_error:.3f}"
         few = statistics.fmean(own[name][:FEW])
         rmse, seconds = (statistics.fmean(one[i] for one in scores[name]) for i in (1, 2))
-        lines.append(f"| {name} | {made} | {mean:.3f} ± {error:.3f} | {beside} | {few:.3f} | {rmse:.2f} | {seconds:.0f} |")
+        cells = [name, made, f"{mean:.3f} ± {error:.3f}", beside, f"{few:.3f}", f"{rmse:.2f}", f"{seconds:.0f}"]
+        lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "Each split:", "", f"| method | {' | '.join(map(str, range(splits)))} |", "|---|" + "---|" * splits]
     lines += [f"| {name} | {' | '.join(f'{value:.3f}' for value in own[name])} |" for name in METHODS]
     lines += [
         "",
-        "Standard errors are over splits, which overlap, and contain how much splits differ; paired differences do not. "
-        "Seconds are those of a machine with other work. For the same data with settings chosen for each method, and "
+        "Standard errors are over splits, which overlap, and contain how much splits differ; paired differences do "
+        "not. Seconds are wall time on a busy machine: they differ by a factor of up to six between splits.",
+        "",
+        "What was decided when: the first version of the script asked for -3.09 on all five splits. When two methods "
+        "missed it there, as MAP does itself, the column of three splits was added; read both. Langevin has the "
+        "defaults that it had before. Laplace's method was run with Kronecker factors first, which were its default. "
+        "The whole matrix became the default for up to 1,000 weights after those scores, and after earlier pages that "
+        "had it ahead on five of six data sets, so that its score is not that of a choice made without test data.",
+        "",
+        "IVON's defaults, betas[1] = 0.9995 and steps of at most 0.3 lr, were chosen on validation data of six data "
+        "sets (2,000 steps, three splits, 15 settings, with a batched implementation of the same rule). They had the "
+        "highest mean of the settings without a schedule, and no data set more than 0.06 below MAP with settings chosen "
+        "for each and a schedule. The former ones, 0.99999 and no bound, diverged on energy, power and yacht. On 10,000 "
+        "images of Fashion-MNIST (two layers of 100 units, 10 epochs, one seed, validation data) the former ones had an "
+        "accuracy of 0.849 and a log loss of 0.413, these have 0.857 and 0.402; the bound made no difference there.",
+        "",
+        "For the same data with settings chosen for each method, and "
         "for five other data sets, see [uci-regression](uci-regression.md) and [ivon-settings](ivon-settings.md).",
     ]
     return lines

@@ -164,7 +164,7 @@ def test_minibatch_natural_gradients_spread_as_lyapunovs_equation_says() -> None
     ids=["natural-gradients", "SNGD", "no-noise-for-damping", "Langevin"],
 )
 def test_damping_does_not_change_variances_in_any_direction(make: type, options: dict[str, Any]) -> None:
-    """A quadratic cost with curvatures 0.03, 0.3 and 2 whose gradient noise is the Fisher's, damping 0.1, T = 0.98 or 1.
+    """A quadratic cost with curvatures 0.03, 0.3 and 2 whose gradient noise is the Fisher's; damping 0.1, T = 0.98, 1.
 
     Variances divided by those of the posterior are 1.00 +- 0.05 in each direction, and within five standard errors of
     the closed form, which includes the step. Measured, with a standard error of 0.014:

@@ -74,7 +74,7 @@ class IVON(VariationalOptimizer):
         nonfinite: what to do if a gradient has infinite or NaN entries: `"ignore"`, `"raise"`, or `"skip"`.
         fused: compile the step (`True`), run it eagerly (`False`), or compile it for large models only (`None`).
 
-    Presets: the defaults are for runs of 2,000 to 10^5 steps; on UCI concrete they predict at least as well as Adam's
+    Presets: the defaults are for runs of 2,000 to 10^5 steps; on UCI concrete they predict as well as Adam's
     network (docs/results/concrete.md). For longer runs, betas[1] = 0.99999; for fewer steps, betas[1] = 1 - 5/steps, so
     that h follows within a fifth of the run. For small data sets and 10^3 steps: lr = 0.5 and rescale_lr = False
     (Newton steps), clip_radius = 0.1, betas = (0.9, 0.995), num_data = 3 N, and hess_init 0.3 times the second
@@ -83,8 +83,8 @@ class IVON(VariationalOptimizer):
     changed after a thousand steps. See docs/choosing.md.
 
     Reference: Khan and Rue 2023, Eq. 11-12 and section 4.4; Lin et al., 2020; Shen et al., 2024.
-    Differs from the paper: steps are bounded by default, and the default beta_2 is 0.9995 instead of 0.99999. With those
-    of the paper, regressions whose loss is divided by a noise below 0.06 diverge.
+    Differs from the paper: steps are bounded by default, and the default beta_2 is 0.9995 instead of 0.99999. With
+    those of the paper, regressions whose loss is divided by a noise below 0.06 diverge.
     Checked by: tests/equations/test_ivon.py, against ivon-opt and closed forms.
     """
 
