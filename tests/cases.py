@@ -178,7 +178,7 @@ VARIATIONAL = (
 )
 IVON = (
     *VARIATIONAL,
-    ({"clip_radius": 0.0}, "clip_radius must be a positive number, got 0.0."),
+    ({"clip_radius": 0.0}, "clip_radius must be None or a positive number, got 0.0."),
     ({"rescale_lr": 1}, "rescale_lr must be True or False, got 1."),
     ({"curvature": "exact"}, "curvature must be 'reparameterised' or 'gradsq', got 'exact'."),
 )
@@ -405,6 +405,14 @@ SAMPLERS = (
         decays=False,
     ),
     Case(
+        "Langevin-default",
+        samplers.Langevin,
+        {"num_data": 1344},
+        (),
+        layers=True,
+        decays=False,
+    ),
+    Case(
         "SNGD",
         samplers.SNGD,
         {
@@ -412,7 +420,6 @@ SAMPLERS = (
             "batch_size": 64,
             "metric": "diagonal",
             "fisher": "sampled",
-            "damping": 0.1,
             "ema": 0.9,
             "update_every": 2,
         },
@@ -487,9 +494,10 @@ def still(optimizer: Any) -> Any:
 def observe(
     optimizer: Any, outputs: torch.Tensor, labels: torch.Tensor | None, loss: torch.Tensor | None = None
 ) -> None:
-    """Calls observe(), if there is an optimizer; with labels, nothing is random."""
+    """Calls observe(), if there is an optimizer; with labels, or without any by an exact Fisher, nothing is random."""
     if optimizer is not None:
-        optimizer.observe(outputs, loss=loss, labels=labels)
+        exact = isinstance(optimizer, samplers.Langevin) and optimizer.param_groups[0]["fisher"] == "exact"
+        optimizer.observe(outputs, loss=loss, labels=None if exact else labels)
 
 
 def diagonals(optimizer: Any) -> dict[torch.Tensor, torch.Tensor]:

@@ -28,6 +28,7 @@ from bayesgrad.structures.structure import Accumulator, Structure, check_prior
 BIASES = ("joint", "separate")
 DIRECTIONS = 16  # output directions whose gradients are in memory at once
 PASS = 256  # examples of a subsample that are processed at once
+FULL = 1000  # weights up to which the whole matrix is the default: it is exact, and as fast as its factors
 OWN_LOSS = 0.01  # relative difference of the mean loss from the model's own; half precision rounds by less
 MODES = 0.01  # of the outputs in training mode from those in evaluation mode
 
@@ -37,7 +38,7 @@ def laplace(
     loader: Iterable,
     *,
     likelihood: str | likelihoods.Likelihood,
-    structure: str = "kron",
+    structure: str | None = None,
     fisher: str = "exact",
     bias: str = "joint",
     prior_precision: float | Mapping[str, float] = 1.0,
@@ -81,6 +82,7 @@ def laplace(
             not receive.
         likelihood: `"categorical"`, `"bernoulli"`, `"gaussian"` or `"poisson"`, or an object of
             `bayesgrad.likelihoods`.
+        structure: as in the table. None for `"full"` for up to 1,000 weights, and `"kron"` for more.
         fisher: `"exact"`, `"sampled"` (one label for each example, drawn from the model) or `"empirical"` (the given
             labels).
         bias: `"joint"` for one block of weight and bias under `"kron"` and `"input"`, `"separate"` for two.
@@ -115,7 +117,7 @@ def laplace(
     Checked by: tests/equations/test_laplace.py, against explicit Jacobians and laplace-torch.
     """
     kind = likelihoods.named(likelihood)
-    for name, value, known in (("structure", structure, Structure.by_name), ("fisher", fisher, FISHERS)):
+    for name, value, known in (("structure", structure or "full", Structure.by_name), ("fisher", fisher, FISHERS)):
         if value not in known:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
     if bias not in BIASES:
@@ -132,6 +134,8 @@ def laplace(
     full, kind = likelihoods.named(likelihood, noise_scale), kind.with_noise(1.0)  # the noise enters with the prior
     _check_layers(network)
     _check_weights(parameters_of(network))
+    if structure is None:
+        structure = "full" if sum(p.numel() for p in chosen.values()) <= FULL else "kron"
     kept = Structure.by_name[structure]
     kept.check(chosen)
     seed = noise.fresh_seed() if seed is None else seed

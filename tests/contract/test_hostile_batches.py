@@ -37,10 +37,13 @@ REFUSALS = re.compile(
     r"|the quadratic model of this step is not finite: lower lr, scale the inputs, or use step_size='lr'\."
     r"|observe\(\) found per-example gradients that are not finite: .*; lower lr\."
     r"|.* of the metric is (not finite: check the batch and the loss, scale the inputs, or lower lr|singular with .*)\."
+    r"|the metric of layer '.*' is (not finite: check the batch and the loss, scale the inputs, or lower lr|singular"
+    r" with .*)\."
 )
 WARNINGS = re.compile(
     r".* is singular with damping .* and was inverted with damping .*: raise damping\."
     r"|(the loss has .* times the curvature of likelihood='categorical'|lr=.* is .* times the ).*"
+    r"|the curvature of the loss is unknown, so that .*"
 )
 COVARIANCES = ("covariance", "input_covariance", "error_covariance", "input_inverse", "error_inverse")
 

@@ -219,3 +219,15 @@ def test_an_embedding_that_rescales_its_rows_is_refused_before_it_does() -> None
     with pytest.raises(ValueError, match=r"0 has max_norm=0.1, which rescales its rows in place"):
         bayesgrad.laplace(model, [(torch.randint(7, (6, 2)), torch.arange(6) % 3)], likelihood="categorical")
     assert torch.equal(model[0].weight, before)
+
+
+@pytest.mark.parametrize(("hidden", "expected"), [(333, "full"), (334, "kron")])
+def test_the_default_structure_is_the_whole_matrix_for_up_to_a_thousand_weights(hidden: int, expected: str) -> None:
+    """3 hidden + 1 weights: 1,000 and 1,003."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, hidden), nn.Tanh(), nn.Linear(hidden, 1))
+    batch = (torch.randn(4, 1), torch.randn(4, 1))
+    found = bayesgrad.laplace(model, [batch], likelihood="gaussian", seed=0)
+    same = bayesgrad.laplace(model, [batch], likelihood="gaussian", structure=expected, seed=0)
+    assert repr(found) == repr(same)
+    assert torch.equal(found.predict(batch[0]).variance, same.predict(batch[0]).variance)

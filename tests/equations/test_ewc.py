@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -284,7 +285,7 @@ def orthogonal(outputs: int, count: int = 2) -> list[tuple[Tensor, Tensor]]:
 
 def rule(name: str, model: nn.Module, **options: Any) -> Any:
     if name == "IVON":
-        return IVON(model.named_parameters(), 1.0, betas=(0.0, 0.0), rescale_lr=False, **options)
+        return IVON(model.named_parameters(), 1.0, betas=(0.0, 0.0), rescale_lr=False, clip_radius=math.inf, **options)
     make = OGN if name == "OGN" else VOGN
     return make(model, 1.0, betas=(0.0, 0.0), fisher="exact", likelihood="gaussian", **options)
 

@@ -97,6 +97,7 @@ def test_is_its_equations(tau: float, curvature: str) -> None:
     weight = nn.Parameter(torch.randn(7, **F64))
     lr, size, delta, b1, b2 = 0.2, 50, 3.0, 0.8, 0.95
     options = dict(num_data=size, prior_precision=delta, kl_weight=tau, hess_init=0.7, betas=(b1, b2))
+    options |= {"clip_radius": math.inf}
     optimizer = IVON([weight], lr, curvature=curvature, **options)
     m, h, average = weight.detach().clone(), torch.full((7,), 0.7, **F64), torch.zeros(7, **F64)
     target = torch.randn(7, **F64)
@@ -296,13 +297,26 @@ def test_logarithms_are_right() -> None:
     assert ((noise.log(u).double() - exact).abs() <= 3e-7 * exact.abs()).all()
 
 
+@pytest.mark.parametrize("rescale", [True, False])
+def test_by_default_no_weight_moves_by_more_than_a_fraction_of_lr(rescale: bool) -> None:
+    """|step| <= 0.3 lr for any gradient and any hess_init, and exactly that for large gradients."""
+    for hess_init in (1e-3, 1.0, 50.0):
+        weight = nn.Parameter(torch.zeros(3, **F64))
+        optimizer = IVON([weight], 0.2, num_data=100, hess_init=hess_init, rescale_lr=rescale)
+        with optimizer.sampled(noise=torch.zeros_like):
+            weight.grad = torch.tensor([1e6, -1e6, 1e-9], **F64)
+        optimizer.step()
+        torch.testing.assert_close(weight.detach()[:2], torch.tensor([-0.06, 0.06], **F64), rtol=1e-10, atol=0)
+        assert 0 < float(-weight.detach()[2]) < 0.06
+
+
 def test_natural_momentum_is_momentum_of_natural_parameters() -> None:
     """The image of lambda <- lambda + rho (...) + gamma (lambda - lambda_old), on a quadratic."""
     rho, gamma, size = 0.1, 0.3, 10.0
     weight = nn.Parameter(torch.tensor([0.4], **F64))
     optimizer = IVON(
         [weight], rho, num_data=size, prior_precision=0.0, hess_init=1.0, betas=(0.0, 1 - rho),
-        rescale_lr=False, natural_momentum=gamma, curvature="gradsq",
+        rescale_lr=False, natural_momentum=gamma, curvature="gradsq", clip_radius=math.inf,
     )  # fmt: skip
     s, s_old, w, w_old = 1.0, 1.0, 0.4, 0.4
     for _ in range(6):
@@ -322,7 +336,7 @@ def test_natural_momentum_is_momentum_of_natural_parameters() -> None:
 
 def test_warns_where_the_hessian_has_not_moved() -> None:
     weight = nn.Parameter(torch.zeros(3))
-    optimizer = IVON([weight], num_data=100)
+    optimizer = IVON([weight], num_data=100, betas=(0.9, 0.99999))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(1001):

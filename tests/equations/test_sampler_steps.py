@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -262,6 +263,55 @@ def test_the_largest_eigenvalue_is_that_of_dense_algebra_and_shortens_steps(metr
     torch.testing.assert_close(model.weight.detach().flatten() - start, expected, rtol=1e-8, atol=1e-12)
     assert (taken < lr) == (metric in ("identity", "function"))
     assert sampler.state_dict()["param_groups"][0]["curvature"] == found
+
+
+class NoDerivative(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, error: Tensor) -> Tensor:
+        raise RuntimeError("this has no derivative")
+
+
+class OnceDifferentiable(torch.autograd.Function):
+    """Half the mean square of a tensor, without second derivatives."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.square().mean() / 2
+
+    @staticmethod
+    def backward(ctx: Any, error: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return NoDerivative.apply(error * x / x.numel())
+
+
+def test_a_curvature_that_cannot_be_measured_is_said_once_and_mistakes_raise() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 1).double(), torch.randn(8, 3, dtype=D)
+    sampler = Langevin(model, num_data=8, likelihood="gaussian", seed=0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            sampler.zero_grad()
+            outputs = model(x)
+            loss = OnceDifferentiable.apply(outputs)
+            sampler.observe(outputs, loss=loss)
+            loss.backward()
+            sampler.step()
+    (message,) = [str(one.message) for one in caught]
+    assert message.startswith("the curvature of the loss is unknown, so that its scale is not compared")
+    outputs = model(x)
+    stale = Langevin(model, num_data=8, likelihood="gaussian", update_every=100, seed=0)
+    stale.observe(outputs)
+    outputs.square().mean().div(2).backward()
+    stale.step()
+    outputs = model(x)
+    with pytest.raises(ValueError, match="weights must"):  # step 2 measures, but does not update the metric
+        stale.observe(outputs, loss=outputs.square().mean() / 2, weights=torch.ones(5))
 
 
 def test_power_iteration_converges_from_below_also_beside_larger_negative_eigenvalues() -> None:

@@ -17,7 +17,7 @@ from bayesgrad.posterior import mc_dropout
 from bayesgrad_lab import networks
 from bayesgrad_lab.context import Context, Trial
 from bayesgrad_lab.dataset import Dataset
-from bayesgrad_lab.methods import L2, VARIATIONAL, Method, built, of_setup
+from bayesgrad_lab.methods import L2, UNBOUNDED, VARIATIONAL, Method, built, of_setup
 from bayesgrad_lab.results import Results, Value, shown
 from bayesgrad_lab.search import Setting, chosen
 from bayesgrad_lab.task import Task
@@ -105,7 +105,7 @@ def scrambled(data: Dataset) -> Tensor:
 SECOND = attrgetter("second")
 FUSED = {"fused": True}  # the same numbers as without, in less time
 HESSIAN = {"hess_init": SECOND, **VARIATIONAL}
-SLOW = {"betas": (0.9, 0.9995), **FUSED}
+SLOW = {**UNBOUNDED, **FUSED}
 SMALL, NEWTON = (3e-4, 1e-3, 3e-3, 1e-2), (0.03, 0.1, 0.3, 1.0)
 SIGNS = built(optim.BayesBiNN, relaxation=SECOND, **of_setup("num_data", "seed"))
 METHODS = (

@@ -54,7 +54,6 @@ class VariationalOptimizer(BeliefOptimizer):
         "prior_precision": NONNEGATIVE,
         "hess_init": POSITIVE,
         "kl_weight": POSITIVE,
-        "clip_radius": POSITIVE,
         "natural_momentum": FRACTION,
         "samples": POSITIVE_INTEGER,
         "seed": OPTIONAL_INTEGER,
@@ -101,12 +100,16 @@ class VariationalOptimizer(BeliefOptimizer):
         n = super().scalars(group, step)
         n["prior"] = self.strength(group)
         # Where gradients are strong and curvature is not, weights would overflow without a bound.
-        n["radius"] = min(group.get("clip_radius", math.inf), largest_square_root(torch.float32))
+        n["radius"] = min(self.clip_radius(group), largest_square_root(torch.float32))
         if group["natural_momentum"]:
             n["natural_momentum"] = (
                 group["natural_momentum"] if group["lr"] > 0 else 0.0
             )  # where lr is 0, nothing moves
         return n
+
+    def clip_radius(self, group: Mapping[str, Any]) -> float:
+        """The bound of each coordinate of a step, before it is multiplied by the learning rate."""
+        return math.inf
 
     def prior_variance(self, group: Mapping[str, Any]) -> float:
         return 1 / (group["hess_init"] + self.strength(group))

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -152,8 +153,18 @@ class StepCheck:
     """
 
     def __init__(self) -> None:
-        self.warned = False
+        self.warned = self.excused = False
         self.reset()
+
+    @contextmanager
+    def unmeasured(self, effect: str) -> Iterator[None]:
+        """Warns, once, of a curvature that cannot be measured: a loss without second derivatives, a singular metric."""
+        try:
+            yield
+        except (RuntimeError, ValueError, ArithmeticError) as error:
+            if not self.excused:
+                warnings.warn(f"the curvature of the loss is unknown, so that {effect}: {error}", stacklevel=2)
+            self.excused = True
 
     def reset(self) -> None:
         self.measured: list[tuple[Tensor | None, float | None]] = []  # scale and largest eigenvalue of each micro-batch

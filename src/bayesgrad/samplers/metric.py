@@ -237,7 +237,12 @@ class KroneckerFactors(Metric):
             if not set(layer.members) <= set(space.params) or "input_moment" not in entry:
                 continue
             seen |= set(layer.members)
-            (inputs, columns), (errors, rows) = (eigenvalues(entry[f"{s}_moment"]) for s in ("input", "error"))
+            moments = [entry[f"{side}_moment"] for side in ("input", "error")]
+            try:
+                (inputs, columns), (errors, rows) = map(eigenvalues, moments)
+            except torch.linalg.LinAlgError as error:  # also of entries that are not finite
+                whole = torch.cat([moment.flatten() for moment in moments])
+                raise not_invertible(whole, damping, f"the metric of layer {layer.names[0]!r}") from error
             spectrum = errors[..., :, None] * inputs[..., None, :] + damping
             if not bool((spectrum > 0).all() & torch.isfinite(spectrum).all()):
                 raise not_invertible(spectrum, damping, f"the metric of layer {layer.names[0]!r}")

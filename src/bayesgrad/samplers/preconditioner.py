@@ -181,19 +181,18 @@ class MetricPreconditioner(NetworkPreconditioner):
         """Compares the curvature of the loss with the likelihood and with the metric; see `samplers.curvature`."""
         group = self.optimizer.param_groups[0]
         scale = largest = None
-        try:
-            if self.metric.needs_observe:
-                kind = likelihoods.named(group["likelihood"])
-                each = loss_weights(kind, outputs, labels, weights)
-                scale = loss_scale(loss, outputs, kind, self._losses(outputs, labels, weights), each)
-            if self._shortens():
-                params = [p for p in self.params if p.requires_grad]
+        if self.metric.needs_observe:
+            kind = likelihoods.named(group["likelihood"])
+            losses, each = self._losses(outputs, labels, weights), loss_weights(kind, outputs, labels, weights)
+            with self.check.unmeasured("its scale is not compared with the likelihood's"):
+                scale = loss_scale(loss, outputs, kind, losses, each)
+        if self._shortens():
+            params = [p for p in self.params if p.requires_grad]
+            space = ParameterSpace(tuple(params), tuple(self.params), tuple(self.recorded.layers))
+            with self.check.unmeasured("steps are not shortened"):
                 with torch.enable_grad():
                     gradients = gradients_of(loss, params)
-                space = ParameterSpace(tuple(params), tuple(self.params), tuple(self.recorded.layers))
                 largest = self._largest(gradients, space, state)
-        except (RuntimeError, ValueError, ArithmeticError):
-            pass  # a loss without second derivatives; a metric that is singular, which the step reports
         self.check.measured.append((scale, largest))
 
     def _largest(self, gradients: tuple[Tensor, ...], space: ParameterSpace, state: State) -> float:
