@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from bayesgrad import samplers
 from cases import CASES, Case, backward, batch, drawn, same, small_model, states, train, weights
 
 DISCARDED = r"load_state_dict\(\) between backward\(\) and step\(\) has discarded what was recorded beside these"
@@ -182,3 +184,58 @@ def test_what_is_frozen_after_a_backward_pass_takes_the_step_of_its_gradient(cas
             model.requires_grad_(True)
         results.append(weights(model) | states(optimizer))
     assert same(*results)
+
+
+@pytest.mark.parametrize("change", ["clamp", "add", "multiply"])
+@pytest.mark.parametrize("name", ["FOOF", "KFAC", "KroneckerFilterFP", "NaturalGradient", "OGN"])
+def test_changes_of_the_data_of_gradients_are_seen(name: str, change: str) -> None:
+    """`.grad.data` has no version counter; with two rows a step would use these in place of the gradient."""
+    results = []
+    for by_data in (False, True):
+        model = small_model(torch.float64, width=20)
+        optimizer: Any = next(case for case in CASES if case.name == name).of(model)
+        for index in range(5):
+            x, y = (value[:2] for value in batch(index, torch.float64))
+            optimizer.zero_grad()
+            outputs = model(x)
+            optimizer.observe(outputs, labels=y)
+            nn.functional.cross_entropy(outputs, y).backward()
+            for factor, p in enumerate(model.parameters(), 1):
+                gradient: Any = p.grad.data if by_data and p.grad is not None else p.grad
+                if change == "clamp":
+                    gradient.clamp_(-1e-3, 1e-3)
+                elif change == "add":
+                    gradient.add_(p.detach())
+                else:
+                    gradient.mul_(factor)
+            optimizer.step()
+        results.append(weights(model))
+    assert same(*results)
+
+
+@pytest.mark.parametrize("metric", ["diagonal", "kronecker"])
+def test_the_metric_of_thawed_weights_has_no_zeros_of_the_time_when_they_were_frozen(metric: str) -> None:
+    """What is thawed begins with the Fisher of its first batch, like what is added to the sampler."""
+    model = small_model(torch.float64, width=20)
+    sampler: Any = samplers.Langevin(model, lr=1e-3, num_data=100, metric=metric, ema=0.9, limit_step=False, seed=0)
+    fresh: Any = None
+    for index in range(4):
+        model.wide.requires_grad_(index == 3)
+        if index == 3:
+            fresh = samplers.Langevin(
+                copy.deepcopy(model), lr=1e-3, num_data=100, metric=metric, ema=0.9, limit_step=False, seed=0
+            )
+            outputs = fresh.model(batch(index, torch.float64)[0])
+            fresh.observe(outputs)
+            nn.functional.cross_entropy(outputs, batch(index)[1]).backward()
+            fresh.step()
+        sampler.zero_grad()
+        outputs = model(batch(index, torch.float64)[0])
+        sampler.observe(outputs)
+        nn.functional.cross_entropy(outputs, batch(index)[1]).backward()
+        sampler.step()
+    found, expected = sampler.state[model.wide.weight], fresh.state[fresh.model.wide.weight]
+    compared = [key for key, value in expected.items() if key != "step" and value.numel() > 4]
+    assert compared
+    for key in compared:
+        torch.testing.assert_close(found[key], expected[key], rtol=1e-10, atol=1e-12)

@@ -60,6 +60,8 @@ class GradientMarks:
     def __init__(self, params: Iterable[Tensor]) -> None:
         self.marks: dict[Tensor, Mark] = {}
         self.unexplained: set[Tensor] = set()
+        self.by_value = False  # whether gradients were changed through `.grad.data`, which has no version
+        self._steps = 0
         self._calls: dict[Tensor, int] = {}  # calls of its layers in the pass that was checked
         self._opaque: dict[Tensor, int] = {}  # passes since the last check, where memory does not show who contributed
         # backward pass, calls, sum of their gradients, whether the gradient was zero before, memory of the first
@@ -154,9 +156,28 @@ class GradientMarks:
     def untouched(self, params: Iterable[Tensor], passes: int | None = 1) -> bool:
         """Whether so many backward passes (any number, for None) made these gradients, which were not changed since."""
         found = ((self.marks.get(p), p.grad) for p in params)
-        return all(
+        return not self.by_value and all(
             mark is not None and mark.untouched(gradient) and passes in (None, mark.passes) for mark, gradient in found
         )
+
+    def check_values(self) -> None:
+        """Called in each step: in steps 1, 2, 4, ... and every 100th, compares gradients with what passes have given.
+
+        A change through `.grad.data`, or by NumPy, increments no version counter. If there is one, but for a common
+        factor, no gradient counts as untouched from now on.
+        """
+        self._steps += 1
+        if self.by_value or (self._steps & (self._steps - 1) and self._steps % 100):
+            return
+        factor = self.factor()
+        for p, mark in self.marks.items() if factor is not None else ():
+            if p.grad is None or not mark.untouched(p.grad):
+                continue
+            then, now = mark.sample.double(), _sample(p.grad).double()
+            rounding = 16 * torch.finfo(p.grad.dtype).eps * now.abs().max() if now.numel() else 0
+            if then.shape != now.shape or bool(((now - factor.double() * then).abs() > rounding).any()):
+                self.by_value = True
+                return
 
     def factor(self, params: Iterable[Tensor] | None = None) -> Tensor | None:
         """The number by which these gradients (all, for None) were multiplied since their last pass, as a tensor.
@@ -176,6 +197,7 @@ class GradientMarks:
     def inherit(self, earlier: GradientMarks) -> None:
         """Takes over what earlier marks know of the gradients; terms are checked again in the next pass."""
         self.marks, self.unexplained = dict(earlier.marks), set(earlier.unexplained)
+        self.by_value, self._steps = earlier.by_value, earlier._steps
 
     def zeroed(self) -> None:
         """Called when the gradients were set to zero or None."""

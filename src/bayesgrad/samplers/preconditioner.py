@@ -247,7 +247,10 @@ class MetricPreconditioner(NetworkPreconditioner):
         observed, self.observed = self.observed, []
         total = sum(count for _, count, _ in observed)
         keep, take = average(self.optimizer.param_groups[0]["ema"], self.count_merge())
+        trained = {layer.owner: layer.members for layer in self.recorded.layers}
         for p in observed[0][0]:
+            if not any(q.requires_grad for q in trained.get(p, (p,))):
+                continue  # the statistics of frozen weights are zero
             entry = self.optimizer.state[p]
             for slot in observed[0][0][p]:
                 fresh = sum(read[p][slot] * (count / total) for read, count, _ in observed)

@@ -205,8 +205,9 @@ class RecordedLayers:
         )
 
     def check_model(self) -> None:
-        """Raises if a parameter was reshaped; warns once of those that the model no longer has."""
+        """Called in each step: raises if a parameter was reshaped, warns once of those that the model no longer has."""
         own = self.optimizer.__class__.__name__
+        self.marks.check_values()
         for p, shape in self.shapes.items():
             if p.shape != shape:
                 raise ValueError(
