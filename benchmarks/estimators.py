@@ -183,9 +183,17 @@ def predicted(model: Any, t: Table) -> Scores:
     return {"score": float(norm.logpdf(t.test_y, mean, deviation).mean())}
 
 
-def ridge(t: Table) -> Scores:
-    model = linear_model.Ridge(alpha=1.0).fit(t.train_x, t.train_y)
+def ridge(t: Table, model: Any = None) -> Scores:
+    model = (linear_model.Ridge(alpha=1.0) if model is None else model).fit(t.train_x, t.train_y)
     return {"score": float(norm.logpdf(t.test_y, model.predict(t.test_x), 1.0).mean())}
+
+
+def evidence_ours(prior: str, intercept: bool, t: Table) -> Scores:
+    return predicted(GLM(noise_scale="learn", prior_precision=prior, fit_intercept=intercept), t)
+
+
+def evidence_peer(kind: Any, intercept: bool, t: Table) -> Scores:
+    return predicted(kind(fit_intercept=intercept), t)
 
 
 def robust(t: Table) -> Scores:
@@ -262,12 +270,37 @@ def bayesian_mixture_peer(t: Table) -> Scores:
     return {"score": float(judge.score(t.test_x)), "evidence": float(judge.score(t.train_x))}
 
 
-def markov_ours(t: Table) -> Scores:
-    return density(HiddenMarkov(2, random_state=SEED), t)
+def markov_ours(t: Table, **settings: Any) -> Scores:
+    return density(HiddenMarkov(2, random_state=SEED, **settings), t)
 
 
-def markov_peer(t: Table) -> Scores:
-    model = GaussianHMM(2, covariance_type="full", random_state=SEED).fit(t.train_x)
+def markov_start(t: Table) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Transitions, means and covariances."""
+    X = t.train_x
+    cut, every = np.median(X[:, 0]), np.cov(X.T, bias=True).reshape(X.shape[1], -1)
+    means = np.stack([X[X[:, 0] <= cut].mean(0), X[X[:, 0] > cut].mean(0)])
+    return np.array([[0.75, 0.25], [0.25, 0.75]]), means, np.stack([every, every])
+
+
+def markov_same(t: Table) -> Scores:
+    transitions, means, covariances = markov_start(t)
+    start: Any = dict(startprob_init=[0.5, 0.5], transmat_init=transitions, means_init=means, covars_init=covariances)
+    return markov_ours(t, **start, covars_prior=1e-9, max_iter=100, tol=0)
+
+
+def markov_same_peer(t: Table) -> Scores:
+    options: Any = dict(covariance_type="full", covars_prior=1e-9 * np.eye(t.train_x.shape[1]), min_covar=0.0)
+    model = GaussianHMM(2, n_iter=100, tol=-np.inf, init_params="", **options)
+    model.startprob_ = np.array([0.5, 0.5])
+    model.transmat_, model.means_, model.covars_ = markov_start(t)
+    return markov_score(model.fit(t.train_x), t)
+
+
+def markov_peer(t: Table, **settings: Any) -> Scores:
+    return markov_score(GaussianHMM(2, random_state=SEED, **settings).fit(t.train_x), t)
+
+
+def markov_score(model: Any, t: Table) -> Scores:
     return {
         "score": model.score(t.test_x) / len(t.test_x),
         "evidence": model.score(t.train_x) / len(t.train_x),
@@ -346,6 +379,11 @@ COMPARISONS = [
         lambda t: plugged_in(logistic(tol=1e-8, max_iter=10000), t),
     ),
     Comparison(
+        'GLM("logistic", prior_precision="learn")', "LogisticRegression()", ("binary",),
+        lambda t: classified(GLM("logistic", prior_precision="learn"), t), lambda t: classified(logistic(), t),
+        "ours learns its prior",
+    ),
+    Comparison(
         'GLM("probit")', "statsmodels Probit", ("binary",), lambda t: classified(GLM("probit"), t), probit_peer,
         "theirs has no prior",
     ),
@@ -353,16 +391,22 @@ COMPARISONS = [
         'GLM("multinomial")', "LogisticRegression()", ("classes",),
         lambda t: classified(GLM("multinomial"), t), lambda t: classified(logistic(), t), AVERAGED,
     ),
-    Comparison('GLM("gaussian")', "Ridge(), noise of scale 1", REGRESSIONS, lambda t: predicted(GLM(), t), ridge),
     Comparison(
-        'GLM(noise_scale="learn", prior_precision="learn")', "BayesianRidge()", REGRESSIONS,
-        lambda t: predicted(GLM(noise_scale="learn", prior_precision="learn"), t),
-        lambda t: predicted(linear_model.BayesianRidge(), t),
+        'GLM("gaussian")', "Ridge(), noise of scale 1", REGRESSIONS, lambda t: predicted(GLM(), t), ridge,
+        "ours adds the variance of the posterior to that of the noise",
     ),
     Comparison(
-        'GLM(noise_scale="learn", prior_precision="ard")', "ARDRegression()", REGRESSIONS,
-        lambda t: predicted(GLM(noise_scale="learn", prior_precision="ard"), t),
-        lambda t: predicted(linear_model.ARDRegression(), t),
+        'GLM("gaussian"), at coef_', "Ridge(), noise of scale 1", REGRESSIONS, lambda t: ridge(t, GLM()), ridge
+    ),
+    *(
+        Comparison(
+            f'GLM(noise_scale="learn", prior_precision="{prior}"{", fit_intercept=False" * (not intercept)})',
+            f"{peer.__name__}({'' if intercept else 'fit_intercept=False'})", REGRESSIONS,
+            partial(evidence_ours, prior, intercept), partial(evidence_peer, peer, intercept),
+            "theirs treats the intercept as known" if intercept else "",
+        )
+        for prior, peer in (("learn", linear_model.BayesianRidge), ("ard", linear_model.ARDRegression))
+        for intercept in (True, False)
     ),
     Comparison(
         'GLM("student-t", noise_scale="learn", dof="learn")', "statsmodels TLinearModel", REGRESSIONS, robust,
@@ -423,7 +467,17 @@ COMPARISONS = [
         lambda t: density(decomposition.FactorAnalysis(1, random_state=SEED), t),
     ),
     Comparison(
-        "HiddenMarkov(2)", "hmmlearn GaussianHMM(2, \"full\")", (*TABLES, "series"), markov_ours, markov_peer,
+        "HiddenMarkov(2)", "hmmlearn GaussianHMM(2, covariance_type=\"full\")", (*TABLES, "series"), markov_ours,
+        partial(markov_peer, covariance_type="full"), "theirs stops after ten iterations, and has a stronger prior",
+    ),
+    Comparison(
+        'HiddenMarkov(2, covariance_type="diag")', "hmmlearn GaussianHMM(2)", (*TABLES, "series"),
+        partial(markov_ours, covariance_type="diag"), markov_peer,
+        "theirs stops after ten iterations, and has a stronger prior",
+    ),
+    Comparison(
+        "HiddenMarkov(2), 100 iterations from a given start", "hmmlearn, the same start, prior and iterations",
+        ("series", "regression"), markov_same, markov_same_peer,
     ),
     Comparison("LatentDirichlet()", "LatentDirichletAllocation()", ("documents",), topics_ours, topics_peer),
     *(
