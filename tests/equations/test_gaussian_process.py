@@ -425,4 +425,6 @@ def test_the_density_of_outliers_for_every_ratio_of_noise_and_variance(noise: fl
     heights = stats.t(dof, scale=noise).pdf(errors[:, None] - grid) * stats.norm.pdf(grid)
     zero, y = torch.zeros(4).double(), torch.as_tensor(errors)
     assert_close(seen.log_predictive(zero, zero + 1, y).numpy(), np.log(np.trapezoid(heights, grid)), rtol=0, atol=1e-6)
-    assert_close(seen.log_predictive(zero, zero, y).numpy(), stats.t(dof, scale=noise).logpdf(errors), rtol=0, atol=1e-9)
+    assert_close(
+        seen.log_predictive(zero, zero, y).numpy(), stats.t(dof, scale=noise).logpdf(errors), rtol=0, atol=1e-9
+    )

@@ -72,7 +72,8 @@ def binary(data_dir: str | None = None) -> dict[str, Callable[[], Table]]:
 
     found: dict[str, Callable[[], Table]] = {name: lambda name=name: _matlab(name, data_dir) for name in MATLAB}
     found["german"] = lambda: _german(data_dir)
-    found["breast_cancer"] = lambda: split("breast_cancer", *datasets.load_breast_cancer(return_X_y=True), classes=True)
+    cancer = tuple(map(np.asarray, datasets.load_breast_cancer(return_X_y=True)))
+    found["breast_cancer"] = lambda: split("breast_cancer", *cancer, classes=True)
     for name, classes in (("digits", 10), ("iris", 3), ("wine", 3)):
         for pair in combinations(range(classes), 2):
             found[f"{name} {pair[0]}-{pair[1]}"] = lambda name=name, pair=pair: _two(name, pair)

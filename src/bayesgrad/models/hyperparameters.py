@@ -133,6 +133,7 @@ def maximise(
     if far:
         names = ", ".join(dict.fromkeys(far))
         checks.warn(
-            f"{names} reached the end of the range, 1e5: rescale y to unit variance, or add kernels.Linear() for a trend."
+            f"{names} reached the end of the range, 1e5: rescale y to unit variance, or add kernels.Linear() for a "
+            "trend."
         )
     return search.result(), search.kept
