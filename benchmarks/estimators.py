@@ -62,7 +62,30 @@ counts of ink, and the articles of the Associated Press.
 |---|---|---|---|---|---|---|---|---|---|
 """
 REMARKS = """
-Why, and what follows:
+Why, and what follows. Linear models at `coef_` and without intercept, the learned prior of logistic models, and Markov
+models with diagonal covariances and from a given start were added after the first run, for what missed the rule in it.
+
+- **Logistic, probit and multinomial models** average over the posterior, which is less confident than its mode where
+  classes are nearly separable. At the mode (`expectation="delta"`) ours equals `LogisticRegression` on every set. A
+  learned prior mends about half of them. Probit of statsmodels has no prior; there is no comparison with the same one.
+- **Linear models**: `GLM()` has noise of scale 1, and the variance of the posterior adds to it, which is too much for
+  standardised targets that are well explained. At `coef_` ours is `Ridge`. With learned noise the rule fails twice
+  beside `BayesianRidge` and `ARDRegression`, which treat the intercept as known; without intercept it always holds.
+- **Student's t** beside `TLinearModel`, which has no prior: two sets; there is no comparison with the same prior.
+- **Gaussian processes** with the same kernel and noise pass on every set. scikit-learn's default has no noise, and is
+  better on six sets; one of them, wine-red, has many repeated rows. Student's t has no counterpart; only crashes and
+  NaN are counted.
+- **Mixtures and factors** by maximum likelihood: where the rule fails, ours is no lower in training. On a1a and four
+  pairs of digits the factors explain some columns of the training rows without noise, the maximum is degenerate, and
+  `FactorAnalysis` warns; scikit-learn's ends at a much lower likelihood in training. `GaussianMixture(method="vmp")` is
+  not compared at the same prediction.
+- **Hidden Markov models** of hmmlearn stop after ten iterations and have a stronger prior. From the same start, with
+  the same prior and number of iterations, both have the same scores. With defaults ours is within 1 % or better in
+  training on all but a few sets and often worse on held-out rows. The start of `HiddenMarkov` was chosen on these sets: before,
+  81 of 96 were within 1 % in training with full covariances. `covars_prior=0.01`, tried on some of the sets, raised the
+  worst held-out scores and lowered others.
+- **State-space models**: in the first run EM did not converge on 24 of 28 fits, and the rule failed on seven. EM was
+  then accelerated; these series are therefore no independent test of it.
 """
 
 
@@ -194,6 +217,7 @@ def notices(runs: list[dict]) -> Iterator[str]:
 
 
 def lines(runs: list[dict]) -> list[str]:
+    runs = list({key(run): run for run in runs}.values())
     known = [(comparison, of(comparison, runs)) for comparison in COMPARISONS]
     every = [run for _, own in known for run in own]
     crashes = sum(bool(run["found"]["error"]) for run in every)

@@ -86,9 +86,9 @@ def sets(data_dir: str | None) -> dict[str, dict[str, Callable[[], Table]]]:
         for name, pair in tables.regressions().items()
     }
     several = {
-        name: lambda name=name, load=load: tables.split(name, *map(np.asarray, load(return_X_y=True)), classes=True).standardised(
-            targets=False
-        )
+        name: lambda name=name, load=load: tables.split(
+            name, *map(np.asarray, load(return_X_y=True)), classes=True
+        ).standardised(targets=False)
         for name, load in (("iris", load_iris), ("wine", load_wine), ("digits", load_digits))
     }
     digits, labels = load_digits(return_X_y=True)
@@ -211,7 +211,7 @@ def process_ours(t: Table, **settings: Any) -> Scores:
 
 
 def process_peer(t: Table, **settings: Any) -> Scores:
-    model = GaussianProcessRegressor(random_state=SEED, **settings).fit(t.train_x, t.train_y)
+    model: Any = GaussianProcessRegressor(random_state=SEED, **settings).fit(t.train_x, t.train_y)
     found: Any = model.predict(t.test_x, return_std=True)
     score = float(norm.logpdf(t.test_y, *found).mean())
     return {"score": score, "evidence": float(model.log_marginal_likelihood_value_) / len(t.train_y)}
@@ -428,6 +428,7 @@ COMPARISONS = [
     Comparison(
         'GaussianMixture(3, method="vmp")', "BayesianGaussianMixture(3), at the expected parameters", TABLES,
         lambda t: density(GaussianMixture(3, method="vmp", random_state=SEED), t), bayesian_mixture_peer,
+        "ours averages over the posterior",
     ),
     Comparison(
         "FactorAnalysis()", "FactorAnalysis()", TABLES,

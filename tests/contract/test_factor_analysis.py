@@ -93,7 +93,7 @@ def test_columns_without_variance_and_columns_explained_in_full() -> None:
     for method in ("em", "vb"):
         model = FactorAnalysis(1, method=method, tol=1e-4)
         if method == "em":
-            with pytest.warns(UserWarning, match=r"explain 1 columns without noise \(columns 2\)"):
+            with pytest.warns(UserWarning, match=r"explain 3 columns without noise \(columns 0, 1, 2\)"):
                 model.fit(rows)
         else:
             model.fit(rows)

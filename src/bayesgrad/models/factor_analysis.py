@@ -102,7 +102,7 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
         """Fits X and discards previous fits. y is ignored."""
         super().fit(X)
         noise = torch.as_tensor(self.noise_variance_, dtype=torch.float64).expand(len(self._floor))
-        if self.method == "em" and (exact := (noise <= 2 * self._floor.to(noise)).nonzero().flatten().tolist()):
+        if self.method == "em" and (exact := (noise <= 10 * self._floor.to(noise)).nonzero().flatten().tolist()):
             some = ", ".join(map(str, exact[:5])) + (", .." if len(exact) > 5 else "")
             warn(
                 f"the factors explain {len(exact)} columns without noise (columns {some}), so that the density is "
