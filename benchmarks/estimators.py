@@ -81,7 +81,8 @@ models with diagonal covariances and from a given start were added after the fir
   not compared at the same prediction.
 - **Hidden Markov models** of hmmlearn stop after ten iterations and have a stronger prior. From the same start, with
   the same prior and number of iterations, both have the same scores. With defaults ours is within 1 % or better in
-  training on all but a few sets and often worse on held-out rows. The start of `HiddenMarkov` was chosen on these sets: before,
+  training on all but a few sets and often worse on held-out rows. The start of `HiddenMarkov` was chosen on these
+  sets: before,
   81 of 96 were within 1 % in training with full covariances. `covars_prior=0.01`, tried on some of the sets, raised the
   worst held-out scores and lowered others.
 - **State-space models**: in the first run EM did not converge on 24 of 28 fits, and the rule failed on seven. EM was
