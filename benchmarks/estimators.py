@@ -67,7 +67,7 @@ models with diagonal covariances and from a given start were added after the fir
 
 - **Logistic, probit and multinomial models** average over the posterior, which is less confident than its mode where
   classes are nearly separable. At the mode (`expectation="delta"`) ours equals `LogisticRegression` on every set. A
-  learned prior mends 19 of the 46 failures. Probit of statsmodels has no prior; there is no comparison with the same one.
+  learned prior mends 19 of 46 failures. Probit of statsmodels has no prior; there is no comparison with the same one.
 - **Linear models**: `GLM()` has noise of scale 1, and the variance of the posterior adds to it, which is too much for
   standardised targets that are well explained. At `coef_` ours is `Ridge`. With learned noise the rule fails twice
   beside `BayesianRidge` and `ARDRegression`, which treat the intercept as known; without intercept it always holds.
@@ -75,7 +75,8 @@ models with diagonal covariances and from a given start were added after the fir
 - **Gaussian processes** with the same kernel and noise pass on every set. scikit-learn's default has no noise, and is
   better on six sets; one of them, wine-red, has many repeated rows. Student's t has no counterpart; only crashes and
   NaN are counted.
-- **Mixtures and factors** by maximum likelihood: where the rule fails, ours is no lower in training. On a1a, energy and four
+- **Mixtures and factors** by maximum likelihood: where the rule fails, ours is no lower in training. On a1a, energy
+  and four
   pairs of digits the factors explain some columns of the training rows without noise, the maximum is degenerate, and
   `FactorAnalysis` warns; scikit-learn's ends at a much lower likelihood in training. `GaussianMixture(method="vmp")` is
   not compared at the same prediction.
