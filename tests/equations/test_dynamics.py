@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from statsmodels.datasets import macrodata
+from statsmodels.tsa.statespace.structural import UnobservedComponents
 from torch.testing import assert_close
 
 from bayesgrad.models import LinearStateSpace
@@ -147,6 +149,24 @@ def test_a_walk_is_learned() -> None:
     assert abs(found.process_covariance_.item() - 0.5) < 0.1
     assert abs(found.observation_covariance_.item() - 2.0) < 0.2
     assert found.elbo_ > truth.log_likelihood(y)
+
+
+@pytest.mark.filterwarnings("ignore:Maximum Likelihood optimization failed")  # of statsmodels, at a variance of zero
+@pytest.mark.parametrize("trend", ["local level", "local linear trend"])
+@pytest.mark.parametrize("name", ["unemployment", "interest"])
+def test_noises_that_vanish_are_found_by_default(trend: str, name: str) -> None:
+    """The likelihood of statsmodels' maximum, where one variance or more is zero: EM alone takes thousands of
+    iterations, and warned after 200 of them."""
+    y = macrodata.load_pandas().data[{"unemployment": "unemp", "interest": "tbilrate"}[name]].to_numpy()
+    y = (y - y.mean()) / y.std()
+    theirs = UnobservedComponents(y, trend, use_exact_diffuse=True).fit(disp=0)
+    F, H = ([[1.0]], [[1.0]]) if trend == "local level" else ([[1.0, 1.0], [0.0, 1.0]], [[1.0, 0.0]])
+    found = LinearStateSpace(F, np.eye(len(F)), H, [[1.0]], diffuse=True)
+    found.fit(y, learn=("process_covariance", "observation_covariance"))
+    assert found.converged_
+    assert found.n_iter_ < 100
+    assert found.elbo_ > theirs.llf - 1e-3 * len(y)
+    assert (np.diff(found.elbos_) > -1e-9 * len(y)).all()
 
 
 def test_the_slope_by_the_noises_of_a_walk_is_zero() -> None:

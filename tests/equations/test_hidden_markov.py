@@ -271,3 +271,17 @@ def test_the_bound_never_falls(kind: str, method: str, seed: int) -> None:
     assert len(rises) == 25
     assert rises.min() > -1e-9 * abs(model.elbo_)
     assert rises.max() > 1e-6
+
+
+def test_the_default_start_finds_states_that_differ_in_their_covariances() -> None:
+    """Two long ellipses around the same mean: likelier than the truth. From the covariance within clusters, EM ended
+    1.9 nats per row lower."""
+    rng, states = np.random.default_rng(0), np.zeros(300, dtype=int)
+    for t in range(1, 300):
+        states[t] = states[t - 1] if rng.random() < 0.9 else 1 - states[t - 1]
+    roots = [np.linalg.qr(rng.normal(size=(3, 3)))[0] * np.geomspace(0.1, 3, 3) for _ in range(2)]
+    X = np.stack([roots[state] @ rng.normal(size=3) for state in states])
+    truth = HiddenMarkov.from_parameters(
+        [1.0, 0.0], [[0.9, 0.1], [0.1, 0.9]], means=np.zeros((2, 3)), covars=[root @ root.T for root in roots]
+    )
+    assert HiddenMarkov(2, random_state=0).fit(X).score(X) > truth.score(X)

@@ -16,36 +16,10 @@ from bayesgrad.models import GaussianProcess
 from bayesgrad.models.hyperparameters import ProcessModel, maximise
 from bayesgrad.models.kernels import RBF
 from bayesgrad.models.observations import Gaussian, get_observation
+from bayesgrad_lab.tables import regressions
 
 RANGE, SQUARES = (1e-5, 1e5), (1e-10, 1e10)
 Data = tuple[np.ndarray, np.ndarray]
-
-
-def regressions() -> dict[str, Data]:
-    rng = np.random.default_rng(0)
-    X, y = datasets.load_diabetes(return_X_y=True)
-    found = {"diabetes": (X[:100], y[:100]), "more diabetes": (X[300:380], y[300:380])}
-    for name, n, noise, seed in (
-        ("friedman1", 80, 0.1, 0), ("friedman1", 70, 1.0, 1), ("friedman2", 60, 0.0, 2), ("friedman2", 60, 100.0, 3),
-        ("friedman3", 60, 0.0, 4), ("friedman3", 60, 0.3, 5),
-    ):  # fmt: skip
-        found[f"{name} {noise}"] = getattr(datasets, f"make_{name}")(n, noise=noise, random_state=seed)
-    for columns, noise in ((5, 0.1), (5, 10.0), (12, 1.0)):
-        found[f"linear {columns} {noise}"] = datasets.make_regression(60, columns, noise=noise, random_state=1)
-    found["sparse"] = datasets.make_sparse_uncorrelated(80, random_state=0)
-    for noise in (0.01, 0.1, 0.5):
-        x = rng.uniform(0, 6, (50, 1))
-        found[f"sine {noise}"] = x, np.sin(2 * x[:, 0]) + noise * rng.normal(size=50)
-    for noise in (0.01, 0.2):
-        x = rng.uniform(-1, 1, (60, 1))
-        found[f"step {noise}"] = x, np.sign(x[:, 0]) + noise * rng.normal(size=60)
-    x = rng.normal(size=(40, 3))
-    found["noise"] = x, rng.normal(size=40)
-    x = np.linspace(0, 1, 30)[:, None]
-    found["line"] = x, 3 * x[:, 0] + 0.05 * rng.normal(size=30)
-    x = rng.uniform(0, 10, (80, 1))
-    found["chirp"] = x, np.sin(x[:, 0] ** 1.5) + 0.05 * rng.normal(size=80)
-    return found
 
 
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")

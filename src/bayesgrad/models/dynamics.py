@@ -9,7 +9,10 @@ r"""EM for linear Gaussian state-space models: estimates of the matrices from sm
 with the current F and H if only the noise is learned. The missing part of a row is a latent variable, whose moments
 are computed given the other parts and the state; a row that is missing as a whole does not affect H and R.
 
-Reference: Khan and Rue 2023, section 5.2; Shumway and Stoffer, 1982.
+EM takes thousands of iterations where a variance goes to zero. After the first few, Anderson's acceleration
+extrapolates them, in the logarithms of covariances; EM itself takes over where that would decrease the likelihood.
+
+Reference: Khan and Rue 2023, section 5.2; Shumway and Stoffer, 1982; Henderson and Varadhan, 2019, for acceleration.
 Checked by: tests/equations/test_dynamics.py.
 """
 
@@ -33,6 +36,9 @@ LEARNABLE = (
     "initial_mean",
     "initial_covariance",
 )
+PLAIN = 4  # iterations before the first that is accelerated
+MEMORY = 8  # iterations that are extrapolated
+FURTHEST = 5.0  # change of a coordinate in an iteration, for example of the logarithm of a variance
 
 
 class Matrices(NamedTuple):
@@ -103,11 +109,14 @@ def run_em(
     unit, progress_line = float((~y.isnan()).sum()), ProgressLine(progress, steps)
     found = smooth(matrices)
     elbos = [float(found.log_likelihood.sum())]
-    converged = interrupted = False
+    converged = interrupted = small = False
+    path = _Path(matrices, names)
     for count in range(steps):
         try:
             moved = m_step(matrices, found, y, there, names)
-            found = smooth(moved)
+            path.add(matrices, moved)
+            ahead = path.extrapolated(smooth, elbos[-1]) if count >= PLAIN else None
+            moved, found = (moved, smooth(moved)) if ahead is None else ahead
         except KeyboardInterrupt:
             warn(f"interrupted in EM iteration {count + 1}: the matrices before this iteration are kept.")
             interrupted = True
@@ -115,7 +124,9 @@ def run_em(
         matrices = moved
         elbos.append(float(found.log_likelihood.sum()))
         progress_line.update(count + 1, elbos[-1])
-        if abs(elbos[-1] - elbos[-2]) <= tolerance * unit and tolerance:
+        before, small = small, abs(elbos[-1] - elbos[-2]) <= tolerance * unit
+        # One small change may be that of an extrapolation beyond the maximum, or of EM after it: two are needed.
+        if small and before and tolerance:
             converged = True
             break
     progress_line.close()
@@ -126,6 +137,78 @@ def run_em(
             f"increases by {change:.1g} (tol={tolerance:g})."
         )
     return matrices, Result(elbos, converged, interrupted)
+
+
+class _Path:
+    """The last iterations of EM in coordinates that can be extrapolated: logarithms of covariances, in the directions
+    in which they are not zero; other numbers as they are."""
+
+    def __init__(self, start: Matrices, names: Collection[str]) -> None:
+        self.start, self.names = start, [name for name in LEARNABLE if name in names]
+        self.bases: dict[str, Tensor] = {}
+        for name, part in zip(LEARNABLE, _parts(start)):
+            if name in self.names and name.endswith("covariance"):
+                values, vectors = torch.linalg.eigh(part)
+                self.bases[name] = vectors[:, values > 1e-14 * values[-1]]
+        self.points: list[Tensor] = []
+        self.steps: list[Tensor] = []
+
+    def add(self, matrices: Matrices, moved: Matrices) -> None:
+        """Notes that EM leads from these matrices to those."""
+        point = self._coordinates(matrices)
+        self.points = [*self.points, point][-MEMORY - 1 :]
+        self.steps = [*self.steps, self._coordinates(moved) - point][-MEMORY - 1 :]
+
+    def extrapolated(self, smooth: Callable[[Matrices], Smooth], least: float) -> tuple[Matrices, Smooth] | None:
+        """Where the steps of EM vanish, if they are linear in the coordinates, and the E-step there; None, and a new
+        path, if the log-likelihood is not above `least`."""
+        points, steps = torch.stack(self.points, 1), torch.stack(self.steps, 1)
+        if points.shape[1] > 1:
+            moves, changes = points.diff(dim=1), steps.diff(dim=1)
+            weights = torch.linalg.lstsq(changes, steps[:, -1:], driver="gelsd").solution
+            move = (steps[:, -1:] - (moves + changes) @ weights)[:, 0].clamp(-FURTHEST, FURTHEST)
+            try:
+                moved = self._matrices(points[:, -1] + move)
+                found = smooth(moved)
+                if float(found.log_likelihood.sum()) > least:
+                    return moved, found
+            except (ValueError, torch.linalg.LinAlgError):
+                pass
+            self.points, self.steps = [], []
+        return None
+
+    def _coordinates(self, matrices: Matrices) -> Tensor:
+        found = []
+        for name, part in zip(LEARNABLE, _parts(matrices)):
+            if name in self.bases:
+                V = self.bases[name]
+                values, vectors = torch.linalg.eigh(V.mT @ part @ V)
+                logs = values.clamp(min=torch.finfo(values.dtype).tiny).log()
+                found.append(((vectors * logs) @ vectors.mT).flatten())
+            elif name in self.names:
+                found.append(part.flatten())
+        return torch.cat(found)
+
+    def _matrices(self, point: Tensor) -> Matrices:
+        parts, at = _parts(self.start), 0
+        for place, name in enumerate(LEARNABLE):
+            if name in self.bases:
+                V = self.bases[name]
+                size = V.shape[1]
+                values, vectors = torch.linalg.eigh(point[at : at + size**2].view(size, size))
+                half = V @ vectors
+                parts[place], at = (half * values.exp()) @ half.mT, at + size**2
+            elif name in self.names:
+                count = parts[place].numel()
+                parts[place], at = point[at : at + count].view_as(parts[place]), at + count
+        F, Q, H, R, mean, P = parts
+        return Matrices(Chain(F, Q, mean, P, self.start.chain.diffuse), H, R)
+
+
+def _parts(matrices: Matrices) -> list[Any]:
+    """In the order of `LEARNABLE`."""
+    chain, H, R = matrices
+    return [chain.transition, chain.noise, H, R, chain.mean, chain.covariance]
 
 
 def m_step(matrices: Matrices, found: Smooth, y: Tensor, there: Tensor, names: Collection[str]) -> Matrices:

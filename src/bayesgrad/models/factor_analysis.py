@@ -15,7 +15,15 @@ from torch import Tensor
 
 from bayesgrad.families import Gamma, Gaussian, Point
 from bayesgrad.inference import Factor, Node, Prior
-from bayesgrad.models.checks import as_numpy, is_number, like, require_numbers, require_one_of, require_positive_integer
+from bayesgrad.models.checks import (
+    as_numpy,
+    is_number,
+    like,
+    require_numbers,
+    require_one_of,
+    require_positive_integer,
+    warn,
+)
 from bayesgrad.models.factors import Loadings, RelevancePrior, Rows, ScoresFactor, as_rows, infer
 from bayesgrad.models.latent import Latent
 
@@ -89,6 +97,18 @@ class FactorAnalysis(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Latent):
         tags = super().__sklearn_tags__()
         tags.input_tags.allow_nan = True
         return tags
+
+    def fit(self, X: Any, y: Any = None) -> FactorAnalysis:
+        """Fits X and discards previous fits. y is ignored."""
+        super().fit(X)
+        noise = torch.as_tensor(self.noise_variance_, dtype=torch.float64).expand(len(self._floor))
+        if self.method == "em" and (exact := (noise <= 10 * self._floor.to(noise)).nonzero().flatten().tolist()):
+            some = ", ".join(map(str, exact[:5])) + (", .." if len(exact) > 5 else "")
+            warn(
+                f"the factors explain {len(exact)} columns without noise (columns {some}), so that the density is "
+                "degenerate: leave out columns that others determine, or use fewer components."
+            )
+        return self
 
     # --- the model ---
 

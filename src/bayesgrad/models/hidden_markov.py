@@ -324,10 +324,8 @@ class HiddenMarkov(Latent):
         else:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # fewer distinct points than clusters
-                clusters: Any = KMeans(K, n_init=1, random_state=random)  # pyright: ignore[reportArgumentType]
-                found = clusters.fit(known.numpy())
-            means = torch.as_tensor(found.cluster_centers_)
-            spread = torch.cov((known - means[torch.as_tensor(found.labels_).long()]).mT, correction=0).view(D, D)
+                clusters: Any = KMeans(K, n_init=10, random_state=random)  # pyright: ignore[reportArgumentType]
+                means = torch.as_tensor(clusters.fit(known.numpy()).cluster_centers_)
         variance = known.var(0, correction=0)
         covars = (spread + torch.diag(1e-6 * torch.where(variance > 0, variance, 1))).expand(K, D, D)
         if self.covars_init is not None:

@@ -132,5 +132,8 @@ def maximise(
     far = [name for name, at, end in zip(search.names, search.point, limits) if at >= end and "length" not in name]
     if far:
         names = ", ".join(dict.fromkeys(far))
-        checks.warn(f"{names} reached the end of the range, 1e5: rescale y to unit variance.")
+        checks.warn(
+            f"{names} reached the end of the range, 1e5: rescale y to unit variance, or add kernels.Linear() for a "
+            "trend."
+        )
     return search.result(), search.kept

@@ -206,6 +206,17 @@ class StudentT(_Noisy):
         dof = float(self.dof)
         return ((dof + 1) / (dof + 3) / like(self.scale, f).square()).expand_as(f)
 
+    def log_predictive(self, mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
+        # Gaussians of variance v + scale²/u, u ~ Gamma(n/2, n/2): smooth in log u, even where the noise is far below v.
+        n, error, square = like(self.dof, mean), (y - mean).square(), like(self.scale, mean).square()
+        low = ((n + 1) / (n + error / square)).log() - 80 / n - 13 / n.sqrt()
+        gap = min(0.25, 0.7 * math.sqrt(2 / (float(n) + 1)))
+        count = (math.log(80 / float(n) + 10) - float(low.nan_to_num().min())) / gap
+        logs = low + gap * torch.arange(math.ceil(count)).to(mean).view(-1, *[1] * mean.dim())
+        total = variance + square / logs.exp()
+        found = (n * (logs - logs.exp()) - error / total - total.log() - LOG_2PI + n * (n / 2).log()) / 2
+        return found.logsumexp(0) + math.log(gap) - (n / 2).lgamma()
+
     def start(self, y: Tensor) -> Tensor:
         return y
 
