@@ -65,7 +65,8 @@ class Langevin(Sampler):
         losses_per_example: the number of losses of an example in the mean loss. None follows from the outputs: 1, or
             the number of positions for classes with positions, (N, T, C).
         limit_step: whether steps are shortened where the loss is known. The largest of the eigenvalues of micro-batches
-            counts, of losses as they are passed to `observe`: pass them before they are divided. A compiled model has no second derivatives, and its steps are not shortened.
+            counts, of losses as they are passed to `observe`: pass them before they are divided. A compiled model has
+            no second derivatives, and its steps are not shortened.
         probes: the number of random directions of an estimated correction; None computes exact corrections for up to
             100 weights, and uses one direction beyond.
         seed: of noise, directions and sampled labels. Noise is a function of seed, step and a weight's position. None
