@@ -39,7 +39,9 @@ class CheckedOptimizer(torch.optim.Optimizer):
     """
 
     takes_model: ClassVar[bool] = False
-    kept: ClassVar[tuple[str, ...]] = ("model", "warned", "independent", "_statistics")  # attributes that a copy has
+    kept: ClassVar[tuple[str, ...]] = (  # attributes that a copy has
+        *("model", "warned", "independent", "draws_differ", "_statistics"),
+    )
     common: ClassVar[tuple[str, ...]] = ()
     _statistics: tuple[tuple[Tensor, Tensor], ...] = ()  # buffers of the model and their values before `eval()`
     accepts: ClassVar[Mapping[str, Constraint]] = {

@@ -22,6 +22,8 @@ class Sampling(Host, Protocol):
 
     def zero_grad(self) -> None: ...
 
+    def share(self) -> None: ...
+
     def sampled(self) -> AbstractContextManager[None]: ...
 
 
@@ -35,6 +37,7 @@ def evaluate(optimizer: Sampling, parts: Sequence[Part], closure: Callable[[], A
     else:
         with torch.enable_grad():
             loss = closure()
+        optimizer.share()
     if loss is not None:
         for part in parts:
             part.note_loss(loss)
@@ -69,6 +72,7 @@ def _average_draws(optimizer: Sampling, parts: Sequence[Part], closure: Callable
         computed = not all(map(same, before, map(mark, params)))
         if not k and not computed:
             optimizer.draws = draws
+        optimizer.share()
         if samples == 1 or not computed:
             return losses[0]
         for part in parts:

@@ -82,7 +82,7 @@ class BeliefOptimizer(CheckedOptimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any], model: Any = None) -> None:
         self._reset()
-        self.independent = distributed.independent()
+        self.independent, self.draws_differ = distributed.independent(), distributed.draws_differ()
         super().__init__(params, {"weight_decay": 0.0, "nonfinite": "ignore", "fused": None, **defaults}, model)
         self._build()
 
@@ -120,16 +120,14 @@ class BeliefOptimizer(CheckedOptimizer):
         for values in (self.defaults, *self.param_groups):
             if values.get("seed", 0) is None:
                 values["seed"] = first["seed"]
+        self.joined = 1 if self.independent else distributed.joint_processes()
 
     def _refuse_processes(self) -> None:
         """Raises if other processes train the same model, and the parts of this optimizer do not support it."""
         name, params = type(self).__name__, [p for group in self.param_groups for p in group["params"]]
         distributed.refuse_dtensors(name, params)
-        for part in () if self.independent else self._parts:
-            if part.local is not None:
-                distributed.refuse_local(name, part.local)
-            if part.needs.draws:
-                distributed.refuse_shards(name, params)
+        if not self.independent and self.needs.draws:
+            distributed.refuse_shards(name, params)
 
     # --- declarations ---
 
@@ -208,6 +206,7 @@ class BeliefOptimizer(CheckedOptimizer):
             return
         if not self.param_groups[0]["train_mode"]:
             self.require_training("sampled()")
+        distributed.agree_on_seed(self)
         self._passes.begin(self._parts)
         with source.draw(noise):
             yield
@@ -246,9 +245,12 @@ class BeliefOptimizer(CheckedOptimizer):
         self.check_count(rows or 0)
         if not self._parts:
             return
+        distributed.agree_on_seed(self)
+        distributed.refuse_empty(rows, self.independent)
         self._passes.begin_observation(self._parts)
-        for part in () if rows == 0 else self._parts:
-            part.observe(outputs, loss, labels, weights)
+        with distributed.unnoticed(outputs, loss):
+            for part in () if rows == 0 else self._parts:
+                part.observe(outputs, loss, labels, weights)
         self._passes.end_observation(outputs, loss, labels, weights)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -277,7 +279,7 @@ class BeliefOptimizer(CheckedOptimizer):
         self._passes.check()
         for part in self._parts:
             part.prepare(closure)
-        loss = None if closure is None else evaluate(self, self._parts, closure)
+        loss = self.share() if closure is None else evaluate(self, self._parts, closure)
         groups = [{**group, "lr": current_lr(group)} for group in self.param_groups]
         active = [[p for p in group["params"] if p.grad is not None] for group in groups]
         for index, group in enumerate(groups):
@@ -300,6 +302,11 @@ class BeliefOptimizer(CheckedOptimizer):
         if self._parts:
             self._passes.stepped()
         return loss
+
+    def share(self) -> None:
+        """Replaces what parts have collected by that of all processes that train this model."""
+        if not self.independent:
+            distributed.exchange(self._parts, self.param_groups[0].get("seed"), self.draws)
 
     def _update(self, groups: Groups, active: list[list[Tensor]]) -> None:
         for group, now, params in zip(self.param_groups, groups, active):

@@ -16,6 +16,7 @@ from bayesgrad.directions import Directions
 from bayesgrad.layers.call import LayerCall, Pair
 from bayesgrad.layers.layout import ForwardPass
 from bayesgrad.layers.observed import loss_weights, residual
+from bayesgrad.noise import generator_of
 from bayesgrad.rules.transition import Static
 from bayesgrad.rules.update import NaturalStep, UpdateRule
 
@@ -60,6 +61,7 @@ class Host(Protocol):
     state: Any
     sources: tuple[Source, ...]
     independent: bool  # whether other processes train other models
+    draws_differ: bool  # whether other processes draw other weights
     warned: set[Any]  # parameters that a warning has named, and options
 
     @property
@@ -93,8 +95,6 @@ class Part:
 
     Attributes:
         needs: what the training loop has to do for this part.
-        local: what it collects from the batch of its own process, in words; None if all processes collect the same once
-            DistributedDataParallel has averaged gradients.
         on_cpu: names of its tensors in the optimizer's state that Python reads, which stay on the CPU.
         optimizer: the optimizer that it belongs to; its groups and state are read there.
         recorded: the layers of the model (`RecordedLayers`), for parts that use them.
@@ -102,7 +102,6 @@ class Part:
     """
 
     needs: Needs = Needs()
-    local: str | None = None
     on_cpu: tuple[str, ...] = ()
     optimizer: Host
     recorded: Any = None
@@ -136,7 +135,7 @@ class Part:
         else:
             seed, draw = self.optimizer.param_groups[0]["seed"], self.optimizer.draws
             self.optimizer.draws += 1
-            drawn = likelihoods.draw(likelihood, outputs, seed, draw)
+            drawn = (_drawn_rows if self.processes > 1 else likelihoods.draw)(likelihood, outputs, seed, draw)
             found = iter([likelihood.residual(outputs, drawn, check=False)])
         if weights is None:  # ignored labels have no residual
             return found
@@ -191,10 +190,20 @@ class Part:
 
     def prepare(self, closure: Callable[[], Any] | None) -> None:
         """Raises if a step cannot be taken; called before anything changes."""
-        if self.local is not None and not self.optimizer.independent:
-            distributed.refuse_local(self.optimizer.__class__.__name__, self.local)
         if self.recorded is not None:
             self.recorded.check_model()
+
+    @property
+    def processes(self) -> int:
+        """How many processes train this model, with the batch of each step divided between them."""
+        return 1 if self.optimizer.independent else distributed.joint_processes()
+
+    def share(self, exchange: distributed.Exchange) -> None:
+        """Replaces what was collected from the batch of this process by that of all processes, before it is read.
+
+        Called once before a step in several processes; for each draw of a closure, if there are several. What is added
+        to the exchange may depend on state and options, which all processes have alike, not on the batch.
+        """
 
     def nonfinite(self, index: int, params: list[Tensor]) -> str | None:
         """What was collected for the parameters of a group and is not finite, in words; None if all is finite."""
@@ -232,6 +241,17 @@ class Part:
         """Removes hooks."""
         if self.recorded is not None:
             self.recorded.close()
+
+
+def _drawn_rows(likelihood: likelihoods.Likelihood, outputs: Tensor, seed: int, draws: int) -> Tensor:
+    """As `likelihoods.draw`, if other processes have other rows: each label is what one process would draw for all."""
+    before, generator = distributed.position(outputs), generator_of(seed, draws)
+    # These take one number of the generator for each label, in order. Others are given the outputs of all processes.
+    labels = {likelihoods.Categorical: outputs.shape[1:-1], likelihoods.Bernoulli: outputs.shape[1:]}
+    if (shape := labels.get(type(likelihood))) is not None:
+        torch.rand(before * shape.numel(), dtype=torch.float64, generator=generator)
+        return likelihood.sample(outputs, generator)
+    return likelihood.sample(distributed.gather(outputs.detach()), generator)[before : before + len(outputs)]
 
 
 class Source(Part):

@@ -11,10 +11,10 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
+from bayesgrad.distributed import after_averaging
 from bayesgrad.parts import Host, Part, gradient_versions
 
 Versions = list[tuple[int, int]]
@@ -78,7 +78,7 @@ class Passes:
                 if (passes := own()) is not None:
                     passes.check_zeroed()
                     passes.interrupted = True
-                torch.autograd.Variable._execution_engine.queue_callback(finished)  # pyright: ignore
+                after_averaging(finished)
 
             def finished() -> None:
                 if (passes := own()) is not None:

@@ -3,6 +3,7 @@
 Between `backward()` and `step()`, clipping and penalties change `.grad` in place, which increments its version counter.
 `GradScaler.unscale_` multiplies all gradients by one number without incrementing it, so some entries of each gradient
 are copied in the backward pass, and the factor follows from them. No value is read by the host, but in the first pass.
+In several processes, entries are copied when DistributedDataParallel has averaged the gradients.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
+
+from bayesgrad.distributed import Exchange, Sum, after_averaging, joint_processes
+from bayesgrad.kernels import compute_dtype
 
 SAMPLE = 256  # entries of a gradient that are copied
 CHECK_EVERY = 10  # passes between comparisons of values, if memory does not show who contributed to a gradient
@@ -59,7 +63,10 @@ class GradientMarks:
 
     def __init__(self, params: Iterable[Tensor]) -> None:
         self.marks: dict[Tensor, Mark] = {}
-        self.unexplained: set[Tensor] = set()
+        self.params = [p for p in params if p.requires_grad]
+        self._unexplained: set[Tensor] = set()  # in this process
+        self._agreed: set[Tensor] | None = None  # in any process, at the last exchange
+        self._averaged: tuple[int, list[Tensor]] = -1, []  # a pass, and parameters that are averaged at its end
         self.by_value = False  # whether gradients were changed through `.grad.data`, which has no version
         self._steps = 0
         self._calls: dict[Tensor, int] = {}  # calls of its layers in the pass that was checked
@@ -72,8 +79,22 @@ class GradientMarks:
             if (own := owner()) is not None:
                 own._accumulated(p)
 
-        handles = [p.register_post_accumulate_grad_hook(note) for p in params if p.requires_grad]
+        handles = [p.register_post_accumulate_grad_hook(note) for p in self.params]
         self.close = weakref.finalize(self, _remove, handles)
+
+    @property
+    def unexplained(self) -> set[Tensor]:
+        return self._unexplained if self._agreed is None else self._agreed
+
+    def share(self, exchange: Exchange) -> None:
+        """Lets all processes know which gradients have more terms than those of their layers."""
+
+        def receive(found: Sum) -> None:
+            self._agreed = {p for p, number in zip(self.params, found.total.tolist()) if number}
+
+        if self.params:
+            flags = [float(p in self._unexplained) for p in self.params]
+            exchange.add(Sum(self.params[0].new_tensor(flags, dtype=compute_dtype(self.params[0].dtype))), receive)
 
     def returned(self, module: nn.Module, gradients: Sequence[Tensor | None], task: int) -> None:
         """Called with the gradients that a layer returns for its weight and bias."""
@@ -109,7 +130,7 @@ class GradientMarks:
                 rest = (gradient - total.to(gradient)).norm()
                 eps = max(torch.finfo(t.dtype).eps for t in (gradient, total))
                 explained = not bool(rest > min(UNEXPLAINED, 10 * math.sqrt(eps)) * gradient.norm())
-                (self.unexplained.discard if explained else self.unexplained.add)(p)
+                (self._unexplained.discard if explained else self._unexplained.add)(p)
             else:
                 # Autograd adds further terms in place, or to a copy.
                 whole = gradient.data_ptr() == memory and gradient._version == version + calls - 1
@@ -117,6 +138,20 @@ class GradientMarks:
         # A hook (Tensor.register_hook) may change any gradient, which is then not what the layers returned.
         version = gradient._version if known and not p._backward_hooks else -1
         self.marks[p] = Mark(TensorWeakRef(gradient), version, _sample(gradient).clone(), passes)
+        if joint_processes() > 1:
+            if self._averaged[0] != (now := torch._C._current_graph_task_id()):
+                self._averaged = now, []
+                after_averaging(self._mark_averages)
+            self._averaged[1].append(p)
+
+    def _mark_averages(self) -> None:
+        """Marks the gradients as they are now: the averages over processes."""
+        for p in self._averaged[1]:
+            old, gradient = self.marks.get(p), p.grad
+            if old is None or gradient is None:
+                continue
+            version = gradient._version if old.version >= 0 else -1
+            self.marks[p] = Mark(TensorWeakRef(gradient), version, _sample(gradient).clone(), old.passes)
 
     def _is_as_checked(self, p: Tensor, calls: int, whole: bool) -> bool:
         """Whether a gradient has the terms that it had when it was last checked; else it is checked in the next pass.
@@ -128,12 +163,12 @@ class GradientMarks:
         same = calls == self._calls.get(p)
         if whole:
             self._opaque.pop(p, None)
-            due = not same or p in self.unexplained
+            due = not same or p in self._unexplained
         elif p in self._opaque:
             self._opaque[p] = (self._opaque[p] + 1) % CHECK_EVERY
             due = not same or not self._opaque[p]
         else:
-            due = not same or p not in self.unexplained
+            due = not same or p not in self._unexplained
             self._opaque |= {p: 0} if due else {}
             same = not due
         if due:
@@ -196,8 +231,8 @@ class GradientMarks:
 
     def inherit(self, earlier: GradientMarks) -> None:
         """Takes over what earlier marks know of the gradients; terms are checked again in the next pass."""
-        self.marks, self.unexplained = dict(earlier.marks), set(earlier.unexplained)
-        self.by_value, self._steps = earlier.by_value, earlier._steps
+        self.marks, self._unexplained = dict(earlier.marks), set(earlier._unexplained)
+        self._agreed, self.by_value, self._steps = earlier._agreed, earlier.by_value, earlier._steps
 
     def zeroed(self) -> None:
         """Called when the gradients were set to zero or None."""

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cached_property
-from itertools import pairwise
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bayesgrad import layers
+from bayesgrad.distributed import Exchange, Sum
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.call import LayerCall
 from bayesgrad.layers.layout import MIXED
 from bayesgrad.layers.modules import Layer
+from bayesgrad.layers.moments import Moment, has_finite_square, joined, norm
 from bayesgrad.layers.per_example import CHUNK, EmbeddingGradients, OuterProducts
 
 SIDES = ("input", "error")
@@ -81,6 +82,7 @@ class LayerStatistics:
         self._losses: dict[tuple[int, int], float] = {}
         self._added: set[tuple[tuple[int, int], int]] = set()  # passes and calls
         self._lost = False  # whether an error came too late to be added to another one
+        self._shared = False  # whether moments are those of all processes
         self._moments = {side: self._moment(side, side == "input" and self._has_ones) for side in sides}
 
     def _moment(self, side: str, ones: bool) -> Moment:
@@ -205,6 +207,11 @@ class LayerStatistics:
         return _with_ones(rows) if self._has_ones else rows
 
     @cached_property
+    def indices(self) -> Tensor:
+        """The inputs of an Embedding, (rows,)."""
+        return torch.cat([call.input.flatten() for call in self.calls])
+
+    @cached_property
     def errors(self) -> Tensor:
         """E, (groups, rows, out); for an Embedding (1, rows, features)."""
         return joined([_errors(call) for call in self.calls])
@@ -218,21 +225,67 @@ class LayerStatistics:
             return torch.stack(
                 [moment.is_finite().to(self.layer.owner.device) for moment in self._moments.values()]
             ).all()
-        rows = [part for call in self.calls for part in (call.input, call.error) if part.is_floating_point()]
-        return torch.stack([has_finite_square(_norm(part)) for part in rows]).all()
+        rows = [part for side in SIDES for part in self._kept(side)]
+        return torch.stack([has_finite_square(norm(part)) for part in rows]).all()
+
+    def _kept(self, side: str) -> list[Tensor]:
+        """What is kept of inputs or errors, and may not be finite."""
+        if self._shared:
+            return [getattr(self, f"{side}s")] if self.keeps and not (self.layer.lookup and side == "input") else []
+        return [part for call in self.calls if (part := getattr(call, side)).is_floating_point()]
 
     def nonfinite_side(self) -> str | None:
         """Whether "inputs" or, if those are finite, "errors" are not finite, or their squares; None if all are."""
         for side in SIDES:
-            rows = [getattr(call, side) for call in self.calls]
-            flags = [_norm(part).isfinite() for part in rows if part.is_floating_point()]
+            flags = [norm(part).isfinite() for part in self._kept(side)]
             flags += [self._moments[side].is_finite()] if side in self._moments else []
             if not all(map(bool, flags)):
                 return f"{side}s"
         return None
 
+    def share(self, exchange: Exchange) -> None:
+        """Adds what other processes have seen: to the moments, or to the rows if `keep` asks for them."""
+        groups, owner = self.layer.shape[0], self.layer.owner
+        like: dict[str, Any] = {"dtype": compute_dtype(owner.dtype), "device": owner.device}
+        if self.keeps and not self.reduces:
+            self._share_rows(exchange, like)
+        else:
+            self._moments = self.moments() if self.rows else self._moments
+            for moment in self._moments.values():
+                moment.count = moment.count if self.rows else 0.0
+                moment.share(exchange, groups, like)
+            self.keeps = False
+        self.calls, self._shared = [], True
+
+    def _share_rows(self, exchange: Exchange, like: dict[str, Any]) -> None:
+        names = ("indices" if self.layer.lookup else "inputs", "errors")
+        for side, name in zip(SIDES, names):
+            if self.calls:
+                rows = getattr(self, name)
+            else:
+                rows = torch.zeros(self.layer.shape[0], 0, self.layer.sizes[side], **like)
+                rows = rows[0, :, 0].long() if name == "indices" else rows
+            rows = rows.to(**like) if rows.is_floating_point() else rows
+            receive = partial(self._receive_rows, name, 1 if rows.is_floating_point() else 0)
+            exchange.gather(rows, receive)
+        exchange.add(Sum(torch.tensor([self.losses, self.observed, self.rows], **like)), self._receive_counts)
+
+    def _receive_rows(self, name: str, dim: int, parts: list[Tensor]) -> None:
+        setattr(self, name, torch.cat(parts, dim))
+
+    def _receive_counts(self, found: Sum) -> None:
+        losses, self.observed, rows = found.total.tolist()
+        self.rows, self._losses = round(rows), {(0, 0): losses}
+
+    @property
+    def empty(self) -> bool:
+        """Whether no process has seen anything, once it is shared."""
+        return not (self.rows if self.keeps else any(moment.count for moment in self._moments.values()))
+
     def moments(self) -> dict[str, Moment]:
         """A ("input") and E ("error"), as sums that are divided by their counts later."""
+        if self._shared:
+            return self._moments
         self._complete()
         moments, pairs = self._moments, self.observed
         if self.keeps:
@@ -240,8 +293,7 @@ class LayerStatistics:
                 rows = dict(zip(SIDES, self._reduced()))
                 pairs = rows["error"].shape[1] * self.observed / self.rows
             else:
-                inputs = torch.cat([call.input.flatten() for call in self.calls]) if self.layer.lookup else self.inputs
-                rows = {"input": inputs, "error": self.errors}
+                rows = {"input": self.indices if self.layer.lookup else self.inputs, "error": self.errors}
             moments = {side: self._moment(side, False) for side in self.sides}
             for side, moment in moments.items():
                 moment.add(rows[side])  # pyright: ignore[reportArgumentType]
@@ -277,144 +329,9 @@ def _errors(call: LayerCall) -> Tensor:
     return layers.error_rows(call.module, call.error)
 
 
-def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Rows of several calls, (groups, rows, size)."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
-
-
 def _with_ones(rows: Tensor) -> Tensor:
     """Rows with a one appended to each, for the bias."""
     wider = rows.new_empty(*rows.shape[:-1], rows.shape[-1] + 1)
     wider[..., :-1] = rows
     wider[..., -1] = 1
     return wider
-
-
-class Moment:
-    """Σ r r' / count over rows r that arrive in parts, in each group.
-
-    Rows are stored while they are few, so that one product adds them to a moving average. Else products are summed.
-
-    Args:
-        size: of a row.
-        ones: whether a one is appended to each row.
-        diagonal: whether only the diagonal is formed.
-
-    Attributes:
-        parts: stored rows, (groups, n, size), without ones; or indices (n,) of one-hot rows.
-        total: the sum of products of further rows, of which only the lower triangle is valid; or its diagonal.
-        count: what the sum is divided by.
-    """
-
-    def __init__(self, size: int, ones: bool, diagonal: bool = False) -> None:
-        self.size, self.ones, self.diagonal = size, ones, diagonal
-        self.parts: list[Tensor] = []
-        self.total: Tensor | None = None
-        self.count = 1.0
-
-    def stores(self, rows: int) -> bool:
-        """Whether so many rows are stored."""
-        return not self.diagonal and 2 * rows <= self.size
-
-    def add(self, rows: Tensor) -> None:
-        if not rows.is_floating_point():
-            self.parts.append(rows)
-        elif self.diagonal:
-            squares = rows.square().sum(1)
-            squares = torch.cat([squares, squares.new_full((len(rows), 1), rows.shape[1])], 1) if self.ones else squares
-            self.total = squares if self.total is None else self.total + squares
-        else:
-            self.parts.append(rows)
-            if len(rows) > 1 or not self.stores(sum(part.shape[1] for part in self.parts)):
-                if self.total is None:
-                    self.total = rows.new_zeros(len(rows), self.size, self.size)
-                self._add_to(self.total, 1.0, 1.0)
-                self.parts = []
-
-    def _add_to(self, matrix: Tensor, keep: float, take: float) -> None:
-        """matrix <- keep * matrix + take * Σ r r' over the stored rows, in its lower triangle."""
-        rows = joined(self.parts)
-        size = rows.shape[-1]
-        if len(matrix) == 1:
-            one = rows[0]
-            for start, end in _strips(size, len(one)):
-                strip = matrix[0, start:end, :end]
-                strip.addmm_(one[:, start:end].T, one[:, :end], beta=keep, alpha=take)
-        else:
-            matrix[:, :size, :size].baddbmm_(rows.mT, rows, beta=keep, alpha=take)
-        if self.ones:
-            last = matrix[:, size]
-            last.mul_(keep)
-            last[:, :size].add_(rows.sum(1), alpha=take)
-            last[:, size].add_(take * rows.shape[1])
-
-    def mean(self) -> Tensor:
-        """The moment as a matrix (groups, size, size), with both triangles."""
-        return self.sum() / self.count
-
-    def sum(self) -> Tensor:
-        """Σ r r', (groups, size, size), with both triangles; of one-hot rows the diagonal (1, size), as integers."""
-        if self.parts and not self.parts[0].is_floating_point():
-            return torch.bincount(torch.cat(self.parts), minlength=self.size)[None]
-        assert self.parts or self.total is not None
-        like = self.parts[0] if self.parts else self.total
-        shape = (self.size,) if self.diagonal else (self.size, self.size)
-        total = like.new_zeros(len(like), *shape)  # pyright: ignore
-        self._sum_into(total, 0.0, 1.0)
-        return symmetric(total)
-
-    def into(self, factor: Tensor, keep: float, take: float, scale: Tensor | None = None) -> None:
-        """factor <- keep * factor + take * moment, in place; only the diagonal if that is one.
-
-        Only the lower triangle of the result is valid: use `symmetric` to fill the upper one.
-
-        Args:
-            factor: (groups, size, size), or (groups, size) for a diagonal.
-            keep, take: weights of old and new.
-            scale: a tensor with one element that multiplies the moment.
-        """
-        self._sum_into(factor, keep, take / self.count, scale)
-
-    def _sum_into(self, factor: Tensor, keep: float, take: float, scale: Tensor | None = None) -> None:
-        if self.parts and not self.parts[0].is_floating_point():
-            counts = torch.bincount(torch.cat(self.parts), minlength=self.size)[None]
-            factor.mul_(keep).add_(counts.to(factor), alpha=take)
-        elif scale is None and self.total is None and self.parts:
-            self._add_to(factor, keep, take)
-        else:
-            if self.parts:
-                self.total = torch.zeros_like(factor) if self.total is None else self.total
-                self._add_to(self.total, 1.0, 1.0)
-                self.parts = []
-            factor.mul_(keep)
-            if self.total is not None:
-                factor.add_(self.total if scale is None else self.total * scale, alpha=take)
-
-    def is_finite(self) -> Tensor:
-        """Whether all rows and their squares are finite, as a tensor."""
-        parts = [_norm(part) for part in self.parts if part.is_floating_point()]
-        if self.total is not None:
-            parts.append((self.total if self.diagonal else self.total.diagonal(dim1=1, dim2=2)).sum().sqrt())
-        return has_finite_square(torch.stack(parts)).all() if parts else torch.tensor(True)
-
-
-def _norm(rows: Tensor) -> Tensor:
-    """The norm in the dtype of the state, in which rows are squared: in float16 the square of 256 is infinite."""
-    return torch.linalg.vector_norm(rows, dtype=compute_dtype(rows.dtype))
-
-
-def has_finite_square(norm: Tensor) -> Tensor:
-    """Whether the square is finite, also times 2^20: errors are multiplied by the batch size, then squared."""
-    return norm < math.sqrt(torch.finfo(norm.dtype).max) / 1024
-
-
-def _strips(size: int, rows: int) -> list[tuple[int, int]]:
-    """Ranges of a lower triangle. More of them would save operations but use slower, smaller products."""
-    count = 1 if size < 512 else 2 if rows < 256 else 3
-    ends = [round(i * size / count) for i in range(count + 1)]
-    return list(pairwise(ends))
-
-
-def symmetric(factor: Tensor) -> Tensor:
-    """A factor with its upper triangle filled in; a diagonal is returned unchanged."""
-    return factor if factor.dim() == 2 else factor.tril() + factor.tril(-1).mT

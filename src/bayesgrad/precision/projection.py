@@ -109,15 +109,19 @@ class Factors:
         inputs, errors = (side.scaled(scale) for side, scale in zip(sides, scales))
         return Factors(inputs, errors, torch.stack(traces) / torch.stack(scales).cpu())
 
-    def with_exact_traces(self) -> Factors:
-        """The same factors with balanced scales and with computed traces, where rounding permits."""
+    def balanced(self) -> Factors:
+        """The same belief, with equal mean variances on both sides."""
         inputs, errors = ((factor + factor.mT) / 2 for factor in (self.inputs, self.errors))
         means = [factor.diagonal(dim1=1, dim2=2).double().mean(1) for factor in (inputs, errors)]
         balance = (means[1] / means[0]).sqrt()
-        inputs, errors = _affine(inputs, balance), _affine(errors, 1 / balance)
-        old = self.traces[0] / balance.cpu(), self.traces[1] * balance.cpu()
-        traces = [_mean_precision(factor, trace) for factor, trace in zip((inputs, errors), old)]
-        return Factors(inputs, errors, torch.stack(traces))
+        traces = torch.stack([self.traces[0] / balance.cpu(), self.traces[1] * balance.cpu()])
+        return Factors(_affine(inputs, balance), _affine(errors, 1 / balance), traces)
+
+    def with_exact_traces(self) -> Factors:
+        """The same factors with balanced scales and with computed traces, where rounding permits."""
+        own = self.balanced()
+        traces = [_mean_precision(factor, trace) for factor, trace in zip((own.inputs, own.errors), own.traces)]
+        return Factors(own.inputs, own.errors, torch.stack(traces))
 
 
 class _ReducedCovariance:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from bayesgrad import layers
 from bayesgrad.checkpoint import saved_entry
 from bayesgrad.directions import Directions
+from bayesgrad.distributed import Exchange, Sum
 from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.fisher import check_batch_mixing, check_outputs, gather_gradients
 from bayesgrad.layers.functional import gradients_one_by_one
@@ -107,6 +109,21 @@ class DenseKalman(NetworkPreconditioner):
             rows = columns[id(p)].rows() if id(p) in columns else rows
             parts.append(rows.detach().reshape(count, -1).to(order[0].device, torch.float64))
         self.observed.append((torch.cat(parts, 1), len(outputs), losses))
+
+    def share(self, exchange: Exchange) -> None:
+        """Gathers the gradients of all examples."""
+        exchange.expect(self.params[0])
+        observed, self.observed = self.observed, []
+        for rows, count, losses in observed:
+            every: list[list[Tensor]] = []
+            exchange.gather(rows, every.append)
+            numbers: list[Sum] = []
+            exchange.add(Sum(rows.new_tensor([count, losses])), numbers.append)
+            exchange.after(partial(self._receive, every, numbers))
+
+    def _receive(self, every: list[list[Tensor]], numbers: list[Sum]) -> None:
+        count, losses = numbers[0].total.tolist()
+        self.observed.append((torch.cat(every[0]), round(count), losses))
 
     def _columns(self) -> Tensor:
         """U', (columns, weights), from all calls of observe() since the last step."""

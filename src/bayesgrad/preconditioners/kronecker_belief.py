@@ -5,20 +5,23 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bayesgrad.directions import Directions
+from bayesgrad.distributed import Job
 from bayesgrad.layers.modules import Layer
-from bayesgrad.layers.statistics import SIDES, LayerStatistics, symmetric
+from bayesgrad.layers.moments import symmetric
+from bayesgrad.layers.statistics import SIDES, LayerStatistics
 from bayesgrad.parts import Groups, weak
 from bayesgrad.precision import Kronecker, Precision, Spectral
 from bayesgrad.precision.linalg import eigenvalues
 from bayesgrad.precision.projection import Factors
-from bayesgrad.preconditioners.layered import LayerPreconditioner, Settings
-from bayesgrad.preconditioners.refresh import MERGED, MERGES, store
+from bayesgrad.preconditioners.layered import Entry, LayerPreconditioner, Settings
+from bayesgrad.preconditioners.refresh import MERGED, MERGES, cost
 from bayesgrad.preconditioners.stability import limit_size
 from bayesgrad.rules.transition import OrnsteinUhlenbeck, Static, average
 from bayesgrad.rules.update import NaturalStep, UpdateRule
@@ -72,9 +75,12 @@ class LayerBelief(LayerPreconditioner):
         return found
 
     def _scale(self, group: Mapping[str, Any]) -> Tensor:
-        """What errors of the mean loss, perhaps scaled by a `GradScaler`, are multiplied by to be those of examples."""
+        """What errors of the mean loss, perhaps scaled by a `GradScaler`, are multiplied by to be those of examples.
+
+        In several processes, errors are those of the mean loss of one of them.
+        """
         factor = self.factor_of_gradients
-        return group["batch_size"] * (torch.ones(()) if factor is None else factor)
+        return group["batch_size"] / self.processes * (torch.ones(()) if factor is None else factor)
 
     def _centre(self, layer: Layer, batch: LayerStatistics) -> None:
         """Subtracts from the errors their mean over earlier batches; the first batch is not centred."""
@@ -88,9 +94,7 @@ class LayerBelief(LayerPreconditioner):
         keep, take = average(MEAN_DECAY, 1 + int(entry["clock"][MERGES]) if "clock" in entry else 1)
         entry["error_mean"] = keep * mean.to(here) + take * here
 
-    def merge(
-        self, layer: Layer, entry: dict[str, Tensor], statistics: LayerStatistics, group: Mapping[str, Any]
-    ) -> None:
+    def merge(self, layer: Layer, entry: Entry, statistics: LayerStatistics, group: Mapping[str, Any]) -> None:
         keep, take = average(group["ema"], int(entry["clock"][MERGES]))
         own = statistics.keeps or self.from_labels(group)  # errors of single examples
         for side, moment in statistics.moments().items():
@@ -136,9 +140,7 @@ class KroneckerBelief(LayerBelief):
         zeros.diagonal(dim1=1, dim2=2).fill_(math.sqrt(self.start(group)))
         return zeros
 
-    def merge(
-        self, layer: Layer, entry: dict[str, Tensor], statistics: LayerStatistics, group: Mapping[str, Any]
-    ) -> None:
+    def merge(self, layer: Layer, entry: Entry, statistics: LayerStatistics, group: Mapping[str, Any]) -> None:
         unit, steps = self.unit(group), int(entry.get("step", 0)) + 1 - int(entry["clock"][MERGED])
         if unit == 0:
             return
@@ -148,8 +150,14 @@ class KroneckerBelief(LayerBelief):
         errors = statistics.errors * math.sqrt(share)
         self._keep(entry, self._factors(entry).propagate(**drift).observe(statistics.inputs, errors))
 
-    def invert(self, layer: Layer, entry: dict[str, Tensor], group: Mapping[str, Any]) -> None:
-        self._keep(entry, self._factors(entry).with_exact_traces())
+    def inversions(self, layer: Layer, entry: Entry, group: Mapping[str, Any]) -> list[Job]:
+        factors = self._factors(entry)
+        both = cost(factors.inputs) + cost(factors.errors)
+        return [Job(both, {"traces": factors.traces}, lambda: {"traces": factors.with_exact_traces().traces})]
+
+    def keep_inverses(self, layer: Layer, entry: Entry, group: Mapping[str, Any], found: Entry) -> None:
+        factors = self._factors(entry).balanced()
+        self._keep(entry, Factors(factors.inputs, factors.errors, found["traces"]))
 
     def _factors(self, entry: Mapping[str, Tensor]) -> Factors:
         sides = entry["input_covariance"], entry["error_covariance"]
@@ -200,21 +208,28 @@ class Whitening(LayerBelief):
             limits.append((layer.members, group["max_step"] / (batch if self.setting(group) else math.sqrt(batch))))
         return limit_size(super().directions(groups, active), limits)
 
-    def invert(self, layer: Layer, entry: dict[str, Tensor], group: Mapping[str, Any]) -> None:
+    def inversions(self, layer: Layer, entry: Entry, group: Mapping[str, Any]) -> list[Job]:
+        jobs = []
         for side in SIDES:
-            moment = symmetric(entry[f"{side}_moment"])
-            values, vectors = eigenvalues(moment)
-            if side == "error" and group["whiten"] == "input":
-                values = values.mean(1, keepdim=True).expand_as(values).clone()  # the state is written in place
+            moment = entry[f"{side}_moment"]
+            like = {f"{side}_root": moment}
             if self.setting(group):
-                store(entry, f"{side}_values", values)
-                if vectors is not None:
-                    store(entry, f"{side}_basis", vectors)
-                continue
-            largest = values.amax(1, keepdim=True)
-            tiny = torch.finfo(values.dtype).tiny
-            root = torch.where(largest > 0, values.maximum(FLOOR * largest).clamp(min=tiny).rsqrt(), 0.0)  # 0: no data
-            store(entry, f"{side}_root", root if vectors is None else (vectors * root[:, None]) @ vectors.mT)
+                like = {f"{side}_values": moment if moment.dim() == 2 else moment[..., 0]}
+                like |= {f"{side}_basis": moment} if moment.dim() == 3 else {}
+            jobs.append(Job(cost(moment), like, partial(self._root, side, moment, group)))
+        return jobs
+
+    def _root(self, side: str, moment: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The inverse square root of a moment, or its eigenvalues and eigenvectors."""
+        values, vectors = eigenvalues(symmetric(moment))
+        if side == "error" and group["whiten"] == "input":
+            values = values.mean(1, keepdim=True).expand_as(values).clone()  # the state is written in place
+        if self.setting(group):
+            return {f"{side}_values": values} | ({} if vectors is None else {f"{side}_basis": vectors})
+        largest = values.amax(1, keepdim=True)
+        tiny = torch.finfo(values.dtype).tiny
+        root = torch.where(largest > 0, values.maximum(FLOOR * largest).clamp(min=tiny).rsqrt(), 0.0)  # 0: no data
+        return {f"{side}_root": root if vectors is None else (vectors * root[:, None]) @ vectors.mT}
 
     def precision(self, layer: Layer, group: Mapping[str, Any]) -> Precision:
         entry = self.optimizer.state[layer.owner]

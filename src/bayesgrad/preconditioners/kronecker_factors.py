@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bayesgrad import layers
+from bayesgrad.distributed import Job
 from bayesgrad.layers.call import LayerCall
 from bayesgrad.layers.layout import ForwardPass
 from bayesgrad.layers.modules import Layer
-from bayesgrad.layers.statistics import SIDES, symmetric
+from bayesgrad.layers.moments import symmetric
+from bayesgrad.layers.statistics import SIDES
 from bayesgrad.precision import Precision, Spectral
 from bayesgrad.precision.linalg import eigenvalues, not_invertible
-from bayesgrad.preconditioners.layered import LayerPreconditioner
-from bayesgrad.preconditioners.refresh import store
+from bayesgrad.preconditioners.layered import Entry, LayerPreconditioner
+from bayesgrad.preconditioners.refresh import cost
 from bayesgrad.preconditioners.stability import mean_eigenvalue
 
 
@@ -57,20 +60,30 @@ class KroneckerFactors(LayerPreconditioner):
     def is_kronecker(self, group: Mapping[str, Any]) -> bool:
         return not group["exact_damping"]
 
-    def invert(self, layer: Layer, entry: dict[str, Tensor], group: Mapping[str, Any]) -> None:
+    def inversions(self, layer: Layer, entry: Entry, group: Mapping[str, Any]) -> list[Job]:
         if not group["exact_damping"]:
-            super().invert(layer, entry, group)
-            return
-        spectra = {}
+            return super().inversions(layer, entry, group)
+        jobs = []
         for side in SIDES:
-            moment = symmetric(entry[f"{side}_moment"])
-            if not bool(torch.isfinite(moment).all()):
-                raise not_invertible(moment, group["damping"], f"the {side} factor of layer {layer.names[0]!r}")
-            if moment.dim() == 2:  # a diagonal needs no eigenvectors
-                spectra[side] = moment
-            else:
-                spectra[side], vectors = eigenvalues(moment)
-                store(entry, f"{side}_basis", vectors)  # pyright: ignore[reportArgumentType]
+            moment = entry[f"{side}_moment"]
+            like = {f"{side}_values": moment if moment.dim() == 2 else moment[..., 0]}
+            like |= {f"{side}_basis": moment} if moment.dim() == 3 else {}
+            jobs.append(Job(cost(moment), like, partial(self._eigenvalues, layer, side, moment, group["damping"])))
+        return jobs
+
+    @staticmethod
+    def _eigenvalues(layer: Layer, side: str, moment: Tensor, damping: float) -> dict[str, Tensor]:
+        moment = symmetric(moment)
+        if not bool(torch.isfinite(moment).all()):
+            raise not_invertible(moment, damping, f"the {side} factor of layer {layer.names[0]!r}")
+        values, vectors = eigenvalues(moment)  # a diagonal needs no eigenvectors
+        return {f"{side}_values": values} | ({} if vectors is None else {f"{side}_basis": vectors})
+
+    def keep_inverses(self, layer: Layer, entry: Entry, group: Mapping[str, Any], found: Entry) -> None:
+        if not group["exact_damping"]:
+            super().keep_inverses(layer, entry, group, found)
+            return
+        spectra = {side: found.pop(f"{side}_values") for side in SIDES}
         left, right = ("input", "error") if layer.lookup else ("error", "input")
         damping = group["damping"]
         if group["damping_mode"] == "relative":
@@ -79,7 +92,7 @@ class KroneckerFactors(LayerPreconditioner):
         spectrum = spectra[left][..., :, None] * spectra[right][..., None, :] + damping
         if not bool((spectrum > 0).all()):
             raise not_invertible(spectrum, damping, f"the Fisher of layer {layer.names[0]!r}")
-        store(entry, "spectrum", spectrum)
+        super().keep_inverses(layer, entry, group, found | {"spectrum": spectrum})
 
     def precision(self, layer: Layer, group: Mapping[str, Any]) -> Precision:
         if not group["exact_damping"]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -21,13 +22,13 @@ from torch import Tensor
 
 from bayesgrad.checkpoint import saved_entry
 from bayesgrad.directions import Direction, Directions, dense
+from bayesgrad.distributed import Exchange, Job, Sum, divided
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.call import LayerCall, Pair
 from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.fisher import check_outputs
 from bayesgrad.layers.layout import ForwardPass
-from bayesgrad.layers.modules import Layer, rows_in
-from bayesgrad.layers.operations import operation, parameter_gradients
+from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.statistics import SIDES, LayerStatistics
 from bayesgrad.parts import Groups, Host, Needs, Preconditioner, weak
 from bayesgrad.precision import Kronecker, Precision
@@ -35,6 +36,8 @@ from bayesgrad.precision.linalg import diagonal_inverse, inverse
 from bayesgrad.preconditioners.refresh import (
     MERGED,
     MERGES,
+    check_factor,
+    cost,
     inversion_due,
     is_due,
     layer_tensors,
@@ -42,13 +45,15 @@ from bayesgrad.preconditioners.refresh import (
     note_inversion,
     store,
 )
-from bayesgrad.preconditioners.rows import InnerProduct, from_rows
+from bayesgrad.preconditioners.rows import InnerProduct, from_call, from_rows, rows_are_cheaper
 from bayesgrad.preconditioners.stability import finite, limit_norm, nonfinite_cause, split_damping, with_growing_damping
 from bayesgrad.rules.transition import average
 from bayesgrad.sources.recorded_layers import RecordedLayers
 
 LARGE = 512  # inputs of a layer from which its statistics are gathered less often if its outputs are few
 Settings = Mapping[Layer, Mapping[str, Any]]
+Entry = dict[str, Tensor]
+Found = dict[Layer, LayerStatistics]
 
 
 class LayerPreconditioner(Preconditioner):
@@ -72,7 +77,6 @@ class LayerPreconditioner(Preconditioner):
     sides: ClassVar[tuple[str, ...]] = SIDES  # whose second moments are kept
     factor: ClassVar[str] = "moment"  # the name of each side's matrix in the state
     reads_outputs: ClassVar[bool] = False
-    local = "inputs and errors of layers"
     on_cpu = ("clock", "damped", "traces")
 
     def __init__(self, fallback: str) -> None:
@@ -111,8 +115,8 @@ class LayerPreconditioner(Preconditioner):
     def forget(self, observed: bool) -> None:
         super().forget(observed)
         if observed:
-            self.from_observations: dict[Layer, LayerStatistics] = {}
-        self.from_passes: dict[Layer, LayerStatistics] = {}
+            self.from_observations: Found = {}
+        self.from_passes: Found = {}
         self.unfrozen: set[Tensor] = set()  # owners of layers that were frozen in the passes of this step
         self.kept: dict[Layer, list[LayerCall]] = {}  # the calls of a single backward pass
         self.passes: dict[Layer, int] = {}  # the latest backward pass
@@ -171,26 +175,39 @@ class LayerPreconditioner(Preconditioner):
         self._keep_call(layer, call, group)
         return None
 
-    def _add(
-        self,
-        found: dict[Layer, LayerStatistics],
-        layer: Layer,
-        call: LayerCall,
-        forward: ForwardPass | None,
-        share: float = 1.0,
-    ) -> None:
+    def _add(self, found: Found, layer: Layer, call: LayerCall, forward: ForwardPass | None, share: float = 1) -> None:
         group = self.groups[layer.owner]
         if layer not in found:
-            shapes = self.shapes(layer, group)
-            diagonal = [side for side, shape in shapes.items() if len(shape) == 2]
-            found[layer] = LayerStatistics(
-                layer,
-                self.sides,
-                sharing=group.get("sharing", "expand"),
-                diagonal=diagonal,
-                keep=self.keeps_rows(group),
-            )
+            found[layer] = self._empty(layer, group)
         found[layer].add(call, self.losses(call, forward, group), share)
+
+    def _empty(self, layer: Layer, group: Mapping[str, Any]) -> LayerStatistics:
+        """Statistics to which calls are added."""
+        diagonal = [side for side, shape in self.shapes(layer, group).items() if len(shape) == 2]
+        sharing, keep = group.get("sharing", "expand"), self.keeps_rows(group)
+        return LayerStatistics(layer, self.sides, sharing=sharing, diagonal=diagonal, keep=keep)
+
+    def share(self, exchange: Exchange) -> None:
+        """What is due of all layers, in the order of the model; a layer that no process has called has nothing."""
+        groups = {layer: self.groups[layer.owner] for layer in self.recorded.layers}
+        due = {layer: group for layer, group in groups.items() if self.due(layer, group)}
+        for layer, group in due.items():
+            found = self.from_observations if self.from_labels(group) else self.from_passes
+            found.setdefault(layer, self._empty(layer, group)).share(exchange)
+        if due:
+            self.recorded.marks.share(exchange)
+            exchange.after(self._drop_empty)
+        roots = [one.root() for one in self.inner_products.values() if one.total is not None]
+        if roots:
+            exchange.add(Sum(torch.stack(roots).sum()), self._receive_root)
+
+    def _receive_root(self, found: Sum) -> None:
+        self.inner_products = {(0, 0): InnerProduct(True, (found.total / found.count).square())}
+
+    def _drop_empty(self) -> None:
+        for found in (self.from_observations, self.from_passes):
+            for layer in [layer for layer, statistics in found.items() if statistics.empty]:
+                del found[layer]
 
     def losses(self, call: LayerCall, forward: ForwardPass | None, group: Mapping[str, Any]) -> float | None:
         """The number of losses of the pass of a call, by which the moment of its inputs is divided."""
@@ -210,7 +227,7 @@ class LayerPreconditioner(Preconditioner):
             kept.append(call.kept())
         elif layer in self.passes:
             self.kept.pop(layer, None)
-        elif self.is_kronecker(group) and self._rows_are_cheaper(layer, call, group):
+        elif self.processes == 1 and self.is_kronecker(group) and self._rows_are_cheaper(layer, call, group):
             self.kept[layer] = [call.kept()]
         self.passes[layer] = call.backward_id
 
@@ -228,14 +245,7 @@ class LayerPreconditioner(Preconditioner):
         if isinstance(precision, Kronecker) and self._rows_are_cheaper(layer, call, group):
             found = from_rows(layer, precision, [call], inner)
         else:
-            needs = layer.weight is not None, layer.bias is not None
-            weight = call.module._parameters["weight"].to(call.error.dtype)  # pyright: ignore[reportOptionalMemberAccess]
-            pair = parameter_gradients(operation(call.module), call.error, call.input, weight, needs)
-            kind = compute_dtype(layer.owner.dtype)
-            gradient = layer.join([g.to(kind) for g in pair if g is not None])
-            solved = precision.solve(gradient)
-            inner.add(solved, gradient)
-            found = dict(zip(layer.members, layer.parted(solved)))
+            found = from_call(layer, precision, call, inner)
         # Autograd would copy tensors that are not contiguous, and `GradientMarks` could not follow them.
         weight, bias = (None if p is None else dense(found[p]).contiguous() for p in (layer.weight, layer.bias))
         return weight, bias
@@ -246,13 +256,8 @@ class LayerPreconditioner(Preconditioner):
 
     def _rows_are_cheaper(self, layer: Layer, call: LayerCall, group: Mapping[str, Any]) -> bool:
         """Whether (E L)'(A R) needs fewer multiplications than L G R."""
-        if layer.lookup:
-            return False
-        _, fan_out, fan_in = layer.shape
         full = [side for side, shape in self.shapes(layer, group).items() if len(shape) == 3]  # the rest is diagonal
-        sizes = [layer.sizes[side] for side in full]
-        per_row = fan_in * fan_out + sum(size * size for size in sizes)
-        return rows_in(call.module, call.error) * per_row < fan_in * fan_out * sum(sizes)
+        return not layer.lookup and rows_are_cheaper(layer, call, full)
 
     def due(self, layer: Layer, group: Mapping[str, Any]) -> bool:
         """Whether statistics are due in the next step."""
@@ -296,9 +301,7 @@ class LayerPreconditioner(Preconditioner):
         bad = {layer: some[layer] for some in found for layer in set(some) - set(finite(some))}
         return nonfinite_cause(self.recorded.layers, bad)
 
-    def merge(
-        self, layer: Layer, entry: dict[str, Tensor], statistics: LayerStatistics, group: Mapping[str, Any]
-    ) -> None:
+    def merge(self, layer: Layer, entry: Entry, statistics: LayerStatistics, group: Mapping[str, Any]) -> None:
         """Updates the factors; `clock` already counts this merge but has the step of the last one."""
         keep, take = average(group["ema"], int(entry["clock"][MERGES]))
         for side, moment in statistics.moments().items():
@@ -361,10 +364,13 @@ class LayerPreconditioner(Preconditioner):
             due[layer] = inversion_due(entry, every, order.index(layer) * every // len(order), self.setting(group))
         if compared := [layer for layer, one in due.items() if isinstance(one, Tensor)]:
             due |= dict(zip(compared, torch.stack([due[layer].cpu() for layer in compared]).tolist()))  # pyright: ignore
-        for layer in (layer for layer, one in due.items() if one):
-            entry, group = self.optimizer.state[layer.owner], settings[layer]
-            self.invert(layer, entry, group)
-            note_inversion(entry, self.setting(group))
+        chosen = [(layer, self.optimizer.state[layer.owner], settings[layer]) for layer, one in due.items() if one]
+        jobs = [(one, job) for one in chosen for job in self.inversions(*one)]
+        results = divided([job for _, job in jobs], self.processes)
+        for one in chosen:
+            found = [result for (other, _), result in zip(jobs, results) if other is one]
+            self.keep_inverses(*one, {name: value for result in found for name, value in result.items()})
+            note_inversion(one[1], self.setting(one[2]))
 
     def setting(self, group: Mapping[str, Any]) -> float:
         """The hyperparameter that inverses depend on: they are computed anew when it changes by more than a tenth."""
@@ -374,14 +380,25 @@ class LayerPreconditioner(Preconditioner):
         """What is added to the factor of each side."""
         return split_damping({side: entry[f"{side}_moment"] for side in self.sides}, group)
 
-    def invert(self, layer: Layer, entry: dict[str, Tensor], group: Mapping[str, Any]) -> None:
-        """Computes from the factors what `precision` reads."""
+    def inversions(self, layer: Layer, entry: Entry, group: Mapping[str, Any]) -> list[Job]:
+        """The computations that give, from the factors, what `precision` reads; processes divide them."""
+        jobs = []
         for side, damping in self.dampings(entry, group).items():
             moment = entry[f"{side}_moment"]
-            invert = diagonal_inverse if moment.dim() == 2 else inverse
-            name = f"the {side} factor of layer {layer.names[0]!r}"
-            found, _ = with_growing_damping(invert, moment, float(damping), name, self.warned)
-            store(entry, f"{side}_inverse", found)
+            run = partial(self._inverse, layer, side, moment, float(damping))
+            jobs.append(Job(cost(moment), {f"{side}_inverse": moment}, run))
+        return jobs
+
+    def _inverse(self, layer: Layer, side: str, moment: Tensor, damping: float) -> dict[str, Tensor]:
+        invert = diagonal_inverse if moment.dim() == 2 else inverse
+        name = f"the {side} factor of layer {layer.names[0]!r}"
+        found, _ = with_growing_damping(invert, moment, damping, name, self.warned)
+        return {f"{side}_inverse": found}
+
+    def keep_inverses(self, layer: Layer, entry: Entry, group: Mapping[str, Any], found: Entry) -> None:
+        """Stores the results of `inversions`."""
+        for name, value in found.items():
+            store(entry, name, value)
 
     def precision(self, layer: Layer, group: Mapping[str, Any]) -> Precision:
         """The precision of [W b]."""
@@ -427,18 +444,5 @@ class LayerPreconditioner(Preconditioner):
         own = self.optimizer.__class__.__name__
         for layer in self.recorded.layers:
             entry, group = saved_entry(self.optimizer, saved, layer.owner)
-            if not entry:
-                continue
-            for side, shape in self.shapes(layer, group).items():
-                kept, name = f"{side}_{self.factor}", layer.names[0]
-                moment = entry.get(kept)
-                if moment is None:
-                    raise ValueError(
-                        f"the saved state of layer {name!r} lacks {kept}: it is not a state of {own}, or it is "
-                        "truncated."
-                    )
-                if moment.shape != shape:
-                    raise ValueError(
-                        f"{kept} of layer {name!r} has shape {tuple(moment.shape)} in the saved state, "
-                        f"but the layer needs {shape}: load it into the model it came from."
-                    )
+            for side, shape in self.shapes(layer, group).items() if entry else ():
+                check_factor(entry, f"{side}_{self.factor}", shape, layer.names[0], own)

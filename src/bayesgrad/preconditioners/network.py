@@ -20,7 +20,6 @@ class NetworkPreconditioner(Preconditioner):
         params: the parameters of all groups in the order of the model; the first has the state of the whole network.
     """
 
-    local = "per-example gradients"
     on_cpu = ("clock",)
 
     @abstractmethod

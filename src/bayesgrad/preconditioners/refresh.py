@@ -62,6 +62,11 @@ def inversion_due(entry: Mapping[str, Tensor], every: int, offset: int, damping:
     return torch.stack(changes).max() > MOMENT_CHANGE
 
 
+def cost(moment: Tensor) -> float:
+    """What the inverse or eigenvectors of a moment cost: the size cubed in each group; of a diagonal, the size."""
+    return float(moment.numel() * (moment.shape[-1] if moment.dim() == 3 else 1))
+
+
 def note_inversion(entry: dict[str, Tensor], damping: float) -> None:
     """Called after the moments of a layer were inverted."""
     entry["damped"] = torch.tensor(damping, dtype=torch.float64)
@@ -79,6 +84,19 @@ def _diagonals(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def layer_tensors(entry: Mapping[str, Tensor]) -> list[str]:
     """The names of the state tensors that belong to the layer, not to the elements of its parameters."""
     return [key for key in entry if key.startswith(tuple(f"{side}_" for side in SIDES)) or key in LAYER_KEYS]
+
+
+def check_factor(entry: Mapping[str, Tensor], kept: str, shape: tuple[int, ...], layer: str, own: str) -> None:
+    """Raises ValueError if the saved state of a layer lacks a factor, or has it in another shape."""
+    if (moment := entry.get(kept)) is None:
+        raise ValueError(
+            f"the saved state of layer {layer!r} lacks {kept}: it is not a state of {own}, or it is truncated."
+        )
+    if moment.shape != shape:
+        raise ValueError(
+            f"{kept} of layer {layer!r} has shape {tuple(moment.shape)} in the saved state, but the layer needs "
+            f"{shape}: load it into the model it came from."
+        )
 
 
 def store(entry: dict[str, Tensor], name: str, value: Tensor) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from bayesgrad.directions import Direction, Product
+from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.call import LayerCall
-from bayesgrad.layers.modules import Layer, error_rows, input_rows
-from bayesgrad.layers.statistics import joined
-from bayesgrad.precision import Kronecker
+from bayesgrad.layers.modules import Layer, error_rows, input_rows, rows_in
+from bayesgrad.layers.moments import joined
+from bayesgrad.layers.operations import operation, parameter_gradients
+from bayesgrad.precision import Kronecker, Precision
 from bayesgrad.preconditioners.stability import inner_product
 
 
@@ -22,8 +24,8 @@ class InnerProduct:
         needed: whether it is used.
     """
 
-    def __init__(self, needed: bool) -> None:
-        self.needed, self.total = needed, None
+    def __init__(self, needed: bool, total: Tensor | None = None) -> None:
+        self.needed, self.total = needed, total
 
     def add(self, direction: Tensor, gradient: Tensor) -> None:
         if self.needed:
@@ -38,14 +40,40 @@ class InnerProduct:
 
     def join(self, parts: Iterable[InnerProduct], factor: Tensor | None) -> None:
         """Adds the square of the sum of roots: d·g is at most that, if d and g are sums of these parts."""
-        roots = [one.total.clamp(min=0).sqrt() for one in parts if one.total is not None]
+        roots = [one.root() for one in parts if one.total is not None]
         if self.needed and roots:
             square = torch.stack(roots).sum().square()
             self.include(square if factor is None else square * factor.to(square).square())
 
+    def root(self) -> Tensor:
+        assert self.total is not None
+        return self.total.clamp(min=0).sqrt()
+
     def include(self, value: Tensor) -> None:
         """Adds the inner product of some parameters."""
         self.total = value if self.total is None else self.total + value.to(self.total)
+
+
+def from_call(
+    layer: Layer, precision: Precision, call: LayerCall, inner: InnerProduct
+) -> Mapping[Tensor | None, Direction]:
+    """The preconditioned gradient of each parameter from one call, whose own gradients are formed."""
+    needs = layer.weight is not None, layer.bias is not None
+    weight = call.module._parameters["weight"].to(call.error.dtype)  # pyright: ignore[reportOptionalMemberAccess]
+    pair = parameter_gradients(operation(call.module), call.error, call.input, weight, needs)
+    kind = compute_dtype(layer.owner.dtype)
+    gradient = layer.join([g.to(kind) for g in pair if g is not None])
+    solved = precision.solve(gradient)
+    inner.add(solved, gradient)
+    return dict(zip(layer.members, layer.parted(solved)))
+
+
+def rows_are_cheaper(layer: Layer, call: LayerCall, full: Sequence[str]) -> bool:
+    """Whether (E L)'(A R) needs fewer multiplications than L G R; `full` are the sides whose factors are matrices."""
+    _, fan_out, fan_in = layer.shape
+    sizes = [layer.sizes[side] for side in full]
+    per_row = fan_in * fan_out + sum(size * size for size in sizes)
+    return rows_in(call.module, call.error) * per_row < fan_in * fan_out * sum(sizes)
 
 
 def from_rows(

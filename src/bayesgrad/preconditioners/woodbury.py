@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,17 +13,12 @@ from torch import Tensor
 from bayesgrad import layers
 from bayesgrad.checkpoint import saved_entry
 from bayesgrad.directions import Direction, Directions, Product, Scaled, dense
+from bayesgrad.distributed import Exchange, Sum, average
 from bayesgrad.layers.call import LayerCall
 from bayesgrad.layers.combination import concatenated
 from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.fisher import check_batch_mixing, check_outputs, gather_gradients
-from bayesgrad.layers.per_example import (
-    OuterProducts,
-    PerExampleGradients,
-    floating_tensor,
-    is_stored,
-    restored,
-)
+from bayesgrad.layers.per_example import OuterProducts, PerExampleGradients, floating_tensor, is_stored, restored
 from bayesgrad.packing import gradient_of
 from bayesgrad.parts import Groups, Host, Needs, weak
 from bayesgrad.precision.linalg import cholesky
@@ -91,7 +87,7 @@ class Woodbury(NetworkPreconditioner):
         columns = {name: restored(state.get(p, {}), p.shape) for name, p in own.items() if p.requires_grad}
         weight = columns.get("weight")
         several = call.input.dim() > 2 or self.observed  # positions, or columns that are not merged yet
-        several = several or layers.is_transposed(call.module)
+        several = several or layers.is_transposed(call.module) or self.processes > 1
         if several or not isinstance(weight, OuterProducts) or weight.inputs.shape[2] > 1:
             self.projections |= dict.fromkeys(own.values())  # these follow from the gradients
             return
@@ -117,6 +113,32 @@ class Woodbury(NetworkPreconditioner):
         known = {key: c for key, c in columns.items() if key not in self.unexplained}
         given = labels is not None and weights is None
         self.observed.append((known, given, share * forward.losses(per_example)))
+
+    def share(self, exchange: Exchange) -> None:
+        """Gathers the gradients of all examples."""
+        if not self.due(self.optimizer.param_groups[0]["update_every"]):
+            return
+        observed, self.observed = self.observed, []
+        for columns, given, losses in observed:
+            every: dict[int, PerExampleGradients] = {}
+            for p in (p for p in self.params if id(p) in columns):
+                names, tensors = zip(*columns[id(p)].tensors().items())
+                parts: list[list[Tensor]] = []
+                for tensor in tensors:
+                    exchange.gather(tensor, parts.append)
+                exchange.after(partial(self._join, every, p, names, parts))
+            exchange.add(Sum(self.params[0].new_zeros(()), losses), partial(self._receive, every, given))
+        self.recorded.marks.share(exchange)
+
+    @staticmethod
+    def _join(
+        every: dict[int, PerExampleGradients], p: Tensor, names: tuple[str, ...], parts: list[list[Tensor]]
+    ) -> None:
+        own = [restored(dict(zip(names, tensors)), p.shape) for tensors in zip(*parts)]
+        every[id(p)] = concatenated([columns for columns in own if columns is not None])
+
+    def _receive(self, every: dict[int, PerExampleGradients], given: bool, found: Sum) -> None:
+        self.observed.append((every, given, float(found.count)))
 
     def _finite(self) -> list[tuple[dict[int, PerExampleGradients], bool, float]]:
         """The observations whose gradients and their inner products are finite; the host reads one tensor."""
@@ -357,7 +379,12 @@ class Woodbury(NetworkPreconditioner):
     def finish(self, closure: Callable[[], Any] | None, loss: Any) -> None:
         due = self.adapts and self.predicted_change is not None and self.steps_taken() % ADAPT_EVERY == 0
         if due and closure is not None:
-            self._adapt(closure, float(loss.detach() if isinstance(loss, Tensor) else loss))
+            self._adapt(closure, self._mean(loss))
+
+    def _mean(self, loss: Any) -> float:
+        """The mean of a loss over processes."""
+        value = loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss, device=self.params[0].device)
+        return float(average(value)[0] if self.processes > 1 else value)
 
     def _adapt(self, closure: Callable[[], Any], before: float) -> None:
         """Levenberg-Marquardt: decreases damping if the quadratic model predicted the loss well, else increases it."""
@@ -366,7 +393,7 @@ class Woodbury(NetworkPreconditioner):
         draws = self.optimizer.draws
         with torch.enable_grad():
             loss = closure()
-        after = float(loss.detach() if isinstance(loss, Tensor) else loss)
+        after = self._mean(loss)
         for p, gradient in zip(params, gradients):
             p.grad = gradient
         self.observed = []  # discard what this evaluation observed

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesgrad import likelihoods
+from bayesgrad import distributed, likelihoods
 from bayesgrad.likelihoods import Gaussian, Likelihood
 
 EVERY = 1000  # steps 1, 2, 4, 8, ... and every so many are checked
@@ -51,9 +51,18 @@ def stable_lr(lr: float, group: Mapping[str, Any]) -> float:
 
 
 def loss_scale(
-    loss: Tensor, outputs: Tensor, likelihood: Likelihood, losses: float, weights: Tensor | None
+    loss: Tensor,
+    outputs: Tensor,
+    likelihood: Likelihood,
+    losses: float,
+    weights: Tensor | None,
+    shared: bool = False,
 ) -> Tensor | None:
     """v'∇²loss v times the number of losses, divided by v'H v of the likelihood, for one direction v of the outputs.
+
+    Args:
+        losses: their number.
+        shared: whether other processes have other rows of the batch.
 
     Returns:
         1 if the loss is the mean negative log-likelihood; None if the loss does not depend on these outputs, has no
@@ -61,7 +70,9 @@ def loss_scale(
     """
     if outputs.dtype.itemsize < 4:
         return None
-    v = torch.arange(outputs.numel(), dtype=outputs.dtype, device=outputs.device).cos().view(outputs.shape)
+    first = distributed.position(outputs) * outputs[0].numel() if shared else 0
+    v = torch.arange(first, first + outputs.numel(), dtype=outputs.dtype, device=outputs.device)
+    v = v.cos().view(outputs.shape)
     with torch.enable_grad():
         (slope,) = torch.autograd.grad(loss.reshape(()), outputs, create_graph=True, allow_unused=True)
         if slope is None or not slope.requires_grad:
@@ -71,8 +82,11 @@ def loss_scale(
         return None
     each = v * likelihood.hessian_product(outputs.detach(), v)
     expected = (each if weights is None else each * weights).sum()
-    least = 0.0 if likelihood.has_noise else torch.finfo(v.dtype).eps ** 0.5 * v.square().sum()
-    return losses * (v * curved).sum() / expected if bool(expected > least) else None
+    least = 0.0 if likelihood.has_noise else torch.finfo(v.dtype).eps ** 0.5
+    number, bent, norm = v.new_tensor(losses), (v * curved).sum(), v.square().sum()
+    if shared:
+        number, bent, expected, norm = distributed.average(number, bent, expected, norm)
+    return number * bent / expected if bool(expected > least * norm) else None
 
 
 def largest_eigenvalue(

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bayesgrad import layers, likelihoods, noise
+from bayesgrad import distributed, layers, likelihoods, noise
 from bayesgrad.directions import Directions
+from bayesgrad.distributed import Exchange, Sum
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.fisher import check_batch_mixing, check_outputs
@@ -138,6 +140,15 @@ class MetricPreconditioner(NetworkPreconditioner):
         """Whether the arguments of the model's last call are needed."""
         return self.optimizer.param_groups[0]["correction"] is not None and self.metric.needs_observe
 
+    def prepare(self, closure: Callable[[], Any] | None) -> None:
+        super().prepare(closure)
+        group = self.optimizer.param_groups[0]
+        if self.processes > 1 and group["correction"] is not None and group["metric"] == "kronecker":
+            raise RuntimeError(
+                f"correction={group['correction']!r} of metric='kronecker' supports one process, got {self.processes}: "
+                "it is no mean over examples. Use another metric, or correction=None."
+            )
+
     def step_scale(self, group: Mapping[str, Any]) -> float:
         """1: the direction already contains the learning rate."""
         return 1.0
@@ -169,7 +180,8 @@ class MetricPreconditioner(NetworkPreconditioner):
         scaled = directions if scale == 1 else (scale * direction for direction in directions)
         trace = self.recorded.recorder.trace(outputs)
         read = self.metric.read(ObservedBatch(trace, scaled, self.params, self.recorded.layers, self.layouts))
-        self.observed.append((read, losses, self._batch(outputs, labels if empirical else None, losses)))
+        batch = self._batch(outputs, labels if empirical else None, losses)
+        self.observed.append((read, losses, [] if batch is None else [batch]))
         return read
 
     def _losses(self, outputs: Tensor, labels: Tensor | None, weights: Tensor | None) -> float:
@@ -179,21 +191,30 @@ class MetricPreconditioner(NetworkPreconditioner):
 
     def _measure(self, loss: Tensor, outputs: Any, labels: Any, weights: Any, state: State) -> None:
         """Compares the curvature of the loss with the likelihood and with the metric; see `samplers.curvature`."""
-        group = self.optimizer.param_groups[0]
         scale = largest = None
         if self.metric.needs_observe:
-            kind = likelihoods.named(group["likelihood"])
+            kind = likelihoods.named(self.optimizer.param_groups[0]["likelihood"])
             losses, each = self._losses(outputs, labels, weights), loss_weights(kind, outputs, labels, weights)
             with self.check.unmeasured("its scale is not compared with the likelihood's"):
-                scale = loss_scale(loss, outputs, kind, losses, each)
+                scale = loss_scale(loss, outputs, kind, losses, each, self.processes > 1)
         if self._shortens():
             params = [p for p in self.params if p.requires_grad]
             space = ParameterSpace(tuple(params), tuple(self.params), tuple(self.recorded.layers))
             with self.check.unmeasured("steps are not shortened"):
                 with torch.enable_grad():
                     gradients = gradients_of(loss, params)
-                largest = self._largest(gradients, space, state)
+                largest = self._largest(gradients, space, self._joint(state, outputs, labels, weights))
         self.check.measured.append((scale, largest))
+
+    def _joint(self, state: State, outputs: Any, labels: Any, weights: Any) -> State:
+        """The statistics of the batches of all processes, if these are those of a batch; else the state."""
+        if self.processes == 1 or state is self.optimizer.state:
+            return state
+        losses = torch.tensor(self._losses(outputs, labels, weights), dtype=torch.float64)
+        values = (value * float(losses) for entry in state.values() for value in entry.values())
+        total, *means = distributed.average(losses, *values)
+        mean = iter(means)
+        return {p: {slot: next(mean) / float(total) for slot in entry} for p, entry in state.items()}
 
     def _largest(self, gradients: tuple[Tensor, ...], space: ParameterSpace, state: State) -> float:
         """The largest eigenvalue of G^-1 H, with the prior in H."""
@@ -207,7 +228,7 @@ class MetricPreconditioner(NetworkPreconditioner):
         def product(flat: Tensor) -> Tensor:
             vectors = by_parameter(flat)
             found = hessian_products(gradients, space.params, list(vectors.values()))
-            pairs = zip(found, vectors.items())
+            pairs = zip(distributed.average(*found) if self.processes > 1 else found, vectors.items())
             return torch.cat([(h + pulls[p] * v).flatten().to(flat) for h, (p, v) in pairs])
 
         def solve(flat: Tensor) -> Tensor:
@@ -257,7 +278,25 @@ class MetricPreconditioner(NetworkPreconditioner):
                 old = entry.get(slot)
                 entry[slot] = fresh if old is None or not keep else keep * old + take * fresh  # pyright: ignore
         self.parts = None
-        return [batch for _, _, batch in observed if batch is not None]
+        return [batch for *_, batches in observed for batch in batches]
+
+    def share(self, exchange: Exchange) -> None:
+        """Statistics are means over examples; the batches stay, for `_corrections`."""
+        if self.metric.needs_observe and self.due(self.optimizer.param_groups[0]["update_every"]):
+            exchange.expect(self.params[0])
+        observed, self.observed = self.observed, []
+        read: Statistics = {}
+        losses = sum(count for _, count, _ in observed)
+        for p, slots in observed[0][0].items() if observed else ():
+            for slot in slots:
+                total = torch.stack([one[p][slot] * count for one, count, _ in observed]).sum(0)
+                exchange.add(Sum(total, losses), partial(self._receive, read.setdefault(p, {}), slot))
+        if observed:
+            self.observed = [(read, 1.0, [batch for *_, batches in observed for batch in batches])]
+
+    @staticmethod
+    def _receive(entry: dict[str, Tensor], slot: str, found: Sum) -> None:
+        entry[slot] = found.total / found.count
 
     # --- the step ---
 
@@ -270,7 +309,7 @@ class MetricPreconditioner(NetworkPreconditioner):
         value = float(loss.detach() if isinstance(loss, Tensor) else loss)
         if math.isfinite(value):
             first["last_loss"] = value
-        elif first["nonfinite"] == "raise":
+        elif first["nonfinite"] == "raise" and self.processes == 1:  # gradients tell all processes alike
             raise self.optimizer.nonfinite_error(f"the loss is {value}")
 
     def directions(self, groups: Groups, active: list[list[Tensor]]) -> Directions:
@@ -381,6 +420,10 @@ class MetricPreconditioner(NetworkPreconditioner):
         chosen = {"names": tuple(names[p] for p in space.params), "shapes": tuple(p.shape for p in space.params)}
         batches = [replace(batch, **chosen) for batch in fresh or ()]
         drift = self.metric.drift(batches, space, columns, group["correction"]) / (probes or 1)
+        if batches and self.processes > 1:
+            own = float(sum(batch.count for batch in batches))
+            total, drift = distributed.average(torch.tensor(own, dtype=torch.float64), drift.detach() * own)
+            drift = drift / float(total)
         pieces = drift.detach().split([p.numel() for p in space.params])
         by_name = {p: piece.view(p.shape) for p, piece in zip(space.params, pieces)}
         found = solve_blocks(parts, by_name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from bayesgrad import noise
 from bayesgrad.constraints import POSITIVE_INTEGER, Constraint, one_of
+from bayesgrad.distributed import Exchange, Sum
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.call import adds_to_gradient
 from bayesgrad.layers.recorder import Through, check_visible, graph_nodes, without_hooks
@@ -54,7 +56,6 @@ class HessianDiagonal(Source):
     """
 
     needs = Needs(loss=True)
-    local = "second derivatives"
 
     def __init__(self, factor: Callable[[Mapping[str, Any], Tensor], float] | None = None) -> None:
         self.factor = weak(factor) if factor else None
@@ -127,6 +128,17 @@ class HessianDiagonal(Source):
 
     def merge_draws(self, samples: int) -> None:
         self.totals, self.waiting = self.stored, []
+
+    def share(self, exchange: Exchange) -> None:
+        """The Hessian of the mean of the losses of all processes."""
+        exchange.expect(self.optimizer.param_groups[0]["params"][0])
+        self.totals, self.waiting = self.diagonals, []
+
+        def receive(p: Tensor, found: Sum) -> None:
+            self.totals[p] = found.total / found.count
+
+        for p, diagonal in self.totals.items():
+            exchange.add(Sum(diagonal), partial(receive, p))
 
     def collect(self, groups: Groups, active: list[list[Tensor]]) -> Evidence:
         params, diagonals = [p for some in active for p in some], self.diagonals

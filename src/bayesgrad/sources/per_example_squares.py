@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bayesgrad import layers, likelihoods
+from bayesgrad.distributed import Exchange, Sum
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.call import COMPILED, LayerCall
 from bayesgrad.layers.examples import RowLayouts
@@ -35,8 +37,6 @@ class PerExampleSquares(Source):
     Reference: Khan and Rue 2023, Eq. 45.
     Checked by: tests/equations/test_vogn.py, against BackPACK.
     """
-
-    local = "squares of per-example gradients"
 
     def __init__(self) -> None:
         self.stored: list[dict[Tensor, Tensor]] = []  # squares of several draws of a closure
@@ -131,6 +131,16 @@ class PerExampleSquares(Source):
             self.sums[p] = self.sums[p].add_(squares) if p in self.sums else squares
             self.counts[p] = self.counts.get(p, 0) + count
 
+    def _square_pending(self, params: list[Tensor]) -> None:
+        frozen = [p for p in params if not p.requires_grad]  # since the backward pass
+        for p in frozen:
+            p.requires_grad_(True)
+        for calls in self.pending.values():
+            self._square(calls)
+        for p in frozen:
+            p.requires_grad_(False)
+        self.pending = {}
+
     def observe(self, outputs: Any, loss: Any, labels: Any, weights: Any) -> None:
         recorder, group = self.recorded.recorder, self.optimizer.param_groups[0]
         if self.fisher == "empirical":
@@ -152,6 +162,37 @@ class PerExampleSquares(Source):
                 found[p] = found[p].add_(columns.squares()) if p in found else columns.squares()
         self.observed.append((found, share * forward.losses(group["losses_per_example"])))
 
+    def share(self, exchange: Exchange) -> None:
+        """Sums over processes: of squares, of the numbers of losses, and of reasons to use the fallback."""
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        exchange.expect(params[0])
+        if self.fisher != "empirical":
+            found, total = self._observed_sums()
+            self.observed = [(found, total)] if total else []
+            for p in (p for p in params if p in found):
+                exchange.add(Sum(found[p], total), partial(self._receive_observed, p))
+            return
+        self._square_pending([p for p in params if p.grad is not None])
+        like = {"dtype": compute_dtype(params[0].dtype), "device": params[0].device}
+        for p in (p for p in params if p in self.sums):
+            exchange.add(Sum(self.sums[p].to(compute_dtype(p.dtype)), self.counts[p]), partial(self._receive, p))
+        flags = torch.tensor([float(id(p) in self.mixed) for p in params], **like)
+
+        def receive(found: Sum) -> None:
+            self.mixed = {id(p) for p, number in zip(params, found.total.tolist()) if number}
+            self.losses = {(0, 0): (0, found.count)} if self.losses else {}
+
+        exchange.add(Sum(flags, sum(count for _, count in self.losses.values())), receive)
+        self.recorded.marks.share(exchange)
+
+    def _receive(self, p: Tensor, found: Sum) -> None:
+        # Errors are those of the mean loss of one process; its gradient is averaged over processes.
+        self.sums[p], self.counts[p] = found.total / self.processes**2, found.count
+
+    def _receive_observed(self, p: Tensor, found: Sum) -> None:
+        self.observed[0][0][p] = found.total
+        self.observed[0] = self.observed[0][0], found.count
+
     def collect(self, groups: Groups, active: list[list[Tensor]]) -> Evidence:
         params = [p for some in active for p in some]
         stored, self.stored = self.stored, []
@@ -170,14 +211,7 @@ class PerExampleSquares(Source):
     def _squares(self, params: list[Tensor]) -> dict[Tensor, Tensor]:
         if self.fisher != "empirical":
             return self._observed_squares(params)
-        frozen = [p for p in params if not p.requires_grad]  # since the backward pass
-        for p in frozen:
-            p.requires_grad_(True)
-        for calls in self.pending.values():
-            self._square(calls)
-        for p in frozen:
-            p.requires_grad_(False)
-        self.pending = {}
+        self._square_pending(params)
         if not self.recorded.recorder.layers:
             raise ValueError(
                 f"{self.optimizer.__class__.__name__} counts examples at Linear, Conv, Embedding and normalisation "
@@ -189,7 +223,8 @@ class PerExampleSquares(Source):
             raise ValueError(SPLIT.format(self.lost))
         marks = self.recorded.marks
         odd = {p for p in self.sums if p in marks.unexplained or id(p) in self.mixed}
-        common = marks.factor() if marks.untouched(p for p in params if p in self.sums) else None
+        alone = self.processes == 1  # what other processes have done to their gradients is not known
+        common = marks.factor() if alone and marks.untouched(p for p in params if p in self.sums) else None
         found = {}
         for p in (p for p in params if p in self.sums and p not in odd):
             factor = marks.factor([p]) if common is None else common
@@ -204,14 +239,18 @@ class PerExampleSquares(Source):
         return found | {p: gradient_of(p).to(compute_dtype(p.dtype)).square() * count for p in rest}
 
     def _observed_squares(self, params: list[Tensor]) -> dict[Tensor, Tensor]:
-        observed, self.observed = self.observed, []
-        if not observed and any(bool(gradient_of(p).any()) for p in params):
+        if not self.observed and any(bool(gradient_of(p).any()) for p in params):
             raise self.recorded.missing_observation(
                 "observe() was not called", "call observe(outputs), before loss.backward(), on outputs"
             )
-        total = sum(number for _, number in observed)
+        found, total = self._observed_sums()
+        self.observed = []
+        return self._with_fallback({p: found[p] / total for p in params if p in found}, params, total)
+
+    def _observed_sums(self) -> tuple[dict[Tensor, Tensor], Any]:
+        """Squares, and the number of losses."""
         found: dict[Tensor, Tensor] = {}
-        for squares, _ in observed:
+        for squares, _ in self.observed:
             for p, square in squares.items():
-                found[p] = found[p] + square / total if p in found else square / total
-        return self._with_fallback({p: found[p] for p in params if p in found}, params, total)
+                found[p] = found[p] + square if p in found else square
+        return found, sum(number for _, number in self.observed)

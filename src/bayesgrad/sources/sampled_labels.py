@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bayesgrad import likelihoods
+from bayesgrad.distributed import Exchange, Sum
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.fisher import check_outputs
 from bayesgrad.layers.observed import loss_weights
@@ -25,14 +27,13 @@ class SampledLabels(Source):
     """
 
     needs = Needs(outputs=True)
-    local = "gradients for sampled labels"
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         self.gradients: dict[Tensor, Tensor] = {}
-        self.losses = 0  # the number of losses in their sum
+        self.losses: float | Tensor = 0.0  # the number of losses in their sum
 
     def zeroed(self, stale: bool) -> None:
         if stale:
@@ -56,6 +57,15 @@ class SampledLabels(Source):
         for p, gradient in zip(params, gradients):
             if gradient is not None:
                 self.gradients[p] = self.gradients[p] + gradient if p in self.gradients else gradient
+
+    def share(self, exchange: Exchange) -> None:
+        exchange.expect(self.optimizer.param_groups[0]["params"][0])
+
+        def receive(p: Tensor, found: Sum) -> None:
+            self.gradients[p], self.losses = found
+
+        for p, gradient in self.gradients.items():
+            exchange.add(Sum(gradient, self.losses), partial(receive, p))
 
     def collect(self, groups: Groups, active: list[list[Tensor]]) -> Evidence:
         owners = {p: group for group, params in zip(groups, active) for p in params}

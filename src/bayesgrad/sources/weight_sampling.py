@@ -5,12 +5,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bayesgrad import distributed, kernels, noise
+from bayesgrad.distributed import Exchange, Sum
 from bayesgrad.packing import SampledBlock, gradient_of
 from bayesgrad.parts import Evidence, Groups, Needs, Noise, Source, weak
 
@@ -44,6 +46,11 @@ class Draws(Source):
     @abstractmethod
     def perturbed(self) -> Iterator[Tensor]:
         """The parameters whose weights are a sample now."""
+
+    @property
+    def differ(self) -> bool:
+        """Whether other processes that train the same model have other draws."""
+        return self.optimizer.draws_differ and self.processes > 1
 
     @property
     def drawing(self) -> bool:
@@ -130,11 +137,11 @@ class Draws(Source):
 
     def _next_key(self, training: bool) -> noise.Key:
         optimizer, seed = self.optimizer, self.optimizer.param_groups[0]["seed"]
-        if training:
-            optimizer.draws += 1
-            return noise.key(seed, optimizer.draws)
-        self.without_grad += 1
-        return noise.key(seed, optimizer.draws, self.without_grad)
+        if not training:
+            self.without_grad += 1
+            return noise.key(seed, optimizer.draws, self.without_grad)
+        optimizer.draws += 1
+        return noise.key(seed, optimizer.draws, *([0, 0, distributed.process_index()] if self.differ else []))
 
     def collect(self, groups: Groups, active: list[list[Tensor]]) -> Evidence:
         missing = next((p for some in active for p in some if p not in self.sampled), None)
@@ -196,7 +203,10 @@ class WeightSampling(Draws):
     ) -> None:
         self.evidence, self.scalars, self.block_type = evidence, weak(scalars), block_type
         self.layout: list[SampledBlock] = []
+        self.drawn: list[SampledBlock] = []
         self.earlier: dict[Tensor, Tensor] = {}  # gradients of other draws at the beginning of the context
+        self.own: dict[Tensor, Tensor] = {}  # gradients of this process in the context, if draws differ
+        self.hooks: list[Any] = []
         super().__init__()
 
     def reset(self) -> None:
@@ -210,6 +220,15 @@ class WeightSampling(Draws):
         self.drawn = self._layout()
         # Offsets of an earlier draw are in buffers that this draw overwrites.
         self.offsets = {p: offset.clone() for p, offset in self.offsets.items()}
+        if training and self.evidence == "squares" and self.differ:
+            raise RuntimeError(
+                f"{self.optimizer.__class__.__name__} squares the gradient of a draw, which belongs to a part of the "
+                "batch if draws are independent: build it outside of independent_draws()."
+            )
+        if training and self.evidence is not None and self.differ:
+            self.own = {}
+            drawn = (p for part in self.drawn for p in part.params)
+            self.hooks = [p.register_hook(partial(self._add_own, p)) for p in drawn]
         if training and self.evidence is not None:
             self.earlier = {p: gradient_of(p).clone() for p in self.old & self.sampled}
 
@@ -220,7 +239,14 @@ class WeightSampling(Draws):
             states = [state[p][self.block_type.state_key] for p in part.params]
             part.perturb(states, self.scalars(part.group), key, given, elements)
 
+    def _add_own(self, p: Tensor, gradient: Tensor) -> None:
+        """Called with gradients before DistributedDataParallel averages them."""
+        self.own[p] = self.own[p] + gradient if p in self.own else gradient.clone()
+
     def restore(self, finished: bool) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = []
         elements = sum(part.elements for part in self.drawn)
         for part in self.drawn:
             part.restore(self.evidence is not None and finished, elements)
@@ -273,9 +299,13 @@ class WeightSampling(Draws):
             self.count = 0
         self.count += bool(params)
         for p, offset in (pair for part in self.drawn for pair in part.offsets() if self.evidence is not None):
-            if p in kept and p in self.earlier:
-                if not self.optimizer.independent:
-                    distributed.refuse_several_draws(self.optimizer.__class__.__name__)
+            if p in params and p in self.own:
+                before = self._sum(p, self.earlier[p]) if p in kept and p in self.earlier else 0.0
+                self.sums[p] = before + self._contribution(self.own[p], offset)
+                self.seen[p] = gradient_of(p).clone()
+            elif p in kept and p in self.earlier:
+                if self.evidence == "squares" and self.processes > 1:
+                    distributed.refuse_several_squares(self.optimizer.__class__.__name__)
                 now, earlier = gradient_of(p), self.earlier[p]
                 self.sums[p] = self._sum(p, earlier) + self._contribution(now - earlier, offset)
                 self.seen[p] = now.clone()
@@ -283,6 +313,20 @@ class WeightSampling(Draws):
             elif p in params:
                 self.offsets[p] = offset
                 self.sums.pop(p, None)
+
+    def share(self, exchange: Exchange) -> None:
+        """Products of several draws, which are linear in the gradients: the mean over processes.
+
+        The gradient of a draw is the difference of `.grad` before and after it. Under `no_sync` it belongs to the batch
+        of one process, and that of the last draw has what all processes had before in addition. The mean is right.
+        """
+        if self.evidence == "squares":
+            return
+        for p, total in ((p, self.sums[p]) for part in self.drawn for p in part.params if p in self.sums):
+            exchange.add(Sum(total), partial(self._receive, p))
+
+    def _receive(self, p: Tensor, found: Sum) -> None:
+        self.sums[p] = found.total / found.count
 
     def collect(self, groups: Groups, active: list[list[Tensor]]) -> Evidence:
         super().collect(groups, active)
@@ -297,9 +341,9 @@ class WeightSampling(Draws):
 
     def store_draw(self, samples: int) -> None:
         super().store_draw(samples)
-        for p, offset in self.offsets.items():
+        for p in (p for part in self.drawn for p in part.params if p in self.offsets or p in self.sums):
             if p.grad is not None:
-                part = self._contribution(gradient_of(p), offset)
+                part = self._sum(p, gradient_of(p))
                 self.stored[p] = self.stored[p] + part if p in self.stored else part
 
     def merge_draws(self, samples: int) -> None:
