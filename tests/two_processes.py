@@ -55,52 +55,6 @@ def alone(case: Case) -> Result:
     return weights(model)
 
 
-def replicated(case: Case, part: slice) -> Result:
-    model = model_of()
-    run(DistributedDataParallel(model), case.of(model, fused=False), part)
-    return weights(model)
-
-
-def accumulated(part: slice | None, contexts: int) -> Result:
-    """Two micro-batches, inside one context of sampled() or one each; replicas synchronise in the second."""
-    model = model_of()
-    net = model if part is None else DistributedDataParallel(model)
-    optimizer: Any = BY_NAME["IVON"].of(model, fused=False)
-    for index in range(STEPS):
-        x, y = batch(index, torch.float64)
-        # Micro-batches of one process have the examples of both.
-        order = torch.arange(32).view(2, 2, 8).transpose(0, 1) if part is None else torch.arange(32)[part].view(2, 1, 8)
-        optimizer.zero_grad()
-        with optimizer.sampled() if contexts == 1 else nullcontext():
-            for turn, rows in enumerate(order.flatten(1)):
-                silent = isinstance(net, DistributedDataParallel) and turn == 0
-                with (
-                    optimizer.sampled() if contexts == 2 else nullcontext(),
-                    net.no_sync() if silent else nullcontext(),
-                ):
-                    (F.cross_entropy(net(x[rows]), y[rows]) / 2).backward()
-        optimizer.step()
-    return weights(model)
-
-
-def by_closure(part: slice | None) -> Result:
-    """Two draws of weights for each step."""
-    model = model_of()
-    net = model if part is None else DistributedDataParallel(model)
-    optimizer: Any = BY_NAME["IVON"].of(model, fused=False, samples=2)
-    for index in range(STEPS):
-        x, y = (t[part or slice(None)] for t in batch(index, torch.float64))
-
-        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(net(x), y)
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-    return weights(model)
-
-
 def zero(case: Case, part: slice) -> Result:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -156,12 +110,6 @@ def posterior(how: str) -> Result:
         return found.variance()
 
 
-def late(before: tuple[nn.Module, Any]) -> Result:
-    """An optimizer that was built before the process group."""
-    run(*before, slice(None))
-    return {}
-
-
 def elbo() -> Result:
     x, y = batch(0, torch.float64)
     data = TensorDataset(x, y)
@@ -183,19 +131,11 @@ def main(rank: int, folder: Path) -> None:
     if rank == 0:
         for case in CASES:
             attempt(found, f"alone {case.name}", alone, case)
-        attempt(found, "alone accumulated", accumulated, None, 1)
-        attempt(found, "alone closure", by_closure, None)
         attempt(found, "alone laplace", posterior, "all")
-    model = model_of()
-    before = model, BY_NAME["FOOF"].of(model, fused=False)
     distributed.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
     part = slice(16 * rank, 16 * rank + 16)
     for case in CASES:
-        attempt(found, f"ddp {case.name}", replicated, case, part)
         attempt(found, f"own {case.name}", independent, case)
-    attempt(found, "ddp accumulated", accumulated, part, 1)
-    attempt(found, "ddp accumulated twice", accumulated, part, 2)
-    attempt(found, "ddp closure", by_closure, part)
     for name in SHARDED:
         attempt(found, f"zero {name}", zero, BY_NAME[name], part)
         attempt(found, f"fsdp1 {name}", fsdp1, BY_NAME[name], part, False)
@@ -204,7 +144,6 @@ def main(rank: int, folder: Path) -> None:
     for how in ("all", "sampler", "num_data", "own"):
         attempt(found, f"laplace {how}", posterior, how)
     attempt(found, "elbo", elbo)
-    attempt(found, "late", late, before)
     distributed.destroy_process_group()
     torch.save(found, folder / f"{rank}.pt")
 

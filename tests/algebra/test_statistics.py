@@ -12,8 +12,9 @@ from bayesgrad import layers
 from bayesgrad.layers.call import LayerCall
 from bayesgrad.layers.combination import concatenated, summed
 from bayesgrad.layers.modules import Layer
+from bayesgrad.layers.moments import Moment, symmetric
 from bayesgrad.layers.per_example import EmbeddingGradients, OuterProducts
-from bayesgrad.layers.statistics import LayerStatistics, Moment, symmetric
+from bayesgrad.layers.statistics import LayerStatistics
 
 
 @pytest.fixture(autouse=True)

@@ -280,13 +280,13 @@ def test_a_schedule_of_damping_inverts_again_for_changes_of_more_than_a_tenth(
     optimizer = rule(model, **options)
     inverted: list[str] = []
     kind = type(optimizer.preconditioner)
-    original = kind.invert
+    original = kind.inversions
 
-    def counted(self: Any, layer: Any, *args: Any) -> None:
+    def counted(self: Any, layer: Any, *args: Any) -> Any:
         inverted.append(layer.names[0])
-        original(self, layer, *args)
+        return original(self, layer, *args)
 
-    monkeypatch.setattr(kind, "invert", counted)
+    monkeypatch.setattr(kind, "inversions", counted)
     for index in range(400):
         if index == 200:
             inverted.clear()

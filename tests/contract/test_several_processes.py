@@ -1,4 +1,4 @@
-"""Two processes that train one model: the weights of one process, or a refusal in one sentence."""
+"""Shards, parts of the data and independent processes: the weights of one process, or a refusal in one sentence."""
 
 from __future__ import annotations
 
@@ -16,12 +16,6 @@ from bayesgrad.distributed import independent_processes, joint_processes
 from cases import Case, every_case
 
 SCRIPT = Path(__file__).parents[1] / "two_processes.py"
-REPLICATED = {  # what uses gradients and draws alone; DistributedDataParallel averages the gradients
-    *("AdaBayes", "AdaBayes-plain", "AdaBayes-centered", "AdaBayes-paper", "AdaBayes-random-walk", "AdaBayes-drawn"),
-    *("AdaBayesFP", "AdaBayesFP-centered", "AdaBayesFP-adamw", "AdaBound", "AMSBound", "STE", "STE-plain"),
-    *("KalmanMomentum", "KalmanMomentum-prior", "KalmanMomentum-steady", "BayesBiNN", "BayesBiNN-sharp"),
-    *("IVON", "IVON-natural", "SpikeSlab", "SpikeSlab-rmsprop"),
-}
 DRAWS, BINARY = {"IVON", "AdaBayes-drawn", "BayesBiNN"}, {"STE", "BayesBiNN"}
 
 
@@ -56,28 +50,9 @@ def assert_same(found: Any, expected: Any) -> None:
 
 
 @every_case
-def test_two_replicas_have_the_weights_of_one_process_or_are_refused(case: Case, found: tuple) -> None:
-    for results in found:
-        result = results[f"ddp {case.name}"]
-        if case.name in REPLICATED:
-            assert_same(result, found[0][f"alone {case.name}"])
-        else:
-            name = case.make.__name__
-            assert result.startswith(f"RuntimeError: {name} supports one process, got 2: each would use "), result
-
-
-@every_case
 def test_independent_processes_train_models_of_their_own(case: Case, found: tuple) -> None:
     for results in found:
         assert_same(results[f"own {case.name}"], found[0][f"alone {case.name}"])
-
-
-def test_micro_batches_share_a_draw(found: tuple) -> None:
-    """One draw for all micro-batches of a step, and several draws that are synchronised each."""
-    for results in found:
-        assert_same(results["ddp accumulated"], found[0]["alone accumulated"])
-        assert_same(results["ddp closure"], found[0]["alone closure"])
-        assert results["ddp accumulated twice"].startswith("RuntimeError: IVON supports one draw of weights for each")
 
 
 @pytest.mark.parametrize("name", ["AdaBayes", "AdaBayesFP", "AdaBound", "KalmanMomentum", *sorted(DRAWS | BINARY)])
@@ -104,11 +79,6 @@ def test_a_part_of_the_data_is_not_all_data(found: tuple) -> None:
         assert not isinstance(results["laplace num_data"], str)
         own, scaled = results["laplace own"], results["laplace num_data"]
         assert all((own[name] >= scaled[name]).all() for name in own)
-
-
-def test_a_group_that_comes_late_is_noticed_at_the_step(found: tuple) -> None:
-    for results in found:
-        assert results["late"].startswith("RuntimeError: FOOF supports one process, got 2")
 
 
 def test_one_process_is_one() -> None:

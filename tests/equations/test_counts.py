@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from bayesgrad import SubsampledFisher, laplace
 from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.layout import MIXED, ForwardPass, RowLayout
+from bayesgrad.layers.moments import symmetric
 from bayesgrad.layers.per_example import OuterProducts
 from bayesgrad.layers.recorder import LayerRecorder
-from bayesgrad.layers.statistics import symmetric
 from bayesgrad.optim import FOOF, KFAC, OGN, VOGN, AdaBayes, DenseFilter, KroneckerFilterFP, NaturalGradient
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not support norm")

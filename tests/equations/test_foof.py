@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bayesgrad.layers.statistics import symmetric
+from bayesgrad.layers.moments import symmetric
 from bayesgrad.optim import FOOF, KFAC
 
 PLAIN: dict[str, Any] = {

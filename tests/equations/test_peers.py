@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad import SubsampledFisher
-from bayesgrad.layers.statistics import symmetric
+from bayesgrad.layers.moments import symmetric
 from bayesgrad.optim import FOOF, KFAC
 
 N = 6

@@ -1,0 +1,186 @@
+"""DistributedDataParallel: for every optimizer and sampler, the weights of one process on the union of the batches."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data_parallel import OWN_DRAWS, Run, every_run
+
+SCRIPT = Path(__file__).parents[1] / "data_parallel.py"
+RUNS = list(every_run(0))
+REFUSED = {
+    "IVON-natural drawn for each micro-batch": "IVON squares the gradient of each draw of weights",
+    "Langevin kronecker flat": "correction='flat' of metric='kronecker' supports one process, got",
+}
+Found = list[dict[str, Any]]
+
+
+def processes(factory: pytest.TempPathFactory, size: int, steps: int) -> Found:
+    """What each process found; they run once, for the test process that asks first."""
+    root = factory.getbasetemp()
+    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / f"data_parallel_{size}_{steps}"
+    folder.mkdir(exist_ok=True)
+    files = [folder / f"{rank}.pt" for rank in range(size)]
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not all(file.exists() for file in files):
+            (folder / "group").unlink(missing_ok=True)  # left by a run that failed
+            command = [sys.executable, "-W", "ignore", str(SCRIPT)]
+            words = [[str(rank), str(size), str(steps), str(folder)] for rank in range(size)]
+            workers = [subprocess.Popen([*command, *own]) for own in words]
+            try:
+                assert [worker.wait(timeout=600) for worker in workers] == [0] * size
+            finally:
+                for worker in workers:
+                    worker.kill()
+    return [torch.load(file) for file in files]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return processes(tmp_path_factory, 2, 4)
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4])
+def many(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return processes(tmp_path_factory, request.param, 20)
+
+
+def check(run: Run, found: Found) -> None:
+    expected = found[0][f"alone {run.name}"]
+    for results in found:
+        result = results[run.name]
+        if run.name in REFUSED and len(found) > 1:
+            assert isinstance(result, str)
+            assert result.startswith(f"RuntimeError: {REFUSED[run.name]}"), result
+        elif isinstance(expected, str):
+            assert run.name.endswith("raises"), expected
+            assert result == expected
+        else:
+            assert not isinstance(result, str), result
+            assert result.keys() == expected.keys()
+            for name, weight in expected.items():
+                torch.testing.assert_close(result[name], weight, rtol=1e-10, atol=1e-12)
+                assert torch.equal(result[name], found[0][run.name][name])
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_two_processes_have_the_weights_of_one(run: Run, two: Found) -> None:
+    check(run, two)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_one_two_and_four_processes_have_the_weights_of_one_after_twenty_steps(run: Run, many: Found) -> None:
+    check(run, many)
+
+
+@pytest.mark.parametrize("name", OWN_DRAWS)
+def test_independent_draws_are_averaged(name: str, two: Found) -> None:
+    expected = two[0][f"alone own draws {name}"]
+    for results in two:
+        result = results[f"own draws {name}"]
+        assert not isinstance(result, str), result
+        for key, weight in expected.items():
+            torch.testing.assert_close(result[key], weight, rtol=1e-10, atol=1e-12)
+            assert torch.equal(result[key], two[0][f"own draws {name}"][key])
+
+
+def test_independent_draws_differ_and_are_reproducible(two: Found) -> None:
+    first, second = (results["first draw"] for results in two)
+    for name in first:
+        assert not torch.equal(first[name], second[name])
+        assert torch.equal(first[name], two[0]["first draw again"][name])
+
+
+def test_processes_that_were_joined_late_agree_on_a_seed(two: Found) -> None:
+    first, second = (results["late"] for results in two)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_processes_that_have_collected_different_things_all_raise(two: Found) -> None:
+    for results in two:
+        words = "RuntimeError: processes that train one model differ in what they have collected: "
+        assert results["differing"].startswith(words)
+
+
+def test_an_empty_batch_is_refused(two: Found) -> None:
+    for rank, results in enumerate(two):
+        assert results["empty"].startswith(f"RuntimeError: process {rank} of 2 observed an empty batch")
+
+
+def test_elementwise_rules_communicate_nothing(two: Found) -> None:
+    for results in two:
+        for name in ("AdaBayes", "AdaBayesFP", "IVON", "KalmanMomentum"):
+            assert not any(size for size, *_ in results[f"bytes {name}"])
+
+
+SIDES = [(41, 24), (4, 2), (25, 3)]  # of the layers: inputs with a one, and errors
+ROWS = [32, 32 * 38, 32]  # of all processes
+WEIGHTS, TENSORS = 1069, 8
+NUMBER = 8  # bytes
+
+
+def test_what_is_communicated_is_documented(two: Found) -> None:
+    """The table of docs/distributed.md, in the first step of each optimizer, in which everything is due."""
+    processes = len(two)
+    header, labels, shapes = 16 * processes, 8 * processes, 8 * processes
+    gathered = sum(rows * (a + e) + 4 for rows, (a, e) in zip(ROWS, SIDES))
+    # The inputs of a weight have no one. Its bias has a gradient for each example: two and four dimensions.
+    columns = sum(rows * (a - 1 + e) + 32 * e for rows, (a, e) in zip(ROWS, SIDES))
+    numbers = {
+        "FOOF": sum(a * (a + 1) // 2 + 1 + a * a for a, _ in SIDES) + TENSORS + 1,
+        "KroneckerFilter": gathered + TENSORS + 1,
+        "NaturalGradient": columns + 2 + TENSORS + 1,
+        "OGN": WEIGHTS - 2 + TENSORS - 2 + 2 * TENSORS + 2,
+        "Newton": WEIGHTS + TENSORS,
+        "AdaBayes-sampled": WEIGHTS + TENSORS,
+        "SNGD": WEIGHTS + TENSORS,
+    }
+    more = dict.fromkeys(numbers, header + labels) | {"OGN": header, "Newton": header, "FOOF": header}
+    more["KroneckerFilter"] += 2 * 3 * len(SIDES) * shapes
+    more["NaturalGradient"] += (4 + 4 + 2) * len(SIDES) * shapes
+    for results in two:
+        for name, expected in numbers.items():
+            (size, *_), *_ = results[f"bytes {name}"]
+            found = size - more[name]
+            assert abs(found - NUMBER * expected) <= 0.01 * NUMBER * expected, (name, found / NUMBER, expected)
+
+
+def test_kfac_communicates_what_the_documentation_says(two: Found) -> None:
+    """docs/distributed.md: lower triangles and counts of moments that are due, inverses that are due, and headers."""
+    processes, number, sides = len(two), NUMBER, SIDES
+    triangles = sum(a * (a + 1) // 2 + e * (e + 1) // 2 for a, e in sides)
+    statistics = number * (triangles + 2 * len(sides) + TENSORS + 1) + 16 * processes  # and a hash of the layout
+    labels = 8 * processes
+    for results in two:
+        before = [0] * len(sides)
+        for step, (size, merged, inverted) in enumerate(results["bytes KFAC"], 1):
+            new = [pair for pair, now, last in zip(sides, inverted, before) if now != last]
+            inverses = number * sum(a * a + e * e for a, e in new)
+            expected = inverses + (statistics + labels if step in merged else 0)
+            assert abs(size - expected) <= max(0.01 * expected, number * processes * bool(new)), step  # one flag each
+            before = inverted
+        assert len({size for size, *_ in results["bytes KFAC"]}) > 2  # steps without and with either
+
+
+def flops(found: Found) -> float:
+    """The largest part of the work of one process."""
+    return max(results["flops"] for results in found) / found[0]["flops alone"]
+
+
+def test_work_is_divided(two: Found) -> None:
+    assert flops(two) < 0.6
+
+
+@pytest.mark.slow
+def test_work_is_divided_by_four(many: Found) -> None:
+    assert flops(many) < {1: 1.01, 2: 0.6, 4: 0.35}[len(many)]
