@@ -205,7 +205,9 @@ class GradientMarks:
         if self.by_value or (self._steps & (self._steps - 1) and self._steps % 100):
             return
         factor = self.factor()
-        for p, mark in self.marks.items() if factor is not None else ():
+        if factor is None:
+            return
+        for p, mark in self.marks.items():
             if p.grad is None or not mark.untouched(p.grad):
                 continue
             then, now = mark.sample.double(), _sample(p.grad).double()
