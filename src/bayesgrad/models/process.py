@@ -217,7 +217,7 @@ def _restored(values: Tensor, order: Tensor | None) -> Tensor:
 
 
 def _signed_cholesky(matrix: Tensor, positive: int) -> Tensor | None:
-    """L with L J L' = matrix, where J has 1 for the first `positive` rows and -1 for the others. None if there is none."""
+    """L with L J L' = matrix, J with 1 for the first `positive` rows and -1 for the others; None if there is none."""
     factor, info = torch.linalg.cholesky_ex(matrix[:positive, :positive])
     if info.any() or positive == len(matrix):
         return None if info.any() else factor
