@@ -30,7 +30,7 @@ class Langevin(Sampler):
     | correction | stationary density for lr -> 0 |
     |---|---|
     | `"flat"` | exp(-C/T) |
-    | `"jeffreys"` | exp(-C/T) abs(det G)^1/2, which does not depend on the parameterisation of the model |
+    | `"jeffreys"` | exp(-C/T) abs(det G)^1/2; no function of the parameterisation if damping and prior are 0 |
     | `None` | exp(-C/T) if the metric is constant; else another density |
 
     A finite step multiplies the covariance by 1/(1 - lr/2) if G is the Hessian; see
