@@ -169,6 +169,7 @@ class MetricPreconditioner(NetworkPreconditioner):
             return None
         check_batch_mixing(self.recorded.model)
         check_outputs(outputs)
+        self.recorded.update_trainable()
         empirical = group["metric"] == "empirical"
         if empirical and labels is None:
             raise ValueError("metric='empirical' needs labels: call observe(outputs, labels=labels).")
@@ -276,7 +277,8 @@ class MetricPreconditioner(NetworkPreconditioner):
             for slot in observed[0][0][p]:
                 fresh = sum(read[p][slot] * (count / total) for read, count, _ in observed)
                 old = entry.get(slot)
-                entry[slot] = fresh if old is None or not keep else keep * old + take * fresh  # pyright: ignore
+                begins = old is None or not keep or old.shape != fresh.shape  # pyright: ignore
+                entry[slot] = fresh if begins else keep * old + take * fresh  # pyright: ignore
         self.parts = None
         return [batch for *_, batches in observed for batch in batches]
 
