@@ -243,3 +243,29 @@ def test_layers_that_are_frozen_for_a_while_keep_their_metric(name: str, metric:
                 assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters()))
         results.append([p.detach() for p in model.parameters()])
     assert all(torch.equal(p, q) for p, q in zip(*results))
+
+
+@pytest.mark.parametrize("metric", ["diagonal", "kronecker", "fisher"])
+@pytest.mark.parametrize("added", [False, True], ids=["thawed", "added"])
+def test_new_weights_get_a_metric_before_the_next_update(metric: str, added: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    options: dict[str, Any] = {"metric": metric, "temperature": 0.0, "limit_step": False, "update_every": 5}
+    model[2].requires_grad_(False)
+    sampler = Langevin(model, lr=0.01, num_data=60, params=model[0].parameters() if added else None, **options)
+    x, labels = torch.randn(60, 4).double(), torch.randint(0, 3, (60,))
+    for index in range(3):
+        if index == 2:
+            model[2].requires_grad_(True)
+            if added:
+                sampler.add_param_group({"params": list(model[2].named_parameters())})
+        other = copy.deepcopy(model)
+        pairs = [(model, sampler), (other, Langevin(other, lr=0.01, num_data=60, **options))]
+        for network, one in pairs if index == 2 else pairs[:1]:
+            one.zero_grad()
+            outputs = network(x)
+            one.observe(outputs)
+            nn.functional.cross_entropy(outputs, labels).backward()
+            one.step()
+    for p, q in zip(model.parameters(), other.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
