@@ -209,7 +209,7 @@ class BeliefOptimizer(CheckedOptimizer):
         if not self.param_groups[0]["train_mode"]:
             self.require_training("sampled()")
         self._passes.begin(self._parts)
-        with source.draw(noise):
+        with self._passes.noticed(), source.draw(noise):
             yield
         self._passes.end()
 
@@ -277,7 +277,8 @@ class BeliefOptimizer(CheckedOptimizer):
         self._passes.check()
         for part in self._parts:
             part.prepare(closure)
-        loss = None if closure is None else evaluate(self, self._parts, closure)
+        with self._passes.noticed():
+            loss = None if closure is None else evaluate(self, self._parts, closure)
         groups = [{**group, "lr": current_lr(group)} for group in self.param_groups]
         active = [[p for p in group["params"] if p.grad is not None] for group in groups]
         for index, group in enumerate(groups):

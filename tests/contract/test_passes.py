@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -239,3 +240,47 @@ def test_the_metric_of_thawed_weights_has_no_zeros_of_the_time_when_they_were_fr
     assert compared
     for key in compared:
         torch.testing.assert_close(found[key], expected[key], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["VON", "VON-plain", "VOGGN", "KalmanMomentum-sampled", "SpikeSlab-newton"])
+def test_an_observation_before_an_error_inside_a_draw_is_discarded(name: str) -> None:
+    """The loop catches the error and sets gradients to None itself: no gradient tells that the pass was given up."""
+    case = next(case for case in CASES if case.name == name)
+    results = []
+    for interrupted in (False, True):
+        model, optimizer = trained(case)
+        if interrupted:
+            with suppress(ZeroDivisionError), optimizer.sampled():
+                x, y = batch(5, torch.float64)
+                outputs = model(x)
+                optimizer.observe(outputs, loss=nn.functional.cross_entropy(outputs, y), labels=y)
+                raise ZeroDivisionError
+        for p in model.parameters():
+            p.grad = None
+        optimizer.draws = 100
+        backward(model, 6, optimizer)
+        optimizer.step()
+        results.append(weights(model) | states(optimizer))
+    assert same(*results)
+
+
+@pytest.mark.parametrize("name", ["KFAC", "AdaBayes-sampled", "KroneckerFilter"])
+def test_an_observation_before_an_error_in_a_closure_is_discarded(name: str) -> None:
+    case = next(case for case in CASES if case.name == name)
+    results = []
+    for interrupted in (False, True):
+        model, optimizer = trained(case)
+
+        def closure(model: nn.Module = model, optimizer: Any = optimizer) -> None:
+            x, y = batch(5, torch.float64)
+            optimizer.observe(model(x), labels=y)
+            raise ZeroDivisionError
+
+        if interrupted:
+            with pytest.raises(ZeroDivisionError):
+                optimizer.step(closure)
+        model.zero_grad()
+        backward(model, 6, optimizer)
+        optimizer.step()
+        results.append(weights(model) | states(optimizer))
+    assert same(*results)
