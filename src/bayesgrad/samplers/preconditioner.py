@@ -168,7 +168,9 @@ class MetricPreconditioner(NetworkPreconditioner):
         directions = self.output_directions(outputs, labels, weights, group["fisher"] == "exact")
         scaled = directions if scale == 1 else (scale * direction for direction in directions)
         trace = self.recorded.recorder.trace(outputs)
-        read = self.metric.read(ObservedBatch(trace, scaled, self.params, self.recorded.layers, self.layouts))
+        self.recorded.update_trainable()
+        params = [p for p in self.params if p.requires_grad or self.metric.joint]  # statistics of frozen ones are zero
+        read = self.metric.read(ObservedBatch(trace, scaled, params, self.recorded.layers, self.layouts))
         self.observed.append((read, losses, self._batch(outputs, labels if empirical else None, losses)))
         return read
 
@@ -247,15 +249,13 @@ class MetricPreconditioner(NetworkPreconditioner):
         observed, self.observed = self.observed, []
         total = sum(count for _, count, _ in observed)
         keep, take = average(self.optimizer.param_groups[0]["ema"], self.count_merge())
-        trained = {layer.owner: layer.members for layer in self.recorded.layers}
         for p in observed[0][0]:
-            if not any(q.requires_grad for q in trained.get(p, (p,))):
-                continue  # the statistics of frozen weights are zero
             entry = self.optimizer.state[p]
             for slot in observed[0][0][p]:
                 fresh = sum(read[p][slot] * (count / total) for read, count, _ in observed)
                 old = entry.get(slot)
-                entry[slot] = fresh if old is None or not keep else keep * old + take * fresh  # pyright: ignore
+                begins = old is None or not keep or old.shape != fresh.shape  # pyright: ignore
+                entry[slot] = fresh if begins else keep * old + take * fresh  # pyright: ignore
         self.parts = None
         return [batch for _, _, batch in observed if batch is not None]
 
