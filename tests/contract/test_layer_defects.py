@@ -986,3 +986,23 @@ def test_a_checkpoint_with_a_layer_that_was_trained_and_then_frozen_resumes(name
         model.requires_grad_(True)
         run(model, optimizer, 2)
     assert same(*(weights(model) | states(optimizer) for model, optimizer in zip(models, optimizers)))
+
+
+@pytest.mark.parametrize("blocks", ["full", "layer"])
+def test_a_skipped_batch_with_nan_leaves_the_layers_of_natural_gradient_known(blocks: str) -> None:
+    """Rows of NaN do not show to which examples they belong; those of the next batch do."""
+    x, y = torch.randn(8, 4, dtype=D), torch.randint(0, 3, (8,))
+    bad = torch.where(torch.arange(8)[:, None] == 2, torch.nan, x)
+    results = []
+    for batches in ([x, x], [bad, x, x]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)).to(D)
+        optimizer = NaturalGradient(model, lr=0.1, blocks=blocks, nonfinite="skip")
+        for inputs in batches:
+            optimizer.zero_grad()
+            outputs = model(inputs)
+            optimizer.observe(outputs, labels=y)
+            F.cross_entropy(outputs, y).backward()
+            optimizer.step()
+        results.append(weights(model))
+    assert same(*results)
