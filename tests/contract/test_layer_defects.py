@@ -972,7 +972,8 @@ def test_a_checkpoint_with_a_layer_that_was_trained_and_then_frozen_resumes(name
             optimizer.step()
 
     models = [nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)).to(D) for _ in range(2)]
-    first, second = optimizers = [RULES[name](model) for model in models]
+    first = RULES[name](models[0])
+    early = RULES[name](models[1])
     run(models[0], first, 2)
     for model in models:
         for key, p in model.named_parameters():
@@ -980,7 +981,10 @@ def test_a_checkpoint_with_a_layer_that_was_trained_and_then_frozen_resumes(name
             p.grad = None
     run(models[0], first, 2)
     models[1].load_state_dict(models[0].state_dict())
-    second.load_state_dict(first.state_dict())
+    early.load_state_dict(first.state_dict())  # it was built before the layer was frozen
+    del early  # two optimizers of one model would both precondition
+    optimizers = first, RULES[name](models[1])
+    optimizers[1].load_state_dict(first.state_dict())
     for model, optimizer in zip(models, optimizers):
         run(model, optimizer, 1)
         model.requires_grad_(True)

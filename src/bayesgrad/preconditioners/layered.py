@@ -387,8 +387,7 @@ class LayerPreconditioner(Preconditioner):
     def precision(self, layer: Layer, group: Mapping[str, Any]) -> Precision:
         """The precision of [W b]."""
         entry = self.optimizer.state[layer.owner]
-        sides = entry["input_inverse"], entry.get("error_inverse")
-        left, right = sides if layer.lookup else sides[::-1]
+        left, right = (entry.get(f"{side}_inverse") for side in (SIDES if layer.lookup else SIDES[::-1]))
         return Kronecker(left, right, layer.shape)
 
     # --- state ---
@@ -431,6 +430,7 @@ class LayerPreconditioner(Preconditioner):
 
     def check_loaded(self, saved: Mapping[str, Any]) -> None:
         own = self.optimizer.__class__.__name__
+        self.recorded.update_trainable()
         for layer in self.recorded.layers:
             entry, group = saved_entry(self.optimizer, saved, layer.owner)
             if not entry:
