@@ -341,3 +341,37 @@ def test_a_part_of_a_layer_that_was_frozen_begins_with_the_metric_of_its_first_b
     run(samplers.Langevin(other, **options), 1, 0.1)
     for p, q in zip(model.parameters(), other.parameters()):
         torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("metric", ["fisher", "diagonal", "kronecker"])
+@pytest.mark.parametrize("options", [{"update_every": 9}, {"ema": 0.9}], ids=str)
+@pytest.mark.parametrize("added", [False, True])
+def test_the_metric_is_updated_when_parameters_are_thawed_or_added(metric: str, options: Any, added: bool) -> None:
+    """Against a new sampler; nothing moves before, so that averages are those of one batch."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(40, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+    options = {"num_data": 100, "temperature": 0.0, "metric": metric, "limit_step": False, **options}
+    x, y = batch(0, torch.float64)
+
+    def step(sampler: Any, lr: float) -> None:
+        for group in sampler.param_groups:
+            group["lr"] = lr
+        sampler.zero_grad()
+        outputs = sampler.model(x)
+        sampler.observe(outputs)
+        nn.functional.cross_entropy(outputs, y).backward()
+        sampler.step()
+
+    first = list(model[0].parameters()) if added else None
+    model[2].requires_grad_(added)
+    sampler = samplers.Langevin(model, params=first, **options)
+    step(sampler, 0.0)
+    step(sampler, 0.0)
+    model.requires_grad_(True)
+    if added:
+        sampler.add_param_group({"params": list(model[2].parameters())})
+    other = copy.deepcopy(model)
+    step(sampler, 0.1)
+    step(samplers.Langevin(other, **options), 0.1)
+    for p, q in zip(model.parameters(), other.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)

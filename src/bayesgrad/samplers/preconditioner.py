@@ -117,6 +117,9 @@ class MetricPreconditioner(NetworkPreconditioner):
     ) -> None:
         self.metric, self.move, self.scaled_temperature = metric, move, weak(scaled_temperature)
         self.check = StepCheck()
+        self.trained: set[Tensor] | None = (
+            None  # those that the metric has, if it was updated since the state was loaded
+        )
         self.needs = Needs(outputs=metric.needs_observe)
 
     def bind(self, optimizer: Host) -> None:
@@ -154,7 +157,7 @@ class MetricPreconditioner(NetworkPreconditioner):
     def _read(self, outputs: Any, labels: Any, weights: Any) -> Statistics | None:
         """The statistics of a batch, which are kept for the next step; None if none are needed."""
         group = self.optimizer.param_groups[0]
-        if not self.metric.needs_observe or not self.due(group["update_every"]):
+        if not self.metric.needs_observe or not (self.due(group["update_every"]) or self._new()):
             return None
         check_batch_mixing(self.recorded.model)
         check_outputs(outputs)
@@ -173,6 +176,10 @@ class MetricPreconditioner(NetworkPreconditioner):
         read = self.metric.read(ObservedBatch(trace, scaled, params, self.recorded.layers, self.layouts))
         self.observed.append((read, losses, self._batch(outputs, labels if empirical else None, losses)))
         return read
+
+    def _new(self) -> bool:
+        """Whether parameters are trained that the metric does not have: thawed or added since its last update."""
+        return self.trained is not None and any(p.requires_grad and p not in self.trained for p in self.params)
 
     def _losses(self, outputs: Tensor, labels: Tensor | None, weights: Tensor | None) -> float:
         """The number of losses of the observed outputs whose mean is the loss."""
@@ -249,12 +256,14 @@ class MetricPreconditioner(NetworkPreconditioner):
         observed, self.observed = self.observed, []
         total = sum(count for _, count, _ in observed)
         keep, take = average(self.optimizer.param_groups[0]["ema"], self.count_merge())
+        renewed = self.metric.joint and self._new()  # else zeros would be averaged with the Fisher of what is new
+        self.trained = {p for p in self.params if p.requires_grad}
         for p in observed[0][0]:
             entry = self.optimizer.state[p]
             for slot in observed[0][0][p]:
                 fresh = sum(read[p][slot] * (count / total) for read, count, _ in observed)
                 old = entry.get(slot)
-                begins = old is None or not keep or old.shape != fresh.shape  # pyright: ignore
+                begins = old is None or not keep or renewed or old.shape != fresh.shape  # pyright: ignore
                 entry[slot] = fresh if begins else keep * old + take * fresh  # pyright: ignore
         self.parts = None
         return [batch for _, _, batch in observed if batch is not None]
