@@ -208,7 +208,7 @@ class BeliefOptimizer(CheckedOptimizer):
             self.require_training("sampled()")
         distributed.agree_on_seed(self)
         self._passes.begin(self._parts)
-        with source.draw(noise):
+        with self._passes.noticed(), source.draw(noise):
             yield
         self._passes.end()
 
@@ -279,7 +279,8 @@ class BeliefOptimizer(CheckedOptimizer):
         self._passes.check()
         for part in self._parts:
             part.prepare(closure)
-        loss = self.share() if closure is None else evaluate(self, self._parts, closure)
+        with self._passes.noticed():
+            loss = self.share() if closure is None else evaluate(self, self._parts, closure)
         groups = [{**group, "lr": current_lr(group)} for group in self.param_groups]
         active = [[p for p in group["params"] if p.grad is not None] for group in groups]
         for index, group in enumerate(groups):

@@ -8,7 +8,8 @@ also load a state, which discards the evidence, but not the gradients. Both are 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -28,7 +29,8 @@ class Passes:
         observed: whether something was observed for the next step (1), and `zero_grad()` called since (2).
         earlier: whether something was observed before the gradients that existed at the last observation were computed.
         current: the arguments of the observations since then, until their backward pass.
-        interrupted: whether an observation, or a backward pass of one, has begun and not ended, because it raised.
+        interrupted: whether an observation, a backward pass of one, a draw or a closure has begun and not ended,
+            because it raised.
         computed: gradients after the last backward pass; None before one, or if that is not known.
         used: gradients at the end of the last step.
         lost: gradients whose evidence was discarded when a state was loaded.
@@ -94,6 +96,15 @@ class Passes:
                 "model.zero_grad() between observe() and backward() has discarded the gradients of earlier passes, but "
                 "not what was observed for them: call optimizer.zero_grad() instead."
             )
+
+    @contextmanager
+    def noticed(self) -> Iterator[None]:
+        """A context of passes: an exception that leaves it has interrupted one of them."""
+        try:
+            yield
+        except BaseException:
+            self.interrupted = True
+            raise
 
     def end(self) -> None:
         """Called after a backward pass."""

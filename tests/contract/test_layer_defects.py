@@ -933,3 +933,80 @@ def test_classes_in_dimension_one_of_outputs_without_a_convolution(rule: str, ho
             optimizer.step()
         found.append(model.layer.weight.detach())
     torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["FOOF", "FOOF backward", "KFAC", "KFAC exact", "KroneckerFilter", "FP"])
+def test_a_pass_with_other_weights_after_a_layer_was_frozen_changes_nothing(name: str) -> None:
+    """In functional_call the layers have other parameters; they are still known in the next pass of the model."""
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 4, dtype=D), torch.randint(0, 3, (8,))
+    results = []
+    for other in (False, True):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)).to(D)
+        optimizer = RULES[name](model)
+        for index in range(3):
+            model[0].weight.requires_grad_(index != 1)
+            if other:
+                functional_call(model, {key: p.detach() for key, p in model.named_parameters()}, (x,))
+            optimizer.zero_grad()
+            outputs = model(x)
+            observe(optimizer, outputs, y)
+            F.cross_entropy(outputs, y).backward()
+            optimizer.step()
+        results.append(weights(model) | states(optimizer))
+    assert same(*results)
+
+
+@pytest.mark.parametrize("name", ["FOOF", "FOOF backward", "KFAC", "KFAC exact", "KroneckerFilter", "FP"])
+@pytest.mark.parametrize("frozen", [["0.weight"], ["0.bias"], ["0.weight", "0.bias"]])
+def test_a_checkpoint_with_a_layer_that_was_trained_and_then_frozen_resumes(name: str, frozen: list[str]) -> None:
+    x, y = torch.randn(8, 4, dtype=D), torch.randint(0, 3, (8,))
+
+    def run(model: nn.Module, optimizer: Any, steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            outputs = model(x)
+            observe(optimizer, outputs, y)
+            F.cross_entropy(outputs, y).backward()
+            optimizer.step()
+
+    models = [nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)).to(D) for _ in range(2)]
+    first = RULES[name](models[0])
+    early = RULES[name](models[1])
+    run(models[0], first, 2)
+    for model in models:
+        for key, p in model.named_parameters():
+            p.requires_grad_(key not in frozen)
+            p.grad = None
+    run(models[0], first, 2)
+    models[1].load_state_dict(models[0].state_dict())
+    early.load_state_dict(first.state_dict())  # it was built before the layer was frozen
+    del early  # two optimizers of one model would both precondition
+    optimizers = first, RULES[name](models[1])
+    optimizers[1].load_state_dict(first.state_dict())
+    for model, optimizer in zip(models, optimizers):
+        run(model, optimizer, 1)
+        model.requires_grad_(True)
+        run(model, optimizer, 2)
+    assert same(*(weights(model) | states(optimizer) for model, optimizer in zip(models, optimizers)))
+
+
+@pytest.mark.parametrize("blocks", ["full", "layer"])
+def test_a_skipped_batch_with_nan_leaves_the_layers_of_natural_gradient_known(blocks: str) -> None:
+    """Rows of NaN do not show to which examples they belong; those of the next batch do."""
+    x, y = torch.randn(8, 4, dtype=D), torch.randint(0, 3, (8,))
+    bad = torch.where(torch.arange(8)[:, None] == 2, torch.nan, x)
+    results = []
+    for batches in ([x, x], [bad, x, x]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)).to(D)
+        optimizer = NaturalGradient(model, lr=0.1, blocks=blocks, nonfinite="skip")
+        for inputs in batches:
+            optimizer.zero_grad()
+            outputs = model(inputs)
+            optimizer.observe(outputs, labels=y)
+            F.cross_entropy(outputs, y).backward()
+            optimizer.step()
+        results.append(weights(model))
+    assert same(*results)

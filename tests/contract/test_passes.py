@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -280,3 +281,138 @@ def test_a_pass_of_second_derivatives_has_no_squares_of_examples() -> None:
     by_input.square().sum().backward()
     with pytest.warns(UserWarning, match="OGN does not support .*wide.weight.*out.weight"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("frozen", [0, 2])
+@pytest.mark.parametrize("metric", ["fisher", "empirical", "diagonal", "kronecker"])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_the_metric_beside_a_frozen_layer_is_that_of_the_latest_batch(metric: str, frozen: int, steps: int) -> None:
+    """Against a sampler of the other layer alone."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(40, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+    options: Any = {"lr": 0.1, "num_data": 100, "temperature": 0.0, "metric": metric, "limit_step": False}
+
+    def run(sampler: Any, indices: range) -> None:
+        for index in indices:
+            sampler.zero_grad()
+            x, y = batch(index, torch.float64)
+            outputs = sampler.model(x)
+            sampler.observe(outputs, labels=y if metric == "empirical" else None)
+            nn.functional.cross_entropy(outputs, y).backward()
+            sampler.step()
+
+    sampler = samplers.Langevin(model, **options)
+    run(sampler, range(steps))
+    model[frozen].requires_grad_(False)
+    other = copy.deepcopy(model)
+    run(sampler, range(steps, 4))
+    run(samplers.Langevin(other, params=list(other[2 - frozen].parameters()), **options), range(steps, 4))
+    for p, q in zip(model.parameters(), other.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["VON", "VOGGN", "KalmanMomentum-sampled"])
+def test_an_observation_before_an_error_inside_a_draw_is_discarded(name: str) -> None:
+    """The loop catches the error and sets gradients to None itself: no gradient tells that the pass was given up."""
+    case = next(case for case in CASES if case.name == name)
+    results = []
+    for interrupted in (False, True):
+        model, optimizer = trained(case)
+        if interrupted:
+            with suppress(ZeroDivisionError), optimizer.sampled():
+                x, y = batch(5, torch.float64)
+                outputs = model(x)
+                optimizer.observe(outputs, loss=nn.functional.cross_entropy(outputs, y), labels=y)
+                raise ZeroDivisionError
+        for p in model.parameters():
+            p.grad = None
+        optimizer.draws = 100
+        backward(model, 6, optimizer)
+        optimizer.step()
+        results.append(weights(model) | states(optimizer))
+    assert same(*results)
+
+
+@pytest.mark.parametrize("name", ["KFAC", "AdaBayes-sampled", "KroneckerFilter"])
+def test_an_observation_before_an_error_in_a_closure_is_discarded(name: str) -> None:
+    case = next(case for case in CASES if case.name == name)
+    results = []
+    for interrupted in (False, True):
+        model, optimizer = trained(case)
+
+        def closure(model: nn.Module = model, optimizer: Any = optimizer) -> None:
+            x, y = batch(5, torch.float64)
+            optimizer.observe(model(x), labels=y)
+            raise ZeroDivisionError
+
+        if interrupted:
+            with pytest.raises(ZeroDivisionError):
+                optimizer.step(closure)
+        model.zero_grad()
+        backward(model, 6, optimizer)
+        optimizer.step()
+        results.append(weights(model) | states(optimizer))
+    assert same(*results)
+
+
+@pytest.mark.parametrize("metric", ["diagonal", "kronecker"])
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_part_of_a_layer_that_was_frozen_begins_with_the_metric_of_its_first_batch(metric: str, name: str) -> None:
+    """Against a new sampler; all batches are equal and nothing moves, so that averages are those of one batch."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(40, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+    options: Any = {"num_data": 100, "temperature": 0.0, "metric": metric, "ema": 0.9, "limit_step": False}
+    x, y = batch(0, torch.float64)
+
+    def run(sampler: Any, steps: int, lr: float) -> None:
+        for _ in range(steps):
+            sampler.param_groups[0]["lr"] = lr
+            sampler.zero_grad()
+            outputs = sampler.model(x)
+            sampler.observe(outputs)
+            nn.functional.cross_entropy(outputs, y).backward()
+            sampler.step()
+
+    sampler, part = samplers.Langevin(model, **options), getattr(model[0], name)
+    part.requires_grad_(False)
+    run(sampler, 5, 0.0)
+    part.requires_grad_(True)
+    other = copy.deepcopy(model)
+    run(sampler, 1, 0.1)
+    run(samplers.Langevin(other, **options), 1, 0.1)
+    for p, q in zip(model.parameters(), other.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("metric", ["fisher", "diagonal", "kronecker"])
+@pytest.mark.parametrize("options", [{"update_every": 9}, {"ema": 0.9}], ids=str)
+@pytest.mark.parametrize("added", [False, True])
+def test_the_metric_is_updated_when_parameters_are_thawed_or_added(metric: str, options: Any, added: bool) -> None:
+    """Against a new sampler; nothing moves before, so that averages are those of one batch."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(40, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+    options = {"num_data": 100, "temperature": 0.0, "metric": metric, "limit_step": False, **options}
+    x, y = batch(0, torch.float64)
+
+    def step(sampler: Any, lr: float) -> None:
+        for group in sampler.param_groups:
+            group["lr"] = lr
+        sampler.zero_grad()
+        outputs = sampler.model(x)
+        sampler.observe(outputs)
+        nn.functional.cross_entropy(outputs, y).backward()
+        sampler.step()
+
+    first = list(model[0].parameters()) if added else None
+    model[2].requires_grad_(added)
+    sampler = samplers.Langevin(model, params=first, **options)
+    step(sampler, 0.0)
+    step(sampler, 0.0)
+    model.requires_grad_(True)
+    if added:
+        sampler.add_param_group({"params": list(model[2].parameters())})
+    other = copy.deepcopy(model)
+    step(sampler, 0.1)
+    step(samplers.Langevin(other, **options), 0.1)
+    for p, q in zip(model.parameters(), other.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)

@@ -388,3 +388,31 @@ def test_a_layer_that_is_unfrozen_is_preconditioned_from_then_on(rule: Any, plac
         step()  # a warning that the layer is not supported would be an error
         assert not torch.equal(first.weight, before)
         assert "input_inverse" in optimizer.state[first.weight]
+
+
+@pytest.mark.parametrize("rule", [FOOF, KFAC, KroneckerFilterFP])
+@pytest.mark.parametrize("thawed", [False, True])
+def test_the_backward_pass_does_not_use_the_factors_of_other_parameters_of_a_layer(rule: Any, thawed: bool) -> None:
+    """A bias is thawed, or frozen, so that the layer begins anew: that step is the one of a copy with place "step"."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, CLASSES))
+    x, y = torch.randn(BATCH, 4), torch.randint(0, CLASSES, (BATCH,))
+    options: Any = {"batch_size": BATCH, "momentum": 0.0} if rule is KroneckerFilterFP else {"max_norm": math.inf}
+
+    def step(model: nn.Module, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        outputs = model(x)
+        optimizer.observe(outputs, labels=y)
+        F.cross_entropy(outputs, y).backward()
+        optimizer.step()
+
+    model[2].bias.requires_grad_(not thawed)
+    optimizer = rule(model, precondition="backward", **options)
+    step(model, optimizer)
+    model[2].bias.requires_grad_(thawed)
+    model[2].bias.grad = None
+    other = copy.deepcopy(model)
+    step(model, optimizer)
+    step(other, rule(other, **options))
+    for p, q in zip(model[2].parameters(), other[2].parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)

@@ -126,7 +126,7 @@ class LayerPreconditioner(Preconditioner):
         self.calls: Counter[tuple[int, Layer]] = Counter()  # calls of a layer in a backward pass
 
     def covers(self, p: Tensor) -> bool:
-        return any(p is q for layer in self.recorded.layers for q in layer.members)
+        return self.recorded.covers(p)
 
     # --- statistics ---
 
@@ -232,11 +232,12 @@ class LayerPreconditioner(Preconditioner):
         self.passes[layer] = call.backward_id
 
     def _precondition(self, layer: Layer, call: LayerCall, group: Mapping[str, Any]) -> Pair | None:
-        """The preconditioned gradients of weight and bias; None before the first update."""
-        if layer.weight in self.recorded.read_elsewhere or "damped" not in self.optimizer.state.get(layer.owner, {}):
+        """The preconditioned gradients of weight and bias; None before the first update of these parameters."""
+        entry = self.optimizer.state.get(layer.owner, {})
+        if layer.weight in self.recorded.read_elsewhere or "damped" not in entry or not self._fits(layer, entry, group):
             return None
         self.preconditioned.add(layer)
-        self._cast(layer, self.optimizer.state[layer.owner])
+        self._cast(layer, entry)
         precision = self.precision(layer, group)
         limit = group.get("max_norm", math.inf)
         self.calls[call.backward_id, layer] += 1
@@ -403,23 +404,27 @@ class LayerPreconditioner(Preconditioner):
     def precision(self, layer: Layer, group: Mapping[str, Any]) -> Precision:
         """The precision of [W b]."""
         entry = self.optimizer.state[layer.owner]
-        sides = entry["input_inverse"], entry.get("error_inverse")
-        left, right = sides if layer.lookup else sides[::-1]
+        left, right = (entry.get(f"{side}_inverse") for side in (SIDES if layer.lookup else SIDES[::-1]))
         return Kronecker(left, right, layer.shape)
 
     # --- state ---
 
     def _initialise(self, layer: Layer, entry: dict[str, Tensor], group: Mapping[str, Any]) -> None:
         like = {"dtype": compute_dtype(layer.owner.dtype), "device": layer.owner.device}
+        if not self._fits(layer, entry, group):
+            for key in layer_tensors(entry):
+                del entry[key]
         for side, shape in self.shapes(layer, group).items():
             name = f"{side}_{self.factor}"
-            if name in entry and entry[name].shape != shape:
-                for key in layer_tensors(entry):
-                    del entry[key]  # another part of the layer is trained now, so the old factors do not fit
             if name not in entry:
                 entry[name] = self.initial_factor(torch.zeros(shape, **like), group)
         self._cast(layer, entry)
         entry.setdefault("clock", new_clock())
+
+    def _fits(self, layer: Layer, entry: Mapping[str, Tensor], group: Mapping[str, Any]) -> bool:
+        """Whether the factors are those of the parameters that are trained now, if there are any."""
+        shapes = {f"{side}_{self.factor}": shape for side, shape in self.shapes(layer, group).items()}
+        return all(entry[name].shape == shape for name, shape in shapes.items() if name in entry)
 
     def _cast(self, layer: Layer, entry: dict[str, Tensor]) -> None:
         """Casts the state of a layer if the model was cast."""
@@ -442,6 +447,7 @@ class LayerPreconditioner(Preconditioner):
 
     def check_loaded(self, saved: Mapping[str, Any]) -> None:
         own = self.optimizer.__class__.__name__
+        self.recorded.update_trainable()
         for layer in self.recorded.layers:
             entry, group = saved_entry(self.optimizer, saved, layer.owner)
             for side, shape in self.shapes(layer, group).items() if entry else ():

@@ -73,6 +73,8 @@ class Woodbury(NetworkPreconditioner):
 
     def forget(self, observed: bool) -> None:
         super().forget(observed)
+        if observed:
+            self.left: set[int] = set()  # unexplained in these observations, which NaN in a batch may be the reason for
         self.projections: dict[Tensor, Tensor | None] = {}  # G'g of a parameter, as far as backward passes have given g
 
     # --- observations ---
@@ -109,8 +111,8 @@ class Woodbury(NetworkPreconditioner):
         forward, share = self.observed_pass(outputs, labels, weights)
         per_example = group["losses_per_example"]
         columns, left = gather_gradients(trace, directions, self.layouts, forward.group(per_example))
-        self.unexplained |= left
-        known = {key: c for key, c in columns.items() if key not in self.unexplained}
+        self.left |= left
+        known = {key: c for key, c in columns.items() if key not in self.unexplained | left}
         given = labels is not None and weights is None
         self.observed.append((known, given, share * forward.losses(per_example)))
 
@@ -215,6 +217,7 @@ class Woodbury(NetworkPreconditioner):
                 )
             return False
         self.projections = {}
+        self.unexplained |= self.left
         named = {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
         keys = [key for key in observed[0][0] if key in named and all(key in columns for columns, *_ in observed)]
         losses = sum(number for *_, number in observed)

@@ -156,6 +156,7 @@ class Metric(ABC):
     """The interface of metrics."""
 
     needs_observe: ClassVar[bool] = True  # whether it needs observe(outputs)
+    joint: ClassVar[bool] = False  # whether the state of the first parameter has the statistics of all, frozen or not
 
     @abstractmethod
     def parts(self, state: State, space: ParameterSpace, damping: float) -> list[MetricBlock]:
@@ -278,6 +279,7 @@ class KroneckerFactors(Metric):
 class DenseFisher(Metric):
     """G = F as a dense matrix; at given labels with `empirical`."""
 
+    joint = True
     empirical: bool = False
 
     def read(self, view: ObservedBatch) -> Statistics:

@@ -119,12 +119,13 @@ class MetricPreconditioner(NetworkPreconditioner):
     ) -> None:
         self.metric, self.move, self.scaled_temperature = metric, move, weak(scaled_temperature)
         self.check = StepCheck()
+        self.trained: set[Tensor] | None = (
+            None  # those that the metric has, if it was updated since the state was loaded
+        )
         self.needs = Needs(outputs=metric.needs_observe)
 
     def bind(self, optimizer: Host) -> None:
-        before = self.recorded
         super().bind(optimizer)
-        self.grown = before is not None and len(before.shapes) < len(self.recorded.shapes)  # by a new group
         self.parts: tuple[Any, list[MetricBlock]] | None = None
         self.check.reset()
         self.layouts = RowLayouts()
@@ -161,13 +162,11 @@ class MetricPreconditioner(NetworkPreconditioner):
     def _read(self, outputs: Any, labels: Any, weights: Any) -> Statistics | None:
         """The statistics of a batch, which are kept for the next step; None if none are needed."""
         group = self.optimizer.param_groups[0]
-        new = self.grown or self.recorded.thawed()  # weights without a metric
-        if not self.metric.needs_observe or not (new or self.due(group["update_every"])):
+        if not self.metric.needs_observe or not (self.due(group["update_every"]) or self._new()):
             return None
         check_batch_mixing(self.recorded.model)
         check_outputs(outputs)
         self.recorded.update_trainable()
-        self.grown = False
         empirical = group["metric"] == "empirical"
         if empirical and labels is None:
             raise ValueError("metric='empirical' needs labels: call observe(outputs, labels=labels).")
@@ -178,10 +177,15 @@ class MetricPreconditioner(NetworkPreconditioner):
         directions = self.output_directions(outputs, labels, weights, group["fisher"] == "exact")
         scaled = directions if scale == 1 else (scale * direction for direction in directions)
         trace = self.recorded.recorder.trace(outputs)
-        read = self.metric.read(ObservedBatch(trace, scaled, self.params, self.recorded.layers, self.layouts))
+        params = [p for p in self.params if p.requires_grad or self.metric.joint]  # statistics of frozen ones are zero
+        read = self.metric.read(ObservedBatch(trace, scaled, params, self.recorded.layers, self.layouts))
         batch = self._batch(outputs, labels if empirical else None, losses)
         self.observed.append((read, losses, [] if batch is None else [batch]))
         return read
+
+    def _new(self) -> bool:
+        """Whether parameters are trained that the metric does not have: thawed or added since its last update."""
+        return self.trained is not None and any(p.requires_grad and p not in self.trained for p in self.params)
 
     def _losses(self, outputs: Tensor, labels: Tensor | None, weights: Tensor | None) -> float:
         """The number of losses of the observed outputs whose mean is the loss."""
@@ -267,15 +271,14 @@ class MetricPreconditioner(NetworkPreconditioner):
         observed, self.observed = self.observed, []
         total = sum(count for _, count, _ in observed)
         keep, take = average(self.optimizer.param_groups[0]["ema"], self.count_merge())
-        trained = {layer.owner: layer.members for layer in self.recorded.layers}
+        renewed = self.metric.joint and self._new()  # else zeros would be averaged with the Fisher of what is new
+        self.trained = {p for p in self.params if p.requires_grad}
         for p in observed[0][0]:
-            if not any(q.requires_grad for q in trained.get(p, (p,))):
-                continue  # the statistics of frozen weights are zero
             entry = self.optimizer.state[p]
             for slot in observed[0][0][p]:
                 fresh = sum(read[p][slot] * (count / total) for read, count, _ in observed)
                 old = entry.get(slot)
-                begins = old is None or not keep or old.shape != fresh.shape  # pyright: ignore
+                begins = old is None or not keep or renewed or old.shape != fresh.shape  # pyright: ignore
                 entry[slot] = fresh if begins else keep * old + take * fresh  # pyright: ignore
         self.parts = None
         return [batch for *_, batches in observed for batch in batches]

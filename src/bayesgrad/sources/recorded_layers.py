@@ -56,6 +56,12 @@ class RecordedLayers:
         self.shapes = {p: p.shape for group in optimizer.param_groups for p in group["params"]}
         self.idle: set[Tensor] = set()  # parameters that had no gradient in a step
         mine = self._mine()
+        self.slots = [
+            (module, name, p)
+            for _, module in layers.known_layers(self.model)
+            for name, p in module._parameters.items()
+            if id(p) in mine
+        ]
         self._set_layers(self._flags())
         self.recorder = LayerRecorder(
             self.model,
@@ -87,6 +93,12 @@ class RecordedLayers:
     def layer_of(self, module: nn.Module) -> Layer | None:
         return self._by_weight.get(id(module._parameters.get("weight")))
 
+    def covers(self, p: Tensor) -> bool:
+        """Whether a parameter belongs to a layer that multiplies by a matrix, or did so until it was frozen."""
+        modules = () if p.requires_grad and self.flags == self._flags() else self.recorder.layers.values()
+        known = [*(layer.members for layer in self.layers), *(layers.own_parameters(m).values() for m in modules)]
+        return any(p is q for members in known for q in members)
+
     def forward_pass(self, call: LayerCall) -> ForwardPass | None:
         """The shapes of the forward pass of a call; None if the model returned no tensor with examples.
 
@@ -115,10 +127,6 @@ class RecordedLayers:
     def _flags(self) -> list[bool]:
         return [p.requires_grad for group in self.optimizer.param_groups for p in group["params"]]
 
-    def thawed(self) -> bool:
-        """Whether a parameter requires gradients that did not when the layers were last found."""
-        return any(now and not then for now, then in zip(self._flags(), self.flags))
-
     def update_trainable(self, in_step: bool = False) -> None:
         """Finds the layers again if `requires_grad` of a parameter has changed.
 
@@ -130,13 +138,17 @@ class RecordedLayers:
         if in_step:
             every = (p for group in self.optimizer.param_groups for p in group["params"])
             flags = [now or (then and p.grad is not None) for now, then, p in zip(flags, self.flags, every)]
-        if self.flags != flags:
+        if self.flags != flags and (in_step or not self._replaced()):
             earlier = self.marks
             earlier.close()
             self._set_layers(flags)
             self.marks.inherit(earlier)
             self.recorder.marks = self.marks
             self._warn_unmodelled()
+
+    def _replaced(self) -> bool:
+        """Whether layers have other parameters than at first: those of functional_call, whose pass finds no layers."""
+        return any(module._parameters.get(name) is not p for module, name, p in self.slots)
 
     def _set_layers(self, flags: list[bool]) -> None:
         self.flags = flags
