@@ -35,14 +35,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from bayesgrad import distributed, kernels, noise
+from bayesgrad import distributed, kernels, noise, shards
 from bayesgrad.belief import Joint
 from bayesgrad.checkpoint import CheckedOptimizer
 from bayesgrad.closures import evaluate
 from bayesgrad.directions import Directions
 from bayesgrad.finite import FiniteCheck
 from bayesgrad.layers.observed import classes_last, known_class_dim
-from bayesgrad.packing import Block, Job, Layout, gradient_of, overlapping
+from bayesgrad.packing import Block, Job, Layout, overlapping
 from bayesgrad.parts import Groups, Needs, Noise, Part, Preconditioner, Source
 from bayesgrad.passes import Passes
 from bayesgrad.posterior import Posterior
@@ -96,6 +96,7 @@ class BeliefOptimizer(CheckedOptimizer):
         self._raised = False  # whether a warning has said that lr raises other options
         self._finite = FiniteCheck()
         self._passes = Passes(self)
+        self._gathering: list[nn.Module] = []  # modules whose forward passes gather parameters from other processes
 
     def _build(self) -> None:
         """Builds sources and preconditioner; an optimizer that raises in its constructor has changed nothing."""
@@ -107,9 +108,13 @@ class BeliefOptimizer(CheckedOptimizer):
         self.preconditioner = self.build_preconditioner()
         self._parts = (*self.sources, *([self.preconditioner] if self.preconditioner else ()))
         self._refuse_processes()
+        self._bind()
+        self._draw_seed()
+
+    def _bind(self) -> None:
         for part in self._parts:
             part.bind(self)
-        self._draw_seed()
+        self._gathering = shards.gathering_modules(p for group in self.param_groups for p in group["params"])
 
     def _draw_seed(self) -> None:
         """Replaces a seed of None, once: that of the first group by a drawn number, others by the first group's."""
@@ -124,7 +129,8 @@ class BeliefOptimizer(CheckedOptimizer):
     def _refuse_processes(self) -> None:
         """Raises if other processes train the same model, and the parts of this optimizer do not support it."""
         name, params = type(self).__name__, [p for group in self.param_groups for p in group["params"]]
-        distributed.refuse_dtensors(name, params)
+        if self.model is not None or any(part.local is not None for part in self._parts):
+            shards.refuse(name, params)
         for part in () if self.independent else self._parts:
             if part.local is not None:
                 distributed.refuse_local(name, part.local)
@@ -291,6 +297,7 @@ class BeliefOptimizer(CheckedOptimizer):
         self._refuse_sparse(active)
         if not self._finite.skips(self, self._parts, active):
             self._update(groups, active)
+            self.weights_changed()
             for part in self._parts:
                 part.finish(closure, loss)
             self.finished()
@@ -358,7 +365,7 @@ class BeliefOptimizer(CheckedOptimizer):
                     value = self.initial(slot, group, p)
                     entry[slot].copy_(value) if isinstance(value, Tensor) else entry[slot].fill_(value)
                     if slot in started and entry["step"] > 0:
-                        entry[slot].copy_(gradient_of(p))
+                        shards.local(entry[slot]).copy_(shards.gradient_of(p))
                 if entry[slot].shape != p.shape:
                     raise ValueError(
                         f"{slot} of a parameter has shape {tuple(entry[slot].shape)}, but the parameter now has "
@@ -395,13 +402,16 @@ class BeliefOptimizer(CheckedOptimizer):
                 f"{names} share memory, so the update of one would undo that of the other: tie weights by using one "
                 "parameter in both places, or pass one of them only."
             )
-        for part in self._parts:
-            part.bind(self)
+        self._bind()
 
     def state_loaded(self) -> None:
         self._build()
         if self._parts:
             self._passes.loaded()
+
+    def weights_changed(self) -> None:
+        for module in self._gathering:
+            module.reshard()  # pyright: ignore[reportCallIssue]
 
     def on_cpu(self) -> set[str]:
         return {"step", *(name for part in self._parts for name in part.on_cpu)}

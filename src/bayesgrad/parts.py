@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from bayesgrad import distributed, likelihoods
+from bayesgrad import distributed, likelihoods, shards
 from bayesgrad.directions import Directions
 from bayesgrad.layers.call import LayerCall, Pair
 from bayesgrad.layers.layout import ForwardPass
@@ -74,11 +74,13 @@ class Host(Protocol):
 
     def nonfinite_error(self, message: str) -> Exception: ...
 
+    def weights_changed(self) -> None: ...
+
 
 def gradient_versions(optimizer: Host | torch.optim.Optimizer) -> list[tuple[int, int]]:
     """Identity and version of all gradients: two equal results mean that no gradient changed in between."""
     every = (p for group in optimizer.param_groups for p in group["params"])
-    return [(id(p.grad), p.grad._version) for p in every if p.grad is not None]
+    return [(id(p.grad), shards.version(p.grad)) for p in every if p.grad is not None]
 
 
 def entries(optimizer: Host | torch.optim.Optimizer) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:

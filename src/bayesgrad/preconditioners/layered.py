@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bayesgrad.checkpoint import saved_entry
 from bayesgrad.directions import Direction, Directions, dense
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.call import LayerCall, Pair
@@ -45,6 +44,7 @@ from bayesgrad.preconditioners.refresh import (
 from bayesgrad.preconditioners.rows import InnerProduct, from_rows
 from bayesgrad.preconditioners.stability import finite, limit_norm, nonfinite_cause, split_damping, with_growing_damping
 from bayesgrad.rules.transition import average
+from bayesgrad.saved_state import saved_entry
 from bayesgrad.sources.recorded_layers import RecordedLayers
 
 LARGE = 512  # inputs of a layer from which its statistics are gathered less often if its outputs are few

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from bayesgrad import layers
-from bayesgrad.checkpoint import saved_entry
 from bayesgrad.directions import Direction, Directions, Product, Scaled, dense
 from bayesgrad.layers.call import LayerCall
 from bayesgrad.layers.combination import concatenated
@@ -23,7 +22,6 @@ from bayesgrad.layers.per_example import (
     is_stored,
     restored,
 )
-from bayesgrad.packing import gradient_of
 from bayesgrad.parts import Groups, Host, Needs, weak
 from bayesgrad.precision.linalg import cholesky
 from bayesgrad.preconditioners.network import MERGED, NetworkPreconditioner
@@ -31,6 +29,8 @@ from bayesgrad.preconditioners.refresh import early_interval
 from bayesgrad.preconditioners.rows import InnerProduct
 from bayesgrad.preconditioners.stability import inner_product, limit_norm, with_growing_damping
 from bayesgrad.rules.update import MOMENTUM
+from bayesgrad.saved_state import saved_entry
+from bayesgrad.shards import gradient_of
 from bayesgrad.sources.recorded_layers import RecordedLayers
 
 ADAPT_EVERY = 5  # steps between changes of the damping, as in Martens and Grosse, 2015, section 6.5

@@ -16,7 +16,6 @@ from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.fisher import check_batch_mixing, check_outputs
 from bayesgrad.layers.observed import loss_weights
-from bayesgrad.packing import gradient_of
 from bayesgrad.parts import Groups, Host, Needs, weak
 from bayesgrad.precision import Precision
 from bayesgrad.preconditioners.network import NetworkPreconditioner
@@ -34,6 +33,7 @@ from bayesgrad.samplers.metric import (
     root_columns,
     solve_blocks,
 )
+from bayesgrad.shards import gradient_of
 from bayesgrad.sources.hessian_diagonal import gradients_of, hessian_products
 from bayesgrad.sources.recorded_layers import RecordedLayers
 

@@ -15,8 +15,8 @@ from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.fisher import check_outputs
 from bayesgrad.layers.observed import loss_weights
 from bayesgrad.layers.statistics import SPLIT
-from bayesgrad.packing import gradient_of
 from bayesgrad.parts import Evidence, Groups, Host, Needs, Source, weak
+from bayesgrad.shards import gradient_of
 from bayesgrad.sources.recorded_layers import RecordedLayers
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesgrad import distributed, kernels, noise
-from bayesgrad.packing import SampledBlock, gradient_of
+from bayesgrad import distributed, kernels, noise, shards
+from bayesgrad.packing import SampledBlock
 from bayesgrad.parts import Evidence, Groups, Needs, Noise, Source, weak
+from bayesgrad.shards import gradient_of
 
 Mark = tuple[Tensor, int] | None
 
@@ -101,10 +102,11 @@ class Draws(Source):
         try:
             with torch.no_grad():
                 self.perturb(key, noise, training)
-            versions = [(p, p._version) for p in self.perturbed()]
+            self.optimizer.weights_changed()
+            versions = [(p, shards.version(p)) for p in self.perturbed()]
             yield
             for p, version in versions:
-                if p._version != version:
+                if shards.version(p) != version:
                     raise RuntimeError(
                         f"{self.optimizer.name_of(p)} was changed inside sampled(), which restores the mean at its "
                         "end: change weights outside of it."
@@ -113,6 +115,7 @@ class Draws(Source):
         finally:
             with torch.no_grad():
                 self.restore(finished)
+            self.optimizer.weights_changed()
             self.active, self.key = False, None
             if finished:
                 self.end()
@@ -125,8 +128,12 @@ class Draws(Source):
         zeroed = self.at_zero_grad
         self.old = {p for p, now in self.before.items() if now and not (p in zeroed and same(zeroed[p], now))}
         foreign = [p for p in self.old - self.sampled if p.numel() and gradient_of(p).layout is torch.strided]
-        norms = torch._foreach_norm([gradient_of(p).detach() for p in foreign], torch.inf) if foreign else []
-        self.norms = dict(zip(foreign, norms))
+        whole = [p for p in foreign if not shards.is_shard(p)]
+        norms = torch._foreach_norm([gradient_of(p).detach() for p in whole], torch.inf) if whole else []
+        self.norms = dict(zip(whole, norms))
+        for p in (p for p in foreign if shards.is_shard(p)):
+            part = gradient_of(p).detach()
+            self.norms[p] = part.abs().max() if part.numel() else torch.zeros((), device=part.device)
 
     def _next_key(self, training: bool) -> noise.Key:
         optimizer, seed = self.optimizer, self.optimizer.param_groups[0]["seed"]
@@ -144,7 +151,7 @@ class Draws(Source):
                 f"the gradient of {self.optimizer.name_of(missing)} was not computed at sampled weights: run forward "
                 f"and backward passes inside `with optimizer.sampled():`, then call {name}.step()."
             )
-        if any(bool(norm != 0) for p, norm in self.mixed.items() if p.grad is not None):
+        if self._adds([p for p in self.mixed if p.grad is not None]):
             raise RuntimeError(
                 "gradients that were not computed at sampled weights, or that a step has used, were not zero when "
                 "others were added: call optimizer.zero_grad() before the first pass of a step, and run all of its "
@@ -152,11 +159,15 @@ class Draws(Source):
             )
         return {}
 
+    def _adds(self, mixed: list[Tensor]) -> bool:
+        """Whether the gradients to which others were added were not zero, in any process."""
+        return any(bool(shards.any_process(self.mixed[p] != 0, [p])) for p in mixed)
+
     def begin_draws(self) -> None:
         self.stored = {}
 
     def store_draw(self, samples: int) -> None:
-        if self.added or any(bool(norm != 0) for norm in self.mixed.values()):
+        if self.added or self._adds(list(self.mixed)):
             raise RuntimeError(
                 f"a closure that is averaged over samples={samples} draws cannot add to gradients of earlier passes: "
                 "call optimizer.zero_grad() in the closure, and run all passes of a step there."
@@ -169,7 +180,7 @@ class Draws(Source):
 
 
 def mark(p: Tensor) -> Mark:
-    return None if p.grad is None else (p.grad, p.grad._version)
+    return None if p.grad is None else (p.grad, shards.version(p.grad))
 
 
 def same(a: Mark, b: Mark) -> bool:
@@ -274,7 +285,7 @@ class WeightSampling(Draws):
         self.count += bool(params)
         for p, offset in (pair for part in self.drawn for pair in part.offsets() if self.evidence is not None):
             if p in kept and p in self.earlier:
-                if not self.optimizer.independent:
+                if not self.optimizer.independent and not shards.is_shard(p):  # shards of gradients are averages
                     distributed.refuse_several_draws(self.optimizer.__class__.__name__)
                 now, earlier = gradient_of(p), self.earlier[p]
                 self.sums[p] = self._sum(p, earlier) + self._contribution(now - earlier, offset)
