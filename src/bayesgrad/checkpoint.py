@@ -16,7 +16,7 @@ from bayesgrad.constraints import FRACTION, FRACTIONS, NONNEGATIVE, OPTIONAL_BOO
 from bayesgrad.layers.network import evaluation_mode, named_groups, unwrap
 from bayesgrad.layers.running_statistics import estimated, warn_of_statistics
 from bayesgrad.parts import entries
-from bayesgrad.saved_state import check_saved, copied, in_order, pairs, unshared
+from bayesgrad.saved_state import NAMES, check_saved, copied, in_order, pairs, unshared, written_names
 
 NONFINITE = ("ignore", "raise", "skip")
 TRAINING_WEIGHT = "training_weight"  # in the state of a parameter in evaluation mode
@@ -115,6 +115,19 @@ class CheckedOptimizer(torch.optim.Optimizer):
     def weights_changed(self) -> None:
         """Called after weights were changed: copies that a forward pass has gathered from other processes are old."""
 
+    def is_initialising(self) -> bool:
+        """Whether this is the step by which `torch.distributed.checkpoint` creates the state that it loads into.
+
+        It has zero gradients and lr = 0. It creates the state, and learns nothing.
+        """
+        if self.state or any(float(group["lr"]) for group in self.param_groups):
+            return False
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not params or any(p.grad.layout is not torch.strided for p in params):
+            return False
+        moves = torch.stack([shards.gradient_of(p).any().cpu() for p in params]).any()
+        return not bool(shards.any_process(moves, params))
+
     def before_reading(self) -> None:
         """Called before weights or state are read out."""
 
@@ -173,6 +186,8 @@ class CheckedOptimizer(torch.optim.Optimizer):
         saved = super().state_dict()
         saved["state"] = {key: copied(e) if isinstance(e, dict) else e for key, e in saved["state"].items()}
         saved["param_groups"] = [copied(group) for group in saved["param_groups"]]
+        for group in saved["param_groups"]:
+            group[NAMES] = written_names(group, saved["state"])
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -201,6 +216,8 @@ class CheckedOptimizer(torch.optim.Optimizer):
             for name, value in entry.items():
                 value = value.detach().to("cpu" if name in on_cpu else p.device, copy=True)
                 self.state[p][name] = shards.placed_like(value, p) if value.shape == p.shape else value
+        for group in self.param_groups:
+            group.pop(NAMES, None)
         self.state_loaded()
 
     def is_partial(self, entry: Mapping[str, Tensor]) -> bool:

@@ -43,7 +43,7 @@ from bayesgrad.directions import Directions
 from bayesgrad.finite import FiniteCheck
 from bayesgrad.layers.observed import classes_last, known_class_dim
 from bayesgrad.packing import Block, Job, Layout, overlapping
-from bayesgrad.parts import Groups, Needs, Noise, Part, Preconditioner, Source
+from bayesgrad.parts import Groups, Needs, Noise, Part, Preconditioner, Source, refuse_processes
 from bayesgrad.passes import Passes
 from bayesgrad.posterior import Posterior
 from bayesgrad.posterior.filtered import filtered_variance, gaussian_posterior
@@ -107,7 +107,7 @@ class BeliefOptimizer(CheckedOptimizer):
         self.sources = tuple(self.build_sources())
         self.preconditioner = self.build_preconditioner()
         self._parts = (*self.sources, *([self.preconditioner] if self.preconditioner else ()))
-        self._refuse_processes()
+        refuse_processes(self, self._parts)
         self._bind()
         self._draw_seed()
 
@@ -125,17 +125,6 @@ class BeliefOptimizer(CheckedOptimizer):
         for values in (self.defaults, *self.param_groups):
             if values.get("seed", 0) is None:
                 values["seed"] = first["seed"]
-
-    def _refuse_processes(self) -> None:
-        """Raises if other processes train the same model, and the parts of this optimizer do not support it."""
-        name, params = type(self).__name__, [p for group in self.param_groups for p in group["params"]]
-        if self.model is not None or any(part.local is not None for part in self._parts):
-            shards.refuse(name, params)
-        for part in () if self.independent else self._parts:
-            if part.local is not None:
-                distributed.refuse_local(name, part.local)
-            if part.needs.draws:
-                distributed.refuse_shards(name, params)
 
     # --- declarations ---
 
@@ -280,6 +269,9 @@ class BeliefOptimizer(CheckedOptimizer):
             The return value of the closure.
         """
         self.require_training("step()")
+        if closure is None and self.is_initialising():
+            self._initialise_state()
+            return None
         self._passes.check()
         for part in self._parts:
             part.prepare(closure)
@@ -371,6 +363,14 @@ class BeliefOptimizer(CheckedOptimizer):
                         f"{slot} of a parameter has shape {tuple(entry[slot].shape)}, but the parameter now has "
                         f"{tuple(p.shape)}: build a new optimizer after reshaping parameters."
                     )
+
+    def _initialise_state(self) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                covered = self.preconditioner is not None and self.preconditioner.covers(p)
+                self.initialise(group, [p], self.preconditioner if covered else None)
+        for part in self._parts:
+            part.initialise_state()
 
     # --- bad gradients ---
 

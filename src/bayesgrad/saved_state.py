@@ -10,6 +10,8 @@ from torch import Tensor
 from bayesgrad import shards
 from bayesgrad.parts import Host
 
+NAMES = "state_names"  # in saved groups: the names of the tensors of each parameter's state
+
 
 class Restored(Host, Protocol):
     """What reading a state dict needs of the optimizer; `CheckedOptimizer` explains each of them."""
@@ -62,12 +64,30 @@ def check_saved(optimizer: Restored, saved: Mapping[str, Any]) -> None:
                 raise ValueError(
                     f"the saved state of {where} lacks {lost}: it is not a state of {name}, or it is truncated."
                 )
+            if lost := sorted(set(read_names(given_group, position)) - set(entry)):
+                raise ValueError(
+                    f"the saved state of {where} has {lost}, which were not read: a distributed checkpoint is read "
+                    f"into the tensors that this {name} has. Take the steps of one batch before, or load the state "
+                    "dict of one file."
+                )
             for slot in slots:
                 if slot in entry and entry[slot].shape != p.shape:
                     raise ValueError(
                         f"{slot} of {where} has shape {tuple(entry[slot].shape)} in the saved state, "
                         f"but the parameter has {tuple(p.shape)}: load it into the model it came from."
                     )
+
+
+def written_names(group: Mapping[str, Any], state: Mapping[Any, Any]) -> str:
+    """The names of the state tensors of each parameter in a saved group, as one word for each."""
+    entries = (state.get(key, {}) for key in group["params"])
+    return " ".join(f"{','.join(sorted(map(str, entry)))}." for entry in entries)
+
+
+def read_names(group: Mapping[str, Any], position: int) -> list[str]:
+    """The names of the state tensors that a parameter in a saved group had."""
+    words = str(group.get(NAMES, "")).split()
+    return [name for name in words[position].removesuffix(".").split(",") if name] if position < len(words) else []
 
 
 def copied(values: dict[str, Any]) -> dict[str, Any]:
@@ -104,7 +124,9 @@ def in_order(optimizer: Restored, saved: Mapping[str, Any]) -> dict[str, Any]:
     ordered = []
     for group, names, own in zip(groups, given, mine):
         keys = dict(zip(names, group["params"]))
-        ordered.append({**group, "params": [keys[_plain(name)] for name in own], "param_names": list(own)})
+        words = dict(zip(names, str(group.get(NAMES, "")).split()))
+        mine = {"params": [keys[_plain(name)] for name in own], "param_names": list(own)}
+        ordered.append({**group, **mine, NAMES: " ".join(words.get(_plain(name), ".") for name in own)})
     return {**saved, "param_groups": ordered}
 
 

@@ -145,10 +145,17 @@ def gathering_modules(params: Iterable[Tensor]) -> list[nn.Module]:
     return [module for module in known if isinstance(module, kind) and any(id(p) in mine for p in module.parameters())]
 
 
-def refuse(name: str, params: Iterable[Tensor]) -> None:
-    """Raises for distributed tensors, in an optimizer that needs whole layers."""
+def refuse(name: str, what: str, params: Iterable[Tensor]) -> None:
+    """Raises for distributed tensors.
+
+    Args:
+        name: of the optimizer.
+        what: it uses that needs whole parameters.
+        params: all that it has.
+    """
     if any(map(is_shard, params)):
         raise TypeError(
-            f"{name} needs whole layers in each process, got DTensor parameters (fully_shard, tensor parallelism): use "
-            "DistributedDataParallel, or an elementwise optimizer such as AdaBayes or IVON."
+            f"{name} uses {what} and needs whole parameters in each process, got DTensors (fully_shard, tensor "
+            "parallelism): use DistributedDataParallel, or an optimizer that uses gradients and draws alone, such as "
+            "AdaBayes, KalmanMomentum or IVON."
         )

@@ -54,7 +54,7 @@ class HessianDiagonal(Source):
     """
 
     needs = Needs(loss=True)
-    local = "second derivatives"
+    local = whole = "second derivatives"
 
     def __init__(self, factor: Callable[[Mapping[str, Any], Tensor], float] | None = None) -> None:
         self.factor = weak(factor) if factor else None

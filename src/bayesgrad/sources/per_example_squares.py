@@ -36,7 +36,7 @@ class PerExampleSquares(Source):
     Checked by: tests/equations/test_vogn.py, against BackPACK.
     """
 
-    local = "squares of per-example gradients"
+    local = whole = "squares of per-example gradients"
 
     def __init__(self) -> None:
         self.stored: list[dict[Tensor, Tensor]] = []  # squares of several draws of a closure

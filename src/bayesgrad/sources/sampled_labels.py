@@ -25,7 +25,7 @@ class SampledLabels(Source):
     """
 
     needs = Needs(outputs=True)
-    local = "gradients for sampled labels"
+    local = whole = "gradients for sampled labels"
 
     def __init__(self) -> None:
         self.reset()

@@ -199,6 +199,8 @@ class WeightSampling(Draws):
         block_type: implements the sampling.
     """
 
+    whole = None
+
     def __init__(
         self,
         evidence: str | None,
