@@ -34,12 +34,15 @@ from bayesgrad.precision.linalg import diagonal_inverse, inverse
 from bayesgrad.preconditioners.refresh import (
     MERGED,
     MERGES,
+    check_layer,
+    has_merged,
     inversion_due,
     is_due,
     layer_tensors,
     new_clock,
     note_inversion,
     store,
+    unit,
 )
 from bayesgrad.preconditioners.rows import InnerProduct, from_rows
 from bayesgrad.preconditioners.stability import finite, limit_norm, nonfinite_cause, split_damping, with_growing_damping
@@ -216,7 +219,7 @@ class LayerPreconditioner(Preconditioner):
 
     def _precondition(self, layer: Layer, call: LayerCall, group: Mapping[str, Any]) -> Pair | None:
         """The preconditioned gradients of weight and bias; None before the first update."""
-        if layer.weight in self.recorded.read_elsewhere or "damped" not in self.optimizer.state.get(layer.owner, {}):
+        if layer.weight in self.recorded.read_elsewhere or not has_merged(self.optimizer.state.get(layer.owner, {})):
             return None
         self.preconditioned.add(layer)
         self._cast(layer, self.optimizer.state[layer.owner])
@@ -272,7 +275,7 @@ class LayerPreconditioner(Preconditioner):
         rest = [layer for layer in current if layer not in labelled and layer.owner not in self.unfrozen]
         rest = [layer for layer in rest if self.due(layer, settings[layer])]
         observed = self.from_observations
-        never = not any("clock" in state.get(layer.owner, {}) for layer in labelled)
+        never = not any(has_merged(state.get(layer.owner, {})) for layer in labelled)
         if labelled and never and not observed and (names := recorded.with_nonzero_gradient(labelled)):
             raise recorded.missing_observation(
                 f"observe() was never called for layers {[layer.names[0] for layer in names]}",
@@ -286,7 +289,7 @@ class LayerPreconditioner(Preconditioner):
         found = {layer: observed[layer] for layer in observed if layer in labelled}
         found |= {layer: self.from_passes[layer] for layer in rest if layer in self.from_passes}
         good = finite(found)
-        new = [layer for layer in found if "clock" not in state.get(layer.owner, {})]
+        new = [layer for layer in found if not has_merged(state.get(layer.owner, {}))]
         if bad := nonfinite_cause(recorded.layers, {layer: found[layer] for layer in new if layer not in good}):
             raise self.optimizer.nonfinite_error(f"{bad}: check the batch and the loss, or scale them.")
         return good
@@ -315,7 +318,7 @@ class LayerPreconditioner(Preconditioner):
         current = [layer for layer in recorded.layers if any(p in owners for p in layer.members)]
         settings = {layer: next(owners[p] for p in layer.members if p in owners) for layer in current}
         fresh = self.statistics(current, settings)
-        known = [layer for layer in current if layer in fresh or "clock" in state.get(layer.owner, {})]
+        known = [layer for layer in current if layer in fresh or has_merged(state.get(layer.owner, {}))]
         known = [layer for layer in known if layer.weight not in recorded.read_elsewhere]
         lost = {layer for layer in current if layer not in known and layer.owner not in self.unfrozen}
         if lost and not {p for layer in lost for p in layer.members} <= self.optimizer.warned:
@@ -427,18 +430,17 @@ class LayerPreconditioner(Preconditioner):
         own = self.optimizer.__class__.__name__
         for layer in self.recorded.layers:
             entry, group = saved_entry(self.optimizer, saved, layer.owner)
-            if not entry:
-                continue
-            for side, shape in self.shapes(layer, group).items():
-                kept, name = f"{side}_{self.factor}", layer.names[0]
-                moment = entry.get(kept)
-                if moment is None:
-                    raise ValueError(
-                        f"the saved state of layer {name!r} lacks {kept}: it is not a state of {own}, or it is "
-                        "truncated."
-                    )
-                if moment.shape != shape:
-                    raise ValueError(
-                        f"{kept} of layer {name!r} has shape {tuple(moment.shape)} in the saved state, "
-                        f"but the layer needs {shape}: load it into the model it came from."
-                    )
+            shapes = (
+                {f"{side}_{self.factor}": shape for side, shape in self.shapes(layer, group).items()} if entry else {}
+            )
+            check_layer(entry, shapes, layer.names[0], own)
+
+    def initialise_state(self) -> None:
+        for layer in self.recorded.layers:
+            entry, group = self.optimizer.state[layer.owner], self.groups[layer.owner]
+            self._initialise(layer, entry, group)
+            initial = {name: entry[name] for name in (f"{side}_{self.factor}" for side in self.sides)}
+            entry |= {name: torch.ones_like(f) if f.dim() == 2 else unit(f) for name, f in initial.items()}
+            self.invert(layer, entry, group)
+            note_inversion(entry, self.setting(group))
+            entry |= {**initial, "clock": new_clock()}

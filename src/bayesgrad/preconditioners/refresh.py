@@ -76,6 +76,38 @@ def _diagonals(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {side: m if m.dim() == 2 else m.diagonal(dim1=1, dim2=2) for side, m in moments.items()}
 
 
+def has_merged(entry: Mapping[str, Tensor]) -> bool:
+    """Whether the state of a layer has statistics of a batch."""
+    return "clock" in entry and int(entry["clock"][MERGES]) > 0
+
+
+def unit(matrices: Tensor) -> Tensor:
+    """Unit matrices of this shape."""
+    return torch.eye(matrices.shape[-1]).to(matrices).expand_as(matrices).clone()
+
+
+def check_layer(entry: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], name: str, own: str) -> None:
+    """Raises ValueError if the saved state of a layer does not have factors of these shapes.
+
+    Args:
+        entry: the saved state.
+        shapes: of the factors, by their names.
+        name: of the layer.
+        own: the name of the optimizer.
+    """
+    for kept, shape in shapes.items():
+        moment = entry.get(kept)
+        if moment is None:
+            raise ValueError(
+                f"the saved state of layer {name!r} lacks {kept}: it is not a state of {own}, or it is truncated."
+            )
+        if moment.shape != shape:
+            raise ValueError(
+                f"{kept} of layer {name!r} has shape {tuple(moment.shape)} in the saved state, "
+                f"but the layer needs {shape}: load it into the model it came from."
+            )
+
+
 def layer_tensors(entry: Mapping[str, Tensor]) -> list[str]:
     """The names of the state tensors that belong to the layer, not to the elements of its parameters."""
     return [key for key in entry if key.startswith(tuple(f"{side}_" for side in SIDES)) or key in LAYER_KEYS]

@@ -70,6 +70,9 @@ class Woodbury(NetworkPreconditioner):
             return True
         return super().due(min(early_interval(int(clock[MERGED])), every))
 
+    def covers(self, p: Tensor) -> bool:
+        return any(p is q for module in self.recorded.recorder.layers.values() for q in module._parameters.values())
+
     def record(self, optimizer: Host) -> RecordedLayers:
         check_batch_mixing(optimizer.model)  # pyright: ignore[reportArgumentType]
         known = (layers.is_matrix, layers.is_norm)

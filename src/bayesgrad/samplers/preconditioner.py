@@ -138,6 +138,13 @@ class MetricPreconditioner(NetworkPreconditioner):
         """Whether the arguments of the model's last call are needed."""
         return self.optimizer.param_groups[0]["correction"] is not None and self.metric.needs_observe
 
+    def initialise_state(self) -> None:
+        super().initialise_state()
+        space = ParameterSpace(tuple(self.params), tuple(self.params), tuple(self.recorded.layers))
+        for p, shapes in self.metric.shapes(space).items():
+            like = {"dtype": compute_dtype(p.dtype), "device": p.device}
+            self.optimizer.state[p] |= {name: torch.zeros(shape, **like) for name, shape in shapes.items()}
+
     def step_scale(self, group: Mapping[str, Any]) -> float:
         """1: the direction already contains the learning rate."""
         return 1.0
