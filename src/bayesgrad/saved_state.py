@@ -67,8 +67,8 @@ def check_saved(optimizer: Restored, saved: Mapping[str, Any]) -> None:
             if lost := sorted(set(read_names(given_group, position)) - set(entry)):
                 raise ValueError(
                     f"the saved state of {where} has {lost}, which were not read: a distributed checkpoint is read "
-                    f"into the tensors that this {name} has. Take the steps of one batch before, or load the state "
-                    "dict of one file."
+                    f"into the tensors that this {name} has. Take a step before it is read, or load the whole state "
+                    "dict from one file."
                 )
             for slot in slots:
                 if slot in entry and entry[slot].shape != p.shape:

@@ -76,6 +76,8 @@ class VariationalOptimizer(BeliefOptimizer):
                     precision.copy_(shards.placed_like(1 / variances[name], p))
                 self.state[p] |= {PRIOR_MEAN: mean, PRIOR_PRECISION: precision}
             group["informed"] = True
+            # A distributed checkpoint is read into the tensors that exist, and takes some for all.
+            self.initialise(group, [p for p in group["params"] if p.requires_grad])
 
     def slots(self, group: Mapping[str, Any], rule: UpdateRule) -> tuple[str, ...]:
         return (*super().slots(group, rule), *((PRIOR_PRECISION, PRIOR_MEAN) if group.get("informed") else ()))

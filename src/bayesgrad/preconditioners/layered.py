@@ -430,10 +430,9 @@ class LayerPreconditioner(Preconditioner):
         own = self.optimizer.__class__.__name__
         for layer in self.recorded.layers:
             entry, group = saved_entry(self.optimizer, saved, layer.owner)
-            shapes = (
-                {f"{side}_{self.factor}": shape for side, shape in self.shapes(layer, group).items()} if entry else {}
-            )
-            check_layer(entry, shapes, layer.names[0], own)
+            if entry:
+                shapes = {f"{side}_{self.factor}": shape for side, shape in self.shapes(layer, group).items()}
+                check_layer(entry, shapes, layer.names[0], own)
 
     def initialise_state(self) -> None:
         for layer in self.recorded.layers:
