@@ -159,3 +159,21 @@ def refuse(name: str, what: str, params: Iterable[Tensor]) -> None:
             "parallelism): use DistributedDataParallel, or an optimizer that uses gradients and draws alone, such as "
             "AdaBayes, KalmanMomentum or IVON."
         )
+
+
+def refuse_unreduced(name: str) -> None:
+    """Raises if the gradients of a draw were added to those of a later one before they became shards."""
+    raise RuntimeError(
+        f"{name} supports one draw of weights until gradients are averaged over processes, got a second one: run all "
+        "micro-batches without gradient synchronisation inside one `with optimizer.sampled():`, or call zero_grad() "
+        "after a pass without gradients."
+    )
+
+
+def refuse_posterior(params: Iterable[Tensor]) -> None:
+    """Raises for distributed tensors."""
+    if any(map(is_shard, params)):
+        raise TypeError(
+            "posterior() needs whole parameters, got DTensors: save a full state dict of model and optimizer (see "
+            "torch.distributed.checkpoint.state_dict), and load it in one process without fully_shard."
+        )

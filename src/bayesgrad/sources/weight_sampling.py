@@ -218,6 +218,7 @@ class WeightSampling(Draws):
         self.sums: dict[Tensor, Tensor] = {}  # sums of contributions, if the gradient is from several draws
         self.seen: dict[Tensor, Tensor | None] = {}  # gradients that belong to these sums
         self.count = 0  # number of draws
+        self.unreduced = False  # whether a draw left shards without gradients
 
     def begin(self, training: bool) -> None:
         self.drawn = self._layout()
@@ -282,6 +283,9 @@ class WeightSampling(Draws):
         return self.sums[p] * (factor * factor if self.evidence == "squares" else factor)
 
     def computed(self, params: set[Tensor], kept: set[Tensor]) -> None:
+        if params and self.unreduced and self.evidence is not None:
+            shards.refuse_unreduced(self.optimizer.__class__.__name__)
+        self.unreduced = not params and any(map(shards.is_shard, self.before))
         if params & self.old - kept:  # gradients of earlier draws were replaced
             self.count = 0
         self.count += bool(params)
