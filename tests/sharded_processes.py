@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from bayesgrad import packing
 from cases import CASES, ELEMENTWISE, Case, batch, small_model
 
+ROWS = 24  # of a batch: divisible by the numbers of processes
 STEPS, LATER = range(20), range(20, 24)
 BY_NAME = {case.name: case for case in CASES}
 SHARDED = (*ELEMENTWISE, BY_NAME["AdaBayes-drawn"])
@@ -61,7 +62,7 @@ def optimizer_of(name: str, model: nn.Module, **options: Any) -> Any:
 def run(net: nn.Module, optimizer: Any, part: slice, steps: range = STEPS) -> None:
     """Steps on a part of each batch."""
     for index in steps:
-        x, y = (t[part] for t in batch(index, torch.float64))
+        x, y = (t[:ROWS][part] for t in batch(index, torch.float64))
         with optimizer.sampled():
             optimizer.zero_grad()
             F.cross_entropy(net(x), y).backward()
@@ -121,16 +122,17 @@ def replicated_shards(name: str, part: slice, processes: int) -> Result:
 # --- the training loop ---
 
 
-def loop(name: str, part: slice | None, kind: str) -> Result:
+def loop(name: str, part: slice | None, kind: str, processes: int) -> Result:
     """Accumulation, clipping, several draws, gradients that are not finite; on all data if `part` is None."""
     options = {"closure": {"samples": 2}, "skip": {"nonfinite": "skip"}, "raise": {"nonfinite": "raise"}}
     model = model_of() if part is None else sharded(model_of())
     optimizer = optimizer_of(name, model, **options.get(kind, {}))
     for index in range(5):
-        x, y = (t[part or slice(None)] for t in batch(index, torch.float64))
-        halves = [slice(0, 16), slice(16, 32)] if part is None else [slice(0, len(x) // 2), slice(len(x) // 2, len(x))]
+        x, y = (t[:ROWS][part or slice(None)] for t in batch(index, torch.float64))
+        # Micro-batches of one process have the examples of all.
+        split = torch.arange(len(x)).view(processes if part is None else 1, 2, -1).transpose(0, 1).flatten(1)
 
-        def loss_of(rows: slice, x: Tensor = x, y: Tensor = y) -> Tensor:
+        def loss_of(rows: Any, x: Tensor = x, y: Tensor = y) -> Tensor:
             return F.cross_entropy(model(x[rows]), y[rows])
 
         def closure() -> Tensor:
@@ -145,7 +147,7 @@ def loop(name: str, part: slice | None, kind: str) -> Result:
         optimizer.zero_grad()
         if kind in ("accumulated", "unreduced", "several"):
             with optimizer.sampled() if kind == "accumulated" else nullcontext():
-                for turn, rows in enumerate(halves):
+                for turn, rows in enumerate(split):
                     if part is not None and kind != "several":
                         model.set_requires_gradient_sync(turn == 1)
                     with optimizer.sampled() if kind != "accumulated" else nullcontext():
@@ -173,36 +175,18 @@ def drawn(name: str) -> Result:
     before = {name: whole(p.detach()) for name, p in model.named_parameters()}
     reference = model_of()
 
-    def difference() -> Tensor:
-        """Between the outputs, and those for the weights that all processes have now."""
-        now = {name: whole(p.detach()) for name, p in model.named_parameters()}
-        return (model(x) - torch.func.functional_call(reference, now, (x,))).abs().max()
-
-    def model_outputs() -> Tensor:
-        return model(x)
-
-    found = {}
-    with torch.no_grad():
-        mean = model_outputs()  # leaves gathered parameters of the root
-        for turn in range(2):
-            with optimizer.sampled():
-                outputs = model_outputs()
-            weights = {}
-            found[f"moved {turn}"] = (outputs - mean).abs().max()
-            found[f"again {turn}"] = (model_outputs() - mean).abs().max()
-            del weights
-    with optimizer.sampled():
-        sample = {name: whole(p.detach()) for name, p in optimizer_names(model, optimizer)}
-        outputs = model_outputs().detach()
-        found["outputs"] = (outputs - torch.func.functional_call(reference, sample, (x,))).abs().max()
-    after = {name: whole(p.detach()) for name, p in optimizer_names(model, optimizer)}
-    found["restored"] = torch.tensor([float(torch.equal(before[name], after[name])) for name in before])
-    return found
-
-
-def optimizer_names(model: nn.Module, optimizer: Any) -> list[tuple[str, Tensor]]:
-    """The parameters of an optimizer, by name: a module has gathered ones between a forward and a backward pass."""
-    return [pair for group in optimizer.param_groups for pair in zip(group["param_names"], group["params"])]
+    # A module has gathered parameters between a forward and a backward pass, the optimizer those that it draws.
+    mine = [pair for group in optimizer.param_groups for pair in zip(group["param_names"], group["params"])]
+    found: dict[str, Tensor] = {}
+    for turn in range(3):
+        with torch.no_grad():
+            model(x)  # leaves the gathered parameters of the root
+        with torch.set_grad_enabled(turn == 2), optimizer.sampled():
+            sample = {name: whole(p.detach()) for name, p in mine}
+            outputs = model(x).detach()
+            found[f"difference {turn}"] = outputs - torch.func.functional_call(reference, sample, (x,)).detach()
+        found |= {f"{name} {turn}": value for name, value in sample.items()}
+    return found | {f"{name} restored": whole(p.detach()) - before[name] for name, p in mine}
 
 
 def modes(name: str, part: slice | None) -> Result:
@@ -268,6 +252,12 @@ def activation_checkpointing(name: str, part: slice | None) -> Result:
     optimizer = optimizer_of(name, model)
     run(model, optimizer, part or slice(None), range(5))
     return found_in(model, optimizer)
+
+
+def posterior() -> Result:
+    model = sharded(model_of())
+    optimizer_of("IVON", model).posterior(model)
+    return {}
 
 
 def tensor_parallel(name: str, processes: int, part: slice | None, two_dimensional: bool = False) -> Result:
@@ -369,33 +359,33 @@ def main(rank: int, processes: int, folder: Path) -> None:
         for name in CHECKPOINTED:
             attempt(found, f"alone later {name}", later, name)
         for kind in ("accumulated", "several", "clipped", "skip", "closure"):
-            attempt(found, f"alone {kind}", loop, "IVON", None, kind)
+            attempt(found, f"alone {kind}", loop, "IVON", None, kind, processes)
         for name in both:
             attempt(found, f"alone mixed {name}", single_precision, name)
             attempt(found, f"alone recomputed {name}", activation_checkpointing, name, None)
         attempt(found, "alone large IVON", large, "IVON", None)
         attempt(found, "alone modes", modes, "KalmanMomentum", None)
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/group{processes}", rank=rank, world_size=processes
-    )
-    rows = 32 // processes
+    meeting = f"file://{folder}/group{processes}"
+    distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=processes)
+    rows = ROWS // processes
     part = slice(rows * rank, rows * rank + rows)
     for case in CASES:
         attempt(found, f"fsdp2 {case.name}", fsdp2, case, part)
     for kind in ("accumulated", "several", "unreduced", "clipped", "skip", "raise", "closure"):
-        attempt(found, f"fsdp2 {kind}", loop, "IVON", part, kind)
+        attempt(found, f"fsdp2 {kind}", loop, "IVON", part, kind, processes)
     for name in both:
         attempt(found, f"fsdp2 mixed {name}", mixed_precision, name, part)
         attempt(found, f"fsdp2 recomputed {name}", activation_checkpointing, name, part)
         attempt(found, f"tensor recomputed {name}", tensor_parallel, name, processes, None)
         if processes % 2 == 0:
             attempt(found, f"hybrid {name}", replicated_shards, name, part, processes)
-            half = slice(64 // processes * (rank // 2), 64 // processes * (rank // 2 + 1))
+            half = slice(2 * rows * (rank // 2), 2 * rows * (rank // 2 + 1))
             attempt(found, f"tensor and fsdp2 recomputed {name}", tensor_parallel, name, processes, half, True)
     attempt(found, "tensor FOOF", tensor_parallel, "FOOF", processes, None)
     attempt(found, "fsdp2 large IVON", large, "IVON", part)
     attempt(found, "fsdp2 modes", modes, "KalmanMomentum", part)
     attempt(found, "drawn", drawn, "IVON")
+    attempt(found, "posterior", posterior)
     (own := folder / str(processes)).mkdir(exist_ok=True)
     for name in CHECKPOINTED:
         attempt(found, f"saved {name}", saved, name, part, own)

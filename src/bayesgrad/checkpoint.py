@@ -215,7 +215,8 @@ class CheckedOptimizer(torch.optim.Optimizer):
         for p, entry in pairs(self.param_groups, loaded):
             for name, value in entry.items():
                 value = value.detach().to("cpu" if name in on_cpu else p.device, copy=True)
-                self.state[p][name] = shards.placed_like(value, p) if value.shape == p.shape else value
+                elementwise = value.shape == p.shape and name not in on_cpu
+                self.state[p][name] = shards.placed_like(value, p) if elementwise else value
         for group in self.param_groups:
             group.pop(NAMES, None)
         self.state_loaded()
