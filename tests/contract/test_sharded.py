@@ -88,7 +88,12 @@ def test_shards_have_the_weights_and_state_of_one_process(case: Case, processes:
     found = results(processes)
     result = assert_alike(found, f"fsdp2 {case.name}")
     if case.name in SHARDED:
-        assert_same(result, found[0][f"alone {case.name}"])
+        expected = found[0][f"alone {case.name}"]
+        rounding = {"BayesBiNN-sharp": 1e-8}.get(case.name, 1e-10)  # relaxed samples are steep in lambda: slopes of 10
+        assert_same(result, expected, rounding)
+        assert_same(
+            {k: v for k, v in result.items() if " " not in k}, {k: v for k, v in expected.items() if " " not in k}
+        )
     else:
         assert result.startswith(f"TypeError: {case.make.__name__} uses "), result
         assert "needs whole parameters in each process, got DTensors (fully_shard, tensor parallelism): use " in result
@@ -190,6 +195,7 @@ def test_the_initialising_step_of_a_distributed_checkpoint_changes_nothing(case:
     assert same(weights(model), weights(other))
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @every_case
 def test_a_distributed_checkpoint_resumes_bit_for_bit_or_is_refused(case: Case, tmp_path: Path) -> None:
     """Into an optimizer without state; by files that are read into its tensors, and by a whole state dict."""
@@ -210,7 +216,7 @@ def test_a_distributed_checkpoint_resumes_bit_for_bit_or_is_refused(case: Case, 
             template = get_optimizer_state_dict(other, resumed)
             checkpoint.load(template, checkpoint_id=tmp_path, no_dist=True)
             if case.name.startswith("NaturalGradient"):  # its matrix has the shape of a batch
-                with pytest.raises(ValueError, match="'gram'.* which were not read: a distributed checkpoint is read"):
+                with pytest.raises(ValueError, match=r"'gram'.* which were not read: a distributed checkpoint is read"):
                     set_optimizer_state_dict(other, resumed, template)
                 continue
             set_optimizer_state_dict(other, resumed, template)
