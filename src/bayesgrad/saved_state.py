@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from bayesgrad import shards
 from bayesgrad.parts import Host
@@ -13,9 +13,11 @@ from bayesgrad.parts import Host
 NAMES = "state_names"  # in saved groups: the names of the tensors of each parameter's state
 
 
-class Restored(Host, Protocol):
+class Restored(Protocol):
     """What reading a state dict needs of the optimizer; `CheckedOptimizer` explains each of them."""
 
+    model: nn.Module | None
+    param_groups: list[dict[str, Any]]
     defaults: dict[str, Any]
 
     def check_group(self, group: Mapping[str, Any]) -> None: ...

@@ -139,7 +139,7 @@ def gathering_modules(params: Iterable[Tensor]) -> list[nn.Module]:
     """The modules of `fully_shard` whose forward passes gather these parameters."""
     mine = {id(p) for p in params if is_shard(p)}
     states = sys.modules.get("torch.distributed._composable_state")
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     # A parameter does not know its module, and an optimizer of parameters does not either.
     known = list(getattr(states, "_module_state_mapping", ())) if mine else []
     return [module for module in known if isinstance(module, kind) and any(id(p) in mine for p in module.parameters())]
