@@ -70,7 +70,7 @@ def run(net: nn.Module, optimizer: Any, part: slice, steps: range = STEPS) -> No
 
 
 def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach().clone()
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
 def found_in(model: nn.Module, optimizer: Any) -> Result:

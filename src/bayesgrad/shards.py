@@ -141,7 +141,7 @@ def gathering_modules(params: Iterable[Tensor]) -> list[nn.Module]:
     states = sys.modules.get("torch.distributed._composable_state")
     kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     # A parameter does not know its module, and an optimizer of parameters does not either.
-    known = list(getattr(states, "_module_state_mapping", ())) if mine else []
+    known: list[Any] = list(getattr(states, "_module_state_mapping", ())) if mine else []
     return [module for module in known if isinstance(module, kind) and any(id(p) in mine for p in module.parameters())]
 
 
