@@ -68,7 +68,7 @@ class Block:
             return False
         for p, mine, weight, layout, kept in zip(params, self.params, self.weights, self.layout, self.kept):
             entry = state.get(p, {})
-            if p is not mine or local(p) is not weight or layout_of(weight) != layout:
+            if p is not mine or (weight is not p and local(p) is not weight) or layout_of(weight) != layout:
                 return False
             if not all(map(is_, map(entry.get, ("step", *self.slots)), kept)):
                 return False

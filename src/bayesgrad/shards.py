@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from bayesgrad import noise
 
+_ORDINARY = (Tensor, nn.Parameter)
+
 
 def _dtensor() -> Any:
     """The class DTensor; an empty tuple if nobody has imported it, so that nothing is an instance of it."""
@@ -26,7 +28,7 @@ def _dtensor() -> Any:
 
 def is_shard(tensor: Any) -> bool:
     """Whether a tensor is a DTensor."""
-    return isinstance(tensor, _dtensor())
+    return type(tensor) not in _ORDINARY and isinstance(tensor, _dtensor())
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -42,6 +44,8 @@ def whole(tensor: Tensor) -> Tensor:
 def gradient_of(p: Any) -> Tensor:
     """The part of `p.grad` that belongs to the part of the parameter, for a parameter that has a gradient."""
     gradient = p.grad
+    if type(gradient) is Tensor:  # of most parameters; steps with many small ones call this often
+        return gradient
     if is_shard(gradient) and gradient.placements != p.placements:  # tensor parallelism leaves sums to be reduced
         gradient = gradient.redistribute(placements=p.placements)
     return local(gradient)
