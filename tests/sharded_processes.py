@@ -155,6 +155,8 @@ def loop(name: str, part: slice | None, kind: str, processes: int) -> Result:
         else:
             with optimizer.sampled():
                 loss_of(slice(None)).backward()
+        if kind == "loaded" and index == 2:
+            optimizer.load_state_dict(optimizer.state_dict())
         if kind == "clipped":
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         if kind in ("skip", "raise", "ignore") and index == 2:
@@ -371,7 +373,7 @@ def main(rank: int, processes: int, folder: Path) -> None:
     part = slice(rows * rank, rows * rank + rows)
     for case in CASES:
         attempt(found, f"fsdp2 {case.name}", fsdp2, case, part)
-    for kind in ("accumulated", "several", "unreduced", "clipped", "skip", "raise", "closure"):
+    for kind in ("accumulated", "several", "unreduced", "clipped", "skip", "raise", "closure", "loaded"):
         attempt(found, f"fsdp2 {kind}", loop, "IVON", part, kind, processes)
     for name in both:
         attempt(found, f"fsdp2 mixed {name}", mixed_precision, name, part)

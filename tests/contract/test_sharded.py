@@ -128,6 +128,9 @@ def test_what_shards_cannot_do_is_refused_in_a_sentence(processes: int, results:
     assert message.startswith("FloatingPointError: the gradient of parameter 'wide.weight' has 1 entries of 840")
     message = assert_alike(found, "fsdp2 unreduced")
     assert message.startswith("RuntimeError: IVON supports one draw of weights until gradients are averaged")
+    assert assert_alike(found, "fsdp2 loaded").startswith(
+        "RuntimeError: load_state_dict() between backward() and step()"
+    )
     assert assert_alike(found, "tensor FOOF").startswith("TypeError: FOOF uses the layers of the model and needs whole")
     assert assert_alike(found, "posterior").startswith("TypeError: posterior() needs whole parameters, got DTensors")
 
