@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -42,6 +42,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
     takes_model: ClassVar[bool] = False
     kept: ClassVar[tuple[str, ...]] = ("model", "warned", "independent", "_statistics")  # attributes that a copy has
     common: ClassVar[tuple[str, ...]] = ()
+    _gathering: Sequence[nn.Module] = ()  # modules whose forward passes gather parameters from other processes
     _statistics: tuple[tuple[Tensor, Tensor], ...] = ()  # buffers of the model and their values before `eval()`
     accepts: ClassVar[Mapping[str, Constraint]] = {
         "lr": NONNEGATIVE,
@@ -114,6 +115,8 @@ class CheckedOptimizer(torch.optim.Optimizer):
 
     def weights_changed(self) -> None:
         """Called after weights were changed: copies that a forward pass has gathered from other processes are old."""
+        for module in self._gathering:
+            module.reshard()  # pyright: ignore[reportCallIssue]
 
     def is_initialising(self) -> bool:
         """Whether this is the step by which `torch.distributed.checkpoint` creates the state that it loads into.

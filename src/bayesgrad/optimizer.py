@@ -96,7 +96,6 @@ class BeliefOptimizer(CheckedOptimizer):
         self._raised = False  # whether a warning has said that lr raises other options
         self._finite = FiniteCheck()
         self._passes = Passes(self)
-        self._gathering: list[nn.Module] = []  # modules whose forward passes gather parameters from other processes
 
     def _build(self) -> None:
         """Builds sources and preconditioner; an optimizer that raises in its constructor has changed nothing."""
@@ -408,10 +407,6 @@ class BeliefOptimizer(CheckedOptimizer):
         self._build()
         if self._parts:
             self._passes.loaded()
-
-    def weights_changed(self) -> None:
-        for module in self._gathering:
-            module.reshard()  # pyright: ignore[reportCallIssue]
 
     def on_cpu(self) -> set[str]:
         return {"step", *(name for part in self._parts for name in part.on_cpu)}
