@@ -25,6 +25,8 @@ from cases import ELEMENTWISE, Case, every_case, same, small_model, train, weigh
 SCRIPT = Path(__file__).parents[1] / "sharded_processes.py"
 SHARDED = {*(case.name for case in ELEMENTWISE), "AdaBayes-drawn"}
 CHECKPOINTED = ("AdaBayesFP-centered", "KalmanMomentum-prior", "BayesBiNN", "IVON", "AMSBound")
+# What depends on a batch, or on the layers that it has passed.
+UNREADABLE = ("NaturalGradient", "NaturalGradient-layer", "Langevin-default")
 Results = list[dict[str, Any]]
 slow = pytest.mark.slow
 processes_of = pytest.mark.parametrize("processes", [2, *(pytest.param(n, marks=slow) for n in (1, 3, 4))])
@@ -218,8 +220,8 @@ def test_a_distributed_checkpoint_resumes_bit_for_bit_or_is_refused(case: Case, 
         else:
             template = get_optimizer_state_dict(other, resumed)
             checkpoint.load(template, checkpoint_id=tmp_path, no_dist=True)
-            if case.name.startswith("NaturalGradient"):  # its matrix has the shape of a batch
-                with pytest.raises(ValueError, match=r"'gram'.* which were not read: a distributed checkpoint is read"):
+            if case.name in UNREADABLE:
+                with pytest.raises(ValueError, match="which were not read: a distributed checkpoint is read"):
                     set_optimizer_state_dict(other, resumed, template)
                 continue
             set_optimizer_state_dict(other, resumed, template)
