@@ -25,8 +25,7 @@ from cases import ELEMENTWISE, Case, every_case, same, small_model, train, weigh
 SCRIPT = Path(__file__).parents[1] / "sharded_processes.py"
 SHARDED = {*(case.name for case in ELEMENTWISE), "AdaBayes-drawn"}
 CHECKPOINTED = ("AdaBayesFP-centered", "KalmanMomentum-prior", "BayesBiNN", "IVON", "AMSBound")
-# What depends on a batch, or on the layers that it has passed.
-UNREADABLE = ("NaturalGradient", "NaturalGradient-layer", "Langevin-default")
+UNREADABLE = ("NaturalGradient", "NaturalGradient-layer")  # whose matrices have the shape of a batch
 Results = list[dict[str, Any]]
 slow = pytest.mark.slow
 processes_of = pytest.mark.parametrize("processes", [2, *(pytest.param(n, marks=slow) for n in (1, 3, 4))])

@@ -237,6 +237,13 @@ class KroneckerFactors(Metric):
         rest = ObservedBatch(view.trace, directions, [p for p in view.params if p not in members], (), view.layouts)
         return found | {p: {"fisher": square} for p, square in squares(rest).items()}
 
+    def shapes(self, space: ParameterSpace) -> dict[Tensor, dict[str, tuple[int, ...]]]:
+        layers = [layer for layer in space.layers if not layer.lookup]
+        sizes = {layer: {side: (layer.shape[0], n, n) for side, n in layer.sizes.items()} for layer in layers}
+        found = {one.owner: {f"{side}_moment": shape for side, shape in sizes[one].items()} for one in layers}
+        members = {p for layer in layers for p in layer.members}
+        return found | {p: {"fisher": tuple(p.shape)} for p in space.all_params if p not in members}
+
     def parts(self, state: State, space: ParameterSpace, damping: float) -> list[MetricBlock]:
         found, seen = [], set()
         for layer in space.layers:
