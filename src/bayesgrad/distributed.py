@@ -415,17 +415,6 @@ def refuse_partition(name: str) -> None:
         frame = frame.f_back
 
 
-def refuse_dtensors(name: str, params: Iterable[Tensor]) -> None:
-    """Raises for distributed tensors."""
-    if (module := sys.modules.get("torch.distributed.tensor")) is None:
-        return
-    if any(isinstance(p, module.DTensor) for p in params):
-        raise TypeError(
-            f"{name} supports ordinary tensors, got DTensor parameters (fully_shard, tensor parallelism): use "
-            "DistributedDataParallel."
-        )
-
-
 def refuse_shard_of_data(name: str, loader: Any, num_data: float | None) -> None:
     """Raises if a loader goes through the part of the data that belongs to one process, and counts it as all data."""
     batches = getattr(loader, "batch_sampler", None)

@@ -20,7 +20,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bayesgrad.checkpoint import saved_entry
 from bayesgrad.directions import Direction, Directions, dense
 from bayesgrad.distributed import Exchange, Job, Sum, divided
 from bayesgrad.kernels import compute_dtype
@@ -38,16 +37,19 @@ from bayesgrad.preconditioners.refresh import (
     MERGES,
     check_factor,
     cost,
+    has_merged,
     inversion_due,
     is_due,
     layer_tensors,
     new_clock,
     note_inversion,
     store,
+    unit,
 )
 from bayesgrad.preconditioners.rows import InnerProduct, from_call, from_rows, rows_are_cheaper
 from bayesgrad.preconditioners.stability import finite, limit_norm, nonfinite_cause, split_damping, with_growing_damping
 from bayesgrad.rules.transition import average
+from bayesgrad.saved_state import saved_entry
 from bayesgrad.sources.recorded_layers import RecordedLayers
 
 LARGE = 512  # inputs of a layer from which its statistics are gathered less often if its outputs are few
@@ -233,7 +235,7 @@ class LayerPreconditioner(Preconditioner):
 
     def _precondition(self, layer: Layer, call: LayerCall, group: Mapping[str, Any]) -> Pair | None:
         """The preconditioned gradients of weight and bias; None before the first update."""
-        if layer.weight in self.recorded.read_elsewhere or "damped" not in self.optimizer.state.get(layer.owner, {}):
+        if layer.weight in self.recorded.read_elsewhere or not has_merged(self.optimizer.state.get(layer.owner, {})):
             return None
         self.preconditioned.add(layer)
         self._cast(layer, self.optimizer.state[layer.owner])
@@ -277,7 +279,7 @@ class LayerPreconditioner(Preconditioner):
         rest = [layer for layer in current if layer not in labelled and layer.owner not in self.unfrozen]
         rest = [layer for layer in rest if self.due(layer, settings[layer])]
         observed = self.from_observations
-        never = not any("clock" in state.get(layer.owner, {}) for layer in labelled)
+        never = not any(has_merged(state.get(layer.owner, {})) for layer in labelled)
         if labelled and never and not observed and (names := recorded.with_nonzero_gradient(labelled)):
             raise recorded.missing_observation(
                 f"observe() was never called for layers {[layer.names[0] for layer in names]}",
@@ -291,7 +293,7 @@ class LayerPreconditioner(Preconditioner):
         found = {layer: observed[layer] for layer in observed if layer in labelled}
         found |= {layer: self.from_passes[layer] for layer in rest if layer in self.from_passes}
         good = finite(found)
-        new = [layer for layer in found if "clock" not in state.get(layer.owner, {})]
+        new = [layer for layer in found if not has_merged(state.get(layer.owner, {}))]
         if bad := nonfinite_cause(recorded.layers, {layer: found[layer] for layer in new if layer not in good}):
             raise self.optimizer.nonfinite_error(f"{bad}: check the batch and the loss, or scale them.")
         return good
@@ -318,7 +320,7 @@ class LayerPreconditioner(Preconditioner):
         current = [layer for layer in recorded.layers if any(p in owners for p in layer.members)]
         settings = {layer: next(owners[p] for p in layer.members if p in owners) for layer in current}
         fresh = self.statistics(current, settings)
-        known = [layer for layer in current if layer in fresh or "clock" in state.get(layer.owner, {})]
+        known = [layer for layer in current if layer in fresh or has_merged(state.get(layer.owner, {}))]
         known = [layer for layer in known if layer.weight not in recorded.read_elsewhere]
         lost = {layer for layer in current if layer not in known and layer.owner not in self.unfrozen}
         if lost and not {p for layer in lost for p in layer.members} <= self.optimizer.warned:
@@ -446,3 +448,14 @@ class LayerPreconditioner(Preconditioner):
             entry, group = saved_entry(self.optimizer, saved, layer.owner)
             for side, shape in self.shapes(layer, group).items() if entry else ():
                 check_factor(entry, f"{side}_{self.factor}", shape, layer.names[0], own)
+
+    def initialise_state(self) -> None:
+        for layer in self.recorded.layers:
+            entry, group = self.optimizer.state[layer.owner], self.groups[layer.owner]
+            self._initialise(layer, entry, group)
+            initial = {name: entry[name] for name in (f"{side}_{self.factor}" for side in self.sides)}
+            entry |= {name: torch.ones_like(f) if f.dim() == 2 else unit(f) for name, f in initial.items()}
+            found = [job.run() for job in self.inversions(layer, entry, group)]
+            self.keep_inverses(layer, entry, group, {name: value for one in found for name, value in one.items()})
+            note_inversion(entry, self.setting(group))
+            entry |= {**initial, "clock": new_clock()}

@@ -81,6 +81,16 @@ def _diagonals(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {side: m if m.dim() == 2 else m.diagonal(dim1=1, dim2=2) for side, m in moments.items()}
 
 
+def has_merged(entry: Mapping[str, Tensor]) -> bool:
+    """Whether the state of a layer has statistics of a batch."""
+    return "clock" in entry and int(entry["clock"][MERGES]) > 0
+
+
+def unit(matrices: Tensor) -> Tensor:
+    """Unit matrices of this shape."""
+    return torch.eye(matrices.shape[-1]).to(matrices).expand_as(matrices).clone()
+
+
 def layer_tensors(entry: Mapping[str, Tensor]) -> list[str]:
     """The names of the state tensors that belong to the layer, not to the elements of its parameters."""
     return [key for key in entry if key.startswith(tuple(f"{side}_" for side in SIDES)) or key in LAYER_KEYS]

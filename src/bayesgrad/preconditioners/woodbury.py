@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from bayesgrad import layers
-from bayesgrad.checkpoint import saved_entry
 from bayesgrad.directions import Direction, Directions, Product, Scaled, dense
 from bayesgrad.distributed import Exchange, Sum, average
 from bayesgrad.layers.call import LayerCall
@@ -19,7 +18,6 @@ from bayesgrad.layers.combination import concatenated
 from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.fisher import check_batch_mixing, check_outputs, gather_gradients
 from bayesgrad.layers.per_example import OuterProducts, PerExampleGradients, floating_tensor, is_stored, restored
-from bayesgrad.packing import gradient_of
 from bayesgrad.parts import Groups, Host, Needs, weak
 from bayesgrad.precision.linalg import cholesky
 from bayesgrad.preconditioners.network import MERGED, NetworkPreconditioner
@@ -27,6 +25,8 @@ from bayesgrad.preconditioners.refresh import early_interval
 from bayesgrad.preconditioners.rows import InnerProduct
 from bayesgrad.preconditioners.stability import inner_product, limit_norm, with_growing_damping
 from bayesgrad.rules.update import MOMENTUM
+from bayesgrad.saved_state import saved_entry
+from bayesgrad.shards import gradient_of
 from bayesgrad.sources.recorded_layers import RecordedLayers
 
 ADAPT_EVERY = 5  # steps between changes of the damping, as in Martens and Grosse, 2015, section 6.5
@@ -65,6 +65,9 @@ class Woodbury(NetworkPreconditioner):
         if clock is None or not any(_is_batch(name) for p in self.params for name in self.optimizer.state.get(p, {})):
             return True
         return super().due(min(early_interval(int(clock[MERGED])), every))
+
+    def covers(self, p: Tensor) -> bool:
+        return any(p is q for module in self.recorded.recorder.layers.values() for q in module._parameters.values())
 
     def record(self, optimizer: Host) -> RecordedLayers:
         check_batch_mixing(optimizer.model)  # pyright: ignore[reportArgumentType]

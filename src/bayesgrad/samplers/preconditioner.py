@@ -18,7 +18,6 @@ from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.fisher import check_batch_mixing, check_outputs
 from bayesgrad.layers.observed import loss_weights
-from bayesgrad.packing import gradient_of
 from bayesgrad.parts import Groups, Host, Needs, weak
 from bayesgrad.precision import Precision
 from bayesgrad.preconditioners.network import NetworkPreconditioner
@@ -36,6 +35,7 @@ from bayesgrad.samplers.metric import (
     root_columns,
     solve_blocks,
 )
+from bayesgrad.shards import gradient_of
 from bayesgrad.sources.hessian_diagonal import gradients_of, hessian_products
 from bayesgrad.sources.recorded_layers import RecordedLayers
 
@@ -139,6 +139,13 @@ class MetricPreconditioner(NetworkPreconditioner):
     def remembers(self) -> bool:
         """Whether the arguments of the model's last call are needed."""
         return self.optimizer.param_groups[0]["correction"] is not None and self.metric.needs_observe
+
+    def initialise_state(self) -> None:
+        super().initialise_state()
+        space = ParameterSpace(tuple(self.params), tuple(self.params), tuple(self.recorded.layers))
+        for p, shapes in self.metric.shapes(space).items():
+            like = {"dtype": compute_dtype(p.dtype), "device": p.device}
+            self.optimizer.state[p] |= {name: torch.zeros(shape, **like) for name, shape in shapes.items()}
 
     def prepare(self, closure: Callable[[], Any] | None) -> None:
         super().prepare(closure)
