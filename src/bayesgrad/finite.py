@@ -119,3 +119,13 @@ def _readable(params: list[Tensor]) -> bool:
     if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return False
     return all(type(w) in (Tensor, torch.nn.Parameter) and w.device.type != "meta" for w in map(local, params))
+
+
+def refuse_sparse(optimizer: Host, active: Iterable[Iterable[Tensor]]) -> None:
+    """Raises for sparse gradients."""
+    for p in (p for params in active for p in params):
+        if p.grad is not None and p.grad.layout is not torch.strided:
+            raise RuntimeError(
+                f"{optimizer.__class__.__name__} needs dense gradients, but that of {optimizer.name_of(p)} is sparse: "
+                "build the embedding with sparse=False."
+            )

@@ -40,7 +40,7 @@ from bayesgrad.belief import Joint
 from bayesgrad.checkpoint import CheckedOptimizer
 from bayesgrad.closures import evaluate
 from bayesgrad.directions import Directions
-from bayesgrad.finite import FiniteCheck
+from bayesgrad.finite import FiniteCheck, refuse_sparse
 from bayesgrad.layers.observed import classes_last, known_class_dim
 from bayesgrad.packing import Block, Job, Layout, overlapping
 from bayesgrad.parts import Groups, Needs, Noise, Part, Preconditioner, Source, refuse_processes
@@ -108,23 +108,12 @@ class BeliefOptimizer(CheckedOptimizer):
         self._parts = (*self.sources, *([self.preconditioner] if self.preconditioner else ()))
         refuse_processes(self, self._parts)
         self._bind()
-        self._draw_seed()
+        distributed.fill_seeds(self, noise.fresh_seed)
 
     def _bind(self) -> None:
         for part in self._parts:
             part.bind(self)
         self._gathering = shards.gathering_modules(p for group in self.param_groups for p in group["params"])
-
-    def _draw_seed(self) -> None:
-        """Replaces a seed of None, once: that of the first group by a drawn number, others by the first group's."""
-        first = self.param_groups[0]
-        if first.get("seed", 0) is None:
-            seed = noise.fresh_seed()
-            first["seed"] = seed if self.independent else distributed.from_first(seed)
-        for values in (self.defaults, *self.param_groups):
-            if values.get("seed", 0) is None:
-                values["seed"] = first["seed"]
-        self.joined = 1 if self.independent else distributed.joint_processes()
 
     # --- declarations ---
 
@@ -290,7 +279,7 @@ class BeliefOptimizer(CheckedOptimizer):
                 self._raised = self._raised or warn_above_reference(type(self).__name__, group, self.scaled_by_lr)
                 self._checked[index] = values
                 self.rule = self.rule_of(groups[0])
-        self._refuse_sparse(active)
+        refuse_sparse(self, active)
         if not self._finite.skips(self, self._parts, active):
             self._update(groups, active)
             self.weights_changed()
@@ -382,14 +371,6 @@ class BeliefOptimizer(CheckedOptimizer):
             part.initialise_state()
 
     # --- bad gradients ---
-
-    def _refuse_sparse(self, active: list[list[Tensor]]) -> None:
-        for p in (p for params in active for p in params):
-            if p.grad.layout is not torch.strided:  # pyright: ignore[reportOptionalMemberAccess]
-                raise RuntimeError(
-                    f"{type(self).__name__} needs dense gradients, but that of {self.name_of(p)} is sparse: "
-                    "build the embedding with sparse=False."
-                )
 
     def before_reading(self) -> None:
         self._finite.report(self, [group["params"] for group in self.param_groups], gradients=False)

@@ -35,16 +35,18 @@ from bayesgrad.precision.linalg import diagonal_inverse, inverse
 from bayesgrad.preconditioners.refresh import (
     MERGED,
     MERGES,
+    cast,
     check_factor,
     cost,
+    drop_unfit,
+    factor_shapes,
     has_merged,
     inversion_due,
     is_due,
-    layer_tensors,
     new_clock,
     note_inversion,
     store,
-    unit,
+    unit_factors,
 )
 from bayesgrad.preconditioners.rows import InnerProduct, from_call, from_rows, rows_are_cheaper
 from bayesgrad.preconditioners.stability import finite, limit_norm, nonfinite_cause, split_damping, with_growing_damping
@@ -62,12 +64,11 @@ class LayerPreconditioner(Preconditioner):
     """Base class: keeps moving averages of each layer's second moments, and their inverses.
 
     The averages are updated every `stats_every` steps, but not by inputs and errors that are not finite, or whose
-    squares are not. They are inverted when they have changed: a tenth of
-    `update_every` steps after an inversion, and after every further tenth, the diagonals of the averages are compared
-    with those at the inversion, and after `update_every` steps at the latest, layers one after the other. Early in a
-    run the averages change fast and training with an old inverse diverges, so averages and inverses are updated
-    whenever the number of steps has doubled. A large layer with few outputs, whose statistics would cost more than its
-    gradient, is updated every 4 `stats_every` steps.
+    squares are not. They are inverted when they have changed: a tenth of `update_every` steps after an inversion, and
+    after every further tenth, the diagonals of the averages are compared with those at the inversion, and after
+    `update_every` steps at the latest, layers one after the other. Early in a run the averages change fast and training
+    with an old inverse diverges, so averages and inverses are updated whenever the number of steps has doubled. A large
+    layer with few outputs, whose statistics would cost more than its gradient, is updated every 4 `stats_every` steps.
 
     Statistics come from the backward passes of the loss, or from `observe(outputs)`: a label is sampled for each
     output, and the errors at the layers' outputs are stored until the next step.
@@ -82,7 +83,7 @@ class LayerPreconditioner(Preconditioner):
     on_cpu = ("clock", "damped", "traces")
 
     def __init__(self, fallback: str) -> None:
-        self.fallback = fallback
+        self.fallback, self.factors = fallback, [f"{side}_{self.factor}" for side in self.sides]
 
     def from_labels(self, group: Mapping[str, Any]) -> bool:
         """Whether the statistics of a group come from `observe(outputs)`."""
@@ -238,7 +239,7 @@ class LayerPreconditioner(Preconditioner):
         if layer.weight in self.recorded.read_elsewhere or not has_merged(self.optimizer.state.get(layer.owner, {})):
             return None
         self.preconditioned.add(layer)
-        self._cast(layer, self.optimizer.state[layer.owner])
+        cast(self.optimizer.state[layer.owner], self.factors, layer.owner, self.on_cpu)
         precision = self.precision(layer, group)
         limit = group.get("max_norm", math.inf)
         self.calls[call.backward_id, layer] += 1
@@ -367,8 +368,12 @@ class LayerPreconditioner(Preconditioner):
         if compared := [layer for layer, one in due.items() if isinstance(one, Tensor)]:
             due |= dict(zip(compared, torch.stack([due[layer].cpu() for layer in compared]).tolist()))  # pyright: ignore
         chosen = [(layer, self.optimizer.state[layer.owner], settings[layer]) for layer, one in due.items() if one]
+        self._invert(chosen, self.processes)
+
+    def _invert(self, chosen: list[tuple[Layer, Entry, Mapping[str, Any]]], processes: int) -> None:
+        """Computes the inverses of layers, which processes divide."""
         jobs = [(one, job) for one in chosen for job in self.inversions(*one)]
-        results = divided([job for _, job in jobs], self.processes)
+        results = divided([job for _, job in jobs], processes)
         for one in chosen:
             found = [result for (other, _), result in zip(jobs, results) if other is one]
             self.keep_inverses(*one, {name: value for result in found for name, value in result.items()})
@@ -411,36 +416,21 @@ class LayerPreconditioner(Preconditioner):
 
     # --- state ---
 
-    def _initialise(self, layer: Layer, entry: dict[str, Tensor], group: Mapping[str, Any]) -> None:
+    def _initialise(self, layer: Layer, entry: Entry, group: Mapping[str, Any]) -> None:
         like = {"dtype": compute_dtype(layer.owner.dtype), "device": layer.owner.device}
-        for side, shape in self.shapes(layer, group).items():
-            name = f"{side}_{self.factor}"
-            if name in entry and entry[name].shape != shape:
-                for key in layer_tensors(entry):
-                    del entry[key]  # another part of the layer is trained now, so the old factors do not fit
-            if name not in entry:
-                entry[name] = self.initial_factor(torch.zeros(shape, **like), group)
-        self._cast(layer, entry)
+        shapes = {f"{side}_{self.factor}": shape for side, shape in self.shapes(layer, group).items()}
+        drop_unfit(entry, shapes)
+        for name in (name for name in shapes if name not in entry):
+            entry[name] = self.initial_factor(torch.zeros(shapes[name], **like), group)
+        cast(entry, shapes, layer.owner, self.on_cpu)
         entry.setdefault("clock", new_clock())
-
-    def _cast(self, layer: Layer, entry: dict[str, Tensor]) -> None:
-        """Casts the state of a layer if the model was cast."""
-        dtype = compute_dtype(layer.owner.dtype)
-        if any(entry[f"{side}_{self.factor}"].dtype != dtype for side in self.sides):
-            for key in (key for key in layer_tensors(entry) if key not in self.on_cpu):
-                entry[key] = entry[key].to(layer.owner.device, dtype)
 
     def initial_factor(self, zeros: Tensor, group: Mapping[str, Any]) -> Tensor:
         """The initial value of a factor."""
         return zeros
 
     def shapes(self, layer: Layer, group: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        shapes = {}
-        for side in self.sides:
-            size = layer.sizes[side]
-            diagonal = size > group["max_factor"] or (layer.lookup and side == "input")
-            shapes[side] = (layer.shape[0], size) if diagonal else (layer.shape[0], size, size)
-        return shapes
+        return factor_shapes(layer, self.sides, group["max_factor"])
 
     def check_loaded(self, saved: Mapping[str, Any]) -> None:
         own = self.optimizer.__class__.__name__
@@ -453,9 +443,5 @@ class LayerPreconditioner(Preconditioner):
         for layer in self.recorded.layers:
             entry, group = self.optimizer.state[layer.owner], self.groups[layer.owner]
             self._initialise(layer, entry, group)
-            initial = {name: entry[name] for name in (f"{side}_{self.factor}" for side in self.sides)}
-            entry |= {name: torch.ones_like(f) if f.dim() == 2 else unit(f) for name, f in initial.items()}
-            found = [job.run() for job in self.inversions(layer, entry, group)]
-            self.keep_inverses(layer, entry, group, {name: value for one in found for name, value in one.items()})
-            note_inversion(entry, self.setting(group))
-            entry |= {**initial, "clock": new_clock()}
+            with unit_factors(entry, self.factors):
+                self._invert([(layer, entry, group)], processes=1)
