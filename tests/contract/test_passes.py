@@ -239,3 +239,44 @@ def test_the_metric_of_thawed_weights_has_no_zeros_of_the_time_when_they_were_fr
     assert compared
     for key in compared:
         torch.testing.assert_close(found[key], expected[key], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("penalty", ["weights", "inputs"])
+@pytest.mark.parametrize("first", ["loss", "penalty"])
+@pytest.mark.parametrize("name", ["NaturalGradient", "NaturalGradient-layer", "FOOF", "KroneckerFilterFP-prior"])
+@pytest.mark.filterwarnings("ignore:.* does not support")
+def test_a_backward_pass_of_a_penalty_adds_to_the_gradient(name: str, first: str, penalty: str) -> None:
+    """The step is that of assigned gradients, also while the Fisher matrix is that of an earlier batch."""
+    results = []
+    for assigned in (False, True):
+        model = small_model(torch.float64, width=20)
+        optimizer: Any = next(case for case in CASES if case.name == name).of(model)
+        for index in range(6):
+            x, y = batch(index, torch.float64)
+            optimizer.zero_grad()
+            outputs = model(x.requires_grad_())
+            loss = nn.functional.cross_entropy(outputs, y)
+            optimizer.observe(outputs, loss=loss, labels=y)
+            by_input = torch.autograd.grad(loss, x, create_graph=True)[0] if penalty == "inputs" else torch.zeros(())
+            terms = [loss, sum(p.square().sum() for p in model.parameters()) / 10 + 100 * by_input.square().sum()]
+            for term in terms if first == "loss" else reversed(terms):
+                term.backward(retain_graph=True)
+            for p in model.parameters() if assigned else ():
+                p.grad = p.grad.clone()  # pyright: ignore[reportOptionalMemberAccess]
+            optimizer.step()
+        results.append(weights(model))
+    for name, expected in results[0].items():
+        torch.testing.assert_close(results[1][name], expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_pass_of_second_derivatives_has_no_squares_of_examples() -> None:
+    """Layers do not see these terms, so the parameters are named in a warning, as with one pass of the sum."""
+    model = small_model(torch.float64, width=20)
+    optimizer: Any = next(case for case in CASES if case.name == "OGN").of(model)
+    x, y = batch(0, torch.float64)
+    loss = nn.functional.cross_entropy(model(x.requires_grad_()), y)
+    (by_input,) = torch.autograd.grad(loss, x, create_graph=True)
+    loss.backward(retain_graph=True)
+    by_input.square().sum().backward()
+    with pytest.warns(UserWarning, match="OGN does not support .*wide.weight.*out.weight"):
+        optimizer.step()

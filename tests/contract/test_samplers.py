@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -201,3 +202,70 @@ def test_a_scalar_parameter_moves_as_one_of_shape_one(metric: str, probes: int |
             sampler.step()
         ends.append(nn.utils.parameters_to_vector(model.parameters()).detach())
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("ema", [0.0, 0.9])
+@pytest.mark.parametrize("metric", ["kronecker", "diagonal"])
+@pytest.mark.parametrize("name", ["2", "0.weight", "2.bias"])
+def test_layers_that_are_frozen_for_a_while_keep_their_metric(name: str, metric: str, ema: float) -> None:
+    """The first step after thawing is that of a sampler built there, and a resumed run is the uninterrupted one."""
+
+    def build(model: nn.Module) -> Any:
+        options: dict[str, Any] = {"temperature": 0.0, "limit_step": False, "ema": ema}
+        return samplers.Langevin(model, lr=0.05, num_data=50, metric=metric, **options)
+
+    def step(model: nn.Module, sampler: Any, index: int) -> None:
+        generator = torch.Generator().manual_seed(index)
+        outputs = model(torch.randn(8, 4, generator=generator, dtype=torch.float64))
+        labels = torch.randint(0, 3, (8,), generator=generator)
+        sampler.zero_grad()
+        sampler.observe(outputs)
+        nn.functional.cross_entropy(outputs, labels).backward()
+        sampler.step()
+
+    results = []
+    for resumed in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+        for index, trained in enumerate((False, False, True, True, False, True, True)):
+            for p in (p for key, p in model.named_parameters() if key.startswith(name)):
+                p.requires_grad_(trained)
+            if index == 0:
+                sampler = build(model)
+            elif resumed and index in (3, 6):
+                saved, model = sampler.state_dict(), copy.deepcopy(model)
+                sampler = build(model)
+                sampler.load_state_dict(saved)
+            other = copy.deepcopy(model)
+            step(model, sampler, index)
+            if index == 2 and not ema:
+                step(other, build(other), index)
+                assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters()))
+        results.append([p.detach() for p in model.parameters()])
+    assert all(torch.equal(p, q) for p, q in zip(*results))
+
+
+@pytest.mark.parametrize("metric", ["diagonal", "kronecker", "fisher"])
+@pytest.mark.parametrize("added", [False, True], ids=["thawed", "added"])
+def test_new_weights_get_a_metric_before_the_next_update(metric: str, added: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    options: dict[str, Any] = {"metric": metric, "temperature": 0.0, "limit_step": False, "update_every": 5}
+    model[2].requires_grad_(False)
+    sampler = Langevin(model, lr=0.01, num_data=60, params=model[0].parameters() if added else None, **options)
+    x, labels = torch.randn(60, 4).double(), torch.randint(0, 3, (60,))
+    for index in range(3):
+        if index == 2:
+            model[2].requires_grad_(True)
+            if added:
+                sampler.add_param_group({"params": list(model[2].named_parameters())})
+        other = copy.deepcopy(model)
+        pairs = [(model, sampler), (other, Langevin(other, lr=0.01, num_data=60, **options))]
+        for network, one in pairs if index == 2 else pairs[:1]:
+            one.zero_grad()
+            outputs = network(x)
+            one.observe(outputs)
+            nn.functional.cross_entropy(outputs, labels).backward()
+            one.step()
+    for p, q in zip(model.parameters(), other.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)

@@ -328,6 +328,17 @@ def test_split_r_hat_by_its_definition_and_of_arviz() -> None:
     assert_close(found.ess["w"][2].item(), arviz.ess(paths[:, :, 2], method="mean").item(), rtol=1e-10, atol=0)
 
 
+def test_r_hat_of_a_single_chain_compares_its_halves() -> None:
+    """ArviZ computes none for a single chain. The middle one of 201 samples is in neither half."""
+    path = autoregressive(0.5, (1, 201, 5)) + np.linspace(0, 2, 201)[:, None]
+    found = diagnose(recorded(path))
+    halves = np.concatenate([path[:, :100], path[:, 101:]])
+    within, between = halves.var(1, ddof=1).mean(0), 100 * halves.mean(1).var(0, ddof=1)
+    assert_close(found.rhat["w"], np.sqrt((0.99 * within + between / 100) / within), rtol=1e-10, atol=0)
+    assert found.worst[1] == found.rhat["w"].max() > 1.2
+    assert np.isnan(diagnose(recorded(path[:, :7])).rhat["w"]).all()
+
+
 def test_export_to_arviz_has_chains_draws_and_losses() -> None:
     paths = autoregressive(0.5, (2, 30, 7))
     ensembles = recorded(paths)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -364,7 +366,12 @@ def test_what_is_missing_is_filled_by_its_expectation() -> None:
 def test_fewer_rows_than_columns(method: str, noise: str) -> None:
     """By default the number of components is the rank of the centred rows."""
     rows = np.random.default_rng(0).normal(size=(6, 9))
-    found = FactorAnalysis(method=method, noise=noise, max_iter=30, tol=0).fit(rows)
+    model, exact = (
+        FactorAnalysis(method=method, noise=noise, max_iter=30, tol=0),
+        (method, noise) == ("em", "isotropic"),
+    )
+    with pytest.warns(UserWarning, match="explain 9 columns without noise") if exact else nullcontext():
+        found = model.fit(rows)
     assert found.components_.shape == (5, 9)
     assert np.isfinite(found.score_samples(rows)).all()
 

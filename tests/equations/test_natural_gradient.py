@@ -179,6 +179,33 @@ def test_damping_adapts_to_how_well_the_model_predicts(lr: float, grows: bool) -
         optimizer.step()
 
 
+def test_a_predicted_rise_of_the_loss_never_lowers_the_damping() -> None:
+    """Momentum carries a step uphill, as the quadratic model of a linear regression predicts."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 1).to(D), torch.randn(20, 3, dtype=D)
+    y = x @ torch.tensor([[1.0], [-2.0], [0.5]], dtype=D)
+    options = {"likelihood": "gaussian", "momentum": 0.9, "adapt_damping": True}
+    optimizer = NaturalGradient(model, lr=0.2, damping=0.3, **options, **PLAIN)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        outputs = model(x)
+        optimizer.observe(outputs)
+        loss = (outputs - y).square().mean() / 2
+        loss.backward()
+        return loss
+
+    rises = 0
+    for _ in range(60):
+        damping, before = optimizer.param_groups[0]["damping"], closure().item()
+        optimizer.step(closure)
+        changed = optimizer.param_groups[0]["damping"] - damping
+        if closure().item() > before and changed:
+            rises += 1
+            assert changed > 0
+    assert rises >= 3
+
+
 @pytest.mark.parametrize("labelled", [False, True])
 def test_terms_divide_the_fisher(labelled: bool) -> None:
     """With T losses per example the Fisher matrix is that of their sum; for the mean loss it is divided by T."""

@@ -96,7 +96,9 @@ class Gaussian(Family):
         return x, x[..., :, None] * x[..., None, :]
 
     def mode(self, natural: Parameters) -> Tensor:
-        return self.moments(natural)[0]
+        factor = _cholesky(-2 * natural[1])  # the covariance is not needed
+        half = torch.linalg.solve_triangular(factor, natural[0][..., None], upper=False)
+        return torch.linalg.solve_triangular(factor.mT, half, upper=True)[..., 0]
 
     def to_distribution(self, natural: Parameters) -> Distribution:
         return MultivariateNormal(*self.moments(natural))

@@ -129,6 +129,8 @@ class Site:
             return parameter_gradients(op, error, x, weight, needs)
         seen = x.detach(), error.detach()
         for recorder, name in alive:
+            if recorder.marks is not None and torch.is_grad_enabled():
+                recorder.marks.differentiable(module)
             if recorder.capture is not None:
                 with torch.no_grad():
                     recorder.capture(LayerCall(module, *seen, recorder.captures, forward_id, name, volatile))

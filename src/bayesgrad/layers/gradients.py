@@ -58,6 +58,8 @@ class GradientMarks:
             again in the pass that follows one in which the layers were called more or less often, or whose gradient is
             not in the memory of what a layer returned, changed as often as there are further calls. If it never is
             (gradients that are zeroed in place, autocast), values are compared every ten passes.
+        twice: parameters of layers that passed on an error with `create_graph=True`. A pass that differentiates it, as
+            that of a gradient penalty, adds terms that the layers do not know.
         close: removes the hooks.
     """
 
@@ -67,6 +69,7 @@ class GradientMarks:
         self._unexplained: set[Tensor] = set()  # in this process
         self._agreed: set[Tensor] | None = None  # in any process, at the last exchange
         self._averaged: tuple[int, list[Tensor]] = -1, []  # a pass, and parameters that are averaged at its end
+        self.twice: set[Tensor] = set()
         self.by_value = False  # whether gradients were changed through `.grad.data`, which has no version
         self._steps = 0
         self._calls: dict[Tensor, int] = {}  # calls of its layers in the pass that was checked
@@ -111,6 +114,14 @@ class GradientMarks:
                 total = gradient if total is None else total + gradient
             self._sums[p] = task, calls + 1, total, from_zero, first
 
+    def differentiable(self, module: nn.Module) -> None:
+        """Called when a layer passes on an error with `create_graph=True`."""
+        self.twice.update(p for p in module._parameters.values() if p is not None)
+
+    def accumulated_twice(self, p: Tensor) -> bool:
+        """Whether a gradient has several passes, of which a later one may have derivatives of gradients."""
+        return p in self.twice and p in self.marks and self.marks[p].passes > 1
+
     def _is_zero(self, p: Tensor) -> bool:
         """Whether a gradient is known to be None or zero."""
         mark = self.marks.get(p)
@@ -123,8 +134,11 @@ class GradientMarks:
         old = self.marks.get(p)
         task, calls, total, from_zero, (memory, version) = self._sums.pop(p, NOTHING)
         passes = 1 if from_zero else 2 if old is None else old.passes + 1
-        known = True
-        if from_zero and task == torch._C._current_graph_task_id():
+        called = task == torch._C._current_graph_task_id()
+        # A pass without its layers, as that of a penalty, adds a term that they do not know, and so may the derivative
+        # of a gradient. It remains in the gradient until that is zero.
+        known = called and (from_zero or (p not in self.twice and (old is None or old.version >= 0)))
+        if from_zero and called:
             if total is not None:
                 self._calls[p] = calls
                 rest = (gradient - total.to(gradient)).norm()
@@ -235,6 +249,7 @@ class GradientMarks:
         """Takes over what earlier marks know of the gradients; terms are checked again in the next pass."""
         self.marks, self._unexplained = dict(earlier.marks), set(earlier._unexplained)
         self._agreed, self.by_value, self._steps = earlier._agreed, earlier.by_value, earlier._steps
+        self.twice = set(earlier.twice)
 
     def zeroed(self) -> None:
         """Called when the gradients were set to zero or None."""

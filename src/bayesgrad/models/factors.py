@@ -16,6 +16,8 @@ from bayesgrad.families import Parameters, Point
 from bayesgrad.families.gaussian import LOG_2PI
 from bayesgrad.inference import Factor, LatentVariableFactor, Node
 
+NONE = torch.zeros(1, 1, 1)  # the covariance of known loadings
+
 
 @dataclass(frozen=True, eq=False)
 class Rows:
@@ -54,7 +56,7 @@ class Loadings:
 
     Args:
         first: E[w], (D, K + 1).
-        covariance: of w, (D, K + 1, K + 1); zero for points.
+        covariance: of w, (D, K + 1, K + 1); for points zero, (1, 1, 1).
         log_precision, precision: E[log τ] and E[τ], (D,).
     """
 
@@ -71,14 +73,13 @@ class Loadings:
     @staticmethod
     def of(loadings: Node, noise: Node) -> Loadings:
         known = isinstance(loadings.family, Point)
-        first, covariance = (loadings.mean[0], torch.zeros_like(loadings.mean[1])) if known else loadings.moments
+        first, covariance = (loadings.mean[0], NONE.to(loadings.mean[0])) if known else loadings.moments
         return Loadings(first, covariance, *[part.expand(len(first)) for part in noise.mean])
 
     @staticmethod
     def at(loadings: Tensor, precision: Tensor) -> Loadings:
         """Known parameters [W m] and τ."""
-        covariance = torch.zeros_like(loadings[:, :, None] * loadings[:, None, :])
-        return Loadings(loadings, covariance, precision.log(), precision)
+        return Loadings(loadings, NONE.to(loadings), precision.log(), precision)
 
 
 def infer(rows: Rows, known: Loadings) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -108,7 +109,8 @@ def infer(rows: Rows, known: Loadings) -> tuple[Tensor, Tensor, Tensor, Tensor, 
         means = solve_triangular(lower.mT, half, upper=True)[..., 0]
     # Squared residuals rather than a difference of squares, which would cancel. The contribution of the scores'
     # covariance and that of their prior are together tr(A^-1 A) = K.
-    unsure = (patterns @ (known.precision[:, None, None] * known.covariance).flatten(1)).view_as(summed)
+    spread = known.precision[:, None, None] * known.covariance.expand_as(weighted)
+    unsure = (patterns @ spread.flatten(1)).view_as(summed)
     constant = patterns @ (known.log_precision - LOG_2PI) / 2 - factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
     extended = torch.cat([means, torch.ones_like(means[:, :1])], 1)
     left = rows.left(extended, known.first).square() @ known.precision
@@ -160,7 +162,7 @@ class ScoresFactor(LatentVariableFactor):
         """The bound, Σ x [z 1]' (D, K + 1), Σ E[[z 1][z 1]'] (K + 1, K + 1), squared residuals at E[w], and n."""
         n, (D, width) = len(self.rows), known.first.shape
         K, tau, (ones, X) = width - 1, known.precision, (self.turned[:, :1], self.turned[:, 1:])
-        summed = torch.einsum("d,dij->ij", tau, known.second)
+        summed = (tau[:, None, None] * known.covariance).sum(0) + (tau[:, None] * known.first).mT @ known.first
         factor = torch.linalg.cholesky(torch.eye(K).to(summed) + summed[:K, :K])
         # A = L'^-1 L^-1, one factor at a time: A b loses precision if columns have different units.
         B = solve_triangular(factor, (tau[:, None] * known.first[:, :K]).mT, upper=False).mT  # (D, K)

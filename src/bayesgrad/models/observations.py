@@ -14,7 +14,7 @@ from torch.nn.functional import logsigmoid
 from bayesgrad.families import Parameters
 from bayesgrad.families.gaussian import LOG_2PI
 from bayesgrad.inference.expectation import Delta, Expectation, GaussHermite, Moments, derivatives
-from bayesgrad.models.quadrature import Expected, expected_derivatives, expected_log_sigmoid
+from bayesgrad.models.quadrature import Expected, expected_derivatives, expected_log_sigmoid, log_poisson_lognormal
 from bayesgrad.models.tunable import Number, Tunable, like
 
 QUADRATURE = GaussHermite(32, "reparameterised")
@@ -334,6 +334,10 @@ class Poisson(Observation):
     def predict(self, mean: Tensor, variance: Tensor) -> Prediction:
         rate = (mean + variance / 2).exp()
         return Prediction(rate, rate.square() * variance.expm1(), rate)
+
+    def log_predictive(self, mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
+        known = y.nan_to_num()
+        return torch.where(y.isnan(), y, log_poisson_lognormal(mean, variance, known)) - (known + 1).lgamma()
 
     def start(self, y: Tensor) -> Tensor:
         return (y + 0.5).log()

@@ -22,7 +22,6 @@ from bayesgrad.families import Family, Parameters
 from bayesgrad.inference import LinearPredictorFactor, Node
 from bayesgrad.inference.expectation import Delta, Expectation, Moments
 from bayesgrad.models.hyperparameters import ProcessModel
-from bayesgrad.models.kalman import square_root
 from bayesgrad.models.kernels import Kernel
 from bayesgrad.models.observations import Observation
 
@@ -75,15 +74,17 @@ class ProcessWithSites(WithSites):
     r"""N(0, K) times a Gaussian site for each value: q(f) = p(f) exp(λ1'f + λ2'f²) / Z.
 
     An exponential family with statistics (f, f²), the sites as natural parameters, log Z as its log-partition, and the
-    prior as base measure. Its entropy is -KL(q, prior), so a model needs no factor for the prior. With W = -2 λ2 and
-    s = √W,
+    prior as base measure. Its entropy is -KL(q, prior), so a model needs no factor for the prior. With W = -2 λ2,
+    s = √|W| and the diagonal matrix J of the signs of W,
 
     .. math::
-        B = I + s K s, \quad \log Z = \tfrac12 \lambda_1^T m - \tfrac12 \log |B|, \quad
-        K^{-1} m = \lambda_1 - s B^{-1} s K \lambda_1
+        s K s + J = L J L^T, \quad \log Z = \tfrac12 \lambda_1^T m - \log |L|, \quad
+        K^{-1} m = s (s K s + J)^{-1} J s^{-1} \lambda_1
 
-    and K is never inverted. If some W < 0, R R' = K replaces s: B = I + R' W R, which is positive definite if and only
-    if q is a distribution.
+    and K is never inverted. Without negative sites L is a Cholesky factor. Else, with negative sites last, it has two:
+    that of the positive sites, and that of 1 - s C s for the negative ones, where C is their covariance given the
+    positive sites. The second exists if and only if q is a distribution. No difference of two numbers of the size of
+    K W K is taken, which would leave no digits where the variance of the kernel is far above that of the noise.
 
     Args:
         covariance: K, (n, n).
@@ -93,16 +94,10 @@ class ProcessWithSites(WithSites):
     prior_name = "process"
 
     covariance: Tensor
-    _root: list[Tensor] = field(default_factory=list, repr=False)
 
     def _posterior(self, natural: Parameters) -> ProcessPosterior | None:
         """The factorisation of q. None if q is not a distribution."""
-        first, K, W = natural[0], self.covariance, -2 * natural[1]
-        if bool((W >= 0).all()):
-            return ProcessPosterior.of(K, first, W)
-        if not self._root:
-            self._root.append(square_root(K))
-        return ProcessPosterior.of(K, first, W, self._root[0])
+        return ProcessPosterior.of(self.covariance, natural[0], -2 * natural[1])
 
     def moments(self, natural: Parameters) -> tuple[Tensor, Tensor]:
         """Means and variances of the values, (n,)."""
@@ -139,81 +134,98 @@ class ProcessPosterior:
 
     Args:
         W: precisions of the sites.
-        factor: the Cholesky factor of B.
-        rooted: L^-1 R', if W is not positive.
+        factor: L, in the order of `order`.
+        order: indices of the sites, those of negative precision last; None if there are none.
+        signs: the diagonal of J, in the order of `order`.
         weights: K^-1 mean, the weights of predictions.
         mean, variance: of the values.
-        volume: log|B|.
+        volume: 2 log|L|.
     """
 
     W: Tensor
     factor: Tensor
-    rooted: Tensor | None
+    order: Tensor | None
+    signs: Tensor
     weights: Tensor
     mean: Tensor
     volume: Tensor
     prior: Tensor
 
     @staticmethod
-    def of(K: Tensor, first: Tensor, W: Tensor, root: Tensor | None = None) -> ProcessPosterior | None:
-        s = W.sqrt()
-        left = (K * s).mul_(s[:, None]) if root is None else root.mT @ (W[:, None] * root)
-        left.diagonal().add_(1)
-        factor, info = torch.linalg.cholesky_ex(left)
-        if info.any():
+    def of(K: Tensor, first: Tensor, W: Tensor) -> ProcessPosterior | None:
+        s, signs, negative = W.abs().sqrt(), torch.ones_like(W), W < 0
+        count = int(negative.sum())
+        order = negative.to(torch.uint8).argsort(stable=True) if count else None
+        signs[len(W) - count :] = -1
+        left = (K * s).mul_(s[:, None])
+        left = left if order is None else left[order][:, order]
+        left.diagonal().add_(signs)
+        factor = _signed_cholesky(left, len(W) - count)
+        if factor is None:
             return None
-        rooted = None
-        if root is None:
-            if bool((W * K.diagonal() > 1e-10).all()):  # avoids cancellation for sites with large precisions
-                weights = s * _cholesky_solve(factor, first / s)
-            else:
-                weights = first - s * _cholesky_solve(factor, s * (K @ first))
-            mean = K @ weights
-        else:
-            rooted = torch.linalg.solve_triangular(factor, root.mT, upper=False)
-            mean = rooted.mT @ (rooted @ first)
-            weights = first - W * mean
+        # The effect of a weak site is lambda - s A^-1 s K lambda, because lambda/s is large; that of others, for which
+        # this difference cancels, is s A^-1 J lambda/s.
+        strong = _strong(W, K)
+        weak = torch.where(strong, 0, first)
+        right = torch.where(strong, W.sign() * first / torch.where(strong, s, 1), 0) - s * (K @ weak)
+        half = torch.linalg.solve_triangular(factor, _ordered(right, order)[:, None], upper=False)
+        solved = torch.linalg.solve_triangular(factor.mT, signs[:, None] * half, upper=True)[:, 0]
+        weights = weak + s * _restored(solved, order)
         volume = 2 * factor.diagonal().log().sum()
-        return ProcessPosterior(W, factor, rooted, weights, mean, volume, K)
+        return ProcessPosterior(W, factor, order, signs, weights, K @ weights, volume, K)
 
     @cached_property
     def variance(self) -> Tensor:
-        prior = self.prior.diagonal()
-        if self.rooted is not None:
-            found = self.rooted.square().sum(0)
-        else:
-            # (1 - diag B^-1)/W, except for sites with small precisions, for which the difference would cancel.
-            some = self.W * prior > 1e-5
-            left = 1 - _inverse(self.factor).square().sum(0)
-            found = torch.where(some, left / torch.where(some, self.W, 1), prior)
-            if not some.all():
-                found[~some] -= self._white(self.prior[:, ~some]).square().sum(0)
+        prior, strong = self.prior.diagonal(), _strong(self.W, self.prior)
+        # (J - diag A^-1)/|W|, except for weak sites, for which the difference would cancel.
+        left = self.signs - (self.signs[:, None] * _inverse(self.factor).square()).sum(0)
+        found = torch.where(strong, _restored(left, self.order) / torch.where(strong, self.W.abs(), 1), prior)
+        if not strong.all():
+            found[~strong] -= self.reduction(self.prior[:, ~strong], diagonal=True)
         # Rounding may make the variance of an exactly known value negative.
         return found.maximum(torch.finfo(found.dtype).eps * prior)
 
-    def _white(self, cross: Tensor) -> Tensor:
-        return torch.linalg.solve_triangular(self.factor, self.W.sqrt()[:, None] * cross, upper=False)
-
     def reduction(self, cross: Tensor, *, diagonal: bool = False) -> Tensor:
         """k'(K + W^-1)^-1 k for columns k of `cross`: the reduction of the prior covariance by the sites."""
-        if self.rooted is None:
-            white = self._white(cross)
-            return white.square().sum(0) if diagonal else white.mT @ white
-        weighted = self.W[:, None] * cross
-        inner = self.rooted @ weighted
-        if diagonal:
-            return (weighted * cross).sum(0) - inner.square().sum(0)
-        return cross.mT @ weighted - inner.mT @ inner
+        scaled = _ordered(self.W.abs().sqrt()[:, None] * cross, self.order)
+        white = torch.linalg.solve_triangular(self.factor, scaled, upper=False)
+        signed = white if self.order is None else self.signs[:, None] * white
+        return (signed * white).sum(0) if diagonal else white.mT @ signed
 
     def gradient(self) -> Tensor:
         """The gradient of the bound with respect to K, (K^-1 m m'K^-1 - (K + W^-1)^-1)/2, at the optimal q."""
-        if self.rooted is None:
-            s = self.W.sqrt()
-            inverse = s[:, None] * torch.cholesky_inverse(self.factor) * s
+        s = self.W.abs().sqrt()
+        if self.order is None:
+            inverse = torch.cholesky_inverse(self.factor)
         else:
-            inner = self.rooted * self.W
-            inverse = torch.diag(self.W) - inner.mT @ inner
-        return (self.weights[:, None] * self.weights - inverse) / 2
+            half, back = _inverse(self.factor), self.order.argsort()
+            inverse = (half.mT @ (self.signs[:, None] * half))[back][:, back]
+        return (self.weights[:, None] * self.weights - s[:, None] * inverse * s) / 2
+
+
+def _strong(W: Tensor, K: Tensor) -> Tensor:
+    """Which sites are not weak: for those 1/W is not far above the prior variance."""
+    return W.abs() * K.diagonal() > 1e-2
+
+
+def _ordered(values: Tensor, order: Tensor | None) -> Tensor:
+    return values if order is None else values[order]
+
+
+def _restored(values: Tensor, order: Tensor | None) -> Tensor:
+    return values if order is None else torch.empty_like(values).index_copy_(0, order, values)
+
+
+def _signed_cholesky(matrix: Tensor, positive: int) -> Tensor | None:
+    """L with L J L' = matrix, J with 1 for the first `positive` rows and -1 for the others; None if there is none."""
+    factor, info = torch.linalg.cholesky_ex(matrix[:positive, :positive])
+    if info.any() or positive == len(matrix):
+        return None if info.any() else factor
+    beside = torch.linalg.solve_triangular(factor, matrix[:positive, positive:], upper=False)
+    last, info = torch.linalg.cholesky_ex(beside.mT @ beside - matrix[positive:, positive:])
+    if info.any():
+        return None
+    return torch.cat([torch.cat([factor, torch.zeros_like(beside)], 1), torch.cat([beside.mT, last], 1)])
 
 
 def mode(family: ProcessWithSites, observation: Observation, y: Tensor) -> Parameters:
@@ -238,12 +250,6 @@ def mode(family: ProcessWithSites, observation: Observation, y: Tensor) -> Param
             break
         sites = first - second * posterior.mean, second / 2
     return kept
-
-
-def _cholesky_solve(lower: Tensor, right: Tensor) -> Tensor:
-    """(L L')^-1 b; for a single b several times faster than cholesky_solve."""
-    half = torch.linalg.solve_triangular(lower, right[:, None], upper=False)
-    return torch.linalg.solve_triangular(lower.mT, half, upper=True)[:, 0]
 
 
 def _inverse(lower: Tensor, out: Tensor | None = None) -> Tensor:

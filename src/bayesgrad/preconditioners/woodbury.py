@@ -401,7 +401,9 @@ class Woodbury(NetworkPreconditioner):
             p.grad = gradient
         self.observed = []  # discard what this evaluation observed
         self.optimizer.draws = draws
-        ratio = (after - before) / self.predicted_change if self.predicted_change else 0.0
+        # Momentum can carry a step uphill. A rise of the loss is no success, even where the model predicted it.
+        predicted = self.predicted_change or 0.0
+        ratio = (after - before) / predicted if predicted < 0 else 0.0
         change = ADAPT_FACTOR if ratio > 0.75 else 1 / ADAPT_FACTOR if ratio < 0.25 else 1.0
         for group in self.optimizer.param_groups:
             group["damping"] = float(group["damping"]) * change

@@ -52,7 +52,8 @@ class Diagnostics:
 
     Args:
         ess: effective sample size for a mean, over all chains.
-        rhat: split R-hat; close to 1 if the chains have mixed.
+        rhat: split R-hat; close to 1 if the chains have mixed. Of a single chain it compares the two halves, and is NaN
+            for fewer than 8 samples.
         time: integrated autocorrelation time in samples, samples/ess; multiply by `thin` for steps.
         samples: the number of samples of all chains.
     """
@@ -86,8 +87,18 @@ def diagnose(chains: Ensemble | Sequence[Ensemble], *, weights: int | None = WEI
     if draws < 4:
         raise ValueError(f"diagnostics need at least 4 samples of each chain, got {draws}: sample longer.")
     samples = data.posterior.sizes["chain"] * draws
-    ess, rhat = (_values(found) for found in (arviz.ess(data, method="mean"), arviz.rhat(data, method="split")))
+    ess, rhat = _values(arviz.ess(data, method="mean")), _values(_split_rhat(arviz, data.posterior))
     return Diagnostics(ess, rhat, {name: samples / some for name, some in ess.items()}, samples)
+
+
+def _split_rhat(arviz: Any, posterior: Any) -> Any:
+    half = posterior.sizes["draw"] // 2
+    if posterior.sizes["chain"] > 1:
+        return arviz.rhat(posterior, method="split")
+    if half < 4:  # ArviZ would write to the log
+        return posterior.mean(("chain", "draw")) * np.nan
+    halves = {str(name): np.stack([draws[0, :half], draws[0, -half:]]) for name, draws in posterior.items()}
+    return arviz.rhat(arviz.convert_to_dataset(halves), method="identity")  # ArviZ splits no single chain
 
 
 def _values(found: Any) -> dict[str, np.ndarray]:

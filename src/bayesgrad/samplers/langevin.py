@@ -30,14 +30,14 @@ class Langevin(Sampler):
     | correction | stationary density for lr -> 0 |
     |---|---|
     | `"flat"` | exp(-C/T) |
-    | `"jeffreys"` | exp(-C/T) abs(det G)^1/2, which does not depend on the parameterisation of the model |
+    | `"jeffreys"` | exp(-C/T) abs(det G)^1/2; no function of the parameterisation if damping and prior are 0 |
     | `None` | exp(-C/T) if the metric is constant; else another density |
 
     A finite step multiplies the covariance by 1/(1 - lr/2) if G is the Hessian; see
     `bayesgrad.samplers.step_inflation`. The loss must be the mean negative log-likelihood of `likelihood`: a loss
     divided by 2 s^2 needs `Gaussian(noise_scale=s)`. If `observe` receives the loss, its curvature is compared with the
     metric at steps 1, 2, 4, 8, ... and every 1000th. A loss on another scale is warned of. Steps are shortened so that
-    they stay stable: lr is divided by that scale if it is above 1, and is at most 1/lambda (or lr, if lr > 1, over
+    they stay stable: lr is divided by that scale if it is above 1.5, and is at most 1/lambda (or lr, if lr > 1, over
     lambda), with lambda the largest eigenvalue of G^-1 H for the Hessian H of the loss. The stationary density does
     not depend on lr. Without the loss, successive gradients show whether lr times the mean curvature is too large, and
     a warning says so.

@@ -47,8 +47,8 @@ DAMPING = 0.1  # of a Fisher, if none is given
 class MetricPreconditioner(NetworkPreconditioner):
     """Turns gradients into steps of a Langevin equation, with noise and corrections.
 
-    `observe(outputs)` updates the metric from a batch at the next step, if an update is due: of all data, of an
-    independent batch, or of the batch of the gradients. The identity and callable metrics need no call.
+    `observe(outputs)` updates the metric from a batch at the next step, if an update is due or weights are new: of all
+    data, of an independent batch, or of the batch of the gradients. The identity and callable metrics need no call.
 
     Args:
         metric: the matrix G.
@@ -66,19 +66,16 @@ class MetricPreconditioner(NetworkPreconditioner):
         self.needs = Needs(outputs=metric.needs_observe)
 
     def bind(self, optimizer: Host) -> None:
+        before = self.recorded
         super().bind(optimizer)
+        self.grown = before is not None and len(before.shapes) < len(self.recorded.shapes)  # by a new group
         self.parts: tuple[Any, list[MetricBlock]] | None = None
         self.check.reset()
         self.layouts = RowLayouts()
 
     def record(self, optimizer: Host) -> RecordedLayers:
-        return RecordedLayers(
-            optimizer,
-            None,
-            (layers.is_matrix, layers.is_norm) if self.metric.needs_observe else (),
-            by_layer=False,
-            record_arguments=self.remembers(),
-        )
+        kinds = (layers.is_matrix, layers.is_norm) if self.metric.needs_observe else ()
+        return RecordedLayers(optimizer, None, kinds, by_layer=False, record_arguments=self.remembers())
 
     def remembers(self) -> bool:
         """Whether the arguments of the model's last call are needed."""
@@ -101,8 +98,7 @@ class MetricPreconditioner(NetworkPreconditioner):
             )
 
     def step_scale(self, group: Mapping[str, Any]) -> float:
-        """1: the direction already contains the learning rate."""
-        return 1.0
+        return 1.0  # the direction already contains the learning rate
 
     # --- observations ---
 
@@ -116,10 +112,13 @@ class MetricPreconditioner(NetworkPreconditioner):
     def _read(self, outputs: Any, labels: Any, weights: Any) -> Statistics | None:
         """The statistics of a batch, which are kept for the next step; None if none are needed."""
         group = self.optimizer.param_groups[0]
-        if not self.metric.needs_observe or not self.due(group["update_every"]):
+        new = self.grown or self.recorded.thawed()  # weights without a metric
+        if not self.metric.needs_observe or not (new or self.due(group["update_every"])):
             return None
         check_batch_mixing(self.recorded.model)
         check_outputs(outputs)
+        self.recorded.update_trainable()
+        self.grown = False
         empirical = group["metric"] == "empirical"
         if empirical and labels is None:
             raise ValueError("metric='empirical' needs labels: call observe(outputs, labels=labels).")
@@ -227,7 +226,8 @@ class MetricPreconditioner(NetworkPreconditioner):
             for slot in observed[0][0][p]:
                 fresh = sum(read[p][slot] * (count / total) for read, count, _ in observed)
                 old = entry.get(slot)
-                entry[slot] = fresh if old is None or not keep else keep * old + take * fresh  # pyright: ignore
+                begins = old is None or not keep or old.shape != fresh.shape  # pyright: ignore
+                entry[slot] = fresh if begins else keep * old + take * fresh  # pyright: ignore
         self.parts = None
         return [batch for *_, batches in observed for batch in batches]
 

@@ -224,7 +224,7 @@ class PerExampleSquares(Source):
         if self.lost is not None:
             raise ValueError(SPLIT.format(self.lost))
         marks = self.recorded.marks
-        odd = {p for p in self.sums if p in marks.unexplained or id(p) in self.mixed}
+        odd = {p for p in self.sums if p in marks.unexplained or marks.accumulated_twice(p) or id(p) in self.mixed}
         alone = self.processes == 1  # what other processes have done to their gradients is not known
         common = marks.factor() if alone and marks.untouched(p for p in params if p in self.sums) else None
         found = {}

@@ -115,6 +115,10 @@ class RecordedLayers:
     def _flags(self) -> list[bool]:
         return [p.requires_grad for group in self.optimizer.param_groups for p in group["params"]]
 
+    def thawed(self) -> bool:
+        """Whether a parameter requires gradients that did not when the layers were last found."""
+        return any(now and not then for now, then in zip(self._flags(), self.flags))
+
     def update_trainable(self, in_step: bool = False) -> None:
         """Finds the layers again if `requires_grad` of a parameter has changed.
 
