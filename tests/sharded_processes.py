@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recompute
 
 from bayesgrad import packing
+from bayesgrad.distributed import independent_draws
 from cases import CASES, ELEMENTWISE, Case, batch, small_model
 
 ROWS = 24  # of a batch: divisible by the numbers of processes
@@ -256,6 +257,13 @@ def activation_checkpointing(name: str, part: slice | None) -> Result:
     return found_in(model, optimizer)
 
 
+def independently_drawn() -> Result:
+    with independent_draws():
+        optimizer = optimizer_of("IVON", sharded(model_of()))
+    with optimizer.sampled():
+        return {}
+
+
 def posterior() -> Result:
     model = sharded(model_of())
     optimizer_of("IVON", model).posterior(model)
@@ -388,6 +396,7 @@ def main(rank: int, processes: int, folder: Path) -> None:
     attempt(found, "fsdp2 modes", modes, "KalmanMomentum", part)
     attempt(found, "drawn", drawn, "IVON")
     attempt(found, "posterior", posterior)
+    attempt(found, "independent draws", independently_drawn)
     (own := folder / str(processes)).mkdir(exist_ok=True)
     for name in CHECKPOINTED:
         attempt(found, f"saved {name}", saved, name, part, own)

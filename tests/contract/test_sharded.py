@@ -133,6 +133,9 @@ def test_what_shards_cannot_do_is_refused_in_a_sentence(processes: int, results:
         "RuntimeError: load_state_dict() between backward() and step()"
     )
     assert assert_alike(found, "tensor FOOF").startswith("TypeError: FOOF uses the layers of the model and needs whole")
+    if processes > 1:
+        message = assert_alike(found, "independent draws")
+        assert message.startswith("RuntimeError: IVON draws its part of one vector for each DTensor parameter")
     assert assert_alike(found, "posterior").startswith("TypeError: posterior() needs whole parameters, got DTensors")
 
 
