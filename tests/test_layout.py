@@ -26,6 +26,7 @@ LAYERS = [
     ["preconditioners"],
     ["sources"],
     ["checkpoint"],
+    ["saved_state"],
     ["constraints"],
     ["parts"],
     ["rules"],
@@ -38,6 +39,7 @@ LAYERS = [
     ["likelihoods"],
     ["predictions"],
     ["packing"],
+    ["shards"],
     ["directions", "distributed", "kernels", "noise", "schedule"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

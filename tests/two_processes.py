@@ -78,14 +78,6 @@ def fsdp1(case: Case, part: slice, original: bool) -> Result:
         return {name.replace("_fsdp_wrapped_module.", ""): w for name, w in weights(net).items()}
 
 
-def fsdp2(case: Case, part: slice) -> Result:
-    from torch.distributed.fsdp import fully_shard
-
-    net = fully_shard(model_of())
-    run(net, case.make(net.parameters(), **case.options, fused=False), part)
-    return {}
-
-
 def independent(case: Case) -> Result:
     """A model of its own in each process; the context is left before the first step, and the optimizer copied."""
     model = model_of()
@@ -140,7 +132,6 @@ def main(rank: int, folder: Path) -> None:
         attempt(found, f"zero {name}", zero, BY_NAME[name], part)
         attempt(found, f"fsdp1 {name}", fsdp1, BY_NAME[name], part, False)
         attempt(found, f"fsdp1 original {name}", fsdp1, BY_NAME[name], part, True)
-        attempt(found, f"fsdp2 {name}", fsdp2, BY_NAME[name], part)
     for how in ("all", "sampler", "num_data", "own"):
         attempt(found, f"laplace {how}", posterior, how)
     attempt(found, "elbo", elbo)

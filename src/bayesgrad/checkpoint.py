@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from bayesgrad import likelihoods
+from bayesgrad import likelihoods, shards
 from bayesgrad.constraints import FRACTION, FRACTIONS, NONNEGATIVE, OPTIONAL_BOOLEAN, POSITIVE, Constraint, one_of
 from bayesgrad.layers.network import evaluation_mode, named_groups, unwrap
 from bayesgrad.layers.running_statistics import estimated, warn_of_statistics
-from bayesgrad.parts import Host, entries
+from bayesgrad.parts import entries
+from bayesgrad.saved_state import NAMES, check_saved, copied, in_order, pairs, unshared, written_names
 
 NONFINITE = ("ignore", "raise", "skip")
 TRAINING_WEIGHT = "training_weight"  # in the state of a parameter in evaluation mode
@@ -43,6 +44,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
         *("model", "warned", "independent", "draws_differ", "_statistics"),
     )
     common: ClassVar[tuple[str, ...]] = ()
+    _gathering: Sequence[nn.Module] = ()  # modules whose forward passes gather parameters from other processes
     _statistics: tuple[tuple[Tensor, Tensor], ...] = ()  # buffers of the model and their values before `eval()`
     accepts: ClassVar[Mapping[str, Constraint]] = {
         "lr": NONNEGATIVE,
@@ -113,6 +115,24 @@ class CheckedOptimizer(torch.optim.Optimizer):
     def state_loaded(self) -> None:
         """Called after a state was loaded."""
 
+    def weights_changed(self) -> None:
+        """Called after weights were changed: copies that a forward pass has gathered from other processes are old."""
+        for module in self._gathering:
+            module.reshard()  # pyright: ignore[reportCallIssue]
+
+    def is_initialising(self) -> bool:
+        """Whether this is the step by which `torch.distributed.checkpoint` creates the state that it loads into.
+
+        It has zero gradients and lr = 0. It creates the state, and learns nothing.
+        """
+        if self.state or any(float(group["lr"]) for group in self.param_groups):
+            return False
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not params or any(p.grad.layout is not torch.strided for p in params):
+            return False
+        moves = torch.stack([shards.gradient_of(p).any().cpu() for p in params]).any()
+        return not bool(shards.any_process(moves, params))
+
     def before_reading(self) -> None:
         """Called before weights or state are read out."""
 
@@ -171,6 +191,8 @@ class CheckedOptimizer(torch.optim.Optimizer):
         saved = super().state_dict()
         saved["state"] = {key: copied(e) if isinstance(e, dict) else e for key, e in saved["state"].items()}
         saved["param_groups"] = [copied(group) for group in saved["param_groups"]]
+        for group in saved["param_groups"]:
+            group[NAMES] = written_names(group, saved["state"])
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -195,9 +217,13 @@ class CheckedOptimizer(torch.optim.Optimizer):
         finally:
             handle.remove()
         on_cpu = self.on_cpu()
-        for p, entry in _pairs(self.param_groups, loaded):
+        for p, entry in pairs(self.param_groups, loaded):
             for name, value in entry.items():
-                self.state[p][name] = value.detach().to("cpu" if name in on_cpu else p.device, copy=True)
+                value = value.detach().to("cpu" if name in on_cpu else p.device, copy=True)
+                elementwise = value.shape == p.shape and name not in on_cpu
+                self.state[p][name] = shards.placed_like(value, p) if elementwise else value
+        for group in self.param_groups:
+            group.pop(NAMES, None)
         self.state_loaded()
 
     def is_partial(self, entry: Mapping[str, Tensor]) -> bool:
@@ -263,6 +289,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
             for p, mean in self.evaluation_weights().items():
                 self.state[p][TRAINING_WEIGHT] = p.detach().clone()
                 p.copy_(mean)
+            self.weights_changed()
             for group in self.param_groups:
                 group["train_mode"] = False
         if statistics is not None:
@@ -292,6 +319,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
         for p, entry in entries(self):
             if TRAINING_WEIGHT in entry:
                 p.copy_(entry.pop(TRAINING_WEIGHT))
+        self.weights_changed()
         for buffer, value in self._statistics:
             buffer.copy_(value)
         self._statistics = ()
@@ -343,108 +371,3 @@ def settings(arguments: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     """The hyperparameters among the arguments of a constructor, given as its `locals()`."""
     others = ("self", "__class__", "params", "model", "prior")
     return {name: value for name, value in arguments.items() if name not in others} | more
-
-
-def check_saved(optimizer: CheckedOptimizer, saved: Mapping[str, Any]) -> None:
-    """Raises ValueError if a state dict does not fit the optimizer's class, groups or parameters."""
-    name = type(optimizer).__name__
-    groups = saved.get("param_groups")
-    whole = isinstance(groups, list) and all(isinstance(group, Mapping) for group in groups)
-    if not whole or not isinstance(saved.get("state"), Mapping):
-        raise ValueError(
-            f"a state of {name} must have 'state' and 'param_groups', but one is missing: is the file truncated?"
-        )
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
-    given = [len(group.get("params", ())) for group in saved["param_groups"]]
-    if sizes != given:
-        raise ValueError(f"the saved state has param groups of {given} parameters, but this {name} has {sizes}.")
-    for index, (group, given_group) in enumerate(zip(optimizer.param_groups, saved["param_groups"])):
-        # torch adds "differentiable" to the defaults when it unpickles or loads; groups do not have it.
-        missing = sorted({*optimizer.defaults, "base_lr", "last_lr", "rule"} - {"differentiable"} - set(given_group))
-        if missing:
-            raise ValueError(
-                f"group {index} of the saved state lacks {missing}: it is not a state of {name}, or it is truncated."
-            )
-        if given_group["rule"] != name:
-            raise ValueError(f"the saved state is that of {given_group['rule']}, but this optimizer is {name}.")
-        optimizer.check_group(given_group)
-        for position, (p, key) in enumerate(zip(group["params"], given_group["params"])):
-            where = f"parameter {position} of group {index}"
-            entry = saved["state"].get(key, {})
-            if not isinstance(entry, Mapping):
-                raise ValueError(f"the saved state of {where} must be a dict, got {type(entry).__name__}.")
-            slots = optimizer.slots_of(p, given_group)
-            odd = next((k for k, value in entry.items() if not isinstance(value, Tensor)), None)
-            if odd is not None or ("step" in entry and entry["step"].numel() != 1):
-                raise ValueError(
-                    f"{odd or 'step'} in the saved state of {where} must be a tensor{'' if odd else ' of one element'}."
-                )
-            if entry and not {"step", *slots} <= set(entry) and not optimizer.is_partial(entry):
-                lost = sorted({"step", *slots} - set(entry))
-                raise ValueError(
-                    f"the saved state of {where} lacks {lost}: it is not a state of {name}, or it is truncated."
-                )
-            for slot in slots:
-                if slot in entry and entry[slot].shape != p.shape:
-                    raise ValueError(
-                        f"{slot} of {where} has shape {tuple(entry[slot].shape)} in the saved state, "
-                        f"but the parameter has {tuple(p.shape)}: load it into the model it came from."
-                    )
-
-
-def copied(values: dict[str, Any]) -> dict[str, Any]:
-    """A dict with clones of its tensors."""
-    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()}
-
-
-def unshared(entry: dict[str, Tensor]) -> dict[str, Tensor]:
-    """An entry of the state with clones of views into larger storages: pickling a view stores the whole storage."""
-    return {
-        name: value.clone() if value.untyped_storage().nbytes() > value.numel() * value.element_size() else value
-        for name, value in entry.items()
-    }
-
-
-def in_order(optimizer: CheckedOptimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The saved state with parameters in the order of the optimizer's groups, by their names in the model."""
-    groups = saved.get("param_groups")
-    if not isinstance(groups, list) or not all(isinstance(g, Mapping) for g in groups):
-        return dict(saved)
-    mine = [group.get("param_names", ()) for group in optimizer.param_groups]
-    given = [[_plain(name) for name in group.get("param_names", ())] for group in groups]
-    alike = [sorted(map(_plain, names)) for names in mine] == [sorted(names) for names in given]
-    whole = all(len(set(names)) == len(group.get("params", ())) for names, group in zip(given, groups))
-    if optimizer.model is None and not (alike and whole):  # parameters without names, or with others: as in torch.optim
-        return dict(saved)
-    if not alike:
-        odd = sorted({n for names in mine for n in names} ^ {n for names in given for n in names})
-        where = f"; see {', '.join(odd[:3])}" if odd else ""
-        raise ValueError(
-            f"the saved state must have the parameters of this {type(optimizer).__name__}, but they differ{where}."
-        )
-    ordered = []
-    for group, names, own in zip(groups, given, mine):
-        keys = dict(zip(names, group["params"]))
-        ordered.append({**group, "params": [keys[_plain(name)] for name in own], "param_names": list(own)})
-    return {**saved, "param_groups": ordered}
-
-
-def saved_entry(optimizer: Host, saved: Mapping[str, Any], p: Tensor) -> tuple[Mapping, Mapping]:
-    """The state of a parameter in a state dict, and its group; both empty if there are none."""
-    for group, given in zip(optimizer.param_groups, saved["param_groups"]):
-        for own, key in zip(group["params"], given["params"]):
-            if own is p:
-                return saved["state"].get(key, {}), given
-    return {}, {}
-
-
-def _plain(name: str) -> str:
-    """A parameter's name without the prefixes of torch.compile and DataParallel."""
-    return name.replace("_orig_mod.", "").removeprefix("module.")
-
-
-def _pairs(groups: list[dict[str, Any]], saved: Mapping[str, Any]) -> Iterable[tuple[Tensor, dict[str, Tensor]]]:
-    for group, given in zip(groups, saved["param_groups"]):
-        for p, key in zip(group["params"], given["params"]):
-            if key in saved["state"]:
-                yield p, saved["state"][key]

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from bayesgrad.packing import gradient_of
 from bayesgrad.parts import Host, Needs, Part
 from bayesgrad.sources.weight_sampling import mark, same
 
@@ -78,7 +77,8 @@ def _average_draws(optimizer: Sampling, parts: Sequence[Part], closure: Callable
         for part in parts:
             part.store_draw(samples)
         for p in (p for p in params if p.grad is not None):
-            totals[p] = totals[p] + gradient_of(p) if p in totals else gradient_of(p).clone()
+            gradient: Any = p.grad
+            totals[p] = totals[p] + gradient if p in totals else gradient.clone()
     for p, total in totals.items():
         p.grad = total / samples
     for part in parts:

@@ -93,13 +93,25 @@ def from_first(value: int) -> int:
     return values[0]
 
 
-def agree_on_seed(optimizer: Any) -> None:
-    """Takes the seed of the first process if the process group was initialised after an optimizer was built.
+def fill_seeds(optimizer: Any, draw: Callable[[], int]) -> None:
+    """Replaces a seed of None, once: that of the first group by a drawn number, others by the first group's.
 
     Args:
-        optimizer: with the attributes `independent`, `param_groups`, and `joined`, the number of processes that it
-            knows of.
+        optimizer: with the attributes `independent`, `defaults` and `param_groups`; sets `joined`, the number of
+            processes that it knows of.
+        draw: a number, which all processes take from the first one.
     """
+    first = optimizer.param_groups[0]
+    if first.get("seed", 0) is None:
+        first["seed"] = draw() if optimizer.independent else from_first(draw())
+    for values in (optimizer.defaults, *optimizer.param_groups):
+        if values.get("seed", 0) is None:
+            values["seed"] = first["seed"]
+    optimizer.joined = 1 if optimizer.independent else joint_processes()
+
+
+def agree_on_seed(optimizer: Any) -> None:
+    """Takes the seed of the first process if the process group was initialised after an optimizer was built."""
     if optimizer.independent or optimizer.joined >= (size := joint_processes()):
         return
     optimizer.joined, groups = size, optimizer.param_groups
@@ -413,17 +425,6 @@ def refuse_partition(name: str) -> None:
                 f"Use {name} with DistributedDataParallel alone."
             )
         frame = frame.f_back
-
-
-def refuse_dtensors(name: str, params: Iterable[Tensor]) -> None:
-    """Raises for distributed tensors."""
-    if (module := sys.modules.get("torch.distributed.tensor")) is None:
-        return
-    if any(isinstance(p, module.DTensor) for p in params):
-        raise TypeError(
-            f"{name} supports ordinary tensors, got DTensor parameters (fully_shard, tensor parallelism): use "
-            "DistributedDataParallel."
-        )
 
 
 def refuse_shard_of_data(name: str, loader: Any, num_data: float | None) -> None:

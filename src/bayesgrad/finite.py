@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from bayesgrad.kernels import compute_dtype
-from bayesgrad.packing import gradient_of
 from bayesgrad.parts import Host, Part
+from bayesgrad.shards import any_process, count_of, gradient_of, local
 
 EVERY = 1000  # steps between two checks with nonfinite="ignore"
 
@@ -34,7 +34,8 @@ class FiniteCheck:
                 continue
             # What parts have collected is nearer to the cause than the gradient.
             bad = next((words for part in parts if (words := part.nonfinite(index, params))), None)
-            bad = bad or next(_nonfinite(optimizer, params, [gradient_of(p) for p in params], "the gradient of "), None)
+            look = _nonfinite(optimizer, params, [gradient_of(p) for p in params], "the gradient of ", alike=True)
+            bad = bad or next(look, None)
             if bad and group["nonfinite"] == "skip":
                 return True
             if bad:
@@ -61,11 +62,16 @@ class FiniteCheck:
         given = chosen if gradients else []
         entries = ((p, optimizer.state.get(p, {})) for p in chosen)
         # An infinite variance is a valid state; NaN is not, and signs of it would look like weights.
-        slots = [(p, v) for p, entry in entries for v in entry.values() if v.shape == p.shape and v.is_floating_point()]
+        slots = [
+            (p, local(v))
+            for p, entry in entries
+            for v in entry.values()
+            if v.shape == p.shape and v.is_floating_point()
+        ]
         looks = (
             _nonfinite(optimizer, given, [gradient_of(p) for p in given], "the gradient of "),
-            _nonfinite(optimizer, chosen, [p.detach() for p in chosen], ""),
-            _nonfinite(optimizer, [p for p, _ in slots], [v for _, v in slots], "the state of ", torch.isnan),
+            _nonfinite(optimizer, chosen, [local(p).detach() for p in chosen], ""),
+            _nonfinite(optimizer, [p for p, _ in slots], [local(v) for _, v in slots], "the state of ", torch.isnan),
         )
         bad = next((words for look in looks for words in look), None)
         if bad is not None:
@@ -89,14 +95,21 @@ def _nonfinite(
     values: list[Tensor],
     what: str,
     wrong: Callable[[Tensor], Tensor] = _infinite,
+    alike: bool = False,
 ) -> Iterator[str]:
-    """What is not finite, in words, for the first parameter; the host reads one tensor if all is well."""
+    """What is not finite, in words, for the first parameter; the host reads one tensor if all is well.
+
+    With `alike`, all processes that have parts of the parameters say the same, and all have to call this.
+    """
     full = [value for value in values if value.numel()]
     # A sum is not finite if an entry is not. It may also overflow, so that entries decide; norms would be slower.
     sums = [value.sum(dtype=compute_dtype(value.dtype)) for value in full]
-    if sums and bool(torch.stack([wrong(one).to(sums[0].device) for one in sums]).any()):
+    flags = [wrong(one).to(sums[0].device) for one in sums] or [torch.zeros((), dtype=torch.bool)]
+    found = torch.stack(flags).any()
+    if bool(any_process(found, params) if alike else found):
         for p, value in zip(params, values):
-            if count := int(wrong(value).sum()):
+            number = wrong(value).sum()
+            if count := int(count_of(number, p) if alike else number):
                 kind = "NaN" if wrong is torch.isnan else "not finite"
                 yield f"{what}{optimizer.name_of(p)} has {count} entries of {p.numel()} that are {kind}"
 
@@ -105,4 +118,14 @@ def _readable(params: list[Tensor]) -> bool:
     """Whether tensors have values that the host may read: not in a trace, a capture or on the meta device."""
     if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return False
-    return all(type(p) in (Tensor, torch.nn.Parameter) and p.device.type != "meta" for p in params)
+    return all(type(w) in (Tensor, torch.nn.Parameter) and w.device.type != "meta" for w in map(local, params))
+
+
+def refuse_sparse(optimizer: Host, active: Iterable[Iterable[Tensor]]) -> None:
+    """Raises for sparse gradients."""
+    for p in (p for params in active for p in params):
+        if p.grad is not None and p.grad.layout is not torch.strided:
+            raise RuntimeError(
+                f"{optimizer.__class__.__name__} needs dense gradients, but that of {optimizer.name_of(p)} is sparse: "
+                "build the embedding with sparse=False."
+            )

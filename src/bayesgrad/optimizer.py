@@ -35,15 +35,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from bayesgrad import distributed, kernels, noise
+from bayesgrad import distributed, kernels, noise, shards
 from bayesgrad.belief import Joint
 from bayesgrad.checkpoint import CheckedOptimizer
 from bayesgrad.closures import evaluate
 from bayesgrad.directions import Directions
-from bayesgrad.finite import FiniteCheck
+from bayesgrad.finite import FiniteCheck, refuse_sparse
 from bayesgrad.layers.observed import classes_last, known_class_dim
-from bayesgrad.packing import Block, Job, Layout, gradient_of, overlapping
-from bayesgrad.parts import Groups, Needs, Noise, Part, Preconditioner, Source
+from bayesgrad.packing import Block, Job, Layout, overlapping
+from bayesgrad.parts import Groups, Needs, Noise, Part, Preconditioner, Source, refuse_processes
 from bayesgrad.passes import Passes
 from bayesgrad.posterior import Posterior
 from bayesgrad.posterior.filtered import filtered_variance, gaussian_posterior
@@ -106,28 +106,14 @@ class BeliefOptimizer(CheckedOptimizer):
         self.sources = tuple(self.build_sources())
         self.preconditioner = self.build_preconditioner()
         self._parts = (*self.sources, *([self.preconditioner] if self.preconditioner else ()))
-        self._refuse_processes()
+        refuse_processes(self, self._parts)
+        self._bind()
+        distributed.fill_seeds(self, noise.fresh_seed)
+
+    def _bind(self) -> None:
         for part in self._parts:
             part.bind(self)
-        self._draw_seed()
-
-    def _draw_seed(self) -> None:
-        """Replaces a seed of None, once: that of the first group by a drawn number, others by the first group's."""
-        first = self.param_groups[0]
-        if first.get("seed", 0) is None:
-            seed = noise.fresh_seed()
-            first["seed"] = seed if self.independent else distributed.from_first(seed)
-        for values in (self.defaults, *self.param_groups):
-            if values.get("seed", 0) is None:
-                values["seed"] = first["seed"]
-        self.joined = 1 if self.independent else distributed.joint_processes()
-
-    def _refuse_processes(self) -> None:
-        """Raises if other processes train the same model, and the parts of this optimizer do not support it."""
-        name, params = type(self).__name__, [p for group in self.param_groups for p in group["params"]]
-        distributed.refuse_dtensors(name, params)
-        if not self.independent and self.needs.draws:
-            distributed.refuse_shards(name, params)
+        self._gathering = shards.gathering_modules(p for group in self.param_groups for p in group["params"])
 
     # --- declarations ---
 
@@ -276,6 +262,9 @@ class BeliefOptimizer(CheckedOptimizer):
             The return value of the closure.
         """
         self.require_training("step()")
+        if closure is None and self.is_initialising():
+            self._initialise_state()
+            return None
         self._passes.check()
         for part in self._parts:
             part.prepare(closure)
@@ -291,9 +280,10 @@ class BeliefOptimizer(CheckedOptimizer):
                 self._raised = self._raised or warn_above_reference(type(self).__name__, group, self.scaled_by_lr)
                 self._checked[index] = values
                 self.rule = self.rule_of(groups[0])
-        self._refuse_sparse(active)
+        refuse_sparse(self, active)
         if not self._finite.skips(self, self._parts, active):
             self._update(groups, active)
+            self.weights_changed()
             for part in self._parts:
                 part.finish(closure, loss)
             self.finished()
@@ -366,22 +356,22 @@ class BeliefOptimizer(CheckedOptimizer):
                     value = self.initial(slot, group, p)
                     entry[slot].copy_(value) if isinstance(value, Tensor) else entry[slot].fill_(value)
                     if slot in started and entry["step"] > 0:
-                        entry[slot].copy_(gradient_of(p))
+                        shards.local(entry[slot]).copy_(shards.gradient_of(p))
                 if entry[slot].shape != p.shape:
                     raise ValueError(
                         f"{slot} of a parameter has shape {tuple(entry[slot].shape)}, but the parameter now has "
                         f"{tuple(p.shape)}: build a new optimizer after reshaping parameters."
                     )
 
-    # --- bad gradients ---
+    def _initialise_state(self) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                covered = self.preconditioner is not None and self.preconditioner.covers(p)
+                self.initialise(group, [p], self.preconditioner if covered else None)
+        for part in self._parts:
+            part.initialise_state()
 
-    def _refuse_sparse(self, active: list[list[Tensor]]) -> None:
-        for p in (p for params in active for p in params):
-            if p.grad.layout is not torch.strided:  # pyright: ignore[reportOptionalMemberAccess]
-                raise RuntimeError(
-                    f"{type(self).__name__} needs dense gradients, but that of {self.name_of(p)} is sparse: "
-                    "build the embedding with sparse=False."
-                )
+    # --- bad gradients ---
 
     def before_reading(self) -> None:
         self._finite.report(self, [group["params"] for group in self.param_groups], gradients=False)
@@ -403,8 +393,7 @@ class BeliefOptimizer(CheckedOptimizer):
                 f"{names} share memory, so the update of one would undo that of the other: tie weights by using one "
                 "parameter in both places, or pass one of them only."
             )
-        for part in self._parts:
-            part.bind(self)
+        self._bind()
 
     def state_loaded(self) -> None:
         self._build()

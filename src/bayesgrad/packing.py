@@ -10,22 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from bayesgrad import kernels, noise
+from bayesgrad import kernels, noise, shards
 from bayesgrad.directions import Directions, Product, Scaled, dense, subtract
 from bayesgrad.kernels import Row, compute_dtype
+from bayesgrad.shards import gradient_of, local
 
 SMALL = 1 << 15  # elements up to which a tensor is packed with others
 PACK = 1 << 18  # elements of one pack at most: bounds the memory of the gathered copies
 
 State = dict[str, Tensor]
 VARIANCE = "variance"  # the slot of the variance of each weight, in the units of its optimizer
-gradient_of: Callable[[Tensor], Tensor] = attrgetter("grad")  # `p.grad` of a parameter that has one, as type Tensor
 Job = tuple[Any, dict[str, Any], list[Tensor], tuple[str, ...]]
 
 
@@ -39,35 +39,36 @@ class Block:
     """
 
     def __init__(self, params: Sequence[Tensor], state: dict[Any, State], slots: tuple[str, ...]) -> None:
-        self.params = list(params)
+        self.params, self.weights = list(params), [local(p) for p in params]
         self.slots = slots
         self.dtype, self.device = params[0].dtype, params[0].device
-        self.elements = sum(p.numel() for p in params)
+        self.elements = sum(w.numel() for w in self.weights)
         self.step = state[params[0]]["step"].clone()
         for p in params:
             state[p]["step"] = self.step
-        self.large = [p for p in params if p.numel() > SMALL and is_dense(p)]
-        large = set(map(id, self.large))
+        self.large = [(p, w) for p, w in zip(params, self.weights) if w.numel() > SMALL and is_dense(w)]
+        large = {id(p) for p, _ in self.large}
         dtype = compute_dtype(self.dtype)
-        for p in self.large:
+        for p, w in self.large:
             for slot in slots:
-                if state[p][slot].stride() != p.stride() or state[p][slot].dtype != dtype:
-                    state[p][slot] = torch.empty_like(p, dtype=dtype).copy_(state[p][slot])
+                old = local(state[p][slot])
+                if old.stride() != w.stride() or old.dtype != dtype:
+                    state[p][slot] = shards.placed(torch.empty_like(w, dtype=dtype).copy_(old), p)
         parts = list(_parts([p for p in params if id(p) not in large]))
-        longest = max((sum(p.numel() for p in part) for part in parts), default=0)
+        longest = max((sum(local(p).numel() for p in part) for part in parts), default=0)
         buffers = [torch.empty(longest, dtype=dtype, device=self.device) for _ in range(2)]
         self.packs = [Pack(part, state, slots, *buffers) for part in parts]
-        self.layout = [layout_of(p) for p in self.params]
+        self.layout = [layout_of(w) for w in self.weights]
         self.kept = [[state[p][slot] for slot in ("step", *slots)] for p in self.params]
-        self.flat = [[flat(state[p][slot]) for slot in slots] for p in self.large]
+        self.flat = [[flat(local(state[p][slot])) for slot in slots] for p, _ in self.large]
 
     def holds(self, params: Sequence[Tensor], state: dict[Any, State]) -> bool:
         """Whether the block is still valid: no parameter and no tensor of the state was replaced."""
         if len(params) != len(self.params):
             return False
-        for p, mine, layout, kept in zip(params, self.params, self.layout, self.kept):
+        for p, mine, weight, layout, kept in zip(params, self.params, self.weights, self.layout, self.kept):
             entry = state.get(p, {})
-            if p is not mine or layout_of(p) != layout:
+            if p is not mine or (weight is not p and local(p) is not weight) or layout_of(weight) != layout:
                 return False
             if not all(map(is_, map(entry.get, ("step", *self.slots)), kept)):
                 return False
@@ -88,22 +89,22 @@ class Block:
             evidence: further inputs of the kernel, each a tensor per parameter.
         """
         rows = []
-        for p, state in zip(self.large, self.flat):
+        for (p, w), state in zip(self.large, self.flat):
             gradient = directions.get(p)
             if (
                 isinstance(gradient, (Product, Scaled))
                 and axpy_coefficients
-                and p.is_contiguous()
-                and gradient.dtype == p.dtype
+                and w.is_contiguous()
+                and gradient.dtype == w.dtype
             ):
-                subtract(gradient, p, state[0].view_as(p) if state else None, *axpy_coefficients)
-            elif axpy_coefficients and not state and isinstance(gradient, Tensor) and gradient.dtype == p.dtype:
+                subtract(gradient, w, state[0].view_as(w) if state else None, *axpy_coefficients)
+            elif axpy_coefficients and not state and isinstance(gradient, Tensor) and gradient.dtype == w.dtype:
                 *_, step_scale, shrink = axpy_coefficients
-                (p if shrink == 1 else p.mul_(shrink)).add_(gradient, alpha=-step_scale)
+                (w if shrink == 1 else w.mul_(shrink)).add_(gradient, alpha=-step_scale)
             else:
                 gradient = gradient_of(p) if gradient is None else dense(gradient)
-                more = [flat(_laid_out(values[p], p, values[p].dtype)) for values in evidence]
-                rows.append((flat(p), flat(_laid_out(gradient, p, p.dtype)), *more, *state))
+                more = [flat(_laid_out(values[p], w, values[p].dtype)) for values in evidence]
+                rows.append((flat(w), flat(_laid_out(gradient, w, w.dtype)), *more, *state))
         if rows:
             yield rows
         for pack in self.packs:
@@ -151,24 +152,24 @@ class Pack:
     def __init__(
         self, params: list[Tensor], state: dict[Any, State], slots: tuple[str, ...], weight: Tensor, gradient: Tensor
     ) -> None:
-        self.params = params
-        size = sum(p.numel() for p in params)
+        self.params, self.parts = params, [local(p) for p in params]
+        size = sum(part.numel() for part in self.parts)
         self.weight, self.gradient = weight[:size], gradient[:size]
         self.state = [torch.empty_like(self.weight) for _ in slots]
         self.weights, self.gradients = self._views(self.weight), self._views(self.gradient)
         for slot, storage in zip(slots, self.state):
             views = self._views(storage)
-            torch._foreach_copy_(views, [state[p][slot] for p in params])
+            torch._foreach_copy_(views, [local(state[p][slot]) for p in params])
             for p, view in zip(params, views):
-                state[p][slot] = view
+                state[p][slot] = shards.placed(view, p)
 
     def _views(self, storage: Tensor) -> list[Tensor]:
-        parts = storage.split([p.numel() for p in self.params])
-        return [part.view(p.shape) for part, p in zip(parts, self.params)]
+        pieces = storage.split([part.numel() for part in self.parts])
+        return [piece.view(part.shape) for piece, part in zip(pieces, self.parts)]
 
     def gather(self, directions: Directions, evidence: Sequence[Mapping[Tensor, Tensor]]) -> Row:
         gradients = [dense(directions[p]) if p in directions else gradient_of(p) for p in self.params]
-        torch._foreach_copy_(self.weights + self.gradients, self.params + gradients)
+        torch._foreach_copy_(self.weights + self.gradients, self.parts + gradients)
         more = [torch.cat([values[p].to(self.weight.dtype).reshape(-1) for p in self.params]) for values in evidence]
         return (self.weight, self.gradient, *more, *self.state)
 
@@ -183,12 +184,12 @@ class Pack:
             torch._foreach_add_(momenta, steps, alpha=fresh)
             steps = momenta
         if shrink != 1:
-            torch._foreach_mul_(self.params, shrink)
-        torch._foreach_add_(self.params, steps, alpha=-step_scale)
+            torch._foreach_mul_(self.parts, shrink)
+        torch._foreach_add_(self.parts, steps, alpha=-step_scale)
         return True
 
     def scatter(self) -> None:
-        torch._foreach_copy_(self.params, self.weights)
+        torch._foreach_copy_(self.parts, self.weights)
 
 
 def blocks_fit(blocks: list[Block], params: list[Tensor], state: dict[Any, State], slots: tuple[str, ...]) -> bool:
@@ -205,11 +206,11 @@ def _parts(params: list[Tensor]) -> Iterator[list[Tensor]]:
     part: list[Tensor] = []
     size = 0
     for p in params:
-        if part and size + p.numel() > PACK:
+        if part and size + local(p).numel() > PACK:
             yield part
             part, size = [], 0
         part.append(p)
-        size += p.numel()
+        size += local(p).numel()
     if part:
         yield part
 
@@ -309,33 +310,36 @@ class SampledBlock:
     kernel: ClassVar[Callable[..., Any]] = Perturb
 
     def __init__(self, group: dict[str, Any], params: list[Tensor], starts: list[int]) -> None:
-        self.group, self.params = group, params
+        self.group, self.params, self.weights = group, params, [local(p) for p in params]
         self.device, self.dtype = params[0].device, params[0].dtype
-        self.elements = sum(p.numel() for p in params)
-        self.layout = [layout_of(p) for p in params]
-        self.large = [i for i, p in enumerate(params) if p.numel() > SMALL and is_dense(p)]
+        self.elements = sum(w.numel() for w in self.weights)
+        self.layout = [layout_of(w) for w in self.weights]
+        self.large = [i for i, w in enumerate(self.weights) if w.numel() > SMALL and is_dense(w)]
         chosen = set(self.large)
         self.small = [i for i in range(len(params)) if i not in chosen]
-        self.starts = [noise.signed(start) for start in starts]
-        self.saved = {i: torch.empty_like(params[i]) for i in self.large}
-        self.order = {i: _order(params[i], self.starts[i]) for i in self.large if not params[i].is_contiguous()}
-        size = sum(params[i].numel() for i in self.small)
+        self.saved = {i: torch.empty_like(self.weights[i]) for i in self.large}
+        starts = [noise.signed(start) for start in starts]
+        first = {i: shards.first_position(starts[i], params[i]) for i in self.large if self.weights[i].is_contiguous()}
+        self.first = {i: position for i, position in first.items() if position is not None}
+        self.order = {i: _order(params[i], starts[i]) for i in self.large if i not in self.first}
+        size = sum(self.weights[i].numel() for i in self.small)
         self.pack = [torch.empty(size, dtype=self.dtype, device=self.device) for _ in range(2)]
         self.state_values = torch.empty(size, dtype=kernels.compute_dtype(self.dtype), device=self.device)
         self.views = [self._views(buffer) for buffer in (*self.pack, self.state_values)]
         self.positions = torch.cat(
             [torch.empty(0, dtype=torch.int32, device=self.device)]
-            + [noise.positions(self.starts[i], params[i]) for i in self.small]
+            + [shards.positions(starts[i], params[i]) for i in self.small]
         )
         self.entered = False
 
     def _views(self, buffer: Tensor) -> list[Tensor]:
-        some = [self.params[i] for i in self.small]
-        return [part.view(p.shape) for part, p in zip(buffer.split([p.numel() for p in some]), some)]
+        some = [self.weights[i] for i in self.small]
+        return [part.view(w.shape) for part, w in zip(buffer.split([w.numel() for w in some]), some)]
 
     def fits(self) -> bool:
-        """Whether dtype, device, shape and strides of all parameters are still the same."""
-        return all(layout_of(p) == layout for p, layout in zip(self.params, self.layout))
+        """Whether memory, dtype, device, shape and strides of all parameters are still the same."""
+        found = zip(self.params, self.weights, self.layout)
+        return all(local(p) is w and layout_of(w) == layout for p, w, layout in found)
 
     def perturb(
         self,
@@ -355,13 +359,14 @@ class SampledBlock:
             elements: of the whole model: kernels of large ones are compiled.
         """
         weights, saved, spread = self.views
-        small = [self.params[i] for i in self.small]
+        states = [local(one) for one in states]
+        small = [self.weights[i] for i in self.small]
         if small:
             torch._foreach_copy_(weights, small)
             torch._foreach_copy_(saved, small)
         for i in self.large:
             if given is not None:
-                self.saved[i].copy_(self.params[i])
+                self.saved[i].copy_(self.weights[i])
         self.entered = True
         if given is not None:
             for i, (p, one) in enumerate(zip(self.params, states)):
@@ -370,15 +375,15 @@ class SampledBlock:
                     raise ValueError(
                         f"noise must have the shape of its parameter, {tuple(p.shape)}, got {tuple(e.shape)}."
                     )
-                self.perturb_with(i, one, e.to(one), scalars)
+                self.perturb_with(i, one, local(shards.placed_like(e, p)).to(one), scalars)
             return
         rows = [
-            (flat(self.params[i]), flat(_like(states[i], self.params[i])), flat(self.saved[i]), *self.extra_buffers(i))
+            (flat(w := self.weights[i]), flat(_like(states[i], w)), flat(self.saved[i]), *self.extra_buffers(i))
             for i in self.large
         ]
         for i, row in zip(self.large, rows):
             order = [self.order[i]] if i in self.order else []
-            kernel, place = self.kernel(has_positions=bool(order)), (*key, self.starts[i])
+            kernel, place = self.kernel(has_positions=bool(order)), (*key, self.first.get(i, 0))
             kernels.run(kernel, scalars, [(*row, *order)], self.group["fused"], elements, [place])
         if small:
             torch._foreach_copy_(spread, [states[i] for i in self.small])
@@ -388,8 +393,8 @@ class SampledBlock:
 
     def perturb_with(self, i: int, spread: Tensor, noise: Tensor, scalars: list[float]) -> None:
         """Perturbs the i-th parameter with given noise."""
-        p = self.params[i]
-        p.copy_(p.to(spread.dtype) + (scalars[0] * spread).sqrt() * noise)
+        w = self.weights[i]
+        w.copy_(w.to(spread.dtype) + (scalars[0] * spread).sqrt() * noise)
 
     def extra_buffers(self, i: int | None) -> tuple[Tensor, ...]:
         """Further outputs of the kernel, for the i-th parameter or for all small ones (None)."""
@@ -401,17 +406,17 @@ class SampledBlock:
             return
         self.entered = False
         weights, saved, _ = self.views
-        small = [self.params[i] for i in self.small]
+        small = [self.weights[i] for i in self.small]
         if small:
             if offsets:
                 torch._foreach_copy_(weights, small)
                 self.pack[0].sub_(self.pack[1])
             torch._foreach_copy_(small, saved)
         if offsets:
-            rows = [(flat(self.params[i]), flat(self.saved[i])) for i in self.large]
+            rows = [(flat(self.weights[i]), flat(self.saved[i])) for i in self.large]
             kernels.run(Restore(), [], rows, self.group["fused"], elements)
         elif self.large:
-            torch._foreach_copy_([self.params[i] for i in self.large], [self.saved[i] for i in self.large])
+            torch._foreach_copy_([self.weights[i] for i in self.large], [self.saved[i] for i in self.large])
 
     def offsets(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The difference between the last sample and the mean of each parameter."""
@@ -423,7 +428,8 @@ class SampledBlock:
 
 def _order(p: Tensor, start: int) -> Tensor:
     """The positions of a parameter's elements, in memory order."""
-    return flat(torch.empty_like(p, dtype=torch.int32).copy_(noise.positions(start, p).view(p.shape)))
+    weight = local(p)
+    return flat(torch.empty_like(weight, dtype=torch.int32).copy_(shards.positions(start, p).view(weight.shape)))
 
 
 def _like(values: Tensor, p: Tensor) -> Tensor:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from bayesgrad import distributed, likelihoods
+from bayesgrad import distributed, likelihoods, shards
 from bayesgrad.directions import Directions
 from bayesgrad.layers.call import LayerCall, Pair
 from bayesgrad.layers.layout import ForwardPass
@@ -76,11 +76,13 @@ class Host(Protocol):
 
     def nonfinite_error(self, message: str) -> Exception: ...
 
+    def weights_changed(self) -> None: ...
+
 
 def gradient_versions(optimizer: Host | torch.optim.Optimizer) -> list[tuple[int, int]]:
     """Identity and version of all gradients: two equal results mean that no gradient changed in between."""
     every = (p for group in optimizer.param_groups for p in group["params"])
-    return [(id(p.grad), p.grad._version) for p in every if p.grad is not None]
+    return [(id(p.grad), shards.version(p.grad)) for p in every if p.grad is not None]
 
 
 def entries(optimizer: Host | torch.optim.Optimizer) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
@@ -95,6 +97,7 @@ class Part:
 
     Attributes:
         needs: what the training loop has to do for this part.
+        whole: what it needs whole parameters for, in words; None if a process may have parts of them (DTensors).
         on_cpu: names of its tensors in the optimizer's state that Python reads, which stay on the CPU.
         optimizer: the optimizer that it belongs to; its groups and state are read there.
         recorded: the layers of the model (`RecordedLayers`), for parts that use them.
@@ -102,6 +105,7 @@ class Part:
     """
 
     needs: Needs = Needs()
+    whole: str | None = "the layers of the model"
     on_cpu: tuple[str, ...] = ()
     optimizer: Host
     recorded: Any = None
@@ -234,6 +238,9 @@ class Part:
     def finish(self, closure: Callable[[], Any] | None, loss: Any) -> None:
         """Called at the end of a step."""
 
+    def initialise_state(self) -> None:
+        """Creates the part's tensors in the optimizer's state, with the shapes that they have after a step."""
+
     def check_loaded(self, saved: Mapping[str, Any]) -> None:
         """Raises ValueError if a state dict does not fit."""
 
@@ -296,3 +303,13 @@ class Preconditioner(Part, ABC):
     def scalars(self, group: Mapping[str, Any], step: int) -> dict[str, float]:
         """As in `BeliefOptimizer`; directions are already damped."""
         return self.rule.scalars({**group, "damping": 0.0}, step, self.step_scale(group))
+
+
+def refuse_processes(optimizer: Host, parts: Iterable[Part]) -> None:
+    """Raises if other processes train the same model, or have parts of it, and a part does not support it."""
+    name, params = optimizer.__class__.__name__, [p for group in optimizer.param_groups for p in group["params"]]
+    for part in parts:
+        if part.whole is not None:
+            shards.refuse(name, part.whole, params)
+        if part.needs.draws and not optimizer.independent:
+            distributed.refuse_shards(name, params)

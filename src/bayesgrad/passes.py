@@ -17,6 +17,7 @@ from torch.utils.weak import TensorWeakRef
 
 from bayesgrad.distributed import after_averaging
 from bayesgrad.parts import Host, Part, gradient_versions
+from bayesgrad.shards import any_process, local
 
 Versions = list[tuple[int, int]]
 
@@ -168,4 +169,4 @@ class Passes:
 
 
 def _nonzero(gradients: Sequence[Tensor]) -> bool:
-    return any(bool(gradient.any()) for gradient in gradients)
+    return any(bool(any_process(local(gradient).any(), [gradient])) for gradient in gradients)

@@ -13,7 +13,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, vmap
 
 from bayesgrad import likelihoods, noise, samplers
 from bayesgrad.samplers import SNGD, Langevin
-from bayesgrad.samplers.preconditioner import LangevinStep
+from bayesgrad.samplers.move import LangevinStep
 
 NUM_DATA, TEMPERATURE, PRIOR, DAMPING, LR = 50, 0.7, 0.4, 0.05, 0.01
 

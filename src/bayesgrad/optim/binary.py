@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesgrad import distributed
+from bayesgrad import distributed, shards
 from bayesgrad.checkpoint import settings
 from bayesgrad.constraints import COUNT, NONNEGATIVE, OPTIONAL_INTEGER, POSITIVE, POSITIVE_INTEGER, PRIOR_DECAYS
 from bayesgrad.kernels import compute_dtype
@@ -114,6 +114,7 @@ class BinaryOptimizer(BeliefOptimizer):
         super().initialise(group, params, preconditioner)
         for p in new:
             p.copy_(signs(self.state[p][self.rule.latent]))
+        self.weights_changed()
 
     def initial(self, slot: str, group: Mapping[str, Any], p: Tensor) -> float | Tensor:
         return p if slot == self.rule.latent else super().initial(slot, group, p)
@@ -125,6 +126,7 @@ class BinaryOptimizer(BeliefOptimizer):
             for p, entry in entries(self):
                 if self.rule.latent in entry:
                     p.copy_(signs(entry[self.rule.latent]))
+        self.weights_changed()
 
 
 class STE(BinaryOptimizer):
@@ -273,7 +275,8 @@ class BayesBiNN(BinaryOptimizer):
         for group in self.param_groups:
             for name, p in zip(group["param_names"], group["params"]):
                 if name in prior.natural:
-                    natural = torch.empty_like(p, dtype=compute_dtype(p.dtype)).copy_(prior.natural[name])
+                    natural = torch.empty_like(p, dtype=compute_dtype(p.dtype))
+                    natural.copy_(shards.placed_like(prior.natural[name], p))
                     self.state[p][PRIOR_NATURAL] = natural
             group["informed"] = True
 

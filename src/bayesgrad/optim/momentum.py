@@ -251,6 +251,19 @@ class KalmanMomentum(BeliefOptimizer):
             )
         return super().initial(slot, group, p)
 
+    def _build(self) -> None:
+        super()._build()
+        # The coefficients before the first prediction: one tensor, so that no step has to read them.
+        self._still = torch.tensor([1.0, 0.0], dtype=torch.float64, device="cpu")
+        for _, entry in entries(self):
+            if AHEAD in entry and torch.equal(entry[AHEAD], self._still):
+                entry[AHEAD] = self._still
+
+    def initialise(self, group: Mapping[str, Any], params: list[Tensor], preconditioner: Any = None) -> None:
+        super().initialise(group, params, preconditioner)
+        for p in params:
+            self.state[p].setdefault(AHEAD, self._still)
+
     def _layout(
         self, groups: Groups, active: list[list[Tensor]], directions: Directions
     ) -> list[tuple[Any, dict[str, Any], list[Block]]]:
@@ -262,7 +275,7 @@ class KalmanMomentum(BeliefOptimizer):
                 n = self.scalars(group, 1)
                 ahead = torch.tensor([n["ahead"], n["eta"]], dtype=torch.float64)
                 for p in params:
-                    if AHEAD not in self.state[p] and "cross" in self.state[p]:  # began at lr = 0
+                    if self.state[p][AHEAD] is self._still and "cross" in self.state[p]:  # began at lr = 0
                         self.state[p]["cross"].fill_(self.initial("cross", group, p))
                     self.state[p][AHEAD] = ahead
         return layout
@@ -270,7 +283,7 @@ class KalmanMomentum(BeliefOptimizer):
     def evaluation_weights(self) -> dict[Tensor, Tensor]:
         means = {}
         for p, entry in entries(self):
-            if AHEAD in entry:
+            if AHEAD in entry and entry[AHEAD] is not self._still:
                 ahead, eta = entry[AHEAD].tolist()
                 means[p] = (p.detach().to(compute_dtype(p.dtype)) - eta * entry[MOMENTUM]) / ahead
         return means

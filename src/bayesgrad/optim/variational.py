@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesgrad import kernels
+from bayesgrad import kernels, shards
 from bayesgrad.constraints import (
     COUNT,
     FRACTION,
@@ -72,10 +72,12 @@ class VariationalOptimizer(BeliefOptimizer):
                 mean = torch.zeros_like(p, dtype=kernels.compute_dtype(p.dtype))
                 precision = torch.full_like(mean, group["prior_precision"])
                 if name in means:
-                    mean.copy_(means[name])
-                    precision.copy_(1 / variances[name])
+                    mean.copy_(shards.placed_like(means[name], p))
+                    precision.copy_(shards.placed_like(1 / variances[name], p))
                 self.state[p] |= {PRIOR_MEAN: mean, PRIOR_PRECISION: precision}
             group["informed"] = True
+            # A distributed checkpoint is read into the tensors that exist, and takes some for all.
+            self.initialise(group, [p for p in group["params"] if p.requires_grad])
 
     def slots(self, group: Mapping[str, Any], rule: UpdateRule) -> tuple[str, ...]:
         return (*super().slots(group, rule), *((PRIOR_PRECISION, PRIOR_MEAN) if group.get("informed") else ()))
@@ -142,7 +144,7 @@ class VariationalOptimizer(BeliefOptimizer):
         """Warns once, after many steps at sampled weights, if the Hessian still has its initial value."""
         for group in self.param_groups if self.needs.draws else ():
             moved = [
-                float((entry[VARIANCE] / self.initial(VARIANCE, group, p) - 1).abs().mean())
+                float(shards.whole((entry[VARIANCE] / self.initial(VARIANCE, group, p) - 1).abs().mean()))
                 for p in group["params"]
                 if (entry := self.state.get(p)) and VARIANCE in entry and int(entry["step"]) == CHECK_AT_STEP
             ]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bayesgrad import shards
 from bayesgrad.belief import Belief, Joint
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.network import parameters_of
@@ -23,6 +24,7 @@ def names_in(optimizer: Any, model: nn.Module) -> dict[int, str]:
     It opens every `posterior()`, which is refused inside `sampled()`.
     """
     optimizer.require_mean("posterior()")
+    shards.refuse_posterior(p for group in optimizer.param_groups for p in group["params"])
     names = {id(p): name for name, p in parameters_of(model).items()}
     for group in optimizer.param_groups:
         for p in group["params"]:

@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from bayesgrad import layers
-from bayesgrad.checkpoint import saved_entry
 from bayesgrad.directions import Directions
 from bayesgrad.distributed import Exchange, Sum
 from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.fisher import check_batch_mixing, check_outputs, gather_gradients
 from bayesgrad.layers.functional import gradients_one_by_one
-from bayesgrad.packing import gradient_of
 from bayesgrad.parts import Groups, Host, Needs, entries
 from bayesgrad.precision import Dense
 from bayesgrad.precision.low_rank import Matrix
 from bayesgrad.preconditioners.network import NetworkPreconditioner
 from bayesgrad.rules.transition import OrnsteinUhlenbeck
+from bayesgrad.saved_state import saved_entry
+from bayesgrad.shards import gradient_of
 from bayesgrad.sources.recorded_layers import RecordedLayers
 
 LIMIT = 10_000  # entries of the state: their covariance has 0.8 GB, a step takes seconds

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bayesgrad.directions import Directions
 from bayesgrad.distributed import Job
+from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.moments import symmetric
 from bayesgrad.layers.statistics import SIDES, LayerStatistics
@@ -21,7 +22,7 @@ from bayesgrad.precision import Kronecker, Precision, Spectral
 from bayesgrad.precision.linalg import eigenvalues
 from bayesgrad.precision.projection import Factors
 from bayesgrad.preconditioners.layered import Entry, LayerPreconditioner, Settings
-from bayesgrad.preconditioners.refresh import MERGED, MERGES, cost
+from bayesgrad.preconditioners.refresh import MERGED, MERGES, cost, has_merged
 from bayesgrad.preconditioners.stability import limit_size
 from bayesgrad.rules.transition import OrnsteinUhlenbeck, Static, average
 from bayesgrad.rules.update import NaturalStep, UpdateRule
@@ -56,7 +57,7 @@ class LayerBelief(LayerPreconditioner):
         return [
             layer
             for layer in self.recorded.layers
-            if "damped" in state.get(layer.owner, {}) and layer.weight not in elsewhere
+            if has_merged(state.get(layer.owner, {})) and layer.weight not in elsewhere
         ]
 
     def keeps_rows(self, group: Mapping[str, Any]) -> bool:
@@ -87,12 +88,19 @@ class LayerBelief(LayerPreconditioner):
         entry = self.optimizer.state[layer.owner]
         here = batch.errors.mean(1)  # (groups, out)
         mean = entry.get("error_mean")
-        if mean is None or mean.shape != here.shape:
+        if mean is None or mean.shape != here.shape or ("clock" in entry and not has_merged(entry)):
             entry["error_mean"] = here
             return
         batch.errors = batch.errors - mean[:, None].to(here)
         keep, take = average(MEAN_DECAY, 1 + int(entry["clock"][MERGES]) if "clock" in entry else 1)
         entry["error_mean"] = keep * mean.to(here) + take * here
+
+    def initialise_state(self) -> None:
+        super().initialise_state()
+        for layer in self.recorded.layers:
+            if self.groups[layer.owner]["fisher"] == "centered":
+                like = {"dtype": compute_dtype(layer.owner.dtype), "device": layer.owner.device}
+                self.optimizer.state[layer.owner]["error_mean"] = torch.zeros(layer.shape[:2], **like)
 
     def merge(self, layer: Layer, entry: Entry, statistics: LayerStatistics, group: Mapping[str, Any]) -> None:
         keep, take = average(group["ema"], int(entry["clock"][MERGES]))
@@ -158,6 +166,13 @@ class KroneckerBelief(LayerBelief):
     def keep_inverses(self, layer: Layer, entry: Entry, group: Mapping[str, Any], found: Entry) -> None:
         factors = self._factors(entry).balanced()
         self._keep(entry, Factors(factors.inputs, factors.errors, found["traces"]))
+
+    def initialise_state(self) -> None:
+        super().initialise_state()
+        for layer in self.recorded.layers:
+            entry = self.optimizer.state[layer.owner]
+            del entry["traces"]
+            entry["traces"] = self._factors(entry).traces
 
     def _factors(self, entry: Mapping[str, Tensor]) -> Factors:
         sides = entry["input_covariance"], entry["error_covariance"]

@@ -20,7 +20,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bayesgrad.checkpoint import saved_entry
 from bayesgrad.directions import Direction, Directions, dense
 from bayesgrad.distributed import Exchange, Job, Sum, divided
 from bayesgrad.kernels import compute_dtype
@@ -36,18 +35,23 @@ from bayesgrad.precision.linalg import diagonal_inverse, inverse
 from bayesgrad.preconditioners.refresh import (
     MERGED,
     MERGES,
+    cast,
     check_factor,
     cost,
+    drop_unfit,
+    factor_shapes,
+    has_merged,
     inversion_due,
     is_due,
-    layer_tensors,
     new_clock,
     note_inversion,
     store,
+    unit_factors,
 )
 from bayesgrad.preconditioners.rows import InnerProduct, from_call, from_rows, rows_are_cheaper
 from bayesgrad.preconditioners.stability import finite, limit_norm, nonfinite_cause, split_damping, with_growing_damping
 from bayesgrad.rules.transition import average
+from bayesgrad.saved_state import saved_entry
 from bayesgrad.sources.recorded_layers import RecordedLayers
 
 LARGE = 512  # inputs of a layer from which its statistics are gathered less often if its outputs are few
@@ -60,12 +64,11 @@ class LayerPreconditioner(Preconditioner):
     """Base class: keeps moving averages of each layer's second moments, and their inverses.
 
     The averages are updated every `stats_every` steps, but not by inputs and errors that are not finite, or whose
-    squares are not. They are inverted when they have changed: a tenth of
-    `update_every` steps after an inversion, and after every further tenth, the diagonals of the averages are compared
-    with those at the inversion, and after `update_every` steps at the latest, layers one after the other. Early in a
-    run the averages change fast and training with an old inverse diverges, so averages and inverses are updated
-    whenever the number of steps has doubled. A large layer with few outputs, whose statistics would cost more than its
-    gradient, is updated every 4 `stats_every` steps.
+    squares are not. They are inverted when they have changed: a tenth of `update_every` steps after an inversion, and
+    after every further tenth, the diagonals of the averages are compared with those at the inversion, and after
+    `update_every` steps at the latest, layers one after the other. Early in a run the averages change fast and training
+    with an old inverse diverges, so averages and inverses are updated whenever the number of steps has doubled. A large
+    layer with few outputs, whose statistics would cost more than its gradient, is updated every 4 `stats_every` steps.
 
     Statistics come from the backward passes of the loss, or from `observe(outputs)`: a label is sampled for each
     output, and the errors at the layers' outputs are stored until the next step.
@@ -80,7 +83,7 @@ class LayerPreconditioner(Preconditioner):
     on_cpu = ("clock", "damped", "traces")
 
     def __init__(self, fallback: str) -> None:
-        self.fallback = fallback
+        self.fallback, self.factors = fallback, [f"{side}_{self.factor}" for side in self.sides]
 
     def from_labels(self, group: Mapping[str, Any]) -> bool:
         """Whether the statistics of a group come from `observe(outputs)`."""
@@ -234,10 +237,10 @@ class LayerPreconditioner(Preconditioner):
     def _precondition(self, layer: Layer, call: LayerCall, group: Mapping[str, Any]) -> Pair | None:
         """The preconditioned gradients of weight and bias; None before the first update of these parameters."""
         entry = self.optimizer.state.get(layer.owner, {})
-        if layer.weight in self.recorded.read_elsewhere or "damped" not in entry or not self._fits(layer, entry, group):
+        if layer.weight in self.recorded.read_elsewhere or not has_merged(entry) or not self._fits(layer, entry, group):
             return None
         self.preconditioned.add(layer)
-        self._cast(layer, entry)
+        cast(entry, self.factors, layer.owner, self.on_cpu)
         precision = self.precision(layer, group)
         limit = group.get("max_norm", math.inf)
         self.calls[call.backward_id, layer] += 1
@@ -278,7 +281,7 @@ class LayerPreconditioner(Preconditioner):
         rest = [layer for layer in current if layer not in labelled and layer.owner not in self.unfrozen]
         rest = [layer for layer in rest if self.due(layer, settings[layer])]
         observed = self.from_observations
-        never = not any("clock" in state.get(layer.owner, {}) for layer in labelled)
+        never = not any(has_merged(state.get(layer.owner, {})) for layer in labelled)
         if labelled and never and not observed and (names := recorded.with_nonzero_gradient(labelled)):
             raise recorded.missing_observation(
                 f"observe() was never called for layers {[layer.names[0] for layer in names]}",
@@ -292,7 +295,7 @@ class LayerPreconditioner(Preconditioner):
         found = {layer: observed[layer] for layer in observed if layer in labelled}
         found |= {layer: self.from_passes[layer] for layer in rest if layer in self.from_passes}
         good = finite(found)
-        new = [layer for layer in found if "clock" not in state.get(layer.owner, {})]
+        new = [layer for layer in found if not has_merged(state.get(layer.owner, {}))]
         if bad := nonfinite_cause(recorded.layers, {layer: found[layer] for layer in new if layer not in good}):
             raise self.optimizer.nonfinite_error(f"{bad}: check the batch and the loss, or scale them.")
         return good
@@ -319,7 +322,7 @@ class LayerPreconditioner(Preconditioner):
         current = [layer for layer in recorded.layers if any(p in owners for p in layer.members)]
         settings = {layer: next(owners[p] for p in layer.members if p in owners) for layer in current}
         fresh = self.statistics(current, settings)
-        known = [layer for layer in current if layer in fresh or "clock" in state.get(layer.owner, {})]
+        known = [layer for layer in current if layer in fresh or has_merged(state.get(layer.owner, {}))]
         known = [layer for layer in known if layer.weight not in recorded.read_elsewhere]
         lost = {layer for layer in current if layer not in known and layer.owner not in self.unfrozen}
         if lost and not {p for layer in lost for p in layer.members} <= self.optimizer.warned:
@@ -366,8 +369,12 @@ class LayerPreconditioner(Preconditioner):
         if compared := [layer for layer, one in due.items() if isinstance(one, Tensor)]:
             due |= dict(zip(compared, torch.stack([due[layer].cpu() for layer in compared]).tolist()))  # pyright: ignore
         chosen = [(layer, self.optimizer.state[layer.owner], settings[layer]) for layer, one in due.items() if one]
+        self._invert(chosen, self.processes)
+
+    def _invert(self, chosen: list[tuple[Layer, Entry, Mapping[str, Any]]], processes: int) -> None:
+        """Computes the inverses of layers, which processes divide."""
         jobs = [(one, job) for one in chosen for job in self.inversions(*one)]
-        results = divided([job for _, job in jobs], self.processes)
+        results = divided([job for _, job in jobs], processes)
         for one in chosen:
             found = [result for (other, _), result in zip(jobs, results) if other is one]
             self.keep_inverses(*one, {name: value for result in found for name, value in result.items()})
@@ -409,16 +416,13 @@ class LayerPreconditioner(Preconditioner):
 
     # --- state ---
 
-    def _initialise(self, layer: Layer, entry: dict[str, Tensor], group: Mapping[str, Any]) -> None:
+    def _initialise(self, layer: Layer, entry: Entry, group: Mapping[str, Any]) -> None:
         like = {"dtype": compute_dtype(layer.owner.dtype), "device": layer.owner.device}
-        if not self._fits(layer, entry, group):
-            for key in layer_tensors(entry):
-                del entry[key]
-        for side, shape in self.shapes(layer, group).items():
-            name = f"{side}_{self.factor}"
-            if name not in entry:
-                entry[name] = self.initial_factor(torch.zeros(shape, **like), group)
-        self._cast(layer, entry)
+        shapes = {f"{side}_{self.factor}": shape for side, shape in self.shapes(layer, group).items()}
+        drop_unfit(entry, shapes)
+        for name in (name for name in shapes if name not in entry):
+            entry[name] = self.initial_factor(torch.zeros(shapes[name], **like), group)
+        cast(entry, shapes, layer.owner, self.on_cpu)
         entry.setdefault("clock", new_clock())
 
     def _fits(self, layer: Layer, entry: Mapping[str, Tensor], group: Mapping[str, Any]) -> bool:
@@ -426,24 +430,12 @@ class LayerPreconditioner(Preconditioner):
         shapes = {f"{side}_{self.factor}": shape for side, shape in self.shapes(layer, group).items()}
         return all(entry[name].shape == shape for name, shape in shapes.items() if name in entry)
 
-    def _cast(self, layer: Layer, entry: dict[str, Tensor]) -> None:
-        """Casts the state of a layer if the model was cast."""
-        dtype = compute_dtype(layer.owner.dtype)
-        if any(entry[f"{side}_{self.factor}"].dtype != dtype for side in self.sides):
-            for key in (key for key in layer_tensors(entry) if key not in self.on_cpu):
-                entry[key] = entry[key].to(layer.owner.device, dtype)
-
     def initial_factor(self, zeros: Tensor, group: Mapping[str, Any]) -> Tensor:
         """The initial value of a factor."""
         return zeros
 
     def shapes(self, layer: Layer, group: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        shapes = {}
-        for side in self.sides:
-            size = layer.sizes[side]
-            diagonal = size > group["max_factor"] or (layer.lookup and side == "input")
-            shapes[side] = (layer.shape[0], size) if diagonal else (layer.shape[0], size, size)
-        return shapes
+        return factor_shapes(layer, self.sides, group["max_factor"])
 
     def check_loaded(self, saved: Mapping[str, Any]) -> None:
         own = self.optimizer.__class__.__name__
@@ -452,3 +444,10 @@ class LayerPreconditioner(Preconditioner):
             entry, group = saved_entry(self.optimizer, saved, layer.owner)
             for side, shape in self.shapes(layer, group).items() if entry else ():
                 check_factor(entry, f"{side}_{self.factor}", shape, layer.names[0], own)
+
+    def initialise_state(self) -> None:
+        for layer in self.recorded.layers:
+            entry, group = self.optimizer.state[layer.owner], self.groups[layer.owner]
+            self._initialise(layer, entry, group)
+            with unit_factors(entry, self.factors):
+                self._invert([(layer, entry, group)], processes=1)

@@ -37,7 +37,11 @@ class NetworkPreconditioner(Preconditioner):
         return True
 
     def clock(self) -> Tensor | None:
-        return self.optimizer.state.get(self.params[0], {}).get("clock")
+        clock = self.optimizer.state.get(self.params[0], {}).get("clock")
+        return None if clock is None or not int(clock[MERGES]) else clock
+
+    def initialise_state(self) -> None:
+        self.optimizer.state[self.params[0]]["clock"] = torch.zeros(3, dtype=torch.int64)
 
     def count_merge(self) -> int:
         """Notes that the matrix was updated for the next step; returns how often it was so far."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from bayesgrad.kernels import compute_dtype
+from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.statistics import SIDES
 
 MOMENT_CHANGE = 0.2  # the relative change of a moment from which its inverse is computed anew
@@ -81,9 +84,52 @@ def _diagonals(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {side: m if m.dim() == 2 else m.diagonal(dim1=1, dim2=2) for side, m in moments.items()}
 
 
+def has_merged(entry: Mapping[str, Tensor]) -> bool:
+    """Whether the state of a layer has statistics of a batch."""
+    return "clock" in entry and int(entry["clock"][MERGES]) > 0
+
+
+@contextmanager
+def unit_factors(entry: dict[str, Tensor], names: Iterable[str]) -> Iterator[None]:
+    """A context in which the factors of a layer are unit matrices; afterwards they, and the clock, are as at first."""
+    initial = {name: entry[name] for name in names}
+    entry |= {name: torch.ones_like(f) if f.dim() == 2 else _unit(f) for name, f in initial.items()}
+    yield
+    entry |= {**initial, "clock": new_clock()}
+
+
+def _unit(matrices: Tensor) -> Tensor:
+    return torch.eye(matrices.shape[-1]).to(matrices).expand_as(matrices).clone()
+
+
+def factor_shapes(layer: Layer, sides: Iterable[str], largest: int) -> dict[str, tuple[int, ...]]:
+    """The shape of the factor of each side; it is diagonal from a size on, and for the inputs of an embedding."""
+    shapes = {}
+    for side in sides:
+        size = layer.sizes[side]
+        diagonal = size > largest or (layer.lookup and side == "input")
+        shapes[side] = (layer.shape[0], size) if diagonal else (layer.shape[0], size, size)
+    return shapes
+
+
 def layer_tensors(entry: Mapping[str, Tensor]) -> list[str]:
     """The names of the state tensors that belong to the layer, not to the elements of its parameters."""
     return [key for key in entry if key.startswith(tuple(f"{side}_" for side in SIDES)) or key in LAYER_KEYS]
+
+
+def drop_unfit(entry: dict[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Deletes the state of a layer of which another part is trained now, so that its factors do not fit."""
+    if any(name in entry and entry[name].shape != shape for name, shape in shapes.items()):
+        for key in layer_tensors(entry):
+            del entry[key]
+
+
+def cast(entry: dict[str, Tensor], factors: Iterable[str], p: Tensor, on_cpu: Collection[str]) -> None:
+    """Casts the state of a layer if the parameter that owns it was cast, but for what stays on the CPU."""
+    dtype = compute_dtype(p.dtype)
+    if any(entry[name].dtype != dtype for name in factors):
+        for key in (key for key in layer_tensors(entry) if key not in on_cpu):
+            entry[key] = entry[key].to(p.device, dtype)
 
 
 def check_factor(entry: Mapping[str, Tensor], kept: str, shape: tuple[int, ...], layer: str, own: str) -> None:

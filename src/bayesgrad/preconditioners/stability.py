@@ -13,7 +13,7 @@ from torch import Tensor
 from bayesgrad.directions import Directions, dense, scaled, square_norm
 from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.statistics import LayerStatistics
-from bayesgrad.packing import gradient_of
+from bayesgrad.shards import gradient_of
 
 ATTEMPTS = 20  # how often damping grows tenfold before a matrix is given up
 

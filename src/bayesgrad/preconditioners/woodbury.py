@@ -11,28 +11,28 @@ import torch
 from torch import Tensor
 
 from bayesgrad import layers
-from bayesgrad.checkpoint import saved_entry
 from bayesgrad.directions import Direction, Directions, Product, Scaled, dense
 from bayesgrad.distributed import Exchange, Sum, average
 from bayesgrad.layers.call import LayerCall
 from bayesgrad.layers.combination import concatenated
 from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.fisher import check_batch_mixing, check_outputs, gather_gradients
-from bayesgrad.layers.per_example import OuterProducts, PerExampleGradients, floating_tensor, is_stored, restored
-from bayesgrad.packing import gradient_of
+from bayesgrad.layers.per_example import OuterProducts, PerExampleGradients, is_stored, restored
 from bayesgrad.parts import Groups, Host, Needs, weak
 from bayesgrad.precision.linalg import cholesky
+from bayesgrad.preconditioners.gradient_factor import common_factor, dot, kind, size_bound
 from bayesgrad.preconditioners.network import MERGED, NetworkPreconditioner
 from bayesgrad.preconditioners.refresh import early_interval
 from bayesgrad.preconditioners.rows import InnerProduct
 from bayesgrad.preconditioners.stability import inner_product, limit_norm, with_growing_damping
 from bayesgrad.rules.update import MOMENTUM
+from bayesgrad.saved_state import saved_entry
+from bayesgrad.shards import gradient_of
 from bayesgrad.sources.recorded_layers import RecordedLayers
 
 ADAPT_EVERY = 5  # steps between changes of the damping, as in Martens and Grosse, 2015, section 6.5
 ADAPT_FACTOR = (19 / 20) ** ADAPT_EVERY
 BATCH = ("gram", "gram_of", "dual", "dual_damping")  # beside inputs and errors: their inner products
-SLACK = 8  # tolerance in units of the rounding error
 
 
 class Woodbury(NetworkPreconditioner):
@@ -65,6 +65,9 @@ class Woodbury(NetworkPreconditioner):
         if clock is None or not any(_is_batch(name) for p in self.params for name in self.optimizer.state.get(p, {})):
             return True
         return super().due(min(early_interval(int(clock[MERGED])), every))
+
+    def covers(self, p: Tensor) -> bool:
+        return any(p is q for module in self.recorded.recorder.layers.values() for q in module._parameters.values())
 
     def record(self, optimizer: Host) -> RecordedLayers:
         check_batch_mixing(optimizer.model)  # pyright: ignore[reportArgumentType]
@@ -145,7 +148,7 @@ class Woodbury(NetworkPreconditioner):
     def _finite(self) -> list[tuple[dict[int, PerExampleGradients], bool, float]]:
         """The observations whose gradients and their inner products are finite; the host reads one tensor."""
         flags = [
-            torch.stack([_size(own).square().isfinite().cpu() for own in columns.values()]).all()
+            torch.stack([size_bound(own).square().isfinite().cpu() for own in columns.values()]).all()
             for columns, *_ in self.observed
             if columns
         ]
@@ -258,10 +261,10 @@ class Woodbury(NetworkPreconditioner):
         scale = 1 / math.sqrt(count)
         factor, damping = self._dual(columns, float(group["damping"]), scale**2)
         self.dampings |= dict.fromkeys(params, damping)
-        if fresh and (c := _common_factor(columns)) is not None:
+        if fresh and (c := common_factor(columns)) is not None:
             rest = torch.full((count, 1), c / scale, dtype=factor.dtype, device=factor.device)
             weights = scale * torch.cholesky_solve(rest, factor)[:, 0]
-            directions = {p: own.combine(weights.to(_kind(own))) for p, own in columns.items()}
+            directions = {p: own.combine(weights.to(kind(own))) for p, own in columns.items()}
             for p, d in directions.items():
                 inner.add(d, gradient_of(p))
             return dict(directions)
@@ -271,7 +274,7 @@ class Woodbury(NetworkPreconditioner):
         weights, share = (torch.where(fits, x / damping, 0.0) for x in (-scale * dual, torch.ones_like(dual[0])))
         solved: dict[Tensor, Direction] = {}
         for p, own in columns.items():
-            gradient, rest = gradient_of(p).to(_kind(own)), own.combination(weights.to(_kind(own)))
+            gradient, rest = gradient_of(p).to(kind(own)), own.combination(weights.to(kind(own)))
             if isinstance(rest, Product):
                 solved[p] = Scaled(gradient, share, rest)
             else:
@@ -287,7 +290,7 @@ class Woodbury(NetworkPreconditioner):
         """G'g."""
         marks, found = self.recorded.marks, self.projections.get(p)
         if found is None or p in marks.unexplained or not marks.untouched([p], passes=None):
-            return columns.project(gradient_of(p).to(_kind(columns)))
+            return columns.project(gradient_of(p).to(kind(columns)))
         factor = self.gradient_factor
         return found if factor is None else found * factor.to(found)
 
@@ -322,7 +325,7 @@ class Woodbury(NetworkPreconditioner):
         total = torch.zeros(len(vectors), len(vectors), dtype=torch.float64)
         for block in blocks:
             rows = torch.stack(
-                [sum(columns[p].project(v[p].to(_kind(columns[p]))).double() for p in block) for v in vectors]  # pyright: ignore
+                [sum(columns[p].project(v[p].to(kind(columns[p]))).double() for p in block) for v in vectors]  # pyright: ignore
             )
             total += (rows @ rows.T / count).cpu()
         return total
@@ -338,9 +341,9 @@ class Woodbury(NetworkPreconditioner):
         vectors = (
             [found, buffers] if len(buffers) == len(found) and any(bool(b.any()) for b in buffers.values()) else [found]
         )
-        inner = torch.stack([_dot({p: gradient_of(p) for p in found}, v) for v in vectors])
+        inner = torch.stack([dot({p: gradient_of(p) for p in found}, v) for v in vectors])
         damped = [{p: self.dampings[p] * v[p] for p in found} for v in vectors]
-        norms = torch.stack([torch.stack([_dot(a, b) for a in damped]) for b in vectors])
+        norms = torch.stack([torch.stack([dot(a, b) for a in damped]) for b in vectors])
         matrix = self._fisher_products(vectors, columns) + norms
         if not bool(torch.isfinite(matrix).all() & torch.isfinite(inner).all()):
             raise self.optimizer.nonfinite_error(
@@ -370,7 +373,7 @@ class Woodbury(NetworkPreconditioner):
             moved = d if buffer is None or not group["momentum"] else d + momentum * buffer
             steps[p] = -float(group["lr"]) * moved
         if steps:
-            linear = _dot({p: gradient_of(p) for p in steps}, steps)
+            linear = dot({p: gradient_of(p) for p in steps}, steps)
             self.predicted_change = (linear + self._fisher_products([steps], columns)[0, 0] / 2).item()
 
     def prepare(self, closure: Callable[[], Any] | None) -> None:
@@ -409,10 +412,6 @@ class Woodbury(NetworkPreconditioner):
             group["damping"] = float(group["damping"]) * change
 
 
-def _kind(columns: PerExampleGradients) -> torch.dtype:
-    return next(t.dtype for t in columns.tensors().values() if t.is_floating_point())
-
-
 def without_examples(saved: dict[str, Any]) -> dict[str, Any]:
     """A state dict without what belongs to the observed batch: inputs, errors, and products of them."""
 
@@ -426,26 +425,3 @@ def without_examples(saved: dict[str, Any]) -> dict[str, Any]:
 def _is_batch(name: str) -> bool:
     """Whether a state tensor of this name belongs to the observed batch."""
     return name in BATCH or is_stored(name)
-
-
-def _size(columns: PerExampleGradients) -> Tensor:
-    """A bound of the norm of the gradients."""
-    return torch.stack([part.norm() for part in columns.tensors().values() if part.is_floating_point()]).prod()
-
-
-def _dot(a: Mapping[Tensor, Tensor], b: Mapping[Tensor, Tensor]) -> Tensor:
-    return torch.stack([torch.dot(a[p].flatten().double(), b[p].flatten().double()).cpu() for p in b]).sum()
-
-
-def _common_factor(columns: Mapping[Tensor, PerExampleGradients]) -> float | None:
-    """c, if every gradient is c times the sum of the per-example gradients up to rounding; else None."""
-    if any(gradient_of(p).dtype != _kind(own) for p, own in columns.items()):
-        return None
-    sums = {p: own.combine(torch.ones(own.count).to(floating_tensor(own))) for p, own in columns.items()}
-    square = _dot(sums, sums)
-    factor = float(_dot({p: gradient_of(p) for p in sums}, sums) / square) if square > 0 else 1.0
-    for p, own in columns.items():
-        allowed = SLACK * torch.finfo(_kind(own)).eps * abs(factor) * _size(own)
-        if not bool((gradient_of(p) - factor * sums[p]).abs().max() <= allowed):
-            return None
-    return factor

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from bayesgrad.checkpoint import settings
 from bayesgrad.likelihoods import Likelihood
 from bayesgrad.samplers.arithmetic import warn_about_temperature
-from bayesgrad.samplers.preconditioner import LangevinStep
+from bayesgrad.samplers.move import LangevinStep
 from bayesgrad.samplers.sampler import Sampler
 
 

@@ -166,6 +166,10 @@ class Metric(ABC):
         """The statistics of a batch, as means over its examples."""
         return {}
 
+    def shapes(self, space: ParameterSpace) -> dict[Tensor, dict[str, tuple[int, ...]]]:
+        """The shapes of the statistics."""
+        return {}
+
     def form(self, model: nn.Module) -> str:
         """How corrections are computed with all columns of R: "zero", "closed" or "exact"."""
         return "exact"
@@ -199,6 +203,9 @@ class DiagonalFisher(Metric):
     def read(self, view: ObservedBatch) -> Statistics:
         return {p: {"fisher": square} for p, square in squares(view).items()}
 
+    def shapes(self, space: ParameterSpace) -> dict[Tensor, dict[str, tuple[int, ...]]]:
+        return {p: {"fisher": tuple(p.shape)} for p in space.all_params}
+
     def parts(self, state: State, space: ParameterSpace, damping: float) -> list[MetricBlock]:
         return [MetricBlock((p,), diagonal(state[p]["fisher"], damping)) for p in space.params]
 
@@ -230,6 +237,13 @@ class KroneckerFactors(Metric):
         members = {p for layer in view.layers if layer.owner in found for p in layer.members}
         rest = ObservedBatch(view.trace, directions, [p for p in view.params if p not in members], (), view.layouts)
         return found | {p: {"fisher": square} for p, square in squares(rest).items()}
+
+    def shapes(self, space: ParameterSpace) -> dict[Tensor, dict[str, tuple[int, ...]]]:
+        layers = [layer for layer in space.layers if not layer.lookup]
+        sizes = {layer: {side: (layer.shape[0], n, n) for side, n in layer.sizes.items()} for layer in layers}
+        found = {one.owner: {f"{side}_moment": shape for side, shape in sizes[one].items()} for one in layers}
+        members = {p for layer in layers for p in layer.members}
+        return found | {p: {"fisher": tuple(p.shape)} for p in space.all_params if p not in members}
 
     def parts(self, state: State, space: ParameterSpace, damping: float) -> list[MetricBlock]:
         found, seen = [], set()
@@ -295,6 +309,10 @@ class DenseFisher(Metric):
                     part.copy_(found[p].rows().detach().reshape(count, -1))
             total.addmm_(rows.mT, rows, alpha=1 / count)
         return {first: {"fisher": total}}
+
+    def shapes(self, space: ParameterSpace) -> dict[Tensor, dict[str, tuple[int, ...]]]:
+        size = sum(p.numel() for p in space.all_params)
+        return {space.all_params[0]: {"fisher": (size, size)}}
 
     def parts(self, state: State, space: ParameterSpace, damping: float) -> list[MetricBlock]:
         matrix = state[space.all_params[0]]["fisher"]

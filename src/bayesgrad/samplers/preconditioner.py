@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,12 +18,10 @@ from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.fisher import check_batch_mixing, check_outputs
 from bayesgrad.layers.observed import loss_weights
-from bayesgrad.packing import gradient_of
 from bayesgrad.parts import Groups, Host, Needs, weak
-from bayesgrad.precision import Precision
 from bayesgrad.preconditioners.network import NetworkPreconditioner
-from bayesgrad.rules.transition import Memory, Scalars, Static, average
-from bayesgrad.rules.update import Move, UpdateRule
+from bayesgrad.rules.transition import Static, average
+from bayesgrad.rules.update import UpdateRule
 from bayesgrad.samplers.correction import Batch
 from bayesgrad.samplers.curvature import StepCheck, is_due, largest_eigenvalue, loss_scale, stable_lr
 from bayesgrad.samplers.metric import (
@@ -36,68 +34,14 @@ from bayesgrad.samplers.metric import (
     root_columns,
     solve_blocks,
 )
+from bayesgrad.samplers.move import LangevinStep
+from bayesgrad.shards import gradient_of
 from bayesgrad.sources.hessian_diagonal import gradients_of, hessian_products
 from bayesgrad.sources.recorded_layers import RecordedLayers
 
 COLUMNS = 100  # of R, up to which corrections are exact
 NOISE, SIGNS, START = 1, 2, 3  # words of the random key, for different uses
 DAMPING = 0.1  # of a Fisher, if none is given
-
-
-@dataclass(frozen=True)
-class LangevinStep(Move):
-    r"""A step of a Langevin equation on the manifold whose metric is the precision P.
-
-    .. math::
-        w \leftarrow w - \epsilon P^{-1} (g + \lambda w) + \epsilon\tau\, c + \sqrt{2\epsilon\tau}\, P^{-1/2} \xi
-
-    with the gradient g of the mean loss, lambda = delta/N for the prior precision delta, tau = T/N for the temperature
-    T and the number of data N, standard normal xi, and the correction c for a metric that depends on w.
-
-    Args:
-        injected: whether the noise xi is added. If False, the noise of minibatch gradients takes its place, and what is
-            added is noise of the gradient, for the damping.
-
-    Reference: Smith et al. 2018, Eq. 2, 5, 6, 7 and 11, with corrected signs.
-    """
-
-    injected: bool = True
-
-    def scalars(self, group: Mapping[str, Any], step: int, step_scale: float) -> dict[str, float]:
-        return {"step_scale": step_scale}
-
-    def axpy_coefficients(self, n: Scalars, slots: tuple[str, ...]) -> tuple[float, float, float, float]:
-        return 0.0, 1.0, n["step_scale"], 1.0
-
-    def change(
-        self,
-        mean: Tensor,
-        gradient: Tensor,
-        precision: Precision,
-        correction: Tensor | None,
-        noise: Tensor | None,
-        n: Scalars,
-    ) -> Tensor:
-        """What a step subtracts from the weights.
-
-        `n` has lr, heat (T/N), pull (lambda; a number or a tensor) and damping, whose noise the gradient gets.
-        """
-        gradient = gradient + n["pull"] * mean
-        if noise is not None and not self.injected:
-            gradient = gradient + (2 * n["heat"] * n["damping"] / n["lr"]) ** 0.5 * noise
-        change = n["lr"] * precision.solve(gradient)
-        if correction is not None:
-            change = change - n["lr"] * n["heat"] * correction
-        if noise is not None and self.injected:
-            change = change - self.added(precision, noise, n)
-        return change
-
-    def added(self, precision: Precision, noise: Tensor, n: Scalars) -> Tensor:
-        """The noise that is added to the weights."""
-        return (2 * n["lr"] * n["heat"]) ** 0.5 * precision.sample(noise)
-
-    def move(self, mean: Tensor, gradient: Tensor, precision: Precision, memory: Memory, n: Scalars) -> Tensor:
-        return mean - n["step_scale"] * precision.solve(gradient)
 
 
 class MetricPreconditioner(NetworkPreconditioner):
@@ -137,6 +81,13 @@ class MetricPreconditioner(NetworkPreconditioner):
     def remembers(self) -> bool:
         """Whether the arguments of the model's last call are needed."""
         return self.optimizer.param_groups[0]["correction"] is not None and self.metric.needs_observe
+
+    def initialise_state(self) -> None:
+        super().initialise_state()
+        space = ParameterSpace(tuple(self.params), tuple(self.params), tuple(self.recorded.layers))
+        for p, shapes in self.metric.shapes(space).items():
+            like = {"dtype": compute_dtype(p.dtype), "device": p.device}
+            self.optimizer.state[p] |= {name: torch.zeros(shape, **like) for name, shape in shapes.items()}
 
     def prepare(self, closure: Callable[[], Any] | None) -> None:
         super().prepare(closure)

@@ -23,7 +23,8 @@ from bayesgrad.rules.transition import Static
 from bayesgrad.rules.update import UpdateRule
 from bayesgrad.samplers.correction import CORRECTIONS
 from bayesgrad.samplers.metric import METRICS, DenseFisher, metric_by_name
-from bayesgrad.samplers.preconditioner import LangevinStep, MetricPreconditioner
+from bayesgrad.samplers.move import LangevinStep
+from bayesgrad.samplers.preconditioner import MetricPreconditioner
 
 LIMIT = 10_000  # weights of a dense metric
 OTHER = {"limit_step": False, "damping_noise": False}  # options that not every sampler has

@@ -56,6 +56,7 @@ class HessianDiagonal(Source):
     """
 
     needs = Needs(loss=True)
+    whole = "second derivatives"
 
     def __init__(self, factor: Callable[[Mapping[str, Any], Tensor], float] | None = None) -> None:
         self.factor = weak(factor) if factor else None

@@ -17,8 +17,8 @@ from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.fisher import check_outputs
 from bayesgrad.layers.observed import loss_weights
 from bayesgrad.layers.statistics import SPLIT
-from bayesgrad.packing import gradient_of
 from bayesgrad.parts import Evidence, Groups, Host, Needs, Source, weak
+from bayesgrad.shards import gradient_of
 from bayesgrad.sources.recorded_layers import RecordedLayers
 
 
@@ -37,6 +37,8 @@ class PerExampleSquares(Source):
     Reference: Khan and Rue 2023, Eq. 45.
     Checked by: tests/equations/test_vogn.py, against BackPACK.
     """
+
+    whole = "squares of per-example gradients"
 
     def __init__(self) -> None:
         self.stored: list[dict[Tensor, Tensor]] = []  # squares of several draws of a closure

@@ -57,13 +57,13 @@ class Relaxed(SampledBlock):
         super().__init__(group, params, starts)
         self.slope = torch.empty_like(self.state_values)
         self.slopes = dict(zip(self.small, self._views(self.slope)))
-        self.slopes |= {i: torch.empty_like(params[i], dtype=self.state_values.dtype) for i in self.large}
+        self.slopes |= {i: torch.empty_like(self.weights[i], dtype=self.state_values.dtype) for i in self.large}
 
     def perturb_with(self, i: int, spread: Tensor, noise: Tensor, scalars: list[float]) -> None:
         if not bool(((noise > 0) & (noise < 1)).all()):
             raise ValueError("noise for binary weights must be in (0, 1), got values outside of this interval.")
         weight, slope = Relax.at(scalars, spread, noise.log() - (-noise).log1p())
-        self.params[i].copy_(weight)
+        self.weights[i].copy_(weight)
         self.slopes[i].copy_(slope)
 
     def extra_buffers(self, i: int | None) -> tuple[Tensor, ...]:

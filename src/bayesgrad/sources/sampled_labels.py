@@ -27,6 +27,7 @@ class SampledLabels(Source):
     """
 
     needs = Needs(outputs=True)
+    whole = "gradients for sampled labels"
 
     def __init__(self) -> None:
         self.reset()

@@ -56,6 +56,8 @@ class UnitDropout(Draws):
         keep_of: param group and weight -> the probability to keep each unit; None if units are never dropped.
     """
 
+    whole = "masks of units"
+
     def __init__(
         self, masked: Mapping[Tensor, MaskedUnits], keep_of: Callable[[Mapping[str, Any], Tensor], float | None]
     ) -> None:

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesgrad import distributed, kernels, noise
+from bayesgrad import distributed, kernels, noise, shards
 from bayesgrad.distributed import Exchange, Sum
-from bayesgrad.packing import SampledBlock, gradient_of
+from bayesgrad.packing import SampledBlock
 from bayesgrad.parts import Evidence, Groups, Needs, Noise, Source, weak
+from bayesgrad.shards import gradient_of
 
 Mark = tuple[Tensor, int] | None
 
@@ -108,10 +109,11 @@ class Draws(Source):
         try:
             with torch.no_grad():
                 self.perturb(key, noise, training)
-            versions = [(p, p._version) for p in self.perturbed()]
+            self.optimizer.weights_changed()
+            versions = [(p, shards.version(p)) for p in self.perturbed()]
             yield
             for p, version in versions:
-                if p._version != version:
+                if shards.version(p) != version:
                     raise RuntimeError(
                         f"{self.optimizer.name_of(p)} was changed inside sampled(), which restores the mean at its "
                         "end: change weights outside of it."
@@ -120,6 +122,7 @@ class Draws(Source):
         finally:
             with torch.no_grad():
                 self.restore(finished)
+            self.optimizer.weights_changed()
             self.active, self.key = False, None
             if finished:
                 self.end()
@@ -132,8 +135,12 @@ class Draws(Source):
         zeroed = self.at_zero_grad
         self.old = {p for p, now in self.before.items() if now and not (p in zeroed and same(zeroed[p], now))}
         foreign = [p for p in self.old - self.sampled if p.numel() and gradient_of(p).layout is torch.strided]
-        norms = torch._foreach_norm([gradient_of(p).detach() for p in foreign], torch.inf) if foreign else []
-        self.norms = dict(zip(foreign, norms))
+        whole = [p for p in foreign if not shards.is_shard(p)]
+        norms = torch._foreach_norm([gradient_of(p).detach() for p in whole], torch.inf) if whole else []
+        self.norms = dict(zip(whole, norms))
+        for p in (p for p in foreign if shards.is_shard(p)):
+            part = gradient_of(p).detach()
+            self.norms[p] = part.abs().max() if part.numel() else torch.zeros((), device=part.device)
 
     def _next_key(self, training: bool) -> noise.Key:
         optimizer, seed = self.optimizer, self.optimizer.param_groups[0]["seed"]
@@ -151,7 +158,7 @@ class Draws(Source):
                 f"the gradient of {self.optimizer.name_of(missing)} was not computed at sampled weights: run forward "
                 f"and backward passes inside `with optimizer.sampled():`, then call {name}.step()."
             )
-        if any(bool(norm != 0) for p, norm in self.mixed.items() if p.grad is not None):
+        if self._adds([p for p in self.mixed if p.grad is not None]):
             raise RuntimeError(
                 "gradients that were not computed at sampled weights, or that a step has used, were not zero when "
                 "others were added: call optimizer.zero_grad() before the first pass of a step, and run all of its "
@@ -159,11 +166,15 @@ class Draws(Source):
             )
         return {}
 
+    def _adds(self, mixed: list[Tensor]) -> bool:
+        """Whether the gradients to which others were added were not zero, in any process."""
+        return any(bool(shards.any_process(self.mixed[p] != 0, [p])) for p in mixed)
+
     def begin_draws(self) -> None:
         self.stored = {}
 
     def store_draw(self, samples: int) -> None:
-        if self.added or any(bool(norm != 0) for norm in self.mixed.values()):
+        if self.added or self._adds(list(self.mixed)):
             raise RuntimeError(
                 f"a closure that is averaged over samples={samples} draws cannot add to gradients of earlier passes: "
                 "call optimizer.zero_grad() in the closure, and run all passes of a step there."
@@ -176,7 +187,7 @@ class Draws(Source):
 
 
 def mark(p: Tensor) -> Mark:
-    return None if p.grad is None else (p.grad, p.grad._version)
+    return None if p.grad is None else (p.grad, shards.version(p.grad))
 
 
 def same(a: Mark, b: Mark) -> bool:
@@ -194,6 +205,8 @@ class WeightSampling(Draws):
         scalars: param group -> the scalars of the sampling kernel.
         block_type: implements the sampling.
     """
+
+    whole = None
 
     def __init__(
         self,
@@ -215,11 +228,17 @@ class WeightSampling(Draws):
         self.sums: dict[Tensor, Tensor] = {}  # sums of contributions, if the gradient is from several draws
         self.seen: dict[Tensor, Tensor | None] = {}  # gradients that belong to these sums
         self.count = 0  # number of draws
+        self.unreduced = False  # whether a draw left shards without gradients
 
     def begin(self, training: bool) -> None:
         self.drawn = self._layout()
         # Offsets of an earlier draw are in buffers that this draw overwrites.
         self.offsets = {p: offset.clone() for p, offset in self.offsets.items()}
+        if self.differ and any(shards.is_shard(p) for part in self.drawn for p in part.params):
+            raise RuntimeError(
+                f"{self.optimizer.__class__.__name__} draws its part of one vector for each DTensor parameter, and "
+                "independent draws would be others: build it outside of independent_draws()."
+            )
         if training and self.evidence == "squares" and self.differ:
             raise RuntimeError(
                 f"{self.optimizer.__class__.__name__} squares the gradient of a draw, which belongs to a part of the "
@@ -295,6 +314,9 @@ class WeightSampling(Draws):
         return self.sums[p] * (factor * factor if self.evidence == "squares" else factor)
 
     def computed(self, params: set[Tensor], kept: set[Tensor]) -> None:
+        if params and self.unreduced and self.evidence is not None:
+            shards.refuse_unreduced(self.optimizer.__class__.__name__)
+        self.unreduced = not params and any(map(shards.is_shard, self.before))
         if params & self.old - kept:  # gradients of earlier draws were replaced
             self.count = 0
         self.count += bool(params)
@@ -304,7 +326,7 @@ class WeightSampling(Draws):
                 self.sums[p] = before + self._contribution(self.own[p], offset)
                 self.seen[p] = gradient_of(p).clone()
             elif p in kept and p in self.earlier:
-                if self.evidence == "squares" and self.processes > 1:
+                if self.evidence == "squares" and self.processes > 1 and not shards.is_shard(p):
                     distributed.refuse_several_squares(self.optimizer.__class__.__name__)
                 now, earlier = gradient_of(p), self.earlier[p]
                 self.sums[p] = self._sum(p, earlier) + self._contribution(now - earlier, offset)
@@ -322,7 +344,8 @@ class WeightSampling(Draws):
         """
         if self.evidence == "squares":
             return
-        for p, total in ((p, self.sums[p]) for part in self.drawn for p in part.params if p in self.sums):
+        own = (p for part in self.drawn for p in part.params if p in self.sums)
+        for p, total in ((p, self.sums[p]) for p in own if not shards.is_shard(p)):  # shards of gradients are averages
             exchange.add(Sum(total), partial(self._receive, p))
 
     def _receive(self, p: Tensor, found: Sum) -> None:
