@@ -93,7 +93,7 @@ def by_laplace(split: uci.Split, noise: float, steps: int, structure: str | None
     model = trained(split, noise, split.number, steps)
     data = [(split.train_x, split.train_y)]
     posterior = laplace(model, data, likelihood="gaussian", structure=structure).tune_prior()
-    return uci.with_noise(posterior.predict(split.test_x), posterior.noise_scale**2)
+    return uci.with_noise(posterior.predict(split.test_x), posterior.noise_scale**2)  # pyright: ignore[reportArgumentType]
 
 
 def by_ivon(split: uci.Split, noise: float, steps: int) -> Moments:

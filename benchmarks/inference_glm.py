@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import scipy.io
@@ -23,11 +24,11 @@ from bayesgrad.models import GLM
 def tables(folder: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Rows and labels; those of different units are standardised."""
 
-    def standard(X: np.ndarray) -> np.ndarray:
+    def standard(X: Any) -> np.ndarray:
         return (X - X.mean(0)) / X.std(0)
 
     X, y = load_breast_cancer(return_X_y=True)
-    found = {"breast cancer": (standard(X), y)}
+    found: dict[str, Any] = {"breast cancer": (standard(X), y)}
     held = scipy.io.loadmat(folder / "classification" / "a1a.mat")
     found["a1a"] = np.asarray(held["X"].todense(), dtype=np.float64), (held["y"].ravel() > 0).astype(int)
     german = np.loadtxt(folder / "classification" / "german.data-numeric")

@@ -128,7 +128,8 @@ class Passes:
         if self.current:
             some = [part for part in parts if not part.needs.loss]  # the others know which losses are differentiated
             self.discard(some)
-            for seen in self.current:
+            again, self.current = self.current, []
+            for seen in again:
                 for part in some:
                     part.observe(*seen)
 

@@ -166,8 +166,9 @@ class Run:
                 powers = [beta**i * (1 - beta) / (1 - beta**step) for i in range(step)]
                 weights.append(powers)
             return lr * math.sqrt(sum(a * a / b for a, b in zip(*weights)))
-        if "clip_radius" in group and math.isfinite(group["clip_radius"]) and not group["natural_momentum"]:
-            return self.optimizer.step_scale(group) * group["clip_radius"]
+        radius = self.optimizer.clip_radius(group) if "clip_radius" in group else math.inf
+        if math.isfinite(radius) and not group["natural_momentum"]:
+            return self.optimizer.step_scale(group) * radius
         return math.inf
 
     def check(self, before: list[Tensor]) -> None:

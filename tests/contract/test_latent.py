@@ -349,5 +349,5 @@ def test_a_line_without_observations_says_so() -> None:
     line, nothing = LinearStateSpace(np.eye(1), np.eye(1), np.eye(1), np.eye(1)), np.full(9, np.nan)
     with pytest.raises(ValueError, match="y contains only NaN: there is nothing to learn from"):
         line.fit(nothing, learn="all")
-    with pytest.raises(ValueError, match="y contains only NaN: there is nothing to score"):
+    with pytest.raises(ValueError, match="X contains only NaN: there is nothing to score"):
         line.score(nothing)

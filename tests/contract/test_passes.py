@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from bayesgrad import samplers
-from cases import CASES, Case, backward, batch, drawn, same, small_model, states, train, weights
+from cases import CASES, Case, backward, batch, drawn, observe, same, small_model, states, train, weights
 
 DISCARDED = r"load_state_dict\(\) between backward\(\) and step\(\) has discarded what was recorded beside these"
 
@@ -64,7 +64,7 @@ def test_a_pass_that_was_given_up_before_the_next_observation_is_discarded(case:
                 loss = nn.functional.cross_entropy(outputs, y)
                 if index == 4 and not given_up:
                     continue
-                optimizer.observe(outputs, loss=loss, labels=y)
+                observe(optimizer, outputs, y, loss)
                 (optimizer if zero == "optimizer" else model).zero_grad()
                 if index == 5 and given_up and zero == "model":
                     with pytest.raises(RuntimeError, match=r"call optimizer.zero_grad\(\) instead"):

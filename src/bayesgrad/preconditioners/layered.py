@@ -40,6 +40,7 @@ from bayesgrad.preconditioners.refresh import (
     cost,
     drop_unfit,
     factor_shapes,
+    fits,
     has_merged,
     inversion_due,
     is_due,
@@ -66,9 +67,9 @@ class LayerPreconditioner(Preconditioner):
     The averages are updated every `stats_every` steps, but not by inputs and errors that are not finite, or whose
     squares are not. They are inverted when they have changed: a tenth of `update_every` steps after an inversion, and
     after every further tenth, the diagonals of the averages are compared with those at the inversion, and after
-    `update_every` steps at the latest, layers one after the other. Early in a run the averages change fast and training
-    with an old inverse diverges, so averages and inverses are updated whenever the number of steps has doubled. A large
-    layer with few outputs, whose statistics would cost more than its gradient, is updated every 4 `stats_every` steps.
+    `update_every` steps at the latest, layers one after the other. Early in a run averages change fast, so averages and
+    inverses are updated whenever the number of steps has doubled. A large layer with few outputs, whose statistics
+    would cost more than its gradient, is updated every 4 `stats_every` steps.
 
     Statistics come from the backward passes of the loss, or from `observe(outputs)`: a label is sampled for each
     output, and the errors at the layers' outputs are stored until the next step.
@@ -237,7 +238,8 @@ class LayerPreconditioner(Preconditioner):
     def _precondition(self, layer: Layer, call: LayerCall, group: Mapping[str, Any]) -> Pair | None:
         """The preconditioned gradients of weight and bias; None before the first update of these parameters."""
         entry = self.optimizer.state.get(layer.owner, {})
-        if layer.weight in self.recorded.read_elsewhere or not has_merged(entry) or not self._fits(layer, entry, group):
+        known = has_merged(entry) and fits(entry, self._shapes(layer, group))
+        if not known or layer.weight in self.recorded.read_elsewhere:
             return None
         self.preconditioned.add(layer)
         cast(entry, self.factors, layer.owner, self.on_cpu)
@@ -418,32 +420,27 @@ class LayerPreconditioner(Preconditioner):
 
     def _initialise(self, layer: Layer, entry: Entry, group: Mapping[str, Any]) -> None:
         like = {"dtype": compute_dtype(layer.owner.dtype), "device": layer.owner.device}
-        shapes = {f"{side}_{self.factor}": shape for side, shape in self.shapes(layer, group).items()}
-        drop_unfit(entry, shapes)
+        drop_unfit(entry, shapes := self._shapes(layer, group))
         for name in (name for name in shapes if name not in entry):
             entry[name] = self.initial_factor(torch.zeros(shapes[name], **like), group)
         cast(entry, shapes, layer.owner, self.on_cpu)
         entry.setdefault("clock", new_clock())
 
-    def _fits(self, layer: Layer, entry: Mapping[str, Tensor], group: Mapping[str, Any]) -> bool:
-        """Whether the factors are those of the parameters that are trained now, if there are any."""
-        shapes = {f"{side}_{self.factor}": shape for side, shape in self.shapes(layer, group).items()}
-        return all(entry[name].shape == shape for name, shape in shapes.items() if name in entry)
+    def _shapes(self, layer: Layer, group: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        return {f"{side}_{self.factor}": shape for side, shape in self.shapes(layer, group).items()}
 
     def initial_factor(self, zeros: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """The initial value of a factor."""
         return zeros
 
     def shapes(self, layer: Layer, group: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         return factor_shapes(layer, self.sides, group["max_factor"])
 
     def check_loaded(self, saved: Mapping[str, Any]) -> None:
-        own = self.optimizer.__class__.__name__
         self.recorded.update_trainable()
         for layer in self.recorded.layers:
             entry, group = saved_entry(self.optimizer, saved, layer.owner)
-            for side, shape in self.shapes(layer, group).items() if entry else ():
-                check_factor(entry, f"{side}_{self.factor}", shape, layer.names[0], own)
+            for name, shape in self._shapes(layer, group).items() if entry else ():
+                check_factor(entry, name, shape, layer.names[0], self.optimizer.__class__.__name__)
 
     def initialise_state(self) -> None:
         for layer in self.recorded.layers:

@@ -117,9 +117,14 @@ def layer_tensors(entry: Mapping[str, Tensor]) -> list[str]:
     return [key for key in entry if key.startswith(tuple(f"{side}_" for side in SIDES)) or key in LAYER_KEYS]
 
 
+def fits(entry: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether the factors are those of the parameters that are trained now, if there are any."""
+    return all(entry[name].shape == shape for name, shape in shapes.items() if name in entry)
+
+
 def drop_unfit(entry: dict[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Deletes the state of a layer of which another part is trained now, so that its factors do not fit."""
-    if any(name in entry and entry[name].shape != shape for name, shape in shapes.items()):
+    """Deletes the state of a layer of which another part is trained now."""
+    if not fits(entry, shapes):
         for key in layer_tensors(entry):
             del entry[key]
 
