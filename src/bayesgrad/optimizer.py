@@ -262,7 +262,7 @@ class BeliefOptimizer(CheckedOptimizer):
             The return value of the closure.
         """
         self.require_training("step()")
-        if closure is None and self.is_initialising():
+        if closure is None and not self._passes.observed and self.is_initialising():
             self._initialise_state()
             return None
         self._passes.check()

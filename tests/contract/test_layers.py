@@ -482,7 +482,7 @@ def test_state_of_another_model_is_refused_and_nothing_is_lost(case: Case) -> No
             spoilt(lambda s: s["param_groups"][0]["param_names"].__setitem__(0, "stem.weight")),
             "see 0.weight, stem.weight",
         ),
-        (spoilt(lambda s: s["state"][0].pop("input_moment")), "layer '0' lacks input_moment"),
+        (spoilt(lambda s: s["state"][0].pop("input_moment")), r"has \['input_moment'\], which were not read"),
         (spoilt(lambda s: s["state"][2].update(input_moment=torch.zeros(1, 2, 2))), r"layer '2' has shape \(1, 2, 2\)"),
         ({"state": {}}, "must have 'state' and 'param_groups'"),
         ([], "must be a dict, got list"),
