@@ -26,7 +26,7 @@ from bayesgrad.preconditioners.refresh import early_interval
 from bayesgrad.preconditioners.rows import InnerProduct
 from bayesgrad.preconditioners.stability import inner_product, limit_norm, with_growing_damping
 from bayesgrad.rules.update import MOMENTUM
-from bayesgrad.saved_state import saved_entry
+from bayesgrad.saved_state import NAMES, saved_entry, written_names
 from bayesgrad.shards import gradient_of
 from bayesgrad.sources.recorded_layers import RecordedLayers
 
@@ -419,7 +419,8 @@ def without_examples(saved: dict[str, Any]) -> dict[str, Any]:
         return {n: v for n, v in entry.items() if not _is_batch(n)} if isinstance(entry, dict) else entry
 
     state = {key: kept(entry) for key, entry in saved["state"].items()}
-    return {**saved, "state": state}
+    groups = [{**group, NAMES: written_names(group, state)} for group in saved["param_groups"]]
+    return {**saved, "state": state, "param_groups": groups}
 
 
 def _is_batch(name: str) -> bool:
