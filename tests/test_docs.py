@@ -48,7 +48,7 @@ def test_anchors_exist(page: Path) -> None:
 
 
 MODULES = ("optim", "samplers", "posterior", "structures", "rules", "models", "models.kernels", "models.observations")
-MODULES += ("inference", "families", "metrics", "plots", "custom_likelihoods")
+MODULES += ("inference", "families", "metrics", "conformal", "plots", "custom_likelihoods")
 
 
 WITHOUT_SENTENCE = {"Parameters", "Family"}  # a type alias, and a docstring that begins with an equation

@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "bayesgrad"
 LAYERS = [
     ["__init__"],
     ["plots"],
-    ["metrics"],
+    ["conformal", "metrics"],
     ["models"],
     ["inference"],
     ["families"],

@@ -4,6 +4,7 @@ import importlib
 from typing import Any
 
 from bayesgrad import (
+    conformal,
     custom_likelihoods,
     distributed,
     families,
@@ -24,6 +25,7 @@ __all__ = [
     "EWC",
     "Posterior",
     "SubsampledFisher",
+    "conformal",
     "custom_likelihoods",
     "distributed",
     "families",

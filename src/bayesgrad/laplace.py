@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from bayesgrad import distributed, layers, likelihoods, noise
 from bayesgrad.custom_likelihoods import CustomLikelihood
 from bayesgrad.kernels import compute_dtype
-from bayesgrad.layers.batches import LABELS, Call, Forward, Inputs, Output, split_batch, to_device
+from bayesgrad.layers.batches import LABELS, Call, Forward, Inputs, Output, split_batch, to_device, with_progress
 from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.fisher import FISHERS, batch_gradients, check_batch_mixing, check_outputs
 from bayesgrad.layers.functional import refuse_renorm
@@ -166,7 +165,7 @@ def laplace(
         return outputs
 
     with requires_grad_only(network, chosen):
-        for inputs, labels in _batches(_with_progress(loader, progress), device):
+        for inputs, labels in _batches(with_progress(loader, progress, "laplace"), device):
             if pool is None:
                 outputs = accumulate(inputs, labels)
             else:
@@ -252,19 +251,6 @@ def _batches(loader: Iterable, device: torch.device) -> Iterator[tuple[Inputs, T
         inputs, labels = split_batch(batch)
         if len(labels):
             yield to_device(inputs, device), labels.to(device)
-
-
-def _with_progress(loader: Iterable, progress: bool | None) -> Iterable:
-    """The loader, with a progress bar if one is wanted and rich is installed."""
-    if progress is False or (progress is None and not sys.stderr.isatty()):
-        return loader
-    try:
-        from rich.console import Console
-        from rich.progress import track
-    except ImportError:
-        return loader
-    total = len(loader) if hasattr(loader, "__len__") else None  # pyright: ignore[reportArgumentType]
-    return track(loader, "laplace", total=total, console=Console(stderr=True), transient=True)
 
 
 # --- model ---

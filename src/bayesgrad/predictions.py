@@ -28,6 +28,13 @@ class NoisyMoments(NamedTuple):
     noise: Tensor
 
 
+class Interval(NamedTuple):
+    """Lower and upper ends of intervals, in the shape of the predicted numbers."""
+
+    lower: Tensor
+    upper: Tensor
+
+
 class Decomposed(NamedTuple):
     """A prediction with its aleatoric uncertainty (noise of labels) and epistemic uncertainty (lack of data).
 

@@ -7,7 +7,8 @@ returns one tensor, which everything else expects.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,3 +139,16 @@ def to_device(inputs: Inputs, device: torch.device) -> Inputs:
     if isinstance(inputs, tuple | list):
         return tuple(x.to(device) if isinstance(x, Tensor) else x for x in inputs)
     return inputs.to(device) if isinstance(inputs, Tensor) else inputs
+
+
+def with_progress(loader: Iterable, progress: bool | None, title: str) -> Iterable:
+    """The loader, with a progress bar if one is wanted and rich is installed; None shows it in a terminal."""
+    if progress is False or (progress is None and not sys.stderr.isatty()):
+        return loader
+    try:
+        from rich.console import Console
+        from rich.progress import track
+    except ImportError:
+        return loader
+    total = len(loader) if hasattr(loader, "__len__") else None  # pyright: ignore[reportArgumentType]
+    return track(loader, title, total=total, console=Console(stderr=True), transient=True)

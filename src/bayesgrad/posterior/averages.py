@@ -29,6 +29,7 @@ class Options(TypedDict, total=False):
     seed: int | None
     statistics: Statistics
     chunk: int | None
+    progress: bool | None
 
 
 @dataclass

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import jacrev, vmap
 
 from bayesgrad import noise
+from bayesgrad.belief import Belief
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.functional import warn_of_loop
 from bayesgrad.layers.network import Network, evaluation_mode, unwrap
@@ -128,6 +129,9 @@ class DropoutPosterior(Posterior):
                 warn_of_loop(network.model, error)
         return centre, found if joint else found.view_as(centre)
 
+    def _beliefs(self) -> Mapping[str, Belief]:
+        raise ValueError("the linearised prediction of dropped units cannot be traced: use method='mc'.")
+
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
         units = {name: torch.tensor([units.dim, units.groups]) for name, units in self.units.items()}
         return {"slab": self.slab, "keep": self.keep, "units": units}
@@ -176,6 +180,9 @@ class MCDropout(Posterior):
             with dropout_active(network.model, generator.initial_seed()):
                 outputs = network({})
             yield outputs
+
+    def _choose(self, samples: int, seed: int) -> Iterator[dict[str, Tensor]]:
+        raise ValueError("MC dropout masks activations and has no weights to export: use method='mean'.")
 
     def _centre(self, network: Network) -> dict[str, Tensor]:
         raise ValueError("MC dropout has no linearised prediction: use method='mc'.")

@@ -15,7 +15,6 @@ from bayesgrad.belief import Belief, Joint
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.batches import split_batch
 from bayesgrad.layers.network import Network, evaluation_mode, unwrap
-from bayesgrad.layers.output_covariance import BlockCovariance, OutputCovariance
 from bayesgrad.posterior.averages import FAR, Averages
 from bayesgrad.posterior.posterior import Posterior
 from bayesgrad.precision import Dense, Diagonal, Kronecker, LowRank, Precision, Rescaled, Spectral
@@ -135,8 +134,8 @@ class GaussianPosterior(Posterior):
         kinds = dict.fromkeys(type(belief.precision).__name__ for belief in self.beliefs.values())
         return {"precision": "+".join(kinds), **super()._summary()}
 
-    def _output_covariances(self) -> list[OutputCovariance]:
-        return [BlockCovariance(name, belief) for name, belief in self.beliefs.items()]
+    def _beliefs(self) -> Mapping[str, Belief]:
+        return self.beliefs
 
     @torch.no_grad()
     def elbo(

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import torch
@@ -13,25 +10,18 @@ from torch import Tensor, nn
 
 from bayesgrad import likelihoods
 from bayesgrad.belief import Belief
-from bayesgrad.layers.batches import Call, Forward, Inputs, Output
-from bayesgrad.layers.network import (
-    Network,
-    architecture,
-    check_architecture,
-    evaluation_mode,
-    matching_parameters,
-    temporary_weights,
-    unwrap,
-)
+from bayesgrad.layers.batches import Call, Inputs
+from bayesgrad.layers.network import Network, evaluation_mode, unwrap
 from bayesgrad.layers.output_covariance import BlockCovariance, OutputCovariance, output_covariance
 from bayesgrad.layers.running_statistics import spread, warn_of_statistics
 from bayesgrad.likelihoods import Likelihood
-from bayesgrad.noise import generator_of
-from bayesgrad.posterior import storage
 from bayesgrad.posterior.averages import REMEDY, RUNNING, Averages, Options, Statistics, check_link
-from bayesgrad.posterior.linearised import gaussian_outputs, linearised_outputs, refuse_export, warn_of_samples
+from bayesgrad.posterior.linearised import gaussian_outputs, linearised_outputs, warn_of_samples
+from bayesgrad.posterior.prediction import SCORES, interval_of, is_loader, score_of, stream
+from bayesgrad.posterior.traced import traced_average, traced_linear
+from bayesgrad.posterior.weights import WeightDistribution
 from bayesgrad.precision import Diagonal
-from bayesgrad.predictions import Decomposed, Moments, NoisyMoments
+from bayesgrad.predictions import Decomposed, Interval, Moments, NoisyMoments
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -40,99 +30,12 @@ METHODS = ("mc", "linear", "mean")
 UNSUPPORTED = (RuntimeError, ValueError, TypeError, NotImplementedError)  # what a backward pass may raise
 
 
-class Posterior(ABC):
-    """A distribution over the named parameters of a model.
+class Posterior(WeightDistribution):
+    """A distribution over the named parameters of a model, and what it predicts; see `WeightDistribution`."""
 
-    Other parameters of the model keep the model's values. Sampling does not use torch's global generator: sample k of a
-    posterior is a function of (seed, k) alone.
-
-    Args:
-        model: the network to predict with; if None, pass it to `predict` and `sampled`.
-        seed: of `sample` and `sampled`.
-
-    Attributes:
-        likelihood: what `predict` assumes.
-        forward, output: how the model is called, and which of its outputs is meant; see `bayesgrad.laplace`. They are
-            not saved.
-    """
-
-    kind: ClassVar[str]
     methods: ClassVar[tuple[str, ...]] = METHODS
     central: ClassVar[tuple[str, ...]] = ("linear", "mean")  # those with weights that running statistics fit
     method: ClassVar[str] = "mc"  # of `predict`, if none is given
-    likelihood: str | Likelihood = "categorical"
-    forward: Forward | None = None
-    output: Output | None = None
-    noise_scale: float = 1.0  # the standard deviation of Gaussian data
-    _kinds: ClassVar[dict[str, type[Posterior]]] = {}
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        Posterior._kinds[cls.kind] = cls
-
-    def __init__(self, model: nn.Module | None = None, *, seed: int = 0) -> None:
-        self.model = model
-        self.seed = seed
-        self._draws = 0
-
-    @property
-    @abstractmethod
-    def mean(self) -> dict[str, Tensor]:
-        """Name -> mean weight."""
-
-    @abstractmethod
-    def variance(self) -> dict[str, Tensor]:
-        """Name -> variance of each weight, in its shape."""
-
-    @abstractmethod
-    def _shapes(self) -> dict[str, torch.Size]:
-        """Name -> shape of the parameters of this posterior."""
-
-    @abstractmethod
-    def _draw(self, generators: list[torch.Generator]) -> Iterator[dict[str, Tensor]]:
-        """One sample of all weights for each generator."""
-
-    @abstractmethod
-    def _tensors(self) -> dict[str, dict[str, Tensor]]:
-        """What `state_dict` stores: group -> name -> tensor."""
-
-    @classmethod
-    @abstractmethod
-    def _from_tensors(cls, tensors: Mapping[str, Mapping[str, Tensor]], model: nn.Module | None) -> Posterior:
-        """The inverse of `_tensors`."""
-
-    # --- sampling ---
-
-    def sample(self, n: int = 1, *, seed: int | None = None) -> dict[str, Tensor]:
-        """Name -> (n, *shape) samples. Each call returns new ones, unless `seed` is given."""
-        if n < 1:
-            raise ValueError(f"n must be at least 1, got {n}.")
-        found: dict[str, Tensor] = {}
-        for k, draw in enumerate(self._draw(self._generators(n, seed))):
-            for name, weight in draw.items():
-                if not k:
-                    found[name] = weight.new_empty(n, *weight.shape)
-                found[name][k] = weight
-        return found
-
-    @contextmanager
-    def sampled(self, model: nn.Module | None = None, *, seed: int | None = None) -> Iterator[nn.Module]:
-        """Within the context the model's weights are one sample; afterwards they are restored bit for bit."""
-        model = self._model(model)
-        parameters = self._parameters(model)
-        (draw,) = self._draw(self._generators(1, seed))
-        with temporary_weights(parameters, draw):
-            yield model
-
-    def _generators(self, n: int, seed: int | None) -> list[torch.Generator]:
-        refuse_export()
-        first = 0
-        if seed is None:
-            seed, first = self.seed, self._draws
-            self._draws += n
-        return [generator_of(seed, first + k) for k in range(n)]
-
-    # --- prediction ---
 
     def _reading(self, likelihood: str | Likelihood | None = None, noise_scale: float | None = None) -> Likelihood:
         """The likelihood; names stand for the noise of this posterior if no other is given."""
@@ -141,10 +44,14 @@ class Posterior(ABC):
             noise_scale = float(self.noise_scale)
         return likelihoods.named(given, noise_scale)
 
+    def _summary(self) -> dict[str, Any]:
+        own = {"method": self.method, "model": None if self.model is None else type(self.model).__name__}
+        return super()._summary() | own
+
     @overload
     def predict(
         self,
-        x: Inputs,
+        x: Inputs | Iterable,
         samples: int = 32,
         method: str | None = None,
         *,
@@ -156,7 +63,7 @@ class Posterior(ABC):
     @overload
     def predict(
         self,
-        x: Inputs,
+        x: Inputs | Iterable,
         samples: int = 32,
         method: str | None = None,
         *,
@@ -168,7 +75,7 @@ class Posterior(ABC):
     @overload
     def predict(
         self,
-        x: Inputs,
+        x: Inputs | Iterable,
         samples: int = 32,
         method: str | None = None,
         *,
@@ -180,7 +87,7 @@ class Posterior(ABC):
     @torch.no_grad()
     def predict(
         self,
-        x: Inputs,
+        x: Inputs | Iterable,
         samples: int = 32,
         method: str | None = None,
         *,
@@ -191,6 +98,7 @@ class Posterior(ABC):
         seed: int | None = None,
         statistics: Statistics = None,
         chunk: int | None = None,
+        progress: bool | None = None,
     ) -> Tensor | Moments | NoisyMoments | Decomposed:
         """Predictions averaged over the posterior.
 
@@ -199,7 +107,8 @@ class Posterior(ABC):
 
         Args:
             x: a batch of inputs; a tuple if the model takes several arguments, a mapping for keyword arguments (its key
-                `"labels"` is left out).
+                `"labels"` is left out). Or a loader of batches, whose labels are not used: inputs, pairs (inputs,
+                labels), or mappings. All batches are predicted with the same samples of the weights.
             samples: the number of samples that `method="mc"` and `link="mc"` average over.
             method: `"mc"` averages over samples of the weights; `"linear"` is exact for the network linearised at the
                 mean; `"mean"` uses the mean weights alone. None is `"linear"` for Laplace posteriors (`"mc"` with a
@@ -218,7 +127,30 @@ class Posterior(ABC):
                 BatchNorm's statistics are estimated for each sample. `"running"` uses the model's running statistics;
                 None does so too, and warns once if the model has any and its weights vary much.
             chunk: the number of inputs that go through the network at once, to limit memory; None for all.
+            progress: whether to show a progress bar for a loader (needs rich); None shows it in a terminal.
         """
+        options: Any = dict(link=link, model=model, seed=seed, statistics=statistics, chunk=chunk)
+
+        def one(batch: Any) -> Any:
+            return self._predict(batch, samples, method, likelihood, decompose, **options)
+
+        return stream(x, one, self._device(model), progress) if is_loader(x) else one(x)
+
+    def _predict(
+        self,
+        x: Inputs,
+        samples: int,
+        method: str | None,
+        likelihood: str | Likelihood | None,
+        decompose: bool,
+        *,
+        link: str | None,
+        model: nn.Module | None,
+        seed: int | None,
+        statistics: Statistics,
+        chunk: int | None,
+    ) -> Tensor | Moments | NoisyMoments | Decomposed:
+        """`predict` for one batch."""
         chosen = self.method if method is None else method
         if chosen not in self.methods:
             raise ValueError(f"method must be one of {', '.join(map(repr, self.methods))}, got {method!r}.")
@@ -249,6 +181,68 @@ class Posterior(ABC):
                 found = Averages(reading)
                 found.add(network(self._cast(getattr(self, chosen), network.model)))
         return found.decomposed() if decompose else found.prediction()
+
+    def interval(self, x: Inputs | Iterable, level: float = 0.9, **options: Any) -> Interval:
+        """The interval of a new label with probability `level`: mean ± z s, where s² has the noise of the data too.
+
+        Args:
+            x: inputs, or a loader, as in `predict`, to which `options` are passed.
+            level: of the central interval. `bayesgrad.conformal` gives intervals that hold without a Gaussian.
+
+        Raises:
+            ValueError: the likelihood has no Gaussian noise.
+        """
+        return interval_of(self.predict(x, **options), self._reading(options.get("likelihood")), level)
+
+    def ood_score(self, x: Inputs | Iterable, score: str = "epistemic", **options: Any) -> Tensor:
+        """How unusual each input is, (examples,): larger for inputs that are unlike the training data.
+
+        | score | what it is |
+        |---|---|
+        | `"epistemic"` | the mutual information of label and weights; of numbers, the variance of the outputs |
+        | `"entropy"` | the entropy of the predicted probabilities |
+        | `"max_probability"` | 1 - the probability of the most probable class |
+
+        Of several outputs or positions it is the mean. `metrics.auroc(known, unknown)` compares the scores of two data
+        sets.
+
+        Args:
+            x: inputs, or a loader, as in `predict`, to which `options` are passed.
+        """
+        if score not in SCORES:
+            raise ValueError(f"score must be one of {', '.join(map(repr, SCORES))}, got {score!r}.")
+        reading = self._reading(options.get("likelihood"))
+        return score_of(self.predict(x, decompose=True, **options), reading, score)
+
+    def to_module(
+        self,
+        x: Inputs,
+        samples: int = 32,
+        method: str | None = None,
+        *,
+        likelihood: str | Likelihood | None = None,
+        model: nn.Module | None = None,
+        seed: int | None = None,
+    ) -> nn.Module:
+        """The prediction as a module of tensors alone, which `torch.export` accepts: `module(x)` is `predict(x)`.
+
+        With `"mc"`, weights are sampled once and kept. With `"linear"`, variances come from Jacobians (examples,
+        outputs, weights), which must fit into memory: restrict large posteriors to the last layer. The number of inputs
+        may vary; where torch cannot trace that (`"linear"` and convolutions), it is that of `x`, which the module
+        checks.
+
+        Args:
+            x: inputs to trace with, of the shapes that the module will receive.
+            samples, method, likelihood, model, seed: as in `predict`.
+        """
+        chosen = self.method if method is None else method
+        network = self._network(x, model, samples, None)
+        reading = self._reading(likelihood)
+        with evaluation_mode(network.model):
+            if chosen == "linear":
+                return traced_linear(network, self._centre(network), self._beliefs(), reading)
+            weights = list(self._choose(samples, self._seed(seed))) if chosen == "mc" else [getattr(self, chosen)]
+            return traced_average(network, [self._cast(w, network.model) for w in weights], reading)
 
     @torch.no_grad()
     def predictive_samples(
@@ -298,10 +292,6 @@ class Posterior(ABC):
         with evaluation_mode(network.model):
             return self._linear_moments(network, joint)[1]
 
-    def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """The log density of weights by name, in float64; weights (..., *shape), as of `sample`, give one for each."""
-        raise TypeError(f"{type(self).__name__} has no density: only Gaussian and Bernoulli posteriors have one.")
-
     def _network(
         self,
         x: Inputs,
@@ -332,9 +322,6 @@ class Posterior(ABC):
         for weights in self._choose(samples, self._seed(seed)):
             yield network(self._cast(weights, network.model))
 
-    def _seed(self, seed: int | None) -> int:
-        return self.seed if seed is None else seed
-
     def _choose(self, samples: int, seed: int) -> Iterator[dict[str, Tensor]]:
         """The samples that a prediction averages over."""
         return self._draw(self._generators(samples, seed))
@@ -357,94 +344,13 @@ class Posterior(ABC):
         """The weights at which the network is linearised."""
         return self._cast(self.mean, network.model)
 
+    def _beliefs(self) -> Mapping[str, Belief]:
+        """Independent Gaussians of blocks of weights."""
+        return {name: Belief(self.mean[name], Diagonal(v)) for name, v in self.variance().items()}
+
     def _output_covariances(self) -> Sequence[OutputCovariance]:
         """The covariances of linearised outputs for independent blocks of weights."""
-        return [BlockCovariance(name, Belief(v, Diagonal(v))) for name, v in self.variance().items()]
-
-    def _cast(self, weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-        like = self._parameters(model)
-        return {name: weight.to(like[name]) for name, weight in weights.items()}
-
-    def _model(self, model: nn.Module | None) -> nn.Module:
-        model = self.model if model is None else model
-        if model is None:
-            raise ValueError("the posterior has no model: pass model= to this call or to load().")
-        return model
-
-    def _parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """The parameters of the model that this posterior describes, checked by name and shape."""
-        return matching_parameters(model, self._shapes(), "posterior")
-
-    def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Posterior:
-        """A copy whose tensors are on another device, or have another dtype. The model is the same and is not moved.
-
-        Args:
-            device: a device, or a dtype.
-            dtype: float32 or float64.
-        """
-        state = {**self.state_dict(), "tensors": storage.converted(self._tensors(), device, dtype)}
-        found = Posterior.from_state_dict(state, self.model)
-        found.likelihood, found.noise_scale = self.likelihood, self.noise_scale
-        found.forward, found.output = self.forward, self.output
-        return found
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{key}={value}' for key, value in self._summary().items())})"
-
-    def _summary(self) -> dict[str, Any]:
-        """What `repr` shows."""
-        shapes = self._shapes()
-        parts: dict[str, Any] = {"weights": f"{sum(shape.numel() for shape in shapes.values()):,}"}
-        parts |= {"parameters": len(shapes), "likelihood": likelihoods.named(self.likelihood).name}
-        return parts | {"method": self.method, "model": None if self.model is None else type(self.model).__name__}
-
-    # --- storage ---
-
-    def state_dict(self) -> dict[str, Any]:
-        """Tensors, numbers and strings that define the posterior, with names and shapes of the model's parameters."""
-        parts = {"kind": self.kind, "seed": self.seed, "draws": self._draws, "tensors": self._tensors()}
-        return parts if self.model is None else {**parts, "model": architecture(self.model)}
-
-    def save(self, path: str | os.PathLike) -> None:
-        """Writes `state_dict()` to a safetensors file, atomically; needs `bayesgrad[posterior]`."""
-        storage.write(path, self.state_dict())
-
-    @staticmethod
-    def load(path: str | os.PathLike, model: nn.Module | None = None) -> Posterior:
-        """Reads a file that `save` wrote; see `bayesgrad.posterior.load`."""
-        return load(path, model)
-
-    @staticmethod
-    def from_state_dict(state: Mapping[str, Any], model: nn.Module | None = None) -> Posterior:
-        """The posterior of which `state` is the `state_dict()`, of any class.
-
-        Raises:
-            ValueError: the state is incomplete, or the model has other parameters than the saved one.
-        """
-        storage.check_state(state, Posterior._kinds)
-        if model is not None and "model" in state:
-            check_architecture(model, state["model"])
-        try:
-            posterior = Posterior._kinds[state["kind"]]._from_tensors(state["tensors"], model)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"the state of the posterior is incomplete: it lacks {error}; save it again.") from error
-        posterior.seed, posterior._draws = state["seed"], state["draws"]
-        if model is not None:
-            posterior._parameters(model)
-        return posterior
+        return [BlockCovariance(name, belief) for name, belief in self._beliefs().items()]
 
 
-def load(path: str | os.PathLike, model: nn.Module | None = None) -> Posterior:
-    """Reads a posterior that `Posterior.save` wrote, onto the CPU, without pickle.
-
-    Raises:
-        ValueError: the file is damaged, truncated, altered or of another format, or the model has other parameters than
-            the one that the posterior was saved with.
-    """
-    state = storage.read(path)
-    try:
-        return Posterior.from_state_dict(state, model)
-    except ValueError as error:
-        raise ValueError(f"{os.fspath(path)}: {error}") from error
-    except Exception as error:  # a state that was altered by hand can fail in any way
-        raise ValueError(f"{os.fspath(path)} is damaged ({error!r}); save the posterior again.") from error
+load = Posterior.load

@@ -1,0 +1,84 @@
+"""Predictions for loaders, and what is computed from predictions: intervals, scores of unusual inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from bayesgrad.layers.batches import to_device, with_progress
+from bayesgrad.likelihoods import Likelihood
+from bayesgrad.predictions import Decomposed, Interval, Moments, NoisyMoments
+
+SCORES = ("epistemic", "entropy", "max_probability")
+Prediction = TypeVar("Prediction", Tensor, Moments, NoisyMoments, Decomposed, Interval)
+
+
+def is_loader(x: Any) -> bool:
+    """Whether inputs are several batches: any iterable that is no batch itself, and a list of batches."""
+    if isinstance(x, Tensor | tuple | Mapping):
+        return False
+    return not isinstance(x[0], Tensor) if isinstance(x, list) and x else isinstance(x, Iterable)
+
+
+def stream(
+    loader: Iterable, predict: Callable[[Any], Prediction], device: torch.device, progress: bool | None
+) -> Prediction:
+    """The predictions for all batches of a loader, one after the other, in one."""
+    found = [predict(to_device(_inputs(batch), device)) for batch in with_progress(loader, progress, "predict")]
+    if not found:
+        raise ValueError("the loader gave no batches: pass one that is not exhausted.")
+    return joined(found)
+
+
+def _inputs(batch: Any) -> Any:
+    """The inputs of a batch: the first of a pair (inputs, labels), the only member of a list, or the batch itself."""
+    if isinstance(batch, tuple | list):
+        if len(batch) not in (1, 2):
+            raise TypeError(
+                f"a batch of a loader must be inputs, or a pair (inputs, labels), got {len(batch)} parts: put several "
+                "arguments of the model into a tuple or a mapping."
+            )
+        return batch[0]
+    return batch
+
+
+def joined(parts: Sequence[Prediction]) -> Prediction:
+    """Predictions for several batches in one."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(parts))  # pyright: ignore[reportReturnType, reportArgumentType, reportCallIssue]
+    return type(first)(*(joined(fields) for fields in zip(*parts)))  # pyright: ignore
+
+
+def interval_of(prediction: Any, reading: Likelihood, level: float) -> Interval:
+    """The central interval of a new label, mean ± z s, for a Gaussian of the moments of a prediction."""
+    if not 0 < level < 1:
+        raise ValueError(f"level must be between 0 and 1, got {level!r}.")
+    if not isinstance(prediction, Moments | NoisyMoments):
+        raise ValueError(
+            f"interval() is for numbers with Gaussian noise, and the likelihood is {reading.kind!r}: use predict(), or "
+            "conformal.calibrate_sets for sets of classes."
+        )
+    noise = prediction.noise if isinstance(prediction, NoisyMoments) else reading.noise_scale**2
+    z = torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)).to(prediction.mean)
+    half = z * (prediction.variance + noise).sqrt()
+    return Interval(prediction.mean - half, prediction.mean + half)
+
+
+def score_of(found: Decomposed, reading: Likelihood, score: str) -> Tensor:
+    """One number for each example that is larger for more unusual inputs."""
+    if score == "epistemic":
+        value = found.epistemic
+    elif not isinstance(found.prediction, Tensor) or not (reading.has_classes or reading.kind == "bernoulli"):
+        raise ValueError(
+            f"score={score!r} is for classes, and the likelihood is {reading.kind!r}: use score='epistemic'."
+        )
+    elif score == "entropy":
+        value = found.total
+    else:
+        p = found.prediction
+        value = 1 - (p.amax(-1) if reading.has_classes else torch.maximum(p, 1 - p))
+    return value.reshape(len(value), -1).mean(1)
