@@ -9,6 +9,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from scipy.special import expit, softmax
 from sklearn.exceptions import ConvergenceWarning, NotFittedError
 from sklearn.utils.estimator_checks import estimator_checks_generator
 from torch.testing import assert_close
@@ -265,3 +266,24 @@ def test_labels_of_several_classes_are_those_of_the_mean_scores() -> None:
             offset = np.zeros((200, count))
             offset[:, 1] = 1e6 * scale
             assert (known.predict(rows, offset=offset) == 1).all()
+
+
+@pytest.mark.parametrize(("count", "error"), [(2, 1e-8), (3, 0.01), (10, 0.01)])
+@pytest.mark.parametrize("deviation", [0.5, 20.0, 1e6])
+def test_probabilities_of_classes_for_every_variance_of_the_scores(count: int, error: float, deviation: float) -> None:
+    """Beside 200,000 draws of the scores; two classes beside the midpoint rule for the difference of their scores."""
+    rng = np.random.default_rng(1)
+    rows, coef = rng.normal(size=(5, 3)), deviation * rng.normal(size=(count, 3))
+    covariance = deviation**2 * np.eye(3 * count)
+    found = GLM.from_parameters(coef, likelihood="multinomial", coef_covariance=covariance).predict_proba(rows)
+    scores, own = rows @ coef.T, deviation * np.linalg.norm(rows, axis=1)
+    if count == 2:
+        z = np.linspace(-8.5, 8.5, 500_001)
+        weights = np.exp(-(z**2) / 2) / np.exp(-(z**2) / 2).sum()
+        gap, spread = scores[:, 1] - scores[:, 0], np.sqrt(2) * own
+        right = np.array([weights @ expit(m + s * z) for m, s in zip(gap, spread)])
+        np.testing.assert_allclose(found[:, 1], right, rtol=0, atol=max(error, 1e-5 * (deviation > 1e3)))
+        return
+    noise = rng.normal(size=(200_000, count))
+    right = np.stack([softmax(m + s * noise, axis=1).mean(0) for m, s in zip(scores, own)])
+    np.testing.assert_allclose(found, right, rtol=0, atol=error if deviation > 1 else 0.003)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+import resource
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -304,6 +306,21 @@ def test_no_matrices_for_diagonal_families(kind: str, expectation: Delta | Monte
         node.distribution().sample()
 
     assert matrices(one_step, size) == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the size of the process is not known")
+def test_exact_diagonals_do_not_fill_the_heap() -> None:
+    """The process grows by less than a quarter of a matrix of P x P numbers."""
+
+    def size() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    theta = torch.zeros(6000).double()
+    node = Node(DiagonalGaussian(), DiagonalGaussian().of(theta, torch.ones_like(theta)))
+    before = size()
+    moments = LogDensity(node, quartic, Delta()).moments()
+    assert size() - before < 2 * theta.numel() ** 2
+    assert_close(moments.second, torch.full_like(theta, -4.0))
 
 
 @pytest.mark.parametrize(

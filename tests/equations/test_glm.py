@@ -171,12 +171,13 @@ def test_quadratures_hessian_is_the_derivative_of_its_value() -> None:
 
 def test_two_classes_are_logistic_with_twice_the_variance() -> None:
     """z = f_1 - f_0 has prior variance 2."""
-    y = (one > 0).astype(int)
-    both = GLM("multinomial", fit_intercept=False, tol=1e-13).fit(X, y)
-    single = GLM("logistic", prior_precision=0.5, fit_intercept=False, tol=1e-13).fit(X, y)
-    assert_allclose(both.elbo_, single.elbo_, rtol=1e-6)
-    assert_allclose(both.coef_[1] - both.coef_[0], single.coef_[0], rtol=1e-4)
-    assert_allclose(both.predict_proba(X), single.predict_proba(X), atol=1e-4)
+    cancer = standardised(load_breast_cancer)  # deviations of 9 in z, for which 32 points are too few
+    for rows, y in ((X, (one > 0).astype(int)), cancer):
+        both = GLM("multinomial", fit_intercept=False, tol=1e-13).fit(rows, y)
+        single = GLM("logistic", prior_precision=0.5, fit_intercept=False, tol=1e-13).fit(rows, y)
+        assert_allclose(both.elbo_, single.elbo_, rtol=1e-11)
+        assert_allclose(both.coef_[1] - both.coef_[0], single.coef_[0], rtol=1e-5, atol=1e-7)
+        assert_allclose(both.predict_proba(rows), single.predict_proba(rows), atol=1e-7)
 
 
 def test_classes_are_exchangeable() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from bayesgrad.inference.engine import ProgressLine
 from bayesgrad.inference.expectation import Delta, Expectation, Moments
 from bayesgrad.models.designs import Design
-from bayesgrad.models.multinomial import Multinomial, MultinomialLogLikelihood
+from bayesgrad.models.multinomial import Multinomial
 from bayesgrad.models.quadrature import Expected
 
 HALVINGS = 40
@@ -192,8 +192,7 @@ class LinearPosterior:
 
     def _chunk(self, z: Tensor, spread: Tensor, y: Tensor, expectation: Expectation) -> Expected:
         if isinstance(self.observation, Multinomial):
-            function = MultinomialLogLikelihood(self.observation, y)
-            return Expected(expectation.rows(function, z, torch.linalg.cholesky(spread)), None)
+            return Expected(self.observation.expected(z, spread, y, expectation), None)
         moments, third = self.observation.expected_to_third(z[:, 0], spread[:, 0, 0], y, expectation)
         return Expected(_as_columns(moments), None if third is None else third[:, None])
 

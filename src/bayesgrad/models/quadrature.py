@@ -47,8 +47,8 @@ def pairs_for(ratio: float) -> tuple[np.ndarray, np.ndarray]:
             return _hermite(n)
     for limit, pairs in MIDPOINT:
         if ratio <= limit:
-            return _midpoint(pairs)
-    return _midpoint(math.ceil(33 * ratio) if 33 * ratio < MOST else MOST)
+            return midpoint(pairs)
+    return midpoint(math.ceil(33 * ratio) if 33 * ratio < MOST else MOST)
 
 
 @lru_cache
@@ -59,7 +59,8 @@ def _hermite(n: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @lru_cache
-def _midpoint(pairs: int) -> tuple[np.ndarray, np.ndarray]:
+def midpoint(pairs: int) -> tuple[np.ndarray, np.ndarray]:
+    """Positive nodes and weights of the midpoint rule, for a standard normal number."""
     nodes = (np.arange(pairs) + 0.5) * (RANGE / pairs)
     weights = np.exp(-(nodes**2) / 2)
     return nodes, weights / (2 * weights.sum())

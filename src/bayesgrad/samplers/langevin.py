@@ -141,7 +141,9 @@ class SNGD(Sampler):
     with the gradient over B = `batch_size` of N = `num_data` examples, drawn without replacement for every step, and
     corrections c as in `Langevin`; with `correction=None` it is plain minibatch natural gradient descent. It samples at
     temperature T if the covariance of per-example gradients equals the Fisher, that is, if the model predicts the data
-    well. `temperature()` returns T; `bayesgrad.samplers.batch_size` computes the B for T = 1.
+    well. `temperature()` returns T; `bayesgrad.samplers.batch_size` computes the B for T = 1. With a metric that only
+    approximates the Fisher (`"diagonal"`, and `"kronecker"` for several layers) the covariance is (T/N) G^-1 for
+    damping 0, and not that of the posterior; `Langevin` has no such limit.
 
     Minibatches have the noise of the Fisher, and not of its damping d. Noise xi ~ N(0, I) is added to the gradient for
     that (`damping_noise`). Without it, variances are multiplied by f/(f + d) in directions of Fisher f.
