@@ -1,0 +1,100 @@
+"""Training loops that are unusual, beside the same computation in the usual order, or written out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from bayesgrad import optim, samplers
+from cases import weights
+
+D = torch.float64
+
+
+def network(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 3)).to(D)
+
+
+def data(index: int, rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(index)
+    return torch.randn(rows, 5, generator=generator, dtype=D), torch.randint(3, (rows,), generator=generator)
+
+
+def step(model: nn.Module, optimizer: Any, index: int) -> None:
+    x, y = data(index)
+    optimizer.zero_grad()
+    outputs = model(x)
+    loss = cross_entropy(outputs, y)
+    optimizer.observe(outputs, loss=loss, labels=y)
+    loss.backward()
+    optimizer.step()
+
+
+def assert_same(model: nn.Module, other: nn.Module) -> None:
+    for name, expected in weights(other).items():
+        torch.testing.assert_close(weights(model)[name], expected, rtol=1e-10, atol=1e-12, msg=name)
+
+
+# --- outputs of several forward passes ---
+
+OBSERVERS = {
+    "KFAC": lambda model: optim.KFAC(model, max_norm=math.inf, seed=0),
+    "KroneckerFilter": lambda model: optim.KroneckerFilter(model, batch_size=8, seed=0),
+    "KroneckerFilterFP": lambda model: optim.KroneckerFilterFP(model, batch_size=8, seed=0),
+    "SNGD": lambda model: samplers.SNGD(
+        model, lr=0.1, num_data=100, batch_size=8, metric="kronecker", fisher="sampled", seed=0
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:lr=.* (samples at temperature|is not small)")
+@pytest.mark.parametrize("name", OBSERVERS)
+def test_outputs_of_two_forward_passes_are_observed_as_one_batch(name: str) -> None:
+    """As a discriminator's outputs for real and generated data: the number of losses is that of all outputs."""
+    models = network(), network()
+    for model, parts in zip(models, ([8], [5, 3])):
+        optimizer: Any = OBSERVERS[name](model)
+        for index in range(3):
+            x, y = data(index)
+            optimizer.zero_grad()
+            outputs = torch.cat([model(part) for part in x.split(parts)])
+            optimizer.observe(outputs, labels=y)
+            cross_entropy(outputs, y).backward()
+            optimizer.step()
+    assert_same(*models)
+
+
+class Tokens(nn.Module):
+    """One prediction for each token, which depends on earlier ones."""
+
+    def __init__(self, flat: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.flat = nn.Linear(5, 6, dtype=D), nn.Linear(6, 3, dtype=D), flat
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs = self.last(torch.tanh(self.first(x)).cumsum(1))
+        return outputs.flatten(0, 1) if self.flat else outputs
+
+
+@pytest.mark.parametrize("rule", [optim.OGN, optim.VOGN])
+def test_flattened_tokens_have_the_exact_fisher_of_sequences(rule: type) -> None:
+    """The tokens of an example have independent labels: no products between them are part of its Fisher matrix."""
+    models = Tokens(False), Tokens(True)
+    x, y = data(0, 24)
+    for model in models:
+        optimizer = rule(model, num_data=100, fisher="exact", betas=(0.0, 0.5), losses_per_example=4, seed=0)
+        for _ in range(2):
+            with optimizer.sampled():
+                optimizer.zero_grad()
+                outputs = model(x.view(6, 4, 5))
+                optimizer.observe(outputs)
+                cross_entropy(outputs.reshape(24, 3), y).backward()
+            optimizer.step()
+    assert_same(*models)
