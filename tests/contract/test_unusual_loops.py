@@ -98,3 +98,44 @@ def test_flattened_tokens_have_the_exact_fisher_of_sequences(rule: type) -> None
                 cross_entropy(outputs.reshape(24, 3), y).backward()
             optimizer.step()
     assert_same(*models)
+
+
+# --- tensors of the caller ---
+
+
+def correction(model: nn.Module) -> samplers.Langevin:
+    options: Any = {"metric": "fisher", "correction": "flat", "probes": 1, "limit_step": False}
+    return samplers.Langevin(model, lr=1e-3, num_data=100, damping=1.0, seed=0, **options)
+
+
+STORED = {
+    "NaturalGradient": lambda model: optim.NaturalGradient(model, seed=0),
+    "NaturalGradient-layer": lambda model: optim.NaturalGradient(model, blocks="layer", seed=0),
+    "KFAC": lambda model: optim.KFAC(model, seed=0),
+    "FOOF": lambda model: optim.FOOF(model),
+    "OGN": lambda model: optim.OGN(model, num_data=100),
+    "DenseFilter": lambda model: optim.DenseFilter(model, batch_size=4, seed=0),
+    "correction": correction,
+}
+
+
+@pytest.mark.filterwarnings("ignore:lr=.* (samples at temperature|is not small)")
+@pytest.mark.parametrize("name", STORED)
+def test_inputs_may_be_overwritten_between_backward_and_step(name: str) -> None:
+    """As by a loader that fills one buffer again and again; NaturalGradient uses a batch in several steps."""
+    models = network(), network()
+    for model, overwrites in zip(models, (True, False)):
+        optimizer: Any = STORED[name](model)
+        buffer = torch.empty(4, 5, dtype=D)
+        for index in range(5):
+            x, y = data(index, 4)
+            x = buffer.copy_(x) if overwrites else x
+            optimizer.zero_grad()
+            outputs = model(x)
+            optimizer.observe(outputs)
+            cross_entropy(outputs, y).backward()
+            if overwrites:
+                buffer.fill_(math.nan)
+                y.zero_()
+            optimizer.step()
+    assert_same(*models)
