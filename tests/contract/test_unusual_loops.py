@@ -139,3 +139,72 @@ def test_inputs_may_be_overwritten_between_backward_and_step(name: str) -> None:
                 y.zero_()
             optimizer.step()
     assert_same(*models)
+
+
+# --- layers that are frozen and thawed within a step ---
+
+LAYERWISE = {
+    "FOOF": lambda model: optim.FOOF(model, max_norm=math.inf),
+    "FOOF-backward": lambda model: optim.FOOF(model, max_norm=math.inf, precondition="backward"),
+    "KFAC": lambda model: optim.KFAC(model, max_norm=math.inf, seed=0),
+    "KFAC-backward": lambda model: optim.KFAC(model, max_norm=math.inf, precondition="backward", seed=0),
+    "KroneckerFilter": lambda model: optim.KroneckerFilter(model, batch_size=8, seed=0),
+    "KroneckerFilterFP": lambda model: optim.KroneckerFilterFP(model, batch_size=8, seed=0),
+    "NaturalGradient": lambda model: optim.NaturalGradient(model, update_every=1, seed=0),
+    "OGN": lambda model: optim.OGN(model, num_data=100),
+}
+
+
+@pytest.mark.parametrize("name", LAYERWISE)
+def test_thawing_a_layer_before_a_step_does_not_change_that_of_others(name: str) -> None:
+    """A layer that is thawed between the backward pass and the step is trained from the next pass on."""
+    models = network(), network()
+    for model, early in zip(models, (True, False)):
+        optimizer: Any = LAYERWISE[name](model)
+        model[2].requires_grad_(False)
+        for index in range(6):
+            x, y = data(index)
+            optimizer.zero_grad()
+            outputs = model(x)
+            optimizer.observe(outputs, labels=y)
+            cross_entropy(outputs, y).backward()
+            if early and index == 2:
+                model[2].requires_grad_(True)
+            optimizer.step()
+            if index == 2:
+                model[2].requires_grad_(True)
+    assert_same(*models)
+
+
+@pytest.mark.parametrize("part", ["", "weight", "bias"])
+@pytest.mark.parametrize("name", LAYERWISE)
+def test_freezing_between_forward_and_backward_is_having_no_gradient(name: str, part: str) -> None:
+    """Autograd adds nothing to the gradient of what does not require one any more."""
+    models = network(), network()
+    for model, freezes in zip(models, (True, False)):
+        optimizer: Any = LAYERWISE[name](model)
+        for index in range(4):
+            x, y = data(index)
+            frozen = [p for n, p in model[2].named_parameters() if n.startswith(part) and index == 2]
+            optimizer.zero_grad()
+            outputs = model(x)
+            optimizer.observe(outputs, labels=y)
+            for p in frozen:
+                p.requires_grad_(not freezes)
+            cross_entropy(outputs, y).backward()
+            for p in frozen:
+                p.grad = None
+            optimizer.step()
+            model.requires_grad_(True)
+    assert_same(*models)
+
+
+def test_half_a_layer_without_gradient_has_no_metric() -> None:
+    model = network()
+    sampler = samplers.Langevin(model, lr=1e-3, num_data=100, limit_step=False, seed=0)
+    outputs = model(data(0)[0])
+    sampler.observe(outputs)
+    cross_entropy(outputs, data(0)[1]).backward()
+    model[2].bias.grad = None
+    with pytest.raises(RuntimeError, match="of layer '2' have a common metric, but only one of them has a gradient"):
+        sampler.step()
