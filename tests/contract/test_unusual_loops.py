@@ -208,3 +208,37 @@ def test_half_a_layer_without_gradient_has_no_metric() -> None:
     model[2].bias.grad = None
     with pytest.raises(RuntimeError, match="of layer '2' have a common metric, but only one of them has a gradient"):
         sampler.step()
+
+
+# --- losses that are observed and not differentiated ---
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("rule", [optim.Newton, optim.VON])
+def test_the_loss_of_a_micro_batch_that_is_computed_twice_is_refused(rule: Any, together: bool) -> None:
+    """The number that a loss is multiplied by is that of the tensor which was observed."""
+    model = network()
+    optimizer = rule(model.parameters(), num_data=100, hessian="exact")
+
+    def passes(rows: int) -> None:
+        losses = []
+        for x, y in zip(*(part.split(rows) for part in data(0))):
+            each = cross_entropy(model(x), y, reduction="none")
+            optimizer.observe(loss=each.mean())
+            losses.append(each.sum() / 8)
+            if not together:
+                losses.pop().backward()
+        if together:
+            sum(losses).backward()  # pyright: ignore
+
+    with optimizer.sampled():
+        optimizer.zero_grad()
+        passes(8)  # a single one has the weight 1
+    optimizer.step()
+    before = weights(model)
+    with pytest.raises(RuntimeError, match="one of them was not differentiated by backward"):
+        with optimizer.sampled():
+            optimizer.zero_grad()
+            passes(4)
+        optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
