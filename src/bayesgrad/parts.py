@@ -122,7 +122,7 @@ class Part:
         """Collects from a forward pass, before `loss.backward()`; arguments are those of `BeliefOptimizer.observe`."""
 
     def output_directions(
-        self, outputs: Tensor, labels: Tensor | None, weights: Tensor | None, exact: bool = False
+        self, outputs: Tensor, labels: Tensor | None, weights: Tensor | None, exact: bool = False, group: int = 1
     ) -> Iterator[Tensor]:
         """Vectors s of the outputs, whose ss' are summed: one for all losses, or, for the exact Fisher, several.
 
@@ -130,12 +130,14 @@ class Part:
             labels: at which the loss is differentiated; None for sampled ones.
             weights: how often each loss counts.
             exact: whether to sum over all labels if none are given.
+            group: the number of rows of the outputs that are one example, whose losses have directions of their own.
         """
         likelihood = likelihoods.named(self.optimizer.param_groups[0]["likelihood"])
         if labels is not None:
             found = iter([residual(likelihood, outputs, labels)])
         elif exact:
-            found = likelihood.hessian_roots(outputs)
+            examples = outputs.unflatten(0, (-1, group)) if group > 1 else outputs
+            found = (root.reshape(outputs.shape) for root in likelihood.hessian_roots(examples))
         else:
             seed, draw = self.optimizer.param_groups[0]["seed"], self.optimizer.draws
             self.optimizer.draws += 1

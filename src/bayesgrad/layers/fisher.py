@@ -387,7 +387,8 @@ def gather_gradients(
     """
     grouped = _grouped(directions, copies)
     back = trace.recorder.backpropagate
-    found = layouts.attach(trace.backpropagate(grouped[0]), trace.outputs, back, group)
+    # What is stored of a batch may be read after the caller has overwritten its tensors.
+    found = [call.kept() for call in layouts.attach(trace.backpropagate(grouped[0]), trace.outputs, back, group)]
     several = len(directions) > 1 or copies > 1
     calls = [layers.batch_first(call) for call in found] if several else found
     left = trace.used_elsewhere() | layers.mixed_parameters(calls)

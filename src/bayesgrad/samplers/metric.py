@@ -249,8 +249,14 @@ class KroneckerFactors(Metric):
         found, seen = [], set()
         for layer in space.layers:
             entry = state.get(layer.owner, {})
-            if not set(layer.members) <= set(space.params) or "input_moment" not in entry:
+            absent = set(layer.members) - set(space.params)
+            if len(absent) == len(layer.members) or "input_moment" not in entry:
                 continue
+            if absent:
+                raise RuntimeError(
+                    f"weight and bias of layer {layer.names[0]!r} have a common metric, but only one of them has a "
+                    "gradient: call requires_grad_(False) of the other one before the forward pass."
+                )
             seen |= set(layer.members)
             moments = [entry[f"{side}_moment"] for side in ("input", "error")]
             try:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from bayesgrad import distributed, layers, likelihoods, noise
 from bayesgrad.directions import Directions
@@ -208,7 +209,9 @@ class MetricPreconditioner(NetworkPreconditioner):
     def _batch(self, outputs: Tensor, labels: Tensor | None, losses: float) -> Batch | None:
         if not self.remembers():
             return None
-        args, kwargs = self.recorded.recorder.arguments(outputs)
+        # The step reads them, when the caller may have overwritten them.
+        given = (*self.recorded.recorder.arguments(outputs), labels)
+        args, kwargs, labels = tree_map_only(Tensor, Tensor.clone, given)
         names: dict[Tensor, str] = {p: name for name, p in self.recorded.model.named_parameters()}
         order = self.params
         kind = likelihoods.named(self.optimizer.param_groups[0]["likelihood"])

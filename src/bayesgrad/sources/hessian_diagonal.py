@@ -28,7 +28,10 @@ class Observation:
 
     Attributes:
         factor: the derivative, by this loss, of what `backward()` differentiates; None before a backward pass.
+        zeroed: whether gradients were set to zero since.
     """
+
+    zeroed = False
 
     def __init__(self, loss: Tensor, diagonals: dict[Tensor, Tensor]) -> None:
         self.diagonals = diagonals
@@ -71,18 +74,37 @@ class HessianDiagonal(Source):
     def zeroed(self, stale: bool) -> None:
         self.totals = {}
         self.waiting = [] if stale else [seen for seen in self.waiting if seen.factor is None]
+        for seen in self.waiting:
+            seen.zeroed = True
         self.gradients = gradient_versions(self.optimizer)
 
     @property
     def diagonals(self) -> dict[Tensor, Tensor]:
         """The sum over the losses of a step."""
         total = dict(self.totals)
-        for seen in [seen for seen in self.waiting if seen.factor is not None] or self.waiting[-1:]:
+        for seen in self._counted(several=bool(self.totals)):
             for p, diagonal in seen.diagonals.items():
                 if seen.factor is not None:
                     diagonal = diagonal * seen.factor.clamp(max=1).to(diagonal)
                 total[p] = total[p] + diagonal if p in total else diagonal
         return total
+
+    def _counted(self, several: bool) -> list[Observation]:
+        """The losses that were differentiated; if none was, as for gradients that are assigned, the one observed last.
+
+        Args:
+            several: whether there are others in the step, so that the weight of each must be known.
+        """
+        if found := [seen for seen in self.waiting if seen.factor is not None]:
+            return found
+        found = [seen for seen in self.waiting if not seen.zeroed] or self.waiting
+        if several and found or len(found) > 1:
+            raise RuntimeError(
+                "several losses of a step were observed, and one of them was not differentiated by backward(), so that "
+                "the weight of its Hessian is not known: pass the very tensor that is differentiated, or of which a "
+                "multiple is, to observe(loss=loss)."
+            )
+        return found
 
     def observe(self, outputs: Any, loss: Any, labels: Any, weights: Any) -> None:
         optimizer = self.optimizer
@@ -101,6 +123,7 @@ class HessianDiagonal(Source):
             raise RuntimeError("call observe(loss=loss) inside `with optimizer.sampled():`, before loss.backward().")
         now = gradient_versions(self.optimizer)
         if now != self.gradients or any(seen.factor is not None for seen in self.waiting):
+            self._counted(several=any(p.grad is not None for p in params))
             self.totals, self.waiting = self.diagonals, []
         self.gradients = now
         self.totals = {p: total for p, total in self.totals.items() if p.grad is not None}

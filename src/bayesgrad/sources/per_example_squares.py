@@ -157,7 +157,7 @@ class PerExampleSquares(Source):
         self.layouts.tolerant = any(map(layers.mixes_examples, self.norms))
         elsewhere = recorder.trace(outputs).used_elsewhere()
         found: dict[Tensor, Tensor] = {}
-        for direction in self.output_directions(outputs, labels, weights, self.fisher == "exact"):
+        for direction in self.output_directions(outputs, labels, weights, self.fisher == "exact", size):
             calls = recorder.backpropagate(outputs, direction)
             calls = self.layouts.attach(calls, outputs, recorder.backpropagate, size)
             for p, columns in layers.gradients_of_calls(calls, elsewhere).items():

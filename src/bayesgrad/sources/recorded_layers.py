@@ -55,6 +55,7 @@ class RecordedLayers:
         self.backward_ids: dict[int, int] = {}  # id of a layer's first parameter -> its latest backward pass
         self.shapes = {p: p.shape for group in optimizer.param_groups for p in group["params"]}
         self.idle: set[Tensor] = set()  # parameters that had no gradient in a step
+        self.layers: list[Layer] = []
         mine = self._mine()
         self.slots = [
             (module, name, p)
@@ -85,6 +86,8 @@ class RecordedLayers:
 
     def _received(self, call: LayerCall) -> Pair | None:
         own = [p for p in call.module._parameters.values() if p is not None and p.requires_grad]
+        if not own:  # frozen since the forward pass: autograd adds nothing to their gradients
+            return None
         restarted = self.backward_ids.get(id(own[0])) != call.backward_id and self.marks.restarted(own)
         self.backward_ids[id(own[0])] = call.backward_id
         assert self.receive is not None
@@ -131,13 +134,13 @@ class RecordedLayers:
         """Finds the layers again if `requires_grad` of a parameter has changed.
 
         Args:
-            in_step: whether the gradients of a pass are about to be used. A layer that was frozen since is then kept:
-                as in torch.optim, what has a gradient is trained.
+            in_step: whether the gradients of a pass are about to be used. Layers are then those of the pass, and those
+                that have a gradient: as in torch.optim, that is trained, whatever was frozen or thawed since.
         """
         flags = self._flags()
         if in_step:
             every = (p for group in self.optimizer.param_groups for p in group["params"])
-            flags = [now or (then and p.grad is not None) for now, then, p in zip(flags, self.flags, every)]
+            flags = [then or (now and p.grad is not None) for now, then, p in zip(flags, self.flags, every)]
         if self.flags != flags and (in_step or not self._replaced()):
             earlier = self.marks
             earlier.close()
@@ -167,7 +170,7 @@ class RecordedLayers:
         for name, module in layers.known_layers(self.model):
             if layers.is_matrix(module):
                 found.setdefault(id(module.weight), []).append((name, module))
-        result = []
+        result, earlier = [], {(layer.names, *map(id, layer.members)): layer for layer in self.layers}
         biases = Counter(id(uses[0][1]._parameters.get("bias")) for uses in found.values())
         for uses in found.values():
             names, modules = zip(*uses)
@@ -179,7 +182,9 @@ class RecordedLayers:
             # A bias that several layers share belongs to none.
             bias = bias if biases[id(bias)] == 1 and layers.joins_bias(modules[0]) else None
             if len(kinds) == 1 and (weight is not None or bias is not None):
-                result.append(Layer(names, modules[0], weight, bias))
+                found_layer = Layer(names, modules[0], weight, bias)
+                # What was collected in the passes of a step is kept by layer.
+                result.append(earlier.get((names, *map(id, found_layer.members)), found_layer))
         return [layer for layer in result if self.only(layer)]
 
     def _warn_unmodelled(self) -> None:
