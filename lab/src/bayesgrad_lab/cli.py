@@ -84,6 +84,12 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="try five learning rates for each optimizer, a third of the epochs each; keep the best on held-out data",
     )
+    compare.add_argument(
+        "--prune",
+        choices=("asha", "hyperband"),
+        default="",
+        help="give up learning rates that lag behind; which ones depends on the order in which trials end",
+    )
     _common(compare)
     compare.set_defaults(call=_compare)
 
@@ -104,7 +110,15 @@ def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--download", action="store_true", help="fetch missing data files")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=Path("runs"), help="a folder for runs (default: runs)")
-    parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
+    parser.add_argument(
+        "--resume", action="store_true", help="continue an interrupted run, or work on one that another process runs"
+    )
+    parser.add_argument(
+        "--storage",
+        default="",
+        metavar="URL",
+        help="of the trials, for Optuna: journal:PATH or a database's (default: a journal in the run's folder)",
+    )
     parser.add_argument("--quiet", action="store_true", help="print nothing but where the report is, and errors")
 
 
@@ -226,6 +240,8 @@ def _compare(arguments: argparse.Namespace, command: str) -> None:
         raise unknown("model", arguments.model, networks.NETWORKS)
     if not arguments.data.endswith((".npz", ".csv")) and arguments.data not in datasets.NAMES:
         raise unknown("data set", arguments.data, (*datasets.NAMES, "FILE.npz", "FILE.csv"))
+    if arguments.prune and not arguments.lr_search:
+        raise ValueError("--prune needs --lr-search: it gives up learning rates of a search.")
     data = datasets.load(arguments.data, arguments.data_dir, arguments.download).part(arguments.examples)
     network = arguments.model or {"image": "mlp", "table": "mlp", "text": "gpt"}[data.kind]
     model = networks.build(network, data, 0)  # refuses what does not fit before anything is written
@@ -240,6 +256,7 @@ def _compare(arguments: argparse.Namespace, command: str) -> None:
         "training examples": len(data.train_x),
         "data fingerprint": data.fingerprint(),
         "lr search": arguments.lr_search,
+        **({"pruning": arguments.prune} if arguments.prune else {}),
     }
 
     def carry_out(context: Context) -> Report:
@@ -273,12 +290,13 @@ def _carry_out(arguments: argparse.Namespace, folder: Path, settings: dict[str, 
     from rich.console import Console
 
     from bayesgrad_lab.context import Context
-    from bayesgrad_lab.store import run_folder, versions
+    from bayesgrad_lab.store import open_folder, versions
 
     _check_device(arguments.device)
     console = Console(quiet=arguments.quiet)
     settings = {**settings, "seeds": arguments.seeds, "device": arguments.device}
-    with run_folder(folder, settings, arguments.resume), _Display(console) as display:
+    open_folder(folder, settings, arguments.resume)
+    with _Display(console) as display:
         context = Context(
             folder,
             getattr(arguments, "scale", "laptop"),
@@ -289,6 +307,8 @@ def _carry_out(arguments: argparse.Namespace, folder: Path, settings: dict[str, 
             display.say,
             display.progress,
             display.expect,
+            storage=arguments.storage,
+            pruner=getattr(arguments, "prune", ""),
         )
         report = work(context)
         report.command, report.versions = command, versions()
