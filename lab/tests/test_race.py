@@ -217,7 +217,7 @@ def test_the_plan_is_shorter_than_fifteen_hours() -> None:
 # --- the verdict ---
 
 
-def tracks(own: dict[str, float], usual: dict[str, float]) -> tuple[race.Track, race.Track]:
+def tracks(own: dict[str, float], usual: dict[str, float]) -> tuple[race.Finishes, race.Finishes]:
     """FOOF takes these multiples of AdamW's time, with a search and without; all others take twice as long."""
     found = []
     for times in (own, usual):

@@ -13,7 +13,8 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from bayesgrad_lab.names import unknown
 from bayesgrad_lab.race_entrants import BASELINE, ENTRANTS, Entrant
 from bayesgrad_lab.race_workloads import WORKLOADS, Workload
 from bayesgrad_lab.store import held, read_json, versions, write_json
-from bayesgrad_lab.studies import SEARCH_SEED, Point, Study
+from bayesgrad_lab.studies import PAUSE, SEARCH_SEED, Point, Study
 from bayesgrad_lab.task import Task, shuffled
 from bayesgrad_lab.training import settle, steps
 
@@ -259,8 +260,8 @@ def at(curve: Tensor, seconds: float, column: int = LOSS) -> float:
 
 def slowness(curve: Tensor, target: float, limit: float) -> float:
     """What a search minimises: the time to the target; runs that miss it come after, by how much they miss it."""
-    time = time_to(curve, target)
-    return time if math.isfinite(time) else limit + within(curve, math.inf) - target
+    seconds = time_to(curve, target)
+    return seconds if math.isfinite(seconds) else limit + within(curve, math.inf) - target
 
 
 # --- targets ---
@@ -281,35 +282,69 @@ def races(context: Context, names: Sequence[str], entrants: Sequence[str]) -> It
             yield Race(context, SCALES[context.scale], WORKLOADS[name], ENTRANTS[entrant], task)
 
 
-def tuned(race: Race, score: Any, purpose: str, target: float = -math.inf) -> tuple[Point, list[Tensor]]:
-    """The best of the settings, by one seed apart, and the curves of all seeds at it."""
-    points = race.protocol.points(race.entrant)
-    found = Study(race.context, f"{race.workload.name}-{race.entrant.kind}-{purpose}").measure(
-        [{**point, "seed": SEARCH_SEED} for point in points],
-        lambda point, _: score(race.run(_setting(point), SEARCH_SEED, target)),
-    )
-    best = points[min(range(len(points)), key=found.__getitem__)]
-    return best, finals(race, best, score, purpose, target)
+@dataclass(frozen=True)
+class Track:
+    """The runs of an optimizer on a workload for one purpose: with a search or without.
+
+    Args:
+        purpose: the name of its studies.
+        score: of a curve, the lower the better.
+    """
+
+    race: Race
+    purpose: str
+    score: Callable[[Tensor], float]
+    target: float = -math.inf
+    searched: bool = True
+
+    def work(self) -> tuple[Point, list[Tensor]] | None:
+        """The best of the settings, by one seed apart, and the curves of all seeds at it.
+
+        None while other processes work on some of the runs; what is left then is done.
+        """
+        race, setting = self.race, self.race.protocol.usual(self.race.entrant)
+        if self.searched:
+            points = race.protocol.points(race.entrant)
+            found = self._measure("", [{**point, "seed": SEARCH_SEED} for point in points])
+            if found is None:
+                return None
+            setting = points[min(range(len(points)), key=found.__getitem__)]
+        seeds = range(race.context.seeds)
+        if self._measure("-final", [{**setting, "seed": seed} for seed in seeds]) is None:
+            return None
+        return setting, [race.run(setting, seed, self.target) for seed in seeds]
+
+    def _measure(self, suffix: str, points: Sequence[Point]) -> list[float] | None:
+        race = self.race
+
+        def value(point: Point, _: Any) -> float:
+            setting = {name: value for name, value in point.items() if name != "seed"}
+            return self.score(race.run(setting, int(point["seed"]), self.target))
+
+        study = Study(race.context, f"{race.workload.name}-{race.entrant.kind}-{self.purpose}{suffix}")
+        return study.work(points, value)
 
 
-def finals(race: Race, setting: Point, score: Any, purpose: str, target: float = -math.inf) -> list[Tensor]:
-    """The curves of all seeds at a setting."""
-    seeds = range(race.context.seeds)
-    study = Study(race.context, f"{race.workload.name}-{race.entrant.kind}-{purpose}-final")
-    points = [{**setting, "seed": seed} for seed in seeds]
-    study.measure(points, lambda point, _: score(race.run(_setting(point), int(point["seed"]), target)))
-    return [race.run(setting, seed, target) for seed in seeds]
-
-
-def _setting(point: Point) -> dict[str, float]:
-    return {name: value for name, value in point.items() if name != "seed"}
+def together(tracks: Sequence[Track]) -> Iterator[tuple[Track, Point, list[Tensor]]]:
+    """All of these tracks, in their order, by all processes of the run: none waits while there is work in another."""
+    found: dict[int, tuple[Point, list[Tensor]]] = {}
+    while len(found) < len(tracks):
+        before = len(found)
+        for i, track in enumerate(tracks):
+            if i not in found and (done := track.work()):
+                found[i] = done
+        if len(found) == before:
+            time.sleep(PAUSE)
+    for i, track in enumerate(tracks):
+        yield track, *found[i]
 
 
 def measure_targets(context: Context, names: Sequence[str]) -> dict[str, Any]:
     """AdamW's best setting for each workload, and the score that enough of its seeds reach with it in a budget."""
-    path = context.folder / TARGETS
-    for race in races(context, names, [BASELINE]):
-        setting, curves = tuned(race, partial(within, seconds=race.budget), "target")
+    path, every = context.folder / TARGETS, races(context, names, [BASELINE])
+    tracks = [Track(race, "target", partial(within, seconds=race.budget)) for race in every]
+    for track, setting, curves in together(tracks):
+        race = track.race
         values = sorted(within(curve, race.budget) for curve in curves)
         needed = math.ceil(race.protocol.share * len(values))
         entry = {"target": values[needed - 1], "seeds": values, "setting": setting}
@@ -365,18 +400,16 @@ class Finish:
         return statistics.median(self.seconds)
 
 
-def finish(race: Race, target: float, tune: bool) -> Finish:
-    """The runs of an optimizer on a workload, with a search or without."""
-    limit = race.protocol.limit * race.budget
-    score = partial(slowness, target=target, limit=limit)
+def track(race: Race, target: float, searched: bool) -> Track:
+    score = partial(slowness, target=target, limit=race.protocol.limit * race.budget)
     if not race.entrant.to_target:
         score = partial(at, seconds=race.budget)
-    purpose = "tuned" if tune else "usual"
-    if tune:
-        setting, curves = tuned(race, score, purpose, target)
-    else:
-        setting = race.protocol.usual(race.entrant)
-        curves = finals(race, setting, score, purpose, target)
+    return Track(race, "tuned" if searched else "usual", score, target, searched)
+
+
+def finish(track: Track, setting: Point, curves: Sequence[Tensor]) -> Finish:
+    """How an optimizer did on a workload, by the curves of its seeds."""
+    race, target = track.race, track.target
     lrs = [point["lr"] for point in race.protocol.points(race.entrant)]
     return Finish(
         race.workload,
@@ -387,7 +420,7 @@ def finish(race: Race, target: float, tune: bool) -> Finish:
         [steps_to(curve, target) for curve in curves],
         [at(curve, race.budget) for curve in curves],
         race.flops(),
-        tune and setting["lr"] in (min(lrs), max(lrs)),
+        track.searched and setting["lr"] in (min(lrs), max(lrs)),
     )
 
 
@@ -398,4 +431,4 @@ def plan(scale: str, seeds: int, names: Sequence[str], entrants: Sequence[str]) 
     return {name: runs * protocol.limit * protocol.seconds(WORKLOADS[name]) / 3600 for name in names}
 
 
-Track = Mapping[tuple[str, str], Finish]  # by workload and optimizer
+Finishes = Mapping[tuple[str, str], Finish]  # by workload and optimizer

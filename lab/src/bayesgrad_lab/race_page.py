@@ -9,7 +9,7 @@ from itertools import product
 
 from bayesgrad_lab import figures, race
 from bayesgrad_lab.context import Context
-from bayesgrad_lab.race import Finish, Protocol, Track
+from bayesgrad_lab.race import Finish, Finishes, Protocol
 from bayesgrad_lab.race_entrants import BASELINE, ENTRANTS
 from bayesgrad_lab.race_workloads import UNITS, WORKLOADS
 from bayesgrad_lab.report import NO_VERDICT, Report
@@ -63,13 +63,13 @@ def fixed(protocol: Protocol, seeds: int) -> dict[str, str]:
 # --- the verdict ---
 
 
-def best(track: Track, workload: str, ours: bool) -> Finish | None:
+def best(track: Finishes, workload: str, ours: bool) -> Finish | None:
     """The fastest of ours, or of the others."""
     found = [one for (name, _), one in track.items() if name == workload and one.entrant.ours == ours]
     return min((one for one in found if one.entrant.to_target), key=lambda one: one.time, default=None)
 
 
-def ratios(track: Track) -> dict[str, float]:
+def ratios(track: Finishes) -> dict[str, float]:
     """Workload -> the time of the best of ours over that of the best of the others."""
     found = {}
     for name in dict.fromkeys(name for name, _ in track):
@@ -79,14 +79,14 @@ def ratios(track: Track) -> dict[str, float]:
     return found
 
 
-def wins(track: Track) -> dict[str, int]:
+def wins(track: Finishes) -> dict[str, int]:
     """Optimizer of ours -> on how many workloads it is faster than AdamW."""
     names = {name for name, _ in track}
     ours = dict.fromkeys(kind for _, kind in track if ENTRANTS[kind].ours and ENTRANTS[kind].to_target)
     return {kind: sum(track[name, kind].time < track[name, BASELINE].time for name in names) for kind in ours}
 
 
-def verdict(tuned: Track, usual: Track) -> str:
+def verdict(tuned: Finishes, usual: Finishes) -> str:
     """By the rule that was fixed beforehand; for races of all workloads and optimizers alone."""
     if any(set(track) != set(product(WORKLOADS, ENTRANTS)) for track in (tuned, usual)):
         return "Not resolved at this size: not all workloads and optimizers took part."
@@ -106,7 +106,7 @@ def verdict(tuned: Track, usual: Track) -> str:
 # --- tables and figures ---
 
 
-def profiles(track: Track) -> dict[str, list[float]]:
+def profiles(track: Finishes) -> dict[str, list[float]]:
     """Optimizer -> its time over the shortest, on each workload; infinite where the target was not reached."""
     shortest = {name: min(one.time for (other, _), one in track.items() if other == name) for name, _ in track}
     found: dict[str, list[float]] = {}
@@ -117,7 +117,7 @@ def profiles(track: Track) -> dict[str, list[float]]:
     return found
 
 
-def add_times(report: Report, title: str, track: Track) -> None:
+def add_times(report: Report, title: str, track: Finishes) -> None:
     names = list(dict.fromkeys(name for name, _ in track))
     kinds = [kind for kind in dict.fromkeys(kind for _, kind in track) if ENTRANTS[kind].to_target]
     columns = ["optimizer", *(WORKLOADS[name].title + " (held out)" * WORKLOADS[name].held_out for name in names)]
@@ -131,7 +131,7 @@ def add_times(report: Report, title: str, track: Track) -> None:
     report.add_table(f"{title}: 10^12 operations to the target", columns, work)
 
 
-def add_settings(report: Report, track: Track) -> None:
+def add_settings(report: Report, track: Finishes) -> None:
     rows = [
         [
             WORKLOADS[name].title,
@@ -147,7 +147,7 @@ def add_settings(report: Report, track: Track) -> None:
     report.add_table("What the search chose", columns, rows)
 
 
-def add_losses(report: Report, tracks: Mapping[str, Track]) -> None:
+def add_losses(report: Report, tracks: Mapping[str, Finishes]) -> None:
     """The loss at the end of a budget, of those that do not stop at a target."""
     kinds = [BASELINE, *(kind for kind, one in ENTRANTS.items() if not one.to_target)]
     rows = [
@@ -200,13 +200,12 @@ def targets(context: Context, workloads: Sequence[str]) -> Report:
 def run(context: Context, workloads: Sequence[str], entrants: Sequence[str]) -> Report:
     """Both tracks. Targets that are missing are refused before anything runs."""
     report, path = _report(context), context.folder / race.TARGETS
-    for one in race.races(context, workloads, [BASELINE]):
-        race.target_of(one, path)
     tracks: dict[str, dict[tuple[str, str], Finish]] = {"With a search": {}, "Without a search": {}}
-    for one in race.races(context, workloads, entrants):
-        for title, track in tracks.items():
-            found = race.finish(one, race.target_of(one, path), title == "With a search")
-            track[one.workload.name, one.entrant.kind] = found
+    every = list(race.races(context, workloads, entrants))
+    work = [race.track(one, race.target_of(one, path), searched) for searched in (True, False) for one in every]
+    for one, setting, curves in race.together(work):
+        found = race.finish(one, setting, curves)
+        tracks["With a search" if one.searched else "Without a search"][found.workload.name, found.entrant.kind] = found
     add_targets(report, context, race.read_json(path))
     for title, track in tracks.items():
         add_times(report, title, track)

@@ -68,6 +68,12 @@ class Study:
 
     def measure(self, points: Sequence[Point], value: Callable[[Point, optuna.Trial], float]) -> list[float]:
         """The value of each point; infinite for one that was pruned, or whose value is not finite."""
+        while (found := self.work(points, value)) is None:
+            time.sleep(PAUSE)
+        return found
+
+    def work(self, points: Sequence[Point], value: Callable[[Point, optuna.Trial], float]) -> list[float] | None:
+        """Measures all points that no other process works on. Values of all; None while there are not all of them."""
         while True:
             self._take_up()
             found = self._enqueue(points)
@@ -75,9 +81,8 @@ class Study:
                 return found
             with self._next() as trial:
                 if trial is None:
-                    time.sleep(PAUSE)
-                else:
-                    self._run(trial, value)
+                    return None
+                self._run(trial, value)
 
     def _take_up(self) -> None:
         """Fails the trials of processes that have died; they are enqueued anew."""
