@@ -1,11 +1,13 @@
-"""Kills runs at random moments and resumes them; prints how many ended like the undisturbed one.
+"""Kills processes of runs at random moments; prints how many runs ended like the undisturbed one of one process.
 
-Run: python kills.py FOLDER COUNT. One process imports everything and forks for each run, so that a kill hits the
-training and not the imports.
+Run: python kills.py FOLDER COUNT WORKERS. With one worker, the run is resumed. With two, either of them is killed, and
+the other ends the run. One process imports everything and forks for each run, so that a kill hits the training and not
+the imports.
 """
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import random
@@ -14,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 
+import optuna
 import torch
 
 torch.set_num_threads(1)  # before anything starts threads, which do not survive a fork
@@ -23,6 +26,9 @@ import torchmetrics.functional.classification  # noqa: E402, F401
 
 import bayesgrad.plots  # noqa: E402, F401
 from bayesgrad_lab.cli import main  # noqa: E402
+from bayesgrad_lab.studies import JOURNAL  # noqa: E402
+
+COMMAND = ["compare", "--optimizers", "adabayes,sgd", "--seeds", "1", "--examples", "400", "--lr-search"]
 
 
 def run(out: Path, resume: bool) -> int:
@@ -30,8 +36,7 @@ def run(out: Path, resume: bool) -> int:
     if child == 0:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)
-        arguments = ["compare", "--optimizers", "adabayes,sgd", "--epochs", "6", "--seeds", "1", "--examples", "400"]
-        os._exit(main([*arguments, "--out", str(out), *(["--resume"] if resume else [])]))
+        os._exit(main([*COMMAND, "--epochs", "6", "--out", str(out), *(["--resume"] if resume else [])]))
     return child
 
 
@@ -44,30 +49,54 @@ def numbers(out: Path) -> dict:
         found[path.name] = (trial["rows"], trial["final"])
     table = json.loads((folder / "report.json").read_text())["tables"][0]
     found["table"] = [row[:6] for row in table["rows"]]
-    leftover = [path.name for path in folder.rglob("*") if "partial" in path.name]
-    return {"found": found, "checkpoints": len(list((folder / "trials").glob("*.pt"))), "leftover": len(leftover)}
+    leftover = {path.name for path in folder.rglob("*.*") if path.suffix in (".lock", ".pt")}
+    return {"found": found, "studies": studies(folder), "leftover": leftover - {".lock", f"{JOURNAL}.lock"}}
 
 
-def trials(root: Path, count: int) -> int:
+def studies(folder: Path) -> dict:
+    """Study -> the value of each trial that ended; a trial that did not end must have failed, once for each kill."""
+    backend = optuna.storages.journal.JournalFileBackend(str(folder / JOURNAL))
+    storage, found, states = optuna.storages.JournalStorage(backend), {}, collections.Counter()
+    for summary in storage.get_all_studies():
+        trials = storage.get_all_trials(summary._study_id)
+        states.update(trial.state.name for trial in trials)
+        ended = [trial for trial in trials if trial.state.name == "COMPLETE"]
+        values = {str(trial.params): trial.value for trial in ended}
+        assert len(values) == len(ended), "a point was measured twice"
+        found[summary.study_name] = dict(sorted(values.items()))
+    assert set(states) <= {"COMPLETE", "FAIL"}, states
+    assert states["FAIL"] <= 1, states
+    return found
+
+
+def disturbed(out: Path, workers: int, moment: float, which: int) -> int:
+    """One process is killed, another one goes on; returns its status."""
+    children = [run(out, False)]
+    while workers > 1 and not (out / "compare-digits-mlp" / "config.json").exists():
+        time.sleep(0.01)
+    children += [run(out, True) for _ in range(workers - 1)]
+    time.sleep(moment)
+    killed = children.pop(which % workers)
+    os.kill(killed, signal.SIGKILL)
+    os.waitpid(killed, 0)
+    _, status = os.waitpid(children.pop() if children else run(out, True), 0)
+    return status
+
+
+def trials(root: Path, count: int, workers: int) -> int:
     start = time.perf_counter()
     _, status = os.waitpid(run(root / "whole", False), 0)
     assert status == 0
-    duration = time.perf_counter() - start
+    duration = (time.perf_counter() - start) / workers
     expected = numbers(root / "whole")
-    assert len(expected["found"]) == 3
+    assert (len(expected["found"]), len(expected["studies"]), expected["leftover"]) == (13, 4, set())
     draw, same = random.Random(0), 0
     for i in range(count):
-        out = root / str(i)
-        child = run(out, False)
-        time.sleep(draw.uniform(0.02, 0.95) * duration)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        _, status = os.waitpid(run(out, True), 0)
-        found = numbers(out)
-        found["leftover"] = 0  # a file that was being written when the kill came may stay behind, unread
-        same += status == 0 and found == {**expected, "leftover": 0}
+        status = disturbed(root / str(i), workers, draw.uniform(0.02, 0.95) * duration, i)
+        found = numbers(root / str(i))
+        same += status == 0 and found == expected
     return same
 
 
 if __name__ == "__main__":
-    print(trials(Path(sys.argv[1]), int(sys.argv[2])))
+    print(trials(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))

@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bayesgrad_lab.cli import _show, main
+from bayesgrad_lab.cli import main
 from bayesgrad_lab.context import Context
 from bayesgrad_lab.experiments import EXPERIMENTS, Experiment
 from bayesgrad_lab.methods import METHODS
 from bayesgrad_lab.report import Report, load, markdown, render
+from bayesgrad_lab.terminal import show
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SMALL = ["compare", "--optimizers", "sgd,adabayes", "--epochs", "2", "--seeds", "2", "--examples", "200"]
@@ -163,7 +164,7 @@ def test_no_digit_is_cut_off_in_a_narrow_terminal(capsys) -> None:
     report = Report("some")
     cells = [f"{i}.1234567±0.0000089" for i in range(8)]
     report.add_table("a", [f"score {i}" for i in range(8)], [cells])
-    _show(Console(width=80), report)
+    show(Console(width=80), report)
     said = capsys.readouterr().out
     assert "…" not in said
     assert sum(character.isdigit() for character in said) == sum(map(str.isdigit, "".join(cells))) + 8

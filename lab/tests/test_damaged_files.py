@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from bayesgrad_lab import corpora, own, report, store, uci
+from bayesgrad_lab.context import Context
 from bayesgrad_lab.datasets import Files, Source, read_cifar, read_idx, verify
+from bayesgrad_lab.studies import JOURNAL, Study
 from mutations import mutated, packed, survives
 
 RANDOM = np.random.default_rng(0)
@@ -65,6 +67,11 @@ def tensors(path: Path) -> None:
     store.write_tensors(path, {"step": 3, "weights": torch.arange(6.0)})
 
 
+def journal(path: Path) -> None:
+    study = Study(Context(path.parent), "task")
+    study.measure([{"lr": 0.1}, {"lr": 0.3}], lambda point, _: point["lr"])
+
+
 READERS: dict[str, tuple[Callable[[Path], None], Callable[[Path], Any]]] = {
     "images.gz": (idx, read_idx),
     "images": (idx, read_idx),
@@ -77,6 +84,7 @@ READERS: dict[str, tuple[Callable[[Path], None], Callable[[Path], Any]]] = {
     "report.json": (record, lambda path: report.load(path.parent)),
     "config.json": (lambda path: store.write_json(path, {"seeds": 3, "x": [1.5]}), store.read_json),
     "trial.pt": (tensors, store.read_tensors),
+    JOURNAL: (journal, lambda path: Study(Context(path.parent), "task")),
 }
 COUNTS = [500, pytest.param(10_000, marks=pytest.mark.soak)]
 

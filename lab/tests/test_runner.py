@@ -60,6 +60,7 @@ def test_every_method_resumes_to_the_same_numbers(name: str, digits: Dataset, tm
     assert again.final == whole.final
 
 
+@pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize(
     "count",
     [
@@ -68,32 +69,26 @@ def test_every_method_resumes_to_the_same_numbers(name: str, digits: Dataset, tm
         pytest.param(int(os.environ.get("SOAK_KILLS", "200")), marks=pytest.mark.soak, id="many"),
     ],
 )
-def test_kills_at_random_moments_change_nothing(count: int, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(HERE / "kills.py"), str(tmp_path), str(count)], capture_output=True, text=True, check=False
-    )
+def test_kills_at_random_moments_change_nothing(count: int, workers: int, tmp_path: Path) -> None:
+    """Of one process, which is resumed; and of one of two processes, whose trial the other takes up."""
+    command = [sys.executable, str(HERE / "kills.py"), str(tmp_path), str(count), str(workers)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == str(count), done.stderr[-2000:]
 
 
 def test_a_folder_belongs_to_one_run(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    with store.run_folder(path, {"seeds": 3}, False):
-        with pytest.raises(ValueError, match="holds a run already: pass --resume"), store.run_folder(path, {}, False):
-            pass
-        with pytest.raises(ValueError, match="another process is writing"), store.run_folder(path, {"seeds": 3}, True):
-            pass
-    with store.run_folder(path, {"seeds": 3}, True):
-        pass
-    with (
-        pytest.raises(ValueError, match="was started with seeds=3, not 4"),
-        store.run_folder(path, {"seeds": 4}, True),
-    ):
-        pass
+    store.open_folder(path, {"seeds": 3}, False)
+    with pytest.raises(ValueError, match="holds a run already: pass --resume"):
+        store.open_folder(path, {}, False)
+    store.open_folder(path, {"seeds": 3}, True)
+    with pytest.raises(ValueError, match="was started with seeds=3, not 4"):
+        store.open_folder(path, {"seeds": 4}, True)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("")
-    other = store.run_folder(tmp_path / "other", {}, True)
-    with pytest.raises(ValueError, match="holds files of something else"), other:
-        pass
+    with pytest.raises(ValueError, match="holds files of something else"):
+        store.open_folder(tmp_path / "other", {}, True)
+    assert [p.name for p in (tmp_path / "other").iterdir()] == ["thesis.tex"]
 
 
 def test_writing_is_all_or_nothing(tmp_path: Path) -> None:
@@ -240,9 +235,11 @@ def test_a_run_killed_at_its_very_beginning_can_be_resumed(tmp_path: Path) -> No
     (path / "trials").mkdir(parents=True)
     (path / ".lock").write_text("")
     (path / "config.json.12.partial").write_text("{")
-    with store.run_folder(path, {"seeds": 1}, True):
-        assert json.loads((path / "config.json").read_text()) == {"seeds": 1}
-        assert not list(path.glob("*.partial"))
+    os.utime(path / "config.json.12.partial", (1, 1))
+    (path / "report.json.13.partial").write_text("{")  # of a process that still writes it
+    store.open_folder(path, {"seeds": 1}, True)
+    assert json.loads((path / "config.json").read_text()) == {"seeds": 1}
+    assert [p.name for p in path.glob("*.partial")] == ["report.json.13.partial"]
 
 
 @pytest.mark.parametrize("large", [False, True])

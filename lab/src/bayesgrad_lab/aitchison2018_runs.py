@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from bayesgrad import optim
 from bayesgrad_lab.context import Context, Trial
-from bayesgrad_lab.methods import GRADIENT, PAPER_RATIO, POSITIONS, Build, Method, built, of_setup, soap
+from bayesgrad_lab.methods import GRADIENT, PAPER_RATIO, POSITIONS, Build, Method, built, of_setup, peer
 from bayesgrad_lab.results import Results, Value, mean_and_error
-from bayesgrad_lab.search import best, edges, search
+from bayesgrad_lab.studies import best, each, edges, search
 from bayesgrad_lab.task import Task
 from bayesgrad_lab.training import final_scores, fit, settle
 
@@ -74,7 +74,7 @@ VARIANTS = {
         ("kronecker", "KroneckerFilter", 1e-3, built(optim.KroneckerFilter, **GRADIENT, **POSITIONS)),
         ("kfac", "KFAC", 0.02, built(optim.KFAC, damping=0.01, **of_setup("losses_per_example", "seed"), **PLAIN)),
         ("foof", "FOOF", 0.1, built(optim.FOOF, damping=0.1, **POSITIONS, **PLAIN)),
-        ("soap", "SOAP", 3e-3, built(lambda params, **options: soap()(params, **options), weight_decay=0.0)),
+        ("soap", "SOAP", 3e-3, built(lambda params, **options: peer("SOAP")(params, **options), weight_decay=0.0)),
     )
 }
 
@@ -122,14 +122,19 @@ def finals(context: Context, task: Task, method: Method) -> Results:
     """The lr with the lowest validation NLL, by a seed apart, then all seeds on all training data; test data once."""
     held = task.held_out
 
-    def validation(setting: tuple[float, ...], seed: int) -> float:
+    def validation(setting: tuple[float, ...], seed: int, *_: Any) -> float:
         return score(held, run(context, held, method, setting[0], seed, "search"), "nll")
 
-    tried = search(method.seeks, validation)
+    study = f"{task.key}-{method.kind}"
+    tried = search(context, study, ["lr"], method.seeks, validation)
     chosen = best(tried)
-    runs = [run(context, task, method, chosen[0], seed) for seed in range(context.seeds)]
-    ends = tuple(edges(tried, chosen).values())
-    return Results(method.title, runs, partial(score, task), {"lr": chosen[0]}, tried, ends, task)
+    settings, ends = {"lr": chosen[0]}, tuple(edges(tried, chosen).values())
+
+    def final(seed: int) -> dict[str, Tensor]:
+        return run(context, task, method, chosen[0], seed)
+
+    runs = each(context, study, settings, range(context.seeds), final, lambda one: score(task, one, "nll"))
+    return Results(method.title, runs, partial(score, task), settings, tried, ends, task)
 
 
 def score(task: Task, run: Mapping[str, Tensor], name: str) -> float:

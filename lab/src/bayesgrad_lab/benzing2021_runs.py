@@ -21,7 +21,7 @@ from bayesgrad.layers.modules import Layer
 from bayesgrad_lab.context import Context, Trial
 from bayesgrad_lab.methods import Method, built
 from bayesgrad_lab.results import Results, Value, mean_and_error
-from bayesgrad_lab.search import best, edges, grid, search
+from bayesgrad_lab.studies import best, each, edges, grid, search
 from bayesgrad_lab.task import Task, shuffled
 from bayesgrad_lab.training import evaluate, steps
 
@@ -170,6 +170,11 @@ def score(run: Mapping[str, Tensor], name: str) -> float:
     return run["loss"][-1].item() if name == "loss" else run["error"].item()
 
 
+def study(task: Task, rule: Rule) -> str:
+    """The name of a search: all that its settings' meaning depends on."""
+    return f"{task.key}-{rule.kind}-power{rule.power:g}-steps{task.lengths[1]}"
+
+
 def tune(context: Context, task: Task, rule: Rule, seconds: Sequence[float] | None = None) -> Results:
     """Hyper-parameters by the training loss of search runs, whose seeds are not the finals'.
 
@@ -180,13 +185,13 @@ def tune(context: Context, task: Task, rule: Rule, seconds: Sequence[float] | No
     """
     settings = grid(rule.lrs, seconds or rule.seconds or (0.0,))
 
-    def loss(setting: tuple[float, ...], seed: int) -> float:
+    def loss(setting: tuple[float, ...], seed: int, *_: Any) -> float:
         return score(train(context, task, rule, rule.scaled(*setting), setting[1], seed, "search"), "loss")
 
-    tried = search(settings, loss, confirm=MORE_SEEDS)
+    names = ("lr", rule.second)
+    tried = search(context, study(task, rule), names, settings, loss, confirm=MORE_SEEDS)
     chosen = best(tried)
-    values = {"lr": rule.scaled(*chosen), rule.second: chosen[1]}
-    names = list(values)
+    values = dict(zip(names, (rule.scaled(*chosen), chosen[1])))
     words = [
         f"{names[i]} {values[names[i]]:.2g} is the {end} tried"
         for i, end in edges(settings, chosen).items()
@@ -202,7 +207,12 @@ def finish(context: Context, task: Task, chosen: Results, measure: Measure | Non
     for words in chosen.edges:
         context.say(f"{chosen.title} on {task.data.name}: {words}")
     lr, second = chosen.settings.values()
-    runs = [train(context, task, chosen.of, lr, second, seed, "final", measure) for seed in range(context.seeds)]
+
+    def final(seed: int) -> dict[str, Tensor]:
+        return train(context, task, chosen.of, lr, second, seed, "final", measure)
+
+    name, seeds = study(task, chosen.of), range(context.seeds)
+    runs = each(context, name, chosen.settings, seeds, final, lambda one: score(one, "loss"))
     return replace(chosen, runs=runs)
 
 

@@ -84,8 +84,26 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="try five learning rates for each optimizer, a third of the epochs each; keep the best on held-out data",
     )
+    compare.add_argument(
+        "--prune",
+        choices=("asha", "hyperband"),
+        default="",
+        help="give up learning rates that lag behind; which ones depends on the order in which trials end",
+    )
     _common(compare)
     compare.set_defaults(call=_compare)
+
+    race = commands.add_parser("race", help="time to a validation target, beside other optimizers", choices=_race_names)
+    race.add_argument(
+        "phase",
+        choices=("plan", "targets", "run"),
+        help="plan: how long it takes at most; targets: AdamW's, before any other run; run: all optimizers",
+    )
+    race.add_argument("--scale", choices=("smoke", "laptop"), default="laptop", help="smoke: seconds, drawn data")
+    race.add_argument("--workloads", default="", help="names, separated by commas (default: all)")
+    race.add_argument("--optimizers", default="", help="names, separated by commas (default: all)")
+    _common(race)
+    race.set_defaults(call=_race, seeds=5)
 
     report = commands.add_parser("report", help="one page of finished runs")
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders of runs")
@@ -104,7 +122,15 @@ def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--download", action="store_true", help="fetch missing data files")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=Path("runs"), help="a folder for runs (default: runs)")
-    parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
+    parser.add_argument(
+        "--resume", action="store_true", help="continue an interrupted run, or work on one that another process runs"
+    )
+    parser.add_argument(
+        "--storage",
+        default="",
+        metavar="URL",
+        help="of the trials, for Optuna: journal:PATH or a database's (default: a journal in the run's folder)",
+    )
     parser.add_argument("--quiet", action="store_true", help="print nothing but where the report is, and errors")
 
 
@@ -142,6 +168,12 @@ def _compare_names() -> dict[str, Iterable[str]]:
     from bayesgrad_lab import datasets, methods, networks
 
     return {"data sets": datasets.NAMES, "models": networks.NETWORKS, "optimizers": methods.METHODS}
+
+
+def _race_names() -> dict[str, Iterable[str]]:
+    from bayesgrad_lab import race_entrants, race_workloads
+
+    return {"workloads": race_workloads.WORKLOADS, "optimizers": race_entrants.ENTRANTS}
 
 
 def _positive(text: str) -> int:
@@ -226,6 +258,8 @@ def _compare(arguments: argparse.Namespace, command: str) -> None:
         raise unknown("model", arguments.model, networks.NETWORKS)
     if not arguments.data.endswith((".npz", ".csv")) and arguments.data not in datasets.NAMES:
         raise unknown("data set", arguments.data, (*datasets.NAMES, "FILE.npz", "FILE.csv"))
+    if arguments.prune and not arguments.lr_search:
+        raise ValueError("--prune needs --lr-search: it gives up learning rates of a search.")
     data = datasets.load(arguments.data, arguments.data_dir, arguments.download).part(arguments.examples)
     network = arguments.model or {"image": "mlp", "table": "mlp", "text": "gpt"}[data.kind]
     model = networks.build(network, data, 0)  # refuses what does not fit before anything is written
@@ -240,6 +274,7 @@ def _compare(arguments: argparse.Namespace, command: str) -> None:
         "training examples": len(data.train_x),
         "data fingerprint": data.fingerprint(),
         "lr search": arguments.lr_search,
+        **({"pruning": arguments.prune} if arguments.prune else {}),
     }
 
     def carry_out(context: Context) -> Report:
@@ -268,17 +303,49 @@ def _compare(arguments: argparse.Namespace, command: str) -> None:
     _carry_out(arguments, arguments.out / f"compare-{stem}-{network}", chosen, command, carry_out)
 
 
+def _race(arguments: argparse.Namespace, command: str) -> None:
+    import torch
+
+    from bayesgrad_lab import race, race_page
+
+    torch.set_num_threads(1)
+    names, entrants = (
+        list(dict.fromkeys(filter(None, map(str.strip, text.split(","))))) or list(table)
+        for text, table in ((arguments.workloads, race.WORKLOADS), (arguments.optimizers, race.ENTRANTS))
+    )
+    race.check(names, entrants)
+    hours = race.plan(arguments.scale, arguments.seeds, names, entrants)
+    if not arguments.quiet:
+        each = ", ".join(f"{name} {value:.2f}" for name, value in hours.items())
+        total = race.OVERHEAD * sum(hours.values())
+        print(f"At most {total:.2f} processor hours ({each}; a quarter more for validation and counting),")
+        print(f"{total / 2:.2f} hours with two processes. Start the second one with --resume.")
+    if arguments.phase == "plan":
+        return
+    folder, settings = arguments.out / f"race-{arguments.scale}", {"race": race.VERSION, "scale": arguments.scale}
+    if arguments.phase == "run":
+        if not (folder / race.TARGETS).exists():
+            raise ValueError(f"{folder} has no targets: run 'bayesgrad race targets' first.")
+        arguments.resume = True  # what the targets have begun
+    if arguments.phase == "targets":
+        _carry_out(arguments, folder, settings, command, lambda context: race_page.targets(context, names))
+    else:
+        _carry_out(arguments, folder, settings, command, lambda context: race_page.run(context, names, entrants))
+
+
 def _carry_out(arguments: argparse.Namespace, folder: Path, settings: dict[str, Any], command: str, work: Any) -> None:
     """Runs `work` in its folder, with progress, and leaves a report."""
     from rich.console import Console
 
     from bayesgrad_lab.context import Context
-    from bayesgrad_lab.store import run_folder, versions
+    from bayesgrad_lab.store import open_folder, versions
+    from bayesgrad_lab.terminal import Display, show
 
     _check_device(arguments.device)
     console = Console(quiet=arguments.quiet)
     settings = {**settings, "seeds": arguments.seeds, "device": arguments.device}
-    with run_folder(folder, settings, arguments.resume), _Display(console) as display:
+    open_folder(folder, settings, arguments.resume)
+    with Display(console) as display:
         context = Context(
             folder,
             getattr(arguments, "scale", "laptop"),
@@ -289,77 +356,17 @@ def _carry_out(arguments: argparse.Namespace, folder: Path, settings: dict[str, 
             display.say,
             display.progress,
             display.expect,
+            storage=arguments.storage,
+            pruner=getattr(arguments, "prune", ""),
         )
         report = work(context)
         report.command, report.versions = command, versions()
         report.settings = {**settings, **report.settings}
         page = report.save(folder)
-    _show(console, report)
+    show(console, report)
     answer = Console()  # also with --quiet
     answer.print("The report is in", end=" ")
     answer.print(str(page), style="bold", markup=False, highlight=False, soft_wrap=True)
-
-
-class _Display:
-    """Live progress in a terminal: a bar, loss, error and steps per second; a line for each trial elsewhere."""
-
-    def __init__(self, console: Any) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-        self.console = console
-        self.bars = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(24),
-            TextColumn("{task.completed}/{task.total}"),
-            TextColumn("{task.fields[state]}"),
-            TimeElapsedColumn(),
-            console=console,
-            disable=not console.is_terminal,
-            transient=True,
-        )
-        self.task, self.steps, self.key = self.bars.add_task("starting", total=1, state=""), 1, ""
-
-    def __enter__(self) -> _Display:
-        self.bars.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.bars.stop()
-
-    def say(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    def expect(self, trial: Any, epochs: int, steps: int) -> None:
-        self.steps, self.key = steps, trial.key
-        self.bars.reset(self.task, description=trial.key, total=epochs * steps, state="")
-        if not self.console.is_terminal:
-            self.say(f"{trial.key}: {epochs} epochs of {steps} steps")
-
-    def progress(self, trial: Any, epoch: int, step: int, loss: float, error: float, rate: float) -> None:
-        words = [f"loss {loss:.4f}"]
-        words += [f"error {100 * error:.1f} %"] if math.isfinite(error) else []
-        words += [f"{rate:.0f} steps/s"] if math.isfinite(rate) else []
-        self.bars.update(self.task, completed=epoch * self.steps + step, state=", ".join(words))
-
-
-def _show(console: Any, report: Any) -> None:
-    from rich.table import Column, Table
-
-    console.print(f"\n{report.title}", style="bold", markup=False, highlight=False)
-    for table in report.tables:
-        shown = Table(
-            *(Column(name, overflow="fold") for name in table["columns"]),  # no digit may be cut off
-            title=table["title"],
-            title_justify="left",
-            header_style="bold",
-            box=None,
-            padding=(0, 1, 0, 0),
-        )
-        for row in table["rows"]:
-            shown.add_row(*(str(cell).replace(" ± ", "±") for cell in row))  # 80 columns are few
-        console.print(shown)
-    if report.verdict:
-        console.print(f"Verdict. {report.verdict}", highlight=False, markup=False)
 
 
 def _report(arguments: argparse.Namespace, command: str) -> None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bayesgrad_lab.context import Context
-from bayesgrad_lab.methods import method
+from bayesgrad_lab.methods import Method, method
 from bayesgrad_lab.results import Results, shown
-from bayesgrad_lab.search import best, edges, search
+from bayesgrad_lab.studies import Report, Setting, best, each, edges, search
 from bayesgrad_lab.task import Task
 from bayesgrad_lab.training import History, train
 
@@ -50,20 +50,23 @@ def compare(context: Context, task: Task, methods: Sequence[str], budget: Budget
     results = {}
     for name in methods:
         kind, tried = method(name), {}
-        (lr,) = kind.lrs
+        (lr,), study = kind.lrs, f"{task.key}-{name}"
+
+        def validation(setting: Setting, seed: int, report: Report, kind: Method = kind) -> float:
+            return train(context, short, kind, setting[0], seed, "search", report).final["nll"]
+
+        def final(seed: int, kind: Method = kind) -> History:
+            return train(context, task, kind, lr, seed)  # noqa: B023
+
         if budget:
-            tried = search(
-                [(lr * factor,) for factor in budget.factors],
-                lambda setting, seed: train(context, short, kind, setting[0], seed, "search").final["nll"],  # noqa: B023
-                seed=0,
-            )
+            tried = search(context, study, ["lr"], [(lr * factor,) for factor in budget.factors], validation, seed=0)
             (lr,) = best(tried)
             if not math.isfinite(tried[lr,]):
                 context.say(f"{name}: every learning rate of the search diverged; continuing with {lr:.2g}")
             elif edges(tried, (lr,)):
                 context.say(f"{name}: the best learning rate, {lr:.2g}, is at the edge of the search")
-        finals = [train(context, task, kind, lr, seed) for seed in range(context.seeds)]
-        results[name] = Results(kind.title, finals, History.score, {"lr": lr}, tried)
+        runs = each(context, study, {"lr": lr}, range(context.seeds), final, lambda one: one.final["nll"])
+        results[name] = Results(kind.title, runs, History.score, {"lr": lr}, tried)
     return results
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bayesgrad_lab import datasets
 from bayesgrad_lab.dataset import Dataset
-from bayesgrad_lab.store import read_tensors, write_tensors
+from bayesgrad_lab.store import held, read_tensors, write_tensors
 
 if TYPE_CHECKING:
     from bayesgrad_lab.training import Step
@@ -60,6 +60,8 @@ class Context:
         progress: shows a trial as it goes.
         expect: called with the epochs of a trial and the steps of each.
         warned: what optimizers have warned of, which is said once.
+        storage: of the trials of searches, where it is not a file in the folder; see `Study`.
+        pruner: that gives up trials of a search, by name.
     """
 
     folder: Path
@@ -72,6 +74,8 @@ class Context:
     progress: Progress | None = None
     expect: Callable[[Trial, int, int], None] | None = None
     warned: set[str] = field(default_factory=set)
+    storage: str = ""
+    pruner: str = ""
 
     @property
     def clock(self) -> Callable[[], float]:
@@ -102,10 +106,14 @@ class Context:
         """What `compute` returns, from the run's folder where an earlier, interrupted run has left it."""
         path = self.folder / "trials" / f"{key.key if isinstance(key, Trial) else key}.pt"
         value = read_tensors(path) if path.exists() else None
-        if value is None:
-            with self.hearing():
-                value = compute()
-            write_tensors(path, value)
+        if value is not None:
+            return value
+        with held(path):
+            value = read_tensors(path) if path.exists() else None  # another process may have made it meanwhile
+            if value is None:
+                with self.hearing():
+                    value = compute()
+                write_tensors(path, value)
         return value
 
     def watch(self, trial: Trial, steps: Iterator[Step], epochs: int, each: int, done: int = 0) -> Iterator[Step]:

@@ -23,7 +23,7 @@ from bayesgrad_lab.dataset import Dataset
 from bayesgrad_lab.methods import Method, Setup, built
 from bayesgrad_lab.report import Report
 from bayesgrad_lab.results import Results, attempts, margin, shown, sign
-from bayesgrad_lab.search import Setting, chosen
+from bayesgrad_lab.studies import Setting, chosen, each
 from bayesgrad_lab.task import Task, cross_entropy
 from bayesgrad_lab.training import epoch_seconds, fit, in_batches
 
@@ -307,15 +307,21 @@ def finals(context: Context, stream: Stream, method: Method) -> Results:
     strengths = SPLIT.get(method.kind, method.seconds) if stream.kind == "split" else method.seconds
     settings = [(strength,) for strength in (strengths[:2] if context.scale == "smoke" else strengths)]
 
-    def lacking(setting: Setting, seed: int) -> float:
+    def lacking(setting: Setting, seed: int, *_: Any) -> float:
         value = run(context, stream, method, setting[0], seed, "search")["accuracy"][-1].mean().item()
         return -value if math.isfinite(value) else 0.0
 
-    title, (strength,), tried = f"{stream.title}, {method.title}", settings[0], {}
+    study, title = f"{stream.key}-{method.kind}", f"{stream.title}, {method.title}"
+    (strength,), tried = settings[0], {}
     if len(settings) > 1:
-        (strength,), tried = chosen(context, title, ["strength"], settings, lacking)
-    runs = [run(context, stream, method, strength, seed) for seed in range(context.seeds)]
-    return Results(method.title, runs, score, method.named((method.lr,)) | {"strength": strength}, tried)
+        (strength,), tried = chosen(context, study, title, ["strength"], settings, lacking)
+    settings, seeds = method.named((method.lr,)) | {"strength": strength}, range(context.seeds)
+
+    def final(seed: int) -> dict[str, Tensor]:
+        return run(context, stream, method, strength, seed)
+
+    runs = each(context, study, settings, seeds, final, lambda one: -score(one, "end"))
+    return Results(method.title, runs, score, settings, tried)
 
 
 # --- the report ---

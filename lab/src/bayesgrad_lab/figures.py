@@ -92,6 +92,26 @@ def lines(
     save_figure(figure, path)
 
 
+def profiles(path: Path, panels: Mapping[str, Mapping[str, Sequence[float]]], reach: float = 4.0) -> None:
+    """Performance profiles (Dolan and Moré, 2002): for each name, the part of its ratios that is at most x.
+
+    Args:
+        panels: title -> name -> ratios to the best, infinite ones included.
+    """
+    figure, axes = new_figure(len(panels))
+    colours = dict(zip(dict.fromkeys(name for named in panels.values() for name in named), PALETTE * 3))
+    for axis, (title, named) in zip(axes, panels.items()):
+        for i, (name, ratios) in enumerate(named.items()):
+            inner = sorted(ratio for ratio in ratios if ratio <= reach)
+            x, y = [1.0, *inner, reach], np.array([0, *range(1, len(inner) + 1), len(inner)]) / len(ratios)
+            axis.step(x, y, where="post", color=colours[name], label=name, lw=1.6, ls="-" if i < len(PALETTE) else "--")
+        axis.set(title=title, xlabel="time over the shortest", xscale="log", ylim=(-0.02, 1.02))
+        _few_decades(axis.xaxis)
+    axes[0].set_ylabel("part of the workloads")
+    axes[-1].legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    save_figure(figure, path)
+
+
 @dataclass(frozen=True)
 class Cloud:
     """Points of the plane (n, 2), and two Gaussians: one around a given centre, and the points' own."""

@@ -19,7 +19,7 @@ from bayesgrad_lab.context import Context, Trial
 from bayesgrad_lab.dataset import Dataset
 from bayesgrad_lab.methods import L2, UNBOUNDED, VARIATIONAL, Method, built, of_setup
 from bayesgrad_lab.results import Results, Value, shown
-from bayesgrad_lab.search import Setting, chosen
+from bayesgrad_lab.studies import Setting, chosen, each
 from bayesgrad_lab.task import Task
 from bayesgrad_lab.training import epoch_seconds, fit, in_batches, settle
 
@@ -259,21 +259,33 @@ def named(results: Sequence[Results], *key: str) -> Results:
     return next(one for one in results if one.of.key == key)
 
 
+def study(task: Task, method: Method, judge: str) -> str:
+    """The name of a search."""
+    return f"{task.key}-{method.kind}-{judge}"
+
+
 def tune(context: Context, task: Task, method: Method, judge: str = "nll") -> tuple[Setting, dict[Setting, float]]:
     """The best pair of hyper-parameters, and the validation score of all, of predictions as the method makes them."""
     held = task.held_out
 
-    def score(setting: Setting, seed: int) -> float:
+    def score(setting: Setting, seed: int, *_: Any) -> float:
         return scores(run(context, held, method, setting, seed, "search"), searched(method), held)[judge]
 
-    return chosen(context, method.title, ("lr", method.second), method.seeks, score)
+    return chosen(context, study(task, method, judge), method.title, ("lr", method.second), method.seeks, score)
 
 
 def finals(context: Context, task: Task, method: Method, judge: str = "nll") -> list[Results]:
     """The method at its best pair, for all seeds: predictions at the mean, and averaged ones."""
     setting, tried = tune(context, task, method, judge)
     settings = method.named(setting)
-    runs = [run(context, task, method, setting, seed) for seed in range(context.seeds)]
+    runs = each(
+        context,
+        study(task, method, judge),
+        settings,
+        range(context.seeds),
+        lambda seed: run(context, task, method, setting, seed),
+        lambda one: scores(one, searched(method), task)[judge],
+    )
     words = ", ".join(f"{name} {value:g}" for name, value in settings.items())
     at = "most probable" if method.kind == "bayesbinn" else "at the mean"
     found = []

@@ -29,7 +29,7 @@ from bayesgrad_lab.dataset import Dataset
 from bayesgrad_lab.methods import Method
 from bayesgrad_lab.report import Report
 from bayesgrad_lab.results import Results, mean_and_error
-from bayesgrad_lab.search import SEARCH_SEED, Setting, edges, grid
+from bayesgrad_lab.studies import SEARCH_SEED, Setting, edges, grid
 from bayesgrad_lab.task import Task
 from bayesgrad_lab.training import epoch_seconds, fit, in_batches
 

@@ -133,13 +133,11 @@ GRADIENT = of_setup("batch_size", "seed")  # of filters, which ask how many loss
 VARIATIONAL = of_setup("num_data", "prior_precision", "seed")
 
 
-def soap() -> Callable[..., torch.optim.Optimizer]:
-    """SOAP, which is in a package of its own."""
-    try:
-        from pytorch_optimizer import SOAP
-    except ImportError as error:
-        raise ImportError("soap is in a package that is not installed: pip install pytorch_optimizer.") from error
-    return SOAP
+def peer(name: str) -> Callable[..., torch.optim.Optimizer]:
+    """An optimizer of pytorch_optimizer, which is imported only where it is used."""
+    import pytorch_optimizer
+
+    return getattr(pytorch_optimizer, name)
 
 
 def _muon(model: nn.Module, setup: Setup) -> list[torch.optim.Optimizer]:

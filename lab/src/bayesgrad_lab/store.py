@@ -1,4 +1,4 @@
-"""Runs that survive: a folder with a lock, and files that are whole or absent.
+"""Runs that survive: folders and files that are whole or absent, also where several processes work on one run.
 
 A run is a folder. `config.json` says what it is, `trials/<key>.pt` holds what a trial has measured, or its last
 finished epoch, `trials/<key>.json` its metrics so far, `report.json`, `report.html` and the plots come at the end.
@@ -12,12 +12,15 @@ import io
 import json
 import os
 import platform
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import filelock
 import torch
+
+STALE = 60.0  # seconds after which a file that is being written belongs to no living process
 
 
 def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
@@ -95,9 +98,8 @@ def versions() -> dict[str, str]:
     }
 
 
-@contextlib.contextmanager
-def run_folder(path: Path, config: dict[str, Any], resume: bool) -> Iterator[Path]:
-    """Opens a folder for one run alone.
+def open_folder(path: Path, config: dict[str, Any], resume: bool) -> None:
+    """Opens a folder for one run. Other processes may work on the same run, see `Study`.
 
     Raises:
         ValueError: the folder belongs to another run, or to the same and `resume` was not asked for.
@@ -107,6 +109,13 @@ def run_folder(path: Path, config: dict[str, Any], resume: bool) -> Iterator[Pat
     foreign = [p for p in path.iterdir() if not _ours(p)] if path.is_dir() else []
     if foreign and not existing.exists():
         raise ValueError(f"{path} holds files of something else: choose another --out.")
+    (path / "trials").mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(path / ".lock"):
+        _claim(path, existing, config, resume)
+
+
+def _claim(path: Path, existing: Path, config: dict[str, Any], resume: bool) -> None:
+    """Notes what the run is, or checks that it is this one."""
     if existing.exists():
         if not resume:
             raise ValueError(f"{path} holds a run already: pass --resume to continue it, or choose another --out.")
@@ -118,13 +127,12 @@ def run_folder(path: Path, config: dict[str, Any], resume: bool) -> Iterator[Pat
                 f"{path} was started with {k}={before.get(k)!r}, not {config.get(k)!r}: "
                 "resume with the same arguments, or choose another --out."
             )
-    (path / "trials").mkdir(parents=True, exist_ok=True)
-    with _lock(path / ".lock", path):
-        for partial in path.rglob("*.partial"):
-            partial.unlink()  # of a process that was killed while it wrote
-        if not existing.exists():
-            write_json(existing, config)
-        yield path
+    for partial in path.rglob("*.partial"):
+        with contextlib.suppress(FileNotFoundError):
+            if partial.stat().st_mtime < time.time() - STALE:  # of a process that was killed while it wrote
+                partial.unlink()
+    if not existing.exists():
+        write_json(existing, config)
 
 
 def _ours(path: Path) -> bool:
@@ -133,14 +141,13 @@ def _ours(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _lock(path: Path, folder: Path) -> Iterator[None]:
-    """A lock that the operating system takes back when the process dies, however it dies."""
-    lock = filelock.FileLock(path)
-    try:
-        lock.acquire(timeout=0)
-    except filelock.Timeout:
-        raise ValueError(f"another process is writing into {folder}: wait for it, or choose another --out.") from None
-    try:
+def held(path: Path) -> Iterator[None]:
+    """Waits until no other process makes this file, and keeps others from making it inside.
+
+    The operating system takes the lock back when the process dies, however it dies.
+    """
+    lock = path.with_name(f"{path.name}.lock")
+    with filelock.FileLock(lock):
         yield
-    finally:
-        lock.release()
+        with contextlib.suppress(OSError):
+            lock.unlink()

@@ -84,8 +84,8 @@ class Task:
 
     @property
     def losses_per_example(self) -> int:
-        """Losses of an example: the positions of a sequence."""
-        return self.data.train_y[0].numel()
+        """Losses of an example: the positions of a sequence; one where targets are numbers."""
+        return 1 if self.data.train_y.is_floating_point() else self.data.train_y[0].numel()
 
     @property
     def steps(self) -> int:

@@ -25,7 +25,7 @@ from bayesgrad_lab import networks
 from bayesgrad_lab.context import Context, Trial
 from bayesgrad_lab.dataset import Dataset
 from bayesgrad_lab.methods import Method
-from bayesgrad_lab.store import read_json, read_tensors, write_json, write_tensors
+from bayesgrad_lab.store import held, read_json, read_tensors, write_json, write_tensors
 from bayesgrad_lab.task import Loss, Task, cross_entropy, shuffled
 
 EVALUATION_BATCH = 500
@@ -198,25 +198,45 @@ class History:
         return self.final[name]
 
 
-def train(context: Context, task: Task, method: Method, lr: float, seed: int, purpose: str = "final") -> History:
+def train(
+    context: Context,
+    task: Task,
+    method: Method,
+    lr: float,
+    seed: int,
+    purpose: str = "final",
+    report: Callable[[int, float], None] | None = None,
+) -> History:
     """Runs a trial, or what is left of it, and returns its history.
 
     Nothing is chosen by what is seen of the test part of the task's data: some of it every epoch, for the curves, and
     all of it once at the end, for the scores. In a search the caller passes a task whose test part is held-out training
     data.
+
+    Args:
+        report: called with the number and the NLL of each epoch; it may raise to end the trial.
     """
     trial = Trial(purpose, task.key, method.kind, {"lr": lr}, seed)
     record, checkpoint = (context.folder / "trials" / f"{trial.key}.{end}" for end in ("json", "pt"))
-    if record.exists():
-        saved = read_json(record)
-        if saved.get("final"):
-            checkpoint.unlink(missing_ok=True)
-            return History(saved["rows"], saved["final"], saved["cost"])
-    with context.hearing():
-        return _train(context, trial, task, method, record, checkpoint)
+    with held(record):
+        if record.exists():
+            saved = read_json(record)
+            if saved.get("final"):
+                checkpoint.unlink(missing_ok=True)
+                return History(saved["rows"], saved["final"], saved["cost"])
+        with context.hearing():
+            return _train(context, trial, task, method, record, checkpoint, report)
 
 
-def _train(context: Context, trial: Trial, task: Task, method: Method, record: Path, checkpoint: Path) -> History:
+def _train(
+    context: Context,
+    trial: Trial,
+    task: Task,
+    method: Method,
+    record: Path,
+    checkpoint: Path,
+    report: Callable[[int, float], None] | None,
+) -> History:
     lr, seed, data = trial.settings["lr"], trial.seed or 0, task.data
     model = task.model(seed).to(context.device)
     optimizers = method.build(model, task, lr, seed)
@@ -258,6 +278,8 @@ def _train(context: Context, trial: Trial, task: Task, method: Method, record: P
         write_tensors(checkpoint, {"parts": [part.state_dict() for part in parts], "history": asdict(history)})
         write_json(record, asdict(history))
         total, seconds = torch.zeros_like(total), 0.0
+        if report:
+            report(len(history.rows), scores["nll"])
         model.train()
     history.final = final_scores(model, data, context.device)
     write_json(record, asdict(history))

@@ -30,7 +30,7 @@ from bayesgrad_lab.methods import Method, built, of_setup
 from bayesgrad_lab.names import unknown
 from bayesgrad_lab.report import Report
 from bayesgrad_lab.results import Results, outcome, shown, sign
-from bayesgrad_lab.search import Setting, chosen
+from bayesgrad_lab.studies import Setting, chosen, each
 from bayesgrad_lab.task import Task
 from bayesgrad_lab.training import epoch_seconds, fit, steps
 
@@ -255,14 +255,25 @@ def choose(
         It; the NLL of all of them; and the noise, of MAP the mean squared validation error of the best pair, which
         others may take for granted.
     """
-    held, runs = split.validation(), {}
+    held = split.validation()
 
-    def nll(setting: Setting, seed: int) -> float:
-        runs[setting] = run(context, recipe, held, method, setting, noise, "search")
-        return runs[setting][method.kind][SCORES.index("nll")].item()
+    def nll(setting: Setting, seed: int, *_: Any) -> float:
+        return _nll(run(context, recipe, held, method, setting, noise, "search"), method)
 
-    setting, tried = chosen(context, f"{split.name}, {method.title}", ("lr", method.second), method.seeks, nll)
-    return setting, tried, runs[setting]["error"].item() if method.kind == "map" else noise
+    names, title = ("lr", method.second), f"{split.name}, {method.title}"
+    setting, tried = chosen(context, study(recipe, held, method), title, names, method.seeks, nll)
+    if method.kind == "map":
+        noise = run(context, recipe, held, method, setting, noise, "search")["error"].item()
+    return setting, tried, noise
+
+
+def study(recipe: Recipe, split: Split, method: Method) -> str:
+    """The name of a search."""
+    return f"{recipe.task(split).key}-{method.kind}"
+
+
+def _nll(found: Mapping[str, Tensor], method: Method) -> float:
+    return found[method.kind][SCORES.index("nll")].item()
 
 
 def results(context: Context, recipe: Recipe, name: str, methods: Sequence[Method], splits: int) -> dict[str, Results]:
@@ -272,7 +283,14 @@ def results(context: Context, recipe: Recipe, name: str, methods: Sequence[Metho
         setting, tried, noise = choose(context, recipe, first, method, noise)
         every = [read(name, number, context.data_dir) for number in range(splits)]
         used = 1.0 if method.kind == "map" else noise
-        runs = [run(context, recipe, split, method, setting, used) for split in every]
+        runs = each(
+            context,
+            study(recipe, first, method),
+            method.named(setting),
+            range(splits),
+            lambda i: run(context, recipe, every[i], method, setting, used),  # noqa: B023
+            lambda one: _nll(one, method),  # noqa: B023
+        )
         for way in set(runs[0]) - {"error"}:
             values = [dict(zip(SCORES, one[way].tolist())) for one in runs]
             own = {"settings": method.named(setting), "tried": tried} if way == method.kind else {}
