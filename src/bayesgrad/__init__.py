@@ -15,6 +15,7 @@ from bayesgrad import (
     posterior,
     samplers,
 )
+from bayesgrad.data_shards import DataShard
 from bayesgrad.laplace import laplace
 from bayesgrad.layers.fisher import SubsampledFisher
 from bayesgrad.posterior import EWC, Posterior
@@ -22,6 +23,7 @@ from bayesgrad.posterior import EWC, Posterior
 __version__ = "0.1.0"
 __all__ = [
     "EWC",
+    "DataShard",
     "Posterior",
     "SubsampledFisher",
     "custom_likelihoods",

@@ -35,7 +35,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from bayesgrad import distributed, kernels, noise, shards
+from bayesgrad import distributed, kernels, noise, process_limits, shards
 from bayesgrad.belief import Joint
 from bayesgrad.checkpoint import CheckedOptimizer
 from bayesgrad.closures import evaluate
@@ -232,7 +232,7 @@ class BeliefOptimizer(CheckedOptimizer):
         if not self._parts:
             return
         distributed.agree_on_seed(self)
-        distributed.refuse_empty(rows, self.independent)
+        process_limits.refuse_empty(rows, self.independent)
         self._passes.begin_observation(self._parts)
         with distributed.unnoticed(outputs, loss):
             for part in () if rows == 0 else self._parts:

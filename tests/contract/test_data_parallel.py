@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from data_parallel import OWN_DRAWS, Run, every_run
+from launching import results_of
 
-SCRIPT = Path(__file__).parents[1] / "data_parallel.py"
 RUNS = list(every_run(0))
 REFUSED = {
     "IVON-natural drawn for each micro-batch": "IVON squares the gradient of each draw of weights",
@@ -23,35 +18,14 @@ REFUSED = {
 Found = list[dict[str, Any]]
 
 
-def processes(factory: pytest.TempPathFactory, size: int, steps: int) -> Found:
-    """What each process found; they run once, for the test process that asks first."""
-    root = factory.getbasetemp()
-    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / f"data_parallel_{size}_{steps}"
-    folder.mkdir(exist_ok=True)
-    files = [folder / f"{rank}.pt" for rank in range(size)]
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not all(file.exists() for file in files):
-            (folder / "group").unlink(missing_ok=True)  # left by a run that failed
-            command = [sys.executable, "-W", "ignore", str(SCRIPT)]
-            words = [[str(rank), str(size), str(steps), str(folder)] for rank in range(size)]
-            workers = [subprocess.Popen([*command, *own]) for own in words]
-            try:
-                assert [worker.wait(timeout=600) for worker in workers] == [0] * size
-            finally:
-                for worker in workers:
-                    worker.kill()
-    return [torch.load(file) for file in files]
-
-
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return processes(tmp_path_factory, 2, 4)
+    return results_of(tmp_path_factory, "data_parallel.py", 2, 2, 4)
 
 
 @pytest.fixture(scope="module", params=[1, 2, 4])
 def many(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return processes(tmp_path_factory, request.param, 20)
+    return results_of(tmp_path_factory, "data_parallel.py", request.param, request.param, 20)
 
 
 def check(run: Run, found: Found) -> None:
