@@ -41,7 +41,7 @@ LAYERS = [
     ["predictions"],
     ["packing"],
     ["shards"],
-    ["process_limits"],
+    ["joining", "lost_processes", "process_limits"],
     ["directions", "distributed", "kernels", "noise", "schedule"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

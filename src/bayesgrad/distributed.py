@@ -140,7 +140,8 @@ class Exchange:
     processes have to add tensors of the same shapes in the same order, also where they have collected nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before: Callable[[], None] = lambda: None) -> None:
+        self._before = before
         self._sums: list[tuple[Tensor, Callable[[Tensor], None]]] = []
         self._rows: list[tuple[Tensor, Callable[[list[Tensor]], None]]] = []
         self._after: list[Callable[[], None]] = []
@@ -176,6 +177,7 @@ class Exchange:
             self.expect(tensor)
         if self._device is None:
             return
+        self._before()
         layout = [(tuple(t.shape), t.dtype) for t, _ in self._sums], [(t.dim(), t.dtype) for t, _ in self._rows]
         own = torch.tensor([zlib.crc32(repr(words).encode()) for words in (layout, run)], device=self._device)
         every = torch.stack(_gathered(own)).tolist()
@@ -199,10 +201,18 @@ class Sharing(Protocol):
     def share(self, exchange: Exchange) -> None: ...
 
 
-def exchange(parts: Iterable[Sharing], *run: Hashable, what: str = RUN) -> None:
-    """Exchanges what parts have collected, if several processes train one model; arguments as in `Exchange.run`."""
+def exchange(
+    parts: Iterable[Sharing], *run: Hashable, what: str = RUN, before: Callable[[], None] = lambda: None
+) -> None:
+    """Exchanges what parts have collected, if several processes train one model.
+
+    Args:
+        parts: what takes part.
+        run, what: as in `Exchange.run`.
+        before: is called if anything is exchanged.
+    """
     if joint_processes() > 1:
-        one = Exchange()
+        one = Exchange(before)
         for part in parts:
             part.share(one)
         one.run(*run, what=what)
@@ -293,6 +303,13 @@ def average(*values: Tensor) -> list[Tensor]:
 def total(*values: Tensor) -> list[Tensor]:
     """The sums over the processes that train one model, all of which have to call this."""
     return _all_reduced(values)
+
+
+def largest(number: int, device: torch.device) -> int:
+    """The largest number of the processes that train one model, all of which have to call this."""
+    found = torch.tensor(number, device=device)
+    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+    return int(found)
 
 
 def gathered(*rows: Tensor) -> list[Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from data_parallel import OWN_DRAWS, Run, every_run
+from data_parallel import JOINED, NOT_JOINED, OWN_DRAWS, Run, every_run
 from launching import results_of
 
 RUNS = list(every_run(0))
@@ -59,13 +59,7 @@ def test_one_two_and_four_processes_have_the_weights_of_one_after_twenty_steps(r
 
 @pytest.mark.parametrize("name", OWN_DRAWS)
 def test_independent_draws_are_averaged(name: str, two: Found) -> None:
-    expected = two[0][f"alone own draws {name}"]
-    for results in two:
-        result = results[f"own draws {name}"]
-        assert not isinstance(result, str), result
-        for key, weight in expected.items():
-            torch.testing.assert_close(result[key], weight, rtol=1e-10, atol=1e-12)
-            assert torch.equal(result[key], two[0][f"own draws {name}"][key])
+    close(two, f"own draws {name}")
 
 
 def test_independent_draws_differ_and_are_reproducible(two: Found) -> None:
@@ -89,6 +83,35 @@ def test_processes_that_have_collected_different_things_all_raise(two: Found) ->
 def test_an_empty_batch_is_refused(two: Found) -> None:
     for rank, results in enumerate(two):
         assert results["empty"].startswith(f"RuntimeError: process {rank} of 2 observed an empty batch")
+
+
+def close(found: Found, name: str) -> None:
+    expected = found[0][f"alone {name}"]
+    for results in found:
+        assert not isinstance(results[name], str), results[name]
+        assert results[name].keys() == expected.keys()
+        for key, value in expected.items():
+            torch.testing.assert_close(results[name][key], value, rtol=1e-10, atol=1e-12)
+            assert torch.equal(results[name][key], found[0][name][key])
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_a_process_with_fewer_batches_has_weights_and_state_of_the_others(name: str, two: Found) -> None:
+    """As one process in which the sum over processes that have a batch is divided by the number of all of them."""
+    close(two, f"joined {name}")
+
+
+@pytest.mark.parametrize("name", NOT_JOINED)
+def test_rules_that_communicate_refuse_to_go_on_without_a_process(name: str, two: Found) -> None:
+    for results in two:
+        words = f"RuntimeError: {name.partition('-')[0]} exchanges more than gradients, and cannot go on without"
+        assert results[f"joined {name}"].startswith(words), results[f"joined {name}"]
+
+
+def test_a_process_with_fewer_batches_needs_the_state_of_the_others(two: Found) -> None:
+    for results in two:
+        words = "RuntimeError: in join(), a process without batches would miss steps of AdaBayes"
+        assert results["joined without state"].startswith(words)
 
 
 def test_elementwise_rules_communicate_nothing(two: Found) -> None:
