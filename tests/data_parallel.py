@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.algorithms.join import Join
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
+import bayesgrad
 from bayesgrad import optim, samplers
 from bayesgrad.distributed import independent_draws
 from bayesgrad.preconditioners.refresh import INVERTED, MERGED
@@ -369,6 +371,42 @@ def late(before: tuple[nn.Module, Any], rank: int, size: int) -> Result:
     return train(run, 3, rank, size) | {"seed": torch.tensor(before[1].param_groups[0]["seed"])}
 
 
+JOINED = ("AdaBayes", "AdaBayesFP", "KalmanMomentum", "AdaBound", "IVON", "BayesBiNN", "STE")
+NOT_JOINED = ("KFAC", "OGN", "Newton", "AdaBayes-sampled", "KroneckerFilter", "NaturalGradient", "SNGD")
+
+
+def joined(name: str, rank: int | None, size: int, state: bool = True) -> Result:
+    """Two epochs in which the first process has fewer batches; then weights and state."""
+    model = model_of()
+    optimizer = of(name)(model)
+    net = model if rank is None else DistributedDataParallel(model)
+    numbers = [5, *[8] * (size - 1)]  # batches of each process
+    for epoch in range(2):
+        if rank is None:
+            for index in range(max(numbers)):
+                active = [r for r in range(size) if index < numbers[r]]
+                join_step(optimizer, model, epoch, index, active, size)
+            continue
+        parts = [net, bayesgrad.joined_state(optimizer)] if state else [net]
+        with Join(parts):  # pyright: ignore[reportArgumentType]
+            for index in range(numbers[rank]):
+                join_step(optimizer, net, epoch, index, [rank], 1)
+    found = {f"{k} {key}": v for k, p in enumerate(model.parameters()) for key, v in optimizer.state[p].items()}
+    return weights(model) | {key: value for key, value in found.items() if isinstance(value, Tensor)}
+
+
+def join_step(optimizer: Any, net: nn.Module, epoch: int, index: int, active: list[int], divisor: int) -> None:
+    with optimizer.sampled():
+        optimizer.zero_grad()
+        for r in active:
+            x, y = (t[4 * r : 4 * r + 4] for t in batch(10 * epoch + index, torch.float64))
+            outputs = net(x)
+            loss = F.cross_entropy(outputs, y) / divisor
+            optimizer.observe(outputs, loss=loss)
+            loss.backward()
+    optimizer.step()
+
+
 def main(rank: int, size: int, steps: int, folder: Path) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -378,6 +416,8 @@ def main(rank: int, size: int, steps: int, folder: Path) -> None:
         attempt(found, f"alone {run.name}", train, run, steps, None, size)
     for name in OWN_DRAWS if rank == 0 else ():
         found[f"alone own draws {name}"] = own_draws(name, None, size)
+    for name in JOINED if rank == 0 else ():
+        found[f"alone joined {name}"] = joined(name, None, size)
     found["flops alone"] = refresh_flops(None, 1)
     model = model_of(rank)
     before = model, BY_NAME["VOGGN"].of(model, fused=False)
@@ -390,6 +430,11 @@ def main(rank: int, size: int, steps: int, folder: Path) -> None:
     found["first draw"], found["first draw again"] = first_draw(rank), first_draw(rank)
     attempt(found, "differing", differing, "Newton", rank, size)
     attempt(found, "empty", empty, rank, size)
+    for name in JOINED:
+        attempt(found, f"joined {name}", joined, name, rank, size)
+    for name in NOT_JOINED:
+        attempt(found, f"joined {name}", joined, name, rank, size)
+    attempt(found, "joined without state", joined, "AdaBayes", rank, size, False)
     found["late"] = late(before, rank, size)
     for name in ("AdaBayes", "AdaBayesFP", "IVON", "KalmanMomentum"):
         found[f"bytes {name}"] = communicated(name, rank, size)

@@ -35,11 +35,13 @@ LAYERS = [
     ["layers"],
     ["belief"],
     ["precision"],
+    ["data_shards"],
     ["custom_likelihoods"],
     ["likelihoods"],
     ["predictions"],
     ["packing"],
     ["shards"],
+    ["joining", "lost_processes", "process_limits"],
     ["directions", "distributed", "kernels", "noise", "schedule"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -9,7 +9,6 @@ import copy
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-import bayesgrad
 from bayesgrad.distributed import independent_processes
 from cases import CASES, Case, batch, small_model, weights
 
@@ -90,26 +87,6 @@ def independent(case: Case) -> Result:
     return weights(model)
 
 
-def posterior(how: str) -> Result:
-    """Variances of `laplace` with a loader of all data or of a part, and the ELBO."""
-    x, y = batch(0, torch.float64)
-    data = TensorDataset(x, y)
-    sampler = None if how == "all" else DistributedSampler(data, num_replicas=2, rank=0, shuffle=False)
-    loader = DataLoader(data, batch_size=8, sampler=sampler)
-    with independent_processes() if how == "own" else nullcontext():
-        options = {"num_data": 32} if how == "num_data" else {}
-        found = bayesgrad.laplace(model_of(), loader, likelihood="categorical", **options)
-        return found.variance()
-
-
-def elbo() -> Result:
-    x, y = batch(0, torch.float64)
-    data = TensorDataset(x, y)
-    found = bayesgrad.laplace(model_of(), [(x, y)], likelihood="categorical")
-    found.elbo(DataLoader(data, sampler=DistributedSampler(data, num_replicas=2, rank=0)), prior_precision=1.0)
-    return {}
-
-
 def attempt(found: dict[str, Result], name: str, what: Callable[..., Result], *args: Any) -> None:
     try:
         found[name] = what(*args)
@@ -123,7 +100,6 @@ def main(rank: int, folder: Path) -> None:
     if rank == 0:
         for case in CASES:
             attempt(found, f"alone {case.name}", alone, case)
-        attempt(found, "alone laplace", posterior, "all")
     distributed.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
     part = slice(16 * rank, 16 * rank + 16)
     for case in CASES:
@@ -132,9 +108,6 @@ def main(rank: int, folder: Path) -> None:
         attempt(found, f"zero {name}", zero, BY_NAME[name], part)
         attempt(found, f"fsdp1 {name}", fsdp1, BY_NAME[name], part, False)
         attempt(found, f"fsdp1 original {name}", fsdp1, BY_NAME[name], part, True)
-    for how in ("all", "sampler", "num_data", "own"):
-        attempt(found, f"laplace {how}", posterior, how)
-    attempt(found, "elbo", elbo)
     distributed.destroy_process_group()
     torch.save(found, folder / f"{rank}.pt")
 

@@ -16,13 +16,17 @@ from bayesgrad import (
     posterior,
     samplers,
 )
+from bayesgrad.data_shards import DataShard
+from bayesgrad.joining import joined_state
 from bayesgrad.laplace import laplace
 from bayesgrad.layers.fisher import SubsampledFisher
+from bayesgrad.lost_processes import name_lost_processes
 from bayesgrad.posterior import EWC, Posterior
 
 __version__ = "0.1.0"
 __all__ = [
     "EWC",
+    "DataShard",
     "Posterior",
     "SubsampledFisher",
     "conformal",
@@ -30,9 +34,11 @@ __all__ = [
     "distributed",
     "families",
     "inference",
+    "joined_state",
     "laplace",
     "likelihoods",
     "metrics",
+    "name_lost_processes",
     "optim",
     "plots",
     "posterior",

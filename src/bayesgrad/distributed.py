@@ -1,4 +1,4 @@
-"""The one place that knows of other processes: what is exchanged with them, and what is refused.
+"""The one place that knows of other processes: what is exchanged with them.
 
 DistributedDataParallel averages `.grad`. An optimizer that uses nothing else, and whose draws are functions of seed and
 position, then gives each process the weights that one process would have. What a part collects from the batch of its
@@ -8,7 +8,6 @@ is communicated.
 
 from __future__ import annotations
 
-import sys
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 _independent = ContextVar("independent", default=False)
 _own_draws = ContextVar("own_draws", default=False)
+RUN = "the seed or the number of draws"  # what must be the same in all processes
 SINK = 32  # operations between the outputs of DistributedDataParallel and what is observed
 REMEDY = "If each process trains a model of its own, use `with bayesgrad.distributed.independent_processes():`."
 
@@ -84,12 +84,12 @@ def joint_processes() -> int:
     return torch.distributed.get_world_size()
 
 
-def from_first(value: int) -> int:
-    """The value of the first of the processes that train one model, all of which have to call this."""
+def from_process(value: Any, source: int = 0) -> Any:
+    """The value of one of the processes that train one model, all of which have to call this."""
     values = [value]
     if joint_processes() > 1:
         with unset_fake_temporarily():
-            torch.distributed.broadcast_object_list(values, src=0)
+            torch.distributed.broadcast_object_list(values, src=source)
     return values[0]
 
 
@@ -103,7 +103,7 @@ def fill_seeds(optimizer: Any, draw: Callable[[], int]) -> None:
     """
     first = optimizer.param_groups[0]
     if first.get("seed", 0) is None:
-        first["seed"] = draw() if optimizer.independent else from_first(draw())
+        first["seed"] = draw() if optimizer.independent else from_process(draw())
     for values in (optimizer.defaults, *optimizer.param_groups):
         if values.get("seed", 0) is None:
             values["seed"] = first["seed"]
@@ -116,7 +116,7 @@ def agree_on_seed(optimizer: Any) -> None:
         return
     optimizer.joined, groups = size, optimizer.param_groups
     if "seed" in groups[0]:
-        old, new = groups[0]["seed"], from_first(groups[0]["seed"])
+        old, new = groups[0]["seed"], from_process(groups[0]["seed"])
         for group in (group for group in groups if group["seed"] == old):
             group["seed"] = new
 
@@ -140,7 +140,8 @@ class Exchange:
     processes have to add tensors of the same shapes in the same order, also where they have collected nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before: Callable[[], None] = lambda: None) -> None:
+        self._before = before
         self._sums: list[tuple[Tensor, Callable[[Tensor], None]]] = []
         self._rows: list[tuple[Tensor, Callable[[list[Tensor]], None]]] = []
         self._after: list[Callable[[], None]] = []
@@ -154,7 +155,7 @@ class Exchange:
         """Calls a function when everything was received."""
         self._after.append(call)
 
-    def add(self, one: Sum, receive: Callable[[Sum], None]) -> None:
+    def add(self, one: Sum, receive: Callable[[Sum], Any]) -> None:
         """Sums total and count over processes."""
         held: list[Tensor] = []
         count = torch.as_tensor(one.count, dtype=one.total.dtype, device=one.total.device)
@@ -165,23 +166,25 @@ class Exchange:
         """Collects one tensor of each process; they may differ in shape, but not in the number of dimensions."""
         self._rows.append((rows, receive))
 
-    def run(self, *run: Hashable) -> None:
+    def run(self, *run: Hashable, what: str = RUN) -> None:
         """Communicates: one all-reduce of all sums, and one all-gather of all rows, for each dtype.
 
         Args:
             run: what must be equal in all processes beside the shapes, as the seed.
+            what: names it, in an error message.
         """
         for tensor, _ in (*self._sums[:1], *self._rows[:1]):
             self.expect(tensor)
         if self._device is None:
             return
+        self._before()
         layout = [(tuple(t.shape), t.dtype) for t, _ in self._sums], [(t.dim(), t.dtype) for t, _ in self._rows]
         own = torch.tensor([zlib.crc32(repr(words).encode()) for words in (layout, run)], device=self._device)
         every = torch.stack(_gathered(own)).tolist()
-        for words, what in zip(zip(*every), ("what they have collected", "the seed or the number of draws")):
+        for words, name in zip(zip(*every), ("what they have collected", what)):
             if len(set(words)) > 1:
                 raise RuntimeError(
-                    f"processes that train one model differ in {what}: build the optimizer alike in all of them, and "
+                    f"processes that train one model differ in {name}: build the optimizer alike in all of them, and "
                     f"use the same parts of the model, and observe() at least one example, in each step. {REMEDY}"
                 )
         for total, (_, receive) in zip(_all_reduced([t for t, _ in self._sums]), self._sums):
@@ -198,13 +201,21 @@ class Sharing(Protocol):
     def share(self, exchange: Exchange) -> None: ...
 
 
-def exchange(parts: Iterable[Sharing], *run: Hashable) -> None:
-    """Exchanges what parts have collected, if several processes train one model; `run` as in `Exchange.run`."""
+def exchange(
+    parts: Iterable[Sharing], *run: Hashable, what: str = RUN, before: Callable[[], None] = lambda: None
+) -> None:
+    """Exchanges what parts have collected, if several processes train one model.
+
+    Args:
+        parts: what takes part.
+        run, what: as in `Exchange.run`.
+        before: is called if anything is exchanged.
+    """
     if joint_processes() > 1:
-        one = Exchange()
+        one = Exchange(before)
         for part in parts:
             part.share(one)
-        one.run(*run)
+        one.run(*run, what=what)
 
 
 def _gathered(own: Tensor) -> list[Tensor]:
@@ -289,6 +300,40 @@ def average(*values: Tensor) -> list[Tensor]:
     return [total / size for total in _all_reduced(values)] if size > 1 else list(values)
 
 
+def total(*values: Tensor) -> list[Tensor]:
+    """The sums over the processes that train one model, all of which have to call this."""
+    return _all_reduced(values)
+
+
+def largest(number: int, device: torch.device) -> int:
+    """The largest number of the processes that train one model, all of which have to call this."""
+    found = torch.tensor(number, device=device)
+    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+    return int(found)
+
+
+def gathered(*rows: Tensor) -> list[Tensor]:
+    """Rows of all processes that train one model, those of the first process first; all have to call this."""
+    return [torch.cat(parts) for parts in _all_gathered(rows)]
+
+
+@contextmanager
+def errors_of_all() -> Iterator[None]:
+    """A context whose end all processes that train one model reach together: an error of one is raised by all."""
+    failed: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failed = error
+    words = None if failed is None else f"process {process_index()} raised {type(failed).__name__}: {failed}"
+    found: list[str | None] = [None] * joint_processes()
+    torch.distributed.all_gather_object(found, words)
+    if failed is not None:
+        raise failed
+    if first := next((one for one in found if one is not None), None):
+        raise RuntimeError(first)
+
+
 class Job(NamedTuple):
     """A computation whose arguments all processes have.
 
@@ -368,77 +413,4 @@ def position(rows: Tensor) -> int:
 
 def gather(rows: Tensor) -> Tensor:
     """The rows of all processes that train one model, all of which have to call this."""
-    return torch.cat(_all_gathered([rows])[0]) if joint_processes() > 1 else rows
-
-
-def refuse_empty(rows: int | None, independent: bool) -> None:
-    """Raises if a process observes no rows: others may exchange what they observe, and wait for it."""
-    if rows == 0 and not independent and joint_processes() > 1:
-        raise RuntimeError(
-            f"process {process_index()} of {joint_processes()} observed an empty batch, for which the others would "
-            "wait: give each process at least one example in each step, for example by drop_last=True."
-        )
-
-
-def refuse_several_squares(name: str) -> None:
-    """Raises for a second draw of weights before a step, whose gradients are squared.
-
-    The gradient of each draw is a difference of `.grad` before and after it, which under `no_sync` belongs to the batch
-    of one process, and the mean of squares is not the square of the mean.
-    """
-    raise RuntimeError(
-        f"{name} squares the gradient of each draw of weights and supports one draw for each step in several "
-        "processes, got a second one: run all micro-batches inside one `with optimizer.sampled():`, or call "
-        "zero_grad() before it."
-    )
-
-
-def refuse_shards(name: str, params: Iterable[Tensor]) -> None:
-    """Raises for parameters of which each process has a part, in an optimizer that draws weights.
-
-    Noise is a function of a weight's position among all weights, which a process that has a part does not know.
-    """
-    if joint_processes() == 1:
-        return
-    if any(getattr(p, "_fsdp_flattened", False) for p in params):
-        raise RuntimeError(
-            f"{name} draws weights and needs all of them in each process, got the shards of "
-            "FullyShardedDataParallel: the draws of shards would be correlated. Use DistributedDataParallel."
-        )
-    refuse_partition(name)
-
-
-def refuse_partition(name: str) -> None:
-    """Raises in the constructor of an optimizer that changes weights outside of `step()`, by ZeroRedundancyOptimizer.
-
-    That class gives each process some of the parameters, and sends them to the others after a step only.
-    """
-    if joint_processes() == 1 or (module := sys.modules.get("torch.distributed.optim")) is None:
-        return
-    kind = getattr(module, "ZeroRedundancyOptimizer", ())
-    frame = sys._getframe(1)
-    while frame is not None:
-        if isinstance(frame.f_locals.get("self"), kind):
-            raise RuntimeError(
-                f"{name} changes weights outside of step() and needs all of them in each process, but "
-                "ZeroRedundancyOptimizer gives it some: processes would compute gradients at different weights. "
-                f"Use {name} with DistributedDataParallel alone."
-            )
-        frame = frame.f_back
-
-
-def refuse_shard_of_data(name: str, loader: Any, num_data: float | None) -> None:
-    """Raises if a loader goes through the part of the data that belongs to one process, and counts it as all data."""
-    batches = getattr(loader, "batch_sampler", None)
-    samplers = getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)
-    # DistributedSampler has `num_replicas`; accelerate's shards have `num_processes`.
-    places = (getattr(s, own, 1) for s in (*samplers, getattr(loader, "dataset", None)) for own in _COUNTS)
-    size = max((n for n in places if isinstance(n, int)), default=1)
-    if size > 1 and num_data is None and not independent():
-        raise ValueError(
-            f"{name} needs all data, but the sampler of this loader gives one of {size} parts of them: pass a loader "
-            f"without DistributedSampler, or num_data= to extrapolate from this part. {REMEDY}"
-        )
-
-
-_COUNTS = ("num_replicas", "num_processes")
+    return gathered(rows)[0] if joint_processes() > 1 else rows

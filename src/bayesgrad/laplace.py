@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from bayesgrad import distributed, layers, likelihoods, noise
 from bayesgrad.custom_likelihoods import CustomLikelihood
+from bayesgrad.data_shards import DataShard, data_of
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.batches import LABELS, Call, Forward, Inputs, Output, split_batch, to_device, with_progress
 from bayesgrad.layers.examples import RowLayouts
@@ -78,7 +81,8 @@ def laplace(
         model: the trained model.
         loader: batches (inputs, labels); inputs are a tensor, a tuple of several arguments, or a mapping of keyword
             arguments. A batch may also be a mapping of keyword arguments with the key `"labels"`, which the model does
-            not receive.
+            not receive. With a `DistributedSampler`, or as a `bayesgrad.DataShard`, it has the part of the data that
+            belongs to a process: all processes call this, and have the same posterior of all data.
         likelihood: `"categorical"`, `"bernoulli"`, `"gaussian"` or `"poisson"`, or an object of
             `bayesgrad.likelihoods`.
         structure: as in the table. None for `"full"` for up to 1,000 weights, and `"kron"` for more.
@@ -124,7 +128,9 @@ def laplace(
     for name, value in (("num_data", num_data), ("subsample", subsample)):
         if value is not None and not value >= 1:
             raise ValueError(f"{name} must be None or a number >= 1, got {value!r}.")
-    distributed.refuse_shard_of_data("laplace", loader, num_data)
+    data = data_of("laplace", loader, num_data)
+    if subsample and subsample < data.size:
+        raise ValueError(f"subsample must be at least the number of processes, {data.size}, got {subsample}.")
     network = unwrap(model)
     chosen = _select(network, params)
     check_prior(prior_precision, 1.0 if noise_scale is None else noise_scale, chosen, temperature)
@@ -137,9 +143,11 @@ def laplace(
         structure = "full" if sum(p.numel() for p in chosen.values()) <= FULL else "kron"
     kept = Structure.by_name[structure]
     kept.check(chosen)
-    seed = noise.fresh_seed() if seed is None else seed
+    if seed is None:
+        seed = int(noise.fresh_seed() if data.size == 1 else distributed.from_process(noise.fresh_seed()))
     generator, other = (torch.Generator().manual_seed(noise.seed32(seed) + i) for i in range(2))
-    pool = RandomSubset(subsample, other) if subsample else None
+    pool = RandomSubset(subsample, partial(data.uniform, generator=other)) if subsample else None
+    draw = partial(data.labels, kind, generator=generator)
     blocks: list[Accumulator] = []
     device = next(iter(chosen.values())).device
     at_once = None if kept.stores_gradients else 1 if kept.one_direction else DIRECTIONS
@@ -152,7 +160,7 @@ def laplace(
     def accumulate(inputs: Inputs, labels: Tensor) -> Tensor:
         given, outputs = labels if fisher == "empirical" else None, labels
         called, tensors = call(network, inputs)
-        with closing(batch_gradients(called, tensors, kind, fisher, given, generator, at_once, layouts)) as parts:
+        with closing(batch_gradients(called, tensors, kind, fisher, given, draw, at_once, layouts)) as parts:
             for seen in parts:
                 outputs = seen.outputs
                 _check_finite(outputs)
@@ -165,26 +173,32 @@ def laplace(
         return outputs
 
     with requires_grad_only(network, chosen):
-        for inputs, labels in _batches(with_progress(loader, progress, "laplace"), device):
-            if pool is None:
-                outputs = accumulate(inputs, labels)
-            else:
-                outputs = _outputs(*call(network, inputs))
-                pool.add(inputs, labels)
+        with data.together():
+            for inputs, labels in _batches(with_progress(data, progress, "laplace"), device):
+                if pool is None:
+                    outputs = accumulate(inputs, labels)
+                else:
+                    outputs = _outputs(*call(network, inputs))
+                    pool.add(inputs, labels)
+                if not examples:
+                    _check_mode(*call(network, inputs), outputs)
+                    if forward is None and output is None:
+                        _check_own_loss(network, inputs, labels, kind, outputs)
+                loss += float(kind.each_loss(outputs, labels).double().sum())
+                numbers += outputs.numel()
+                examples += len(outputs)
             if not examples:
-                _check_mode(*call(network, inputs), outputs)
-                if forward is None and output is None:
-                    _check_own_loss(network, inputs, labels, kind, outputs)
-            loss += float(kind.each_loss(outputs, labels).double().sum())
-            numbers += outputs.numel()
-            examples += len(outputs)
-        if not examples:
-            raise ValueError(
-                "the loader gave no examples: pass a loader with at least one batch (inputs, labels), not exhausted."
-            )
+                raise ValueError(
+                    "the loader gave no examples: pass one with at least one batch (inputs, labels), not exhausted."
+                )
         if pool is not None:
-            for inputs, labels in pool.passes():
-                used += len(accumulate(inputs, labels))
+            pool.share(data)
+            with data.together():
+                for inputs, labels in pool.passes():
+                    used += len(accumulate(inputs, labels))
+    data.share(blocks, seed, *(_fingerprint(p) for p in chosen.values() if data.size > 1))
+    loss, *counts = data.total([loss, numbers, examples, used], device)
+    numbers, examples, used = map(int, counts)
     total = num_data or examples
     hessians = [block.finish(total, used or examples) for block in blocks]
     power = 0 if not full.has_noise else 2 if fisher == "empirical" else 1
@@ -211,10 +225,15 @@ def laplace(
 
 @dataclass
 class RandomSubset:
-    """A uniform random subset of `size` examples from a stream of batches (reservoir sampling by random keys)."""
+    """A uniform random subset of `size` examples from a stream of batches (reservoir sampling by random keys).
+
+    Args:
+        size: the number of examples.
+        uniform: random keys for so many examples.
+    """
 
     size: int
-    generator: torch.Generator
+    uniform: Callable[[int], Tensor]
     keys: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64))
     held: dict[Any, Tensor] = field(default_factory=dict)  # tensors of the inputs, and labels
     fixed: dict[str, Any] | None = None  # arguments that are no tensors of examples, of inputs that are mappings
@@ -225,15 +244,26 @@ class RandomSubset:
         if isinstance(inputs, Mapping):
             self.fixed = {key: x for key, x in parts.items() if key not in batch}
         batch[LABELS] = labels
-        keys = torch.cat([self.keys, torch.rand(len(labels), dtype=torch.float64, generator=self.generator)])
-        keep = keys.argsort()[: self.size]
+        keys = torch.cat([self.keys, self.uniform(len(labels))])
         if self.held and any(self.held[key].shape[1:] != x.shape[1:] for key, x in batch.items()):
             raise ValueError(
                 "subsample= needs examples of one shape, and batches have different ones: pad all batches to the same "
                 "length, or pass fewer examples without subsample=."
             )
         joint = {key: torch.cat([self.held[key], new]) for key, new in batch.items()} if self.held else batch
-        self.keys, self.held = keys[keep], {key: part[keep.to(part.device)] for key, part in joint.items()}
+        self._keep(keys, joint, slice(self.size))
+
+    def _keep(self, keys: Tensor, held: Mapping[Any, Tensor], which: slice) -> None:
+        """Keeps some examples, counted in the order of their keys."""
+        keep = keys.argsort()[: self.size][which]
+        self.keys, self.held = keys[keep], {key: part[keep.to(part.device)] for key, part in held.items()}
+
+    def share(self, data: DataShard) -> None:
+        """Replaces what each process has by its part of a subset of all data, which is the subset of one process."""
+        if data.size > 1:
+            held = list(self.held.values())
+            keys, *parts = distributed.gathered(self.keys.to(held[0].device), *held)
+            self._keep(keys.cpu(), dict(zip(self.held, parts)), slice(data.rank, None, data.size))
 
     def passes(self) -> Iterator[tuple[Inputs, Tensor]]:
         for parts in zip(*[part.split(PASS) for part in self.held.values()]):
@@ -302,6 +332,10 @@ def _check_mode(model: nn.Module, inputs: tuple[Tensor, ...], outputs: Tensor) -
             f"the model's outputs in training mode are not those in evaluation mode, in which it predicts: they differ "
             f"by {float(difference / outputs.norm()):.2g} of their norm; call model.eval() before laplace()."
         )
+
+
+def _fingerprint(p: Tensor) -> int:
+    return zlib.crc32(p.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 def _check_weights(parameters: Mapping[str, nn.Parameter]) -> None:

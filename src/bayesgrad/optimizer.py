@@ -30,12 +30,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from bayesgrad import distributed, kernels, noise, shards
+from bayesgrad import distributed, joining, kernels, noise, process_limits, shards
 from bayesgrad.belief import Joint
 from bayesgrad.checkpoint import CheckedOptimizer
 from bayesgrad.closures import evaluate
@@ -232,7 +233,9 @@ class BeliefOptimizer(CheckedOptimizer):
         if not self._parts:
             return
         distributed.agree_on_seed(self)
-        distributed.refuse_empty(rows, self.independent)
+        process_limits.refuse_empty(rows, self.independent)
+        if not self.independent and (needs.outputs or needs.loss):
+            joining.refuse_join(self)
         self._passes.begin_observation(self._parts)
         with distributed.unnoticed(outputs, loss):
             for part in () if rows == 0 else self._parts:
@@ -297,7 +300,9 @@ class BeliefOptimizer(CheckedOptimizer):
     def share(self) -> None:
         """Replaces what parts have collected by that of all processes that train this model."""
         if not self.independent:
-            distributed.exchange(self._parts, self.param_groups[0].get("seed"), self.draws)
+            refuse = partial(joining.refuse_join, self)
+            distributed.exchange(self._parts, self.param_groups[0].get("seed"), self.draws, before=refuse)
+            joining.check_join(self)
 
     def _update(self, groups: Groups, active: list[list[Tensor]]) -> None:
         for group, now, params in zip(self.param_groups, groups, active):

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from bayesgrad import distributed, likelihoods, shards
+from bayesgrad import distributed, likelihoods, process_limits, shards
 from bayesgrad.directions import Directions
 from bayesgrad.layers.call import LayerCall, Pair
 from bayesgrad.layers.layout import ForwardPass
@@ -314,4 +314,4 @@ def refuse_processes(optimizer: Host, parts: Iterable[Part]) -> None:
         if part.whole is not None:
             shards.refuse(name, part.whole, params)
         if part.needs.draws and not optimizer.independent:
-            distributed.refuse_shards(name, params)
+            process_limits.refuse_shards(name, params)

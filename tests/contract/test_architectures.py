@@ -168,7 +168,7 @@ def _claimed_rows(p: Problem, weight: str, labels: Tensor | None) -> ref.Rows:
     model = p.case.build()
     kind = likelihoods.named(p.case.likelihood)
     fisher = "exact" if labels is None else "empirical"
-    (seen,) = batch_gradients(model, p.inputs, kind, fisher, labels, torch.Generator())
+    (seen,) = batch_gradients(model, p.inputs, kind, fisher, labels, partial(kind.sample, generator=torch.Generator()))
     columns = seen.columns[weight]
     if labels is not None:
         own = ref.by_name(p.model, p.gradients(labels))[weight]

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from data_parallel import OWN_DRAWS, Run, every_run
+from data_parallel import JOINED, NOT_JOINED, OWN_DRAWS, Run, every_run
+from launching import results_of
 
-SCRIPT = Path(__file__).parents[1] / "data_parallel.py"
 RUNS = list(every_run(0))
 REFUSED = {
     "IVON-natural drawn for each micro-batch": "IVON squares the gradient of each draw of weights",
@@ -23,35 +18,14 @@ REFUSED = {
 Found = list[dict[str, Any]]
 
 
-def processes(factory: pytest.TempPathFactory, size: int, steps: int) -> Found:
-    """What each process found; they run once, for the test process that asks first."""
-    root = factory.getbasetemp()
-    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / f"data_parallel_{size}_{steps}"
-    folder.mkdir(exist_ok=True)
-    files = [folder / f"{rank}.pt" for rank in range(size)]
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not all(file.exists() for file in files):
-            (folder / "group").unlink(missing_ok=True)  # left by a run that failed
-            command = [sys.executable, "-W", "ignore", str(SCRIPT)]
-            words = [[str(rank), str(size), str(steps), str(folder)] for rank in range(size)]
-            workers = [subprocess.Popen([*command, *own]) for own in words]
-            try:
-                assert [worker.wait(timeout=600) for worker in workers] == [0] * size
-            finally:
-                for worker in workers:
-                    worker.kill()
-    return [torch.load(file) for file in files]
-
-
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return processes(tmp_path_factory, 2, 4)
+    return results_of(tmp_path_factory, "data_parallel.py", 2, 2, 4)
 
 
 @pytest.fixture(scope="module", params=[1, 2, 4])
 def many(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return processes(tmp_path_factory, request.param, 20)
+    return results_of(tmp_path_factory, "data_parallel.py", request.param, request.param, 20)
 
 
 def check(run: Run, found: Found) -> None:
@@ -85,13 +59,7 @@ def test_one_two_and_four_processes_have_the_weights_of_one_after_twenty_steps(r
 
 @pytest.mark.parametrize("name", OWN_DRAWS)
 def test_independent_draws_are_averaged(name: str, two: Found) -> None:
-    expected = two[0][f"alone own draws {name}"]
-    for results in two:
-        result = results[f"own draws {name}"]
-        assert not isinstance(result, str), result
-        for key, weight in expected.items():
-            torch.testing.assert_close(result[key], weight, rtol=1e-10, atol=1e-12)
-            assert torch.equal(result[key], two[0][f"own draws {name}"][key])
+    close(two, f"own draws {name}")
 
 
 def test_independent_draws_differ_and_are_reproducible(two: Found) -> None:
@@ -115,6 +83,35 @@ def test_processes_that_have_collected_different_things_all_raise(two: Found) ->
 def test_an_empty_batch_is_refused(two: Found) -> None:
     for rank, results in enumerate(two):
         assert results["empty"].startswith(f"RuntimeError: process {rank} of 2 observed an empty batch")
+
+
+def close(found: Found, name: str) -> None:
+    expected = found[0][f"alone {name}"]
+    for results in found:
+        assert not isinstance(results[name], str), results[name]
+        assert results[name].keys() == expected.keys()
+        for key, value in expected.items():
+            torch.testing.assert_close(results[name][key], value, rtol=1e-10, atol=1e-12)
+            assert torch.equal(results[name][key], found[0][name][key])
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_a_process_with_fewer_batches_has_weights_and_state_of_the_others(name: str, two: Found) -> None:
+    """As one process in which the sum over processes that have a batch is divided by the number of all of them."""
+    close(two, f"joined {name}")
+
+
+@pytest.mark.parametrize("name", NOT_JOINED)
+def test_rules_that_communicate_refuse_to_go_on_without_a_process(name: str, two: Found) -> None:
+    for results in two:
+        words = f"RuntimeError: {name.partition('-')[0]} exchanges more than gradients, and cannot go on without"
+        assert results[f"joined {name}"].startswith(words), results[f"joined {name}"]
+
+
+def test_a_process_with_fewer_batches_needs_the_state_of_the_others(two: Found) -> None:
+    for results in two:
+        words = "RuntimeError: in join(), a process without batches would miss steps of AdaBayes"
+        assert results["joined without state"].startswith(words)
 
 
 def test_elementwise_rules_communicate_nothing(two: Found) -> None:

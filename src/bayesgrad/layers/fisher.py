@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -141,7 +142,8 @@ class SubsampledFisher:
             seed = noise.fresh_seed()
         generator = torch.Generator().manual_seed(noise.seed32(seed or 0))
         called, tensors = Call(forward, output)(model, inputs)
-        (seen,) = batch_gradients(called, tensors, kind, fisher, labels, generator, class_dim=class_dim)
+        draw = partial(kind.sample, generator=generator)
+        (seen,) = batch_gradients(called, tensors, kind, fisher, labels, draw, class_dim=class_dim)
         self._parameters = {name: p for name, p in parameters_of(unwrap(model)).items() if p.requires_grad}
         self.names = list(self._parameters)
         self.labels = seen.labels
@@ -253,7 +255,7 @@ def batch_gradients(
     kind: likelihoods.Likelihood,
     fisher: str,
     labels: Tensor | None,
-    generator: torch.Generator,
+    draw: Callable[[Tensor], Tensor],
     at_once: int | None = None,
     layouts: RowLayouts | None = None,
     class_dim: int | None = None,
@@ -261,6 +263,7 @@ def batch_gradients(
     """Per-example gradients of every trainable parameter, for `at_once` directions at a time; see `SubsampledFisher`.
 
     Args:
+        draw: samples labels for outputs, for `fisher="sampled"`.
         layouts: those of earlier batches.
         class_dim: the dimension of classes in the model's outputs; None for the last one.
 
@@ -272,7 +275,7 @@ def batch_gradients(
     def directions(outputs: Tensor) -> Iterator[Tensor]:
         nonlocal used
         if used is None and fisher == "sampled":
-            used = kind.sample(outputs, generator)
+            used = draw(outputs)
         return kind.hessian_roots(outputs) if used is None else iter([kind.residual(outputs, used)])
 
     with closing(directional_gradients(model, inputs, directions, at_once, layouts, class_dim)) as parts:

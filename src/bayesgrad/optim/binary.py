@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesgrad import distributed, shards
+from bayesgrad import process_limits, shards
 from bayesgrad.checkpoint import settings
 from bayesgrad.constraints import COUNT, NONNEGATIVE, OPTIONAL_INTEGER, POSITIVE, POSITIVE_INTEGER, PRIOR_DECAYS
 from bayesgrad.kernels import compute_dtype
@@ -98,7 +98,7 @@ class BinaryOptimizer(BeliefOptimizer):
             )
 
     def binarise(self) -> None:
-        distributed.refuse_partition(type(self).__name__)
+        process_limits.refuse_partition(type(self).__name__)
         for group in self.param_groups:
             new = [p for p in group["params"] if p.requires_grad and self.rule.latent not in self.state.get(p, {})]
             self.initialise(group, new)

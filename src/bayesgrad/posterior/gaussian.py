@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bayesgrad import distributed, likelihoods
+from bayesgrad import likelihoods
 from bayesgrad.belief import Belief, Joint
+from bayesgrad.data_shards import data_of
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.batches import split_batch
 from bayesgrad.layers.network import Network, evaluation_mode, unwrap
@@ -158,7 +159,8 @@ class GaussianPosterior(Posterior):
         For a Laplace posterior it can be compared with `log_marginal_likelihood()`.
 
         Args:
-            loader: batches (inputs, labels), iterated once for each sample.
+            loader: batches (inputs, labels), iterated once for each sample; of the part of the data that belongs to a
+                process, as for `bayesgrad.laplace`, in which case all processes call this.
             prior_precision: δ; one number for all, or one for each parameter by name.
             likelihood: of the labels; None uses the posterior's own, which is categorical by default.
             noise_scale: the standard deviation of Gaussian data; None uses the posterior's own.
@@ -173,25 +175,25 @@ class GaussianPosterior(Posterior):
         reading = self._reading(likelihood, noise_scale)
         if samples < 1:
             raise ValueError(f"samples must be at least 1, got {samples}.")
-        distributed.refuse_shard_of_data("elbo", loader, num_data)
+        data = data_of("elbo", loader, num_data)
         network = unwrap(self._model(model))
         counts: set[int] = set()
         values: list[float] = []
-        with evaluation_mode(network):
+        with data.together(), evaluation_mode(network):
             for weights in self._draw(self._generators(samples, self._seed(seed))):
                 cast, total, count = self._cast(weights, network), 0.0, 0
-                for x, y in map(split_batch, loader):
+                for x, y in map(split_batch, data):
                     outputs = self._network(x, network, 1, None)(cast)
                     total += float(reading.log_likelihood(outputs, y).double().sum())
                     count += len(outputs)
                 counts.add(count)
                 values.append(total)
-        if len(counts) > 1 or 0 in counts:
-            raise ValueError(
-                f"the loader gave {' and '.join(map(str, sorted(counts)))} examples in different passes: it is "
-                "iterated once for each sample, and must give the same examples each time."
-            )
-        seen = counts.pop()
+            if len(counts) > 1 or 0 in counts:
+                raise ValueError(
+                    f"the loader gave {' and '.join(map(str, sorted(counts)))} examples in different passes: it is "
+                    "iterated once for each sample, and must give the same examples each time."
+                )
+        *values, seen = data.total([*values, counts.pop()], next(network.parameters()).device)
         each = torch.tensor(values, dtype=torch.float64) * ((num_data or seen) / seen)
         expected = float(each.mean())
         error = float(each.std() / samples**0.5) if samples > 1 else math.nan

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bayesgrad.data_shards import DataShard, data_of
 from bayesgrad.layers.batches import split_batch
 from bayesgrad.layers.network import evaluation_mode, unwrap
 from bayesgrad.layers.output_covariance import OutputCovariance
@@ -157,7 +158,8 @@ class LaplacePosterior(GaussianPosterior):
         Args:
             per: one precision for the `"model"`, for each `"layer"` or for each `"parameter"`.
             method: `"evidence"`, or `"heldout"` for the mean log-density of labels under linearised predictions.
-            heldout: batches (inputs, labels) for `method="heldout"`.
+            heldout: batches (inputs, labels) for `method="heldout"`; of the part of the data that belongs to a process,
+                as for `bayesgrad.laplace`, in which case all processes call this.
             noise_scale: whether to tune the standard deviation of the data as well; None for whether it was not given.
             temperature: whether to tune the temperature as well; needs `method="heldout"`.
             steps: the maximal number of L-BFGS iterations, or of evaluations on held-out labels.
@@ -196,12 +198,14 @@ class LaplacePosterior(GaussianPosterior):
                 lambda values: self.log_marginal_likelihood(*read(values.unbind())[:2]) / size, start, steps
             )
         else:
-            batches = list(heldout or ())
-            if not batches:
-                raise ValueError("heldout gave no batches: pass a loader or a list of (inputs, labels).")
+            data = data_of("tune_prior", () if heldout is None else heldout, None)
+            with data.together():
+                batches = list(data)
+                if not batches:
+                    raise ValueError("heldout gave no batches: pass a loader or a list of (inputs, labels).")
             try:
                 found = maximise_by_search(
-                    lambda values: self.set_prior(*read(values))._log_density(batches), start, steps
+                    lambda values: self.set_prior(*read(values))._log_density(batches, data), start, steps
                 )
             finally:
                 self.set_prior(*kept)
@@ -212,15 +216,17 @@ class LaplacePosterior(GaussianPosterior):
         return self.set_prior(*read(found))
 
     @torch.no_grad()
-    def _log_density(self, batches: Sequence[Any]) -> float:
-        """The mean log-density of labels under linearised predictions."""
+    def _log_density(self, batches: Sequence[Any], data: DataShard | None = None) -> float:
+        """The mean log-density of labels under linearised predictions, in batches that are those of `data`."""
+        data = data_of("", batches, None) if data is None else data
         reading, total, count = self._reading(), 0.0, 0
         network = unwrap(self._model(None))
-        with evaluation_mode(network):
+        with data.together(), evaluation_mode(network):
             for x, y in map(split_batch, batches):
                 mean, variance = self._linear_moments(self._network(x, None, 1, None), joint=False)
                 total += float(reading.log_density(mean, variance.clamp(min=0), y).double().sum())
                 count += len(mean)
+        total, count = data.total([total, count], next(network.parameters()).device)
         return total / count
 
     def _summary(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from bayesgrad.samplers.chains import Chains
 from bayesgrad.samplers.diagnostics import Diagnostics, diagnose, inference_data, trace_plot
 from bayesgrad.samplers.ensemble import Ensemble, Predictive
 from bayesgrad.samplers.langevin import SNGD, Langevin
+from bayesgrad.samplers.parallel import joint_posterior, run_chains
 from bayesgrad.samplers.sampler import Diverged
 
 __all__ = [
@@ -29,9 +30,11 @@ __all__ = [
     "damping_bias",
     "diagnose",
     "inference_data",
+    "joint_posterior",
     "langevin_covariance",
     "learning_rate",
     "minibatch_covariance",
+    "run_chains",
     "step_inflation",
     "temperature",
     "trace_plot",

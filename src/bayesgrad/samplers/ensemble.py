@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -140,6 +140,20 @@ class Ensemble:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.samples.load_state_dict(state["samples"])
         self.steps, self._last, self.losses = state["steps"], state["last"], list(state["losses"])
+
+    def header(self) -> dict[str, Any]:
+        """Everything but model, sampler and samples."""
+        own = ("burn_in", "thin", "keep", "chains", "steps", "losses", "_last")
+        return {name: getattr(self, name) for name in own}
+
+    @classmethod
+    def received(cls, model: nn.Module, header: Mapping[str, Any], blocks: Iterable[Mapping[str, Tensor]]) -> Ensemble:
+        """The ensemble of another process, which has this header and these samples."""
+        found = cls(model)
+        vars(found).update(header)
+        for block in blocks:
+            found.samples.append(block)
+        return found
 
 
 class Predictive:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesgrad import distributed, kernels, noise, shards
+from bayesgrad import distributed, kernels, noise, process_limits, shards
 from bayesgrad.distributed import Exchange, Sum
 from bayesgrad.packing import SampledBlock
 from bayesgrad.parts import Evidence, Groups, Needs, Noise, Source, weak
@@ -327,7 +327,7 @@ class WeightSampling(Draws):
                 self.seen[p] = gradient_of(p).clone()
             elif p in kept and p in self.earlier:
                 if self.evidence == "squares" and self.processes > 1 and not shards.is_shard(p):
-                    distributed.refuse_several_squares(self.optimizer.__class__.__name__)
+                    process_limits.refuse_several_squares(self.optimizer.__class__.__name__)
                 now, earlier = gradient_of(p), self.earlier[p]
                 self.sums[p] = self._sum(p, earlier) + self._contribution(now - earlier, offset)
                 self.seen[p] = now.clone()

@@ -6,13 +6,14 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from bayesgrad import layers
+from bayesgrad.distributed import Exchange, Sum
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.fisher import BatchGradients
 from bayesgrad.layers.modules import Layer
@@ -165,7 +166,7 @@ class LayerFactors(Accumulator):
         names = {id(p): name for name, p in params.items()}
         self.shapes = {names[id(p)]: p.shape for p in layer.members}
         self.sums: dict[str, Any] = dict.fromkeys(structure.sides, 0)
-        self.positions = 0  # of all examples
+        self.positions: Any = 0  # of all examples
 
     def add(self, seen: BatchGradients) -> None:
         weight = next(iter(self.shapes))
@@ -180,6 +181,13 @@ class LayerFactors(Accumulator):
         self.positions += statistics.rows
         for side, moment in statistics.moments().items():
             self.sums[side] = self.sums[side] + moment.sum()
+
+    def share(self, exchange: Exchange) -> None:
+        def receive(side: str, found: Sum) -> None:
+            self.sums[side], self.positions = found
+
+        for side, moment in self.sums.items():
+            exchange.add(Sum(moment, self.positions), partial(receive, side))
 
     def finish(self, total: float, count: int) -> Structure:
         inputs = total / count * self.sums["input"].to(compute_dtype(self.layer.owner.dtype))
@@ -208,6 +216,9 @@ class BiasFactor(Accumulator):
         if "error" in self.structure.sides:
             rows = seen.columns[self.name].rows().flatten(1)
             self.total += rows.T @ rows
+
+    def share(self, exchange: Exchange) -> None:
+        exchange.add(Sum(self.total), lambda found: self.total.copy_(found.total))
 
     def finish(self, total: float, count: int) -> Structure:
         if "error" in self.structure.sides:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad.belief import Belief, Joint
+from bayesgrad.distributed import Exchange, Sum
 from bayesgrad.layers.fisher import BatchGradients
 from bayesgrad.layers.output_covariance import BlockCovariance, OutputCovariance
 from bayesgrad.precision import Dense, Precision
@@ -35,6 +36,10 @@ class Accumulator(ABC):
     @abstractmethod
     def add(self, seen: BatchGradients) -> None:
         """Adds Σ g g' over the gradients of one batch to H, in place."""
+
+    def share(self, exchange: Exchange) -> None:
+        """Replaces what was added by that of all processes, where each has added some of the data."""
+        raise NotImplementedError(f"{type(self).__name__} must define share() for data of several processes.")
 
     @abstractmethod
     def finish(self, total: float, count: int) -> Structure:
@@ -109,6 +114,10 @@ class Structure(Accumulator):
 
     def add(self, seen: BatchGradients) -> None:
         raise NotImplementedError(f"{type(self).__name__} must define add(), or blocks() with other accumulators.")
+
+    def share(self, exchange: Exchange) -> None:
+        for part in self.tensors().values():
+            exchange.add(Sum(part), lambda found, part=part: part.copy_(found.total))
 
     def finish(self, total: float, count: int) -> Structure:
         return self.times(total / count)

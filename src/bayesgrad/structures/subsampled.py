@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
 
 from bayesgrad.belief import Belief
+from bayesgrad.distributed import Exchange
 from bayesgrad.layers.combination import concatenated
 from bayesgrad.layers.fisher import BatchGradients, Gradients, sum_terms
 from bayesgrad.layers.output_covariance import BlockCovariance, Jacobian
@@ -48,6 +49,20 @@ class SubsampledStructure(Structure):
     def add(self, seen: BatchGradients) -> None:
         for name, parts in self.parts.items():
             parts.append(seen.columns[name])
+
+    def share(self, exchange: Exchange) -> None:
+        for name, parts in self.parts.items():
+            received: dict[str, list[Tensor]] = {}
+            for key, part in concatenated(parts).tensors().items():
+                exchange.gather(part, partial(received.__setitem__, key))
+            exchange.after(partial(self._receive, name, received))
+
+    def _receive(self, name: str, received: Mapping[str, list[Tensor]]) -> None:
+        self.parts[name].clear()
+        for of_process in zip(*received.values()):
+            found = restored(dict(zip(received, of_process)), self.shapes[name])
+            assert found is not None
+            self.parts[name].append(found)
 
     @cached_property
     def columns(self) -> dict[str, PerExampleGradients]:
