@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
@@ -158,10 +159,26 @@ def langevin(metric: str, **options: Any) -> Callable[[nn.Module], Any]:
     return lambda model: samplers.Langevin(model, metric=metric, **options)
 
 
-def train(run: Run, steps: int, rank: int | None, size: int) -> Result:
+def sharded(model: nn.Module) -> Any:
+    """Two modules gather parameters; some processes have no part of a small one."""
+    if (scale := getattr(model, "scale", None)) is not None:
+        model.scale = nn.Parameter(scale.detach().view(1))  # fully_shard does not support scalars
+    inner = getattr(model, "wide", None)
+    fully_shard(model[0] if inner is None else inner)  # pyright: ignore[reportIndexIssue]
+    return fully_shard(model)
+
+
+def whole(model: nn.Module) -> Result:
+    """The weights, of which each process may have a part."""
+    return {name: getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for name, p in model.named_parameters()}
+
+
+def train(run: Run, steps: int, rank: int | None, size: int, shards: bool = False) -> Result:
     """Trains with the rows of one process, or of all if `rank` is None."""
     model = run.model()
-    net = model if rank is None else DistributedDataParallel(model, **run.ddp)
+    net: Any = model
+    if rank is not None:
+        net = sharded(model) if shards else DistributedDataParallel(model, **run.ddp)
     optimizer = run.make(model)
     for index in range(run.steps or steps):
         x, y = batch(index, torch.float64)
@@ -172,9 +189,11 @@ def train(run: Run, steps: int, rank: int | None, size: int) -> Result:
         def passes(x: Tensor = x, y: Tensor = y, rows: Any = rows) -> Tensor:
             for turn, parts in enumerate(rows):
                 silent = isinstance(net, DistributedDataParallel) and turn < len(rows) - 1
+                if shards:
+                    net.set_requires_gradient_sync(turn == len(rows) - 1)
                 with ExitStack() as stack:
                     stack.enter_context(optimizer.sampled() if run.each else nullcontext())
-                    stack.enter_context(net.no_sync() if silent else nullcontext())  # pyright: ignore
+                    stack.enter_context(net.no_sync() if silent else nullcontext())
                     loss = one_pass(x, y, parts)
             return loss  # pyright: ignore
 
@@ -211,7 +230,7 @@ def train(run: Run, steps: int, rank: int | None, size: int) -> Result:
         if run.clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), run.clip)
         optimizer.step()
-    return weights(model)
+    return whole(model)
 
 
 @contextmanager

@@ -294,6 +294,19 @@ def unnoticed(*tensors: Any) -> Iterator[None]:
             model._static_graph_delay_allreduce_enqueued = False
 
 
+def swap(own: Sequence[Tensor], sizes: Sequence[int], group: Any) -> list[Tensor]:
+    """Sends a flat tensor to each process of a group, and returns those that they have sent to this one.
+
+    Args:
+        own: what to send to each of them; all have one dtype.
+        sizes: of what each of them sends.
+        group: the process group, all of which have to call this.
+    """
+    found = own[0].new_empty(sum(sizes))
+    torch.distributed.all_to_all_single(found, torch.cat(list(own)), list(sizes), [len(t) for t in own], group=group)
+    return list(found.split(list(sizes)))
+
+
 def average(*values: Tensor) -> list[Tensor]:
     """The means over the processes that train one model, all of which have to call this."""
     size = joint_processes()

@@ -98,6 +98,7 @@ class Part:
     Attributes:
         needs: what the training loop has to do for this part.
         whole: what it needs whole parameters for, in words; None if a process may have parts of them (DTensors).
+        gathers: whether it is enough that forward and backward passes have whole parameters, as with `fully_shard`.
         on_cpu: names of its tensors in the optimizer's state that Python reads, which stay on the CPU.
         optimizer: the optimizer that it belongs to; its groups and state are read there.
         recorded: the layers of the model (`RecordedLayers`), for parts that use them.
@@ -106,6 +107,7 @@ class Part:
 
     needs: Needs = Needs()
     whole: str | None = "the layers of the model"
+    gathers: bool = False
     on_cpu: tuple[str, ...] = ()
     optimizer: Host
     recorded: Any = None
@@ -312,6 +314,6 @@ def refuse_processes(optimizer: Host, parts: Iterable[Part]) -> None:
     name, params = optimizer.__class__.__name__, [p for group in optimizer.param_groups for p in group["params"]]
     for part in parts:
         if part.whole is not None:
-            shards.refuse(name, part.whole, params)
+            shards.refuse(name, part.whole, params, part.gathers)
         if part.needs.draws and not optimizer.independent:
             process_limits.refuse_shards(name, params)

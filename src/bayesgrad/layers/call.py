@@ -17,6 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from bayesgrad.layers.layout import RowLayout
 from bayesgrad.layers.operations import Operation, input_gradient, operation, parameter_gradients, prepare, run
+from bayesgrad.shards import owner
 
 if TYPE_CHECKING:
     from bayesgrad.layers.recorder import LayerRecorder
@@ -92,8 +93,8 @@ class Site:
     def own_nodes(self, nodes: Sequence[Any]) -> list[Any]:
         """Those that add to gradients of the module's parameters, and not of tensors in their place."""
         module = self.module()
-        own = () if module is None else module._parameters.values()
-        return [node for node in nodes if any(getattr(node, "variable", None) is p for p in own if p is not None)]
+        own = [] if module is None else [owner(p) for p in module._parameters.values() if p is not None]
+        return [node for node in nodes if any(owner(getattr(node, "variable", None)) is p for p in own)]
 
     def has_own(self, function: Any) -> bool:
         """Whether a call has the module's own parameters, and not tensors in their place (functional_call).

@@ -3,7 +3,8 @@
 Between `backward()` and `step()`, clipping and penalties change `.grad` in place, which increments its version counter.
 `GradScaler.unscale_` multiplies all gradients by one number without incrementing it, so some entries of each gradient
 are copied in the backward pass, and the factor follows from them. No value is read by the host, but in the first pass.
-In several processes, entries are copied when DistributedDataParallel has averaged the gradients.
+In several processes, entries are copied when DistributedDataParallel has averaged the gradients, or `fully_shard` has
+reduced them. What layers return is then added to the gradient of the gathered parameter (`shards.gathered`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from torch.utils.weak import TensorWeakRef
 
 from bayesgrad.distributed import Exchange, Sum, after_averaging, joint_processes
 from bayesgrad.kernels import compute_dtype
+from bayesgrad.shards import any_process, gathered, is_shard, local, owner, summed
+from bayesgrad.shards import version as version_of
 
 SAMPLE = 256  # entries of a gradient that are copied
 CHECK_EVERY = 10  # passes between comparisons of values, if memory does not show who contributed to a gradient
@@ -43,7 +46,7 @@ class Mark(NamedTuple):
     passes: int
 
     def untouched(self, gradient: Tensor | None) -> bool:
-        return gradient is not None and self.gradient() is gradient and gradient._version == self.version
+        return gradient is not None and self.gradient() is gradient and version_of(gradient) == self.version
 
 
 class GradientMarks:
@@ -76,14 +79,16 @@ class GradientMarks:
         self._opaque: dict[Tensor, int] = {}  # passes since the last check, where memory does not show who contributed
         # backward pass, calls, sum of their gradients, whether the gradient was zero before, memory of the first
         self._sums: dict[Tensor, tuple[int, int, Tensor | None, bool, tuple[int, int]]] = {}
-        owner = weakref.ref(self)
+        self._watched: dict[Tensor, Tensor] = {}  # DTensor -> its gathered parameter, which has a hook
+        self._gathered: dict[Tensor, int] = {}  # passes of gathered parameters since their gradients were reduced
+        reference = weakref.ref(self)
 
         def note(p: Tensor) -> None:
-            if (own := owner()) is not None:
-                own._accumulated(p)
+            if (own := reference()) is not None:
+                (own._reduced if is_shard(p) else own._accumulated)(p)
 
-        handles = [p.register_post_accumulate_grad_hook(note) for p in self.params]
-        self.close = weakref.finalize(self, _remove, handles)
+        self._note, self._handles = note, [p.register_post_accumulate_grad_hook(note) for p in self.params]
+        self.close = weakref.finalize(self, _remove, self._handles)
 
     @property
     def unexplained(self) -> set[Tensor]:
@@ -97,12 +102,14 @@ class GradientMarks:
 
         if self.params:
             flags = [float(p in self._unexplained) for p in self.params]
-            exchange.add(Sum(self.params[0].new_tensor(flags, dtype=compute_dtype(self.params[0].dtype))), receive)
+            exchange.add(
+                Sum(local(self.params[0]).new_tensor(flags, dtype=compute_dtype(self.params[0].dtype))), receive
+            )
 
     def returned(self, module: nn.Module, gradients: Sequence[Tensor | None], task: int) -> None:
         """Called with the gradients that a layer returns for its weight and bias."""
         for name, gradient in zip(("weight", "bias"), gradients):
-            p = module._parameters.get(name)
+            p = owner(module._parameters.get(name))
             if gradient is None or p is None:
                 continue
             before, calls, total, from_zero, first = self._sums.get(p, NOTHING)
@@ -116,7 +123,7 @@ class GradientMarks:
 
     def differentiable(self, module: nn.Module) -> None:
         """Called when a layer passes on an error with `create_graph=True`."""
-        self.twice.update(p for p in module._parameters.values() if p is not None)
+        self.twice.update(owner(p) for p in module._parameters.values() if p is not None)
 
     def accumulated_twice(self, p: Tensor) -> bool:
         """Whether a gradient has several passes, of which a later one may have derivatives of gradients."""
@@ -124,11 +131,24 @@ class GradientMarks:
 
     def _is_zero(self, p: Tensor) -> bool:
         """Whether a gradient is known to be None or zero."""
+        if is_shard(p):
+            if p not in self._watched:
+                self._watched[p] = gathered([p])[p]
+                self._handles.append(self._watched[p].register_post_accumulate_grad_hook(self._note))
+            return self._watched[p].grad is None
         mark = self.marks.get(p)
         return p.grad is None or (mark is not None and not mark.passes and mark.untouched(p.grad))
 
-    def _accumulated(self, p: Tensor) -> None:
-        gradient = p.grad
+    def _reduced(self, p: Tensor) -> None:
+        """Called when `fully_shard` has added to the gradient of a DTensor."""
+        if (gradient := p.grad) is not None:
+            old, new = self.marks.get(p), max(1, self._gathered.get(p, 0))
+            passes = new if old is None or old.gradient() is not gradient else old.passes + new
+            self._gathered[p] = 0
+            self.marks[p] = Mark(TensorWeakRef(gradient), version_of(gradient), _sample(gradient).clone(), passes)
+
+    def _accumulated(self, whole: Tensor) -> None:
+        gradient, p = whole.grad, owner(whole)
         if gradient is None or gradient.layout is not torch.strided:
             return
         old = self.marks.get(p)
@@ -147,8 +167,11 @@ class GradientMarks:
                 (self._unexplained.discard if explained else self._unexplained.add)(p)
             else:
                 # Autograd adds further terms in place, or to a copy.
-                whole = gradient.data_ptr() == memory and gradient._version == version + calls - 1
-                known = self._is_as_checked(p, calls, whole)
+                alone = gradient.data_ptr() == memory and gradient._version == version + calls - 1
+                known = self._is_as_checked(p, calls, alone)
+        if whole is not p:
+            self._gathered[p] = self._gathered.get(p, 0) + 1
+            return
         # A hook (Tensor.register_hook) may change any gradient, which is then not what the layers returned.
         version = gradient._version if known and not p._backward_hooks else -1
         self.marks[p] = Mark(TensorWeakRef(gradient), version, _sample(gradient).clone(), passes)
@@ -193,18 +216,23 @@ class GradientMarks:
         """Whether these gradients are None or zero, so that what was recorded before belongs to no gradient."""
         for p in params:
             gradient, mark = p.grad, self.marks.get(p)
+            if self._gathered.get(p):  # by `fully_shard`, without synchronisation
+                return False
             if gradient is None:
                 continue
             if mark is not None and mark.untouched(gradient):
                 if mark.passes:
                     return False
-            elif bool(gradient.any()):
+            elif bool(any_process(local(gradient).any(), [gradient])):
                 return False
         return True
 
     def untouched(self, params: Iterable[Tensor], passes: int | None = 1) -> bool:
-        """Whether so many backward passes (any number, for None) made these gradients, which were not changed since."""
-        found = ((self.marks.get(p), p.grad) for p in params)
+        """Whether so many backward passes (any number, for None) made these gradients, which were not changed since.
+
+        This is not known of DTensors: other processes may have changed theirs.
+        """
+        found = ((None if is_shard(p) else self.marks.get(p), p.grad) for p in params)
         return not self.by_value and all(
             mark is not None and mark.untouched(gradient) and passes in (None, mark.passes) for mark, gradient in found
         )
@@ -216,7 +244,7 @@ class GradientMarks:
         factor, no gradient counts as untouched from now on.
         """
         self._steps += 1
-        if self.by_value or (self._steps & (self._steps - 1) and self._steps % 100):
+        if self.by_value or any(map(is_shard, self.params)) or (self._steps & (self._steps - 1) and self._steps % 100):
             return
         factor = self.factor()
         if factor is None:
@@ -230,35 +258,47 @@ class GradientMarks:
                 self.by_value = True
                 return
 
-    def factor(self, params: Iterable[Tensor] | None = None) -> Tensor | None:
-        """The number by which these gradients (all, for None) were multiplied since their last pass, as a tensor.
+    def factor(self) -> Tensor | None:
+        """The number by which all gradients were multiplied since their last pass, as a tensor.
 
         1 if they are zero or not finite; None if no gradient is known. If they were changed in another way, it is the
         least-squares fit. Entries that are zero now are left out, so that a mask does not count as a factor.
         """
-        some = self.marks if params is None else [p for p in params if p in self.marks]
-        pairs = ((self.marks[p].sample, _sample(p.grad)) for p in some if p.grad is not None)
-        pairs = [(then, now) for then, now in pairs if then.shape == now.shape]
-        if not pairs:
-            return None
-        then, now = map(torch.cat, zip(*pairs))
-        then = torch.where(now == 0, 0.0, then)
-        return (torch.dot(now, then) / torch.dot(then, then)).nan_to_num_(1.0, 1.0, 1.0)
+        return self.factors([list(self.marks)])[0]
+
+    def factors(self, several: Sequence[Iterable[Tensor]]) -> list[Tensor | None]:
+        """As `factor`, of the gradients of some parameters each; all processes have to call this."""
+        every = dict.fromkeys(p for some in several for p in some if p in self.marks)
+        pairs = {p: (self.marks[p].sample, _sample(p.grad)) for p in every if p.grad is not None}
+        pairs = {p: (then, now) for p, (then, now) in pairs.items() if then.shape == now.shape}
+        products = []
+        for then, now in pairs.values():
+            then = torch.where(now == 0, 0.0, then)
+            products.append(torch.stack([torch.dot(now, then), torch.dot(then, then)]))
+        by = dict(zip(pairs, summed(products, list(pairs))))
+        found: list[Tensor | None] = []
+        for some in several:
+            own = [by[p] for p in some if p in by]
+            total = torch.stack([one.to(own[0]) for one in own]).sum(0) if own else None
+            found.append(None if total is None else (total[0] / total[1]).nan_to_num_(1.0, 1.0, 1.0))
+        return found
 
     def inherit(self, earlier: GradientMarks) -> None:
         """Takes over what earlier marks know of the gradients; terms are checked again in the next pass."""
         self.marks, self._unexplained = dict(earlier.marks), set(earlier._unexplained)
         self._agreed, self.by_value, self._steps = earlier._agreed, earlier.by_value, earlier._steps
+        self._gathered = dict(earlier._gathered)
         self.twice = set(earlier.twice)
 
     def zeroed(self) -> None:
         """Called when the gradients were set to zero or None."""
         marks = ((p, p.grad) for p in self.marks)
-        self.marks = {p: Mark(TensorWeakRef(g), g._version, _sample(g), 0) for p, g in marks if g is not None}
+        self.marks = {p: Mark(TensorWeakRef(g), version_of(g), _sample(g), 0) for p, g in marks if g is not None}
 
 
 def _sample(gradient: Tensor) -> Tensor:
-    """Some entries of a gradient, as a view where that is possible."""
+    """Some entries of a gradient, as a view where that is possible; of a DTensor, of this process's part."""
+    gradient = local(gradient)
     return gradient.reshape(-1)[:: 1 + gradient.numel() // SAMPLE]
 
 

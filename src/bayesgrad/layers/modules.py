@@ -39,6 +39,7 @@ from bayesgrad.layers.per_example import (
     PerExampleGradients,
     StoredGradients,
 )
+from bayesgrad.shards import gradient_of, local, owner
 
 
 def is_matrix(module: nn.Module) -> bool:
@@ -100,7 +101,8 @@ def _own_weight(module: nn.Module) -> bool:
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: p for name in ("weight", "bias") if (p := module._parameters.get(name)) is not None}
+    """Those that are trained: DTensors, also while `fully_shard` has put gathered parameters in their place."""
+    return {name: owner(p) for name in ("weight", "bias") if (p := module._parameters.get(name)) is not None}
 
 
 def groups_of(module: nn.Module) -> int:
@@ -144,8 +146,8 @@ def _places(module: Any, error: Tensor) -> list[int]:
 
 
 def weight_of(module: nn.Module) -> Tensor:
-    """The weight of a layer that has one."""
-    return module._parameters["weight"]  # pyright: ignore[reportReturnType]
+    """The weight of a layer that has one, for its shape and dtype."""
+    return owner(module._parameters["weight"])
 
 
 def _dtype(module: nn.Module) -> torch.dtype:
@@ -388,8 +390,12 @@ class Layer:
 
     def matrix(self) -> Tensor:
         """The gradient of [W b], (groups, out, in), with zeros for a parameter without a gradient."""
+        return self.join(self.gradients())
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients of weight and bias, or the parts of them that this process has."""
         dtype = compute_dtype(self.owner.dtype)
-        return self.join([(torch.zeros_like(p) if p.grad is None else p.grad).to(dtype) for p in self.members])
+        return [(torch.zeros_like(local(p)) if p.grad is None else gradient_of(p)).to(dtype) for p in self.members]
 
     def values(self) -> Tensor:
         """A copy of [W b], (groups, out, in)."""

@@ -55,6 +55,7 @@ from bayesgrad.layers.composite import owners, parts_of
 from bayesgrad.layers.gradients import GradientMarks
 from bayesgrad.layers.layout import ForwardPass
 from bayesgrad.layers.operations import CONVOLUTION
+from bayesgrad.shards import gathered, owner, unreduced
 
 MAX_DIMS = 6  # of outputs of a compiled model whose shape is noted
 MAX_PASSES = 256  # forward passes whose shapes are kept until their backward pass
@@ -239,7 +240,7 @@ class LayerRecorder:
             handles.append(model.register_forward_hook(InputHook(self), with_kwargs=True))
         added = []
         for name, layer in self.layers.items():
-            for module, run in ((layer, forward), *[(owner, composite_forward) for owner in owners(layer)]):
+            for module, run in ((layer, forward), *[(one, composite_forward) for one in owners(layer)]):
                 if (site := module.__dict__.get(SITE)) is None or site.module() is not module:
                     site = Site(module)
                     SITES[site.handle] = site
@@ -331,13 +332,14 @@ class LayerRecorder:
         check_graph(outputs)
         calls: list[LayerCall] = []
         self.captures -= 1
-        params = {p: None for m in self.layers.values() for p in m.parameters(recurse=False) if p.requires_grad}
-        if not params:
+        own = {owner(p): None for m in self.layers.values() for p in m.parameters(recurse=False) if p.requires_grad}
+        if not (params := list(gathered(own).values())):
             return calls
         self.capture = calls.append if receive is None else receive
         try:
-            with without_hooks(params):  # layers return no gradients now: hooks would be called with None
-                torch.autograd.grad(outputs, list(params), direction, retain_graph=True, allow_unused=True)
+            # Layers return no gradients now: hooks would be called with None.
+            with without_hooks(params), unreduced(own):
+                torch.autograd.grad(outputs, params, direction, retain_graph=True, allow_unused=True)
         except RuntimeError as error:
             raise explained(error) from error
         finally:
@@ -354,8 +356,9 @@ class LayerRecorder:
             recorded = site is not None and site.has_own(node)
             for following, _ in node.next_functions:
                 if hasattr(following, "variable"):
-                    trace.read_counts[id(following.variable)] += 1
-                    trace.recorded_counts[id(following.variable)] += recorded
+                    key = id(owner(following.variable))
+                    trace.read_counts[key] += 1
+                    trace.recorded_counts[key] += recorded
         return trace
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bayesgrad.layers.per_example import PerExampleGradients, floating_tensor
-from bayesgrad.shards import gradient_of
+from bayesgrad.shards import any_process, gradient_of, local, part_of, summed
 
 SLACK = 8  # tolerance in units of the rounding error
 
@@ -24,19 +24,20 @@ def size_bound(columns: PerExampleGradients) -> Tensor:
 
 
 def dot(a: Mapping[Tensor, Tensor], b: Mapping[Tensor, Tensor]) -> Tensor:
-    """The inner product of tensors by parameter, of those that b has; float64 on the CPU."""
-    return torch.stack([torch.dot(a[p].flatten().double(), b[p].flatten().double()).cpu() for p in b]).sum()
+    """The inner product of tensors, or of this process's parts, by parameter of b; float64 on the CPU."""
+    products = [torch.dot(local(a[p]).flatten().double(), local(b[p]).flatten().double()) for p in b]
+    return torch.stack([product.cpu() for product in summed(products, list(b))]).sum()
 
 
 def common_factor(columns: Mapping[Tensor, PerExampleGradients]) -> float | None:
     """c, if every gradient is c times the sum of the per-example gradients up to rounding; else None."""
     if any(gradient_of(p).dtype != kind(own) for p, own in columns.items()):
         return None
-    sums = {p: own.combine(torch.ones(own.count).to(floating_tensor(own))) for p, own in columns.items()}
+    sums = {p: part_of(own.combine(torch.ones(own.count).to(floating_tensor(own))), p) for p, own in columns.items()}
     square = dot(sums, sums)
     factor = float(dot({p: gradient_of(p) for p in sums}, sums) / square) if square > 0 else 1.0
     for p, own in columns.items():
         allowed = SLACK * torch.finfo(kind(own)).eps * abs(factor) * size_bound(own)
-        if not bool((gradient_of(p) - factor * sums[p]).abs().max() <= allowed):
+        if bool(any_process(~((gradient_of(p) - factor * sums[p]).abs() <= allowed).all(), [p])):
             return None
     return factor

@@ -4,8 +4,7 @@ The gradient of the mean loss is E'A, with a row of inputs A (a one appended for
 each example and position. L E'A R can be computed from the gradient, or as (E L)'(A R), which is cheaper if rows are
 fewer than outputs. By the option `precondition` it is computed in one of two places:
 
-- "step": in `step()`, from `.grad`. (E L)'(A R) takes its place if a single backward pass made the gradient and it was
-  not changed in place since, so both are equal.
+- "step": in `step()`, from `.grad`. (E L)'(A R) takes its place if one backward pass made it and nothing changed it.
 - "backward": in the backward pass, which returns it as the gradient. The gradient itself is never formed.
 """
 
@@ -49,10 +48,11 @@ from bayesgrad.preconditioners.refresh import (
     store,
     unit_factors,
 )
-from bayesgrad.preconditioners.rows import InnerProduct, from_call, from_rows, rows_are_cheaper
+from bayesgrad.preconditioners.rows import InnerProduct, from_call, from_gradients, from_rows, rows_are_cheaper
 from bayesgrad.preconditioners.stability import finite, limit_norm, nonfinite_cause, split_damping, with_growing_damping
 from bayesgrad.rules.transition import average
 from bayesgrad.saved_state import saved_entry
+from bayesgrad.shards import gradient_of
 from bayesgrad.sources.recorded_layers import RecordedLayers
 
 LARGE = 512  # inputs of a layer from which its statistics are gathered less often if its outputs are few
@@ -81,6 +81,7 @@ class LayerPreconditioner(Preconditioner):
     sides: ClassVar[tuple[str, ...]] = SIDES  # whose second moments are kept
     factor: ClassVar[str] = "moment"  # the name of each side's matrix in the state
     reads_outputs: ClassVar[bool] = False
+    gathers = True
     on_cpu = ("clock", "damped", "traces")
 
     def __init__(self, fallback: str) -> None:
@@ -340,17 +341,16 @@ class LayerPreconditioner(Preconditioner):
         marks, inner = self.recorded.marks, InnerProduct(math.isfinite(limit))
         few = {layer for layer in known if layer in self.kept and marks.untouched(layer.members)}
         factor = marks.factor() if few else None
+        rest: dict[Layer, Precision] = {}
         for layer in known:
             precision = self.precision(layer, settings[layer])
             if layer in self.preconditioned:
-                found |= {p: p.grad for p in layer.members if p.grad is not None}
+                found |= {p: gradient_of(p) for p in layer.members if p.grad is not None}
             elif layer in few and isinstance(precision, Kronecker):
                 found |= from_rows(layer, precision, self.kept[layer], inner, factor)
             else:
-                gradient = layer.matrix()
-                solved = precision.solve(gradient)
-                inner.add(solved, gradient)
-                found |= layer.split(solved)
+                rest[layer] = precision
+        found |= from_gradients(rest, inner)
         if self.inner_products:
             inner.join(self.inner_products.values(), marks.factor())
         return limit_norm(found, limit, inner.total)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from bayesgrad.layers.moments import joined
 from bayesgrad.layers.operations import operation, parameter_gradients
 from bayesgrad.precision import Kronecker, Precision
 from bayesgrad.preconditioners.stability import inner_product
+from bayesgrad.shards import Solve, gradient_of, is_shard, solved, summed
 
 
 class InnerProduct:
@@ -66,6 +68,32 @@ def from_call(
     solved = precision.solve(gradient)
     inner.add(solved, gradient)
     return dict(zip(layer.members, layer.parted(solved)))
+
+
+def from_gradients(several: Mapping[Layer, Precision], inner: InnerProduct) -> dict[Tensor | None, Direction]:
+    """The preconditioned gradient of each parameter; one process solves each layer of which each has a part."""
+    found: dict[Tensor | None, Direction] = {}
+    jobs, products = [], {}
+    for layer, precision in several.items():
+        run = partial(_solve, layer, precision)
+        if any(map(is_shard, layer.members)):
+            jobs.append(Solve(layer.members, layer.gradients(), run))
+            continue
+        gradient = layer.matrix()
+        solution = precision.solve(gradient)
+        inner.add(solution, gradient)
+        found |= layer.split(solution)
+    for job, parts in zip(jobs, solved(jobs)):
+        for p, part in zip(job.params, parts):
+            if p.grad is not None:
+                found[p], products[p] = part, inner_product(part, gradient_of(p))
+    for total in summed(list(products.values()), list(products)) if inner.needed else ():
+        inner.include(total)
+    return found
+
+
+def _solve(layer: Layer, precision: Precision, gradients: list[Tensor]) -> list[Tensor]:
+    return layer.parted(precision.solve(layer.join(gradients)))
 
 
 def rows_are_cheaper(layer: Layer, call: LayerCall, full: Sequence[str]) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from bayesgrad.directions import Directions, dense, scaled, square_norm
 from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.statistics import LayerStatistics
-from bayesgrad.shards import gradient_of
+from bayesgrad.shards import gradient_of, summed
 
 ATTEMPTS = 20  # how often damping grows tenfold before a matrix is given up
 
@@ -55,12 +55,14 @@ def limit_size(directions: Directions, blocks: Iterable[tuple[Sequence[Tensor], 
         blocks: parameters, and the limit.
     """
     found = dict(directions)
-    for members, limit in blocks:
-        params = [p for p in members if p in found]
-        if not params or math.isinf(limit):
+    some = [([p for p in members if p in found], limit) for members, limit in blocks if math.isfinite(limit)]
+    every = [p for params, _ in some for p in params]
+    squares = dict(zip(every, summed([square_norm(found[p]) for p in every], every)))
+    for params, limit in some:
+        if not params:
             continue
-        squares = [square_norm(found[p]) for p in params]
-        size = (torch.stack([s.to(squares[0]) for s in squares]).sum() / sum(p.numel() for p in params)).sqrt()
+        own = [squares[p] for p in params]
+        size = (torch.stack([s.to(own[0]) for s in own]).sum() / sum(p.numel() for p in params)).sqrt()
         factor = (limit / size.clamp(min=torch.finfo(size.dtype).tiny)).clamp(max=1)
         found |= {p: scaled(found[p], factor) for p in params}
     return found

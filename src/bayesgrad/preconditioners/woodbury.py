@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesgrad import layers
+from bayesgrad import layers, shards
 from bayesgrad.directions import Direction, Directions, Product, Scaled, dense
 from bayesgrad.distributed import Exchange, Sum, average
 from bayesgrad.layers.call import LayerCall
@@ -27,7 +27,7 @@ from bayesgrad.preconditioners.rows import InnerProduct
 from bayesgrad.preconditioners.stability import inner_product, limit_norm, with_growing_damping
 from bayesgrad.rules.update import MOMENTUM
 from bayesgrad.saved_state import NAMES, saved_entry, written_names
-from bayesgrad.shards import gradient_of
+from bayesgrad.shards import gradient_of, has_nonzero_gradient, part_of, summed
 from bayesgrad.sources.recorded_layers import RecordedLayers
 
 ADAPT_EVERY = 5  # steps between changes of the damping, as in Martens and Grosse, 2015, section 6.5
@@ -44,6 +44,7 @@ class Woodbury(NetworkPreconditioner):
     """
 
     needs = Needs(outputs=True)
+    gathers = True
     on_cpu = ("clock", "dual_damping", "gram_of")
 
     def __init__(self, fallback: str) -> None:
@@ -67,7 +68,11 @@ class Woodbury(NetworkPreconditioner):
         return super().due(min(early_interval(int(clock[MERGED])), every))
 
     def covers(self, p: Tensor) -> bool:
-        return any(p is q for module in self.recorded.recorder.layers.values() for q in module._parameters.values())
+        return p in self._recorded()
+
+    def _recorded(self) -> set[Tensor]:
+        modules = self.recorded.recorder.layers.values()
+        return {p for module in modules for p in layers.own_parameters(module).values()}
 
     def record(self, optimizer: Host) -> RecordedLayers:
         check_batch_mixing(optimizer.model)  # pyright: ignore[reportArgumentType]
@@ -132,7 +137,7 @@ class Woodbury(NetworkPreconditioner):
                 for tensor in tensors:
                     exchange.gather(tensor, parts.append)
                 exchange.after(partial(self._join, every, p, names, parts))
-            exchange.add(Sum(self.params[0].new_zeros(()), losses), partial(self._receive, every, given))
+            exchange.add(Sum(shards.local(self.params[0]).new_zeros(()), losses), partial(self._receive, every, given))
         self.recorded.marks.share(exchange)
 
     @staticmethod
@@ -182,14 +187,14 @@ class Woodbury(NetworkPreconditioner):
             and p not in self.recorded.read_elsewhere
             and (c := restored(self.optimizer.state.get(p, {}), p.shape)) is not None
         }
-        recorded = {p for module in self.recorded.recorder.layers.values() for p in module.parameters(recurse=False)}
+        recorded = self._recorded()
         seen = self.clock() is not None and (self.unexplained or self.recorded.read_elsewhere)
-        if not columns and not seen and any(bool(gradient_of(p).any()) for p in owners if p in recorded):
+        if not columns and not seen and any(has_nonzero_gradient(p) for p in owners if p in recorded):
             raise self.recorded.missing_observation(
                 "observe() was never called", "call observe(outputs), before loss.backward(), on outputs"
             )
         lost = (p for p in owners if p in recorded and p not in columns)
-        self.recorded.warn_fallback({p for p in lost if bool(gradient_of(p).any())})
+        self.recorded.warn_fallback({p for p in lost if has_nonzero_gradient(p)})
         if groups[0]["blocks"] == "full" and len({float(owners[p]["damping"]) for p in columns}) > 1:
             raise ValueError("blocks='full' needs the same damping in all groups: set it, or use blocks='layer'.")
         self.gradient_factor = self.recorded.marks.factor() if self.projections else None
@@ -247,7 +252,7 @@ class Woodbury(NetworkPreconditioner):
             return [list(columns)]
         blocks, seen = [], set()
         for module in self.recorded.recorder.layers.values():
-            own = [p for p in module.parameters(recurse=False) if p in columns and p not in seen]
+            own = [p for p in layers.own_parameters(module).values() if p in columns and p not in seen]
             seen.update(own)
             blocks += [own] if own else []
         return blocks
@@ -264,9 +269,10 @@ class Woodbury(NetworkPreconditioner):
         if fresh and (c := common_factor(columns)) is not None:
             rest = torch.full((count, 1), c / scale, dtype=factor.dtype, device=factor.device)
             weights = scale * torch.cholesky_solve(rest, factor)[:, 0]
-            directions = {p: own.combine(weights.to(kind(own))) for p, own in columns.items()}
-            for p, d in directions.items():
-                inner.add(d, gradient_of(p))
+            directions = {p: part_of(own.combine(weights.to(kind(own))), p) for p, own in columns.items()}
+            products = [inner_product(d, gradient_of(p)) for p, d in directions.items()]
+            for product in summed(products, params) if inner.needed else ():
+                inner.include(product)
             return dict(directions)
         projection = scale * torch.stack([self._projected(p, own).to(factor) for p, own in columns.items()]).sum(0)
         dual = torch.cholesky_solve(projection[:, None], factor)[:, 0]
@@ -275,13 +281,15 @@ class Woodbury(NetworkPreconditioner):
         solved: dict[Tensor, Direction] = {}
         for p, own in columns.items():
             gradient, rest = gradient_of(p).to(kind(own)), own.combination(weights.to(kind(own)))
-            if isinstance(rest, Product):
+            if shards.is_shard(p):
+                solved[p] = torch.addcmul(part_of(dense(rest), p), gradient, share.to(gradient))
+            elif isinstance(rest, Product):
                 solved[p] = Scaled(gradient, share, rest)
             else:
                 solved[p] = rest.addcmul_(gradient, share.to(gradient))
         if inner.needed:  # d·g = λ d·d + u·u, with the dual u = G'd, and λ^2 d·d = g·g - u·G'g - λ u·u
-            gradients = map(gradient_of, columns)
-            total = torch.stack([inner_product(g, g).to(factor) for g in gradients]).sum()
+            products = summed([inner_product(g, g).to(factor) for g in map(gradient_of, columns)], params)
+            total = torch.stack(products).sum()
             square = dual.square().sum()
             inner.include(square + (total - dual @ projection - damping * square).clamp(min=0) / damping)
         return solved
@@ -290,7 +298,7 @@ class Woodbury(NetworkPreconditioner):
         """G'g."""
         marks, found = self.recorded.marks, self.projections.get(p)
         if found is None or p in marks.unexplained or not marks.untouched([p], passes=None):
-            return columns.project(gradient_of(p).to(kind(columns)))
+            return columns.project(shards.whole(shards.placed(gradient_of(p).to(kind(columns)), p)))
         factor = self.gradient_factor
         return found if factor is None else found * factor.to(found)
 
@@ -325,10 +333,15 @@ class Woodbury(NetworkPreconditioner):
         total = torch.zeros(len(vectors), len(vectors), dtype=torch.float64)
         for block in blocks:
             rows = torch.stack(
-                [sum(columns[p].project(v[p].to(kind(columns[p]))).double() for p in block) for v in vectors]  # pyright: ignore
+                [sum(self._product(columns[p], p, v[p]) for p in block) for v in vectors]  # pyright: ignore
             )
             total += (rows @ rows.T / count).cpu()
         return total
+
+    @staticmethod
+    def _product(columns: PerExampleGradients, p: Tensor, vector: Tensor) -> Tensor:
+        """G'v, for the part of v that this process has."""
+        return columns.project(shards.whole(shards.placed(vector.to(kind(columns)), p))).double()
 
     def _scaled_by_model(
         self, found: dict[Tensor, Tensor], columns: Mapping[Tensor, PerExampleGradients]
@@ -337,10 +350,12 @@ class Woodbury(NetworkPreconditioner):
         if not found:
             return {}
         state = self.optimizer.state
-        buffers = {p: state[p][MOMENTUM] for p in found if MOMENTUM in state.get(p, {})}
-        vectors = (
-            [found, buffers] if len(buffers) == len(found) and any(bool(b.any()) for b in buffers.values()) else [found]
+        buffers = {p: shards.local(state[p][MOMENTUM]) for p in found if MOMENTUM in state.get(p, {})}
+        full = len(buffers) == len(found)
+        moving = full and bool(
+            shards.any_process(torch.stack([b.any().cpu() for b in buffers.values()]).any(), buffers)
         )
+        vectors = [found, buffers] if moving else [found]
         inner = torch.stack([dot({p: gradient_of(p) for p in found}, v) for v in vectors])
         damped = [{p: self.dampings[p] * v[p] for p in found} for v in vectors]
         norms = torch.stack([torch.stack([dot(a, b) for a in damped]) for b in vectors])
@@ -370,7 +385,7 @@ class Woodbury(NetworkPreconditioner):
             group = owners[p]
             buffer = self.optimizer.state.get(p, {}).get(MOMENTUM)
             momentum = self.momentum if group["step_size"] == "quadratic" else group["momentum"]
-            moved = d if buffer is None or not group["momentum"] else d + momentum * buffer
+            moved = d if buffer is None or not group["momentum"] else d + momentum * shards.local(buffer)
             steps[p] = -float(group["lr"]) * moved
         if steps:
             linear = dot({p: gradient_of(p) for p in steps}, steps)

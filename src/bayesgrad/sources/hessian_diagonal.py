@@ -16,6 +16,7 @@ from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.call import adds_to_gradient
 from bayesgrad.layers.recorder import Through, check_visible, graph_nodes, without_hooks
 from bayesgrad.parts import Evidence, Groups, Needs, Source, gradient_versions, weak
+from bayesgrad.shards import any_process, count_of, gathered, has_gradient, part_of, unreduced
 
 ROWS = 64  # rows of an exact Hessian that are computed at once
 EXACT_LIMIT = 1000  # weights up to which "auto" is "exact"
@@ -35,11 +36,12 @@ class Observation:
 
     def __init__(self, loss: Tensor, diagonals: dict[Tensor, Tensor]) -> None:
         self.diagonals = diagonals
+        self.params = list(gathered(diagonals).values())
         self.factor: Tensor | None = None
         loss.register_hook(self._differentiated)
 
     def _differentiated(self, factor: Tensor) -> None:
-        if any(map(adds_to_gradient, self.diagonals)):
+        if any(map(adds_to_gradient, self.params)):
             factor = factor.detach().reshape(())
             self.factor = factor if self.factor is None else self.factor + factor
 
@@ -60,6 +62,7 @@ class HessianDiagonal(Source):
 
     needs = Needs(loss=True)
     whole = "second derivatives"
+    gathers = True
 
     def __init__(self, factor: Callable[[Mapping[str, Any], Tensor], float] | None = None) -> None:
         self.factor = weak(factor) if factor else None
@@ -107,16 +110,29 @@ class HessianDiagonal(Source):
         return found
 
     def observe(self, outputs: Any, loss: Any, labels: Any, weights: Any) -> None:
-        optimizer = self.optimizer
         wanted, start = [], 0
-        for group in optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             for p in group["params"]:
                 if p.requires_grad and p.numel():
                     wanted.append((group, p, start))
                 start += p.numel()
-        if not wanted:
-            return
-        _, params, starts = zip(*wanted)
+        known = gathered(p for _, p, _ in wanted)
+        wanted = [(group, p, start) for group, p, start in wanted if p in known]
+        if wanted:
+            with unreduced(known, keep=True):
+                self._differentiate(loss, wanted, [known[p] for _, p, _ in wanted])
+
+    def _differentiate(
+        self, loss: Any, wanted: Sequence[tuple[Mapping[str, Any], Tensor, int]], params: Sequence[Tensor]
+    ) -> None:
+        """Observes a loss.
+
+        Args:
+            wanted: group, parameter, and the position of its first weight.
+            params: that passes use in the place of these parameters.
+        """
+        optimizer = self.optimizer
+        starts = [start for *_, start in wanted]
         gradients = gradients_of(loss, params)
         drawing = next((source for source in optimizer.sources if source.needs.draws), None)
         if drawing is not None and not drawing.drawing:
@@ -126,7 +142,7 @@ class HessianDiagonal(Source):
             self._counted(several=any(p.grad is not None for p in params))
             self.totals, self.waiting = self.diagonals, []
         self.gradients = now
-        self.totals = {p: total for p, total in self.totals.items() if p.grad is not None}
+        self.totals = {p: total for p, total in self.totals.items() if has_gradient(p)}
         if drawing is None and not self.totals and not self.waiting:
             optimizer.draws += 1
         first = optimizer.param_groups[0]
@@ -159,7 +175,7 @@ class HessianDiagonal(Source):
         self.totals, self.waiting = self.diagonals, []
 
         def receive(p: Tensor, found: Sum) -> None:
-            self.totals[p] = found.total / found.count
+            self.totals[p] = part_of(found.total, p) / found.count
 
         for p, diagonal in self.totals.items():
             exchange.add(Sum(diagonal), partial(receive, p))
@@ -171,16 +187,17 @@ class HessianDiagonal(Source):
                 f"{self.optimizer.__class__.__name__} needs second derivatives: call optimizer.observe(loss=loss) "
                 "before loss.backward(), where the loss is computed, and take no step for an empty batch."
             )
-        return {"hessian": {p: diagonals[p] if p.numel() else torch.zeros_like(p) for p in params}}
+        return {"hessian": {p: part_of(diagonals[p], p) if p.numel() else torch.zeros_like(p) for p in params}}
 
     def nonfinite(self, index: int, params: list[Tensor]) -> str | None:
-        diagonals = self.diagonals
-        for p in params:
-            diagonal = diagonals.get(p)
-            if diagonal is not None and not bool(torch.isfinite(diagonal).all()):
-                count = int((~torch.isfinite(diagonal)).sum())
-                name = self.optimizer.name_of(p)
-                return f"the Hessian of {name} has {count} entries of {p.numel()} that are not finite"
+        known = self.diagonals
+        parts = {p: part_of(known[p], p) for p in params if p in known}
+        bad = [~torch.isfinite(part).all() for part in parts.values()]
+        if bad and bool(any_process(torch.stack(bad).any(), params)):
+            for p, part in parts.items():
+                if count := int(count_of((~torch.isfinite(part)).sum(), p)):
+                    name = self.optimizer.name_of(p)
+                    return f"the Hessian of {name} has {count} entries of {p.numel()} that are not finite"
         return None
 
 

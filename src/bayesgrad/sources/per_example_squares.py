@@ -18,7 +18,7 @@ from bayesgrad.layers.fisher import check_outputs
 from bayesgrad.layers.observed import loss_weights
 from bayesgrad.layers.statistics import SPLIT
 from bayesgrad.parts import Evidence, Groups, Host, Needs, Source, weak
-from bayesgrad.shards import gradient_of
+from bayesgrad.shards import gradient_of, has_nonzero_gradient, part_of
 from bayesgrad.sources.recorded_layers import RecordedLayers
 
 
@@ -39,6 +39,7 @@ class PerExampleSquares(Source):
     """
 
     whole = "squares of per-example gradients"
+    gathers = True
 
     def __init__(self) -> None:
         self.stored: list[dict[Tensor, Tensor]] = []  # squares of several draws of a closure
@@ -189,7 +190,7 @@ class PerExampleSquares(Source):
 
     def _receive(self, p: Tensor, found: Sum) -> None:
         # Errors are those of the mean loss of one process; its gradient is averaged over processes.
-        self.sums[p], self.counts[p] = found.total / self.processes**2, found.count
+        self.sums[p], self.counts[p] = part_of(found.total, p) / self.processes**2, found.count
 
     def _receive_observed(self, p: Tensor, found: Sum) -> None:
         self.observed[0][0][p] = found.total
@@ -219,7 +220,7 @@ class PerExampleSquares(Source):
                 f"{self.optimizer.__class__.__name__} counts examples at Linear, Conv, Embedding and normalisation "
                 "layers, but found none of them: use IVON, or fisher='sampled' or 'exact' with observe(outputs)."
             )
-        if not self.losses and any(bool(gradient_of(p).any()) for p in params):
+        if not self.losses and any(map(has_nonzero_gradient, params)):
             raise self.recorded.missing_observation("no backward pass was recorded", "call loss.backward() on outputs")
         if self.lost is not None:
             raise ValueError(SPLIT.format(self.lost))
@@ -227,27 +228,28 @@ class PerExampleSquares(Source):
         odd = {p for p in self.sums if p in marks.unexplained or marks.accumulated_twice(p) or id(p) in self.mixed}
         alone = self.processes == 1  # what other processes have done to their gradients is not known
         common = marks.factor() if alone and marks.untouched(p for p in params if p in self.sums) else None
-        found = {}
-        for p in (p for p in params if p in self.sums and p not in odd):
-            factor = marks.factor([p]) if common is None else common
-            square = 1.0 if factor is None else factor.to(self.sums[p]).square()
-            found[p] = self.sums[p].mul_(self.counts[p] * square)
+        found = {p: part_of(self.sums[p], p) for p in params if p in self.sums and p not in odd}
+        factors = marks.factors([[p] for p in found]) if common is None else [common] * len(found)
+        for (p, squares), factor in zip(found.items(), factors):
+            square = 1.0 if factor is None else factor.to(squares).square()
+            found[p] = squares * (self.counts[p] * square)
         return self._with_fallback(found, params, sum(count for _, count in self.losses.values()) or 1)
 
     def _with_fallback(self, found: dict[Tensor, Tensor], params: list[Tensor], count: Any) -> dict[Tensor, Tensor]:
         """The squares of mean gradients, times the number of losses, for parameters without others."""
         rest = [p for p in params if p not in found]
-        self.recorded.warn_fallback({p for p in rest if p not in self.optimizer.warned and bool(gradient_of(p).any())})
+        self.recorded.warn_fallback({p for p in rest if p not in self.optimizer.warned and has_nonzero_gradient(p)})
         return found | {p: gradient_of(p).to(compute_dtype(p.dtype)).square() * count for p in rest}
 
     def _observed_squares(self, params: list[Tensor]) -> dict[Tensor, Tensor]:
-        if not self.observed and any(bool(gradient_of(p).any()) for p in params):
+        if not self.observed and any(map(has_nonzero_gradient, params)):
             raise self.recorded.missing_observation(
                 "observe() was not called", "call observe(outputs), before loss.backward(), on outputs"
             )
         found, total = self._observed_sums()
         self.observed = []
-        return self._with_fallback({p: found[p] / total for p in params if p in found}, params, total)
+        own = {p: part_of(found[p], p) / total for p in params if p in found}
+        return self._with_fallback(own, params, total)
 
     def _observed_sums(self) -> tuple[dict[Tensor, Tensor], Any]:
         """Squares, and the number of losses."""

@@ -16,6 +16,7 @@ from bayesgrad.layers.layout import ForwardPass
 from bayesgrad.layers.modules import Layer
 from bayesgrad.layers.recorder import LayerRecorder
 from bayesgrad.parts import Host, weak
+from bayesgrad.shards import has_nonzero_gradient, is_shard, owner
 
 
 class RecordedLayers:
@@ -60,8 +61,8 @@ class RecordedLayers:
         self.slots = [
             (module, name, p)
             for _, module in layers.known_layers(self.model)
-            for name, p in module._parameters.items()
-            if id(p) in mine
+            for name, q in module._parameters.items()
+            if id(p := owner(q)) in mine
         ]
         self._set_layers(self._flags())
         self.recorder = LayerRecorder(
@@ -85,7 +86,7 @@ class RecordedLayers:
         self.marks.close()
 
     def _received(self, call: LayerCall) -> Pair | None:
-        own = [p for p in call.module._parameters.values() if p is not None and p.requires_grad]
+        own = [owner(p) for p in call.module._parameters.values() if p is not None and p.requires_grad]
         if not own:  # frozen since the forward pass: autograd adds nothing to their gradients
             return None
         restarted = self.backward_ids.get(id(own[0])) != call.backward_id and self.marks.restarted(own)
@@ -94,7 +95,7 @@ class RecordedLayers:
         return self.receive(call, restarted)
 
     def layer_of(self, module: nn.Module) -> Layer | None:
-        return self._by_weight.get(id(module._parameters.get("weight")))
+        return self._by_weight.get(id(owner(module._parameters.get("weight"))))
 
     def covers(self, p: Tensor) -> bool:
         """Whether a parameter belongs to a layer that multiplies by a matrix, or did so until it was frozen."""
@@ -151,13 +152,13 @@ class RecordedLayers:
 
     def _replaced(self) -> bool:
         """Whether layers have other parameters than at first: those of functional_call, whose pass finds no layers."""
-        return any(module._parameters.get(name) is not p for module, name, p in self.slots)
+        return any(owner(module._parameters.get(name)) is not p for module, name, p in self.slots)
 
     def _set_layers(self, flags: list[bool]) -> None:
         self.flags = flags
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.layers = self._find_layers({id(p) for p, trained in zip(params, flags) if trained})
-        self._by_weight = {id(layer.module._parameters.get("weight")): layer for layer in self.layers}
+        self._by_weight = {id(owner(layer.module._parameters.get("weight"))): layer for layer in self.layers}
         self.marks = GradientMarks(params if self.receive is not None else ())
 
     def _find_layers(self, trained: set[int]) -> list[Layer]:
@@ -169,12 +170,12 @@ class RecordedLayers:
         found: dict[int, list[tuple[str, nn.Module]]] = {}
         for name, module in layers.known_layers(self.model):
             if layers.is_matrix(module):
-                found.setdefault(id(module.weight), []).append((name, module))
+                found.setdefault(id(owner(module.weight)), []).append((name, module))
         result, earlier = [], {(layer.names, *map(id, layer.members)): layer for layer in self.layers}
-        biases = Counter(id(uses[0][1]._parameters.get("bias")) for uses in found.values())
+        biases = Counter(id(owner(uses[0][1]._parameters.get("bias"))) for uses in found.values())
         for uses in found.values():
             names, modules = zip(*uses)
-            kinds = {(type(m), layers.groups_of(m), id(m._parameters.get("bias"))) for m in modules}
+            kinds = {(type(m), layers.groups_of(m), id(owner(m._parameters.get("bias")))) for m in modules}
             own = layers.own_parameters(modules[0])
             weight, bias = (
                 p if (p := own.get(k)) is not None and id(p) in trained else None for k in ("weight", "bias")
@@ -192,7 +193,7 @@ class RecordedLayers:
         if self.by_layer:
             modelled = {p for layer in self.layers for p in layer.members}
         else:
-            modelled = {p for module in self.recorder.layers.values() for p in module.parameters(recurse=False)}
+            modelled = {p for module in self.recorder.layers.values() for p in layers.own_parameters(module).values()}
         every = (p for group in self.optimizer.param_groups for p in group["params"])
         self.warn_fallback({p for p in every if p not in modelled and p.requires_grad})
 
@@ -214,7 +215,8 @@ class RecordedLayers:
 
     def with_nonzero_gradient(self, some: Iterable[Layer]) -> list[Layer]:
         """Those layers that have a nonzero gradient."""
-        return [layer for layer in some if any(bool(p.grad.any()) for p in layer.members if p.grad is not None)]
+        given = {layer: [p for p in layer.members if p.grad is not None] for layer in some}
+        return [layer for layer, params in given.items() if any(map(has_nonzero_gradient, params))]
 
     def missing_observation(self, what: str, do: str) -> RuntimeError:
         """The error of a step without recorded passes or observations."""
@@ -238,7 +240,12 @@ class RecordedLayers:
         idle = {p for p in self.shapes if p.grad is None and p.requires_grad} - self.idle
         if idle:
             self.idle |= idle
-            gone = [p for p in self.shapes if p in idle - set(self.model.parameters())]
+            there = [owner(p) for p in self.model.parameters()]
+            gone = [p for p in self.shapes if p in idle - set(there)]
+            if gone and any(map(is_shard, there)) and not any(map(is_shard, self.shapes)):
+                raise RuntimeError(
+                    f"fully_shard has replaced the parameters that {own} was built for: build {own} after fully_shard."
+                )
             if gone:
                 names = ", ".join(map(self.optimizer.name_of, gone))
                 warnings.warn(
@@ -251,4 +258,4 @@ class RecordedLayers:
     def in_model_order(self) -> list[Tensor]:
         """The parameters of all groups in the order of the model."""
         mine = self._mine()
-        return [p for p in self.model.parameters() if id(p) in mine]
+        return [p for q in self.model.parameters() if id(p := owner(q)) in mine]

@@ -15,6 +15,7 @@ from bayesgrad.layers.fisher import check_outputs
 from bayesgrad.layers.observed import loss_weights
 from bayesgrad.layers.recorder import Through, check_graph, check_visible, explained, without_hooks
 from bayesgrad.parts import Evidence, Groups, Needs, Source
+from bayesgrad.shards import any_process, gathered, part_of, unreduced
 
 
 class SampledLabels(Source):
@@ -28,6 +29,7 @@ class SampledLabels(Source):
 
     needs = Needs(outputs=True)
     whole = "gradients for sampled labels"
+    gathers = True
 
     def __init__(self) -> None:
         self.reset()
@@ -45,11 +47,12 @@ class SampledLabels(Source):
         check_graph(outputs)
         check_visible(outputs)
         optimizer = self.optimizer
-        params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        params = gathered(p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+        used = list(params.values())
         (direction,) = self.output_directions(outputs, labels, weights)
         try:
-            with without_hooks(params, but=Through):
-                gradients = torch.autograd.grad(outputs, params, direction, retain_graph=True, allow_unused=True)
+            with without_hooks(used, but=Through), unreduced(params):
+                gradients = torch.autograd.grad(outputs, used, direction, retain_graph=True, allow_unused=True)
         except RuntimeError as error:
             raise explained(error) from error
         likelihood = likelihoods.named(optimizer.param_groups[0]["likelihood"])
@@ -63,7 +66,7 @@ class SampledLabels(Source):
         exchange.expect(self.optimizer.param_groups[0]["params"][0])
 
         def receive(p: Tensor, found: Sum) -> None:
-            self.gradients[p], self.losses = found
+            self.gradients[p], self.losses = part_of(found.total, p).clone(), found.count
 
         for p, gradient in self.gradients.items():
             exchange.add(Sum(gradient, self.losses), partial(receive, p))
@@ -78,9 +81,10 @@ class SampledLabels(Source):
             )
         # B^2 times this estimates the information of a batch of B losses.
         count = {p: self.losses * (group.get("batch_size") or self.losses) for p, group in owners.items()}
-        return {"squares": {p: self.gradients[p].to(compute_dtype(p.dtype)).square() / count[p] for p in owners}}
+        own = {p: part_of(self.gradients[p], p).to(compute_dtype(p.dtype)) for p in owners}
+        return {"squares": {p: gradient.square() / count[p] for p, gradient in own.items()}}
 
     def nonfinite(self, index: int, params: list[Tensor]) -> str | None:
-        found = (self.gradients[p] for p in params if p in self.gradients)
-        good = all(bool(torch.isfinite(gradient).all()) for gradient in found)
-        return None if good else "gradients for the sampled labels are not finite"
+        bad = [~torch.isfinite(self.gradients[p]).all() for p in params if p in self.gradients]
+        found = bool(bad) and bool(any_process(torch.stack(bad).any(), params))
+        return "gradients for the sampled labels are not finite" if found else None

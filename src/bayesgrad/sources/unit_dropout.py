@@ -12,6 +12,7 @@ from bayesgrad import kernels, noise
 from bayesgrad.layers.recorder import Through
 from bayesgrad.parts import Noise, weak
 from bayesgrad.posterior.units import Units, units_of
+from bayesgrad.shards import gathered, local, part_of
 from bayesgrad.sources.weight_sampling import Draws
 
 
@@ -57,6 +58,7 @@ class UnitDropout(Draws):
     """
 
     whole = "masks of units"
+    gathers = True
 
     def __init__(
         self, masked: Mapping[Tensor, MaskedUnits], keep_of: Callable[[Mapping[str, Any], Tensor], float | None]
@@ -73,17 +75,17 @@ class UnitDropout(Draws):
                 keep = self.keep_of(group, p) if p.requires_grad else None
                 if keep is None or not p.numel() or (keep == 1 and given is None):
                     continue
-                mask = self._mask(p, keep, key, given)
+                mask, weight = self._mask(p, keep, key, given), local(p)
                 if training:
-                    self.hooks.append(p.register_hook(Through(mask / keep)))
-                self.saved.append((p, self._buffer(p).copy_(p)))
-                p.mul_(mask.to(p.dtype))
+                    self.hooks.append(gathered([p], now=True)[p].register_hook(Through(mask / keep)))
+                self.saved.append((p, self._buffer(weight).copy_(weight)))
+                weight.mul_(part_of(mask.expand(p.shape), p).to(p.dtype))
 
     def restore(self, finished: bool) -> None:
         for hook in self.hooks:
             hook.remove()
         for p, mean in self.saved:
-            p.copy_(mean)
+            local(p).copy_(mean)
         self.hooks, self.saved = [], []
 
     def perturbed(self) -> Iterator[Tensor]:
