@@ -89,6 +89,11 @@ class Run:
             found.append(list(one.split(sizes)))
         return found
 
+    @property
+    def sharded(self) -> bool:
+        """Whether it runs with fully_shard too in the fast suite, where tests/sharded_processes.py has plain runs."""
+        return any(words in self.name for words in ("accumulated", "clipped", "skips", "raises", "closure", "adapts"))
+
 
 def of(name: str, **options: Any) -> Callable[[nn.Module], Any]:
     case = BY_NAME[name]
@@ -444,6 +449,8 @@ def main(rank: int, size: int, steps: int, folder: Path) -> None:
     distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=size, timeout=TIMEOUT)
     for run in runs:
         attempt(found, run.name, train, run, steps, rank, size)
+    for run in (run for run in runs if not run.ddp and (run.sharded or steps > 4)):
+        attempt(found, f"sharded {run.name}", train, run, steps, rank, size, True)
     for name in OWN_DRAWS:
         attempt(found, f"own draws {name}", own_draws, name, rank, size)
     found["first draw"], found["first draw again"] = first_draw(rank), first_draw(rank)

@@ -31,15 +31,16 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recompute
 
-from bayesgrad import packing
-from bayesgrad.distributed import independent_draws
+from bayesgrad import optim, packing
+from bayesgrad.distributed import independent_draws, independent_processes
 from cases import CASES, ELEMENTWISE, Case, batch, small_model
 
 ROWS = 24  # of a batch: divisible by the numbers of processes
+FAST = [case.name for case in ELEMENTWISE]
 STEPS, LATER = range(20), range(20, 24)
 BY_NAME = {case.name: case for case in CASES}
-SHARDED = (*ELEMENTWISE, BY_NAME["AdaBayes-drawn"])
-CHECKPOINTED = ("AdaBayesFP-centered", "KalmanMomentum-prior", "BayesBiNN", "IVON", "AMSBound")
+SHARDED = [case for case in CASES if case.make is not optim.DenseFilter]
+CHECKPOINTED = ("AdaBayesFP-centered", "KalmanMomentum-prior", "BayesBiNN", "IVON", "AMSBound", "KFAC", "OGN")
 Result = dict[str, Tensor] | str
 
 
@@ -66,7 +67,9 @@ def run(net: nn.Module, optimizer: Any, part: slice, steps: range = STEPS) -> No
         x, y = (t[:ROWS][part] for t in batch(index, torch.float64))
         with optimizer.sampled():
             optimizer.zero_grad()
-            F.cross_entropy(net(x), y).backward()
+            loss = F.cross_entropy(outputs := net(x), y)
+            optimizer.observe(outputs, loss=loss)
+            loss.backward()
         optimizer.step()
 
 
@@ -79,20 +82,21 @@ def found_in(model: nn.Module, optimizer: Any) -> Result:
     weights = {name: whole(p.detach()) for name, p in model.named_parameters()}
     names = {id(p): name for name, p in model.named_parameters()}
     entries = {names[id(p)]: entry for p, entry in optimizer.state.items()}
-    return weights | {f"{name} {slot}": whole(v) for name, entry in entries.items() for slot, v in entry.items()}
+    slots = {f"{name} {slot}": whole(v) for name, entry in entries.items() for slot, v in entry.items()}
+    # Moments are in the lower triangle.
+    return weights | {name: v.tril() if name.endswith("_moment") and v.dim() == 3 else v for name, v in slots.items()}
 
 
-def alone(case: Case) -> Result:
-    model = model_of()
-    optimizer = case.of(model, fused=False)
-    run(model, optimizer, slice(None))
-    return found_in(model, optimizer)
-
-
-def fsdp2(case: Case, part: slice) -> Result:
-    model = sharded(model_of())
-    optimizer = case.of(model, fused=False)
-    run(model, optimizer, part)
+def train(case: Case, part: slice | None, processes: int = 1) -> Result:
+    """Parts of parameters and of batches, or all of them if `part` is None; fewer steps in the fast suite."""
+    model = model_of() if part is None else sharded(model_of())
+    # The bound of a step whose gradient is never formed depends on the number of passes, and the noise of a Kronecker
+    # metric on the basis of its null space.
+    options: dict[str, dict[str, Any]] = {"Langevin-default": {"temperature": 0.0}}
+    options |= {name: {"max_norm": float("inf")} for name in ("FOOF-backward", "KFAC-backward")}
+    optimizer = case.of(model, fused=False, **options.get(case.name, {}))
+    few = processes == 2 and case.name not in FAST
+    run(model, optimizer, part or slice(None), range(5) if few else STEPS)
     return found_in(model, optimizer)
 
 
@@ -108,7 +112,7 @@ def all_large() -> Any:
 
 def large(name: str, part: slice | None) -> Result:
     with all_large():
-        return alone(BY_NAME[name]) if part is None else fsdp2(BY_NAME[name], part)
+        return train(BY_NAME[name], part)
 
 
 def replicated_shards(name: str, part: slice, processes: int) -> Result:
@@ -116,7 +120,7 @@ def replicated_shards(name: str, part: slice, processes: int) -> Result:
     mesh = init_device_mesh("cpu", (processes // 2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(model_of(), mesh=mesh)
     optimizer = optimizer_of(name, model)
-    run(model, optimizer, part)
+    run(model, optimizer, part, range(5) if processes == 2 and name not in FAST else STEPS)
     return found_in(model, optimizer)
 
 
@@ -227,6 +231,22 @@ def single_precision(name: str) -> Result:
     return found_in(model, optimizer)
 
 
+def double_precision(name: str) -> Result:
+    """The same without mixed precision: passes with copies of the weights are not recorded."""
+    model = model_of()
+    optimizer = optimizer_of(name, model)
+    run(model, optimizer, slice(None), range(5))
+    return found_in(model, optimizer)
+
+
+def built_before(part: slice) -> Result:
+    """An optimizer that has the parameters which fully_shard replaces."""
+    model = model_of()
+    optimizer = optimizer_of("KFAC", model)
+    run(sharded(model), optimizer, part, range(1))
+    return {}
+
+
 class Recomputed(nn.Module):
     """Two blocks whose activations are computed again in the backward pass."""
 
@@ -313,7 +333,8 @@ def resumed(name: str, part: slice, folder: Path, kind: str) -> Result:
     model.scale = nn.Parameter(torch.zeros(1, dtype=torch.float64))
     model = model if kind == "one process" else sharded(model)
     torch.manual_seed(5)
-    optimizer = optimizer_of(name, model)
+    with independent_processes() if kind == "one process" else nullcontext():
+        optimizer = optimizer_of(name, model)
     if kind == "sharded":
         states = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
         checkpoint.load(states, checkpoint_id=folder / name)
@@ -363,15 +384,19 @@ def main(rank: int, processes: int, folder: Path) -> None:
     torch.set_num_threads(1)
     found: dict[str, Result] = {}
     both = ("AdaBayes", "IVON")
+    layered = ("KFAC", "OGN")
     if rank == 0:
         for case in SHARDED:
-            attempt(found, f"alone {case.name}", alone, case)
+            attempt(found, f"alone {case.name}", train, case, None, processes)
         for name in CHECKPOINTED:
             attempt(found, f"alone later {name}", later, name)
         for kind in ("accumulated", "several", "clipped", "skip", "closure"):
             attempt(found, f"alone {kind}", loop, "IVON", None, kind, processes)
         for name in both:
             attempt(found, f"alone mixed {name}", single_precision, name)
+        for name in layered:
+            attempt(found, f"alone mixed {name}", double_precision, name)
+        for name in (*both, *layered):
             attempt(found, f"alone recomputed {name}", activation_checkpointing, name, None)
         attempt(found, "alone large IVON", large, "IVON", None)
         attempt(found, "alone modes", modes, "KalmanMomentum", None)
@@ -380,10 +405,10 @@ def main(rank: int, processes: int, folder: Path) -> None:
     rows = ROWS // processes
     part = slice(rows * rank, rows * rank + rows)
     for case in CASES:
-        attempt(found, f"fsdp2 {case.name}", fsdp2, case, part)
+        attempt(found, f"fsdp2 {case.name}", train, case, part, processes)
     for kind in ("accumulated", "several", "unreduced", "clipped", "skip", "raise", "closure", "loaded"):
         attempt(found, f"fsdp2 {kind}", loop, "IVON", part, kind, processes)
-    for name in both:
+    for name in (*both, *layered):
         attempt(found, f"fsdp2 mixed {name}", mixed_precision, name, part)
         attempt(found, f"fsdp2 recomputed {name}", activation_checkpointing, name, part)
         attempt(found, f"tensor recomputed {name}", tensor_parallel, name, processes, None)
@@ -391,7 +416,7 @@ def main(rank: int, processes: int, folder: Path) -> None:
             attempt(found, f"hybrid {name}", replicated_shards, name, part, processes)
             half = slice(2 * rows * (rank // 2), 2 * rows * (rank // 2 + 1))
             attempt(found, f"tensor and fsdp2 recomputed {name}", tensor_parallel, name, processes, half, True)
-    attempt(found, "tensor FOOF", tensor_parallel, "FOOF", processes, None)
+    attempt(found, "before", built_before, part)
     attempt(found, "fsdp2 large IVON", large, "IVON", part)
     attempt(found, "fsdp2 modes", modes, "KalmanMomentum", part)
     attempt(found, "drawn", drawn, "IVON")

@@ -220,7 +220,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
         for p, entry in pairs(self.param_groups, loaded):
             for name, value in entry.items():
                 value = value.detach().to("cpu" if name in on_cpu else p.device, copy=True)
-                elementwise = value.shape == p.shape and name not in on_cpu
+                elementwise = value.shape == p.shape and name not in on_cpu and not self.has_own_shape(name)
                 self.state[p][name] = shards.placed_like(value, p) if elementwise else value
         for group in self.param_groups:
             group.pop(NAMES, None)
@@ -233,6 +233,10 @@ class CheckedOptimizer(torch.optim.Optimizer):
     def on_cpu(self) -> set[str]:
         """The names of state tensors that Python reads."""
         return {"step"}
+
+    def has_own_shape(self, name: str) -> bool:
+        """Whether a state tensor of this name belongs to a layer or to the network, whatever shape it has."""
+        return False
 
     def slots_of(self, p: Tensor, group: Mapping[str, Any]) -> tuple[str, ...]:
         """The state tensors that a parameter must have after its first step."""

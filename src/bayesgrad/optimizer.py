@@ -408,6 +408,9 @@ class BeliefOptimizer(CheckedOptimizer):
     def on_cpu(self) -> set[str]:
         return {"step", *(name for part in self._parts for name in part.on_cpu)}
 
+    def has_own_shape(self, name: str) -> bool:
+        return any(part.has_own_shape(name) for part in self._parts)
+
     def slots_of(self, p: Tensor, group: Mapping[str, Any]) -> tuple[str, ...]:
         if self.preconditioner is not None and self.preconditioner.covers(p):
             return self.preconditioner.rule.slots(group)

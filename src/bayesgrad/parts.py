@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from bayesgrad import distributed, likelihoods, process_limits, shards
 from bayesgrad.directions import Directions
 from bayesgrad.layers.call import LayerCall, Pair
+from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.layout import ForwardPass
 from bayesgrad.layers.observed import loss_weights, residual
 from bayesgrad.noise import generator_of
@@ -206,6 +207,15 @@ class Part:
         """How many processes train this model, with the batch of each step divided between them."""
         return 1 if self.optimizer.independent else distributed.joint_processes()
 
+    def row_layouts(self) -> RowLayouts:
+        """For layers of the model; processes that gather parameters in a pass run the same passes."""
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+
+        def anywhere(flag: bool) -> bool:
+            return bool(shards.any_process(torch.tensor(flag, device=params[0].device), params))
+
+        return RowLayouts(anywhere=anywhere if any(map(shards.is_shard, params)) else bool)
+
     def share(self, exchange: distributed.Exchange) -> None:
         """Replaces what was collected from the batch of this process by that of all processes, before it is read.
 
@@ -244,6 +254,10 @@ class Part:
 
     def initialise_state(self) -> None:
         """Creates the part's tensors in the optimizer's state, with the shapes that they have after a step."""
+
+    def has_own_shape(self, name: str) -> bool:
+        """Whether the part's tensor of this name in the optimizer's state is not one number for each weight."""
+        return False
 
     def check_loaded(self, saved: Mapping[str, Any]) -> None:
         """Raises ValueError if a state dict does not fit."""

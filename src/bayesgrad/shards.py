@@ -391,10 +391,10 @@ def refuse_unreduced(name: str) -> None:
     )
 
 
-def refuse_posterior(params: Iterable[Tensor]) -> None:
+def refuse_posterior(params: Iterable[Tensor], what: str = "posterior()") -> None:
     """Raises for distributed tensors."""
     if any(map(is_shard, params)):
         raise TypeError(
-            "posterior() needs whole parameters, got DTensors: save a full state dict of model and optimizer (see "
+            f"{what} needs whole parameters, got DTensors: save a full state dict of model and optimizer (see "
             "torch.distributed.checkpoint.state_dict), and load it in one process without fully_shard."
         )

@@ -12,8 +12,18 @@ from launching import results_of
 
 RUNS = list(every_run(0))
 REFUSED = {
-    "IVON-natural drawn for each micro-batch": "IVON squares the gradient of each draw of weights",
-    "Langevin kronecker flat": "correction='flat' of metric='kronecker' supports one process, got",
+    "IVON-natural drawn for each micro-batch": "RuntimeError: IVON squares the gradient of each draw of weights",
+    "Langevin kronecker flat": "RuntimeError: correction='flat' of metric='kronecker' supports one process, got",
+}
+DRAWN = " drawn for each micro-batch"  # without synchronisation
+WHOLE = {  # by fully_shard
+    **{f"{name}{DRAWN}": f"RuntimeError: {name} supports one draw of weights until" for name in ("IVON", "BayesBiNN")},
+    f"IVON-natural{DRAWN}": "RuntimeError: IVON supports one draw of weights until",
+    "DenseFilter": "TypeError: DenseFilter uses ",
+    **{
+        f"Langevin {metric} {correction}": f"TypeError: correction={correction!r} needs whole parameters in each"
+        for metric, correction in (("diagonal", "jeffreys"), ("fisher", "flat"), ("kronecker", "flat"))
+    },
 }
 Found = list[dict[str, Any]]
 
@@ -28,13 +38,14 @@ def many(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return results_of(tmp_path_factory, "data_parallel.py", request.param, request.param, 20)
 
 
-def check(run: Run, found: Found) -> None:
+def check(run: Run, found: Found, kind: str = "") -> None:
     expected = found[0][f"alone {run.name}"]
+    refused = {name: words for name, words in (WHOLE if kind else REFUSED).items() if run.name.startswith(name)}
     for results in found:
-        result = results[run.name]
-        if run.name in REFUSED and len(found) > 1:
+        result = results[kind + run.name]
+        if refused and (kind or len(found) > 1):
             assert isinstance(result, str)
-            assert result.startswith(f"RuntimeError: {REFUSED[run.name]}"), result
+            assert any(result.startswith(words) for words in refused.values()), result
         elif isinstance(expected, str):
             assert run.name.endswith("raises"), expected
             assert result == expected
@@ -42,8 +53,19 @@ def check(run: Run, found: Found) -> None:
             assert not isinstance(result, str), result
             assert result.keys() == expected.keys()
             for name, weight in expected.items():
-                torch.testing.assert_close(result[name], weight, rtol=1e-10, atol=1e-12)
-                assert torch.equal(result[name], found[0][run.name][name])
+                torch.testing.assert_close(result[name].view_as(weight), weight, rtol=1e-10, atol=1e-12)
+                assert torch.equal(result[name], found[0][kind + run.name][name])
+
+
+@pytest.mark.parametrize("run", [run for run in RUNS if run.sharded], ids=lambda run: run.name)
+def test_two_processes_that_have_parts_of_the_parameters_have_the_weights_of_one(run: Run, two: Found) -> None:
+    check(run, two, "sharded ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [run for run in RUNS if not run.ddp], ids=lambda run: run.name)
+def test_parts_of_the_parameters_have_the_weights_of_one_process_after_twenty_steps(run: Run, many: Found) -> None:
+    check(run, many, "sharded ")
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)

@@ -34,10 +34,11 @@ class RowLayouts:
     Args:
         tolerant: whether modules that are known to mix examples (BatchNorm in training mode) are allowed. The layout
             that fits best is then used, and their batch statistics are treated as constants.
+        anywhere: whether a flag is true in any process, if all of them have to run the same passes.
     """
 
-    def __init__(self, tolerant: bool = False) -> None:
-        self.tolerant = tolerant
+    def __init__(self, tolerant: bool = False, anywhere: Callable[[bool], bool] = bool) -> None:
+        self.tolerant, self.anywhere = tolerant, anywhere
         self._found: dict[tuple[Shapes, str, torch.Size], RowLayout] = {}
         self._shared: set[tuple[Shapes, str, torch.Size]] = set()  # layers whose rows belong to several examples
         self._attempts: Counter[Any] = Counter()
@@ -84,7 +85,7 @@ class RowLayouts:
             what: distinguishes passes with outputs of the same shapes.
         """
         key = tuple(t.shape for t in outputs), group
-        if (key, what) in self._settled:
+        if not self.anywhere((key, what) not in self._settled):
             return
         self._attempts[key, what] += 1
         generator = torch.Generator().manual_seed(0)

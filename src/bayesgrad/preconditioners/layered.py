@@ -23,7 +23,6 @@ from bayesgrad.directions import Direction, Directions, dense
 from bayesgrad.distributed import Exchange, Job, Sum, divided
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.call import LayerCall, Pair
-from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.fisher import check_outputs
 from bayesgrad.layers.layout import ForwardPass
 from bayesgrad.layers.modules import Layer
@@ -43,6 +42,7 @@ from bayesgrad.preconditioners.refresh import (
     has_merged,
     inversion_due,
     is_due,
+    is_layer_tensor,
     new_clock,
     note_inversion,
     store,
@@ -83,6 +83,7 @@ class LayerPreconditioner(Preconditioner):
     reads_outputs: ClassVar[bool] = False
     gathers = True
     on_cpu = ("clock", "damped", "traces")
+    has_own_shape = staticmethod(is_layer_tensor)
 
     def __init__(self, fallback: str) -> None:
         self.fallback, self.factors = fallback, [f"{side}_{self.factor}" for side in self.sides]
@@ -97,8 +98,7 @@ class LayerPreconditioner(Preconditioner):
 
     def bind(self, optimizer: Host) -> None:
         super().bind(optimizer)
-        labels = [self.from_labels(group) for group in optimizer.param_groups]
-        self.needs = Needs(outputs=any(labels))
+        self.needs = Needs(outputs=any(map(self.from_labels, optimizer.param_groups)))
         self.close()
         self.recorded = RecordedLayers(
             self.optimizer,
@@ -110,7 +110,7 @@ class LayerPreconditioner(Preconditioner):
         self.groups = {p: group for group in optimizer.param_groups for p in group["params"]}
         self.warned: set[str] = set()  # factors that were singular
         self.scheduled: dict[Layer, tuple[int, bool]] = {}  # `stats_every`, and whether statistics are due
-        self.layouts = RowLayouts()
+        self.layouts = self.row_layouts()
         self.forget(observed=True)
 
     def reset(self) -> None:

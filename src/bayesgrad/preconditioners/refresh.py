@@ -112,9 +112,9 @@ def factor_shapes(layer: Layer, sides: Iterable[str], largest: int) -> dict[str,
     return shapes
 
 
-def layer_tensors(entry: Mapping[str, Tensor]) -> list[str]:
-    """The names of the state tensors that belong to the layer, not to the elements of its parameters."""
-    return [key for key in entry if key.startswith(tuple(f"{side}_" for side in SIDES)) or key in LAYER_KEYS]
+def is_layer_tensor(name: str) -> bool:
+    """Whether a state tensor of this name belongs to the layer, not to the elements of its parameters."""
+    return name.startswith(tuple(f"{side}_" for side in SIDES)) or name in LAYER_KEYS
 
 
 def fits(entry: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> bool:
@@ -125,7 +125,7 @@ def fits(entry: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> 
 def drop_unfit(entry: dict[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Deletes the state of a layer of which another part is trained now."""
     if not fits(entry, shapes):
-        for key in layer_tensors(entry):
+        for key in filter(is_layer_tensor, list(entry)):
             del entry[key]
 
 
@@ -133,7 +133,7 @@ def cast(entry: dict[str, Tensor], factors: Iterable[str], p: Tensor, on_cpu: Co
     """Casts the state of a layer if the parameter that owns it was cast, but for what stays on the CPU."""
     dtype = compute_dtype(p.dtype)
     if any(entry[name].dtype != dtype for name in factors):
-        for key in (key for key in layer_tensors(entry) if key not in on_cpu):
+        for key in (key for key in filter(is_layer_tensor, entry) if key not in on_cpu):
             entry[key] = entry[key].to(p.device, dtype)
 
 

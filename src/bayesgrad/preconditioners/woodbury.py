@@ -15,7 +15,6 @@ from bayesgrad.directions import Direction, Directions, Product, Scaled, dense
 from bayesgrad.distributed import Exchange, Sum, average
 from bayesgrad.layers.call import LayerCall
 from bayesgrad.layers.combination import concatenated
-from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.fisher import check_batch_mixing, check_outputs, gather_gradients
 from bayesgrad.layers.per_example import OuterProducts, PerExampleGradients, is_stored, restored
 from bayesgrad.parts import Groups, Host, Needs, weak
@@ -53,7 +52,7 @@ class Woodbury(NetworkPreconditioner):
     def bind(self, optimizer: Host) -> None:
         super().bind(optimizer)
         self.gradient_factor: Tensor | None = None
-        self.layouts = RowLayouts()
+        self.layouts = self.row_layouts()
         self.unexplained: set[int] = set()
         self.dampings: dict[Tensor, float] = {}  # λ, by parameter
         self.warned: set[str] = set()
@@ -163,6 +162,9 @@ class Woodbury(NetworkPreconditioner):
     def nonfinite(self, index: int, params: list[Tensor]) -> str | None:
         good = index > 0 or len(self._finite()) == len(self.observed)
         return None if good else "observe() found per-example gradients that are not finite"
+
+    def has_own_shape(self, name: str) -> bool:
+        return _is_batch(name)
 
     def check_loaded(self, saved: Mapping[str, Any]) -> None:
         for p in self.params:

@@ -16,6 +16,7 @@ from bayesgrad.posterior.samples import SampledPosterior, posterior_of
 from bayesgrad.posterior.store import LIMIT, Samples
 from bayesgrad.samplers.chains import Chains, finite, weights_of
 from bayesgrad.samplers.sampler import Diverged, Sampler
+from bayesgrad.shards import refuse_posterior
 
 
 class Ensemble:
@@ -57,6 +58,7 @@ class Ensemble:
             raise ValueError(f"burn_in must not be negative, got {burn_in}.")
         if thin < 1:
             raise ValueError(f"thin must be at least 1, got {thin}.")
+        refuse_posterior(model.parameters(), "Ensemble")
         self.model, self.sampler, self.keep = model, sampler, keep
         self.burn_in, self.thin = burn_in, thin
         self.chains = model.count if isinstance(model, Chains) else 1

@@ -37,6 +37,7 @@ from bayesgrad.precision import Blocks, Diagonal, Precision, Scalar, Spectral
 from bayesgrad.precision.linalg import eigenvalues, not_invertible
 from bayesgrad.samplers.correction import Batch, drift_by_autodiff, gauss_newton_drift, is_linear
 from bayesgrad.samplers.factors import factors
+from bayesgrad.shards import gathered, owner, unreduced, whole
 
 Statistics = dict[Tensor, dict[str, Tensor]]  # by the parameter whose state they are stored in
 State = Mapping[Any, Mapping[str, Tensor]]
@@ -58,7 +59,7 @@ class ParameterSpace:
 
     def flat(self) -> Tensor:
         """The current weights, (n,)."""
-        return MetricBlock(self.params, UNIT).join({p: p.detach() for p in self.params})
+        return MetricBlock(self.params, UNIT).join({p: whole(p.detach()) for p in self.params})
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +148,9 @@ class ObservedBatch:
         for direction in self.directions:
             found, _ = gather_gradients(self.trace, [direction], self.layouts)
             rest = [p for p in self.params if id(p) not in found and id(p) in self.trace.read_counts]
-            for p, rows in zip(rest, gradients_one_by_one(self.trace.outputs, rest, [direction])):
+            with unreduced(self.params if rest else (), keep=True):  # processes may have other numbers of examples
+                several = gradients_one_by_one(self.trace.outputs, list(gathered(rest).values()), [direction])
+            for p, rows in zip(rest, several):
                 found[id(p)] = StoredGradients(p.shape, rows.to(compute_dtype(p.dtype)))
             yield {p: found[id(p)] for p in self.params if id(p) in found}
 
@@ -227,8 +230,8 @@ class KroneckerFactors(Metric):
         passes = [view.trace.backpropagate(direction) for direction in directions]
         found: Statistics = {}
         for layer in view.layers:
-            weight = layer.module._parameters.get("weight")
-            own = [use for uses in passes for use in uses if use.module._parameters.get("weight") is weight]
+            weight = owner(layer.module._parameters.get("weight"))
+            own = [use for uses in passes for use in uses if owner(use.module._parameters.get("weight")) is weight]
             if not own or layer.lookup:
                 continue
             statistics = LayerStatistics.of(layer, own, len(view.trace.outputs))
@@ -262,8 +265,8 @@ class KroneckerFactors(Metric):
             try:
                 (inputs, columns), (errors, rows) = map(eigenvalues, moments)
             except torch.linalg.LinAlgError as error:  # also of entries that are not finite
-                whole = torch.cat([moment.flatten() for moment in moments])
-                raise not_invertible(whole, damping, f"the metric of layer {layer.names[0]!r}") from error
+                every = torch.cat([moment.flatten() for moment in moments])
+                raise not_invertible(every, damping, f"the metric of layer {layer.names[0]!r}") from error
             spectrum = errors[..., :, None] * inputs[..., None, :] + damping
             if not bool((spectrum > 0).all() & torch.isfinite(spectrum).all()):
                 raise not_invertible(spectrum, damping, f"the metric of layer {layer.names[0]!r}")
@@ -406,7 +409,7 @@ def diagonal(square: Tensor, damping: float) -> Diagonal:
 
 def squares(view: ObservedBatch) -> dict[Tensor, Tensor]:
     """The diagonal of F, for each parameter in its shape."""
-    total = {p: torch.zeros_like(p, dtype=compute_dtype(p.dtype)) for p in view.params}
+    total = {p: torch.zeros(p.shape, dtype=compute_dtype(p.dtype), device=p.device) for p in view.params}
     count = len(view.trace.outputs)
     for found in view.gradients() if view.params else ():
         for p, columns in found.items():

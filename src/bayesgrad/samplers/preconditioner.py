@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from bayesgrad import distributed, layers, likelihoods, noise
+from bayesgrad import distributed, layers, likelihoods, noise, shards
 from bayesgrad.directions import Directions
 from bayesgrad.distributed import Exchange, Sum
 from bayesgrad.kernels import compute_dtype
-from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.fisher import check_batch_mixing, check_outputs
 from bayesgrad.layers.observed import loss_weights
 from bayesgrad.parts import Groups, Host, Needs, weak
@@ -58,6 +57,7 @@ class MetricPreconditioner(NetworkPreconditioner):
     """
 
     rule = UpdateRule(None, Static(), LangevinStep())
+    gathers = True
 
     def __init__(
         self, metric: Metric, move: LangevinStep, scaled_temperature: Callable[[Mapping[str, Any]], float]
@@ -71,9 +71,15 @@ class MetricPreconditioner(NetworkPreconditioner):
 
     def bind(self, optimizer: Host) -> None:
         super().bind(optimizer)
+        group = self.optimizer.param_groups[0]
+        if group["correction"] is not None and any(map(shards.is_shard, self.params)):
+            raise TypeError(
+                f"correction={group['correction']!r} needs whole parameters in each process, got DTensors "
+                "(fully_shard): use DistributedDataParallel, or correction=None."
+            )
         self.parts: tuple[Any, list[MetricBlock]] | None = None
         self.check.reset()
-        self.layouts = RowLayouts()
+        self.layouts = self.row_layouts()
 
     def record(self, optimizer: Host) -> RecordedLayers:
         kinds = (layers.is_matrix, layers.is_norm) if self.metric.needs_observe else ()
@@ -85,10 +91,16 @@ class MetricPreconditioner(NetworkPreconditioner):
 
     def initialise_state(self) -> None:
         super().initialise_state()
-        space = ParameterSpace(tuple(self.params), tuple(self.params), tuple(self.recorded.layers))
-        for p, shapes in self.metric.shapes(space).items():
+        for p, shapes in self._shapes().items():
             like = {"dtype": compute_dtype(p.dtype), "device": p.device}
             self.optimizer.state[p] |= {name: torch.zeros(shape, **like) for name, shape in shapes.items()}
+
+    def _shapes(self) -> dict[Tensor, dict[str, tuple[int, ...]]]:
+        space = ParameterSpace(tuple(self.params), tuple(self.params), tuple(self.recorded.layers))
+        return self.metric.shapes(space)
+
+    def has_own_shape(self, name: str) -> bool:
+        return any(name in shapes for shapes in self._shapes().values())  # all processes have the whole metric
 
     def prepare(self, closure: Callable[[], Any] | None) -> None:
         super().prepare(closure)
@@ -109,7 +121,8 @@ class MetricPreconditioner(NetworkPreconditioner):
             self.note_loss(loss)
         read = self._read(outputs, labels, weights)
         if isinstance(loss, Tensor) and loss.requires_grad and is_due(self.steps_taken() + 1):
-            self._measure(loss, outputs, labels, weights, self.optimizer.state if read is None else read)
+            with shards.unreduced(self.params, keep=True):
+                self._measure(loss, outputs, labels, weights, self.optimizer.state if read is None else read)
 
     def _read(self, outputs: Any, labels: Any, weights: Any) -> Statistics | None:
         """The statistics of a batch, which are kept for the next step; None if none are needed."""
@@ -155,10 +168,11 @@ class MetricPreconditioner(NetworkPreconditioner):
         if self._shortens():
             params = [p for p in self.params if p.requires_grad]
             space = ParameterSpace(tuple(params), tuple(self.params), tuple(self.recorded.layers))
+            used = list(shards.gathered(params).values())
             with self.check.unmeasured("steps are not shortened"):
                 with torch.enable_grad():
-                    gradients = gradients_of(loss, params)
-                largest = self._largest(gradients, space, self._joint(state, outputs, labels, weights))
+                    gradients = gradients_of(loss, used)
+                largest = self._largest(gradients, used, space, self._joint(state, outputs, labels, weights))
         self.check.measured.append((scale, largest))
 
     def _joint(self, state: State, outputs: Any, labels: Any, weights: Any) -> State:
@@ -171,18 +185,20 @@ class MetricPreconditioner(NetworkPreconditioner):
         mean = iter(means)
         return {p: {slot: next(mean) / float(total) for slot in entry} for p, entry in state.items()}
 
-    def _largest(self, gradients: tuple[Tensor, ...], space: ParameterSpace, state: State) -> float:
-        """The largest eigenvalue of G^-1 H, with the prior in H."""
+    def _largest(
+        self, gradients: tuple[Tensor, ...], params: list[Tensor], space: ParameterSpace, state: State
+    ) -> float:
+        """The largest eigenvalue of G^-1 H, with the prior in H; `params` are those of the gradients."""
         parts = self.metric.parts(state, space, self._damping())
         pulls = {p: self._pull(group) for group in self.optimizer.param_groups for p in group["params"]}
 
         def by_parameter(flat: Tensor) -> dict[Tensor, Tensor]:
             pieces = flat.split([p.numel() for p in space.params])
-            return {p: piece.view(p.shape).to(p) for p, piece in zip(space.params, pieces)}
+            return {p: piece.view(p.shape).to(p.device, p.dtype) for p, piece in zip(space.params, pieces)}
 
         def product(flat: Tensor) -> Tensor:
             vectors = by_parameter(flat)
-            found = hessian_products(gradients, space.params, list(vectors.values()))
+            found = hessian_products(gradients, params, list(vectors.values()))
             pairs = zip(distributed.average(*found) if self.processes > 1 else found, vectors.items())
             return torch.cat([(h + pulls[p] * v).flatten().to(flat) for h, (p, v) in pairs])
 
@@ -296,22 +312,23 @@ class MetricPreconditioner(NetworkPreconditioner):
             pulls = {p: self._pull(owners[p]) for p in part.members}
             pull: Any = pulls[part.members[0]]
             if len(set(pulls.values())) > 1:
-                pull = part.join({p: torch.full_like(p, pulls[p]) for p in part.members})
+                pull = part.join({p: torch.full(p.shape, pulls[p], dtype=p.dtype) for p in part.members})
             lr = float(group["lr"])
             n: dict[str, Any] = {"lr": stable_lr(lr, self.optimizer.param_groups[0]) if self._shortens() else lr}
             n |= {"heat": self.scaled_temperature(group), "pull": pull, "damping": damping}
-            weight = part.join({p: p.detach() for p in part.members})
-            gradient = part.join({p: gradient_of(p) for p in part.members})
+            weight = part.join({p: shards.whole(p.detach()) for p in part.members})
+            gradient = part.join({p: shards.whole(shards.placed(gradient_of(p), p)) for p in part.members})
             noisy = self.move.injected or (group["damping_noise"] and damping > 0 and lr > 0)
             normal = part.join({p: _normal(p, starts[p], key) for p in part.members}) if noisy else None
             correction = part.join(corrections) if corrections else None
-            found |= part.parted(self.move.change(weight, gradient, part.precision, correction, normal, n))
+            change = self.move.change(weight, gradient, part.precision, correction, normal, n)
+            if groups[0]["nonfinite"] == "raise" and not bool(torch.isfinite(change).all()):
+                raise self.optimizer.nonfinite_error("the step is not finite; nothing was changed")
+            found |= {p: shards.part_of(d, p) for p, d in part.parted(change).items()}
             if self.check.secants.active and normal is not None:
                 added, whole = self.move.added(part.precision, normal, n), gradient + pull * weight
                 own = 2 * n["lr"] * n["heat"] * normal.square().sum()
                 secants.append((added, whole, torch.stack([own - n["lr"] * (added * whole).sum(), own])))
-        if groups[0]["nonfinite"] == "raise" and not all(bool(torch.isfinite(d).all()) for d in found.values()):
-            raise self.optimizer.nonfinite_error("the step is not finite; nothing was changed")
         if secants:
             self.check.add_secants(secants, self.optimizer.param_groups[0])
         return found

@@ -13,7 +13,6 @@ from bayesgrad import layers, likelihoods
 from bayesgrad.distributed import Exchange, Sum
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.call import COMPILED, LayerCall
-from bayesgrad.layers.examples import RowLayouts
 from bayesgrad.layers.fisher import check_outputs
 from bayesgrad.layers.observed import loss_weights
 from bayesgrad.layers.statistics import SPLIT
@@ -57,7 +56,7 @@ class PerExampleSquares(Source):
             returned=weak(self.returned) if self.fisher == "empirical" else None,
         )
         self.norms = [module for module in self.recorded.model.modules() if isinstance(module, layers.NORMS)]
-        self.layouts = RowLayouts()
+        self.layouts = self.row_layouts()
         self.shapes: dict[int, tuple[torch.Size, ...]] = {}  # of the outputs of forward passes
         modules = self.recorded.recorder.layers.values()
         owners = [set(layers.own_parameters(module).values()) for module in modules]
