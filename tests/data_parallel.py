@@ -52,7 +52,7 @@ class Run:
         micro: micro-batches of each step, of which all but the last run under `no_sync`.
         each: whether weights are drawn for each micro-batch.
         weighted: whether losses of processes are weighted by the number of examples, for the mean over all.
-        uneven: whether processes have batches of different sizes. Their loss is then the mean of the processes' means.
+        uneven: whether processes have batches of different sizes, which change; the loss is the mean of their means.
         clip: the norm of gradients.
         bad: the step in which a number of the first process's inputs is NaN.
         closure: whether to use step(closure).
@@ -78,21 +78,24 @@ class Run:
     labels: bool = False
     ddp: dict[str, Any] = field(default_factory=dict)
 
-    def rows(self, size: int) -> list[list[Tensor]]:
-        """The rows of each micro-batch and process."""
+    def rows(self, size: int, index: int) -> list[list[Tensor]]:
+        """The rows of each micro-batch and process in a step."""
         found = []
         for one in torch.arange(32).chunk(self.micro):
             sizes = [len(one) // size] * size
-            if self.uneven:
+            if self.uneven and index % 3 == 0:
                 sizes[0] += 2
+            if self.uneven and index % 3 < 2:  # in the second step, the shapes of some processes are new
                 sizes[-1] -= 2
-            found.append(list(one.split(sizes)))
+            found.append(list(one[: sum(sizes)].split(sizes)))
         return found
 
     @property
     def sharded(self) -> bool:
         """Whether it runs with fully_shard too in the fast suite, where tests/sharded_processes.py has plain runs."""
-        return any(words in self.name for words in ("accumulated", "clipped", "skips", "raises", "closure", "adapts"))
+        return any(
+            words in self.name for words in ("accumulated", "clipped", "skips", "raises", "closure", "adapts", "uneven")
+        )
 
 
 def of(name: str, **options: Any) -> Callable[[nn.Module], Any]:
@@ -189,7 +192,7 @@ def train(run: Run, steps: int, rank: int | None, size: int, shards: bool = Fals
         x, y = batch(index, torch.float64)
         if index == run.bad:
             x[0, 0] = torch.nan
-        rows = run.rows(size)
+        rows = run.rows(size, index)
 
         def passes(x: Tensor = x, y: Tensor = y, rows: Any = rows) -> Tensor:
             for turn, parts in enumerate(rows):

@@ -87,16 +87,20 @@ def found_in(model: nn.Module, optimizer: Any) -> Result:
     return weights | {name: v.tril() if name.endswith("_moment") and v.dim() == 3 else v for name, v in slots.items()}
 
 
-def train(case: Case, part: slice | None, processes: int = 1) -> Result:
-    """Parts of parameters and of batches, or all of them if `part` is None; fewer steps in the fast suite."""
+def steps_of(name: str) -> range:
+    """Fewer for those that tests/data_parallel.py runs for twenty steps."""
+    return STEPS if name in FAST else range(5)
+
+
+def train(case: Case, part: slice | None) -> Result:
+    """Parts of parameters and of batches, or all of them if `part` is None."""
     model = model_of() if part is None else sharded(model_of())
     # The bound of a step whose gradient is never formed depends on the number of passes, and the noise of a Kronecker
     # metric on the basis of its null space.
     options: dict[str, dict[str, Any]] = {"Langevin-default": {"temperature": 0.0}}
     options |= {name: {"max_norm": float("inf")} for name in ("FOOF-backward", "KFAC-backward")}
     optimizer = case.of(model, fused=False, **options.get(case.name, {}))
-    few = processes == 2 and case.name not in FAST
-    run(model, optimizer, part or slice(None), range(5) if few else STEPS)
+    run(model, optimizer, part or slice(None), steps_of(case.name))
     return found_in(model, optimizer)
 
 
@@ -120,7 +124,7 @@ def replicated_shards(name: str, part: slice, processes: int) -> Result:
     mesh = init_device_mesh("cpu", (processes // 2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(model_of(), mesh=mesh)
     optimizer = optimizer_of(name, model)
-    run(model, optimizer, part, range(5) if processes == 2 and name not in FAST else STEPS)
+    run(model, optimizer, part, steps_of(name))
     return found_in(model, optimizer)
 
 
@@ -387,7 +391,7 @@ def main(rank: int, processes: int, folder: Path) -> None:
     layered = ("KFAC", "OGN")
     if rank == 0:
         for case in SHARDED:
-            attempt(found, f"alone {case.name}", train, case, None, processes)
+            attempt(found, f"alone {case.name}", train, case, None)
         for name in CHECKPOINTED:
             attempt(found, f"alone later {name}", later, name)
         for kind in ("accumulated", "several", "clipped", "skip", "closure"):
@@ -405,7 +409,7 @@ def main(rank: int, processes: int, folder: Path) -> None:
     rows = ROWS // processes
     part = slice(rows * rank, rows * rank + rows)
     for case in CASES:
-        attempt(found, f"fsdp2 {case.name}", train, case, part, processes)
+        attempt(found, f"fsdp2 {case.name}", train, case, part)
     for kind in ("accumulated", "several", "unreduced", "clipped", "skip", "raise", "closure", "loaded"):
         attempt(found, f"fsdp2 {kind}", loop, "IVON", part, kind, processes)
     for name in (*both, *layered):

@@ -83,7 +83,7 @@ class LayerPreconditioner(Preconditioner):
     reads_outputs: ClassVar[bool] = False
     gathers = True
     on_cpu = ("clock", "damped", "traces")
-    has_own_shape = staticmethod(is_layer_tensor)
+    has_own_shape = staticmethod(is_layer_tensor)  # pyright: ignore[reportAssignmentType]
 
     def __init__(self, fallback: str) -> None:
         self.fallback, self.factors = fallback, [f"{side}_{self.factor}" for side in self.sides]
