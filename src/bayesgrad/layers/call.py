@@ -56,8 +56,11 @@ class LayerCall:
 
     @property
     def pass_id(self) -> tuple[int, int]:
-        """Calls with the same one have the same loss, perhaps in several terms: that of one forward pass, or, if they are
-        from `backpropagate`, of outputs that may have been computed in several (and concatenated)."""
+        """Calls with the same one have the same loss, perhaps in several terms.
+
+        It is that of one forward pass, or, if they are from `backpropagate`, of outputs that may have been computed in
+        several (and concatenated).
+        """
         if self.backward_id < 0:
             return self.backward_id, 0
         return 0 if self.call_id is not None else self.backward_id, self.forward_id
