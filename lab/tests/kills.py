@@ -29,11 +29,13 @@ from bayesgrad_lab.cli import main  # noqa: E402
 from bayesgrad_lab.studies import JOURNAL  # noqa: E402
 
 COMMAND = ["compare", "--optimizers", "adabayes,sgd", "--seeds", "1", "--examples", "400", "--lr-search"]
+LONGEST = 300  # seconds of a process, which would wait for ever for a trial that nobody takes up
 
 
 def run(out: Path, resume: bool) -> int:
     child = os.fork()
     if child == 0:
+        signal.alarm(LONGEST)
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)
         os._exit(main([*COMMAND, "--epochs", "6", "--out", str(out), *(["--resume"] if resume else [])]))
