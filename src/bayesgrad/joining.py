@@ -33,8 +33,13 @@ def joined_state(optimizer: Any) -> Any:
         def __init__(self) -> None:
             super().__init__()
 
-        join_device = property(lambda self: optimizer.param_groups[0]["params"][0].device)
-        join_process_group = property(lambda self: torch.distributed.group.WORLD)
+        @property
+        def join_device(self) -> torch.device:
+            return optimizer.param_groups[0]["params"][0].device
+
+        @property
+        def join_process_group(self) -> Any:
+            return torch.distributed.group.WORLD
 
         def join_hook(self, **kwargs: Any) -> Any:
             return self
