@@ -57,7 +57,7 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, characters)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.characters(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.characters(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x)).clone()  # fully_shard warns of outputs that are views
@@ -73,7 +73,7 @@ def read_text(path: str | None) -> tuple[Tensor, int]:
 def batch(text: Tensor, step: int, size: int, rank: int, processes: int) -> tuple[Tensor, Tensor]:
     """The rows of this process in the batch of a step, which is a function of the step alone."""
     starts = torch.randint(len(text) - CONTEXT, (size,), generator=torch.Generator().manual_seed(step))
-    rows = text[starts[rank::processes, None] + torch.arange(CONTEXT + 1)]
+    rows = text[starts.tensor_split(processes)[rank][:, None] + torch.arange(CONTEXT + 1)]
     return rows[:, :-1], rows[:, 1:]
 
 

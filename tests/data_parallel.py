@@ -398,6 +398,8 @@ def late(before: tuple[nn.Module, Any], rank: int, size: int) -> Result:
     return train(run, 3, rank, size) | {"seed": torch.tensor(before[1].param_groups[0]["seed"])}
 
 
+COMMUNICATING = ("FOOF", "KroneckerFilter", "KroneckerFilterFP", "NaturalGradient", "OGN", "VOGN", "Newton", "VON")
+COMMUNICATING += ("SpikeSlab-newton", "AdaBayes-sampled", "KalmanMomentum-sampled", "SNGD")
 JOINED = ("AdaBayes", "AdaBayesFP", "KalmanMomentum", "AdaBound", "IVON", "BayesBiNN", "STE")
 NOT_JOINED = ("KFAC", "OGN", "Newton", "AdaBayes-sampled", "KroneckerFilter", "NaturalGradient", "SNGD")
 
@@ -467,7 +469,7 @@ def main(rank: int, size: int, steps: int, folder: Path) -> None:
     found["late"] = late(before, rank, size)
     for name in ("AdaBayes", "AdaBayesFP", "IVON", "KalmanMomentum"):
         found[f"bytes {name}"] = communicated(name, rank, size)
-    for name in ("FOOF", "KroneckerFilter", "NaturalGradient", "OGN", "Newton", "AdaBayes-sampled", "SNGD"):
+    for name in (*COMMUNICATING, "AdaBound", "STE", "BayesBiNN"):
         found[f"bytes {name}"] = communicated(name, rank, size, 1)
     found["bytes KFAC"] = communicated("KFAC", rank, size, update_every=10, stats_every=10)
     found["flops"] = refresh_flops(rank, size)
