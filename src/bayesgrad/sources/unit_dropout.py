@@ -75,7 +75,12 @@ class UnitDropout(Draws):
                     continue
                 mask = self._mask(p, keep, key, given)
                 if training:
+                    # The mask is part of the model: hooks of users see the gradient behind it.
+                    others = dict(p._backward_hooks or {})
                     self.hooks.append(p.register_hook(Through(mask / keep)))
+                    for number, hook in others.items():  # autograd calls them in the order in which they were inserted
+                        del p._backward_hooks[number]  # pyright: ignore[reportOptionalSubscript]
+                        p._backward_hooks[number] = hook  # pyright: ignore[reportOptionalSubscript]
                 self.saved.append((p, self._buffer(p).copy_(p)))
                 p.mul_(mask.to(p.dtype))
 
