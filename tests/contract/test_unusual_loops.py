@@ -246,3 +246,28 @@ def test_the_loss_of_a_micro_batch_that_is_computed_twice_is_refused(rule: Any, 
     with pytest.raises(RuntimeError, match="one of them was not differentiated by backward"):
         two()
     assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
+
+
+# --- hooks ---
+
+
+@pytest.mark.parametrize("update", ["adam", "newton"])
+def test_hooks_of_parameters_see_the_gradients_of_masked_weights(update: str) -> None:
+    """A hook that clips acts like clipping between the backward pass and the step."""
+    models = network(), network()
+    for model, by_hook in zip(models, (True, False)):
+        optimizer = optim.SpikeSlab(model, keep=0.5, update=update, seed=0)
+        if by_hook:
+            for p in model.parameters():
+                p.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
+        for index in range(3):
+            x, y = data(index)
+            with optimizer.sampled():
+                optimizer.zero_grad()
+                loss = cross_entropy(model(x), y)
+                optimizer.observe(loss=loss)
+                loss.backward()
+            if not by_hook:
+                nn.utils.clip_grad_value_(model.parameters(), 0.02)
+            optimizer.step()
+    assert_same(*models)

@@ -77,7 +77,13 @@ class UnitDropout(Draws):
                     continue
                 mask, weight = self._mask(p, keep, key, given), local(p)
                 if training:
-                    self.hooks.append(gathered([p], now=True)[p].register_hook(Through(mask / keep)))
+                    # The mask is part of the model: hooks of users see the gradient behind it.
+                    owner = gathered([p], now=True)[p]
+                    others = dict(owner._backward_hooks or {})
+                    self.hooks.append(owner.register_hook(Through(mask / keep)))
+                    for number, hook in others.items():  # autograd calls them in the order in which they were inserted
+                        del owner._backward_hooks[number]  # pyright: ignore[reportOptionalSubscript]
+                        owner._backward_hooks[number] = hook  # pyright: ignore[reportOptionalSubscript]
                 self.saved.append((p, self._buffer(weight).copy_(weight)))
                 weight.mul_(part_of(mask.expand(p.shape), p).to(p.dtype))
 
