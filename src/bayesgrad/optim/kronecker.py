@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -45,8 +46,8 @@ class KroneckerOptimizer(BeliefOptimizer):
             group = groups[layer.owner]
             then = {**group, "lr": group["last_lr"] or 1.0, "base_lr": group["base_lr"] or 1.0}
             shapes = {names[id(p)]: p.shape for p in layer.members}
-            belief = Joint(layer.values(), self.preconditioner.belief(layer, then).scale(1 / scale), shapes)
-            found.append((names[id(layer.owner)], belief))
+            known = copy.deepcopy(self.preconditioner.belief(layer, then))  # later steps write to the state in place
+            found.append((names[id(layer.owner)], Joint(layer.values(), known.scale(1 / scale), shapes)))
         return found
 
 
