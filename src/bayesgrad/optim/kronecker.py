@@ -24,6 +24,7 @@ class KroneckerOptimizer(BeliefOptimizer):
     """What the Kronecker filters share: the options `fisher` and `prior_std`, and joint posteriors of layers."""
 
     takes_model = True
+    fixed = ("fisher", "max_factor")
     accepts = {
         **BeliefOptimizer.accepts,
         **LAYER_OPTIONS,
@@ -247,6 +248,7 @@ class KroneckerFilterFP(KroneckerOptimizer):
     """
 
     rule = UpdateRule(SquaredGradient(), SteadyState(OrnsteinUhlenbeck()), NaturalStep())
+    fixed = (*KroneckerOptimizer.fixed, "whiten")
     accepts = {**KroneckerOptimizer.accepts, "max_step": POSITIVE, "whiten": one_of("both", "input")}
 
     def __init__(
