@@ -26,12 +26,13 @@ class CheckedOptimizer(torch.optim.Optimizer):
     """A torch optimizer with checked hyperparameters, whose state is restored bit for bit or refused.
 
     `accepts` maps the name of a hyperparameter to the values that it may have; those in `common` must be the same in
-    all groups. A `seed` of None is replaced, when the optimizer is built, by a number that is drawn from torch's global
-    generator and saved with the state: `torch.manual_seed` determines it, and a resumed run continues its draws. In a
-    process group it is that of rank 0, and all ranks have to build the optimizer. Groups have a few entries beside
-    hyperparameters: `base_lr`, the initial lr, and `max_lr`, if a scheduler sets it (see `bayesgrad.schedule`);
-    `last_lr`, the last positive lr; `draws` (of the first group), the number of random draws so far; `rule`, the name
-    of the class; `train_mode`, whether weights are those to train with.
+    all groups, and those in `fixed`, like words and truth values in `common`, cannot change during a run. A `seed` of
+    None is replaced, when the optimizer is built, by a number that is drawn from torch's global generator and saved
+    with the state: `torch.manual_seed` determines it, and a resumed run continues its draws. In a process group it is
+    that of rank 0, and all ranks have to build the optimizer. Groups have a few entries beside hyperparameters:
+    `base_lr`, the initial lr, and `max_lr`, if a scheduler sets it (see `bayesgrad.schedule`); `last_lr`, the last
+    positive lr; `draws` (of the first group), the number of random draws so far; `rule`, the name of the class;
+    `train_mode`, whether weights are those to train with.
 
     Args:
         params: as for any torch optimizer; with a model, parameters or groups of it, or None for all.
@@ -44,6 +45,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
         *("model", "warned", "independent", "draws_differ", "_statistics"),
     )
     common: ClassVar[tuple[str, ...]] = ()
+    fixed: ClassVar[tuple[str, ...]] = ()  # options that decide what state tensors mean, or which shapes they have
     _gathering: Sequence[nn.Module] = ()  # modules whose forward passes gather parameters from other processes
     _statistics: tuple[tuple[Tensor, Tensor], ...] = ()  # buffers of the model and their values before `eval()`
     accepts: ClassVar[Mapping[str, Constraint]] = {
@@ -62,7 +64,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Any, defaults: dict[str, Any], model: Any) -> None:
         self.model: nn.Module | None = None
         self.warned: set[Any] = set()  # parameters that a warning has named, and options
-        self.selected: dict[str, Any] = {}  # the options in `common` with which the optimizer was built
+        self.selected: list[dict[str, Any]] = []  # of each group, the options that cannot change
         if self.takes_model:
             if not isinstance(model, nn.Module):
                 name = type(self).__name__
@@ -83,10 +85,8 @@ class CheckedOptimizer(torch.optim.Optimizer):
             (param_group,) = named_groups(self.model, [param_group])
         given = {**self.defaults, **param_group}
         self.check_group(given)
-        for name in self.common if self.param_groups else ():
-            first = self.param_groups[0].get(name)
-            if given.get(name) != first:
-                raise ValueError(f"{name} must be the same in all groups, got {given.get(name)!r} beside {first!r}.")
+        if self.param_groups:
+            self._check_common(given)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if "likelihood" in group:
@@ -102,6 +102,12 @@ class CheckedOptimizer(torch.optim.Optimizer):
         for name, value in self._bookkeeping(group).items():
             group.setdefault(name, value)
         self.group_added()
+
+    def _check_common(self, group: Mapping[str, Any]) -> None:
+        for name in self.common:
+            first = self.param_groups[0].get(name)
+            if group.get(name) != first:
+                raise ValueError(f"{name} must be the same in all groups, got {group.get(name)!r} beside {first!r}.")
 
     def _bookkeeping(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """What a group has beside hyperparameters."""
@@ -152,13 +158,21 @@ class CheckedOptimizer(torch.optim.Optimizer):
     def check_options(self, group: Mapping[str, Any]) -> None:
         """Raises if the hyperparameters of a group do not fit together; each of them is valid."""
 
-    def check_selected(self, group: Mapping[str, Any]) -> None:
-        """Raises if an option that selects sources has changed since they were built."""
-        for name, built in self.selected.items():
-            if isinstance(built, (str, bool)) and group[name] != built:
+    def selection(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of a group that cannot change during a run."""
+        kinds = {name: group[name] for name in self.common if isinstance(group.get(name), (str, bool))}
+        return kinds | {name: group[name] for name in self.fixed}
+
+    def check_changes(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Called in a step if options of param groups have changed: raises if they are not valid any more."""
+        for group, built in zip(groups, self.selected):
+            self.check_group(group)
+            for name in (name for name, value in built.items() if group[name] != value):
                 raise ValueError(
-                    f"{name} cannot change during a run, from {built!r} to {group[name]!r}: build a new optimizer."
+                    f"{name} cannot change during a run, from {built[name]!r} to {group[name]!r}: build a new "
+                    "optimizer."
                 )
+            self._check_common(group)
 
     def check_count(self, examples: int) -> None:
         """Warns once if a batch has more examples than there are data; a loss that is a sum may have num_data=1."""

@@ -93,7 +93,6 @@ class BeliefOptimizer(CheckedOptimizer):
         self.preconditioner: Preconditioner | None = None
         self._parts: tuple[Part, ...] = ()
         self._blocks = Layout()
-        self._checked: dict[int, tuple] = {}
         self._raised = False  # whether a warning has said that lr raises other options
         self._finite = FiniteCheck()
         self._passes = Passes(self)
@@ -103,7 +102,8 @@ class BeliefOptimizer(CheckedOptimizer):
         for part in self._parts:
             part.close()
         self.rule = self.rule_of(self.param_groups[0])
-        self.selected = {name: self.param_groups[0].get(name) for name in self.common}
+        self._checked: list[dict[str, Any]] = []  # options at the last step
+        self.selected = list(map(self.selection, self.param_groups))
         self.sources = tuple(self.build_sources())
         self.preconditioner = self.build_preconditioner()
         self._parts = (*self.sources, *([self.preconditioner] if self.preconditioner else ()))
@@ -275,14 +275,12 @@ class BeliefOptimizer(CheckedOptimizer):
             loss = self.share() if closure is None else evaluate(self, self._parts, closure)
         groups = [{**group, "lr": current_lr(group)} for group in self.param_groups]
         active = [[p for p in group["params"] if p.grad is not None] for group in groups]
-        for index, group in enumerate(groups):
-            values = tuple(group.get(name) for name in self.accepts)
-            if self._checked.get(index) != values:
-                self.check_group(group)
-                self.check_selected(group)
+        options = [{name: group.get(name) for name in self.accepts} for group in groups]
+        if self._checked != options:
+            self.check_changes(groups)
+            for group in groups:
                 self._raised = self._raised or warn_above_reference(type(self).__name__, group, self.scaled_by_lr)
-                self._checked[index] = values
-                self.rule = self.rule_of(groups[0])
+            self._checked, self.rule = options, self.rule_of(groups[0])
         refuse_sparse(self, active)
         if not self._finite.skips(self, self._parts, active):
             self._update(groups, active)
@@ -398,6 +396,7 @@ class BeliefOptimizer(CheckedOptimizer):
                 f"{names} share memory, so the update of one would undo that of the other: tie weights by using one "
                 "parameter in both places, or pass one of them only."
             )
+        self.selected.append(self.selection(self.param_groups[-1]))
         self._bind()
 
     def state_loaded(self) -> None:

@@ -103,7 +103,7 @@ class AdaBayes(BeliefOptimizer):
         samples: number of weight samples that `step(closure)` averages over, with sample_weights.
         seed: seed of sampled weights and labels; None draws one from torch's global generator.
         follow_lr: when lr changes by a factor, multiply sigma^2_post by it. `False` is the paper's filter, which needs
-            thousands of steps to adapt to a new lr. Do not change this option during a run.
+            thousands of steps to adapt to a new lr. It cannot change during a run.
         nonfinite: what to do if a gradient has infinite or NaN entries: `"ignore"` them as torch.optim does,
             with a warning, `"raise"`, or `"skip"` the step. The last two then change neither weights nor state.
         fused: compile the step (`True`), run it eagerly (`False`), or compile it for large models only (`None`).
@@ -127,6 +127,7 @@ class AdaBayes(BeliefOptimizer):
     rule = UpdateRule(SquaredGradient(), OrnsteinUhlenbeck(), NaturalStep())
     centred_rule = replace(rule, curvature=CentredGradient())
     common = ("fisher", "sample_weights")
+    fixed = ("follow_lr",)
     scaled_by_lr = ("sgd_lr",)
     accepts = {
         **BeliefOptimizer.accepts,

@@ -76,6 +76,7 @@ class FOOF(LayerOptimizer):
     """
 
     common = ("damping_mode", "max_norm")
+    fixed = ("max_factor",)
 
     def __init__(
         self,

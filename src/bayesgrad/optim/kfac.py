@@ -94,6 +94,7 @@ class KFAC(LayerOptimizer):
         "exact_damping": one_of(True, False),
     }
     common = ("damping_mode", "max_norm")
+    fixed = ("max_factor", "exact_damping")
 
     def __init__(
         self,

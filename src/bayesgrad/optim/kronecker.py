@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -23,6 +24,7 @@ class KroneckerOptimizer(BeliefOptimizer):
     """What the Kronecker filters share: the options `fisher` and `prior_std`, and joint posteriors of layers."""
 
     takes_model = True
+    fixed = ("fisher", "max_factor")
     accepts = {
         **BeliefOptimizer.accepts,
         **LAYER_OPTIONS,
@@ -45,8 +47,8 @@ class KroneckerOptimizer(BeliefOptimizer):
             group = groups[layer.owner]
             then = {**group, "lr": group["last_lr"] or 1.0, "base_lr": group["base_lr"] or 1.0}
             shapes = {names[id(p)]: p.shape for p in layer.members}
-            belief = Joint(layer.values(), self.preconditioner.belief(layer, then).scale(1 / scale), shapes)
-            found.append((names[id(layer.owner)], belief))
+            known = copy.deepcopy(self.preconditioner.belief(layer, then))  # later steps write to the state in place
+            found.append((names[id(layer.owner)], Joint(layer.values(), known.scale(1 / scale), shapes)))
         return found
 
 
@@ -246,6 +248,7 @@ class KroneckerFilterFP(KroneckerOptimizer):
     """
 
     rule = UpdateRule(SquaredGradient(), SteadyState(OrnsteinUhlenbeck()), NaturalStep())
+    fixed = (*KroneckerOptimizer.fixed, "whiten")
     accepts = {**KroneckerOptimizer.accepts, "max_step": POSITIVE, "whiten": one_of("both", "input")}
 
     def __init__(

@@ -1,0 +1,86 @@
+"""Options, state and model that change during a run: a change is followed, or refused in a sentence."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cases import CASES, Case, same, small_model, train, weights
+
+
+def grouped(case: Case, model: nn.Module, options: list[dict[str, Any]]) -> Any:
+    """The optimizer with so many param groups, of parameters one after the other."""
+    named = list(model.named_parameters())
+    size = -(-len(named) // len(options))
+    groups = [{"params": named[size * i : size * (i + 1)], **some} for i, some in enumerate(options)]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* does not support |lr=.* (samples at temperature|is not small)")
+        return case(model, params=groups) if case.layers else case(groups)
+
+
+NO_POSTERIOR = ("STE", "AdaBound", "AMSBound", "FOOF", "KFAC", "NaturalGradient", "Langevin", "SNGD")
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if not c.name.startswith(NO_POSTERIOR)], ids=lambda case: case.name)
+def test_a_posterior_is_a_copy_of_the_belief(case: Case) -> None:
+    model = small_model(width=30)
+    optimizer = case.of(model, **({"batch_size": 32} if "AdaBayesFP" in case.name else {}))
+    train(model, optimizer, range(3))
+    posterior = optimizer.posterior(model)
+    before = posterior.sample(2, seed=0), posterior.variance()
+    train(model, optimizer, range(3, 7))
+    for then, now in zip(before, (posterior.sample(2, seed=0), posterior.variance())):
+        assert all(torch.equal(then[name], now[name]) for name in then)
+    other = optimizer.posterior(model).variance()
+    assert any(not torch.equal(other[name], posterior.variance()[name]) for name in other)
+
+
+FIXED = [
+    ("AdaBayes", "follow_lr", False),
+    ("FOOF", "max_factor", 5),
+    ("KFAC", "max_factor", 5),
+    ("KFAC", "exact_damping", True),
+    ("KroneckerFilter", "max_factor", 5),
+    ("KroneckerFilter-prior", "fisher", "sampled"),
+    ("KroneckerFilterFP", "max_factor", 5),
+    ("KroneckerFilterFP", "whiten", "input"),
+    ("KroneckerFilterFP-prior", "fisher", "sampled"),
+]
+
+
+@pytest.mark.parametrize(("name", "option", "value"), FIXED, ids=lambda value: str(value))
+def test_what_decides_the_meaning_of_the_state_cannot_change_in_any_group(name: str, option: str, value: Any) -> None:
+    """Some were taken without a word: moments of another shape began at zero, and labels were never observed."""
+    case = next(case for case in CASES if case.name == name)
+    model = small_model(width=30)
+    optimizer = grouped(case, model, [{}, {}])
+    train(model, optimizer, range(4))
+    before, earlier = weights(model), optimizer.param_groups[1][option]
+    optimizer.param_groups[1][option] = value
+    with pytest.raises(ValueError, match=f"^{option} cannot change during a run, from {earlier!r} to {value!r}: build"):
+        train(model, optimizer, range(4, 5))
+    assert same(before, weights(model))
+    optimizer.param_groups[1][option] = earlier
+    train(model, optimizer, range(4, 5))
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(saved)
+    train(model, optimizer, range(5, 6))
+
+
+@pytest.mark.parametrize(("name", "option"), [("Langevin", "damping"), ("SNGD", "batch_size"), ("KFAC", "max_norm")])
+def test_options_of_all_groups_change_together(name: str, option: str) -> None:
+    """The first group's value was used for all."""
+    case = next(case for case in CASES if case.name == name)
+    model = small_model(width=30)
+    optimizer = grouped(case, model, [{}, {}])
+    train(model, optimizer, range(2))
+    for changed in (0, 1):
+        optimizer.param_groups[changed][option] = 40.0 + changed
+        with pytest.raises(ValueError, match=f"^{option} must be the same in all groups, got "):
+            train(model, optimizer, range(2, 3))
+        optimizer.param_groups[1 - changed][option] = 40.0 + changed
+        train(model, optimizer, range(2, 3))
