@@ -162,6 +162,7 @@ class Categorical(Likelihood):
         return Decomposed(mean, aleatoric, (self.aleatoric(mean) - aleatoric).clamp(min=0))
 
     def sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
+        _check_classes(outputs)
         p = self.link(outputs.detach().float() if outputs.dtype.itemsize < 4 else outputs.detach())
         u = torch.rand(p.shape[:-1], dtype=torch.float64, generator=generator).to(p)[..., None]
         return (p.cumsum(-1) <= u).sum(-1).clamp_(max=p.shape[-1] - 1)
@@ -385,7 +386,7 @@ def _check_classes(outputs: Tensor) -> None:
     if outputs.dim() < 2 or outputs.shape[-1] < 2:
         raise ValueError(
             "a categorical likelihood needs logits of at least two classes in the outputs' last dimension, got "
-            f"outputs of shape {tuple(outputs.shape)}: for one logit use 'bernoulli'."
+            f"outputs of shape {tuple(outputs.shape)}: for one logit use 'bernoulli', for a regression 'gaussian'."
         )
 
 

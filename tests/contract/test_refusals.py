@@ -44,6 +44,19 @@ def test_sparse_gradients_are_refused_before_anything_changes(case: Case) -> Non
 
 
 @every_case
+def test_labels_are_not_sampled_from_outputs_without_classes(case: Case) -> None:
+    """Outputs of a regression under the default likelihood: one class, or as many classes as examples."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizer = case.of(model)
+    if not optimizer.needs.outputs:
+        return
+    for outputs in (model(torch.ones(5, 3)), model(torch.ones(5, 3))[:, 0]):
+        with pytest.raises(ValueError, match="a categorical likelihood needs logits of at least two classes"):
+            with drawn(optimizer):
+                optimizer.observe(outputs, loss=outputs.square().mean())
+
+
+@every_case
 def test_nonfinite_gradients(case: Case) -> None:
     for value in (float("nan"), float("inf")):
         for option in ("ignore", "raise", "skip"):
