@@ -51,9 +51,9 @@ def test_labels_are_not_sampled_from_outputs_without_classes(case: Case) -> None
     if not optimizer.needs.outputs:
         return
     for outputs in (model(torch.ones(5, 3)), model(torch.ones(5, 3))[:, 0]):
-        with pytest.raises(ValueError, match="a categorical likelihood needs logits of at least two classes"):
-            with drawn(optimizer):
-                optimizer.observe(outputs, loss=outputs.square().mean())
+        needs = "a categorical likelihood needs logits of at least two classes"
+        with pytest.raises(ValueError, match=needs), drawn(optimizer):
+            optimizer.observe(outputs, loss=outputs.square().mean())
 
 
 @every_case
