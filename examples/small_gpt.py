@@ -113,4 +113,8 @@ def arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=24, help="rows of all processes together")
     parser.add_argument("--save-every", type=int, default=10, help="steps between two checkpoints")
     parser.add_argument("--optimizer", default="IVON", help="a name of bayesgrad.optim")
-    return parser.parse_args()
+    parser.add_argument("--double", action="store_true", help="float64, in which rounding does not show")
+    found = parser.parse_args()
+    if found.double:
+        torch.set_default_dtype(torch.float64)
+    return found

@@ -149,15 +149,14 @@ def test_runs_with_killed_processes_end_as_one_without(example: str, tmp_path: P
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [("ddp",), ("ddp", "--optimizer", "KFAC"), ("fsdp",)], ids=" ".join)
 def test_a_run_goes_on_with_another_number_of_processes(words: tuple[str, ...], tmp_path: Path) -> None:
-    """The weights differ by rounding in float32."""
-    example, *options = words
+    example, *options = *words, "--double"
     run(example, tmp_path / "whole", 2, "--steps", "20", *options)
     run(example, tmp_path / "parts", 2, "--steps", "10", *options)
     run(example, tmp_path / "parts", 3, "--steps", "20", *options)
     found, expected = (saved(example, tmp_path / name) for name in ("parts", "whole"))
     assert found.keys() == expected.keys()
     for name in expected:
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-3, atol=2e-5)
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-10, atol=1e-12)
 
 
 def saved(example: str, folder: Path) -> dict[str, torch.Tensor]:
