@@ -10,7 +10,7 @@ from digits import accuracy, loaders, network, small
 from torch.nn.functional import cross_entropy
 
 from bayesgrad.integrations import build_optimizer
-from bayesgrad.integrations.lightning import BeliefCallback
+from bayesgrad.integrations.lightning import BeliefLightningCallback
 from bayesgrad.optim import VOGN, KalmanMomentum, KroneckerFilterFP
 
 
@@ -43,7 +43,7 @@ def main(epochs: int) -> dict[str, float]:
             max_epochs=epochs,
             accumulate_grad_batches=2,
             gradient_clip_val=1.0,
-            callbacks=[BeliefCallback()],
+            callbacks=[BeliefLightningCallback()],
             default_root_dir=tempfile.mkdtemp(),
             accelerator="cpu",
             logger=False,

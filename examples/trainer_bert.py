@@ -11,7 +11,7 @@ from transformers import BertConfig, BertForSequenceClassification, Trainer, Tra
 
 from bayesgrad import Posterior
 from bayesgrad.integrations import build_optimizer
-from bayesgrad.integrations.huggingface import POSTERIOR, BeliefCallback
+from bayesgrad.integrations.huggingface import POSTERIOR, BeliefTrainerCallback
 from bayesgrad.optim import AdaBayesFP, KroneckerFilterFP
 
 
@@ -26,12 +26,9 @@ def sequences(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
 
 def model() -> BertForSequenceClassification:
     torch.manual_seed(0)
-    sizes = dict(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, initializer_range=0.1
-    )
-    return BertForSequenceClassification(
-        BertConfig(vocab_size=21, max_position_embeddings=12, initializer_range=0.1, **sizes)
-    )
+    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+    config = BertConfig(vocab_size=21, max_position_embeddings=12, initializer_range=0.1, **sizes)
+    return BertForSequenceClassification(config)
 
 
 def accuracy(prediction) -> dict[str, float]:
@@ -61,7 +58,7 @@ def train(kind: type, count: int, epochs: int, **options: object) -> float:
         eval_dataset=sequences(400, 1),
         compute_metrics=accuracy,
         optimizers=(optimizer, schedule),
-        callbacks=[BeliefCallback(save_posterior=kind is AdaBayesFP)],
+        callbacks=[BeliefTrainerCallback(save_posterior=kind is AdaBayesFP)],
     )
     trainer.train()
     if kind is AdaBayesFP:

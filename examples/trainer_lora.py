@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from bayesgrad.integrations import build_optimizer
-from bayesgrad.integrations.huggingface import BeliefCallback
+from bayesgrad.integrations.huggingface import BeliefTrainerCallback
 from bayesgrad.optim import IVON
 
 LENGTH = 12
@@ -45,7 +45,7 @@ def main(count: int, epochs: int) -> float:
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     trainer = Trainer(
-        model, arguments, train_dataset=data, optimizers=(optimizer, schedule), callbacks=[BeliefCallback()]
+        model, arguments, train_dataset=data, optimizers=(optimizer, schedule), callbacks=[BeliefTrainerCallback()]
     )
     trainer.train()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]

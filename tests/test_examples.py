@@ -25,7 +25,6 @@ RANGES = {  # of the last number that a script prints after these words
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RANGES)
 def test_script(name: str) -> None:
-    pytest.importorskip({"optuna_pruning": "optuna"}.get(name, "torch"))
     quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
         [sys.executable, FOLDER / f"{name}.py", "--small"],

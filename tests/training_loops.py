@@ -211,7 +211,7 @@ def hf_trainer(folder: Path, model: nn.Module, arguments: Any = (), **options: A
 
 def trained(name: str, run: Run) -> tuple[nn.Module, Any]:
     """Trainer, with the callback."""
-    from bayesgrad.integrations.huggingface import BeliefCallback
+    from bayesgrad.integrations.huggingface import BeliefTrainerCallback
 
     net = run.network()
     own = RULES[name](net)
@@ -221,7 +221,11 @@ def trained(name: str, run: Run) -> tuple[nn.Module, Any]:
         arguments |= {"save_strategy": "steps", "save_steps": 3, "max_steps": steps if run.half else steps // 2}
     if run.seen is not None:
         arguments["eval_strategy"] = "epoch"
-    options = {"optimizers": (own, constant(own)), "callbacks": [BeliefCallback()], "eval_dataset": dicts(run.data)}
+    options = {
+        "optimizers": (own, constant(own)),
+        "callbacks": [BeliefTrainerCallback()],
+        "eval_dataset": dicts(run.data),
+    }
     trainer = hf_trainer(run.folder, Classifier(net), arguments, **options)
     trainer.train(resume_from_checkpoint=str(run.folder / "checkpoint-3") if run.half else None)
     if run.seen is not None:  # the model is left with these weights
@@ -262,11 +266,13 @@ def lightning_trainer(folder: Path, **options: Any) -> Any:
 
 def lightning(name: str, run: Run) -> tuple[nn.Module, Any]:
     """Automatic optimisation."""
-    from bayesgrad.integrations.lightning import BeliefCallback
+    from bayesgrad.integrations.lightning import BeliefLightningCallback
 
     mixin = run.half is None  # both ways
     options: dict[str, Any] = dict(accumulate_grad_batches=run.parts, gradient_clip_val=run.clip)
-    options |= dict(callbacks=[] if mixin else [BeliefCallback()], max_epochs=1 if run.half is None else run.half + 1)
+    options |= dict(
+        callbacks=[] if mixin else [BeliefLightningCallback()], max_epochs=1 if run.half is None else run.half + 1
+    )
     module = lit_module(run.network(), RULES[name], mixin=mixin)
     trainer = lightning_trainer(run.folder, **options)
     loaders = [run.loader(), *([run.loader()] if run.seen is not None else [])]

@@ -141,12 +141,12 @@ def test_trainer_needs_the_callback_for_draws_and_says_so(tmp_path: Path) -> Non
 
 
 def test_trainer_saves_the_posterior_beside_the_checkpoint_and_logs(tmp_path: Path) -> None:
-    from bayesgrad.integrations.huggingface import POSTERIOR, BeliefCallback
+    from bayesgrad.integrations.huggingface import POSTERIOR, BeliefTrainerCallback
 
     net = network()
     own = RULES["IVON"](net)
     logged: list[Any] = []
-    callback = BeliefCallback(save_posterior=True, log=lambda values, *, step: logged.append((step, values)))
+    callback = BeliefTrainerCallback(save_posterior=True, log=lambda values, *, step: logged.append((step, values)))
     arguments = {"save_strategy": "steps", "save_steps": 6, "logging_strategy": "steps", "logging_steps": 2}
     model = Classifier(net)
     trainer = hf_trainer(tmp_path, model, arguments, optimizers=(own, constant(own)), callbacks=[callback])
@@ -163,13 +163,17 @@ def test_trainer_saves_the_posterior_beside_the_checkpoint_and_logs(tmp_path: Pa
 @pytest.mark.parametrize("last", [4, 6])
 def test_trainer_ends_at_the_best_model(last: int, tmp_path: Path) -> None:
     """It loads the weights of a checkpoint, which are those to evaluate with, whatever mode the optimizer is in."""
-    from bayesgrad.integrations.huggingface import BeliefCallback
+    from bayesgrad.integrations.huggingface import BeliefTrainerCallback
 
     net = network()
     own = RULES["KalmanMomentum"](net)
     arguments = dict(eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, max_steps=last - 1)
     arguments |= dict(load_best_model_at_end=True, metric_for_best_model="loss")
-    options = {"optimizers": (own, constant(own)), "callbacks": [BeliefCallback()], "eval_dataset": dicts(examples())}
+    options = {
+        "optimizers": (own, constant(own)),
+        "callbacks": [BeliefTrainerCallback()],
+        "eval_dataset": dicts(examples()),
+    }
     trainer = hf_trainer(tmp_path, Classifier(net), arguments, **options)
     trainer.train()
     best = load_file(Path(trainer.state.best_model_checkpoint) / "model.safetensors")
@@ -207,11 +211,11 @@ def test_trainer_builds_a_rule_that_takes_the_model_by_a_factory(tmp_path: Path)
 
 @pytest.mark.parametrize(("rule", "options"), [("IVON", {"num_data": 100}), ("BayesBiNN", {"num_data": 100})])
 def test_trainer_tells_a_rule_with_a_prior_that_it_has_no_weight_decay(rule: str, options: Any, tmp_path: Path) -> None:
-    from bayesgrad.integrations.huggingface import BeliefCallback
+    from bayesgrad.integrations.huggingface import BeliefTrainerCallback
 
     def train(decay: float) -> None:
         kind = (getattr(optim, rule), {"lr": 0.1, **options})
-        options_of_trainer = {"optimizer_cls_and_kwargs": kind, "callbacks": [BeliefCallback()]}
+        options_of_trainer = {"optimizer_cls_and_kwargs": kind, "callbacks": [BeliefTrainerCallback()]}
         hf_trainer(tmp_path, Classifier(network()), {"weight_decay": decay}, **options_of_trainer).train()
 
     train(0.0)
@@ -262,11 +266,15 @@ LANGUAGE_RULES = {
 @pytest.mark.parametrize("name", LANGUAGE_RULES)
 def test_trainer_with_models_of_transformers(kind: str, name: str, tmp_path: Path) -> None:
     """The plain loop, written out with masks and with the loss per token, takes the same steps."""
-    from bayesgrad.integrations.huggingface import BeliefCallback
+    from bayesgrad.integrations.huggingface import BeliefTrainerCallback
 
     model = tiny(kind)
     own = LANGUAGE_RULES[name](model)
-    options = {"optimizers": (own, constant(own)), "callbacks": [BeliefCallback()], "train_dataset": tokens(kind)}
+    options = {
+        "optimizers": (own, constant(own)),
+        "callbacks": [BeliefTrainerCallback()],
+        "train_dataset": tokens(kind),
+    }
     hf_trainer(tmp_path, model, **options).train()
     own.train()
 
@@ -329,7 +337,7 @@ def test_lightning_draws_for_layers_that_training_step_calls(parts: int, tmp_pat
 
 @pytest.mark.parametrize("name", TABLE)
 def test_lightning_manual_optimisation(name: str, tmp_path: Path) -> None:
-    from bayesgrad.integrations.lightning import BeliefCallback
+    from bayesgrad.integrations.lightning import BeliefLightningCallback
 
     module = lit_module(network(), RULES[name])
     module.automatic_optimization = False
@@ -341,7 +349,7 @@ def test_lightning_manual_optimisation(name: str, tmp_path: Path) -> None:
         optimizer.step()
 
     module.training_step = training_step
-    trainer = lightning_trainer(tmp_path, callbacks=[BeliefCallback()])
+    trainer = lightning_trainer(tmp_path, callbacks=[BeliefLightningCallback()])
     trainer.fit(module, Run(tmp_path).loader())
     check((module.net, trainer.optimizers[0]), plain(name))
 
@@ -349,11 +357,11 @@ def test_lightning_manual_optimisation(name: str, tmp_path: Path) -> None:
 def test_lightning_saves_the_posterior_and_logs(tmp_path: Path) -> None:
     from pytorch_lightning.loggers import CSVLogger
 
-    from bayesgrad.integrations.lightning import BeliefCallback
+    from bayesgrad.integrations.lightning import BeliefLightningCallback
 
     module = lit_module(network(), RULES["IVON"])
     logger = CSVLogger(tmp_path)
-    options = dict(callbacks=[BeliefCallback(save_posterior=True)], logger=logger, log_every_n_steps=2)
+    options = dict(callbacks=[BeliefLightningCallback(save_posterior=True)], logger=logger, log_every_n_steps=2)
     trainer = lightning_trainer(tmp_path, **options)
     trainer.fit(module, Run(tmp_path).loader())
     trainer.save_checkpoint(tmp_path / "last.ckpt")
@@ -409,13 +417,14 @@ class Falling:
 
 
 def test_pruning_reports_and_ends_runs(tmp_path: Path) -> None:
-    optuna = pytest.importorskip("optuna")
+    import optuna
+
     from bayesgrad.integrations import huggingface, lightning, skorch
 
     trials = {name: Falling() for name in ("Trainer", "Lightning", "skorch", "plain")}
     net = network()
     own = RULES["AdaBayesFP"](net)
-    callbacks = [huggingface.BeliefCallback(), huggingface.PruningCallback(trials["Trainer"])]
+    callbacks = [huggingface.BeliefTrainerCallback(), huggingface.PruningTrainerCallback(trials["Trainer"])]
     options = {"optimizers": (own, constant(own)), "callbacks": callbacks, "eval_dataset": dicts(examples())}
     trainer = hf_trainer(tmp_path, Classifier(net), {"eval_strategy": "steps", "eval_steps": 1}, **options)
     with pytest.raises(optuna.TrialPruned):
@@ -424,12 +433,16 @@ def test_pruning_reports_and_ends_runs(tmp_path: Path) -> None:
 
     module = lit_module(network(), RULES["AdaBayesFP"])
     loop = lightning_trainer(
-        tmp_path, max_epochs=5, callbacks=[lightning.BeliefCallback(), lightning.PruningCallback(trials["Lightning"])]
+        tmp_path,
+        max_epochs=5,
+        callbacks=[lightning.BeliefLightningCallback(), lightning.PruningLightningCallback(trials["Lightning"])],
     )
     with pytest.raises(optuna.TrialPruned):
         loop.fit(module, Run(tmp_path).loader(), Run(tmp_path).loader())
 
-    estimator = skorch_net("AdaBayesFP", network(), callbacks=[skorch.PruningCallback(trials["skorch"], "train_loss")])
+    estimator = skorch_net(
+        "AdaBayesFP", network(), callbacks=[skorch.PruningSkorchCallback(trials["skorch"], "train_loss")]
+    )
     estimator.set_params(max_epochs=5)
     with pytest.raises(optuna.TrialPruned):
         estimator.fit(*examples().tensors)

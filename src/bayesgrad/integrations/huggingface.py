@@ -1,6 +1,6 @@
 """Hugging Face's Trainer: one callback, and the stock Trainer trains with every optimizer of this package.
 
-Trainer(model, arguments, optimizers=(optimizer, scheduler), callbacks=[BeliefCallback()], ...)
+Trainer(model, arguments, optimizers=(optimizer, scheduler), callbacks=[BeliefTrainerCallback()], ...)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ except ImportError as error:  # pragma: no cover
 POSTERIOR = "posterior.safetensors"  # in the folder of a checkpoint
 
 
-class BeliefCallback(TrainerCallback):
+class BeliefTrainerCallback(TrainerCallback):
     """Runs what an optimizer of this package needs beside gradients, in the stock Trainer.
 
     - Forward passes in training draw weights and are observed (`integrations.attach`), with the mask of the labels.
@@ -86,7 +86,7 @@ class BeliefCallback(TrainerCallback):
                 p.copy_(value)
 
 
-class PruningCallback(TrainerCallback):
+class PruningTrainerCallback(TrainerCallback):
     """Reports a metric of each evaluation to an Optuna trial, and ends the run if the trial is pruned.
 
     Args:

@@ -1,6 +1,6 @@
 """Lightning: one callback, or one base class of a module, for every optimizer of this package.
 
-Trainer(callbacks=[BeliefCallback()])                     # the callback, or
+Trainer(callbacks=[BeliefLightningCallback()])                     # the callback, or
 class Classifier(BeliefModuleMixin, LightningModule): ... # a module that brings it
 """
 
@@ -33,7 +33,7 @@ def _package() -> Any:
 Callback: Any = _package().Callback
 
 
-class BeliefCallback(Callback):
+class BeliefLightningCallback(Callback):
     """Runs what optimizers of this package need beside gradients, in automatic and in manual optimisation.
 
     - Forward passes in training draw weights and are observed (`integrations.attach`), each micro-batch of
@@ -122,15 +122,15 @@ class BeliefCallback(Callback):
 
 
 class BeliefModuleMixin:
-    """A LightningModule with this base class brings a `BeliefCallback`, so that a stock Trainer trains it."""
+    """A LightningModule with this base class brings a `BeliefLightningCallback`, so that a stock Trainer trains it."""
 
     def configure_callbacks(self) -> list[Any]:
         """Adds the callback to those of the module."""
         others: Any = super().configure_callbacks()  # pyright: ignore[reportAttributeAccessIssue]
-        return [*([others] if isinstance(others, Callback) else others), BeliefCallback()]
+        return [*([others] if isinstance(others, Callback) else others), BeliefLightningCallback()]
 
 
-class PruningCallback(Callback):
+class PruningLightningCallback(Callback):
     """Reports a logged metric after each validation to an Optuna trial, and ends the run if the trial is pruned.
 
     Args:

@@ -104,7 +104,7 @@ class BeliefRegressor(BeliefNetMixin, NeuralNetRegressor):
     """`skorch.NeuralNetRegressor` for the optimizers of this package."""
 
 
-class PruningCallback(Callback):
+class PruningSkorchCallback(Callback):
     """Reports a number of the history after each epoch to an Optuna trial, and ends the run if the trial is pruned.
 
     Args:
