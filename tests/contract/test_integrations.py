@@ -432,11 +432,8 @@ def test_pruning_reports_and_ends_runs(tmp_path: Path) -> None:
     assert trainer.state.global_step == 3
 
     module = lit_module(network(), RULES["AdaBayesFP"])
-    loop = lightning_trainer(
-        tmp_path,
-        max_epochs=5,
-        callbacks=[lightning.BeliefLightningCallback(), lightning.PruningLightningCallback(trials["Lightning"])],
-    )
+    both = [lightning.BeliefLightningCallback(), lightning.PruningLightningCallback(trials["Lightning"])]
+    loop = lightning_trainer(tmp_path, max_epochs=5, callbacks=both)
     with pytest.raises(optuna.TrialPruned):
         loop.fit(module, Run(tmp_path).loader(), Run(tmp_path).loader())
 

@@ -98,7 +98,7 @@ class HessianDiagonal(Source):
         if found := [seen for seen in self.waiting if seen.factor is not None]:
             return found
         found = [seen for seen in self.waiting if not seen.zeroed] or self.waiting
-        if (several and found) or len(found) > 1:
+        if several and found or len(found) > 1:
             raise RuntimeError(
                 "several losses of a step were observed, and one of them was not differentiated by backward(), so that "
                 "the weight of its Hessian is not known: pass the very tensor that is differentiated, or of which a "
