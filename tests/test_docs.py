@@ -48,6 +48,7 @@ def test_anchors_exist(page: Path) -> None:
 
 
 MODULES = ("optim", "samplers", "posterior", "structures", "rules", "models", "models.kernels", "models.observations")
+MODULES += ("integrations", "integrations.huggingface", "integrations.lightning", "integrations.skorch")
 MODULES += ("inference", "families", "metrics", "conformal", "plots", "custom_likelihoods")
 
 

@@ -12,6 +12,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "bayesgrad"
 LAYERS = [
     ["__init__"],
+    ["integrations"],
     ["plots"],
     ["conformal", "metrics"],
     ["models"],
@@ -75,7 +76,8 @@ def test_imports_point_downwards() -> None:
 def test_importing_needs_nothing_but_torch_and_numpy_and_no_compiler() -> None:
     code = (
         "import sys, bayesgrad; names = {name.split('.')[0] for name in sys.modules};"
-        "print(sorted(names & {'sklearn', 'scipy', 'matplotlib', 'hypothesis', 'pytest'}),"
+        "others = {'sklearn', 'scipy', 'matplotlib', 'hypothesis', 'pytest', 'transformers', 'accelerate', 'skorch'};"
+        "print(sorted(names & (others | {'pytorch_lightning', 'lightning', 'optuna'})),"
         "'torch._inductor.compile_fx' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -90,6 +92,19 @@ def test_importing_needs_nothing_but_torch_and_numpy_and_no_compiler() -> None:
             "torchmetrics",
             "import torch; from bayesgrad import metrics; metrics.calibration_error(torch.ones(1, 1), torch.zeros(1))",
             "scores of predictions need torchmetrics: pip install torchmetrics.",
+        ),
+        *[
+            (package, f"import bayesgrad.integrations.{name}", f"bayesgrad.integrations.{name} needs {words}.")
+            for package, name, words in (
+                ("transformers", "huggingface", "transformers: pip install transformers"),
+                ("skorch", "skorch", "skorch: pip install skorch"),
+                ("pytorch_lightning", "lightning", "Lightning: pip install lightning"),
+            )
+        ],
+        (
+            "optuna",
+            "from bayesgrad.integrations import report; report(None, {'loss': 1.0}, 'loss', 0)",
+            "pruning needs optuna: pip install optuna.",
         ),
     ],
 )

@@ -48,6 +48,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
     fixed: ClassVar[tuple[str, ...]] = ()  # options that decide what state tensors mean, or which shapes they have
     _gathering: Sequence[nn.Module] = ()  # modules whose forward passes gather parameters from other processes
     _statistics: tuple[tuple[Tensor, Tensor], ...] = ()  # buffers of the model and their values before `eval()`
+    attachment: Any = None  # by which passes of a model draw and observe, see `bayesgrad.integrations.attach`
     accepts: ClassVar[Mapping[str, Constraint]] = {
         "lr": NONNEGATIVE,
         "weight_decay": NONNEGATIVE,
@@ -350,7 +351,9 @@ class CheckedOptimizer(torch.optim.Optimizer):
         return False
 
     def require_mean(self, what: str) -> None:
-        """Raises inside `sampled()`."""
+        """Raises inside `sampled()`; ends a draw that a forward pass of an attached model began."""
+        if self.attachment is not None:
+            self.attachment.leave()
         if self.sampling:
             raise RuntimeError(
                 f"{what} needs the mean of the weights, which are a sample now: leave optimizer.sampled() before it."

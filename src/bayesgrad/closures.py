@@ -16,6 +16,8 @@ from bayesgrad.sources.weight_sampling import mark, same
 class Sampling(Host, Protocol):
     """What a closure needs of the optimizer."""
 
+    attachment: Any
+
     @property
     def needs(self) -> Needs: ...
 
@@ -57,12 +59,13 @@ def _average_draws(optimizer: Sampling, parts: Sequence[Part], closure: Callable
     for part in parts:
         part.begin_draws()
     before = [mark(p) for p in params]
+    drawn = optimizer.sampled if optimizer.attachment is None else optimizer.attachment.passes
     losses: list[Any] = []
     totals: dict[Tensor, Tensor] = {}
     for k in range(samples):
         if k:
             optimizer.zero_grad()  # the totals have what the last draw gave
-        with torch.enable_grad(), optimizer.sampled():
+        with torch.enable_grad(), drawn():
             losses.append(closure())
         if any(p.requires_grad for p in params) and all(p.grad is None for p in params):
             raise RuntimeError(

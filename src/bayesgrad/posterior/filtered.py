@@ -65,13 +65,18 @@ def filtered_variance(optimizer: Any, group: Mapping[str, Any], p: Tensor) -> Te
         raise TypeError(f"{name} has no posterior: it does not estimate the variance of weights.")
     if group["batch_size"] is None:
         raise ValueError(f"a posterior needs the number of examples in a gradient: pass batch_size= to {name}.")
+    return learning_rates(optimizer, group, p) / group["batch_size"]
+
+
+def learning_rates(optimizer: Any, group: Mapping[str, Any], p: Tensor) -> Tensor:
+    """step_scale P^-1 after the last step: by what a rule of single weights multiplies the (averaged) gradient."""
     # Before the first step with lr > 0 the belief is the prior, which is given for the reference lr.
     entry = optimizer.state.get(p, {})
     lr = group["last_lr"] if "step" in entry else reference_lr(group)
     then = {**group, "lr": lr or 1.0, "base_lr": group["base_lr"] or 1.0}
-    step_scale = optimizer.step_scale(then) / group["batch_size"]
+    step_scale = optimizer.step_scale(then)
     if "step" not in entry:
-        variance = step_scale * optimizer.prior_variance(then)
-        return torch.full_like(p, variance, dtype=compute_dtype(p.dtype))
-    scalars = rule.transition.scalars(**optimizer.dynamics(then, int(entry["step"])))
-    return step_scale * rule.transition.current_precision(entry, scalars).variance()
+        return torch.full_like(p, step_scale * optimizer.prior_variance(then), dtype=compute_dtype(p.dtype))
+    transition = optimizer.rule.transition
+    scalars = transition.scalars(**optimizer.dynamics(then, int(entry["step"])))
+    return step_scale * transition.current_precision(entry, scalars).variance()

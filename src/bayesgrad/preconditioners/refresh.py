@@ -55,14 +55,19 @@ def inversion_due(entry: Mapping[str, Tensor], every: int, offset: int, damping:
     if is_due(entry, INVERTED, every, offset):
         return True
     step = int(entry.get("step", 0)) + 1
-    if step < max(last, compared) + every / 10 or merged <= compared or not (pairs := _diagonals(entry)):
+    if step < max(last, compared) + every / 10 or merged <= compared or not (changes := moment_changes(entry)):
         return False
     entry["clock"][COMPARED] = step
-    changes = []
-    for side, now in pairs.items():
-        then = entry[f"{side}_diagonal"]
-        changes.append((now - then).abs().sum() / then.sum().clamp(min=torch.finfo(then.dtype).tiny))
     return torch.stack(changes).max() > MOMENT_CHANGE
+
+
+def moment_changes(entry: Mapping[str, Tensor]) -> list[Tensor]:
+    """The relative change of each moment of a layer since the last inversion, that of its diagonal."""
+    changes = []
+    for side, now in _diagonals(entry).items():
+        if (then := entry.get(f"{side}_diagonal")) is not None:
+            changes.append((now - then).abs().sum() / then.sum().clamp(min=torch.finfo(then.dtype).tiny))
+    return changes
 
 
 def cost(moment: Tensor) -> float:

@@ -156,7 +156,8 @@ class Draws(Source):
             name = self.optimizer.__class__.__name__
             raise RuntimeError(
                 f"the gradient of {self.optimizer.name_of(missing)} was not computed at sampled weights: run forward "
-                f"and backward passes inside `with optimizer.sampled():`, then call {name}.step()."
+                f"and backward passes inside `with optimizer.sampled():`, then call {name}.step(). In a loop that is "
+                "not yours, call bayesgrad.integrations.attach(optimizer, model) before it."
             )
         if self._adds([p for p in self.mixed if p.grad is not None]):
             raise RuntimeError(
