@@ -102,7 +102,7 @@ class BeliefOptimizer(CheckedOptimizer):
         for part in self._parts:
             part.close()
         self.rule = self.rule_of(self.param_groups[0])
-        self._checked: list[dict[str, Any]] = []  # options at the last step
+        self.last_options: list[dict[str, Any]] = []  # options at the last step
         self.selected = list(map(self.selection, self.param_groups))
         self.sources = tuple(self.build_sources())
         self.preconditioner = self.build_preconditioner()
@@ -276,11 +276,11 @@ class BeliefOptimizer(CheckedOptimizer):
         groups = [{**group, "lr": current_lr(group)} for group in self.param_groups]
         active = [[p for p in group["params"] if p.grad is not None] for group in groups]
         options = [{name: group.get(name) for name in self.accepts} for group in groups]
-        if self._checked != options:
+        if self.last_options != options:
             self.check_changes(groups)
             for group in groups:
                 self._raised = self._raised or warn_above_reference(type(self).__name__, group, self.scaled_by_lr)
-            self._checked, self.rule = options, self.rule_of(groups[0])
+            self.last_options, self.rule = options, self.rule_of(groups[0])
         refuse_sparse(self, active)
         if not self._finite.skips(self, self._parts, active):
             self._update(groups, active)

@@ -84,3 +84,23 @@ def test_options_of_all_groups_change_together(name: str, option: str) -> None:
             train(model, optimizer, range(2, 3))
         optimizer.param_groups[1 - changed][option] = 40.0 + changed
         train(model, optimizer, range(2, 3))
+
+
+@pytest.mark.parametrize("name", ["IVON", "OGN", "VOGN", "Newton", "VON"])
+@pytest.mark.parametrize("option", ["kl_weight", "num_data", "prior_precision"])
+def test_what_is_averaged_with_the_curvature_is_named_once_if_it_changes(name: str, option: str) -> None:
+    case = next(case for case in CASES if case.name == name)
+    model = small_model(width=30)
+    optimizer = case.of(model)
+    train(model, optimizer, range(2))
+    earlier = optimizer.param_groups[0][option]
+    optimizer.param_groups[0][option] = 2 * earlier
+    with pytest.warns(UserWarning, match=f"^{option} changed from {earlier:g} to {2 * earlier:g} during a run"):
+        train(model, optimizer, range(2, 3))
+    optimizer.param_groups[0][option] = earlier
+    train(model, optimizer, range(3, 4))
+    other = small_model(width=30)
+    resumed = case.of(other, **{option: 3 * earlier})
+    train(other, resumed, range(1))
+    resumed.load_state_dict(optimizer.state_dict())  # options of a state are no change
+    train(other, resumed, range(1))

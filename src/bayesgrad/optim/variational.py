@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -31,6 +31,7 @@ from bayesgrad.rules.transition import largest_square_root
 from bayesgrad.rules.update import PRIOR_MEAN, PRIOR_PRECISION
 from bayesgrad.sources import WeightSampling
 
+IN_THE_AVERAGE = ("kl_weight", "num_data", "prior_precision")  # options that are part of the averaged precision
 CHECK_AT_STEP = 1000  # the step at which to warn about a Hessian that has not changed
 
 
@@ -139,6 +140,21 @@ class VariationalOptimizer(BeliefOptimizer):
 
     def _sampling_scalars(self, group: Mapping[str, Any]) -> list[float]:
         return [self._variance_unit(group)]
+
+    def check_changes(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        super().check_changes(groups)
+        pairs = [(name, old, new) for new, old in zip(groups, self.last_options) for name in IN_THE_AVERAGE]
+        changed = [(name, old[name], new[name]) for name, old, new in pairs if old[name] != new[name]]
+        if changed and IN_THE_AVERAGE not in self.warned:
+            self.warned.add(IN_THE_AVERAGE)
+            name, old, new = changed[0]
+            warnings.warn(
+                f"{name} changed from {old:g} to {new:g} during a run: h + kl_weight delta/N is averaged as a whole, "
+                f"so variances follow over about {1 / (1 - groups[0]['betas'][1]):g} steps. Build a new optimizer for "
+                "variances that do at once.",
+                UserWarning,
+                stacklevel=4,
+            )
 
     def finished(self) -> None:
         """Warns once, after many steps at sampled weights, if the Hessian still has its initial value."""
