@@ -88,7 +88,7 @@ class Block:
                 the direction or its momentum (the only slot). A `Product` is then applied here and never stored.
             evidence: further inputs of the kernel, each a tensor per parameter.
         """
-        rows = []
+        rest = []
         for (p, w), state in zip(self.large, self.flat):
             gradient = directions.get(p)
             if (
@@ -102,9 +102,14 @@ class Block:
                 *_, step_scale, shrink = axpy_coefficients
                 (w if shrink == 1 else w.mul_(shrink)).add_(gradient, alpha=-step_scale)
             else:
-                gradient = gradient_of(p) if gradient is None else dense(gradient)
-                more = [flat(_laid_out(values[p], w, values[p].dtype)) for values in evidence]
-                rows.append((flat(w), flat(_laid_out(gradient, w, w.dtype)), *more, *state))
+                rest.append((p, w, gradient_of(p) if gradient is None else dense(gradient), state))
+        # One dtype for all, and none in which gradients of half-precision weights (`grad_dtype`) would overflow.
+        narrow = all(gradient.dtype == self.dtype for _, _, gradient, _ in rest)
+        dtype = self.dtype if narrow else compute_dtype(self.dtype)
+        rows = []
+        for p, w, gradient, state in rest:
+            more = [flat(_laid_out(values[p], w, values[p].dtype)) for values in evidence]
+            rows.append((flat(w), flat(_laid_out(gradient, w, dtype)), *more, *state))
         if rows:
             yield rows
         for pack in self.packs:

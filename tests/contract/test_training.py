@@ -86,6 +86,30 @@ def test_gradients_of_another_dtype_than_the_weights(case: Case) -> None:
     assert params[0].unique().numel() == 1
 
 
+@elementwise_case
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_wide_gradients_of_narrow_weights_keep_their_precision(case: Case, dtype: torch.dtype) -> None:
+    """A large tensor takes the steps of its halves, which are packed with other small ones, beside others."""
+    start = torch.linspace(-1, 1, 40_000).to(dtype)
+    gradients = torch.linspace(-1, 1, 40_000) * torch.logspace(-9, 6, 40_000)  # beyond float16 at both ends
+    runs = []
+    for parts in (1, 2):
+        params = [nn.Parameter(part.clone()) for part in start.chunk(parts)]
+        for p in params:
+            p.grad_dtype = torch.float32
+        ordinary = nn.Parameter(start.clone())
+        optimizer = case([*params, ordinary])
+        for _ in range(3):
+            with still(optimizer):
+                ordinary.grad = gradients.clamp(-1, 1).to(dtype)
+                for p, gradient in zip(params, gradients.chunk(parts)):
+                    p.grad = gradient.clone()
+            optimizer.step()
+        runs.append(torch.cat([p.detach() for p in params]))
+        assert bool(torch.isfinite(runs[-1]).all())
+    assert torch.equal(*runs)
+
+
 @every_case
 def test_a_closure_is_called_with_gradients_on_and_its_loss_returned(case: Case) -> None:
     model, other = small_model(), small_model()
