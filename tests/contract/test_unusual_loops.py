@@ -271,3 +271,123 @@ def test_hooks_of_parameters_see_the_gradients_of_masked_weights(update: str) ->
                 nn.utils.clip_grad_value_(model.parameters(), 0.02)
             optimizer.step()
     assert_same(*models)
+
+
+# --- gradients that the backward pass preconditions ---
+
+IN_BACKWARD = {name: make for name, make in LAYERWISE.items() if name.endswith("backward")} | {
+    "KroneckerFilterFP": lambda model: optim.KroneckerFilterFP(
+        model, batch_size=8, momentum=0.0, precondition="backward", seed=0
+    )
+}
+
+
+@pytest.mark.parametrize("name", IN_BACKWARD)
+def test_two_steps_with_one_gradient_are_equal(name: str) -> None:
+    """`.grad` is the preconditioned gradient, in the second step too, until it is replaced."""
+    model = network()
+    optimizer: Any = IN_BACKWARD[name](model)
+    for index in range(5):
+        step(model, optimizer, index)
+    seen = [weights(model)]
+    step(model, optimizer, 5)
+    seen.append(weights(model))
+    optimizer.step()
+    seen.append(weights(model))
+    for key in seen[0]:
+        torch.testing.assert_close(seen[2][key] - seen[1][key], seen[1][key] - seen[0][key], rtol=1e-9, atol=1e-12)
+
+
+def squared_slopes(outputs: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    (slopes,) = torch.autograd.grad(outputs.logsumexp(1).sum(), x, create_graph=True)
+    return slopes.square().sum(1).mean()
+
+
+@pytest.mark.parametrize("how", ["one pass", "two passes", "two batches", "weights", "weights first"])
+def test_terms_of_penalties_are_preconditioned_or_refused(how: str) -> None:
+    """The step is that of the gradient of loss and penalty, with the factors of earlier steps."""
+    model = network()
+    optimizer = optim.FOOF(
+        model, lr=0.1, max_norm=math.inf, precondition="backward", update_every=10**6, stats_every=10**6
+    )
+    for index in range(4):
+        step(model, optimizer, index)
+    before, (x, y) = weights(model), data(9)
+    inverses = [optimizer.state[model[k].weight]["input_inverse"][0].clone() for k in (0, 2, 4)]
+    outputs = model(x.requires_grad_())
+    loss = cross_entropy(outputs, y)
+    gradients = torch.autograd.grad(loss + squared_slopes(outputs, x), list(model.parameters()), retain_graph=True)
+    optimizer.zero_grad()
+    optimizer.preconditioner.recorded.marks.twice.clear()  # of the gradients above
+    outputs = model(x)
+    loss = cross_entropy(outputs, y)
+    if how == "one pass":
+        (loss + squared_slopes(outputs, x)).backward()
+    elif how == "two passes":
+        penalty = squared_slopes(outputs, x)
+        loss.backward(retain_graph=True)
+        penalty.backward()
+    else:
+        of_weights = sum(p.square().sum() for p in model.parameters())
+        terms: list[Any] = [lambda: loss, lambda: of_weights]
+        if how == "two batches":
+            terms = [lambda: loss, lambda: squared_slopes(model(x), x)]
+        for term in reversed(terms) if how == "weights first" else terms:
+            term().backward()
+        with pytest.raises(RuntimeError, match=r"gradient of layer '0' is a sum of terms of which .*'step'"):
+            optimizer.step()
+        assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
+        return
+    optimizer.step()
+    for k, inverse, weight, bias in zip((0, 2, 4), inverses, gradients[::2], gradients[1::2]):
+        direction = torch.cat([weight, bias[:, None]], 1) @ inverse
+        found = torch.cat([model[k].weight, model[k].bias[:, None]], 1)
+        expected = torch.cat([before[f"{k}.weight"], before[f"{k}.bias"][:, None]], 1) - 0.1 * direction
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def bounded(model: nn.Module, place: str = "backward") -> optim.FOOF:
+    """Steps that are shortened; factors are those of the first three steps."""
+    return optim.FOOF(model, max_norm=1e-3, precondition=place, update_every=10**6, stats_every=10**6)
+
+
+@pytest.mark.parametrize("place", ["step", "backward"])
+def test_a_gradient_that_is_discarded_does_not_shorten_a_step(place: str) -> None:
+    models = network(), network()
+    for model, frozen in zip(models, (True, False)):
+        optimizer = bounded(model, place)
+        for index in range(4):
+            step(model, optimizer, index)
+        model[2].requires_grad_(not frozen)
+        optimizer.zero_grad()
+        cross_entropy(model(data(4)[0]), data(4)[1]).backward()
+        for p in model[2].parameters():
+            p.grad = None
+        optimizer.step()
+    assert_same(*models)
+
+
+class Skipping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = network()[::2]
+        self.skips = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x).tanh()
+        return self.last(hidden if self.skips else hidden + self.middle(hidden).tanh())
+
+
+def test_the_norms_of_micro_batches_count_whichever_layers_they_use() -> None:
+    """A layer that the first micro-batch did not use has no gradient before the second; the others have."""
+    models = Skipping(), Skipping()
+    for model, order in zip(models, ((True, False), (False, True))):
+        optimizer = bounded(model)
+        for index in range(4):
+            step(model, optimizer, index)
+        optimizer.zero_grad()
+        for model.skips in order:
+            x, y = data(10 + model.skips)
+            (cross_entropy(model(x), y) / 2).backward()
+        optimizer.step()
+    assert_same(*models)

@@ -132,15 +132,16 @@ class Site:
         """
         module = self.module()
         alive = [(recorder, name) for ref, name in self.recorders if (recorder := ref()) is not None]
-        if module is None or not alive or not x.numel():
+        if module is None or not alive:
             return parameter_gradients(op, error, x, weight, needs)
         seen = x.detach(), error.detach()
         for recorder, name in alive:
             if recorder.marks is not None and torch.is_grad_enabled():
                 recorder.marks.differentiable(module)
             if recorder.capture is not None:
-                with torch.no_grad():
-                    recorder.capture(LayerCall(module, *seen, recorder.captures, forward_id, name, volatile))
+                if x.numel():
+                    with torch.no_grad():
+                        recorder.capture(LayerCall(module, *seen, recorder.captures, forward_id, name, volatile))
                 return None, None
         if nodes is None:
             nodes = [_node(p) for p in module._parameters.values() if p is not None and p.requires_grad]
@@ -150,16 +151,11 @@ class Site:
         with torch.no_grad():
             found = [
                 recorder.received(LayerCall(module, *seen, task, forward_id, name, volatile, None, call_id))
-                for recorder, name in alive
+                for recorder, name in (alive if x.numel() else ())  # an empty batch is not recorded
             ]
         pair = next((one for one in found if one is not None), None)
         if pair is None:
             pair = parameter_gradients(op, error, x, weight, needs)
-        elif torch.is_grad_enabled():
-            raise RuntimeError(
-                "precondition='backward' does not support backward(create_graph=True), because derivatives of a "
-                "preconditioned gradient are not those of the loss: use precondition='step'."
-            )
         for recorder, _ in alive:
             if recorder.marks is not None:
                 recorder.marks.returned(module, pair, task)

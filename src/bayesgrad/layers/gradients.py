@@ -63,6 +63,7 @@ class GradientMarks:
             (gradients that are zeroed in place, autocast), values are compared every ten passes.
         twice: parameters of layers that passed on an error with `create_graph=True`. A pass that differentiates it, as
             that of a gradient penalty, adds terms that the layers do not know.
+        foreign: parameters with a term of a pass in which their layers were not called, as that of a penalty.
         close: removes the hooks.
     """
 
@@ -73,6 +74,7 @@ class GradientMarks:
         self._agreed: set[Tensor] | None = None  # in any process, at the last exchange
         self._averaged: tuple[int, list[Tensor]] = -1, []  # a pass, and parameters that are averaged at its end
         self.twice: set[Tensor] = set()
+        self.foreign: set[Tensor] = set()
         self.by_value = False  # whether gradients were changed through `.grad.data`, which has no version
         self._steps = 0
         self._calls: dict[Tensor, int] = {}  # calls of its layers in the pass that was checked
@@ -155,6 +157,7 @@ class GradientMarks:
         task, calls, total, from_zero, (memory, version) = self._sums.pop(p, NOTHING)
         passes = 1 if from_zero else 2 if old is None else old.passes + 1
         called = task == torch._C._current_graph_task_id()
+        self.foreign |= set() if called else {p}
         # A pass without its layers, as that of a penalty, adds a term that they do not know, and so may the derivative
         # of a gradient. It remains in the gradient until that is zero.
         known = called and (from_zero or (p not in self.twice and (old is None or old.version >= 0)))
@@ -212,7 +215,11 @@ class GradientMarks:
             self._calls.pop(p, None)
         return same
 
-    def restarted(self, params: Iterable[Tensor]) -> bool:
+    def is_marked(self, p: Tensor) -> bool:
+        """Whether a gradient is the tensor that the last pass has added to."""
+        return p in self.marks and self.marks[p].gradient() is p.grad
+
+    def restarted(self, params: Sequence[Tensor]) -> bool:
         """Whether these gradients are None or zero, so that what was recorded before belongs to no gradient."""
         for p in params:
             gradient, mark = p.grad, self.marks.get(p)
@@ -225,6 +232,7 @@ class GradientMarks:
                     return False
             elif bool(any_process(local(gradient).any(), [gradient])):
                 return False
+        self.foreign.difference_update(params)
         return True
 
     def untouched(self, params: Iterable[Tensor], passes: int | None = 1) -> bool:
@@ -288,10 +296,11 @@ class GradientMarks:
         self.marks, self._unexplained = dict(earlier.marks), set(earlier._unexplained)
         self._agreed, self.by_value, self._steps = earlier._agreed, earlier.by_value, earlier._steps
         self._gathered = dict(earlier._gathered)
-        self.twice = set(earlier.twice)
+        self.twice, self.foreign = set(earlier.twice), set(earlier.foreign)
 
     def zeroed(self) -> None:
         """Called when the gradients were set to zero or None."""
+        self.foreign = set()
         marks = ((p, p.grad) for p in self.marks)
         self.marks = {p: Mark(TensorWeakRef(g), version_of(g), _sample(g), 0) for p, g in marks if g is not None}
 

@@ -11,7 +11,6 @@ fewer than outputs. By the option `precondition` it is computed in one of two pl
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from bayesgrad.directions import Direction, Directions, dense
-from bayesgrad.distributed import Exchange, Job, Sum, divided
+from bayesgrad.distributed import Exchange, Job, divided
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.call import LayerCall, Pair
 from bayesgrad.layers.fisher import check_outputs
@@ -30,6 +29,7 @@ from bayesgrad.layers.statistics import SIDES, LayerStatistics
 from bayesgrad.parts import Groups, Host, Needs, Preconditioner, weak
 from bayesgrad.precision import Kronecker, Precision
 from bayesgrad.precision.linalg import diagonal_inverse, inverse
+from bayesgrad.preconditioners.in_backward import PreconditionedGradients
 from bayesgrad.preconditioners.refresh import (
     MERGED,
     MERGES,
@@ -114,8 +114,11 @@ class LayerPreconditioner(Preconditioner):
         self.forget(observed=True)
 
     def reset(self) -> None:
+        done = self.done
         super().reset()
-        self.scheduled = {}
+        self.done, self.scheduled = done, {}
+        done.stepped()
+        self.recorded.marks.twice.clear()
 
     def forget(self, observed: bool) -> None:
         super().forget(observed)
@@ -125,10 +128,7 @@ class LayerPreconditioner(Preconditioner):
         self.unfrozen: set[Tensor] = set()  # owners of layers that were frozen in the passes of this step
         self.kept: dict[Layer, list[LayerCall]] = {}  # the calls of a single backward pass
         self.passes: dict[Layer, int] = {}  # the latest backward pass
-        self.preconditioned: set[Layer] = set()  # layers whose `.grad` is preconditioned already
-        # Of their directions and gradients: by backward pass, and for the first calls of layers in it, the second, ...
-        self.inner_products: dict[tuple[int, int], InnerProduct] = {}
-        self.calls: Counter[tuple[int, Layer]] = Counter()  # calls of a layer in a backward pass
+        self.done = PreconditionedGradients()
 
     def covers(self, p: Tensor) -> bool:
         return self.recorded.covers(p)
@@ -169,10 +169,7 @@ class LayerPreconditioner(Preconditioner):
         if restarted:
             for found in (self.from_passes, self.kept, self.passes):
                 found.pop(layer, None)
-            self.preconditioned.discard(layer)
-            if self.inner_products:
-                kept = ((key, one) for key, one in self.inner_products.items() if key[0] == call.backward_id)
-                self.inner_products = dict(kept)
+            self.done.restart(layer)
         if not self.from_labels(group) and self.due(layer, group):
             self._add(self.from_passes, layer, call, self.recorded.forward_pass(call))
         if group.get("precondition") == "backward":
@@ -202,12 +199,7 @@ class LayerPreconditioner(Preconditioner):
         if due:
             self.recorded.marks.share(exchange)
             exchange.after(self._drop_empty)
-        roots = [one.root() for one in self.inner_products.values() if one.total is not None]
-        if roots:
-            exchange.add(Sum(torch.stack(roots).sum()), self._receive_root)
-
-    def _receive_root(self, found: Sum) -> None:
-        self.inner_products = {(0, 0): InnerProduct(True, (found.total / found.count).square())}
+        self.done.share(exchange)
 
     def _drop_empty(self) -> None:
         for found in (self.from_observations, self.from_passes):
@@ -237,18 +229,17 @@ class LayerPreconditioner(Preconditioner):
         self.passes[layer] = call.backward_id
 
     def _precondition(self, layer: Layer, call: LayerCall, group: Mapping[str, Any]) -> Pair | None:
-        """The preconditioned gradients of weight and bias; None before the first update of these parameters."""
+        """The preconditioned gradients of weight and bias; None for the gradients themselves, as before an update."""
         entry = self.optimizer.state.get(layer.owner, {})
         known = has_merged(entry) and fits(entry, self._shapes(layer, group))
-        if not known or layer.weight in self.recorded.read_elsewhere:
+        marks = self.recorded.marks
+        # A pass with derivatives of gradients adds terms that no layer returns.
+        if not known or layer.weight in marks.unexplained or any(p in marks.twice for p in layer.members):
+            self.done.add_raw(layer)
             return None
-        self.preconditioned.add(layer)
         cast(entry, self.factors, layer.owner, self.on_cpu)
         precision = self.precision(layer, group)
-        limit = group.get("max_norm", math.inf)
-        self.calls[call.backward_id, layer] += 1
-        turn = call.backward_id, self.calls[call.backward_id, layer]
-        inner = self.inner_products.setdefault(turn, InnerProduct(math.isfinite(limit)))
+        inner = self.done.add(layer, call, math.isfinite(group.get("max_norm", math.inf)))
         if isinstance(precision, Kronecker) and self._rows_are_cheaper(layer, call, group):
             found = from_rows(layer, precision, [call], inner)
         else:
@@ -327,6 +318,7 @@ class LayerPreconditioner(Preconditioner):
         fresh = self.statistics(current, settings)
         known = [layer for layer in current if layer in fresh or has_merged(state.get(layer.owner, {}))]
         known = [layer for layer in known if layer.weight not in recorded.read_elsewhere]
+        self.done.check(known, recorded.marks)
         lost = {layer for layer in current if layer not in known and layer.owner not in self.unfrozen}
         if lost and not {p for layer in lost for p in layer.members} <= self.optimizer.warned:
             lost = recorded.with_nonzero_gradient(lost)
@@ -344,15 +336,15 @@ class LayerPreconditioner(Preconditioner):
         rest: dict[Layer, Precision] = {}
         for layer in known:
             precision = self.precision(layer, settings[layer])
-            if layer in self.preconditioned:
+            if layer in self.done.layers:
                 found |= {p: gradient_of(p) for p in layer.members if p.grad is not None}
             elif layer in few and isinstance(precision, Kronecker):
                 found |= from_rows(layer, precision, self.kept[layer], inner, factor)
             else:
                 rest[layer] = precision
         found |= from_gradients(rest, inner)
-        if self.inner_products:
-            inner.join(self.inner_products.values(), marks.factor())
+        if self.done.layers:
+            self.done.join(inner, [layer for layer in known if layer in self.done.layers], marks.factor())
         return limit_norm(found, limit, inner.total)
 
     def _refresh(self, known: list[Layer], fresh: Mapping[Layer, LayerStatistics], settings: Settings) -> None:

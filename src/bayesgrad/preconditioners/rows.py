@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -39,13 +39,6 @@ class InnerProduct:
             inputs = right @ rows.mT
             inputs = inputs if ones is None else inputs.add_(ones)
             self.include(torch.dot((left @ errors.mT).flatten(), inputs.flatten()))
-
-    def join(self, parts: Iterable[InnerProduct], factor: Tensor | None) -> None:
-        """Adds the square of the sum of roots: d·g is at most that, if d and g are sums of these parts."""
-        roots = [one.root() for one in parts if one.total is not None]
-        if self.needed and roots:
-            square = torch.stack(roots).sum().square()
-            self.include(square if factor is None else square * factor.to(square).square())
 
     def root(self) -> Tensor:
         assert self.total is not None
