@@ -174,6 +174,11 @@ def test_what_is_communicated_is_documented(two: Found) -> None:
             assert abs(found - NUMBER * expected) <= 0.01 * NUMBER * expected, (name, found / NUMBER, expected)
 
 
+def test_parts_of_gradients_and_directions_are_sent_once(two: Found) -> None:
+    """docs/distributed.md: 2n/W by each process on average, for the n weights of layers."""
+    assert sum(results["swapped"] for results in two) == 2 * NUMBER * sum(a * e for a, e in SIDES)
+
+
 def test_kfac_communicates_what_the_documentation_says(two: Found) -> None:
     """docs/distributed.md: lower triangles and counts of moments that are due, inverses that are due, and headers."""
     processes, number, sides = len(two), NUMBER, SIDES
