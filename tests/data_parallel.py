@@ -32,7 +32,7 @@ from cases import CASES, batch, same, small_model, weights
 
 BY_NAME = {case.name: case for case in CASES}
 OWN_DRAWS = ("IVON", "VON", "VOGN", "BayesBiNN", "AdaBayes-drawn")
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=240)  # the first process runs everything alone before the others meet it
 Result = dict[str, Tensor] | str
 
 
@@ -287,6 +287,22 @@ def communicated(
     return found
 
 
+def swapped(name: str, rank: int, size: int) -> int:
+    """Bytes of gradients and directions that this process sends, in a step with fully_shard."""
+    found, own = [], distributed.all_to_all_single
+
+    def count(output: Tensor, given: Tensor, *rest: Any, **how: Any) -> Any:
+        found.append(given.nbytes)
+        return own(output, given, *rest, **how)
+
+    distributed.all_to_all_single = count
+    try:
+        train(Run(name, of(name)), 1, rank, size, True)
+    finally:
+        distributed.all_to_all_single = own
+    return sum(found)
+
+
 def refresh_flops(rank: int | None, size: int) -> int:
     """Operations of one process to form and invert the factors of KFAC, in the first step."""
     torch.manual_seed(0)
@@ -472,6 +488,7 @@ def main(rank: int, size: int, steps: int, folder: Path) -> None:
     for name in (*COMMUNICATING, "AdaBound", "STE", "BayesBiNN"):
         found[f"bytes {name}"] = communicated(name, rank, size, 1)
     found["bytes KFAC"] = communicated("KFAC", rank, size, update_every=10, stats_every=10)
+    found["swapped"] = swapped("FOOF", rank, size)
     found["flops"] = refresh_flops(rank, size)
     distributed.destroy_process_group()
     torch.save(found, folder / f"{rank}.pt")

@@ -251,6 +251,13 @@ def built_before(part: slice) -> Result:
     return {}
 
 
+def built_apart() -> Result:
+    """An optimizer that does not exchange what the passes of other processes have given."""
+    with independent_processes():
+        optimizer_of("KFAC", sharded(model_of()))
+    return {}
+
+
 class Recomputed(nn.Module):
     """Two blocks whose activations are computed again in the backward pass."""
 
@@ -421,6 +428,7 @@ def main(rank: int, processes: int, folder: Path) -> None:
             half = slice(2 * rows * (rank // 2), 2 * rows * (rank // 2 + 1))
             attempt(found, f"tensor and fsdp2 recomputed {name}", tensor_parallel, name, processes, half, True)
     attempt(found, "before", built_before, part)
+    attempt(found, "apart", built_apart)
     attempt(found, "fsdp2 large IVON", large, "IVON", part)
     attempt(found, "fsdp2 modes", modes, "KalmanMomentum", part)
     attempt(found, "drawn", drawn, "IVON")

@@ -48,14 +48,17 @@ class DataShard:
                 "the loader divides examples among processes in a way that is not known: use torch's DataLoader with "
                 "DistributedSampler."
             )
-        own = None if sampler is None else self._own(sampler)
+        if sampler is None:
+            yield from self._loader
+            return
+        own = self._own(sampler)
         for batch in self._loader:
             rows = _rows(batch)
-            keep = rows if own is None else min(rows, own - seen)
+            keep = min(rows, own - seen)
             seen += rows
             if keep > 0:
                 yield batch if keep == rows else _first(batch, rows, keep)
-        if sampler is not None and own != len(sampler) and seen not in (len(sampler), _whole(self._loader, sampler)):
+        if own != len(sampler) and seen not in (len(sampler), _whole(self._loader, sampler)):
             raise ValueError(
                 f"batches have {seen} rows, but the sampler gives {len(sampler)} examples, some twice, and which is "
                 "not known: use a dataset whose examples are rows, or a multiple of the number of processes."

@@ -328,6 +328,7 @@ def refuse_processes(optimizer: Host, parts: Iterable[Part]) -> None:
     name, params = optimizer.__class__.__name__, [p for group in optimizer.param_groups for p in group["params"]]
     for part in parts:
         if part.whole is not None:
-            shards.refuse(name, part.whole, params, part.gathers)
+            processes = 1 if optimizer.independent else distributed.joint_processes()
+            shards.refuse(name, part.whole, params, part.gathers, processes)
         if part.needs.draws and not optimizer.independent:
             process_limits.refuse_shards(name, params)

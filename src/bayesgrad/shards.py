@@ -356,7 +356,7 @@ def summed(numbers: Sequence[Tensor], params: Sequence[Any]) -> list[Tensor]:
 # --- refusals ---
 
 
-def refuse(name: str, what: str, params: Iterable[Tensor], gathers: bool) -> None:
+def refuse(name: str, what: str, params: Iterable[Tensor], gathers: bool, processes: int) -> None:
     """Raises for distributed tensors.
 
     Args:
@@ -364,6 +364,7 @@ def refuse(name: str, what: str, params: Iterable[Tensor], gathers: bool) -> Non
         what: it uses that needs whole parameters.
         params: all that it has.
         gathers: whether those that forward passes gather will do.
+        processes: with which it exchanges what passes have given.
     """
     some: list[Any] = [p for p in params if is_shard(p)]
     if not some:
@@ -379,6 +380,12 @@ def refuse(name: str, what: str, params: Iterable[Tensor], gathers: bool) -> Non
             f"{name} uses {what}, which fully_shard gathers, but tensor parallelism does not: use fully_shard alone, "
             "DistributedDataParallel, or an optimizer that uses gradients and draws alone, such as AdaBayes, "
             "KalmanMomentum or IVON."
+        )
+    if sizes := {size for p in some if (size := p.device_mesh.size()) != processes}:
+        raise TypeError(
+            f"{name} uses {what} in the batches of all processes that train one model, {processes}, but fully_shard "
+            f"has divided parameters among {max(sizes)}: use a mesh of all processes, outside of "
+            "independent_processes()."
         )
 
 

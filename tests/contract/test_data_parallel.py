@@ -206,6 +206,11 @@ def test_the_table_of_a_billion_weights_is_what_its_code_computes() -> None:
     assert names["N"] == pytest.approx(1e9, rel=0.01)
 
 
+def test_parts_of_gradients_and_directions_are_sent_once(two: Found) -> None:
+    """docs/distributed.md: 2n/W by each process on average, for the n weights of layers."""
+    assert sum(results["swapped"] for results in two) == 2 * NUMBER * sum(a * e for a, e in SIDES)
+
+
 def test_kfac_communicates_what_the_documentation_says(two: Found) -> None:
     """docs/distributed.md: lower triangles and counts of moments that are due, inverses that are due, and headers."""
     processes, number, sides = len(two), NUMBER, SIDES

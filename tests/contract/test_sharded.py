@@ -141,6 +141,9 @@ def test_what_shards_cannot_do_is_refused_in_a_sentence(processes: int, results:
     message = assert_alike(found, "before")
     assert message.startswith("RuntimeError: fully_shard has replaced the parameters that KFAC was built for: build")
     if processes > 1:
+        message = assert_alike(found, "apart")
+        assert message.startswith("TypeError: KFAC uses the layers of the model in the batches of all processes that")
+        assert f"train one model, 1, but fully_shard has divided parameters among {processes}: use a mesh" in message
         message = assert_alike(found, "independent draws")
         assert message.startswith("RuntimeError: IVON draws its part of one vector for each DTensor parameter")
     assert assert_alike(found, "posterior").startswith("TypeError: posterior() needs whole parameters, got DTensors")

@@ -139,7 +139,7 @@ class HessianDiagonal(Source):
             raise RuntimeError("call observe(loss=loss) inside `with optimizer.sampled():`, before loss.backward().")
         now = gradient_versions(self.optimizer)
         if now != self.gradients or any(seen.factor is not None for seen in self.waiting):
-            self._counted(several=any(p.grad is not None for p in params))
+            self._counted(several=any(has_gradient(p) for _, p, _ in wanted))
             self.totals, self.waiting = self.diagonals, []
         self.gradients = now
         self.totals = {p: total for p, total in self.totals.items() if has_gradient(p)}
