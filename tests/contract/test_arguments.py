@@ -29,7 +29,7 @@ OF_PARAMETERS = [case for case in CLASSES.values() if not case.layers]
 
 
 def test_every_public_signature_names_its_arguments() -> None:
-    """Factors of a graph take any number of nodes, and `build_optimizer` the options of an optimizer; nothing else does."""
+    """Factors of a graph take any number of nodes, and `build_optimizer` the options of an optimizer."""
     seen = 0
     for name, thing in PUBLIC.items():
         if not callable(thing) or getattr(thing, "__module__", "").startswith("typing"):

@@ -730,3 +730,51 @@ def test_two_optimizers_of_one_model_count_the_same_passes() -> None:
     wanted = per_sequence(model, x, y)
     for n in ("first.weight", "first.bias"):
         close(found[model.get_parameter(n)], wanted[n].square().sum(0) / (B * T))
+
+
+class Last(nn.Module):
+    """The last state of a recurrent layer, for a batch of sequences or for one sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.states, self.out = nn.LSTM(5, 4, batch_first=True), nn.Linear(4, C)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.states(x)[0][..., -1, :])
+
+
+@pytest.mark.parametrize("network", ["linear", "convolution", "recurrent"])
+def test_one_example_without_a_dimension_of_examples(network: str) -> None:
+    """The outputs (C,) of a linear layer are one example, not C; what needs outputs refuses them."""
+    shape = {"linear": (5,), "convolution": (2, 3, 3), "recurrent": (T, 5)}[network]
+    x = torch.randn(shape, dtype=D, generator=torch.Generator().manual_seed(0))
+    label = torch.tensor(1)
+
+    def built() -> nn.Module:
+        torch.manual_seed(0)
+        if network == "recurrent":
+            return Last()
+        hidden = [nn.Conv2d(2, 3, 2), nn.Flatten(-3)] if network == "convolution" else [nn.Linear(5, 12)]
+        return nn.Sequential(*hidden, nn.Tanh(), nn.Linear(12, C)).double()
+
+    for make in (FOOF, lambda model: FOOF(model, precondition="backward"), lambda model: OGN(model, num_data=50)):
+        batched, alone = built(), built()
+        for model, inputs, labels in ((batched, x[None], label[None]), (alone, x, label)):
+            optimizer = make(model)
+            for _ in range(2):
+                optimizer.zero_grad()
+                F.cross_entropy(model(inputs), labels).backward()
+                optimizer.step()
+        for p, q in zip(batched.parameters(), alone.parameters()):
+            close(p, q)
+    model = built()
+    for optimizer in (
+        KFAC(model, likelihood="gaussian"),
+        NaturalGradient(model, likelihood="gaussian"),
+        KroneckerFilterFP(model, batch_size=1, likelihood="gaussian"),
+        DenseFilter(model, batch_size=1, likelihood="gaussian"),
+    ):
+        with pytest.raises(ValueError, match=r"must have a dimension of examples, got a linear layer's vector"):
+            optimizer.observe(model(x))

@@ -54,7 +54,7 @@ from bayesgrad.layers.composite import forward as composite_forward
 from bayesgrad.layers.composite import owners, parts_of
 from bayesgrad.layers.gradients import GradientMarks
 from bayesgrad.layers.layout import ForwardPass
-from bayesgrad.layers.operations import CONVOLUTION
+from bayesgrad.layers.operations import CONVOLUTION, LINEAR, TRANSPOSED_LINEAR
 from bayesgrad.shards import gathered, owner, unreduced
 
 MAX_DIMS = 6  # of outputs of a compiled model whose shape is noted
@@ -369,9 +369,15 @@ def _output_tensors(output: Any) -> list[Tensor]:
         output.values() if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else (output,)
     )
     found = [t for t in several if isinstance(t, Tensor) and t.dim() and t.numel() and t.grad_fn is not None]
+    found = [t for t in found if has_examples(t)]
     if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in found):  # pyright: ignore
         return []
     return [t for t in found if len(t) == len(found[0])]
+
+
+def has_examples(outputs: Tensor) -> bool:
+    """Whether the first dimension can be that of examples. That of a vector which a linear layer returns is not."""
+    return outputs.dim() > 1 or getattr(outputs.grad_fn, "op", (None,))[0] not in (LINEAR, TRANSPOSED_LINEAR)
 
 
 def _class_dim(output: Tensor) -> int:
