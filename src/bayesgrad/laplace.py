@@ -20,9 +20,10 @@ from bayesgrad.data_shards import DataShard, data_of
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.batches import LABELS, Call, Forward, Inputs, Output, split_batch, to_device, with_progress
 from bayesgrad.layers.examples import RowLayouts
-from bayesgrad.layers.fisher import FISHERS, batch_gradients, check_batch_mixing, check_outputs
+from bayesgrad.layers.fisher import FISHERS, batch_gradients, check_batch_mixing
 from bayesgrad.layers.functional import refuse_renorm
 from bayesgrad.layers.network import evaluation_mode, parameters_of, requires_grad_only, unwrap
+from bayesgrad.layers.recorder import check_outputs
 from bayesgrad.layers.stateless import copied_buffers
 from bayesgrad.posterior.laplace import Fit, LaplacePosterior
 from bayesgrad.structures.structure import Accumulator, Structure, check_prior

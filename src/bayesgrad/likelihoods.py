@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from bayesgrad.noise import generator_of
 from bayesgrad.predictions import Decomposed, Moments, NoisyMoments
 
 IGNORED = -100  # a label without a loss, as in torch's cross entropy
@@ -444,8 +443,3 @@ def named(likelihood: str | Likelihood, noise_scale: float | None = None) -> Lik
     if noise_scale is not None and found.with_noise(noise_scale) != found:
         raise ValueError(f"{found!r} has its own noise and cannot have noise_scale={noise_scale!r}: give one of them.")
     return found
-
-
-def draw(likelihood: Likelihood, outputs: Tensor, seed: int, draws: int) -> Tensor:
-    """Labels sampled from the model's predictions; a function of the seed and the number of earlier draws."""
-    return likelihood.sample(outputs, generator_of(seed, draws))

@@ -144,7 +144,7 @@ class Part:
         else:
             seed, draw = self.optimizer.param_groups[0]["seed"], self.optimizer.draws
             self.optimizer.draws += 1
-            drawn = (_drawn_rows if self.processes > 1 else likelihoods.draw)(likelihood, outputs, seed, draw)
+            drawn = (_drawn_rows if self.processes > 1 else _draw)(likelihood, outputs, seed, draw)
             found = iter([likelihood.residual(outputs, drawn, check=False)])
         if weights is None:  # ignored labels have no residual
             return found
@@ -268,8 +268,13 @@ class Part:
             self.recorded.close()
 
 
+def _draw(likelihood: likelihoods.Likelihood, outputs: Tensor, seed: int, draws: int) -> Tensor:
+    """Labels sampled from the model's predictions; a function of the seed and the number of earlier draws."""
+    return likelihood.sample(outputs, generator_of(seed, draws))
+
+
 def _drawn_rows(likelihood: likelihoods.Likelihood, outputs: Tensor, seed: int, draws: int) -> Tensor:
-    """As `likelihoods.draw`, if other processes have other rows: each label is what one process would draw for all."""
+    """As `_draw`, if other processes have other rows: each label is what one process would draw for all."""
     before, generator = distributed.position(outputs), generator_of(seed, draws)
     # These take one number of the generator for each label, in order. Others are given the outputs of all processes.
     labels = {likelihoods.Categorical: outputs.shape[1:-1], likelihoods.Bernoulli: outputs.shape[1:]}

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from bayesgrad import likelihoods
 from bayesgrad.likelihoods import Gaussian, named
+from bayesgrad.noise import generator_of
 from bayesgrad.samplers import SNGD, Langevin
 from bayesgrad.samplers.curvature import largest_eigenvalue
 
@@ -55,7 +55,7 @@ def test_a_step_without_noise_contracts_a_linear_gaussian_posterior_by_lr(noise:
     sampler.step()
     (metric,) = [entry["fisher"] for entry in sampler.state.values() if "fisher" in entry]
     if fisher == "sampled":
-        labels = likelihoods.draw(likelihood, outputs, 0, 0)
+        labels = likelihood.sample(outputs, generator_of(0, 0))
         each = torch.einsum("no,ni->noi", (outputs.detach() - labels) / noise, x).flatten(1)
         torch.testing.assert_close(metric, each.T @ each / N, rtol=1e-12, atol=1e-12)
         assert 0.3 < float(metric.trace() / hessian.trace()) < 3

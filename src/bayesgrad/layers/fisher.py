@@ -23,7 +23,7 @@ from bayesgrad.layers.layout import RowLayout
 from bayesgrad.layers.network import clean_name, parameters_of, unwrap
 from bayesgrad.layers.observed import classes_last
 from bayesgrad.layers.per_example import PerExampleGradients, StoredGradients
-from bayesgrad.layers.recorder import LayerRecorder, Trace, has_examples
+from bayesgrad.layers.recorder import LayerRecorder, Trace, check_outputs
 from bayesgrad.layers.stateless import copied_buffers
 from bayesgrad.precision import LowRank
 
@@ -341,16 +341,6 @@ def directional_gradients(
             first = False
     finally:
         recorder.close()
-
-
-def check_outputs(outputs: Any) -> None:
-    """Raises unless the outputs are a tensor whose first dimension is that of examples."""
-    if not isinstance(outputs, Tensor):
-        raise TypeError(f"outputs must be one tensor, got {type(outputs).__name__}: wrap the model to return one.")
-    if outputs.dim() == 0:
-        raise ValueError("outputs must have a dimension of examples, got a single number: pass outputs, not a loss.")
-    if not has_examples(outputs):
-        raise ValueError("outputs must have a dimension of examples, got a linear layer's vector: use inputs[None].")
 
 
 # --- per-example gradients of a batch ---

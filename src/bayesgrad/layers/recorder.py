@@ -380,6 +380,16 @@ def has_examples(outputs: Tensor) -> bool:
     return outputs.dim() > 1 or getattr(outputs.grad_fn, "op", (None,))[0] not in (LINEAR, TRANSPOSED_LINEAR)
 
 
+def check_outputs(outputs: Any) -> None:
+    """Raises unless the outputs are a tensor whose first dimension is that of examples."""
+    if not isinstance(outputs, Tensor):
+        raise TypeError(f"outputs must be one tensor, got {type(outputs).__name__}: wrap the model to return one.")
+    if outputs.dim() == 0:
+        raise ValueError("outputs must have a dimension of examples, got a single number: pass outputs, not a loss.")
+    if not has_examples(outputs):
+        raise ValueError("outputs must have a dimension of examples, got a linear layer's vector: use inputs[None].")
+
+
 def _class_dim(output: Tensor) -> int:
     """The dimension of channels, which one loss is about: 1 for images and outputs of convolutions, else the last."""
     by_convolution = getattr(output.grad_fn, "op", (None,))[0] == CONVOLUTION

@@ -14,8 +14,9 @@ from bayesgrad import layers
 from bayesgrad.directions import Directions
 from bayesgrad.distributed import Exchange, Sum
 from bayesgrad.layers.examples import RowLayouts
-from bayesgrad.layers.fisher import check_batch_mixing, check_outputs, gather_gradients
+from bayesgrad.layers.fisher import check_batch_mixing, gather_gradients
 from bayesgrad.layers.functional import gradients_one_by_one
+from bayesgrad.layers.recorder import check_outputs
 from bayesgrad.parts import Groups, Host, Needs, entries
 from bayesgrad.precision import Dense
 from bayesgrad.precision.low_rank import Matrix

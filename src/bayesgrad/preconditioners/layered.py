@@ -22,9 +22,9 @@ from bayesgrad.directions import Direction, Directions, dense
 from bayesgrad.distributed import Exchange, Job, divided
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.call import LayerCall, Pair
-from bayesgrad.layers.fisher import check_outputs
 from bayesgrad.layers.layout import ForwardPass
 from bayesgrad.layers.modules import Layer
+from bayesgrad.layers.recorder import check_outputs
 from bayesgrad.layers.statistics import SIDES, LayerStatistics
 from bayesgrad.parts import Groups, Host, Needs, Preconditioner, weak
 from bayesgrad.precision import Kronecker, Precision

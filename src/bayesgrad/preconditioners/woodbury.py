@@ -15,8 +15,9 @@ from bayesgrad.directions import Direction, Directions, Product, Scaled, dense
 from bayesgrad.distributed import Exchange, Sum, average
 from bayesgrad.layers.call import LayerCall
 from bayesgrad.layers.combination import concatenated
-from bayesgrad.layers.fisher import check_batch_mixing, check_outputs, gather_gradients
+from bayesgrad.layers.fisher import check_batch_mixing, gather_gradients
 from bayesgrad.layers.per_example import OuterProducts, PerExampleGradients, is_stored, restored
+from bayesgrad.layers.recorder import check_outputs
 from bayesgrad.parts import Groups, Host, Needs, weak
 from bayesgrad.precision.linalg import cholesky
 from bayesgrad.preconditioners.gradient_factor import common_factor, dot, kind, size_bound

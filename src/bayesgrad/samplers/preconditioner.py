@@ -16,8 +16,9 @@ from bayesgrad import distributed, layers, likelihoods, noise, shards
 from bayesgrad.directions import Directions
 from bayesgrad.distributed import Exchange, Sum
 from bayesgrad.kernels import compute_dtype
-from bayesgrad.layers.fisher import check_batch_mixing, check_outputs
+from bayesgrad.layers.fisher import check_batch_mixing
 from bayesgrad.layers.observed import loss_weights
+from bayesgrad.layers.recorder import check_outputs
 from bayesgrad.parts import Groups, Host, Needs, weak
 from bayesgrad.preconditioners.network import NetworkPreconditioner
 from bayesgrad.rules.transition import Static, average

@@ -13,8 +13,8 @@ from bayesgrad import layers, likelihoods
 from bayesgrad.distributed import Exchange, Sum
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.call import COMPILED, LayerCall
-from bayesgrad.layers.fisher import check_outputs
 from bayesgrad.layers.observed import loss_weights
+from bayesgrad.layers.recorder import check_outputs
 from bayesgrad.layers.statistics import SPLIT
 from bayesgrad.parts import Evidence, Groups, Host, Needs, Source, weak
 from bayesgrad.shards import gradient_of, has_nonzero_gradient, part_of

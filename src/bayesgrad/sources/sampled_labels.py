@@ -11,9 +11,8 @@ from torch import Tensor
 from bayesgrad import likelihoods
 from bayesgrad.distributed import Exchange, Sum
 from bayesgrad.kernels import compute_dtype
-from bayesgrad.layers.fisher import check_outputs
 from bayesgrad.layers.observed import loss_weights
-from bayesgrad.layers.recorder import Through, check_graph, check_visible, explained, without_hooks
+from bayesgrad.layers.recorder import Through, check_graph, check_outputs, check_visible, explained, without_hooks
 from bayesgrad.parts import Evidence, Groups, Needs, Source
 from bayesgrad.shards import any_process, gathered, part_of, unreduced
 
