@@ -45,7 +45,9 @@ def test_all_bits_of_a_seed_count(seed: int) -> None:
     draws = [posterior.sample(1, seed=number)["weight"] for number in (seed, *others)]
     assert len({float(draw.sum()) for draw in draws}) == len(draws)
     model, outputs = nn.Linear(1, 1), torch.zeros(64, 2)
-    labels = [likelihoods.named("bernoulli").sample(outputs, generator_of(number, 0)) for number in (seed, *others)]
+    labels = [
+        likelihoods.named("bernoulli").sample(outputs, noise.generator_of(number, 0)) for number in (seed, *others)
+    ]
     fishers = [SubsampledFisher(model, torch.ones(64, 1), likelihood="bernoulli", seed=n) for n in (seed, *others)]
     for different in (labels, [fisher.labels for fisher in fishers]):
         assert len({tuple(value.flatten().tolist()) for value in different}) == len(draws)
