@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 KILLS = int(os.environ.get("SOAK_KILLS", "20"))
-WAIT = 240.0  # seconds, far more than any of this takes
+WAIT = 900.0  # seconds, far more than any of this takes on an idle machine
 
 
 def environment(**more: object) -> dict[str, str]:

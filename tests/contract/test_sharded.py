@@ -43,7 +43,7 @@ def spawned(folder: Path, processes: int) -> Results:
             some = [[*command, str(rank), str(processes), str(folder)] for rank in range(processes)]
             workers = [subprocess.Popen(one, stderr=subprocess.DEVNULL) for one in some]
             try:
-                assert [worker.wait(timeout=580) for worker in workers] == [0] * processes
+                assert [worker.wait(timeout=1800) for worker in workers] == [0] * processes
             finally:
                 for worker in workers:
                     worker.kill()
