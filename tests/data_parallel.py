@@ -32,7 +32,7 @@ from cases import CASES, batch, same, small_model, weights
 
 BY_NAME = {case.name: case for case in CASES}
 OWN_DRAWS = ("IVON", "VON", "VOGN", "BayesBiNN", "AdaBayes-drawn")
-TIMEOUT = timedelta(seconds=240)  # the first process runs everything alone before the others meet it
+TIMEOUT = timedelta(seconds=1800)  # the first process runs everything alone before the others meet it
 Result = dict[str, Tensor] | str
 
 

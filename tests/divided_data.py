@@ -29,7 +29,7 @@ from data_parallel import attempt
 
 EXAMPLES = 31  # two, three and four processes repeat one or two of them
 CHAINS = 5
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=600)
 
 
 def examples(count: int = EXAMPLES, seed: int = 0) -> tuple[Tensor, Tensor]:
