@@ -9,10 +9,9 @@ ordinary state dict: a run may go on with another number of processes, or with o
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 
 import torch
-from small_gpt import GPT, arguments, batch, checksum, loss_of, mean_of, read_text, write_atomically
+from small_gpt import GPT, arguments, batch, checksum, loss_of, mean_of, read_text, start_processes, write_atomically
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,7 +23,7 @@ def main() -> None:
     options = arguments(str(__doc__))
     several = "RANK" in os.environ
     if several:
-        distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(seconds=60))
+        start_processes()
     rank, processes = (distributed.get_rank(), distributed.get_world_size()) if several else (0, 1)
     text, characters = read_text(options.text)
     torch.manual_seed(0)

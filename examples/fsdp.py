@@ -8,11 +8,10 @@ Checkpoints are written by torch.distributed.checkpoint: a run may go on with an
 from __future__ import annotations
 
 import shutil
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-from small_gpt import GPT, arguments, batch, checksum, loss_of, mean_of, read_text, write_atomically
+from small_gpt import GPT, arguments, batch, checksum, loss_of, mean_of, read_text, start_processes, write_atomically
 from torch import distributed, nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
@@ -29,7 +28,7 @@ from bayesgrad.optim import IVON
 
 def main() -> None:
     options = arguments(str(__doc__))
-    distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(seconds=60))
+    start_processes()
     rank, processes = distributed.get_rank(), distributed.get_world_size()
     text, characters = read_text(options.text)
     torch.manual_seed(0)

@@ -7,10 +7,12 @@ import os
 import random
 import zlib
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 CONTEXT = 32
@@ -61,6 +63,17 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x)).clone()  # fully_shard warns of outputs that are views
+
+
+def start_processes() -> None:
+    """Connects the processes that torchrun has started.
+
+    torchrun keeps one store for all its restarts. With a prefix, no process reads addresses of one that is gone.
+    """
+    backend, timeout = "nccl" if torch.cuda.is_available() else "gloo", timedelta(seconds=60)
+    store, rank, processes = next(rendezvous("env://", timeout=timeout))
+    store = distributed.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=processes, timeout=timeout)
 
 
 def read_text(path: str | None) -> tuple[Tensor, int]:

@@ -41,6 +41,16 @@ def test_a_setting_is_scored_once_in_a_run_and_in_the_given_order(storage: str, 
     assert (tmp_path / JOURNAL).exists() == (not storage)
 
 
+def test_a_lock_that_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    """One whose trial had ended already."""
+    context = Context(tmp_path)
+    found = tried(context, [])
+    left = tmp_path / f"{JOURNAL}.0.1.lock"
+    left.touch()
+    assert tried(context, []) == found
+    assert not left.exists()
+
+
 def test_the_best_are_confirmed_by_further_seeds(tmp_path: Path) -> None:
     """The first setting wins with the search's seed; with two more, its mean is above the first score of the next."""
     values = {(1.0,): [1.0, 9.0, 9.0], (2.0,): [2.0, 2.0, 2.0], (3.0,): [3.0, 0.0, 0.0]}

@@ -85,13 +85,16 @@ class Study:
                 self._run(trial, value)
 
     def _take_up(self) -> None:
-        """Fails the trials of processes that have died; they are enqueued anew."""
+        """Fails the trials of processes that have died, which are enqueued anew, and removes locks that they left."""
         if self.journal is None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
                 optuna.storages.fail_stale_trials(self.study)
             return
-        for trial in self._trials(TrialState.RUNNING):
+        for trial in self._trials():
+            left = trial.state.is_finished() and self._lock_path(trial).exists()  # by a kill after its last line
+            if trial.state is not TrialState.RUNNING and not left:
+                continue
             with self._held(trial) as free:
                 if free and self._state(trial) is TrialState.RUNNING:
                     self.study.tell(trial.number, state=TrialState.FAIL)
@@ -139,7 +142,7 @@ class Study:
         if self.journal is None:
             yield True
             return
-        path = self.journal.with_name(f"{self.journal.name}.{self.id}.{trial.number}.lock")
+        path = self._lock_path(trial)
         lock = filelock.FileLock(path)
         try:
             lock.acquire(timeout=0)
@@ -152,6 +155,10 @@ class Study:
                 path.unlink(missing_ok=True)
         finally:
             lock.release()
+
+    def _lock_path(self, trial: FrozenTrial) -> Path:
+        assert self.journal is not None
+        return self.journal.with_name(f"{self.journal.name}.{self.id}.{trial.number}.lock")
 
     def _trials(self, *states: TrialState) -> list[FrozenTrial]:
         return self.study.get_trials(deepcopy=False, states=states or None)
