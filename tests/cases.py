@@ -397,7 +397,7 @@ SAMPLERS = (
     Case(
         "Langevin",
         samplers.Langevin,
-        # Noise by a Kronecker metric depends on the basis of its null space, and limited steps on second derivatives.
+        # Limited steps depend on second derivatives.
         {"num_data": 1344, "metric": "diagonal", "fisher": "sampled", "limit_step": False},
         (),
         LANGEVIN,

@@ -269,3 +269,24 @@ def test_new_weights_get_a_metric_before_the_next_update(metric: str, added: boo
             one.step()
     for p, q in zip(model.parameters(), other.parameters()):
         torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("metric", ["kronecker", "diagonal", "fisher", "identity"])
+def test_rounding_does_not_change_the_noise(metric: str) -> None:
+    """The order of a batch changes metrics by rounding; eigenvectors of a null space may then be any others."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8, 20, dtype=torch.float64, generator=generator)  # fewer examples than inputs
+    y = torch.randint(3, (8,), generator=generator)
+    runs = []
+    for order in (torch.arange(8), torch.arange(8).flip(0)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(20, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+        sampler = Langevin(model, lr=0.01, num_data=1000, metric=metric, limit_step=False, seed=0)
+        for _ in range(4):
+            sampler.zero_grad()
+            outputs = model(x[order])
+            sampler.observe(outputs)
+            nn.functional.cross_entropy(outputs, y[order]).backward()
+            sampler.step()
+        runs.append(nn.utils.parameters_to_vector(model.parameters()).detach())
+    torch.testing.assert_close(*runs, rtol=1e-9, atol=1e-9)

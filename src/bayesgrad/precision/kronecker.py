@@ -163,7 +163,8 @@ class Spectral(Precision):
         return self._out(self._into(vector) * self.spectrum)
 
     def sample(self, noise: Tensor) -> Tensor:
-        return self._out(noise / self.spectrum.sqrt())
+        """The symmetric root: noise in the eigenbasis would depend on signs, and on the basis of a null space."""
+        return self._out(self._into(noise) / self.spectrum.sqrt())
 
     def variance(self) -> Tensor:
         rows, columns = (None if basis is None else basis.square() for basis in (self.rows, self.columns))
