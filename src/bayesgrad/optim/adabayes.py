@@ -87,7 +87,7 @@ class AdaBayes(BeliefOptimizer):
 
     Args:
         params: parameters, named parameters or param groups.
-        lr: eta, Adam's learning rate; lr = 0 changes neither weights nor state.
+        lr: eta, Adam's learning rate; lr = 0 changes neither weights nor variances, and averages of gradients go on.
         batch_size: B, the number of losses whose mean is differentiated, over all micro-batches (and tokens).
         sgd_lr: SGD's learning rate for averaged gradients: ten times the learning rate of torch.optim.SGD with
             momentum 0.9. A schedule multiplies it by the factor of lr. `inf` removes the SGD limit; the initial

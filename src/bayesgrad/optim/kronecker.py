@@ -75,15 +75,15 @@ class KroneckerFilter(KroneckerOptimizer):
 
     Args:
         model: the network.
-        lr: eta, the drift of the optimal weights in one step; lr = 0 changes neither weights nor state. When lr changes
-            by a factor, the covariance is multiplied by it at once.
+        lr: eta, the drift of the optimal weights in one step; lr = 0 changes neither weights nor covariance. When lr
+            changes by a factor, the covariance is multiplied by it at once.
         params: parameters or param groups of the model; None for all.
         batch_size: B, the number of losses whose mean is differentiated, over all micro-batches (and tokens).
         prior_std: sigma, the standard deviation of weights before the first gradient. With `inf` the drift is a random
             walk, and the initial covariance is that for which the first step is SGD with learning rate 0.1. As in
             AdaBayes, sigma does not decay the weights: lambda = eta/(2 sigma^2) is the decay of the filter's mean.
-        momentum: decay of the moving average of the step. (While the covariance is constant, this is the step for an
-            averaged gradient.)
+        momentum: decay of the moving average of the step, in units of lr: a new lr acts at once. (While the covariance
+            is constant, this is the step for an averaged gradient.)
         weight_decay: decoupled.
         likelihood: "categorical", "bernoulli", "gaussian", or an object of `bayesgrad.likelihoods`, from which labels
             are sampled.
@@ -201,8 +201,8 @@ class KroneckerFilterFP(KroneckerOptimizer):
         prior_std: sigma, the standard deviation of weights before the first gradient. A finite value costs four
             products with eigenvectors per step, `inf` two products with inverse square roots. As in AdaBayes, sigma
             does not decay the weights: lambda = eta/(2 sigma^2) is the decay of the filter's mean.
-        momentum: decay of the moving average of the step. (While the factors are constant, this is the step for an
-            averaged gradient.)
+        momentum: decay of the moving average of the step, in units of lr: a new lr acts at once. (While the factors
+            are constant, this is the step for an averaged gradient.)
         weight_decay: decoupled.
         likelihood: "categorical", "bernoulli", "gaussian", or an object of `bayesgrad.likelihoods`, from which labels
             are sampled.

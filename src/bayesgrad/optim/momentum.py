@@ -87,7 +87,8 @@ class KalmanMomentum(BeliefOptimizer):
 
     Args:
         params: parameters, named parameters or param groups.
-        lr: eta; lr = 0 changes nothing. When lr changes by a factor, variances of weights are multiplied by it.
+        lr: eta; lr = 0 changes neither weights and momenta nor their covariances; averages of gradients go on. When lr
+            changes by a factor, variances of weights are multiplied by it.
         batch_size: B, the number of losses whose mean is differentiated, over all micro-batches (and tokens).
         momentum_decay: eta_p, in (0, 1].
         weight_noise: eta_w, the standard deviation of noise that acts on weights directly; larger values are closer to
