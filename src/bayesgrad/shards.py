@@ -279,10 +279,11 @@ def _pieces(whole: Tensor, p: Any) -> tuple[Tensor, ...]:
 
 
 def part_of(whole: Tensor, p: Any) -> Tensor:
-    """The part of a whole tensor that belongs to the part of the parameter; a part itself."""
+    """The part of a whole tensor that belongs to the part of the parameter, as a copy; a part itself."""
     if not is_shard(p) or whole.shape == local(p).shape:
         return whole
-    return _pieces(whole, p)[p.device_mesh.get_local_rank(_dimension(p)[0])]  # pyright: ignore[reportOptionalSubscript]
+    mesh, _ = _dimension(p)  # pyright: ignore[reportGeneralTypeIssues]
+    return _pieces(whole, p)[p.device_mesh.get_local_rank(mesh)].clone()  # a view would keep the whole
 
 
 def solved(jobs: Sequence[Solve]) -> list[list[Tensor]]:

@@ -65,7 +65,7 @@ class SampledLabels(Source):
         exchange.expect(self.optimizer.param_groups[0]["params"][0])
 
         def receive(p: Tensor, found: Sum) -> None:
-            self.gradients[p], self.losses = part_of(found.total, p).clone(), found.count
+            self.gradients[p], self.losses = part_of(found.total, p), found.count
 
         for p, gradient in self.gradients.items():
             exchange.add(Sum(gradient, self.losses), partial(receive, p))
