@@ -258,6 +258,19 @@ def built_apart() -> Result:
     return {}
 
 
+def penalised(part: slice) -> Result:
+    """A penalty of the DTensors themselves, whose gradient is added to one that is preconditioned."""
+    model = sharded(model_of())
+    optimizer = optimizer_of("FOOF", model, precondition="backward")
+    run(model, optimizer, part, range(2))
+    optimizer.zero_grad()
+    x, y = (t[:ROWS][part] for t in batch(2, torch.float64))
+    F.cross_entropy(model(x), y).backward()
+    model.wide.weight.square().sum().backward()
+    optimizer.step()
+    return {}
+
+
 class Recomputed(nn.Module):
     """Two blocks whose activations are computed again in the backward pass."""
 
@@ -429,6 +442,7 @@ def main(rank: int, processes: int, folder: Path) -> None:
             attempt(found, f"tensor and fsdp2 recomputed {name}", tensor_parallel, name, processes, half, True)
     attempt(found, "before", built_before, part)
     attempt(found, "apart", built_apart)
+    attempt(found, "penalised", penalised, part)
     attempt(found, "fsdp2 large IVON", large, "IVON", part)
     attempt(found, "fsdp2 modes", modes, "KalmanMomentum", part)
     attempt(found, "drawn", drawn, "IVON")

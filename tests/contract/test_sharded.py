@@ -138,6 +138,8 @@ def test_what_shards_cannot_do_is_refused_in_a_sentence(processes: int, results:
     assert assert_alike(found, "fsdp2 loaded").startswith(
         "RuntimeError: load_state_dict() between backward() and step()"
     )
+    message = assert_alike(found, "penalised")
+    assert message.startswith("RuntimeError: the gradient of layer 'wide' is a sum of terms of which")
     message = assert_alike(found, "before")
     assert message.startswith("RuntimeError: fully_shard has replaced the parameters that KFAC was built for: build")
     if processes > 1:

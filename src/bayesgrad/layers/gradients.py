@@ -144,6 +144,7 @@ class GradientMarks:
     def _reduced(self, p: Tensor) -> None:
         """Called when `fully_shard` has added to the gradient of a DTensor."""
         if (gradient := p.grad) is not None:
+            self.foreign |= set() if self._gathered.get(p) else {p}  # a pass of the DTensor itself
             old, new = self.marks.get(p), max(1, self._gathered.get(p, 0))
             passes = new if old is None or old.gradient() is not gradient else old.passes + new
             self._gathered[p] = 0
