@@ -8,6 +8,7 @@ buffers before the call and back after it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from bayesgrad import kernels, noise, shards
 from bayesgrad.directions import Directions, Product, Scaled, dense, subtract
-from bayesgrad.kernels import Row, compute_dtype
+from bayesgrad.kernels import CHUNK, Row, compute_dtype
 from bayesgrad.shards import gradient_of, local
 
 SMALL = 1 << 15  # elements up to which a tensor is packed with others
@@ -335,7 +336,7 @@ class SampledBlock:
             [torch.empty(0, dtype=torch.int32, device=self.device)]
             + [shards.positions(starts[i], params[i]) for i in self.small]
         )
-        self.entered = False
+        self.entered = self.complete = False
 
     def _views(self, buffer: Tensor) -> list[Tensor]:
         some = [self.weights[i] for i in self.small]
@@ -372,7 +373,10 @@ class SampledBlock:
         for i in self.large:
             if given is not None:
                 self.saved[i].copy_(self.weights[i])
-        self.entered = True
+        # An error may end the draw: a kernel replaces NaN before it changes the weights that follow.
+        for memory in self.saved.values() if given is None else ():
+            flat(memory)[::CHUNK].fill_(math.nan)
+        self.entered, self.complete = True, given is not None
         if given is not None:
             for i, (p, one) in enumerate(zip(self.params, states)):
                 e = given(p) if callable(given) else given[p]
@@ -395,6 +399,7 @@ class SampledBlock:
             row = (self.pack[0], self.state_values, self.pack[1], *self.extra_buffers(None), self.positions)
             kernels.run(self.kernel(has_positions=True), scalars, [row], self.group["fused"], elements, [(*key, 0)])
             torch._foreach_copy_(small, weights)
+        self.complete = True
 
     def perturb_with(self, i: int, spread: Tensor, noise: Tensor, scalars: list[float]) -> None:
         """Perturbs the i-th parameter with given noise."""
@@ -420,8 +425,12 @@ class SampledBlock:
         if offsets:
             rows = [(flat(self.weights[i]), flat(self.saved[i])) for i in self.large]
             kernels.run(Restore(), [], rows, self.group["fused"], elements)
-        elif self.large:
+        elif self.complete and self.large:
             torch._foreach_copy_([self.weights[i] for i in self.large], [self.saved[i] for i in self.large])
+        else:
+            for i in self.large:
+                for weight, saved in zip(*(flat(t).split(CHUNK) for t in (self.weights[i], self.saved[i]))):
+                    weight.copy_(torch.where(saved[0].isnan(), weight, saved))
 
     def offsets(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The difference between the last sample and the mean of each parameter."""

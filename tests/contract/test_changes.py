@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from bayesgrad import kernels, optim
 from cases import CASES, Case, same, small_model, train, weights
 
 
@@ -104,3 +105,48 @@ def test_what_is_averaged_with_the_curvature_is_named_once_if_it_changes(name: s
     train(other, resumed, range(1))
     resumed.load_state_dict(optimizer.state_dict())  # options of a state are no change
     train(other, resumed, range(1))
+
+
+@pytest.mark.parametrize("name", ["IVON", "BayesBiNN"])
+def test_a_draw_that_an_error_ends_restores_the_weights(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that were not drawn yet were overwritten by uninitialised memory, or by the offsets of the last draw."""
+    case = next(case for case in CASES if case.name == name)
+    model = nn.Sequential(nn.Linear(40, 1000), nn.Linear(1000, 200), nn.Linear(200, 3))
+    optimizer = case.of(model, fused=False)
+    run = kernels.run
+    for warm in range(2):
+        train(model, optimizer, range(warm))
+        before = weights(model)
+        for last in range(5):
+            calls = iter(range(last))
+
+            def limited(*args: Any, left: Any = calls, **more: Any) -> None:
+                if next(left, None) is None:
+                    raise ZeroDivisionError
+                run(*args, **more)
+
+            with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+                patch.setattr(kernels, "run", limited)
+                with optimizer.sampled():
+                    raise ZeroDivisionError
+            assert same(before, weights(model))
+
+
+def test_a_draw_that_is_interrupted_inside_of_a_weight_restores_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels process large weights in pieces, of which some are drawn and some are not."""
+    model = nn.Linear(1000, 1000, bias=False)
+    optimizer = optim.IVON(model.parameters(), num_data=10, fused=False)
+    before, write = weights(model), kernels._write
+    for pieces in (1, 3):
+        calls = iter(range(pieces))
+
+        def limited(*args: Any, left: Any = calls) -> None:
+            write(*args)
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(kernels, "_write", limited)
+            with optimizer.sampled():
+                raise AssertionError("the draw was not interrupted")
+        assert same(before, weights(model))

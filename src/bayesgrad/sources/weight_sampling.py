@@ -103,10 +103,9 @@ class Draws(Source):
             self._note_gradients()
         self.begin(training)
         key = self._next_key(training)
-        self.key = key if training else None
-        self.active = True
         finished = False
         try:
+            self.active, self.key = True, key if training else None
             with torch.no_grad():
                 self.perturb(key, noise, training)
             self.optimizer.weights_changed()
