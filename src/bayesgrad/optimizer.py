@@ -303,26 +303,24 @@ class BeliefOptimizer(CheckedOptimizer):
             joining.check_join(self)
 
     def _update(self, groups: Groups, active: list[list[Tensor]]) -> None:
-        for group, now, params in zip(self.param_groups, groups, active):
-            if params and now["lr"] > 0:
-                now["base_lr"] = group["base_lr"] = group["base_lr"] or now["lr"]
-                now["last_lr"] = group["last_lr"] = now["lr"]
+        for now in (now for now, params in zip(groups, active) if params and now["lr"] > 0):
+            now |= {"base_lr": now["base_lr"] or now["lr"], "last_lr": now["lr"]}
         directions = self.preconditioner.directions(groups, active) if self.preconditioner else {}
         evidence: dict[str, Mapping[Tensor, Tensor]] = {}
         for source in self.sources:
             evidence |= source.collect(groups, active)
         layout = self._layout(groups, active, directions)
-        elements = sum(block.elements for *_, blocks in layout for block in blocks)
-        for owner, group, blocks in layout:
-            for block in blocks:
-                block.step += 1
-                scalars = owner.scalars(group, int(block.step))
-                update = kernel_of(owner.rule, tuple(scalars), block.slots, tuple(evidence))
-                axpy_coefficients = (
-                    owner.rule.move.axpy_coefficients(scalars, block.slots) if owner is not self else None
-                )
-                for rows in block.rows(directions, axpy_coefficients, list(evidence.values())):
-                    kernels.run(update, list(scalars.values()), rows, group["fused"], elements)
+        every = [(owner, group, block) for owner, group, blocks in layout for block in blocks]
+        elements = sum(block.elements for *_, block in every)
+        numbers = [owner.scalars(group, int(block.step) + 1) for owner, group, block in every]
+        for group, now in zip(self.param_groups, groups):  # up to here, an error has changed no weight and no counter
+            group |= {name: now[name] for name in ("base_lr", "last_lr")}
+        for (owner, group, block), scalars in zip(every, numbers):
+            block.step += 1
+            update = kernel_of(owner.rule, tuple(scalars), block.slots, tuple(evidence))
+            axpy_coefficients = owner.rule.move.axpy_coefficients(scalars, block.slots) if owner is not self else None
+            for rows in block.rows(directions, axpy_coefficients, list(evidence.values())):
+                kernels.run(update, list(scalars.values()), rows, group["fused"], elements)
 
     def _layout(
         self, groups: Groups, active: list[list[Tensor]], directions: Directions

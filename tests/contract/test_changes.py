@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from bayesgrad import kernels, optim
-from cases import CASES, Case, same, small_model, train, weights
+from cases import CASES, Case, elementwise_case, same, small_model, states, train, weights
 
 
 def grouped(case: Case, model: nn.Module, options: list[dict[str, Any]]) -> Any:
@@ -125,10 +126,10 @@ def test_a_draw_that_an_error_ends_restores_the_weights(name: str, monkeypatch: 
                     raise ZeroDivisionError
                 run(*args, **more)
 
-            with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-                patch.setattr(kernels, "run", limited)
-                with optimizer.sampled():
-                    raise ZeroDivisionError
+            monkeypatch.setattr(kernels, "run", limited)
+            with pytest.raises(ZeroDivisionError), optimizer.sampled():
+                raise ZeroDivisionError
+            monkeypatch.undo()
             assert same(before, weights(model))
 
 
@@ -145,8 +146,34 @@ def test_a_draw_that_is_interrupted_inside_of_a_weight_restores_it(monkeypatch: 
             if next(left, None) is None:
                 raise KeyboardInterrupt
 
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(kernels, "_write", limited)
-            with optimizer.sampled():
-                raise AssertionError("the draw was not interrupted")
+        monkeypatch.setattr(kernels, "_write", limited)
+        with pytest.raises(KeyboardInterrupt), optimizer.sampled():
+            raise AssertionError("the draw was not interrupted")
+        monkeypatch.undo()
         assert same(before, weights(model))
+
+
+@elementwise_case
+@pytest.mark.filterwarnings("ignore:lr=.* for which Broken was given its options")
+def test_a_step_whose_numbers_cannot_be_computed_changes_nothing(case: Case) -> None:
+    """The step counters had been increased, and those of the first group's weights updated."""
+
+    def scalars(self: Any, group: Any, step: int) -> dict[str, float]:
+        if step == 3 and group["lr"] == 0.02:
+            raise ZeroDivisionError
+        return case.make.scalars(self, group, step)  # pyright: ignore
+
+    broken = replace(case, make=type("Broken", (case.make,), {"scalars": scalars}))  # pyright: ignore
+    model = small_model(width=30)
+    optimizer = grouped(broken, model, [{}, {}])
+    train(model, optimizer, range(2))
+    before, known, groups = weights(model), states(optimizer), optimizer.state_dict()["param_groups"]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01
+    optimizer.param_groups[1]["lr"] = 0.02
+    with pytest.raises(ZeroDivisionError):
+        train(model, optimizer, range(2, 3))
+    assert same(before, weights(model))
+    assert same(known, states(optimizer))
+    for then, now in zip(groups, optimizer.param_groups):
+        assert (then["base_lr"], then["last_lr"]) == (now["base_lr"], now["last_lr"])

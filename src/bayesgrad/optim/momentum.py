@@ -270,16 +270,19 @@ class KalmanMomentum(BeliefOptimizer):
     ) -> list[tuple[Any, dict[str, Any], list[Block]]]:
         layout = super()._layout(groups, active, directions)
         for group, params in zip(groups, active):
-            if (
-                params and group["lr"] > 0
-            ):  # coefficients of the prediction; parameters without a gradient are not predicted
-                n = self.scalars(group, 1)
-                ahead = torch.tensor([n["ahead"], n["eta"]], dtype=torch.float64)
-                for p in params:
-                    if self.state[p][AHEAD] is self._still and "cross" in self.state[p]:  # began at lr = 0
-                        self.state[p]["cross"].fill_(self.initial("cross", group, p))
-                    self.state[p][AHEAD] = ahead
+            for p in params if group["lr"] > 0 else ():
+                if self.state[p][AHEAD] is self._still and "cross" in self.state[p]:  # began at lr = 0
+                    self.state[p]["cross"].fill_(self.initial("cross", group, p))
         return layout
+
+    def _update(self, groups: Groups, active: list[list[Tensor]]) -> None:
+        super()._update(groups, active)
+        for group, params in zip(groups, active):  # parameters without a gradient are not predicted
+            if params and group["lr"] > 0:
+                n = self.scalars(group, 1)
+                ahead = torch.tensor([n["ahead"], n["eta"]], dtype=torch.float64, device="cpu")
+                for p in params:
+                    self.state[p][AHEAD] = ahead
 
     def evaluation_weights(self) -> dict[Tensor, Tensor]:
         means = {}
