@@ -45,7 +45,7 @@ from bayesgrad.finite import FiniteCheck, refuse_sparse
 from bayesgrad.layers.observed import classes_last, known_class_dim
 from bayesgrad.packing import Block, Job, Layout, overlapping
 from bayesgrad.parts import Groups, Needs, Noise, Part, Preconditioner, Source, refuse_processes
-from bayesgrad.passes import Passes
+from bayesgrad.passes import Passes, warned_of_interrupts
 from bayesgrad.posterior import Posterior
 from bayesgrad.posterior.filtered import filtered_variance, gaussian_posterior
 from bayesgrad.rules.update import UpdateRule, kernel_of
@@ -283,7 +283,8 @@ class BeliefOptimizer(CheckedOptimizer):
             self.last_options, self.rule = options, self.rule_of(groups[0])
         refuse_sparse(self, active)
         if not self._finite.skips(self, self._parts, active):
-            self._update(groups, active)
+            with warned_of_interrupts(f"{type(self).__name__}.step()"):
+                self._update(groups, active)
             self.weights_changed()
             for part in self._parts:
                 part.finish(closure, loss)

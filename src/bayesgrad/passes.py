@@ -7,6 +7,7 @@ also load a state, which discards the evidence, but not the gradients. Both are 
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -167,6 +168,21 @@ class Passes:
     def _gradients(self) -> list[Tensor]:
         every = (p for group in self.optimizer.param_groups for p in group["params"])
         return [p.grad for p in every if p.grad is not None]
+
+
+@contextmanager
+def warned_of_interrupts(what: str) -> Iterator[None]:
+    """A context that is not left half-way without a warning: by Ctrl-C, or by a handler of signals that exits."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        warnings.warn(
+            f"{what} was interrupted: some weights may have taken the step, and others not. To continue the run "
+            "exactly, load model and optimizer from a checkpoint.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        raise
 
 
 def _nonzero(gradients: Sequence[Tensor]) -> bool:

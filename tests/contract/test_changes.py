@@ -177,3 +177,17 @@ def test_a_step_whose_numbers_cannot_be_computed_changes_nothing(case: Case) -> 
     assert same(known, states(optimizer))
     for then, now in zip(groups, optimizer.param_groups):
         assert (then["base_lr"], then["last_lr"]) == (now["base_lr"], now["last_lr"])
+
+
+def test_an_interrupt_of_an_update_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model(width=30)
+    optimizer = grouped(CASES[0], model, [{}, {}])
+    train(model, optimizer, range(1))
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kernels, "run", interrupted)
+    words = r"^AdaBayes\.step\(\) was interrupted: some "
+    with pytest.warns(RuntimeWarning, match=words), pytest.raises(KeyboardInterrupt):
+        train(model, optimizer, range(1, 2))
