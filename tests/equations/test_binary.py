@@ -77,6 +77,23 @@ def test_slopes_keep_their_digits_where_signs_are_certain() -> None:
     torch.testing.assert_close(slope.double(), (natural.double().cosh() / z.cosh()) ** 2, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, D], ids=str)
+def test_slopes_without_eps_where_sech_underflows(dtype: torch.dtype) -> None:
+    """sech^2(60) is below the smallest float32, sech^2(400) below the smallest float64; their quotients are not."""
+    natural = torch.tensor([60.0, -60.0, 400.0, 3.0, 60.0], dtype=dtype)
+    logistic = torch.tensor([1.0, 0.4, -2.0, 0.7, -80.0], dtype=dtype)
+    _, slope = Relax.at([1.0, 1.0], natural, logistic)
+    a, b = (x.double().abs() for x in (natural + 0.5 * logistic, natural))
+    expected = torch.exp(2 * (b - a)) * ((1 + torch.exp(-2 * b)) / (1 + torch.exp(-2 * a))) ** 2
+    torch.testing.assert_close(slope.double(), expected, rtol=1e-4 if dtype == torch.float32 else 1e-12, atol=0)
+    weight = nn.Parameter(torch.ones(1, dtype=dtype))
+    optimizer = BayesBiNN([weight], lr=1.0, num_data=1, relaxation=1.0, eps=0.0, momentum=0.0, natural_init=400.0)
+    with optimizer.sampled(noise=lambda p: torch.full_like(p, 0.3)):
+        weight.sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(optimizer.state[weight]["natural"].item(), -7 / 3, rtol=1e-4, atol=0)
+
+
 # --- recursions ---
 
 

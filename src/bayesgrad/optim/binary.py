@@ -309,7 +309,7 @@ class BayesBiNN(BinaryOptimizer):
         return {**super().scalars(group, step), "shrink": 1 - float(group["lr"]), "gradient_scale": group["num_data"]}
 
     def _sampling_scalars(self, group: Mapping[str, Any]) -> list[float]:
-        return [1 / group["relaxation"], group["relaxation"], group["eps"]]
+        return [1 / group["relaxation"], group["relaxation"], *([group["eps"]] if group["eps"] else [])]
 
     def spread_in_training(self) -> float:
         naturals = {p: entry[self.rule.latent] for p, entry in self.state.items() if self.rule.latent in entry}

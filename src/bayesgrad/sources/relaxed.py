@@ -18,9 +18,10 @@ class Relax:
     """w = tanh((lambda + d/2)/tau) for logistic d: a kernel of (weight, natural, saved, slope) and optional positions.
 
     The slope is dw/dmu for the mean mu = tanh(lambda): (sech^2(z) + eps)/(tau sech^2(lambda) + eps) for w = tanh(z). It
-    is computed from z, because 1 - w^2 suffers from cancellation if w is close to one.
+    is computed from z, because 1 - w^2 suffers from cancellation if w is close to one. Without eps the quotient is that
+    of exponentials, because sech^2 underflows for large arguments.
 
-    The scalars are 1/tau, tau and eps.
+    The scalars are 1/tau, tau, and eps if it is not zero.
 
     Reference: Khan and Rue 2023, Eq. 50-51.
     Checked by: tests/equations/test_binary.py, by automatic differentiation.
@@ -41,10 +42,15 @@ class Relax:
     @staticmethod
     def at(scalars: Sequence[Any], natural: Tensor, logistic: Tensor) -> tuple[Tensor, Tensor]:
         """The relaxed weight and its slope."""
-        inverse, relaxation, eps = scalars
+        inverse, relaxation, *eps = scalars
         z = (natural + 0.5 * logistic) * inverse
-        slope = (kernels.sech_square(z) + eps) / (relaxation * kernels.sech_square(natural) + eps)
-        return kernels.tanh(z), slope
+        if eps:
+            slope = (kernels.sech_square(z) + eps[0]) / (relaxation * kernels.sech_square(natural) + eps[0])
+            return kernels.tanh(z), slope
+        a, b = z.abs(), natural.abs()
+        ratio = kernels.exp(-2 * (a - b).abs())  # of exp(-2a) and exp(-2b), or its inverse
+        root = (1 + kernels.exp(-2 * b)) / (1 + kernels.exp(-2 * a))
+        return kernels.tanh(z), torch.where(a < b, 1 / ratio, ratio) * (root * root) * inverse
 
 
 class Relaxed(SampledBlock):
