@@ -90,7 +90,8 @@ KALMAN = (
     ({"batch_size": 0}, "batch_size must be a number >= 1, got 0."),
     ({"momentum_decay": 0.0}, "momentum_decay must be in (0, 1], got 0.0."),
     ({"weight_noise": -1.0}, "weight_noise must be a finite number >= 0, got -1.0."),
-    ({"prior_std": 0.0}, "prior_std must be a positive number, got 0.0."),
+    ({"prior_std": 0.0}, "prior_std must be inf or between 1e-18 and 1e18, got 0.0."),
+    ({"prior_std": 1e300}, "prior_std must be inf or between 1e-18 and 1e18, got 1e+300."),
     (
         {"prior_std": 1e-3},
         "prior_std=0.001 must be larger than lr=0.001 and weight_noise=0.0, the distance that a weight's optimum "
@@ -111,7 +112,8 @@ KALMAN = (
 )
 ADABOUND = (
     *COMMON,
-    ({"final_lr": 0.0}, "final_lr must be a positive number, got 0.0."),
+    ({"final_lr": 0.0}, "final_lr must be a finite positive number, got 0.0."),
+    ({"final_lr": float("inf")}, "final_lr must be a finite positive number, got inf."),
     ({"gamma": 0.0}, "gamma must be in (0, 1), got 0.0."),
     ({"eps": -1e-8}, "eps must be a finite number >= 0, got -1e-08."),
 )
@@ -123,7 +125,8 @@ BAYESBINN = (
     *(bad for bad in COMMON if "weight_decay" not in bad[0]),
     ({"momentum": -0.1}, "momentum must be in [0, 1), got -0.1."),
     ({"num_data": 0}, "num_data must be a number >= 1, got 0."),
-    ({"relaxation": 0.0}, "relaxation must be a positive number, got 0.0."),
+    ({"relaxation": 0.0}, "relaxation must be a finite positive number, got 0.0."),
+    ({"relaxation": float("inf")}, "relaxation must be a finite positive number, got inf."),
     ({"eps": -1.0}, "eps must be a finite number >= 0, got -1.0."),
     ({"natural_init": -1}, "natural_init must be a finite number >= 0, got -1."),
     ({"samples": 0}, "samples must be an integer >= 1, got 0."),
@@ -140,6 +143,7 @@ FOOF = (
     ({"damping": -1}, "damping must be a finite number >= 0, got -1."),
     ({"ema": 1.0}, "ema must be in [0, 1), got 1.0."),
     ({"update_every": 0}, "update_every must be an integer >= 1, got 0."),
+    ({"update_every": float("inf")}, "update_every must be an integer >= 1, got inf."),
     ({"stats_every": 1.5}, "stats_every must be an integer >= 1, got 1.5."),
     ({"max_factor": 0}, "max_factor must be a number >= 1, got 0."),
 )
@@ -152,7 +156,8 @@ KFAC = (
 KRONECKER = (
     *LAYERS,
     ({"batch_size": 0}, "batch_size must be a number >= 1, got 0."),
-    ({"prior_std": 0.0}, "prior_std must be a positive number, got 0.0."),
+    ({"prior_std": 0.0}, "prior_std must be inf or between 1e-18 and 1e18, got 0.0."),
+    ({"prior_std": 1e300}, "prior_std must be inf or between 1e-18 and 1e18, got 1e+300."),
     ({"fisher": "true"}, "fisher must be 'sampled' or 'centered' or 'empirical', got 'true'."),
     ({"update_every": 0}, "update_every must be an integer >= 1, got 0."),
     ({"likelihood": "poisson"}, "likelihood must be 'categorical' or 'bernoulli' or 'gaussian', got 'poisson'."),
@@ -169,10 +174,13 @@ VARIATIONAL = (
     *(bad for bad in COMMON if "weight_decay" not in bad[0]),
     ({"num_data": 0}, "num_data must be a number >= 1, got 0."),
     ({"prior_precision": -1.0}, "prior_precision must be a finite number >= 0, got -1.0."),
-    ({"hess_init": 0.0}, "hess_init must be a positive number, got 0.0."),
-    ({"kl_weight": 0.0}, "kl_weight must be a positive number, got 0.0."),
+    ({"hess_init": 0.0}, "hess_init must be a finite positive number, got 0.0."),
+    ({"hess_init": float("inf")}, "hess_init must be a finite positive number, got inf."),
+    ({"kl_weight": 0.0}, "kl_weight must be a finite positive number, got 0.0."),
+    ({"kl_weight": float("inf")}, "kl_weight must be a finite positive number, got inf."),
     ({"betas": (0.9, 1.0)}, "betas must be two numbers in [0, 1), got (0.9, 1.0)."),
     ({"samples": 0}, "samples must be an integer >= 1, got 0."),
+    ({"samples": float("inf")}, "samples must be an integer >= 1, got inf."),
     ({"natural_momentum": 1.0}, "natural_momentum must be in [0, 1), got 1.0."),
     ({"seed": 0.5}, "seed must be None or an integer, got 0.5."),
 )

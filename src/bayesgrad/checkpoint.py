@@ -150,7 +150,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
                 continue
             try:
                 good = bool(holds(group[name]))
-            except (TypeError, ValueError, RuntimeError):
+            except (TypeError, ValueError, RuntimeError, OverflowError):
                 good = False
             if not good:
                 raise ValueError(f"{name} must be {words}, got {group[name]!r}.")

@@ -21,6 +21,8 @@ class Constraint(NamedTuple):
 
 NONNEGATIVE = Constraint("a finite number >= 0", lambda x: 0 <= x < math.inf)
 POSITIVE = Constraint("a positive number", lambda x: x > 0)
+FINITE = Constraint("a finite positive number", lambda x: 0 < x < math.inf)
+DEVIATION = Constraint("inf or between 1e-18 and 1e18", lambda x: x == math.inf or 1e-18 <= x <= 1e18)
 PRIOR_DECAYS = Constraint("0, because the prior decays weights", lambda x: x == 0)
 FRACTION = Constraint("in [0, 1)", lambda x: 0 <= x < 1)
 OPEN_FRACTION = Constraint("in (0, 1)", lambda x: 0 < x < 1)

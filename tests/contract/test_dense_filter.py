@@ -210,7 +210,7 @@ def skewed() -> torch.Tensor:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "lr": ({"lr": -1.0}, "lr must be a finite number >= 0, got -1.0."),
     "batch_size": ({"batch_size": 0}, "batch_size must be a number >= 1, got 0."),
-    "prior_std": ({"prior_std": 0.0}, "prior_std must be a positive number, got 0.0."),
+    "prior_std": ({"prior_std": 0.0}, "prior_std must be inf or between 1e-18 and 1e18, got 0.0."),
     "evidence": (
         {"fisher": "some"},
         "fisher must be 'exact' or 'sampled' or 'empirical' or 'centered', got 'some'.",
@@ -390,3 +390,13 @@ def test_a_scalar_parameter_has_a_place_in_the_joint_posterior() -> None:
     assert posterior.mean["scale"].shape == posterior.variance()["scale"].shape == ()
     assert float(posterior.variance()["scale"]) == 0.25
     assert posterior.sample(4)["scale"].shape == (4,)
+
+
+def test_sparse_gradients_are_refused_in_words() -> None:
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Flatten(), nn.Linear(6, 2))
+    optimizer = DenseFilter(model, batch_size=4)
+    outputs = model(torch.tensor([[0, 1], [2, 3], [1, 1], [4, 0]]))
+    optimizer.observe(outputs)
+    nn.functional.cross_entropy(outputs, torch.zeros(4, dtype=torch.long)).backward()
+    with pytest.raises(RuntimeError, match=r"needs dense gradients, but that of parameter '0.weight' is sparse"):
+        optimizer.step()

@@ -151,5 +151,5 @@ def gradients_one_by_one(outputs: Tensor, params: Sequence[Tensor], directions: 
             alone = torch.zeros_like(direction)
             alone[example] = direction[example]
             for row, gradient in zip(rows, torch.autograd.grad(outputs, params, alone, retain_graph=True)):
-                row.append(gradient)
+                row.append(gradient.to_dense())  # of an embedding with sparse=True, which the step refuses
     return [torch.stack(row) for row in rows]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bayesgrad.checkpoint import settings
-from bayesgrad.constraints import NONNEGATIVE, OPEN_FRACTION, POSITIVE
+from bayesgrad.constraints import FINITE, NONNEGATIVE, OPEN_FRACTION
 from bayesgrad.optimizer import BeliefOptimizer
 from bayesgrad.precision import Diagonal, Pair, Precision
 from bayesgrad.rules import NaturalStep, SquaredGradient, SteadyState, UpdateRule
@@ -94,7 +94,7 @@ class AdaBound(BeliefOptimizer):
 
     rule = UpdateRule(SquaredGradient(), SteadyState(debias=False), BoundedStep())
     scaled_by_lr = ("final_lr",)
-    accepts = {**BeliefOptimizer.accepts, "final_lr": POSITIVE, "gamma": OPEN_FRACTION, "eps": NONNEGATIVE}
+    accepts = {**BeliefOptimizer.accepts, "final_lr": FINITE, "gamma": OPEN_FRACTION, "eps": NONNEGATIVE}
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bayesgrad import process_limits, shards
 from bayesgrad.checkpoint import settings
-from bayesgrad.constraints import COUNT, NONNEGATIVE, OPTIONAL_INTEGER, POSITIVE, POSITIVE_INTEGER, PRIOR_DECAYS
+from bayesgrad.constraints import COUNT, FINITE, NONNEGATIVE, OPTIONAL_INTEGER, POSITIVE_INTEGER, PRIOR_DECAYS
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.layers.running_statistics import spread
 from bayesgrad.optim.variational import check_prior
@@ -238,7 +238,7 @@ class BayesBiNN(BinaryOptimizer):
         **BeliefOptimizer.accepts,
         "weight_decay": PRIOR_DECAYS,
         "num_data": COUNT,
-        "relaxation": POSITIVE,
+        "relaxation": FINITE,
         "eps": NONNEGATIVE,
         "natural_init": NONNEGATIVE,
         "samples": POSITIVE_INTEGER,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bayesgrad.belief import Joint
 from bayesgrad.checkpoint import settings
-from bayesgrad.constraints import COUNT, LAYER_OPTIONS, POSITIVE, covariance_matrix, one_of, square_matrix
+from bayesgrad.constraints import COUNT, DEVIATION, LAYER_OPTIONS, covariance_matrix, one_of, square_matrix
 from bayesgrad.likelihoods import Likelihood
 from bayesgrad.optimizer import BeliefOptimizer
 from bayesgrad.precision import Dense
@@ -94,7 +94,7 @@ class DenseFilter(BeliefOptimizer):
         **BeliefOptimizer.accepts,
         **LAYER_OPTIONS,
         "batch_size": COUNT,
-        "prior_std": POSITIVE,
+        "prior_std": DEVIATION,
         "fisher": one_of("exact", "sampled", "empirical", "centered"),
     }
 

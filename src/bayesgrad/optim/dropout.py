@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesgrad.checkpoint import settings
-from bayesgrad.constraints import BOOLEAN, NONNEGATIVE, OPTIONAL_INTEGER, POSITIVE, POSITIVE_INTEGER, Constraint, one_of
+from bayesgrad.constraints import BOOLEAN, FINITE, NONNEGATIVE, OPTIONAL_INTEGER, POSITIVE_INTEGER, Constraint, one_of
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.optimizer import BeliefOptimizer
 from bayesgrad.parts import Source
@@ -125,7 +125,7 @@ class SpikeSlab(BeliefOptimizer):
         "seed": OPTIONAL_INTEGER,
         "update": one_of(*DEFAULTS),
         "eps": NONNEGATIVE,
-        "hess_init": POSITIVE,
+        "hess_init": FINITE,
         **HESSIAN,
     }
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from bayesgrad.belief import Joint
 from bayesgrad.checkpoint import settings
-from bayesgrad.constraints import COUNT, LAYER_OPTIONS, POSITIVE, one_of
+from bayesgrad.constraints import COUNT, DEVIATION, LAYER_OPTIONS, POSITIVE, one_of
 from bayesgrad.likelihoods import Likelihood
 from bayesgrad.optim.adabayes import DEFAULT_SGD_LR
 from bayesgrad.optimizer import BeliefOptimizer
@@ -29,7 +29,7 @@ class KroneckerOptimizer(BeliefOptimizer):
         **BeliefOptimizer.accepts,
         **LAYER_OPTIONS,
         "batch_size": COUNT,
-        "prior_std": POSITIVE,
+        "prior_std": DEVIATION,
         "max_step": POSITIVE,
         "fisher": one_of("sampled", "centered", "empirical"),
     }

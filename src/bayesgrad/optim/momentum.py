@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bayesgrad.checkpoint import settings
-from bayesgrad.constraints import BOOLEAN, COUNT, FRACTION, NONNEGATIVE, POSITIVE, Constraint
+from bayesgrad.constraints import BOOLEAN, COUNT, DEVIATION, FRACTION, NONNEGATIVE, Constraint
 from bayesgrad.directions import Directions
 from bayesgrad.kernels import compute_dtype
 from bayesgrad.likelihoods import Likelihood
@@ -136,7 +136,7 @@ class KalmanMomentum(BeliefOptimizer):
         "batch_size": COUNT,
         "momentum_decay": Constraint("in (0, 1]", lambda x: 0 < x <= 1),
         "weight_noise": NONNEGATIVE,
-        "prior_std": POSITIVE,
+        "prior_std": DEVIATION,
         "nesterov_decay": BOOLEAN,
         "steady_state": BOOLEAN,
         "beta2": FRACTION,

@@ -15,10 +15,10 @@ from torch import Tensor
 from bayesgrad import kernels, shards
 from bayesgrad.constraints import (
     COUNT,
+    FINITE,
     FRACTION,
     NONNEGATIVE,
     OPTIONAL_INTEGER,
-    POSITIVE,
     POSITIVE_INTEGER,
     PRIOR_DECAYS,
 )
@@ -53,8 +53,8 @@ class VariationalOptimizer(BeliefOptimizer):
         "weight_decay": PRIOR_DECAYS,
         "num_data": COUNT,
         "prior_precision": NONNEGATIVE,
-        "hess_init": POSITIVE,
-        "kl_weight": POSITIVE,
+        "hess_init": FINITE,
+        "kl_weight": FINITE,
         "natural_momentum": FRACTION,
         "samples": POSITIVE_INTEGER,
         "seed": OPTIONAL_INTEGER,
