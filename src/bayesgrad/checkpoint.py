@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -26,13 +26,14 @@ class CheckedOptimizer(torch.optim.Optimizer):
     """A torch optimizer with checked hyperparameters, whose state is restored bit for bit or refused.
 
     `accepts` maps the name of a hyperparameter to the values that it may have; those in `common` must be the same in
-    all groups, and those in `fixed`, like words and truth values in `common`, cannot change during a run. A `seed` of
-    None is replaced, when the optimizer is built, by a number that is drawn from torch's global generator and saved
-    with the state: `torch.manual_seed` determines it, and a resumed run continues its draws. In a process group it is
-    that of rank 0, and all ranks have to build the optimizer. Groups have a few entries beside hyperparameters:
-    `base_lr`, the initial lr, and `max_lr`, if a scheduler sets it (see `bayesgrad.schedule`); `last_lr`, the last
-    positive lr; `draws` (of the first group), the number of random draws so far; `rule`, the name of the class;
-    `train_mode`, whether weights are those to train with.
+    all groups, and those in `fixed`, like words and truth values in `common`, cannot change during a run. Those in
+    `of_all_groups` are read in the first group; a later one has the same, or is refused. A `seed` of None is replaced,
+    when the optimizer is built, by a number that is drawn from torch's global generator and saved with the state:
+    `torch.manual_seed` determines it, and a resumed run continues its draws. In a process group it is that of rank 0,
+    and all ranks have to build the optimizer. Groups have a few entries beside hyperparameters: `base_lr`, the initial
+    lr, and `max_lr`, if a scheduler sets it (see `bayesgrad.schedule`); `last_lr`, the last positive lr; `draws` (of
+    the first group), the number of random draws so far; `rule`, the name of the class; `train_mode`, whether weights
+    are those to train with.
 
     Args:
         params: as for any torch optimizer; with a model, parameters or groups of it, or None for all.
@@ -46,6 +47,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
     )
     common: ClassVar[tuple[str, ...]] = ()
     fixed: ClassVar[tuple[str, ...]] = ()  # options that decide what state tensors mean, or which shapes they have
+    of_all_groups: ClassVar[tuple[str, ...]] = ("samples", "seed", "likelihood", "hessian", "probes")
     _gathering: Sequence[nn.Module] = ()  # modules whose forward passes gather parameters from other processes
     _statistics: tuple[tuple[Tensor, Tensor], ...] = ()  # buffers of the model and their values before `eval()`
     attachment: Any = None  # by which passes of a model draw and observe, see `bayesgrad.integrations.attach`
@@ -84,14 +86,17 @@ class CheckedOptimizer(torch.optim.Optimizer):
         self.require_mean("add_param_group()")
         if self.model is not None:
             (param_group,) = named_groups(self.model, [param_group])
+        shared = self.param_groups[0] if self.param_groups else {}
+        for name in shared.keys() & set(self.of_all_groups):
+            param_group.setdefault(name, shared[name])
         given = {**self.defaults, **param_group}
         self.check_group(given)
-        if self.param_groups:
-            self._check_common(given)
+        if "likelihood" in given:
+            param_group["likelihood"] = given["likelihood"] = likelihoods.named(given["likelihood"]).name  # for files
+        if shared:
+            self._check_common(given, (*self.common, *self.of_all_groups))
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        if "likelihood" in group:
-            group["likelihood"] = likelihoods.named(group["likelihood"]).name  # which every file can hold
         for position, p in enumerate(group["params"]):
             if p.is_complex():
                 self.param_groups.pop()
@@ -104,8 +109,8 @@ class CheckedOptimizer(torch.optim.Optimizer):
             group.setdefault(name, value)
         self.group_added()
 
-    def _check_common(self, group: Mapping[str, Any]) -> None:
-        for name in self.common:
+    def _check_common(self, group: Mapping[str, Any], names: Iterable[str]) -> None:
+        for name in names:
             first = self.param_groups[0].get(name)
             if group.get(name) != first:
                 raise ValueError(f"{name} must be the same in all groups, got {group.get(name)!r} beside {first!r}.")
@@ -173,7 +178,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
                     f"{name} cannot change during a run, from {built[name]!r} to {group[name]!r}: build a new "
                     "optimizer."
                 )
-            self._check_common(group)
+            self._check_common(group, self.common)
 
     def check_count(self, examples: int) -> None:
         """Warns once if a batch has more examples than there are data; a loss that is a sum may have num_data=1."""

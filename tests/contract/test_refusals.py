@@ -29,6 +29,46 @@ def test_bad_arguments_get_one_sentence(case: Case) -> None:
     assert len(optimizer.param_groups) == 1
 
 
+OTHER = {  # of options that are read in the first group alone
+    "samples": 3,
+    "seed": 99,
+    "likelihood": "gaussian",
+    "hessian": "exact",
+    "probes": 7,
+    "losses_per_example": 3,
+    "blocks": "layer",
+    "update_every": 7,
+    "step_size": "quadratic",
+    "adapt_damping": True,
+    "batch_size": 33,
+    "fisher": "exact",
+    "ema": 0.3,
+    "limit_step": True,
+    "damping_noise": True,
+}
+
+
+@every_case
+def test_options_of_the_whole_optimizer_are_those_of_the_first_group(case: Case) -> None:
+    def built(first: dict, second: dict) -> torch.optim.Optimizer:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        groups = [{"params": list(layer.parameters()), **own} for layer, own in zip(model, (first, second))]
+        return case(model, params=groups) if case.layers else case(groups)
+
+    plain = built({}, {})
+    for name in set(plain.of_all_groups) & set(plain.param_groups[0]):
+        usual, other = plain.param_groups[0][name], OTHER[name]
+        if name == "fisher" and usual == other:
+            other = "sampled"
+        elif usual == other:
+            other = not other if isinstance(other, bool) else "full" if name == "blocks" else 8
+        with pytest.raises(ValueError, match=f"^{name} must be the same in all groups, got .* beside"):
+            built({}, {name: other})
+        optimizer = built({name: other}, {})
+        assert [group[name] for group in optimizer.param_groups] == [other, other]
+        assert len(built({name: other}, {name: other}).param_groups) == 2
+
+
 @every_case
 def test_sparse_gradients_are_refused_before_anything_changes(case: Case) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Embedding(5, 2, sparse=True))

@@ -48,7 +48,7 @@ class DenseFilter(BeliefOptimizer):
         model: the network; BatchNorm must be in evaluation mode.
         lr: eta, the drift of a weight's optimum in one step.
         params: parameters or param groups of the model; None for all. Groups may have their own lr, prior_std and
-            weight_decay; other options are those of the first group.
+            weight_decay; other options must be the same in all groups.
         batch_size: B, the number of losses whose mean is differentiated, over all micro-batches (and tokens). The
             Fisher information of the observed outputs is scaled to B losses. Drop a smaller last batch.
         prior_std: sigma, also the standard deviation before the first gradient. With `inf` the initial variance is
@@ -97,6 +97,7 @@ class DenseFilter(BeliefOptimizer):
         "prior_std": DEVIATION,
         "fisher": one_of("exact", "sampled", "empirical", "centered"),
     }
+    of_all_groups = (*BeliefOptimizer.of_all_groups, "batch_size", "fisher", "losses_per_example")
 
     def __init__(
         self,

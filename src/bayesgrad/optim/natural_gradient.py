@@ -91,6 +91,10 @@ class NaturalGradient(LayerOptimizer):
         "adapt_damping": one_of(True, False),
     }
     common = ("max_norm",)
+    of_all_groups = (
+        *LayerOptimizer.of_all_groups,
+        *("losses_per_example", "blocks", "update_every", "step_size", "adapt_damping"),
+    )
 
     def __init__(
         self,

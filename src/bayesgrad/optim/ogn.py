@@ -72,6 +72,7 @@ class OGN(VariationalOptimizer):
     takes_model = True
     rule = UpdateRule(PerExampleSquare(), Forget(), NaturalStep())
     common = ("fisher", "natural_momentum")
+    of_all_groups = (*VariationalOptimizer.of_all_groups, "losses_per_example")
     accepts = OPTIONS
 
     def __init__(
@@ -129,6 +130,7 @@ class VOGN(VariationalOptimizer):
     takes_model = True
     rule = UpdateRule(PerExampleSquare(), Forget(), NaturalStep())
     common = ("fisher", "natural_momentum")
+    of_all_groups = (*VariationalOptimizer.of_all_groups, "losses_per_example")
     accepts = OPTIONS
 
     def __init__(

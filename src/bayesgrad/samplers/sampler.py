@@ -64,6 +64,10 @@ class Sampler(BeliefOptimizer):
     rule = UpdateRule(None, Static(), LangevinStep())
     kept = (*BeliefOptimizer.kept, "metric")
     common = ("metric", "correction", "num_data", "temperature", "batch_size", "damping")
+    of_all_groups = (
+        *BeliefOptimizer.of_all_groups,
+        *("fisher", "ema", "update_every", "losses_per_example", "limit_step", "damping_noise"),
+    )
     accepts = {
         **BeliefOptimizer.accepts,
         **LAYER_OPTIONS,
