@@ -401,7 +401,7 @@ class BeliefOptimizer(CheckedOptimizer):
     def state_loaded(self) -> None:
         self._build()
         if self._parts:
-            self._passes.loaded()
+            self._passes.loaded(self.needs.outputs or self.needs.loss)
 
     def on_cpu(self) -> set[str]:
         return {"step", *(name for part in self._parts for name in part.on_cpu)}

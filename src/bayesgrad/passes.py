@@ -36,6 +36,7 @@ class Passes:
         computed: gradients after the last backward pass; None before one, or if that is not known.
         used: gradients at the end of the last step.
         lost: gradients whose evidence was discarded when a state was loaded.
+        forgotten: whether an observation was, before its gradients were computed.
     """
 
     def __init__(self, optimizer: Host) -> None:
@@ -48,6 +49,7 @@ class Passes:
         self.computed: Versions | None = None
         self.used: Versions = []
         self.lost: list[TensorWeakRef] = []
+        self.forgotten = False
 
     def begin(self, parts: Sequence[Part]) -> None:
         """Called before a pass: discards what belongs to gradients that were set to zero without `zero_grad()`."""
@@ -74,6 +76,7 @@ class Passes:
         if self.earlier and not (isinstance(outputs, Tensor) and not outputs.numel()):  # an empty batch is not observed
             self.current.append((outputs, loss, labels, weights))
         self.observed, self.interrupted, self.marked = 1, False, self._versions()
+        self.forgotten = False
         seen = loss if isinstance(loss, Tensor) else outputs
         if isinstance(seen, Tensor) and seen.requires_grad:
             own = weakref.ref(self)
@@ -136,7 +139,7 @@ class Passes:
 
     def zeroed(self, stale: bool) -> None:
         """Called after gradients were set to zero."""
-        self.earlier, self.current = False, []
+        self.earlier, self.current, self.forgotten = False, [], False
         self.marked, self.computed, self.lost = self._versions(), None, []
         self.observed, self.interrupted = 2 if self.observed and not stale else 0, False
 
@@ -146,9 +149,13 @@ class Passes:
         self.observed, self.interrupted, self.computed, self.lost = 0, False, None, []
         self.used = self._versions()
 
-    def loaded(self) -> None:
-        """Called when a state was loaded."""
-        self.earlier, self.current = False, []
+    def loaded(self, observes: bool) -> None:
+        """Called when a state was loaded.
+
+        Args:
+            observes: whether the optimizer reads outputs or losses of passes.
+        """
+        self.earlier, self.current, self.forgotten = False, [], observes and bool(self.observed)
         if self._versions() != self.used and _nonzero(found := self._gradients()):
             self.lost = [TensorWeakRef(gradient) for gradient in found]
         self.observed, self.interrupted, self.computed = 0, False, None
@@ -156,10 +163,11 @@ class Passes:
     def check(self) -> None:
         """Raises if a step would use gradients whose evidence was discarded."""
         gone = [gradient for ref in self.lost if (gradient := ref()) is not None]
-        if any(gradient is other for gradient in gone for other in self._gradients()):
+        if self.forgotten or any(gradient is other for gradient in gone for other in self._gradients()):
             raise RuntimeError(
-                "load_state_dict() between backward() and step() has discarded what was recorded beside these "
-                "gradients: call optimizer.zero_grad() after loading, and repeat the passes of this step."
+                f"load_state_dict() between {'observe' if self.forgotten else 'backward'}() and step() has discarded "
+                "what was recorded beside these gradients: call optimizer.zero_grad() after loading, and repeat the "
+                "passes of this step."
             )
 
     def _versions(self) -> Versions:

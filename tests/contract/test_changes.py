@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +14,19 @@ import torch
 from torch import nn
 
 from bayesgrad import kernels, optim
-from cases import CASES, Case, elementwise_case, same, small_model, states, train, weights
+from cases import (
+    CASES,
+    Case,
+    batch,
+    elementwise_case,
+    every_case,
+    observe,
+    same,
+    small_model,
+    states,
+    train,
+    weights,
+)
 
 
 def grouped(case: Case, model: nn.Module, options: list[dict[str, Any]]) -> Any:
@@ -22,6 +37,17 @@ def grouped(case: Case, model: nn.Module, options: list[dict[str, Any]]) -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".* does not support |lr=.* (samples at temperature|is not small)")
         return case(model, params=groups) if case.layers else case(groups)
+
+
+@contextmanager
+def refusals(words: str) -> Iterator[list[str]]:
+    """A context that ends with an error of these words, which are then in the list, or without an error."""
+    found: list[str] = []
+    try:
+        yield found
+    except RuntimeError as error:
+        found.append(str(error))
+    assert all(re.search(words, message) for message in found)
 
 
 NO_POSTERIOR = ("STE", "AdaBound", "AMSBound", "FOOF", "KFAC", "NaturalGradient", "Langevin", "SNGD")
@@ -191,3 +217,33 @@ def test_an_interrupt_of_an_update_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     words = r"^AdaBayes\.step\(\) was interrupted: some "
     with pytest.warns(RuntimeWarning, match=words), pytest.raises(KeyboardInterrupt):
         train(model, optimizer, range(1, 2))
+
+
+@every_case
+@pytest.mark.parametrize("moment", ["forward", "observe"])
+def test_a_state_that_is_loaded_inside_of_a_pass_changes_no_number_in_silence(case: Case, moment: str) -> None:
+    """KFAC, Kronecker filters and samplers took steps without the batch whose observation was discarded."""
+    model, other = small_model(torch.float64, width=8), small_model(torch.float64, width=8)
+    plain, loaded = case.of(model), case.of(other)
+    if loaded.needs.draws:
+        pytest.skip("state dicts are refused inside of sampled()")
+    train(model, plain, range(6))
+    train(other, loaded, range(3))
+    x, y = batch(3, torch.float64)
+    loaded.zero_grad()
+    outputs = other(x)
+    loss = nn.functional.cross_entropy(outputs, y)
+    words = "load_state_dict|was loaded|(inputs were|pass was) recorded|inplace"
+    with refusals(words) as refused:
+        if moment == "forward":
+            loaded.load_state_dict(loaded.state_dict())
+        observe(loaded, outputs, y, loss)
+        if moment == "observe":
+            loaded.load_state_dict(loaded.state_dict())
+        loss.backward()
+        loaded.step()
+    if refused:
+        return
+    train(other, loaded, range(4, 6))
+    for name, value in weights(model).items():
+        torch.testing.assert_close(value, weights(other)[name], rtol=1e-10, atol=1e-12)

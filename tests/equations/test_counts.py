@@ -745,27 +745,29 @@ class Last(nn.Module):
         return self.out(self.states(x)[0][..., -1, :])
 
 
-@pytest.mark.parametrize("network", ["linear", "convolution", "recurrent"])
+@pytest.mark.parametrize("network", ["linear", "convolution", "recurrent", "pixels"])
 def test_one_example_without_a_dimension_of_examples(network: str) -> None:
-    """The outputs (C,) of a linear layer are one example, not C; what needs outputs refuses them."""
-    shape = {"linear": (5,), "convolution": (2, 3, 3), "recurrent": (T, 5)}[network]
+    """The outputs (C,) of a linear layer and (C, H, W) of a convolution are one example; `observe` refuses them."""
+    shape = {"linear": (5,), "convolution": (2, 3, 3), "recurrent": (T, 5), "pixels": (2, 4, 5)}[network]
     x = torch.randn(shape, dtype=D, generator=torch.Generator().manual_seed(0))
-    label = torch.tensor(1)
+    label = torch.tensor(1) if network != "pixels" else torch.arange(12).view(3, 4) % C
 
     def built() -> nn.Module:
         torch.manual_seed(0)
         if network == "recurrent":
             return Last()
+        if network == "pixels":
+            return nn.Sequential(nn.Conv2d(2, 3, 1), nn.Tanh(), nn.Conv2d(3, C, 2)).double()
         hidden = [nn.Conv2d(2, 3, 2), nn.Flatten(-3)] if network == "convolution" else [nn.Linear(5, 12)]
         return nn.Sequential(*hidden, nn.Tanh(), nn.Linear(12, C)).double()
 
     for make in (FOOF, lambda model: FOOF(model, precondition="backward"), lambda model: OGN(model, num_data=50)):
         batched, alone = built(), built()
-        for model, inputs, labels in ((batched, x[None], label[None]), (alone, x, label)):
+        for model, inputs in ((batched, x[None]), (alone, x)):
             optimizer = make(model)
             for _ in range(2):
                 optimizer.zero_grad()
-                F.cross_entropy(model(inputs), labels).backward()
+                F.cross_entropy(model(inputs).reshape(1, C, *label.shape), label[None]).backward()
                 optimizer.step()
         for p, q in zip(batched.parameters(), alone.parameters()):
             close(p, q)
@@ -776,5 +778,5 @@ def test_one_example_without_a_dimension_of_examples(network: str) -> None:
         KroneckerFilterFP(model, batch_size=1, likelihood="gaussian"),
         DenseFilter(model, batch_size=1, likelihood="gaussian"),
     ):
-        with pytest.raises(ValueError, match=r"must have a dimension of examples, got a linear layer's vector"):
+        with pytest.raises(ValueError, match=r"must have a dimension of examples, got those of one example"):
             optimizer.observe(model(x))

@@ -49,7 +49,7 @@ import torch._functorch.config
 import torch.compiler.config
 from torch import Tensor, nn
 
-from bayesgrad.layers.call import COMPILED, SITE, SITES, LayerCall, Pair, Site, forward
+from bayesgrad.layers.call import COMPILED, SITE, SITES, LayerCall, Pair, RecordedLayer, Site, forward
 from bayesgrad.layers.composite import forward as composite_forward
 from bayesgrad.layers.composite import owners, parts_of
 from bayesgrad.layers.gradients import GradientMarks
@@ -273,11 +273,13 @@ class LayerRecorder:
         if not outputs:
             return
         given = [value.shape for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        self.passes[self.current] = ForwardPass(outputs[0].shape, *given[:1], class_dim=_class_dim(outputs[0]))  # pyright: ignore
+        alone = not has_examples(outputs[0])
+        shapes = [torch.Size((1, *shape)) if alone else shape for shape in (outputs[0].shape, *given[:1])]
+        self.passes[self.current] = ForwardPass(*shapes, class_dim=1 if alone else _class_dim(outputs[0]))  # pyright: ignore
         if len(self.passes) > MAX_PASSES:
             del self.passes[next(iter(self.passes))]
         self.latest = weakref.ref(outputs[0])
-        if self.returned is not None and self.capture is None:  # else checkpointing recomputes for `backpropagate`
+        if self.returned is not None and self.capture is None and not alone:  # else recomputed for `backpropagate`
             self.returned(outputs, tuple(given))
 
     def forward_pass(self, forward_id: int) -> ForwardPass | None:
@@ -351,12 +353,19 @@ class LayerRecorder:
         check_graph(outputs)
         trace = Trace(self, outputs)
         sites = {site.handle: site for m in self.layers.values() if (site := m.__dict__.get(SITE)) is not None}
+        own = {id(owner(p)) for m in self.layers.values() for p in m._parameters.values() if p is not None}
         for node in graph_nodes(outputs):
             site = sites.get(getattr(node, "handle", -1))
             recorded = site is not None and site.has_own(node)
+            closed = node.name() == f"{RecordedLayer.__name__}Backward" and node.handle not in SITES
             for following, _ in node.next_functions:
                 if hasattr(following, "variable"):
                     key = id(owner(following.variable))
+                    if closed and key in own:
+                        raise RuntimeError(
+                            "these outputs were computed before the state of the optimizer was loaded, or by another "
+                            "optimizer that is gone: run the forward pass again."
+                        )
                     trace.read_counts[key] += 1
                     trace.recorded_counts[key] += recorded
         return trace
@@ -369,15 +378,16 @@ def _output_tensors(output: Any) -> list[Tensor]:
         output.values() if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else (output,)
     )
     found = [t for t in several if isinstance(t, Tensor) and t.dim() and t.numel() and t.grad_fn is not None]
-    found = [t for t in found if has_examples(t)]
     if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in found):  # pyright: ignore
         return []
     return [t for t in found if len(t) == len(found[0])]
 
 
 def has_examples(outputs: Tensor) -> bool:
-    """Whether the first dimension can be that of examples. That of a vector which a linear layer returns is not."""
-    return outputs.dim() > 1 or getattr(outputs.grad_fn, "op", (None,))[0] not in (LINEAR, TRANSPOSED_LINEAR)
+    """Whether the first dimension can be that of examples: not if a layer returned them for one input."""
+    kind, *settings = getattr(outputs.grad_fn, "op", (None,))
+    least = {LINEAR: 1, TRANSPOSED_LINEAR: 1, CONVOLUTION: 1 + len(settings[0]) if kind == CONVOLUTION else 0}
+    return outputs.dim() > least.get(kind, 0)
 
 
 def check_outputs(outputs: Any) -> None:
@@ -387,7 +397,7 @@ def check_outputs(outputs: Any) -> None:
     if outputs.dim() == 0:
         raise ValueError("outputs must have a dimension of examples, got a single number: pass outputs, not a loss.")
     if not has_examples(outputs):
-        raise ValueError("outputs must have a dimension of examples, got a linear layer's vector: use inputs[None].")
+        raise ValueError("outputs must have a dimension of examples, got those of one example: use inputs[None].")
 
 
 def _class_dim(output: Tensor) -> int:
