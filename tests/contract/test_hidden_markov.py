@@ -329,3 +329,14 @@ def test_symbols_of_known_parameters() -> None:
     assert model.score(SYMBOLS) * 60 == pytest.approx(peer.score(SYMBOLS[:, None]), rel=1e-10)
     with pytest.raises(ValueError, match="pass either emissionprob, or both means and covars"):
         HiddenMarkov.from_parameters(peer.startprob_, peer.transmat_)
+
+
+@pytest.mark.parametrize("covariance_type", ["full", "diag"])
+def test_a_state_without_variance_in_a_direction_is_said_to_have_none(covariance_type: str) -> None:
+    """The second column is constant where the first is low; a prior is the remedy."""
+    random = np.random.RandomState(0)
+    low, high = random.randn(40, 2) * [1, 0], random.randn(40, 2) + 5
+    rows = np.concatenate([low, high])
+    with pytest.warns(UserWarning, match=r"state \d has .* times the standard .* pass a greater covars_prior"):
+        HiddenMarkov(2, covariance_type=covariance_type, random_state=0).fit(rows)
+    HiddenMarkov(2, covariance_type=covariance_type, random_state=0, covars_prior=0.1).fit(rows)

@@ -13,10 +13,11 @@ from torch import Tensor
 from bayesgrad.families import Parameters, Point
 from bayesgrad.inference import LatentVariableFactor, Node
 from bayesgrad.models import markov
-from bayesgrad.models.checks import as_numpy, like
+from bayesgrad.models.checks import as_numpy, like, warn
 from bayesgrad.models.covariances import Covariance, Diag, Spherical, Tied
 
 CACHE_LIMIT = 1 << 25  # size limit of cached features, in numbers
+DEGENERATE = 1e-6  # a variance in a state, relative to that of columns in the state where they vary most
 LOG_TINY = math.log(torch.finfo(torch.float64).tiny)
 
 
@@ -152,6 +153,23 @@ def to_full_matrices(covariance: Covariance, covars: Tensor, states: int, size: 
     if isinstance(covariance, (Diag, Spherical)):
         return torch.diag_embed(covars)
     return covars.expand(states, size, size) if isinstance(covariance, Tied) else covars
+
+
+def warn_if_degenerate(covars: Tensor) -> None:
+    """Warns of a state whose observations lie in a subspace, so that its density is arbitrarily high or low elsewhere.
+
+    Args:
+        covars: (K, P, P).
+    """
+    scale = covars.diagonal(dim1=1, dim2=2).amax(0).sqrt()
+    least = torch.linalg.eigvalsh(covars / (scale[:, None] * scale))[:, 0]
+    if bool((least < DEGENERATE).any()):
+        state = int(least.argmin())
+        warn(
+            f"in some direction, state {state} has {float(least[state].clamp(min=0).sqrt()):.1g} times the standard "
+            "deviation of columns in other states, so that new rows may have a very low likelihood: pass a greater "
+            "covars_prior (as 0.01 times the variance of a column), or leave out columns that others determine."
+        )
 
 
 class Symbols:

@@ -150,13 +150,12 @@ class HiddenMarkov(Latent):
     # --- learning ---
 
     def fit(self, X: Any, y: Any = None, lengths: Any = None) -> HiddenMarkov:
-        """Fits X and discards previous fits. y is ignored.
-
-        Raises:
-            ValueError: a setting or the data are not valid.
-        """
+        """Fits X and discards previous fits. y is ignored."""
         chained.check_ignored_y(X, y)
-        return super().fit(chained.SequenceInput(X, lengths))
+        super().fit(chained.SequenceInput(X, lengths))
+        if self.method == "em" and self._dims > 1:
+            chained.warn_if_degenerate(self._gaussians()[1])
+        return self
 
     def partial_fit(self, X: Any, y: Any = None, lengths: Any = None) -> HiddenMarkov:
         """Updates the parameters with a batch of sequences, which is not stored: online EM, or SVI. y is ignored."""
@@ -435,11 +434,15 @@ class HiddenMarkov(Latent):
             uniform = torch.rand(n_samples, 1, dtype=torch.float64, generator=generator)
             rows = chained.drawn(_array(self.emissionprob_)[states], uniform)
         else:
-            means, covars = _array(self.means_), _array(self.covars_)
-            root = torch.linalg.cholesky(chained.to_full_matrices(self._covariance, covars, *means.shape))
+            means, covars = self._gaussians()
+            root = torch.linalg.cholesky(covars)
             noise = torch.randn(n_samples, means.shape[1], dtype=torch.float64, generator=generator)
             rows = means[states] + (root[states] @ noise[..., None])[..., 0]
         return self._kind(rows), self._kind(states)
+
+    def _gaussians(self) -> tuple[Tensor, Tensor]:
+        means = _array(self.means_)
+        return means, chained.to_full_matrices(self._covariance, _array(self.covars_), *means.shape)
 
 
 def _array(value: Any) -> Tensor:
