@@ -6,11 +6,12 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 LAB := $(VENV)/.lab
 STAMP := $(VENV)/.test
 WORKERS ?= 2
+export DEVICE  # of tests/contract/test_devices.py; an imitation of a second device if it is not set
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 .PHONY: test slow soak demo lint types fast bench format clean
 
-test: lint types  ## lint, types and all tests but those that take long, doctests included
+test: lint types  ## lint, types and all tests but those that take long, doctests included; DEVICE=cuda for a GPU
 	$(PYTEST) -m "not slow and not soak"
 
 slow: $(STAMP)  ## what takes minutes, in full; make test has it in small

@@ -292,7 +292,7 @@ class LayerRecorder:
     def pass_of(self, outputs: Tensor) -> ForwardPass | None:
         """The shapes of the latest forward pass if it returned these outputs, or a tensor that they are a view of."""
         latest = self.latest()
-        if latest is None or latest.untyped_storage().data_ptr() != outputs.untyped_storage().data_ptr():
+        if latest is None or latest.untyped_storage()._cdata != outputs.untyped_storage()._cdata:
             return None
         return self.passes.get(self.current)
 
