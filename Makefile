@@ -9,7 +9,7 @@ WORKERS ?= 2
 export DEVICE  # of tests/contract/test_devices.py; an imitation of a second device if it is not set
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-.PHONY: test slow soak demo lint types fast bench format clean
+.PHONY: test slow soak demo lint types fast bench format wheels clean
 
 test: lint types  ## lint, types and all tests but those that take long, doctests included; DEVICE=cuda for a GPU
 	$(PYTEST) -m "not slow and not soak"
@@ -39,6 +39,13 @@ format: $(STAMP)  ## rewrite the sources in the house format
 
 bench: $(LAB)  ## timings side by side with torch.optim; keep the machine idle
 	$(BIN)/bayesgrad bench
+
+wheels: $(STAMP)  ## build and check what is published: dist/
+	rm -rf dist
+	$(PIP) build twine
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m build --outdir dist lab
+	$(BIN)/python -m twine check --strict dist/*
 
 clean:
 	rm -rf $(VENV)

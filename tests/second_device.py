@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from bayesgrad import laplace
 from bayesgrad.structures import Structure
@@ -165,7 +165,7 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     chosen = sys.argv[1] if len(sys.argv) > 1 else NAME
     if chosen == NAME:
-        _setup_privateuseone_for_python_backend(NAME)
+        backend_registration._setup_privateuseone_for_python_backend(NAME)
     results = {case.name: difference(training, case, chosen) for case in CASES}
     results |= {structure: difference(predicting, structure, chosen) for structure in Structure.by_name}
     print(json.dumps(results))

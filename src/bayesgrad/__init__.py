@@ -24,7 +24,7 @@ from bayesgrad.layers.fisher import SubsampledFisher
 from bayesgrad.lost_processes import name_lost_processes
 from bayesgrad.posterior import EWC, Posterior
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "EWC",
     "DataShard",

@@ -1,3 +1,3 @@
 """The laboratory of bayesgrad: the experiments of the papers, data sets, comparisons and the command line."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
