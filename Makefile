@@ -37,8 +37,8 @@ format: $(STAMP)  ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(LAB)  ## timings side by side with torch.optim; keep the machine idle
-	$(BIN)/bayesgrad bench
+bench: $(LAB)  ## timings side by side with torch.optim, and what became slower; keep the machine idle
+	$(BIN)/bayesgrad bench --history docs/results/benchmarks.jsonl --write docs/results/benchmarks.md
 
 wheels: $(STAMP)  ## build and check what is published: dist/
 	rm -rf dist

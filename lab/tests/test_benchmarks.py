@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-import subprocess
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from bayesgrad_lab.benchmarks import elementwise, layerwise
+from bayesgrad_lab.benchmarks import elementwise, history, layerwise
 from bayesgrad_lab.cli import main
 from bayesgrad_lab.training import steps
 
@@ -72,13 +73,22 @@ def test_other_packages_are_timed_with_steps_that_move_weights(name: str) -> Non
     assert all(not torch.equal(old, new) for old, new in zip(before, model.parameters()))
 
 
-def test_bench_runs_both_and_fails_where_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    commands: list[list[str]] = []
+def test_what_became_slower_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    figures = {"AdaBayes": (1.0, 0.01), "FOOF": (1.5, 0.2), "KFAC": (2.0, 0.001)}
+    later = {"AdaBayes": (1.1, 0.01), "FOOF": (1.9, 0.2), "KFAC": (2.05, 0.001)}  # beyond noise; within; less than 5 %
+    measurements = iter([figures, later, figures])
+    monkeypatch.setattr(history, "measured", lambda *_: next(measurements))
+    command = ["bench", "--history", str(tmp_path / "history.jsonl"), "--write", str(tmp_path / "page.md")]
+    assert [main(command) for _ in range(3)] == [0, 1, 0]
+    assert "standard errors and 5%: AdaBayes.\n" in capsys.readouterr().out
+    page = (tmp_path / "page.md").read_text()
+    assert "Measurements so far: 3. The one before is of" in page
+    assert "| AdaBayes | 1.00 ± 0.01 | 1.10 ± 0.01 |" in page
+    assert main(["bench", "--rounds", "3"]) == 2
+    assert "--rounds must be at least 20, got 3." in capsys.readouterr().err
 
-    def run(command: list[str], check: bool) -> subprocess.CompletedProcess:
-        commands.append(command)
-        return subprocess.CompletedProcess(command, len(commands) - 1)
 
-    monkeypatch.setattr(subprocess, "run", run)
-    assert main(["bench"]) == 1
-    assert [command[-1] for command in commands] == [elementwise.__name__, layerwise.__name__]
+def test_ratios_have_the_error_of_parts_of_a_run() -> None:
+    base = [1.0] * 20
+    own = [2.0 + i // 2 for i in range(20)]  # parts: 2, 3, ..., 11
+    assert history.ratio(own, base) == pytest.approx((6.5, statistics.stdev(range(10)) / math.sqrt(10)))

@@ -8,7 +8,6 @@ import math
 import os
 import re
 import shlex
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
@@ -112,6 +111,11 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(call=_report)
 
     bench = commands.add_parser("bench", help="time elementwise and layer-wise optimizers beside torch.optim")
+    bench.add_argument("--history", type=Path, help="a file of earlier measurements, to which this one is added")
+    bench.add_argument("--write", type=Path, help="a Markdown file to write the table to")
+    bench.add_argument("--rounds", type=int, default=200, help="steps of each optimizer (%(default)s)")
+    bench.add_argument("--warm", type=int, default=420, help="steps before, of layer-wise ones (%(default)s)")
+    bench.add_argument("--seconds", type=float, default=6.0, help="of steps before, of elementwise ones (%(default)s)")
     bench.set_defaults(call=_bench)
     return parser
 
@@ -396,9 +400,9 @@ def _report(arguments: argparse.Namespace, command: str) -> None:
 
 
 def _bench(arguments: argparse.Namespace, command: str) -> int:
-    names = ("elementwise", "layerwise")
-    commands = [[sys.executable, "-m", f"bayesgrad_lab.benchmarks.{name}"] for name in names]
-    return max(subprocess.run(command, check=False).returncode for command in commands)
+    from bayesgrad_lab.benchmarks import history
+
+    return history.run(arguments)
 
 
 if __name__ == "__main__":

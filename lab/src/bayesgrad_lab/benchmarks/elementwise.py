@@ -49,10 +49,12 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def measure(
-    shapes: list, seconds: float, rounds: int, makers: dict[str, Callable] = OPTIMIZERS
-) -> dict[str, dict[str, float]]:
-    optimizers = {name: optimizer_for(make, shapes) for name, make in makers.items()}
+def optimizers_for(shapes: list, makers: dict[str, Callable] = OPTIMIZERS) -> dict[str, torch.optim.Optimizer]:
+    return {name: optimizer_for(make, shapes) for name, make in makers.items()}
+
+
+def times_of(optimizers: dict[str, torch.optim.Optimizer], seconds: float, rounds: int) -> dict[str, list[float]]:
+    """Seconds of steps that optimizers take in turns, after some that are not counted."""
     for optimizer in optimizers.values():
         optimizer.step()
     end = time.perf_counter() + seconds
@@ -67,6 +69,14 @@ def measure(
             optimizer.step()
             times[name].append(time.perf_counter() - start)
     print(file=sys.stderr)
+    return times
+
+
+def measure(
+    shapes: list, seconds: float, rounds: int, makers: dict[str, Callable] = OPTIMIZERS
+) -> dict[str, dict[str, float]]:
+    optimizers = optimizers_for(shapes, makers)
+    times = times_of(optimizers, seconds, rounds)
     return {
         name: {"median": statistics.median(values), "bytes": state_bytes(optimizers[name])}
         for name, values in times.items()
