@@ -1,8 +1,8 @@
 """Aitchison 2018: a Kalman filter normalises gradients, as RMSProp does.
 
-Three weights get gradients of very different size. The filter's posterior variance is its learning rate, and in the steady
-state it is inversely proportional to the size of the gradients. So all weights take steps of about the same size, without a
-rule that says so. SGD's steps are as different as the gradients.
+Three weights get gradients of very different size. The filter's posterior variance is its learning rate, and in the
+steady state it is inversely proportional to the size of the gradients. So all weights take steps of about the same
+size, without a rule that says so. SGD's steps are as different as the gradients.
 """
 
 import torch

@@ -1,7 +1,8 @@
 """Aitchison 2020: AdaBayes is Adam for strong gradients and SGD for weak ones.
 
-Each weight gets gradients of one size. The learning rate that AdaBayes ends with is that of SGD for weights with weak gradients,
-and Adam's, lr/rms(g), for weights with strong ones; between them it follows the fixed point of the filter (Eq. 21).
+Each weight gets gradients of one size. The learning rate that AdaBayes ends with is that of SGD for weights with weak
+gradients, and Adam's, lr/rms(g), for weights with strong ones; between them it follows the fixed point of the filter
+(Eq. 21).
 """
 
 import matplotlib.pyplot as plt

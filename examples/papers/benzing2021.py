@@ -1,8 +1,9 @@
 """Benzing 2021: KFAC and FOOF beat the exact natural gradient that KFAC approximates.
 
-All train the same perceptron on the same 1,500 digits for 100 steps. Were KFAC good because it approximates natural gradients, the
-exact ones would be better. FOOF, which has the factor of the inputs alone, explains why they are not: what helps is a step in
-the outputs of neurons. (One seed and one setting each; [results](../../docs/results/README.md) has searches and seeds.)
+All train the same perceptron on the same 1,500 digits for 100 steps. Were KFAC good because it approximates natural
+gradients, the exact ones would be better. FOOF, which has the factor of the inputs alone, explains why they are not:
+what helps is a step in the outputs of neurons. (One seed and one setting each;
+[results](../../docs/results/README.md) has searches and seeds.)
 """
 
 import torch

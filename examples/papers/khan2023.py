@@ -1,8 +1,8 @@
 """Khan and Rue 2023: one rule, and the family of distributions decides which algorithm it is.
 
-The loss has a wall at the left of its minimum. With a point (a Gaussian of fixed width, and the delta method) the rule is gradient
-descent and ends in the minimum. With a Gaussian it is variational Newton: it averages over its width and stays away from the
-wall, by exactly 1/4 here.
+The loss has a wall at the left of its minimum. With a point (a Gaussian of fixed width, and the delta method) the
+rule is gradient descent and ends in the minimum. With a Gaussian it is variational Newton: it averages over its width
+and stays away from the wall, by exactly 1/4 here.
 """
 
 import matplotlib.pyplot as plt

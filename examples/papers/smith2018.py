@@ -1,8 +1,8 @@
 """Smith et al. 2018: minibatch natural gradients draw samples from the posterior, if the batch size is right.
 
-A logistic regression with two weights and 1,000 examples. The noise of minibatches takes the place of that of Langevin dynamics.
-At B = lr N/(2 + lr), where the temperature is 1, the weights have the variance of the posterior; a batch of a quarter of this
-size makes it four times as large.
+A logistic regression with two weights and 1,000 examples. The noise of minibatches takes the place of that of
+Langevin dynamics. At B = lr N/(2 + lr), where the temperature is 1, the weights have the variance of the posterior; a
+batch of a quarter of this size makes it four times as large.
 """
 
 import warnings
