@@ -9,9 +9,9 @@ import torch
 
 from bayesgrad.optim import KalmanMomentum
 
-sizes = torch.tensor([0.01, 1.0, 100.0])
+sizes = torch.tensor([0.1, 1.0, 10.0])
 weights = torch.nn.Parameter(torch.zeros(3))
-optimizer = KalmanMomentum([weights], lr=1e-2, batch_size=1, momentum_decay=0.5)
+optimizer = KalmanMomentum([weights], lr=1e-2, batch_size=1, momentum_decay=0.9)
 generator = torch.Generator().manual_seed(0)
 squares = torch.zeros(3)
 for step in range(3000):
@@ -21,4 +21,4 @@ for step in range(3000):
     squares += (weights.detach() - before) ** 2 * (step >= 1000)
 
 for size, move in zip(sizes, (squares / 2000).sqrt()):
-    print(f"gradients of size {size:6.2f}: steps of {1e2 * move:.1f} lr, SGD's would be {size:.2f} lr")
+    print(f"gradients of size {size:4.1f}: steps of {1e2 * move:.2f} lr, SGD's would be {size:.1f} lr")
