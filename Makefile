@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 LAB := $(VENV)/.lab
 STAMP := $(VENV)/.test
+DOCS := $(VENV)/.docs
 WORKERS ?= 2
 export DEVICE  # of tests/contract/test_devices.py; an imitation of a second device if it is not set
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-.PHONY: test slow soak demo lint types fast bench format wheels clean
+.PHONY: test slow soak demo docs gallery lint types fast bench format wheels clean
 
 test: lint types  ## lint, types and all tests but those that take long, doctests included; DEVICE=cuda for a GPU
 	$(PYTEST) -m "not slow and not soak"
@@ -22,6 +23,13 @@ soak: $(STAMP)  ## hours of kills and fuzzing: SOAK_MINUTES=60 SOAK_KILLS=200
 
 demo: $(LAB)  ## compare optimizers on scikit-learn's digits; ends by saying where the report is
 	$(BIN)/bayesgrad compare --data digits --seeds 3 --epochs 15 --lr-search --out runs --resume
+
+docs: $(DOCS)  ## the documentation as a site, site/index.html; a warning is an error
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --builder html docs site
+	@echo "site/index.html"
+
+gallery: $(STAMP)  ## run the examples that changed, and keep what they print and draw in docs/gallery
+	$(BIN)/python docs/site_tools/gallery.py
 
 fast: $(STAMP)  ## the tests that take no compilation, up to the first that fails
 	$(PYTEST) -m "not compiled and not slow and not soak" -x
@@ -61,4 +69,9 @@ $(LAB): pyproject.toml lab/pyproject.toml constraints.txt
 $(STAMP): $(LAB) tests/peers.txt
 	$(PIP) --editable ".[test]"
 	$(PIP) --no-deps --requirement tests/peers.txt
+	touch $@
+
+# What builds the site: Sphinx and its theme; the reference imports the integrations, whose packages the tests install.
+$(DOCS): $(STAMP)
+	$(PIP) --editable ".[docs]"
 	touch $@

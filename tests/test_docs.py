@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
+import io
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -12,18 +15,38 @@ import pytest
 from bayesgrad_lab import catalogue
 from bayesgrad_lab.experiments import EXPERIMENTS
 from bayesgrad_lab.report import UNRESOLVED
+from printed import differences
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
+def run_blocks(page: Path, kinds: str) -> None:
+    """Runs the blocks of code of a page, and compares what they print with the block of text that follows."""
+    names: dict = {}
+    blocks = re.findall(rf"```(?:{kinds})\n(.*?)```(?:\n\n```text\n(.*?)```)?", page.read_text(), re.DOTALL)
+    for source, shown in blocks:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(source, str(page), "exec"), names)
+        assert not shown or not differences(shown, printed.getvalue())
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_code_runs(page: Path) -> None:
-    names: dict = {}
-    for source in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
-        exec(compile(source, str(page), "exec"), names)
-    if page == ROOT / "README.md":
-        assert names["probabilities"].shape == (5, 3)
+    run_blocks(page, "python")
+
+
+@pytest.mark.slow
+def test_nuts_agrees_with_the_engine() -> None:
+    """The tutorial's code for NumPyro too."""
+    run_blocks(ROOT / "docs/tutorial-numpyro.md", "python|py")
+
+
+def test_the_readme_is_short_and_prints() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 150
+    assert text.count("```python") == text.count("```text\n") == 3
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -77,7 +100,7 @@ def test_every_public_name_is_listed(name: str) -> None:
 
 def test_every_experiment_has_a_page_and_is_listed() -> None:
     listed = (ROOT / "docs/results/README.md").read_text()
-    pages = {path.stem for path in (ROOT / "docs/results").glob("*.md")} - {"README"}
+    pages = {path.stem for path in (ROOT / "docs/results").glob("*.md")} - {"README", "claims"}
     assert set(EXPERIMENTS) <= pages
     assert pages == set(re.findall(r"^\| \[[^]]+\]\(([^)]+)\.md\)", listed, re.MULTILINE))
 
@@ -124,3 +147,10 @@ def test_verdicts_that_are_not_resolved_are_so_everywhere(name: str) -> None:
     assert listed.startswith(UNRESOLVED) == shown.lower().startswith(UNRESOLVED)
     if listed.startswith(UNRESOLVED):
         assert shown == f"{listed[0].upper()}{listed[1:]}."
+
+
+def test_the_table_of_claims_is_current() -> None:
+    """It is written from the other pages: python docs/claims.py."""
+    table = runpy.run_path(str(ROOT / "docs/claims.py"))["table"]()
+    assert (ROOT / "docs/results/claims.md").read_text() == table
+    assert table.count("\n| [") == sum(verdict != "-" for verdict in listed_results().values())

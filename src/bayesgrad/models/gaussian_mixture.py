@@ -90,9 +90,9 @@ class GaussianMixture(DensityMixin, Latent):
 
     Reference: Khan and Rue 2023, sections 5.2 and 5.3; Bishop, 2006, section 10.2.
     Differs from scikit-learn: the bound is complete and never decreases, also with reg_covar, which scikit-learn adds
-        only in the M-step (with reg_covar=0 there is no difference). `score_samples` and `predict_proba` average over
-        posteriors (t distributions) instead of using expected logarithms. Its variational `"diag"`, `"spherical"` and
-        `"tied"` treat W as a matrix with P degrees of freedom; here each has the conjugate prior.
+    only in the M-step (with reg_covar=0 there is no difference). `score_samples` and `predict_proba` average over
+    posteriors (t distributions) instead of using expected logarithms. Its variational `"diag"`, `"spherical"` and
+    `"tied"` treat W as a matrix with P degrees of freedom; here each has the conjugate prior.
     Checked by: tests/equations/test_gaussian_mixture.py, tests/contract/test_gaussian_mixture.py.
     """
 

@@ -55,13 +55,11 @@ class SpikeSlab(BeliefOptimizer):
     .. math::
         g = z \odot \nabla \ell(\tilde\theta)/\pi_1, \quad h = z^2 \odot \nabla^2_{diag} \ell(\tilde\theta)/\pi_1
 
-    =========== ========================================== =====================================
-    `update`    precision                                  mean
-    =========== ========================================== =====================================
-    `"newton"`  s <- (1 - eta) s + eta abs(h)              m <- m - eta <g>/(s + eps)
-    `"adam"`    s = sqrt(<g^2>)                            m <- m - eta <g>/(s + eps)
-    `"rmsprop"` v <- beta_2 v + (1-beta_2) g^2, s = sqrt(v)  m <- m - eta <g>/(s + eps)
-    =========== ========================================== =====================================
+    | update | precision | mean |
+    |---|---|---|
+    | `"newton"` | s <- (1 - eta) s + eta abs(h) | m <- m - eta <g>/(s + eps) |
+    | `"adam"` | s = sqrt(<g^2>) | m <- m - eta <g>/(s + eps) |
+    | `"rmsprop"` | v <- beta_2 v + (1-beta_2) g^2, s = sqrt(v) | m <- m - eta <g>/(s + eps) |
 
     where pi_1 = `keep`, eta = `lr` and <> are debiased moving averages with decays `betas`. Because of the factor z,
     E[g] is exactly the expected gradient given that unit j is kept. Activations are not rescaled, so predictions by a
