@@ -82,8 +82,9 @@ def laplace(
         model: the trained model.
         loader: batches (inputs, labels); inputs are a tensor, a tuple of several arguments, or a mapping of keyword
             arguments. A batch may also be a mapping of keyword arguments with the key `"labels"`, which the model does
-            not receive. With a `DistributedSampler`, or as a `bayesgrad.DataShard`, it has the part of the data that
-            belongs to a process: all processes call this, and have the same posterior of all data.
+            not receive. Labels of -100 have no loss, as those of padding. With a `DistributedSampler`, or as a
+            `bayesgrad.DataShard`, it has the part of the data that belongs to a process: all processes call this, and
+            have the same posterior of all data.
         likelihood: `"categorical"`, `"bernoulli"`, `"gaussian"` or `"poisson"`, or an object of
             `bayesgrad.likelihoods`.
         structure: as in the table. None for `"full"` for up to 1,000 weights, and `"kron"` for more.
@@ -159,9 +160,11 @@ def laplace(
     call = Call(forward, output)
 
     def accumulate(inputs: Inputs, labels: Tensor) -> Tensor:
-        given, outputs = labels if fisher == "empirical" else None, labels
+        counted, outputs = kind.mask(labels), labels
+        given = None if fisher != "empirical" else labels if counted is None else labels.where(counted, 0)
         called, tensors = call(network, inputs)
-        with closing(batch_gradients(called, tensors, kind, fisher, given, draw, at_once, layouts)) as parts:
+        found = batch_gradients(called, tensors, kind, fisher, given, draw, at_once, layouts, counted=counted)
+        with closing(found) as parts:
             for seen in parts:
                 outputs = seen.outputs
                 _check_finite(outputs)
@@ -361,7 +364,9 @@ def _check_own_loss(model: nn.Module, inputs: Inputs, labels: Tensor, kind: Any,
         own = getattr(model(**{**inputs, LABELS: labels}), "loss", None)
     if own is None:
         return
-    mean = float(kind.each_loss(outputs, labels).double().sum()) / kind.losses(outputs)
+    counted = kind.mask(labels)
+    count = kind.losses(outputs) if counted is None else int(counted.sum())
+    mean = float(kind.each_loss(outputs, labels).double().sum()) / max(1, count)
     if abs(float(own) - mean) > OWN_LOSS * (1 + abs(mean)):
         raise ValueError(
             f"the model's own loss of a batch is {float(own):.4g}, but its outputs and labels have {mean:.4g}: pass "

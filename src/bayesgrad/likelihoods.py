@@ -167,9 +167,12 @@ class Categorical(Likelihood):
         return (p.cumsum(-1) <= u).sum(-1).clamp_(max=p.shape[-1] - 1)
 
     def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        _check_tensor(labels)
+        kept = labels != IGNORED
+        labels = torch.where(kept, labels, 0)
         self._check(outputs, labels)
-        at_label = outputs.log_softmax(-1).gather(-1, labels[..., None].long())
-        return -at_label.reshape(len(outputs), -1).sum(1)
+        at_label = outputs.log_softmax(-1).gather(-1, labels[..., None].long())[..., 0]
+        return -torch.where(kept, at_label, 0).reshape(len(outputs), -1).sum(1)
 
     def residual(self, outputs: Tensor, labels: Tensor, check: bool = True) -> Tensor:
         if check:

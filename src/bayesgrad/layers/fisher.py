@@ -259,6 +259,7 @@ def batch_gradients(
     at_once: int | None = None,
     layouts: RowLayouts | None = None,
     class_dim: int | None = None,
+    counted: Tensor | None = None,
 ) -> Generator[BatchGradients, None, None]:
     """Per-example gradients of every trainable parameter, for `at_once` directions at a time; see `SubsampledFisher`.
 
@@ -266,6 +267,7 @@ def batch_gradients(
         draw: samples labels for outputs, for `fisher="sampled"`.
         layouts: those of earlier batches.
         class_dim: the dimension of classes in the model's outputs; None for the last one.
+        counted: which outputs have a loss, in the shape of labels; None for all.
 
     Raises:
         ValueError: the model mixes the examples of a batch, or labels do not fit.
@@ -276,7 +278,12 @@ def batch_gradients(
         nonlocal used
         if used is None and fisher == "sampled":
             used = draw(outputs)
-        return kind.hessian_roots(outputs) if used is None else iter([kind.residual(outputs, used)])
+        found = kind.hessian_roots(outputs) if used is None else iter([kind.residual(outputs, used)])
+        if (
+            counted is None or counted.shape != outputs.shape[:-1]
+        ):  # other shapes are refused where the loss is computed
+            return found
+        return (direction * counted[..., None] for direction in found)
 
     with closing(directional_gradients(model, inputs, directions, at_once, layouts, class_dim)) as parts:
         for seen in parts:

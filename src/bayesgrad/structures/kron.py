@@ -167,6 +167,7 @@ class LayerFactors(Accumulator):
         self.shapes = {names[id(p)]: p.shape for p in layer.members}
         self.sums: dict[str, Any] = dict.fromkeys(structure.sides, 0)
         self.positions: Any = 0  # of all examples
+        self.padding: int | None = getattr(layer.module, "padding_idx", None)  # its row of an Embedding has no gradient
 
     def add(self, seen: BatchGradients) -> None:
         weight = next(iter(self.shapes))
@@ -179,6 +180,8 @@ class LayerFactors(Accumulator):
         examples = len(seen.outputs) if seen.first else 0
         statistics = LayerStatistics.from_gradients(self.layer, columns, examples, self.structure.sides)
         self.positions += statistics.rows
+        if isinstance(columns, EmbeddingGradients) and self.padding is not None:
+            self.positions -= int((columns.indices[:examples] == self.padding).sum())
         for side, moment in statistics.moments().items():
             self.sums[side] = self.sums[side] + moment.sum()
 
@@ -191,7 +194,10 @@ class LayerFactors(Accumulator):
 
     def finish(self, total: float, count: int) -> Structure:
         inputs = total / count * self.sums["input"].to(compute_dtype(self.layer.owner.dtype))
-        errors = self.sums["error"] / self.positions if "error" in self.sums else None
+        if self.padding is not None:
+            inputs[:, self.padding] = 0
+        rows = max(1, self.positions)  # none if all lookups were padding
+        errors = self.sums["error"] / rows if "error" in self.sums else None
         left, right = (inputs, errors) if self.layer.lookup or self.layer.transposed else (errors, inputs)
         return self.structure(self.shapes, left, right)
 
