@@ -42,7 +42,7 @@ from bayesgrad.checkpoint import CheckedOptimizer
 from bayesgrad.closures import evaluate
 from bayesgrad.directions import Directions
 from bayesgrad.finite import FiniteCheck, refuse_sparse
-from bayesgrad.layers.observed import classes_last, known_class_dim
+from bayesgrad.layers.observed import check_class_dim, classes_last, known_class_dim
 from bayesgrad.packing import Block, Job, Layout, overlapping
 from bayesgrad.parts import Groups, Needs, Noise, Part, Preconditioner, Source, refuse_processes
 from bayesgrad.passes import Passes, warned_of_interrupts
@@ -216,7 +216,8 @@ class BeliefOptimizer(CheckedOptimizer):
                 do not count. With a `GradScaler`, pass it before `scale`, and divided by the number of micro-batches.
             labels: replace the labels that are sampled from the model's predictions; -100 for no loss.
             weights: how often each loss counts, in the shape of labels: `labels != -100` if some have no loss.
-            class_dim: the dimension of classes: 1 for outputs (N, C, ...) as in cross entropy; None for the last one.
+            class_dim: the dimension of classes: 1 for outputs (N, C, ...) as in cross entropy; None for the last one,
+                which loss, labels or the last layer must show if outputs have more than two dimensions.
         """
         needs = self.needs
         for name, needed, given in (("outputs", needs.outputs, outputs), ("loss", needs.loss, loss)):
@@ -227,7 +228,9 @@ class BeliefOptimizer(CheckedOptimizer):
             for recorded in (part.recorded for part in self._parts if part.recorded is not None):
                 recorded.recorder.note_class_dim(outputs, found)
         if isinstance(outputs, Tensor) and (needs.outputs or class_dim is not None):
-            outputs = classes_last(outputs, class_dim, loss)
+            if class_dim is None:
+                check_class_dim(outputs, self.param_groups[0]["likelihood"], loss, labels, weights)
+            outputs = classes_last(outputs, class_dim)
         rows = len(outputs) if isinstance(outputs, Tensor) and outputs.dim() else None
         self.check_count(rows or 0)
         if not self._parts:

@@ -896,10 +896,10 @@ def test_a_layer_of_dead_units_stops_neither_its_own_training_nor_that_of_others
     torch.testing.assert_close(torch.cat([last.weight, last.bias[:, None]], 1), expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("how", ["class_dim", "labels", "loss"])
+@pytest.mark.parametrize("how", ["class_dim", "labels", "loss", "layer"])
 @pytest.mark.parametrize("rule", ["FOOF", "OGN", "KroneckerFilterFP"])
 def test_classes_in_dimension_one_of_outputs_without_a_convolution(rule: str, how: str) -> None:
-    """The number of losses of outputs (N, C, T) is N T, as for outputs (N, T, C); their shape does not tell."""
+    """The number of losses of outputs (N, C, T) is N T, as for outputs (N, T, C); the last layer shows it."""
     make = {
         "FOOF": lambda model: FOOF(model, **EACH, **LINEAR),
         "OGN": lambda model: OGN(model, num_data=30, betas=(0.0, 0.5)),
@@ -925,7 +925,7 @@ def test_classes_in_dimension_one_of_outputs_without_a_convolution(rule: str, ho
             optimizer.zero_grad()
             outputs = model(x)
             loss = F.cross_entropy(outputs if second else outputs.movedim(-1, 1), y)
-            if second:
+            if second and how != "layer":
                 optimizer.observe(
                     outputs, **{"class_dim": {"class_dim": 1}, "labels": {"labels": y}}.get(how, {"loss": loss})
                 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,17 @@ from bayesgrad.layers.layout import MIXED, ForwardPass, RowLayout
 from bayesgrad.layers.moments import symmetric
 from bayesgrad.layers.per_example import OuterProducts
 from bayesgrad.layers.recorder import LayerRecorder
-from bayesgrad.optim import FOOF, KFAC, OGN, VOGN, AdaBayes, DenseFilter, KroneckerFilterFP, NaturalGradient
+from bayesgrad.optim import (
+    FOOF,
+    KFAC,
+    OGN,
+    VOGN,
+    AdaBayes,
+    AdaBayesFP,
+    DenseFilter,
+    KroneckerFilterFP,
+    NaturalGradient,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not support norm")
 D = torch.float64
@@ -675,10 +686,57 @@ def test_classes_in_the_second_dimension() -> None:
         optimizer.observe(out, loss=F.cross_entropy(out, y))
     with pytest.raises(ValueError, match=r"labels of shape \(4, 6\) fit classes in dimension 1"):
         optimizer.observe(out, labels=y)
+    with pytest.raises(ValueError, match=r"the last layer has classes in dimension 1 .* pass class_dim=1 to observe"):
+        optimizer.observe(out)
     with pytest.raises(ValueError, match=r"labels of shape .* fit classes in dimension 1"):
         laplace(model, [(x, y)], likelihood="categorical")
     expected = SubsampledFisher(Tokens("batch"), x, fisher="exact").dense()
     close(SubsampledFisher(model, x, fisher="exact", class_dim=1).dense(), expected, 1e-9)
+
+
+HEADS: dict[str, tuple[Callable[[Tensor, nn.Linear, nn.Conv1d], Tensor], int | None]] = {
+    "linear": (lambda x, linear, conv: linear(x), 2),
+    "scaled": (lambda x, linear, conv: 30 * torch.tanh(linear(x) / 30), 2),
+    "turned": (lambda x, linear, conv: linear(x)[:, 1:].transpose(1, 2), 1),
+    "rows": (lambda x, linear, conv: linear(x.flatten(0, 1)).view(4, 3, 3).permute(0, 2, 1), 1),
+    "probabilities": (lambda x, linear, conv: conv(x).log_softmax(1), 1),
+    "convolution": (lambda x, linear, conv: conv(x), 1),
+    "turned convolution": (lambda x, linear, conv: conv(x).mT, 2),
+    "pixels": (lambda x, linear, conv: linear(x[:, :, None].expand(-1, -1, 2, -1)), 3),
+    "matrix": (lambda x, linear, conv: x @ linear.weight.T, 2),
+    "stack": (lambda x, linear, conv: torch.stack([linear(x[:, t]) for t in range(3)], 1), None),
+    "several": (lambda x, linear, conv: linear(x[:, 0])[:, None].expand(-1, 3, -1), None),
+}
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("head", HEADS)
+def test_the_last_layer_shows_the_dimension_of_classes(head: str, recorded: bool) -> None:
+    """If nothing shows it, outputs with more than two dimensions are refused; three classes, three tokens."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear, self.conv = nn.Linear(5, 3, dtype=D), nn.Conv1d(3, 3, 1, dtype=D)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return HEADS[head][0](x, self.linear, self.conv)
+
+    model, dim = Model(), HEADS[head][1]
+    optimizer: Any = KFAC(model) if recorded else AdaBayesFP(model.parameters(), fisher="sampled")
+    outputs = model(torch.randn(4, 3, 5, dtype=D))
+    last = outputs.dim() - 1
+    if dim == last:
+        optimizer.observe(outputs)
+    else:
+        message = "it is not known which dimension" if dim is None else "the last layer has classes in dimension 1"
+        with pytest.raises(ValueError, match=message):
+            optimizer.observe(outputs)
+    optimizer.observe(outputs, class_dim=last if dim is None else dim)
+    loss = F.cross_entropy(outputs.movedim(-1, 1), torch.zeros(outputs.shape[:-1], dtype=torch.int64))
+    if head != "probabilities":  # the loss decides, if there is one
+        optimizer.observe(outputs, loss=loss)
 
 
 def test_weights_must_fit() -> None:

@@ -326,7 +326,7 @@ def directional_gradients(
                     f"the first dimension of inputs and outputs must be that of examples, got {len(arguments[0])} "
                     f"inputs and outputs of shape {tuple(repeated.shape)}."
                 )
-            repeated = classes_last(repeated, class_dim, None)
+            repeated = classes_last(repeated, class_dim)
             trace = recorder.trace(repeated)
         outputs = repeated[::copies]
         given = directions(outputs)

@@ -44,7 +44,7 @@ def gradients_by_vmap(
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # the model may change them in place
         given = {**constants, **with_full_names(model, values), **buffers}
         found = functional_call(model, given, tuple(x[None] for x in example))
-        output = classes_last(found, class_dim, None)[0]
+        output = classes_last(found, class_dim)[0]
         return (output * direction).sum(), output
 
     values = {name: p.detach() for name, p in params.items()}

@@ -7,47 +7,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesgrad.likelihoods import Likelihood, classes_second
+from bayesgrad.layers.class_dimension import layer_dim, softmax_dim
+from bayesgrad.likelihoods import Likelihood, classes_second, named
 
-STEPS = 8  # from a loss to the softmax of its logits in the autograd graph
 
-
-def classes_last(outputs: Tensor, class_dim: int | None, loss: Any) -> Tensor:
+def classes_last(outputs: Tensor, class_dim: int | None) -> Tensor:
     """The outputs with classes in the last dimension.
 
     Args:
         class_dim: the dimension of classes; None for the last one.
-        loss: of these outputs, if it is known.
-
-    Raises:
-        ValueError: class_dim is None, and the loss has classes in dimension 1.
     """
-    if class_dim is not None:
-        return outputs.movedim(class_dim, -1)
-    if _softmax_over_second(outputs, loss):
-        raise ValueError(classes_second(outputs, "the loss has"))
-    return outputs
+    return outputs if class_dim is None else outputs.movedim(class_dim, -1)
+
+
+def check_class_dim(outputs: Tensor, likelihood: Any, loss: Any, *given: Any) -> None:
+    """Raises ValueError if it is not known that classes are in the last dimension.
+
+    Args:
+        likelihood: an option of the optimizer; only some have classes.
+        given: labels and weights. Where their shape shows the dimension, it is compared later.
+    """
+    shape, other = outputs.shape[:-1], outputs.shape[:1] + outputs.shape[2:]
+    shown = shape != other and any(isinstance(t, Tensor) and t.shape in (shape, other) for t in given)
+    if shown or outputs.dim() < 3 or not named(likelihood).has_classes:
+        return
+    known, why = softmax_dim(outputs, loss), "the loss has"
+    if known is None:
+        known, why = layer_dim(outputs), "the last layer has"
+    if known == 1:
+        raise ValueError(classes_second(outputs, why))
+    if known != outputs.dim() - 1:
+        raise ValueError(
+            f"it is not known which dimension of outputs of shape {tuple(outputs.shape)} is that of classes: pass "
+            "class_dim=-1, or class_dim=1 for outputs (N, C, ...)."
+        )
 
 
 def known_class_dim(outputs: Tensor, class_dim: int | None, loss: Any, labels: Any) -> int | None:
-    """The dimension of classes if it is given, or 1 if loss or labels show it; None if it is not known."""
+    """The dimension of classes if it is given, or if loss or labels show it; None if it is not known."""
     if class_dim is not None or outputs.dim() < 3:
         return class_dim
     fits = isinstance(labels, Tensor) and outputs.shape[:-1] != labels.shape == outputs.shape[:1] + outputs.shape[2:]
-    return 1 if fits or _softmax_over_second(outputs, loss) else None
-
-
-def _softmax_over_second(outputs: Tensor, loss: Any) -> bool:
-    """Whether the loss has a softmax over dimension 1 of outputs with more than two dimensions."""
-    node = getattr(loss, "grad_fn", None) if outputs.dim() > 2 else None
-    for _ in range(STEPS):
-        if node is None or not node.next_functions:
-            break
-        (before, _), *_ = node.next_functions
-        if node.name().startswith("LogSoftmax") and before is outputs.grad_fn and node._saved_dim == 1:
-            return True
-        node = before
-    return False
+    return 1 if fits else softmax_dim(outputs, loss)
 
 
 def residual(kind: Likelihood, outputs: Tensor, labels: Tensor) -> Tensor:

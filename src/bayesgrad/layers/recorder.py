@@ -50,6 +50,7 @@ import torch.compiler.config
 from torch import Tensor, nn
 
 from bayesgrad.layers.call import COMPILED, SITE, SITES, LayerCall, Pair, RecordedLayer, Site, forward
+from bayesgrad.layers.class_dimension import layer_dim
 from bayesgrad.layers.composite import forward as composite_forward
 from bayesgrad.layers.composite import owners, parts_of
 from bayesgrad.layers.gradients import GradientMarks
@@ -400,10 +401,10 @@ def check_outputs(outputs: Any) -> None:
         raise ValueError("outputs must have a dimension of examples, got those of one example: use inputs[None].")
 
 
-def _class_dim(output: Tensor) -> int:
-    """The dimension of channels, which one loss is about: 1 for images and outputs of convolutions, else the last."""
-    by_convolution = getattr(output.grad_fn, "op", (None,))[0] == CONVOLUTION
-    return 1 if output.dim() > 3 or by_convolution else -1
+def _class_dim(outputs: Tensor) -> int:
+    """The dimension that one loss is about: where the last layer has its features, else 1 for images and the last."""
+    found = layer_dim(outputs) if outputs.dim() > 2 else None
+    return found if found is not None else 1 if outputs.dim() > 3 else -1
 
 
 def _allow_two_passes() -> None:

@@ -47,9 +47,10 @@ class FOOF(LayerOptimizer):
             doubled). After every tenth of them, a factor whose diagonal has changed by a fifth is inverted anew.
         stats_every: steps between updates of A (early in a run, whenever the number of steps has doubled).
         losses_per_example: the number of losses of an example in the mean loss. None follows from the outputs: 1, or
-            the number of positions of outputs with more than two dimensions, (N, T, C) or (N, C, H, W). For (N, C, T)
-            call `observe(outputs, class_dim=1)` before `loss.backward()`. If the model flattens inputs (N, T)
-            to outputs (N T, C), T rows are one example; else each row has this number.
+            the number of positions of outputs with more than two dimensions, (N, T, C) or (N, C, ...), as the last
+            layer shows; if it does not, call `observe(outputs, class_dim=1)` for (N, C, T) before `loss.backward()`.
+            If the model flattens inputs (N, T) to outputs (N T, C), T rows are one example; else each row has this
+            number.
         momentum: as in torch.optim.SGD, of the preconditioned gradient.
         weight_decay: decoupled.
         precondition: "step": `step()` preconditions `.grad`. "backward": the backward pass does, and `.grad` is the
