@@ -45,7 +45,7 @@ def nuts(
     seed: int,
     accept: float = 0.8,
 ) -> tuple[np.ndarray, int]:
-    """Samples (draws, n) after a warm-up that adapts the step size, and the number of gradients of the samples.
+    """Samples (draws, n) after a warm-up that adapts the step size, and the number of gradients, warm-up included.
 
     Args:
         density: w -> log p(w), up to a constant, and its gradient.
@@ -56,7 +56,7 @@ def nuts(
     rng, log_step = np.random.default_rng(seed), math.log(0.1)
     centre, error, average = math.log(10 * 0.1), 0.0, 0.0
     log, gradient = density(start)
-    point, kept, gradients = Point(start, start, gradient, log), [], 0
+    point, kept, gradients = Point(start, start, gradient, log), [], 1
 
     def grow(end: Point, slice_: float, energy: float, way: int, depth: int) -> Tree:
         if depth == 0:
@@ -89,7 +89,7 @@ def nuts(
         while tree.goes_on and top < DEEPEST:  # `top` is the depth of the next doubling
             tree = extend(tree, slice_, energy, 1 if rng.random() < 0.5 else -1, top)
             top += 1
-        point = tree.drawn
+        point, gradients = tree.drawn, gradients + tree.points
         if t <= warm_up:
             error += (accept - tree.accepted / tree.points - error) / (t + OFFSET)
             log_step = centre - math.sqrt(t) / SHRINKAGE * error
@@ -97,5 +97,4 @@ def nuts(
             log_step = average if t == warm_up else log_step
         else:
             kept.append(point.w)
-            gradients += tree.points
     return np.array(kept), gradients
