@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -49,11 +50,11 @@ class Size:
     epochs: int = 30
     fitting: int = 2000
     chains: int = 50
-    walk: int = 1500
-    burn: int = 500
+    walk: int = 1200
+    burn: int = 400
     draws: int = 1000
     picture: int = 128
-    race: Protocol = Protocol(settings=6, limit=1.0, looks=20, budget=3.0)
+    race: Protocol = field(default_factory=lambda: Protocol(limit=1.0, looks=20, budget=3.0))
 
 
 SIZES = {"laptop": Size(), "smoke": Size(20, 1, 20, 3, 30, 10, 20, 16, Protocol(2, limit=1.0, looks=4, budget=0.04))}
@@ -86,7 +87,7 @@ def _signals(context: Context) -> dict[str, Tensor]:
     from mnist1d.data import get_dataset_args, get_templates, make_dataset
 
     def make() -> dict[str, Tensor]:
-        digits, arguments = get_templates(), get_dataset_args()
+        digits, arguments = get_templates(), SimpleNamespace(**vars(get_dataset_args()))
         walks = np.random.default_rng(0).normal(size=(10, 12)).cumsum(1)
         walks -= walks[:, :1] + np.linspace(0, 1, 12) * (walks[:, -1:] - walks[:, :1])  # from 0 to 0, as digits
         shapes = np.concatenate([digits["x"], walks / walks.std(1, keepdims=True) / 6, np.zeros((1, 12))])
@@ -133,7 +134,7 @@ def _classifier(context: Context, trial: Trial) -> dict[str, Tensor]:
 
 def regression_band(x: Tensor, y: Tensor, inputs: Tensor, steps: int, seed: int):
     torch.manual_seed(seed)
-    layers = nn.Linear(1, 30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 1)
+    layers = nn.Linear(1, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 1)
     model = nn.Sequential(*layers).double()
     optimizer = AdamW(model.parameters(), lr=1e-2)
     schedule = CosineAnnealingLR(optimizer, steps)
@@ -182,12 +183,12 @@ def _band(context: Context, trial: Trial) -> dict[str, Tensor]:
 # --- a race ---
 
 
-def race_of(context: Context, optimizer: str, data: Dataset):
-    workload = WORKLOADS["picture"]  # pixels by position: Fourier features and three hidden layers
-    workload = replace(workload, sizes=((64, 128), (8, 16)), batch=512, validated=4000)
-    held_out = workload.task_of(data, context.scale == "smoke")
-    protocol = SIZES[context.scale].race  # seconds of a run, and the settings that a search tries
-    return Race(context, protocol, workload, ENTRANTS[optimizer], held_out)
+def race_curve(context: Context, optimizer: str, data: Dataset, name: str, setting: Mapping[str, float], seed: int):
+    workload = replace(WORKLOADS["picture"], name=name, sizes=((64, 128), (8, 16)), batch=512)
+    task = workload.task_of(data, context.scale == "smoke")  # colours of pixels by position
+    protocol = SIZES[context.scale].race  # the seconds of a run, in which its schedule is laid out
+    race = Race(context, protocol, workload, ENTRANTS[optimizer], task)
+    return race.run(setting, seed, target=-math.inf)  # seconds, steps and loss, 20 times in a run
 
 
 def _pixels(context: Context) -> Dataset:
@@ -204,9 +205,8 @@ def _pixels(context: Context) -> Dataset:
 
 def _race(context: Context, trial: Trial) -> dict[str, Tensor]:
     data = _pixels(context)
-    race = race_of(context, trial.method, data if trial.purpose == "final" else data.validation())
-    race = replace(race, workload=replace(race.workload, name=f"{trial.purpose}-picture"))
-    return {"curve": race.run(trial.settings, trial.seed or 0, -math.inf)}
+    data, name = data if trial.purpose == "final" else data.validation(), f"{trial.purpose}-picture"
+    return {"curve": race_curve(context, trial.method, data, name, trial.settings, trial.seed or 0)}
 
 
 # --- samples ---
@@ -228,7 +228,7 @@ def langevin_samples(x: Tensor, y: Tensor, chains: int, steps: int, burn: int, s
 def _patients() -> tuple[Tensor, Tensor]:
     from sklearn.datasets import load_breast_cancer
 
-    found = load_breast_cancer()
+    found: Any = load_breast_cancer()
     names = list(found.feature_names)
     x = torch.tensor(found.data[:, [names.index(name) for name in FEATURES]])
     return (x - x.mean(0)) / x.std(0), torch.tensor(found.target, dtype=torch.float64)[:, None]

@@ -22,7 +22,7 @@ class Point(NamedTuple):
 
     @property
     def joint(self) -> float:
-        return self.log - self.momentum @ self.momentum / 2
+        return self.log - float(self.momentum @ self.momentum) / 2
 
 
 class Tree(NamedTuple):

@@ -145,7 +145,9 @@ def render(reports: Sequence[tuple[Report, Path]]) -> str:
         from plotly.offline import get_plotlyjs
 
         light, dark = (HtmlFormatter(style=name).get_style_defs("pre") for name in ("default", "github-dark"))
-        rules = f"{light}\n@media (prefers-color-scheme: dark) {{ {dark} }}\npre {{ background: var(--card) !important }}"
+        rules = (
+            f"{light}\n@media (prefers-color-scheme: dark) {{ {dark} }}\npre {{ background: var(--card) !important }}"
+        )
         extra = {"plotly": Markup(get_plotlyjs()), "code_style": Markup(rules), "highlighted": _highlighted}
     title = reports[0][0].title if len(reports) == 1 else "bayesgrad: reports"
     calls = {"columns": _columns, "kind": _kind, "picture": _picture, "said": _said}
