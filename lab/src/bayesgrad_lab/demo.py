@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import os
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from bayesgrad_lab import demo_stories, race
 from bayesgrad_lab.context import Context, Trial
-from bayesgrad_lab.demo_runs import MEASURED, SIZES
+from bayesgrad_lab.demo_runs import SIZES, measured
 from bayesgrad_lab.demo_stories import TITLES
 from bayesgrad_lab.race_entrants import ENTRANTS
 from bayesgrad_lab.report import NO_VERDICT, Report
@@ -43,7 +45,7 @@ def run(context: Context) -> Report:
         chosen = {key: _chosen(context, key, some) for key, some in settings.items()}
         finals = {key: [Trial("final", *key, one.settings, seed) for seed in seeds] for key, one in chosen.items()}
         pool.measure("demo: finals", [one for some in finals.values() for one in some])
-    every = {key: [MEASURED[key[0]](context, one) for one in some] for key, some in {**single, **finals}.items()}
+    every = {key: [measured(context, one) for one in some] for key, some in {**single, **finals}.items()}
     report = Report("bayesgrad in four measurements")
     report.verdict = NO_VERDICT if smoke else ""
     report.stories = [story(every, chosen) for story in demo_stories.STORIES]
@@ -70,7 +72,7 @@ class _Pool:
 
     def __init__(self, context: Context) -> None:
         self.context = context
-        self.pool = ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,))
+        self.pool = ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn"), _begin)
 
     def __enter__(self) -> _Pool:
         return self
@@ -82,25 +84,34 @@ class _Pool:
         context, whole = self.context, Trial(title, "", "")
         if context.expect:
             context.expect(whole, len(trials), 1)
-        work = [self.pool.submit(_measured, context.folder, context.scale, trial) for trial in trials]
-        for done, future in enumerate(as_completed(work)):
+        left = [trial for trial in trials if not (context.folder / "trials" / f"{trial.key}.pt").exists()]
+        work = [self.pool.submit(_measured, context.folder, context.scale, trial) for trial in left]
+        for done, future in enumerate(as_completed(work), len(trials) - len(left)):
             for words in future.result():
                 context.warn(words)
             if context.progress:
                 context.progress(whole, done, 1, math.nan, math.nan, math.nan)
 
 
+def _begin() -> None:
+    """In each process of the pool, which ends when the process that started it is killed."""
+    torch.set_num_threads(1)
+    parent = multiprocessing.parent_process()
+    if parent:
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+
 def _measured(folder: Path, scale: str, trial: Trial) -> list[str]:
     """Measures a trial in a process of the pool; returns what a final run warned of."""
     said: list[str] = []
-    MEASURED[trial.task](Context(folder, scale, say=said.append), trial)
+    measured(Context(folder, scale, say=said.append), trial)
     return said if trial.purpose == "final" and trial.task != "race" else []
 
 
 def _chosen(context: Context, key: tuple[str, str], settings: Sequence[Mapping[str, float]]) -> Results:
     """The setting with the lowest validation loss."""
     task, method = key
-    runs = [MEASURED[task](context, Trial("search", task, method, one, SEARCH_SEED)) for one in settings]
+    runs = [measured(context, Trial("search", task, method, one, SEARCH_SEED)) for one in settings]
     losses = [_validation(one) for one in runs]
     tried = {tuple(one.values()): loss for one, loss in zip(settings, losses)}
     setting = dict(zip(settings[0], best(tried)))

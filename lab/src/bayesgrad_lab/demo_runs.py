@@ -112,21 +112,17 @@ def _parts(context: Context, final: bool) -> tuple[Dataset, list[Tensor]]:
 
 def _classifier(context: Context, trial: Trial) -> dict[str, Tensor]:
     (lr, second), seed = trial.settings.values(), trial.seed or 0
+    data, inputs = _parts(context, trial.purpose == "final")
 
-    def compute() -> dict[str, Tensor]:
-        data, inputs = _parts(context, trial.purpose == "final")
+    def make(params: Any) -> Any:
+        if trial.method == "adamw":
+            return AdamW(params, lr=lr, weight_decay=second)
+        return IVON(params, lr=lr, hess_init=second, num_data=len(data.train_x), seed=seed)
 
-        def make(params: Any) -> Any:
-            if trial.method == "adamw":
-                return AdamW(params, lr=lr, weight_decay=second)
-            return IVON(params, lr=lr, hess_init=second, num_data=len(data.train_x), seed=seed)
-
-        start = time.process_time()
-        found = classifier(make, data.train_x, data.train_y, inputs, SIZES[context.scale].epochs, seed)
-        seconds = torch.tensor(time.process_time() - start)
-        return {"inside": found[0], "shapes": found[1], "noise": found[2], "labels": data.test_y, "seconds": seconds}
-
-    return context.once(trial, compute)
+    start = time.process_time()
+    found = classifier(make, data.train_x, data.train_y, inputs, SIZES[context.scale].epochs, seed)
+    seconds = torch.tensor(time.process_time() - start)
+    return {"inside": found[0], "shapes": found[1], "noise": found[2], "labels": data.test_y, "seconds": seconds}
 
 
 # --- a regression ---
@@ -163,21 +159,17 @@ def _truth(x: Tensor) -> Tensor:
 
 def _band(context: Context, trial: Trial) -> dict[str, Tensor]:
     seed = trial.seed or 0
-
-    def compute() -> dict[str, Tensor]:
-        x, y = _regression_data(seed, 100, False)
-        tests = [_regression_data(1000 + seed, 1000, inside) for inside in (False, True)]
-        line = torch.linspace(-3.5, 3.5, 141, dtype=torch.float64)[:, None]
-        every = torch.cat([line, *(some for some, _ in tests)])
-        model, lower, upper = regression_band(x, y, every, SIZES[context.scale].fitting, seed)
-        with torch.no_grad():
-            mean, error = model(every), 1.96 * (model(x) - y).square().mean().sqrt()  # of a network without a posterior
-        labels = torch.cat([_truth(line), *(some for _, some in tests)])
-        columns = torch.cat([every, labels, mean, lower, upper, mean - error, mean + error], 1)
-        parts = columns.split([len(line), 1000, 1000])
-        return {"line": parts[0], "data": parts[1], "gap": parts[2], "train": torch.cat([x, y], 1)}
-
-    return context.once(trial, compute)
+    x, y = _regression_data(seed, 100, False)
+    tests = [_regression_data(1000 + seed, 1000, inside) for inside in (False, True)]
+    line = torch.linspace(-3.5, 3.5, 141, dtype=torch.float64)[:, None]
+    every = torch.cat([line, *(some for some, _ in tests)])
+    model, lower, upper = regression_band(x, y, every, SIZES[context.scale].fitting, seed)
+    with torch.no_grad():
+        mean, error = model(every), 1.96 * (model(x) - y).square().mean().sqrt()  # of a network without a posterior
+    labels = torch.cat([_truth(line), *(some for _, some in tests)])
+    columns = torch.cat([every, labels, mean, lower, upper, mean - error, mean + error], 1)
+    parts = columns.split([len(line), 1000, 1000])
+    return {"line": parts[0], "data": parts[1], "gap": parts[2], "train": torch.cat([x, y], 1)}
 
 
 # --- a race ---
@@ -236,31 +228,32 @@ def _patients() -> tuple[Tensor, Tensor]:
 
 def _samples(context: Context, trial: Trial) -> dict[str, Tensor]:
     size, seed = SIZES[context.scale], trial.seed or 0
+    (x, y), start = _patients(), time.process_time()
+    if trial.method == "langevin":
+        found = langevin_samples(x, y, size.chains, size.walk, size.burn, seed)
+        gradients = size.chains * size.walk
+    else:
+        X, labels = np.c_[x.numpy(), np.ones(len(x))], y.numpy()[:, 0]
 
-    def compute() -> dict[str, Tensor]:
-        (x, y), start = _patients(), time.process_time()
-        if trial.method == "langevin":
-            found = langevin_samples(x, y, size.chains, size.walk, size.burn, seed)
-            gradients = size.chains * size.walk
-        else:
-            X, labels = np.c_[x.numpy(), np.ones(len(x))], y.numpy()[:, 0]
+        def density(w: np.ndarray) -> tuple[float, np.ndarray]:
+            z = X @ w
+            log = labels @ z - np.logaddexp(0, z).sum() - w @ w / 2
+            return float(log), X.T @ (labels - 1 / (1 + np.exp(-z))) - w
 
-            def density(w: np.ndarray) -> tuple[float, np.ndarray]:
-                z = X @ w
-                log = labels @ z - np.logaddexp(0, z).sum() - w @ w / 2
-                return float(log), X.T @ (labels - 1 / (1 + np.exp(-z))) - w
-
-            kept, gradients = nuts(density, np.zeros(X.shape[1]), size.draws, size.draws, seed)
-            found = torch.tensor(kept)[None]
-        cost = torch.tensor([gradients, time.process_time() - start], dtype=torch.float64)
-        return {"samples": found, "cost": cost}
-
-    return context.once(trial, compute)
+        kept, gradients = nuts(density, np.zeros(X.shape[1]), size.draws, size.draws, seed)
+        found = torch.tensor(kept)[None]
+    cost = torch.tensor([gradients, time.process_time() - start], dtype=torch.float64)
+    return {"samples": found, "cost": cost}
 
 
-MEASURED: dict[str, Callable[[Context, Trial], dict[str, Tensor]]] = {
+_COMPUTED: dict[str, Callable[[Context, Trial], dict[str, Tensor]]] = {
     "classifier": _classifier,
     "band": _band,
     "race": _race,
     "samples": _samples,
 }  # by Trial.task
+
+
+def measured(context: Context, trial: Trial) -> dict[str, Tensor]:
+    """What a trial measures, from the run's folder where it is there."""
+    return context.once(trial, lambda: _COMPUTED[trial.task](context, trial))

@@ -227,13 +227,14 @@ def _race(every: Runs, chosen: Chosen) -> dict[str, Any]:
     reached = {one: [race.time_to(torch.tensor(c), goal) for c in some] for one, some in curves.items()}
     seconds = {one: statistics.median(values) for one, values in reached.items()}
     difference = less(ends["kfac"], ends["adamw"])
-    outcome = {-1: "lower than", 1: "higher than", 0: "not different beyond the errors from"}
+    words = {-1: "lower than", 1: "higher than", 0: "not different beyond the errors from"}
+    outcome = words[_differs(difference, len(ends["kfac"]))]
     budget = max(float(curve[-1, race.SECONDS]) for some in curves.values() for curve in some if len(curve))
     when = [f"after {s:.1f} s" if math.isfinite(s) else "not at all" for s in (seconds["kfac"], seconds["adamw"])]
     ours, theirs = (shown(mean_and_error(ends[one]), ".4f") for one in ("kfac", "adamw"))
     headline = (
-        f"After {budget:.1f} s on one core KFAC's test loss, {ours}, is {outcome[_differs(difference, len(ends['kfac']))]} "
-        f"AdamW's, {theirs}. KFAC reaches the loss that all seeds of AdamW reach {when[0]}, AdamW {when[1]}."
+        f"After {budget:.1f} s on one core KFAC's test loss, {ours}, is {outcome} AdamW's, {theirs}. KFAC reaches the "
+        f"loss that all seeds of AdamW reach {when[0]}, AdamW {when[1]}."
     )
     panels = []
     for column, label in ((race.SECONDS, "processor seconds of training"), (race.STEPS, "steps")):
@@ -295,8 +296,8 @@ def _samples(every: Runs, chosen: Chosen) -> dict[str, Any]:
     spent = [f"{TITLES[one]} took {gradients:,.0f} gradients and {t:.1f} s" for one, (gradients, t) in cost.items()]
     headline = (
         f"Langevin's means are at most {abs(shift[i]):.2f} ± {error[i]:.2f} posterior standard deviations from those "
-        f"of NUTS, its standard deviations at most {100 * abs(wide[j]):.0f} % {'larger' if wide[j] > 0 else 'smaller'}. "
-        f"{'; '.join(spent)}."
+        f"of NUTS, its deviations at most {100 * abs(wide[j]):.0f} % {'larger' if wide[j] > 0 else 'smaller'}; "
+        f"{', '.join(spent)}."
     )
     pooled = {one: np.concatenate(some) for one, some in draws.items()}
     rng, cloud = np.random.default_rng(0), []
