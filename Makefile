@@ -21,8 +21,8 @@ slow: $(STAMP)  ## what takes minutes, in full; make test has it in small
 soak: $(STAMP)  ## hours of kills and fuzzing: SOAK_MINUTES=60 SOAK_KILLS=200
 	$(PYTEST) -m soak
 
-demo: $(LAB)  ## compare optimizers on scikit-learn's digits; ends by saying where the report is
-	$(BIN)/bayesgrad compare --data digits --seeds 3 --epochs 15 --lr-search --out runs --resume
+demo: $(LAB)  ## what the library is for, measured in two to three minutes; ends by saying where the page is
+	$(BIN)/bayesgrad demo --out runs --resume
 
 docs: $(DOCS)  ## the documentation as a site, site/index.html; a warning is an error
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --builder html docs site

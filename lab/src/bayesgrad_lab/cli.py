@@ -1,4 +1,4 @@
-"""The command line: list, run, compare, report, bench."""
+"""The command line: demo, list, run, compare, race, report, bench."""
 
 from __future__ import annotations
 
@@ -51,6 +51,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show versions and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+
+    demo = commands.add_parser("demo", help="four things that the library is for, on one page, in about two minutes")
+    demo.add_argument("--scale", choices=("smoke", "laptop"), default="laptop", help="smoke: seconds, no verdict")
+    _common(demo, data=False)
+    demo.set_defaults(call=_demo, seeds=5, data_dir=None, download=False, device="cpu", storage="")
 
     listing = commands.add_parser("list", help="the experiments, and whether each claim held")
     listing.set_defaults(call=_list)
@@ -120,22 +125,24 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seeds", type=_positive, default=3, help="default: 3")
-    parser.add_argument("--data-dir", help="where data files are (default: $BAYESGRAD_DATA)")
-    parser.add_argument("--download", action="store_true", help="fetch missing data files")
-    parser.add_argument("--device", default="cpu")
+def _common(parser: argparse.ArgumentParser, data: bool = True) -> None:
+    parser.add_argument("--seeds", type=_positive, default=3, help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("runs"), help="a folder for runs (default: runs)")
     parser.add_argument(
         "--resume", action="store_true", help="continue an interrupted run, or work on one that another process runs"
     )
+    parser.add_argument("--quiet", action="store_true", help="print nothing but where the report is, and errors")
+    if not data:
+        return
+    parser.add_argument("--data-dir", help="where data files are (default: $BAYESGRAD_DATA)")
+    parser.add_argument("--download", action="store_true", help="fetch missing data files")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument(
         "--storage",
         default="",
         metavar="URL",
         help="of the trials, for Optuna: journal:PATH or a database's (default: a journal in the run's folder)",
     )
-    parser.add_argument("--quiet", action="store_true", help="print nothing but where the report is, and errors")
 
 
 class _Version(argparse.Action):
@@ -241,6 +248,18 @@ def _run(arguments: argparse.Namespace, command: str) -> None:
     settings = {"experiment": arguments.name, "scale": arguments.scale}
     folder = arguments.out / f"{arguments.name}-{arguments.scale}"
     _carry_out(arguments, folder, settings, command, EXPERIMENTS[arguments.name].report)
+
+
+def _demo(arguments: argparse.Namespace, command: str) -> None:
+    os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")  # of the processes that the pool starts
+    import torch
+
+    from bayesgrad_lab import demo
+
+    torch.set_num_threads(1)
+    settings = {"demo": demo.VERSION, "scale": arguments.scale}
+    folder = arguments.out / f"demo{'-smoke' * (arguments.scale == 'smoke')}"
+    _carry_out(arguments, folder, settings, command, demo.run)
 
 
 def _compare(arguments: argparse.Namespace, command: str) -> None:

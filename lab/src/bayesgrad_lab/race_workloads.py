@@ -146,7 +146,10 @@ class Workload:
         """The task, its test part held out of the training part; test data are out of reach."""
         small = context.scale == "smoke"
         data = drawn(self.kind) if small else context.load(self.source)
-        data = self.change(data).validation()
+        return self.task_of(self.change(data).validation(), small)
+
+    def task_of(self, data: Dataset, small: bool = False) -> Task:
+        """The task on these data, whose test part is validated on, with the network of a race or of a test."""
         data = replace(data, test_x=data.test_x[: self.validated], test_y=data.test_y[: self.validated])
         build = partial(_seeded, lambda data: self.build(data, *self.sizes[small]))
         loss: Loss = F.mse_loss if self.metric == "mse" else cross_entropy

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import base64
-import html
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import pygments
+from jinja2 import Environment, PackageLoader, StrictUndefined, UndefinedError
+from markupsafe import Markup
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import PythonLexer
 
 from bayesgrad_lab import catalogue
 from bayesgrad_lab.store import inside, read_json, write_atomically, write_json
@@ -28,6 +33,7 @@ class Report:
         figures: each with file (in the run's folder) and caption.
         settings: what the run was asked to do.
         versions: of the software it ran with.
+        stories: each with title, headline, panels (figures of plotly, with captions), table, text, code and links.
     """
 
     title: str
@@ -38,6 +44,7 @@ class Report:
     figures: list[dict[str, str]] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    stories: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def of(cls, experiment: str, **values: Any) -> Report:
@@ -86,34 +93,9 @@ def load(folder: Path) -> Report:
     try:
         report = Report(**read_json(path))
         render([(report, folder)])
-    except (TypeError, KeyError, AttributeError, IndexError) as error:
+    except (TypeError, KeyError, AttributeError, IndexError, UndefinedError) as error:
         raise ValueError(f"{path} is damaged ({error}): run it again with --resume.") from error
     return report
-
-
-STYLE = """
-:root { color-scheme: light dark; --ink: #1d2433; --soft: #5b6475; --line: #d9dee7; --back: #ffffff; --card: #f6f8fb; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6e9f0; --soft: #a2abbd; --line: #333b4d; --back: #12161f; --card: #1b2130; }
-  img { filter: invert(0.92) hue-rotate(180deg); }
-}
-body { font: 16px/1.55 system-ui, sans-serif; color: var(--ink); background: var(--back); margin: 0 auto;
-       max-width: 70rem; padding: 2rem 1.2rem 4rem; }
-h1 { font-size: 1.7rem; margin: 0 0 .4rem; } h2 { font-size: 1.15rem; margin: 2rem 0 .6rem; }
-.claim, .verdict { border-left: 4px solid #4477aa; background: var(--card); padding: .7rem 1rem; margin: .8rem 0; }
-.verdict { border-color: #228833; } .part { border-color: #ccbb44; } .not { border-color: #ee6677; }
-.open { border-color: var(--soft); }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; min-width: 50%; }
-th, td { padding: .35rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
-th { white-space: normal; vertical-align: bottom; }
-.words, td:first-child { text-align: left; white-space: normal; min-width: 6rem; }
-th:first-child { text-align: left; } th { color: var(--soft); font-weight: 600; }
-figure { margin: 1.2rem 0; } img { max-width: 100%; } figcaption, footer { color: var(--soft); font-size: .9rem; }
-code { background: var(--card); padding: .1rem .3rem; border-radius: 3px; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1.2rem; } dt { color: var(--soft); }
-dd { margin: 0; overflow-wrap: anywhere; }
-"""
 
 
 def _numbers(cells: Sequence[Any]) -> bool:
@@ -125,48 +107,51 @@ def _said(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
+def _columns(table: Mapping[str, Any]) -> list[Markup]:
+    """The attribute of each column's cells."""
+    numbers = [_numbers([row[i] for row in table["rows"]]) for i in range(len(table["columns"]))]
+    return [Markup("" if i == 0 or right else ' class="words"') for i, right in enumerate(numbers)]
+
+
+def _picture(folder: Path, file: str) -> str:
+    content = inside(folder, file).read_bytes()
+    if not content.startswith(b"\x89PNG\r\n"):
+        raise ValueError(f"{folder / file} is no PNG picture: run it again with --resume.")
+    return base64.b64encode(content).decode()
+
+
+def _kind(verdict: str) -> str:
+    """The class of a verdict, which has a colour."""
+    kinds = {"Holds in part": " part", "Does not hold in ": " part", "Does not hold": " not"}
+    kinds |= {UNRESOLVED.capitalize(): " open", NO_VERDICT: " open"}
+    return next((kind for words, kind in kinds.items() if verdict.startswith(words)), "")
+
+
+def _highlighted(code: str) -> Markup:
+    return Markup(pygments.highlight(code, PythonLexer(), HtmlFormatter(nowrap=True)))
+
+
 def render(reports: Sequence[tuple[Report, Path]]) -> str:
-    """One page of all reports, with nothing outside of it: style and pictures are inside."""
-    escape = html.escape
-    parts = []
-    for report, folder in reports:
-        parts.append(f"<h1>{escape(report.title)}</h1>")
-        if report.command:
-            parts.append(f"<p><code>{escape(report.command)}</code></p>")
-        if report.claim:
-            parts.append(f'<p class="claim"><b>Claim.</b> {escape(report.claim)}</p>')
-        if report.verdict:
-            kind = {"Holds in part": " part", "Does not hold in ": " part", "Does not hold": " not"}
-            kind |= {UNRESOLVED.capitalize(): " open", NO_VERDICT: " open"}
-            shown = next((kind[words] for words in kind if report.verdict.startswith(words)), "")
-            parts.append(f'<p class="verdict{shown}"><b>Verdict.</b> {escape(report.verdict)}</p>')
-        for table in report.tables:
-            numbers = [_numbers([row[i] for row in table["rows"]]) for i in range(len(table["columns"]))]
-            kinds = ["" if i == 0 or right else ' class="words"' for i, right in enumerate(numbers)]
-            head = "".join(f"<th{kind}>{escape(c)}</th>" for kind, c in zip(kinds, table["columns"]))
-            rows = [[f"<td{kind}>{escape(str(cell))}</td>" for kind, cell in zip(kinds, row)] for row in table["rows"]]
-            body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
-            parts.append(f'<h2>{escape(table["title"])}</h2><div class="scroll"><table><thead><tr>{head}</tr></thead>')
-            parts.append(f"<tbody>{body}</tbody></table></div>")
-        for figure in report.figures:
-            content = inside(folder, figure["file"]).read_bytes()
-            if not content.startswith(b"\x89PNG\r\n"):
-                raise ValueError(f"{folder / figure['file']} is no PNG picture: run it again with --resume.")
-            picture = base64.b64encode(content).decode()
-            caption = escape(figure["caption"])
-            parts.append(f'<figure><img alt="{caption}" src="data:image/png;base64,{picture}">')
-            parts.append(f"<figcaption>{caption}</figcaption></figure>")
-        for title, values in (("Settings", report.settings), ("Versions", report.versions)):
-            if values:
-                rows = "".join(f"<dt>{escape(k)}</dt><dd>{escape(_said(v))}</dd>" for k, v in values.items())
-                parts.append(f"<h2>{title}</h2><dl>{rows}</dl>")
-    title = escape(reports[0][0].title if len(reports) == 1 else "bayesgrad: reports")
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title}</title><style>{STYLE}</style></head><body>{''.join(parts)}"
-        "<footer>± is the standard error over seeds. Made by bayesgrad.</footer></body></html>"
+    """One page of all reports, with nothing outside of it: style, pictures and scripts are inside."""
+    environment = Environment(
+        loader=PackageLoader("bayesgrad_lab", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
+    extra: dict[str, Any] = {"plotly": ""}
+    if any(report.stories for report, _ in reports):
+        from plotly.offline import get_plotlyjs
+
+        light, dark = (HtmlFormatter(style=name).get_style_defs("pre") for name in ("default", "github-dark"))
+        rules = (
+            f"{light}\n@media (prefers-color-scheme: dark) {{ {dark} }}\npre {{ background: var(--card) !important }}"
+        )
+        extra = {"plotly": Markup(get_plotlyjs()), "code_style": Markup(rules), "highlighted": _highlighted}
+    title = reports[0][0].title if len(reports) == 1 else "bayesgrad: reports"
+    calls = {"columns": _columns, "kind": _kind, "picture": _picture, "said": _said}
+    return environment.get_template("report.html.jinja").render(reports=reports, title=title, **calls, **extra)
 
 
 def markdown(report: Report) -> str:
@@ -178,7 +163,9 @@ def markdown(report: Report) -> str:
         lines += [f"**Verdict.** {report.verdict}", ""]
     if report.command:
         lines += [f"`{report.command}`", ""]
-    for table in report.tables:
+    for story in report.stories:
+        lines += [f"**{story['title']}.** {story['headline']}", ""]
+    for table in [*(story["table"] for story in report.stories), *report.tables]:
         lines += [f"## {table['title']}", "", "| " + " | ".join(table["columns"]) + " |"]
         lines += ["|---" * len(table["columns"]) + "|"]
         lines += ["| " + " | ".join(map(str, row)) + " |" for row in table["rows"]] + [""]

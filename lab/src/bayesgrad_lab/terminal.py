@@ -39,10 +39,10 @@ class Display:
         self.steps, self.key = steps, trial.key
         self.bars.reset(self.task, description=trial.key, total=epochs * steps, state="")
         if not self.console.is_terminal:
-            self.say(f"{trial.key}: {epochs} epochs of {steps} steps")
+            self.say(f"{trial.key}: {epochs} epochs of {steps} steps" if steps > 1 else f"{trial.key}: {epochs} runs")
 
     def progress(self, trial: Any, epoch: int, step: int, loss: float, error: float, rate: float) -> None:
-        words = [f"loss {loss:.4f}"]
+        words = [f"loss {loss:.4f}"] if math.isfinite(loss) else []
         words += [f"error {100 * error:.1f} %"] if math.isfinite(error) else []
         words += [f"{rate:.0f} steps/s"] if math.isfinite(rate) else []
         self.bars.update(self.task, completed=epoch * self.steps + step, state=", ".join(words))
@@ -52,7 +52,9 @@ def show(console: Any, report: Any) -> None:
     from rich.table import Column, Table
 
     console.print(f"\n{report.title}", style="bold", markup=False, highlight=False)
-    for table in report.tables:
+    for story in report.stories:
+        console.print(f"\n{story['headline']}", style="bold", markup=False, highlight=False)
+    for table in [*(story["table"] for story in report.stories), *report.tables]:
         shown = Table(
             *(Column(name, overflow="fold") for name in table["columns"]),  # no digit may be cut off
             title=table["title"],
