@@ -13,10 +13,18 @@ import pytest
 FOLDER = Path(__file__).parents[1] / "examples"
 RANGES = {  # of the last number that a script prints after these words
     "accelerate_loop": ("accuracy", 0.85, 1.0),
+    "binary_network": ("accuracy", 0.93, 1.0),  # averaged over networks
+    "calibrated_regression": ("coverage", 0.84, 0.96),  # conformal: 0.9 and two standard errors of 150 labels
+    "continual_learning": ("mean accuracy", 0.8, 1.0),  # 0.65 without a prior
     "ignite_digits": ("accuracy", 0.85, 1.0),
+    "laplace_lora": ("NLL", 0.25, 0.39),  # 0.40 at the mode
     "lightning_digits": ("accuracy", 0.7, 1.0),
     "optuna_pruning": ("loss", 0.0, 1.8),
+    "ood_detection": ("AUROC", 0.9, 1.0),  # the epistemic score
+    "posterior_sampling": ("R-hat", 0.99, 1.15),
+    "replace_adamw": ("accuracy", 0.92, 1.0),
     "skorch_digits": ("accuracy", 0.9, 1.0),
+    "topics": ("recovered", 1.0, 1.0),
     "trainer_bert": ("accuracy", 0.8, 1.0),
     "trainer_lora": ("->", 2.0, 2.54),
 }
