@@ -104,6 +104,7 @@ def write_pages(folder: Path) -> None:
         sentence, *more = docstring(script)
         title, _, rest = sentence.partition(": ")
         lead = escaped(" ".join((rest or sentence).split()))
+        lead = lead[0].upper() + lead[1:]
         title = title if rest else script.stem.replace("_", " ")
         picture = f"{script.stem}.png" if (place / f"{script.stem}.png").exists() else None
         image = f".. image:: {picture}\n   :alt: {title}\n\n" if picture else ""
@@ -115,7 +116,7 @@ def write_pages(folder: Path) -> None:
         words = re.sub(r"\[([^]]+)\]\((?:\.\./)*docs/([^)]+)\.md\)", r":doc:`\1 </\2>`", words)
         path = script.relative_to(ROOT).as_posix()
         (place / f"{script.stem}.rst").write_text(
-            f"{title}\n{'=' * len(title)}\n\n{lead[0].upper()}{lead[1:]}\n\n{words}\n\n{image}{output}"
+            f"{title}\n{'=' * len(title)}\n\n{lead}\n\n{words}\n\n{image}{output}"
             f"``{path}``:\n\n.. literalinclude:: ../../{path}\n   :language: python\n",
             encoding="utf-8",
         )
@@ -124,7 +125,7 @@ def write_pages(folder: Path) -> None:
         cards[group] += "".join(f"   {line}\n" if line else "\n" for line in card.splitlines())
     text = "Gallery\n=======\n\nEvery example was run; its page has the code, what it printed and what it drew.\n\n"
     for group, title in GROUPS.items():
-        text += f"{title}\n{'-' * len(title)}\n\n.. grid:: 1 2 2 3\n   :gutter: 3\n\n{cards[group]}\n"
+        text += f"{title}\n{'-' * len(title)}\n\n.. grid:: 1 2 2 2\n   :gutter: 3\n\n{cards[group]}\n"
     names = "".join(f"   {script.stem}\n" for script in examples())
     (place / "index.rst").write_text(f"{text}.. toctree::\n   :hidden:\n\n{names}", encoding="utf-8")
 
