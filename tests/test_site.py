@@ -7,15 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import api_pages
+import gallery
 import pytest
 
 from printed import differences
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "docs/site_tools"))
-import gallery
-import reference
-
 PAPERS = [script for script in gallery.examples() if script.parent.name == "papers"]
 
 
@@ -44,7 +42,7 @@ def test_papers_print_what_is_recorded(script: Path, tmp_path: Path) -> None:
 def test_docstrings_become_restructured_text() -> None:
     lines = ["One |x| of coef_ and `a_`.", "", "| a | b |", "|---|---|", "| 1 | `c` |", "", ".. math::", "    a_ | b"]
     lines += ["", "Reference: a paper.", "Checked by: a *kind* test.", "", ">>> f(*x)"]
-    reference.as_restructured_text(None, "class", "X", None, None, lines)
+    api_pages.as_restructured_text(None, "class", "X", None, None, lines)
     table = ["", ".. list-table::", "   :header-rows: 1", "", "   * - a", "     - b", "   * - 1", "     - `c`", ""]
     assert lines[:11] == [r"One \|x\| of coef\_ and `a_`.", "", *table]
     assert lines[11:14] == [".. math::", "    a_ | b", ""]

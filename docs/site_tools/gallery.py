@@ -1,8 +1,9 @@
-"""The gallery: every example with what it printed and drew. `python docs/site_tools/gallery.py` runs those that changed.
+"""The gallery: every example with what it printed and drew; `make gallery` runs those that changed.
 
-Outputs are kept in docs/gallery, under version control: some examples train for a minute, need packages that the site does
-not, or start processes, and a build of the site should take seconds and no more than Sphinx. A record begins with a
-hash of the script and of the modules beside it that it imports; a test compares the hashes, and a slow one runs the scripts.
+Outputs are kept in docs/gallery, under version control: some examples train for a minute, need packages that the site
+does not, or start processes, and a build of the site should take seconds and no more than Sphinx. A record begins with
+a hash of the script and of the modules beside it that it imports; a test compares the hashes, and a slow one runs the
+papers' scripts.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from reference import escaped
+from api_pages import escaped
 
 ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "docs/gallery"
@@ -98,7 +99,7 @@ def run_here(script: Path) -> None:
 def write_pages(folder: Path) -> None:
     """A page for each example and one with all of them, in docs/gallery; called by Sphinx."""
     place = folder / "gallery"
-    cards: dict[str, str] = {group: "" for group in GROUPS}
+    cards: dict[str, str] = dict.fromkeys(GROUPS, "")
     for script in examples():
         group = script.parent.name if script.parent.name in GROUPS else ""
         sentence, *more = docstring(script)
