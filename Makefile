@@ -15,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 test: lint types  ## lint, types and all tests but those that take long, doctests included; DEVICE=cuda for a GPU
 	$(PYTEST) -m "not slow and not soak"
 
-slow: $(STAMP)  ## what takes minutes, in full; make test has it in small
+slow: $(DOCS)  ## what takes minutes, in full; make test has it in small
 	$(PYTEST) -m slow
 
 soak: $(STAMP)  ## hours of kills and fuzzing: SOAK_MINUTES=60 SOAK_KILLS=200

@@ -7,12 +7,12 @@ import shutil
 import sys
 from pathlib import Path
 
+import bayesgrad
+
 sys.path.insert(0, str(Path(__file__).parent / "site_tools"))
+import api_pages
 import gallery
 import pages
-import reference
-
-import bayesgrad
 
 project = "bayesgrad"
 author = "the bayesgrad developers"
@@ -67,14 +67,14 @@ html_theme_options = {
     "pygments_light_style": "a11y-high-contrast-light",
     "pygments_dark_style": "a11y-high-contrast-dark",
 }
-html_sidebars = {"index": [], "get-started": []}
+html_sidebars = {"index": [], "get-started": [], "choosing": []}
 copyright = "the bayesgrad developers, MIT licence"
 
 
 def setup(app) -> None:
     app.connect("builder-inited", lambda app: gallery.write_pages(Path(app.srcdir)))
-    app.connect("builder-inited", lambda app: reference.write_pages(Path(app.srcdir)))
+    app.connect("builder-inited", lambda app: api_pages.write_pages(Path(app.srcdir)))
     app.connect("build-finished", lambda app, error: error or shutil.copy(MATHJAX, Path(app.outdir) / "_static"))
     app.connect("source-read", pages.rewrite)
-    app.connect("autodoc-skip-member", reference.from_elsewhere)
-    app.connect("autodoc-process-docstring", reference.as_restructured_text, priority=400)
+    app.connect("autodoc-skip-member", api_pages.from_elsewhere)
+    app.connect("autodoc-process-docstring", api_pages.as_restructured_text, priority=400)

@@ -1,8 +1,9 @@
-"""The gallery: every example with what it printed and drew. `python docs/site_tools/gallery.py` runs those that changed.
+"""The gallery: every example with what it printed and drew; `make gallery` runs those that changed.
 
-Outputs are kept in docs/gallery, under version control: some examples train for a minute, need packages that the site does
-not, or start processes, and a build of the site should take seconds and no more than Sphinx. A record begins with a
-hash of the script and of the modules beside it that it imports; a test compares the hashes, and a slow one runs the scripts.
+Outputs are kept in docs/gallery, under version control: some examples train for a minute, need packages that the site
+does not, or start processes, and a build of the site should take seconds and no more than Sphinx. A record begins with
+a hash of the script and of the modules beside it that it imports; a test compares the hashes, and a slow one runs the
+papers' scripts.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from reference import escaped
+from api_pages import escaped
 
 ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "docs/gallery"
@@ -98,12 +99,13 @@ def run_here(script: Path) -> None:
 def write_pages(folder: Path) -> None:
     """A page for each example and one with all of them, in docs/gallery; called by Sphinx."""
     place = folder / "gallery"
-    cards: dict[str, str] = {group: "" for group in GROUPS}
+    cards: dict[str, str] = dict.fromkeys(GROUPS, "")
     for script in examples():
         group = script.parent.name if script.parent.name in GROUPS else ""
         sentence, *more = docstring(script)
         title, _, rest = sentence.partition(": ")
         lead = escaped(" ".join((rest or sentence).split()))
+        lead = lead[0].upper() + lead[1:]
         title = title if rest else script.stem.replace("_", " ")
         picture = f"{script.stem}.png" if (place / f"{script.stem}.png").exists() else None
         image = f".. image:: {picture}\n   :alt: {title}\n\n" if picture else ""
@@ -115,7 +117,7 @@ def write_pages(folder: Path) -> None:
         words = re.sub(r"\[([^]]+)\]\((?:\.\./)*docs/([^)]+)\.md\)", r":doc:`\1 </\2>`", words)
         path = script.relative_to(ROOT).as_posix()
         (place / f"{script.stem}.rst").write_text(
-            f"{title}\n{'=' * len(title)}\n\n{lead[0].upper()}{lead[1:]}\n\n{words}\n\n{image}{output}"
+            f"{title}\n{'=' * len(title)}\n\n{lead}\n\n{words}\n\n{image}{output}"
             f"``{path}``:\n\n.. literalinclude:: ../../{path}\n   :language: python\n",
             encoding="utf-8",
         )
@@ -124,7 +126,7 @@ def write_pages(folder: Path) -> None:
         cards[group] += "".join(f"   {line}\n" if line else "\n" for line in card.splitlines())
     text = "Gallery\n=======\n\nEvery example was run; its page has the code, what it printed and what it drew.\n\n"
     for group, title in GROUPS.items():
-        text += f"{title}\n{'-' * len(title)}\n\n.. grid:: 1 2 2 3\n   :gutter: 3\n\n{cards[group]}\n"
+        text += f"{title}\n{'-' * len(title)}\n\n.. grid:: 1 2 2 2\n   :gutter: 3\n\n{cards[group]}\n"
     names = "".join(f"   {script.stem}\n" for script in examples())
     (place / "index.rst").write_text(f"{text}.. toctree::\n   :hidden:\n\n{names}", encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""Pages as GitHub shows them become pages of the site: links to files that are not part of it lead to the repository."""
+"""Pages as GitHub shows them become pages of the site: links to files outside of docs/ lead to the repository."""
 
 from __future__ import annotations
 

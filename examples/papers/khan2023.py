@@ -34,4 +34,4 @@ axis.fill_between(x, density, color="#4477aa", alpha=0.3, lw=0, label="Gaussian"
 axis.axvline(mean, color="#4477aa", label="its mean")
 axis.axvline(minimum, color="#ee6677", ls="--", label="gradient descent")
 axis.set(xlabel="weight", ylabel="loss, density", ylim=(0, 4.5))
-axis.legend(frameon=False, loc="upper right")
+axis.legend(frameon=False, loc="upper center")

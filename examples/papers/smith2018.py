@@ -35,4 +35,6 @@ for batch_size in (right, right // 4):
     p = torch.sigmoid(x @ found.mean(0))
     posterior = torch.linalg.inv(x.T @ (x * (p * (1 - p))[:, None]) + torch.eye(2) / 2)  # Laplace's approximation
     ratio = found.var(0) / posterior.diagonal()
-    print(f"batches of {batch_size}: T = {sampler.temperature():.2f}, variance {ratio.mean():.1f} times the posterior's")
+    print(
+        f"batches of {batch_size}: T = {sampler.temperature():.2f}, variance {ratio.mean():.1f} times the posterior's"
+    )

@@ -42,7 +42,7 @@ def write_pages(folder: Path) -> None:
         short = module.removeprefix("bayesgrad.")
         for name in names:
             (place / f"{short}.{name}.rst").write_text(page_of(module, name, seen), encoding="utf-8")
-        rows = "".join(f"   ~{module}.{name}\n" for name in names)
+        rows = "".join(f"   {name}\n" for name in names)
         pages = "".join(f"   {name} <{short}.{name}>\n" for name in names)
         (place / f"{short}.rst").write_text(
             f"{heading(module)}.. currentmodule:: {module}\n\n.. autosummary::\n\n{rows}\n"
