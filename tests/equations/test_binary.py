@@ -7,6 +7,7 @@ import itertools
 import math
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -427,6 +428,29 @@ def test_weights_are_binary_from_construction_on(rule) -> None:
         assert p.tolist() == [[1, -1], [1, 1]]
         assert q.item() == -1
         assert set(optimizer.state[q]) == set(optimizer.state[p])
+
+
+@pytest.mark.parametrize("rule", [STE, lambda params: BayesBiNN(params, num_data=10)], ids=["STE", "BayesBiNN"])
+def test_weights_that_are_loaded_after_construction_are_refused(rule) -> None:
+    """The first step would replace them by the signs of those before; weights of a resumed run are these signs."""
+    models = [nn.Linear(4, 3, bias=False) for _ in range(3)]
+    first, second, resumed = (rule(model.parameters()) for model in models)
+
+    def step(model: nn.Module, optimizer: Any) -> None:
+        with optimizer.sampled():
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+    models[1].load_state_dict({"weight": torch.randn(3, 4)})
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"were changed after .* was built, which copied them to its state"):
+            step(models[1], second)
+    step(models[0], first)
+    models[2].load_state_dict(models[0].state_dict())
+    resumed.load_state_dict(first.state_dict())
+    models[2].load_state_dict(models[0].state_dict())
+    step(models[2], resumed)
 
 
 def test_a_constructor_that_fails_leaves_weights_alone() -> None:

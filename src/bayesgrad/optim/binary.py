@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,10 @@ class BinaryOptimizer(BeliefOptimizer):
     rule: BinaryRule  # pyright: ignore[reportIncompatibleVariableOverride]
     _complete = True
 
+    def _reset(self) -> None:
+        super()._reset()
+        self._built: dict[Tensor, int] = {}  # versions of the weights that no step has changed
+
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._complete = False  # a constructor that raises changes no weights
         super().__init__(params, defaults)
@@ -114,7 +118,21 @@ class BinaryOptimizer(BeliefOptimizer):
         super().initialise(group, params, preconditioner)
         for p in new:
             p.copy_(signs(self.state[p][self.rule.latent]))
+            self._built[p] = shards.version(p)
         self.weights_changed()
+
+    def check_changes(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """As in `CheckedOptimizer`; refuses weights that were loaded after they were copied to the state."""
+        super().check_changes(groups)
+        built, self._built = self._built, {}
+        for p in (p for p, version in built.items() if shards.version(p) != version):
+            latent = self.state[p].get(self.rule.latent)
+            if latent is not None and not torch.equal(shards.local(p), signs(shards.local(latent)).to(p.dtype)):
+                self._built = built
+                raise RuntimeError(
+                    f"weights of {self.name_of(p)} were changed after {type(self).__name__} was built, which copied "
+                    "them to its state: load or initialise weights before building it."
+                )
 
     def initial(self, slot: str, group: Mapping[str, Any], p: Tensor) -> float | Tensor:
         return p if slot == self.rule.latent else super().initial(slot, group, p)
