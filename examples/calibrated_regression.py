@@ -58,4 +58,4 @@ def main(epochs: int) -> None:
 
 
 if __name__ == "__main__":
-    main(epochs=30 if small() else 300)
+    main(epochs=20 if small() else 40)

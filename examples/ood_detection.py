@@ -45,4 +45,4 @@ def main(epochs: int) -> None:
 
 
 if __name__ == "__main__":
-    main(epochs=10 if small() else 60)
+    main(epochs=10 if small() else 15)
