@@ -280,7 +280,7 @@ def _race(every: Runs, chosen: Chosen) -> dict[str, Any]:
 
 
 def _samples(every: Runs, chosen: Chosen) -> dict[str, Any]:
-    methods, weights = ("nuts", "langevin"), (*FEATURES, "intercept")
+    methods, weights = ("nuts", "langevin"), (*(name.removeprefix("mean ") for name in FEATURES), "intercept")
     draws = {one: [run["samples"].flatten(0, 1).numpy() for run in every["samples", one]] for one in methods}
     moments: dict[str, dict[Any, list[Value]]] = {
         one: {f: [mean_and_error(v) for v in zip(*(f(d, axis=0).tolist() for d in some))] for f in (np.mean, np.std)}
@@ -312,7 +312,7 @@ def _samples(every: Runs, chosen: Chosen) -> dict[str, Any]:
         marker = {"color": PALETTE[(0, 1, 2)[k]], "symbol": symbol, "size": 6}
         traces.append(_line(quantiles["nuts"][:, k], quantiles["langevin"][:, k], name, "markers", marker=marker))
     panels = [
-        _panel("Samples of two weights, 600 of each.", cloud, f"weight of {FEATURES[0]}", f"weight of {FEATURES[1]}"),
+        _panel("Samples of two weights, 600 of each.", cloud, f"weight of {weights[0]}", f"weight of {weights[1]}"),
         _panel("Quantiles from 1 to 99 %, in posterior standard deviations from the mean.", traces, "NUTS", "Langevin"),
     ]  # fmt: skip
     rows = [
