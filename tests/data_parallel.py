@@ -31,6 +31,7 @@ from bayesgrad.preconditioners.refresh import INVERTED, MERGED
 from cases import CASES, batch, same, small_model, weights
 
 BY_NAME = {case.name: case for case in CASES}
+CORRECTED = (("diagonal", "jeffreys"), ("fisher", "flat"), ("kronecker", "flat"), ("kronecker", "jeffreys"))
 OWN_DRAWS = ("IVON", "VON", "VOGN", "BayesBiNN", "AdaBayes-drawn")
 TIMEOUT = timedelta(seconds=1800)  # the first process runs everything alone before the others meet it
 Result = dict[str, Tensor] | str
@@ -59,6 +60,7 @@ class Run:
         scaled: the factor of the loss, which gradients are divided by before the step.
         parts: whether one process runs a backward pass for the rows of each process.
         labels: whether observe() gets labels.
+        dtype: of weights and inputs.
         ddp: options of DistributedDataParallel.
     """
 
@@ -76,6 +78,7 @@ class Run:
     scaled: float = 1.0
     parts: bool = False
     labels: bool = False
+    dtype: torch.dtype = torch.float64
     ddp: dict[str, Any] = field(default_factory=dict)
 
     def rows(self, size: int, index: int) -> list[list[Tensor]]:
@@ -106,9 +109,8 @@ def of(name: str, **options: Any) -> Callable[[nn.Module], Any]:
 def every_run(steps: int) -> Iterator[Run]:
     for case in CASES:
         parts = case.name in ("FOOF-backward", "KFAC-backward")  # whose bound is that of micro-batches
-        # The noise of a Kronecker metric depends on the basis of its null space, and that on rounding.
-        still = {"temperature": 0.0} if case.name == "Langevin-default" else {}
-        yield Run(case.name, of(case.name, **still), parts=parts)
+        yield Run(case.name, of(case.name), parts=parts)
+        yield Run(f"{case.name} float32", of(case.name), parts=parts, dtype=torch.float32)
     for name in ("FOOF", "KFAC", "KroneckerFilterFP"):
         more = {} if name == "KroneckerFilterFP" else {"max_norm": float("inf")}
         yield Run(f"{name} backward unbounded", of(name, precondition="backward", **more))
@@ -145,10 +147,10 @@ def every_run(steps: int) -> Iterator[Run]:
     for fisher in ("exact", "centered", "empirical", "sampled"):
         make = dense_filter(fisher)
         yield Run(f"DenseFilter {fisher}", make, model=tiny, labels=fisher in ("centered", "empirical"), steps=4)
+    yield Run("DenseFilter float32", dense_filter("exact"), model=tiny, dtype=torch.float32)
     for metric in ("identity", "kronecker", "fisher", "empirical"):
-        make = langevin(metric, temperature=0.0 if metric == "kronecker" else 1.0)
-        yield Run(f"Langevin {metric}", make, model=tiny, labels=metric == "empirical", steps=5)
-    for metric, correction in (("diagonal", "jeffreys"), ("fisher", "flat"), ("kronecker", "flat")):
+        yield Run(f"Langevin {metric}", langevin(metric), model=tiny, labels=metric == "empirical", steps=5)
+    for metric, correction in CORRECTED:
         make = langevin(metric, correction=correction)
         yield Run(f"Langevin {metric} {correction}", make, model=tiny, steps=3)
 
@@ -183,13 +185,13 @@ def whole(model: nn.Module) -> Result:
 
 def train(run: Run, steps: int, rank: int | None, size: int, shards: bool = False) -> Result:
     """Trains with the rows of one process, or of all if `rank` is None."""
-    model = run.model()
+    model = run.model().to(run.dtype)
     net: Any = model
     if rank is not None:
         net = sharded(model) if shards else DistributedDataParallel(model, **run.ddp)
     optimizer = run.make(model)
     for index in range(run.steps or steps):
-        x, y = batch(index, torch.float64)
+        x, y = batch(index, run.dtype)
         if index == run.bad:
             x[0, 0] = torch.nan
         rows = run.rows(size, index)

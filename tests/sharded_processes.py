@@ -38,9 +38,11 @@ from cases import CASES, ELEMENTWISE, Case, batch, small_model
 ROWS = 24  # of a batch: divisible by the numbers of processes
 FAST = [case.name for case in ELEMENTWISE]
 STEPS, LATER = range(20), range(20, 24)
-BY_NAME = {case.name: case for case in CASES}
-SHARDED = [case for case in CASES if case.make is not optim.DenseFilter]
+SHARDED = (*CASES, Case("DenseFilter", optim.DenseFilter, {"batch_size": ROWS, "prior_std": 0.5}, (), layers=True))
+BY_NAME = {case.name: case for case in SHARDED}
 CHECKPOINTED = ("AdaBayesFP-centered", "KalmanMomentum-prior", "BayesBiNN", "IVON", "AMSBound", "KFAC", "OGN")
+CHECKPOINTED += ("DenseFilter",)
+MODES = ("KalmanMomentum", "DenseFilter")
 Result = dict[str, Tensor] | str
 
 
@@ -57,8 +59,13 @@ def sharded(model: nn.Module, **options: Any) -> nn.Module:
     return fully_shard(model, **options)
 
 
+def eager(case: Case) -> dict[str, Any]:
+    """Options by which kernels are not compiled."""
+    return {} if case.make is optim.DenseFilter else {"fused": False}
+
+
 def optimizer_of(name: str, model: nn.Module, **options: Any) -> Any:
-    return BY_NAME[name].of(model, fused=False, **options)
+    return BY_NAME[name].of(model, **eager(BY_NAME[name]), **options)
 
 
 def run(net: nn.Module, optimizer: Any, part: slice, steps: range = STEPS) -> None:
@@ -95,11 +102,9 @@ def steps_of(name: str) -> range:
 def train(case: Case, part: slice | None) -> Result:
     """Parts of parameters and of batches, or all of them if `part` is None."""
     model = model_of() if part is None else sharded(model_of())
-    # The bound of a step whose gradient is never formed depends on the number of passes, and the noise of a Kronecker
-    # metric on the basis of its null space.
-    options: dict[str, dict[str, Any]] = {"Langevin-default": {"temperature": 0.0}}
-    options |= {name: {"max_norm": float("inf")} for name in ("FOOF-backward", "KFAC-backward")}
-    optimizer = case.of(model, fused=False, **options.get(case.name, {}))
+    # The bound of a step whose gradient is never formed depends on the number of passes.
+    options = {"max_norm": float("inf")} if case.name in ("FOOF-backward", "KFAC-backward") else {}
+    optimizer = optimizer_of(case.name, model, **options)
     run(model, optimizer, part or slice(None), steps_of(case.name))
     return found_in(model, optimizer)
 
@@ -423,12 +428,13 @@ def main(rank: int, processes: int, folder: Path) -> None:
         for name in (*both, *layered):
             attempt(found, f"alone recomputed {name}", activation_checkpointing, name, None)
         attempt(found, "alone large IVON", large, "IVON", None)
-        attempt(found, "alone modes", modes, "KalmanMomentum", None)
+        for name in MODES:
+            attempt(found, f"alone modes {name}", modes, name, None)
     meeting = f"file://{folder}/group{processes}"
     distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=processes)
     rows = ROWS // processes
     part = slice(rows * rank, rows * rank + rows)
-    for case in CASES:
+    for case in SHARDED:
         attempt(found, f"fsdp2 {case.name}", train, case, part)
     for kind in ("accumulated", "several", "unreduced", "clipped", "skip", "raise", "closure", "loaded"):
         attempt(found, f"fsdp2 {kind}", loop, "IVON", part, kind, processes)
@@ -444,7 +450,8 @@ def main(rank: int, processes: int, folder: Path) -> None:
     attempt(found, "apart", built_apart)
     attempt(found, "penalised", penalised, part)
     attempt(found, "fsdp2 large IVON", large, "IVON", part)
-    attempt(found, "fsdp2 modes", modes, "KalmanMomentum", part)
+    for name in MODES:
+        attempt(found, f"fsdp2 modes {name}", modes, name, part)
     attempt(found, "drawn", drawn, "IVON")
     attempt(found, "posterior", posterior)
     attempt(found, "independent draws", independently_drawn)

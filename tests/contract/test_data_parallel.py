@@ -9,22 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from data_parallel import JOINED, NOT_JOINED, OWN_DRAWS, Run, every_run
+from data_parallel import CORRECTED, JOINED, NOT_JOINED, OWN_DRAWS, Run, every_run
 from launching import results_of
 
 RUNS = list(every_run(0))
 REFUSED = {
     "IVON-natural drawn for each micro-batch": "RuntimeError: IVON squares the gradient of each draw of weights",
-    "Langevin kronecker flat": "RuntimeError: correction='flat' of metric='kronecker' supports one process, got",
 }
 DRAWN = " drawn for each micro-batch"  # without synchronisation
 WHOLE = {  # by fully_shard
     **{f"{name}{DRAWN}": f"RuntimeError: {name} supports one draw of weights until" for name in ("IVON", "BayesBiNN")},
     f"IVON-natural{DRAWN}": "RuntimeError: IVON supports one draw of weights until",
-    "DenseFilter": "TypeError: DenseFilter uses ",
     **{
         f"Langevin {metric} {correction}": f"TypeError: correction={correction!r} needs whole parameters in each"
-        for metric, correction in (("diagonal", "jeffreys"), ("fisher", "flat"), ("kronecker", "flat"))
+        for metric, correction in CORRECTED
     },
 }
 Found = list[dict[str, Any]]

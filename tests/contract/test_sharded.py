@@ -21,13 +21,14 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from cases import ELEMENTWISE, Case, every_case, same, small_model, train, weights
-from sharded_processes import CHECKPOINTED, SHARDED
+from sharded_processes import CHECKPOINTED, MODES, SHARDED
 
 SCRIPT = Path(__file__).parents[1] / "sharded_processes.py"
 LAYERED = ("KFAC", "OGN")
 UNREADABLE = ("NaturalGradient", "NaturalGradient-layer")  # whose matrices have the shape of a batch
 Results = list[dict[str, Any]]
 slow = pytest.mark.slow
+every_sharded = pytest.mark.parametrize("case", SHARDED, ids=lambda case: case.name)
 processes_of = pytest.mark.parametrize("processes", [2, *(pytest.param(n, marks=slow) for n in (1, 3, 4))])
 
 
@@ -84,27 +85,20 @@ def assert_alike(results: Results, name: str) -> Any:
 
 
 @processes_of
-@every_case
+@every_sharded
 def test_shards_have_the_weights_and_state_of_one_process(case: Case, processes: int, results: Any) -> None:
     found = results(processes)
-    result = assert_alike(found, f"fsdp2 {case.name}")
-    if case in SHARDED:
-        expected = found[0][f"alone {case.name}"]
-        rounding = {"BayesBiNN-sharp": 1e-8}.get(case.name, 1e-10)  # relaxed samples are steep in lambda: slopes of 10
-        assert_same(result, expected, rounding)
-        assert_same(
-            {k: v for k, v in result.items() if " " not in k}, {k: v for k, v in expected.items() if " " not in k}
-        )
-    else:
-        assert result.startswith(f"TypeError: {case.make.__name__} uses "), result
-        assert "needs whole parameters in each process, got DTensors (fully_shard, tensor parallelism): use " in result
+    result, expected = assert_alike(found, f"fsdp2 {case.name}"), found[0][f"alone {case.name}"]
+    rounding = {"BayesBiNN-sharp": 1e-8}.get(case.name, 1e-10)  # relaxed samples are steep in lambda: slopes of 10
+    assert_same(result, expected, rounding)
+    assert_same({k: v for k, v in result.items() if " " not in k}, {k: v for k, v in expected.items() if " " not in k})
 
 
 @processes_of
-@pytest.mark.parametrize("kind", ["accumulated", "several", "clipped", "skip", "closure", "large IVON", "modes"])
+@pytest.mark.parametrize("kind", ["accumulated", "several", "clipped", "skip", "closure", "large IVON", *MODES])
 def test_loops_on_shards_give_what_one_process_gives(kind: str, processes: int, results: Any) -> None:
-    """Micro-batches, draws for each of them, clipping, a gradient that is not finite in one process, closures."""
-    found = results(processes)
+    """Micro-batches, draws for each of them, clipping, a gradient that is not finite in one process, closures, eval."""
+    found, kind = results(processes), f"modes {kind}" if kind in MODES else kind
     assert_same(assert_alike(found, f"fsdp2 {kind}"), found[0][f"alone {kind}"])
 
 
